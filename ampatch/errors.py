@@ -1,0 +1,36 @@
+"""The errors that ampatch raises, all of one family.
+
+Every error is an `AmpError`, which is a `RuntimeError` because that is what scripts written for
+apex catch. The built-in type that fits the fault is mixed in, so `except ValueError` works as well.
+"""
+
+
+class AmpError(RuntimeError):
+    """Base of every error that ampatch raises."""
+
+
+class AmpValueError(AmpError, ValueError):
+    """An argument has the right type and a value that cannot work."""
+
+
+class AmpTypeError(AmpError, TypeError):
+    """An argument is of a type that cannot work."""
+
+
+class TableError(AmpValueError):
+    """The cast tables contradict themselves or the installed torch; lists every fault."""
+
+
+class NotInitializedError(AmpError, AttributeError):
+    """`initialize` has not been called.
+
+    Also an `AttributeError`: scripts written for apex probe `amp.state_dict()` that way.
+    """
+
+
+class BannedFunctionError(AmpError, NotImplementedError):
+    """A function that cannot be computed safely on half tensors was called on one."""
+
+
+class PatchConflictError(AmpError):
+    """Somebody else replaced what ampatch had patched, so that undoing it would undo theirs."""

@@ -1,0 +1,200 @@
+"""The cast tables against the installed torch: its names, and its own promotion."""
+
+import importlib.util
+import pkgutil
+
+import pytest
+import torch
+
+from ampatch import lists
+from ampatch.table import BANNED, FP32, FP32_INPLACE, MATCH_SELF, PROMOTE, validate
+
+CASTS = {
+    (table.target, row.name): row.cast
+    for table in lists.TABLES
+    for row in table.select(torch.__version__).rows
+}
+ROWS = [
+    pytest.param(table.target, row, id=f"{table.target}.{row.name}")
+    for table in lists.TABLES
+    for row in table.rows
+]
+HALF, FULL = torch.float16, torch.float32
+
+
+def test_the_tables_agree_with_themselves_and_with_the_installed_torch():
+    validate(lists.TABLES, torch.__version__)
+
+
+@pytest.mark.parametrize(("target", "row"), ROWS)
+def test_every_row_has_a_reason_that_says_more_than_its_cast(target, row):
+    assert len(row.reason.split()) >= 2
+    assert not row.reason.endswith(".")
+
+
+def test_a_name_has_the_same_cast_in_every_place():
+    casts = {}
+    for (_, name), cast in CASTS.items():
+        casts.setdefault(name, set()).add(cast)
+    assert {name: found for name, found in casts.items() if len(found) > 1} == {}
+
+
+def test_every_name_of_a_listed_function_is_listed():
+    places = {target: pkgutil.resolve_name(target) for target, _ in CASTS}
+    # torch._VF has every function of torch; its rows are the ones that torch.nn reaches through it.
+    del places["torch._VF"]
+    listed = {id(getattr(places[target], name)) for target, name in CASTS if target in places}
+    named = {
+        (target, name)
+        for target, place in places.items()
+        for name in dir(place)
+        if id_of(place, name) in listed
+    }
+    assert {path for path in named if not path[1].startswith("_")} - set(CASTS) == set()
+
+
+def id_of(place, name):
+    return id(getattr(place, name, None))
+
+
+def test_an_in_place_form_raises_if_and_only_if_its_functional_form_is_fp32():
+    for target in ("torch", "torch.Tensor"):
+        place = pkgutil.resolve_name(target)
+        fp32 = {name for (path, name), cast in CASTS.items() if path == target and cast is FP32}
+        expected = {f"{name}_" for name in fp32 if hasattr(place, f"{name}_")}
+        found = {name for (path, name), cast in CASTS.items() if path == target and cast is FP32_INPLACE}
+        assert found - {"__ipow__"} == expected
+
+
+def test_the_tables_cannot_be_imported_a_second_time_as_plain_lists():
+    spec = importlib.util.spec_from_file_location("lists", lists.__file__)
+    with pytest.raises(ImportError, match=r"import ampatch\.lists, not lists: this would be a second copy"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_binary_cross_entropy_is_the_banned_function():
+    assert [path for path, cast in CASTS.items() if cast is BANNED] == [
+        ("torch.nn.functional", "binary_cross_entropy")
+    ]
+
+
+# ---- What torch promotes natively ----
+
+NATIVELY_PROMOTED = [
+    "add", "sub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod", "atan2",
+    "hypot", "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "fmax", "fmin", "logaddexp",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NATIVELY_PROMOTED)
+@pytest.mark.parametrize("dtypes", [(HALF, FULL), (FULL, HALF)], ids=["half-full", "full-half"])
+def test_what_torch_promotes_natively_has_no_row(name, dtypes):
+    x, y = (torch.ones(3, dtype=dtype) for dtype in dtypes)
+    result = getattr(torch, name)(x, y)
+    assert result.dtype in (FULL, torch.bool)
+    assert not any(listed in (name, f"{name}_", f"__{name}__") for _, listed in CASTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("cat", lambda x, y: torch.cat([x, y])),
+        ("stack", lambda x, y: torch.stack([x, y])),
+        ("addcmul", lambda x, y: torch.addcmul(x, y, x)),
+        ("addcdiv", lambda x, y: torch.addcdiv(x, y, x)),
+        ("where", lambda x, y: torch.where(x > 0, x, y)),
+    ],
+)
+def test_what_torch_promotes_natively_from_several_tensors_has_no_row(name, call):
+    x, y = torch.ones(3, dtype=HALF), torch.ones(3)
+    assert call(x, y).dtype is call(y, x).dtype is FULL
+    assert not any(listed in (name, f"{name}_") for _, listed in CASTS)
+
+
+def tensors(*shapes):
+    return [torch.ones(shape) for shape in shapes]
+
+
+def embedding_bag(function, weight, per_sample_weights):
+    indices = torch.tensor([0, 1])
+    if function is torch.nn.functional.embedding_bag:
+        return function(indices[None], weight, per_sample_weights=per_sample_weights, mode="sum")
+    offsets = torch.tensor([0])
+    return function(weight, indices, offsets, False, 0, False, per_sample_weights[0])[0]
+
+
+INDEX = torch.tensor([0, 2])
+MASK = torch.tensor([True, False, True])
+SQUARE = torch.zeros(3, 3, dtype=torch.int64)
+# The first tensor of each list gets one dtype, the others another. In-place calls return self.
+MIXED_CALLS = {
+    "__setitem__": (lambda f, x, y: f(x, MASK, y) or x, tensors((3, 3), (2, 3))),
+    "addbmm_": (lambda f, x, y: f(x, y, y), tensors((3, 3), (2, 3, 3))),
+    "addmm_": (lambda f, x, y: f(x, y, y), tensors((3, 3), (3, 3))),
+    "addmv_": (lambda f, x, a, y: f(x, a, y), tensors(3, (3, 3), 3)),
+    "baddbmm_": (lambda f, x, y: f(x, y, y), tensors((2, 3, 3), (2, 3, 3))),
+    "bilinear": (lambda f, x, y, w: f(x, y, w), tensors((1, 3), (1, 3), (2, 3, 3))),
+    "cross": (lambda f, x, y: f(x, y, dim=0), tensors(3, 3)),
+    "dot": (lambda f, x, y: f(x, y), tensors(3, 3)),
+    "embedding_bag": (embedding_bag, tensors((3, 2), (1, 2))),
+    "grid_sample": (
+        lambda f, x, y: f(x, y, align_corners=False),
+        tensors((1, 1, 3, 3), (1, 2, 2, 2)),
+    ),
+    "grid_sampler": (lambda f, x, y: f(x, y, 0, 0, False), tensors((1, 1, 3, 3), (1, 2, 2, 2))),
+    "index_add": (lambda f, x, y: f(x, 0, INDEX, y), tensors((3, 3), (2, 3))),
+    "index_copy": (lambda f, x, y: f(x, 0, INDEX, y), tensors((3, 3), (2, 3))),
+    "index_put": (lambda f, x, y: f(x, (MASK,), y), tensors((3, 3), (2, 3))),
+    "index_reduce": (lambda f, x, y: f(x, 0, INDEX, y, "prod"), tensors((3, 3), (2, 3))),
+    "inner": (lambda f, x, y: f(x, y), tensors((2, 3), (2, 3))),
+    "lerp": (lambda f, x, y: f(x, y, 0.5), tensors(3, 3)),
+    "masked_scatter": (lambda f, x, y: f(x, MASK, y), tensors((3, 3), 9)),
+    "put": (lambda f, x, y: f(x, INDEX, y), tensors((3, 3), 2)),
+    "scatter": (lambda f, x, y: f(x, 0, SQUARE, y), tensors((3, 3), (3, 3))),
+    "scatter_add": (lambda f, x, y: f(x, 0, SQUARE, y), tensors((3, 3), (3, 3))),
+    "scatter_reduce": (lambda f, x, y: f(x, 0, SQUARE, y, "sum"), tensors((3, 3), (3, 3))),
+    "tensordot": (lambda f, x, y: f(x, y, 1), tensors((2, 3), (3, 2))),
+    "vdot": (lambda f, x, y: f(x, y), tensors(3, 3)),
+}
+
+
+MIXED_ROWS = [parameter for parameter in ROWS if parameter.values[1].cast in (PROMOTE, MATCH_SELF)]
+BOTH_ORDERS = pytest.mark.parametrize("dtypes", [(HALF, FULL), (FULL, HALF)], ids=["half-full", "full-half"])
+
+
+def mixed_call(target, row, dtypes):
+    """Returns a call of the row's op and its arguments, the first of `dtypes[0]`."""
+    call, args = MIXED_CALLS[row.name if row.name in MIXED_CALLS else row.name.removesuffix("_")]
+    function = getattr(pkgutil.resolve_name(target), row.name)
+    first, rest = dtypes
+    return lambda *args: call(function, *args), [
+        args[0].to(first, copy=True),
+        *(arg.to(rest) for arg in args[1:]),
+    ]
+
+
+@BOTH_ORDERS
+@pytest.mark.parametrize(("target", "row"), MIXED_ROWS)
+def test_an_op_whose_arguments_are_promoted_refuses_mixed_dtypes_natively(target, row, dtypes):
+    call, args = mixed_call(target, row, dtypes)
+    with pytest.raises((RuntimeError, IndexError), match=r"(?i)dtype|type|expected"):
+        call(*args)
+
+
+@BOTH_ORDERS
+@pytest.mark.filterwarnings("ignore:index_reduce.. is in beta:UserWarning")
+@pytest.mark.parametrize(("target", "row"), MIXED_ROWS)
+def test_an_op_whose_arguments_are_promoted_runs_on_the_dtype_of_its_row(target, row, dtypes):
+    call, args = mixed_call(target, row, dtypes)
+    dtype = FULL if row.cast is PROMOTE else dtypes[0]
+    result = call(*(arg.to(dtype) for arg in args))
+    assert result.dtype is dtype
+    assert row.cast is PROMOTE or result.data_ptr() == args[0].data_ptr()
+
+
+@pytest.mark.parametrize("name", [name for target, name in CASTS if target == "torch.fft"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_fourier_transform_refuses_half_natively_on_a_cpu(name, dtype):
+    # Autocast has no rule for these: the oracle above would compare with an error.
+    with pytest.raises(RuntimeError, match=r"(?i)unsupported dtype|doesn't support"):
+        getattr(torch.fft, name)(torch.ones(4, 4, dtype=dtype))

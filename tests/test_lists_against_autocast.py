@@ -1,0 +1,189 @@
+"""The cast tables against torch.autocast: its lists in the installed header, its rules on fake tensors."""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ampatch import lists
+from ampatch.table import FP32, LOWER, PROMOTE
+
+CASTS = {
+    (table.target, row.name): row.cast
+    for table in lists.TABLES
+    for row in table.select(torch.__version__).rows
+}
+HALF, FULL = torch.float16, torch.float32
+
+
+# ---- torch.autocast's lists, in the installed header ----
+
+HEADER = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text()
+POLICIES = {
+    "LOWER_PRECISION_FP": {LOWER},
+    "FP32": {FP32},
+    "FP32_SET_OPT_DTYPE": {FP32},
+    "DIFFERENT_REDISPATCH_SIGNATURE": {FP32},
+    "PROMOTE": {PROMOTE},
+}
+
+
+def autocast_ops():
+    for policy in POLICIES:
+        macro = re.search(rf"#define AT_FORALL_{policy}\(_\)(.*?[^\\])\n", HEADER, re.DOTALL)[1]
+        names = re.findall(r"_\((?:ADD_NS\()?(\w+)", macro)
+        yield from ((policy, name) for name in dict.fromkeys(names))
+
+
+AUTOCAST_OPS = list(autocast_ops())
+
+
+def test_the_header_is_read_whole():
+    assert len(AUTOCAST_OPS) >= 100
+    assert {policy for policy, _ in AUTOCAST_OPS} == set(POLICIES)
+
+
+@pytest.mark.parametrize(("policy", "op"), AUTOCAST_OPS)
+def test_an_op_that_autocast_lists_has_that_cast_here_or_a_reason_why_not(policy, op):
+    name = op.removeprefix("linalg_")
+    casts = {cast for (_, listed), cast in CASTS.items() if listed == name}
+    assert casts == (set() if op in dict(lists.AUTOCAST_WITHOUT_ROW) else POLICIES[policy])
+
+
+def test_the_deliberate_differences_are_ops_that_autocast_lists():
+    assert set(dict(lists.AUTOCAST_WITHOUT_ROW)) <= {op for _, op in AUTOCAST_OPS}
+    assert all(reason for _, reason in lists.AUTOCAST_WITHOUT_ROW)
+
+
+# ---- torch.autocast itself, on fake CUDA tensors ----
+
+# What autocast changes and no row does: Python code that calls functions which have rows.
+CALLS_LISTED_FUNCTIONS = {
+    "__rdiv__",
+    "masked.prod",
+    "nn.functional.multi_head_attention_forward",
+    "nn.functional.triplet_margin_with_distance_loss",
+    "pca_lowrank",
+    "svd_lowrank",
+}
+WITHOUT_ROW = {
+    "_upsample_bilinear2d_aa": "no public name",
+    "linalg.matrix_power": "half has no inverse, which negative powers need",
+    "linalg.pinv.singular": "the sample itself multiplies matrices",
+}
+NO_ORACLE = {
+    "nn.functional.ctc_loss": "reads lengths, which a fake tensor does not have",
+    "nn.functional.gaussian_nll_loss": "reads the variance, which a fake tensor does not have",
+    "nn.functional.grid_sample": "the kernel asks for cuDNN, which a build for CPUs lacks",
+    "nn.functional.interpolate.area": "autocast leaves this mode in half, unlike every other mode",
+    "nn.functional.linear_cross_entropy.chunked": "autocast does nothing, and refuses mixed dtypes",
+    "nn.functional.linear_cross_entropy.chunked_none": "as the other chunked form",
+    "stft": "autocast has no rule for FFTs",
+}
+OPS = [op for op in op_db if not op.name.startswith(("_refs.", "ops.", "torch.", "fft."))]
+
+
+def path_of(op):
+    """Returns the target and the name of the op that torch's own tests call "linalg.norm"."""
+    module, _, name = op.name.rpartition(".")
+    if module:
+        return f"torch.{module}", name
+    return "torch" if ("torch", name) in CASTS else "torch.Tensor", name
+
+
+def full_name(op):
+    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+
+
+def samples(op):
+    """Returns the arguments of a few calls, made of real tensors: some samples read numbers."""
+    found = itertools.islice(op.sample_inputs("cpu", FULL), 3)
+    calls = [((sample.input, *sample.args), sample.kwargs) for sample in found]
+    return [call for call in calls if all(is_strided(leaf) for leaf in tree_leaves(call))]
+
+
+def is_strided(leaf):
+    return not isinstance(leaf, torch.Tensor) or leaf.layout is torch.strided
+
+
+def fake(value, dtypes):
+    """Returns `value` with fake CUDA tensors of the next of `dtypes` for float32 tensors."""
+    dtypes = itertools.cycle(dtypes)
+
+    def convert(tensor):
+        dtype = next(dtypes) if tensor.dtype is FULL else tensor.dtype
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cuda")
+
+    return tree_map_only(torch.Tensor, convert, value)
+
+
+def cast_by_hand(cast, value):
+    dtypes = [leaf.dtype for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    dtype = {LOWER: HALF, FP32: FULL, PROMOTE: FULL if FULL in dtypes else HALF}[cast]
+    cast_tensor = lambda t: t.to(dtype) if t.dtype in (HALF, FULL) else t
+    return tree_map_only(torch.Tensor, cast_tensor, value)
+
+
+def result_dtypes(op, args, kwargs):
+    """Returns the dtypes of the results, or None for a call that torch refuses."""
+    try:
+        results = tree_leaves(op.op(*args, **kwargs))
+    except Exception:
+        return None
+    return [leaf.dtype for leaf in results if isinstance(leaf, torch.Tensor)]
+
+
+def autocast_dtypes(op, args, kwargs):
+    """Returns the same under autocast, by its switch: torch.autocast needs a GPU to be on."""
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", HALF)
+    try:
+        return result_dtypes(op, args, kwargs)
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
+ORACLE_OPS = [
+    op for op in OPS if CASTS.get(path_of(op)) in (LOWER, FP32, PROMOTE) and full_name(op) not in NO_ORACLE
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("op", ORACLE_OPS, ids=full_name)
+def test_a_row_gives_the_dtypes_that_autocast_gives(op):
+    cast = CASTS[path_of(op)]
+    patterns = [[HALF], [FULL]]
+    # Without a rule of autocast a fake tensor may take mixed dtypes that a real one refuses.
+    if op.name.removeprefix("nn.functional.").replace(".", "_") in dict(map(reversed, AUTOCAST_OPS)):
+        patterns += [[HALF, FULL], [FULL, HALF]]
+    compared = 0
+    for call, pattern in itertools.product(samples(op), patterns):
+        with FakeTensorMode():
+            args, kwargs = fake(call, pattern)
+            expected = autocast_dtypes(op, args, kwargs)
+            if expected is not None:
+                assert result_dtypes(op, *cast_by_hand(cast, (args, kwargs))) == expected
+                compared += 1
+    assert compared
+
+
+def is_changed_by_autocast(op):
+    for call, dtype in itertools.product(samples(op), (HALF, FULL)):
+        with FakeTensorMode():
+            args, kwargs = fake(call, [dtype])
+            if result_dtypes(op, args, kwargs) != autocast_dtypes(op, args, kwargs):
+                return True
+    return False
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_op_that_autocast_changes_has_a_row():
+    changed = {full_name(op): path_of(op) for op in OPS if is_changed_by_autocast(op)}
+    assert len(changed) > 80
+    missing = {name for name, path in changed.items() if path not in CASTS}
+    assert missing == CALLS_LISTED_FUNCTIONS | set(WITHOUT_ROW)
