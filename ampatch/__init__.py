@@ -1,0 +1,78 @@
+"""Mixed precision for PyTorch scripts by opt level, with an exact way back."""
+
+from ampatch.errors import (
+    AmpError,
+    AmpTypeError,
+    AmpValueError,
+    BannedFunctionError,
+    NotInitializedError,
+    PatchConflictError,
+    TableError,
+)
+from ampatch.frontend import (
+    clear_cache,
+    disable_casts,
+    get_loss_scale,
+    initialize,
+    load_state_dict,
+    master_params,
+    observe,
+    override,
+    report,
+    scale_loss,
+    set_loss_scale,
+    state_dict,
+    step_was_skipped,
+    uninitialize,
+)
+from ampatch.loss_scale import DynamicLossScale
+from ampatch.observe import Observer
+from ampatch.policy import OPT_LEVELS, Policy
+from ampatch.user_functions import (
+    bfloat16_function,
+    float_function,
+    half_function,
+    promote_function,
+    register_bfloat16_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "OPT_LEVELS",
+    "AmpError",
+    "AmpTypeError",
+    "AmpValueError",
+    "BannedFunctionError",
+    "DynamicLossScale",
+    "NotInitializedError",
+    "Observer",
+    "PatchConflictError",
+    "Policy",
+    "TableError",
+    "bfloat16_function",
+    "clear_cache",
+    "disable_casts",
+    "float_function",
+    "get_loss_scale",
+    "half_function",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "observe",
+    "override",
+    "promote_function",
+    "register_bfloat16_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "report",
+    "scale_loss",
+    "set_loss_scale",
+    "state_dict",
+    "step_was_skipped",
+    "uninitialize",
+]

@@ -1,0 +1,7 @@
+"""Makes `python -m ampatch` the same as `ampatch`."""
+
+import sys
+
+from ampatch.cli import main
+
+sys.exit(main())

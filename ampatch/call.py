@@ -1,0 +1,105 @@
+"""One call of `initialize`: what it was asked for, the checks of it, and what it set up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from ampatch.errors import AmpError, AmpTypeError, AmpValueError
+from ampatch.loss_scale import DynamicLossScale
+from ampatch.model import Keep
+from ampatch.optimizer import AmpOptimizer
+from ampatch.policy import Policy
+from ampatch.scaler import LossScaler
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What one call of `initialize` was asked for, read and checked on its own."""
+
+    models: tuple[Module, ...]
+    optimizers: tuple[object, ...]  # as given: an Optimizer, or a wrapper around one
+    policy: Policy
+    num_losses: int
+    verbosity: int
+    keep_fp32: tuple[Keep, ...]
+
+
+@dataclass(slots=True)
+class Call:
+    """What one call of `initialize` set up; each optimizer belongs to the call that took it."""
+
+    request: Request
+    scalers: list[LossScaler]
+    optimizers: list[AmpOptimizer] = field(default_factory=list)
+
+
+def validate_optimizers(request: Request, calls: Sequence[Call]) -> None:
+    """Raises for optimizers that are taken already, step unknown parameters or cannot be skipped."""
+    models = [model for call in calls for model in call.request.models]
+    known = {id(param) for model in (*models, *request.models) for param in model.parameters()}
+    taken = {id(amp.optimizer) for call in calls for amp in call.optimizers}
+    for index, given in enumerate(request.optimizers):
+        optimizer = unwrap_optimizer(given, index)
+        if id(optimizer) in taken:
+            raise AmpError(
+                f"optimizers[{index}] ({type(optimizer).__name__}) is given to initialize twice: "
+                f"an optimizer belongs to the first call that takes it; uninitialize to start over"
+            )
+        taken.add(id(optimizer))
+        _validate_params(index, optimizer, known)
+        _validate_closure_use(index, optimizer, request.policy)
+
+
+def unwrap_optimizer(given: object, index: int = 0) -> Optimizer:
+    """Returns the optimizer, or the one inside a wrapper such as LARC, which is no Optimizer itself."""
+    inner = given
+    while not isinstance(inner, Optimizer):
+        inner = getattr(inner, "optim", None)
+        if inner is None:
+            raise AmpTypeError(
+                f"optimizers[{index}] is a {type(given).__name__}: expected a torch.optim.Optimizer "
+                f"or a list of them"
+            )
+    return inner
+
+
+def _validate_params(index: int, optimizer: Optimizer, known: set[int]) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if params and not any(id(param) in known for param in params):
+        shape = tuple(params[0].shape)
+        raise AmpValueError(
+            f"optimizers[{index}] ({type(optimizer).__name__}) steps parameters of no initialized model (the "
+            f"first has shape {shape}): pass its model to initialize too, and make the optimizer from "
+            f"model.parameters() after the model is on its device"
+        )
+
+
+def _validate_closure_use(index: int, optimizer: Optimizer, policy: Policy) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS) and isinstance(policy.loss_scale, DynamicLossScale):
+        raise AmpValueError(
+            f"optimizers[{index}] is LBFGS, which evaluates its closure several times a step and cannot skip "
+            f"one: use a static scale (loss_scale=1.0), or a level that has one (O0, O4, O5)"
+        )
+
+
+def make_scalers(request: Request) -> list[LossScaler]:
+    device = next((tensor.device for tensor in _tensors(request)), torch.device("cpu"))
+    return [LossScaler(i, request.policy.loss_scale, device) for i in range(request.num_losses)]
+
+
+def _tensors(request: Request) -> list[Tensor]:
+    of_models = [param for model in request.models for param in model.parameters()]
+    optimizers = [unwrap_optimizer(given) for given in request.optimizers]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return of_models + [param for group in groups for param in group["params"]]
+
+
+def device_types(request: Request) -> set[str]:
+    types = {tensor.device.type for tensor in _tensors(request)}
+    return types or {torch.get_default_device().type}

@@ -1,0 +1,267 @@
+"""What is eligible for a cast, casting a tree of arguments, and the cast cache."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, MutableMapping
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ampatch.precision import ELIGIBLE
+from ampatch.thread import Frame, ThreadState
+
+# Bound before anything is patched, and quicker than Tensor.to (1.5 against 2.4 µs).
+CONVERT: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
+    torch.float16: Tensor.half,
+    torch.bfloat16: Tensor.bfloat16,
+    torch.float32: Tensor.float,
+}
+
+TensorCast = Callable[[Tensor], Tensor]
+Other = Callable[[object], object] | None
+
+
+def cast_to(dtype: torch.dtype) -> TensorCast:
+    """Returns a function that casts an eligible tensor to `dtype` and leaves others as they are."""
+    sources = ELIGIBLE - {dtype}
+    convert = CONVERT.get(dtype) or (lambda tensor: tensor.to(dtype))
+
+    def cast(tensor: Tensor) -> Tensor:
+        return convert(tensor) if tensor.dtype in sources else tensor
+
+    return cast
+
+
+def cast_tree(value: object, cast: TensorCast, other: Other = None) -> object:
+    """Casts the tensors in a tree of containers; what holds none is returned as it is.
+
+    Sequences, mappings, namedtuples and dataclasses keep their type. Strings, numbers, arrays and
+    unknown objects stay, unless `other` says what to do with an unknown object.
+    """
+    if isinstance(value, Tensor):
+        return cast(value)
+    if isinstance(value, str | bytes | range | type | torch.nn.Module):
+        return value
+    if isinstance(value, tuple | list | deque):
+        return _cast_sequence(value, cast, other)
+    if isinstance(value, Mapping):
+        return _cast_mapping(value, cast, other)
+    if dataclasses.is_dataclass(value):
+        return _cast_fields(value, cast, other)
+    return value if other is None else other(value)
+
+
+def cast_batch(value: object, dtype: torch.dtype) -> object:
+    """Casts a tree as `cast_tree` does, and calls `.to(dtype)` of unknown objects that have one.
+
+    Published scripts hand batches of their own classes to the model and rely on that call.
+    """
+
+    def cast_object(item: object) -> object:
+        return item.to(dtype) if callable(getattr(item, "to", None)) else item  # type: ignore[attr-defined]
+
+    return cast_tree(value, cast_to(dtype), cast_object)
+
+
+def _cast_sequence(value: tuple | list | deque, cast: TensorCast, other: Other) -> object:
+    items = [cast_tree(item, cast, other) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    if type(value) is list:
+        return items
+    if hasattr(value, "_make"):
+        return type(value)._make(items)  # type: ignore[attr-defined]
+    if isinstance(value, tuple):
+        return type(value)(items)
+    result = copy.copy(value)
+    for index, item in enumerate(items):
+        result[index] = item
+    return result
+
+
+def _cast_mapping(value: Mapping, cast: TensorCast, other: Other) -> object:
+    items = {key: cast_tree(item, cast, other) for key, item in value.items()}
+    changed = {key: item for key, item in items.items() if item is not value[key]}
+    if not changed:
+        return value
+    if not isinstance(value, MutableMapping):
+        return type(value)(items)  # type: ignore[call-arg]
+    result = copy.copy(value)
+    for key, item in changed.items():
+        result[key] = item
+    return result
+
+
+def _cast_fields(value: object, cast: TensorCast, other: Other) -> object:
+    names = [field.name for field in dataclasses.fields(value)]  # type: ignore[arg-type]
+    old = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    changed = {name: new for name in old if (new := cast_tree(old[name], cast, other)) is not old[name]}
+    if not changed:
+        return value
+    result = copy.copy(value)
+    for name, new in changed.items():
+        object.__setattr__(result, name, new)  # a frozen dataclass refuses setattr
+    return result
+
+
+class CastCache:
+    """The casts of parameters to one dtype, each made once an iteration.
+
+    An entry is used only while the parameter is the same object with the same memory, version and
+    requires_grad. A write through `.data` changes none of these, so entries live no longer than an
+    iteration: `clear` is called when a block of `scale_loss` ends, after every optimizer's step, and
+    when an initialized model's forward begins after an earlier one's graph was used or dropped.
+    Without grad mode entries live for one forward of an initialized model.
+
+    With grad, without and in inference mode are three caches: a cast made in one cannot serve another.
+    """
+
+    def __init__(self, dtype: torch.dtype, thread: ThreadState) -> None:
+        self.dtype = dtype
+        self._convert = CONVERT[dtype]
+        self._thread = thread
+        self._with_grad: dict[int, tuple] = {}
+        self._no_grad: dict[int, tuple] = {}
+        self._inference: dict[int, tuple] = {}
+
+    def __len__(self) -> int:
+        return len(self._with_grad) + len(self._no_grad) + len(self._inference)
+
+    def clear(self) -> None:
+        """Forgets every cast."""
+        self._with_grad.clear()
+        self.clear_no_grad()
+
+    def clear_no_grad(self) -> None:
+        """Forgets the casts that were made without grad mode."""
+        self._no_grad.clear()
+        self._inference.clear()
+
+    def cast(self, parameter: Tensor) -> Tensor:
+        """Returns the parameter in the cache's dtype, cast now or earlier in this iteration."""
+        if torch.compiler.is_dynamo_compiling() or parameter.is_inference():
+            return self._convert(parameter)
+        entries, needs_grad = self._select(parameter)
+        if entries is None:
+            return self._convert(parameter)
+        entry = entries.get(id(parameter))
+        if entry is not None:
+            owner, version, pointer, cast = entry
+            if (
+                owner is parameter
+                and version == parameter._version
+                and pointer == parameter.data_ptr()
+                and cast.requires_grad == needs_grad
+            ):
+                return cast
+        return self._store(entries, parameter)
+
+    def _select(self, parameter: Tensor) -> tuple[dict[int, tuple] | None, bool]:
+        if torch.is_grad_enabled():
+            return self._with_grad, parameter.requires_grad
+        if not self._thread.frames:
+            return None, False
+        return (self._inference if torch.is_inference_mode_enabled() else self._no_grad), False
+
+    def _store(self, entries: dict[int, tuple], parameter: Tensor) -> Tensor:
+        cast = self._convert(parameter)
+        # Fake tensors and those of a running torch.func transform are dead once it ends.
+        if type(cast) is Tensor and not torch._C._are_functorch_transforms_active():
+            entry = (parameter, parameter._version, parameter.data_ptr(), cast)
+            entries[id(parameter)] = entry
+        return cast
+
+
+class PendingGraph:
+    """Stands for the graph behind a forward's output: lives as long, and notes its first backward.
+
+    The graph holds it as a hook of its last node, and nothing else does.
+    """
+
+    __slots__ = ("__weakref__", "was_used")
+
+    def __init__(self) -> None:
+        self.was_used = False
+
+    def __call__(self, grads: object) -> None:
+        self.was_used = True
+
+
+class CastState:
+    """What patched functions consult on each call: the thread, the devices and the caches.
+
+    `half` is the type that torch is patched for, None while it is not patched.
+    """
+
+    def __init__(self) -> None:
+        self.thread = ThreadState()
+        self.half: torch.dtype | None = None
+        self.device_types: set[str] = set()
+        self._graphs: list[weakref.ref[PendingGraph]] = []
+        self._caches: dict[torch.dtype, CastCache] = {}
+
+    def get_cache(self, dtype: torch.dtype) -> CastCache:
+        """Returns the cache of casts to `dtype`, made on first use."""
+        if dtype not in self._caches:
+            self._caches[dtype] = CastCache(dtype, self.thread)
+        return self._caches[dtype]
+
+    def clear_cache(self) -> None:
+        """Forgets every cached cast."""
+        self._graphs.clear()
+        for cache in self._caches.values():
+            cache.clear()
+
+    def enter_forward(self, frame: Frame) -> None:
+        """Begins a forward of an initialized model, or of a part of it that runs uncast."""
+        thread = self.thread
+        thread.end_step()
+        if not thread.frames and self._begins_iteration():
+            self.clear_cache()  # weights may have been written through `.data` since
+        if not torch.is_grad_enabled():
+            self._clear_no_grad()
+        thread.push(frame)
+
+    def exit_forward(self, owner: int) -> None:
+        """Ends it."""
+        self.thread.pop(owner)
+        if not self.thread.frames:
+            self._clear_no_grad()
+
+    def watch(self, graph: PendingGraph) -> None:
+        """Remembers that a forward left a graph, which may wait for its backward."""
+        self._graphs.append(weakref.ref(graph))
+
+    def _begins_iteration(self) -> bool:
+        """Whether a graph was used by a backward, or dropped, since the last clearing."""
+        graphs = [ref() for ref in self._graphs]
+        return any(graph is None or graph.was_used for graph in graphs)
+
+    def _clear_no_grad(self) -> None:
+        for cache in self._caches.values():
+            cache.clear_no_grad()
+
+    def close(self) -> None:
+        """Forgets the casts, the devices, the half type and what this thread is doing."""
+        self.thread.reset()
+        self.clear_cache()
+        self.half = None
+        self.device_types.clear()
+
+
+def cast_eligible(state: CastState, dtype: torch.dtype) -> TensorCast:
+    """Returns the cast of a patched function's argument to `dtype`: parameters through the cache."""
+    sources, devices = ELIGIBLE - {dtype}, state.device_types
+    convert, cached = CONVERT[dtype], state.get_cache(dtype).cast
+
+    def cast(tensor: Tensor) -> Tensor:
+        if tensor.dtype not in sources or tensor.device.type not in devices:
+            return tensor
+        return cached(tensor) if issubclass(type(tensor), Parameter) else convert(tensor)
+
+    return cast

@@ -1,0 +1,278 @@
+"""The public functions: what scripts call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from ampatch.block import ScaledLoss
+from ampatch.call import Request, unwrap_optimizer
+from ampatch.errors import AmpTypeError, AmpValueError
+from ampatch.loss_scale import DynamicLossScale
+from ampatch.model import normalize_keep
+from ampatch.observe import Observer
+from ampatch.policy import Overrides, parse_flag, resolve
+from ampatch.scaler import LossScaler
+from ampatch.session import SESSION
+
+
+def initialize(
+    models: object,
+    optimizers: object = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | DynamicLossScale | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = 2.0**24,
+    *,
+    dtype: torch.dtype | None = None,
+    patch_torch_functions_type: torch.dtype | None = None,
+    keep_fp32: object = (),
+    allow_banned: bool = False,
+) -> object:
+    """Gives models and optimizers the mixed precision of an opt level, in place.
+
+    ```python
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+    ```
+
+    Returns models and optimizers in the shape they came in; the models alone if `optimizers` is
+    None. May be called again for other models and optimizers. All or nothing: a call that raises
+    leaves torch, models and optimizers as they were. `uninitialize` undoes it.
+
+    - `opt_level`: "O0" float32; "O1" (float16) and "O4" (bfloat16) patch torch's functions with
+      casts; "O2" and "O5" cast the model and keep float32 master params; "O3" casts everything.
+    - `dtype`: float16 or bfloat16 in the place of the level's half type.
+    - `loss_scale`: a number, "dynamic" or an `amp.DynamicLossScale`; `min_loss_scale` and
+      `max_loss_scale` bound "dynamic". One scaler is made for each of `num_losses`.
+    - `keep_fp32`: names of modules (shell patterns), classes or modules that run in float32.
+    - `keep_batchnorm_fp32`, `master_weights`, `cast_model_type`, `cast_model_outputs` (a dtype),
+      `patch_torch_functions`, `patch_torch_functions_type`: override the level's default.
+    - `allow_banned`: casts banned functions to float32 where they would raise on half tensors.
+    - `verbosity`: 0 silent, 1 a banner and a line for each skipped step, 2 also every cast.
+
+    Raises AmpValueError and AmpTypeError (both AmpError) for arguments that cannot work.
+    """
+    arguments = {**locals(), **SESSION.overrides}
+    return _initialize(**arguments)
+
+
+def _initialize(
+    models: object,
+    optimizers: object,
+    enabled: object,
+    opt_level: object,
+    num_losses: int,
+    verbosity: int,
+    keep_fp32: object,
+    **overrides: object,
+) -> object:
+    returned = models if optimizers is None else (models, optimizers)
+    model_list = _as_tuple(models, torch.nn.Module)
+    optimizer_list = () if optimizers is None else _as_tuple(optimizers, object)
+    if not parse_flag("enabled", enabled):
+        SESSION.disable(optimizer_list)
+        return returned
+    for index, optimizer in enumerate(optimizer_list):
+        unwrap_optimizer(optimizer, index)
+    policy = resolve(opt_level, Overrides(**overrides))
+    _validate_num_losses(num_losses)
+    request = Request(
+        model_list, optimizer_list, policy, num_losses, int(verbosity), normalize_keep(keep_fp32)
+    )
+    SESSION.open(request)
+    return returned
+
+
+def _as_tuple(given: object, single: type) -> tuple:
+    if isinstance(given, list | tuple):
+        return tuple(given)
+    if single is torch.nn.Module and not isinstance(given, single):
+        raise AmpTypeError(
+            f"models is a {type(given).__name__}: expected a torch.nn.Module or a list of them"
+        )
+    return (given,)
+
+
+def _validate_num_losses(num_losses: object) -> None:
+    if isinstance(num_losses, bool) or not isinstance(num_losses, int):
+        raise AmpTypeError(f"num_losses is {num_losses!r}: expected a whole number, 1 or more")
+    if num_losses < 1:
+        raise AmpValueError(f"num_losses is {num_losses!r}: expected 1 or more, one for each loss")
+
+
+def scale_loss(
+    loss: Tensor,
+    optimizers: object,
+    loss_id: int = 0,
+    model: object = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> AbstractContextManager[Tensor]:
+    """Returns a context manager that yields `loss.float()` times the loss scale.
+
+    ```python
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    ```
+
+    When it ends, the gradients made inside are unscaled and added to earlier ones, and the scale is
+    updated; after an overflow the next step of every optimizer named is skipped. No host sync.
+
+    - `optimizers`: the optimizer, or all those whose parameters get gradients from this loss.
+    - `loss_id`: which of the `num_losses` scalers to use, of the call that took the (first) optimizer.
+    - `delay_unscale`: leaves the gradients scaled until a later block or the step.
+    - `delay_overflow_check`: leaves the scale as it is until a later block.
+    - `model`: accepted as apex did, and not used.
+    """
+    SESSION.require_open()
+    given = tuple(optimizers) if isinstance(optimizers, list | tuple) else (optimizers,)
+    if SESSION.is_passive(given):
+        return nullcontext(loss)
+    if not isinstance(loss, Tensor):
+        raise AmpTypeError(
+            f"loss is a {type(loss).__name__}: expected a tensor, the output of the loss function"
+        )
+    found = [SESSION.find(optimizer, index) for index, optimizer in enumerate(given)]
+    call = found[0][1] if found else SESSION.last_call()
+    scaler = _pick(call.scalers, loss_id)
+    SESSION.casts.thread.reset()
+    for observer in SESSION.observers:
+        observer.on_loss(loss.detach(), loss_id)
+    return ScaledLoss(
+        loss,
+        [amp_optimizer for amp_optimizer, _ in found],
+        scaler,
+        SESSION.amp_optimizers(),
+        SESSION.casts.clear_cache,
+        delay_unscale=delay_unscale,
+        delay_overflow_check=delay_overflow_check,
+    )
+
+
+def _pick(scalers: Sequence[LossScaler], loss_id: object) -> LossScaler:
+    if isinstance(loss_id, bool) or not isinstance(loss_id, int):
+        raise AmpTypeError(f"loss_id is {loss_id!r}: expected a whole number from 0 to {len(scalers) - 1}")
+    if not 0 <= loss_id < len(scalers):
+        raise AmpValueError(
+            f"loss_id {loss_id!r} is out of range: expected 0 to {len(scalers) - 1}; "
+            f"initialize(num_losses=...) says how many there are"
+        )
+    return scalers[loss_id]
+
+
+def master_params(optimizer: object) -> Iterator[Tensor]:
+    """Iterates over the parameters that the optimizer steps: float32 masters at O2 and O5.
+
+    ```python
+    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm=1.0)
+    ```
+
+    Works without `initialize` too.
+    """
+    for group in optimizer.param_groups:  # type: ignore[attr-defined]
+        yield from group["params"]
+
+
+def state_dict() -> dict[str, dict[str, float | int]]:
+    """Returns the state of every loss scaler, in apex's format; one host sync for each that is dynamic."""
+    SESSION.require_open()
+    return {f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(SESSION.scalers())}
+
+
+def load_state_dict(state_dict: dict[str, dict[str, float | int]]) -> None:
+    """Restores the loss scalers from a `state_dict`, also one that apex wrote; all or nothing.
+
+    A static scale stays what `initialize` was told. Raises AmpValueError for unknown keys, and warns
+    if the number of scalers differs: those that both have are loaded.
+    """
+    SESSION.require_open()
+    SESSION.load_scalers(state_dict)
+
+
+def step_was_skipped(optimizer: object) -> bool:
+    """Says whether the optimizer's last step was skipped because of an overflow.
+
+    Costs one host sync with an optimizer that skips on the device (a fused one), none otherwise.
+    """
+    SESSION.require_open()
+    return not SESSION.is_passive((optimizer,)) and SESSION.find(optimizer)[0].was_skipped()
+
+
+def get_loss_scale(loss_id: int = 0) -> float:
+    """Returns a loss scale; one host sync if it is dynamic. Several calls number their losses on."""
+    SESSION.require_open()
+    return 1.0 if not SESSION.is_open else _pick(SESSION.scalers(), loss_id).get_scale()
+
+
+def set_loss_scale(value: float, loss_id: int = 0) -> None:
+    """Sets a loss scale to a number above 0; a dynamic one moves on from there."""
+    SESSION.require_open()
+    if SESSION.is_open:
+        _pick(SESSION.scalers(), loss_id).set_scale(value)
+
+
+def clear_cache() -> None:
+    """Forgets the casts of weights; they are made again when needed.
+
+    Needed only after writing through `.data` between a forward and its block of `scale_loss`.
+    """
+    SESSION.casts.clear_cache()
+
+
+def disable_casts() -> AbstractContextManager[None]:
+    """Returns a context manager in which patched functions do not cast, in this thread.
+
+    Nests, and survives exceptions.
+    """
+    return SESSION.casts.thread.disabled()
+
+
+def uninitialize() -> None:
+    """Undoes every `initialize`: torch, models and optimizers are what they would be without.
+
+    Models are float32 again, with the masters' values, and optimizers step them. Raises
+    PatchConflictError, after everything else is undone, for functions that others patched over.
+    """
+    SESSION.close()
+
+
+def report(**metrics: object) -> None:
+    """Reports results of a script, such as `accuracy=0.98`, to the tool that runs it; else does nothing."""
+    for observer in SESSION.observers:
+        observer.on_report(metrics)
+
+
+@contextmanager
+def observe(observer: Observer) -> Iterator[None]:
+    """Tells an observer what happens while the context is open."""
+    SESSION.observers += (observer,)
+    try:
+        yield
+    finally:
+        SESSION.observers = tuple(item for item in SESSION.observers if item is not observer)
+
+
+@contextmanager
+def override(**arguments: object) -> Iterator[None]:
+    """Gives `initialize` these arguments, whatever the script passes, while the context is open."""
+    unknown = sorted(set(arguments) - set(inspect.signature(initialize).parameters))
+    if unknown:
+        raise AmpTypeError(f"override: initialize has no argument {', '.join(map(repr, unknown))}")
+    before = SESSION.overrides
+    SESSION.overrides = {**before, **arguments}
+    try:
+        yield
+    finally:
+        SESSION.overrides = before

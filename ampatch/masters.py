@@ -1,0 +1,159 @@
+"""FP32 master params behind one optimizer: it steps them, and the model's half params follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+
+def refine(precise: Tensor, half: Tensor) -> Tensor:
+    """Returns `precise` where `half` is its rounding, and `half` in float32 where it was changed."""
+    return torch.where(precise.to(half.dtype) == half, precise, half.to(precise.dtype))
+
+
+class MasterParam:
+    """One half parameter of a model and the float32 parameter that stands for it in the optimizer."""
+
+    __slots__ = ("_grad", "_grad_version", "_pointer", "_version", "half", "master")
+
+    def __init__(self, half: Parameter, precise: Tensor) -> None:
+        self.half = half
+        self.master = Parameter(precise, requires_grad=half.requires_grad)
+        self.master.__dict__.update(half.__dict__)  # attributes that optimizers look for
+        self._grad: Tensor | None = None
+        self._grad_version = 0
+        self.mark_synced()
+
+    def mark_synced(self) -> None:
+        """Notes that the half parameter holds the master's rounding."""
+        self._version, self._pointer = self.half._version, self.half.data_ptr()
+
+    def was_edited(self) -> bool:
+        """Whether the half parameter was written or swapped since `mark_synced`.
+
+        A write in place through `.data` leaves no trace and goes unnoticed.
+        """
+        return self._version != self.half._version or self._pointer != self.half.data_ptr()
+
+    def mark_grad_used(self) -> None:
+        """Notes that the half gradient, as it is now, has gone into the master's."""
+        self._grad = self.half.grad
+        self._grad_version = 0 if self._grad is None else self._grad._version
+
+    def has_fresh_grad(self) -> bool:
+        """Whether there is a half gradient that no block of `scale_loss` has seen."""
+        return self.half.grad is not None and self.half.grad is not self._grad
+
+    def was_grad_edited(self) -> bool:
+        """Whether the half gradient was changed in place after its use."""
+        grad = self._grad
+        return grad is not None and grad is self.half.grad and grad._version != self._grad_version
+
+    def clear_grad(self, *, set_to_none: bool) -> None:
+        """Clears the half gradient, as `Optimizer.zero_grad` does."""
+        if set_to_none or self.half.grad is None:
+            self.half.grad = None
+        else:
+            self.half.grad = self.half.grad.detach().zero_()
+        self.mark_grad_used()
+
+    def was_grad_cleared(self) -> bool:
+        """Whether the half gradient was set to None after its use."""
+        return self._grad is not None and self.half.grad is None
+
+
+class MasterParams:
+    """The masters of one optimizer, put into its param groups in the place of half parameters."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.pairs: list[MasterParam] = []
+        self._by_half: dict[int, MasterParam] = {}
+        self._by_master: dict[int, MasterParam] = {}
+        self._optimizer = optimizer
+
+    def __iter__(self) -> Iterator[MasterParam]:
+        return iter(self.pairs)
+
+    def get(self, half: Tensor) -> MasterParam | None:
+        """Returns the pair of a half parameter, None if it has no master here."""
+        return self._by_half.get(id(half))
+
+    def owns(self, param: Tensor) -> bool:
+        """Whether a parameter is one of the masters."""
+        return id(param) in self._by_master
+
+    def add(self, half: Parameter, precise: Tensor) -> MasterParam:
+        """Makes a master from the float32 values of a half parameter."""
+        pair = MasterParam(half, precise)
+        self.share(pair)
+        return pair
+
+    def share(self, pair: MasterParam) -> None:
+        """Takes a master that another optimizer steps as well."""
+        self.pairs.append(pair)
+        self._by_half[id(pair.half)] = pair
+        self._by_master[id(pair.master)] = pair
+
+    def install(self) -> None:
+        """Puts masters into the param groups, and their state under their name, bit for bit."""
+        self._replace({key: pair.master for key, pair in self._by_half.items()})
+
+    def remove(self) -> None:
+        """Puts the model's parameters back, with the state that the masters have by now."""
+        self._replace({key: pair.half for key, pair in self._by_master.items()})
+
+    def _replace(self, by_id: dict[int, Parameter]) -> None:
+        for group in self._optimizer.param_groups:
+            params = group["params"]
+            params[:] = [by_id.get(id(param), param) for param in params]
+        state = self._optimizer.state
+        items = [(by_id.get(id(param), param), value) for param, value in state.items()]
+        state.clear()
+        state.update(items)
+
+    @torch.no_grad()
+    def take_edits(self) -> None:
+        """Feeds masters with what was written into the model's parameters since the last step."""
+        for pair in self.pairs:
+            if pair.was_edited():
+                pair.master.copy_(refine(pair.master.detach(), pair.half.detach()))
+
+    @torch.no_grad()
+    def copy_to_model(self) -> None:
+        """Rounds the masters into the model's parameters; no host sync."""
+        if not self.pairs:
+            return
+        halves = [pair.half for pair in self.pairs]
+        torch._foreach_copy_(halves, [pair.master for pair in self.pairs])
+        for pair in self.pairs:
+            pair.mark_synced()
+
+    def drop_restarted(self) -> bool:
+        """Drops masters' gradients where the model's were cleared: a wish to start over.
+
+        Returns whether a model's gradient was changed otherwise, which masters do not follow. Costs
+        one host sync, and that only if one was changed in place.
+        """
+        edited = [pair for pair in self.pairs if pair.was_grad_edited() and not pair.half.grad.is_sparse]
+        values = torch.stack([pair.half.grad.any().cpu() for pair in edited]).tolist() if edited else []
+        zeroed = [pair for pair, nonzero in zip(edited, values, strict=True) if not nonzero]
+        for pair in [*(pair for pair in self.pairs if pair.was_grad_cleared()), *zeroed]:
+            pair.master.grad = None
+            pair.mark_grad_used()
+        return any(values)
+
+    def drop_grads(self) -> None:
+        """Clears the gradients of the masters; those of the model stay where they are."""
+        for pair in self.pairs:
+            pair.master.grad = None
+            pair.mark_grad_used()
+
+
+@torch.no_grad()
+def cast_grads(pairs: Iterable[MasterParam]) -> list[Tensor]:
+    """Returns the half gradients in float32, as new tensors."""
+    return [pair.half.grad.float() for pair in pairs]

@@ -1,0 +1,253 @@
+"""One model under a policy: weights cast, chosen modules kept float32, hooks in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from ampatch.cast import CastState
+from ampatch.errors import AmpTypeError, AmpValueError
+from ampatch.hooks import (
+    CastInputs,
+    CastOutputs,
+    EnterForward,
+    ExitForward,
+    LoadFloat32,
+    SaveFloat32,
+    own_tensors,
+)
+from ampatch.policy import Policy
+from ampatch.precision import HALF_TYPES
+from ampatch.values import Float32Values
+
+Keep = str | type[Module] | Module
+
+
+def validate_models(models: Sequence[object], policy: Policy, values: Float32Values) -> None:
+    """Raises for anything that is no float32 Module; several faults are told one at a time."""
+    for index, model in enumerate(models):
+        if not isinstance(model, Module):
+            raise AmpTypeError(
+                f"models[{index}] is a {type(model).__name__}: expected a torch.nn.Module or a list of them"
+            )
+        if isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
+            raise AmpValueError(
+                f"models[{index}] is wrapped in {type(model).__name__} already: call initialize on the "
+                f"bare model, then wrap what it returns"
+            )
+        _validate_dtypes(index, model, policy, values)
+
+
+def _validate_dtypes(index: int, model: Module, policy: Policy, values: Float32Values) -> None:
+    for name, param in model.named_parameters():
+        if policy.casts_model and is_lazy(param):
+            raise AmpValueError(
+                f"models[{index}]: parameter {name!r} is not initialized yet: run one forward first, so "
+                f"that {policy.opt_level} has a weight to cast"
+            )
+        if param.dtype in HALF_TYPES and param not in values:
+            raise AmpValueError(
+                f"models[{index}]: parameter {name!r} is {param.dtype} already: expected float32; remove "
+                f".half() or .bfloat16() from the model, the opt level casts it"
+            )
+        if param.dtype in HALF_TYPES and not policy.casts_model:
+            raise AmpValueError(
+                f"models[{index}]: parameter {name!r} was cast to {param.dtype} by an earlier initialize: "
+                f"use that opt level for both, or uninitialize first"
+            )
+
+
+def normalize_keep(keep_fp32: object) -> tuple[Keep, ...]:
+    """Reads `keep_fp32`: one pattern, class or module, or a sequence of them."""
+    single = isinstance(keep_fp32, str | type | Module)
+    entries = (keep_fp32,) if single else tuple(keep_fp32 or ())  # type: ignore[arg-type]
+    for entry in entries:
+        is_class = isinstance(entry, type) and issubclass(entry, Module)
+        if not (isinstance(entry, str | Module) or is_class):
+            raise AmpTypeError(
+                f"keep_fp32 holds {entry!r}: expected names of modules (shell patterns), "
+                f"classes of modules or modules"
+            )
+    return entries
+
+
+def select_kept(models: Sequence[Module], keep_fp32: Sequence[Keep]) -> list[Module]:
+    """Returns the modules that an entry of `keep_fp32` names; raises for an entry that names none."""
+    named = [(name, module) for model in models for name, module in model.named_modules()]
+    kept: dict[int, Module] = {}
+    for entry in keep_fp32:
+        found = [module for name, module in named if _matches(entry, name, module)]
+        if not found:
+            known = ", ".join(repr(name) for name, _ in named[:8] if name)
+            raise AmpValueError(
+                f"keep_fp32: {entry!r} matches no module: expected the name, class or instance of one; "
+                f"the modules begin with {known or 'none'}"
+            )
+        kept.update((id(module), module) for module in found)
+    return list(kept.values())
+
+
+def _matches(entry: Keep, name: str, module: Module) -> bool:
+    if isinstance(entry, str):
+        return bool(name) and fnmatchcase(name, entry)
+    return isinstance(module, entry) if isinstance(entry, type) else module is entry
+
+
+class ModelCaster:
+    """Casts the models of one call, and puts them back."""
+
+    def __init__(
+        self,
+        models: Sequence[Module],
+        policy: Policy,
+        kept: Sequence[Module],
+        state: CastState,
+        values: Float32Values,
+    ) -> None:
+        self._models = models
+        self._policy = policy
+        self._state = state
+        self._values = values
+        self._kept = _outermost(_add_sharers(models, kept))
+        self._cast: list[Tensor] = []
+        self._stack = ExitStack()
+
+    def open(self) -> None:
+        """Casts the weights and registers the hooks; `close` undoes what was done so far."""
+        if self._policy.cast_model_type is not None:
+            self._cast_weights(self._policy.cast_model_type)
+            self._hook_state_dicts()
+        for module in self._kept:
+            self._keep(module)
+        for model in self._models:
+            self._hook_forward(model)
+
+    def close(self) -> None:
+        """Removes the hooks, and gives the weights their float32 values back."""
+        self._stack.close()
+
+    def forget_originals(self) -> None:
+        """Frees the float32 values that no master stands for; they cannot be restored afterwards."""
+        for tensor in self._cast:
+            if self._values.find_pair(tensor) is None:
+                self._values.forget(tensor)
+
+    # Weights
+
+    def _cast_weights(self, dtype: torch.dtype) -> None:
+        float32 = self._float32_tensors()
+        for module in _modules(self._models):
+            for _, tensor in own_tensors(module):
+                if tensor.dtype is torch.float32 and id(tensor) not in float32:
+                    self._stack.callback(self._restore, tensor)
+                    self._values.remember(tensor, tensor.data)
+                    self._cast.append(tensor)
+                    _set_data(tensor, tensor.data.to(dtype))
+        self._flatten_recurrent()
+        self._stack.callback(self._flatten_recurrent)
+
+    def _float32_tensors(self) -> set[int]:
+        """The tensors that stay float32, by identity."""
+        keeping = [inner for module in self._kept for inner in module.modules()]
+        if self._policy.keep_batchnorm_fp32:
+            keeping += [module for module in _modules(self._models) if isinstance(module, _BatchNorm)]
+        return {id(tensor) for module in keeping for _, tensor in own_tensors(module)}
+
+    def _restore(self, tensor: Tensor) -> None:
+        pair = self._values.find_pair(tensor)
+        grad = pair.master.grad if pair is not None else tensor.grad
+        tensor.grad = None
+        _set_data(tensor, self._values.read(tensor))
+        tensor.grad = None if grad is None else grad.float()
+        self._values.forget(tensor)
+
+    def _flatten_recurrent(self) -> None:
+        # On CUDA the weights of a recurrent net share one block of memory, which a cast breaks up.
+        for module in _modules(self._models):
+            if isinstance(module, torch.nn.RNNBase):
+                module.flatten_parameters()
+
+    # Hooks
+
+    def _hook_state_dicts(self) -> None:
+        cast = {id(tensor) for tensor in self._cast}
+        for module in _modules(self._models):
+            if any(id(tensor) in cast for _, tensor in own_tensors(module)):
+                save, load = SaveFloat32(self._values), LoadFloat32(self._values)
+                self._stack.callback(module.register_state_dict_post_hook(save).remove)
+                self._stack.callback(module.register_load_state_dict_pre_hook(load).remove)
+
+    def _keep(self, kept: Module) -> None:
+        """Lets a module run in float32 amid a half model, or amid patched functions.
+
+        Its parts are hooked one by one, for a container that is never called itself.
+        """
+        for module in kept.modules():
+            self._hook_inputs(module, torch.float32)
+            self._hook_scope(module, off=True, dtype=torch.float32)
+            outer = None if module in self._models else self._policy.cast_model_type
+            self._hook_outputs(module, alone=None, compiled=outer if module is kept else None)
+
+    def _hook_forward(self, model: Module) -> None:
+        policy = self._policy
+        if model not in self._kept:
+            if policy.input_dtype is not None:
+                self._hook_inputs(model, policy.input_dtype)
+            self._hook_scope(model, off=not policy.patch_torch_functions, dtype=policy.input_dtype)
+        self._hook_outputs(model, alone=policy.output_dtype, compiled=policy.output_dtype)
+
+    def _hook_scope(self, module: Module, *, off: bool, dtype: torch.dtype | None) -> None:
+        enter = EnterForward(self._state, off=off, dtype=dtype)
+        self._stack.callback(module.register_forward_pre_hook(enter).remove)
+        leave = ExitForward(self._state)
+        self._stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+
+    def _hook_inputs(self, module: Module, dtype: torch.dtype) -> None:
+        handle = module.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
+        self._stack.callback(handle.remove)
+
+    def _hook_outputs(
+        self, module: Module, *, alone: torch.dtype | None, compiled: torch.dtype | None
+    ) -> None:
+        if alone is not None or compiled is not None or self._policy.casts_model:
+            hook = CastOutputs(self._state, alone=alone, compiled=compiled)
+            self._stack.callback(module.register_forward_hook(hook).remove)
+
+
+def _modules(models: Iterable[Module]) -> list[Module]:
+    unique = {id(module): module for model in models for module in model.modules()}
+    return list(unique.values())
+
+
+def _add_sharers(models: Sequence[Module], kept: Sequence[Module]) -> list[Module]:
+    """Adds the modules that share a parameter with a kept one: tied weights have one dtype."""
+    inside = {id(inner) for module in kept for inner in module.modules()}
+    tensors = {id(param) for module in kept for param in module.parameters()}
+    sharers = [
+        module
+        for module in _modules(models)
+        if id(module) not in inside and any(id(tensor) in tensors for _, tensor in own_tensors(module))
+    ]
+    return [*kept, *sharers]
+
+
+def _outermost(modules: Sequence[Module]) -> list[Module]:
+    """Drops the modules that lie inside another one: the outer one's hooks serve them."""
+    inside = {id(inner) for module in modules for inner in module.modules() if inner is not module}
+    return [module for module in modules if id(module) not in inside]
+
+
+def _set_data(tensor: Tensor, data: Tensor) -> None:
+    """Gives a tensor other data, and its gradient the same dtype."""
+    grad = tensor.grad
+    tensor.grad = None
+    tensor.data = data
+    if grad is not None:
+        tensor.grad = grad.to(data.dtype)

@@ -1,0 +1,259 @@
+"""What ampatch keeps for one optimizer: gradients to unscale, steps to skip, masters to follow."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampatch.masters import MasterParam, MasterParams, cast_grads
+from ampatch.scaler import LossScaler, Outcome
+
+logger = logging.getLogger("ampatch")
+
+
+class StepListener:
+    """Is told when an optimizer's step begins and ends; the session overrides these."""
+
+    def enter_step(self) -> None:
+        """Called before the optimizer reads gradients."""
+
+    def exit_step(self, optimizer: AmpOptimizer) -> None:
+        """Called after the step, skipped or not."""
+
+    def pause_step(self) -> None:
+        """Called before a closure runs inside a step."""
+
+
+class AmpOptimizer:
+    """Unscales the gradients of one optimizer, skips its steps on overflow and feeds its masters.
+
+    Everything happens in hooks of `optimizer.step`, which survive LR schedulers. An optimizer that
+    takes `found_inf` (a fused one) skips on the device without a host sync; for others the step
+    costs one, and is skipped by hiding the gradients from it. So is the first step of a parameter in
+    a fused optimizer, which would make its state from nothing (SGD's from uninitialized memory).
+    """
+
+    def __init__(self, optimizer: Optimizer, masters: MasterParams, listener: StepListener) -> None:
+        self.optimizer = optimizer
+        self.masters = masters
+        self._listener = listener
+        self._pending: list[Outcome] = []  # of the blocks since the last step
+        self.last_outcomes: list[Outcome] = []  # of the blocks that led to the last step
+        self.delayed: LossScaler | None = None  # what the gradients are still scaled by
+        self._stash: list[tuple[Tensor, Tensor]] = []
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._stepped: set[int] = set()  # params that a fused optimizer keeps no state for
+        self._warned = False
+
+    def params(self) -> Iterator[Tensor]:
+        """The parameters that the optimizer steps: masters where there are any."""
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
+
+    def _own_params(self) -> Iterator[Tensor]:
+        """The parameters that are no masters, and so hold their gradients themselves."""
+        return (param for param in self.params() if not self.masters.owns(param))
+
+    # A block of scale_loss
+
+    def prepare_backward(self, scaler: LossScaler) -> None:
+        """Sets earlier gradients aside, so that unscaling meets the new ones only."""
+        if self.delayed is scaler:
+            return
+        self.settle()
+        self.adopt_grads()
+        self.masters.drop_restarted()
+        for pair in self.masters:
+            pair.half.grad = None
+            pair.mark_grad_used()
+        if scaler.is_identity:
+            return
+        for param in self._own_params():
+            if param.grad is not None:
+                self._stash.append((param, _own_memory(param.grad)))
+                param.grad = None
+
+    def delay(self, scaler: LossScaler) -> None:
+        """Leaves the gradients scaled until a later block, or the step, settles them."""
+        self.delayed = scaler
+
+    def settle(self) -> None:
+        """Unscales what a block with `delay_unscale` left scaled."""
+        scaler, self.delayed = self.delayed, None
+        if scaler is None:
+            return
+        found_inf = scaler.new_found_inf()
+        self.unscale(scaler, found_inf)
+        if scaler.is_dynamic:
+            self.note(scaler.finish(found_inf, update=True))
+
+    def unscale(self, scaler: LossScaler, found_inf: Tensor) -> None:
+        """Unscales the new gradients and adds them to the earlier ones; no host sync."""
+        self.delayed = None
+        fresh = [pair for pair in self.masters if pair.has_fresh_grad()]
+        grads = cast_grads(fresh)
+        if not scaler.is_identity:
+            own = [param.grad for param in self._own_params() if param.grad is not None]
+            scaler.unscale_(grads + own, found_inf)
+        _feed(fresh, grads)
+        self.restore_stash()
+
+    def adopt_grads(self) -> None:
+        """Takes over gradients of a `backward` outside any block of `scale_loss`: unscaled ones."""
+        fresh = [pair for pair in self.masters if pair.has_fresh_grad()]
+        _feed(fresh, cast_grads(fresh))
+
+    def discard_grads(self, scaler: LossScaler) -> None:
+        """Undoes a block that raised: drops its gradients, and restores the earlier ones."""
+        if self.delayed is not None:
+            return
+        for pair in self.masters:
+            pair.half.grad = None
+            pair.mark_grad_used()
+        if not scaler.is_identity:
+            for param in self._own_params():
+                param.grad = None
+        self.restore_stash()
+
+    @torch.no_grad()
+    def restore_stash(self) -> None:
+        """Adds the new gradients to those that were set aside."""
+        stash, self._stash = self._stash, []
+        for param, earlier in stash:
+            param.grad = earlier if param.grad is None else add_grads(earlier, param.grad)
+
+    def note(self, outcome: Outcome) -> None:
+        """Remembers what a block did, for the next step to skip or not."""
+        self._pending.append(outcome)
+
+    # A step
+
+    def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
+        """Prepares a step; the hook that runs before `optimizer.step`."""
+        self._hidden, self.last_outcomes = [], []
+        vars(self.optimizer).pop("found_inf", None)  # left by a step that raised
+        self._before_update()
+        self._listener.enter_step()
+        closure, rebuild = _find_closure(args, kwargs)
+        return None if closure is None else rebuild(functools.partial(self._evaluate, closure))
+
+    def _evaluate(self, closure: Callable[[], object]) -> object:
+        """Runs a closure inside a step: with casts, on the current weights, its gradients unscaled."""
+        self._listener.pause_step()
+        self.masters.copy_to_model()
+        result = closure()
+        self._before_update()
+        self._listener.enter_step()
+        return result
+
+    def _before_update(self) -> None:
+        self.settle()
+        self.adopt_grads()
+        self._check_model_grads()
+        self.masters.take_edits()
+        outcomes, self._pending = self._pending, []
+        self.last_outcomes = self.last_outcomes + outcomes
+        if not outcomes:
+            return
+        if self._skips_on_device():
+            self.optimizer.found_inf = _combine(self.last_outcomes)
+        elif self.was_skipped():
+            self._hide_grads()
+
+    def _skips_on_device(self) -> bool:
+        if not getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            return False
+        new = [param for param in self.params() if param.grad is not None and not self._has_stepped(param)]
+        if new and not self.was_skipped():
+            self._stepped.update(id(param) for param in new)
+        return not new
+
+    def _has_stepped(self, param: Tensor) -> bool:
+        return id(param) in self._stepped or param in self.optimizer.state
+
+    def _hide_grads(self) -> None:
+        for param in self.params():
+            if param.grad is not None:
+                self._hidden.append((param, param.grad))
+                param.grad = None
+
+    def after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        """Completes a step; the hook that runs after `optimizer.step`."""
+        vars(self.optimizer).pop("found_inf", None)
+        for param, grad in self._hidden:
+            param.grad = grad
+        self._hidden = []
+        self.masters.copy_to_model()
+        self.masters.drop_grads()
+        self._listener.exit_step(self)
+
+    def was_skipped(self) -> bool:
+        """Whether the last step was skipped; one host sync if the optimizer skips on the device."""
+        return Outcome.read_all(self.last_outcomes)
+
+    def _check_model_grads(self) -> None:
+        if not self.masters.drop_restarted() or self._warned:
+            return
+        self._warned = True
+        logger.warning(
+            "gradients of the half model changed after the block of scale_loss that made them, and the "
+            "step does not see that: call backward() inside scale_loss, and edit amp.master_params(optimizer)"
+        )
+
+    # What masters make necessary: both reach the model's parameters, which are not in the groups
+
+    def zero_grad(self, original: Callable[..., None], *args: object, **kwargs: object) -> None:
+        """Clears the gradients of masters and model."""
+        original(*args, **kwargs)
+        set_to_none = kwargs.get("set_to_none", args[0] if args else True)
+        for pair in self.masters:
+            pair.clear_grad(set_to_none=bool(set_to_none))
+
+    def close(self) -> None:
+        """Leaves the gradients unscaled, and takes the model's weights as they are now."""
+        self.settle()
+        self.masters.take_edits()
+
+
+def _feed(pairs: list[MasterParam], grads: list[Tensor]) -> None:
+    for pair, grad in zip(pairs, grads, strict=True):
+        pair.master.grad = grad if pair.master.grad is None else add_grads(pair.master.grad, grad)
+        pair.mark_grad_used()
+
+
+@torch.no_grad()
+def add_grads(earlier: Tensor, new: Tensor) -> Tensor:
+    """Adds gradients as autograd does: in place, except where a sparse one is among them."""
+    if earlier.is_sparse:
+        return earlier + new if new.is_sparse else new + earlier
+    return earlier.add_(new)
+
+
+def _own_memory(grad: Tensor) -> Tensor:
+    """Copies a gradient that is a view of a bucket, which the next backward would overwrite."""
+    if type(grad) is not Tensor or grad.layout is not torch.strided:
+        return grad
+    shared = grad._is_view() or grad.untyped_storage().nbytes() != grad.nbytes
+    return grad.clone() if shared else grad
+
+
+def _combine(outcomes: list[Outcome]) -> Tensor:
+    # Fused kernels compare found_inf to 1, so that a sum of two overflows would go unnoticed.
+    return functools.reduce(torch.maximum, [outcome.found_inf for outcome in outcomes])
+
+
+def _find_closure(args: tuple, kwargs: dict) -> tuple[Callable | None, Callable]:
+    """Returns the closure among the arguments of `step`, and how to put another in its place.
+
+    Hooks of `step` see the optimizer itself as the first argument.
+    """
+    if kwargs.get("closure") is not None:
+        return kwargs["closure"], lambda new: (args, {**kwargs, "closure": new})
+    if len(args) > 1 and callable(args[1]):
+        return args[1], lambda new: ((args[0], new, *args[2:]), kwargs)
+    return None, lambda new: (args, kwargs)

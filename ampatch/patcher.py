@@ -1,0 +1,130 @@
+"""Binds cast tables to torch's functions, and puts back exactly what was there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import wrapt
+
+from ampatch.errors import PatchConflictError
+from ampatch.table import CastTable, Row
+
+logger = logging.getLogger("ampatch")
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One replaced attribute, and what it takes to put it back."""
+
+    parent: object
+    attribute: str
+    previous: object  # what vars(parent) held; _ABSENT where it was inherited or provided otherwise
+    replacement: object
+    original: object  # what a look-up found, inherited or not
+
+    @property
+    def place(self) -> str:
+        """The dotted name of the attribute, for messages."""
+        return ".".join(filter(None, qualify(self.parent, self.attribute)))
+
+    def is_in_place(self) -> bool:
+        """Whether the attribute still is what was put there."""
+        return vars(self.parent).get(self.attribute, _ABSENT) is self.replacement
+
+    def revert(self) -> None:
+        """Puts back what was there before."""
+        if self.previous is _ABSENT:
+            delattr(self.parent, self.attribute)
+        else:
+            setattr(self.parent, self.attribute, self.previous)
+
+
+class Patcher:
+    """Replaces attributes, and undoes it last-in first-out."""
+
+    def __init__(self) -> None:
+        self._patches: list[Patch] = []
+
+    def __len__(self) -> int:
+        return len(self._patches)
+
+    def replace(self, parent: object, attribute: str, replacement: object) -> None:
+        """Sets an attribute of a module, a class or an instance, and remembers what was there.
+
+        "It was not there" is a state to restore: most Tensor methods are inherited, and a class is
+        read through its `__dict__`, where `getattr` would bind a method or unwrap a staticmethod.
+        """
+        previous = vars(parent).get(attribute, _ABSENT)
+        original = get_raw(parent, attribute)
+        setattr(parent, attribute, replacement)
+        self._patches.append(Patch(parent, attribute, previous, replacement, original))
+
+    def find_original(self, parent: object, attribute: str) -> object:
+        """Returns what an attribute was before any patch of ours, raw."""
+        for patch in self._patches:
+            if patch.parent is parent and patch.attribute == attribute:
+                return patch.original
+        return get_raw(parent, attribute)
+
+    def close(self) -> None:
+        """Undoes every replacement.
+
+        Raises PatchConflictError, after the others are undone, for attributes that somebody else
+        has replaced since; theirs stay.
+        """
+        taken = []
+        while self._patches:
+            patch = self._patches.pop()
+            if patch.is_in_place():
+                patch.revert()
+            else:
+                taken.append(patch.place)
+        if taken:
+            raise PatchConflictError(
+                f"{', '.join(taken)}: replaced by somebody else after ampatch had patched it, and left "
+                f"as it is; undo that patch first, then call uninitialize"
+            )
+
+
+def get_raw(parent: object, attribute: str) -> object:
+    """Looks an attribute up without binding it: in the `__dict__` of a class and its bases."""
+    if isinstance(parent, type):
+        for base in parent.__mro__:
+            if attribute in vars(base):
+                return vars(base)[attribute]
+    return getattr(parent, attribute)
+
+
+def qualify(parent: object, attribute: str) -> tuple[str | None, str]:
+    """Returns the module and the qualified name of an attribute, by which functions pickle."""
+    if isinstance(parent, type):
+        return parent.__module__, f"{parent.__qualname__}.{attribute}"
+    name = getattr(parent, "__name__", None)
+    return (
+        (name, attribute) if name else (type(parent).__module__, f"{type(parent).__qualname__}.{attribute}")
+    )
+
+
+Place = tuple[object, str]  # parent, attribute
+
+
+def locate(target: str, name: str) -> Place | None:
+    """Finds the place of a row; None, with a warning logged, if this torch has no such function."""
+    module, _, rest = f"{target}.{name}".partition(".")
+    try:
+        parent, attribute, _ = wrapt.resolve_path(module, rest)
+    except (AttributeError, ImportError):
+        logger.warning("%s.%s: no such function in this torch; its row is passed over", target, name)
+        return None
+    return parent, attribute
+
+
+def place_rows(tables: Iterable[CastTable], version: str) -> list[tuple[Place, Row]]:
+    """Lists the rows of a torch version with their places, in patch order."""
+    rows = [(table.target, row) for table in tables for row in table.select(version).rows]
+    placed = [(locate(target, row.name), row) for target, row in rows]
+    return [(place, row) for place, row in placed if place is not None]

@@ -1,0 +1,8 @@
+"""The floating types that casts move between."""
+
+import torch
+
+HALF_TYPES = (torch.float16, torch.bfloat16)
+
+# float64 is never cast, and neither are complex and 8-bit types.
+ELIGIBLE = frozenset({torch.float32, *HALF_TYPES})

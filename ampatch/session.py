@@ -1,0 +1,288 @@
+"""One session: builds what `initialize` asks for, and owns the undo of every change."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from ampatch.announce import format_banner, format_overflow, say
+from ampatch.call import (
+    Call,
+    Request,
+    device_types,
+    make_scalers,
+    unwrap_optimizer,
+    validate_optimizers,
+)
+from ampatch.cast import CastState
+from ampatch.errors import AmpTypeError, AmpValueError, NotInitializedError
+from ampatch.loss_scale import is_number, validate_scale
+from ampatch.masters import MasterParams
+from ampatch.model import ModelCaster, select_kept, validate_models
+from ampatch.observe import Observer
+from ampatch.optimizer import AmpOptimizer, StepListener
+from ampatch.optimizer_state import lower_state, raise_state
+from ampatch.patcher import Patcher
+from ampatch.precision import HALF_TYPES
+from ampatch.scaler import LossScaler, Outcome
+from ampatch.torch_patch import TorchPatch
+from ampatch.values import Float32Values
+
+logger = logging.getLogger("ampatch")
+
+
+class Session(StepListener):
+    """Owns every change that ampatch makes to torch, models and optimizers.
+
+    There is one, open from the first `initialize` to `uninitialize`. Registrations, observers and
+    overrides outlive it: they are wishes, not changes.
+    """
+
+    def __init__(self) -> None:
+        self.casts = CastState()
+        self.torch_patch = TorchPatch(self.casts)
+        self.observers: tuple[Observer, ...] = ()
+        self.overrides: dict[str, object] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        self.casts.thread.reset()
+        self._undo = ExitStack()
+        self._values = Float32Values()
+        self._calls: list[Call] = []
+        self._by_optimizer: dict[int, tuple[object, AmpOptimizer, Call]] = {}
+        self._unannounced: list[Outcome] = []
+        self._passive: list[object] = []  # what calls with enabled=False were given
+        self.is_disabled = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is an enabled call of `initialize` to undo."""
+        return bool(self._calls)
+
+    # Opening
+
+    def disable(self, optimizers: Sequence[object]) -> None:
+        """Notes a call with enabled=False: its optimizers pass through."""
+        self.is_disabled = True
+        self._passive.extend(optimizers)
+
+    def open(self, request: Request) -> None:
+        """Sets up one call; all or nothing: if anything raises, what was done is undone first."""
+        validate_models(request.models, request.policy, self._values)
+        kept = select_kept(request.models, request.keep_fp32)
+        validate_optimizers(request, self._calls)
+        self.torch_patch.validate(request.policy)
+        call = Call(request, make_scalers(request))
+        with ExitStack() as undo:
+            if request.policy.is_pure_half:
+                undo.callback(self._raise_states, call)
+            caster = ModelCaster(request.models, request.policy, kept, self.casts, self._values)
+            undo.callback(caster.close)
+            caster.open()
+            for optimizer in request.optimizers:
+                self._open_optimizer(optimizer, call, undo)
+            if request.policy.patch_torch_functions:
+                trace = say if request.verbosity >= 2 else None
+                undo.callback(self.torch_patch.close)
+                self.torch_patch.open(request.policy, device_types(request), trace)
+            self._announce(request)
+            for observer in self.observers:
+                observer.on_initialize(request.policy)
+            self._undo.push(undo.pop_all())
+        # Nothing raises from here on: what follows cannot be undone exactly.
+        if request.policy.is_pure_half:
+            self._lower(caster, call)
+        self._calls.append(call)
+
+    def _open_optimizer(self, given: object, call: Call, undo: ExitStack) -> None:
+        optimizer = unwrap_optimizer(given)
+        masters = MasterParams(optimizer)
+        amp = AmpOptimizer(optimizer, masters, self)
+        if call.request.policy.master_weights:
+            self._open_masters(amp, undo)
+        undo.callback(optimizer.register_step_pre_hook(amp.before_step).remove)
+        undo.callback(optimizer.register_step_post_hook(amp.after_step).remove)
+        undo.callback(amp.close)
+        call.optimizers.append(amp)
+        for key in {id(given), id(optimizer)}:
+            self._by_optimizer[key] = (given, amp, call)
+            undo.callback(self._by_optimizer.pop, key, None)
+
+    def _lower(self, caster: ModelCaster, call: Call) -> None:
+        """Gives up float32 values where no master keeps them: weights and optimizer state at O3."""
+        caster.forget_originals()
+        for amp in call.optimizers:
+            lower_state(amp.optimizer)
+
+    def _raise_states(self, call: Call) -> None:
+        for amp in call.optimizers:
+            raise_state(amp.optimizer)
+
+    def _open_masters(self, amp: AmpOptimizer, undo: ExitStack) -> None:
+        optimizer, masters = amp.optimizer, amp.masters
+        undo.callback(masters.remove)
+        self._make_masters(masters, amp.params())
+        instance = Patcher()
+        undo.callback(instance.close)
+        zero_grad = functools.partial(amp.zero_grad, optimizer.zero_grad)
+        instance.replace(optimizer, "zero_grad", functools.update_wrapper(zero_grad, optimizer.zero_grad))
+        add_group = functools.partial(self._add_param_group, amp, optimizer.add_param_group)
+        instance.replace(
+            optimizer,
+            "add_param_group",
+            functools.update_wrapper(add_group, optimizer.add_param_group),
+        )
+
+    def _make_masters(self, masters: MasterParams, params: Iterable[Tensor]) -> None:
+        for param in list(params):
+            if param.dtype not in HALF_TYPES or masters.owns(param):
+                continue
+            pair = self._values.find_pair(param)
+            if pair is None:
+                pair = masters.add(param, self._values.read(param))
+                self._values.set_pair(pair)
+            else:
+                masters.share(pair)
+        masters.install()
+
+    def _add_param_group(self, amp: AmpOptimizer, original: Callable, group: dict) -> None:
+        original(group)
+        params = amp.optimizer.param_groups[-1]["params"]
+        if any(amp.masters.get(param) is not None for param in params):
+            del amp.optimizer.param_groups[-1]
+            raise ValueError("some parameters appear in more than one parameter group")
+        self._make_masters(amp.masters, params)
+
+    # Running
+
+    def enter_step(self) -> None:
+        self.casts.thread.begin_step()
+
+    def pause_step(self) -> None:
+        self.casts.thread.end_step()
+
+    def exit_step(self, optimizer: AmpOptimizer) -> None:
+        self.casts.thread.end_step()
+        self.casts.clear_cache()
+        self._announce_overflows(optimizer)
+        for observer in self.observers:
+            observer.on_step(optimizer.optimizer)
+
+    def _announce_overflows(self, optimizer: AmpOptimizer) -> None:
+        if self.find(optimizer.optimizer)[1].request.verbosity < 1:
+            return
+        self._unannounced += [outcome for outcome in optimizer.last_outcomes if not outcome.was_announced]
+        waiting = []
+        for outcome in self._unannounced:
+            values = outcome.poll()
+            if values is None:
+                waiting.append(outcome)
+            elif values[0] and not outcome.was_announced:
+                outcome.was_announced = True
+                say(format_overflow(outcome.loss_id, values[1]))
+        self._unannounced = waiting
+
+    def find(self, optimizer: object, index: int = 0) -> tuple[AmpOptimizer, Call]:
+        """Returns what is kept for an optimizer; raises for one that `initialize` did not return."""
+        self.require_open()
+        found = self._by_optimizer.get(id(optimizer))
+        if found is None:
+            kind = type(optimizer).__name__
+            raise AmpValueError(
+                f"optimizers[{index}] ({kind}) is not one that initialize() returned: "
+                f"pass it to initialize first"
+            )
+        return found[1], found[2]
+
+    def is_passive(self, optimizers: Sequence[object]) -> bool:
+        """Whether these optimizers were given to a call with enabled=False, or no call is enabled."""
+        if not self.is_disabled:
+            return False
+        return not self._calls or any(item is given for item in optimizers for given in self._passive)
+
+    def require_open(self) -> None:
+        """Raises NotInitializedError before `initialize`."""
+        if not self._calls and not self.is_disabled:
+            raise NotInitializedError(
+                "ampatch is not initialized: call amp.initialize(model, optimizer) first"
+            )
+
+    def amp_optimizers(self) -> list[AmpOptimizer]:
+        """Everything that is kept for optimizers, call by call."""
+        return [optimizer for call in self._calls for optimizer in call.optimizers]
+
+    def last_call(self) -> Call:
+        """The latest enabled call."""
+        return self._calls[-1]
+
+    def scalers(self) -> list[LossScaler]:
+        """All loss scalers, numbered on from call to call."""
+        return [scaler for call in self._calls for scaler in call.scalers]
+
+    def load_scalers(self, states: object) -> None:
+        """Loads the scalers' states by key, all or nothing."""
+        if not isinstance(states, Mapping):
+            raise AmpTypeError(
+                f"state_dict is a {type(states).__name__}: expected what amp.state_dict() returned"
+            )
+        scalers = {f"loss_scaler{index}": scaler for index, scaler in enumerate(self.scalers())}
+        for key, state in states.items():
+            _validate_scaler_state(key, state)
+        if len(states) != len(scalers):
+            logger.warning(
+                "the checkpoint holds %d loss scalers, this session has %d: those that both have are loaded",
+                len(states),
+                len(scalers),
+            )
+        for key in states.keys() & scalers.keys():
+            scalers[key].load_state_dict(states[key])
+
+    # Closing
+
+    def close(self) -> None:
+        """Undoes everything, last-in first-out."""
+        with ExitStack() as stack:
+            stack.callback(self._reset)
+            stack.push(self._undo)
+            for observer in self.observers:
+                stack.callback(observer.on_uninitialize)
+
+    def _announce(self, request: Request) -> None:
+        if request.verbosity < 1:
+            return
+        say(format_banner(request.policy))
+        if request.policy.half is torch.float16 and "cpu" in device_types(request):
+            logger.warning(
+                "%s computes in float16, which is slow on a CPU: O4 and O5 (bfloat16) are the fast levels",
+                request.policy.opt_level,
+            )
+
+
+def _validate_scaler_state(key: object, state: object) -> None:
+    if not (isinstance(key, str) and re.fullmatch(r"loss_scaler\d+", key)):
+        raise AmpValueError(
+            f"state_dict has an unknown key {key!r}: expected 'loss_scaler0' and so on; nothing is loaded"
+        )
+    expected = {"loss_scale", "unskipped"}
+    if not isinstance(state, Mapping) or set(state) != expected:
+        found = sorted(state) if isinstance(state, Mapping) else type(state).__name__
+        raise AmpValueError(
+            f"state_dict[{key!r}] has {found}: expected {sorted(expected)}; nothing is loaded"
+        )
+    validate_scale(f"nothing is loaded, state_dict[{key!r}]['loss_scale']", state["loss_scale"])
+    unskipped = state["unskipped"]
+    if not is_number(unskipped) or unskipped < 0:
+        raise AmpValueError(
+            f"nothing is loaded, state_dict[{key!r}]['unskipped'] {unskipped!r}: expected a number from 0 on"
+        )
+
+
+# The one session of this process: torch's namespace is one, so what changes it is one as well.
+SESSION = Session()
