@@ -29,6 +29,7 @@ def format_banner(policy: Policy) -> str:
     return "\n".join(lines)
 
 
-def format_overflow(loss_id: int, scale: float) -> str:
+def format_overflow(loss_id: int, before: float, after: float) -> str:
     """The line for one skipped step."""
-    return f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scale}"
+    scale = f"reducing loss scale to {after}" if after < before else f"keeping loss scale at {after}"
+    return f"Gradient overflow.  Skipping step, loss scaler {loss_id} {scale}"

@@ -8,7 +8,7 @@ from types import TracebackType
 from torch import Tensor
 
 from ampatch.optimizer import AmpOptimizer
-from ampatch.scaler import LossScaler
+from ampatch.scaler import LossScaler, Scale
 
 
 class ScaledLoss:
@@ -24,7 +24,6 @@ class ScaledLoss:
         loss: Tensor,
         optimizers: Sequence[AmpOptimizer],
         scaler: LossScaler,
-        others: Sequence[AmpOptimizer],
         end_iteration: Callable[[], None],
         *,
         delay_unscale: bool,
@@ -33,16 +32,16 @@ class ScaledLoss:
         self._loss = loss
         self._optimizers = optimizers
         self._scaler = scaler
-        self._others = others
+        self._scale: Scale | None = None
         self._end_iteration = end_iteration
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
 
     def __enter__(self) -> Tensor:
-        scaled = self._scaler.scale(self._loss)
+        self._scale = self._scaler.begin(self._loss.device)
         for optimizer in self._optimizers:
-            optimizer.prepare_backward(self._scaler)
-        return scaled
+            optimizer.prepare_backward(self._scale)
+        return self._scale.scale(self._loss.float())
 
     def __exit__(
         self,
@@ -53,22 +52,18 @@ class ScaledLoss:
         self._end_iteration()
         if kind is not None:
             for optimizer in self._optimizers:
-                optimizer.discard_grads(self._scaler)
+                optimizer.discard_grads(self._scale)
         elif self._delay_unscale:
             for optimizer in self._optimizers:
-                optimizer.delay(self._scaler)
+                optimizer.delay(self._scale)
         else:
             self._unscale()
 
     def _unscale(self) -> None:
-        scaler = self._scaler
-        # Gradients that an earlier block left scaled must be settled before the scale changes.
-        waiting = [other for other in self._others if other.delayed is scaler]
-        optimizers = {id(optimizer): optimizer for optimizer in [*self._optimizers, *waiting]}.values()
-        found_inf = scaler.new_found_inf()
-        for optimizer in optimizers:
-            optimizer.unscale(scaler, found_inf)
-        if scaler.is_dynamic:
-            outcome = scaler.finish(found_inf, update=not self._delay_overflow_check)
-            for optimizer in optimizers:
+        found_inf = self._scaler.new_found_inf()
+        for optimizer in self._optimizers:
+            optimizer.unscale(self._scale, found_inf)
+        if self._scaler.is_dynamic:
+            outcome = self._scaler.finish(found_inf, update=not self._delay_overflow_check)
+            for optimizer in self._optimizers:
                 optimizer.note(outcome)

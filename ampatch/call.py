@@ -88,9 +88,10 @@ def _validate_closure_use(index: int, optimizer: Optimizer, policy: Policy) -> N
         )
 
 
-def make_scalers(request: Request) -> list[LossScaler]:
+def make_scalers(request: Request, first_id: int) -> list[LossScaler]:
+    """Makes a scaler for each loss, numbered from `first_id` on, as `state_dict` numbers them."""
     device = next((tensor.device for tensor in _tensors(request)), torch.device("cpu"))
-    return [LossScaler(i, request.policy.loss_scale, device) for i in range(request.num_losses)]
+    return [LossScaler(first_id + i, request.policy.loss_scale, device) for i in range(request.num_losses)]
 
 
 def _tensors(request: Request) -> list[Tensor]:

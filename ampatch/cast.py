@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampatch.precision import ELIGIBLE
-from ampatch.thread import Frame, ThreadState
+from ampatch.thread import Forward, ThreadState
 
 # Bound before anything is patched, and quicker than Tensor.to (1.5 against 2.4 µs).
 CONVERT: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
@@ -164,7 +164,7 @@ class CastCache:
     def _select(self, parameter: Tensor) -> tuple[dict[int, tuple] | None, bool]:
         if torch.is_grad_enabled():
             return self._with_grad, parameter.requires_grad
-        if not self._thread.frames:
+        if not self._thread.forwards:
             return None, False
         return (self._inference if torch.is_inference_mode_enabled() else self._no_grad), False
 
@@ -195,15 +195,20 @@ class PendingGraph:
 class CastState:
     """What patched functions consult on each call: the thread, the devices and the caches.
 
-    `half` is the type that torch is patched for, None while it is not patched.
+    `half` is the type that torch is patched for, None while it is not patched; `allow_banned` says
+    that banned functions are cast to float32 where they would raise.
     """
 
     def __init__(self) -> None:
         self.thread = ThreadState()
         self.half: torch.dtype | None = None
         self.device_types: set[str] = set()
+        self.allow_banned = False
         self._graphs: list[weakref.ref[PendingGraph]] = []
         self._caches: dict[torch.dtype, CastCache] = {}
+
+    def __reduce__(self) -> str:
+        return "CASTS"
 
     def get_cache(self, dtype: torch.dtype) -> CastCache:
         """Returns the cache of casts to `dtype`, made on first use."""
@@ -217,20 +222,19 @@ class CastState:
         for cache in self._caches.values():
             cache.clear()
 
-    def enter_forward(self, frame: Frame) -> None:
+    def enter_forward(self, forward: Forward) -> None:
         """Begins a forward of an initialized model, or of a part of it that runs uncast."""
         thread = self.thread
-        thread.end_step()
-        if not thread.frames and self._begins_iteration():
+        if not thread.forwards and self._begins_iteration():
             self.clear_cache()  # weights may have been written through `.data` since
         if not torch.is_grad_enabled():
             self._clear_no_grad()
-        thread.push(frame)
+        thread.push(forward)
 
     def exit_forward(self, owner: int) -> None:
         """Ends it."""
         self.thread.pop(owner)
-        if not self.thread.frames:
+        if not self.thread.forwards:
             self._clear_no_grad()
 
     def watch(self, graph: PendingGraph) -> None:
@@ -246,12 +250,21 @@ class CastState:
         for cache in self._caches.values():
             cache.clear_no_grad()
 
+    def narrow(self, device_types: set[str], allow_banned: bool) -> None:
+        """Casts no more than before: on these devices, banned functions or not."""
+        self.device_types.intersection_update(device_types)
+        self.allow_banned = allow_banned
+
     def close(self) -> None:
         """Forgets the casts, the devices, the half type and what this thread is doing."""
         self.thread.reset()
         self.clear_cache()
-        self.half = None
+        self.half, self.allow_banned = None, False
         self.device_types.clear()
+
+
+# The one of this process, as torch's namespace is one. Hooks on modules pickle it by this name.
+CASTS = CastState()
 
 
 def cast_eligible(state: CastState, dtype: torch.dtype) -> TensorCast:

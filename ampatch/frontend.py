@@ -88,9 +88,9 @@ def _initialize(
         unwrap_optimizer(optimizer, index)
     policy = resolve(opt_level, Overrides(**overrides))
     _validate_num_losses(num_losses)
-    request = Request(
-        model_list, optimizer_list, policy, num_losses, int(verbosity), normalize_keep(keep_fp32)
-    )
+    if isinstance(verbosity, bool) or not isinstance(verbosity, int):
+        raise AmpTypeError(f"verbosity is {verbosity!r}: expected 0 (silent), 1 or 2")
+    request = Request(model_list, optimizer_list, policy, num_losses, verbosity, normalize_keep(keep_fp32))
     SESSION.open(request)
     return returned
 
@@ -146,15 +146,14 @@ def scale_loss(
         )
     found = [SESSION.find(optimizer, index) for index, optimizer in enumerate(given)]
     call = found[0][1] if found else SESSION.last_call()
+    amp_optimizers = list({id(amp_optimizer): amp_optimizer for amp_optimizer, _ in found}.values())
     scaler = _pick(call.scalers, loss_id)
-    SESSION.casts.thread.reset()
     for observer in SESSION.observers:
         observer.on_loss(loss.detach(), loss_id)
     return ScaledLoss(
         loss,
-        [amp_optimizer for amp_optimizer, _ in found],
+        amp_optimizers,
         scaler,
-        SESSION.amp_optimizers(),
         SESSION.casts.clear_cache,
         delay_unscale=delay_unscale,
         delay_overflow_check=delay_overflow_check,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +11,9 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from ampatch.cast import CastState, PendingGraph, cast_batch
+from ampatch.errors import AmpValueError
 from ampatch.precision import HALF_TYPES
-from ampatch.thread import Frame
+from ampatch.thread import Forward
 from ampatch.values import Float32Values
 
 
@@ -26,55 +28,39 @@ class CastInputs:
         return args, {name: cast_batch(arg, self.dtype) for name, arg in kwargs.items()}
 
 
-class _Shared:
-    """A hook that works for its session: a deep copy shares it, a pickled one is inert."""
-
-    def __deepcopy__(self, memo: dict) -> _Shared:
-        return self
-
-
-class EnterForward(_Shared):
+@dataclass(frozen=True, slots=True)
+class EnterForward:
     """Tells the session that a module's forward begins; a forward pre-hook.
 
     `off` says that nothing is cast inside, `dtype` what the module's weights have there.
     """
 
-    def __init__(self, state: CastState | None, *, off: bool, dtype: torch.dtype | None) -> None:
-        self.state, self.off, self.dtype = state, off, dtype
+    state: CastState
+    off: bool
+    dtype: torch.dtype | None
 
     def __call__(self, module: Module, args: tuple) -> None:
-        if self.state is None or torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return
-        self.state.enter_forward(Frame(id(module), self.off, self.dtype))
+        self.state.enter_forward(Forward(id(module), self.off, self.dtype, sys._getframe(1)))
         if not self.off and self.state.half is not None:
             parameter = next(module.parameters(), None)
             if parameter is not None:
                 self.state.device_types.add(parameter.device.type)
 
-    def __reduce__(self) -> tuple:
-        return _inert_enter, (self.off, self.dtype)
 
-
-def _inert_enter(off: bool, dtype: torch.dtype | None) -> EnterForward:
-    return EnterForward(None, off=off, dtype=dtype)
-
-
-class ExitForward(_Shared):
+@dataclass(frozen=True, slots=True)
+class ExitForward:
     """Tells the session that a module's forward ended; a forward hook that always runs."""
 
-    def __init__(self, state: CastState | None = None) -> None:
-        self.state = state
+    state: CastState
 
     def __call__(self, module: Module, args: tuple, output: object) -> None:
-        state = self.state
-        if state is None or torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return
-        state.exit_forward(id(module))
-        if state.half is not None and not state.thread.frames:
-            _watch_graph(output, state)
-
-    def __reduce__(self) -> tuple:
-        return ExitForward, ()
+        self.state.exit_forward(id(module))
+        if self.state.half is not None and not self.state.thread.forwards:
+            _watch_graph(output, self.state)
 
 
 def _watch_graph(output: object, state: CastState) -> None:
@@ -88,70 +74,88 @@ def _watch_graph(output: object, state: CastState) -> None:
             node.register_prehook(graph)
 
 
-class CastOutputs(_Shared):
+@dataclass(frozen=True, slots=True)
+class CastOutputs:
     """Casts a module's floating outputs, in any container; a forward hook.
 
     Inside the forward of another module that ampatch knows, to what that one computes in; else to
     `alone` (None leaves them). A compiled model does not look around, and casts to `compiled`.
     """
 
-    def __init__(
-        self, state: CastState | None, *, alone: torch.dtype | None, compiled: torch.dtype | None
-    ) -> None:
-        self.state, self.alone, self.compiled = state, alone, compiled
+    state: CastState
+    alone: torch.dtype | None
+    compiled: torch.dtype | None
 
     def __call__(self, module: Module, args: tuple, output: object) -> object:
-        dtype = self._choose()
+        dtype = self.compiled if torch.compiler.is_dynamo_compiling() else self._choose()
         return output if dtype is None else cast_batch(output, dtype)
 
     def _choose(self) -> torch.dtype | None:
-        if torch.compiler.is_dynamo_compiling():
-            return self.compiled
-        frames = () if self.state is None else self.state.thread.frames
-        return (frames[-1].dtype if frames else None) or self.alone
-
-    def __reduce__(self) -> tuple:
-        return _inert_outputs, (self.alone, self.compiled)
+        outer = self.state.thread.forwards
+        return (outer[-1].dtype if outer else None) or self.alone
 
 
-def _inert_outputs(alone: torch.dtype | None, compiled: torch.dtype | None) -> CastOutputs:
-    return CastOutputs(None, alone=alone, compiled=compiled)
+class _StateDictHook:
+    """Knows the half tensors of one module, by name: `Module.to` replaces buffers by others.
 
-
-class SaveFloat32(_Shared):
-    """Puts a module's own float32 values into its state_dict; a state_dict post-hook.
-
-    Registered on every module with cast tensors, so that a part, or a wrapper such as
-    DistributedDataParallel, saves float32 too. A deep copy of the model saves its own weights.
+    Registered on every module with cast tensors, so that a part of a model, or a wrapper such as
+    DistributedDataParallel, saves and loads float32 too. In a deep copy or a pickled model it finds
+    no values, and the copy's own weights count.
     """
 
-    def __init__(self, values: Float32Values | None = None) -> None:
+    def __init__(
+        self,
+        values: Float32Values | None = None,
+        module: Module | None = None,
+        tensors: dict[str, Tensor] | None = None,
+    ) -> None:
         self.values = values or Float32Values()
+        self._owner = id(module)
+        self._tensors = tensors or {}
 
-    def __call__(self, module: Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
-        for name, tensor in own_tensors(module):
-            saved = state_dict.get(prefix + name)
-            if tensor.dtype in HALF_TYPES and isinstance(saved, Tensor):
-                state_dict[prefix + name] = self.values.export(tensor, saved)
+    def find_tensors(self, module: Module) -> dict[str, Tensor]:
+        """The module's own half tensors; the values of replaced ones go to their successors."""
+        current = {name: item for name, item in own_tensors(module) if item.dtype in HALF_TYPES}
+        if id(module) == self._owner:
+            for name, tensor in current.items():
+                known = self._tensors.get(name)
+                if known is not None and known is not tensor:
+                    self.values.rename(known, tensor)
+                    self._tensors[name] = tensor
+        return current
+
+    def __deepcopy__(self, memo: dict) -> _StateDictHook:
+        return self
 
     def __reduce__(self) -> tuple:
-        return SaveFloat32, ()
+        return type(self), ()
 
 
-class LoadFloat32(_Shared):
+class SaveFloat32(_StateDictHook):
+    """Puts a module's own float32 values into its state_dict; a state_dict post-hook."""
+
+    def __call__(self, module: Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
+        for name, tensor in self.find_tensors(module).items():
+            saved = state_dict.get(prefix + name)
+            if isinstance(saved, Tensor):
+                state_dict[prefix + name] = self.values.export(tensor, saved)
+
+
+class LoadFloat32(_StateDictHook):
     """Feeds loaded values to the masters before the model rounds them; a load pre-hook."""
 
-    def __init__(self, values: Float32Values | None = None) -> None:
-        self.values = values or Float32Values()
-
-    def __call__(self, module: Module, state_dict: dict, prefix: str, *rest: object) -> None:
-        for name, tensor in own_tensors(module):
+    def __call__(
+        self, module: Module, state_dict: dict, prefix: str, local_metadata: dict, *rest: object
+    ) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            raise AmpValueError(
+                "load_state_dict(assign=True) would put other parameters in the place of those that "
+                "initialize cast and the optimizer steps: leave assign out, or load before initialize"
+            )
+        for name, tensor in self.find_tensors(module).items():
             loaded = state_dict.get(prefix + name)
             if isinstance(loaded, Tensor) and loaded.shape == tensor.shape:
                 self.values.take(tensor, loaded)
-
-    def __reduce__(self) -> tuple:
-        return LoadFloat32, ()
 
 
 def own_tensors(module: Module) -> list[tuple[str, Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Real
 
 from ampatch.errors import AmpTypeError, AmpValueError
@@ -55,7 +55,7 @@ class DynamicLossScale:
         low, high = self.floor, self.ceiling
         if not SMALLEST_SCALE <= self.init_scale <= LARGEST_SCALE:
             yield f"init_scale={self.init_scale!r} must be a finite number above 0"
-        elif not low <= self.init_scale <= high:
+        elif low <= high and not low <= self.init_scale <= high:
             yield f"init_scale={self.init_scale!r} lies outside min_scale={low!r} to max_scale={high!r}"
         if not 1 < self.growth_factor < math.inf:
             yield f"growth_factor={self.growth_factor!r} must be above 1 and finite"
@@ -81,7 +81,9 @@ class DynamicLossScale:
         return math.inf if self.max_scale is None else self.max_scale
 
     def __str__(self) -> str:
-        return "dynamic"
+        changed = [field for field in fields(self) if getattr(self, field.name) != field.default]
+        values = ", ".join(f"{field.name}={getattr(self, field.name)}" for field in changed)
+        return f"dynamic ({values})" if values else "dynamic"
 
 
 @dataclass(frozen=True, slots=True)

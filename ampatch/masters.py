@@ -18,7 +18,7 @@ def refine(precise: Tensor, half: Tensor) -> Tensor:
 class MasterParam:
     """One half parameter of a model and the float32 parameter that stands for it in the optimizer."""
 
-    __slots__ = ("_grad", "_grad_version", "_pointer", "_version", "half", "master")
+    __slots__ = ("_grad", "_grad_version", "_pointer", "_version", "half", "master", "optimizers", "steps")
 
     def __init__(self, half: Parameter, precise: Tensor) -> None:
         self.half = half
@@ -26,6 +26,8 @@ class MasterParam:
         self.master.__dict__.update(half.__dict__)  # attributes that optimizers look for
         self._grad: Tensor | None = None
         self._grad_version = 0
+        self.optimizers = 0  # how many step the master
+        self.steps = 0  # how many of them have used its gradient
         self.mark_synced()
 
     def mark_synced(self) -> None:
@@ -45,8 +47,15 @@ class MasterParam:
         self._grad_version = 0 if self._grad is None else self._grad._version
 
     def has_fresh_grad(self) -> bool:
-        """Whether there is a half gradient that no block of `scale_loss` has seen."""
-        return self.half.grad is not None and self.half.grad is not self._grad
+        """Whether there is a half gradient that has not gone into the master's.
+
+        DistributedDataParallel moves gradients to another tensor when it rebuilds its buckets, so
+        another tensor with the same bits is the same gradient (to compare them costs a host sync).
+        """
+        grad = self.half.grad
+        if grad is None or grad is self._grad:
+            return False
+        return self._grad is None or not _is_same(grad, self._grad)
 
     def was_grad_edited(self) -> bool:
         """Whether the half gradient was changed in place after its use."""
@@ -61,9 +70,20 @@ class MasterParam:
             self.half.grad = self.half.grad.detach().zero_()
         self.mark_grad_used()
 
+    def clear_master_grad(self) -> None:
+        """Clears the master's gradient."""
+        self.master.grad = None
+        self.steps = 0
+
     def was_grad_cleared(self) -> bool:
         """Whether the half gradient was set to None after its use."""
         return self._grad is not None and self.half.grad is None
+
+
+def _is_same(grad: Tensor, other: Tensor) -> bool:
+    if grad.is_sparse or other.is_sparse or grad.dtype != other.dtype:
+        return False
+    return torch.equal(grad.detach().view(torch.int16), other.detach().view(torch.int16))
 
 
 class MasterParams:
@@ -94,6 +114,7 @@ class MasterParams:
 
     def share(self, pair: MasterParam) -> None:
         """Takes a master that another optimizer steps as well."""
+        pair.optimizers += 1
         self.pairs.append(pair)
         self._by_half[id(pair.half)] = pair
         self._by_master[id(pair.master)] = pair
@@ -142,14 +163,27 @@ class MasterParams:
         values = torch.stack([pair.half.grad.any().cpu() for pair in edited]).tolist() if edited else []
         zeroed = [pair for pair, nonzero in zip(edited, values, strict=True) if not nonzero]
         for pair in [*(pair for pair in self.pairs if pair.was_grad_cleared()), *zeroed]:
-            pair.master.grad = None
+            pair.clear_master_grad()
             pair.mark_grad_used()
         return any(values)
 
     def drop_grads(self) -> None:
-        """Clears the gradients of the masters; those of the model stay where they are."""
+        """Clears the masters' gradients once every optimizer that steps them has used them.
+
+        Those of the model stay where they are.
+        """
         for pair in self.pairs:
-            pair.master.grad = None
+            pair.mark_grad_used()
+            pair.steps += 1
+            if pair.steps >= pair.optimizers:
+                pair.clear_master_grad()
+
+    def begin_backward(self) -> None:
+        """Clears the model's gradients, so that what is there afterwards is new."""
+        for pair in self.pairs:
+            if pair.steps:
+                pair.clear_master_grad()
+            pair.half.grad = None
             pair.mark_grad_used()
 
 

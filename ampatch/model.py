@@ -7,12 +7,12 @@ from contextlib import ExitStack
 from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from ampatch.cast import CastState
+from ampatch.cast_tensor import CastTensor
 from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.hooks import (
     CastInputs,
@@ -66,8 +66,10 @@ def _validate_dtypes(index: int, model: Module, policy: Policy, values: Float32V
 
 def normalize_keep(keep_fp32: object) -> tuple[Keep, ...]:
     """Reads `keep_fp32`: one pattern, class or module, or a sequence of them."""
-    single = isinstance(keep_fp32, str | type | Module)
-    entries = (keep_fp32,) if single else tuple(keep_fp32 or ())  # type: ignore[arg-type]
+    if keep_fp32 is None:
+        return ()
+    single = isinstance(keep_fp32, str | type | Module) or not isinstance(keep_fp32, Iterable)
+    entries = (keep_fp32,) if single else tuple(keep_fp32)  # type: ignore[arg-type]
     for entry in entries:
         is_class = isinstance(entry, type) and issubclass(entry, Module)
         if not (isinstance(entry, str | Module) or is_class):
@@ -80,7 +82,9 @@ def normalize_keep(keep_fp32: object) -> tuple[Keep, ...]:
 
 def select_kept(models: Sequence[Module], keep_fp32: Sequence[Keep]) -> list[Module]:
     """Returns the modules that an entry of `keep_fp32` names; raises for an entry that names none."""
-    named = [(name, module) for model in models for name, module in model.named_modules()]
+    named = [
+        (name, module) for model in models for name, module in model.named_modules(remove_duplicate=False)
+    ]
     kept: dict[int, Module] = {}
     for entry in keep_fp32:
         found = [module for name, module in named if _matches(entry, name, module)]
@@ -96,7 +100,8 @@ def select_kept(models: Sequence[Module], keep_fp32: Sequence[Keep]) -> list[Mod
 
 def _matches(entry: Keep, name: str, module: Module) -> bool:
     if isinstance(entry, str):
-        return bool(name) and fnmatchcase(name, entry)
+        # The model itself has the empty name, which "*" matches and "" must not.
+        return bool(entry) and fnmatchcase(name, entry)
     return isinstance(module, entry) if isinstance(entry, type) else module is entry
 
 
@@ -116,7 +121,7 @@ class ModelCaster:
         self._state = state
         self._values = values
         self._kept = _outermost(_add_sharers(models, kept))
-        self._cast: list[Tensor] = []
+        self._cast: list[CastTensor] = []
         self._stack = ExitStack()
 
     def open(self) -> None:
@@ -135,21 +140,21 @@ class ModelCaster:
 
     def forget_originals(self) -> None:
         """Frees the float32 values that no master stands for; they cannot be restored afterwards."""
-        for tensor in self._cast:
-            if self._values.find_pair(tensor) is None:
-                self._values.forget(tensor)
+        for cast in self._cast:
+            if self._values.find_pair(cast.tensor) is None:
+                self._values.release(cast.tensor)
 
     # Weights
 
     def _cast_weights(self, dtype: torch.dtype) -> None:
         float32 = self._float32_tensors()
         for module in _modules(self._models):
-            for _, tensor in own_tensors(module):
+            for name, tensor in own_tensors(module):
                 if tensor.dtype is torch.float32 and id(tensor) not in float32:
-                    self._stack.callback(self._restore, tensor)
-                    self._values.remember(tensor, tensor.data)
-                    self._cast.append(tensor)
-                    _set_data(tensor, tensor.data.to(dtype))
+                    cast = CastTensor(module, name, tensor, self._values)
+                    self._stack.callback(cast.restore)
+                    self._cast.append(cast)
+                    cast.cast(dtype)
         self._flatten_recurrent()
         self._stack.callback(self._flatten_recurrent)
 
@@ -160,14 +165,6 @@ class ModelCaster:
             keeping += [module for module in _modules(self._models) if isinstance(module, _BatchNorm)]
         return {id(tensor) for module in keeping for _, tensor in own_tensors(module)}
 
-    def _restore(self, tensor: Tensor) -> None:
-        pair = self._values.find_pair(tensor)
-        grad = pair.master.grad if pair is not None else tensor.grad
-        tensor.grad = None
-        _set_data(tensor, self._values.read(tensor))
-        tensor.grad = None if grad is None else grad.float()
-        self._values.forget(tensor)
-
     def _flatten_recurrent(self) -> None:
         # On CUDA the weights of a recurrent net share one block of memory, which a cast breaks up.
         for module in _modules(self._models):
@@ -177,10 +174,11 @@ class ModelCaster:
     # Hooks
 
     def _hook_state_dicts(self) -> None:
-        cast = {id(tensor) for tensor in self._cast}
+        known = {id(cast.tensor) for cast in self._cast}
         for module in _modules(self._models):
-            if any(id(tensor) in cast for _, tensor in own_tensors(module)):
-                save, load = SaveFloat32(self._values), LoadFloat32(self._values)
+            tensors = {name: tensor for name, tensor in own_tensors(module) if id(tensor) in known}
+            if tensors:
+                save, load = (hook(self._values, module, tensors) for hook in (SaveFloat32, LoadFloat32))
                 self._stack.callback(module.register_state_dict_post_hook(save).remove)
                 self._stack.callback(module.register_load_state_dict_pre_hook(load).remove)
 
@@ -189,11 +187,13 @@ class ModelCaster:
 
         Its parts are hooked one by one, for a container that is never called itself.
         """
+        callable_parts = _called_first(kept)
         for module in kept.modules():
             self._hook_inputs(module, torch.float32)
             self._hook_scope(module, off=True, dtype=torch.float32)
-            outer = None if module in self._models else self._policy.cast_model_type
-            self._hook_outputs(module, alone=None, compiled=outer if module is kept else None)
+            is_outer = module in callable_parts and module not in self._models
+            outer = self._policy.cast_model_type if is_outer else None
+            self._hook_outputs(module, alone=None, compiled=outer)
 
     def _hook_forward(self, model: Module) -> None:
         policy = self._policy
@@ -204,7 +204,7 @@ class ModelCaster:
         self._hook_outputs(model, alone=policy.output_dtype, compiled=policy.output_dtype)
 
     def _hook_scope(self, module: Module, *, off: bool, dtype: torch.dtype | None) -> None:
-        enter = EnterForward(self._state, off=off, dtype=dtype)
+        enter = EnterForward(self._state, off, dtype)
         self._stack.callback(module.register_forward_pre_hook(enter).remove)
         leave = ExitForward(self._state)
         self._stack.callback(module.register_forward_hook(leave, always_call=True).remove)
@@ -217,7 +217,7 @@ class ModelCaster:
         self, module: Module, *, alone: torch.dtype | None, compiled: torch.dtype | None
     ) -> None:
         if alone is not None or compiled is not None or self._policy.casts_model:
-            hook = CastOutputs(self._state, alone=alone, compiled=compiled)
+            hook = CastOutputs(self._state, alone, compiled)
             self._stack.callback(module.register_forward_hook(hook).remove)
 
 
@@ -244,10 +244,8 @@ def _outermost(modules: Sequence[Module]) -> list[Module]:
     return [module for module in modules if id(module) not in inside]
 
 
-def _set_data(tensor: Tensor, data: Tensor) -> None:
-    """Gives a tensor other data, and its gradient the same dtype."""
-    grad = tensor.grad
-    tensor.grad = None
-    tensor.data = data
-    if grad is not None:
-        tensor.grad = grad.to(data.dtype)
+def _called_first(kept: Module) -> list[Module]:
+    """The parts of a kept module whose outputs leave it: itself, or what a plain container holds."""
+    if type(kept).forward is not Module.forward:
+        return [kept]
+    return [part for child in kept.children() for part in _called_first(child)]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ampatch.masters import MasterParam, MasterParams, cast_grads
-from ampatch.scaler import LossScaler, Outcome
+from ampatch.scaler import Outcome, Scale
+from ampatch.thread import is_running
 
 logger = logging.getLogger("ampatch")
 
@@ -19,14 +22,15 @@ logger = logging.getLogger("ampatch")
 class StepListener:
     """Is told when an optimizer's step begins and ends; the session overrides these."""
 
-    def enter_step(self) -> None:
-        """Called before the optimizer reads gradients."""
+    def enter_step(self, frame: FrameType) -> None:
+        """Called before the optimizer reads gradients, with the call that runs the step."""
 
     def exit_step(self, optimizer: AmpOptimizer) -> None:
         """Called after the step, skipped or not."""
 
-    def pause_step(self) -> None:
-        """Called before a closure runs inside a step."""
+    def pause_step(self) -> FrameType:
+        """Called before a closure runs inside a step; returns the call that runs the step."""
+        return sys._getframe()
 
 
 class AmpOptimizer:
@@ -44,10 +48,11 @@ class AmpOptimizer:
         self._listener = listener
         self._pending: list[Outcome] = []  # of the blocks since the last step
         self.last_outcomes: list[Outcome] = []  # of the blocks that led to the last step
-        self.delayed: LossScaler | None = None  # what the gradients are still scaled by
+        self.delayed: Scale | None = None  # what the gradients are still scaled by
         self._stash: list[tuple[Tensor, Tensor]] = []
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._stepped: set[int] = set()  # params that a fused optimizer keeps no state for
+        self._step: FrameType | None = None  # the call that runs a step
         self._warned = False
 
     def params(self) -> Iterator[Tensor]:
@@ -61,67 +66,81 @@ class AmpOptimizer:
 
     # A block of scale_loss
 
-    def prepare_backward(self, scaler: LossScaler) -> None:
-        """Sets earlier gradients aside, so that unscaling meets the new ones only."""
-        if self.delayed is scaler:
+    def prepare_backward(self, scale: Scale) -> None:
+        """Sets earlier gradients aside, so that the new ones are seen apart from them."""
+        if self.delayed is scale:
+            self._set_aside(self._model_params())
             return
         self.settle()
         self.adopt_grads()
         self.masters.drop_restarted()
-        for pair in self.masters:
-            pair.half.grad = None
-            pair.mark_grad_used()
-        if scaler.is_identity:
-            return
-        for param in self._own_params():
+        self.masters.begin_backward()
+        if not scale.is_identity:
+            self._set_aside(self._own_params())
+
+    def _set_aside(self, params: Iterable[Tensor]) -> None:
+        for param in params:
             if param.grad is not None:
                 self._stash.append((param, _own_memory(param.grad)))
                 param.grad = None
 
-    def delay(self, scaler: LossScaler) -> None:
+    @torch.no_grad()
+    def delay(self, scale: Scale) -> None:
         """Leaves the gradients scaled until a later block, or the step, settles them."""
-        self.delayed = scaler
+        if self.delayed is not scale:
+            # What was set aside is unscaled: a power of two takes it there and back exactly.
+            self._stash = [(param, scale.scale(earlier)) for param, earlier in self._stash]
+        self.delayed = scale
+        self._add_stash()
 
     def settle(self) -> None:
         """Unscales what a block with `delay_unscale` left scaled."""
-        scaler, self.delayed = self.delayed, None
-        if scaler is None:
+        scale = self.delayed
+        if scale is None:
             return
-        found_inf = scaler.new_found_inf()
-        self.unscale(scaler, found_inf)
-        if scaler.is_dynamic:
-            self.note(scaler.finish(found_inf, update=True))
+        found_inf = scale.scaler.new_found_inf()
+        self.unscale(scale, found_inf)
+        if scale.scaler.is_dynamic:
+            self.note(scale.scaler.finish(found_inf, update=True))
 
-    def unscale(self, scaler: LossScaler, found_inf: Tensor) -> None:
+    def unscale(self, scale: Scale, found_inf: Tensor) -> None:
         """Unscales the new gradients and adds them to the earlier ones; no host sync."""
-        self.delayed = None
+        if self.delayed is not None:
+            self._add_stash()  # scaled as well
+            self.delayed = None
         fresh = [pair for pair in self.masters if pair.has_fresh_grad()]
         grads = cast_grads(fresh)
-        if not scaler.is_identity:
+        if not scale.is_identity:
             own = [param.grad for param in self._own_params() if param.grad is not None]
-            scaler.unscale_(grads + own, found_inf)
+            scale.unscale_(grads + own, found_inf)
         _feed(fresh, grads)
-        self.restore_stash()
+        self._add_stash()
 
     def adopt_grads(self) -> None:
         """Takes over gradients of a `backward` outside any block of `scale_loss`: unscaled ones."""
         fresh = [pair for pair in self.masters if pair.has_fresh_grad()]
         _feed(fresh, cast_grads(fresh))
 
-    def discard_grads(self, scaler: LossScaler) -> None:
-        """Undoes a block that raised: drops its gradients, and restores the earlier ones."""
-        if self.delayed is not None:
-            return
-        for pair in self.masters:
-            pair.half.grad = None
-            pair.mark_grad_used()
-        if not scaler.is_identity:
-            for param in self._own_params():
-                param.grad = None
-        self.restore_stash()
+    def discard_grads(self, scale: Scale) -> None:
+        """Undoes a block that raised: drops its gradients, and restores the earlier ones.
+
+        With a static scale of 1 the gradients of float32 weights are plain torch's: they stay as
+        the exception left them.
+        """
+        if self.delayed is None and scale.is_identity:
+            params: Iterable[Tensor] = (pair.half for pair in self.masters)
+        else:
+            params = self._model_params()
+        for param in params:
+            param.grad = None
+        self._add_stash()
+
+    def _model_params(self) -> list[Tensor]:
+        """The parameters that backward gives gradients to."""
+        return [*self._own_params(), *(pair.half for pair in self.masters)]
 
     @torch.no_grad()
-    def restore_stash(self) -> None:
+    def _add_stash(self) -> None:
         """Adds the new gradients to those that were set aside."""
         stash, self._stash = self._stash, []
         for param, earlier in stash:
@@ -134,21 +153,27 @@ class AmpOptimizer:
     # A step
 
     def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
-        """Prepares a step; the hook that runs before `optimizer.step`."""
+        """Prepares a step; the hook that runs before `optimizer.step`.
+
+        A class that calls the `step` of its base class runs the hooks of both: the outer ones count.
+        """
+        if self._step is not None and is_running(self._step):
+            return None
+        self._step = sys._getframe(1)
         self._hidden, self.last_outcomes = [], []
         vars(self.optimizer).pop("found_inf", None)  # left by a step that raised
         self._before_update()
-        self._listener.enter_step()
+        self._listener.enter_step(self._step)
         closure, rebuild = _find_closure(args, kwargs)
         return None if closure is None else rebuild(functools.partial(self._evaluate, closure))
 
     def _evaluate(self, closure: Callable[[], object]) -> object:
         """Runs a closure inside a step: with casts, on the current weights, its gradients unscaled."""
-        self._listener.pause_step()
+        frame = self._listener.pause_step()
         self.masters.copy_to_model()
         result = closure()
         self._before_update()
-        self._listener.enter_step()
+        self._listener.enter_step(frame)
         return result
 
     def _before_update(self) -> None:
@@ -184,6 +209,9 @@ class AmpOptimizer:
 
     def after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         """Completes a step; the hook that runs after `optimizer.step`."""
+        if self._step is not sys._getframe(1):
+            return
+        self._step = None
         vars(self.optimizer).pop("found_inf", None)
         for param, grad in self._hidden:
             param.grad = grad

@@ -35,6 +35,10 @@ class Patch:
         """Whether the attribute still is what was put there."""
         return vars(self.parent).get(self.attribute, _ABSENT) is self.replacement
 
+    def is_undone(self) -> bool:
+        """Whether somebody put back what was there before us."""
+        return vars(self.parent).get(self.attribute, _ABSENT) is self.previous
+
     def revert(self) -> None:
         """Puts back what was there before."""
         if self.previous is _ABSENT:
@@ -74,20 +78,26 @@ class Patcher:
         """Undoes every replacement.
 
         Raises PatchConflictError, after the others are undone, for attributes that somebody else
-        has replaced since; theirs stay.
+        has replaced since; theirs stay, and `retry` undoes ours when theirs are gone.
         """
+        taken = self.retry()
+        if taken:
+            places = ", ".join(dict.fromkeys(patch.place for patch in taken))
+            raise PatchConflictError(
+                f"{places}: replaced by somebody else after ampatch had patched it, and left as it is; "
+                f"undo that patch, then call uninitialize again"
+            )
+
+    def retry(self) -> list[Patch]:
+        """Undoes what can be undone, and returns what others have replaced."""
         taken = []
-        while self._patches:
-            patch = self._patches.pop()
+        for patch in reversed(self._patches):
             if patch.is_in_place():
                 patch.revert()
-            else:
-                taken.append(patch.place)
-        if taken:
-            raise PatchConflictError(
-                f"{', '.join(taken)}: replaced by somebody else after ampatch had patched it, and left "
-                f"as it is; undo that patch first, then call uninitialize"
-            )
+            elif not patch.is_undone():
+                taken.append(patch)
+        self._patches = taken[::-1]
+        return taken
 
 
 def get_raw(parent: object, attribute: str) -> object:

@@ -23,7 +23,8 @@ def allow_half_input(thread: ThreadState) -> Callable[..., None]:
     @functools.wraps(original)
     def check_input(self: torch.nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
         weight = self._flat_weights[0]
-        if not thread.off and {input.dtype, weight.dtype} <= ELIGIBLE and input.dtype != weight.dtype:
+        casts = not (thread.off and thread.is_off())
+        if casts and {input.dtype, weight.dtype} <= ELIGIBLE and input.dtype != weight.dtype:
             input = torch.empty_like(input, dtype=weight.dtype, device="meta")
         return original(self, input, batch_sizes)
 

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from ampatch.call import (
     unwrap_optimizer,
     validate_optimizers,
 )
-from ampatch.cast import CastState
+from ampatch.cast import CASTS
 from ampatch.errors import AmpTypeError, AmpValueError, NotInitializedError
 from ampatch.loss_scale import is_number, validate_scale
 from ampatch.masters import MasterParams
@@ -45,7 +46,7 @@ class Session(StepListener):
     """
 
     def __init__(self) -> None:
-        self.casts = CastState()
+        self.casts = CASTS
         self.torch_patch = TorchPatch(self.casts)
         self.observers: tuple[Observer, ...] = ()
         self.overrides: dict[str, object] = {}
@@ -59,6 +60,7 @@ class Session(StepListener):
         self._by_optimizer: dict[int, tuple[object, AmpOptimizer, Call]] = {}
         self._unannounced: list[Outcome] = []
         self._passive: list[object] = []  # what calls with enabled=False were given
+        self._said_slow = False
         self.is_disabled = False
 
     @property
@@ -79,7 +81,7 @@ class Session(StepListener):
         kept = select_kept(request.models, request.keep_fp32)
         validate_optimizers(request, self._calls)
         self.torch_patch.validate(request.policy)
-        call = Call(request, make_scalers(request))
+        call = Call(request, make_scalers(request, len(self.scalers())))
         with ExitStack() as undo:
             if request.policy.is_pure_half:
                 undo.callback(self._raise_states, call)
@@ -90,8 +92,7 @@ class Session(StepListener):
                 self._open_optimizer(optimizer, call, undo)
             if request.policy.patch_torch_functions:
                 trace = say if request.verbosity >= 2 else None
-                undo.callback(self.torch_patch.close)
-                self.torch_patch.open(request.policy, device_types(request), trace)
+                self.torch_patch.open(request.policy, device_types(request), trace, undo)
             self._announce(request)
             for observer in self.observers:
                 observer.on_initialize(request.policy)
@@ -162,11 +163,11 @@ class Session(StepListener):
 
     # Running
 
-    def enter_step(self) -> None:
-        self.casts.thread.begin_step()
+    def enter_step(self, frame: FrameType) -> None:
+        self.casts.thread.begin_step(frame)
 
-    def pause_step(self) -> None:
-        self.casts.thread.end_step()
+    def pause_step(self) -> FrameType:
+        return self.casts.thread.end_step()
 
     def exit_step(self, optimizer: AmpOptimizer) -> None:
         self.casts.thread.end_step()
@@ -186,7 +187,7 @@ class Session(StepListener):
                 waiting.append(outcome)
             elif values[0] and not outcome.was_announced:
                 outcome.was_announced = True
-                say(format_overflow(outcome.loss_id, values[1]))
+                say(format_overflow(outcome.loss_id, *values[1:]))
         self._unannounced = waiting
 
     def find(self, optimizer: object, index: int = 0) -> tuple[AmpOptimizer, Call]:
@@ -213,10 +214,6 @@ class Session(StepListener):
             raise NotInitializedError(
                 "ampatch is not initialized: call amp.initialize(model, optimizer) first"
             )
-
-    def amp_optimizers(self) -> list[AmpOptimizer]:
-        """Everything that is kept for optimizers, call by call."""
-        return [optimizer for call in self._calls for optimizer in call.optimizers]
 
     def last_call(self) -> Call:
         """The latest enabled call."""
@@ -250,6 +247,7 @@ class Session(StepListener):
         """Undoes everything, last-in first-out."""
         with ExitStack() as stack:
             stack.callback(self._reset)
+            stack.callback(self.torch_patch.retry)
             stack.push(self._undo)
             for observer in self.observers:
                 stack.callback(observer.on_uninitialize)
@@ -258,7 +256,9 @@ class Session(StepListener):
         if request.verbosity < 1:
             return
         say(format_banner(request.policy))
-        if request.policy.half is torch.float16 and "cpu" in device_types(request):
+        slow = request.policy.half is torch.float16 and "cpu" in device_types(request)
+        if slow and not self._said_slow:
+            self._said_slow = True
             logger.warning(
                 "%s computes in float16, which is slow on a CPU: O4 and O5 (bfloat16) are the fast levels",
                 request.policy.opt_level,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ampatch import lists
 from ampatch.cast import CastState
+from ampatch.checkpoint import patch_checkpoint
 from ampatch.errors import AmpValueError
 from ampatch.patcher import Patcher, place_rows, qualify
 from ampatch.policy import Policy
@@ -24,6 +26,7 @@ class TorchPatch:
         self._casts = casts
         self._registrations: dict[tuple[int, str], Registration] = {}
         self._patcher: Patcher | None = None
+        self._blocked: list[Patcher] = []  # what others had patched over when we closed
 
     def validate(self, policy: Policy) -> None:
         """Raises if torch is patched for another half type already."""
@@ -34,40 +37,53 @@ class TorchPatch:
                 f"use one half type for all models, or uninitialize first"
             )
 
-    def open(self, policy: Policy, device_types: Iterable[str], trace: Callable[[str], None] | None) -> None:
-        """Patches every row and registration; if torch is patched already, only adds the devices."""
-        self._casts.device_types.update(device_types)
+    def open(
+        self,
+        policy: Policy,
+        device_types: Iterable[str],
+        trace: Callable[[str], None] | None,
+        undo: ExitStack,
+    ) -> None:
+        """Patches every row and registration; if torch is patched already, only adds to what it casts.
+
+        `undo` receives the way back, step by step.
+        """
+        casts = self._casts
+        undo.callback(casts.narrow, set(casts.device_types), casts.allow_banned)
+        casts.device_types.update(device_types)
+        casts.allow_banned |= policy.allow_banned
         if self._patcher is not None:
             return
+        undo.callback(self._close)
+        casts.half = policy.half
         self._patcher = Patcher()
-        self._casts.half = policy.half
+        # Weights change in a step, and fused optimizers do not bump their version.
+        hook = register_optimizer_step_post_hook(lambda *_: casts.clear_cache())
+        undo.callback(hook.remove)
+        self._patch_rows(self._patcher, policy, trace)
+        self._patcher.replace(torch.nn.RNNBase, "check_input", allow_half_input(casts.thread))
+        patch_checkpoint(self._patcher, casts.thread)
+        for registration in self._registrations.values():
+            self._bind(registration)
+
+    def _patch_rows(self, patcher: Patcher, policy: Policy, trace: Callable[[str], None] | None) -> None:
         for (parent, attribute), row in place_rows(lists.TABLES, torch.__version__):
             if (id(parent), attribute) in self._registrations:
                 continue
-            original = self._patcher.find_original(parent, attribute)
-            wrapper = wrap(
-                original,
-                row.cast,
-                self._casts,
-                policy.half,
-                place=qualify(parent, attribute),
-                allow_banned=policy.allow_banned,
-                trace=trace,
-            )
-            self._patcher.replace(parent, attribute, wrapper)
-        self._patcher.replace(torch.nn.RNNBase, "check_input", allow_half_input(self._casts.thread))
-        for registration in self._registrations.values():
-            self._bind(registration)
-        self._step_hook = register_optimizer_step_post_hook(self._after_any_step)
+            original = patcher.find_original(parent, attribute)
+            place = qualify(parent, attribute)
+            wrapper = wrap(original, row.cast, self._casts, policy.half, place=place, trace=trace)
+            patcher.replace(parent, attribute, wrapper)
 
-    def close(self) -> None:
-        """Puts back exactly what was there."""
+    def _close(self) -> None:
         patcher, self._patcher = self._patcher, None
-        if patcher is None:
-            return
-        self._step_hook.remove()
         self._casts.close()
+        self._blocked.append(patcher)
         patcher.close()
+
+    def retry(self) -> None:
+        """Undoes what somebody else's patch kept from being undone, where that is gone by now."""
+        self._blocked = [patcher for patcher in reversed(self._blocked) if patcher.retry()][::-1]
 
     def register(self, registration: Registration) -> None:
         """Adds a user's function to the tables, for this session and later ones."""
@@ -80,7 +96,3 @@ class TorchPatch:
         parent, attribute = registration.parent, registration.attribute
         original = self._patcher.find_original(parent, attribute)
         self._patcher.replace(parent, attribute, bind(registration, original, self._casts))
-
-    def _after_any_step(self, *_: object) -> None:
-        # Weights changed, and fused optimizers do not bump their version.
-        self._casts.clear_cache()

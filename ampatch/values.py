@@ -16,7 +16,7 @@ class Float32Values:
     """
 
     def __init__(self) -> None:
-        self._precise: dict[int, tuple[Tensor, Tensor]] = {}
+        self._precise: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._pairs: dict[int, MasterParam] = {}
 
     def __contains__(self, tensor: Tensor) -> bool:
@@ -25,6 +25,15 @@ class Float32Values:
     def remember(self, tensor: Tensor, precise: Tensor) -> None:
         """Notes the float32 values of a half tensor."""
         self._precise[id(tensor)] = (tensor, precise)
+
+    def release(self, tensor: Tensor) -> None:
+        """Frees the float32 values of a tensor, which stays known as one that was cast here."""
+        self._precise[id(tensor)] = (tensor, None)
+
+    def rename(self, tensor: Tensor, successor: Tensor) -> None:
+        """Hands the float32 values of a tensor to the one that took its place."""
+        _, precise = self._precise.pop(id(tensor), (None, None))
+        self._precise[id(successor)] = (successor, precise)
 
     def forget(self, tensor: Tensor) -> None:
         """Drops what is known of a tensor."""
@@ -54,7 +63,7 @@ class Float32Values:
         half = tensor.detach()
         if precise is None:
             return half.float()
-        precise = precise.detach()
+        precise = precise.detach().to(half.device)
         if torch.equal(precise.to(half.dtype), half):
             return precise
         return refine(precise, half)

@@ -23,7 +23,6 @@ def wrap(
     half: torch.dtype,
     *,
     place: tuple[str | None, str],
-    allow_banned: bool = False,
     trace: Callable[[str], None] | None = None,
     containers: type | tuple[type, ...] = (list, tuple),
 ) -> Function:
@@ -36,8 +35,6 @@ def wrap(
     (module, qualified name) of the patched attribute, by which the wrapper pickles.
     """
     name = ".".join(filter(None, place))
-    if kind is Cast.BANNED and allow_banned:
-        kind = Cast.FP32
     if kind in (Cast.LOWER, Cast.FP32):
         dtype = half if kind is Cast.LOWER else torch.float32
         cast = cast_eligible(state, dtype)
@@ -66,7 +63,7 @@ def _wrap_cast(
     thread = state.thread
 
     def wrapper(*args, **kwargs):
-        if thread.off:
+        if thread.off and thread.is_off():
             return original(*args, **kwargs)
         if kwargs:
             if kwargs.get("out") is not None:
@@ -108,7 +105,7 @@ def _wrap_promote(original: Function, state: CastState, name: str) -> Function:
     casts = {dtype: cast_eligible(state, dtype) for dtype in ELIGIBLE}
 
     def wrapper(*args, **kwargs):
-        if thread.off or kwargs.get("out") is not None:
+        if (thread.off and thread.is_off()) or kwargs.get("out") is not None:
             return original(*args, **kwargs)
         dtypes = {tensor.dtype for tensor in _eligible_tensors(state, (args, kwargs))}
         if len(dtypes) < 2:
@@ -126,7 +123,9 @@ def _wrap_match_self(original: Function, state: CastState, name: str) -> Functio
 
     def wrapper(*args, **kwargs):
         target = args[0] if args else kwargs.get("input")
-        if not thread.off and isinstance(target, Tensor) and target.dtype in ELIGIBLE:
+        if thread.off and thread.is_off():
+            return original(*args, **kwargs)
+        if isinstance(target, Tensor) and target.dtype in ELIGIBLE:
             args, kwargs = cast_tree((args, kwargs), casts[target.dtype])  # type: ignore[misc]
         return original(*args, **kwargs)
 
@@ -139,7 +138,9 @@ def _wrap_in_place(original: Function, state: CastState, name: str) -> Function:
 
     def wrapper(*args, **kwargs):
         target = args[0] if args else kwargs.get("input")
-        if thread.off or not isinstance(target, Tensor) or target.dtype not in HALF_TYPES:
+        if thread.off and thread.is_off():
+            return original(*args, **kwargs)
+        if not isinstance(target, Tensor) or target.dtype not in HALF_TYPES:
             return original(*args, **kwargs)
         if target.device.type in state.device_types:
             raise BannedFunctionError(
@@ -153,18 +154,20 @@ def _wrap_in_place(original: Function, state: CastState, name: str) -> Function:
 
 def _wrap_banned(original: Function, state: CastState, name: str) -> Function:
     thread = state.thread
+    in_float32 = _wrap_cast(original, state, cast_eligible(state, torch.float32), (list, tuple))
 
     def wrapper(*args, **kwargs):
-        if not thread.off:
-            tensors = _eligible_tensors(state, (args, kwargs))
-            halves = [tensor.dtype for tensor in tensors if tensor.dtype in HALF_TYPES]
-            if halves:
-                raise BannedFunctionError(
-                    f"{name} was called on a {halves[0]} tensor, where its logarithm is not safe: use "
-                    f"binary_cross_entropy_with_logits on the logits, or have it cast to float32 with "
-                    f"amp.initialize(..., allow_banned=True)"
-                )
-        return original(*args, **kwargs)
+        if thread.off and thread.is_off():
+            return original(*args, **kwargs)
+        dtypes = {tensor.dtype for tensor in _eligible_tensors(state, (args, kwargs))}
+        halves = dtypes & set(HALF_TYPES)
+        if halves and not state.allow_banned:
+            raise BannedFunctionError(
+                f"{name} was called on a {halves.pop()} tensor, where its logarithm is not safe: use "
+                f"binary_cross_entropy_with_logits on the logits, or have it cast to float32 with "
+                f"amp.initialize(..., allow_banned=True)"
+            )
+        return in_float32(*args, **kwargs)
 
     return wrapper
 

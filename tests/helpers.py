@@ -1,0 +1,184 @@
+"""What several test files need: bitwise snapshots, and every optimizer class of torch.optim."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+
+def snapshot(value):
+    """A nested value with every tensor turned into its dtype, shape and bytes, to compare by `==`."""
+    if isinstance(value, Tensor):
+        if value.is_sparse:
+            value = value.detach().coalesce()
+            return "sparse", snapshot(value.indices()), snapshot(value.values())
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return str(value.dtype), tuple(value.shape), data.numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: snapshot(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [snapshot(item) for item in value]
+    return value
+
+
+def assert_same_bits(actual, expected):
+    """Fails unless two lists of tensors are equal bit for bit."""
+    actual, expected = list(actual), list(expected)
+    assert len(actual) == len(expected)
+    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        assert snapshot(one) == snapshot(other), f"tensor {index}: {one} is not {other}"
+
+
+def freeze_model(model):
+    """Everything about a model that `initialize` may touch: tensors, their bits, hooks, attributes."""
+    return {
+        name: {
+            key: [(inner, id(item)) for inner, item in value.items()] if isinstance(value, dict) else value
+            for key, value in vars(module).items()
+        }
+        for name, module in model.named_modules()
+    } | {
+        f"tensor {name}": (id(tensor), snapshot(tensor), snapshot(tensor.grad), dict(vars(tensor)))
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    }
+
+
+def freeze_optimizer(optimizer):
+    """Everything about an optimizer that `initialize` may touch."""
+    if not isinstance(optimizer, Optimizer):
+        return optimizer
+    return {
+        "groups": [
+            (id(group), id(group["params"]), *map(id, group["params"])) for group in optimizer.param_groups
+        ],
+        "options": snapshot([{**group, "params": None} for group in optimizer.param_groups]),
+        "state": [(id(param), snapshot(state)) for param, state in optimizer.state.items()],
+        "vars": {name: id(value) for name, value in vars(optimizer).items()},
+        "hooks": [
+            list(vars(optimizer)[name].items()) for name in sorted(vars(optimizer)) if name.endswith("_hooks")
+        ],
+    }
+
+
+OPTIMIZER_CLASSES = [
+    found
+    for found in vars(torch.optim).values()
+    if isinstance(found, type) and issubclass(found, Optimizer) and found is not Optimizer
+]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to make an optimizer of torch.optim."""
+
+    kind: type[Optimizer]
+    options: dict = field(default_factory=dict)
+
+    def __str__(self):
+        options = ",".join(f"{name}={value}" for name, value in self.options.items())
+        return f"{self.kind.__name__}({options})"
+
+    def __call__(self, params):
+        return self.kind(params, **{"lr": 2.0**-4} | self.options)
+
+    @property
+    def is_fused(self):
+        """Whether it takes `found_inf`, and so skips by itself."""
+        return self.options.get("fused", False)
+
+    @property
+    def is_sparse(self):
+        return self.kind is torch.optim.SparseAdam
+
+    @property
+    def needs_closure(self):
+        return self.kind is torch.optim.LBFGS
+
+
+_VARIANTS = {
+    "SGD": [
+        {},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
+        {"momentum": 0.9, "nesterov": True, "foreach": True},
+        {"momentum": 0.9, "foreach": False, "maximize": True},
+        {"fused": True},
+        {"momentum": 0.9, "fused": True},
+        {"momentum": 0.9, "dampening": 0.3, "fused": True},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "fused": True},
+    ],
+    "Adam": [
+        {},
+        {"foreach": True, "weight_decay": 0.1},
+        {"foreach": False, "amsgrad": True},
+        {"foreach": True, "amsgrad": True},
+        {"fused": True},
+        {"amsgrad": True, "fused": True},
+    ],
+    "AdamW": [{}, {"foreach": True}, {"foreach": False, "amsgrad": True}, {"fused": True}],
+    "Adagrad": [{}, {"foreach": True, "lr_decay": 0.1}, {"foreach": False}, {"fused": True}],
+    "RMSprop": [{}, {"momentum": 0.9, "centered": True, "foreach": True}, {"foreach": False}],
+    "LBFGS": [{"max_iter": 4}, {"max_iter": 4, "line_search_fn": "strong_wolfe"}],
+}
+_BOTH_WAYS = ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop")
+VARIANTS = [
+    Variant(kind, options)
+    for kind in OPTIMIZER_CLASSES
+    for options in _VARIANTS.get(
+        kind.__name__, [{"foreach": True}, {"foreach": False}] if kind.__name__ in _BOTH_WAYS else [{}]
+    )
+]
+SKIPPING_VARIANTS = [variant for variant in VARIANTS if not variant.needs_closure]
+
+
+class Dense(Module):
+    """Two matrices, which every optimizer but SparseAdam takes (Muon takes no vectors)."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(4, 3, bias=False)
+        self.second = torch.nn.Linear(3, 2, bias=False)
+
+    def forward(self, batch):
+        return self.second(torch.relu(self.first(batch)))
+
+
+class Sparse(Module):
+    """An embedding with sparse gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(6, 3, sparse=True)
+
+    def forward(self, ids):
+        return self.table(ids)
+
+
+class Scalar(Module):
+    """A product that no level casts, so that float32 by hand gives the same bits at O0, O1 and O4."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(shape or (3,)))
+
+    def forward(self, batch):
+        return self.weight * batch
+
+
+def make_net(variant):
+    return Sparse() if variant.is_sparse else Dense()
+
+
+def make_batches(variant, count):
+    if variant.is_sparse:
+        return [torch.randint(0, 6, (5,)) for _ in range(count)]  # with repetitions
+    return [torch.randn(5, 4) for _ in range(count)]
+
+
+def parametrize_variants(variants):
+    return functools.partial(map, lambda variant: (variant, str(variant)))(variants)

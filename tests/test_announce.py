@@ -1,0 +1,104 @@
+"""What is printed and logged, at each verbosity."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import ampatch as amp
+from nets import EVERY_LEVEL, X
+
+UNROUNDED = ["O0", "O1", "O2", "O4", "O5"]  # O3 keeps no float32 values
+
+
+def make():
+    model = nn.Linear(3, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_verbosity_0_is_silent(capsys):
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0, loss_scale="dynamic")
+    with amp.scale_loss(model(X).sum() * float("inf"), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+@pytest.mark.parametrize("verbosity", [1, 2])
+def test_the_banner_names_the_level_and_its_options(capsys, opt_level, verbosity):
+    amp.initialize(nn.Linear(3, 2), opt_level=opt_level, verbosity=verbosity)
+    printed = capsys.readouterr().out
+    assert f"Selected optimization level {opt_level}" in printed
+    for option in ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights"):
+        assert option in printed
+    assert "overrides" not in printed
+
+
+def test_the_banner_shows_an_option_before_and_after_an_override(capsys):
+    amp.initialize(nn.Linear(3, 2), opt_level="O2", loss_scale=128.0, keep_batchnorm_fp32=False)
+    lines = capsys.readouterr().out.splitlines()
+    line = next(line for line in lines if "keep_batchnorm_fp32" in line)
+    assert "False" in line
+    assert "overrides True" in line
+    assert "128" in next(line for line in lines if "loss_scale" in line)
+
+
+def test_the_banner_is_the_default(capsys):
+    amp.initialize(nn.Linear(3, 2), opt_level="O4")
+    assert "Selected optimization level O4" in capsys.readouterr().out
+
+
+def test_verbosity_1_says_each_skipped_step_once(capsys):
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=1)
+    capsys.readouterr()
+    for factor in (float("inf"), 2.0**-8, float("nan")):
+        with amp.scale_loss(model(X).sum() * factor, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.startswith("Gradient overflow") for line in lines] == [True, True]
+    assert "scaler 0" in lines[0]
+    assert "32768" in lines[0]
+    assert "16384" in lines[1]
+
+
+def test_verbosity_1_says_no_casts(capsys):
+    model = amp.initialize(nn.Linear(3, 2), opt_level="O4", verbosity=1)
+    capsys.readouterr()
+    model(X)
+    assert capsys.readouterr().out == ""
+
+
+def test_verbosity_2_says_every_cast(capsys):
+    model = amp.initialize(nn.Linear(3, 2), opt_level="O4", verbosity=2)
+    capsys.readouterr()
+    torch.exp(model(X))
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("linear" in line and "float32" in line and "bfloat16" in line for line in lines) == 3
+    assert sum("exp" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
+def test_float16_on_a_cpu_says_once_that_bfloat16_is_the_fast_type(caplog, opt_level):
+    with caplog.at_level(logging.INFO, logger="ampatch"):
+        amp.initialize(nn.Linear(3, 2), opt_level=opt_level)
+        amp.initialize(nn.Linear(3, 2), opt_level=opt_level)
+    lines = [record.getMessage() for record in caplog.records if "slow on a CPU" in record.getMessage()]
+    assert len(lines) == 1
+    assert "\n" not in lines[0]
+    assert "O4" in lines[0]
+    assert "O5" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"opt_level": "O4"}, {"opt_level": "O0"}, {"opt_level": "O1", "dtype": torch.bfloat16}]
+)
+def test_other_types_on_a_cpu_warn_of_nothing(caplog, kwargs):
+    amp.initialize(nn.Linear(3, 2), **kwargs)
+    assert caplog.text == ""

@@ -1,0 +1,370 @@
+"""The house rules of DESIGN and STYLE, read from the source: who imports whom, and what a file looks like."""
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+import ampatch as amp
+from ampatch import errors
+
+ROOT = Path(amp.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
+
+
+def module_name(path):
+    parts = ["ampatch", *path.relative_to(ROOT).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {module_name(path): path for path in FILES}
+EVERY_FILE = [pytest.param(path, id=str(path.relative_to(ROOT))) for path in FILES]
+
+
+def imported_names(path):
+    """Yields (module, name) for each import of ours in a file, at any depth; name None for `import`."""
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names if alias.name.split(".")[0] == "ampatch")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports say the whole name"
+            if node.module.split(".")[0] == "ampatch":
+                yield from ((node.module, alias.name) for alias in node.names)
+
+
+def imported_modules(path):
+    """The modules of ours that a file imports."""
+    found = set()
+    for module, name in imported_names(path):
+        whole = f"{module}.{name}"
+        found.add(whole if whole in NAMES or whole == "ampatch.lists" else module)
+    return found
+
+
+IMPORTS = {name: imported_modules(path) for name, path in NAMES.items()}
+
+
+def reach(name):
+    """The modules of ours that a module imports, and those that they import, and so on."""
+    found, waiting = set(), {name}
+    while waiting:
+        module = waiting.pop()
+        new = IMPORTS.get(module, set()) - found
+        found |= new
+        waiting |= new
+    return found
+
+
+def ours(*names):
+    return {f"ampatch.{name}" for name in names}
+
+
+# ---- Who imports whom ----
+
+# From below: a module imports none of those that come later.
+LAYERS = [
+    ("errors", "precision"),
+    ("table", "loss_scale", "thread"),
+    ("lists", "policy", "cast"),
+    ("patcher", "scaler", "masters"),
+    ("wrapper", "values", "optimizer"),
+    ("registration", "hooks", "block"),
+    ("model", "torch_patch"),
+    ("session",),
+    ("frontend",),
+]
+CASTING = ours("table", "lists", "patcher", "cast", "wrapper", "registration", "torch_patch")
+SCALING = ours("scaler", "masters", "optimizer", "block")
+TOOLS = [
+    name
+    for name in NAMES
+    if name.startswith(("ampatch.sweep", "ampatch.diagnose", "ampatch.apex", "ampatch.cli"))
+]
+
+
+@pytest.mark.parametrize("name", [name for layer in LAYERS for name in layer if name != "lists"])
+def test_no_module_reaches_a_layer_above_it(name):
+    below = next(index for index, layer in enumerate(LAYERS) if name in layer)
+    above = {f"ampatch.{other}" for layer in LAYERS[below + 1 :] for other in layer}
+    assert reach(f"ampatch.{name}") & above == set()
+
+
+def test_no_two_modules_import_each_other():
+    assert [name for name in NAMES if name in reach(name)] == []
+
+
+def test_every_module_that_is_named_here_exists():
+    named = {f"ampatch.{name}" for layer in LAYERS for name in layer} - {"ampatch.lists"}
+    assert named - set(NAMES) == set()
+
+
+def test_the_table_imports_errors_alone():
+    assert IMPORTS["ampatch.table"] == ours("errors")
+
+
+def test_the_lists_import_the_table_alone():
+    for path in (ROOT.parent / "lists").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                assert not any(alias.name.startswith("ampatch") for alias in node.names)
+            if isinstance(node, ast.ImportFrom):
+                assert node.module == "ampatch.table" or node.module.startswith("ampatch.lists")
+
+
+def test_rows_flow_to_the_policy_to_the_patcher_to_the_casts_and_not_back():
+    assert reach("ampatch.policy") & ours("table", "lists", "patcher", "cast", "wrapper") == set()
+    assert reach("ampatch.patcher") & ours("policy", "cast", "wrapper") == set()
+    assert reach("ampatch.cast") & ours("table", "lists", "policy", "patcher", "wrapper") == set()
+
+
+@pytest.mark.parametrize("name", ["scaler", "masters", "optimizer", "optimizer_state", "block"])
+def test_what_scales_and_steps_knows_nothing_of_rows_policies_patches_and_casts(name):
+    unknown = CASTING | ours("policy", "model", "hooks", "session", "frontend")
+    assert reach(f"ampatch.{name}") & unknown == set()
+
+
+@pytest.mark.parametrize("name", sorted(CASTING - ours("lists")))
+def test_what_patches_and_casts_knows_nothing_of_scales_and_masters(name):
+    assert reach(name) & SCALING == set()
+
+
+def test_the_session_is_the_only_file_that_imports_from_both_halves():
+    both = [name for name, imports in IMPORTS.items() if imports & CASTING and imports & SCALING]
+    assert both == ["ampatch.session"]
+
+
+def test_only_what_the_user_calls_imports_the_session():
+    # Whatever imports it is imported by the package itself, and so holds public functions.
+    importers = {name for name, imports in IMPORTS.items() if "ampatch.session" in imports}
+    assert importers <= IMPORTS["ampatch"]
+    for name in importers:
+        assert [other for other, imports in IMPORTS.items() if name in imports] == ["ampatch"], name
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_tool_imports_public_names_alone(name):
+    top = ".".join(name.split(".")[:2])
+    for module, imported in imported_names(NAMES[name]):
+        if module == "ampatch" and imported is not None:
+            allowed = [*amp.__all__, "__version__", "sweep", "diagnose", "apex"]
+            assert imported in allowed
+        elif name == "ampatch.cli":
+            assert module.split(".")[1:2] in ([], ["sweep"], ["diagnose"]), module
+        else:
+            assert module == "ampatch" or module.startswith(top), module
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_tool_reads_no_private_name_of_the_package(name):
+    for node in ast.walk(TREES[NAMES[name]]):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "amp":
+            assert node.attr in amp.__all__
+
+
+def test_every_public_name_is_there_once_and_sorted_by_nothing_private():
+    assert len(set(amp.__all__)) == len(amp.__all__)
+    assert [name for name in amp.__all__ if name.startswith("_") or not hasattr(amp, name)] == []
+
+
+def test_what_the_package_imports_is_public():
+    imported = {name for _, name in imported_names(ROOT / "__init__.py")}
+    assert imported == set(amp.__all__)
+
+
+# ---- What a file looks like ----
+
+
+@pytest.mark.parametrize("path", EVERY_FILE)
+def test_the_first_line_of_a_file_is_a_sentence(path):
+    line = (ast.get_docstring(TREES[path]) or "").split("\n")[0]
+    assert line[:1].isupper() or line.startswith("`")
+    assert line.endswith(".")
+    assert len(line.split()) >= 4
+
+
+@pytest.mark.parametrize("path", EVERY_FILE)
+def test_a_file_is_shorter_than_300_lines(path):
+    assert len(path.read_text().splitlines()) < 300
+
+
+def functions(path):
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return [node for node in ast.walk(TREES[path]) if isinstance(node, kinds)]
+
+
+def code_length(function):
+    """The lines of a function without its docstring."""
+    length = function.end_lineno - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function) is not None:
+        length -= first.end_lineno - first.lineno + 1
+    return length
+
+
+@pytest.mark.parametrize("path", EVERY_FILE)
+def test_a_function_is_at_most_45_lines_long(path):
+    assert {f.name: code_length(f) for f in functions(path) if code_length(f) > 45} == {}
+
+
+@pytest.mark.parametrize("path", EVERY_FILE)
+def test_ifs_are_nested_at_most_twice(path):
+    def depth(node, inside=0):
+        children = list(ast.iter_child_nodes(node))
+        if isinstance(node, ast.If):
+            # `elif` is an `if` in `orelse`, on the same level.
+            is_elif = len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If)
+            below = [depth(child, inside + 1) for child in node.body]
+            below += [depth(child, inside if is_elif else inside + 1) for child in node.orelse]
+            return max([inside + 1, *below])
+        return max([inside, *(depth(child, inside) for child in children)])
+
+    assert {f.name: depth(f) for f in functions(path) if depth(f) > 2} == {}
+
+
+def is_documented(item):
+    return bool((inspect.getdoc(item) or "").strip())
+
+
+def undocumented(module):
+    """Names the public functions, classes, methods and properties of a module without a docstring."""
+    own = [
+        (name, item)
+        for name, item in vars(module).items()
+        if not name.startswith("_") and getattr(item, "__module__", None) == module.__name__
+    ]
+    for name, item in own:
+        if inspect.isclass(item):
+            yield from (f"{name}.{method}" for method in undocumented_methods(item))
+        if (inspect.isclass(item) and not item.__doc__) or (
+            inspect.isfunction(item) and not is_documented(item)
+        ):
+            yield name
+
+
+def undocumented_methods(cls):
+    for name, item in vars(cls).items():
+        method = item.__func__ if isinstance(item, staticmethod | classmethod) else item
+        is_ours = inspect.isfunction(method) or isinstance(method, property)
+        if name.startswith("_") or not is_ours:
+            continue
+        if not is_documented(method) and not any(
+            is_documented(vars(base).get(name)) for base in cls.__mro__[1:] if name in vars(base)
+        ):
+            yield name
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("__main__")])
+def test_everything_public_has_a_docstring(name):
+    assert list(undocumented(importlib.import_module(name))) == []
+
+
+@pytest.mark.parametrize("name", [name for name in amp.__all__ if name != "OPT_LEVELS"])
+def test_a_docstring_begins_with_one_line_that_ends_with_a_full_stop(name):
+    line = inspect.getdoc(getattr(amp, name)).split("\n")[0]
+    assert line.endswith(".")
+
+
+PRINTING = {"announce.py", "cli.py", "sweep/view.py"}
+
+
+@pytest.mark.parametrize("path", EVERY_FILE)
+def test_only_the_announcements_and_the_command_line_print(path):
+    if path.relative_to(ROOT).as_posix() in PRINTING:
+        return
+    calls = [node.func for node in ast.walk(TREES[path]) if isinstance(node, ast.Call)]
+    assert [call.id for call in calls if isinstance(call, ast.Name) and call.id in ("print", "input")] == []
+    writes = [call for call in calls if isinstance(call, ast.Attribute) and call.attr == "write"]
+    assert [ast.unparse(call) for call in writes if "std" in ast.unparse(call)] == []
+
+
+MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+MAKERS = {
+    "list",
+    "dict",
+    "set",
+    "defaultdict",
+    "OrderedDict",
+    "deque",
+    "Counter",
+    "WeakKeyDictionary",
+    "local",
+}
+
+
+def is_mutable(value):
+    if isinstance(value, ast.Call):
+        return ast.unparse(value.func).split(".")[-1] in MAKERS
+    return isinstance(value, MUTABLE)
+
+
+@pytest.mark.parametrize("path", EVERY_FILE)
+def test_no_module_has_mutable_state(path):
+    found = []
+    for node in TREES[path].body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and is_mutable(node.value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found += [ast.unparse(target) for target in targets]
+    assert [name for name in found if name != "__all__" and name != name.upper()] == []
+    assert [node for node in ast.walk(TREES[path]) if isinstance(node, ast.Global)] == []
+
+
+@pytest.mark.parametrize("path", EVERY_FILE)
+def test_a_module_does_not_write_into_a_constant(path):
+    constants = {
+        target.id
+        for node in TREES[path].body
+        if isinstance(node, ast.Assign) and is_mutable(node.value)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            assert ast.unparse(node.value) not in constants
+        if isinstance(node, ast.Attribute) and node.attr in ("append", "add", "update", "pop", "clear"):
+            assert ast.unparse(node.value) not in constants
+
+
+VAGUE = {"handle", "stash", "misc", "utils", "util", "helper", "helpers"}
+
+
+@pytest.mark.parametrize("path", EVERY_FILE)
+def test_names_are_of_the_field(path):
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    names = [node.name for node in ast.walk(TREES[path]) if isinstance(node, kinds)]
+    words = {word for name in [path.stem, *names] for word in name.lower().split("_")}
+    assert words & VAGUE == set()
+
+
+@pytest.mark.parametrize("path", EVERY_FILE)
+def test_no_type_is_any(path):
+    names = {node.id for node in ast.walk(TREES[path]) if isinstance(node, ast.Name)}
+    assert "Any" not in names
+
+
+def test_every_public_function_says_all_its_types():
+    bare = []
+    for name in amp.__all__:
+        function = getattr(amp, name)
+        if inspect.isfunction(function):
+            signature = inspect.signature(function)
+            kinds = [parameter.annotation for parameter in signature.parameters.values()]
+            if inspect.Signature.empty in (*kinds, signature.return_annotation):
+                bare.append(name)
+    assert bare == []
+
+
+def test_every_error_is_an_amp_error():
+    classes = [item for item in vars(errors).values() if inspect.isclass(item)]
+    assert all(issubclass(item, amp.AmpError) for item in classes)
+    assert {item.__name__ for item in classes} <= set(amp.__all__)
+
+
+def test_only_our_own_mistakes_are_asserted():
+    """An assertion says what went wrong inside; bad input is told by an error."""
+    for path in FILES:
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, ast.Assert):
+                assert node.msg is not None, f"{path.name}:{node.lineno} says nothing"

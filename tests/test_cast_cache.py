@@ -1,0 +1,683 @@
+"""The cast cache: one cast a weight and iteration, and never a stale one."""
+
+import copy
+import gc
+import random
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ampatch as amp
+
+HALF = torch.bfloat16
+
+
+# ---- How many casts ----
+
+
+class CountCasts(TorchDispatchMode):
+    """Counts the copies of float32 tensors of one shape to the half type."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.count = torch.Size(shape), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        # Inference mode shows `to` whole, other modes show the copy that it makes.
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype) and result.dtype is HALF:
+            self.count += args[0].shape == self.shape and args[0].dtype is torch.float32
+        return result
+
+
+class Tied(nn.Module):
+    """Uses one weight three times in a forward, as a matrix, transposed and by an operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 3))
+
+    def forward(self, x):
+        hidden = torch.nn.functional.linear(x, self.weight)
+        return hidden @ self.weight + torch.mm(hidden, self.weight)
+
+
+def open_session(model, optimizer=None, opt_level="O4", **kwargs):
+    amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, **kwargs)
+    return model
+
+
+def test_a_weight_is_cast_once_for_several_uses_and_forwards():
+    model = open_session(Tied())
+    with CountCasts((5, 3)) as casts:
+        (model(torch.ones(2, 3)) + model(torch.ones(2, 3))).sum()
+    assert casts.count == 1
+
+
+def test_a_frozen_weight_is_cast_once_as_well():
+    model = open_session(Tied().requires_grad_(False))
+    with CountCasts((5, 3)) as casts:
+        model(torch.ones(2, 3))
+        model(torch.ones(2, 3))
+    assert casts.count == 1
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_weight_is_cast_once_a_forward_without_grad(mode):
+    model = open_session(Tied())
+    with mode(), CountCasts((5, 3)) as casts:
+        model(torch.ones(2, 3))
+    assert casts.count == 1
+
+
+def test_a_weight_is_cast_once_an_iteration():
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    open_session(model, optimizer)
+    counts = []
+    for _ in range(3):
+        with CountCasts((5, 3)) as casts:
+            loss = model(torch.ones(2, 3)).sum() + model(torch.ones(2, 3)).sum()
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        counts.append(casts.count)
+    assert counts == [1, 1, 1]
+
+
+def test_a_weight_shared_by_two_modules_is_cast_once():
+    model = nn.Sequential(nn.Linear(3, 5, bias=False), nn.Linear(5, 3), nn.Linear(3, 5, bias=False))
+    model[2].weight = model[0].weight
+    open_session(model)
+    with CountCasts((5, 3)) as casts:
+        model(torch.ones(2, 3))
+    assert casts.count == 1
+
+
+def test_an_input_is_not_kept_in_the_cache():
+    model = open_session(Tied())
+    x = torch.ones(2, 3)
+    with CountCasts((2, 3)) as casts:
+        model(x)
+        model(x)
+    assert casts.count == 2
+
+
+def test_several_uses_and_forwards_add_up_to_one_gradient():
+    model = open_session(Tied())
+    reference = copy.deepcopy(model)
+    amp.uninitialize()
+    x = torch.randn(2, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = reference(x).sum() + reference(2 * x).sum()
+    loss.backward()
+    open_session(model)
+    (model(x).sum() + model(2 * x).sum()).backward()
+    assert model.weight.grad.dtype is torch.float32
+    assert torch.equal(model.weight.grad, reference.weight.grad)
+
+
+def test_two_backward_passes_may_share_a_cast():
+    model = open_session(Tied())
+    model(torch.ones(2, 3)).sum().backward()
+    first = model.weight.grad.clone()
+    model(torch.ones(2, 3)).sum().backward()
+    assert torch.equal(model.weight.grad, 2 * first)
+
+
+def test_a_backward_pass_may_come_after_the_cache_was_cleared():
+    model = open_session(Tied())
+    losses = [model(torch.ones(2, 3)).sum(), model(torch.ones(2, 3)).sum()]
+    losses[0].backward()
+    amp.clear_cache()
+    losses[1].backward()
+    assert model.weight.grad is not None
+
+
+def test_a_graph_that_is_retained_gives_the_same_gradient_again():
+    model = open_session(Tied())
+    loss = model(torch.ones(2, 3)).sum()
+    first = torch.autograd.grad(loss, model.weight, retain_graph=True)[0]
+    second = torch.autograd.grad(loss, model.weight)[0]
+    assert torch.equal(first, second)
+
+
+# ---- Never stale ----
+
+X = torch.tensor([[1.0, -2.0, 0.5], [0.25, 3.0, -1.0]])
+
+
+def by_hand(model):
+    """What a linear layer gives in bfloat16, by an op that no patch sees."""
+    with torch.no_grad():
+        weight, bias = (param.detach().to(HALF) for param in (model.weight, model.bias))
+        return torch.ops.aten.linear(X.to(HALF), weight, bias)
+
+
+def assert_fresh(model):
+    assert torch.equal(model(X).detach(), by_hand(model))
+
+
+@pytest.fixture
+def linear():
+    return open_session(nn.Linear(3, 5))
+
+
+def edit_in_place(model):
+    with torch.no_grad():
+        model.weight.mul_(-3)
+
+
+def edit_a_view(model):
+    with torch.no_grad():
+        model.weight[0].fill_(7)
+
+
+def load(model):
+    model.load_state_dict({name: value - 2 for name, value in model.state_dict().items()})
+
+
+def load_by_assignment(model):
+    state = {name: value - 2 for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def assign_data(model):
+    model.weight.data = model.weight.data - 2
+
+
+def assign_parameter(model):
+    model.weight = nn.Parameter(model.weight.detach() - 2)
+
+
+def initialize_anew(model):
+    torch.nn.init.constant_(model.weight, 3.0)
+
+
+def swap_tensors(model):
+    torch.utils.swap_tensors(model.weight, nn.Parameter(model.weight.detach() - 2))
+
+
+def flatten_and_back(model):
+    vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    torch.nn.utils.vector_to_parameters(vector - 2, model.parameters())
+
+
+def foreach_edit(model):
+    with torch.no_grad():
+        torch._foreach_add_(list(model.parameters()), 2.0)
+
+
+def move_memory_and_edit(model):
+    model.weight.data = model.weight.data.clone()
+    model.weight.data.sub_(2)
+
+
+EDITS = [
+    edit_in_place,
+    edit_a_view,
+    load,
+    load_by_assignment,
+    assign_data,
+    assign_parameter,
+    initialize_anew,
+    swap_tensors,
+    flatten_and_back,
+    foreach_edit,
+    move_memory_and_edit,
+]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_an_edit_between_two_forwards_is_seen(linear, edit, frozen):
+    linear.requires_grad_(not frozen)
+    assert_fresh(linear)
+    edit(linear)
+    assert_fresh(linear)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_edit_between_two_evaluations_is_seen(linear, edit, mode):
+    with mode():
+        assert_fresh(linear)
+    edit(linear)
+    with mode():
+        assert_fresh(linear)
+
+
+@pytest.mark.parametrize("edit", [edit_in_place, assign_data])
+def test_an_edit_by_a_hook_in_the_middle_of_a_forward_is_seen(edit):
+    model = nn.Sequential(nn.Linear(3, 5), nn.Identity())
+    open_session(model)
+    results = []
+    model[1].register_forward_hook(lambda module, args, output: edit(model[0]))
+    for _ in range(2):
+        results.append((by_hand(model[0]), model(X).detach()))
+    for expected, found in results:
+        assert torch.equal(found, expected)
+
+
+def write_data(model):
+    for param in model.parameters():
+        param.data.mul_(-3)  # the same memory, and no new version
+
+
+def test_a_write_through_data_after_a_block_is_seen():
+    model = nn.Linear(3, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    open_session(model, optimizer)
+    for _ in range(2):
+        with amp.scale_loss(model(X).sum(), optimizer) as scaled:
+            scaled.backward()
+        write_data(model)
+        assert_fresh(model)
+
+
+def test_a_write_through_data_after_a_step_is_seen():
+    model = nn.Linear(3, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    open_session(model, optimizer)
+    model(X).sum().backward()
+    optimizer.step()
+    write_data(model)  # as weight clipping does
+    assert_fresh(model)
+
+
+def test_a_step_written_by_hand_through_data_is_seen_after_a_plain_backward():
+    model = open_session(nn.Linear(3, 5))
+    model(X).sum().backward()
+    for param in model.parameters():
+        param.data.sub_(param.grad)
+    assert_fresh(model)
+
+
+def test_a_weight_that_functions_use_outside_of_any_model_is_seen_after_a_step_by_hand(linear):
+    def assert_fresh_outside():
+        found = torch.nn.functional.linear(X, linear.weight, linear.bias)
+        assert torch.equal(found.detach(), by_hand(linear))
+        return found
+
+    for _ in range(2):
+        assert_fresh_outside().sum().backward()
+        write_data(linear)
+    assert_fresh_outside()
+
+
+def test_an_attack_on_the_weights_between_two_forwards_is_seen(linear):
+    """As sharpness-aware minimization does: up along the gradient, and back again, through `.data`."""
+    for _ in range(2):
+        linear(X).sum().backward()
+        for param in linear.parameters():
+            param.data.add_(param.grad)
+        loss = linear(X)
+        assert torch.equal(loss.detach(), by_hand(linear))
+        loss.sum().backward()
+        for param in linear.parameters():
+            param.data.sub_(param.grad)
+        assert_fresh(linear)
+
+
+def optimizers():
+    yield "sgd", lambda params: torch.optim.SGD(params, lr=1.0)
+    yield "sgd loop", lambda params: torch.optim.SGD(params, lr=1.0, foreach=False)
+    yield "sgd foreach", lambda params: torch.optim.SGD(params, lr=1.0, foreach=True)
+    yield "sgd fused", lambda params: torch.optim.SGD(params, lr=1.0, fused=True)
+    yield "adam fused", lambda params: torch.optim.Adam(params, lr=1.0, fused=True)
+    yield "adamw fused", lambda params: torch.optim.AdamW(params, lr=1.0, fused=True)
+    yield "adagrad fused", lambda params: torch.optim.Adagrad(params, lr=1.0, fused=True)
+
+
+OPTIMIZERS = [pytest.param(make, id=name) for name, make in optimizers()]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_a_step_is_seen_by_the_next_forward(make):
+    model = nn.Linear(3, 5)
+    optimizer = make(model.parameters())
+    open_session(model, optimizer)
+    for _ in range(3):
+        with amp.scale_loss(model(X).sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        assert_fresh(model)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_a_step_after_a_plain_backward_is_seen(make):
+    model = nn.Linear(3, 5)
+    optimizer = make(model.parameters())
+    open_session(model, optimizer)
+    for _ in range(3):
+        model(X).sum().backward()
+        optimizer.step()
+        assert_fresh(model)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_a_step_of_an_optimizer_that_initialize_never_saw_is_seen(make):
+    model = nn.Linear(3, 5)
+    optimizer = make(model.parameters())
+    open_session(model)
+    model(X).sum().backward()
+    optimizer.step()
+    assert_fresh(model)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_a_second_forward_before_the_step_does_not_outlive_it(make):
+    model = nn.Linear(3, 5)
+    optimizer = make(model.parameters())
+    open_session(model, optimizer)
+    with amp.scale_loss(model(X).sum(), optimizer) as scaled:
+        scaled.backward()
+    model(X)  # fills the cache again
+    optimizer.step()
+    assert_fresh(model)
+
+
+def swap(model, other):
+    """Swaps the values of two models through `.data`, in the memory that they have."""
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        value = mine.data.clone()
+        mine.data.copy_(theirs.data)
+        theirs.data.copy_(value)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_an_average_swapped_in_for_an_evaluation_and_out_again_is_seen(mode):
+    model, average = nn.Linear(3, 5), nn.Linear(3, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    open_session(model, optimizer)
+    for _ in range(2):
+        with amp.scale_loss(model(X).sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        with mode():
+            assert_fresh(model)
+            swap(model, average)
+            assert_fresh(model)
+            swap(model, average)
+            assert_fresh(model)
+        assert_fresh(model)
+
+
+def test_functions_called_outside_of_any_model_under_no_grad_see_a_write_through_data(linear):
+    with torch.no_grad():
+        torch.nn.functional.linear(X, linear.weight, linear.bias)
+        write_data(linear)
+        found = torch.nn.functional.linear(X, linear.weight, linear.bias)
+    assert torch.equal(found, by_hand(linear))
+
+
+def test_an_exception_in_a_block_leaves_no_cast_behind():
+    model = nn.Linear(3, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    open_session(model, optimizer)
+    with pytest.raises(KeyError), amp.scale_loss(model(X).sum(), optimizer):
+        raise KeyError
+    write_data(model)
+    assert_fresh(model)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_exception_in_an_evaluation_leaves_no_cast_behind(mode):
+    class Fails(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.fails = nn.Linear(3, 5), True
+
+        def forward(self, x):
+            y = self.linear(x)
+            if self.fails:
+                raise KeyError
+            return y
+
+    model = open_session(Fails())
+    with mode(), pytest.raises(KeyError):
+        model(X)
+    write_data(model.linear)
+    model.fails = False
+    with mode():
+        assert torch.equal(model(X), by_hand(model.linear))
+
+
+def test_uninitialize_forgets_the_casts():
+    model = open_session(nn.Linear(3, 5))
+    model(X)
+    amp.uninitialize()
+    write_data(model)
+    open_session(model)
+    assert_fresh(model)
+
+
+# ---- Grad modes ----
+
+MODES = {
+    "grad": torch.enable_grad,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("second", MODES)
+@pytest.mark.parametrize("first", MODES)
+def test_a_cast_made_in_one_grad_mode_does_not_serve_another(linear, first, second):
+    with MODES[first]():
+        linear(X)
+    with MODES[second]():
+        result = linear(X)
+    assert result.requires_grad == (second == "grad")
+    assert result.is_inference() == (second == "inference")
+    assert torch.equal(result, by_hand(linear))
+    linear(X).sum().backward()
+    assert linear.weight.grad is not None
+
+
+def test_no_grad_inside_a_forward_and_grad_again_in_the_same_forward_gives_a_gradient():
+    class Reversible(nn.Module):
+        """Runs under no_grad first, and again with grad."""
+
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 5)
+
+        def forward(self, x):
+            with torch.no_grad():
+                first = self.linear(x)
+            return self.linear(x) + first
+
+    model = open_session(Reversible())
+    model(X).sum().backward()
+    assert model.linear.weight.grad is not None
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["frozen first", "trained first"])
+def test_requires_grad_toggled_between_two_uses_counts_at_once(linear, before):
+    linear.requires_grad_(before)
+    assert linear(X).requires_grad == before
+    linear.requires_grad_(not before)
+    assert linear(X).requires_grad == (not before)
+    linear.requires_grad_(True)
+    linear(X).sum().backward()
+    assert linear.weight.grad is not None
+
+
+def test_a_discriminator_frozen_for_the_generators_turn_gets_no_gradient():
+    generator, discriminator = nn.Linear(3, 3), nn.Linear(3, 5)
+    open_session([generator, discriminator])
+    discriminator(generator(X).detach()).sum().backward()
+    expected = discriminator.weight.grad.clone()
+    discriminator.requires_grad_(False)
+    discriminator(generator(X)).sum().backward()
+    assert torch.equal(discriminator.weight.grad, expected)
+    assert generator.weight.grad is not None
+
+
+def test_parameters_made_in_inference_mode_are_cast():
+    with torch.inference_mode():
+        model = nn.Linear(3, 5)
+        open_session(model)
+        assert_fresh(model)
+        model.weight.mul_(-3)
+        assert_fresh(model)
+
+
+def test_weights_swapped_by_functional_call_are_cast_themselves(linear):
+    other = {name: nn.Parameter(param.detach() - 2) for name, param in linear.named_parameters()}
+    linear(X)
+    result = torch.func.functional_call(linear, other, (X,))
+    expected = torch.ops.aten.linear(X.to(HALF), other["weight"].to(HALF), other["bias"].to(HALF))
+    assert torch.equal(result, expected)
+    result.sum().backward()
+    assert other["weight"].grad is not None
+    assert linear.weight.grad is None
+
+
+def test_a_transform_of_torch_func_leaves_no_dead_cast_behind(linear):
+    params = dict(linear.named_parameters())
+    grads = torch.func.grad(lambda p: torch.func.functional_call(linear, p, (X,)).float().sum())(params)
+    torch.func.vmap(linear)(X)
+    linear(X).float().sum().backward()
+    assert torch.equal(grads["weight"], linear.weight.grad)
+
+
+# ---- Memory and threads ----
+
+
+def count_half_tensors():
+    gc.collect()
+    return sum(type(item) is Tensor and item.dtype is HALF for item in gc.get_objects())
+
+
+def test_the_casts_are_freed_when_the_block_ends():
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    open_session(model, optimizer)
+    before = count_half_tensors()
+    loss = model(X).sum()
+    assert count_half_tensors() > before
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    del loss, scaled
+    assert count_half_tensors() == before
+
+
+def test_the_casts_are_freed_when_the_block_raises():
+    model = nn.Linear(3, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    open_session(model, optimizer)
+    before = count_half_tensors()
+    with pytest.raises(KeyError), amp.scale_loss(model(X).sum(), optimizer):
+        raise KeyError
+    assert count_half_tensors() == before
+
+
+def test_the_casts_are_freed_by_clear_cache(linear):
+    before = count_half_tensors()
+    linear(X)
+    assert count_half_tensors() > before
+    amp.clear_cache()
+    assert count_half_tensors() == before
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_casts_are_freed_when_an_evaluation_ends(linear, mode):
+    before = count_half_tensors()
+    with mode():
+        linear(X)
+    assert count_half_tensors() == before
+
+
+def test_many_iterations_leave_no_growth():
+    model = nn.Linear(3, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    open_session(model, optimizer)
+
+    def iterate():
+        for _ in range(20):
+            with amp.scale_loss(model(X).sum(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            with torch.no_grad():
+                model(X)
+
+    def count():
+        gc.collect()
+        return len(gc.get_objects())
+
+    iterate()
+    before = count()
+    iterate()
+    assert count() - before <= 2
+
+
+def test_weights_replaced_again_and_again_do_not_pile_up_their_casts():
+    model = nn.Linear(3, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    open_session(model, optimizer)
+
+    def replace():
+        for _ in range(10):
+            model.weight = nn.Parameter(torch.randn(5, 3))
+            model(X).sum().backward()
+        optimizer.step()
+
+    replace()
+    before = count_half_tensors()
+    replace()
+    assert count_half_tensors() <= before
+
+
+def run_in_threads(work, count=4):
+    """Runs `work(index)` in several threads; raises what any of them raised."""
+    errors = []
+
+    def run(index):
+        try:
+            work(index)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_threads_that_share_a_model_get_right_results(linear):
+    expected = by_hand(linear)
+
+    def work(index):
+        choose = random.Random(index)
+        for _ in range(30):
+            with choose.choice([torch.no_grad, torch.inference_mode, torch.enable_grad])():
+                assert torch.equal(linear(X).detach(), expected)
+            if choose.random() < 0.2:
+                amp.clear_cache()
+
+    run_in_threads(work)
+
+
+def test_threads_that_train_their_own_models_do_not_disturb_each_other():
+    models = [nn.Linear(3, 5) for _ in range(4)]
+    sgds = [torch.optim.SGD(model.parameters(), lr=0.01, fused=True) for model in models]
+    open_session(models, sgds)
+
+    def work(index):
+        for _ in range(10):
+            with amp.scale_loss(models[index](X).sum(), sgds[index]) as scaled:
+                scaled.backward()
+            sgds[index].step()
+            sgds[index].zero_grad()
+            assert_fresh(models[index])
+
+    run_in_threads(work)

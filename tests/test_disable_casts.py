@@ -1,0 +1,368 @@
+"""Where casts are off: in `disable_casts`, and while an optimizer steps."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ampatch as amp
+
+FULL, HALF = torch.float32, torch.bfloat16
+
+
+def open_session(model=None, optimizer=None, opt_level="O4", **kwargs):
+    return amp.initialize(model or nn.Linear(2, 2), optimizer, opt_level=opt_level, verbosity=0, **kwargs)
+
+
+def product():
+    """The dtype of a whitelisted function's result: half where casts are on."""
+    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+
+def test_casts_are_on_in_a_session_and_off_in_the_block():
+    open_session()
+    assert product() is HALF
+    with amp.disable_casts():
+        assert product() is FULL
+    assert product() is HALF
+
+
+def test_every_kind_of_row_is_off_in_the_block():
+    open_session()
+    half, mixed = torch.ones(2, dtype=HALF), torch.ones(2)
+    with amp.disable_casts():
+        assert half.exp().dtype is HALF
+        assert half.exp_() is half
+        assert F.binary_cross_entropy(half.clamp(0, 1), half.clamp(0, 1)).dtype is HALF
+        with pytest.raises(RuntimeError, match=r"same dtype|expected"):
+            torch.dot(half, mixed)
+
+
+def test_blocks_nest():
+    open_session()
+    with amp.disable_casts():
+        with amp.disable_casts():
+            assert product() is FULL
+        assert product() is FULL
+    assert product() is HALF
+
+
+def test_the_same_block_may_be_made_once_and_entered_later():
+    open_session()
+    block = amp.disable_casts()
+    assert product() is HALF
+    with block:
+        assert product() is FULL
+    assert product() is HALF
+
+
+def test_it_works_as_a_decorator():
+    open_session()
+    assert amp.disable_casts()(product)() is FULL
+    assert product() is HALF
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_an_exception_ends_the_block(error):
+    open_session()
+    with pytest.raises(error), amp.disable_casts(), amp.disable_casts():
+        raise error
+    assert product() is HALF
+
+
+def test_a_return_and_a_continue_end_the_block():
+    open_session()
+
+    def leave():
+        with amp.disable_casts():
+            return product()
+
+    assert leave() is FULL
+    for _ in range(2):
+        with amp.disable_casts():
+            continue
+    assert product() is HALF
+
+
+def test_a_block_does_nothing_without_a_session():
+    with amp.disable_casts():
+        assert product() is FULL
+    assert product() is FULL
+
+
+def test_a_session_opened_in_a_block_casts_after_it():
+    with amp.disable_casts():
+        open_session()
+        assert product() is FULL
+    assert product() is HALF
+
+
+def test_a_session_closed_in_a_block_leaves_the_next_one_casting():
+    open_session()
+    with amp.disable_casts():
+        amp.uninitialize()
+    open_session()
+    assert product() is HALF
+
+
+def test_a_block_left_after_uninitialize_and_initialize_keeps_the_count_right():
+    open_session()
+    with amp.disable_casts():
+        amp.uninitialize()
+        open_session()
+    assert product() is HALF
+    with amp.disable_casts():
+        assert product() is FULL
+
+
+def test_a_block_holds_inside_a_forward():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.seen = nn.Linear(2, 2), []
+
+        def forward(self, x):
+            with amp.disable_casts():
+                self.seen.append(self.linear(x).dtype)
+            self.seen.append(self.linear(x).dtype)
+            return x
+
+    model = open_session(Model())
+    model(torch.ones(1, 2))
+    assert model.seen == [FULL, HALF]
+
+
+def test_a_block_holds_around_a_forward():
+    model = open_session()
+    with amp.disable_casts():
+        assert model(torch.ones(1, 2)).dtype is FULL
+    assert model(torch.ones(1, 2)).dtype is HALF
+
+
+def in_a_thread(work):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_a_block_holds_for_its_own_thread_alone():
+    open_session()
+    with amp.disable_casts():
+        assert in_a_thread(product) is HALF
+        assert product() is FULL
+
+
+def test_a_block_in_another_thread_does_not_hold_here():
+    open_session()
+    inside, done = threading.Event(), threading.Event()
+
+    def work():
+        with amp.disable_casts():
+            inside.set()
+            done.wait(10)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert inside.wait(10)
+    assert product() is HALF
+    done.set()
+    thread.join()
+
+
+def test_a_thread_that_began_before_initialize_casts_too():
+    ready, go, results = threading.Event(), threading.Event(), []
+
+    def work():
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+        ready.set()
+        go.wait(10)
+        results.append(product())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert ready.wait(10)
+    open_session()
+    go.set()
+    thread.join()
+    assert results == [HALF]
+
+
+# ---- Inside an optimizer's step ----
+
+
+class Watching(torch.optim.SGD):
+    """Notes the dtype of a product inside of its step, and raises where it is told to."""
+
+    fails = False
+
+    def step(self, closure=None):
+        self.seen = product()
+        if self.fails:
+            raise ArithmeticError
+        return super().step(closure)
+
+
+@pytest.fixture
+def watching():
+    model = nn.Linear(2, 2)
+    optimizer = Watching(model.parameters(), lr=0.1)
+    open_session(model, optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    return optimizer
+
+
+def test_casts_are_off_inside_a_step_and_on_after_it(watching):
+    watching.step()
+    assert watching.seen is FULL
+    assert product() is HALF
+
+
+def test_casts_are_on_after_a_step_that_raised(watching):
+    watching.fails = True
+    with pytest.raises(ArithmeticError):
+        watching.step()
+    assert product() is HALF
+
+
+def test_casts_are_off_inside_a_step_after_one_that_raised(watching):
+    watching.fails = True
+    for _ in range(2):
+        with pytest.raises(ArithmeticError):
+            watching.step()
+    watching.fails = False
+    watching.step()
+    assert watching.seen is FULL
+    assert product() is HALF
+
+
+def test_casts_are_on_in_a_new_session_after_a_step_that_raised(watching):
+    watching.fails = True
+    with pytest.raises(ArithmeticError):
+        watching.step()
+    amp.uninitialize()
+    open_session()
+    assert product() is HALF
+
+
+def test_a_step_in_one_thread_leaves_casts_on_in_another(watching):
+    results = []
+    watching.register_step_post_hook(lambda *_: None)
+    original = type(watching).step
+
+    class FromWithin(Watching):
+        def step(self, closure=None):
+            results.append(in_a_thread(product))
+            return original(self, closure)
+
+    model = nn.Linear(2, 2)
+    optimizer = FromWithin(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    optimizer.step()
+    assert results == [HALF]
+
+
+def test_a_closure_runs_with_casts_on_and_the_step_around_it_with_casts_off():
+    model, seen = nn.Linear(2, 2), []
+    optimizer = Watching(model.parameters(), lr=0.1)
+    open_session(model, optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        seen.append(product())
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert (optimizer.seen, seen, product()) == (FULL, [HALF], HALF)
+
+
+def test_a_disabled_block_around_a_step_still_holds_after_the_step(watching):
+    with amp.disable_casts():
+        watching.step()
+        assert product() is FULL
+    assert product() is HALF
+
+
+def test_a_step_that_raised_in_a_disabled_block_leaves_the_block_as_it_was(watching):
+    watching.fails = True
+    with amp.disable_casts():
+        with pytest.raises(ArithmeticError):
+            watching.step()
+        assert product() is FULL
+    assert product() is HALF
+
+
+def test_the_step_of_an_optimizer_that_initialize_never_saw_is_left_alone():
+    model = open_session()
+    optimizer = Watching(model.parameters(), lr=0.1)
+    optimizer.step()
+    assert optimizer.seen is HALF
+    assert product() is HALF
+
+
+# ---- Interrupted forwards ----
+
+
+class Interrupted(nn.Module):
+    error = KeyboardInterrupt
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x):
+        if self.error is not None:
+            raise self.error
+        return self.linear(x)
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kept, self.linear = Interrupted(), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.linear(self.kept(x))
+
+
+INTERRUPTIONS = [ValueError, KeyboardInterrupt, SystemExit]
+
+
+@pytest.mark.parametrize("error", INTERRUPTIONS)
+def test_a_forward_interrupted_in_a_kept_module_leaves_casts_on(error):
+    model = open_session(Outer(), keep_fp32="kept")
+    model.kept.error = error
+    with pytest.raises(error):
+        model(torch.ones(1, 2))
+    model.kept.error = None
+    assert model(torch.ones(1, 2)).dtype is HALF
+    assert product() is HALF
+
+
+@pytest.mark.parametrize("error", INTERRUPTIONS)
+def test_a_forward_interrupted_in_a_model_at_o0_leaves_casts_on_for_one_at_o4(error):
+    model = open_session()
+    plain = open_session(Interrupted(), opt_level="O0")
+    plain.error = error
+    with pytest.raises(error):
+        plain(torch.ones(1, 2))
+    assert model(torch.ones(1, 2)).dtype is HALF
+    plain.error = None
+    assert plain(torch.ones(1, 2)).dtype is FULL
+    assert product() is HALF
+
+
+@pytest.mark.parametrize("error", INTERRUPTIONS)
+def test_an_interrupted_forward_leaves_casts_on_in_the_next_session(error):
+    model = open_session(Outer(), keep_fp32="kept")
+    model.kept.error = error
+    with pytest.raises(error):
+        model(torch.ones(1, 2))
+    amp.uninitialize()
+    open_session()
+    assert product() is HALF

@@ -1,0 +1,440 @@
+"""Modules that run in float32 at every level: by name, by class, by instance."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ampatch as amp
+
+FULL = torch.float32
+HALVES = {
+    "O1": torch.float16,
+    "O2": torch.float16,
+    "O3": torch.float16,
+    "O4": torch.bfloat16,
+    "O5": torch.bfloat16,
+}
+CASTING = ["O2", "O3", "O5"]
+EVERY_LEVEL = ["O0", *HALVES]
+X = torch.tensor([[1.0, -2.0], [0.25, 3.0]])
+
+
+class Spy(nn.Linear):
+    """Notes the type that it computes in."""
+
+    def __init__(self, size=2):
+        super().__init__(size, size)
+        self.seen = []
+
+    def forward(self, x):
+        result = super().forward(x)
+        self.seen.append(result.dtype)
+        return result
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Spy(), Spy()
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = Block(), Block()
+        self.head = Spy()
+
+    def forward(self, x):
+        return self.head(self.decoder(self.encoder(x)))
+
+
+def types_of(model):
+    """The types that the spies of a model computed in, by name, in the last forward."""
+    return {name: module.seen[-1] for name, module in model.named_modules() if isinstance(module, Spy)}
+
+
+def open_session(model, opt_level="O5", optimizer=None, **kwargs):
+    amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, **kwargs)
+    return model
+
+
+def expect(opt_level, *kept):
+    names = ["encoder.first", "encoder.second", "decoder.first", "decoder.second", "head"]
+    return {name: FULL if name in kept else HALVES[opt_level] for name in names}
+
+
+WAYS = {
+    "name of a parent": (lambda model: "encoder", ["encoder.first", "encoder.second"]),
+    "pattern of parent and children": (lambda model: "encoder*", ["encoder.first", "encoder.second"]),
+    "pattern of children": (lambda model: "encoder.*", ["encoder.first", "encoder.second"]),
+    "name of a child": (lambda model: "encoder.second", ["encoder.second"]),
+    "pattern across parents": (lambda model: "*.first", ["encoder.first", "decoder.first"]),
+    "class": (
+        lambda model: Block,
+        ["encoder.first", "encoder.second", "decoder.first", "decoder.second"],
+    ),
+    "instance": (lambda model: model.head, ["head"]),
+    "list": (
+        lambda model: ["head", model.encoder.first, "decoder.sec???"],
+        ["head", "encoder.first", "decoder.second"],
+    ),
+    "set of characters": (lambda model: ("[hx]ead",), ["head"]),
+    "nothing": (lambda model: (), []),
+    "none": (lambda model: None, []),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("opt_level", HALVES)
+def test_what_is_named_runs_in_float32_and_the_rest_does_not(opt_level, way):
+    model = Model()
+    find, kept = WAYS[way]
+    open_session(model, opt_level, keep_fp32=find(model))
+    model(X)
+    assert types_of(model) == expect(opt_level, *kept)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("opt_level", CASTING)
+def test_what_is_named_has_float32_weights_and_the_rest_does_not(opt_level, way):
+    model = Model()
+    find, kept = WAYS[way]
+    open_session(model, opt_level, keep_fp32=find(model))
+    spies = {name: module for name, module in model.named_modules() if isinstance(module, Spy)}
+    assert {name: spy.weight.dtype for name, spy in spies.items()} == expect(opt_level, *kept)
+
+
+@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+@pytest.mark.parametrize("way", ["instance", "class"])
+def test_the_whole_model_may_be_kept(opt_level, way):
+    model = Model()
+    expected = model(X)
+    open_session(model, opt_level, keep_fp32=model if way == "instance" else Model)
+    assert torch.equal(model(X), expected)
+    assert set(types_of(model).values()) == {FULL}
+
+
+def test_everything_matches_a_star():
+    model = Model()
+    expected = model(X)
+    open_session(model, keep_fp32="*")
+    assert torch.equal(model(X), expected)
+
+
+@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+def test_keeping_something_at_o0_and_everywhere_else_trains(opt_level):
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    open_session(model, opt_level, optimizer, keep_fp32="decoder", loss_scale=1.0)
+    before = model.state_dict()["decoder.first.weight"].clone()
+    for _ in range(2):
+        with amp.scale_loss(model(X).float().pow(2).mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not torch.equal(model.state_dict()["decoder.first.weight"], before)
+    assert {param.dtype for param in amp.master_params(optimizer)} <= {FULL, HALVES.get(opt_level)}
+    assert model.decoder.first.weight.dtype is FULL
+
+
+@pytest.mark.parametrize("opt_level", CASTING)
+def test_a_kept_module_gives_half_to_the_modules_around_it(opt_level):
+    model = Model()
+    inputs = []
+    model.head.register_forward_pre_hook(lambda module, args: inputs.append(args[0].dtype))
+    open_session(model, opt_level, keep_fp32="decoder")
+    assert model(X).dtype is FULL
+    assert inputs == [HALVES[opt_level]]
+
+
+@pytest.mark.parametrize("opt_level", CASTING)
+def test_inside_of_a_kept_module_nothing_is_rounded_in_between(opt_level):
+    model = Model()
+    expected = model.decoder(X)
+    inputs = []
+    model.decoder.second.register_forward_pre_hook(lambda module, args: inputs.append(args[0].dtype))
+    open_session(model, opt_level, keep_fp32="decoder*")
+    found = []
+    model.decoder.second.register_forward_hook(lambda module, args, output: found.append(output))
+    model.decoder(X)
+    assert inputs[-1] is FULL
+    assert torch.equal(found[-1], expected)
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O4"])
+def test_no_function_is_cast_inside_of_a_kept_module(opt_level):
+    class Calls(nn.Module):
+        def forward(self, x):
+            self.seen = (torch.mm(x, x).dtype, (x @ x).dtype, F.linear(x, x).dtype)
+            return x
+
+    model = nn.Sequential(Spy(), Calls())
+    open_session(model, opt_level, keep_fp32=Calls)
+    model(X)
+    assert model[1].seen == (FULL, FULL, FULL)
+    assert torch.mm(X, X).dtype is HALVES[opt_level]
+
+
+# ---- Modules that are never called themselves ----
+
+
+class Layers(nn.Module):
+    """Keeps its layers in containers that it never calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.listed = nn.ModuleList([Spy(), Spy()])
+        self.named = nn.ModuleDict({"a": Spy()})
+        self.chain = nn.Sequential(Spy(), Spy())
+        self.head = Spy()
+
+    def forward(self, x):
+        for layer in self.listed:
+            x = layer(x)
+        x = self.named["a"](x)
+        return self.head(self.chain[1](self.chain[0](x)))
+
+
+@pytest.mark.parametrize("name", ["listed", "named", "chain", "listed*", "chain.*"])
+@pytest.mark.parametrize("opt_level", HALVES)
+def test_the_layers_of_a_container_that_is_never_called_are_kept(opt_level, name):
+    model = open_session(Layers(), opt_level, keep_fp32=name)
+    model(X)
+    container = name.rstrip(".*")
+    for found, dtype in types_of(model).items():
+        assert dtype is (FULL if found.startswith(container) else HALVES[opt_level]), found
+
+
+@pytest.mark.parametrize("opt_level", HALVES)
+def test_a_part_of_a_kept_module_may_be_called_on_its_own(opt_level):
+    model = open_session(Model(), opt_level, keep_fp32="encoder")
+    model.encoder.first(X.to(HALVES[opt_level]))
+    assert model.encoder.first.seen == [FULL]
+
+
+@pytest.mark.parametrize("opt_level", HALVES)
+def test_a_kept_module_may_be_called_several_times_and_within_itself(opt_level):
+    class Recursive(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.spy = Spy()
+
+        def forward(self, x, depth=2):
+            return self.spy(x) if depth == 0 else self(x, depth - 1)
+
+    model = nn.Sequential(Spy(), Recursive(), Spy())
+    open_session(model, opt_level, keep_fp32="1")
+    for _ in range(2):
+        model(X)
+    assert model[1].spy.seen == [FULL, FULL]
+    assert set(model[2].seen) == {HALVES[opt_level]}
+
+
+@pytest.mark.parametrize("opt_level", HALVES)
+def test_one_instance_in_two_places_is_kept_in_both(opt_level):
+    shared = Spy()
+    model = open_session(nn.Sequential(shared, Spy(), shared), opt_level, keep_fp32="2")
+    model(X)
+    assert shared.seen == [FULL, FULL]
+    assert model[1].seen == [HALVES[opt_level]]
+
+
+# ---- Tied weights ----
+
+
+@pytest.mark.parametrize("opt_level", CASTING)
+@pytest.mark.parametrize("named", ["0", "2"])
+def test_tied_weights_are_kept_in_both_places(opt_level, named):
+    model = nn.Sequential(Spy(), Spy(), Spy())
+    model[2].weight = model[0].weight
+    open_session(model, opt_level, keep_fp32=named)
+    assert model(X).dtype is FULL
+    assert model[0].weight is model[2].weight
+    assert [layer.weight.dtype for layer in model] == [FULL, HALVES[opt_level], FULL]
+    assert model[1].seen == [HALVES[opt_level]]
+
+
+@pytest.mark.parametrize("opt_level", CASTING)
+def test_an_embedding_tied_to_a_kept_head_works(opt_level):
+    embedding, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+    head.weight = embedding.weight
+    model = nn.Sequential(embedding, Spy(4), head)
+    open_session(model, opt_level, keep_fp32="2")
+    assert model(torch.arange(3)).shape == (3, 5)
+    assert model[1].seen == [HALVES[opt_level]]
+
+
+@pytest.mark.parametrize("opt_level", CASTING)
+def test_a_weight_tied_to_the_root_that_owns_it_is_kept_and_works(opt_level):
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kept, self.other = Spy(), Spy()
+            self.weight = self.kept.weight
+
+        def forward(self, x):
+            return self.other(self.kept(x))
+
+    model = open_session(Root(), opt_level, keep_fp32="kept")
+    assert model.weight.dtype is FULL
+    assert model(X).dtype is FULL
+
+
+# ---- Exceptions ----
+
+
+class Fails(Spy):
+    fails = False
+
+    def forward(self, x):
+        if self.fails:
+            raise ArithmeticError
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("opt_level", HALVES)
+def test_an_exception_inside_of_a_kept_module_leaves_everything_as_it_was(opt_level):
+    model = nn.Sequential(Spy(), Fails(), Spy())
+    open_session(model, opt_level, keep_fp32="1")
+    model[1].fails = True
+    for _ in range(2):
+        with pytest.raises(ArithmeticError):
+            model(X)
+    model[1].fails = False
+    model(X)
+    assert [layer.seen[-1] for layer in model] == [HALVES[opt_level], FULL, HALVES[opt_level]]
+
+
+@pytest.mark.parametrize("opt_level", HALVES)
+def test_an_exception_that_the_model_catches_leaves_casts_on_after_it(opt_level):
+    class Catches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kept, self.spy = Fails(), Spy()
+
+        def forward(self, x):
+            with contextlib.suppress(ArithmeticError):
+                x = self.kept(x)
+            return self.spy(x)
+
+    model = open_session(Catches(), opt_level, keep_fp32="kept")
+    model.kept.fails = True
+    model(X)
+    assert model.spy.seen == [HALVES[opt_level]]
+
+
+# ---- Other ways of running a module ----
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("opt_level", HALVES)
+def test_modules_are_kept_in_evaluation(opt_level, mode):
+    model = open_session(Model().eval(), opt_level, keep_fp32="decoder")
+    with mode():
+        model(X)
+    assert types_of(model) == expect(opt_level, "decoder.first", "decoder.second")
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.spy, self.reentrant, self.seen = Spy(), reentrant, []
+
+    def compute(self, x):
+        x = F.linear(self.spy(x), self.spy.weight)
+        self.seen.append(x.dtype)
+        return torch.relu(x)
+
+    def forward(self, x):
+        return checkpoint(self.compute, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+@pytest.mark.parametrize("opt_level", HALVES)
+def test_a_kept_module_that_recomputes_its_activations_recomputes_them_in_float32(opt_level, reentrant):
+    model = nn.Sequential(Spy(), Checkpointed(reentrant), Spy())
+    open_session(model, opt_level, keep_fp32="1")
+    model(X).float().sum().backward()
+    assert model[1].seen == model[1].spy.seen == [FULL, FULL]
+
+
+@pytest.mark.parametrize("opt_level", HALVES)
+def test_a_model_that_recomputes_its_activations_recomputes_them_in_the_same_type(opt_level):
+    model = nn.Sequential(Spy(), Checkpointed(False), Spy())
+    open_session(model, opt_level)
+    model(X).float().sum().backward()
+    assert model[1].seen == model[1].spy.seen == [HALVES[opt_level]] * 2
+
+
+def test_a_model_at_o0_beside_a_patching_one_recomputes_its_activations_in_float32():
+    plain = nn.Sequential(Spy(), Checkpointed(False))
+    open_session(Spy(), "O4")
+    open_session(plain, "O0")
+    plain(X).sum().backward()
+    assert plain[1].seen == plain[1].spy.seen == [FULL, FULL]
+
+
+@pytest.mark.parametrize("opt_level", CASTING)
+def test_a_kept_recurrent_network_takes_and_gives_what_the_others_do(opt_level):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.into, self.lstm, self.head = Spy(), nn.LSTM(2, 2), Spy()
+
+        def forward(self, x):
+            output, _ = self.lstm(self.into(x))
+            return self.head(output)
+
+    model = open_session(Recurrent(), opt_level, keep_fp32=nn.LSTM)
+    assert model(X[None]).dtype is FULL
+    assert model.lstm.weight_ih_l0.dtype is FULL
+
+
+@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+def test_the_hooks_are_gone_after_uninitialize(opt_level):
+    model = Model()
+    expected = model(X)
+    before = [dict(module.__dict__) for module in model.modules()]
+    open_session(model, opt_level, keep_fp32=["encoder", model.head])
+    amp.uninitialize()
+    for module, earlier in zip(model.modules(), before, strict=True):
+        assert module.__dict__.keys() == earlier.keys()
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    if opt_level != "O3":
+        assert torch.equal(model(X), expected)
+
+
+# ---- What is refused ----
+
+
+@pytest.mark.parametrize(
+    ("entry", "match"),
+    [
+        ("encodr", r"keep_fp32: 'encodr' matches no module.*'encoder'"),
+        (["encoder", "*.third"], r"'\*\.third' matches no module"),
+        (nn.Conv2d, "Conv2d.* matches no module"),
+        ("", "'' matches no module"),
+    ],
+)
+def test_an_entry_that_matches_nothing_is_refused(entry, match):
+    with pytest.raises(amp.AmpValueError, match=match):
+        open_session(Model(), keep_fp32=entry)
+
+
+def test_an_instance_of_another_model_is_refused():
+    with pytest.raises(amp.AmpValueError, match="matches no module"):
+        open_session(Model(), keep_fp32=Spy())
+
+
+@pytest.mark.parametrize("entry", [3, [None], [torch.nn.functional.relu], int])
+def test_an_entry_of_another_kind_is_refused(entry):
+    with pytest.raises(TypeError, match="keep_fp32"):
+        open_session(Model(), keep_fp32=entry)

@@ -1,0 +1,160 @@
+"""What `loss_scale` may be, and what each faulty value is told."""
+
+import copy
+import math
+import pickle
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy
+import pytest
+import torch
+
+import ampatch as amp
+from ampatch.loss_scale import DynamicLossScale, StaticLossScale, parse_loss_scale
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize(
+    "value", [128, 128.0, "128", "128.0", " 128 ", "1.28e2", Fraction(128), numpy.float32(128)]
+)
+def test_a_number_and_a_number_in_a_string_are_a_static_scale(value):
+    assert parse_loss_scale(value) == StaticLossScale(128.0)
+
+
+def test_dynamic_starts_at_65536_and_is_bounded_by_2_to_the_24():
+    assert parse_loss_scale("dynamic") == DynamicLossScale(2.0**16, min_scale=None, max_scale=2.0**24)
+
+
+def test_bounds_hold_for_dynamic():
+    assert parse_loss_scale("dynamic", 2.0, 512.0) == DynamicLossScale(512.0, min_scale=2.0, max_scale=512.0)
+
+
+def test_a_minimum_above_65536_is_where_dynamic_starts():
+    assert parse_loss_scale("dynamic", 2.0**18).init_scale == 2.0**18
+
+
+def test_no_maximum_is_no_bound():
+    assert parse_loss_scale("dynamic", None, None) == DynamicLossScale(max_scale=None)
+
+
+def test_bounds_mean_nothing_to_a_static_scale():
+    assert parse_loss_scale(2.0**30, 1.0, 2.0) == StaticLossScale(2.0**30)
+
+
+def test_a_description_is_taken_as_it_is():
+    description = DynamicLossScale(init_scale=8.0, hysteresis=2)
+    assert parse_loss_scale(description) is description
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -1, -128.0, math.nan, INF, -INF, "0", "-4", "nan", "inf"])
+def test_a_number_that_cannot_scale_is_refused(value):
+    with pytest.raises(
+        amp.AmpValueError, match=r"loss_scale .* is not a finite number above 0: expected .*dynamic"
+    ):
+        parse_loss_scale(value)
+
+
+@pytest.mark.parametrize("value", ["", "Dynamic", "auto", "1,0", "128x", "None "])
+def test_a_string_that_is_no_number_is_refused(value):
+    with pytest.raises(amp.AmpValueError, match=f"loss_scale={value!r} is no number: expected .*dynamic"):
+        parse_loss_scale(value)
+
+
+@pytest.mark.parametrize(
+    "value", [True, False, None, [128.0], {"init_scale": 4.0}, object(), 1j, torch.float16]
+)
+def test_a_value_of_another_type_is_refused_by_name(value):
+    with pytest.raises(amp.AmpTypeError, match=f"loss_scale.* a {type(value).__name__}: expected a number"):
+        parse_loss_scale(value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"init_scale": 0.0}, "init_scale=0.0 must be a finite number above 0"),
+        ({"init_scale": -2.0}, "init_scale=-2.0 must be a finite number above 0"),
+        ({"init_scale": math.nan}, "init_scale=nan must be a finite number above 0"),
+        ({"init_scale": INF, "max_scale": None}, "init_scale=inf must be a finite number above 0"),
+        ({"growth_factor": 1.0}, "growth_factor=1.0 must be above 1"),
+        ({"growth_factor": math.nan}, "growth_factor=nan must be above 1"),
+        ({"growth_factor": INF}, "growth_factor=inf must be"),
+        ({"backoff_factor": 0.0}, "backoff_factor=0.0 must lie between 0 and 1"),
+        ({"backoff_factor": 1.0}, "backoff_factor=1.0 must lie between 0 and 1"),
+        ({"backoff_factor": math.nan}, "backoff_factor=nan must lie between 0 and 1"),
+        ({"growth_interval": 0}, "growth_interval=0 must be"),
+        ({"growth_interval": 2.5}, "growth_interval=2.5 must be"),
+        ({"hysteresis": 0}, "hysteresis=0 must be"),
+        ({"hysteresis": 1.5}, "hysteresis=1.5 must be"),
+        ({"min_scale": -1.0}, "min_scale=-1.0 must be above 0"),
+        ({"min_scale": math.nan}, "min_scale=nan must be above 0"),
+        ({"max_scale": 0.0}, "max_scale=0.0"),
+        ({"max_scale": math.nan}, "max_scale=nan"),
+        ({"min_scale": 8.0, "max_scale": 4.0, "init_scale": 4.0}, "min_scale=8.0 lies above max_scale=4.0"),
+        ({"init_scale": 2.0**25}, "init_scale=33554432.0 lies outside .*max_scale=16777216.0"),
+        ({"init_scale": 1.0, "min_scale": 2.0}, "init_scale=1.0 lies outside min_scale=2.0"),
+    ],
+    ids=str,
+)
+def test_a_description_that_cannot_work_is_refused(fields, message):
+    with pytest.raises(amp.AmpValueError, match="DynamicLossScale: .*" + message):
+        DynamicLossScale(**fields)
+
+
+@pytest.mark.parametrize(
+    "field", ["init_scale", "growth_factor", "growth_interval", "hysteresis", "max_scale"]
+)
+def test_a_description_with_a_string_in_it_is_refused(field):
+    with pytest.raises(amp.AmpError, match=f"{field}='2'"):
+        DynamicLossScale(**{field: "2"})
+
+
+def test_every_fault_of_a_description_is_told_at_once():
+    with pytest.raises(amp.AmpValueError, match=r"growth_factor=0.5.*backoff_factor=2.*hysteresis=-1"):
+        DynamicLossScale(growth_factor=0.5, backoff_factor=2, hysteresis=-1)
+
+
+def test_descriptions_are_values():
+    one, other = DynamicLossScale(4.0), DynamicLossScale(4.0)
+    assert one == other
+    assert hash(one) == hash(other)
+    assert pickle.loads(pickle.dumps(one)) == copy.deepcopy(one) == one
+    with pytest.raises(AttributeError):
+        one.init_scale = 8.0
+
+
+def test_a_decimal_is_read_or_refused_by_name():
+    # Decimal is no numbers.Real; scripts read configurations with it.
+    with pytest.raises(amp.AmpTypeError, match="Decimal"):
+        parse_loss_scale(Decimal(128))
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, INF])
+def test_a_scale_set_by_hand_must_be_a_finite_number_above_0(value):
+    amp.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    with pytest.raises(amp.AmpValueError, match=f"loss scale {value!r}: expected a finite number above 0"):
+        amp.set_loss_scale(value)
+    assert amp.get_loss_scale() == 2.0**16
+
+
+@pytest.mark.parametrize("value", ["128", None, True, [1.0]])
+def test_a_scale_set_by_hand_must_be_a_number(value):
+    amp.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    with pytest.raises(amp.AmpTypeError, match=r"loss scale .*: expected a number above 0"):
+        amp.set_loss_scale(value)
+    assert amp.get_loss_scale() == 2.0**16
+
+
+def test_a_scale_that_float32_holds_as_0_is_refused():
+    amp.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    with pytest.raises(amp.AmpValueError, match="1e-60"):
+        amp.set_loss_scale(1e-60)
+    assert amp.get_loss_scale() == 2.0**16
+
+
+def test_a_scale_that_float32_holds_as_inf_is_refused():
+    amp.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    with pytest.raises(amp.AmpValueError, match=r"1e\+60"):
+        amp.set_loss_scale(1e60)
+    assert amp.get_loss_scale() == 2.0**16

@@ -1,0 +1,314 @@
+"""A model at O2, O3 and O5: its weights, what goes in and what comes out."""
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import ampatch as amp
+from nets import EVERY_LEVEL, FULL, Net, X, assert_same_state, clone_state
+
+HALVES = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
+MASTERED = {"O2": torch.float16, "O5": torch.bfloat16}
+
+
+def open_session(model, optimizer=None, opt_level="O5", **kwargs):
+    amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, **kwargs)
+    return model
+
+
+# ---- Weights ----
+
+
+@pytest.mark.parametrize("opt_level", HALVES)
+def test_floating_weights_and_buffers_are_half(opt_level):
+    half, model = HALVES[opt_level], open_session(Net(), opt_level=opt_level)
+    assert model.linear.weight.dtype is model.linear.bias.dtype is model.scale.dtype is half
+
+
+@pytest.mark.parametrize("opt_level", HALVES)
+def test_integers_float64_and_complex_numbers_stay(opt_level):
+    model = open_session(Net(), opt_level=opt_level)
+    assert (model.steps.dtype, model.angles.dtype, model.waves.dtype) == (
+        torch.int64,
+        torch.float64,
+        torch.complex64,
+    )
+
+
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O4"])
+def test_weights_stay_float32_at_the_other_levels(opt_level):
+    model = Net()
+    before = clone_state(model)
+    open_session(model, opt_level=opt_level)
+    assert_same_state(dict(model.state_dict()), before)
+    assert {param.dtype for param in model.parameters()} == {FULL}
+
+
+@pytest.mark.parametrize(
+    ("opt_level", "override", "expected"),
+    [
+        ("O2", None, FULL),
+        ("O5", None, FULL),
+        ("O3", None, torch.float16),
+        ("O3", True, FULL),
+        ("O2", False, torch.float16),
+        ("O5", "False", torch.bfloat16),
+        ("O3", "True", FULL),
+    ],
+)
+def test_batchnorm_is_float32_where_the_level_or_the_override_says(opt_level, override, expected):
+    model = open_session(Net(), opt_level=opt_level, keep_batchnorm_fp32=override)
+    norm = model.norm
+    tensors = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
+    assert {tensor.dtype for tensor in tensors} == {expected}
+    assert model(X).dtype is FULL
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
+def test_every_kind_of_batchnorm_is_kept(kind):
+    norm = kind(2)
+    open_session(nn.Sequential(norm))
+    assert norm.weight.dtype is norm.running_var.dtype is FULL
+
+
+def test_batchnorm_itself_may_be_the_model():
+    model = open_session(nn.BatchNorm1d(3))
+    assert model.weight.dtype is FULL
+    assert model(X).dtype is FULL
+
+
+def test_other_normalizations_are_cast():
+    model = open_session(
+        nn.Sequential(nn.LayerNorm(3), nn.GroupNorm(1, 3), nn.InstanceNorm1d(3, affine=True))
+    )
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("opt_level", HALVES)
+def test_the_parameters_are_the_same_objects(opt_level):
+    model = Net()
+    before = [id(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    open_session(model, opt_level=opt_level)
+    assert [id(tensor) for tensor in (*model.parameters(), *model.buffers())] == before
+
+
+@pytest.mark.parametrize("opt_level", HALVES)
+def test_weights_are_rounded_once_to_the_nearest(opt_level):
+    model = Net()
+    before = model.linear.weight.detach().clone()
+    open_session(model, opt_level=opt_level)
+    assert torch.equal(model.linear.weight.detach(), before.to(HALVES[opt_level]))
+
+
+@pytest.mark.parametrize("opt_level", HALVES)
+def test_gradients_that_are_there_already_follow_their_weights_type(opt_level):
+    model = Net()
+    model(X).sum().backward()
+    open_session(model, opt_level=opt_level)
+    assert model.linear.weight.grad.dtype is model.linear.weight.dtype
+
+
+@pytest.mark.parametrize("opt_level", HALVES)
+def test_tied_weights_stay_tied(opt_level):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    open_session(model, opt_level=opt_level)
+    assert model[0].weight is model[1].weight
+    amp.uninitialize()
+    assert model[0].weight is model[1].weight
+    assert model[0].weight.dtype is FULL
+
+
+@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+def test_forward_is_not_assigned(opt_level):
+    model = open_session(Net(), opt_level=opt_level)
+    assert "forward" not in vars(model)
+    assert type(model) is Net
+
+
+@pytest.mark.parametrize("opt_level", ["O2", "O3", "O5"])
+def test_a_lazy_model_is_refused_where_its_weights_would_be_cast(opt_level):
+    with pytest.raises(amp.AmpValueError, match="'weight' is not initialized yet: run one forward"):
+        open_session(nn.LazyLinear(3), opt_level=opt_level)
+
+
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O4"])
+def test_a_lazy_model_is_taken_where_its_weights_stay(opt_level):
+    model = open_session(nn.LazyLinear(3), opt_level=opt_level)
+    model(X)
+    assert model.weight.dtype is FULL
+
+
+@pytest.mark.parametrize("opt_level", HALVES)
+def test_recurrent_networks_run_in_half(opt_level):
+    model = open_session(nn.LSTM(3, 2), opt_level=opt_level)
+    output, (hidden, cell) = model(X[None])
+    assert {output.dtype, hidden.dtype, cell.dtype} == {FULL}
+    assert {param.dtype for param in model.parameters()} == {HALVES[opt_level]}
+    packed = pack_padded_sequence(torch.randn(3, 2, 3), torch.tensor([3, 1]))
+    assert model(packed)[0].data.dtype is FULL
+
+
+# ---- Inputs ----
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    ids: torch.Tensor
+
+
+class Custom:
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, dtype):
+        return Custom(self.x.to(dtype))
+
+
+class Show(nn.Module):
+    """Keeps what reaches its forward, and returns what it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.result = None
+
+    def forward(self, *args, **kwargs):
+        self.args, self.kwargs = args, kwargs
+        return self.result
+
+
+@pytest.fixture(params=HALVES)
+def shown(request):
+    """A model at each level that casts, and the half type."""
+    return open_session(Show(), opt_level=request.param), HALVES[request.param]
+
+
+def test_inputs_in_any_container_are_cast(shown):
+    model, half = shown
+    ids = torch.arange(3)
+    model([X, 1], (X,), Pair(X, "b"), {"x": {"y": X}}, OrderedDict(x=X), Batch(X, ids), Custom(X))
+    first, second, pair, nested, ordered, batch, custom = model.args
+    tensors = (
+        first[0],
+        second[0],
+        pair.first,
+        nested["x"]["y"],
+        ordered["x"],
+        batch.x,
+        custom.x,
+    )
+    assert {tensor.dtype for tensor in tensors} == {half}
+    assert [type(arg) for arg in model.args] == [list, tuple, Pair, dict, OrderedDict, Batch, Custom]
+    assert batch.ids is ids
+
+
+def test_inputs_by_keyword_are_cast(shown):
+    model, half = shown
+    model(X, x=X, batch={"y": [X]}, mode="train")
+    assert (model.kwargs["x"].dtype, model.kwargs["batch"]["y"][0].dtype) == (half, half)
+    assert model.kwargs["mode"] == "train"
+
+
+def test_a_string_may_be_the_first_input(shown):
+    model, half = shown
+    model("generate", X)
+    assert model.args[0] == "generate"
+    assert model.args[1].dtype is half
+
+
+def test_inputs_that_are_no_floats_stay(shown):
+    model, _ = shown
+    values = (
+        torch.arange(3),
+        torch.ones(2, dtype=torch.bool),
+        3,
+        None,
+        range(2),
+        b"x",
+        torch.ones(1).double(),
+    )
+    model(*values)
+    assert all(mine is theirs for mine, theirs in zip(model.args, values, strict=True))
+
+
+def test_the_callers_inputs_are_not_changed(shown):
+    model, _ = shown
+    batch = {"x": X}
+    model(batch)
+    assert batch["x"] is X
+    assert X.dtype is FULL
+
+
+def test_gradients_reach_float32_inputs_in_float32(shown):
+    model, _ = shown
+    x = X.clone().requires_grad_()
+    model(x)
+    model.args[0].sum().backward()
+    assert x.grad.dtype is FULL
+
+
+def test_half_inputs_are_taken_at_o0_and_cast_up():
+    model = open_session(nn.Linear(3, 2), opt_level="O0")
+    assert model(X.half()).dtype is FULL
+
+
+# ---- Outputs ----
+
+
+def outputs(tensor):
+    ids = torch.arange(2)
+    return {"a": [tensor, ids], "b": (tensor, Pair(tensor, "c")), "d": OrderedDict(e=tensor)}
+
+
+def leaves_of(result):
+    return [result["a"][0], result["b"][0], result["b"][1].first, result["d"]["e"]]
+
+
+def test_outputs_are_float32_in_any_container(shown):
+    model, half = shown
+    model.result = outputs(torch.ones(2, dtype=half))
+    result = model(X)
+    assert {leaf.dtype for leaf in leaves_of(result)} == {FULL}
+    assert result["a"][1] is model.result["a"][1]
+    assert (type(result["b"][1]), type(result["d"])) == (Pair, OrderedDict)
+
+
+def test_outputs_that_are_no_tensors_stay(shown):
+    model, _ = shown
+    for value in (None, "text", 3, [], torch.arange(3)):
+        model.result = value
+        assert model(X) is value
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, FULL], ids=str)
+@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+def test_cast_model_outputs_holds_at_every_level(opt_level, dtype):
+    model = open_session(Show(), opt_level=opt_level, cast_model_outputs=dtype)
+    for given in (FULL, torch.float16, torch.bfloat16):
+        model.result = outputs(torch.ones(2, dtype=given))
+        assert {leaf.dtype for leaf in leaves_of(model(X))} == {dtype}
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O4"])
+def test_outputs_of_a_patching_level_are_left_alone(opt_level):
+    model = open_session(Show(), opt_level=opt_level)
+    model.result = torch.ones(2, dtype=torch.bfloat16)
+    assert model(X) is model.result
+
+
+@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+def test_a_users_own_hooks_see_what_they_would_see_in_the_model(opt_level):
+    model = nn.Linear(3, 2)
+    seen = []
+    model.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    open_session(model, opt_level=opt_level)
+    model(X)
+    assert len(seen) == 1

@@ -1,0 +1,293 @@
+"""What a model saves and loads at every level, and what its copies are."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import ampatch as amp
+from nets import EVERY_LEVEL, FULL, Net, X, assert_same_state, clone_state, sgd, train
+
+HALVES = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
+MASTERED = {"O2": torch.float16, "O5": torch.bfloat16}
+
+
+def open_session(model, optimizer=None, opt_level="O5", **kwargs):
+    amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, **kwargs)
+    return model
+
+
+# ---- state_dict ----
+
+
+class WithExtraState(Net):
+    def __init__(self):
+        super().__init__()
+        self.extra = {"epoch": 3, "name": "net", "scores": [0.1]}
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+@pytest.mark.parametrize("opt_level", MASTERED)
+@pytest.mark.parametrize("with_optimizer", [True, False], ids=["optimizer", "no optimizer"])
+def test_state_dict_has_the_unrounded_values_of_every_tensor(opt_level, with_optimizer):
+    model = Net()
+    before = clone_state(model)
+    open_session(model, sgd(model) if with_optimizer else None, opt_level)
+    assert_same_state(dict(model.state_dict()), before)
+    model.eval()(X)
+    assert_same_state(dict(model.state_dict()), before)
+
+
+def test_state_dict_has_the_unrounded_values_of_what_the_optimizer_does_not_step():
+    model = Net()
+    model.out.requires_grad_(False)
+    before = clone_state(model)
+    open_session(model, torch.optim.SGD(model.linear.parameters(), lr=0.1), "O2")
+    assert_same_state(dict(model.state_dict()), before)
+
+
+@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+def test_state_dict_is_float32_at_every_level(opt_level):
+    model = Net()
+    expected = {name: value.dtype for name, value in model.state_dict().items()}
+    open_session(model, sgd(model), opt_level)
+    assert {name: value.dtype for name, value in model.state_dict().items()} == expected
+
+
+@pytest.mark.parametrize("opt_level", MASTERED)
+def test_state_dict_after_training_has_the_masters_values(opt_level):
+    model = Net()
+    optimizer = sgd(model)
+    open_session(model, optimizer, opt_level, loss_scale=1.0)
+    train(model, optimizer, X, steps=3)
+    masters = list(amp.master_params(optimizer))
+    names = [name for name, _ in model.named_parameters()]
+    state = model.state_dict()
+    for name, master in zip(names, masters, strict=True):
+        assert torch.equal(state[name], master.detach()), name
+
+
+@pytest.mark.parametrize("opt_level", MASTERED)
+def test_an_edit_of_the_half_weights_shows_in_state_dict(opt_level):
+    model = Net()
+    open_session(model, sgd(model), opt_level)
+    with torch.no_grad():
+        model.linear.weight.fill_(0.1)
+        model.scale.fill_(0.2)
+    expected = torch.tensor(0.1).to(MASTERED[opt_level]).float()
+    assert (model.state_dict()["linear.weight"] == expected).all()
+    assert (model.state_dict()["scale"] == torch.tensor(0.2).to(MASTERED[opt_level]).float()).all()
+
+
+@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+def test_extra_state_that_is_no_tensor_passes(opt_level):
+    model = WithExtraState()
+    open_session(model, sgd(model), opt_level)
+    state = model.state_dict()
+    assert state["_extra_state"] == {"epoch": 3, "name": "net", "scores": [0.1]}
+    other = WithExtraState()
+    other.extra = None
+    other.load_state_dict(state)
+    assert other.extra == model.extra
+    model.load_state_dict(state)
+
+
+@pytest.mark.parametrize("opt_level", MASTERED)
+def test_a_part_of_the_model_saves_float32_too(opt_level):
+    model = Net()
+    before = clone_state(model)
+    open_session(model, opt_level=opt_level)
+    assert torch.equal(model.linear.state_dict()["weight"], before["linear.weight"])
+    assert torch.equal(model.state_dict(prefix="net.")["net.scale"], before["scale"])
+
+
+@pytest.mark.parametrize("opt_level", MASTERED)
+def test_state_dict_with_keep_vars_gives_what_takes_gradients(opt_level):
+    model = Net()
+    open_session(model, sgd(model), opt_level)
+    assert model.state_dict(keep_vars=True)["linear.weight"].requires_grad
+
+
+@pytest.mark.parametrize("opt_level", MASTERED)
+def test_loading_keeps_every_bit(opt_level):
+    model, source = Net(), Net()
+    optimizer = sgd(model)
+    open_session(model, optimizer, opt_level)
+    expected = clone_state(source)
+    model.load_state_dict(source.state_dict())
+    assert_same_state(dict(model.state_dict()), expected)
+    assert torch.equal(model.linear.weight.detach(), source.linear.weight.detach().to(MASTERED[opt_level]))
+    assert torch.equal(next(amp.master_params(optimizer)).detach(), source.linear.weight.detach())
+
+
+@pytest.mark.parametrize("opt_level", MASTERED)
+def test_loading_a_part_leaves_the_rest(opt_level):
+    model = Net()
+    open_session(model, sgd(model), opt_level)
+    expected = clone_state(model)
+    weight = torch.randn(4, 3)
+    model.load_state_dict({"linear.weight": weight}, strict=False)
+    assert_same_state(dict(model.state_dict()), {**expected, "linear.weight": weight})
+
+
+@pytest.mark.parametrize("opt_level", MASTERED)
+def test_loading_a_wrong_shape_raises_and_changes_nothing_of_that_tensor(opt_level):
+    model = Net()
+    open_session(model, sgd(model), opt_level)
+    before = model.state_dict()["linear.weight"].clone()
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict({"linear.weight": torch.ones(2, 2)}, strict=False)
+    assert torch.equal(model.state_dict()["linear.weight"], before)
+
+
+@pytest.mark.parametrize("opt_level", MASTERED)
+def test_a_checkpoint_loads_into_a_plain_model(opt_level):
+    model, plain = Net(), Net()
+    open_session(model, sgd(model), opt_level)
+    plain.load_state_dict(model.state_dict())
+    assert_same_state(dict(plain.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("opt_level", MASTERED)
+def test_values_are_the_masters_after_uninitialize(opt_level):
+    model = Net()
+    optimizer = sgd(model)
+    open_session(model, optimizer, opt_level, loss_scale=1.0)
+    train(model, optimizer, X, steps=2)
+    expected = clone_state(model)
+    amp.uninitialize()
+    assert_same_state(dict(model.state_dict()), expected)
+    assert [id(p) for p in amp.master_params(optimizer)] == [id(p) for p in model.parameters()]
+
+
+# ---- Copies ----
+
+
+@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+def test_a_deep_copy_gives_the_same_results(opt_level):
+    model = open_session(Net().eval(), opt_level=opt_level)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(X), model(X))
+    assert twin(X).dtype is model(X).dtype
+
+
+@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+def test_a_deep_copy_shows_its_own_weights(opt_level):
+    model = Net()
+    optimizer = sgd(model)
+    open_session(model, optimizer, opt_level, loss_scale=1.0)
+    twin = copy.deepcopy(model)
+    before = clone_state(twin)
+    train(model, optimizer, X)
+    assert_same_state(dict(twin.state_dict()), before)
+    with torch.no_grad():
+        twin.linear.weight.fill_(2.0)
+    assert (twin.state_dict()["linear.weight"] == 2).all()
+    assert not (model.state_dict()["linear.weight"] == 2).any()
+
+
+@pytest.mark.parametrize("opt_level", MASTERED)
+def test_loading_into_a_deep_copy_leaves_the_original(opt_level):
+    model = Net()
+    open_session(model, sgd(model), opt_level)
+    before, twin = clone_state(model), copy.deepcopy(model)
+    twin.load_state_dict({name: value + 1 for name, value in before.items()})
+    assert_same_state(dict(model.state_dict()), before)
+
+
+def duplicate(model, how):
+    if how == "deepcopy":
+        return copy.deepcopy(model)
+    if how == "pickle":
+        return pickle.loads(pickle.dumps(model))
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+HOW = ["deepcopy", "pickle", "torch.save"]
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+def test_a_copy_works_within_the_session(how, opt_level):
+    model = open_session(Net().eval(), opt_level=opt_level)
+    twin = duplicate(model, how)
+    assert torch.equal(twin(X), model(X))
+    twin(X).sum().backward()
+    assert twin.linear.weight.grad is not None
+    assert model.linear.weight.grad is None
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+def test_a_copy_works_after_uninitialize(how, opt_level):
+    model = open_session(Net().eval(), opt_level=opt_level)
+    expected = model(X)
+    twin = duplicate(model, how)
+    amp.uninitialize()
+    found = twin(X)
+    if opt_level in ("O1", "O4"):  # functions are patched no longer
+        assert found.dtype is FULL
+    else:
+        assert torch.equal(found, expected)
+    assert twin.state_dict()["linear.weight"].dtype is FULL
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+def test_a_copy_after_uninitialize_is_a_plain_module(how, opt_level):
+    model = open_session(Net().eval(), opt_level=opt_level)
+    amp.uninitialize()
+    twin = duplicate(model, how)
+    assert torch.equal(twin(X), model(X))
+    assert not twin._forward_hooks
+    assert not twin._forward_pre_hooks
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("opt_level", ["O2", "O4", "O5"])
+def test_a_copy_made_with_a_kept_module_keeps_it(how, opt_level):
+    model = open_session(Net().eval(), opt_level=opt_level, keep_fp32="linear")
+    twin = duplicate(model, how)
+    assert twin.linear.weight.dtype is FULL
+    assert torch.equal(twin(X), model(X))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_pickled_model_does_not_switch_casts_off_or_on(how):
+    plain = duplicate(open_session(nn.Linear(3, 2), opt_level="O0"), how)
+    amp.uninitialize()
+    model = open_session(nn.Linear(3, 2), opt_level="O4")
+    plain(X)
+    assert model(X).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+def test_an_average_of_the_model_shows_its_own_weights(opt_level):
+    model = Net()
+    optimizer = sgd(model)
+    open_session(model, optimizer, opt_level, loss_scale=1.0)
+    average = AveragedModel(model)
+    history = []
+    for _ in range(3):
+        train(model, optimizer, X)
+        average.update_parameters(model)
+        history.append(model.state_dict()["out.bias"].float().clone())
+    found = average.module.state_dict()["out.bias"]
+    expected = torch.stack(history).mean(0)
+    assert found.dtype is FULL
+    # A half average is rounded in each of its three updates, by at most one part in 2**8.
+    assert (found - expected).abs().max() <= 3 * 2**-8 * expected.abs().max()
+    assert not torch.equal(found, model.state_dict()["out.bias"])
+    assert average(X).dtype is model(X).dtype

@@ -1,0 +1,151 @@
+"""Observers, overrides and reports: how tools watch and steer a script."""
+
+import pytest
+import torch
+from torch import nn
+
+import ampatch as amp
+from nets import FULL, X, make_trained
+from pictures import assert_same_picture, picture, picture_torch
+
+UNROUNDED = ["O0", "O1", "O2", "O4", "O5"]  # O3 keeps no float32 values
+
+
+def make():
+    model = nn.Linear(3, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+class Boom(Exception):
+    pass
+
+
+class Recorder(amp.Observer):
+    def __init__(self):
+        self.events = []
+
+    def on_initialize(self, policy):
+        self.events.append(("initialize", policy.opt_level))
+
+    def on_loss(self, loss, loss_id):
+        self.events.append(("loss", loss.item(), loss_id))
+        assert not loss.requires_grad
+
+    def on_step(self, optimizer):
+        self.events.append(("step", optimizer))
+
+    def on_report(self, metrics):
+        self.events.append(("report", metrics))
+
+    def on_uninitialize(self):
+        self.events.append(("uninitialize",))
+
+
+def test_an_observer_is_told_what_happens_in_order():
+    recorder = Recorder()
+    model, optimizer = make()
+    with amp.observe(recorder):
+        amp.initialize(model, optimizer, opt_level="O1", num_losses=2, verbosity=0)
+        loss = model(X).float().sum()
+        with amp.scale_loss(loss, optimizer, loss_id=1) as scaled:
+            scaled.backward()
+        optimizer.step()
+        amp.report(accuracy=0.5)
+        amp.uninitialize()
+    assert recorder.events == [
+        ("initialize", "O1"),
+        ("loss", loss.item(), 1),
+        ("step", optimizer),
+        ("report", {"accuracy": 0.5}),
+        ("uninitialize",),
+    ]
+
+
+def test_an_observer_is_told_of_skipped_steps_too():
+    recorder = Recorder()
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    with amp.observe(recorder):
+        with amp.scale_loss(model(X).sum() * float("inf"), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert [event[0] for event in recorder.events] == ["loss", "step"]
+
+
+def test_an_observer_is_told_nothing_outside_of_its_block():
+    recorder = Recorder()
+    with amp.observe(recorder):
+        pass
+    amp.initialize(nn.Linear(3, 2), opt_level="O4", verbosity=0)
+    amp.report(accuracy=1.0)
+    assert recorder.events == []
+
+
+def test_an_exception_ends_an_observers_block():
+    recorder = Recorder()
+    with pytest.raises(Boom), amp.observe(recorder):
+        raise Boom
+    amp.report(accuracy=1.0)
+    assert recorder.events == []
+
+
+def test_two_observers_are_told_and_end_independently():
+    first, second = Recorder(), Recorder()
+    with amp.observe(first):
+        with amp.observe(second):
+            amp.report(a=1)
+        amp.report(a=2)
+    assert (len(first.events), len(second.events)) == (2, 1)
+
+
+def test_a_disabled_call_is_told_to_nobody():
+    recorder = Recorder()
+    with amp.observe(recorder):
+        amp.initialize(nn.Linear(3, 2), enabled=False)
+    assert recorder.events == []
+
+
+def test_an_observer_that_raises_does_not_keep_uninitialize_from_undoing():
+    class Fails(amp.Observer):
+        def on_uninitialize(self):
+            raise Boom
+
+    model, optimizer = make_trained()
+    before, torch_before = picture(model, optimizer), picture_torch()
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    with amp.observe(Fails()), pytest.raises(Boom):
+        amp.uninitialize()
+    assert picture_torch() == torch_before
+    assert_same_picture(picture(model, optimizer), before)
+
+
+def test_report_does_nothing_outside_of_a_tool(capsys):
+    amp.report(accuracy=0.9, loss=torch.tensor(1.0))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_override_wins_over_what_the_script_passes(capsys):
+    with amp.override(opt_level="O5", verbosity=1):
+        model = amp.initialize(nn.Linear(3, 2), opt_level="O1", verbosity=0)
+    assert model.weight.dtype is torch.bfloat16
+    assert "Selected optimization level O5" in capsys.readouterr().out
+
+
+def test_an_override_ends_with_its_block_and_nests():
+    with amp.override(opt_level="O5", verbosity=0):
+        with amp.override(opt_level="O2"):
+            assert amp.initialize(nn.Linear(3, 2)).weight.dtype is torch.float16
+        assert amp.initialize(nn.Linear(3, 2)).weight.dtype is torch.bfloat16
+    assert amp.initialize(nn.Linear(3, 2), opt_level="O0", verbosity=0).weight.dtype is FULL
+
+
+def test_an_exception_ends_an_override():
+    with pytest.raises(Boom), amp.override(opt_level="O5"):
+        raise Boom
+    assert amp.initialize(nn.Linear(3, 2), opt_level="O0", verbosity=0).weight.dtype is FULL
+
+
+def test_an_override_of_what_initialize_does_not_take_is_refused():
+    match = "override: initialize has no argument 'level', 'speed'"
+    with pytest.raises(TypeError, match=match), amp.override(level="O1", speed=2):
+        pass

@@ -1,0 +1,309 @@
+"""What each level means, how arguments override it, and which of them contradict it."""
+
+import pickle
+
+import pytest
+import torch
+
+import ampatch as amp
+from ampatch.loss_scale import StaticLossScale
+from ampatch.policy import Overrides, resolve
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+
+# DESIGN, section 2: cast_model_type, patched, patch type, BatchNorm float32, masters, scale
+LEVELS = {
+    "O0": (None, False, None, None, False, "1.0"),
+    "O1": (None, True, FP16, None, False, "dynamic"),
+    "O2": (FP16, False, None, True, True, "dynamic"),
+    "O3": (FP16, False, None, False, False, "1.0"),
+    "O4": (None, True, BF16, None, False, "1.0"),
+    "O5": (BF16, False, None, True, True, "1.0"),
+}
+
+
+def resolve_with(level, **overrides):
+    return resolve(level, Overrides(**overrides))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_level_means_what_the_table_says(level):
+    policy = resolve_with(level)
+    found = (
+        policy.cast_model_type,
+        policy.patch_torch_functions,
+        policy.patch_torch_functions_type,
+        policy.keep_batchnorm_fp32,
+        policy.master_weights,
+        str(policy.loss_scale),
+    )
+    assert found == LEVELS[level]
+    assert policy.opt_level == level
+    assert policy.cast_model_outputs is None
+    assert not policy.allow_banned
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_none_overrides_nothing(level):
+    names = [
+        name for name in Overrides.__dataclass_fields__ if name not in ("max_loss_scale", "allow_banned")
+    ]
+    assert resolve_with(level, **dict.fromkeys(names)) == resolve_with(level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_strings_of_argparse_that_say_none_override_nothing(level):
+    names = ["keep_batchnorm_fp32", "master_weights", "patch_torch_functions", "loss_scale"]
+    assert resolve_with(level, **dict.fromkeys(names, "None")) == resolve_with(level)
+
+
+@pytest.mark.parametrize(
+    "level", ["o1", "01", "02", "1", "O6", "", "O1 ", "00", 1, 0, None, True, b"O1", ["O1"], FP16]
+)
+def test_a_name_that_is_no_level_is_refused_with_all_that_are(level):
+    expected = r": expected one of 'O0', 'O1', 'O2', 'O3', 'O4', 'O5'"
+    with pytest.raises(amp.AmpValueError, match="unknown opt_level .*" + expected) as error:
+        resolve_with(level)
+    assert repr(level) in str(error.value)
+
+
+@pytest.mark.parametrize(("level", "meant"), [("01", "O1"), ("o2", "O2"), ("05", "O5")])
+def test_a_zero_or_a_small_o_gets_a_hint(level, meant):
+    with pytest.raises(amp.AmpValueError, match=f"the letter O: '{meant}'"):
+        resolve_with(level)
+
+
+# The half type
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("dtype", [FP16, BF16, "float16", "bfloat16", "torch.bfloat16"])
+def test_dtype_is_the_half_type_of_any_level(level, dtype):
+    expected = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype.removeprefix("torch."))
+    policy = resolve_with(level, dtype=dtype)
+    assert policy.half is expected
+    assert (policy.cast_model_type or policy.patch_torch_functions_type) is expected
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_dtype_changes_nothing_at_o0(dtype):
+    assert resolve_with("O0", dtype=dtype) == resolve_with("O0")
+
+
+@pytest.mark.parametrize(("level", "scale"), [("O1", "dynamic"), ("O2", "dynamic"), ("O3", "1.0")])
+def test_a_float16_level_in_bfloat16_keeps_its_loss_scale(level, scale):
+    assert str(resolve_with(level, dtype=BF16).loss_scale) == scale
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_a_bfloat16_level_in_float16_scales_dynamically(level):
+    assert str(resolve_with(level, dtype=FP16).loss_scale) == "dynamic"
+    assert str(resolve_with(level, dtype=FP16, loss_scale=4.0).loss_scale) == "4.0"
+
+
+@pytest.mark.parametrize("name", ["dtype", "patch_torch_functions_type"])
+@pytest.mark.parametrize("dtype", [FP32, torch.float64])
+def test_a_half_type_that_is_none_is_refused(name, dtype):
+    with pytest.raises(amp.AmpValueError, match=f"{name}={dtype}: expected torch.float16 or torch.bfloat16"):
+        resolve_with("O1", **{name: dtype})
+
+
+@pytest.mark.parametrize(
+    "name", ["dtype", "patch_torch_functions_type", "cast_model_type", "cast_model_outputs"]
+)
+@pytest.mark.parametrize("value", [torch.int32, torch.complex64, "half precision", "nn", 16, True, object])
+def test_what_is_no_floating_dtype_is_refused(name, value):
+    with pytest.raises(amp.AmpTypeError, match=f"{name}=.*: expected a floating dtype such as torch.float16"):
+        resolve_with("O2", **{name: value})
+
+
+@pytest.mark.parametrize("name", ["dtype", "cast_model_type"])
+def test_two_names_of_one_half_type_may_agree(name):
+    assert resolve_with("O2", dtype=BF16, cast_model_type=BF16) == resolve_with("O2", **{name: BF16})
+
+
+# Contradictions
+
+
+@pytest.mark.parametrize(
+    ("level", "overrides", "message"),
+    [
+        (
+            "O1",
+            {"dtype": FP16, "patch_torch_functions_type": BF16},
+            "dtype=torch.float16 and patch_.*contradict",
+        ),
+        (
+            "O2",
+            {"dtype": FP16, "cast_model_type": BF16},
+            "dtype=torch.float16 and cast_model_type=.*contradict",
+        ),
+        ("O0", {"patch_torch_functions_type": FP16}, "patch_torch_functions_type=.* contradicts O0.*use"),
+        (
+            "O2",
+            {"patch_torch_functions_type": FP16},
+            "patch_torch_functions_type=.* contradicts O2.*'O1' or 'O4'",
+        ),
+        ("O5", {"patch_torch_functions_type": BF16}, "patch_torch_functions_type=.* contradicts O5"),
+        ("O0", {"cast_model_type": FP16}, "cast_model_type=torch.float16 contradicts O0.*use opt_level='O3'"),
+        ("O0", {"cast_model_type": torch.float64}, "cast_model_type=torch.float64 contradicts O0"),
+        ("O1", {"cast_model_type": FP16}, "cast_model_type=torch.float16 contradicts O1.*use opt_level='O2'"),
+        ("O4", {"cast_model_type": BF16}, "cast_model_type=torch.bfloat16 contradicts O4"),
+        ("O2", {"cast_model_type": FP32}, "cast_model_type=torch.float32 contradicts O2.*use torch.float16"),
+        ("O2", {"cast_model_type": False}, "cast_model_type=False contradicts O2"),
+        ("O3", {"cast_model_type": torch.float64}, "cast_model_type=torch.float64 contradicts O3"),
+        ("O0", {"patch_torch_functions": True}, "patch_torch_functions=True contradicts O0: only O1 and O4"),
+        ("O2", {"patch_torch_functions": "True"}, "patch_torch_functions=True contradicts O2"),
+        ("O3", {"patch_torch_functions": True}, "patch_torch_functions=True contradicts O3"),
+        ("O5", {"patch_torch_functions": True}, "patch_torch_functions=True contradicts O5"),
+        ("O1", {"keep_batchnorm_fp32": True}, "keep_batchnorm_fp32=True contradicts O1.*leave it out"),
+        ("O1", {"keep_batchnorm_fp32": "False"}, "keep_batchnorm_fp32=False contradicts O1"),
+        ("O4", {"keep_batchnorm_fp32": "True"}, "keep_batchnorm_fp32=True contradicts O4"),
+        ("O1", {"master_weights": True}, "master_weights=True contradicts O1.*leave it out"),
+        ("O1", {"master_weights": False}, "master_weights=False contradicts O1"),
+        ("O4", {"master_weights": True}, "master_weights=True contradicts O4"),
+        ("O0", {"master_weights": True}, "master_weights=True contradicts O0.*use opt_level='O2' or 'O5'"),
+    ],
+)
+def test_an_override_that_contradicts_the_level_is_refused_with_the_way_out(level, overrides, message):
+    with pytest.raises(amp.AmpValueError, match=message):
+        resolve_with(level, **overrides)
+
+
+@pytest.mark.parametrize(
+    ("level", "overrides"),
+    [
+        ("O0", {"cast_model_type": FP32}),
+        ("O0", {"cast_model_type": False}),
+        ("O0", {"patch_torch_functions": False}),
+        ("O0", {"master_weights": False}),
+        ("O1", {"cast_model_type": FP32}),
+        ("O1", {"cast_model_type": False}),
+        ("O1", {"patch_torch_functions": True}),
+        ("O2", {"cast_model_type": FP16}),
+        ("O2", {"keep_batchnorm_fp32": "True"}),
+        ("O2", {"master_weights": True}),
+        ("O2", {"loss_scale": "dynamic"}),
+        ("O3", {"loss_scale": "1.0"}),
+    ],
+)
+def test_an_override_that_says_what_the_level_says_changes_nothing(level, overrides):
+    policy = resolve_with(level, **overrides)
+    expected = resolve_with(level)
+    assert (policy.cast_model_type, policy.half, policy.master_weights, str(policy.loss_scale)) == (
+        expected.cast_model_type,
+        expected.half,
+        expected.master_weights,
+        str(expected.loss_scale),
+    )
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize("flag", [True, False, "True", "False"])
+def test_levels_that_cast_the_model_may_choose_batchnorm_and_masters(level, flag):
+    policy = resolve_with(level, keep_batchnorm_fp32=flag, master_weights=flag)
+    assert policy.keep_batchnorm_fp32 is policy.master_weights is (str(flag) == "True")
+
+
+@pytest.mark.parametrize("name", ["keep_batchnorm_fp32", "master_weights", "patch_torch_functions"])
+@pytest.mark.parametrize("value", ["yes", "true", 1, 0, 2, [], FP16])
+def test_a_flag_that_is_no_flag_is_refused(name, value):
+    with pytest.raises(amp.AmpTypeError, match=f"{name}=.*: expected True, False or None") as error:
+        resolve_with("O2", **{name: value})
+    assert repr(value) in str(error.value)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [FP32, FP16, "torch.float16", torch.float64])
+def test_outputs_may_have_any_floating_dtype_at_any_level(level, dtype):
+    expected = dtype if isinstance(dtype, torch.dtype) else FP16
+    assert resolve_with(level, cast_model_outputs=dtype).output_dtype is expected
+
+
+@pytest.mark.parametrize(("level", "expected"), [(l, None if l in ("O1", "O4") else FP32) for l in LEVELS])
+def test_outputs_are_float32_where_the_model_is_cast(level, expected):
+    assert resolve_with(level).output_dtype is expected
+
+
+# The loss scale of a level
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("value", ["dynamic", 128, "128.0", amp.DynamicLossScale(4.0)])
+def test_the_loss_scale_of_every_level_can_be_overridden(level, value):
+    found = resolve_with(level, loss_scale=value).loss_scale
+    expected = (
+        {"dynamic": amp.DynamicLossScale()}.get(value, value) if value != 128 else StaticLossScale(128.0)
+    )
+    assert found == (StaticLossScale(128.0) if value == "128.0" else expected)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_min_and_max_bound_the_dynamic_scale_of_a_level(level):
+    scale = resolve_with(level, min_loss_scale=2.0, max_loss_scale=1024.0).loss_scale
+    assert (scale.min_scale, scale.max_scale, scale.init_scale) == (2.0, 1024.0, 1024.0)
+
+
+def test_bounds_are_ignored_by_a_static_scale_as_in_apex():
+    assert resolve_with("O0", min_loss_scale=4.0, max_loss_scale=8.0).loss_scale == StaticLossScale(1.0)
+
+
+@pytest.mark.parametrize("bounds", [{"min_loss_scale": 1.0}, {"max_loss_scale": 4.0}])
+def test_bounds_beside_a_description_are_refused(bounds):
+    with pytest.raises(
+        amp.AmpValueError, match=r"min_loss_scale=.*beside .*give the bounds in DynamicLossScale"
+    ):
+        resolve_with("O1", loss_scale=amp.DynamicLossScale(), **bounds)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ({"min_loss_scale": 8.0, "max_loss_scale": 4.0}, "min_.*scale=8.0.*above.*max_.*scale=4.0"),
+        ({"min_loss_scale": -1.0}, "min_.*scale=-1.0"),
+        ({"min_loss_scale": float("nan")}, "min_.*scale=nan"),
+        ({"max_loss_scale": 0.0}, "max_.*scale=0.0"),
+        ({"max_loss_scale": float("nan")}, "max_.*scale=nan"),
+        ({"min_loss_scale": "many"}, "min_.*scale='many'"),
+    ],
+)
+def test_bounds_that_cannot_work_are_refused(bounds, message):
+    with pytest.raises(amp.AmpError, match=message):
+        resolve_with("O1", **bounds)
+
+
+def test_bounds_come_as_strings_from_argparse_too():
+    scale = resolve_with("O1", min_loss_scale="2.0", max_loss_scale="1024").loss_scale
+    assert (scale.min_scale, scale.max_scale) == (2.0, 1024.0)
+
+
+def test_policies_are_values():
+    policy = resolve_with("O2")
+    assert policy == resolve_with("O2")
+    assert pickle.loads(pickle.dumps(policy)) == policy
+    with pytest.raises(AttributeError):
+        policy.opt_level = "O3"
+
+
+def test_the_banner_names_the_level_and_marks_what_was_overridden(capsys):
+    amp.initialize(torch.nn.Linear(1, 1), opt_level="O4", loss_scale="128.0")
+    printed = capsys.readouterr().out
+    assert "Selected optimization level O4" in printed
+    (line,) = [line for line in printed.splitlines() if "loss_scale" in line]
+    assert "128.0" in line
+    assert "overrides 1.0" in line
+    assert printed.count("overrides") == 1
+
+
+def test_verbosity_0_prints_nothing(capsys):
+    amp.initialize(torch.nn.Linear(1, 1), opt_level="O4", verbosity=0)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_float16_level_on_a_cpu_says_once_that_the_bfloat16_ones_are_fast(caplog):
+    amp.initialize([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)], opt_level="O1")
+    assert len([record for record in caplog.records if "O4 and O5" in record.message]) == 1
+    amp.uninitialize()
+    caplog.clear()
+    amp.initialize(torch.nn.Linear(1, 1), opt_level="O4")
+    assert not caplog.records

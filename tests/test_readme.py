@@ -1,0 +1,238 @@
+"""What README and the documentation say is true: blocks run, commands exist, links lead somewhere."""
+
+import re
+import shlex
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ampatch as amp
+from ampatch.cli import build_parser, split_at_dashes
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+LINKED = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
+SWEEP = "pip install -c constraints.txt -e '.[tools,examples]' && ampatch sweep examples/digits.py"
+TEST = "pip install -c constraints.txt -e '.[test]' && pytest"
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def read(page):
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page, language):
+    """Returns (number of the first line, text) of the page's fenced blocks of a language."""
+    text = read(page)
+    fences = re.finditer(rf"^ *```{language}\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
+    return [(text.count("\n", 0, it.start(1)), textwrap.dedent(it[1])) for it in fences]
+
+
+def outside_blocks(page):
+    return re.sub(r"^ *```.*?^ *```", "", read(page), flags=re.DOTALL | re.MULTILINE)
+
+
+@each_page
+def test_the_python_blocks_run_one_after_the_other(page):
+    namespace = {"__name__": page.stem}
+    for line, code in blocks(page, "python"):
+        exec(compile("\n" * line + code, str(page), "exec"), namespace)
+
+
+def test_readme_says_the_two_commands_in_a_block_each():
+    assert [code.strip() for _, code in blocks(README, "bash")] == [SWEEP, TEST]
+
+
+@pytest.mark.parametrize("file", [".ci/run", "CONTRIBUTING.md"])
+def test_the_test_command_is_the_same_everywhere(file):
+    assert TEST in read(ROOT / file)
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
+def test_the_commands_exist(page):
+    shell = [code for language in ("bash", "console", "sh") for _, code in blocks(page, language)]
+    text = re.sub(r"^\| `.*", "", outside_blocks(page), flags=re.MULTILINE)  # rows of messages
+    shell += re.findall(r"`((?:ampatch|python|pytest|pip) [^`]+)`", text)
+    commands = [part.strip() for text in shell for part in re.split(r"&&|\n", text) if part.strip()]
+    for command in commands:
+        check_command(shlex.split(command.removeprefix("$ ")))
+
+
+def check_command(words):
+    """Fails unless a command of ours parses, and the files that it names are there."""
+    for word in words:
+        if word.endswith((".py", ".txt")):
+            assert (ROOT / word).exists(), f"{word} in {shlex.join(words)}"
+    if words[0] == "ampatch" and words != ["ampatch", "sweep"]:  # without SCRIPT it is but a name in the text
+        build_parser().parse_args(split_at_dashes(["x.py" if it == "SCRIPT" else it for it in words[1:]])[0])
+    assert words[0] in ("ampatch", "pip", "pytest", "python"), shlex.join(words)
+
+
+@pytest.mark.parametrize("name", amp.__all__)
+def test_every_public_name_is_documented(name):
+    text = "\n".join(read(page) for page in PAGES)
+    assert re.search(rf"\bamp\.{name}\b|`{name}[`(]", text), f"{name} is on no page"
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", outside_blocks(page)):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+def anchors(page):
+    """Returns the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", outside_blocks(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
+def test_no_path_of_a_machine_is_named(page):
+    assert not re.findall(r"(?<![\w.])/(?:home|work|tmp|root|Users)/\S*", read(page))
+
+
+def test_the_table_of_levels_agrees_with_the_levels():
+    rows = [line.strip("| ").split(" | ") for line in read(README).splitlines() if re.match(r"\| O\d ", line)]
+    assert [row[0] for row in rows] == list(amp.OPT_LEVELS)
+    for level, weights, functions, _, masters, scale in rows:
+        policy = amp.OPT_LEVELS[level]
+        if level in ("O0", "O1", "O2", "O3"):
+            cast = str(policy.cast_model_type or torch.float32).removeprefix("torch.")
+            assert weights == cast
+            assert ("cast" in functions) == policy.patch_torch_functions
+            assert (masters == "float32") == policy.master_weights
+        assert scale == ("dynamic" if str(policy.loss_scale) == "dynamic" else "1")
+
+
+# What a user may do wrong, each with an error that docs/errors.md must explain.
+
+
+def start(**arguments):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, verbosity=0, **arguments)
+    return model, optimizer
+
+
+def stranger():
+    return torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+
+
+def start_with(model, optimizers=None, **arguments):
+    amp.initialize(model, optimizers, verbosity=0, **arguments)
+
+
+def twice():
+    model, optimizer = start()
+    start_with(model, optimizer)
+
+
+def after(action, **arguments):
+    """Calls an action that gets the optimizer of a new session."""
+    _, optimizer = start(**arguments)
+    action(optimizer)
+
+
+def cast_twice():
+    model, _ = start(opt_level="O2")
+    start_with(model, opt_level="O1")
+
+
+def patch_twice():
+    start(opt_level="O1")
+    start(opt_level="O4")
+
+
+def patch_over(monkeypatch):
+    """Patches a function over ours, so that `uninitialize` raises; its end puts torch's back."""
+    start(opt_level="O4")
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "linear", lambda *args: None)
+        amp.uninitialize()
+
+
+MISTAKES = {
+    "level": lambda: start(opt_level="o1"),
+    "cast_model_type": lambda: start(opt_level="O1", cast_model_type=torch.float16),
+    "batchnorm": lambda: start(opt_level="O1", keep_batchnorm_fp32=True),
+    "masters": lambda: start(opt_level="O0", master_weights=True),
+    "patch": lambda: start(opt_level="O2", patch_torch_functions=True),
+    "two types": lambda: start(opt_level="O2", dtype=torch.float16, cast_model_type=torch.bfloat16),
+    "no half type": lambda: start(dtype=torch.float64),
+    "no type": lambda: start(dtype="half of it"),
+    "flag": lambda: start(opt_level="O2", master_weights="yes"),
+    "patched twice": patch_twice,
+    "override": lambda: amp.override(level="O1").__enter__(),
+    "scale in words": lambda: start(loss_scale="large"),
+    "scale 0": lambda: start(loss_scale=0),
+    "scale in a list": lambda: start(loss_scale=[1]),
+    "set scale": lambda: after(lambda _: amp.set_loss_scale(0)),
+    "set scale to a string": lambda: after(lambda _: amp.set_loss_scale("4")),
+    "bounds": lambda: start(min_loss_scale=4, max_loss_scale=2),
+    "bounds twice": lambda: start(loss_scale=amp.DynamicLossScale(), min_loss_scale=4),
+    "no losses": lambda: start(num_losses=0),
+    "half a loss": lambda: start(num_losses=1.5),
+    "loss_id": lambda: after(lambda it: amp.scale_loss(torch.ones(1), it, loss_id=1)),
+    "loss_id in a string": lambda: after(lambda it: amp.scale_loss(torch.ones(1), it, loss_id="0")),
+    "loss is a number": lambda: after(lambda it: amp.scale_loss(1.0, it)),
+    "no model": lambda: start_with(None),
+    "no model in a list": lambda: start_with([None]),
+    "DataParallel": lambda: start_with(nn.DataParallel(nn.Linear(1, 1))),
+    "half model": lambda: start_with(nn.Linear(1, 1).half()),
+    "cast twice": cast_twice,
+    "lazy": lambda: start_with(nn.LazyLinear(1), opt_level="O2"),
+    "keep nothing": lambda: start(keep_fp32="head"),
+    "keep a number": lambda: start(keep_fp32=[3]),
+    "no optimizer": lambda: start_with(nn.Linear(1, 1), "sgd"),
+    "optimizer twice": twice,
+    "optimizer of no model": lambda: start_with(nn.Linear(1, 1), stranger()),
+    "LBFGS": lambda: start_with(model := nn.Linear(1, 1), torch.optim.LBFGS(model.parameters())),
+    "strange optimizer": lambda: after(lambda _: amp.step_was_skipped(stranger())),
+    "too early": lambda: amp.scale_loss(torch.ones(1), stranger()),
+    "key": lambda: after(lambda _: amp.load_state_dict({"model": {}})),
+    "keys": lambda: after(lambda _: amp.load_state_dict({"loss_scaler0": {"scale": 1.0}})),
+    "loaded 0": lambda: after(
+        lambda _: amp.load_state_dict({"loss_scaler0": {"loss_scale": 0.0, "unskipped": 0}})
+    ),
+    "no state": lambda: after(lambda _: amp.load_state_dict([])),
+    "banned": lambda: after(
+        lambda _: F.binary_cross_entropy(torch.ones(1).bfloat16(), torch.ones(1)), opt_level="O4"
+    ),
+    "in place": lambda: after(lambda _: torch.ones(1).bfloat16().exp_(), opt_level="O4"),
+    "no function": lambda: amp.register_half_function(torch, "einsumm"),
+    "not a function": lambda: amp.register_half_function(torch, "float16"),
+    "function, not a name": lambda: amp.register_half_function(torch, torch.einsum),
+    "decorated number": lambda: amp.float_function(3),
+}
+
+
+def explained():
+    """Returns patterns of the messages in the tables of docs/errors.md."""
+    text = outside_blocks(ROOT / "docs" / "errors.md")
+    messages = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+    return [".*".join(map(re.escape, message.split("..."))) for message in messages if message.strip(". ")]
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_an_error_message_is_explained(name):
+    with pytest.raises(amp.AmpError) as caught:
+        MISTAKES[name]()
+    message = str(caught.value)
+    assert any(re.fullmatch(pattern, message, re.DOTALL) for pattern in explained()), message
+
+
+def test_the_error_about_a_patch_over_ours_is_explained(monkeypatch):
+    with pytest.raises(amp.PatchConflictError) as caught:
+        patch_over(monkeypatch)
+    assert any(re.fullmatch(pattern, str(caught.value), re.DOTALL) for pattern in explained())

@@ -1,0 +1,407 @@
+"""The loss scaler against torch.amp.GradScaler, and against the rule written out in Python."""
+
+import json
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ampatch as amp
+from ampatch.loss_scale import StaticLossScale
+from ampatch.scaler import LossScaler
+from helpers import Scalar, snapshot
+
+CPU = torch.device("cpu")
+INF = float("inf")
+
+# growth_factor, backoff_factor, growth_interval
+SETTINGS = [
+    (2.0, 0.5, 1),
+    (2.0, 0.5, 3),
+    (2.0, 0.5, 2000),
+    (1.5, 0.75, 2),
+    (3.0, 0.1, 2),
+    (1.001, 0.999, 1),
+]
+SEQUENCES = 10_000 // len(SETTINGS) + 1
+
+
+class TorchScaler:
+    """GradScaler, with gradients of ones or inf to tell it of overflows."""
+
+    def __init__(self, init_scale, settings, unskipped):
+        growth, backoff, interval = settings
+        self.scaler = torch.amp.GradScaler(
+            "cpu",
+            init_scale=init_scale,
+            growth_factor=growth,
+            backoff_factor=backoff,
+            growth_interval=interval,
+        )
+        self.scaler.load_state_dict({**self.scaler.state_dict(), "_growth_tracker": unskipped})
+        self.param = torch.nn.Parameter(torch.zeros(1))
+        self.optimizer = torch.optim.SGD([self.param], lr=1.0)
+        self.scaler.scale(torch.ones(()))  # GradScaler makes its tensors at the first use
+
+    def run(self, overflow):
+        self.param.grad = torch.full((1,), INF if overflow else 1.0)
+        self.scaler.unscale_(self.optimizer)
+        self.scaler.update()
+        state = self.scaler.state_dict()
+        return state["scale"], state["_growth_tracker"]
+
+
+def run_ours(scaler, overflow):
+    found_inf = scaler.new_found_inf()
+    scaler.unscale_([torch.full((1,), INF if overflow else 1.0)], found_inf)
+    scaler.finish(found_inf, update=True)
+    state = scaler.state_dict()
+    return state["loss_scale"], state["unskipped"]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_the_scale_follows_random_overflows_as_grad_scaler_does(settings):
+    growth, backoff, interval = settings
+    chance = random.Random(repr(settings))
+    for _ in range(SEQUENCES):
+        # Powers of two and others; high enough for growth to meet the largest float32.
+        init_scale = chance.choice([2.0**16, 1.0, 2.0**-20, 3.7e8, 2.0**126, chance.uniform(1.0, 1e6)])
+        unskipped = chance.randrange(interval)
+        if interval > 100:
+            unskipped = max(unskipped, interval - 6)
+        oracle = TorchScaler(init_scale, settings, unskipped)
+        config = amp.DynamicLossScale(init_scale, growth, backoff, interval, max_scale=None)
+        ours = LossScaler(0, config, CPU)
+        ours.load_state_dict({"loss_scale": init_scale, "unskipped": unskipped})
+        rate = chance.choice([0.1, 0.3, 0.7])
+        for _ in range(chance.randrange(1, 24)):
+            overflow = chance.random() < rate
+            assert run_ours(ours, overflow) == oracle.run(overflow)
+
+
+@given(
+    st.lists(st.booleans(), max_size=12),
+    st.floats(2.0**-10, 2.0**20, width=32),
+    st.floats(2.0**-10, 2.0**10, width=32),
+)
+def test_gradients_are_unscaled_to_the_bits_of_grad_scaler(overflows, init_scale, value):
+    settings = (1.7, 0.3, 2)
+    oracle = TorchScaler(init_scale, settings, 0)
+    ours = LossScaler(0, amp.DynamicLossScale(init_scale, *settings, max_scale=None), CPU)
+    for overflow in overflows:
+        assert run_ours(ours, overflow) == oracle.run(overflow)
+    grad = torch.tensor([value])
+    oracle.param.grad = grad.clone()
+    oracle.scaler.unscale_(oracle.optimizer)
+    ours.unscale_([grad], ours.new_found_inf())
+    assert snapshot(grad) == snapshot(oracle.param.grad)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_through_scale_loss_the_scale_follows_overflows_as_grad_scaler_does(level):
+    chance = random.Random(level)
+    for _ in range(5):
+        model = Scalar()
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-10)
+        scale = amp.DynamicLossScale(2.0**8, growth_interval=2, max_scale=None)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
+        oracle = TorchScaler(2.0**8, (2.0, 0.5, 2), 0)
+        for _ in range(12):
+            # A float16 gradient of ones times the scale overflows by itself from 2**16 on.
+            overflow = chance.random() < 0.3
+            factor = INF if overflow else 2.0**-12
+            with amp.scale_loss(model(torch.ones(3)).sum() * factor, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            assert amp.step_was_skipped(optimizer) == overflow
+            expected, unskipped = oracle.run(overflow)
+            assert amp.state_dict() == {"loss_scaler0": {"loss_scale": expected, "unskipped": unskipped}}
+        amp.uninitialize()
+
+
+# Bounds
+
+
+def test_dynamic_scaling_starts_at_65536_and_ends_at_2_to_the_24():
+    scaler = LossScaler(0, amp.DynamicLossScale(growth_interval=1), CPU)
+    assert scaler.get_scale() == 2.0**16
+    trace = [run_ours(scaler, False)[0] for _ in range(20)]
+    assert trace == [min(2.0 ** (17 + step), 2.0**24) for step in range(20)]
+
+
+def test_dynamic_scaling_waits_2000_clean_iterations_before_it_doubles():
+    scaler = LossScaler(0, amp.DynamicLossScale(), CPU)
+    assert {run_ours(scaler, False)[0] for _ in range(1999)} == {2.0**16}
+    assert run_ours(scaler, False) == (2.0**17, 0)
+
+
+def test_min_scale_and_max_scale_bound_the_scale():
+    config = amp.DynamicLossScale(64.0, growth_interval=1, min_scale=16.0, max_scale=200.0)
+    scaler = LossScaler(0, config, CPU)
+    trace = [
+        run_ours(scaler, overflow)[0] for overflow in [True, True, True, False, False, False, False, True]
+    ]
+    assert trace == [32.0, 16.0, 16.0, 32.0, 64.0, 128.0, 200.0, 100.0]
+
+
+@pytest.mark.parametrize("backoff", [0.5, 0.1, 0.999])
+def test_thousands_of_overflows_in_a_row_leave_a_scale_that_unscales(backoff):
+    scaler = LossScaler(0, amp.DynamicLossScale(backoff_factor=backoff, growth_interval=1), CPU)
+    lowest = min(run_ours(scaler, True)[0] for _ in range(3000))
+    assert lowest > 0
+    grad, found_inf = torch.tensor([2.0**-30, 0.0, -(2.0**-100)]), scaler.new_found_inf()
+    scaler.unscale_([grad * scaler.get_scale()], found_inf)
+    assert found_inf == 0
+    assert run_ours(scaler, False)[0] == 2 * lowest
+
+
+def test_a_min_scale_of_0_would_let_it_fall_to_0_and_is_refused():
+    with pytest.raises(amp.AmpValueError, match="min_scale"):
+        amp.DynamicLossScale(min_scale=0.0)
+
+
+def test_growth_without_a_bound_stays_finite():
+    scaler = LossScaler(0, amp.DynamicLossScale(growth_interval=1, max_scale=None), CPU)
+    trace = [run_ours(scaler, False)[0] for _ in range(300)]
+    assert trace[-1] == 2.0**127
+    grad, found_inf = torch.tensor([2.0**100]), scaler.new_found_inf()
+    scaler.unscale_([grad], found_inf)
+    assert (grad.item(), found_inf.item()) == (2.0**-27, 0.0)
+
+
+# Hysteresis
+
+
+def scale_by_the_rule(config, overflows):
+    """The rule of DynamicLossScale's docstring, written out."""
+    scale, clean, in_a_row = config.init_scale, 0, 0
+    for overflow in overflows:
+        if overflow:
+            in_a_row, clean = in_a_row + 1, 0
+            if in_a_row >= config.hysteresis:
+                scale *= config.backoff_factor
+        else:
+            in_a_row, clean = 0, clean + 1
+            if clean == config.growth_interval:
+                scale, clean = scale * config.growth_factor, 0
+        scale = min(max(scale, config.min_scale), config.max_scale)
+        yield scale, clean
+
+
+@given(st.lists(st.booleans(), max_size=40), st.integers(1, 5), st.integers(1, 4))
+def test_hysteresis_forgives_overflows_until_enough_came_in_a_row(overflows, hysteresis, interval):
+    config = amp.DynamicLossScale(
+        2.0**10, growth_interval=interval, hysteresis=hysteresis, min_scale=2.0**4, max_scale=2.0**14
+    )
+    scaler = LossScaler(0, config, CPU)
+    trace = [run_ours(scaler, overflow) for overflow in overflows]
+    assert trace == list(scale_by_the_rule(config, overflows))
+
+
+# A static scale
+
+
+def test_a_static_scale_stays_and_lets_overflows_pass():
+    scaler = LossScaler(0, StaticLossScale(128.0), CPU)
+    grad, found_inf = torch.tensor([256.0, INF]), scaler.new_found_inf()
+    scaler.unscale_([grad], found_inf)
+    assert grad.tolist() == [2.0, INF]
+    assert scaler.get_scale() == 128.0
+    assert scaler.state_dict() == {"loss_scale": 128.0, "unskipped": 0}
+
+
+def test_a_static_scale_of_one_yields_the_loss_in_float32():
+    model = Scalar()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    loss = model(torch.ones(3)).sum()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss.dtype is torch.float32
+        assert snapshot(scaled_loss) == snapshot(loss)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_a_half_loss_of_any_shape_is_yielded_in_float32_times_the_scale(level):
+    model = Scalar()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=2.0**20, verbosity=0)
+    for shape in [(), (1,), (2, 3)]:
+        loss = torch.full(shape, 3.0, dtype=torch.float16)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            assert torch.equal(scaled_loss, torch.full(shape, 3.0 * 2.0**20))
+
+
+# Unscaling
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, math.nan])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_what_is_not_finite_is_found_in_gradients_of_any_dtype(dtype, bad):
+    scaler = LossScaler(0, amp.DynamicLossScale(), CPU)
+    good, found_inf = torch.ones(3, dtype=dtype), scaler.new_found_inf()
+    scaler.unscale_([good], found_inf)
+    assert found_inf == 0
+    scaler.unscale_([good, torch.tensor([1.0, bad], dtype=dtype)], found_inf)
+    assert found_inf == 1
+
+
+def test_finite_gradients_whose_sum_overflows_are_no_overflow():
+    scaler = LossScaler(0, amp.DynamicLossScale(), CPU)
+    found_inf = scaler.new_found_inf()
+    scaler.unscale_([torch.full((100,), 3e38), torch.full((100,), 60000.0, dtype=torch.float16)], found_inf)
+    assert found_inf == 0
+
+
+def test_an_overflow_in_a_sparse_gradient_is_found():
+    scaler = LossScaler(0, amp.DynamicLossScale(4.0), CPU)
+    clean = torch.sparse_coo_tensor([[0, 2, 2]], torch.tensor([4.0, 8.0, 12.0]), (5,), check_invariants=True)
+    found_inf = scaler.new_found_inf()
+    scaler.unscale_([clean], found_inf)
+    assert (clean.to_dense().tolist(), found_inf.item()) == ([1.0, 0.0, 5.0, 0.0, 0.0], 0.0)
+    scaler.unscale_(
+        [torch.sparse_coo_tensor([[1]], torch.tensor([INF]), (5,), check_invariants=True)], found_inf
+    )
+    assert found_inf == 1
+
+
+# By hand and from checkpoints
+
+
+def open_session(level="O1", **options):
+    model = Scalar()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    return model, optimizer
+
+
+def run_iteration(model, optimizer, factor=1.0, **options):
+    with amp.scale_loss(model(torch.ones(3)).sum() * factor, optimizer, **options) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
+def test_a_scale_set_by_hand_moves_on_from_there():
+    model, optimizer = open_session()
+    assert amp.get_loss_scale() == 2.0**16
+    amp.set_loss_scale(100)
+    assert amp.get_loss_scale() == 100.0
+    run_iteration(model, optimizer, INF)
+    assert amp.get_loss_scale() == 50.0
+
+
+def test_a_static_scale_can_be_set_by_hand_and_gradients_follow():
+    model, optimizer = open_session("O0", loss_scale=8.0)
+    amp.set_loss_scale(32.0)
+    with amp.scale_loss(model(torch.ones(3)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        assert model.weight.grad.tolist() == [32.0] * 3
+    assert model.weight.grad.tolist() == [1.0] * 3
+    assert amp.get_loss_scale() == 32.0
+
+
+def test_each_loss_has_a_scale_of_its_own():
+    model, optimizer = open_session(num_losses=3)
+    amp.set_loss_scale(64.0, loss_id=1)
+    run_iteration(model, optimizer, INF, loss_id=2)
+    assert [amp.get_loss_scale(loss_id) for loss_id in range(3)] == [2.0**16, 64.0, 2.0**15]
+
+
+def test_a_delayed_overflow_check_leaves_the_scale_and_counts_at_the_next_one():
+    model, optimizer = open_session()
+    run_iteration(model, optimizer, INF, delay_overflow_check=True)
+    assert amp.get_loss_scale() == 2.0**16
+    assert amp.step_was_skipped(optimizer)
+    run_iteration(model, optimizer)
+    assert amp.get_loss_scale() == 2.0**15
+    assert not amp.step_was_skipped(optimizer)
+
+
+def test_a_state_dict_is_that_of_apex_and_survives_json():
+    model, optimizer = open_session(num_losses=2)
+    run_iteration(model, optimizer)
+    run_iteration(model, optimizer, INF, loss_id=1)
+    expected = {
+        "loss_scaler0": {"loss_scale": 65536.0, "unskipped": 1},
+        "loss_scaler1": {"loss_scale": 32768.0, "unskipped": 0},
+    }
+    assert amp.state_dict() == expected
+    assert json.loads(json.dumps(amp.state_dict())) == expected
+
+
+def test_a_checkpoint_of_apex_goes_on_as_grad_scaler_would():
+    model, optimizer = open_session(loss_scale=amp.DynamicLossScale(growth_interval=4, max_scale=None))
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 2}})
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 2}}
+    oracle = TorchScaler(1024.0, (2.0, 0.5, 4), 2)
+    for overflow in [False, False, False, True, False]:
+        run_iteration(model, optimizer, INF if overflow else 1.0)
+        assert amp.get_loss_scale() == oracle.run(overflow)[0]
+
+
+def test_a_loaded_whole_number_is_read_back_as_a_float():
+    open_session()
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 2**20, "unskipped": 0}})
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**20, "unskipped": 0}}
+
+
+def test_a_static_scale_stays_what_initialize_was_told_when_a_checkpoint_is_loaded():
+    open_session(loss_scale=128.0)
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 2}})
+    assert amp.get_loss_scale() == 128.0
+
+
+STATE = {"loss_scale": 4.0, "unskipped": 2}
+
+
+@pytest.mark.parametrize(
+    ("faulty", "message"),
+    [
+        (
+            {"loss_scaler0": STATE, "model": {}},
+            "unknown key 'model'.*expected 'loss_scaler0'.*nothing is loaded",
+        ),
+        ({"loss_scaler0": STATE, "loss_scalerX": STATE}, "unknown key 'loss_scalerX'"),
+        ({"loss_scaler0": STATE, 1: STATE}, "unknown key 1"),
+        ({"loss_scaler0": STATE, "loss_scaler1": {"loss_scale": 4.0}}, "loss_scaler1.*expected.*unskipped"),
+        ({"loss_scaler0": STATE, "loss_scaler1": {**STATE, "extra": 1}}, "loss_scaler1.*extra"),
+        ({"loss_scaler0": STATE, "loss_scaler1": 4.0}, "loss_scaler1.*float"),
+        ({"loss_scaler0": STATE, "loss_scaler1": {**STATE, "loss_scale": 0.0}}, "loss_scaler1.*above 0"),
+        ({"loss_scaler0": STATE, "loss_scaler1": {**STATE, "loss_scale": -1.0}}, "loss_scaler1.*above 0"),
+        ({"loss_scaler0": STATE, "loss_scaler1": {**STATE, "loss_scale": math.nan}}, "loss_scaler1.*nan"),
+        ({"loss_scaler0": STATE, "loss_scaler1": {**STATE, "loss_scale": "many"}}, "loss_scaler1.*'many'"),
+        ({"loss_scaler0": STATE, "loss_scaler1": {**STATE, "unskipped": None}}, "loss_scaler1.*None"),
+        ([STATE, STATE], "state_dict is a list.*expected what amp.state_dict"),
+    ],
+)
+def test_a_faulty_checkpoint_is_refused_and_nothing_of_it_is_loaded(faulty, message):
+    open_session(num_losses=2)
+    before = amp.state_dict()
+    with pytest.raises(amp.AmpError, match=message):
+        amp.load_state_dict(faulty)
+    assert amp.state_dict() == before
+
+
+def test_strictness_is_no_argument_of_load_state_dict():
+    open_session()
+    with pytest.raises(TypeError, match="strict"):
+        amp.load_state_dict(amp.state_dict(), strict=False)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_number_of_scalers_warns_and_loads_those_that_both_have(count, caplog):
+    open_session(num_losses=2)
+    amp.load_state_dict({f"loss_scaler{index}": STATE for index in range(count)})
+    assert "scalers" in caplog.text
+    expected = [4.0] * min(count, 2) + [2.0**16] * (2 - min(count, 2))
+    assert [amp.get_loss_scale(loss_id) for loss_id in range(2)] == expected
+
+
+def test_a_disabled_session_saves_and_loads_nothing():
+    model = Scalar()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, enabled=False)
+    assert amp.state_dict() == {}
+    amp.load_state_dict({})

@@ -1,0 +1,292 @@
+"""Several models, several calls of `initialize`, and a model in DistributedDataParallel."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ampatch as amp
+from nets import EVERY_LEVEL, FULL, Net, X, assert_same_state, clone_state, sgd, train
+
+HALVES = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
+MASTERED = {"O2": torch.float16, "O5": torch.bfloat16}
+
+
+def open_session(model, optimizer=None, opt_level="O5", **kwargs):
+    amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, **kwargs)
+    return model
+
+
+# ---- Several models and calls ----
+
+
+@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+def test_two_calls_train_a_generator_and_a_discriminator(opt_level):
+    generator, discriminator = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    for_generator, for_discriminator = sgd(generator), sgd(discriminator)
+    open_session(generator, for_generator, opt_level, loss_scale=1.0)
+    open_session(discriminator, for_discriminator, opt_level, loss_scale=1.0)
+    before = clone_state(generator), clone_state(discriminator)
+    for _ in range(2):
+        with amp.scale_loss(discriminator(generator(X).detach()).sum(), for_discriminator) as scaled:
+            scaled.backward()
+        for_discriminator.step()
+        for_discriminator.zero_grad()
+        with amp.scale_loss(discriminator(generator(X)).sum(), for_generator) as scaled:
+            scaled.backward()
+        for_generator.step()
+        for_generator.zero_grad()
+    for model, earlier in zip((generator, discriminator), before, strict=True):
+        for name, value in model.state_dict().items():
+            assert value.dtype is FULL
+            assert not torch.equal(value, earlier[name]) or name == "0.bias"
+    amp.uninitialize()
+    assert not generator._forward_hooks
+    assert not discriminator._forward_hooks
+
+
+@pytest.mark.parametrize("order", ["O0 first", "O0 last"])
+@pytest.mark.parametrize("patching", ["O1", "O4"])
+def test_a_model_at_o0_beside_a_patching_one_runs_without_casts(order, patching):
+    plain, patched = nn.Linear(3, 2), nn.Linear(3, 2)
+    expected = plain(X)
+    calls = [(plain, "O0"), (patched, patching)]
+    for model, opt_level in calls if order == "O0 first" else reversed(calls):
+        open_session(model, opt_level=opt_level)
+    assert torch.equal(plain(X), expected)
+    assert patched(X).dtype in (torch.float16, torch.bfloat16)
+    assert torch.equal(plain(X), expected)
+
+
+@pytest.mark.parametrize("other", ["O2", "O3", "O5"])
+def test_a_cast_model_beside_a_patching_one_runs_in_its_own_type(other):
+    class Exponent(nn.Linear):
+        def forward(self, x):
+            self.seen = super().forward(x).exp().dtype
+            return x
+
+    cast = Exponent(3, 2)
+    patched = open_session(nn.Linear(3, 2), opt_level="O4")
+    open_session(cast, opt_level=other)
+    cast(X)
+    assert cast.seen is HALVES[other]
+    assert patched(X).dtype is torch.bfloat16
+
+
+def test_a_model_at_o0_inside_of_a_patching_one_runs_without_casts():
+    inner = nn.Linear(3, 3)
+    outer = nn.Sequential(nn.Linear(3, 3), inner, nn.Linear(3, 2))
+    seen = []
+    inner.register_forward_hook(lambda module, args, output: seen.append((args[0].dtype, output.dtype)))
+    open_session(inner, opt_level="O0")
+    open_session(outer, opt_level="O4")
+    assert outer(X).dtype is torch.bfloat16
+    assert seen[0][1] is FULL
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["outer first", "inner first"])
+@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+def test_a_part_passed_as_a_model_of_its_own_works_alone_and_in_the_whole(opt_level, order):
+    outer = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    reference = copy.deepcopy(outer)
+    amp.initialize(reference, opt_level=opt_level, verbosity=0)
+    expected, expected_inner = reference(X), reference[0](X.to(reference[0].weight.dtype))
+    models = [outer, outer[0]]
+    amp.initialize([models[index] for index in order], opt_level=opt_level, verbosity=0)
+    assert torch.equal(outer(X), expected)
+    found = outer[0](X)
+    assert torch.equal(found.float(), expected_inner.float())
+    if opt_level in HALVES:
+        assert found.dtype is FULL
+
+
+@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+def test_a_part_given_to_a_later_call_works_alone_and_in_the_whole(opt_level):
+    outer = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    before = clone_state(outer)
+    open_session(outer, opt_level=opt_level)
+    expected = outer(X)
+    open_session(outer[0], opt_level=opt_level)
+    assert torch.equal(outer(X), expected)
+    outer[0](X)
+    amp.uninitialize()
+    if opt_level != "O3":
+        assert_same_state(dict(outer.state_dict()), before)
+
+
+@pytest.mark.parametrize("opt_level", MASTERED)
+def test_a_model_shared_by_two_calls_is_stepped_by_both_optimizers(opt_level):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    first, second = sgd(model[0]), sgd(model[1])
+    open_session(model, first, opt_level, loss_scale=1.0)
+    open_session(model, second, opt_level, loss_scale=1.0)
+    before = clone_state(model)
+    with amp.scale_loss(model(X).sum(), [first, second]) as scaled:
+        scaled.backward()
+    first.step()
+    second.step()
+    after = clone_state(model)
+    assert all(not torch.equal(after[name], before[name]) for name in before)
+    amp.uninitialize()
+    assert_same_state(dict(model.state_dict()), after)
+    assert {param.dtype for param in model.parameters()} == {FULL}
+    assert not model._forward_hooks
+
+
+def test_a_model_cast_by_one_call_is_refused_by_a_level_that_needs_float32():
+    model = open_session(nn.Linear(3, 2), opt_level="O5")
+    with pytest.raises(
+        amp.AmpValueError, match=r"'weight' was cast to torch\.bfloat16 by an earlier initialize"
+    ):
+        open_session(model, opt_level="O4")
+    assert model(X).dtype is FULL
+
+
+@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+def test_the_same_model_twice_in_one_call_is_one_model(opt_level):
+    model = nn.Linear(3, 2)
+    before = clone_state(model)
+    amp.initialize([model, model], opt_level=opt_level, verbosity=0)
+    model(X)
+    amp.uninitialize()
+    if opt_level != "O3":
+        assert_same_state(dict(model.state_dict()), before)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def move(model):
+    """Gives a model other memory, and other buffers, as a move to another device does."""
+    model._apply(torch.clone)
+
+
+@pytest.mark.parametrize("opt_level", MASTERED)
+def test_a_model_moved_after_initialize_saves_its_unrounded_values(opt_level):
+    model = Net()
+    open_session(model, sgd(model), opt_level)
+    before = clone_state(model)
+    move(model)
+    assert_same_state(dict(model.state_dict()), before)
+
+
+@pytest.mark.parametrize("opt_level", MASTERED)
+def test_a_model_moved_after_initialize_trains(opt_level):
+    model = Net()
+    optimizer = sgd(model)
+    open_session(model, optimizer, opt_level, loss_scale=1.0)
+    twin_model = Net()
+    twin_model.load_state_dict(model.state_dict())
+    twin = sgd(twin_model)
+    amp.initialize(twin_model, twin, opt_level=opt_level, verbosity=0, loss_scale=1.0)
+    move(model)
+    train(model, optimizer, X, steps=2)
+    train(twin_model, twin, X, steps=2)
+    for mine, theirs in zip(amp.master_params(optimizer), amp.master_params(twin), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("opt_level", HALVES)
+def test_a_model_moved_after_initialize_is_float32_after_uninitialize(opt_level):
+    model = Net()
+    expected = {name: value.dtype for name, value in model.state_dict().items()}
+    open_session(model, sgd(model), opt_level)
+    move(model)
+    amp.uninitialize()
+    assert {name: value.dtype for name, value in model.state_dict().items()} == expected
+    assert model(X).dtype is FULL
+
+
+@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+def test_evaluation_mode_and_no_grad_give_what_training_mode_gives(opt_level):
+    model = open_session(nn.Linear(3, 2), opt_level=opt_level)
+    expected = model(X).detach()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(model.eval()(X), expected)
+
+
+# ---- DistributedDataParallel ----
+
+
+@pytest.fixture
+def process_group():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def accumulate_and_step(wrap, opt_level):
+    """Trains two steps of two blocks each; returns the parameters and the gradients of the last step."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    optimizer = sgd(model)
+    open_session(model, optimizer, opt_level, loss_scale=64.0)
+    wrapped = wrap(model)
+    for _ in range(2):
+        for x in (X, 2 * X):
+            with amp.scale_loss(wrapped(x).pow(2).mean(), optimizer) as scaled:
+                scaled.backward()
+        grads = [param.grad.clone() for param in amp.master_params(optimizer)]
+        optimizer.step()
+        optimizer.zero_grad()
+    params = [param.detach().clone() for param in amp.master_params(optimizer)]
+    amp.uninitialize()
+    return params + grads
+
+
+@pytest.mark.parametrize("bucket_view", [False, True], ids=["copies", "bucket views"])
+@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+def test_training_in_distributed_data_parallel_is_bit_equal_to_training_without(
+    process_group, opt_level, bucket_view
+):
+    def wrap(model):
+        return DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
+
+    expected = accumulate_and_step(lambda model: model, opt_level)
+    found = accumulate_and_step(wrap, opt_level)
+    assert len(found) == len(expected) == 8
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype is theirs.dtype
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O5"])
+def test_accumulation_without_synchronization_is_bit_equal(process_group, opt_level):
+    def run(wrap):
+        torch.manual_seed(5)
+        model = nn.Linear(3, 2)
+        optimizer = sgd(model)
+        open_session(model, optimizer, opt_level, loss_scale=64.0)
+        wrapped = wrap(model)
+        if wrapped is model:
+            contexts = [torch.enable_grad, torch.enable_grad]
+        else:
+            contexts = [wrapped.no_sync, torch.enable_grad]
+        for context in contexts:
+            with context(), amp.scale_loss(wrapped(X).pow(2).mean(), optimizer) as scaled:
+                scaled.backward()
+        grads = [param.grad.clone() for param in amp.master_params(optimizer)]
+        amp.uninitialize()
+        return grads
+
+    expected = run(lambda model: model)
+    found = run(lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("opt_level", MASTERED)
+def test_a_wrapped_model_saves_float32(process_group, opt_level):
+    model = Net()
+    before = clone_state(model)
+    wrapped = DistributedDataParallel(open_session(model, opt_level=opt_level))
+    assert_same_state(dict(wrapped.state_dict()), {f"module.{name}": value for name, value in before.items()})
+
+
+def test_a_model_that_is_wrapped_already_is_refused(process_group):
+    wrapped = DistributedDataParallel(Net())
+    with pytest.raises(
+        amp.AmpValueError, match="DistributedDataParallel already: call initialize on the bare"
+    ):
+        open_session(wrapped)

@@ -1,0 +1,486 @@
+"""What stands in for patched functions: what it does, what it refuses, how it passes for the original."""
+
+import copy
+import inspect
+import operator
+import pickle
+import pkgutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+import ampatch as amp
+from ampatch import lists
+from ampatch.table import Cast
+
+FULL, DOUBLE = torch.float32, torch.float64
+LEVELS = {"O1": torch.float16, "O4": torch.bfloat16}
+HALF = torch.bfloat16
+
+
+def open_session(model=None, opt_level="O4", **kwargs):
+    return amp.initialize(model or nn.Linear(2, 2), opt_level=opt_level, verbosity=0, **kwargs)
+
+
+def half(*shape):
+    return torch.rand(shape).to(HALF)
+
+
+def full(*shape):
+    return torch.rand(shape)
+
+
+# ---- A wrapper passes for the function that it wraps ----
+
+PLACES = [
+    pytest.param(table.target, row.name, id=f"{table.target}.{row.name}")
+    for table in lists.TABLES
+    for row in table.select(torch.__version__).rows
+]
+
+
+def faults_of_patched_places(check):
+    """Names the patched places for which `check(place, name, function)` is false."""
+    places = [(param.values, pkgutil.resolve_name(param.values[0])) for param in PLACES]
+    before = {values: getattr(place, values[1]) for values, place in places}
+    open_session()
+    return [
+        ".".join(values)
+        for values, place in places
+        if not check(place, values[1], getattr(place, values[1]), before[values])
+    ]
+
+
+def test_every_row_is_patched():
+    assert faults_of_patched_places(lambda place, name, found, before: found is not before) == []
+
+
+def test_every_wrapper_bears_the_name_of_its_place():
+    def check(place, name, found, before):
+        module = "torch" if place is torch.Tensor else place.__name__
+        qualname = f"Tensor.{name}" if place is torch.Tensor else name
+        return (found.__module__, found.__qualname__) == (module, qualname)
+
+    assert faults_of_patched_places(check) == []
+
+
+def test_every_wrapper_pickles_and_copies_to_itself():
+    def check(place, name, found, before):
+        return pickle.loads(pickle.dumps(found)) is found and copy.deepcopy(found) is found
+
+    assert faults_of_patched_places(check) == []
+
+
+def test_every_wrapper_is_a_plain_function_that_differs_from_the_original():
+    def check(place, name, found, before):
+        return inspect.isfunction(found) and found != before
+
+    assert faults_of_patched_places(check) == []
+
+
+def test_every_wrapper_has_the_signature_and_the_documentation_of_the_original():
+    def signature(function):
+        try:
+            return inspect.signature(function)
+        except ValueError:  # a builtin
+            return None
+
+    def check(place, name, found, before):
+        same = signature(before) is None or signature(found) == signature(before)
+        return same and found.__doc__ == before.__doc__
+
+    assert faults_of_patched_places(check) == []
+
+
+class StoresFunction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.act = F.softmax
+
+    def forward(self, x):
+        return self.act(x, dim=-1)
+
+
+def test_a_module_that_stores_a_patched_function_can_be_copied_and_pickled():
+    open_session()
+    module = StoresFunction()
+    assert copy.deepcopy(module)(half(2, 3)).dtype is FULL
+    assert pickle.loads(pickle.dumps(module))(half(2, 3)).dtype is FULL
+
+
+def test_a_module_that_stored_a_patched_function_works_after_uninitialize():
+    open_session()
+    module = StoresFunction()
+    amp.uninitialize()
+    x = half(2, 3)
+    assert torch.equal(module(x), F.softmax(x, dim=-1))
+
+
+def test_a_module_pickled_with_a_patched_function_loads_after_uninitialize():
+    open_session()
+    data = pickle.dumps(StoresFunction())
+    amp.uninitialize()
+    assert pickle.loads(data).act is F.softmax
+
+
+def test_a_name_bound_before_initialize_is_not_cast():
+    linear = F.linear
+    open_session()
+    assert linear(full(2, 3), full(4, 3)).dtype is FULL
+
+
+# ---- out= ----
+
+
+def test_a_call_with_out_is_left_alone():
+    open_session()
+    a, b, out = full(2, 3), full(3, 4), torch.empty(2, 4)
+    assert torch.mm(a, b, out=out) is out
+    assert torch.equal(out, torch.ops.aten.mm(a, b))
+
+
+def test_a_call_with_half_arguments_and_out_is_left_alone():
+    open_session()
+    a, out = half(2, 3), torch.empty(2, 3, dtype=HALF)
+    torch.exp(a, out=out)
+    assert torch.equal(out, torch.ops.aten.exp(a))
+
+
+@pytest.mark.parametrize("function", [torch.cross, torch.linalg.cross], ids=["torch", "linalg"])
+def test_out_of_a_promoting_function_is_left_alone(function):
+    open_session()
+    out = torch.empty(2, 3)
+    assert function(full(2, 3), full(2, 3), out=out) is out
+
+
+def test_out_none_is_no_out():
+    open_session()
+    assert torch.mm(full(2, 3), full(3, 4), out=None).dtype is HALF
+
+
+# ---- In place ----
+
+IN_PLACE = [row.name for row in lists.TABLES[-1].rows if row.cast is Cast.FP32_INPLACE]
+ARGUMENTS = {
+    "pow_": (2,),
+    "__ipow__": (2,),
+    "cumsum_": (0,),
+    "cumprod_": (0,),
+    "renorm_": (2, 0, 1.0),
+}
+
+
+def test_there_are_blacklisted_functions_in_place():
+    assert lists.TABLES[-1].target == "torch.Tensor"
+    assert {"exp_", "pow_", "cumsum_"} <= set(IN_PLACE)
+
+
+@pytest.mark.parametrize("opt_level", LEVELS)
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_blacklisted_function_in_place_on_a_half_tensor_raises_and_names_itself(name, opt_level):
+    open_session(opt_level=opt_level)
+    tensor = torch.rand(2, 2).to(LEVELS[opt_level])
+    before = tensor.clone()
+    with pytest.raises(amp.BannedFunctionError, match=rf"\b{name}\b.*{tensor.dtype!s}"):
+        getattr(tensor, name)(*ARGUMENTS.get(name, ()))
+    assert torch.equal(tensor, before)
+
+
+@pytest.mark.parametrize("dtype", [FULL, DOUBLE], ids=str)
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_blacklisted_function_in_place_works_on_full_tensors(name, dtype):
+    open_session()
+    tensor = torch.rand(2, 2, dtype=dtype)
+    assert getattr(tensor, name)(*ARGUMENTS.get(name, ())) is tensor
+
+
+@pytest.mark.parametrize("name", ["exp_", "log_", "rsqrt_", "square_"])
+def test_a_blacklisted_function_of_torch_in_place_raises_as_well(name):
+    open_session()
+    with pytest.raises(amp.BannedFunctionError, match=rf"torch\.{name}\b"):
+        getattr(torch, name)(half(2))
+
+
+def test_the_operator_for_a_power_in_place_raises():
+    open_session()
+    x = half(2)
+    with pytest.raises(amp.BannedFunctionError, match="__ipow__"):
+        x **= 2
+
+
+def test_the_error_says_what_to_write_instead():
+    open_session()
+    with pytest.raises(amp.BannedFunctionError, match=r"exp\b(?!_)"):
+        half(2).exp_()
+
+
+def test_a_blacklisted_function_in_place_works_with_casts_off():
+    open_session()
+    x = half(2)
+    with amp.disable_casts():
+        assert x.exp_() is x
+
+
+MATCHING = {
+    "addmm_": lambda x, other: x.addmm_(other(4, 3), other(3, 4)),
+    "addmv_": lambda x, other: x[0].addmv_(other(4, 3), other(3)),
+    "torch.addmv_": lambda x, other: torch.addmv_(x[0], other(4, 3), other(3)),
+    "addbmm_": lambda x, other: x.addbmm_(other(2, 4, 3), other(2, 3, 4)),
+    "baddbmm_": lambda x, other: x[None].baddbmm_(other(1, 4, 3), other(1, 3, 4)),
+    "lerp_": lambda x, other: x.lerp_(other(4, 4), 0.5),
+    "lerp_ by a tensor": lambda x, other: x.lerp_(other(4, 4), other(4, 4)),
+    "index_add_": lambda x, other: x.index_add_(0, torch.tensor([0, 2]), other(2, 4)),
+    "index_copy_": lambda x, other: x.index_copy_(0, torch.tensor([0, 2]), other(2, 4)),
+    "index_put_": lambda x, other: x.index_put_((torch.tensor([0, 2]),), other(2, 4)),
+    "torch.index_put_": lambda x, other: torch.index_put_(x, (torch.tensor([0, 2]),), other(2, 4)),
+    "index_reduce_": lambda x, other: x.index_reduce_(0, torch.tensor([0, 2]), other(2, 4), "amax"),
+    "masked_scatter_": lambda x, other: x.masked_scatter_(torch.eye(4).bool(), other(4)),
+    "put_": lambda x, other: x.put_(torch.tensor([0, 5]), other(2)),
+    "scatter_": lambda x, other: x.scatter_(0, torch.zeros(1, 4, dtype=torch.long), other(1, 4)),
+    "scatter_ by keyword": lambda x, other: x.scatter_(
+        dim=0, index=torch.zeros(1, 4, dtype=torch.long), src=other(1, 4)
+    ),
+    "scatter_add_": lambda x, other: x.scatter_add_(0, torch.zeros(1, 4, dtype=torch.long), other(1, 4)),
+    "scatter_reduce_": lambda x, other: x.scatter_reduce_(
+        0, torch.zeros(1, 4, dtype=torch.long), other(1, 4), "sum"
+    ),
+    "x[mask] = y": lambda x, other: operator.setitem(x, torch.eye(4).bool(), other(4)),
+    "x[indices] = y": lambda x, other: operator.setitem(x, torch.tensor([0, 2]), other(2, 4)),
+    "x[indices, slice] = y": lambda x, other: operator.setitem(x, ([0, 2], slice(None)), other(2, 4)),
+}
+PROMOTED_BY_TORCH = {
+    "x[slice] = y": lambda x, other: operator.setitem(x, slice(0, 2), other(2, 4)),
+    "copy_": lambda x, other: x.copy_(other(4, 4)),
+    "+=": lambda x, other: operator.iadd(x, other(4, 4)),
+    "addcmul_": lambda x, other: x.addcmul_(other(4, 4), other(4, 4)),
+}
+
+
+def run_in_place(call, own, other, then=None):
+    """Calls on an `own` tensor with others of dtype `other`, which are cast to `then` by hand."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.rand(4, 4, generator=generator).to(own)
+    call(x, lambda *shape: torch.rand(shape, generator=generator).to(other).to(then or other))
+    return x
+
+
+MIXED = [pytest.param(FULL, HALF, id="half into float32"), pytest.param(HALF, FULL, id="float32 into half")]
+
+
+@pytest.mark.parametrize(("own", "other"), MIXED)
+@pytest.mark.parametrize("name", MATCHING)
+@pytest.mark.filterwarnings("ignore:index_reduce.. is in beta")
+def test_a_function_in_place_on_mixed_types_follows_self(name, own, other):
+    expected = run_in_place(MATCHING[name], own, other, then=own)
+    open_session()
+    found = run_in_place(MATCHING[name], own, other)
+    assert found.dtype is own
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("own", "other"), MIXED)
+@pytest.mark.parametrize("name", PROMOTED_BY_TORCH)
+def test_a_function_in_place_that_torch_promotes_is_left_to_torch(name, own, other):
+    expected = run_in_place(PROMOTED_BY_TORCH[name], own, other)
+    open_session()
+    assert torch.equal(run_in_place(PROMOTED_BY_TORCH[name], own, other), expected)
+
+
+def test_setitem_of_numbers_and_of_integer_tensors_works():
+    open_session()
+    x, ids = full(4), torch.arange(4)
+    x[ids > 1] = 3.0
+    x[0] = 1
+    ids[ids > 1] = torch.tensor([7, 8])
+    assert x.tolist()[2:] == [3.0, 3.0]
+    assert ids.tolist() == [0, 1, 7, 8]
+
+
+def test_a_float32_cast_of_a_parameter_in_place_still_gives_it_a_gradient():
+    open_session()
+    weight = nn.Parameter(full(3))
+    result = torch.zeros(4, 3, dtype=HALF)
+    result.index_add_(0, torch.tensor([1]), weight[None])
+    result.float().sum().backward()
+    assert weight.grad.tolist() == [1.0, 1.0, 1.0]
+
+
+# ---- Banned ----
+
+
+def probabilities(dtype):
+    return torch.rand(4).clamp(0.1, 0.9).to(dtype)
+
+
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_binary_cross_entropy_on_half_raises_and_points_to_the_logits_form(opt_level):
+    open_session(opt_level=opt_level)
+    with pytest.raises(
+        amp.BannedFunctionError,
+        match=r"binary_cross_entropy was called on .*binary_cross_entropy_with_logits.*allow_banned=True",
+    ):
+        F.binary_cross_entropy(probabilities(LEVELS[opt_level]), torch.ones(4))
+
+
+def test_the_module_for_binary_cross_entropy_raises_as_well():
+    open_session()
+    with pytest.raises(NotImplementedError, match="binary_cross_entropy_with_logits"):
+        nn.BCELoss()(probabilities(HALF), torch.ones(4))
+
+
+def test_binary_cross_entropy_on_float32_is_unchanged():
+    x = probabilities(FULL)
+    expected = F.binary_cross_entropy(x, torch.ones(4))
+    open_session()
+    assert torch.equal(F.binary_cross_entropy(x, torch.ones(4)), expected)
+
+
+def test_allow_banned_casts_binary_cross_entropy_to_float32():
+    x = probabilities(HALF)
+    expected = F.binary_cross_entropy(x.float(), torch.ones(4))
+    open_session(allow_banned=True)
+    assert torch.equal(F.binary_cross_entropy(x, torch.ones(4, dtype=HALF)), expected)
+
+
+def test_binary_cross_entropy_with_casts_off_is_plain_torchs():
+    open_session()
+    with amp.disable_casts():
+        assert F.binary_cross_entropy(probabilities(HALF), torch.ones(4, dtype=HALF)).dtype is HALF
+
+
+# ---- Devices ----
+
+
+def test_meta_tensors_are_not_cast_for_a_model_on_the_cpu():
+    open_session()
+    a = torch.empty(2, 3, device="meta")
+    assert torch.mm(a, a.T).dtype is FULL
+    assert a.to(HALF).exp_().dtype is HALF
+    assert torch.exp(a.to(HALF)).dtype is HALF
+
+
+def test_fake_tensors_on_another_device_are_not_cast():
+    open_session()
+    with FakeTensorMode():
+        a = torch.empty(2, 3, device="cuda")
+        assert torch.mm(a, a.T).dtype is FULL
+
+
+def test_fake_tensors_on_the_models_device_are_cast():
+    open_session()
+    with FakeTensorMode():
+        model = nn.Linear(2, 3)
+        assert [model(torch.empty(4, 2)).dtype for _ in range(2)] == [HALF, HALF]
+
+
+def test_a_second_model_adds_its_device():
+    open_session()
+    amp.initialize(nn.Linear(2, 2, device="meta"), opt_level="O4", verbosity=0)
+    assert torch.mm(torch.empty(2, 3, device="meta"), torch.empty(3, 2, device="meta")).dtype is HALF
+    assert torch.mm(full(2, 3), full(3, 2)).dtype is HALF
+
+
+def test_a_model_moved_after_initialize_takes_its_casts_along():
+    model = open_session(nn.Linear(2, 2))
+    model.to("meta")
+    assert model(torch.empty(3, 2, device="meta")).dtype is HALF
+
+
+# ---- Operators and methods ----
+
+
+def test_operators_and_methods_are_cast():
+    open_session()
+    a, b = full(2, 3), full(3, 4)
+    results = {
+        "a @ b": a @ b,
+        "operator.matmul": operator.matmul(a, b),
+        "unbound": torch.Tensor.matmul(a, b),
+        "method": a.mm(b),
+        "functional": torch.matmul(a, other=b),
+    }
+    assert {name: result.dtype for name, result in results.items()} == dict.fromkeys(results, HALF)
+    x = half(3)
+    powers = [x**2, 2**x, x**x, x.pow(2), torch.Tensor.pow(x, exponent=2), operator.pow(x, 2), pow(x, 2)]
+    assert {result.dtype for result in powers} == {FULL}
+
+
+def test_parameters_have_the_same_methods():
+    open_session()
+    weight = nn.Parameter(full(3, 3))
+    assert (weight @ weight).dtype is HALF
+    assert weight.matmul(weight).requires_grad
+
+
+def test_an_operand_that_torch_does_not_know_gets_its_turn():
+    class Other:
+        def __rmatmul__(self, left):
+            return "right"
+
+        def __rpow__(self, left):
+            return "power"
+
+    open_session()
+    assert full(2, 2) @ Other() == "right"
+    assert full(2) ** Other() == "power"
+
+
+def test_a_wrong_operand_raises_what_torch_raises():
+    x = full(2, 2)
+    with pytest.raises(TypeError) as expected:
+        x @ "a"
+    open_session()
+    with pytest.raises(TypeError) as found:
+        x @ "a"
+    assert str(found.value) == str(expected.value)
+
+
+def test_an_error_of_the_function_passes_through():
+    open_session()
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        torch.mm(full(2, 3), full(2, 3))
+
+
+class Tagged(torch.Tensor):
+    seen = ()
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen += (func,)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_a_tensor_subclass_sees_the_function_and_keeps_its_class():
+    original = torch.matmul
+    open_session()
+    Tagged.seen = ()
+    result = torch.matmul(full(2, 3).as_subclass(Tagged), full(3, 2))
+    assert (type(result), result.dtype) == (Tagged, HALF)
+    assert original in Tagged.seen
+
+
+def test_a_function_mode_sees_the_original_function():
+    original = F.linear
+
+    class Record(TorchFunctionMode):
+        seen = ()
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.seen += (func,)
+            return func(*args, **(kwargs or {}))
+
+    open_session()
+    with Record() as mode:
+        F.linear(full(2, 3), full(4, 3))
+    assert original in mode.seen
+
+
+def test_casts_inside_torch_autocast_give_the_type_of_autocast_or_ours():
+    open_session()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.mm(full(2, 3), full(3, 2)).dtype is HALF
+        assert F.softmax(half(2, 3), dim=1).dtype is FULL
