@@ -113,8 +113,8 @@ class CastCache:
     """The casts of parameters to one dtype, each made once an iteration.
 
     An entry is used only while the parameter is the same object with the same memory, version and
-    requires_grad. A write through `.data` changes none of these, so entries live no longer than an
-    iteration: `clear` is called when a block of `scale_loss` ends, after every optimizer's step, and
+    requires_grad. A write through an earlier `.data` changes none of these, so entries live no longer
+    than an iteration: `clear` is called when a block of `scale_loss` ends, after every optimizer's step, and
     when an initialized model's forward begins after an earlier one's graph was used or dropped.
     Without grad mode entries live for one forward of an initialized model.
 
@@ -136,6 +136,11 @@ class CastCache:
         """Forgets every cast."""
         self._with_grad.clear()
         self.clear_no_grad()
+
+    def forget(self, parameter: Tensor) -> None:
+        """Forgets the casts of one parameter."""
+        for entries in (self._with_grad, self._no_grad, self._inference):
+            entries.pop(id(parameter), None)
 
     def clear_no_grad(self) -> None:
         """Forgets the casts that were made without grad mode."""
@@ -215,6 +220,11 @@ class CastState:
         if dtype not in self._caches:
             self._caches[dtype] = CastCache(dtype, self.thread)
         return self._caches[dtype]
+
+    def forget(self, parameter: Tensor) -> None:
+        """Forgets the cached casts of one parameter."""
+        for cache in self._caches.values():
+            cache.forget(parameter)
 
     def clear_cache(self) -> None:
         """Forgets every cached cast."""

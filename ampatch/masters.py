@@ -18,10 +18,21 @@ def refine(precise: Tensor, half: Tensor) -> Tensor:
 class MasterParam:
     """One half parameter of a model and the float32 parameter that stands for it in the optimizer."""
 
-    __slots__ = ("_grad", "_grad_version", "_pointer", "_version", "half", "master", "optimizers", "steps")
+    __slots__ = (
+        "_grad",
+        "_grad_version",
+        "_pointer",
+        "_touched",
+        "_version",
+        "half",
+        "master",
+        "optimizers",
+        "steps",
+    )
 
-    def __init__(self, half: Parameter, precise: Tensor) -> None:
+    def __init__(self, half: Parameter, precise: Tensor, touched: set[int]) -> None:
         self.half = half
+        self._touched = touched
         self.master = Parameter(precise, requires_grad=half.requires_grad)
         self.master.__dict__.update(half.__dict__)  # attributes that optimizers look for
         self._grad: Tensor | None = None
@@ -33,13 +44,14 @@ class MasterParam:
     def mark_synced(self) -> None:
         """Notes that the half parameter holds the master's rounding."""
         self._version, self._pointer = self.half._version, self.half.data_ptr()
+        self._touched.discard(id(self.half))
 
     def was_edited(self) -> bool:
-        """Whether the half parameter was written or swapped since `mark_synced`.
-
-        A write in place through `.data` leaves no trace and goes unnoticed.
-        """
-        return self._version != self.half._version or self._pointer != self.half.data_ptr()
+        """Whether the half parameter may have been written or swapped since `mark_synced`."""
+        half = self.half
+        if self._version != half._version or self._pointer != half.data_ptr():
+            return True
+        return id(half) in self._touched
 
     def mark_grad_used(self) -> None:
         """Notes that the half gradient, as it is now, has gone into the master's."""
@@ -87,9 +99,13 @@ def _is_same(grad: Tensor, other: Tensor) -> bool:
 
 
 class MasterParams:
-    """The masters of one optimizer, put into its param groups in the place of half parameters."""
+    """The masters of one optimizer, put into its param groups in the place of half parameters.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    `touched` holds the ids of half parameters that may have been written without a trace.
+    """
+
+    def __init__(self, optimizer: Optimizer, touched: set[int]) -> None:
+        self._touched = touched
         self.pairs: list[MasterParam] = []
         self._by_half: dict[int, MasterParam] = {}
         self._by_master: dict[int, MasterParam] = {}
@@ -108,7 +124,7 @@ class MasterParams:
 
     def add(self, half: Parameter, precise: Tensor) -> MasterParam:
         """Makes a master from the float32 values of a half parameter."""
-        pair = MasterParam(half, precise)
+        pair = MasterParam(half, precise, self._touched)
         self.share(pair)
         return pair
 

@@ -49,7 +49,7 @@ class AmpOptimizer:
         self._pending: list[Outcome] = []  # of the blocks since the last step
         self.last_outcomes: list[Outcome] = []  # of the blocks that led to the last step
         self.delayed: Scale | None = None  # what the gradients are still scaled by
-        self._stash: list[tuple[Tensor, Tensor]] = []
+        self._earlier: list[tuple[Tensor, Tensor]] = []
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._stepped: set[int] = set()  # params that a fused optimizer keeps no state for
         self._step: FrameType | None = None  # the call that runs a step
@@ -81,7 +81,7 @@ class AmpOptimizer:
     def _set_aside(self, params: Iterable[Tensor]) -> None:
         for param in params:
             if param.grad is not None:
-                self._stash.append((param, _own_memory(param.grad)))
+                self._earlier.append((param, _own_memory(param.grad)))
                 param.grad = None
 
     @torch.no_grad()
@@ -89,9 +89,9 @@ class AmpOptimizer:
         """Leaves the gradients scaled until a later block, or the step, settles them."""
         if self.delayed is not scale:
             # What was set aside is unscaled: a power of two takes it there and back exactly.
-            self._stash = [(param, scale.scale(earlier)) for param, earlier in self._stash]
+            self._earlier = [(param, scale.scale(earlier)) for param, earlier in self._earlier]
         self.delayed = scale
-        self._add_stash()
+        self._add_earlier()
 
     def settle(self) -> None:
         """Unscales what a block with `delay_unscale` left scaled."""
@@ -106,7 +106,7 @@ class AmpOptimizer:
     def unscale(self, scale: Scale, found_inf: Tensor) -> None:
         """Unscales the new gradients and adds them to the earlier ones; no host sync."""
         if self.delayed is not None:
-            self._add_stash()  # scaled as well
+            self._add_earlier()  # scaled as well
             self.delayed = None
         fresh = [pair for pair in self.masters if pair.has_fresh_grad()]
         grads = cast_grads(fresh)
@@ -114,7 +114,7 @@ class AmpOptimizer:
             own = [param.grad for param in self._own_params() if param.grad is not None]
             scale.unscale_(grads + own, found_inf)
         _feed(fresh, grads)
-        self._add_stash()
+        self._add_earlier()
 
     def adopt_grads(self) -> None:
         """Takes over gradients of a `backward` outside any block of `scale_loss`: unscaled ones."""
@@ -133,17 +133,17 @@ class AmpOptimizer:
             params = self._model_params()
         for param in params:
             param.grad = None
-        self._add_stash()
+        self._add_earlier()
 
     def _model_params(self) -> list[Tensor]:
         """The parameters that backward gives gradients to."""
         return [*self._own_params(), *(pair.half for pair in self.masters)]
 
     @torch.no_grad()
-    def _add_stash(self) -> None:
+    def _add_earlier(self) -> None:
         """Adds the new gradients to those that were set aside."""
-        stash, self._stash = self._stash, []
-        for param, earlier in stash:
+        set_aside, self._earlier = self._earlier, []
+        for param, earlier in set_aside:
             param.grad = earlier if param.grad is None else add_grads(earlier, param.grad)
 
     def note(self, outcome: Outcome) -> None:

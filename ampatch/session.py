@@ -22,6 +22,7 @@ from ampatch.call import (
     validate_optimizers,
 )
 from ampatch.cast import CASTS
+from ampatch.data_watch import DataWatch
 from ampatch.errors import AmpTypeError, AmpValueError, NotInitializedError
 from ampatch.loss_scale import is_number, validate_scale
 from ampatch.masters import MasterParams
@@ -48,6 +49,7 @@ class Session(StepListener):
     def __init__(self) -> None:
         self.casts = CASTS
         self.torch_patch = TorchPatch(self.casts)
+        self._data_watch = DataWatch(self.casts)
         self.observers: tuple[Observer, ...] = ()
         self.overrides: dict[str, object] = {}
         self._reset()
@@ -85,6 +87,8 @@ class Session(StepListener):
         with ExitStack() as undo:
             if request.policy.is_pure_half:
                 undo.callback(self._raise_states, call)
+            if request.policy.master_weights or request.policy.patch_torch_functions:
+                self._data_watch.open(undo)
             caster = ModelCaster(request.models, request.policy, kept, self.casts, self._values)
             undo.callback(caster.close)
             caster.open()
@@ -104,7 +108,7 @@ class Session(StepListener):
 
     def _open_optimizer(self, given: object, call: Call, undo: ExitStack) -> None:
         optimizer = unwrap_optimizer(given)
-        masters = MasterParams(optimizer)
+        masters = MasterParams(optimizer, self._data_watch.touched)
         amp = AmpOptimizer(optimizer, masters, self)
         if call.request.policy.master_weights:
             self._open_masters(amp, undo)

@@ -381,6 +381,20 @@ def test_a_second_forward_before_the_step_does_not_outlive_it(make):
     assert_fresh(model)
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["given to initialize", "not given"])
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_a_step_is_seen_while_a_graph_from_before_it_still_waits_for_its_backward(make, known):
+    model = nn.Linear(3, 5)
+    optimizer = make(model.parameters())
+    open_session(model, optimizer if known else None)
+    waiting = model(X)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert_fresh(model)
+    assert waiting.requires_grad
+
+
 def swap(model, other):
     """Swaps the values of two models through `.data`, in the memory that they have."""
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
@@ -545,6 +559,42 @@ def test_a_transform_of_torch_func_leaves_no_dead_cast_behind(linear):
     torch.func.vmap(linear)(X)
     linear(X).float().sum().backward()
     assert torch.equal(grads["weight"], linear.weight.grad)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.jacfwd])
+def test_a_transform_over_the_input_leaves_no_dead_cast_behind(linear, transform):
+    transform(lambda x: linear(x).float().sum())(X)
+    linear(X).float().sum().backward()
+    assert torch.equal(linear.weight.grad, X.to(HALF).float().sum(0).expand(5, 3))
+    with torch.no_grad():
+        transform(lambda x: linear(x).float().sum())(X)
+        assert_fresh(linear)
+
+
+class ShowsCasts(nn.Module):
+    """Keeps the casts of its weight in inference mode and outside of it, in one forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 3))
+
+    def forward(self, x):
+        with torch.inference_mode():
+            self.inside = show_half(self.weight)
+        self.outside = show_half(self.weight)
+        return x
+
+
+@amp.half_function
+def show_half(tensor):
+    return tensor
+
+
+def test_a_cast_made_in_inference_mode_serves_nothing_outside_of_it_in_the_same_forward():
+    model = open_session(ShowsCasts())
+    with torch.no_grad():
+        model(X)
+    assert (model.inside.is_inference(), model.outside.is_inference()) == (True, False)
 
 
 # ---- Memory and threads ----
