@@ -30,7 +30,7 @@ class Request:
     keep_fp32: tuple[Keep, ...]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Call:
     """What one call of `initialize` set up; each optimizer belongs to the call that took it."""
 

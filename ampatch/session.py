@@ -97,6 +97,8 @@ class Session(StepListener):
             if request.policy.patch_torch_functions:
                 trace = say if request.verbosity >= 2 else None
                 self.torch_patch.open(request.policy, device_types(request), trace, undo)
+            self._calls.append(call)
+            undo.callback(self._calls.remove, call)
             self._announce(request)
             for observer in self.observers:
                 observer.on_initialize(request.policy)
@@ -104,7 +106,6 @@ class Session(StepListener):
         # Nothing raises from here on: what follows cannot be undone exactly.
         if request.policy.is_pure_half:
             self._lower(caster, call)
-        self._calls.append(call)
 
     def _open_optimizer(self, given: object, call: Call, undo: ExitStack) -> None:
         optimizer = unwrap_optimizer(given)

@@ -561,6 +561,7 @@ def test_a_transform_of_torch_func_leaves_no_dead_cast_behind(linear):
     assert torch.equal(grads["weight"], linear.weight.grad)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.jacfwd])
 def test_a_transform_over_the_input_leaves_no_dead_cast_behind(linear, transform):
     transform(lambda x: linear(x).float().sum())(X)
