@@ -148,6 +148,7 @@ class ModelCaster:
 
     def _cast_weights(self, dtype: torch.dtype) -> None:
         float32 = self._float32_tensors()
+        self._stack.callback(self._flatten_recurrent)  # runs last, on restored weights
         for module in _modules(self._models):
             for name, tensor in own_tensors(module):
                 if tensor.dtype is torch.float32 and id(tensor) not in float32:
@@ -156,7 +157,6 @@ class ModelCaster:
                     self._cast.append(cast)
                     cast.cast(dtype)
         self._flatten_recurrent()
-        self._stack.callback(self._flatten_recurrent)
 
     def _float32_tensors(self) -> set[int]:
         """The tensors that stay float32, by identity."""

@@ -125,7 +125,7 @@ class Overrides:
     min_loss_scale: float | None = None
     max_loss_scale: float | None = 2.0**24
     dtype: object = None
-    allow_banned: bool = False
+    allow_banned: object = False
 
 
 def find_level(opt_level: object) -> Policy:
@@ -152,7 +152,7 @@ def resolve(opt_level: object, overrides: Overrides) -> Policy:
         policy,
         loss_scale=_resolve_loss_scale(level, policy, overrides),
         cast_model_outputs=parse_dtype("cast_model_outputs", overrides.cast_model_outputs),
-        allow_banned=bool(overrides.allow_banned),
+        allow_banned=bool(parse_flag("allow_banned", overrides.allow_banned)),
     )
 
 

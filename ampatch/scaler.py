@@ -88,11 +88,12 @@ class Scale:
     def unscale_(self, grads: Iterable[Tensor], found_inf: Tensor) -> None:
         """Divides gradients by the scale, and sets `found_inf` to 1 where one is inf or NaN.
 
-        Takes gradients of any floating dtype, on any devices, sparse ones as well; no host sync.
+        Takes floating and complex gradients, on any devices, sparse ones as well; no host sync.
         """
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for grad in grads:
             values = grad._values() if grad.is_sparse else grad
+            values = torch.view_as_real(values) if values.is_complex() else values
             by_kind[values.device, values.dtype].append(values)
         for (device, _), group in by_kind.items():
             self._unscale_group_(group, found_inf, device)

@@ -99,6 +99,7 @@ class Session(StepListener):
                 self.torch_patch.open(request.policy, device_types(request), trace, undo)
             self._calls.append(call)
             undo.callback(self._calls.remove, call)
+            self._passive = [item for item in self._passive if id(item) not in self._by_optimizer]
             self._announce(request)
             for observer in self.observers:
                 observer.on_initialize(request.policy)
@@ -283,9 +284,9 @@ def _validate_scaler_state(key: object, state: object) -> None:
         )
     validate_scale(f"nothing is loaded, state_dict[{key!r}]['loss_scale']", state["loss_scale"])
     unskipped = state["unskipped"]
-    if not is_number(unskipped) or unskipped < 0:
+    if not is_number(unskipped) or not 0 <= unskipped < 2**31:
         raise AmpValueError(
-            f"nothing is loaded, state_dict[{key!r}]['unskipped'] {unskipped!r}: expected a number from 0 on"
+            f"nothing is loaded, state_dict[{key!r}]['unskipped'] {unskipped!r}: expected 0 to 2**31"
         )
 
 

@@ -16,6 +16,7 @@ from ampatch.patcher import Patcher, place_rows, qualify
 from ampatch.policy import Policy
 from ampatch.recurrent import allow_half_input
 from ampatch.registration import Registration, bind
+from ampatch.scripting import ScriptNames
 from ampatch.wrapper import wrap
 
 
@@ -60,13 +61,17 @@ class TorchPatch:
         # Weights change in a step, and fused optimizers do not bump their version.
         hook = register_optimizer_step_post_hook(lambda *_: casts.clear_cache())
         undo.callback(hook.remove)
-        self._patch_rows(self._patcher, policy, trace)
+        names = ScriptNames()
+        undo.callback(names.close)
+        self._patch_rows(self._patcher, policy, trace, names)
         self._patcher.replace(torch.nn.RNNBase, "check_input", allow_half_input(casts.thread))
         patch_checkpoint(self._patcher, casts.thread)
         for registration in self._registrations.values():
             self._bind(registration)
 
-    def _patch_rows(self, patcher: Patcher, policy: Policy, trace: Callable[[str], None] | None) -> None:
+    def _patch_rows(
+        self, patcher: Patcher, policy: Policy, trace: Callable[[str], None] | None, names: ScriptNames
+    ) -> None:
         for (parent, attribute), row in place_rows(lists.TABLES, torch.__version__):
             if (id(parent), attribute) in self._registrations:
                 continue
@@ -74,6 +79,7 @@ class TorchPatch:
             place = qualify(parent, attribute)
             wrapper = wrap(original, row.cast, self._casts, policy.half, place=place, trace=trace)
             patcher.replace(parent, attribute, wrapper)
+            names.add(wrapper, original)
 
     def _close(self) -> None:
         patcher, self._patcher = self._patcher, None

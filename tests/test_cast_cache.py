@@ -297,6 +297,15 @@ def test_a_step_written_by_hand_through_data_is_seen_after_a_plain_backward():
     assert_fresh(model)
 
 
+def test_a_step_written_by_hand_is_seen_while_the_output_is_still_held():
+    model = open_session(nn.Linear(3, 5))
+    output = model(X)
+    output.sum().backward()
+    write_data(model)
+    assert_fresh(model)
+    assert output.grad_fn is not None
+
+
 def test_a_weight_that_functions_use_outside_of_any_model_is_seen_after_a_step_by_hand(linear):
     def assert_fresh_outside():
         found = torch.nn.functional.linear(X, linear.weight, linear.bias)
@@ -570,6 +579,24 @@ def test_a_transform_over_the_input_leaves_no_dead_cast_behind(linear, transform
     with torch.no_grad():
         transform(lambda x: linear(x).float().sum())(X)
         assert_fresh(linear)
+
+
+def test_a_transform_inside_of_a_forward_leaves_no_dead_cast_behind():
+    class Energy(nn.Module):
+        """As models of forces are: the derivative of one layer, and then the layer itself."""
+
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 5)
+
+        def forward(self, x):
+            forces = torch.func.grad(lambda y: self.linear(y).float().sum())(x)
+            return self.linear(x).float().sum() + forces.sum()
+
+    model = open_session(Energy())
+    model(X).backward()
+    expected = X.to(HALF).float().sum(0).expand(5, 3) + float(len(X))
+    assert torch.equal(model.linear.weight.grad, expected)
 
 
 class ShowsCasts(nn.Module):

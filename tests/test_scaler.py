@@ -405,3 +405,13 @@ def test_a_disabled_session_saves_and_loads_nothing():
     amp.initialize(model, optimizer, enabled=False)
     assert amp.state_dict() == {}
     amp.load_state_dict({})
+
+
+def test_complex_gradients_are_unscaled_and_checked():
+    scaler = LossScaler(0, amp.DynamicLossScale(init_scale=4.0), torch.device("cpu"))
+    grad, found_inf = torch.tensor([4 + 8j, 2j]), scaler.new_found_inf()
+    scaler.unscale_([grad], found_inf)
+    assert torch.equal(grad, torch.tensor([1 + 2j, 0.5j]))
+    assert found_inf == 0
+    scaler.unscale_([torch.tensor([complex(1, math.inf)])], found_inf)
+    assert found_inf == 1
