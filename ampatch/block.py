@@ -50,6 +50,8 @@ class ScaledLoss:
         traceback: TracebackType | None,
     ) -> None:
         self._end_iteration()
+        for optimizer in self._optimizers:
+            optimizer.is_in_block = False
         if kind is not None:
             for optimizer in self._optimizers:
                 optimizer.discard_grads(self._scale)

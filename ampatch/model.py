@@ -43,6 +43,7 @@ def validate_models(models: Sequence[object], policy: Policy, values: Float32Val
                 f"bare model, then wrap what it returns"
             )
         _validate_dtypes(index, model, policy, values)
+        _validate_scripted(index, model, policy)
 
 
 def _validate_dtypes(index: int, model: Module, policy: Policy, values: Float32Values) -> None:
@@ -55,13 +56,23 @@ def _validate_dtypes(index: int, model: Module, policy: Policy, values: Float32V
         if param.dtype in HALF_TYPES and param not in values:
             raise AmpValueError(
                 f"models[{index}]: parameter {name!r} is {param.dtype} already: expected float32; remove "
-                f".half() or .bfloat16() from the model, the opt level casts it"
+                f".half() or .bfloat16() from the model, the opt level casts it (a copy of an initialized "
+                f"model must be made before initialize)"
             )
         if param.dtype in HALF_TYPES and not policy.casts_model:
             raise AmpValueError(
                 f"models[{index}]: parameter {name!r} was cast to {param.dtype} by an earlier initialize: "
                 f"use that opt level for both, or uninitialize first"
             )
+
+
+def _validate_scripted(index: int, model: Module, policy: Policy) -> None:
+    scripted = [name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    if policy.casts_model and scripted:
+        raise AmpValueError(
+            f"models[{index}]: module {scripted[0]!r} is scripted, and takes no hooks: expected a "
+            f"model of Python modules; script it after uninitialize, or use opt_level='O1' or 'O4'"
+        )
 
 
 def normalize_keep(keep_fp32: object) -> tuple[Keep, ...]:
@@ -207,6 +218,7 @@ class ModelCaster:
         enter = EnterForward(self._state, off, dtype)
         self._stack.callback(module.register_forward_pre_hook(enter).remove)
         leave = ExitForward(self._state)
+        # Always: a forward that raised must not stay on record, and its tensors alive with it.
         self._stack.callback(module.register_forward_hook(leave, always_call=True).remove)
 
     def _hook_inputs(self, module: Module, dtype: torch.dtype) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ampatch.errors import AmpError
 from ampatch.masters import MasterParam, MasterParams, cast_grads
 from ampatch.scaler import Outcome, Scale
 from ampatch.thread import is_running
@@ -48,6 +49,7 @@ class AmpOptimizer:
         self._listener = listener
         self._pending: list[Outcome] = []  # of the blocks since the last step
         self.last_outcomes: list[Outcome] = []  # of the blocks that led to the last step
+        self.is_in_block = False  # of scale_loss
         self.delayed: Scale | None = None  # what the gradients are still scaled by
         self._earlier: list[tuple[Tensor, Tensor]] = []
         self._hidden: list[tuple[Tensor, Tensor]] = []
@@ -67,7 +69,16 @@ class AmpOptimizer:
     # A block of scale_loss
 
     def prepare_backward(self, scale: Scale) -> None:
-        """Sets earlier gradients aside, so that the new ones are seen apart from them."""
+        """Sets earlier gradients aside, so that the new ones are seen apart from them.
+
+        Raises AmpError inside another block of this optimizer, whose gradients would mix with these.
+        """
+        if self.is_in_block:
+            raise AmpError(
+                f"scale_loss: {type(self.optimizer).__name__} is inside another block of scale_loss already, "
+                f"and gradients of two scales would mix: end that block first, or add the losses"
+            )
+        self.is_in_block = True
         if self.delayed is scale:
             self._set_aside(self._model_params())
             return

@@ -84,7 +84,8 @@ class Session(StepListener):
         validate_optimizers(request, self._calls)
         self.torch_patch.validate(request.policy)
         call = Call(request, make_scalers(request, len(self.scalers())))
-        with ExitStack() as undo:
+        # Tensors made in inference mode would never get gradients.
+        with torch.inference_mode(mode=False), ExitStack() as undo:
             if request.policy.is_pure_half:
                 undo.callback(self._raise_states, call)
             if request.policy.master_weights or request.policy.patch_torch_functions:

@@ -63,7 +63,7 @@ class Float32Values:
         half = tensor.detach()
         if precise is None:
             return half.float()
-        if half.layout is not torch.strided:  # torch cannot compare these
+        if half.is_meta or half.layout is not torch.strided:  # torch cannot compare these
             return precise if tensor._version == 0 else half.float()
         precise = precise.detach().to(half.device)
         if torch.equal(precise.to(half.dtype), half):

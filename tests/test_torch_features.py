@@ -72,3 +72,44 @@ def test_a_call_that_is_enabled_wins_over_an_earlier_one_that_was_not():
     loss = model(torch.ones(1, 2)).sum()
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         assert torch.equal(scaled_loss, loss * 2.0**16)
+
+
+def test_blocks_of_one_optimizer_cannot_be_nested_and_the_outer_one_goes_on():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O4", loss_scale=8.0, verbosity=0)
+    x = torch.ones(1, 2)
+    inner = amp.scale_loss(model(x).sum(), optimizer)
+    with amp.scale_loss(model(x).sum(), optimizer) as outer:
+        with pytest.raises(amp.AmpError, match=r"SGD is inside another block .* end that block first"):
+            inner.__enter__()
+        outer.backward()
+    assert torch.equal(model.weight.grad, torch.ones(2, 2))
+
+
+def test_a_model_initialized_in_inference_mode_trains():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+    with torch.inference_mode():
+        amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert torch.equal(next(amp.master_params(optimizer)), before - 0.1)
+
+
+@SCRIPTS
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_scripted_part_of_a_model_to_cast_is_refused(level):
+    model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(amp.AmpValueError, match=r"module '0' is scripted.*expected .*script it after"):
+        amp.initialize(model, opt_level=level, verbosity=0)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_model_on_the_meta_device_comes_back_as_float32(level):
+    model = nn.Linear(2, 2, device="meta")
+    amp.initialize(model, opt_level=level, verbosity=0)
+    amp.uninitialize()
+    assert model.weight.dtype is torch.float32
