@@ -33,6 +33,7 @@ class ScaledLoss:
         self._optimizers = optimizers
         self._scaler = scaler
         self._scale: Scale | None = None
+        self._is_over = False
         self._end_iteration = end_iteration
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
@@ -40,7 +41,7 @@ class ScaledLoss:
     def __enter__(self) -> Tensor:
         self._scale = self._scaler.begin(self._loss.device)
         for optimizer in self._optimizers:
-            optimizer.prepare_backward(self._scale)
+            optimizer.prepare_backward(self._scale, self._end)
         return self._scale.scale(self._loss.float())
 
     def __exit__(
@@ -49,22 +50,37 @@ class ScaledLoss:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._end_iteration()
-        for optimizer in self._optimizers:
-            optimizer.is_in_block = False
-        if kind is not None:
+        if kind is None:
+            self._end()
+        elif not self._is_over:
+            self._close()
             for optimizer in self._optimizers:
                 optimizer.discard_grads(self._scale)
-        elif self._delay_unscale:
+
+    def _end(self) -> None:
+        """Unscales what the block made; also called by a step inside it, and then only once."""
+        if self._is_over:
+            return
+        self._close()
+        if self._delay_unscale:
             for optimizer in self._optimizers:
                 optimizer.delay(self._scale)
         else:
             self._unscale()
 
+    def _close(self) -> None:
+        self._is_over = True
+        self._end_iteration()
+        for optimizer in self._optimizers:
+            optimizer.end_block = None
+
     def _unscale(self) -> None:
         found_inf = self._scaler.new_found_inf()
+        done: set[int] = set()  # gradients of parameters that two of the optimizers share
         for optimizer in self._optimizers:
-            optimizer.unscale(self._scale, found_inf)
+            optimizer.unscale(self._scale, found_inf, done)
+        for optimizer in self._optimizers:
+            optimizer.end_backward()
         if self._scaler.is_dynamic:
             outcome = self._scaler.finish(found_inf, update=not self._delay_overflow_check)
             for optimizer in self._optimizers:

@@ -14,7 +14,7 @@ from ampatch.errors import AmpError, AmpTypeError, AmpValueError
 from ampatch.loss_scale import DynamicLossScale
 from ampatch.model import Keep
 from ampatch.optimizer import AmpOptimizer
-from ampatch.policy import Policy
+from ampatch.policy import OPT_LEVELS, Policy
 from ampatch.scaler import LossScaler
 
 
@@ -57,16 +57,28 @@ def validate_optimizers(request: Request, calls: Sequence[Call]) -> None:
 
 
 def unwrap_optimizer(given: object, index: int = 0) -> Optimizer:
-    """Returns the optimizer, or the one inside a wrapper such as LARC, which is no Optimizer itself."""
+    """Returns the optimizer, or the one inside a wrapper such as LARC, which has no hooks itself.
+
+    Some wrappers derive from Optimizer and never call its `__init__`: these count as wrappers too.
+    """
     inner = given
-    while not isinstance(inner, Optimizer):
-        inner = getattr(inner, "optim", None)
+    while not hasattr(inner, "_optimizer_step_pre_hooks"):
+        inner = getattr(inner, "optim", None) or getattr(inner, "optimizer", None)
         if inner is None:
+            hint = f"; a level is given as opt_level={given!r}" if given in (*OPT_LEVELS,) else ""
             raise AmpTypeError(
                 f"optimizers[{index}] is a {type(given).__name__}: expected a torch.optim.Optimizer "
-                f"or a list of them"
+                f"or a list of them{hint}"
             )
     return inner
+
+
+def find_inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Returns an optimizer and those inside it, on the same parameters: SAM and Lookahead step these."""
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    shared = [one for one in inner if params & {id(p) for group in one.param_groups for p in group["params"]}]
+    return [optimizer, *shared]
 
 
 def _validate_params(index: int, optimizer: Optimizer, known: set[int]) -> None:

@@ -31,7 +31,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exits with status 2 and says what is wrong and where help is."""
-        self.exit(BAD_INPUT, f"{self.prog}: {message} (help: {self.prog} --help)\n")
+        hint = "; the script's own go after --" if message.startswith("unrecognized arguments") else ""
+        self.exit(BAD_INPUT, f"{self.prog}: {message}{hint} (help: {self.prog} --help)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,19 +9,20 @@ from torch.nn import Parameter
 
 from ampatch.cast import CastState
 from ampatch.patcher import Patcher, get_raw
-from ampatch.precision import HALF_TYPES
 
 
 class DataWatch:
     """Watches `Parameter.data` while a session depends on weights that it copied.
 
-    Who asks for `.data` may write: a cached cast is forgotten, and a half weight noted in `touched`,
-    so that the next step compares it with its master. Idioms such as `p.data.clamp_(-c, c)` work.
+    Who asks for `.data` may write: a cached cast is forgotten, and the parameter noted in `touched` if
+    it is in `watched` (half weights and their masters), so that the two are compared before they are
+    used. Idioms such as `p.data.clamp_(-c, c)` work.
     """
 
     def __init__(self, casts: CastState) -> None:
         self._casts = casts
         self._is_open = False
+        self.watched: set[int] = set()
         self.touched: set[int] = set()
 
     def open(self, undo: ExitStack) -> None:
@@ -45,10 +46,11 @@ class DataWatch:
 
     def _note(self, parameter: Parameter) -> None:
         self._casts.forget(parameter)
-        if parameter.dtype in HALF_TYPES:
+        if id(parameter) in self.watched:
             self.touched.add(id(parameter))
 
     def _close(self, patcher: Patcher) -> None:
         self._is_open = False
+        self.watched.clear()
         self.touched.clear()
         patcher.close()

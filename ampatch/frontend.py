@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ampatch.block import ScaledLoss
 from ampatch.call import Request, unwrap_optimizer
+from ampatch.checkpoints import load_scalers, save_scalers
 from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.loss_scale import DynamicLossScale
 from ampatch.model import normalize_keep
@@ -180,14 +181,16 @@ def master_params(optimizer: object) -> Iterator[Tensor]:
 
     Works without `initialize` too.
     """
-    for group in optimizer.param_groups:  # type: ignore[attr-defined]
+    if not hasattr(optimizer, "param_groups"):
+        raise AmpTypeError(f"optimizer is a {type(optimizer).__name__}: expected one torch.optim.Optimizer")
+    for group in optimizer.param_groups:
         yield from group["params"]
 
 
 def state_dict() -> dict[str, dict[str, float | int]]:
     """Returns the state of every loss scaler, in apex's format; one host sync for each that is dynamic."""
     SESSION.require_open()
-    return {f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(SESSION.scalers())}
+    return save_scalers(SESSION.scalers())
 
 
 def load_state_dict(state_dict: dict[str, dict[str, float | int]]) -> None:
@@ -197,7 +200,7 @@ def load_state_dict(state_dict: dict[str, dict[str, float | int]]) -> None:
     if the number of scalers differs: those that both have are loaded.
     """
     SESSION.require_open()
-    SESSION.load_scalers(state_dict)
+    load_scalers(SESSION.scalers(), state_dict)
 
 
 def step_was_skipped(optimizer: object) -> bool:

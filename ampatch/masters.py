@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -19,15 +19,8 @@ class MasterParam:
     """One half parameter of a model and the float32 parameter that stands for it in the optimizer."""
 
     __slots__ = (
-        "_grad",
-        "_grad_version",
-        "_pointer",
-        "_touched",
-        "_version",
-        "half",
-        "master",
-        "optimizers",
-        "steps",
+        *("_grad", "_grad_version", "_master_version", "_pointer", "_touched", "_version"),
+        *("_last", "_seen", "half", "master", "optimizers", "steps"),
     )
 
     def __init__(self, half: Parameter, precise: Tensor, touched: set[int]) -> None:
@@ -35,7 +28,9 @@ class MasterParam:
         self._touched = touched
         self.master = Parameter(precise, requires_grad=half.requires_grad)
         self.master.__dict__.update(half.__dict__)  # attributes that optimizers look for
-        self._grad: Tensor | None = None
+        self._grad: Tensor | None = None  # the half gradient that has gone into the master's
+        self._seen: Tensor | None = None  # the half gradient that the last block left
+        self._last: Tensor | None = None  # the one from before the block that is open
         self._grad_version = 0
         self.optimizers = 0  # how many step the master
         self.steps = 0  # how many of them have used its gradient
@@ -44,7 +39,12 @@ class MasterParam:
     def mark_synced(self) -> None:
         """Notes that the half parameter holds the master's rounding."""
         self._version, self._pointer = self.half._version, self.half.data_ptr()
-        self._touched.discard(id(self.half))
+        self._master_version = self.master._version
+        self._touched.difference_update((id(self.half), id(self.master)))
+
+    def was_master_edited(self) -> bool:
+        """Whether the master may have been written since `mark_synced`, by whom so ever."""
+        return self._master_version != self.master._version or id(self.master) in self._touched
 
     def was_edited(self) -> bool:
         """Whether the half parameter may have been written or swapped since `mark_synced`."""
@@ -55,8 +55,25 @@ class MasterParam:
 
     def mark_grad_used(self) -> None:
         """Notes that the half gradient, as it is now, has gone into the master's."""
-        self._grad = self.half.grad
+        self._grad = self._seen = self.half.grad
         self._grad_version = 0 if self._grad is None else self._grad._version
+
+    def begin_backward(self) -> None:
+        """Takes the half gradient away, so that what is there afterwards is new."""
+        self._last, self.half.grad = self.half.grad, None
+        self.mark_grad_used()
+
+    def continue_backward(self) -> None:
+        """Lets the gradient of an earlier block, which stayed scaled, count together with new ones."""
+        self._grad = None
+
+    def end_backward(self) -> None:
+        """Notes what a block leaves; one that made no gradient leaves the one from before."""
+        last, self._last = self._last, None
+        if self.half.grad is None and last is not None:
+            self.half.grad = last
+            self.mark_grad_used()
+        self._seen = self.half.grad
 
     def has_fresh_grad(self) -> bool:
         """Whether there is a half gradient that has not gone into the master's.
@@ -88,8 +105,8 @@ class MasterParam:
         self.steps = 0
 
     def was_grad_cleared(self) -> bool:
-        """Whether the half gradient was set to None after its use."""
-        return self._grad is not None and self.half.grad is None
+        """Whether the half gradient was set to None after a block."""
+        return self._seen is not None and self.half.grad is None
 
 
 def _is_same(grad: Tensor, other: Tensor) -> bool:
@@ -101,15 +118,16 @@ def _is_same(grad: Tensor, other: Tensor) -> bool:
 class MasterParams:
     """The masters of one optimizer, put into its param groups in the place of half parameters.
 
-    `touched` holds the ids of half parameters that may have been written without a trace.
+    `optimizers` are the optimizer and those inside it. `touched` holds the ids of parameters that may
+    have been written without a trace.
     """
 
-    def __init__(self, optimizer: Optimizer, touched: set[int]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], touched: set[int]) -> None:
         self._touched = touched
         self.pairs: list[MasterParam] = []
         self._by_half: dict[int, MasterParam] = {}
         self._by_master: dict[int, MasterParam] = {}
-        self._optimizer = optimizer
+        self._optimizers = optimizers
 
     def __iter__(self) -> Iterator[MasterParam]:
         return iter(self.pairs)
@@ -144,13 +162,14 @@ class MasterParams:
         self._replace({key: pair.half for key, pair in self._by_master.items()})
 
     def _replace(self, by_id: dict[int, Parameter]) -> None:
-        for group in self._optimizer.param_groups:
-            params = group["params"]
-            params[:] = [by_id.get(id(param), param) for param in params]
-        state = self._optimizer.state
-        items = [(by_id.get(id(param), param), value) for param, value in state.items()]
-        state.clear()
-        state.update(items)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                params = group["params"]
+                params[:] = [by_id.get(id(param), param) for param in params]
+            state = optimizer.state
+            items = [(by_id.get(id(param), param), value) for param, value in state.items()]
+            state.clear()
+            state.update(items)
 
     @torch.no_grad()
     def take_edits(self) -> None:
@@ -159,15 +178,13 @@ class MasterParams:
             if pair.was_edited():
                 pair.master.copy_(refine(pair.master.detach(), pair.half.detach()))
 
-    @torch.no_grad()
     def copy_to_model(self) -> None:
         """Rounds the masters into the model's parameters; no host sync."""
-        if not self.pairs:
-            return
-        halves = [pair.half for pair in self.pairs]
-        torch._foreach_copy_(halves, [pair.master for pair in self.pairs])
-        for pair in self.pairs:
-            pair.mark_synced()
+        _round(self.pairs)
+
+    def copy_edits_to_model(self) -> None:
+        """Rounds the masters that were written outside of a step, as some optimizers do; no host sync."""
+        _round([pair for pair in self.pairs if pair.was_master_edited()])
 
     def drop_restarted(self) -> bool:
         """Drops masters' gradients where the model's were cleared: a wish to start over.
@@ -176,12 +193,14 @@ class MasterParams:
         one host sync, and that only if one was changed in place.
         """
         edited = [pair for pair in self.pairs if pair.was_grad_edited() and not pair.half.grad.is_sparse]
-        values = torch.stack([pair.half.grad.any().cpu() for pair in edited]).tolist() if edited else []
-        zeroed = [pair for pair, nonzero in zip(edited, values, strict=True) if not nonzero]
+        # Zeroing leaves +0 everywhere; clipping by an infinite norm, for one, leaves -0 and nan as well.
+        bits = [pair.half.grad.detach().view(torch.int16).any().cpu() for pair in edited]
+        is_changed = bool(bits) and bool(torch.stack(bits).any())
+        zeroed = [] if is_changed else edited
         for pair in [*(pair for pair in self.pairs if pair.was_grad_cleared()), *zeroed]:
             pair.clear_master_grad()
             pair.mark_grad_used()
-        return any(values)
+        return is_changed
 
     def drop_grads(self) -> None:
         """Clears the masters' gradients once every optimizer that steps them has used them.
@@ -199,11 +218,12 @@ class MasterParams:
         for pair in self.pairs:
             if pair.steps:
                 pair.clear_master_grad()
-            pair.half.grad = None
-            pair.mark_grad_used()
+            pair.begin_backward()
 
 
 @torch.no_grad()
-def cast_grads(pairs: Iterable[MasterParam]) -> list[Tensor]:
-    """Returns the half gradients in float32, as new tensors."""
-    return [pair.half.grad.float() for pair in pairs]
+def _round(pairs: list[MasterParam]) -> None:
+    if pairs:
+        torch._foreach_copy_([pair.half for pair in pairs], [pair.master for pair in pairs])
+        for pair in pairs:
+            pair.mark_synced()

@@ -68,7 +68,7 @@ def _validate_dtypes(index: int, model: Module, policy: Policy, values: Float32V
 
 def _validate_scripted(index: int, model: Module, policy: Policy) -> None:
     scripted = [name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
-    if policy.casts_model and scripted:
+    if scripted and (policy.casts_model or not scripted[0]):
         raise AmpValueError(
             f"models[{index}]: module {scripted[0]!r} is scripted, and takes no hooks: expected a "
             f"model of Python modules; script it after uninitialize, or use opt_level='O1' or 'O4'"

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ampatch.closure import find_closure
 from ampatch.errors import AmpError
-from ampatch.masters import MasterParam, MasterParams, cast_grads
+from ampatch.grads import add_grads, cast_grads, own_memory
+from ampatch.masters import MasterParam, MasterParams
 from ampatch.scaler import Outcome, Scale
 from ampatch.thread import is_running
 
@@ -49,7 +51,7 @@ class AmpOptimizer:
         self._listener = listener
         self._pending: list[Outcome] = []  # of the blocks since the last step
         self.last_outcomes: list[Outcome] = []  # of the blocks that led to the last step
-        self.is_in_block = False  # of scale_loss
+        self.end_block: Callable[[], None] | None = None  # ends the block that is open
         self.delayed: Scale | None = None  # what the gradients are still scaled by
         self._earlier: list[tuple[Tensor, Tensor]] = []
         self._hidden: list[tuple[Tensor, Tensor]] = []
@@ -68,18 +70,22 @@ class AmpOptimizer:
 
     # A block of scale_loss
 
-    def prepare_backward(self, scale: Scale) -> None:
+    def prepare_backward(self, scale: Scale, end_block: Callable[[], None]) -> None:
         """Sets earlier gradients aside, so that the new ones are seen apart from them.
 
-        Raises AmpError inside another block of this optimizer, whose gradients would mix with these.
+        `end_block` ends the block of `scale_loss` early, for a step inside it. Raises AmpError inside
+        another block of this optimizer, whose gradients would mix with these.
         """
-        if self.is_in_block:
+        if self.end_block is not None:
             raise AmpError(
                 f"scale_loss: {type(self.optimizer).__name__} is inside another block of scale_loss already, "
                 f"and gradients of two scales would mix: end that block first, or add the losses"
             )
-        self.is_in_block = True
+        self.end_block = end_block
         if self.delayed is scale:
+            self.masters.drop_restarted()
+            for pair in self.masters:
+                pair.continue_backward()
             self._set_aside(self._model_params())
             return
         self.settle()
@@ -92,7 +98,7 @@ class AmpOptimizer:
     def _set_aside(self, params: Iterable[Tensor]) -> None:
         for param in params:
             if param.grad is not None:
-                self._earlier.append((param, _own_memory(param.grad)))
+                self._earlier.append((param, own_memory(param.grad)))
                 param.grad = None
 
     @torch.no_grad()
@@ -102,7 +108,7 @@ class AmpOptimizer:
             # What was set aside is unscaled: a power of two takes it there and back exactly.
             self._earlier = [(param, scale.scale(earlier)) for param, earlier in self._earlier]
         self.delayed = scale
-        self._add_earlier()
+        self.end_backward()
 
     def settle(self) -> None:
         """Unscales what a block with `delay_unscale` left scaled."""
@@ -110,27 +116,31 @@ class AmpOptimizer:
         if scale is None:
             return
         found_inf = scale.scaler.new_found_inf()
-        self.unscale(scale, found_inf)
+        self.unscale(scale, found_inf, set())
+        self.end_backward()
         if scale.scaler.is_dynamic:
             self.note(scale.scaler.finish(found_inf, update=True))
 
-    def unscale(self, scale: Scale, found_inf: Tensor) -> None:
-        """Unscales the new gradients and adds them to the earlier ones; no host sync."""
+    def unscale(self, scale: Scale, found_inf: Tensor, done: set[int]) -> None:
+        """Unscales the new gradients; no host sync. `end_backward` must follow.
+
+        `done` holds the ids of gradients that another optimizer of the block has unscaled.
+        """
         if self.delayed is not None:
             self._add_earlier()  # scaled as well
             self.delayed = None
         fresh = [pair for pair in self.masters if pair.has_fresh_grad()]
-        grads = cast_grads(fresh)
+        grads = cast_grads(pair.half for pair in fresh)
         if not scale.is_identity:
             own = [param.grad for param in self._own_params() if param.grad is not None]
-            scale.unscale_(grads + own, found_inf)
+            scale.unscale_(grads + [grad for grad in own if id(grad) not in done], found_inf)
+            done.update(map(id, own))
         _feed(fresh, grads)
-        self._add_earlier()
 
     def adopt_grads(self) -> None:
         """Takes over gradients of a `backward` outside any block of `scale_loss`: unscaled ones."""
         fresh = [pair for pair in self.masters if pair.has_fresh_grad()]
-        _feed(fresh, cast_grads(fresh))
+        _feed(fresh, cast_grads(pair.half for pair in fresh))
 
     def discard_grads(self, scale: Scale) -> None:
         """Undoes a block that raised: drops its gradients, and restores the earlier ones.
@@ -144,7 +154,13 @@ class AmpOptimizer:
             params = self._model_params()
         for param in params:
             param.grad = None
+        self.end_backward()
+
+    def end_backward(self) -> None:
+        """Puts earlier gradients back, with the new ones added."""
         self._add_earlier()
+        for pair in self.masters:
+            pair.end_backward()
 
     def _model_params(self) -> list[Tensor]:
         """The parameters that backward gives gradients to."""
@@ -172,22 +188,24 @@ class AmpOptimizer:
             return None
         self._step = sys._getframe(1)
         self._hidden, self.last_outcomes = [], []
-        vars(self.optimizer).pop("found_inf", None)  # left by a step that raised
-        self._before_update()
+        vars(optimizer).pop("found_inf", None)  # left by a step that raised
+        self._before_update(optimizer)
         self._listener.enter_step(self._step)
-        closure, rebuild = _find_closure(args, kwargs)
-        return None if closure is None else rebuild(functools.partial(self._evaluate, closure))
+        closure, rebuild = find_closure(args, kwargs)
+        return None if closure is None else rebuild(functools.partial(self._evaluate, optimizer, closure))
 
-    def _evaluate(self, closure: Callable[[], object]) -> object:
+    def _evaluate(self, optimizer: Optimizer, closure: Callable[[], object]) -> object:
         """Runs a closure inside a step: with casts, on the current weights, its gradients unscaled."""
         frame = self._listener.pause_step()
         self.masters.copy_to_model()
         result = closure()
-        self._before_update()
+        self._before_update(optimizer)
         self._listener.enter_step(frame)
         return result
 
-    def _before_update(self) -> None:
+    def _before_update(self, optimizer: Optimizer) -> None:
+        if self.end_block is not None:
+            self.end_block()  # the step is inside a block: its gradients are needed now
         self.settle()
         self.adopt_grads()
         self._check_model_grads()
@@ -196,21 +214,25 @@ class AmpOptimizer:
         self.last_outcomes = self.last_outcomes + outcomes
         if not outcomes:
             return
-        if self._skips_on_device():
-            self.optimizer.found_inf = _combine(self.last_outcomes)
+        if self._skips_on_device(optimizer):
+            optimizer.found_inf = _combine(self.last_outcomes)
         elif self.was_skipped():
             self._hide_grads()
 
-    def _skips_on_device(self) -> bool:
-        if not getattr(self.optimizer, "_step_supports_amp_scaling", False):
+    def _skips_on_device(self, optimizer: Optimizer) -> bool:
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
             return False
-        new = [param for param in self.params() if param.grad is not None and not self._has_stepped(param)]
+        new = [
+            param
+            for param in self.params()
+            if param.grad is not None and not self._has_stepped(optimizer, param)
+        ]
         if new and not self.was_skipped():
             self._stepped.update(id(param) for param in new)
         return not new
 
-    def _has_stepped(self, param: Tensor) -> bool:
-        return id(param) in self._stepped or param in self.optimizer.state
+    def _has_stepped(self, optimizer: Optimizer, param: Tensor) -> bool:
+        return id(param) in self._stepped or param in optimizer.state
 
     def _hide_grads(self) -> None:
         for param in self.params():
@@ -223,7 +245,7 @@ class AmpOptimizer:
         if self._step is not sys._getframe(1):
             return
         self._step = None
-        vars(self.optimizer).pop("found_inf", None)
+        vars(optimizer).pop("found_inf", None)
         for param, grad in self._hidden:
             param.grad = grad
         self._hidden = []
@@ -265,34 +287,6 @@ def _feed(pairs: list[MasterParam], grads: list[Tensor]) -> None:
         pair.mark_grad_used()
 
 
-@torch.no_grad()
-def add_grads(earlier: Tensor, new: Tensor) -> Tensor:
-    """Adds gradients as autograd does: in place, except where a sparse one is among them."""
-    if earlier.is_sparse:
-        return earlier + new if new.is_sparse else new + earlier
-    return earlier.add_(new)
-
-
-def _own_memory(grad: Tensor) -> Tensor:
-    """Copies a gradient that is a view of a bucket, which the next backward would overwrite."""
-    if type(grad) is not Tensor or grad.layout is not torch.strided:
-        return grad
-    shared = grad._is_view() or grad.untyped_storage().nbytes() != grad.nbytes
-    return grad.clone() if shared else grad
-
-
 def _combine(outcomes: list[Outcome]) -> Tensor:
     # Fused kernels compare found_inf to 1, so that a sum of two overflows would go unnoticed.
     return functools.reduce(torch.maximum, [outcome.found_inf for outcome in outcomes])
-
-
-def _find_closure(args: tuple, kwargs: dict) -> tuple[Callable | None, Callable]:
-    """Returns the closure among the arguments of `step`, and how to put another in its place.
-
-    Hooks of `step` see the optimizer itself as the first argument.
-    """
-    if kwargs.get("closure") is not None:
-        return kwargs["closure"], lambda new: (args, {**kwargs, "closure": new})
-    if len(args) > 1 and callable(args[1]):
-        return args[1], lambda new: ((args[0], new, *args[2:]), kwargs)
-    return None, lambda new: (args, kwargs)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from types import FrameType
 
@@ -17,14 +16,14 @@ from ampatch.call import (
     Call,
     Request,
     device_types,
+    find_inner_optimizers,
     make_scalers,
     unwrap_optimizer,
     validate_optimizers,
 )
 from ampatch.cast import CASTS
 from ampatch.data_watch import DataWatch
-from ampatch.errors import AmpTypeError, AmpValueError, NotInitializedError
-from ampatch.loss_scale import is_number, validate_scale
+from ampatch.errors import AmpValueError, NotInitializedError
 from ampatch.masters import MasterParams
 from ampatch.model import ModelCaster, select_kept, validate_models
 from ampatch.observe import Observer
@@ -32,6 +31,7 @@ from ampatch.optimizer import AmpOptimizer, StepListener
 from ampatch.optimizer_state import lower_state, raise_state
 from ampatch.patcher import Patcher
 from ampatch.precision import HALF_TYPES
+from ampatch.refresh import RefreshWeights
 from ampatch.scaler import LossScaler, Outcome
 from ampatch.torch_patch import TorchPatch
 from ampatch.values import Float32Values
@@ -95,6 +95,10 @@ class Session(StepListener):
             caster.open()
             for optimizer in request.optimizers:
                 self._open_optimizer(optimizer, call, undo)
+            if request.policy.master_weights:
+                refresh = RefreshWeights([amp.masters for amp in call.optimizers])
+                for model in request.models:
+                    undo.callback(model.register_forward_pre_hook(refresh).remove)
             if request.policy.patch_torch_functions:
                 trace = say if request.verbosity >= 2 else None
                 self.torch_patch.open(request.policy, device_types(request), trace, undo)
@@ -111,15 +115,16 @@ class Session(StepListener):
 
     def _open_optimizer(self, given: object, call: Call, undo: ExitStack) -> None:
         optimizer = unwrap_optimizer(given)
-        masters = MasterParams(optimizer, self._data_watch.touched)
-        amp = AmpOptimizer(optimizer, masters, self)
+        optimizers = find_inner_optimizers(optimizer)
+        amp = AmpOptimizer(optimizer, MasterParams(optimizers, self._data_watch.touched), self)
         if call.request.policy.master_weights:
             self._open_masters(amp, undo)
-        undo.callback(optimizer.register_step_pre_hook(amp.before_step).remove)
-        undo.callback(optimizer.register_step_post_hook(amp.after_step).remove)
+        for one in optimizers:
+            undo.callback(one.register_step_pre_hook(amp.before_step).remove)
+            undo.callback(one.register_step_post_hook(amp.after_step).remove)
         undo.callback(amp.close)
         call.optimizers.append(amp)
-        for key in {id(given), id(optimizer)}:
+        for key in {id(given), *map(id, optimizers)}:
             self._by_optimizer[key] = (given, amp, call)
             undo.callback(self._by_optimizer.pop, key, None)
 
@@ -156,6 +161,7 @@ class Session(StepListener):
             if pair is None:
                 pair = masters.add(param, self._values.read(param))
                 self._values.set_pair(pair)
+                self._data_watch.watched.update((id(pair.half), id(pair.master)))
             else:
                 masters.share(pair)
         masters.install()
@@ -230,24 +236,6 @@ class Session(StepListener):
         """All loss scalers, numbered on from call to call."""
         return [scaler for call in self._calls for scaler in call.scalers]
 
-    def load_scalers(self, states: object) -> None:
-        """Loads the scalers' states by key, all or nothing."""
-        if not isinstance(states, Mapping):
-            raise AmpTypeError(
-                f"state_dict is a {type(states).__name__}: expected what amp.state_dict() returned"
-            )
-        scalers = {f"loss_scaler{index}": scaler for index, scaler in enumerate(self.scalers())}
-        for key, state in states.items():
-            _validate_scaler_state(key, state)
-        if len(states) != len(scalers):
-            logger.warning(
-                "the checkpoint holds %d loss scalers, this session has %d: those that both have are loaded",
-                len(states),
-                len(scalers),
-            )
-        for key in states.keys() & scalers.keys():
-            scalers[key].load_state_dict(states[key])
-
     # Closing
 
     def close(self) -> None:
@@ -270,25 +258,6 @@ class Session(StepListener):
                 "%s computes in float16, which is slow on a CPU: O4 and O5 (bfloat16) are the fast levels",
                 request.policy.opt_level,
             )
-
-
-def _validate_scaler_state(key: object, state: object) -> None:
-    if not (isinstance(key, str) and re.fullmatch(r"loss_scaler\d+", key)):
-        raise AmpValueError(
-            f"state_dict has an unknown key {key!r}: expected 'loss_scaler0' and so on; nothing is loaded"
-        )
-    expected = {"loss_scale", "unskipped"}
-    if not isinstance(state, Mapping) or set(state) != expected:
-        found = sorted(state) if isinstance(state, Mapping) else type(state).__name__
-        raise AmpValueError(
-            f"state_dict[{key!r}] has {found}: expected {sorted(expected)}; nothing is loaded"
-        )
-    validate_scale(f"nothing is loaded, state_dict[{key!r}]['loss_scale']", state["loss_scale"])
-    unskipped = state["unskipped"]
-    if not is_number(unskipped) or not 0 <= unskipped < 2**31:
-        raise AmpValueError(
-            f"nothing is loaded, state_dict[{key!r}]['unskipped'] {unskipped!r}: expected 0 to 2**31"
-        )
 
 
 # The one session of this process: torch's namespace is one, so what changes it is one as well.

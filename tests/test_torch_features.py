@@ -113,3 +113,173 @@ def test_a_model_on_the_meta_device_comes_back_as_float32(level):
     amp.initialize(model, opt_level=level, verbosity=0)
     amp.uninitialize()
     assert model.weight.dtype is torch.float32
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimization as it is commonly written: `step` is never called."""
+
+    def __init__(self, params, base, **options):
+        super().__init__(params, {"rho": 0.05, **options})
+        self.base_optimizer = base(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        norm = torch.stack([p.grad.norm() for group in self.param_groups for p in group["params"]]).norm()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["before"] = p.detach().clone()
+                p.add_(p.grad * (group["rho"] / norm))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_(self.state[p]["before"])
+        self.base_optimizer.step()
+        self.zero_grad()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_an_optimizer_that_writes_parameters_by_itself_trains(level):
+    model, x = nn.Linear(3, 2), torch.ones(4, 3)
+    optimizer = Sam(model.parameters(), torch.optim.SGD, lr=0.02)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    losses = []
+    for _ in range(6):
+        for step in (optimizer.first_step, optimizer.second_step):
+            loss = model(x).float().square().sum()
+            losses.append(loss.item())
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            step()
+    ascents = [losses[i + 1] > losses[i] for i in range(0, 12, 2)]
+    assert all(ascents[:3])
+    assert losses[-2] < losses[0] / 4
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_change_of_master_params_shows_in_the_next_forward(level):
+    model, x = nn.Linear(3, 2), torch.ones(1, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for param in amp.master_params(optimizer):
+        param.data.fill_(0.25)
+    assert torch.equal(model(x), torch.full((1, 2), 1.0))
+    with torch.no_grad():
+        for param in amp.master_params(optimizer):
+            param.fill_(0.5)
+    assert torch.equal(model(x), torch.full((1, 2), 2.0))
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper that never calls the __init__ of its base class, as some published ones do."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_the_steps_of_a_wrapper_are_skipped_as_those_of_the_optimizer_inside(level):
+    model = nn.Linear(2, 2)
+    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1))
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=amp.DynamicLossScale(8.0), verbosity=0)
+    before = [param.clone() for param in amp.master_params(optimizer)]
+    with amp.scale_loss(model(torch.ones(1, 2)).sum() * float("inf"), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert all(map(torch.equal, before, amp.master_params(optimizer)))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_a_step_inside_the_block_sees_unscaled_gradients_once(level):
+    model, oracle = nn.Linear(2, 2), nn.Linear(2, 2)
+    with torch.no_grad():
+        for param in [*model.parameters(), *oracle.parameters()]:
+            param.fill_(0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    oracle_optimizer = torch.optim.SGD(oracle.parameters(), lr=0.25)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    for _ in range(2):
+        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        oracle(torch.ones(1, 2)).sum().backward()
+        oracle_optimizer.step()
+        oracle_optimizer.zero_grad()
+    assert all(map(torch.equal, model.state_dict().values(), oracle.state_dict().values()))
+    assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("between", ["delayed", "raised", "no backward"])
+def test_clearing_the_models_gradients_starts_over_whatever_the_last_block_was(level, between):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+
+    def run_block(**options):
+        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer, **options) as scaled_loss:
+            if between == "raised" and options:
+                raise ValueError("no more")
+            if not (between == "no backward" and options):
+                scaled_loss.backward()
+
+    run_block()
+    if between == "raised":
+        with pytest.raises(ValueError, match="no more"):
+            run_block(delay_overflow_check=True)
+    else:
+        run_block(delay_unscale=between == "delayed", delay_overflow_check=True)
+    model.zero_grad()
+    run_block()
+    for param in amp.master_params(optimizer):
+        assert torch.equal(param.grad, torch.ones_like(param))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_zeroed_gradients_of_a_delayed_block_do_not_lose_those_of_the_next(level):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    for delay in (True, False):
+        optimizer.zero_grad(set_to_none=False)
+        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer, delay_unscale=delay) as scaled_loss:
+            scaled_loss.backward()
+    for param in amp.master_params(optimizer):
+        assert torch.equal(param.grad, torch.ones_like(param))
+
+
+def test_clipping_the_models_own_gradients_by_an_infinite_norm_does_not_stop_the_training(caplog):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    before = model.weight.detach().clone()
+    with amp.scale_loss(model(torch.ones(1, 2)).square().sum() / 8, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-30)
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+    assert "edit amp.master_params" in caplog.text
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_gradients_that_two_optimizers_of_a_block_share_are_unscaled_once(level):
+    model = nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.25, 0.5)]
+    amp.initialize(model, optimizers, opt_level=level, loss_scale=8.0, verbosity=0)
+    for _ in range(2):
+        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizers) as scaled_loss:
+            scaled_loss.backward()
+    for param in amp.master_params(optimizers[1]):
+        assert torch.equal(param.grad, torch.full_like(param, 2.0))

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = Plan(
         script=Path(arguments.script),
         script_arguments=arguments.script_arguments,
-        levels=tuple(arguments.levels.split(",")),
+        levels=tuple(level.strip() for level in arguments.levels.split(",")),
         timeout=arguments.timeout,
     )
     require_rich()

@@ -9,6 +9,18 @@ from ampatch import OPT_LEVELS, AmpValueError
 
 LEVELS = tuple(OPT_LEVELS)
 
+# What a script passes beside its own level would contradict other levels: each is run as it stands.
+PURE = dict.fromkeys(
+    (
+        "cast_model_type",
+        "patch_torch_functions",
+        "patch_torch_functions_type",
+        "keep_batchnorm_fp32",
+        "master_weights",
+        "loss_scale",
+    )
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -17,7 +29,7 @@ class Run:
     name: str
     script: str
     script_arguments: tuple[str, ...]
-    overrides: dict[str, str]
+    overrides: dict[str, str | None]
     directory: str
 
     @property
@@ -65,7 +77,7 @@ class Plan:
         """Yields the runs in the order in which they start; their files go to `directory`."""
         script = str(self.script.absolute())
         for level in self.levels:
-            yield Run(level, script, self.script_arguments, {"opt_level": level}, directory)
+            yield Run(level, script, self.script_arguments, PURE | {"opt_level": level}, directory)
 
 
 def validate_script(script: Path) -> None:

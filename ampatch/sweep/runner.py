@@ -35,7 +35,7 @@ def execute(run: Run, timeout: float | None, on_steps: Callable[[int], None]) ->
             f"'{run.script}' never called initialize (or did so with enabled=False), so every "
             "level would be the same: add the line `amp.initialize(model, optimizer)`"
         )
-    cause = "" if outcome is Outcome.FINISHED else explain(run.log, process.returncode)
+    cause = "" if outcome is Outcome.FINISHED else explain(run.log, outcome, process.returncode)
     return Record(run.name, outcome, seconds, cause, str(run.log), measured)
 
 
@@ -111,8 +111,11 @@ def judge(in_time: bool, status: int, measured: Measured | None) -> Outcome:
     return Outcome.FINISHED if measured.steps else Outcome.NO_STEPS
 
 
-def explain(log: Path, status: int) -> str:
-    """Returns the last line of the log, after the signal if one ended the process."""
+def explain(log: Path, outcome: Outcome, status: int) -> str:
+    """Returns the last line of the log, after the ending where that line is no exception's."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     last = next((line for line in reversed(lines) if line), "its log is empty")
-    return f"{signal.Signals(-status).name}, {last}" if status < 0 else last
+    if status < 0:
+        return f"{signal.Signals(-status).name}, {last}"
+    # Python itself ends with 1 after an exception, and 143 is how we end what takes too long.
+    return f"exit status {status}, {last}" if outcome is Outcome.CRASHED and status > 1 else last

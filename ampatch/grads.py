@@ -1,0 +1,30 @@
+"""Gradients: cast to float32, added up, kept in memory of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def cast_grads(params: Iterable[Tensor]) -> list[Tensor]:
+    """Returns the gradients of half parameters in float32, as new tensors."""
+    return [param.grad.float() for param in params]
+
+
+@torch.no_grad()
+def add_grads(earlier: Tensor, new: Tensor) -> Tensor:
+    """Adds gradients as autograd does: in place, except where a sparse one is among them."""
+    if earlier.is_sparse:
+        return earlier + new if new.is_sparse else new + earlier
+    return earlier.add_(new)
+
+
+def own_memory(grad: Tensor) -> Tensor:
+    """Copies a gradient that is a view of a bucket, which the next backward would overwrite."""
+    if type(grad) is not Tensor or grad.layout is not torch.strided:
+        return grad
+    shared = grad._is_view() or grad.untyped_storage().nbytes() != grad.nbytes
+    return grad.clone() if shared else grad
