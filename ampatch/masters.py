@@ -19,8 +19,8 @@ class MasterParam:
     """One half parameter of a model and the float32 parameter that stands for it in the optimizer."""
 
     __slots__ = (
-        *("_grad", "_grad_version", "_master_version", "_pointer", "_touched", "_version"),
-        *("_last", "_seen", "half", "master", "optimizers", "steps"),
+        *("_grad", "_master_version", "_pointer", "_touched", "_version"),
+        *("_last", "_seen", "_seen_version", "half", "master", "optimizers", "steps"),
     )
 
     def __init__(self, half: Parameter, precise: Tensor, touched: set[int]) -> None:
@@ -31,7 +31,7 @@ class MasterParam:
         self._grad: Tensor | None = None  # the half gradient that has gone into the master's
         self._seen: Tensor | None = None  # the half gradient that the last block left
         self._last: Tensor | None = None  # the one from before the block that is open
-        self._grad_version = 0
+        self._seen_version = 0
         self.optimizers = 0  # how many step the master
         self.steps = 0  # how many of them have used its gradient
         self.mark_synced()
@@ -55,8 +55,12 @@ class MasterParam:
 
     def mark_grad_used(self) -> None:
         """Notes that the half gradient, as it is now, has gone into the master's."""
-        self._grad = self._seen = self.half.grad
-        self._grad_version = 0 if self._grad is None else self._grad._version
+        self._grad = self.half.grad
+        self._mark_grad_seen()
+
+    def _mark_grad_seen(self) -> None:
+        self._seen = self.half.grad
+        self._seen_version = 0 if self._seen is None else self._seen._version
 
     def begin_backward(self) -> None:
         """Takes the half gradient away, so that what is there afterwards is new."""
@@ -73,7 +77,7 @@ class MasterParam:
         if self.half.grad is None and last is not None:
             self.half.grad = last
             self.mark_grad_used()
-        self._seen = self.half.grad
+        self._mark_grad_seen()
 
     def has_fresh_grad(self) -> bool:
         """Whether there is a half gradient that has not gone into the master's.
@@ -87,9 +91,13 @@ class MasterParam:
         return self._grad is None or not _is_same(grad, self._grad)
 
     def was_grad_edited(self) -> bool:
-        """Whether the half gradient was changed in place after its use."""
-        grad = self._grad
-        return grad is not None and grad is self.half.grad and grad._version != self._grad_version
+        """Whether the half gradient was changed in place after a block."""
+        seen = self._seen
+        return seen is not None and seen is self.half.grad and seen._version != self._seen_version
+
+    def was_grad_used(self) -> bool:
+        """Whether the half gradient has gone into the master's."""
+        return self._grad is not None and self._grad is self.half.grad
 
     def clear_grad(self, *, set_to_none: bool) -> None:
         """Clears the half gradient, as `Optimizer.zero_grad` does."""
@@ -113,6 +121,12 @@ def _is_same(grad: Tensor, other: Tensor) -> bool:
     if grad.is_sparse or other.is_sparse or grad.dtype != other.dtype:
         return False
     return torch.equal(grad.detach().view(torch.int16), other.detach().view(torch.int16))
+
+
+def _have_bits(grads: Sequence[Tensor]) -> bool:
+    """Whether any gradient has a bit that is not 0, a sign among them; one host sync."""
+    found = [grad.detach().view(torch.int16).any().to(grads[0].device) for grad in grads]
+    return bool(torch.stack(found).any())
 
 
 class MasterParams:
@@ -194,13 +208,14 @@ class MasterParams:
         """
         edited = [pair for pair in self.pairs if pair.was_grad_edited() and not pair.half.grad.is_sparse]
         # Zeroing leaves +0 everywhere; clipping by an infinite norm, for one, leaves -0 and nan as well.
-        bits = [pair.half.grad.detach().view(torch.int16).any().cpu() for pair in edited]
-        is_changed = bool(bits) and bool(torch.stack(bits).any())
-        zeroed = [] if is_changed else edited
-        for pair in [*(pair for pair in self.pairs if pair.was_grad_cleared()), *zeroed]:
+        is_zeroed = bool(edited) and not _have_bits([pair.half.grad for pair in edited])
+        for pair in [
+            *(pair for pair in self.pairs if pair.was_grad_cleared()),
+            *(edited if is_zeroed else []),
+        ]:
             pair.clear_master_grad()
             pair.mark_grad_used()
-        return is_changed
+        return not is_zeroed and any(pair.was_grad_used() for pair in edited)
 
     def drop_grads(self) -> None:
         """Clears the masters' gradients once every optimizer that steps them has used them.

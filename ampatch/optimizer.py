@@ -74,9 +74,9 @@ class AmpOptimizer:
         """Sets earlier gradients aside, so that the new ones are seen apart from them.
 
         `end_block` ends the block of `scale_loss` early, for a step inside it. Raises AmpError inside
-        another block of this optimizer, whose gradients would mix with these.
+        another block of this optimizer, unless the scale is a static 1: their gradients would mix.
         """
-        if self.end_block is not None:
+        if self.end_block is not None and not scale.is_identity:
             raise AmpError(
                 f"scale_loss: {type(self.optimizer).__name__} is inside another block of scale_loss already, "
                 f"and gradients of two scales would mix: end that block first, or add the losses"

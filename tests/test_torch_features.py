@@ -222,8 +222,9 @@ def test_a_step_inside_the_block_sees_unscaled_gradients_once(level):
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("between", ["delayed", "raised", "no backward"])
-def test_clearing_the_models_gradients_starts_over_whatever_the_last_block_was(level, between):
+def test_clearing_the_models_gradients_starts_over_whatever_the_last_block_was(level, between, set_to_none):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
@@ -241,7 +242,7 @@ def test_clearing_the_models_gradients_starts_over_whatever_the_last_block_was(l
             run_block(delay_overflow_check=True)
     else:
         run_block(delay_unscale=between == "delayed", delay_overflow_check=True)
-    model.zero_grad()
+    model.zero_grad(set_to_none)
     run_block()
     for param in amp.master_params(optimizer):
         assert torch.equal(param.grad, torch.ones_like(param))
