@@ -16,7 +16,7 @@ class ScaledLoss:
 
     On the way out the gradients made inside are unscaled, checked and added to earlier ones, and
     the scale is updated; nothing of it waits for the device. A block that raises leaves the
-    gradients as they were before it.
+    gradients as they were before it (see `AmpOptimizer.discard_grads` for the exception).
     """
 
     def __init__(

@@ -6,8 +6,15 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ampatch.hooks import own_tensors
 from ampatch.values import Float32Values
+
+
+def own_tensors(module: Module) -> list[tuple[str, Tensor]]:
+    """A module's own parameters and buffers, without those of its children."""
+    return [
+        *module.named_parameters(recurse=False, remove_duplicate=False),
+        *module.named_buffers(recurse=False, remove_duplicate=False),
+    ]
 
 
 class CastTensor:
@@ -30,11 +37,17 @@ class CastTensor:
         if self._given_grad is not None:
             self._cast_grad = tensor.grad = self._given_grad.to(dtype)
 
+    def find(self) -> Tensor:
+        """Returns the module's tensor as it is now: `Module.to` replaces buffers by others."""
+        current = dict(own_tensors(self.module)).get(self.name, self.tensor)
+        if current is not self.tensor:
+            self._values.rename(self.tensor, current)
+            self.tensor = current
+        return current
+
     def restore(self) -> None:
         """Casts the tensor back: float32 values where they hold, and the gradient that counts."""
-        current = dict(own_tensors(self.module)).get(self.name, self.tensor)
-        if current is not self.tensor:  # a buffer, which Module.to replaces
-            self._values.rename(self.tensor, current)
+        current = self.find()
         grad, current.grad = self._find_grad(current), None
         current.data = self._values.read(current)
         current.grad = grad

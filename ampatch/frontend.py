@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from ampatch.block import ScaledLoss
-from ampatch.call import Request, unwrap_optimizer
-from ampatch.checkpoints import load_scalers, save_scalers
+from ampatch.call import Request
 from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.loss_scale import DynamicLossScale
 from ampatch.model import normalize_keep
 from ampatch.observe import Observer
 from ampatch.policy import Overrides, parse_flag, resolve
 from ampatch.scaler import LossScaler
+from ampatch.scaler_state import load_scalers, save_scalers
 from ampatch.session import SESSION
 
 
@@ -85,8 +85,6 @@ def _initialize(
     if not parse_flag("enabled", enabled):
         SESSION.disable(optimizer_list)
         return returned
-    for index, optimizer in enumerate(optimizer_list):
-        unwrap_optimizer(optimizer, index)
     policy = resolve(opt_level, Overrides(**overrides))
     _validate_num_losses(num_losses)
     if isinstance(verbosity, bool) or not isinstance(verbosity, int):
@@ -228,7 +226,8 @@ def set_loss_scale(value: float, loss_id: int = 0) -> None:
 def clear_cache() -> None:
     """Forgets the casts of weights; they are made again when needed.
 
-    Needed only after writing through `.data` between a forward and its block of `scale_loss`.
+    Needed only after writing through a `.data` that was kept from earlier, between two forwards that
+    share one backward.
     """
     SESSION.casts.clear_cache()
 

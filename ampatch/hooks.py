@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from ampatch.cast import CastState, PendingGraph, cast_batch
+from ampatch.cast_tensor import CastTensor, own_tensors
 from ampatch.errors import AmpValueError
 from ampatch.precision import HALF_TYPES
 from ampatch.thread import Forward
@@ -96,33 +98,23 @@ class CastOutputs:
 
 
 class _StateDictHook:
-    """Knows the half tensors of one module, by name: `Module.to` replaces buffers by others.
+    """Finds the half tensors of one module, of which `casts` are those that this call cast.
 
     Registered on every module with cast tensors, so that a part of a model, or a wrapper such as
     DistributedDataParallel, saves and loads float32 too. In a deep copy or a pickled model it finds
     no values, and the copy's own weights count.
     """
 
-    def __init__(
-        self,
-        values: Float32Values | None = None,
-        module: Module | None = None,
-        tensors: dict[str, Tensor] | None = None,
-    ) -> None:
+    def __init__(self, values: Float32Values | None = None, casts: Sequence[CastTensor] = ()) -> None:
         self.values = values or Float32Values()
-        self._owner = id(module)
-        self._tensors = tensors or {}
+        self._casts = casts
 
     def find_tensors(self, module: Module) -> dict[str, Tensor]:
-        """The module's own half tensors; the values of replaced ones go to their successors."""
-        current = {name: item for name, item in own_tensors(module) if item.dtype in HALF_TYPES}
-        if id(module) == self._owner:
-            for name, tensor in current.items():
-                known = self._tensors.get(name)
-                if known is not None and known is not tensor:
-                    self.values.rename(known, tensor)
-                    self._tensors[name] = tensor
-        return current
+        """The module's own half tensors, by name."""
+        for cast in self._casts:
+            if cast.module is module:
+                cast.find()
+        return {name: item for name, item in own_tensors(module) if item.dtype in HALF_TYPES}
 
     def __deepcopy__(self, memo: dict) -> _StateDictHook:
         return self
@@ -156,11 +148,3 @@ class LoadFloat32(_StateDictHook):
             loaded = state_dict.get(prefix + name)
             if isinstance(loaded, Tensor) and loaded.shape == tensor.shape:
                 self.values.take(tensor, loaded)
-
-
-def own_tensors(module: Module) -> list[tuple[str, Tensor]]:
-    """A module's own parameters and buffers, without those of its children."""
-    return [
-        *module.named_parameters(recurse=False, remove_duplicate=False),
-        *module.named_buffers(recurse=False, remove_duplicate=False),
-    ]

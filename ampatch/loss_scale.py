@@ -53,7 +53,7 @@ class DynamicLossScale:
 
     def _find_wrong_values(self) -> Iterator[str]:
         low, high = self.floor, self.ceiling
-        if not SMALLEST_SCALE <= self.init_scale <= LARGEST_SCALE:
+        if not _is_in_range(self.init_scale):
             yield f"init_scale={self.init_scale!r} must be a finite number above 0"
         elif low <= high and not low <= self.init_scale <= high:
             yield f"init_scale={self.init_scale!r} lies outside min_scale={low!r} to max_scale={high!r}"
@@ -93,7 +93,7 @@ class StaticLossScale:
     value: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (is_number(self.value) and SMALLEST_SCALE <= self.value <= LARGEST_SCALE):
+        if not (is_number(self.value) and _is_in_range(self.value)):
             raise AmpValueError(
                 f"loss_scale {self.value!r} is not a finite number above 0: expected one from 2**-126 to "
                 f'2**127, "dynamic" or an amp.DynamicLossScale'
@@ -111,11 +111,15 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
+def _is_in_range(value: float) -> bool:
+    return SMALLEST_SCALE <= value <= LARGEST_SCALE
+
+
 def validate_scale(name: str, value: object) -> None:
     """Raises unless `value` is a number that can scale float32 losses and unscale their gradients."""
     if not is_number(value):
         raise AmpTypeError(f"{name} {value!r} is a {type(value).__name__}: expected a number above 0")
-    if not SMALLEST_SCALE <= value <= LARGEST_SCALE:  # type: ignore[operator]
+    if not _is_in_range(value):  # type: ignore[arg-type]
         raise AmpValueError(f"{name} {value!r}: expected a finite number above 0, from 2**-126 to 2**127")
 
 

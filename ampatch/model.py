@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
@@ -12,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from ampatch.cast import CastState
-from ampatch.cast_tensor import CastTensor
+from ampatch.cast_tensor import CastTensor, own_tensors
 from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.hooks import (
     CastInputs,
@@ -21,7 +22,6 @@ from ampatch.hooks import (
     ExitForward,
     LoadFloat32,
     SaveFloat32,
-    own_tensors,
 )
 from ampatch.policy import Policy
 from ampatch.precision import HALF_TYPES
@@ -186,10 +186,13 @@ class ModelCaster:
 
     def _hook_state_dicts(self) -> None:
         known = {id(cast.tensor) for cast in self._cast}
+        by_module: dict[int, list[CastTensor]] = defaultdict(list)
+        for cast in self._cast:
+            by_module[id(cast.module)].append(cast)
         for module in _modules(self._models):
-            tensors = {name: tensor for name, tensor in own_tensors(module) if id(tensor) in known}
-            if tensors:
-                save, load = (hook(self._values, module, tensors) for hook in (SaveFloat32, LoadFloat32))
+            if any(id(tensor) in known for _, tensor in own_tensors(module)):
+                own = by_module[id(module)]
+                save, load = SaveFloat32(self._values, own), LoadFloat32(self._values, own)
                 self._stack.callback(module.register_state_dict_post_hook(save).remove)
                 self._stack.callback(module.register_load_state_dict_pre_hook(load).remove)
 

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from ampatch.masters import MasterParam, refine
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A half tensor, the float32 values behind it, and its version when they agreed."""
+
+    tensor: Tensor
+    precise: Tensor | None
+    version: int
 
 
 class Float32Values:
@@ -16,28 +27,29 @@ class Float32Values:
     """
 
     def __init__(self) -> None:
-        self._precise: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._known: dict[int, _Known] = {}
         self._pairs: dict[int, MasterParam] = {}
 
     def __contains__(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._precise
+        return id(tensor) in self._known
 
-    def remember(self, tensor: Tensor, precise: Tensor) -> None:
+    def remember(self, tensor: Tensor, precise: Tensor | None) -> None:
         """Notes the float32 values of a half tensor."""
-        self._precise[id(tensor)] = (tensor, precise)
+        self._known[id(tensor)] = _Known(tensor, precise, tensor._version)
 
     def release(self, tensor: Tensor) -> None:
         """Frees the float32 values of a tensor, which stays known as one that was cast here."""
-        self._precise[id(tensor)] = (tensor, None)
+        self.remember(tensor, None)
 
     def rename(self, tensor: Tensor, successor: Tensor) -> None:
         """Hands the float32 values of a tensor to the one that took its place."""
-        _, precise = self._precise.pop(id(tensor), (None, None))
-        self._precise[id(successor)] = (successor, precise)
+        precise = self._get(tensor)
+        self._known.pop(id(tensor), None)
+        self.remember(successor, precise)
 
     def forget(self, tensor: Tensor) -> None:
         """Drops what is known of a tensor."""
-        self._precise.pop(id(tensor), None)
+        self._known.pop(id(tensor), None)
         self._pairs.pop(id(tensor), None)
 
     def find_pair(self, tensor: Tensor) -> MasterParam | None:
@@ -50,8 +62,12 @@ class Float32Values:
         self.remember(pair.half, pair.master)
 
     def _get(self, tensor: Tensor) -> Tensor | None:
-        _, precise = self._precise.get(id(tensor), (None, None))
-        return precise
+        """The float32 values of a tensor, None where there are none or they may not hold any more."""
+        known = self._known.get(id(tensor))
+        if known is None:
+            return None
+        holds = _is_comparable(tensor) or tensor._version == known.version
+        return known.precise if holds else None
 
     @torch.no_grad()
     def read(self, tensor: Tensor) -> Tensor:
@@ -63,8 +79,8 @@ class Float32Values:
         half = tensor.detach()
         if precise is None:
             return half.float()
-        if half.is_meta or half.layout is not torch.strided:  # torch cannot compare these
-            return precise if tensor._version == 0 else half.float()
+        if not _is_comparable(half):
+            return precise
         precise = precise.detach().to(half.device)
         if torch.equal(precise.to(half.dtype), half):
             return precise
@@ -83,3 +99,8 @@ class Float32Values:
         precise = self._get(tensor)
         if precise is not None:
             precise.copy_(loaded)
+
+
+def _is_comparable(tensor: Tensor) -> bool:
+    """Whether torch can compare the values; of sparse and meta tensors only the version tells."""
+    return not tensor.is_meta and tensor.layout is torch.strided

@@ -102,7 +102,7 @@ def _eligible_tensors(state: CastState, values: object) -> list[Tensor]:
 
 def _wrap_promote(original: Function, state: CastState, name: str) -> Function:
     thread = state.thread
-    casts = {dtype: cast_eligible(state, dtype) for dtype in ELIGIBLE}
+    widen = cast_eligible(state, torch.float32)
 
     def wrapper(*args, **kwargs):
         if (thread.off and thread.is_off()) or kwargs.get("out") is not None:
@@ -111,7 +111,7 @@ def _wrap_promote(original: Function, state: CastState, name: str) -> Function:
         if len(dtypes) < 2:
             return original(*args, **kwargs)
         # Any two of float32, float16 and bfloat16 have float32 as their widest type.
-        args, kwargs = cast_tree((args, kwargs), casts[torch.float32])  # type: ignore[misc]
+        args, kwargs = cast_tree((args, kwargs), widen)  # type: ignore[misc]
         return original(*args, **kwargs)
 
     return wrapper

@@ -284,3 +284,34 @@ def test_gradients_that_two_optimizers_of_a_block_share_are_unscaled_once(level)
             scaled_loss.backward()
     for param in amp.master_params(optimizers[1]):
         assert torch.equal(param.grad, torch.full_like(param, 2.0))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_buffer_that_was_moved_and_saved_comes_back_with_its_float32_values(level):
+    model = nn.Linear(2, 2)
+    model.register_buffer("table", torch.ones(2) / 3)
+    amp.initialize(model, opt_level=level, verbosity=0)
+    model._apply(torch.clone)  # as Module.to does: buffers are replaced
+    assert torch.equal(model.state_dict()["table"], torch.ones(2) / 3)
+    amp.uninitialize()
+    assert torch.equal(model.table, torch.ones(2) / 3)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_sparse_buffer_that_was_written_before_comes_back_with_its_float32_values(level):
+    model = nn.Linear(2, 2)
+    model.register_buffer("adjacency", (torch.eye(2) / 6).to_sparse().mul_(2))
+    amp.initialize(model, opt_level=level, verbosity=0)
+    amp.uninitialize()
+    assert torch.equal(model.adjacency.to_dense(), torch.eye(2) / 6 * 2)
+
+
+def test_a_sparse_buffer_that_was_written_since_keeps_what_was_written():
+    model = nn.Linear(2, 2)
+    model.register_buffer("adjacency", torch.eye(2).to_sparse())
+    amp.initialize(model, opt_level="O5", verbosity=0)
+    model.adjacency.mul_(2)
+    model._apply(torch.clone)
+    assert torch.equal(model.state_dict()["adjacency"].to_dense(), torch.eye(2) * 2)
+    amp.uninitialize()
+    assert torch.equal(model.adjacency.to_dense(), torch.eye(2) * 2)
