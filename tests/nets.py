@@ -7,6 +7,8 @@ import ampatch as amp
 
 EVERY_LEVEL = ["O0", "O1", "O2", "O3", "O4", "O5"]
 FULL = torch.float32
+HALVES = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
+MASTERED = {"O2": torch.float16, "O5": torch.bfloat16}
 X = torch.tensor([[1.0, -2.0, 0.5], [0.25, 3.0, -1.0], [0.5, 0.5, 2.0]])
 
 
@@ -23,6 +25,11 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.out(torch.relu(self.norm(self.linear(x)))) * self.scale
+
+
+def open_session(model, optimizer=None, opt_level="O5", **kwargs):
+    amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, **kwargs)
+    return model
 
 
 def sgd(model, lr=0.1):

@@ -8,23 +8,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import ampatch as amp
-
-FULL, DOUBLE = torch.float32, torch.float64
-LEVELS = {"O1": torch.float16, "O4": torch.bfloat16}
-HALF = torch.bfloat16
-
-
-def open_session(model=None, opt_level="O4", **kwargs):
-    return amp.initialize(model or nn.Linear(2, 2), opt_level=opt_level, verbosity=0, **kwargs)
-
-
-def half(*shape):
-    return torch.rand(shape).to(HALF)
-
-
-def full(*shape):
-    return torch.rand(shape)
-
+from patched import DOUBLE, FULL, HALF, LEVELS, full, half, open_session
 
 # ---- Recurrent networks ----
 

@@ -10,16 +10,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import ampatch as amp
-from nets import EVERY_LEVEL, FULL, Net, X, assert_same_state, clone_state, sgd, train
-
-HALVES = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
-MASTERED = {"O2": torch.float16, "O5": torch.bfloat16}
-
-
-def open_session(model, optimizer=None, opt_level="O5", **kwargs):
-    amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, **kwargs)
-    return model
-
+from nets import EVERY_LEVEL, FULL, MASTERED, Net, X, assert_same_state, clone_state, open_session, sgd, train
 
 # ---- state_dict ----
 

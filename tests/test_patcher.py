@@ -16,6 +16,7 @@ from ampatch import lists
 from ampatch.patcher import Patcher, place_rows
 from ampatch.session import SESSION
 from ampatch.table import FP32, LOWER, CastTable, Row
+from patched import open_session
 
 
 def replacement(*args, **kwargs):
@@ -55,10 +56,6 @@ def make_module():
 @pytest.fixture
 def patcher():
     return Patcher()
-
-
-def open_session(model=None, opt_level="O4", **kwargs):
-    return amp.initialize(model or nn.Linear(2, 2), opt_level=opt_level, verbosity=0, **kwargs)
 
 
 # ---- Undo ----

@@ -8,16 +8,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ampatch as amp
-from nets import EVERY_LEVEL, FULL, Net, X, assert_same_state, clone_state, sgd, train
-
-HALVES = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
-MASTERED = {"O2": torch.float16, "O5": torch.bfloat16}
-
-
-def open_session(model, optimizer=None, opt_level="O5", **kwargs):
-    amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, **kwargs)
-    return model
-
+from nets import (
+    EVERY_LEVEL,
+    FULL,
+    HALVES,
+    MASTERED,
+    Net,
+    X,
+    assert_same_state,
+    clone_state,
+    open_session,
+    sgd,
+    train,
+)
 
 # ---- Several models and calls ----
 

@@ -1,0 +1,22 @@
+"""What tests of patched functions share: a session, and tensors of either type."""
+
+import torch
+from torch import nn
+
+import ampatch as amp
+
+FULL, DOUBLE = torch.float32, torch.float64
+LEVELS = {"O1": torch.float16, "O4": torch.bfloat16}
+HALF = torch.bfloat16
+
+
+def open_session(model=None, opt_level="O4", **kwargs):
+    return amp.initialize(model or nn.Linear(2, 2), opt_level=opt_level, verbosity=0, **kwargs)
+
+
+def half(*shape):
+    return torch.rand(shape).to(HALF)
+
+
+def full(*shape):
+    return torch.rand(shape)
