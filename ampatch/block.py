@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+import torch
 from torch import Tensor
 
+from ampatch.errors import AmpError
 from ampatch.optimizer import AmpOptimizer
 from ampatch.scaler import LossScaler, Scale
 
@@ -34,14 +36,16 @@ class ScaledLoss:
         self._scaler = scaler
         self._scale: Scale | None = None
         self._is_over = False
+        self._around = -1
         self._end_iteration = end_iteration
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
 
     def __enter__(self) -> Tensor:
         self._scale = self._scaler.begin(self._loss.device)
+        self._around = torch._C._current_graph_task_id()  # a backward that the block itself is inside of
         for optimizer in self._optimizers:
-            optimizer.prepare_backward(self._scale, self._end)
+            optimizer.prepare_backward(self._scale, self._end_by_step)
         return self._scale.scale(self._loss.float())
 
     def __exit__(
@@ -57,8 +61,21 @@ class ScaledLoss:
             for optimizer in self._optimizers:
                 optimizer.discard_grads(self._scale)
 
+    def _end_by_step(self) -> None:
+        """Ends the block at a step inside it.
+
+        Raises AmpError for a step inside of its backward, unless the scale is a static 1: gradients that
+        are still to come would be scaled, and who steps then could not see an overflow of theirs.
+        """
+        if torch._C._current_graph_task_id() != self._around and not self._scale.is_identity:
+            raise AmpError(
+                "scale_loss: an optimizer's step ran inside of backward, where gradients are still scaled: "
+                "step after the block, or use loss_scale=1.0 (the default of O4 and O5)"
+            )
+        self._end()
+
     def _end(self) -> None:
-        """Unscales what the block made; also called by a step inside it, and then only once."""
+        """Unscales what the block made, once."""
         if self._is_over:
             return
         self._close()

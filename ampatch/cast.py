@@ -1,4 +1,4 @@
-"""What is eligible for a cast, casting a tree of arguments, and the cast cache."""
+"""What is eligible for a cast, casting a tree of arguments, and what patched functions consult."""
 
 from __future__ import annotations
 
@@ -12,15 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ampatch.cast_cache import CONVERT, CastCache
 from ampatch.precision import ELIGIBLE
 from ampatch.thread import Forward, ThreadState
-
-# Bound before anything is patched, and quicker than Tensor.to (1.5 against 2.4 µs).
-CONVERT: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
-    torch.float16: Tensor.half,
-    torch.bfloat16: Tensor.bfloat16,
-    torch.float32: Tensor.float,
-}
 
 TensorCast = Callable[[Tensor], Tensor]
 Other = Callable[[object], object] | None
@@ -37,22 +31,25 @@ def cast_to(dtype: torch.dtype) -> TensorCast:
     return cast
 
 
-def cast_tree(value: object, cast: TensorCast, other: Other = None) -> object:
+def cast_tree(value: object, cast: TensorCast, other: Other = None, around: tuple = ()) -> object:
     """Casts the tensors in a tree of containers; what holds none is returned as it is.
 
     Sequences, mappings, namedtuples and dataclasses keep their type. Strings, numbers, arrays and
-    unknown objects stay, unless `other` says what to do with an unknown object.
+    unknown objects stay, unless `other` says what to do with an unknown object. `around` are the
+    containers that hold this one: one that holds itself is met again inside, and stays there as it is.
     """
     if isinstance(value, Tensor):
         return cast(value)
     if isinstance(value, str | bytes | range | type | torch.nn.Module):
         return value
+    if any(_is_one(value, outer) for outer in around):
+        return value
     if isinstance(value, tuple | list | deque):
-        return _cast_sequence(value, cast, other)
+        return _cast_sequence(value, cast, other, around)
     if isinstance(value, Mapping):
-        return _cast_mapping(value, cast, other)
+        return _cast_mapping(value, cast, other, around)
     if dataclasses.is_dataclass(value):
-        return _cast_fields(value, cast, other)
+        return _cast_fields(value, cast, other, around)
     return value if other is None else other(value)
 
 
@@ -68,9 +65,17 @@ def cast_batch(value: object, dtype: torch.dtype) -> object:
     return cast_tree(value, cast_to(dtype), cast_object)
 
 
-def _cast_sequence(value: tuple | list | deque, cast: TensorCast, other: Other) -> object:
-    items = [cast_tree(item, cast, other) for item in value]
-    if all(new is old for new, old in zip(items, value, strict=True)):
+def _is_one(value: object, other: object) -> bool:
+    """Whether two values are the same object. Dynamo cannot tell of containers: there they never are."""
+    if torch.compiler.is_dynamo_compiling() and isinstance(other, tuple | list | deque | Mapping):
+        return False
+    return value is other
+
+
+def _cast_sequence(value: tuple | list | deque, cast: TensorCast, other: Other, around: tuple) -> object:
+    around = (*around, value)
+    items = [cast_tree(item, cast, other, around) for item in value]
+    if all(_is_one(new, old) for new, old in zip(items, value, strict=True)):
         return value
     if type(value) is list:
         return items
@@ -84,11 +89,14 @@ def _cast_sequence(value: tuple | list | deque, cast: TensorCast, other: Other) 
     return result
 
 
-def _cast_mapping(value: Mapping, cast: TensorCast, other: Other) -> object:
-    items = {key: cast_tree(item, cast, other) for key, item in value.items()}
-    changed = {key: item for key, item in items.items() if item is not value[key]}
+def _cast_mapping(value: Mapping, cast: TensorCast, other: Other, around: tuple) -> object:
+    around = (*around, value)
+    items = {key: cast_tree(item, cast, other, around) for key, item in value.items()}
+    changed = {key: item for key, item in items.items() if not _is_one(item, value[key])}
     if not changed:
         return value
+    if type(value) is dict:
+        return items
     if not isinstance(value, MutableMapping):
         return type(value)(items)  # type: ignore[call-arg]
     result = copy.copy(value)
@@ -97,89 +105,18 @@ def _cast_mapping(value: Mapping, cast: TensorCast, other: Other) -> object:
     return result
 
 
-def _cast_fields(value: object, cast: TensorCast, other: Other) -> object:
+def _cast_fields(value: object, cast: TensorCast, other: Other, around: tuple) -> object:
+    around = (*around, value)
     names = [field.name for field in dataclasses.fields(value)]  # type: ignore[arg-type]
     old = {name: getattr(value, name) for name in names if hasattr(value, name)}
-    changed = {name: new for name in old if (new := cast_tree(old[name], cast, other)) is not old[name]}
+    items = {name: cast_tree(item, cast, other, around) for name, item in old.items()}
+    changed = {name: item for name, item in items.items() if not _is_one(item, old[name])}
     if not changed:
         return value
     result = copy.copy(value)
     for name, new in changed.items():
         object.__setattr__(result, name, new)  # a frozen dataclass refuses setattr
     return result
-
-
-class CastCache:
-    """The casts of parameters to one dtype, each made once an iteration.
-
-    An entry is used only while the parameter is the same object with the same memory, version and
-    requires_grad. A write through an earlier `.data` changes none of these, so entries live no longer
-    than an iteration: `clear` is called when a block of `scale_loss` ends, after every optimizer's step, and
-    when an initialized model's forward begins after an earlier one's graph was used or dropped.
-    Without grad mode entries live for one forward of an initialized model.
-
-    With grad, without and in inference mode are three caches: a cast made in one cannot serve another.
-    """
-
-    def __init__(self, dtype: torch.dtype, thread: ThreadState) -> None:
-        self.dtype = dtype
-        self._convert = CONVERT[dtype]
-        self._thread = thread
-        self._with_grad: dict[int, tuple] = {}
-        self._no_grad: dict[int, tuple] = {}
-        self._inference: dict[int, tuple] = {}
-
-    def __len__(self) -> int:
-        return len(self._with_grad) + len(self._no_grad) + len(self._inference)
-
-    def clear(self) -> None:
-        """Forgets every cast."""
-        self._with_grad.clear()
-        self.clear_no_grad()
-
-    def forget(self, parameter: Tensor) -> None:
-        """Forgets the casts of one parameter."""
-        for entries in (self._with_grad, self._no_grad, self._inference):
-            entries.pop(id(parameter), None)
-
-    def clear_no_grad(self) -> None:
-        """Forgets the casts that were made without grad mode."""
-        self._no_grad.clear()
-        self._inference.clear()
-
-    def cast(self, parameter: Tensor) -> Tensor:
-        """Returns the parameter in the cache's dtype, cast now or earlier in this iteration."""
-        if torch.compiler.is_dynamo_compiling() or parameter.is_inference():
-            return self._convert(parameter)
-        entries, needs_grad = self._select(parameter)
-        if entries is None:
-            return self._convert(parameter)
-        entry = entries.get(id(parameter))
-        if entry is not None:
-            owner, version, pointer, cast = entry
-            if (
-                owner is parameter
-                and version == parameter._version
-                and pointer == parameter.data_ptr()
-                and cast.requires_grad == needs_grad
-            ):
-                return cast
-        return self._store(entries, parameter)
-
-    def _select(self, parameter: Tensor) -> tuple[dict[int, tuple] | None, bool]:
-        if torch.is_grad_enabled():
-            return self._with_grad, parameter.requires_grad
-        if not self._thread.forwards:
-            return None, False
-        return (self._inference if torch.is_inference_mode_enabled() else self._no_grad), False
-
-    def _store(self, entries: dict[int, tuple], parameter: Tensor) -> Tensor:
-        cast = self._convert(parameter)
-        # Fake tensors and those of a running torch.func transform are dead once it ends.
-        if type(cast) is Tensor and not torch._C._are_functorch_transforms_active():
-            entry = (parameter, parameter._version, parameter.data_ptr(), cast)
-            entries[id(parameter)] = entry
-        return cast
 
 
 class PendingGraph:
@@ -227,8 +164,12 @@ class CastState:
             cache.forget(parameter)
 
     def clear_cache(self) -> None:
-        """Forgets every cached cast."""
+        """Forgets every cached cast, and begins an iteration."""
         self._graphs.clear()
+        self.forget_casts()
+
+    def forget_casts(self) -> None:
+        """Forgets every cached cast."""
         for cache in self._caches.values():
             cache.clear()
 
@@ -252,7 +193,12 @@ class CastState:
         self._graphs.append(weakref.ref(graph))
 
     def _begins_iteration(self) -> bool:
-        """Whether a graph was used by a backward, or dropped, since the last clearing."""
+        """Whether a graph was used by a backward, or dropped, since the last clearing.
+
+        Not inside of a backward, where activation checkpointing repeats what an iteration did.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            return False
         graphs = [ref() for ref in self._graphs]
         return any(graph is None or graph.was_used for graph in graphs)
 

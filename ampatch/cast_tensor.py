@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
+from ampatch.masters import is_wrapper
 from ampatch.values import Float32Values
 
 
@@ -33,7 +36,7 @@ class CastTensor:
         tensor = self.tensor
         self._values.remember(tensor, tensor.data)
         self._given_grad, tensor.grad = tensor.grad, None
-        tensor.data = tensor.data.to(dtype)
+        _set_values(tensor, tensor.data.to(dtype))
         if self._given_grad is not None:
             self._cast_grad = tensor.grad = self._given_grad.to(dtype)
 
@@ -49,7 +52,7 @@ class CastTensor:
         """Casts the tensor back: float32 values where they hold, and the gradient that counts."""
         current = self.find()
         grad, current.grad = self._find_grad(current), None
-        current.data = self._values.read(current)
+        _set_values(current, self._values.read(current).detach())
         current.grad = grad
         self._values.forget(current)
 
@@ -61,3 +64,39 @@ class CastTensor:
         if pair is not None and pair.master.grad is not None:
             return pair.master.grad
         return grad.float() if is_fresh else None
+
+
+def cast_newcomers(models: Sequence[Module], dtype: torch.dtype) -> Callable[[], None]:
+    """Returns what casts to float32 the half tensors that models have got since.
+
+    Parametrizations, pruning and weight norm make parameters and buffers from a half weight.
+    """
+    before = {id(tensor): tensor for part in list_parts(models) for _, tensor in own_tensors(part)}
+
+    def cast_up() -> None:
+        for module in list_parts(models):
+            for _, tensor in own_tensors(module):
+                if tensor.dtype is dtype and id(tensor) not in before:
+                    grad, tensor.grad = tensor.grad, None
+                    _set_values(tensor, tensor.detach().float())
+                    tensor.grad = None if grad is None else grad.float()
+
+    return cast_up
+
+
+def list_parts(models: Iterable[Module]) -> list[Module]:
+    """The modules of models, each once."""
+    return list({id(part): part for model in models for part in model.modules()}.values())
+
+
+def _set_values(tensor: Tensor, values: Tensor) -> None:
+    """Gives a tensor other values of another type; the object stays the same.
+
+    A tensor that wraps others, such as a DTensor, keeps those where its `.data` is set.
+    """
+    if not is_wrapper(values):
+        tensor.data = values
+        return
+    is_parameter = isinstance(tensor, Parameter)
+    successor = Parameter(values, tensor.requires_grad) if is_parameter else values.detach()
+    torch.utils.swap_tensors(tensor, successor)

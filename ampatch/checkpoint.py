@@ -1,52 +1,83 @@
-"""Lets activation checkpointing recompute with casts on or off, as the first forward had them."""
+"""Lets activation checkpointing recompute with casts as the first forward had them."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch.utils.checkpoint
 
+from ampatch.cast import CastState
 from ampatch.patcher import Patcher
-from ampatch.thread import ThreadState
+from ampatch.thread import Forward
 
 Function = Callable[..., object]
 
+# What `checkpoint` calls: in torch 2.14, and before.
+_GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
 
-def patch_checkpoint(patcher: Patcher, thread: ThreadState) -> None:
-    """Has both kinds of checkpointing repeat what `disable_casts` and float32 modules had turned off.
+
+def patch_checkpoint(patcher: Patcher, casts: CastState) -> None:
+    """Has both kinds of checkpointing repeat what was around the checkpoint: models, disabled casts.
 
     The recomputation runs inside backward, where neither is around it. What is replaced are two names
     that `torch.utils.checkpoint.checkpoint` looks up: it may itself be bound to other names by now,
     and torch.compile knows it by identity.
     """
     module = torch.utils.checkpoint
-
-    def keep(function: Function) -> Function:
-        return _repeat_casts(function, thread)
-
-    not_reentrant = getattr(module, "_checkpoint_without_reentrant_generator", None)
-    if not_reentrant is not None:
-
-        @functools.wraps(not_reentrant)
-        def generate(function: Function, *args: object, **kwargs: object) -> object:
-            return not_reentrant(keep(function), *args, **kwargs)
-
-        patcher.replace(module, "_checkpoint_without_reentrant_generator", generate)
+    name = next((name for name in _GENERATORS if hasattr(module, name)), None)
+    if name is not None:
+        patcher.replace(module, name, _repeat_generator(getattr(module, name), casts))
     reentrant = module.CheckpointFunction
 
     def apply(function: Function, *args: object) -> object:
-        return reentrant.apply(keep(function), *args)
+        return reentrant.apply(_repeat(function, casts), *args)
 
     patcher.replace(module, "CheckpointFunction", SimpleNamespace(apply=apply))
 
 
-def _repeat_casts(function: Function, thread: ThreadState) -> Function:
+def _repeat_generator(original: Function, casts: CastState) -> Function:
+    no_context = torch.utils.checkpoint.noop_context_fn
+
+    @functools.wraps(original)
+    def generate(function: Function, *args: object, **kwargs: object) -> object:
+        repeat = _repeat(function, casts)
+        by_place = args[1] if len(args) > 1 and callable(args[1]) else no_context
+        if kwargs.get("context_fn", by_place) is not no_context:
+            # Selective checkpointing counts operations, casts of weights among them, so that both runs
+            # must begin alike: with no casts in the cache.
+            casts.forget_casts()
+            repeat = _begin_with(casts.forget_casts, repeat)
+        return original(repeat, *args, **kwargs)
+
+    return generate
+
+
+def _begin_with(first: Callable[[], None], function: Function) -> Function:
+    def run(*args: object, **kwargs: object) -> object:
+        first()
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _repeat(function: Function, casts: CastState) -> Function:
+    """Returns `function` with casts on or off, and inside of the forward, as it is now."""
+    thread = casts.thread
     switch = thread.disabled if thread.off and thread.is_off() else thread.enabled
+    dtype = thread.forwards[-1].dtype if thread.forwards else None
 
     def run(*args: object, **kwargs: object) -> object:
         with switch():
-            return function(*args, **kwargs)
+            if not is_inside:
+                return function(*args, **kwargs)
+            thread.push(Forward(id(run), False, dtype, sys._getframe()))
+            try:
+                return function(*args, **kwargs)
+            finally:
+                thread.pop(id(run))
 
+    is_inside = bool(thread.forwards)
     return run

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 from torch import Tensor
 from torch.nn import Parameter
 
 from ampatch.cast import CastState
-from ampatch.patcher import Patcher, get_raw
+from ampatch.patcher import Patcher, SessionPatch, get_raw
 
 
-class DataWatch:
+class DataWatch(SessionPatch):
     """Watches `Parameter.data` while a session depends on weights that it copied.
 
     Who asks for `.data` may write: a cached cast is forgotten, and the parameter noted in `touched` if
@@ -20,18 +18,13 @@ class DataWatch:
     """
 
     def __init__(self, casts: CastState) -> None:
+        super().__init__()
         self._casts = casts
-        self._is_open = False
         self.watched: set[int] = set()
         self.touched: set[int] = set()
 
-    def open(self, undo: ExitStack) -> None:
-        """Puts a property on Parameter, once a session; `undo` receives the way back."""
-        if self._is_open:
-            return
-        self._is_open = True
-        patcher = Patcher()
-        undo.callback(self._close, patcher)
+    def patch(self, patcher: Patcher) -> None:
+        """Puts a property on Parameter."""
         original = get_raw(Parameter, "data")
 
         def read(parameter: Parameter) -> Tensor:
@@ -49,8 +42,7 @@ class DataWatch:
         if id(parameter) in self.watched:
             self.touched.add(id(parameter))
 
-    def _close(self, patcher: Patcher) -> None:
-        self._is_open = False
+    def forget(self) -> None:
+        """Drops the parameters."""
         self.watched.clear()
         self.touched.clear()
-        patcher.close()

@@ -28,3 +28,22 @@ def own_memory(grad: Tensor) -> Tensor:
         return grad
     shared = grad._is_view() or grad.untyped_storage().nbytes() != grad.nbytes
     return grad.clone() if shared else grad
+
+
+def find_grads(params: Iterable[Tensor]) -> list[Tensor]:
+    """Returns the gradients that there are, such that each can be written in place."""
+    found = []
+    for param in params:
+        grad = param.grad
+        if grad is None:
+            continue
+        if _shares_elements(grad):
+            grad = param.grad = grad.clone()
+        found.append(grad)
+    return found
+
+
+def _shares_elements(grad: Tensor) -> bool:
+    """Whether several elements lie at one place in memory, as those of an expanded tensor do."""
+    is_plain = type(grad) is Tensor and grad.layout is torch.strided
+    return is_plain and torch._debug_has_internal_overlap(grad) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,9 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.utils._pytree import tree_leaves
 
-from ampatch.cast import CastState, PendingGraph, cast_batch
+from ampatch.cast import CastState, PendingGraph, cast_batch, cast_tree
 from ampatch.cast_tensor import CastTensor, own_tensors
 from ampatch.errors import AmpValueError
 from ampatch.precision import HALF_TYPES
@@ -43,12 +43,17 @@ class EnterForward:
 
     def __call__(self, module: Module, args: tuple) -> None:
         if torch.compiler.is_dynamo_compiling():
-            return
-        self.state.enter_forward(Forward(id(module), self.off, self.dtype, sys._getframe(1)))
+            self.state.thread.push(Forward(id(module), self.off, self.dtype, None))
+        else:
+            self.state.enter_forward(Forward(id(module), self.off, self.dtype, sys._getframe(1)))
         if not self.off and self.state.half is not None:
-            parameter = next(module.parameters(), None)
-            if parameter is not None:
-                self.state.device_types.add(parameter.device.type)
+            self._note_device(next(module.parameters(), None))
+
+    def _note_device(self, parameter: Tensor | None) -> None:
+        device_types = self.state.device_types
+        # Asked before, because a part of a graph, such as a checkpoint, must not change what is outside it.
+        if parameter is not None and parameter.device.type not in device_types:
+            device_types.add(parameter.device.type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,7 @@ class ExitForward:
 
     def __call__(self, module: Module, args: tuple, output: object) -> None:
         if torch.compiler.is_dynamo_compiling():
+            self.state.thread.pop(id(module))
             return
         self.state.exit_forward(id(module))
         if self.state.half is not None and not self.state.thread.forwards:
@@ -67,8 +73,14 @@ class ExitForward:
 
 def _watch_graph(output: object, state: CastState) -> None:
     """Has the session notice whether the graph of an output still waits for its backward."""
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    nodes: list[torch.autograd.graph.Node] = []
+
+    def find_node(tensor: Tensor) -> Tensor:
+        if tensor.grad_fn is not None:
+            nodes.append(tensor.grad_fn)
+        return tensor
+
+    cast_tree(output, find_node)
     if nodes:
         graph = PendingGraph()
         state.watch(graph)
@@ -81,15 +93,14 @@ class CastOutputs:
     """Casts a module's floating outputs, in any container; a forward hook.
 
     Inside the forward of another module that ampatch knows, to what that one computes in; else to
-    `alone` (None leaves them). A compiled model does not look around, and casts to `compiled`.
+    `alone` (None leaves them).
     """
 
     state: CastState
     alone: torch.dtype | None
-    compiled: torch.dtype | None
 
     def __call__(self, module: Module, args: tuple, output: object) -> object:
-        dtype = self.compiled if torch.compiler.is_dynamo_compiling() else self._choose()
+        dtype = self._choose()
         return output if dtype is None else cast_batch(output, dtype)
 
     def _choose(self) -> torch.dtype | None:
@@ -101,12 +112,12 @@ class _StateDictHook:
     """Finds the half tensors of one module, of which `casts` are those that this call cast.
 
     Registered on every module with cast tensors, so that a part of a model, or a wrapper such as
-    DistributedDataParallel, saves and loads float32 too. In a deep copy or a pickled model it finds
-    no values, and the copy's own weights count.
+    DistributedDataParallel, saves and loads float32 too. A deep copy or a pickled model has values of its
+    own: those of its half weights, and what is written into its state_dict.
     """
 
-    def __init__(self, values: Float32Values | None = None, casts: Sequence[CastTensor] = ()) -> None:
-        self.values = values or Float32Values()
+    def __init__(self, values: Float32Values, casts: Sequence[CastTensor] = ()) -> None:
+        self.values = values
         self._casts = casts
 
     def find_tensors(self, module: Module) -> dict[str, Tensor]:
@@ -117,10 +128,10 @@ class _StateDictHook:
         return {name: item for name, item in own_tensors(module) if item.dtype in HALF_TYPES}
 
     def __deepcopy__(self, memo: dict) -> _StateDictHook:
-        return self
+        return type(self)(copy.deepcopy(self.values, memo))
 
     def __reduce__(self) -> tuple:
-        return type(self), ()
+        return type(self), (self.values,)
 
 
 class SaveFloat32(_StateDictHook):

@@ -15,19 +15,27 @@ def refine(precise: Tensor, half: Tensor) -> Tensor:
     return torch.where(precise.to(half.dtype) == half, precise, half.to(precise.dtype))
 
 
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether a tensor wraps others, as a DTensor does: foreach functions may not know it."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
 class MasterParam:
     """One half parameter of a model and the float32 parameter that stands for it in the optimizer."""
 
     __slots__ = (
         *("_grad", "_master_version", "_pointer", "_touched", "_version"),
-        *("_last", "_seen", "_seen_version", "half", "master", "optimizers", "steps"),
+        *("_last", "_seen", "_seen_version", "half", "is_wrapper", "master", "optimizers", "steps"),
     )
 
     def __init__(self, half: Parameter, precise: Tensor, touched: set[int]) -> None:
         self.half = half
+        self.is_wrapper = is_wrapper(half)
         self._touched = touched
-        self.master = Parameter(precise, requires_grad=half.requires_grad)
-        self.master.__dict__.update(half.__dict__)  # attributes that optimizers look for
+        is_made = isinstance(precise, Parameter)
+        self.master = precise if is_made else Parameter(precise, requires_grad=half.requires_grad)
+        # Attributes that optimizers look for; what a wrapper holds is its own.
+        self.master.__dict__.update(half.__dict__ | self.master.__dict__)
         self._grad: Tensor | None = None  # the half gradient that has gone into the master's
         self._seen: Tensor | None = None  # the half gradient that the last block left
         self._last: Tensor | None = None  # the one from before the block that is open
@@ -41,6 +49,16 @@ class MasterParam:
         self._version, self._pointer = self.half._version, self.half.data_ptr()
         self._master_version = self.master._version
         self._touched.difference_update((id(self.half), id(self.master)))
+
+    @torch.no_grad()
+    def take(self, precise: Tensor) -> None:
+        """Takes over float32 values that the half parameter holds the rounding of."""
+        self.master.copy_(precise)
+        self.mark_synced()
+
+    def copy_to_half(self) -> None:
+        """Rounds the master into the half parameter; no host sync."""
+        _round([self])
 
     def was_master_edited(self) -> bool:
         """Whether the master may have been written since `mark_synced`, by whom so ever."""
@@ -160,6 +178,14 @@ class MasterParams:
         self.share(pair)
         return pair
 
+    def make_empty(self, optimizers: Sequence[Optimizer]) -> MasterParams:
+        """Returns those of a copied optimizer, still without any."""
+        return MasterParams(optimizers, self._touched)
+
+    def adopt(self, half: Parameter, master: Parameter) -> None:
+        """Takes a master that is in the param groups already."""
+        self.share(MasterParam(half, master, self._touched))
+
     def share(self, pair: MasterParam) -> None:
         """Takes a master that another optimizer steps as well."""
         pair.optimizers += 1
@@ -238,7 +264,11 @@ class MasterParams:
 
 @torch.no_grad()
 def _round(pairs: list[MasterParam]) -> None:
-    if pairs:
-        torch._foreach_copy_([pair.half for pair in pairs], [pair.master for pair in pairs])
-        for pair in pairs:
-            pair.mark_synced()
+    plain = [pair for pair in pairs if not pair.is_wrapper]
+    if plain:
+        torch._foreach_copy_([pair.half for pair in plain], [pair.master for pair in plain])
+    for pair in pairs if len(plain) < len(pairs) else ():
+        if pair.is_wrapper:
+            pair.half.copy_(pair.master)
+    for pair in pairs:
+        pair.mark_synced()

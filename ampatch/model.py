@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from ampatch.cast import CastState
-from ampatch.cast_tensor import CastTensor, own_tensors
+from ampatch.cast_tensor import CastTensor, cast_newcomers, list_parts, own_tensors
 from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.hooks import (
     CastInputs,
@@ -23,6 +23,7 @@ from ampatch.hooks import (
     LoadFloat32,
     SaveFloat32,
 )
+from ampatch.on_cpu import select_without_kernel
 from ampatch.policy import Policy
 from ampatch.precision import HALF_TYPES
 from ampatch.values import Float32Values
@@ -131,7 +132,8 @@ class ModelCaster:
         self._policy = policy
         self._state = state
         self._values = values
-        self._kept = _outermost(_add_sharers(models, kept))
+        without_kernel = select_without_kernel(models) if policy.casts_model else []
+        self._kept = _outermost(_add_sharers(models, [*kept, *without_kernel]))
         self._cast: list[CastTensor] = []
         self._stack = ExitStack()
 
@@ -160,7 +162,8 @@ class ModelCaster:
     def _cast_weights(self, dtype: torch.dtype) -> None:
         float32 = self._float32_tensors()
         self._stack.callback(self._flatten_recurrent)  # runs last, on restored weights
-        for module in _modules(self._models):
+        self._stack.callback(cast_newcomers(self._models, dtype))
+        for module in list_parts(self._models):
             for name, tensor in own_tensors(module):
                 if tensor.dtype is torch.float32 and id(tensor) not in float32:
                     cast = CastTensor(module, name, tensor, self._values)
@@ -173,12 +176,12 @@ class ModelCaster:
         """The tensors that stay float32, by identity."""
         keeping = [inner for module in self._kept for inner in module.modules()]
         if self._policy.keep_batchnorm_fp32:
-            keeping += [module for module in _modules(self._models) if isinstance(module, _BatchNorm)]
+            keeping += [module for module in list_parts(self._models) if isinstance(module, _BatchNorm)]
         return {id(tensor) for module in keeping for _, tensor in own_tensors(module)}
 
     def _flatten_recurrent(self) -> None:
         # On CUDA the weights of a recurrent net share one block of memory, which a cast breaks up.
-        for module in _modules(self._models):
+        for module in list_parts(self._models):
             if isinstance(module, torch.nn.RNNBase):
                 module.flatten_parameters()
 
@@ -189,7 +192,7 @@ class ModelCaster:
         by_module: dict[int, list[CastTensor]] = defaultdict(list)
         for cast in self._cast:
             by_module[id(cast.module)].append(cast)
-        for module in _modules(self._models):
+        for module in list_parts(self._models):
             if any(id(tensor) in known for _, tensor in own_tensors(module)):
                 own = by_module[id(module)]
                 save, load = SaveFloat32(self._values, own), LoadFloat32(self._values, own)
@@ -201,13 +204,10 @@ class ModelCaster:
 
         Its parts are hooked one by one, for a container that is never called itself.
         """
-        callable_parts = _called_first(kept)
         for module in kept.modules():
             self._hook_inputs(module, torch.float32)
             self._hook_scope(module, off=True, dtype=torch.float32)
-            is_outer = module in callable_parts and module not in self._models
-            outer = self._policy.cast_model_type if is_outer else None
-            self._hook_outputs(module, alone=None, compiled=outer)
+            self._hook_outputs(module, alone=None)
 
     def _hook_forward(self, model: Module) -> None:
         policy = self._policy
@@ -215,7 +215,7 @@ class ModelCaster:
             if policy.input_dtype is not None:
                 self._hook_inputs(model, policy.input_dtype)
             self._hook_scope(model, off=not policy.patch_torch_functions, dtype=policy.input_dtype)
-        self._hook_outputs(model, alone=policy.output_dtype, compiled=policy.output_dtype)
+        self._hook_outputs(model, alone=policy.output_dtype)
 
     def _hook_scope(self, module: Module, *, off: bool, dtype: torch.dtype | None) -> None:
         enter = EnterForward(self._state, off, dtype)
@@ -228,17 +228,10 @@ class ModelCaster:
         handle = module.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
         self._stack.callback(handle.remove)
 
-    def _hook_outputs(
-        self, module: Module, *, alone: torch.dtype | None, compiled: torch.dtype | None
-    ) -> None:
-        if alone is not None or compiled is not None or self._policy.casts_model:
-            hook = CastOutputs(self._state, alone, compiled)
+    def _hook_outputs(self, module: Module, *, alone: torch.dtype | None) -> None:
+        if alone is not None or self._policy.casts_model:
+            hook = CastOutputs(self._state, alone)
             self._stack.callback(module.register_forward_hook(hook).remove)
-
-
-def _modules(models: Iterable[Module]) -> list[Module]:
-    unique = {id(module): module for model in models for module in model.modules()}
-    return list(unique.values())
 
 
 def _add_sharers(models: Sequence[Module], kept: Sequence[Module]) -> list[Module]:
@@ -247,7 +240,7 @@ def _add_sharers(models: Sequence[Module], kept: Sequence[Module]) -> list[Modul
     tensors = {id(param) for module in kept for param in module.parameters()}
     sharers = [
         module
-        for module in _modules(models)
+        for module in list_parts(models)
         if id(module) not in inside and any(id(tensor) in tensors for _, tensor in own_tensors(module))
     ]
     return [*kept, *sharers]
@@ -257,10 +250,3 @@ def _outermost(modules: Sequence[Module]) -> list[Module]:
     """Drops the modules that lie inside another one: the outer one's hooks serve them."""
     inside = {id(inner) for module in modules for inner in module.modules() if inner is not module}
     return [module for module in modules if id(module) not in inside]
-
-
-def _called_first(kept: Module) -> list[Module]:
-    """The parts of a kept module whose outputs leave it: itself, or what a plain container holds."""
-    if type(kept).forward is not Module.forward:
-        return [kept]
-    return [part for child in kept.children() for part in _called_first(child)]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ampatch.closure import find_closure
 from ampatch.errors import AmpError
-from ampatch.grads import add_grads, cast_grads, own_memory
+from ampatch.grads import add_grads, cast_grads, find_grads, own_memory
 from ampatch.masters import MasterParam, MasterParams
 from ampatch.scaler import Outcome, Scale
 from ampatch.thread import is_running
@@ -132,7 +132,7 @@ class AmpOptimizer:
         fresh = [pair for pair in self.masters if pair.has_fresh_grad()]
         grads = cast_grads(pair.half for pair in fresh)
         if not scale.is_identity:
-            own = [param.grad for param in self._own_params() if param.grad is not None]
+            own = find_grads(self._own_params())
             scale.unscale_(grads + [grad for grad in own if id(grad) not in done], found_inf)
             done.update(map(id, own))
         _feed(fresh, grads)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import pkgutil
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import wrapt
@@ -56,14 +58,16 @@ class Patcher:
     def __len__(self) -> int:
         return len(self._patches)
 
-    def replace(self, parent: object, attribute: str, replacement: object) -> None:
+    def replace(self, parent: object, attribute: str, replacement: object, *, optional: bool = False) -> None:
         """Sets an attribute of a module, a class or an instance, and remembers what was there.
 
         "It was not there" is a state to restore: most Tensor methods are inherited, and a class is
         read through its `__dict__`, where `getattr` would bind a method or unwrap a staticmethod.
+        Raises AttributeError for one that is not there at all, unless it is `optional`.
         """
         previous = vars(parent).get(attribute, _ABSENT)
-        original = get_raw(parent, attribute)
+        may_be_absent = optional and not hasattr(parent, attribute)
+        original = _ABSENT if may_be_absent else get_raw(parent, attribute)
         setattr(parent, attribute, replacement)
         self._patches.append(Patch(parent, attribute, previous, replacement, original))
 
@@ -100,6 +104,41 @@ class Patcher:
         return taken
 
 
+class SessionPatch:
+    """What is patched once a session; a base class that says when, and undoes later what others kept.
+
+    `patch` replaces attributes, and `forget` drops what was remembered for them.
+    """
+
+    def __init__(self) -> None:
+        self._patcher: Patcher | None = None
+        self._blocked: list[Patcher] = []  # what others had patched over when we closed
+
+    def patch(self, patcher: Patcher) -> None:
+        """Replaces what is to be replaced."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Drops what was remembered; does nothing unless it is overridden."""
+
+    def open(self, undo: ExitStack) -> None:
+        """Patches, unless it is done; `undo` receives the way back."""
+        if self._patcher is None:
+            self._patcher = Patcher()
+            undo.callback(self._close)
+            self.patch(self._patcher)
+
+    def _close(self) -> None:
+        patcher, self._patcher = self._patcher, None
+        self.forget()
+        self._blocked.append(patcher)
+        patcher.close()
+
+    def retry(self) -> None:
+        """Undoes what somebody else's patch kept from being undone, where that is gone by now."""
+        self._blocked = [patcher for patcher in reversed(self._blocked) if patcher.retry()][::-1]
+
+
 def get_raw(parent: object, attribute: str) -> object:
     """Looks an attribute up without binding it: in the `__dict__` of a class and its bases."""
     if isinstance(parent, type):
@@ -126,6 +165,7 @@ def locate(target: str, name: str) -> Place | None:
     """Finds the place of a row; None, with a warning logged, if this torch has no such function."""
     module, _, rest = f"{target}.{name}".partition(".")
     try:
+        pkgutil.resolve_name(target)  # imports it, where torch does so on first use
         parent, attribute, _ = wrapt.resolve_path(module, rest)
     except (AttributeError, ImportError):
         logger.warning("%s.%s: no such function in this torch; its row is passed over", target, name)

@@ -74,4 +74,6 @@ def bind(registration: Registration, original: object, state: CastState) -> obje
         place=qualify(registration.parent, registration.attribute),
         containers=object,
     )
+    if isinstance(registration.parent, type) and not hasattr(original, "__get__"):
+        binding = staticmethod  # a builtin, which is not bound to instances, and stays so
     return binding(wrapper) if binding else wrapper

@@ -22,8 +22,11 @@ from ampatch.call import (
     validate_optimizers,
 )
 from ampatch.cast import CASTS
+from ampatch.compiling import skip_own_frames
+from ampatch.copies import CopyWithMasters
 from ampatch.data_watch import DataWatch
 from ampatch.errors import AmpValueError, NotInitializedError
+from ampatch.features import TorchFeatures
 from ampatch.masters import MasterParams
 from ampatch.model import ModelCaster, select_kept, validate_models
 from ampatch.observe import Observer
@@ -33,6 +36,7 @@ from ampatch.patcher import Patcher
 from ampatch.precision import HALF_TYPES
 from ampatch.refresh import RefreshWeights
 from ampatch.scaler import LossScaler, Outcome
+from ampatch.scripting import ScriptModels
 from ampatch.torch_patch import TorchPatch
 from ampatch.values import Float32Values
 
@@ -50,6 +54,8 @@ class Session(StepListener):
         self.casts = CASTS
         self.torch_patch = TorchPatch(self.casts)
         self._data_watch = DataWatch(self.casts)
+        self._script_models = ScriptModels(self.casts)
+        self._features = TorchFeatures(self.casts)
         self.observers: tuple[Observer, ...] = ()
         self.overrides: dict[str, object] = {}
         self._reset()
@@ -83,6 +89,7 @@ class Session(StepListener):
         kept = select_kept(request.models, request.keep_fp32)
         validate_optimizers(request, self._calls)
         self.torch_patch.validate(request.policy)
+        skip_own_frames()
         call = Call(request, make_scalers(request, len(self.scalers())))
         # Tensors made in inference mode would never get gradients.
         with torch.inference_mode(mode=False), ExitStack() as undo:
@@ -90,18 +97,21 @@ class Session(StepListener):
                 undo.callback(self._raise_states, call)
             if request.policy.master_weights or request.policy.patch_torch_functions:
                 self._data_watch.open(undo)
+            if request.policy.half is not None:
+                self._features.open(undo)
+            self._script_models.open(undo)
             caster = ModelCaster(request.models, request.policy, kept, self.casts, self._values)
             undo.callback(caster.close)
             caster.open()
             for optimizer in request.optimizers:
                 self._open_optimizer(optimizer, call, undo)
-            if request.policy.master_weights:
-                refresh = RefreshWeights([amp.masters for amp in call.optimizers])
+            if request.policy.casts_model:
+                refresh = RefreshWeights(self._values, [amp.masters for amp in call.optimizers])
                 for model in request.models:
                     undo.callback(model.register_forward_pre_hook(refresh).remove)
             if request.policy.patch_torch_functions:
                 trace = say if request.verbosity >= 2 else None
-                self.torch_patch.open(request.policy, device_types(request), trace, undo)
+                self.torch_patch.open(request.policy, request.models, device_types(request), trace, undo)
             self._calls.append(call)
             undo.callback(self._calls.remove, call)
             self._passive = [item for item in self._passive if id(item) not in self._by_optimizer]
@@ -152,6 +162,7 @@ class Session(StepListener):
             "add_param_group",
             functools.update_wrapper(add_group, optimizer.add_param_group),
         )
+        instance.replace(optimizer, "__deepcopy__", CopyWithMasters(amp), optional=True)
 
     def _make_masters(self, masters: MasterParams, params: Iterable[Tensor]) -> None:
         for param in list(params):
@@ -242,7 +253,8 @@ class Session(StepListener):
         """Undoes everything, last-in first-out."""
         with ExitStack() as stack:
             stack.callback(self._reset)
-            stack.callback(self.torch_patch.retry)
+            for patch in (self.torch_patch, self._features, self._script_models, self._data_watch):
+                stack.callback(patch.retry)
             stack.push(self._undo)
             for observer in self.observers:
                 stack.callback(observer.on_uninitialize)

@@ -21,6 +21,7 @@ class Cast(enum.Enum):
     BANNED = "banned"  # raises when given a half tensor
     FP32_INPLACE = "fp32_inplace"  # raises on a half self: the functional form is FP32
     MATCH_SELF = "match_self"  # cast to the dtype of self, which an in-place op cannot change
+    CUSTOM = "custom"  # as the reason says: no single cast fits, and ampatch.custom has the code
 
 
 LOWER = Cast.LOWER
@@ -29,6 +30,7 @@ PROMOTE = Cast.PROMOTE
 BANNED = Cast.BANNED
 FP32_INPLACE = Cast.FP32_INPLACE
 MATCH_SELF = Cast.MATCH_SELF
+CUSTOM = Cast.CUSTOM
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import TypeVar
 
 import torch
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,7 @@ class Forward:
     owner: int  # id of the module
     off: bool  # casts are off in it
     dtype: torch.dtype | None  # what its weights and activations have; None where ops are cast one by one
-    frame: FrameType  # the call that runs it
+    frame: FrameType | None  # the call that runs it; None in a graph, where none ends early
 
 
 class ThreadState(threading.local):
@@ -33,20 +36,35 @@ class ThreadState(threading.local):
     off = 0  # what follows, added up: the one thing that a patched function looks at
 
     def __init__(self) -> None:
-        self.forwards: list[Forward] = []
+        self.forwards: tuple[Forward, ...] = ()  # the innermost is the last
         self._disabled = 0
         self._step: FrameType | None = None
+        self._autocasts: list[tuple[object, bool]] = []  # blocks of torch.autocast, and if they disable us
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Turns casts off in this thread; nests, and survives exceptions."""
-        self._disabled += 1
-        self.off += 1
+        _change(self._disable, 1)
         try:
             yield
         finally:
-            self._disabled -= 1
-            self.off -= 1
+            _change(self._disable, -1)
+
+    def _disable(self, change: int) -> None:
+        self._disabled += change
+        self.off += change
+
+    def enter_autocast(self, block: object, disables: bool) -> None:
+        """Notes that a block of `torch.autocast` begins, which may turn our casts off."""
+        self._autocasts.append((block, disables))
+        self._disable(disables)
+
+    def exit_autocast(self, block: object) -> None:
+        """Notes that it ended; one that began before the session is none of ours."""
+        for index in reversed(range(len(self._autocasts))):  # those of generators may cross
+            if self._autocasts[index][0] is block:
+                self._disable(-self._autocasts.pop(index)[1])
+                return
 
     @contextmanager
     def enabled(self) -> Iterator[None]:
@@ -79,24 +97,34 @@ class ThreadState(threading.local):
 
     def push(self, forward: Forward) -> None:
         """Notes that a forward begins."""
-        self._forget_ended()
-        self.forwards.append(forward)
+        if forward.frame is None:
+            _change(self._push, forward)
+            return
+        if self.forwards or self._step is not None:
+            self._forget_ended()
+        self._push(forward)
+
+    def _push(self, forward: Forward) -> None:
+        self.forwards = (*self.forwards, forward)
         self.off += forward.off
 
     def pop(self, owner: int) -> None:
         """Notes that a module's forward ended, and with it those inside."""
         if any(forward.owner == owner for forward in self.forwards):
-            while self._drop_innermost().owner != owner:
+            while _change(self._drop_innermost).owner != owner:
                 pass
 
     def reset(self) -> None:
-        """Forgets all forwards and the step."""
+        """Forgets all forwards, the step and blocks of `torch.autocast`."""
         self.end_step()
+        while self._autocasts:
+            self.exit_autocast(self._autocasts[-1][0])
         while self.forwards:
             self._drop_innermost()
 
     def _drop_innermost(self) -> Forward:
-        forward = self.forwards.pop()
+        forward = self.forwards[-1]
+        self.forwards = self.forwards[:-1]
         self.off -= forward.off
         return forward
 
@@ -111,8 +139,20 @@ class ThreadState(threading.local):
             self._drop_innermost()
 
 
-def is_running(frame: FrameType) -> bool:
+def _change(function: Callable[..., Result], *args: object) -> Result:
+    """Calls what changes the state; in a part of a graph, too, such as a checkpoint's.
+
+    Dynamo refuses changes there that outlast the part. These do not: each comes with its undo.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(function, *args)
+    return function(*args)
+
+
+def is_running(frame: FrameType | None) -> bool:
     """Whether a call is on this thread's stack."""
+    if frame is None:
+        return True
     caller: FrameType | None = sys._getframe(1)
     while caller is not None and caller is not frame:
         caller = caller.f_back

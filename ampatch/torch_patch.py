@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ampatch import lists
+from ampatch.attention import allow_fast_path
+from ampatch.autocast import patch_autocast
+from ampatch.bound_names import BoundNames
 from ampatch.cast import CastState
-from ampatch.checkpoint import patch_checkpoint
+from ampatch.compiling import forget_graphs, prepare_compiler, restore_compiler, tag_caches, trace_methods
 from ampatch.errors import AmpValueError
+from ampatch.graph_names import GraphNames
 from ampatch.patcher import Patcher, place_rows, qualify
+from ampatch.peel import peel
 from ampatch.policy import Policy
 from ampatch.recurrent import allow_half_input
 from ampatch.registration import Registration, bind
@@ -27,6 +32,8 @@ class TorchPatch:
         self._casts = casts
         self._registrations: dict[tuple[int, str], Registration] = {}
         self._patcher: Patcher | None = None
+        self._names = BoundNames()
+        self._graph_names = GraphNames()
         self._blocked: list[Patcher] = []  # what others had patched over when we closed
 
     def validate(self, policy: Policy) -> None:
@@ -41,20 +48,31 @@ class TorchPatch:
     def open(
         self,
         policy: Policy,
+        models: Sequence[torch.nn.Module],
         device_types: Iterable[str],
         trace: Callable[[str], None] | None,
         undo: ExitStack,
     ) -> None:
         """Patches every row and registration; if torch is patched already, only adds to what it casts.
 
-        `undo` receives the way back, step by step.
+        Functions that the models keep by names of their own are patched there as well. `undo` receives
+        the way back, step by step.
         """
         casts = self._casts
         undo.callback(casts.narrow, set(casts.device_types), casts.allow_banned)
         casts.device_types.update(device_types)
         casts.allow_banned |= policy.allow_banned
-        if self._patcher is not None:
-            return
+        is_first = self._patcher is None
+        if is_first:
+            self._patch(policy, trace, undo)
+        undo.callback(self._names.follow(models, in_modules=is_first))
+        undo.callback(self._graph_names.follow(models))
+
+    def _patch(self, policy: Policy, trace: Callable[[str], None] | None, undo: ExitStack) -> None:
+        casts = self._casts
+        prepare_compiler()
+        undo.callback(restore_compiler)
+        undo.callback(self._graph_names.close)
         undo.callback(self._close)
         casts.half = policy.half
         self._patcher = Patcher()
@@ -65,7 +83,16 @@ class TorchPatch:
         undo.callback(names.close)
         self._patch_rows(self._patcher, policy, trace, names)
         self._patcher.replace(torch.nn.RNNBase, "check_input", allow_half_input(casts.thread))
-        patch_checkpoint(self._patcher, casts.thread)
+        batch_norm = torch.nn.functional.batch_norm  # patched at the levels without tables as well
+        self._names.add(peel(batch_norm), batch_norm)
+        fast_path = allow_fast_path(casts.thread)
+        names.add(fast_path, torch.backends.mha.get_fastpath_enabled)
+        self._patcher.replace(torch.backends.mha, "get_fastpath_enabled", fast_path)
+        self._graph_names.open(self._patcher)
+        patch_autocast(self._patcher, casts)
+        trace_methods(self._patcher, casts, policy.half)
+        tag_caches(self._patcher, policy.half)
+        forget_graphs()
         for registration in self._registrations.values():
             self._bind(registration)
 
@@ -80,25 +107,39 @@ class TorchPatch:
             wrapper = wrap(original, row.cast, self._casts, policy.half, place=place, trace=trace)
             patcher.replace(parent, attribute, wrapper)
             names.add(wrapper, original)
+            self._graph_names.add(original, place)
+            self._names.add(original, wrapper)
 
     def _close(self) -> None:
         patcher, self._patcher = self._patcher, None
         self._casts.close()
         self._blocked.append(patcher)
-        patcher.close()
+        try:
+            patcher.close()
+        finally:
+            self._names.close()
 
     def retry(self) -> None:
         """Undoes what somebody else's patch kept from being undone, where that is gone by now."""
         self._blocked = [patcher for patcher in reversed(self._blocked) if patcher.retry()][::-1]
+
+    @property
+    def registrations(self) -> tuple[Registration, ...]:
+        """What users registered, in this session and before."""
+        return tuple(self._registrations.values())
 
     def register(self, registration: Registration) -> None:
         """Adds a user's function to the tables, for this session and later ones."""
         self._registrations[id(registration.parent), registration.attribute] = registration
         if self._patcher is not None:
             self._bind(registration)
+            self._names.follow_everywhere()
 
     def _bind(self, registration: Registration) -> None:
         assert self._patcher is not None, "bound while torch is not patched"
         parent, attribute = registration.parent, registration.attribute
         original = self._patcher.find_original(parent, attribute)
-        self._patcher.replace(parent, attribute, bind(registration, original, self._casts))
+        bound = bind(registration, original, self._casts)
+        self._patcher.replace(parent, attribute, bound)
+        if not isinstance(parent, type):  # what a class inherits is registered for it alone
+            self._names.add(original, bound)

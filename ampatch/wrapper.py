@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ampatch.cast import CastState, TensorCast, cast_eligible, cast_tree
+from ampatch.custom import CUSTOM_CASTS, where_refused
 from ampatch.errors import BannedFunctionError
+from ampatch.in_graph import keep_uncast
 from ampatch.precision import ELIGIBLE, HALF_TYPES
 from ampatch.table import Cast
 
@@ -30,18 +32,22 @@ def wrap(
 
     A plain function, not a wrapt wrapper: that one compares equal to what it wraps, so that Dynamo
     takes it for the original and drops its casts. Calls with `out=` go through uncast, because a
-    cast result would be written where nobody looks. Positional arguments are searched for tensors
+    cast result would be written where nobody looks, and so do those of an FP32 function with `dtype=`,
+    which says what the function itself casts to. Positional arguments are searched for tensors
     if they are of a type in `containers`: torch's own functions take lists and tuples. `place` is the
     (module, qualified name) of the patched attribute, by which the wrapper pickles.
     """
     name = ".".join(filter(None, place))
+    uncast = keep_uncast(original, place)
     if kind in (Cast.LOWER, Cast.FP32):
         dtype = half if kind is Cast.LOWER else torch.float32
         cast = cast_eligible(state, dtype)
         cast = _traced(cast, name, trace) if trace else cast
-        wrapper = _wrap_cast(original, state, cast, containers)
+        # What `dtype` means to a user's function is the user's.
+        has_dtype = kind is Cast.FP32 and containers is not object
+        wrapper = _wrap_cast(original, uncast, state, cast, containers, has_dtype)
     else:
-        wrapper = _FACTORIES[kind](original, state, name)
+        wrapper = _FACTORIES[kind](original, uncast, state, name)
     functools.update_wrapper(wrapper, original)
     wrapper.__module__, wrapper.__qualname__ = place
     return wrapper
@@ -58,15 +64,20 @@ def _traced(cast: TensorCast, name: str, trace: Callable[[str], None]) -> Tensor
 
 
 def _wrap_cast(
-    original: Function, state: CastState, cast: TensorCast, containers: type | tuple[type, ...]
+    original: Function,
+    uncast: Function,
+    state: CastState,
+    cast: TensorCast,
+    containers: type | tuple[type, ...],
+    has_dtype: bool,
 ) -> Function:
     thread = state.thread
 
     def wrapper(*args, **kwargs):
         if thread.off and thread.is_off():
-            return original(*args, **kwargs)
+            return uncast(*args, **kwargs)
         if kwargs:
-            if kwargs.get("out") is not None:
+            if kwargs.get("out") is not None or (has_dtype and kwargs.get("dtype") is not None):
                 return original(*args, **kwargs)
             kwargs = {
                 key: cast(arg) if isinstance(arg, Tensor) else cast_tree(arg, cast)
@@ -100,12 +111,14 @@ def _eligible_tensors(state: CastState, values: object) -> list[Tensor]:
     return found
 
 
-def _wrap_promote(original: Function, state: CastState, name: str) -> Function:
+def _wrap_promote(original: Function, uncast: Function, state: CastState, name: str) -> Function:
     thread = state.thread
     widen = cast_eligible(state, torch.float32)
 
     def wrapper(*args, **kwargs):
-        if (thread.off and thread.is_off()) or kwargs.get("out") is not None:
+        if thread.off and thread.is_off():
+            return uncast(*args, **kwargs)
+        if kwargs.get("out") is not None:
             return original(*args, **kwargs)
         dtypes = {tensor.dtype for tensor in _eligible_tensors(state, (args, kwargs))}
         if len(dtypes) < 2:
@@ -117,14 +130,14 @@ def _wrap_promote(original: Function, state: CastState, name: str) -> Function:
     return wrapper
 
 
-def _wrap_match_self(original: Function, state: CastState, name: str) -> Function:
+def _wrap_match_self(original: Function, uncast: Function, state: CastState, name: str) -> Function:
     thread = state.thread
     casts = {dtype: cast_eligible(state, dtype) for dtype in ELIGIBLE}
 
     def wrapper(*args, **kwargs):
         target = args[0] if args else kwargs.get("input")
         if thread.off and thread.is_off():
-            return original(*args, **kwargs)
+            return uncast(*args, **kwargs)
         if isinstance(target, Tensor) and target.dtype in ELIGIBLE:
             args, kwargs = cast_tree((args, kwargs), casts[target.dtype])  # type: ignore[misc]
         return original(*args, **kwargs)
@@ -132,14 +145,14 @@ def _wrap_match_self(original: Function, state: CastState, name: str) -> Functio
     return wrapper
 
 
-def _wrap_in_place(original: Function, state: CastState, name: str) -> Function:
+def _wrap_in_place(original: Function, uncast: Function, state: CastState, name: str) -> Function:
     thread = state.thread
     functional = name.rpartition(".")[2].rstrip("_")
 
     def wrapper(*args, **kwargs):
         target = args[0] if args else kwargs.get("input")
         if thread.off and thread.is_off():
-            return original(*args, **kwargs)
+            return uncast(*args, **kwargs)
         if not isinstance(target, Tensor) or target.dtype not in HALF_TYPES:
             return original(*args, **kwargs)
         if target.device.type in state.device_types:
@@ -152,13 +165,15 @@ def _wrap_in_place(original: Function, state: CastState, name: str) -> Function:
     return wrapper
 
 
-def _wrap_banned(original: Function, state: CastState, name: str) -> Function:
+def _wrap_banned(original: Function, uncast: Function, state: CastState, name: str) -> Function:
     thread = state.thread
-    in_float32 = _wrap_cast(original, state, cast_eligible(state, torch.float32), (list, tuple))
+    in_float32 = _wrap_cast(
+        original, uncast, state, cast_eligible(state, torch.float32), (list, tuple), has_dtype=False
+    )
 
     def wrapper(*args, **kwargs):
         if thread.off and thread.is_off():
-            return original(*args, **kwargs)
+            return uncast(*args, **kwargs)
         dtypes = {tensor.dtype for tensor in _eligible_tensors(state, (args, kwargs))}
         halves = dtypes & set(HALF_TYPES)
         if halves and not state.allow_banned:
@@ -172,9 +187,25 @@ def _wrap_banned(original: Function, state: CastState, name: str) -> Function:
     return wrapper
 
 
+def _wrap_custom(original: Function, uncast: Function, state: CastState, name: str) -> Function:
+    thread = state.thread
+    custom = CUSTOM_CASTS.get(name.rpartition(".")[2], where_refused)
+    widen = cast_eligible(state, torch.float32)
+
+    def wrapper(*args, **kwargs):
+        if thread.off and thread.is_off():
+            return uncast(*args, **kwargs)
+        if kwargs.get("out") is not None:
+            return original(*args, **kwargs)
+        return custom(original, widen, *args, **kwargs)
+
+    return wrapper
+
+
 _FACTORIES = {
     Cast.PROMOTE: _wrap_promote,
     Cast.MATCH_SELF: _wrap_match_self,
     Cast.FP32_INPLACE: _wrap_in_place,
     Cast.BANNED: _wrap_banned,
+    Cast.CUSTOM: _wrap_custom,
 }

@@ -1,6 +1,6 @@
 """Casts of `torch.nn.functional`."""
 
-from ampatch.table import BANNED, FP32, LOWER, PROMOTE, CastTable, Row
+from ampatch.table import BANNED, CUSTOM, FP32, LOWER, PROMOTE, CastTable, Row
 
 FUNCTIONAL = CastTable(
     "torch.nn.functional",
@@ -29,7 +29,7 @@ FUNCTIONAL = CastTable(
         Row("layer_norm", FP32, "sums squares over the features; 256 squared is past 65504"),
         Row("rms_norm", FP32, "mean of squares: 256 squared is past 65504, 1e-4 squared is 0"),
         Row("group_norm", FP32, "sums squares over channels and pixels, then divides by their root"),
-        Row("local_response_norm", FP32, "squares the input, then raises to the power beta"),
+        Row("local_response_norm", CUSTOM, "float32: squares the input; an empty one comes back as it is"),
         Row("normalize", FP32, "divides by a norm; its eps=1e-12 is 0 in float16, so a zero row becomes NaN"),
         # Distances.
         Row("cosine_similarity", FP32, "sums squares over the vector; eps=1e-8 is 0 in float16"),
@@ -37,7 +37,7 @@ FUNCTIONAL = CastTable(
         Row("pdist", FP32, "root of a sum of squares of differences; has no half kernel"),
         # Losses.
         Row("cross_entropy", FP32, "log_softmax, then a mean over the batch"),
-        Row("linear_cross_entropy", FP32, "in chunks it refuses mixed types and calls exp_ on logits", since="2.13"),
+        Row("linear_cross_entropy", PROMOTE, "refuses mixed types in chunks; its parts have rows", since="2.13"),
         Row("nll_loss", FP32, "mean of log probabilities; refuses class weights of another dtype"),
         Row("gaussian_nll_loss", FP32, "divides by a variance, down to eps=1e-6, too small for a normal float16"),
         Row("poisson_nll_loss", FP32, "exp of the log rate, and log(input + 1e-8), where 1e-8 is 0 in float16"),
@@ -62,5 +62,18 @@ FUNCTIONAL = CastTable(
         Row("upsample", FP32, "older name of interpolate"),
         Row("upsample_bilinear", FP32, "interpolate with mode='bilinear' and aligned corners"),
         Row("upsample_nearest", FP32, "interpolate with mode='nearest'; float32 like the other modes"),
+    ),
+)
+
+# What `linear_cross_entropy` runs in chunks, forward and backward.
+CHUNKED_LOSS = CastTable(
+    "torch.nn.modules.linear_cross_entropy",
+    (
+        Row(
+            "_linear_cross_entropy_batch_chunked_accumulator",
+            CUSTOM,
+            "uncast: has buffers of its own for sums of half logits, and calls exp_ on these",
+            since="2.13",
+        ),
     ),
 )

@@ -1,6 +1,6 @@
 """Casts of the methods and operators of `torch.Tensor`."""
 
-from ampatch.table import FP32, FP32_INPLACE, LOWER, MATCH_SELF, PROMOTE, CastTable, Row
+from ampatch.table import CUSTOM, FP32, FP32_INPLACE, LOWER, MATCH_SELF, PROMOTE, CastTable, Row
 
 TENSOR = CastTable(
     "torch.Tensor",
@@ -17,12 +17,16 @@ TENSOR = CastTable(
         Row("addr", LOWER, "outer product plus a matrix: bound by the matrix, half the bytes"),
         Row("addbmm", LOWER, "batched tensor-core GEMM, reduced over the batch"),
         Row("baddbmm", LOWER, "batched tensor-core GEMM with the sum fused in"),
+        Row("matrix_power", CUSTOM, "multiplies in half; inverts first for a negative power, as half has no inverse"),
         Row("prelu", LOWER, "refuses mixed types; follows the half activations, and a slope needs little precision"),
         # Arguments of several dtypes, which torch refuses here.
         Row("cross", PROMOTE, "refuses mixed types; differences of products cancel, so the wider type counts"),
         Row("dot", PROMOTE, "refuses mixed types; one long sum, which the wider type keeps in range"),
         Row("vdot", PROMOTE, "refuses mixed types; dot with self conjugated"),
         Row("inner", PROMOTE, "refuses mixed types; a tensordot over the last dimension"),
+        Row("isclose", PROMOTE, "refuses mixed types; a half result is compared with a float32 one"),
+        Row("allclose", PROMOTE, "refuses mixed types; a half result is compared with a float32 one"),
+        Row("heaviside", PROMOTE, "refuses mixed types, although it is pointwise"),
         Row("lerp", PROMOTE, "refuses mixed types; the moving average of a float32 buffer and half values"),
         Row("index_add", PROMOTE, "refuses a half source for a float32 self; accumulates"),
         Row("index_copy", PROMOTE, "refuses a half source for a float32 self"),
@@ -39,6 +43,7 @@ TENSOR = CastTable(
         Row("addmv_", MATCH_SELF, "refuses mixed types; adds half products to a float32 buffer"),
         Row("addbmm_", MATCH_SELF, "refuses mixed types; adds half products to a float32 buffer"),
         Row("baddbmm_", MATCH_SELF, "refuses mixed types; adds half products to a float32 buffer"),
+        Row("heaviside_", MATCH_SELF, "refuses mixed types, although it is pointwise"),
         Row("lerp_", MATCH_SELF, "refuses mixed types; the moving average kept in a float32 buffer"),
         Row("index_add_", MATCH_SELF, "refuses a source of another dtype than self"),
         Row("index_copy_", MATCH_SELF, "refuses a source of another dtype than self"),
@@ -72,7 +77,7 @@ TENSOR = CastTable(
         Row("rsqrt", FP32, "mostly of a variance, whose eps of 1e-8 is 0 in float16: 1/sqrt(0) is inf"),
         # Reductions and norms.
         Row("sum", FP32, "a sum of n terms leaves the range of its terms; 2048 + 1 is 2048 in float16"),
-        Row("sum_to_size", FP32, "a sum inside ATen, out of a patch's sight"),
+        Row("sum_to_size", CUSTOM, "float32 if it sums: inside ATen, out of a patch's sight; else self comes back"),
         Row("prod", FP32, "16 factors of 2 are past 65504; 25 factors of 1/2 are 0"),
         Row("cumsum", FP32, "running sum, whose late terms no longer count: 2048 + 1 is 2048 in float16"),
         Row("cumprod", FP32, "running product, out of range after 16 doublings"),

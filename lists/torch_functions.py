@@ -1,6 +1,6 @@
 """Casts of the functions of `torch`, `torch.functional`, `torch.linalg`, `torch.special` and `torch.fft`."""
 
-from ampatch.table import FP32, FP32_INPLACE, LOWER, MATCH_SELF, PROMOTE, CastTable, Row
+from ampatch.table import CUSTOM, FP32, FP32_INPLACE, LOWER, MATCH_SELF, PROMOTE, CastTable, Row
 
 TORCH = CastTable(
     "torch",
@@ -26,6 +26,7 @@ TORCH = CastTable(
         Row("baddbmm", LOWER, "batched tensor-core GEMM with the sum fused in"),
         Row("chain_matmul", LOWER, "a chain of GEMMs that ATen calls itself, out of a patch's sight"),
         Row("einsum", LOWER, "ends in bmm inside ATen, out of a patch's sight"),
+        Row("matrix_power", CUSTOM, "multiplies in half; inverts first for a negative power, as half has no inverse"),
         Row("prelu", LOWER, "refuses mixed types; follows the half activations, and a slope needs little precision"),
         # Arguments of several dtypes, which torch refuses here.
         Row("bilinear", PROMOTE, "refuses mixed types; both inputs and the weight multiply in one product"),
@@ -37,6 +38,13 @@ TORCH = CastTable(
         Row("lerp", PROMOTE, "refuses mixed types; the moving average of a float32 buffer and half values"),
         Row("embedding_bag", PROMOTE, "refuses per_sample_weights of another dtype than the weight"),
         Row("grid_sampler", PROMOTE, "refuses mixed types; half pixel coordinates past 2048 miss whole pixels"),
+        Row("grid_sampler_2d", PROMOTE, "refuses mixed types; half pixel coordinates past 2048 miss whole pixels"),
+        Row("grid_sampler_3d", PROMOTE, "refuses mixed types; half pixel coordinates past 2048 miss whole pixels"),
+        Row("isclose", PROMOTE, "refuses mixed types; a half result is compared with a float32 one"),
+        Row("allclose", PROMOTE, "refuses mixed types; a half result is compared with a float32 one"),
+        Row("heaviside", PROMOTE, "refuses mixed types, although it is pointwise"),
+        Row("meshgrid", PROMOTE, "refuses mixed types; coordinates of several origins"),
+        Row("cartesian_prod", PROMOTE, "refuses mixed types: a meshgrid inside"),
         Row("index_add", PROMOTE, "refuses a half source for a float32 tensor; accumulates"),
         Row("index_copy", PROMOTE, "refuses a half source for a float32 tensor"),
         Row("index_put", PROMOTE, "refuses half values for a float32 tensor"),
@@ -82,6 +90,8 @@ TORCH = CastTable(
         Row("frobenius_norm", FP32, "root of the sum of all squares of a matrix"),
         Row("nuclear_norm", FP32, "sum of singular values, and the SVD has no half kernel"),
         Row("renorm", FP32, "divides by a norm: a sum of powers"),
+        Row("norm_except_dim", FP32, "a norm inside ATen, out of a patch's sight"),
+        Row("_weight_norm", FP32, "divides by a norm inside ATen; what weight_norm calls"),
         Row("dist", FP32, "norm of a difference: a sum of powers"),
         Row("cdist", FP32, "takes squared distances as |a|^2 - 2ab + |b|^2, which cancels"),
         Row("pdist", FP32, "root of a sum of squares of differences; has no half kernel"),
@@ -102,7 +112,7 @@ TORCH = CastTable(
         Row("poisson_nll_loss", FP32, "exp of the log rate, and log(input + 1e-8), where 1e-8 is 0 in float16"),
         Row("triplet_margin_loss", FP32, "difference of two distances, each the root of a sum of squares"),
         # Spectra.
-        Row("stft", FP32, "one FFT a frame; half FFTs run for powers of two on CUDA and nowhere else"),
+        Row("stft", CUSTOM, "one rfft a frame; float32 where torch has no half transform"),
         # In place: self is half and stays half, so the float32 result of the functional form has no place.
         Row("acos_", FP32_INPLACE, "acos runs in float32; write x = x.acos()"),
         Row("arccos_", FP32_INPLACE, "arccos runs in float32; write x = x.arccos()"),
@@ -130,9 +140,11 @@ TORCH_FUNCTIONAL = CastTable(
         Row("chain_matmul", LOWER, "a chain of GEMMs that ATen calls itself, out of a patch's sight"),
         Row("einsum", LOWER, "ends in bmm inside ATen, out of a patch's sight"),
         Row("tensordot", PROMOTE, "refuses mixed types; autocast promotes it too, unlike matmul"),
+        Row("meshgrid", PROMOTE, "refuses mixed types; coordinates of several origins"),
+        Row("cartesian_prod", PROMOTE, "refuses mixed types: a meshgrid inside"),
         Row("cdist", FP32, "takes squared distances as |a|^2 - 2ab + |b|^2, which cancels"),
         Row("norm", FP32, "root of a sum of squares; 256 squared is past 65504"),
-        Row("stft", FP32, "one FFT a frame; half FFTs run for powers of two on CUDA and nowhere else"),
+        Row("stft", CUSTOM, "one rfft a frame; float32 where torch has no half transform"),
     ),
 )
 
@@ -141,6 +153,7 @@ LINALG = CastTable(
     (
         Row("matmul", LOWER, "tensor-core GEMM, summed in float32"),
         Row("multi_dot", LOWER, "a chain of GEMMs that ATen calls itself, out of a patch's sight"),
+        Row("matrix_power", CUSTOM, "multiplies in half; inverts first for a negative power, as half has no inverse"),
         Row("vecdot", LOWER, "batched dot products; autocast has them with the matmul family"),
         Row("cross", PROMOTE, "refuses mixed types; differences of products cancel, so the wider type counts"),
         Row("norm", FP32, "root of a sum of squares, or the SVD of a matrix, which has no half kernel"),
@@ -161,28 +174,27 @@ SPECIAL = CastTable(
     ),
 )
 
-# Autocast has no rule for these. On a CPU they refuse half; on CUDA float16 runs for sizes that are powers of two, and
-# bfloat16 never.
+# Autocast has no rule for these. Torch transforms half on a GPU alone, float16 alone, in sizes that are powers of two.
 FFT = CastTable(
     "torch.fft",
     (
-        Row("fft", FP32, "bin 0 is the sum of the signal; no half kernel but for powers of two on CUDA"),
-        Row("ifft", FP32, "a real half input has no kernel but for powers of two on CUDA"),
-        Row("rfft", FP32, "bin 0 is the sum of the signal; no half kernel but for powers of two on CUDA"),
-        Row("irfft", FP32, "a real half input has no kernel but for powers of two on CUDA"),
-        Row("hfft", FP32, "irfft with the sign turned and no 1/n: bin 0 is a sum"),
-        Row("ihfft", FP32, "rfft with the sign turned; no half kernel but for powers of two on CUDA"),
-        Row("fft2", FP32, "bin 0 is the sum of the image, which passes 65504 for 256 x 256 ones"),
-        Row("ifft2", FP32, "a real half image has no kernel but for powers of two on CUDA"),
-        Row("rfft2", FP32, "bin 0 is the sum of the image, which passes 65504 for 256 x 256 ones"),
-        Row("irfft2", FP32, "a real half image has no kernel but for powers of two on CUDA"),
-        Row("hfft2", FP32, "irfft2 with the sign turned and no 1/n: bin 0 is a sum"),
-        Row("ihfft2", FP32, "rfft2 with the sign turned; no half kernel but for powers of two on CUDA"),
-        Row("fftn", FP32, "bin 0 is the sum of every element"),
-        Row("ifftn", FP32, "a real half input has no kernel but for powers of two on CUDA"),
-        Row("rfftn", FP32, "bin 0 is the sum of every element"),
-        Row("irfftn", FP32, "a real half input has no kernel but for powers of two on CUDA"),
-        Row("hfftn", FP32, "irfftn with the sign turned and no 1/n: bin 0 is a sum"),
-        Row("ihfftn", FP32, "rfftn with the sign turned; no half kernel but for powers of two on CUDA"),
+        Row("fft", CUSTOM, "bin 0 is the sum of every element; float32 where torch has no half transform"),
+        Row("ifft", CUSTOM, "fft backwards; float32 where torch has no half transform"),
+        Row("rfft", CUSTOM, "bin 0 is the sum of every element; float32 where torch has no half transform"),
+        Row("irfft", CUSTOM, "rfft backwards; float32 where torch has no half transform"),
+        Row("hfft", CUSTOM, "irfft with the sign turned and no 1/n; float32 where torch has no half transform"),
+        Row("ihfft", CUSTOM, "rfft with the sign turned; float32 where torch has no half transform"),
+        Row("fft2", CUSTOM, "bin 0 is the sum of every element; float32 where torch has no half transform"),
+        Row("ifft2", CUSTOM, "fft2 backwards; float32 where torch has no half transform"),
+        Row("rfft2", CUSTOM, "bin 0 is the sum of every element; float32 where torch has no half transform"),
+        Row("irfft2", CUSTOM, "rfft2 backwards; float32 where torch has no half transform"),
+        Row("hfft2", CUSTOM, "irfft2 with the sign turned and no 1/n; float32 where torch has no half transform"),
+        Row("ihfft2", CUSTOM, "rfft2 with the sign turned; float32 where torch has no half transform"),
+        Row("fftn", CUSTOM, "bin 0 is the sum of every element; float32 where torch has no half transform"),
+        Row("ifftn", CUSTOM, "fftn backwards; float32 where torch has no half transform"),
+        Row("rfftn", CUSTOM, "bin 0 is the sum of every element; float32 where torch has no half transform"),
+        Row("irfftn", CUSTOM, "rfftn backwards; float32 where torch has no half transform"),
+        Row("hfftn", CUSTOM, "irfftn with the sign turned and no 1/n; float32 where torch has no half transform"),
+        Row("ihfftn", CUSTOM, "rfftn with the sign turned; float32 where torch has no half transform"),
     ),
 )

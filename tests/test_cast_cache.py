@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import ampatch as amp
 
@@ -146,6 +147,109 @@ def test_a_graph_that_is_retained_gives_the_same_gradient_again():
     assert torch.equal(first, second)
 
 
+def count_casts(run, shape=(5, 3), times=2):
+    """How often a weight is cast in each of several iterations."""
+    counts = []
+    for _ in range(times):
+        with CountCasts(shape) as casts:
+            run()
+        counts.append(casts.count)
+    return counts
+
+
+def test_each_backward_of_accumulated_gradients_has_one_cast_of_a_weight():
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    open_session(model, optimizer)
+
+    def iterate():
+        for _ in range(3):
+            with amp.scale_loss(model(torch.ones(2, 3)).sum(), optimizer) as scaled:
+                scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert count_casts(iterate) == [3, 3]
+
+
+def test_a_generator_is_cast_once_and_its_discriminator_once_for_each_of_its_two_losses():
+    generator, discriminator = Tied(), nn.Linear(3, 7, bias=False)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (generator, discriminator)]
+    open_session([generator, discriminator], optimizers, num_losses=2)
+
+    def iterate():
+        fake = generator(torch.ones(2, 3))
+        loss = discriminator(fake.detach()).sum() + discriminator(torch.ones(2, 3)).sum()
+        with amp.scale_loss(loss, optimizers[1], loss_id=0) as scaled:
+            scaled.backward()
+        optimizers[1].step()
+        with amp.scale_loss(discriminator(fake).sum(), optimizers[0], loss_id=1) as scaled:
+            scaled.backward()
+        optimizers[0].step()
+
+    assert count_casts(iterate) == [1, 1]
+    assert count_casts(iterate, (7, 3)) == [2, 2]
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+def test_checkpointing_casts_a_weight_once_in_the_forward_and_at_most_once_more(reentrant):
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    open_session(model, optimizer)
+    x = torch.ones(2, 3, requires_grad=True)
+
+    def iterate():
+        loss = checkpoint(model, x, use_reentrant=reentrant).sum()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    # A reentrant one runs forward without grad mode, whose casts cannot serve the recomputation.
+    assert count_casts(iterate) == ([2, 2] if reentrant else [1, 1])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_between_two_forwards_of_an_iteration_costs_its_own_cast_alone(mode):
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    open_session(model, optimizer)
+
+    def iterate():
+        loss = model(torch.ones(2, 3)).sum()
+        with mode():
+            model(torch.ones(2, 3))
+        loss = loss + model(torch.ones(2, 3)).sum()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    assert count_casts(iterate) == [2, 2]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_frozen_backbone_is_cast_once_a_forward_before_a_head_that_trains(mode):
+    class Frozen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone, self.head = Tied().requires_grad_(False), nn.Linear(3, 2)
+
+        def forward(self, x):
+            with mode():
+                features = self.backbone(x) + self.backbone(2 * x)
+            return self.head(features.clone())
+
+    model = Frozen()
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    open_session(model, optimizer)
+
+    def iterate():
+        with amp.scale_loss(model(torch.ones(2, 3)).sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    assert count_casts(iterate) == [1, 1]
+
+
 # ---- Never stale ----
 
 X = torch.tensor([[1.0, -2.0, 0.5], [0.25, 3.0, -1.0]])
@@ -217,8 +321,48 @@ def move_memory_and_edit(model):
     model.weight.data.sub_(2)
 
 
+def move_there_and_back(model):
+    model.double()
+    with torch.no_grad():
+        model.weight.sub_(2)
+    model.float()
+
+
+def convert_by_swapping(model):
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+        load(model)
+        model.float()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def set_memory(model):
+    with torch.no_grad():
+        model.weight.set_(model.weight.detach() - 2)
+
+
+def copy_values(model):
+    with torch.no_grad():
+        model.weight.copy_(torch.full((5, 3), 3.0))
+
+
+def load_average(model):
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+    for param in average.parameters():
+        param.data.mul_(-2)
+    model.load_state_dict(average.module.state_dict())
+
+
 EDITS = [
     edit_in_place,
+    move_there_and_back,
+    convert_by_swapping,
+    set_memory,
+    copy_values,
+    load_average,
     edit_a_view,
     load,
     load_by_assignment,

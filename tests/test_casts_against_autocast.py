@@ -319,7 +319,6 @@ NATIVE_PLACES = [
     (torch, "eq"),
     (torch, "lt"),
     (torch, "maximum"),
-    (F, "batch_norm"),
     (F, "embedding"),
     (F, "relu"),
     (torch.Tensor, "__add__"),

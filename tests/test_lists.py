@@ -34,8 +34,9 @@ def test_every_row_has_a_reason_that_says_more_than_its_cast(target, row):
 
 def test_a_name_has_the_same_cast_in_every_place():
     casts = {}
-    for (_, name), cast in CASTS.items():
-        casts.setdefault(name, set()).add(cast)
+    for (target, name), cast in CASTS.items():
+        if target != "torch.sparse":  # where the same names are other functions
+            casts.setdefault(name, set()).add(cast)
     assert {name: found for name, found in casts.items() if len(found) > 1} == {}
 
 
@@ -123,12 +124,23 @@ def embedding_bag(function, weight, per_sample_weights):
     return function(weight, indices, offsets, False, 0, False, per_sample_weights[0])[0]
 
 
+def chunked_loss(function, x, weight):
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=1)
+    return function(x, weight, torch.tensor([0, 1]), options=options)
+
+
 INDEX = torch.tensor([0, 2])
 MASK = torch.tensor([True, False, True])
 SQUARE = torch.zeros(3, 3, dtype=torch.int64)
 # The first tensor of each list gets one dtype, the others another. In-place calls return self.
 MIXED_CALLS = {
     "__setitem__": (lambda f, x, y: f(x, MASK, y) or x, tensors((3, 3), (2, 3))),
+    "allclose": (lambda f, x, y: f(x, y), tensors(3, 3)),
+    "cartesian_prod": (lambda f, x, y: f(x, y), tensors(3, 3)),
+    "heaviside": (lambda f, x, y: f(x, y), tensors(3, 3)),
+    "isclose": (lambda f, x, y: f(x, y), tensors(3, 3)),
+    "linear_cross_entropy": (chunked_loss, tensors((2, 3), (4, 3))),
+    "meshgrid": (lambda f, x, y: f(x, y, indexing="ij")[0], tensors(3, 3)),
     "addbmm_": (lambda f, x, y: f(x, y, y), tensors((3, 3), (2, 3, 3))),
     "addmm_": (lambda f, x, y: f(x, y, y), tensors((3, 3), (3, 3))),
     "addmv_": (lambda f, x, a, y: f(x, a, y), tensors(3, (3, 3), 3)),
@@ -142,6 +154,8 @@ MIXED_CALLS = {
         tensors((1, 1, 3, 3), (1, 2, 2, 2)),
     ),
     "grid_sampler": (lambda f, x, y: f(x, y, 0, 0, False), tensors((1, 1, 3, 3), (1, 2, 2, 2))),
+    "grid_sampler_2d": (lambda f, x, y: f(x, y, 0, 0, False), tensors((1, 1, 3, 3), (1, 2, 2, 2))),
+    "grid_sampler_3d": (lambda f, x, y: f(x, y, 0, 0, False), tensors((1, 1, 3, 3, 3), (1, 2, 2, 2, 3))),
     "index_add": (lambda f, x, y: f(x, 0, INDEX, y), tensors((3, 3), (2, 3))),
     "index_copy": (lambda f, x, y: f(x, 0, INDEX, y), tensors((3, 3), (2, 3))),
     "index_put": (lambda f, x, y: f(x, (MASK,), y), tensors((3, 3), (2, 3))),
@@ -177,7 +191,10 @@ def mixed_call(target, row, dtypes):
 @pytest.mark.parametrize(("target", "row"), MIXED_ROWS)
 def test_an_op_whose_arguments_are_promoted_refuses_mixed_dtypes_natively(target, row, dtypes):
     call, args = mixed_call(target, row, dtypes)
-    with pytest.raises((RuntimeError, IndexError), match=r"(?i)dtype|type|expected"):
+    if (row.name, *dtypes) == ("linear_cross_entropy", HALF, FULL):
+        assert call(*args).dtype is HALF  # it refuses the other order alone
+        return
+    with pytest.raises((RuntimeError, IndexError), match=r"(?i)dtype|type|expected|did not match"):
         call(*args)
 
 
@@ -188,6 +205,8 @@ def test_an_op_whose_arguments_are_promoted_runs_on_the_dtype_of_its_row(target,
     call, args = mixed_call(target, row, dtypes)
     dtype = FULL if row.cast is PROMOTE else dtypes[0]
     result = call(*(arg.to(dtype) for arg in args))
+    if row.name in ("isclose", "allclose"):
+        return  # these say whether, and have run
     assert result.dtype is dtype
     assert row.cast is PROMOTE or result.data_ptr() == args[0].data_ptr()
 

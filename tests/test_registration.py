@@ -572,3 +572,12 @@ def test_a_registration_whose_function_is_gone_by_the_time_of_initialize_is_told
     with pytest.raises((AttributeError, ValueError), match="show"):
         open_session()
     assert torch.mm is before
+
+
+def test_an_argument_dtype_of_a_users_function_is_the_users():
+    @amp.float_function
+    def cast_twice(x, dtype=None):
+        return x.dtype, dtype
+
+    amp.initialize(torch.nn.Linear(1, 1), opt_level="O4", verbosity=0)
+    assert cast_twice(torch.ones(2).bfloat16(), dtype=torch.float16) == (torch.float32, torch.float16)

@@ -350,3 +350,27 @@ def test_state_dict_before_initialize_is_caught_as_attribute_error():
 def test_master_params_works_without_a_session():
     model, optimizer = make()
     assert [id(param) for param in amp.master_params(optimizer)] == [id(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        (torch.nn.functional, "batch_norm"),
+        (torch.nn.Parameter, "data"),
+        (torch.jit._recursive, "create_script_module"),
+    ],
+    ids=["batch_norm", "Parameter.data", "create_script_module"],
+)
+def test_what_others_patched_over_is_given_back_once_theirs_is_gone(place, name, level):
+    model = torch.nn.Linear(2, 2)
+    before = vars(place).get(name)
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    ours = vars(place)[name]
+    setattr(place, name, theirs := object())
+    with pytest.raises(amp.PatchConflictError, match=name):
+        amp.uninitialize()
+    assert vars(place)[name] is theirs
+    setattr(place, name, ours)
+    amp.uninitialize()
+    assert vars(place).get(name) is before

@@ -133,7 +133,7 @@ def test_a_reason_is_one_line():
 def test_a_cast_is_one_of_the_enumeration():
     assert faults_of(table(Row("exp", "fp32", "range"))) == [
         "torch.exp: unknown cast 'fp32'; "
-        "expected one of LOWER, FP32, PROMOTE, BANNED, FP32_INPLACE, MATCH_SELF"
+        "expected one of LOWER, FP32, PROMOTE, BANNED, FP32_INPLACE, MATCH_SELF, CUSTOM"
     ]
 
 

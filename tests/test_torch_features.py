@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import ampatch as amp
 
 # torch 2.13 calls torch.jit.script deprecated, and uses it itself.
-SCRIPTS = pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+SCRIPTS = pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 
 
 class Small(nn.Module):

@@ -1,0 +1,106 @@
+"""Functions that no single cast fits: what runs in their place, by name. Their rows say what and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ampatch.cast import CASTS, TensorCast, cast_tree
+from ampatch.precision import ELIGIBLE
+
+Function = Callable[..., object]
+
+
+def where_refused(original: Function, widen: TensorCast, *args: object, **kwargs: object) -> object:
+    """Runs as it is given, and in float32 where torch refuses that: it has no half kernel.
+
+    What is compiled cannot be tried, and runs in float32.
+    """
+    given = args, kwargs
+    if torch.compiler.is_compiling():
+        args, kwargs = cast_tree(given, widen)  # type: ignore[misc]
+        return original(*args, **kwargs)
+    try:
+        return original(*args, **kwargs)
+    except RuntimeError as error:  # NotImplementedError is one, too
+        wide = cast_tree(given, widen)
+        if wide is given or isinstance(error, torch.OutOfMemoryError | torch.linalg.LinAlgError):
+            raise
+    args, kwargs = wide  # type: ignore[misc]
+    return original(*args, **kwargs)
+
+
+def on_cpu(original: Function, widen: TensorCast, *args: object, **kwargs: object) -> object:
+    """Runs in float32 on a CPU, which has no half kernel; elsewhere as it is given."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return widen(tensor) if tensor.device.type == "cpu" else tensor
+
+    args, kwargs = cast_tree((args, kwargs), cast)  # type: ignore[misc]
+    return original(*args, **kwargs)
+
+
+def rrelu(original: Function, widen: TensorCast, input: Tensor, *args: object, **kwargs: object) -> object:
+    """Runs in float32 where a CPU refuses half; in place, too."""
+    result = where_refused(original, widen, input, *args, **kwargs)
+    is_in_place = kwargs.get("inplace", args[3] if len(args) > 3 else False)
+    return input.copy_(result) if is_in_place and result is not input else result
+
+
+def matrix_power(original: Function, widen: TensorCast, *args: object, **kwargs: object) -> object:
+    """Multiplies in half, by the row of matmul; inverts in the type of the input, before it multiplies."""
+    n = args[1] if len(args) > 1 else kwargs.get("n")
+    input = args[0] if args else kwargs.get("input", kwargs.get("A"))
+    has_more = len(args) + len(kwargs) > 2
+    if has_more or not isinstance(n, int) or n in (0, 1) or not _is_cast(input):
+        return original(*args, **kwargs)
+    power = torch.linalg.inv(input) if n < 0 else input
+    if abs(n) == 3:  # which torch multiplies in this order
+        return torch.matmul(torch.matmul(power, power), power)
+    bits, result = bin(abs(n))[:1:-1], None
+    for place, bit in enumerate(bits):
+        power = torch.matmul(power, power) if place else power
+        if bit == "1":
+            result = power if result is None else torch.matmul(result, power)
+    return result
+
+
+def _is_cast(value: object) -> bool:
+    """Whether casts are for a value: a tensor of their types, on one of their devices."""
+    return isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.device.type in CASTS.device_types
+
+
+def sum_to_size(
+    original: Function, widen: TensorCast, input: Tensor, *args: object, **kwargs: object
+) -> object:
+    """Runs in float32, unless self has that size: then it comes back as it is."""
+    size = args or tuple(kwargs.values())
+    shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+    is_same = bool(shape) and tuple(shape) == input.shape  # type: ignore[arg-type]
+    return original(input if is_same else widen(input), *args, **kwargs)
+
+
+def local_response_norm(
+    original: Function, widen: TensorCast, input: Tensor, *args: object, **kwargs: object
+) -> object:
+    """Runs in float32 if there is anything to normalize."""
+    return original(widen(input) if input.numel() else input, *args, **kwargs)
+
+
+def without_casts(original: Function, widen: TensorCast, *args: object, **kwargs: object) -> object:
+    """Runs as it is written: it keeps its own account of types."""
+    with CASTS.thread.disabled():
+        return original(*args, **kwargs)
+
+
+# The code of a row is found by the name of its function; every other one is `where_refused`.
+CUSTOM_CASTS: dict[str, Function] = {
+    **dict.fromkeys(("avg_pool3d", "i1", "i1e"), on_cpu),
+    "rrelu": rrelu,
+    "matrix_power": matrix_power,
+    "sum_to_size": sum_to_size,
+    "local_response_norm": local_response_norm,
+    "_linear_cross_entropy_batch_chunked_accumulator": without_casts,
+}

@@ -1,0 +1,23 @@
+"""What features of torch need to work on half models and on patched functions."""
+
+from __future__ import annotations
+
+from ampatch.batch_norm import patch_batch_norm
+from ampatch.cast import CastState
+from ampatch.checkpoint import patch_checkpoint
+from ampatch.overrides import name_originals
+from ampatch.patcher import Patcher, SessionPatch
+
+
+class TorchFeatures(SessionPatch):
+    """Has checkpointing, transforms and overrides work at every level but O0."""
+
+    def __init__(self, casts: CastState) -> None:
+        super().__init__()
+        self._casts = casts
+
+    def patch(self, patcher: Patcher) -> None:
+        """Patches what these features look up."""
+        patch_checkpoint(patcher, self._casts)
+        patch_batch_norm(patcher)
+        name_originals(patcher)

@@ -1,0 +1,247 @@
+"""Attention at every level: with any mask, and in evaluation cast as in training."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import ampatch as amp
+from nets import HALVES, sgd
+from patched import FULL, HALF, LEVELS, open_session
+
+# Of the samples here on purpose, and of nested tensors, which torch itself makes in evaluation.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Support for mismatched"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage"),
+]
+
+PADDING = torch.tensor([[False, False, False, True, True], [False] * 5])
+CAUSAL = torch.triu(torch.ones(5, 5, dtype=torch.bool), diagonal=1)
+MASKS = {
+    "none": {},
+    "bool": {"mask": CAUSAL},
+    "float": {"mask": torch.zeros(5, 5).masked_fill(CAUSAL, -torch.inf)},
+    "padding": {"src_key_padding_mask": PADDING},
+    "float padding": {"src_key_padding_mask": torch.zeros(2, 5).masked_fill(PADDING, -torch.inf)},
+    "both": {"mask": CAUSAL, "src_key_padding_mask": PADDING},
+}
+MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "frozen": torch.enable_grad}
+
+
+class SelfAttention(nn.MultiheadAttention):
+    """Takes one input and the masks by a transformer's names."""
+
+    def __init__(self):
+        super().__init__(8, 2, batch_first=True)
+
+    def forward(self, x, mask=None, src_key_padding_mask=None):
+        masks = {"attn_mask": mask, "key_padding_mask": src_key_padding_mask}
+        return super().forward(x, x, x, **masks, need_weights=False)[0]
+
+
+def make_layer():
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+
+class Layer(nn.TransformerEncoderLayer):
+    """Takes the masks by the names of an encoder."""
+
+    def __init__(self):
+        super().__init__(8, 2, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, x, mask=None, src_key_padding_mask=None):
+        return super().forward(x, mask, src_key_padding_mask)
+
+
+MODULES = {
+    "attention": SelfAttention,
+    "layer": Layer,
+    "encoder": lambda: nn.TransformerEncoder(make_layer(), 2),
+}
+
+
+def data():
+    return torch.randn(2, 5, 8)
+
+
+def rows(output, masks):
+    """The outputs of what is no padding; those of padding are 0 on torch's fast path, else anything."""
+    return output[~PADDING] if "src_key_padding_mask" in masks else output.flatten(0, 1)
+
+
+# ---- Training ----
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("given", [FULL, HALF], ids=str)
+def test_attention_in_training_runs_in_half(given, need_weights):
+    model = open_session(nn.MultiheadAttention(8, 2, batch_first=True))
+    x = data().to(given)
+    output, weights = model(x, x, x, need_weights=need_weights)
+    assert output.dtype is HALF
+    assert weights is None or weights.dtype is FULL
+    output.float().sum().backward()
+    assert {param.grad.dtype for param in model.parameters()} == {FULL}
+
+
+@pytest.mark.parametrize("mask", [FULL, HALF, torch.bool], ids=str)
+@pytest.mark.parametrize("given", [FULL, HALF], ids=str)
+def test_attention_takes_masks_of_any_type(given, mask):
+    model = open_session(nn.MultiheadAttention(8, 2, batch_first=True))
+    x = data().to(given)
+    assert model(x, x, x, attn_mask=torch.zeros(5, 5, dtype=mask))[0].dtype is HALF
+
+
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O4", "O5"])
+def test_attention_trains_at_every_level(opt_level, name, masks):
+    model, x = MODULES[name](), data()
+    expected = rows(model(x, **MASKS[masks]), MASKS[masks])
+    optimizer = sgd(model)
+    open_session(model, opt_level, optimizers=optimizer, loss_scale=1.0)
+    found = rows(model(x, **MASKS[masks]), MASKS[masks])
+    # Outputs are of order 1. bfloat16 rounds by 0.4 %, in up to twelve matrix products and as many sums.
+    assert (found.float() - expected).abs().max() < 0.1
+    with amp.scale_loss(found.float().pow(2).mean(), optimizer) as loss:
+        loss.backward()
+    assert all(param.grad.isfinite().all() for param in amp.master_params(optimizer))
+    optimizer.step()
+
+
+# ---- Evaluation, where torch has fast paths ----
+
+
+@pytest.mark.parametrize(
+    ("masks", "mode"),
+    [*((masks, "no_grad") for masks in MASKS), ("padding", "inference_mode"), ("padding", "frozen")],
+)
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_evaluation_casts_as_training_does(opt_level, name, masks, mode):
+    model, x = MODULES[name]().requires_grad_(False), data()
+    plain = copy.deepcopy(model)
+    open_session(model, opt_level)
+    with MODES[mode]():
+        expected = rows(model(x, **MASKS[masks]), MASKS[masks])
+        found = rows(model.eval()(x, **MASKS[masks]), MASKS[masks])
+        with amp.disable_casts():
+            in_float32 = rows(plain(x, **MASKS[masks]), MASKS[masks])
+    assert found.dtype is expected.dtype
+    assert torch.equal(found, expected)
+    assert not torch.equal(found.float(), in_float32)
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_evaluation_takes_half_inputs(opt_level, name):
+    model, x = open_session(MODULES[name](), opt_level), data().to(LEVELS[opt_level])
+    with torch.no_grad():
+        assert torch.equal(model(x), model.eval()(x))
+
+
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("opt_level", HALVES)
+def test_evaluation_of_a_half_model_is_that_of_torch_in_half(opt_level, name, masks):
+    model, x, dtype = MODULES[name]().eval(), data(), HALVES[opt_level]
+
+    def cast(mask):
+        return mask.to(dtype) if mask.is_floating_point() else mask
+
+    plain = copy.deepcopy(model).to(dtype)
+    with torch.no_grad():
+        expected = plain(x.to(dtype), **{key: cast(mask) for key, mask in MASKS[masks].items()})
+        open_session(model, opt_level)
+        found = model(x, **MASKS[masks])
+    # The hooks of the model keep a layer or an attention that is the model itself off its fast path, and
+    # the two paths round in different places, to 8 bits.
+    tolerance = 0.0 if name == "encoder" else 0.05
+    assert found.dtype is FULL
+    assert (rows(found, MASKS[masks]) - rows(expected.float(), MASKS[masks])).abs().max() <= tolerance
+
+
+def test_the_fast_path_is_off_where_this_thread_casts_and_on_elsewhere():
+    is_enabled = torch.backends.mha.get_fastpath_enabled
+    open_session()
+    assert not torch.backends.mha.get_fastpath_enabled()
+    with amp.disable_casts():
+        assert torch.backends.mha.get_fastpath_enabled()
+        seen = []
+        thread = threading.Thread(target=lambda: seen.append(torch.backends.mha.get_fastpath_enabled()))
+        thread.start()
+        thread.join()
+        assert seen == [False]
+    amp.uninitialize()
+    assert torch.backends.mha.get_fastpath_enabled is is_enabled
+
+
+def test_what_the_user_says_of_the_fast_path_counts_where_nothing_is_cast():
+    open_session()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with amp.disable_casts():
+            assert not torch.backends.mha.get_fastpath_enabled()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("name", MODULES)
+def test_evaluation_with_casts_off_is_plain_torchs(name, masks):
+    model, x = MODULES[name]().eval(), data()
+    with torch.no_grad():
+        expected = model(x, **MASKS[masks])
+        open_session(copy.deepcopy(model))
+        with amp.disable_casts():
+            assert torch.equal(model(x, **MASKS[masks]), expected)
+
+
+def test_nested_inputs_need_the_fast_path_and_so_casts_turned_off():
+    """As under torch.autocast: attention takes nested tensors on its fast path alone."""
+    model = MODULES["encoder"]().eval()
+    x = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)])
+    open_session()
+    with torch.no_grad():
+        with pytest.raises(AssertionError, match="get_fastpath_enabled"):
+            model(x)
+        with amp.disable_casts():
+            assert model(x).is_nested
+
+
+def test_a_kept_layer_evaluates_in_float32_at_a_level_that_patches():
+    model, x = MODULES["encoder"]().eval(), data()
+    with torch.no_grad():
+        expected = model(x)
+        open_session(model, keep_fp32=model)
+        assert torch.equal(model(x), expected)
+
+
+# ---- Compiled and scripted ----
+
+
+@pytest.mark.parametrize("masks", ["none", "padding"])
+def test_a_compiled_encoder_evaluates_with_casts(masks):
+    model, x = open_session(MODULES["encoder"]().eval()), data()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(x, **MASKS[masks]), model(x, **MASKS[masks]))
+        with amp.disable_casts():
+            found, expected = compiled(x, **MASKS[masks]), model(x, **MASKS[masks])
+        # Torch leaves out the padding, unless it compiles: sums in float32 are in another order then.
+        torch.testing.assert_close(rows(found, MASKS[masks]), rows(expected, MASKS[masks]))
+        assert torch.equal(compiled(x, **MASKS[masks]), model(x, **MASKS[masks]))
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("make", [make_layer, MODULES["encoder"]], ids=["layer", "encoder"])
+def test_a_scripted_layer_runs_uncast(make):
+    model, x = make().eval(), data()
+    with torch.no_grad():
+        expected = model(x)
+        open_session()
+        assert torch.equal(torch.jit.script(model)(x), expected)

@@ -1,0 +1,373 @@
+"""Custom functions, hooks, higher derivatives and steps inside of backward, on initialized models."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import Function
+
+import ampatch as amp
+from nets import open_session
+
+LEVELS = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+HALF = {"O1": torch.float16, "O2": torch.float16, "O4": torch.bfloat16, "O5": torch.bfloat16}
+X = torch.tensor([[1.0, -0.5, 0.25], [0.5, 0.75, -1.0]])
+
+
+def make_net():
+    return nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def open_training(level, model=None, loss_scale=1.0):
+    model = model or make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return open_session(model, optimizer, opt_level=level, loss_scale=loss_scale), optimizer
+
+
+def train(model, optimizer):
+    optimizer.zero_grad()
+    with amp.scale_loss(model(X).float().pow(2).mean(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+
+
+# ---- Functions ----
+
+
+class Product(Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+class ProductInTwoParts(Function):
+    @staticmethod
+    def forward(x, weight):
+        return torch.matmul(x, weight.t())
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    backward = Product.backward
+
+
+class ProductForAutocast(Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx, x, weight):
+        return Product.forward(ctx, x, weight)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, grad):
+        return Product.backward(ctx, grad)
+
+
+class ProductInFloat32(Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx, x, weight):
+        return Product.forward(ctx, x, weight)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, grad):
+        return Product.backward(ctx, grad)
+
+
+class Applies(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 8), nn.Linear(4, 2)
+        self.weight, self.function = nn.Parameter(torch.randn(4, 8)), function
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.function.apply(self.first(x), self.weight)))
+
+
+@LEVELS
+@pytest.mark.parametrize("function", [Product, ProductInTwoParts, ProductForAutocast, ProductInFloat32])
+def test_a_functions_own_forward_and_backward_are_patched_as_other_code_is(function, level):
+    model = Applies(function)
+    x = X.clone().requires_grad_()
+    expected = torch.autograd.grad(model(x).pow(2).sum(), [x, *model.parameters()])
+    open_session(model, opt_level=level)
+    found = torch.autograd.grad(model(x).float().pow(2).sum(), [x, *model.parameters()])
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.float(), theirs, atol=0.05, rtol=0.05)
+
+
+@LEVELS
+def test_the_derivative_of_a_derivative_goes_through_a_function(level):
+    model, optimizer = open_training(level, Applies(Product))
+    x = X.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).float().sum(), x, create_graph=True)
+    with amp.scale_loss((grad.norm(2, dim=1) - 1).pow(2).mean(), optimizer) as loss:
+        loss.backward()
+    assert grad.dtype is torch.float32
+    assert model.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_gradcheck_passes_in_float64_while_patched(level):
+    open_session(nn.Linear(1, 1), opt_level=level)
+    a, b = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3), (3, 2)))
+
+    def compute(a, b):
+        return torch.softmax(a @ b, -1).exp().sum()
+
+    assert torch.autograd.gradcheck(compute, (a, b), check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(compute, (a, b))
+    assert torch.autograd.gradcheck(Product.apply, (a, b.t().contiguous().detach().requires_grad_()))
+
+
+@LEVELS
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_the_older_functions_for_derivatives_work(vectorize, level):
+    model = open_session(make_net(), opt_level=level)
+    functional = torch.autograd.functional
+    matrix = functional.jacobian(model, X, vectorize=vectorize)
+    assert matrix.shape == (2, 2, 2, 3)
+    assert functional.hessian(lambda x: model(x).float().sum(), X, vectorize=vectorize).shape == (2, 3, 2, 3)
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    "how",
+    [torch.autograd.detect_anomaly, lambda: torch.autograd.set_detect_anomaly(True)],
+    ids=["detect", "set"],
+)
+def test_anomaly_mode_names_the_function_that_made_a_nan(how, level):
+    # It says so in a warning, with a traceback of the forward.
+    model = open_session(make_net(), opt_level=level)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with how():
+            model(X).float().sum().backward()
+            with pytest.raises(RuntimeError, match="returned nan values"):
+                (model(X) * torch.zeros(1)).float().sqrt().mul(0).sum().backward()
+    assert any("Traceback of forward call" in str(item.message) for item in said)
+
+
+# ---- Hooks ----
+
+
+@LEVELS
+def test_hooks_of_a_module_are_called_in_order_with_what_the_module_has(level):
+    model, log = make_net(), []
+    last = model[3]
+    last.register_forward_pre_hook(lambda module, args: log.append(("pre", args[0].dtype)))
+    last.register_forward_hook(lambda module, args, output: log.append(("post", output.dtype)))
+    last.register_full_backward_pre_hook(lambda module, grads: log.append(("back pre", grads[0].dtype)))
+    last.register_full_backward_hook(lambda module, inputs, grads: log.append(("back", inputs[0].dtype)))
+    model, optimizer = open_training(level, model)
+    train(model, optimizer)
+    inside = HALF.get(level, torch.float32)
+    # LayerNorm gives float32 at O1 and O4, and half at O2 and O5.
+    taken = torch.float32 if level in ("O1", "O4") else inside
+    assert log == [("pre", taken), ("post", inside), ("back pre", inside), ("back", taken)]
+
+
+@LEVELS
+def test_hooks_of_a_module_may_replace_outputs_and_gradients(level):
+    model, optimizer = open_training(level)
+    with amp.scale_loss(model(X).float().sum(), optimizer) as loss:
+        loss.backward()
+    plain = [param.grad.clone() for param in amp.master_params(optimizer)]
+    model[3].register_forward_hook(lambda module, args, output: output * 2)
+    model[2].register_full_backward_hook(lambda module, inputs, grads: (inputs[0] * 4,))
+    optimizer.zero_grad()
+    with amp.scale_loss(model(X).float().sum(), optimizer) as loss:
+        loss.backward()
+    found = [param.grad for param in amp.master_params(optimizer)]
+    for index, factor in ((0, 8), (1, 8), (4, 2), (5, 2)):  # powers of two: no rounding differs
+        assert torch.equal(found[index], factor * plain[index])
+
+
+@LEVELS
+def test_hooks_of_tensors_see_the_type_that_they_have(level):
+    model, optimizer = open_training(level)
+    seen = []
+    hidden = model[0](X.to(model[0].weight.dtype))
+    hidden.register_hook(lambda grad: seen.append(grad.dtype))
+    hidden.retain_grad()
+    hidden.float().sum().backward()
+    assert seen == [hidden.dtype]
+    assert hidden.grad.dtype is hidden.dtype
+    model[0].weight.register_hook(lambda grad: grad * 0)
+    optimizer.zero_grad()
+    with amp.scale_loss(model(X).float().sum(), optimizer) as loss:
+        loss.backward()
+    first = next(iter(amp.master_params(optimizer)))
+    assert torch.equal(first.grad, torch.zeros(8, 3))
+
+
+@LEVELS
+def test_hooks_after_accumulation_run_once_for_each_parameter(level):
+    model, seen = make_net(), []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.dtype))
+    model, optimizer = open_training(level, model)
+    train(model, optimizer)
+    assert sorted(seen, key=str) == sorted((param.dtype for param in model.parameters()), key=str)
+
+
+@LEVELS
+def test_hooks_of_many_gradients_and_of_saved_tensors_run(level):
+    model = open_session(make_net(), opt_level=level)
+    seen = []
+    torch.autograd.graph.register_multi_grad_hook(
+        list(model.parameters()), lambda grads: seen.append(len(grads))
+    )
+    model(X).float().sum().backward()
+    expected = [param.grad.clone() for param in model.parameters()]
+    model.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+        model(X).float().sum().backward()
+    with torch.autograd.graph.save_on_cpu():
+        model(X).float().sum().backward()
+    assert seen == [6, 6, 6]
+    for param, grad in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(param.grad, 2 * grad)
+
+
+@LEVELS
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_of_an_optimizer_and_schedulers_may_be_made_before_or_after(when, level):
+    model, log = make_net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def make():
+        optimizer.register_step_pre_hook(lambda *_: log.append("pre"))
+        optimizer.register_step_post_hook(lambda *_: log.append("post"))
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    scheduler = make() if when == "before" else None
+    open_session(model, optimizer, opt_level=level)
+    scheduler = scheduler or make()
+    rates = []
+    for _ in range(3):
+        train(model, optimizer)
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert log == ["pre", "post"] * 3
+    assert rates == [0.05, 0.025, 0.0125]
+
+
+# ---- Steps inside of backward ----
+
+
+def step_in_backward(model):
+    """One optimizer a parameter, which steps as soon as the gradient is there."""
+    optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+
+    def step(param):
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    return list(optimizers.values())
+
+
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+@pytest.mark.parametrize("block", ["scale_loss", "plain"])
+def test_optimizers_that_step_inside_of_backward_do_what_one_does_after_it(block, level):
+    def run(is_inside):
+        torch.manual_seed(0)
+        model = make_net()
+        one = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizers = step_in_backward(model) if is_inside else [one]
+        open_session(model, optimizers, opt_level=level)
+        for _ in range(3):
+            loss = model(X).float().pow(2).mean()
+            if block == "plain":
+                loss.backward()
+            else:
+                with amp.scale_loss(loss, optimizers) as scaled:
+                    scaled.backward()
+            if not is_inside:
+                one.step()
+                one.zero_grad()
+        amp.uninitialize()
+        return [param.detach() for param in model.parameters()]
+
+    for ours, theirs in zip(run(True), run(False), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("loss_scale", ["dynamic", 8.0])
+def test_a_step_inside_of_backward_under_a_loss_scale_is_refused(loss_scale, level):
+    model = make_net()
+    optimizers = step_in_backward(model)
+    open_session(model, optimizers, opt_level=level, loss_scale=loss_scale)
+    before = [param.detach().clone() for param in model.parameters()]
+    with (
+        pytest.raises(amp.AmpError, match="step ran inside of backward"),
+        amp.scale_loss(model(X).float().sum(), optimizers) as scaled,
+    ):
+        scaled.backward()
+    for param, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param, old)
+
+
+# ---- Gradients by hand ----
+
+
+@LEVELS
+@pytest.mark.parametrize("loss_scale", [1.0, 8.0])
+def test_a_gradient_that_was_expanded_by_hand_is_unscaled(loss_scale, level):
+    model, optimizer = open_training(level, loss_scale=loss_scale if level != "O0" else None)
+    with amp.scale_loss(model(X).float().sum(), optimizer) as loss:
+        loss.backward()
+        bias = model[3].bias
+        bias.grad = torch.tensor(8.0, dtype=bias.dtype).expand(2)
+    found = list(amp.master_params(optimizer))[-1].grad
+    assert torch.equal(found, torch.full((2,), 8.0 / (1.0 if level == "O0" else loss_scale)))
+    optimizer.step()
+
+
+@LEVELS
+@pytest.mark.parametrize("loss_scale", [1.0, 8.0])
+def test_gradients_may_be_computed_and_assigned(loss_scale, level):
+    model, optimizer = open_training(level, loss_scale=loss_scale if level != "O0" else None)
+    with amp.scale_loss(model(X).float().sum(), optimizer) as loss:
+        loss.backward()
+    expected = [param.grad.clone() for param in amp.master_params(optimizer)]
+    optimizer.zero_grad()
+    with amp.scale_loss(model(X).float().sum(), optimizer) as loss:
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        for param, grad in zip(model.parameters(), grads, strict=True):
+            param.grad = grad
+    for param, grad in zip(amp.master_params(optimizer), expected, strict=True):
+        assert torch.equal(param.grad, grad)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_whole_block_may_run_inside_of_somebodys_backward(level):
+    """An inner loop, as meta-learning has it: the block's own backward has ended before its step."""
+    model, found = nn.Linear(2, 2), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+
+    def step_inside(grad):
+        with torch.enable_grad(), amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        found.extend(param.grad.clone() for param in amp.master_params(optimizer))
+        optimizer.step()
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(step_inside)
+    (x * 2).sum().backward()
+    assert all(torch.equal(grad, torch.ones_like(grad)) for grad in found)
+    assert len(found) == 2

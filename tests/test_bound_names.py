@@ -1,0 +1,508 @@
+"""Names that were bound to torch's functions before they were patched, wherever programs keep them."""
+
+import collections
+import functools
+import gc
+import sys
+import types
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ampatch as amp
+from patched import HALF, half, open_session
+
+SOURCE = """
+import collections, dataclasses, functools, types
+import torch
+from torch import matmul, exp
+from torch.nn.functional import linear, softmax as _softmax
+from torch.nn import functional as F
+from torch.nn.functional import batch_norm, relu
+
+ACTIVATIONS = {"softmax": F.softmax, "relu": F.relu, "nested": {"exp": torch.exp}}
+CHOICES = [F.softmax, (F.relu, F.softplus), "softmax"]
+PAIR = (torch.exp, 1)
+Named = collections.namedtuple("Named", "function factor")
+NAMED = Named(torch.exp, 2)
+PARTIAL = functools.partial(F.softmax, dim=-1)
+APPLY = functools.partial(map, torch.exp)
+SPACE = types.SimpleNamespace(exp=torch.exp)
+REGISTRY = collections.OrderedDict(exp=torch.exp)
+TENSOR_EXP = torch.Tensor.exp
+
+def by_default(x, function=torch.exp):
+    return function(x)
+
+def by_keyword(x, *, function=torch.exp):
+    return function(x)
+
+def make_closure(function):
+    def closure(x):
+        return function(x)
+    return closure
+
+CLOSURE = make_closure(torch.exp)
+
+@torch.no_grad()
+def decorated(x):
+    return _softmax(x, dim=-1)
+
+class Operations:
+    builtin = torch.exp
+    static = staticmethod(F.softmax)
+
+    def call(self, x):
+        return self.builtin(x)
+
+    @staticmethod
+    def by_default(x, function=torch.exp):
+        return function(x)
+
+    @property
+    def function(self, chosen=torch.exp):
+        return chosen
+
+@dataclasses.dataclass
+class Config:
+    function: object = torch.exp
+
+CONFIG = Config()
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    function: object
+    empty: object = dataclasses.field(init=False)
+
+SLOTTED = Slotted(torch.exp)
+
+class Registry:
+    def __init__(self):
+        self.functions = {"exp": torch.exp}
+
+REGISTRY_OBJECT = Registry()
+OPERATIONS = Operations()
+"""
+
+# How a program reaches a function that runs in float32.
+USES = {
+    "from-import": lambda m, x: m.exp(x),
+    "from-import under another name": lambda m, x: m._softmax(x, dim=-1),
+    "a dictionary": lambda m, x: m.ACTIVATIONS["softmax"](x, dim=-1),
+    "a dictionary in a dictionary": lambda m, x: m.ACTIVATIONS["nested"]["exp"](x),
+    "a list": lambda m, x: m.CHOICES[0](x, dim=-1),
+    "a tuple in a list": lambda m, x: m.CHOICES[1][1](x),
+    "a tuple": lambda m, x: m.PAIR[0](x),
+    "a named tuple": lambda m, x: m.NAMED.function(x),
+    "a partial": lambda m, x: m.PARTIAL(x),
+    "an argument of a partial": lambda m, x: next(m.APPLY([x])),
+    "a namespace": lambda m, x: m.SPACE.exp(x),
+    "an ordered dictionary": lambda m, x: m.REGISTRY["exp"](x),
+    "a method of Tensor": lambda m, x: m.TENSOR_EXP(x),
+    "a default argument": lambda m, x: m.by_default(x),
+    "a default of a keyword": lambda m, x: m.by_keyword(x),
+    "a closure": lambda m, x: m.CLOSURE(x),
+    "a decorated function": lambda m, x: m.decorated(x),
+    "an attribute of a class": lambda m, x: m.Operations.builtin(x),
+    "an attribute of a class, by an instance": lambda m, x: m.OPERATIONS.call(x),
+    "a static method": lambda m, x: m.Operations.static(x, dim=-1),
+    "a default argument of a method": lambda m, x: m.OPERATIONS.by_default(x),
+    "a default argument of a property": lambda m, x: m.OPERATIONS.function(x),
+    "a dataclass": lambda m, x: m.CONFIG.function(x),
+    "a frozen dataclass with slots": lambda m, x: m.SLOTTED.function(x),
+    "an object of the user's": lambda m, x: m.REGISTRY_OBJECT.functions["exp"](x),
+}
+
+
+def make_module(name="bound_names_user", source=SOURCE, file="/home/user/script.py"):
+    module = types.ModuleType(name)
+    module.__file__ = file
+    sys.modules[name] = module
+    exec(compile(source, file, "exec"), vars(module))
+    return module
+
+
+@pytest.fixture
+def user():
+    """A module of a user's that was loaded before torch was patched."""
+    yield make_module()
+    del sys.modules["bound_names_user"]
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_name_bound_before_casts_as_torchs_own_does(user, name):
+    open_session()
+    assert USES[name](user, half(2, 3)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("name", USES)
+def test_after_uninitialize_a_name_bound_before_casts_no_more(user, name):
+    expected = USES[name](user, half(2, 3)).dtype
+    open_session()
+    amp.uninitialize()
+    assert expected is USES[name](user, half(2, 3)).dtype is HALF
+
+
+def freeze(value, seen):
+    """What a value holds, by identity."""
+    if id(value) in seen:
+        return id(value)
+    seen[id(value)] = value
+    inner = ()
+    if isinstance(value, dict):
+        inner = [(key, freeze(item, seen)) for key, item in value.items()]
+    elif isinstance(value, list | tuple):
+        inner = [freeze(item, seen) for item in value]
+    elif isinstance(value, functools.partial):
+        inner = [freeze(value.func, seen), freeze(value.args, seen), freeze(value.keywords, seen)]
+    elif isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        parts = (value.__defaults__, value.__kwdefaults__, *cells)
+        inner = [freeze(part, seen) for part in parts]
+    elif type(value).__name__ == "Slotted":
+        inner = freeze(value.function, seen)
+    elif isinstance(value, type) or type(value).__module__ == "bound_names_user":
+        inner = freeze(dict(vars(value)), seen)[1]
+    return id(value), inner
+
+
+def test_uninitialize_puts_back_every_object_that_was_there(user):
+    names = {name: item for name, item in vars(user).items() if name != "__builtins__"}
+    held = {}
+    before = {name: freeze(item, held) for name, item in names.items()}
+    open_session()
+    assert vars(user)["exp"] is not names["exp"]
+    amp.uninitialize()
+    again = {}
+    assert {name: freeze(vars(user)[name], again) for name in names} == before
+
+
+def test_batch_norm_bound_before_is_the_one_that_is_looked_up(user):
+    open_session()
+    assert user.batch_norm is F.batch_norm
+    amp.uninitialize()
+    assert user.batch_norm is F.batch_norm
+
+
+def test_functions_without_a_row_stay(user):
+    before = user.relu, user.ACTIVATIONS["relu"], user.CHOICES[1][0]
+    open_session()
+    assert (user.relu, user.ACTIVATIONS["relu"], user.CHOICES[1][0]) == before
+
+
+def test_containers_stay_the_objects_that_they_were(user):
+    before = user.ACTIVATIONS, user.CHOICES, user.PARTIAL, user.Operations, user.CONFIG
+    open_session()
+    after = user.ACTIVATIONS, user.CHOICES, user.PARTIAL, user.Operations, user.CONFIG
+    assert all(one is other for one, other in zip(before, after, strict=True))
+
+
+def test_a_module_that_is_loaded_while_patched_has_its_own_names_back_afterwards():
+    open_session()
+    module = make_module()
+    try:
+        assert module.exp(half(2)).dtype is torch.float32
+        amp.uninitialize()
+        assert module.exp is torch.exp
+        assert module.Operations.builtin is torch.exp
+        assert module.ACTIVATIONS["softmax"] is F.softmax
+        assert module.PARTIAL.func is F.softmax
+    finally:
+        del sys.modules["bound_names_user"]
+
+
+def test_a_name_that_was_bound_anew_while_patched_is_left(user):
+    open_session()
+    user.exp = user.linear = mine = lambda *args: "mine"
+    amp.uninitialize()
+    assert user.exp is user.linear is mine
+
+
+def test_names_in_the_main_module_are_found(monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "bound_exp", torch.exp, raising=False)
+    open_session()
+    assert sys.modules["__main__"].bound_exp(half(2)).dtype is torch.float32
+    amp.uninitialize()
+    assert sys.modules["__main__"].bound_exp is torch.exp
+
+
+def test_a_users_module_with_the_name_of_one_of_pythons_is_searched():
+    before = sys.modules.get("test")
+    module = make_module("test", "from torch import exp")
+    try:
+        open_session()
+        assert module.exp(half(2)).dtype is torch.float32
+    finally:
+        del sys.modules["test"]
+        if before is not None:
+            sys.modules["test"] = before
+
+
+INSTALLED = """
+import torch
+from torch import exp
+_saved = torch.exp
+CHOICES = {"exp": torch.exp}
+_cache = {"exp": torch.exp}
+"""
+
+
+def test_of_an_installed_package_all_but_its_private_containers_is_searched():
+    module = make_module("bound_names_package", INSTALLED, "/opt/python/site-packages/package.py")
+    try:
+        open_session()
+        assert module.exp(half(2)).dtype is module.CHOICES["exp"](half(2)).dtype is torch.float32
+        amp.uninitialize()
+        open_session()
+        assert module._cache["exp"](half(2)).dtype is HALF
+    finally:
+        del sys.modules["bound_names_package"]
+
+
+def test_torch_itself_is_left_alone_but_for_its_distributions():
+    open_session()
+    kept = torch._C._VariableFunctions.exp
+    assert kept(half(2)).dtype is HALF
+    logits = torch.randn(3, dtype=HALF)
+    bernoulli = torch.distributions.Bernoulli(logits=logits, validate_args=False)
+    assert bernoulli.log_prob(torch.ones(3)).dtype is torch.float32
+
+
+# ---- Models ----
+
+
+class Net(nn.Module):
+    in_class = staticmethod(F.softmax)
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.act = F.softmax
+        self.many = {"softmax": F.softmax, "list": [torch.exp]}
+        self.partial = functools.partial(F.softmax, dim=-1)
+        self._private = torch.exp
+        self.options = types.SimpleNamespace(act=torch.exp)
+        self.later = lambda x, function=torch.exp: function(x)
+
+    def forward(self, x):
+        return [
+            self.act(x, dim=-1),
+            self.in_class(x, dim=-1),
+            self.many["softmax"](x, dim=-1),
+            self.many["list"][0](x),
+            self.partial(x),
+            self._private(x),
+            self.options.act(x),
+            self.later(x),
+        ]
+
+
+def dtypes(model):
+    return {out.dtype for out in model(half(2, 3))}
+
+
+def test_what_an_initialized_model_keeps_follows_the_patches():
+    model = Net()
+    assert dtypes(model) == {HALF}
+    open_session(nn.Sequential(nn.Linear(2, 2), model))
+    assert dtypes(model) == {torch.float32}
+
+
+def test_what_an_initialized_model_keeps_is_put_back():
+    model = Net()
+    keep = model.act, model.many["list"][0], model.partial, model._private, model.options.act
+    open_session(model)
+    amp.uninitialize()
+    assert (model.act, model.many["list"][0], model.partial, model._private, model.options.act) == keep
+    assert model.act is F.softmax
+    assert model.partial.func is F.softmax
+    assert vars(Net)["in_class"].__func__ is F.softmax
+
+
+def test_a_second_model_follows_as_well():
+    first, second = Net(), Net()
+    open_session(first)
+    open_session(second)
+    assert dtypes(first) == dtypes(second) == {torch.float32}
+
+
+def test_a_call_that_fails_leaves_the_model_as_it_was():
+    class Failing(amp.Observer):
+        def on_initialize(self, policy):
+            raise ValueError("no more")
+
+    model, act = Net(), F.softmax
+    with amp.observe(Failing()), pytest.raises(ValueError, match="no more"):
+        open_session(model)
+    assert model.act is act is F.softmax
+
+
+def test_a_call_that_fails_does_not_keep_the_model_alive():
+    class Failing(amp.Observer):
+        def on_initialize(self, policy):
+            raise ValueError("no more")
+
+    model = Net()
+    reference = weakref.ref(model)
+    with amp.observe(Failing()), pytest.raises(ValueError, match="no more"):
+        open_session(model)
+    del model
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_name_bound_in_a_model_while_patched_is_put_back():
+    model = Net()
+    open_session(model)
+    model.bound_later = torch.exp
+    model.many["later"] = F.softmax
+    amp.uninitialize()
+    assert model.bound_later is torch.exp
+    assert model.many["later"] is F.softmax
+
+
+def test_an_entry_that_was_deleted_while_patched_is_not_made_anew(user):
+    user.defaults = collections.defaultdict(list, exp=torch.exp)
+    open_session()
+    del user.defaults["exp"]
+    amp.uninitialize()
+    assert dict(user.defaults) == {}
+
+
+def test_a_model_made_while_patched_is_put_right_by_its_own_initialize():
+    open_session()
+    model = Net()  # holds wrappers
+    amp.uninitialize()
+    open_session(model, "O1")
+    assert model.act is F.softmax
+    assert model(torch.rand(2, 3).half())[0].dtype is torch.float32
+
+
+class Half(nn.Module):
+    """Keeps a function that runs in the half type."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 3))
+        self.product = torch.matmul
+
+    def forward(self, x):
+        return self.product(x, self.weight)
+
+
+def test_a_function_kept_from_a_session_of_another_half_type_casts_to_the_new_one():
+    open_session()
+    model = Half()
+    amp.uninitialize()
+    open_session(model, "O1")
+    assert model(torch.ones(2, 3)).dtype is torch.float16
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_at_levels_without_patches_nothing_is_searched(user, level):
+    before = dict(vars(user))
+    model = Net()
+    open_session(model, level)
+    assert dict(vars(user)) == before
+    assert model.act is F.softmax
+
+
+# ---- Registered functions ----
+
+
+def test_a_registered_function_is_cast_under_its_other_names(user):
+    owner = types.ModuleType("owner")
+    owner.total = user.total = lambda x: x + x
+    user.ACTIVATIONS["total"] = owner.total
+    amp.register_float_function(owner, "total")
+    open_session()
+    assert user.total(half(2)).dtype is user.ACTIVATIONS["total"](half(2)).dtype is torch.float32
+    amp.uninitialize()
+    assert user.total(half(2)).dtype is HALF
+
+
+def test_a_function_registered_while_patched_is_cast_under_its_other_names(user):
+    owner = types.ModuleType("owner")
+    owner.total = user.total = lambda x: x + x
+    model = Net()
+    model.act = owner.total
+    open_session(model)
+    amp.register_float_function(owner, "total")
+    assert user.total(half(2)).dtype is model.act(half(2)).dtype is torch.float32
+    amp.uninitialize()
+    assert user.total is model.act is owner.total
+
+
+def test_a_builtin_registered_in_a_class_is_not_bound_to_instances():
+    class Operations:
+        add = torch.add
+
+    amp.register_float_function(Operations, "add")
+    open_session()
+    assert Operations().add(half(2), half(2)).dtype is torch.float32
+    assert Operations.add(half(2), half(2)).dtype is torch.float32
+
+
+# ---- What must not happen ----
+
+
+def test_decorated_functions_keep_what_they_decorate():
+    """A user's own cast wins over the row of the function that it wraps."""
+    product = amp.float_function(torch.matmul)
+    sys.modules["__main__"].product = product
+    try:
+        open_session()
+        assert product(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+    finally:
+        del sys.modules["__main__"].product
+
+
+class Computed:
+    """An object whose attributes must not be asked for."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"{name} was asked for")
+
+
+class LazyModule(types.ModuleType):
+    """As importlib's lazy modules: any access loads it."""
+
+    def __getattribute__(self, name):
+        raise RuntimeError(f"{name} was asked for")
+
+
+def test_nothing_is_computed_by_the_search(user):
+    user.computed = Computed()
+    user.itself = [user.CHOICES]
+    user.itself.append(user.itself)
+    user.deque = collections.deque([torch.exp])
+    lazy = LazyModule("bound_names_lazy")
+    sys.modules["bound_names_lazy"] = lazy
+    try:
+        open_session()
+        amp.uninitialize()
+    finally:
+        del sys.modules["bound_names_lazy"]
+    assert user.deque[0] is torch.exp
+
+
+def test_an_empty_closure_is_passed_over(user):
+    def outer():
+        def inner():
+            return never
+
+        if False:
+            never = torch.exp
+        return inner
+
+    user.function = outer()
+    open_session()
+
+
+def test_long_lists_are_data_and_not_searched(user):
+    user.data = [torch.exp] * 20_000
+    open_session()
+    assert user.data[0](half(2)).dtype is HALF

@@ -1,0 +1,628 @@
+"""torch.compile of initialized models and of functions while torch is patched."""
+
+import contextlib
+import operator
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import ampatch as amp
+from nets import EVERY_LEVEL, HALVES
+from patched import FULL, HALF, LEVELS, open_session
+
+optimizer_module = sys.modules["torch.optim.optimizer"]
+BACKENDS = ["eager", "aot_eager"]
+THREAD = amp.session.SESSION.casts.thread
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    # Dynamo leaves names of its own in the modules whose code it compiles.
+    for name in [name for name in vars(optimizer_module) if name.startswith("__builtins_dict__")]:
+        delattr(optimizer_module, name)
+
+
+def compiled(function, backend="eager", **kwargs):
+    return torch.compile(function, backend=backend, fullgraph=True, **kwargs)
+
+
+def full(*shape):
+    return torch.linspace(-1, 1, torch.Size(shape).numel()).reshape(shape)
+
+
+def dtypes_of(tensors):
+    return [tensor.dtype for tensor in tensors]
+
+
+def assert_equal(found, expected):
+    assert dtypes_of(found) == dtypes_of(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+# ---- Models that train ----
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+
+class Tied(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first.weight = self.second.weight
+
+
+class Conv(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.out = nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.out(torch.relu(self.norm(self.conv(x[:, None]))).flatten(1))
+
+
+class Attention(nn.Module):
+    """Written by hand: with operators and methods."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(4, 12)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        scores = (q @ k.transpose(-1, -2) / 2).softmax(dim=-1)
+        return scores @ v + F.layer_norm(x, [4])
+
+
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, dim_feedforward=4, dropout=0.0, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x[None])[0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.out = nn.GRUCell(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.out(self.cell(x))
+
+
+def train(make, level, compile=None, steps=3, optimizer=torch.optim.SGD, **kwargs):
+    """Trains a model, compiled by `compile`, and returns its weights and its last output."""
+    torch.manual_seed(0)
+    model, x = make(), full(6, 4)
+    optimizer = optimizer(model.parameters(), lr=0.1)
+    open_session(model, level, optimizers=optimizer, **kwargs)
+    called = compile(model) if compile else model
+    for _ in range(steps):
+        optimizer.zero_grad()
+        output = called(x)
+        with amp.scale_loss(output.float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    state = [*(param.detach().clone() for param in amp.master_params(optimizer)), output.detach()]
+    amp.uninitialize()
+    return state
+
+
+@pytest.mark.parametrize(
+    ("level", "backend"),
+    [*((level, "eager") for level in EVERY_LEVEL), ("O2", "aot_eager"), ("O4", "aot_eager")],
+)
+def test_a_compiled_model_trains_to_the_same_bits(level, backend):
+    expected = train(Mlp, level)
+    assert_equal(train(Mlp, level, lambda model: compiled(model, backend)), expected)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
+@pytest.mark.parametrize("make", [Conv, Attention, Transformer, Recurrent])
+def test_models_of_every_kind_train_to_the_same_bits(make, level):
+    assert_equal(train(make, level, compiled), train(make, level))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_weight_of_two_layers_is_cast_for_each_in_a_graph(level):
+    # So its gradient is summed in float32, where the uncompiled model sums halves: they differ by a rounding.
+    found, expected = train(Tied, level, compiled, steps=1), train(Tied, level, steps=1)
+    assert dtypes_of(found) == dtypes_of(expected)
+    assert all(torch.allclose(a.float(), b.float(), atol=1e-3) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
+def test_a_model_compiled_in_place_trains_to_the_same_bits(level):
+    def compile_in_place(model):
+        model.compile(backend="eager", fullgraph=True)
+        return model
+
+    assert_equal(train(Mlp, level, compile_in_place), train(Mlp, level))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")  # torch's own use
+def test_inductor_compiles_casts():
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("inductor needs a C++ compiler: there is no g++ and no clang++ in PATH")
+    model = open_session(nn.Linear(3, 2))
+    with torch.no_grad():
+        found, expected = compiled(model, "inductor")(A), model(A)
+    assert found.dtype is expected.dtype is HALF
+    # Products and sums of 3 numbers below 1, rounded to 8 bits.
+    assert torch.allclose(found.float(), expected.float(), atol=0.01)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
+def test_ten_training_steps_compile_a_model_once(level):
+    counter = CompileCounterWithBackend("eager")
+    model = Mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    open_session(model, level, optimizers=optimizer)
+    called = torch.compile(model, backend=counter, fullgraph=True)
+    for step in range(10):
+        with amp.scale_loss(called(full(6, 4)).float().square().mean(), optimizer) as scaled:
+            (scaled * (float("inf") if step == 3 else 1)).backward()
+        optimizer.step()
+        if step == 5:
+            amp.set_loss_scale(8.0)
+        amp.clear_cache()
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_compiled_loss_function_trains_to_the_same_bits(level):
+    def run(compile):
+        torch.manual_seed(0)
+        model, x, y = Mlp(), full(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        open_session(model, level, optimizers=optimizer)
+        loss_of = compile(lambda x, y: F.cross_entropy(model(x), y))
+        for _ in range(3):
+            optimizer.zero_grad()
+            with amp.scale_loss(loss_of(x, y), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        weights = [param.detach().clone() for param in amp.master_params(optimizer)]
+        amp.uninitialize()
+        return weights
+
+    assert_equal(run(compiled), run(lambda function: function))
+
+
+# What torch 2.13 itself warns of while it compiles these: the names of ours and of its own that it does not
+# trace, torch.jit in modules that it imports, and gradients of the tensors that it looks at.
+TELLS = [
+    "ignore:Dynamo does not know how to trace the builtin:UserWarning",
+    "ignore:.*torch.jit.script.* is deprecated",
+    "ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning",
+]
+
+
+def torch_tells(test):
+    for line in TELLS:
+        test = pytest.mark.filterwarnings(line)(test)
+    return test
+
+
+@torch_tells
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("part", ["step", "everything"])
+def test_a_compiled_step_breaks_the_graph_and_is_right(part, level):
+    def run(compile_step, compile_all):
+        torch.manual_seed(0)
+        model = Mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        open_session(model, level, optimizers=optimizer)
+        step = compile_step(optimizer.step)
+
+        def iterate():
+            optimizer.zero_grad()
+            with amp.scale_loss(model(full(6, 4)).float().square().mean(), optimizer) as scaled:
+                scaled.backward()
+            step()
+
+        iterate = compile_all(iterate)
+        for _ in range(3):
+            iterate()
+        assert (THREAD.off, THREAD.forwards) == (0, ())
+        weights = [param.detach().clone() for param in amp.master_params(optimizer)]
+        amp.uninitialize()
+        return weights
+
+    def same(function):
+        return function
+
+    def compile(function):
+        return torch.compile(function, backend="eager")
+
+    found = run(compile, same) if part == "step" else run(same, compile)
+    assert_equal(found, run(same, same))
+
+
+# ---- Casts in the graph ----
+
+
+def use_functions(a, b):
+    product = torch.matmul(a, b)
+    linear = F.linear(a, b.t())
+    soft = F.softmax(product, dim=-1)
+    norm = F.layer_norm(linear, linear.shape[1:])
+    return product, linear, soft, norm, torch.einsum("ij,jk->ik", a, b), F.mse_loss(product, linear)
+
+
+def use_methods(a, b):
+    product = a @ b
+    power = product**2
+    return product, power, 2**product, product.softmax(-1), a.matmul(b), product.sum(), product.norm()
+
+
+def use_mixed(a, b):
+    filled = a.clone()
+    filled[filled > 0] = b[0, 0].to(HALF)
+    filled @= b[:, :3]
+    dot = torch.dot(a[0], a[1].to(HALF))
+    put = torch.index_put(a, (torch.tensor([0]), torch.tensor([1])), b[0, 0].to(HALF))
+    return filled, dot, put
+
+
+FUNCTIONS = [use_functions, use_methods, use_mixed]
+A, B = full(2, 3), full(3, 4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_compiled_functions_cast_as_uncompiled_ones_do(function, backend):
+    open_session()
+    assert_equal(compiled(function, backend)(A, B), function(A, B))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_dynamic_shapes_cast(function):
+    open_session()
+    dynamic = compiled(function, dynamic=True)
+    for rows in (2, 3, 5):
+        assert_equal(dynamic(full(rows, 3), B), function(full(rows, 3), B))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_casts_stand_in_the_graph(level):
+    seen = []
+
+    def backend(graph, inputs):
+        nodes = [node for node in graph.graph.nodes if node.op.startswith("call_")]
+        seen.extend((node.target, node.meta["example_value"].dtype) for node in nodes)
+        return graph.forward
+
+    open_session(opt_level=level)
+    torch.compile(lambda a, b: ((a @ b).softmax(-1), F.softmax(a, -1)), backend=backend)(A, B)
+    half = LEVELS[level]
+    assert seen[:2] == [({"O1": "half", "O4": "bfloat16"}[level], half)] * 2
+    assert seen[2:5] == [(operator.matmul, half), ("float", FULL), ("softmax", FULL)]
+
+
+def test_functions_of_users_cast():
+    @amp.float_function
+    def add(items, *, more):
+        return items["x"] + more[0][0]
+
+    def function(a):
+        low = a.to(HALF)
+        return add({"x": low}, more=((low,),)), add({"x": a}, more=[[low]])
+
+    open_session()
+    assert_equal(compiled(function)(A), function(A))
+
+
+# ---- When it is compiled anew ----
+
+
+def off(function):
+    def run(*args):
+        with amp.disable_casts():
+            return function(*args)
+
+    return run
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("function", [use_functions, use_methods])
+def test_disable_casts_around_a_compiled_function_turns_its_casts_off(function, backend):
+    open_session()
+    called = compiled(function, backend)
+    for expected in (function, off(function), function):
+        with contextlib.nullcontext() if expected is function else amp.disable_casts():
+            found = called(A, B)
+        assert_equal(found, expected(A, B))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("function", [use_functions, use_methods])
+def test_disable_casts_inside_a_compiled_function_turns_its_casts_off(function, backend):
+    def both(a, b):
+        with amp.disable_casts():
+            with amp.disable_casts():
+                inner = function(a, b)
+            again = function(a, b)
+        return *inner, *again, *function(a, b)
+
+    open_session()
+    assert_equal(compiled(both, backend)(A, B), both(A, B))
+
+
+def test_half_tensors_stay_half_where_casts_are_off_inside_a_graph():
+    def function(a):
+        with amp.disable_casts():
+            filled = a.clone().exp_()
+            filled **= 2
+            return F.softmax(a, -1), a.softmax(-1), a**2, 2**a, F.layer_norm(a, [3]), filled, a.norm()
+
+    open_session()
+    found = compiled(function)(A.to(HALF))
+    assert set(dtypes_of(found)) == {HALF}
+    assert_equal(found, function(A.to(HALF)))
+
+
+def test_an_exception_inside_a_graph_ends_disable_casts():
+    def function(a, b):
+        try:
+            with amp.disable_casts():
+                first = a @ b
+                raise ValueError
+        except ValueError:
+            return first, a @ b
+
+    open_session()
+    assert dtypes_of(compiled(function)(A, B)) == [FULL, HALF]
+
+
+def test_a_graph_that_breaks_where_casts_are_off_goes_on_without_them():
+    def function(a, b):
+        with amp.disable_casts():
+            first = a @ b
+            torch._dynamo.graph_break()
+            second = torch.matmul(a, b)
+        return first, second, a @ b
+
+    open_session()
+    assert dtypes_of(torch.compile(function, backend="eager")(A, B)) == [FULL, FULL, HALF]
+    assert THREAD.off == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("function", [use_functions, use_methods])
+def test_a_function_compiled_before_initialize_casts_after_it_and_not_after_uninitialize(function, backend):
+    called = compiled(function, backend)
+    uncast = called(A, B)
+    assert set(dtypes_of(uncast)) == {FULL}
+    for level in ("O4", "O1"):
+        open_session(opt_level=level)
+        found = called(A, B)
+        assert LEVELS[level] in dtypes_of(found)
+        assert_equal(found, function(A, B))
+        amp.uninitialize()
+        assert_equal(called(A, B), uncast)
+
+
+@pytest.mark.parametrize("level", [*LEVELS, *HALVES])
+def test_a_model_compiled_before_initialize_casts_after_it_and_not_after_uninitialize(level):
+    model = Mlp()
+    called = compiled(model)
+    uncast = called(full(2, 4))
+    open_session(model, level)
+    assert_equal([called(full(2, 4))], [model(full(2, 4))])
+    assert not torch.equal(called(full(2, 4)), uncast)
+    amp.uninitialize()
+    assert_equal([called(full(2, 4))], [model(full(2, 4))])
+    assert called(full(2, 4)).dtype is FULL
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_initialize_takes_a_compiled_model(level):
+    inner = Mlp()
+    expected = inner(full(2, 4))
+    model = compiled(inner)
+    amp.initialize(model, opt_level=level, verbosity=0)
+    assert not torch.equal(model(full(2, 4)).float(), expected)
+    amp.uninitialize()
+    assert model(full(2, 4)).dtype is FULL
+
+
+def test_casts_of_a_second_session_are_not_those_of_the_first():
+    called = compiled(use_functions)
+    for level in ("O4", "O1"):
+        open_session(opt_level=level)
+        assert called(A, B)[0].dtype is LEVELS[level]
+        amp.uninitialize()
+
+
+def test_calls_in_turn_with_casts_and_without_compile_twice():
+    counter = CompileCounter()
+    open_session()
+    called = torch.compile(use_methods, backend=counter, fullgraph=True)
+    for _ in range(5):
+        called(A, B)
+        with amp.disable_casts():
+            called(A, B)
+    assert counter.frame_count == 2
+
+
+def test_caches_that_processes_share_keep_graphs_with_casts_apart():
+    before = torch.compiler.config.cache_key_tag
+    tags = set()
+    for level in LEVELS:
+        open_session(opt_level=level)
+        tags.add(torch.compiler.config.cache_key_tag)
+        amp.uninitialize()
+    assert len(tags - {before}) == 2
+    assert torch.compiler.config.cache_key_tag == before
+
+
+FRESH = """
+import torch, ampatch as amp
+assert "torch._dynamo" not in __import__("sys").modules
+def function(a):
+    return torch.matmul(a, a), torch.nn.functional.softmax(a, -1), a.softmax(-1)
+call = lambda: [t.dtype for t in torch.compile(function, backend="eager", fullgraph=True)(a)]
+a = torch.ones(2, 2, dtype=torch.bfloat16)
+amp.initialize(torch.nn.Linear(1, 1), opt_level="O4", verbosity=0)
+assert call() == [torch.bfloat16, torch.float32, torch.float32], call()
+amp.uninitialize()
+assert call() == [torch.bfloat16] * 3, call()
+"""
+
+
+def test_a_process_whose_first_compilation_is_while_patched_compiles_after_uninitialize():
+    # Dynamo makes its tables of functions when it is first needed.
+    subprocess.run([sys.executable, "-c", FRESH], check=True)
+
+
+# ---- Parts that stay float32 ----
+
+
+class Kept(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.linear = nn.Parameter(full(4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = torch.matmul(x @ self.weight, self.weight)
+        return self.linear(y + F.softmax(y, -1) + y.softmax(0))
+
+
+class WithKept(nn.Module):
+    def __init__(self, call=None):
+        super().__init__()
+        self.before, self.kept, self.after = nn.Linear(4, 4), Kept(), nn.Linear(4, 4)
+        self.call = call or (lambda module, x: module(x))
+
+    def forward(self, x):
+        x = self.before(x)
+        y = self.call(self.kept, x)
+        return x, y, self.after(y)
+
+
+def call_checkpointed(module, x):
+    return checkpoint(module, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("call", [None, call_checkpointed], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize(
+    ("level", "backend"),
+    [("O1", "eager"), ("O2", "aot_eager"), ("O4", "eager"), ("O4", "aot_eager"), ("O5", "eager")],
+)
+def test_a_kept_part_of_a_compiled_model_computes_and_returns_what_it_does_uncompiled(level, call, backend):
+    model = WithKept(call)
+    open_session(model, level, keep_fp32="kept", cast_model_outputs=None)
+    expected = model(full(3, 4))
+    sum(output.float().sum() for output in expected).backward()
+    grads = [param.grad.clone() for param in model.parameters()]
+    model.zero_grad()
+    found = compiled(model, backend)(full(3, 4))
+    sum(output.float().sum() for output in found).backward()
+    assert_equal(found, expected)
+    assert_equal([param.grad for param in model.parameters()], grads)
+    assert (THREAD.off, THREAD.forwards) == (0, ())
+
+
+@torch_tells
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_kept_part_whose_graph_breaks_stays_float32(level):
+    def call(module, x):
+        torch._dynamo.graph_break()
+        return module(x)
+
+    model = WithKept(call)
+    open_session(model, level, keep_fp32="kept")
+    assert_equal(torch.compile(model, backend="eager")(full(3, 4)), model(full(3, 4)))
+    assert (THREAD.off, THREAD.forwards) == (0, ())
+
+
+@torch_tells
+def test_an_exception_in_a_kept_part_turns_casts_on_again():
+    def call(module, x):
+        y = module(x)
+        torch._dynamo.graph_break()
+        raise KeyError(y.shape)
+
+    class Raises(Kept):
+        def forward(self, x):
+            return call(super().forward, x)
+
+    model = WithKept()
+    model.kept = Raises()
+    open_session(model, keep_fp32="kept")
+    with pytest.raises(KeyError):
+        torch.compile(model, backend="eager")(full(3, 4))
+    assert (A @ B).dtype is HALF
+
+
+def test_a_half_model_and_a_patched_one_in_one_graph_keep_their_types():
+    half, patched = Mlp(), Mlp()
+    open_session(half, "O5")
+    open_session(patched, "O4")
+
+    def function(x):
+        return half(x), patched(x), half(patched(x)), patched(half(x)), x @ x.t()
+
+    assert_equal(compiled(function)(full(2, 4)), function(full(2, 4)))
+
+
+def test_a_patched_part_of_a_half_model_runs_in_the_half_models_way():
+    model = WithKept()
+    open_session(model, "O5")
+    open_session(model.kept, "O5")
+    assert_equal(compiled(model)(full(3, 4)), model(full(3, 4)))
+
+
+# ---- Checkpoints ----
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_checkpoint_inside_a_graph_makes_the_same_gradients(level):
+    class Checkpointed(Attention):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    assert_equal(train(Checkpointed, level, compiled), train(Attention, level))
+
+
+def test_a_checkpoint_with_casts_off_inside_a_graph_stays_uncast():
+    def function(a, b):
+        return checkpoint(off(use_methods), a, b, use_reentrant=False) + checkpoint(
+            use_methods, a, b, use_reentrant=False
+        )
+
+    open_session()
+    assert_equal(compiled(function)(A, B), function(A, B))
+
+
+def test_what_is_compiled_while_patched_is_apart_in_shared_caches_for_every_thread():
+    def read_tag():
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(lambda: torch.compiler.config.cache_key_tag).result()
+
+    before = read_tag()
+    open_session()
+    assert read_tag() == torch.compiler.config.cache_key_tag != before
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(amp.uninitialize).result()
+    assert read_tag() == torch.compiler.config.cache_key_tag == before

@@ -1,0 +1,447 @@
+"""torch.export, torch.fx and torch.jit while torch is patched, and of initialized models."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+import ampatch as amp
+from nets import EVERY_LEVEL, MASTERED
+from patched import HALF, LEVELS, open_session
+
+# torch 2.13 calls them deprecated; scripts that use them are what is tested here.
+SCRIPTS = pytest.mark.filterwarnings("ignore:.*torch.jit.* (is|are) (deprecated|not supported).*")
+CAST_LEVELS = ["O2", "O3", "O5"]
+# Hooks note in a graph where its parts begin, and undo it where they end; strict export tells of any write.
+SIDE_EFFECTS = pytest.mark.filterwarnings(
+    r"ignore:While compiling, we found certain side .*\.thread:UserWarning"
+)
+
+
+def strict(test):
+    test = pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])(test)
+    return SIDE_EFFECTS(test)
+
+
+class Net(nn.Module):
+    """Functions, methods, an operator and modules, with a part for `keep_fp32`."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(3, 4), nn.LayerNorm(4)
+        self.weight = nn.Parameter(torch.rand(4, 4))
+
+    def forward(self, x):
+        y = torch.relu(self.norm(self.first(x)))
+        y = torch.matmul(F.linear(y, self.weight), self.weight) @ self.weight
+        return F.softmax(y, dim=-1).log_softmax(-1)
+
+
+def open_net(level, **kwargs):
+    model = Net()
+    open_session(model, level, **kwargs)
+    return model
+
+
+def x_of(rows=2):
+    return torch.linspace(-1, 1, 3 * rows).reshape(rows, 3)
+
+
+def count_casts(graph):
+    casts = ("to", "_to_copy", "half", "bfloat16", "float")
+    return sum(getattr(node.target, "_opname", node.target) in casts for node in graph.nodes)
+
+
+# ---- torch.export ----
+
+
+@strict
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_an_exported_model_computes_what_the_model_does(level, strict):
+    model = open_net(level, keep_fp32="norm")
+    expected = model(x_of())
+    program = torch.export.export(model, (x_of(),), strict=strict)
+    found = program.module()(x_of())
+    assert found.dtype is expected.dtype
+    assert torch.equal(found, expected)
+
+
+@strict
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_casts_stand_in_an_exported_graph(level, strict):
+    uncast = torch.export.export(Net(), (x_of(),), strict=strict)
+    assert count_casts(uncast.graph) == 0
+    program = torch.export.export(open_net(level), (x_of(),), strict=strict)
+    assert count_casts(program.graph) > 0
+
+
+@strict
+@pytest.mark.parametrize("level", LEVELS)
+def test_functions_that_are_off_stay_uncast_in_an_exported_graph(level, strict):
+    class Off(nn.Module):
+        def forward(self, x):
+            with amp.disable_casts():
+                return torch.matmul(x, x.T) @ F.softmax(x.half(), -1).float()
+
+    open_session(opt_level=level)
+    program = torch.export.export(Off(), (x_of(),), strict=strict)
+    found = program.module()(x_of())
+    assert found.dtype is torch.float32
+    assert torch.equal(found, Off()(x_of()))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_exported_model_keeps_its_casts_after_uninitialize(level):
+    model = open_net(level)
+    expected = model(x_of())
+    program = torch.export.export(model, (x_of(),))
+    amp.uninitialize()
+    assert torch.equal(program.module()(x_of()), expected)
+    assert not torch.equal(model(x_of()), expected)
+
+
+@pytest.mark.parametrize("level", [*LEVELS, *MASTERED])
+def test_an_exported_model_that_was_saved_is_loaded_after_uninitialize(level):
+    model = open_net(level)
+    expected = model(x_of())
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(model, (x_of(),)), file)
+    file.seek(0)
+    amp.uninitialize()
+    assert torch.equal(torch.export.load(file).module()(x_of()), expected)
+
+
+def test_export_takes_dynamic_shapes():
+    model = open_net("O4")
+    rows = {0: torch.export.Dim("rows", min=2)}
+    program = torch.export.export(model, (x_of(2),), dynamic_shapes=(rows,))
+    for count in (3, 5):
+        assert torch.equal(program.module()(x_of(count)), model(x_of(count)))
+
+
+# ---- torch.fx ----
+
+
+def targets(graph_module):
+    return [node.target for node in graph_module.graph.nodes if node.op == "call_function"]
+
+
+def test_a_symbolic_trace_names_the_originals():
+    expected = targets(torch.fx.symbolic_trace(Net()))
+    open_session()
+    assert targets(torch.fx.symbolic_trace(Net())) == expected
+
+
+@pytest.mark.parametrize("is_initialized", [True, False], ids=["initialized", "another"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_symbolic_trace_runs_with_casts_and_without_after_uninitialize(level, is_initialized):
+    model = Net()
+    uncast = model(x_of())
+    open_session(model if is_initialized else None, level)
+    traced = torch.fx.symbolic_trace(model)
+    expected = model(x_of())
+    assert not torch.equal(expected, uncast)
+    assert torch.equal(traced(x_of()), expected)
+    amp.uninitialize()
+    assert torch.equal(traced(x_of()), uncast)
+    traced.recompile()
+    assert torch.equal(traced(x_of()), uncast)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_graph_module_that_is_initialized_computes_what_its_model_does(level):
+    traced = torch.fx.symbolic_trace(Net())
+    code = traced.code
+    model = copy.deepcopy(traced)
+    oracle = Net()
+    oracle.load_state_dict(traced.state_dict())
+    open_session([traced, oracle], level)
+    assert torch.equal(traced(x_of()), oracle(x_of()))
+    amp.uninitialize()
+    assert traced.code == code
+    assert torch.equal(traced(x_of()), model(x_of()))
+
+
+@pytest.mark.parametrize(
+    "copy_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
+def test_a_graph_module_made_while_patched_is_copied(copy_of):
+    model = open_net("O4")
+    traced = torch.fx.symbolic_trace(model)
+    expected = model(x_of())
+    assert torch.equal(copy_of(traced)(x_of()), expected)
+    amp.uninitialize()
+    assert torch.equal(copy_of(traced)(x_of()), model(x_of()))
+
+
+def leaf(x):
+    return F.softmax(x, dim=-1)
+
+
+torch.fx.wrap("leaf")
+
+
+def test_a_function_that_fx_wraps_is_a_leaf_while_patched():
+    open_session()
+    traced = torch.fx.symbolic_trace(lambda x: leaf(x) @ x.t())
+    assert leaf in targets(traced)
+    assert torch.equal(traced(x_of()), leaf(x_of()) @ x_of().t())
+
+
+def test_make_fx_takes_no_cast_from_the_cache_for_a_constant():
+    model = open_session(nn.Linear(3, 2))
+    pending = model(x_of())
+    graph = make_fx(model)(x_of())
+    with torch.no_grad():
+        model.weight.add_(1)
+    assert not torch.equal(pending, model(x_of()))
+    assert torch.equal(graph(x_of()), model(x_of()))
+
+
+# ---- torch.jit.trace ----
+
+
+@SCRIPTS
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_a_traced_model_computes_what_the_model_does(level):
+    model = open_net(level, keep_fp32="norm")
+    traced = torch.jit.trace(model, x_of(), check_trace=True)
+    expected = model(x_of(4))
+    assert traced(x_of(4)).dtype is expected.dtype
+    assert torch.equal(traced(x_of(4)), expected)
+
+
+@SCRIPTS
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_traced_model_follows_its_weights_and_keeps_its_casts_after_uninitialize(level):
+    model = open_net(level)
+    pending = model(x_of())  # the casts of its weights are in the cache
+    traced = torch.jit.trace(model, x_of())
+    with torch.no_grad():
+        model.weight.add_(1)
+    expected = model(x_of())
+    assert not torch.equal(pending, expected)
+    amp.uninitialize()
+    assert torch.equal(traced(x_of()), expected)
+
+
+@SCRIPTS
+@pytest.mark.parametrize("level", [*LEVELS, *CAST_LEVELS])
+def test_a_traced_model_is_saved_loaded_and_frozen(level):
+    model = open_net(level).eval()
+    expected = model(x_of())
+    traced = torch.jit.trace(model, x_of())
+    file = io.BytesIO()
+    torch.jit.save(traced, file)
+    file.seek(0)
+    frozen = torch.jit.freeze(traced)
+    amp.uninitialize()
+    assert torch.equal(torch.jit.load(file)(x_of()), expected)
+    assert torch.equal(frozen(x_of()), expected)
+
+
+# ---- torch.jit.script ----
+
+
+@SCRIPTS
+@pytest.mark.parametrize("level", ["O0", *LEVELS])
+def test_a_scripted_model_runs_uncast(level):
+    model = Net()
+    expected = model(x_of())
+    open_session(model, level)
+    scripted = torch.jit.script(model)
+    assert torch.equal(scripted(x_of()), expected)
+
+
+@SCRIPTS
+def test_a_scripted_part_of_a_model_runs_uncast():
+    model = Net()
+    expected = model.first(x_of())
+    open_session(model)
+    assert torch.equal(torch.jit.script(model.first)(x_of()), expected)
+
+
+@SCRIPTS
+@pytest.mark.parametrize("level", CAST_LEVELS)
+def test_a_scripted_half_model_takes_half_inputs(level):
+    model = open_net(level)
+    half = model.weight.dtype
+    with amp.disable_casts():
+        expected = model.forward(x_of().to(half))
+    found = torch.jit.script(model)(x_of().to(half))
+    assert found.dtype is half
+    assert torch.equal(found, expected)
+
+
+@SCRIPTS
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_the_model_that_was_scripted_keeps_its_hooks(level):
+    model = open_net(level, keep_fp32="norm")
+    expected = model(x_of())
+    before = [list(part._forward_hooks.items()) for part in model.modules()]
+    torch.jit.script(model)
+    assert [list(part._forward_hooks.items()) for part in model.modules()] == before
+    assert torch.equal(model(x_of()), expected)
+
+
+@SCRIPTS
+def test_users_hooks_are_scripted():
+    def double(self, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        return (inputs[0] * 2,)
+
+    model = nn.Linear(3, 2)
+    model.register_forward_pre_hook(double)
+    expected = model(x_of())
+    open_session(model)
+    assert torch.equal(torch.jit.script(model)(x_of()), expected)
+
+
+@SCRIPTS
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_scripting_a_model_says_once_that_it_runs_uncast(level, caplog):
+    model = open_net(level)
+    torch.jit.script(model)
+    torch.jit.script(model)
+    said = [record.message for record in caplog.records if "uncast" in record.message]
+    assert len(said) == 1
+    assert said[0].startswith("torch.jit.script(Net): scripted code runs uncast")
+
+
+@SCRIPTS
+def test_scripting_says_nothing_at_O0(caplog):
+    torch.jit.script(open_net("O0"))
+    assert "uncast" not in caplog.text
+
+
+@SCRIPTS
+def test_scripting_is_restored_exactly():
+    before = torch.jit._recursive.create_script_module
+    for level in ("O2", "O4"):
+        open_net(level)
+        assert torch.jit._recursive.create_script_module is not before
+        amp.uninitialize()
+        assert torch.jit._recursive.create_script_module is before
+
+
+def product(x):
+    return torch.matmul(x, x.t()) @ x
+
+
+def normalize(x):
+    return F.layer_norm(F.softmax(x, dim=-1), [3])
+
+
+@SCRIPTS
+@pytest.mark.parametrize("function", [product, normalize])
+def test_scripted_functions_run_uncast(function):
+    expected = function(x_of().half().float())
+    open_session()
+    scripted = torch.jit.script(function)
+    assert torch.equal(scripted(x_of().half().float()), expected)
+    assert scripted(x_of().double()).dtype is torch.float64
+
+
+@SCRIPTS
+def test_a_patched_function_itself_can_be_scripted():
+    expected = F.softmax(x_of(), -1)
+    open_session()
+    assert torch.equal(torch.jit.script(F.softmax)(x_of(), -1), expected)
+
+
+@torch.jit.script_if_tracing
+def scripted_if_tracing(x):
+    return x @ x.t() if x.shape[0] > 2 else x @ x.t() + 1
+
+
+@SCRIPTS
+def test_script_if_tracing_scripts_in_a_trace_and_casts_elsewhere():
+    uncast = scripted_if_tracing(x_of(4))
+    open_session()
+    assert scripted_if_tracing(x_of(4)).dtype is HALF
+    # The check compares with Python, which casts.
+    traced = torch.jit.trace(scripted_if_tracing, x_of(2), check_trace=False)
+    assert torch.equal(traced(x_of(4)), uncast)
+
+
+class WithIgnored(nn.Module):
+    @torch.jit.ignore
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ x.t()
+
+    def forward(self, x):
+        return self.product(x)
+
+
+@SCRIPTS
+def test_a_method_that_scripting_ignores_is_python_and_casts():
+    open_session()
+    assert torch.jit.script(WithIgnored())(x_of()).dtype is HALF
+
+
+class ScriptsInside(nn.Module):
+    """A part is scripted before initialize, as published detection models have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scripted = nn.Linear(3, 3), torch.jit.script(nn.Linear(3, 2))
+
+    def forward(self, x):
+        return self.scripted(self.first(x).float())
+
+
+@SCRIPTS
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_scripted_part_of_an_initialized_model_runs_uncast(level):
+    model = open_session(ScriptsInside(), level)
+    assert model.first(x_of()).dtype is LEVELS[level]
+    assert model(x_of()).dtype is torch.float32
+
+
+# ---- torch.func.functional_call ----
+
+
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_functional_call_with_copies_computes_what_the_model_does(level):
+    model = open_net(level)
+    copies = {name: param.detach().clone() for name, param in model.named_parameters()}
+    expected = model(x_of())
+    assert torch.equal(torch.func.functional_call(model, copies, (x_of(),)), expected)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_functional_call_casts_the_float32_params_that_it_is_given(level):
+    model, other = open_net(level), Net()
+    found = torch.func.functional_call(model, dict(other.named_parameters()), (x_of(),))
+    assert torch.equal(found, other(x_of()))
+    assert not torch.equal(found, model(x_of()))
+
+
+@SCRIPTS
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # the checks of an LSTM read shapes
+def test_a_trace_says_nothing_of_scripts(caplog):
+    model = open_session(nn.LSTM(4, 6))
+    with torch.no_grad():
+        torch.jit.trace(model, (torch.randn(3, 2, 4),))
+    assert "script" not in caplog.text
+
+
+def test_a_call_that_fails_leaves_the_code_of_a_graph_module_as_it_was():
+    class Failing(amp.Observer):
+        def on_initialize(self, policy):
+            raise ValueError("no more")
+
+    module = torch.fx.symbolic_trace(Net())
+    before = module.code
+    open_session(nn.Linear(1, 1))
+    with amp.observe(Failing()), pytest.raises(ValueError, match="no more"):
+        open_session(module)
+    assert module.code == before
+    open_session(module)
+    assert module.code != before
+    amp.uninitialize()
+    assert module.code == before

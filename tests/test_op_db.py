@@ -1,0 +1,196 @@
+"""Patched torch against torch.autocast's own CUDA rules, over PyTorch's OpInfo database on fake CUDA tensors.
+
+A pair is an op of the database, variant included, with one type of inputs. Its result is the types of
+what its first calls return; "raises" is a result, too. Not compared are calls that torch refuses for their
+type both without any cast and under autocast: there is no type to agree with. We run some in float32.
+
+Every exception stands in `lists.DIFFERENT_FROM_AUTOCAST`, and every entry there is seen to be one. In-place
+forms of functions that run in float32 raise on a half tensor, by design: the tables say which.
+"""
+
+import operator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+import ampatch as amp
+from ampatch import lists
+from op_samples import FULL, OPS, calls_of, forms_of, full_name, map_tensors
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:")  # ops that warn of their age or of their experiments
+COUNT = 3  # calls of an op: all of them take minutes, and differ in few ops
+LEVELS = {"O1": torch.float16, "O4": torch.bfloat16}
+RAISES = "raises"
+EXCEPTIONS = dict(lists.DIFFERENT_FROM_AUTOCAST)
+FP32_IN_PLACE = {
+    f"{table.target.removeprefix('torch.')}.{row.name}" if table.target == "torch.Tensor" else row.name
+    for table in lists.TABLES
+    for row in table.rows
+    if row.cast.name == "FP32_INPLACE"
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One form of an op with one type of inputs, and the types of what its calls returned."""
+
+    op: str
+    form: str
+    is_main: bool
+    dtype: torch.dtype
+    plain: tuple
+    autocast: tuple
+    ours: tuple
+
+    @property
+    def compared(self):
+        """The calls that torch takes, or autocast does."""
+        pairs = zip(self.plain, self.autocast, self.ours, strict=True)
+        return [(theirs, ours) for plain, theirs, ours in pairs if (plain, theirs) != (RAISES, RAISES)]
+
+    @property
+    def agrees(self):
+        return all(theirs == ours for theirs, ours in self.compared)
+
+    @property
+    def is_changed(self):
+        """Whether autocast gives other types than plain torch in a call that it takes."""
+        pairs = zip(self.plain, self.autocast, strict=True)
+        return any(plain != theirs for plain, theirs in pairs if theirs != RAISES)
+
+
+def fake(call, dtype):
+    """The same call with fake CUDA tensors, of `dtype` where they were float32."""
+
+    def convert(tensor):
+        new = dtype if tensor.dtype is FULL else tensor.dtype
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=new, device="cuda")
+
+    return map_tensors(convert, call)
+
+
+def result_of(function, call, dtype):
+    args, kwargs = fake(call, dtype)
+    try:
+        leaves = tree_leaves(function(*args, **kwargs))
+    except Exception:  # whatever an op raises
+        return RAISES
+    return tuple(leaf.dtype if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
+
+
+class Sweep:
+    """Runs every call of every form of the database's ops."""
+
+    def __init__(self):
+        self.mode = FakeTensorMode()
+        self.calls = {index: calls_of(op, COUNT) for index, op in enumerate(OPS)}
+        self.forms = {index: list(forms_of(op)) for index, op in enumerate(OPS)}
+
+    def run(self, dtype, *, looked_up):
+        with torch.no_grad(), self.mode, torch.device("cuda"):
+            return {
+                (index, place): tuple(result_of(form[1 + looked_up], call, dtype) for call in calls)
+                for index, calls in self.calls.items()
+                for place, form in enumerate(self.forms[index])
+            }
+
+    def run_under_autocast(self, dtype, half):
+        """By autocast's switch: torch.autocast needs a GPU to be on."""
+        before = torch.get_autocast_dtype("cuda")
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", half)
+        try:
+            return self.run(dtype, looked_up=False)
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+            torch.set_autocast_dtype("cuda", before)
+            torch.clear_autocast_cache()
+
+    def run_patched(self, dtype, opt_level):
+        with self.mode:
+            # A model on the device whose tensors are to be cast; its weights are fake, too.
+            amp.initialize(nn.LayerNorm(1, device="cuda"), opt_level=opt_level, verbosity=0)
+        try:
+            return self.run(dtype, looked_up=True)
+        finally:
+            amp.uninitialize()
+
+    def cases(self, opt_level):
+        half = LEVELS[opt_level]
+        for dtype in (FULL, half):
+            plain, theirs = self.run(dtype, looked_up=False), self.run_under_autocast(dtype, half)
+            ours = self.run_patched(dtype, opt_level)
+            for (index, place), result in ours.items():
+                name, is_main = self.forms[index][place][0], place == 0
+                yield Case(
+                    full_name(OPS[index]),
+                    name,
+                    is_main,
+                    dtype,
+                    plain[index, place],
+                    theirs[index, place],
+                    result,
+                )
+
+
+@pytest.fixture(scope="module")
+def sweep():
+    return Sweep()
+
+
+@pytest.fixture(scope="module", params=LEVELS)
+def cases(request, sweep):
+    return list(sweep.cases(request.param))
+
+
+def pairs_in(cases):
+    return [case for case in cases if case.is_main and case.compared]
+
+
+def test_at_least_99_percent_of_the_pairs_have_the_types_that_autocast_gives(cases):
+    pairs = pairs_in(cases)
+    assert len(pairs) > 1200
+    assert sum(case.agrees for case in pairs) >= 0.99 * len(pairs)
+
+
+def test_at_least_98_percent_of_the_pairs_that_autocast_changes_have_its_types(cases):
+    changed = [case for case in pairs_in(cases) if case.is_changed]
+    print(
+        len(changed),
+        sum(case.agrees for case in changed),
+        len(pairs_in(cases)),
+        sum(c.agrees for c in pairs_in(cases)),
+    )
+    assert len(changed) > 100
+    assert sum(case.agrees for case in changed) >= 0.98 * len(changed)
+
+
+def test_every_exception_is_named_with_its_reason_and_every_named_one_is_an_exception(cases):
+    assert {case.op for case in pairs_in(cases) if not case.agrees} == set(EXCEPTIONS)
+    assert all(len(reason.split()) > 3 for reason in EXCEPTIONS.values())
+
+
+def test_every_other_name_of_an_op_agrees_as_well(cases):
+    others = [case for case in cases if not case.is_main and case.compared]
+    assert len(others) > 1000
+    wrong = {case.form for case in others if not case.agrees and case.op not in EXCEPTIONS}
+    in_place = {case.form for case in others if case.form in FP32_IN_PLACE}
+    # On a half tensor these raise.
+    assert wrong == in_place | {operator.ipow.__name__}
+    assert all(case.agrees for case in others if case.form in wrong and case.dtype is FULL)
+
+
+def test_what_torch_and_autocast_refuse_runs_in_float32_or_is_refused_here_too(cases):
+    found = [
+        ours
+        for case in cases
+        for plain, theirs, ours in zip(case.plain, case.autocast, case.ours, strict=True)
+        if (plain, theirs) == (RAISES, RAISES) and ours != RAISES
+    ]
+    assert found
+    halves = set(LEVELS.values())
+    assert not [result for result in found if halves & set(result)]

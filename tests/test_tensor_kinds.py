@@ -1,0 +1,414 @@
+"""Tensors that are not plain, dense and float32: subclasses, formats, modes, `out=` and keywords."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+import ampatch as amp
+from nets import open_session
+
+LEVELS = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+PATCHED = pytest.mark.parametrize("level", ["O1", "O4"])
+HALF = {"O1": torch.float16, "O2": torch.float16, "O4": torch.bfloat16, "O5": torch.bfloat16}
+X = torch.tensor([[1.0, -0.5, 0.25], [0.5, 0.75, -1.0], [-0.25, 0.5, 1.0]])
+
+
+def make_net():
+    return nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def train(model, x, steps=2, optimizer=None):
+    """Trains and returns whether each weight moved."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [param.detach().clone() for param in model.parameters()]
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(x).float().pow(2).mean().backward()
+        optimizer.step()
+    return [not torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True)]
+
+
+# ---- Subclasses ----
+
+
+class Plain(Tensor):
+    """A subclass as simple as can be."""
+
+
+class Logs(Tensor):
+    """Notes the functions that it is told of."""
+
+    told: list
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.told.append(function)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class Wraps(Tensor):
+    """Holds another tensor, as quantized, sharded and traced ones do."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device, strides=inner.stride()
+        )
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        args, kwargs = tree_map(
+            lambda item: item.inner if isinstance(item, Wraps) else item, (args, kwargs or {})
+        )
+        return tree_map(
+            lambda item: Wraps(item) if isinstance(item, Tensor) else item, function(*args, **kwargs)
+        )
+
+
+class Weight(nn.Parameter):
+    """A subclass of Parameter."""
+
+
+KINDS = {
+    "as_subclass": lambda x: x.as_subclass(Plain),
+    "_make_subclass": lambda x: Tensor._make_subclass(Plain, x),
+    "a wrapper": Wraps,
+}
+
+
+@LEVELS
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_input_of_a_subclass_gives_an_output_of_it(kind, level):
+    model = open_session(make_net(), opt_level=level)
+    expected, x = model(X), KINDS[kind](X)
+    output = model(x)
+    assert type(output) is type(x)
+    assert output.dtype is expected.dtype
+    output.float().sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+WEIGHTS = {
+    "a subclass of Parameter": Weight,
+    "a subclass in a Parameter": lambda weight: nn.Parameter(weight.as_subclass(Plain)),
+    "a wrapper in a Parameter": lambda weight: nn.Parameter(Wraps(weight)),
+}
+
+
+@LEVELS
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_a_weight_of_a_subclass_trains_and_keeps_its_class(kind, level):
+    model = make_net()
+    model[0].weight = WEIGHTS[kind](model[0].weight.detach())
+    weight, of_class = model[0].weight, type(model[0].weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    open_session(model, optimizer, opt_level=level)
+    assert all(train(model, X, optimizer=optimizer))
+    amp.uninitialize()
+    assert model[0].weight is weight
+    assert (type(weight), weight.dtype) == (of_class, torch.float32)
+    assert train(model, X)
+
+
+@PATCHED
+def test_torch_function_is_told_of_the_functions_that_torch_has(level):
+    functional = torch.nn.functional
+    # In a tuple, where names bound to torch's functions are not looked for.
+    expected = (torch.matmul, torch.exp, functional.softmax, functional.layer_norm, torch.einsum)
+    open_session(nn.Linear(1, 1), opt_level=level)
+    Logs.told = []
+    x = X.as_subclass(Logs)
+    torch.matmul(x, x), torch.exp(x), functional.softmax(x, -1), functional.layer_norm(x, (3,))
+    torch.einsum("ij,jk->ik", x, x)
+    assert [function for function in expected if function not in Logs.told] == []
+
+
+@PATCHED
+def test_a_class_that_is_no_tensor_may_take_functions_over(level):
+    table = {}
+
+    class Lazy:
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            return table[function](*args, **(kwargs or {})) if function in table else NotImplemented
+
+    functional = torch.nn.functional
+    for function in (
+        torch.matmul,
+        functional.linear,
+        functional.softmax,
+        functional.cross_entropy,
+        torch.norm,
+    ):
+        table[function] = lambda *args, name=function.__name__, **kwargs: name
+    open_session(nn.Linear(1, 1), opt_level=level)
+    assert torch.matmul(Lazy(), X) == "matmul"
+    assert functional.linear(X, Lazy()) == "linear"
+    assert functional.softmax(Lazy(), dim=-1) == "softmax"
+    assert functional.cross_entropy(Lazy(), X) == "cross_entropy"
+    assert torch.norm(Lazy()) == "norm"
+    with pytest.raises(TypeError, match=r"no implementation found for 'torch\.nn\.functional\.layer_norm'"):
+        functional.layer_norm(Lazy(), (3,))
+
+
+@LEVELS
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors is in prototype stage")
+def test_masked_tensors_are_reduced_and_normalized(level):
+    open_session(nn.Linear(1, 1), opt_level=level)
+    masked = torch.masked.masked_tensor(X, X > 0)
+    torch.testing.assert_close(masked.sum().get_data(), X[X > 0].sum())
+    torch.testing.assert_close(masked.exp().get_data()[X > 0], X[X > 0].exp())
+    assert masked.softmax(-1).shape == X.shape
+
+
+@LEVELS
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=["jagged", "strided"])
+def test_nested_tensors_go_through_a_model(layout, level):
+    model = open_session(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), opt_level=level)
+    parts = [X[:1], X]
+    output = model(torch.nested.nested_tensor(parts, layout=layout))
+    for found, part in zip(output.unbind(), parts, strict=True):
+        torch.testing.assert_close(found, model(part), atol=0.02, rtol=0.02)
+
+
+@pytest.fixture
+def mesh():
+    """One process that is a whole group."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    amp.uninitialize()
+    dist.destroy_process_group()
+
+
+@LEVELS
+def test_weights_that_are_dtensors_train(mesh, level):
+    from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
+
+    model = distribute_module(make_net(), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    open_session(model, optimizer, opt_level=level)
+    x = distribute_tensor(X, mesh, [Replicate()])
+    assert all(train(model, x, optimizer=optimizer))
+    assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+    amp.uninitialize()
+    assert all(isinstance(param, DTensor) and param.dtype is torch.float32 for param in model.parameters())
+
+
+# ---- Modes ----
+
+
+@LEVELS
+def test_a_function_mode_sees_what_it_sees_without(level):
+    class Notes(TorchFunctionMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            self.seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    model = make_net()
+    with Notes() as plain:
+        model(X)
+    open_session(model, opt_level=level)
+    with Notes() as ours:
+        output = model(X)
+    called = {function for function in plain.seen if "__get__" not in function.__name__}
+    assert called <= set(ours.seen)
+    assert torch.equal(output, model(X))
+
+
+@LEVELS
+def test_a_counter_of_operations_counts_as_many_as_without(level):
+    model = make_net()
+    with FlopCounterMode(display=False) as plain:
+        model(X).sum().backward()
+    open_session(model, opt_level=level)
+    with FlopCounterMode(display=False) as ours:
+        model(X).float().sum().backward()
+    assert ours.get_total_flops() == plain.get_total_flops() > 0
+
+
+@LEVELS
+def test_fake_tensors_leave_no_cast_behind(level):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model = open_session(make_net(), opt_level=level)
+    expected = model(X)
+    amp.clear_cache()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert model(torch.randn(2, 3)).shape == (2, 2)
+    assert torch.equal(model(X), expected)
+
+
+@LEVELS
+def test_the_default_device_and_its_contexts_hold(level):
+    model = open_session(make_net(), opt_level=level)
+    with torch.device("meta"):
+        product = torch.ones(2, 3) @ torch.ones(3, 2)
+    assert product.device.type == "meta"
+    torch.set_default_device("cpu")
+    try:
+        assert model(torch.randn(2, 3)).shape == (2, 2)
+    finally:
+        torch.set_default_device(None)
+
+
+@LEVELS
+def test_float64_is_left_alone_where_it_is_the_default(level):
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = open_session(make_net(), opt_level=level)
+        assert model(X.double()).dtype is torch.float64
+        assert all(train(model, X.double()))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+# ---- Formats ----
+
+
+@LEVELS
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_channels_last_is_kept_by_casts_of_weights_inputs_and_masters(when, level):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    if when == "before":
+        model.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    open_session(model, optimizer, opt_level=level)
+    if when == "after":
+        model.to(memory_format=torch.channels_last)
+
+    def is_last(tensor):
+        return tensor.is_contiguous(memory_format=torch.channels_last)
+
+    x = torch.randn(2, 3, 8, 8).contiguous(memory_format=torch.channels_last)
+    assert is_last(model(x))
+    train(model, x, optimizer=optimizer)
+    assert is_last(model[0].weight)
+    assert is_last(model(x))
+    if when == "before":
+        assert is_last(next(iter(amp.master_params(optimizer))))
+        assert is_last(model.state_dict()["0.weight"])
+        amp.uninitialize()
+        assert is_last(model[0].weight)
+
+
+# ---- Keywords and out= ----
+
+A = torch.tensor([[0.5, 1.0], [-1.0, 0.25]])
+WITH_OUT = {
+    "matmul": lambda out: torch.matmul(A, A, out=out),
+    "mm by keywords": lambda out: torch.mm(input=A, mat2=A, out=out),
+    "exp": lambda out: torch.exp(A, out=out),
+    "exp by keyword": lambda out: torch.exp(input=A, out=out),
+    "addmm": lambda out: torch.addmm(A, A, A, beta=0.5, alpha=2.0, out=out),
+    "cumsum": lambda out: torch.cumsum(A, dim=0, out=out),
+    "pow": lambda out: torch.pow(A, 2, out=out),
+    "lerp": lambda out: torch.lerp(A, A + 1, 0.5, out=out),
+}
+
+
+@PATCHED
+@pytest.mark.parametrize("name", WITH_OUT)
+def test_a_result_is_written_into_out(name, level):
+    expected = WITH_OUT[name](torch.empty(2, 2))
+    open_session(nn.Linear(1, 1), opt_level=level)
+    out = torch.empty(2, 2)
+    assert WITH_OUT[name](out) is out
+    assert torch.equal(out, expected)
+
+
+F = torch.nn.functional
+BY_KEYWORD = {
+    "linear": (lambda: F.linear(input=A, weight=A, bias=None), "half"),
+    "conv1d": (lambda: F.conv1d(input=A[None], weight=A[None]), "half"),
+    "matmul": (lambda: torch.matmul(input=A, other=A), "half"),
+    "Tensor.matmul": (lambda: A.matmul(other=A), "half"),
+    "einsum in a list": (lambda: torch.einsum("ij,jk->ik", [A, A]), "half"),
+    "baddbmm": (lambda: torch.baddbmm(input=A[None], batch1=A[None], batch2=A[None]), "half"),
+    "softmax": (lambda: torch.softmax(input=A.bfloat16(), dim=0), "full"),
+    "sum": (lambda: A.bfloat16().sum(dim=0, keepdim=True), "full"),
+    "norm": (lambda: torch.norm(input=A.bfloat16(), p=2), "full"),
+    "dot": (lambda: torch.dot(input=A[0], tensor=A[0].bfloat16()), "full"),
+}
+
+
+@PATCHED
+@pytest.mark.parametrize("name", BY_KEYWORD)
+def test_arguments_by_keyword_are_cast(name, level):
+    open_session(nn.Linear(1, 1), opt_level=level)
+    call, expected = BY_KEYWORD[name]
+    assert call().dtype is (HALF[level] if expected == "half" else torch.float32)
+
+
+# ---- Containers that hold themselves ----
+
+
+class Records(nn.Module):
+    """Writes its output into the dictionary that it is given, and returns that."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x, record):
+        record["output"] = self.linear(x)
+        return record
+
+
+@LEVELS
+def test_a_dictionary_that_holds_itself_goes_in_and_out(level):
+    model = open_session(Records(), opt_level=level)
+    record = {"mask": X}
+    record["self"] = record
+    output = model(X, record)["output"]
+    assert output.dtype is (HALF[level] if level in ("O1", "O4") else torch.float32)
+    output.float().sum().backward()
+    assert model.linear.weight.grad is not None
+
+
+@PATCHED
+def test_a_list_that_holds_itself_is_cast_around_that(level):
+    @amp.half_function
+    def take(values):
+        return values
+
+    open_session(nn.Linear(1, 1), opt_level=level)
+    values = [X, [X]]
+    values.append(values)
+    first, inner, itself = take(values)
+    assert first.dtype is inner[0].dtype is HALF[level]
+    assert itself is values
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_function_mode_is_told_torchs_own_batch_norm(level):
+    original, seen = torch.nn.functional.batch_norm, []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    class Other:
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            seen.append(function)
+
+    open_session(nn.Linear(1, 1), opt_level=level)
+    with Mode():
+        torch.nn.functional.batch_norm(torch.ones(2, 3), torch.zeros(3), torch.ones(3))
+    torch.nn.functional.batch_norm(Other(), None, None)
+    assert seen.count(original) == 2

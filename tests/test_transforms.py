@@ -1,0 +1,211 @@
+"""The transforms of torch.func, and forward-mode AD, over initialized models."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import (
+    functional_call,
+    grad,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    stack_module_state,
+    vjp,
+    vmap,
+)
+
+import ampatch as amp
+from nets import open_session
+
+LEVELS = {"O1": torch.float16, "O2": torch.float16, "O4": torch.bfloat16, "O5": torch.bfloat16}
+# Torch compiles the rules of some operations with TorchScript when forward-mode AD first needs them, and
+# attention on a CPU has no rule for vmap, which then goes through the batch one by one.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),
+]
+X = torch.tensor([[1.0, -0.5, 0.25], [0.5, 0.75, -1.0], [-0.25, 0.5, 1.0], [0.0, -1.0, 0.5]])
+
+
+def norm(kind):
+    return lambda: nn.Sequential(nn.Linear(3, 8), kind(8), nn.Tanh(), nn.Linear(8, 2))
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(3, 1, batch_first=True)
+
+    def forward(self, x):
+        x = x.unsqueeze(-2)
+        return self.attention(x, x, x, need_weights=False)[0].squeeze(-2)
+
+
+MODELS = {
+    "linear": lambda: nn.Sequential(nn.Linear(3, 8), nn.GELU(), nn.Linear(8, 2)),
+    "batch norm": norm(nn.BatchNorm1d),
+    "layer norm": norm(nn.LayerNorm),
+    "convolution": lambda: nn.Sequential(nn.Unflatten(-1, (1, 3)), nn.Conv1d(1, 4, 2), nn.Flatten(-2)),
+    "attention": Attends,
+}
+# Attention on a CPU has no rule for forward-mode AD, with or without ampatch.
+FORWARD_MODE = [name for name in MODELS if name != "attention"]
+
+
+def open_model(name, level):
+    """An initialized model in eval, where torch lets BatchNorm be transformed."""
+    return open_session(MODELS[name]().eval(), opt_level=level)
+
+
+def assert_as_in_float32(transform, name, level):
+    model = MODELS[name]().eval()
+    expected = transform(model, X)
+    open_session(model, opt_level=level)
+    found = transform(model, X)
+    assert expected.dtype is torch.float32
+    # Numbers of the order of 1, with an error of some roundings to bfloat16, which has 8 bits.
+    torch.testing.assert_close(found.float(), expected, atol=0.06, rtol=0.06)
+
+
+def derive_input(model, x):
+    return grad(lambda x: model(x).float().pow(2).sum())(x)
+
+
+def pull_back(model, x):
+    output, pull = vjp(model, x)
+    return pull(torch.ones_like(output))[0]
+
+
+def push_forward(model, x):
+    return jvp(model, (x,), (torch.ones_like(x),))[1]
+
+
+def follow_dual(model, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+def derive_twice(model, x):
+    return hessian(lambda row: model(row.expand(2, 3)).float().sum())(x[0])
+
+
+TRANSFORMS = {
+    "vmap": lambda model, x: vmap(model)(x.unsqueeze(1)),
+    "grad": derive_input,
+    "vjp": pull_back,
+    "jacrev": lambda model, x: jacrev(model)(x),
+    "jacfwd": lambda model, x: jacfwd(model)(x),
+    "jvp": push_forward,
+    "hessian": derive_twice,
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("transform", ["vmap", "grad", "vjp", "jacrev"])
+def test_a_transform_gives_what_it_gives_in_float32(transform, name, level):
+    assert_as_in_float32(TRANSFORMS[transform], name, level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", FORWARD_MODE)
+@pytest.mark.parametrize("transform", ["jacfwd", "jvp", "hessian"])
+def test_a_forward_mode_transform_gives_what_it_gives_in_float32(transform, name, level):
+    assert_as_in_float32(TRANSFORMS[transform], name, level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", FORWARD_MODE)
+def test_dual_numbers_go_through_a_model(name, level):
+    assert_as_in_float32(follow_dual, name, level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_functional_call_are_those_of_backward(name, level):
+    model = open_model(name, level)
+    params = dict(model.named_parameters())
+    found = grad(lambda params: functional_call(model, params, (X,)).float().pow(2).sum())(params)
+    model(X).float().pow(2).sum().backward()
+    for key, param in params.items():
+        assert found[key].dtype is param.dtype
+        # Not bitwise: a transform splits some derivatives into other operations.
+        torch.testing.assert_close(found[key], param.grad, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_each_sample_are_those_of_the_samples_one_by_one(name, level):
+    model = open_model(name, level)
+    params = {key: param.detach() for key, param in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+
+    def loss(params, x):
+        return functional_call(model, (params, buffers), (x.unsqueeze(0),)).float().pow(2).sum()
+
+    found = vmap(grad(loss), (None, 0))(params, X)
+    for index, x in enumerate(X):
+        for key, value in grad(loss)(params, x).items():
+            torch.testing.assert_close(found[key][index], value, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", MODELS)
+def test_an_ensemble_gives_what_its_models_give(name, level):
+    models = [MODELS[name]().eval() for _ in range(2)]
+    amp.initialize(models, opt_level=level, verbosity=0)
+    params, buffers = stack_module_state(models)
+    base = copy.deepcopy(models[0]).to("meta")
+    outputs = vmap(lambda *state: functional_call(base, state, (X,)))(params, buffers)
+    for output, model in zip(outputs, models, strict=True):
+        torch.testing.assert_close(output.float(), model(X).float(), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_ensemble_of_batch_norms_trains_on_statistics_of_its_own(level):
+    models = [MODELS["batch norm"]() for _ in range(2)]
+    amp.initialize(models, opt_level=level, verbosity=0)
+    params, buffers = stack_module_state(models)
+    base = copy.deepcopy(models[0]).to("meta")
+    outputs = vmap(lambda *state: functional_call(base, state, (X,)))(params, buffers)
+    for index, (output, model) in enumerate(zip(outputs, models, strict=True)):
+        torch.testing.assert_close(output.float(), model(X).float(), atol=0.05, rtol=0.05)
+        # Products of half matrices in one piece or in several differ by a rounding.
+        mean = buffers["1.running_mean"][index]
+        torch.testing.assert_close(mean, model[1].running_mean, atol=1e-3, rtol=0)
+        assert mean.abs().sum() > 0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_dropout_draws_anew_for_each_sample(level):
+    model = nn.Sequential(nn.Linear(3, 64), nn.Dropout(0.5))
+    open_session(model, opt_level=level)
+    first, second = vmap(model, randomness="different")(X[:1].expand(2, 1, 3))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_batch_norm_itself_keeps_the_type_of_its_input_inside_of_a_transform(level):
+    open_session(nn.Linear(1, 1), opt_level=level)
+    seen = []
+
+    def normalize(x):
+        y = torch.nn.functional.batch_norm(x, torch.zeros(3), torch.ones(3))
+        seen.append(y.dtype)
+        return y
+
+    vmap(normalize)(X.to(LEVELS[level]).expand(2, 4, 3))
+    vmap(normalize)(X.double().expand(2, 4, 3).float())
+    assert seen == [LEVELS[level], torch.float32]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_batch_norm_is_plain_torchs_after_uninitialize(level):
+    original = torch.nn.functional.batch_norm
+    open_session(nn.BatchNorm1d(3), opt_level=level)
+    amp.uninitialize()
+    assert torch.nn.functional.batch_norm is original

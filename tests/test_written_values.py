@@ -1,0 +1,143 @@
+"""What is written into state_dicts and masters goes into the model, as in plain torch it does."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import ampatch as amp
+from nets import EVERY_LEVEL, HALVES, MASTERED, open_session, sgd
+
+X = torch.ones(2, 4)
+
+
+def make():
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def fill(state_dict, value):
+    with torch.no_grad():
+        for tensor in state_dict.values():
+            tensor.fill_(value)
+
+
+def assert_filled(model, value):
+    """The weights themselves, not what state_dict shows of them."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        assert (tensor == value).all(), name
+
+
+def copy_by_pickle(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def copy_by_torch(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, copy_by_pickle, copy_by_torch])
+def test_what_is_written_into_the_state_dict_of_a_copy_shows_in_its_next_forward(make_copy, level):
+    model = make()
+    open_session(model, sgd(model), level)
+    average = make_copy(model).eval()
+    fill(average.state_dict(), 3.0)
+    average(X)
+    assert_filled(average, 3.0)
+    assert all((tensor == 3).all() for tensor in average.state_dict().values())
+
+
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_what_is_written_into_a_models_state_dict_shows_in_its_next_forward(level):
+    model = make().eval()
+    open_session(model, sgd(model), level)
+    fill(model.state_dict(), 3.0)
+    assert all((tensor == 3).all() for tensor in model.state_dict().values())
+    model(X)
+    assert_filled(model, 3.0)
+
+
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_what_is_written_into_the_state_dict_of_a_model_without_optimizer_shows_in_its_next_forward(level):
+    model, average = make(), make().eval()
+    amp.initialize([model, average], sgd(model), opt_level=level, verbosity=0)
+    fill(average.state_dict(), 3.0)
+    average(X)
+    assert_filled(average, 3.0)
+    amp.uninitialize()
+    assert_filled(average, 3.0)
+
+
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+@pytest.mark.parametrize("make_average", [copy.deepcopy, copy_by_pickle])
+def test_an_average_over_state_dicts_is_that_of_float32(level, make_average):
+    """As published scripts average: a decay near 1, whose steps half numbers would swallow."""
+    model = nn.Linear(4, 4)
+    optimizer = sgd(model)
+    open_session(model, optimizer, level, loss_scale=1.0)
+    average = make_average(model)
+    expected = {name: value.clone() for name, value in average.state_dict().items()}
+    for _ in range(50):
+        with torch.no_grad():
+            for param in amp.master_params(optimizer):
+                param.add_(0.01)
+        latest = model.state_dict()
+        for name, value in average.state_dict().items():
+            value.mul_(0.99).add_(latest[name], alpha=0.01)
+            expected[name].mul_(0.99).add_(latest[name], alpha=0.01)
+        average(X.to(average.weight.dtype))
+    for name, value in average.state_dict().items():
+        assert value.dtype is torch.float32
+        assert torch.equal(value, expected[name])
+        assert torch.equal(getattr(average, name), expected[name].to(average.weight.dtype))
+
+
+@pytest.mark.parametrize("level", MASTERED)
+@pytest.mark.parametrize("write", ["copy_", "data", "foreach"])
+def test_what_is_written_into_masters_is_saved_and_stays_after_uninitialize(write, level):
+    model = nn.Linear(4, 4)
+    optimizer = sgd(model)
+    open_session(model, optimizer, level)
+    values = [torch.randn_like(param) for param in amp.master_params(optimizer)]
+    with torch.no_grad():
+        for param, value in zip(amp.master_params(optimizer), values, strict=True):
+            if write == "copy_":
+                param.copy_(value)
+            elif write == "data":
+                param.data.copy_(value)
+            else:
+                torch._foreach_copy_([param], [value])
+    assert all(map(torch.equal, model.state_dict().values(), values))
+    amp.uninitialize()
+    assert all(map(torch.equal, model.parameters(), values))
+
+
+@pytest.mark.parametrize("level", HALVES)
+def test_a_state_dict_that_nobody_writes_keeps_no_float32_copy_of_a_copied_model(level):
+    model = nn.Linear(4, 4)
+    open_session(model, sgd(model), level)
+    duplicate = copy.deepcopy(model)
+    shown = duplicate.state_dict()["weight"]
+    duplicate(X.to(duplicate.weight.dtype))
+    again = duplicate.state_dict()["weight"]
+    assert again.data_ptr() != shown.data_ptr()
+    assert torch.equal(again, shown)
+
+
+@pytest.mark.parametrize("level", HALVES)
+def test_a_half_weight_that_is_written_after_its_state_dict_was_shown_wins(level):
+    model = nn.Linear(4, 4)
+    open_session(model, sgd(model), level)
+    for owner in (model, copy.deepcopy(model)):
+        owner.state_dict()
+        with torch.no_grad():
+            owner.weight.fill_(0.5)
+        assert (owner.state_dict()["weight"] == 0.5).all()
+        owner(X.to(owner.weight.dtype))
+        assert (owner.weight == 0.5).all()
