@@ -30,6 +30,7 @@ from ampatch.observe import Observer
 from ampatch.policy import OPT_LEVELS, Policy
 from ampatch.user_functions import (
     bfloat16_function,
+    explain,
     float_function,
     half_function,
     promote_function,
@@ -56,6 +57,7 @@ __all__ = [
     "bfloat16_function",
     "clear_cache",
     "disable_casts",
+    "explain",
     "float_function",
     "get_loss_scale",
     "half_function",

@@ -1,16 +1,18 @@
 """The command line: `ampatch COMMAND ...`, the same as `python -m ampatch COMMAND ...`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from ampatch import AmpError, __version__
+from ampatch import AmpError, __version__, show_lists
 from ampatch.sweep import command as sweep
 
 BAD_INPUT = 2
 INTERRUPTED = 130
+BROKEN_PIPE = 141
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,10 @@ class Command:
     run: Callable[[argparse.Namespace], int]
 
 
-COMMANDS = (Command("sweep", sweep.SUMMARY, sweep.add_arguments, sweep.run),)
+COMMANDS = (
+    Command("lists", show_lists.SUMMARY, show_lists.add_arguments, show_lists.run),
+    Command("sweep", sweep.SUMMARY, sweep.add_arguments, sweep.run),
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"ampatch {arguments.command.name}: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # the reader had enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return BROKEN_PIPE
 
 
 def split_at_dashes(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""The public functions that add a user's own functions to the cast tables."""
+"""The public functions that add a user's own functions to the cast tables, and say what is in them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from ampatch.catalog import Catalog
+from ampatch.explanation import Explanation, Name
+from ampatch.patcher import qualify
 from ampatch.registration import Registration, decorate, validate_place
 from ampatch.session import SESSION
 from ampatch.table import Cast
@@ -52,6 +55,25 @@ def register_float_function(module: object, name: str) -> None:
 def register_promote_function(module: object, name: str) -> None:
     """Has `module.name` run in the widest type of its arguments; as `register_half_function` otherwise."""
     _register(module, name, Cast.PROMOTE)
+
+
+def explain(op: str) -> Explanation:
+    """Says what happens to an op at each level, under each of its names, and why.
+
+    `print(amp.explain("softmax"))` prints what `ampatch lists softmax` does; here, functions that the
+    script registered are known as well. `op` may have its place, as in "torch.nn.functional.softmax",
+    "F.softmax" or "my_ops.fused_gelu", and may be an operator, such as "@".
+
+    Raises AmpValueError for what is no op, with names that are close.
+    """
+    with SESSION.casts.thread.disabled():
+        return Catalog(registered=map(_name, SESSION.torch_patch.registrations)).explain(op)
+
+
+def _name(registration: Registration) -> Name:
+    path = ".".join(filter(None, qualify(registration.parent, registration.attribute)))
+    reason = "registered by the script"
+    return Name(path, registration.cast, reason, dtype=registration.dtype)
 
 
 def _register(module: object, name: str, cast: Cast, dtype: torch.dtype | None = None) -> None:

@@ -2,11 +2,14 @@
 
 import importlib.metadata
 import importlib.util
+import json
 import subprocess
 import sys
 
 import pytest
 
+import ampatch as amp
+from ampatch import lists
 from ampatch.cli import COMMANDS, main
 
 
@@ -41,8 +44,25 @@ def one_line(capsys):
         (["sweep", "absent.py"], "'absent.py' does not exist: expected a Python script"),
         (["sweep", "."], "'.' is a directory: expected a Python script"),
         (["sweep", "x.py", "--epochs", "3"], "unrecognized arguments: --epochs 3"),
+        (["lists", "sofmax"], "'sofmax' is no op of torch"),
+        (["lists", "nn.LSTM"], "'nn.LSTM' is a module, and tables name functions"),
+        (["lists", "--cast", "half"], "unknown cast 'half': expected one of LOWER, FP32, PROMOTE"),
+        (["lists", "--target", "torch.nn.LSTM"], "no table of 'torch.nn.LSTM': expected one of torch.nn"),
+        (["lists", "softmax", "--cast", "fp32"], "--cast and --target select rows of the tables"),
     ],
-    ids=["nothing", "command", "no-script", "absent", "directory", "no-dashes"],
+    ids=[
+        "nothing",
+        "command",
+        "no-script",
+        "absent",
+        "directory",
+        "no-dashes",
+        "no-op",
+        "module",
+        "cast",
+        "target",
+        "op-and-cast",
+    ],
 )
 def test_bad_input_is_one_line_and_exit_status_2(arguments, message, capsys):
     assert exit_status(*arguments) == 2
@@ -100,3 +120,149 @@ def test_the_command_line_itself_does_not_import_what_is_slow():
     )
     added = subprocess.check_output([sys.executable, "-c", code], text=True)
     assert not {"rich", "torch", "matplotlib", "numpy"} & eval(added)
+
+
+# ---- ampatch lists ----
+
+
+def show(capsys, *arguments):
+    """Runs `ampatch lists` and returns what it prints."""
+    assert exit_status("lists", *arguments) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    return said.out
+
+
+def test_lists_prints_every_row_under_its_place(capsys):
+    place, found = None, set()
+    for line in show(capsys).splitlines():
+        if line and not line.startswith(" "):
+            place = line
+        elif line:
+            found.add((place, *line.split(maxsplit=2)))
+    expected = {
+        (table.target, row.name, row.cast.name, row.reason)
+        for table in lists.TABLES
+        for row in table.rows
+        if not row.since and not row.until
+    }
+    assert expected <= found
+
+
+def test_each_place_has_one_heading(capsys):
+    headings = [line for line in show(capsys).splitlines() if line and not line.startswith(" ")]
+    assert sorted(set(headings)) == sorted(headings)
+    assert {table.target for table in lists.TABLES} <= set(headings)
+
+
+def test_a_row_of_some_torch_versions_says_which(capsys):
+    rows = [row for table in lists.TABLES for row in table.rows if row.since]
+    said = show(capsys)
+    assert rows
+    assert all(f"{row.reason} (since torch {row.since})" in said for row in rows)
+
+
+def test_a_row_for_one_type_of_device_says_so(capsys):
+    said = show(capsys)
+    for row in lists.MODULES_ON_CPU.rows:
+        assert f"in a half model on a CPU: {row.reason}" in said
+
+
+@pytest.mark.parametrize("cast", ["BANNED", "banned"])
+def test_lists_of_one_cast_holds_no_other(cast, capsys):
+    rows = json.loads(show(capsys, "--cast", cast, "--json"))
+    assert [(row["target"], row["name"]) for row in rows] == [
+        (table.target, row.name) for table in lists.TABLES for row in table.rows if row.cast.name == "BANNED"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("short", "target"), [("F", "torch.nn.functional"), ("torch.Tensor", "torch.Tensor")]
+)
+def test_lists_of_one_place_holds_no_other(short, target, capsys):
+    rows = json.loads(show(capsys, "--target", short, "--json"))
+    assert {row["target"] for row in rows} == {target}
+    names = {row.name for table in lists.TABLES if table.target == target for row in table.rows}
+    assert names <= {row["name"] for row in rows}
+
+
+def test_lists_for_programs_has_every_field_of_a_row(capsys):
+    rows = json.loads(show(capsys, "--json"))
+    found = {(row["target"], row["name"]): row for row in rows}
+    assert found["torch", "mm"] == {
+        "target": "torch",
+        "name": "mm",
+        "cast": "LOWER",
+        "reason": next(row.reason for table in lists.TABLES for row in table.rows if row.name == "mm"),
+        "since": None,
+        "until": None,
+    }
+
+
+def test_lists_of_an_op_prints_its_explanation(capsys):
+    assert show(capsys, "F.softmax") == f"{amp.explain('F.softmax')}\n"
+
+
+def test_lists_takes_an_operator(capsys):
+    assert "torch.Tensor.__matmul__" in show(capsys, "@")
+
+
+def test_lists_of_an_op_for_programs_says_the_same(capsys):
+    said = json.loads(show(capsys, "binary_cross_entropy", "--json"))
+    assert said["op"] == "binary_cross_entropy"
+    name = amp.explain("binary_cross_entropy").names[0]
+    assert said["names"][0]["name"] == name.path
+    assert said["names"][0]["cast"] == "BANNED"
+    levels = {level["opt_level"]: level for level in said["names"][0]["levels"]}
+    assert list(levels) == list(amp.OPT_LEVELS)
+    assert (levels["O1"]["half"], levels["O2"]["half"]) == ("raises", "float16")
+
+
+def test_lists_of_an_op_without_a_row_says_so_for_programs(capsys):
+    assert json.loads(show(capsys, "gelu", "--json"))["names"][0]["cast"] is None
+
+
+def test_a_mistyped_op_gets_those_with_close_names(capsys):
+    exit_status("lists", "sofmax")
+    assert "close: softmax" in one_line(capsys)
+
+
+def be_a_terminal(monkeypatch):
+    """Makes stdout a terminal of 100 columns, with colours."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    for name, value in {"COLUMNS": "100", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--cast", "banned"], ["function", "cast", "reason", "binary_cross_entropy"]),
+        (["log_softmax"], ["level", "because", "torch.log_softmax", *amp.OPT_LEVELS]),
+    ],
+    ids=["tables", "op"],
+)
+def test_a_terminal_gets_tables_with_headings(arguments, words, capsys, monkeypatch):
+    be_a_terminal(monkeypatch)
+    shown = show(capsys, *arguments)
+    assert "\x1b[" in shown
+    assert [word for word in words if word not in shown] == []
+
+
+def test_a_pipe_gets_plain_lines_of_any_length(capsys):
+    said = show(capsys)
+    assert "\x1b" not in said
+    assert max(map(len, said.splitlines())) > 100
+
+
+def test_lists_works_without_rich(capsys, monkeypatch):
+    be_a_terminal(monkeypatch)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "binary_cross_entropy  BANNED" in show(capsys, "--cast", "banned")
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    command = f"{sys.executable} -m ampatch lists | head -n 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("torch.nn.functional\n", "")

@@ -1,0 +1,323 @@
+"""What is said of an op is what happens to it, under each of its names."""
+
+import math
+import pkgutil
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ampatch as amp
+from ampatch import lists
+from ampatch.catalog import Catalog, expand
+from ampatch.explanation import AS_TORCH, RAISES, Name
+from ampatch.promotion import promotes
+from ampatch.table import BANNED, CUSTOM, FP32, LOWER, PROMOTE, CastTable, Row
+from ampatch.testing import parametrize_rows, session
+from patched import open_session
+
+FULL = torch.float32
+OTHER = CastTable("torch", (Row("mm", LOWER, "from the future", since="99.0"), Row("mv", FP32, "now")))
+
+
+def paths(op):
+    return [name.path for name in amp.explain(op).names]
+
+
+def effects(op, path=None):
+    """The effects of one name by level."""
+    name = next(name for name in amp.explain(op).names if path in (None, name.path))
+    return {effect.opt_level: effect for effect in name.effects()}
+
+
+# ---- Names ----
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (
+            "softmax",
+            {"torch.softmax", "torch.Tensor.softmax", "torch.nn.functional.softmax", "torch.special.softmax"},
+        ),
+        (
+            "matmul",
+            {"torch.matmul", "torch.linalg.matmul", "torch.Tensor.matmul", "torch.Tensor.__matmul__"},
+        ),
+        ("@", {"torch.matmul", "torch.linalg.matmul", "torch.Tensor.__matmul__", "torch.Tensor.__rmatmul__"}),
+        ("**", {"torch.pow", "torch.Tensor.__pow__", "torch.Tensor.__rpow__", "torch.Tensor.__ipow__"}),
+        ("arccos", {"torch.acos", "torch.arccos", "torch.Tensor.acos", "torch.Tensor.arccos_"}),
+        ("acos", {"torch.arccos", "torch.arccos_"}),
+        ("exp", {"torch.exp_", "torch.Tensor.exp_"}),
+        ("exp_", {"torch.exp", "torch.Tensor.exp"}),
+        ("/", {"torch.Tensor.__truediv__", "torch.div", "torch.true_divide"}),
+        ("sigmoid", {"torch.special.expit", "torch.sigmoid"}),
+        ("[]=", {"torch.Tensor.__setitem__"}),
+        ("_convolution", {"torch._convolution"}),
+    ],
+)
+def test_an_op_has_all_its_names(op, expected):
+    assert expected <= set(paths(op))
+
+
+@pytest.mark.parametrize("op", ["softmax", "matmul", "pow", "norm"])
+def test_names_are_there_once(op):
+    assert len(set(paths(op))) == len(paths(op))
+
+
+@pytest.mark.parametrize(
+    ("op", "path"),
+    [
+        ("torch.nn.functional.softmax", "torch.nn.functional.softmax"),
+        ("nn.functional.softmax", "torch.nn.functional.softmax"),
+        ("F.softmax", "torch.nn.functional.softmax"),
+        ("functional.softmax", "torch.nn.functional.softmax"),
+        ("Tensor.softmax", "torch.Tensor.softmax"),
+        ("torch.softmax", "torch.softmax"),
+        ("special.softmax()", "torch.special.softmax"),
+        (" F.softmax ", "torch.nn.functional.softmax"),
+    ],
+)
+def test_an_op_given_with_its_place_comes_first_and_the_other_names_after_it(op, path):
+    found = paths(op)
+    assert found[0] == path
+    assert set(found) == set(paths("softmax"))
+
+
+@pytest.fixture(scope="module")
+def catalog():
+    return Catalog()
+
+
+@parametrize_rows()
+def test_every_row_is_found_by_its_path_and_by_its_name(path, row, catalog):
+    for op in (path, row.name):
+        name = next(name for name in catalog.explain(op).names if name.path == path)
+        assert name.cast is row.cast
+        assert name.reason.startswith(row.reason)
+
+
+@pytest.mark.parametrize(
+    "op", ["F.gelu", "torch.add", "torch.Tensor.relu", "torch.linalg.inv", "torch.fft.fft"]
+)
+def test_an_op_is_found_by_its_function(op, catalog):
+    function = pkgutil.resolve_name(expand(op))
+    assert pkgutil.resolve_name(catalog.find(function)) is function
+
+
+def test_a_function_of_python_is_no_op(catalog):
+    assert catalog.find(len) is None
+
+
+def test_a_function_of_torch_without_a_table_for_its_place_is_explained_as_well():
+    assert effects("torch.nn.init.normal_")["O1"].because == "no row"
+
+
+@pytest.mark.parametrize(
+    ("op", "message"),
+    [
+        ("sofmax", r"'sofmax' is no op of torch .*close: softmax"),
+        ("F.sofmax", r"'F.sofmax' is no op .*close: softmax"),
+        ("torch.save", r"'torch.save' is no op"),
+        ("os.remove", r"'os.remove' is no op"),
+        ("torch.nn", r"'torch.nn' is no op"),
+        ("torch.float32", r"'torch.float32' is no op"),
+        ("", r"'' is no op"),
+        ("nn.Linear", r"'nn.Linear' is a module, .*such as 'linear'"),
+        ("LSTM", r"'LSTM' is a module, .*such as 'lstm'"),
+        ("torch.nn.LayerNorm", r"is a module, .*such as 'layer_norm'"),
+        ("nn.AvgPool3d", r"is a module, .*in a half model on a CPU it runs in float32: .*no half kernel"),
+        ("nn.MultiheadAttention", r"is a module, .*look up those$"),
+    ],
+)
+def test_what_is_no_op_is_refused_with_what_it_may_be(op, message):
+    with pytest.raises(amp.AmpValueError, match=message):
+        amp.explain(op)
+
+
+def test_what_only_looks_like_an_op_is_not_called():
+    with pytest.raises(amp.AmpValueError, match="no op"):
+        amp.explain("torch.set_printoptions")
+    before = torch.tensor(math.pi)
+    amp.explain("torch.nn.init.zeros_")
+    assert str(before) == "tensor(3.1416)"
+
+
+# ---- Levels ----
+
+# What functions with one row of each kind are called with: float32 or half, or both.
+CALLS = {
+    "torch.nn.functional.linear": 2,
+    "torch.nn.functional.softmax": 1,
+    "torch.lerp": 2,
+    "torch.add": 2,
+    "torch.nn.functional.gelu": 1,
+    "torch.mm": 2,
+}
+
+
+def run(path, dtypes):
+    """The type of what an op gives, in the words of an effect."""
+    tensors = [torch.rand(2, 2).to(dtype) for dtype in dtypes]
+    kwargs = {"dim": 1} if path.endswith("softmax") else {"weight": 0.5} if path.endswith("lerp") else {}
+    try:
+        result = pkgutil.resolve_name(path)(*tensors, **kwargs)
+    except (RuntimeError, amp.BannedFunctionError):
+        return "torch refuses"
+    return str(result.dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("opt_level", amp.OPT_LEVELS)
+@pytest.mark.parametrize("path", CALLS)
+def test_what_is_said_of_a_level_is_what_happens_there(path, opt_level):
+    said = effects(path, path)[opt_level]
+    half = amp.OPT_LEVELS[opt_level].half or torch.float16
+    with session(opt_level):
+        found = [run(path, [dtype] * CALLS[path]) for dtype in (FULL, half)]
+        mixed = run(path, [FULL, half]) if CALLS[path] == 2 else said.mixed
+    assert found == [said.float32, said.half.replace("half", "float16")]
+    assert mixed == said.mixed.replace("float32, by torch", "float32")
+
+
+def test_levels_that_do_not_patch_say_so():
+    said = effects("linear")
+    assert [level for level, effect in said.items() if "patched: LOWER" in effect.because] == ["O1", "O4"]
+    assert said["O0"].because == "no casts"
+    assert said["O5"].because == "the model is bfloat16; functions are not patched"
+
+
+def test_what_raises_is_said_to_raise():
+    banned = effects("binary_cross_entropy")
+    assert (banned["O1"].float32, banned["O1"].half, banned["O1"].mixed) == ("float32", RAISES, RAISES)
+    assert (banned["O2"].half, banned["O0"].half) == ("float16", "half")
+    assert effects("exp", "torch.Tensor.exp_")["O4"].half == RAISES
+
+
+# ---- Ops without a row ----
+
+
+def test_an_op_without_a_row_says_what_that_means():
+    name = amp.explain("gelu").names[0]
+    assert name.cast is None
+    assert "runs in the type of its arguments" in name.reason
+
+
+@pytest.mark.parametrize(("op", "reason"), lists.AUTOCAST_WITHOUT_ROW)
+def test_an_op_that_autocast_lists_and_no_table_says_the_reason(op, reason):
+    assert reason in [name.reason for name in amp.explain(op).names]
+
+
+@pytest.mark.parametrize(
+    ("op", "path"),
+    [
+        ("nn.functional.binary_cross_entropy", "torch.nn.functional.binary_cross_entropy"),
+        ("nn.functional.interpolate.area", "torch.nn.functional.interpolate"),
+    ],
+)
+def test_an_op_that_parts_from_autocast_on_purpose_says_the_reason(op, path):
+    reason = dict(lists.DIFFERENT_FROM_AUTOCAST)[op]
+    assert amp.explain(path).names[0].reason.endswith(f" (unlike torch.autocast: {op}: {reason})")
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (torch.add, True),
+        (torch.cat, True),
+        (torch.addcmul, True),
+        (torch.where, True),
+        (torch.Tensor.copy_, True),
+        (torch.mm, False),
+        (torch.dot, None),
+        (torch.lerp, False),
+        (torch.exp, None),
+        (F.dropout, None),
+    ],
+    ids=str,
+)
+def test_whether_torch_promotes_is_asked_of_torch(function, expected):
+    state = torch.get_rng_state()
+    assert promotes(function) is expected
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_op_that_takes_no_two_matrices_says_nothing_of_mixed_types():
+    assert effects("exp")["O2"].mixed == AS_TORCH
+
+
+def test_a_row_of_another_torch_version_is_named_as_such():
+    catalog = Catalog([OTHER], version="2.13.0")
+    name = catalog.explain("torch.mm").names[0]
+    assert name.cast is None
+    assert name.reason == (
+        "its row holds from torch 99.0 on alone, and this is 2.13.0; in it: LOWER, from the future"
+    )
+    assert catalog.explain("mv").names[0].cast is FP32
+
+
+def test_a_row_for_cpu_tensors_says_so():
+    name = amp.explain("avg_pool3d").names[0]
+    assert (name.path, name.cast) == ("torch.nn.functional.avg_pool3d", CUSTOM)
+    assert name.reason.startswith("float32 on a CPU")
+
+
+# ---- Registrations, and torch while patched ----
+
+
+@pytest.fixture
+def my_ops(monkeypatch):
+    """A module with a function, and registrations that end with the test."""
+    monkeypatch.setattr(amp.session.SESSION.torch_patch, "_registrations", {})
+    module = types.ModuleType("my_ops")
+    module.fused = lambda x: x
+    return module
+
+
+def test_what_a_script_registered_is_explained(my_ops):
+    amp.register_half_function(my_ops, "fused")
+    for op in ("fused", "my_ops.fused"):
+        name = amp.explain(op).names[0]
+        assert (name.path, name.cast, name.reason) == ("my_ops.fused", LOWER, "registered by the script")
+
+
+def test_a_registration_comes_before_the_row(my_ops):
+    amp.register_float_function(F, "linear")
+    assert amp.explain("linear").names[0].cast is FP32
+
+
+def test_a_function_registered_for_bfloat16_runs_in_it_at_o1(my_ops):
+    amp.register_bfloat16_function(my_ops, "fused")
+    said = effects("fused")
+    assert (said["O1"].float32, said["O4"].half, said["O2"].half) == ("bfloat16", "bfloat16", "float16")
+    assert "cast to bfloat16" in str(amp.explain("fused"))
+
+
+@pytest.mark.parametrize("op", ["softmax", "@", "lerp", "gelu", "cat", "norm"])
+def test_the_same_is_said_while_torch_is_patched(op):
+    before = amp.explain(op)
+    open_session()
+    assert amp.explain(op) == before
+
+
+# ---- Words ----
+
+
+def test_names_of_which_the_same_happens_are_together():
+    names = [Name("a", LOWER, "one"), Name("b", PROMOTE, "two"), Name("c", LOWER, "three")]
+    explanation = type(amp.explain("mm"))("op", tuple(names))
+    assert [[name.path for name in group] for group in explanation.groups()] == [["a", "c"], ["b"]]
+
+
+def test_an_explanation_in_words_has_names_reasons_and_levels():
+    text = str(amp.explain("softmax"))
+    for name in amp.explain("softmax").names:
+        assert name.path in text
+        assert name.reason in text
+    assert all(f"\n  {level} " in text for level in amp.OPT_LEVELS)
+    assert text == "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def test_a_banned_op_says_the_way_out():
+    assert "allow_banned=True" in str(amp.explain("binary_cross_entropy"))
+    assert amp.explain("binary_cross_entropy").names[0].cast is BANNED
