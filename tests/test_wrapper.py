@@ -14,59 +14,58 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import ampatch as amp
-from ampatch import lists
-from ampatch.table import Cast
-from patched import DOUBLE, FULL, HALF, LEVELS, full, half, open_session
+from ampatch.table import BANNED, FP32, FP32_INPLACE, LOWER, MATCH_SELF
+from ampatch.testing import assert_casts, parametrize_rows
+from patched import FULL, HALF, LEVELS, full, half, open_session
 
 # ---- A wrapper passes for the function that it wraps ----
 
-PLACES = [
-    pytest.param(table.target, row.name, id=f"{table.target}.{row.name}")
-    for table in lists.TABLES
-    for row in table.select(torch.__version__).rows
-]
+PATHS = [path for path, _ in parametrize_rows().args[1]]
 
 
-def faults_of_patched_places(check):
-    """Names the patched places for which `check(place, name, function)` is false."""
-    places = [(param.values, pkgutil.resolve_name(param.values[0])) for param in PLACES]
-    before = {values: getattr(place, values[1]) for values, place in places}
-    open_session()
-    return [
-        ".".join(values)
-        for values, place in places
-        if not check(place, values[1], getattr(place, values[1]), before[values])
-    ]
+@pytest.fixture
+def faults(amp_session):
+    """A function that names the patched places for which `check(place, name, function, before)` is false."""
+    places = [path.rpartition(".") for path in PATHS]
+    places = [(pkgutil.resolve_name(target), name) for target, _, name in places]
+    before = [getattr(place, name) for place, name in places]
+    amp_session("O4")
+
+    def find(check):
+        found = zip(PATHS, places, before, strict=True)
+        return [path for path, at, old in found if not check(*at, getattr(*at), old)]
+
+    return find
 
 
-def test_every_row_is_patched():
-    assert faults_of_patched_places(lambda place, name, found, before: found is not before) == []
+def test_every_row_is_patched(faults):
+    assert faults(lambda place, name, found, before: found is not before) == []
 
 
-def test_every_wrapper_bears_the_name_of_its_place():
+def test_every_wrapper_bears_the_name_of_its_place(faults):
     def check(place, name, found, before):
         module = "torch" if place is torch.Tensor else place.__name__
         qualname = f"Tensor.{name}" if place is torch.Tensor else name
         return (found.__module__, found.__qualname__) == (module, qualname)
 
-    assert faults_of_patched_places(check) == []
+    assert faults(check) == []
 
 
-def test_every_wrapper_pickles_and_copies_to_itself():
+def test_every_wrapper_pickles_and_copies_to_itself(faults):
     def check(place, name, found, before):
         return pickle.loads(pickle.dumps(found)) is found and copy.deepcopy(found) is found
 
-    assert faults_of_patched_places(check) == []
+    assert faults(check) == []
 
 
-def test_every_wrapper_is_a_plain_function_that_differs_from_the_original():
+def test_every_wrapper_is_a_plain_function_that_differs_from_the_original(faults):
     def check(place, name, found, before):
         return inspect.isfunction(found) and found != before
 
-    assert faults_of_patched_places(check) == []
+    assert faults(check) == []
 
 
-def test_every_wrapper_has_the_signature_and_the_documentation_of_the_original():
+def test_every_wrapper_has_the_signature_and_the_documentation_of_the_original(faults):
     def signature(function):
         try:
             return inspect.signature(function)
@@ -77,7 +76,7 @@ def test_every_wrapper_has_the_signature_and_the_documentation_of_the_original()
         same = signature(before) is None or signature(found) == signature(before)
         return same and found.__doc__ == before.__doc__
 
-    assert faults_of_patched_places(check) == []
+    assert faults(check) == []
 
 
 class StoresFunction(nn.Module):
@@ -148,7 +147,6 @@ def test_out_none_is_no_out():
 
 # ---- In place ----
 
-IN_PLACE = [row.name for row in lists.TABLES[-1].rows if row.cast is Cast.FP32_INPLACE]
 ARGUMENTS = {
     "pow_": (2,),
     "__ipow__": (2,),
@@ -156,30 +154,30 @@ ARGUMENTS = {
     "cumprod_": (0,),
     "renorm_": (2, 0, 1.0),
 }
+each_blacklisted = parametrize_rows(cast=FP32_INPLACE)
 
 
 def test_there_are_blacklisted_functions_in_place():
-    assert lists.TABLES[-1].target == "torch.Tensor"
-    assert {"exp_", "pow_", "cumsum_"} <= set(IN_PLACE)
+    assert {f"torch.Tensor.{name}" for name in ("exp_", "pow_", "cumsum_")} <= set(
+        each_blacklisted.kwargs["ids"]
+    )
 
 
-@pytest.mark.parametrize("opt_level", LEVELS)
-@pytest.mark.parametrize("name", IN_PLACE)
-def test_a_blacklisted_function_in_place_on_a_half_tensor_raises_and_names_itself(name, opt_level):
-    open_session(opt_level=opt_level)
-    tensor = torch.rand(2, 2).to(LEVELS[opt_level])
-    before = tensor.clone()
-    with pytest.raises(amp.BannedFunctionError, match=rf"\b{name}\b.*{tensor.dtype!s}"):
-        getattr(tensor, name)(*ARGUMENTS.get(name, ()))
-    assert torch.equal(tensor, before)
+@each_blacklisted
+def test_a_blacklisted_function_in_place_works_on_full_tensors_and_raises_on_half(path, row):
+    for opt_level in LEVELS:
+        given = full(2, 2), *ARGUMENTS.get(row.name, ())
+        assert_casts(path, *given, expect=row.cast, opt_level=opt_level, gradients=False)
 
 
-@pytest.mark.parametrize("dtype", [FULL, DOUBLE], ids=str)
-@pytest.mark.parametrize("name", IN_PLACE)
-def test_a_blacklisted_function_in_place_works_on_full_tensors(name, dtype):
+@each_blacklisted
+def test_a_blacklisted_function_in_place_names_itself_and_changes_nothing(path, row):
     open_session()
-    tensor = torch.rand(2, 2, dtype=dtype)
-    assert getattr(tensor, name)(*ARGUMENTS.get(name, ())) is tensor
+    tensor = half(2, 2)
+    before = tensor.clone()
+    with pytest.raises(amp.BannedFunctionError, match=rf"\b{row.name}\b.*{tensor.dtype!s}"):
+        pkgutil.resolve_name(path)(tensor, *ARGUMENTS.get(row.name, ()))
+    assert torch.equal(tensor, before)
 
 
 @pytest.mark.parametrize("name", ["exp_", "log_", "rsqrt_", "square_"])
@@ -209,69 +207,54 @@ def test_a_blacklisted_function_in_place_works_with_casts_off():
         assert x.exp_() is x
 
 
+ROWS_0_AND_2 = torch.tensor([0, 2])
+ZEROS = torch.zeros(1, 4, dtype=torch.long)
+MASK = torch.eye(4).bool()
 MATCHING = {
-    "addmm_": lambda x, other: x.addmm_(other(4, 3), other(3, 4)),
-    "addmv_": lambda x, other: x[0].addmv_(other(4, 3), other(3)),
-    "torch.addmv_": lambda x, other: torch.addmv_(x[0], other(4, 3), other(3)),
-    "addbmm_": lambda x, other: x.addbmm_(other(2, 4, 3), other(2, 3, 4)),
-    "baddbmm_": lambda x, other: x[None].baddbmm_(other(1, 4, 3), other(1, 3, 4)),
-    "lerp_": lambda x, other: x.lerp_(other(4, 4), 0.5),
-    "lerp_ by a tensor": lambda x, other: x.lerp_(other(4, 4), other(4, 4)),
-    "index_add_": lambda x, other: x.index_add_(0, torch.tensor([0, 2]), other(2, 4)),
-    "index_copy_": lambda x, other: x.index_copy_(0, torch.tensor([0, 2]), other(2, 4)),
-    "index_put_": lambda x, other: x.index_put_((torch.tensor([0, 2]),), other(2, 4)),
-    "torch.index_put_": lambda x, other: torch.index_put_(x, (torch.tensor([0, 2]),), other(2, 4)),
-    "index_reduce_": lambda x, other: x.index_reduce_(0, torch.tensor([0, 2]), other(2, 4), "amax"),
-    "masked_scatter_": lambda x, other: x.masked_scatter_(torch.eye(4).bool(), other(4)),
-    "put_": lambda x, other: x.put_(torch.tensor([0, 5]), other(2)),
-    "scatter_": lambda x, other: x.scatter_(0, torch.zeros(1, 4, dtype=torch.long), other(1, 4)),
-    "scatter_ by keyword": lambda x, other: x.scatter_(
-        dim=0, index=torch.zeros(1, 4, dtype=torch.long), src=other(1, 4)
+    "addmm_": ("torch.Tensor.addmm_", full(4, 4), full(4, 3), full(3, 4)),
+    "addmv_": ("torch.Tensor.addmv_", full(4), full(4, 3), full(3)),
+    "torch.addmv_": ("torch.addmv_", full(4), full(4, 3), full(3)),
+    "addbmm_": ("torch.Tensor.addbmm_", full(4, 4), full(2, 4, 3), full(2, 3, 4)),
+    "baddbmm_": ("torch.Tensor.baddbmm_", full(1, 4, 4), full(1, 4, 3), full(1, 3, 4)),
+    "lerp_": ("torch.Tensor.lerp_", full(4, 4), full(4, 4), 0.5),
+    "lerp_ by a tensor": ("torch.Tensor.lerp_", full(4, 4), full(4, 4), full(4, 4)),
+    "index_add_": ("torch.Tensor.index_add_", full(4, 4), 0, ROWS_0_AND_2, full(2, 4)),
+    "index_copy_": ("torch.Tensor.index_copy_", full(4, 4), 0, ROWS_0_AND_2, full(2, 4)),
+    "index_put_": ("torch.Tensor.index_put_", full(4, 4), (ROWS_0_AND_2,), full(2, 4)),
+    "torch.index_put_": ("torch.index_put_", full(4, 4), (ROWS_0_AND_2,), full(2, 4)),
+    "index_reduce_": ("torch.Tensor.index_reduce_", full(4, 4), 0, ROWS_0_AND_2, full(2, 4), "amax"),
+    "masked_scatter_": ("torch.Tensor.masked_scatter_", full(4, 4), MASK, full(4)),
+    "put_": ("torch.Tensor.put_", full(4, 4), torch.tensor([0, 5]), full(2)),
+    "scatter_": ("torch.Tensor.scatter_", full(4, 4), 0, ZEROS, full(1, 4)),
+    "scatter_ by keyword": (lambda x, src: x.scatter_(dim=0, index=ZEROS, src=src), full(4, 4), full(1, 4)),
+    "scatter_add_": ("torch.Tensor.scatter_add_", full(4, 4), 0, ZEROS, full(1, 4)),
+    "scatter_reduce_": ("torch.Tensor.scatter_reduce_", full(4, 4), 0, ZEROS, full(1, 4), "sum"),
+    "x[mask] = y": (lambda x, y: operator.setitem(x, MASK, y), full(4, 4), full(4)),
+    "x[indices] = y": (lambda x, y: operator.setitem(x, ROWS_0_AND_2, y), full(4, 4), full(2, 4)),
+    "x[indices, slice] = y": (
+        lambda x, y: operator.setitem(x, ([0, 2], slice(None)), y),
+        full(4, 4),
+        full(2, 4),
     ),
-    "scatter_add_": lambda x, other: x.scatter_add_(0, torch.zeros(1, 4, dtype=torch.long), other(1, 4)),
-    "scatter_reduce_": lambda x, other: x.scatter_reduce_(
-        0, torch.zeros(1, 4, dtype=torch.long), other(1, 4), "sum"
-    ),
-    "x[mask] = y": lambda x, other: operator.setitem(x, torch.eye(4).bool(), other(4)),
-    "x[indices] = y": lambda x, other: operator.setitem(x, torch.tensor([0, 2]), other(2, 4)),
-    "x[indices, slice] = y": lambda x, other: operator.setitem(x, ([0, 2], slice(None)), other(2, 4)),
 }
 PROMOTED_BY_TORCH = {
-    "x[slice] = y": lambda x, other: operator.setitem(x, slice(0, 2), other(2, 4)),
-    "copy_": lambda x, other: x.copy_(other(4, 4)),
-    "+=": lambda x, other: operator.iadd(x, other(4, 4)),
-    "addcmul_": lambda x, other: x.addcmul_(other(4, 4), other(4, 4)),
+    "x[slice] = y": (lambda x, y: operator.setitem(x, slice(0, 2), y), full(4, 4), full(2, 4)),
+    "copy_": ("torch.Tensor.copy_", full(4, 4), full(4, 4)),
+    "+=": (operator.iadd, full(4, 4), full(4, 4)),
+    "addcmul_": ("torch.Tensor.addcmul_", full(4, 4), full(4, 4), full(4, 4)),
 }
 
 
-def run_in_place(call, own, other, then=None):
-    """Calls on an `own` tensor with others of dtype `other`, which are cast to `then` by hand."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.rand(4, 4, generator=generator).to(own)
-    call(x, lambda *shape: torch.rand(shape, generator=generator).to(other).to(then or other))
-    return x
-
-
-MIXED = [pytest.param(FULL, HALF, id="half into float32"), pytest.param(HALF, FULL, id="float32 into half")]
-
-
-@pytest.mark.parametrize(("own", "other"), MIXED)
+@pytest.mark.parametrize("opt_level", LEVELS)
 @pytest.mark.parametrize("name", MATCHING)
 @pytest.mark.filterwarnings("ignore:index_reduce.. is in beta")
-def test_a_function_in_place_on_mixed_types_follows_self(name, own, other):
-    expected = run_in_place(MATCHING[name], own, other, then=own)
-    open_session()
-    found = run_in_place(MATCHING[name], own, other)
-    assert found.dtype is own
-    assert torch.equal(found, expected)
+def test_a_function_in_place_on_mixed_types_follows_self(name, opt_level):
+    assert_casts(*MATCHING[name], expect=MATCH_SELF, opt_level=opt_level)
 
 
-@pytest.mark.parametrize(("own", "other"), MIXED)
 @pytest.mark.parametrize("name", PROMOTED_BY_TORCH)
-def test_a_function_in_place_that_torch_promotes_is_left_to_torch(name, own, other):
-    expected = run_in_place(PROMOTED_BY_TORCH[name], own, other)
-    open_session()
-    assert torch.equal(run_in_place(PROMOTED_BY_TORCH[name], own, other), expected)
+def test_a_function_in_place_that_torch_promotes_is_left_to_torch(name):
+    assert_casts(*PROMOTED_BY_TORCH[name], expect=None, opt_level="O4")
 
 
 def test_setitem_of_numbers_and_of_integer_tensors_works():
@@ -316,18 +299,11 @@ def test_the_module_for_binary_cross_entropy_raises_as_well():
         nn.BCELoss()(probabilities(HALF), torch.ones(4))
 
 
-def test_binary_cross_entropy_on_float32_is_unchanged():
-    x = probabilities(FULL)
-    expected = F.binary_cross_entropy(x, torch.ones(4))
-    open_session()
-    assert torch.equal(F.binary_cross_entropy(x, torch.ones(4)), expected)
-
-
-def test_allow_banned_casts_binary_cross_entropy_to_float32():
-    x = probabilities(HALF)
-    expected = F.binary_cross_entropy(x.float(), torch.ones(4))
-    open_session(allow_banned=True)
-    assert torch.equal(F.binary_cross_entropy(x, torch.ones(4, dtype=HALF)), expected)
+@pytest.mark.parametrize("options", [{}, {"allow_banned": True}], ids=["refused", "allowed"])
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_binary_cross_entropy_runs_in_float32_or_not_at_all(opt_level, options):
+    given = probabilities(FULL), probabilities(FULL)
+    assert_casts(F.binary_cross_entropy, *given, expect=BANNED, opt_level=opt_level, options=options)
 
 
 def test_binary_cross_entropy_with_casts_off_is_plain_torchs():
@@ -377,20 +353,35 @@ def test_a_model_moved_after_initialize_takes_its_casts_along():
 # ---- Operators and methods ----
 
 
-def test_operators_and_methods_are_cast():
-    open_session()
-    a, b = full(2, 3), full(3, 4)
-    results = {
-        "a @ b": a @ b,
-        "operator.matmul": operator.matmul(a, b),
-        "unbound": torch.Tensor.matmul(a, b),
-        "method": a.mm(b),
-        "functional": torch.matmul(a, other=b),
-    }
-    assert {name: result.dtype for name, result in results.items()} == dict.fromkeys(results, HALF)
-    x = half(3)
-    powers = [x**2, 2**x, x**x, x.pow(2), torch.Tensor.pow(x, exponent=2), operator.pow(x, 2), pow(x, 2)]
-    assert {result.dtype for result in powers} == {FULL}
+PRODUCTS = {
+    "a @ b": lambda a, b: a @ b,
+    "operator.matmul": operator.matmul,
+    "unbound": lambda a, b: torch.Tensor.matmul(a, b),
+    "method": lambda a, b: a.mm(b),
+    "functional": lambda a, b: torch.matmul(a, other=b),
+}
+POWERS = {
+    "x**y": lambda x, y: x**y,
+    "method": lambda x, y: x.pow(y),
+    "unbound": lambda x, y: torch.Tensor.pow(x, exponent=y),
+    "operator.pow": operator.pow,
+    "pow": pow,
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_is_cast_however_it_is_written(name):
+    assert_casts(PRODUCTS[name], full(2, 3), full(3, 4), expect=LOWER, opt_level="O4")
+
+
+@pytest.mark.parametrize("name", POWERS)
+@pytest.mark.parametrize("exponent", [2, full(3)], ids=["number", "tensor"])
+def test_a_power_is_cast_however_it_is_written(name, exponent):
+    assert_casts(POWERS[name], full(3), exponent, expect=FP32, opt_level="O4")
+
+
+def test_a_power_of_a_number_is_cast():
+    assert_casts(lambda x: 2**x, full(3), expect=FP32, opt_level="O4")
 
 
 def test_parameters_have_the_same_methods():

@@ -1,0 +1,8 @@
+"""Helpers for tests of ops: what casts do to them, and that nothing stays patched."""
+
+from ampatch.testing.casts import assert_casts
+from ampatch.testing.opening import session
+from ampatch.testing.rows import parametrize_rows
+from ampatch.testing.snapshot import TorchSnapshot
+
+__all__ = ["TorchSnapshot", "assert_casts", "parametrize_rows", "session"]

@@ -1,0 +1,127 @@
+"""What is in torch's namespaces at one moment, to compare with later, by identity."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import types
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ampatch import lists
+
+# Where ampatch patches, or might: the places of the tables come on top.
+PLACES = (
+    "torch",
+    "torch.Tensor",
+    "torch._VF",
+    "torch.functional",
+    "torch.fft",
+    "torch.linalg",
+    "torch.special",
+    "torch.nn",
+    "torch.nn.functional",
+    "torch.nn.init",
+    "torch.nn.Module",
+    "torch.nn.Parameter",
+    "torch.nn.RNNBase",
+    "torch.nn.modules.module",
+    "torch.nn.modules.rnn",
+    "torch.amp.autocast_mode.autocast",
+    "torch.backends.mha",
+    "torch.compiler.config",
+    "torch.fx.graph",
+    "torch.jit._recursive",
+    "torch._tensor",
+    "torch._dynamo.variables.builtin.BuiltinVariable",
+    "torch._dynamo.variables.tensor.TensorVariable",
+    "torch.nn.utils",
+    "torch.autograd",
+    "torch.optim",
+    "torch.optim.Optimizer",
+    "torch.optim.lr_scheduler",
+    "torch.utils.checkpoint",
+)
+_OPTIMIZER = "torch.optim.optimizer"  # torch.optim deletes the name of its own submodule
+HOOKS = (
+    (_OPTIMIZER, "_global_optimizer_pre_hooks"),
+    (_OPTIMIZER, "_global_optimizer_post_hooks"),
+    ("torch.nn.modules.module", "_global_forward_hooks"),
+    ("torch.nn.modules.module", "_global_forward_pre_hooks"),
+    ("torch.nn.modules.module", "_global_backward_hooks"),
+    ("torch.nn.modules.module", "_global_backward_pre_hooks"),
+)
+# These change vars(torch) when they are first imported, torch.manual_seed among it.
+LAZY = ("torch._dynamo", "torch._inductor", "torch.onnx")
+_ABSENT = object()
+# Python notes there which warnings a module has shown, and how to copy instances of a class.
+PYTHONS_OWN = ("__warningregistry__", "__slotnames__")
+# Dynamo replaces these for good when it first compiles a module.
+DYNAMOS_OWN = tuple(
+    f"torch.nn.Module.{name}" for name in ("___needs_generation_tag_patch", "__init__", "__setstate__")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSnapshot:
+    """Torch's namespaces and global hooks as they were when it was taken.
+
+    >>> snapshot = TorchSnapshot.take()
+    >>> snapshot.changes()
+    []
+    """
+
+    namespaces: Mapping[str, Mapping[str, object]]
+    hooks: Mapping[str, list[object]]
+
+    @classmethod
+    def take(cls) -> TorchSnapshot:
+        """Remembers what is there now.
+
+        The first time it imports those parts of torch that change torch's namespace when they are
+        imported, which takes seconds: it would be taken for a change later.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # where they are errors, torch's own must not be ours
+            for name in LAZY:
+                importlib.import_module(name)
+        places = dict.fromkeys([*PLACES, *(table.target for table in lists.TABLES if _exists(table.target))])
+        namespaces = {path: dict(vars(pkgutil.resolve_name(path))) for path in places}
+        namespaces[_OPTIMIZER] = dict(vars(importlib.import_module(_OPTIMIZER)))
+        tables = {f"{path}.{name}": getattr(importlib.import_module(path), name) for path, name in HOOKS}
+        return cls(namespaces, {name: list(table.items()) for name, table in tables.items()})
+
+    def changes(self) -> list[str]:
+        """Names of what is not the same object any more; the import of a submodule is no change."""
+        now = TorchSnapshot.take()
+        found = [
+            f"{path}.{name}"
+            for path, old in self.namespaces.items()
+            for name in _changes(old, now.namespaces[path])
+            if f"{path}.{name}" not in DYNAMOS_OWN
+        ]
+        hooks = [name for name, old in self.hooks.items() if now.hooks[name] != old]
+        return sorted([*found, *hooks])
+
+    def check(self) -> None:
+        """Raises AssertionError, naming what has changed, unless torch is as it was."""
+        changes = self.changes()
+        if changes:
+            raise AssertionError(f"torch is not as it was: changed are {', '.join(changes)}")
+
+
+def _exists(path: str) -> bool:
+    """Whether this torch has the place of a table."""
+    try:
+        pkgutil.resolve_name(path)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def _changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
+    other = [name for name, item in new.items() if old.get(name, _ABSENT) is not item]
+    added = [name for name in other if name not in old and isinstance(new[name], types.ModuleType)]
+    gone = old.keys() - new.keys()
+    return [name for name in (*other, *gone) if name not in added and name not in PYTHONS_OWN]

@@ -1,0 +1,594 @@
+"""The helpers for people who test ops: they pass what is right, and say what is wrong."""
+
+import pkgutil
+import subprocess
+import sys
+import textwrap
+import types
+from collections import namedtuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ampatch as amp
+from ampatch import lists
+from ampatch.patcher import Patcher
+from ampatch.session import SESSION
+from ampatch.table import BANNED, CUSTOM, FP32, FP32_INPLACE, LOWER, MATCH_SELF, PROMOTE, CastTable, Row
+from ampatch.testing import TorchSnapshot, assert_casts, parametrize_rows, session
+from ampatch.testing.opening import is_open
+
+pytest_plugins = ["pytester"]
+
+FULL, HALF = torch.float32, torch.bfloat16
+X = torch.tensor([[1.1, -2.3, 0.7], [0.3, 3.1, -1.7]])
+W = torch.tensor([[0.9, 1.3, -0.2], [2.1, -0.4, 0.6]])
+each_level = pytest.mark.parametrize("opt_level", amp.OPT_LEVELS)
+
+
+def scale(x, weight):
+    """Has no row, and takes no mixed types."""
+    return torch.ops.aten.dot(x.flatten(), weight.flatten())
+
+
+@pytest.fixture
+def my_ops(monkeypatch):
+    """A module of somebody's ops, and registrations that end with the test."""
+    monkeypatch.setattr(SESSION.torch_patch, "_registrations", {})
+    module = types.ModuleType("my_ops")
+    module.scale = types.FunctionType(scale.__code__, globals(), "scale")
+    monkeypatch.setitem(sys.modules, "my_ops", module)
+    return module
+
+
+# ---- assert_casts: what is right ----
+
+DECORATORS = {
+    LOWER: amp.half_function,
+    FP32: amp.float_function,
+    PROMOTE: amp.promote_function,
+    None: lambda function: function,
+}
+REGISTER = {
+    LOWER: amp.register_half_function,
+    FP32: amp.register_float_function,
+    PROMOTE: amp.register_promote_function,
+}
+
+
+@each_level
+@pytest.mark.parametrize("cast", DECORATORS)
+def test_a_decorated_function_passes_for_its_cast_at_every_level(cast, opt_level):
+    assert_casts(DECORATORS[cast](scale), X, W, expect=cast, opt_level=opt_level)
+
+
+@pytest.mark.parametrize("cast", REGISTER)
+def test_a_registered_function_is_found_by_its_path(cast, my_ops):
+    REGISTER[cast](my_ops, "scale")
+    assert_casts("my_ops.scale", X, W, expect=cast, opt_level="O4")
+
+
+def test_a_registered_function_is_found_in_a_lambda(my_ops):
+    amp.register_half_function(my_ops, "scale")
+    assert_casts(lambda x, weight: my_ops.scale(x, weight), X, W, expect=HALF, opt_level="O4")
+
+
+def test_a_registered_function_is_found_by_its_own_name(my_ops):
+    my_ops.scale.__module__, my_ops.scale.__qualname__ = "my_ops", "scale"
+    amp.register_half_function(my_ops, "scale")
+    assert_casts(my_ops.scale, X, weight=W, expect=HALF, opt_level="O4")
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "cast"),
+    [
+        (F.linear, (X, W), LOWER),
+        (torch.mm, (X, W.T), LOWER),
+        (torch.Tensor.__matmul__, (X, W.T), LOWER),
+        (F.softmax, (X, 1), FP32),
+        (torch.dot, (X[0], W[0]), PROMOTE),
+        (torch.Tensor.lerp_, (X, W, 0.5), MATCH_SELF),
+        (torch.Tensor.exp_, (X,), FP32_INPLACE),
+        (F.binary_cross_entropy, (X.sigmoid(), W.sigmoid()), BANNED),
+        (F.gelu, (X,), None),
+        (torch.cat, ([X, W],), None),
+    ],
+    ids=lambda value: getattr(value, "__name__", "") or str(value) if callable(value) else "",
+)
+@each_level
+def test_functions_of_torch_pass_for_their_rows(function, args, cast, opt_level):
+    gradients = function is not torch.Tensor.exp_  # refused, it has none
+    assert_casts(function, *args, expect=cast, opt_level=opt_level, gradients=gradients)
+
+
+def test_a_literal_type_is_what_a_function_receives_at_that_level():
+    assert_casts(amp.bfloat16_function(scale), X, W, expect=torch.bfloat16, opt_level="O1")
+
+
+@each_level
+@pytest.mark.parametrize("cast", REGISTER)
+def test_functions_that_an_op_calls_may_be_patched_themselves(cast, opt_level):
+    op = DECORATORS[cast](lambda x, weight: scale(x, weight) + (x @ weight.T).exp().sum())
+    assert_casts(op, X, W, expect=cast, opt_level=opt_level)
+
+
+def test_an_op_keeps_decorators_of_others():
+    step = amp.half_function(torch.no_grad()(scale))
+    assert_casts(step, X, W, expect=LOWER, opt_level="O4")
+
+
+def test_methods_are_ops_as_well():
+    class Module(nn.Module):
+        @amp.half_function
+        def forward(self, x, weight):
+            return scale(x, weight).exp()
+
+    assert_casts(Module().forward, X, W, expect=LOWER, opt_level="O4")
+
+
+def test_options_go_to_initialize():
+    assert_casts(F.linear, X, W, expect=HALF, opt_level="O1", options={"dtype": HALF})
+    banned = {"allow_banned": True}
+    assert_casts(F.binary_cross_entropy, X.sigmoid(), W.sigmoid(), expect=BANNED, options=banned)
+
+
+def test_tensors_in_containers_are_varied_as_well():
+    Pair = namedtuple("Pair", "x weight")
+    product = amp.half_function(lambda pair, *, table: pair.x * pair.weight * table["b"][0])
+    assert_casts(product, Pair(X, W), table={"b": [X, 1, None]}, expect=HALF, opt_level="O4")
+
+
+def test_parameters_stay_parameters():
+    seen = set()
+
+    def product(x, weight):
+        seen.add((type(weight), weight.dtype))
+        return x * weight
+
+    assert_casts(amp.half_function(product), X, nn.Parameter(W), expect=HALF, opt_level="O4")
+    assert {kind for kind, dtype in seen if dtype is FULL} == {nn.Parameter}
+
+
+def test_a_function_that_draws_numbers_gets_the_same_ones():
+    state = torch.get_rng_state()
+    assert_casts(amp.float_function(lambda x: F.dropout(x)), X, expect=FULL)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_result_of_nan_is_the_same_as_nan():
+    assert_casts(amp.float_function(lambda x: x.log2()), X, expect=FULL)
+
+
+def test_an_op_without_a_backward_passes_without_gradients():
+    step = amp.float_function(lambda x: torch.from_numpy(x.numpy() * 2))
+    assert_casts(step, X, expect=FULL, gradients=False)
+
+
+def test_arguments_are_left_as_they_were():
+    x = X.clone().requires_grad_()
+    assert_casts(torch.Tensor.lerp_, x, W, 0.5, expect=MATCH_SELF)
+    assert torch.equal(x, X)
+    assert x.grad is None
+
+
+# ---- assert_casts: what is wrong ----
+
+
+def fails(match, function, *args, **kwargs):
+    """Fails unless assert_casts does, in these words, and leaves no session."""
+    with pytest.raises(AssertionError, match=match):
+        assert_casts(function, *args, **kwargs)
+    assert not is_open()
+
+
+@pytest.mark.parametrize(("cast", "other"), [(a, b) for a in DECORATORS for b in DECORATORS if a is not b])
+def test_a_decorated_function_fails_for_another_cast(cast, other):
+    fails(r"\n- ", DECORATORS[cast](scale), X, W, expect=other, opt_level="O4")
+
+
+def test_a_message_names_the_function_the_level_the_arguments_and_the_types():
+    fails(
+        r"^torch.nn.functional.linear at O4, expect=torch.float32:\n"
+        r"- float32 arguments: result is torch.bfloat16, expected torch.float32\n",
+        F.linear,
+        X,
+        W,
+        expect=FULL,
+        opt_level="O4",
+    )
+
+
+@pytest.mark.parametrize("opt_level", ["O0", "O2", "O3", "O5"])
+def test_a_literal_type_fails_where_nothing_is_patched(opt_level):
+    fails(
+        "float32 arguments: result is torch.float32, expected",
+        F.linear,
+        X,
+        W,
+        expect=HALF,
+        opt_level=opt_level,
+    )
+
+
+def casts_float64(x):
+    return x.to(HALF) if is_open() and not off() else x
+
+
+def off():
+    return SESSION.casts.thread.is_off()
+
+
+def ignores_disable_casts(x):
+    return x.to(HALF) if is_open() and x.dtype is FULL else x
+
+
+def loses_the_gradient(x):
+    return amp.half_function(lambda x: x * 2)(x.detach() + 0 * x if is_open() and not off() else x)
+
+
+def rounds(x):
+    return amp.half_function(lambda x: x * (1.01 if is_open() and not off() else 1))(x)
+
+
+def writes(x):
+    if is_open() and not off():
+        with torch.no_grad():
+            x.mul_(2)
+        return amp.half_function(lambda x: x / 2)(x)
+    return amp.half_function(lambda x: x * 1)(x)
+
+
+def returns_more(x):
+    return [x.to(HALF)] * 2 if is_open() and not off() else x
+
+
+def returns_none(x):
+    return None if is_open() and not off() else x
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (casts_float64, "float64 arguments: result is torch.bfloat16, expected torch.float64"),
+        (ignores_disable_casts, r"float32 arguments in disable_casts\(\): result is torch.bfloat16"),
+        (loses_the_gradient, "float32 arguments: gradients has other values than expected"),
+        (rounds, "float32 arguments: result has other values than expected, in torch.bfloat16"),
+        (writes, "float32 arguments: arguments has other values than expected"),
+        (returns_more, "float32 arguments: result has 2 parts, expected 1"),
+        (returns_none, "float32 arguments: result is None, expected torch.bfloat16"),
+    ],
+)
+def test_a_fault_of_each_kind_is_named(function, message):
+    fails(message, function, X, expect=HALF, opt_level="O4")
+
+
+def test_a_function_that_stays_patched_fails(my_ops):
+    def patch(x):
+        if is_open():
+            my_ops.scale = lambda x: x + 1
+        return x
+
+    my_ops.scale = patch
+    message = "after the session it is not the function that it was"
+    fails(message, "my_ops.scale", X, expect=None, opt_level="O4")
+
+
+def test_a_function_that_does_something_else_after_the_session_fails():
+    sessions = []
+
+    def remember(x):
+        sessions.extend([True] * is_open())
+        return x + 1 if sessions and not is_open() else x
+
+    fails("float32 arguments after the session: result has other values", remember, X, expect=None)
+
+
+@pytest.mark.parametrize("first", [FULL, HALF], ids=str)
+def test_each_of_two_tensors_is_given_as_the_half_one(first):
+    def follow(x, weight):
+        """Wrong where the first tensor is of one type and the second of the other."""
+        if x.dtype is first and weight.dtype not in (first, torch.float64) and is_open() and not off():
+            return x
+        return torch.cat([x, weight])
+
+    names = {FULL: "float32 and bfloat16", HALF: "bfloat16 and float32"}
+    fails(f"\n- {names[first]} arguments: result ", follow, X, W, expect=None, opt_level="O4")
+
+
+def test_a_function_that_must_raise_fails_if_it_does_not():
+    fails(
+        "bfloat16 arguments: it must raise BannedFunctionError", torch.exp, X, expect=BANNED, opt_level="O4"
+    )
+
+
+def test_an_error_in_the_session_alone_fails():
+    def refuse(x):
+        if is_open():
+            raise ValueError("not in a session")
+        return x
+
+    fails("it raises ValueError: not in a session, expected: it returns", refuse, X, expect=None)
+
+
+# ---- assert_casts: what shows nothing ----
+
+
+def test_a_function_whose_result_is_the_same_cast_or_not_shows_nothing():
+    fails("gives the same cast or not", amp.float_function(torch.argmax), X, expect=FULL)
+
+
+def test_two_tensors_are_needed_to_show_a_promotion():
+    fails("give two floating tensors or more", amp.promote_function(torch.neg), X, expect=PROMOTE)
+
+
+def test_arguments_that_the_function_refuses_show_nothing():
+    fails("without casts before it, it raises RuntimeError: mat1 and mat2", F.linear, X, X.T, expect=LOWER)
+
+
+def test_an_op_without_a_backward_is_told_what_to_give():
+    step = amp.float_function(lambda x: torch.from_numpy(x.numpy() * 2))
+    fails("if it has no backward, give gradients=False", step, X, expect=FULL)
+
+
+def test_arguments_without_floating_tensors_are_refused():
+    with pytest.raises(amp.AmpValueError, match="no argument is a floating tensor"):
+        assert_casts(torch.add, torch.arange(3), 1, expect=None)
+
+
+def test_an_open_session_is_refused(amp_session):
+    amp_session("O4")
+    with pytest.raises(amp.AmpValueError, match="a session is open already"):
+        assert_casts(scale, X, W, expect=None)
+
+
+def test_a_cast_that_says_no_types_is_refused():
+    with pytest.raises(amp.AmpValueError, match="give a dtype, or None"):
+        assert_casts(torch.fft.fft, X, expect=CUSTOM)
+
+
+# ---- session ----
+
+
+@each_level
+def test_a_session_is_open_for_its_block(opt_level):
+    model = nn.Linear(2, 2)
+    with session(opt_level, model) as found:
+        assert found is model
+        assert is_open()
+        assert (X @ W.T).dtype is {"O1": torch.float16, "O4": HALF}.get(opt_level, FULL)
+    assert not is_open()
+    assert model.weight.dtype is FULL
+
+
+def test_a_session_returns_what_initialize_returns():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with session("O5", model, optimizer, loss_scale=8) as found:
+        assert found == (model, optimizer)
+        assert amp.get_loss_scale() == 8
+
+
+def test_a_session_ends_with_an_exception():
+    with pytest.raises(KeyError), session("O4"):
+        raise KeyError
+    assert not is_open()
+
+
+def test_a_session_that_does_not_open_leaves_none():
+    with pytest.raises(amp.AmpValueError, match="unknown opt_level"), session("O9"):
+        pytest.fail("the block must not run")
+    assert not is_open()
+
+
+def test_a_session_in_a_session_is_refused_and_leaves_the_outer_one():
+    with session("O4"):
+        with pytest.raises(amp.AmpValueError, match="open already"), session("O4"):
+            pytest.fail("the block must not run")
+        assert is_open()
+
+
+def test_a_session_is_silent_unless_told(capsys):
+    with session("O4"):
+        pass
+    assert capsys.readouterr().out == ""
+    with session("O4", verbosity=1):
+        pass
+    assert "Selected optimization level" in capsys.readouterr().out
+
+
+# ---- TorchSnapshot ----
+
+
+def test_a_snapshot_of_an_unchanged_torch_has_no_changes():
+    snapshot = TorchSnapshot.take()
+    with session("O4"):
+        pass
+    assert snapshot.changes() == []
+    snapshot.check()
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O4"])
+def test_a_snapshot_shows_every_patched_place(opt_level):
+    snapshot = TorchSnapshot.take()
+    with session(opt_level):
+        found = set(snapshot.changes())
+    rows = {
+        f"{table.target}.{row.name}" for table in lists.TABLES for row in table.select(torch.__version__).rows
+    }
+    assert rows <= found
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [(torch, "mm"), (F, "linear"), (torch.Tensor, "numpy"), (nn.Module, "forward"), (torch.linalg, "new")],
+    ids=["torch", "functional", "Tensor", "Module", "new"],
+)
+def test_a_snapshot_names_what_was_replaced_or_added(place, name, monkeypatch):
+    snapshot = TorchSnapshot.take()
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, lambda: None, raising=False)
+        assert [change.rpartition(".")[2] for change in snapshot.changes()] == [name]
+        with pytest.raises(AssertionError, match=rf"torch is not as it was: changed are .*\.{name}"):
+            snapshot.check()
+
+
+def test_a_snapshot_names_what_was_deleted(monkeypatch):
+    snapshot = TorchSnapshot.take()
+    with monkeypatch.context() as patch:
+        patch.delattr(torch, "mm")
+        assert snapshot.changes() == ["torch.mm"]
+
+
+def test_a_snapshot_names_a_table_of_hooks():
+    snapshot = TorchSnapshot.take()
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert snapshot.changes() == ["torch.nn.modules.module._global_forward_hooks"]
+    finally:
+        hook.remove()
+
+
+def test_the_import_of_a_submodule_is_no_change(monkeypatch):
+    snapshot = TorchSnapshot.take()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "new_part", types.ModuleType("torch.new_part"), raising=False)
+        assert snapshot.changes() == []
+
+
+# ---- parametrize_rows ----
+
+TABLE = CastTable(
+    "my_ops",
+    (
+        Row("scale", LOWER, "a product"),
+        Row("total", FP32, "a sum"),
+        Row("later", FP32, "not yet", since="99.0"),
+    ),
+)
+
+
+def test_without_tables_the_rows_are_those_of_ampatch():
+    mark = parametrize_rows()
+    rows = [row for table in lists.TABLES for row in table.select(torch.__version__).rows]
+    assert mark.args[0] == ("path", "row")
+    assert [row for _, row in mark.args[1]] == rows
+    assert "torch.nn.functional.linear" in mark.kwargs["ids"]
+
+
+@pytest.mark.parametrize(
+    ("casts", "expected"),
+    [(None, ["scale", "total"]), (FP32, ["total"]), ([LOWER, FP32], ["scale", "total"]), (PROMOTE, [])],
+    ids=str,
+)
+def test_a_table_of_ones_own_is_narrowed_to_casts_and_this_torch(casts, expected):
+    mark = parametrize_rows(TABLE, cast=casts)
+    assert mark.kwargs["ids"] == [f"my_ops.{name}" for name in expected]
+
+
+@parametrize_rows(TABLE, names=("place", "line"))
+def test_the_names_of_the_arguments_can_be_chosen(place, line):
+    assert place == f"my_ops.{line.name}"
+
+
+@parametrize_rows(cast=[BANNED, FP32_INPLACE])
+def test_a_row_of_ours_resolves_to_a_function(path, row):
+    assert callable(pkgutil.resolve_name(path))
+    assert path.endswith(row.name)
+
+
+# ---- The fixture ----
+
+
+def test_the_helpers_need_no_pytest():
+    code = "import sys, ampatch.testing; print('pytest' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"
+
+
+def test_the_fixture_opens_a_session_that_the_test_need_not_close(amp_session):
+    model = amp_session("O4", nn.Linear(3, 2))
+    assert model(X).dtype is HALF
+
+
+@pytest.fixture
+def run(pytester):
+    """Runs a test file as a user's project has it, and returns what pytest says."""
+    pytester.makeconftest('pytest_plugins = ["ampatch.testing.plugin"]')
+
+    def run(code):
+        pytester.makepyfile("import torch\n" + textwrap.dedent(code))
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider")
+
+    return run
+
+
+def test_a_project_gets_the_fixture_from_the_plugin(run):
+    result = run(
+        """
+        def test_one(amp_session):
+            amp_session("O4")
+            assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.bfloat16
+
+        def test_two():
+            assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float32
+        """
+    )
+    result.assert_outcomes(passed=2)
+
+
+def test_a_failed_test_leaves_no_session(run):
+    result = run(
+        """
+        def test_one(amp_session):
+            amp_session("O4")
+            assert False
+
+        def test_two(amp_session):
+            amp_session("O1")
+        """
+    )
+    result.assert_outcomes(passed=1, failed=1)
+
+
+def test_a_test_that_leaves_torch_changed_is_an_error_that_names_the_place(run, monkeypatch):
+    monkeypatch.setattr(torch, "left_behind", None, raising=False)
+    result = run(
+        """
+        def test_one(amp_session):
+            amp_session("O4")
+            torch.left_behind = 1
+        """
+    )
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.fnmatch_lines(["*torch is not as it was: changed are torch.left_behind*"])
+
+
+def test_a_second_session_in_a_test_is_refused(run):
+    result = run(
+        """
+        def test_one(amp_session):
+            amp_session("O4")
+            amp_session("O4")
+        """
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*a session is open already*"])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_snapshot_has_every_place_of_torch_that_a_session_patches(monkeypatch, level):
+    places, replace = {}, Patcher.replace
+
+    def note(self, parent, attribute, replacement, **options):
+        places[id(parent)] = parent
+        replace(self, parent, attribute, replacement, **options)
+
+    monkeypatch.setattr(Patcher, "replace", note)
+    model = torch.nn.Linear(1, 1)
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    kept = {id(pkgutil.resolve_name(path)) for path in TorchSnapshot.take().namespaces}
+    shared = [place for place in places.values() if isinstance(place, type | types.ModuleType)]
+    of_torch = [it for it in shared if (getattr(it, "__module__", None) or it.__name__).startswith("torch")]
+    assert len(of_torch) > 3
+    assert [place for place in of_torch if id(place) not in kept] == []
