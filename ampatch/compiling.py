@@ -61,17 +61,19 @@ def skip_own_frames() -> None:
 def _skip_own_frames(eval_frame: ModuleType) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "ampatch"]:
         for value in vars(sys.modules[name]).values():
-            for function in vars(value).values() if isinstance(value, type) else [value]:
-                for code in _own_codes(getattr(inspect.unwrap(function), "__code__", None)):
-                    eval_frame.skip_code(code)
+            for item in vars(value).values() if isinstance(value, type) else [value]:
+                function = inspect.unwrap(item)
+                if isinstance(function, FunctionType) and function.__globals__ is vars(sys.modules[name]):
+                    for code in _codes_in(function.__code__):
+                        eval_frame.skip_code(code)
 
 
-def _own_codes(code: object) -> Iterator[CodeType]:
-    """The code of a function of ours, and of those that it makes."""
-    if isinstance(code, CodeType) and code.co_filename.startswith(PACKAGE):
-        yield code
-        for constant in code.co_consts:
-            yield from _own_codes(constant)
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function, and of those that it makes."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes_in(constant)
 
 
 def forget_graphs() -> None:

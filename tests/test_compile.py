@@ -1,6 +1,7 @@
 """torch.compile of initialized models and of functions while torch is patched."""
 
 import contextlib
+import copy
 import operator
 import shutil
 import subprocess
@@ -626,3 +627,26 @@ def test_what_is_compiled_while_patched_is_apart_in_shared_caches_for_every_thre
     with ThreadPoolExecutor(1) as pool:
         pool.submit(amp.uninitialize).result()
     assert read_tag() == torch.compiler.config.cache_key_tag == before
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_model_whose_weights_are_loaded_between_calls_compiles_as_a_whole(level):
+    """More parameters than Dynamo would compile one function for."""
+
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(*[nn.Linear(size, size + 1) for size in range(2, 12)])
+
+        def forward(self, x):
+            return self.layers(x)
+
+    model = Deep()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    open_session(model, level, optimizers=optimizer)
+    compiled, x = torch.compile(model, backend="eager", fullgraph=True), torch.ones(1, 2)
+    weights = copy.deepcopy(model.state_dict())
+    for call in (model, compiled):
+        model.load_state_dict(weights)
+        found = call(x)
+    assert torch.equal(found, model(x))
