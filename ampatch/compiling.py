@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import operator
@@ -49,17 +50,21 @@ def prepare_compiler() -> None:
     torch.compiler.allow_in_graph(call_uncast)
 
 
-def skip_own_frames() -> None:
+def skip_own_frames(done: set[str]) -> None:
     """Lets code of ours become part of a graph, but not a graph of its own; now, or once Dynamo is imported.
 
     Hooks and steps that run outside of graphs keep records, and Dynamo (2.13) loses what a graph writes
-    to a thread's own objects. Importing Dynamo takes seconds, and not every script compiles.
+    to a thread's own objects. Importing Dynamo takes seconds, and not every script compiles. `done` are
+    the modules of ours that it has been told of, which need not be told again.
     """
-    wrapt.register_post_import_hook(_skip_own_frames, "torch._dynamo.eval_frame")
+    skip = functools.partial(_skip_own_frames, done=done)
+    wrapt.register_post_import_hook(skip, "torch._dynamo.eval_frame")
 
 
-def _skip_own_frames(eval_frame: ModuleType) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "ampatch"]:
+def _skip_own_frames(eval_frame: ModuleType, done: set[str]) -> None:
+    own = {name for name in sys.modules if name.partition(".")[0] == "ampatch"}
+    for name in own - done:
+        done.add(name)
         for value in vars(sys.modules[name]).values():
             for item in vars(value).values() if isinstance(value, type) else [value]:
                 function = inspect.unwrap(item)

@@ -22,6 +22,7 @@ class LoadedModules:
 
     def __init__(self) -> None:
         self._left_alone = _LEFT_ALONE | set(filter(_is_standard, sys.stdlib_module_names))
+        self._passed: set[str] = set()  # names of modules that are left alone
         self._without_torch: weakref.WeakSet[ModuleType] = weakref.WeakSet()
         self._searched: weakref.WeakSet[ModuleType] = weakref.WeakSet()
 
@@ -31,11 +32,15 @@ class LoadedModules:
 
     def list_searched(self) -> list[ModuleType]:
         """The modules to look through that are loaded now."""
-        self._left_alone -= {name for name in self._left_alone - _LEFT_ALONE if not _is_standard(name)}
+        shadowed = {name for name in self._left_alone - _LEFT_ALONE if not _is_standard(name)}
+        self._left_alone -= shadowed
+        self._passed -= shadowed
+        modules = [item for item in list(sys.modules.items()) if item[0] not in self._passed]
+        self._passed.update(name for name, _ in modules if not self.is_searched(name))
         return [
             module
-            for name, module in list(sys.modules.items())
-            if self.is_searched(name) and issubclass(type(module), ModuleType) and self._uses_torch(module)
+            for name, module in modules
+            if name not in self._passed and issubclass(type(module), ModuleType) and self._uses_torch(module)
         ]
 
     def mark_searched(self, module: ModuleType) -> bool:

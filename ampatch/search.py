@@ -34,6 +34,8 @@ class Search:
         self._replacements = replacements
         self._modules = modules
         self._seen: dict[int, object] = {}  # kept, so that no id is used again
+        self._walks: dict[type, Callable[[object, int], None]] = {}
+        self._slots: dict[type, tuple[str, ...]] = {}
         self.changes: list[Change] = []
 
     def search_modules(self, *, only_names: bool = False) -> None:
@@ -55,16 +57,18 @@ class Search:
     def _search_globals(self, names: dict[str, object], depth: int, is_package: bool) -> None:
         # What packages keep under private names is theirs, but for the functions they import.
         for name, value in list(names.items()):
-            if id(value) in self._replacements:
-                self._visit(Item(names, name), 0)
-            elif depth and type(value) not in _PLAIN and not (is_package and name.startswith("_")):
-                self._visit(Item(names, name), depth)
+            is_private = is_package and name.startswith("_")
+            new = self._translate(value, 0 if is_private else depth)
+            if new is not value:
+                self._put(Item(names, name), value, new)
 
     def _visit(self, slot: Slot, depth: int) -> None:
         old = slot.get()
         new = self._translate(old, depth)
-        if new is old:
-            return
+        if new is not old:
+            self._put(slot, old, new)
+
+    def _put(self, slot: Slot, old: object, new: object) -> None:
         try:
             slot.set(new)
         except (AttributeError, TypeError) as error:
@@ -87,12 +91,17 @@ class Search:
             return self._translate_tuple(value, depth)  # type: ignore[arg-type]
         if id(value) not in self._seen:
             self._seen[id(value)] = value
-            self._find_walk(kind)(value, depth)
+            walk = self._walks.get(kind)
+            if walk is None:
+                walk = self._walks[kind] = self._find_walk(kind)
+            walk(value, depth)
         return value
 
     def _translate_tuple(self, value: tuple, depth: int) -> object:
         make = tuple if type(value) is tuple else getattr(type(value), "_make", None)
         if make is None or len(value) > _MAX_LENGTH:
+            return value
+        if all(type(item) in _DATA for item in value):
             return value
         items = [self._translate(item, depth - 1) for item in value]
         return make(items) if any(map(_differ, items, value)) else value
@@ -110,9 +119,15 @@ class Search:
 
     def _walk_items(self, container: dict | list | deque, depth: int) -> None:
         if len(container) <= _MAX_LENGTH:
-            keys = container if isinstance(container, dict) else range(len(container))
-            for key in list(keys):
-                self._visit(Item(container, key), depth - 1)
+            items = container.items() if isinstance(container, dict) else enumerate(container)
+            self._visit_items(container, list(items), depth - 1)
+
+    def _visit_items(self, container: object, items: list[tuple[object, object]], depth: int) -> None:
+        for key, value in items:
+            if type(value) not in _DATA:
+                new = self._translate(value, depth)
+                if new is not value:
+                    self._put(Item(container, key), value, new)
 
     def _walk_partial(self, partial: functools.partial, depth: int) -> None:
         self._visit(PartialPart(partial, "func"), depth - 1)
@@ -138,8 +153,10 @@ class Search:
             self._translate(function, depth - 1)
 
     def _walk_class(self, kind: type, depth: int) -> None:
-        if self._is_of_users(kind):
-            for name in list(vars(kind)):
+        if not self._is_of_users(kind):
+            return
+        for name, value in list(vars(kind).items()):
+            if type(value) not in _DATA:
                 self._visit(Attribute(kind, name), depth - 1)
 
     def _is_of_users(self, kind: type) -> bool:
@@ -151,10 +168,8 @@ class Search:
         )
 
     def _walk_attributes(self, value: object, depth: int) -> None:
-        for kind in type(value).__mro__:
-            for name, item in vars(kind).items():
-                if type(item) is MemberDescriptorType:  # of __slots__
-                    self._visit(Attribute(value, name), depth - 1)
+        for name in self._list_slots(type(value)):
+            self._visit(Attribute(value, name), depth - 1)
         try:
             names = object.__getattribute__(value, "__dict__")
         except AttributeError:
@@ -162,26 +177,19 @@ class Search:
         if type(names) is not dict:
             return
         skipped = _OWN_OF_MODULES if isinstance(value, torch.nn.Module) else ()
-        for name in list(names):
-            if name not in skipped:
-                self._visit(Item(names, name), depth - 1)
+        self._visit_items(names, [item for item in names.items() if item[0] not in skipped], depth - 1)
+
+    def _list_slots(self, kind: type) -> tuple[str, ...]:
+        """The names that a class and its bases have in `__slots__`."""
+        if kind not in self._slots:
+            items = [item for base in kind.__mro__ for item in vars(base).items()]
+            self._slots[kind] = tuple(name for name, item in items if type(item) is MemberDescriptorType)
+        return self._slots[kind]
 
 
-_PLAIN = frozenset(
-    {
-        str,
-        bytes,
-        int,
-        float,
-        complex,
-        bool,
-        type(None),
-        ModuleType,
-        BuiltinFunctionType,
-        torch.Tensor,
-        torch.dtype,
-    }
-)
+# What is no function and holds none; and what holds none, but may be one.
+_DATA = frozenset({str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.dtype})
+_PLAIN = _DATA | {ModuleType, BuiltinFunctionType}
 _WALKS = {
     dict: "_walk_items",
     OrderedDict: "_walk_items",

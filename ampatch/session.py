@@ -56,6 +56,7 @@ class Session(StepListener):
         self._data_watch = DataWatch(self.casts)
         self._script_models = ScriptModels(self.casts)
         self._features = TorchFeatures(self.casts)
+        self._unframed: set[str] = set()  # modules of ours that Dynamo knows not to compile
         self.observers: tuple[Observer, ...] = ()
         self.overrides: dict[str, object] = {}
         self._reset()
@@ -89,7 +90,7 @@ class Session(StepListener):
         kept = select_kept(request.models, request.keep_fp32)
         validate_optimizers(request, self._calls)
         self.torch_patch.validate(request.policy)
-        skip_own_frames()
+        skip_own_frames(self._unframed)
         call = Call(request, make_scalers(request, len(self.scalers())))
         # Tensors made in inference mode would never get gradients.
         with torch.inference_mode(mode=False), ExitStack() as undo:

@@ -16,12 +16,13 @@ from ampatch.cast import CastState
 from ampatch.compiling import forget_graphs, prepare_compiler, restore_compiler, tag_caches, trace_methods
 from ampatch.errors import AmpValueError
 from ampatch.graph_names import GraphNames
-from ampatch.patcher import Patcher, place_rows, qualify
+from ampatch.patcher import Patcher, Place, place_rows, qualify
 from ampatch.peel import peel
 from ampatch.policy import Policy
 from ampatch.recurrent import allow_half_input
 from ampatch.registration import Registration, bind
 from ampatch.scripting import ScriptNames
+from ampatch.table import Row
 from ampatch.wrapper import wrap
 
 
@@ -33,6 +34,7 @@ class TorchPatch:
         self._registrations: dict[tuple[int, str], Registration] = {}
         self._patcher: Patcher | None = None
         self._names = BoundNames()
+        self._rows: tuple[object, list[tuple[Place, Row]]] = (None, [])
         self._graph_names = GraphNames()
         self._blocked: list[Patcher] = []  # what others had patched over when we closed
 
@@ -99,7 +101,7 @@ class TorchPatch:
     def _patch_rows(
         self, patcher: Patcher, policy: Policy, trace: Callable[[str], None] | None, names: ScriptNames
     ) -> None:
-        for (parent, attribute), row in place_rows(lists.TABLES, torch.__version__):
+        for (parent, attribute), row in self._list_rows():
             if (id(parent), attribute) in self._registrations:
                 continue
             original = patcher.find_original(parent, attribute)
@@ -109,6 +111,12 @@ class TorchPatch:
             names.add(wrapper, original)
             self._graph_names.add(original, place)
             self._names.add(original, wrapper)
+
+    def _list_rows(self) -> list[tuple[Place, Row]]:
+        """The rows with their places, looked up once: these do not move."""
+        if self._rows[0] is not lists.TABLES:
+            self._rows = lists.TABLES, place_rows(lists.TABLES, torch.__version__)
+        return self._rows[1]
 
     def _close(self) -> None:
         patcher, self._patcher = self._patcher, None

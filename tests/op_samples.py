@@ -1,5 +1,6 @@
 """PyTorch's own OpInfo database as tests use it: an op's names in torch, and calls of it."""
 
+import functools
 import itertools
 import operator
 
@@ -23,6 +24,7 @@ PLACES = (
 OPS = op_db
 
 
+@functools.cache
 def index_functions():
     """Every (place, name) of each function in torch's namespaces, by the function's id."""
     found = {}
@@ -33,7 +35,7 @@ def index_functions():
 
 
 # Read before anything is patched, as op_db itself is.
-INDEX = index_functions()
+index_functions()
 
 
 def full_name(op):
@@ -56,7 +58,7 @@ def forms_of(op):
     for alias in op.aliases:
         forms += [alias.op, alias.method_variant, alias.inplace_variant]
     for form in filter(None, forms):
-        places = INDEX.get(id(form), [])
+        places = index_functions().get(id(form), [])
         if not places or getattr(operator, getattr(form, "__name__", ""), None) is form:
             yield getattr(form, "__name__", str(form)), form, form
         for place, name in places:
