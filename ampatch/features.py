@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ampatch.batch_norm import patch_batch_norm
+from ampatch.before_graph import refresh_compiled
 from ampatch.cast import CastState
 from ampatch.checkpoint import patch_checkpoint
 from ampatch.overrides import name_originals
@@ -10,7 +11,7 @@ from ampatch.patcher import Patcher, SessionPatch
 
 
 class TorchFeatures(SessionPatch):
-    """Has checkpointing, transforms and overrides work at every level but O0."""
+    """Has checkpointing, transforms, overrides and compiled models work at every level but O0."""
 
     def __init__(self, casts: CastState) -> None:
         super().__init__()
@@ -21,3 +22,4 @@ class TorchFeatures(SessionPatch):
         patch_checkpoint(patcher, self._casts)
         patch_batch_norm(patcher)
         name_originals(patcher)
+        refresh_compiled(patcher)

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch.nn import Module
 
+from ampatch.before_graph import BeforeGraph
 from ampatch.masters import MasterParams
 from ampatch.values import Float32Values
 
 
-class RefreshWeights:
+class RefreshWeights(BeforeGraph):
     """Brings float32 values that were written outside of a step into the model; a forward pre-hook.
 
     Optimizers such as SAM and Lookahead write to parameters by themselves, and so do users who clip
@@ -26,9 +27,13 @@ class RefreshWeights:
 
     def __call__(self, module: Module, args: tuple) -> None:
         if not torch.compiler.is_dynamo_compiling():
-            self._values.follow_shown()
-            for masters in self._masters:
-                masters.copy_edits_to_model()
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Rounds what was written into the model; no host sync."""
+        self._values.follow_shown()
+        for masters in self._masters:
+            masters.copy_edits_to_model()
 
     def __deepcopy__(self, memo: dict) -> RefreshWeights:
         return RefreshWeights(copy.deepcopy(self._values, memo))

@@ -1,5 +1,7 @@
 """What holds for every test: it leaves torch as it found it, and no session behind."""
 
+import gc
+
 import hypothesis
 import pytest
 import torch
@@ -52,3 +54,9 @@ def pytest_collection_modifyitems(items):
             item.add_marker(
                 pytest.mark.skip(reason="needs an NVIDIA GPU: torch.cuda.is_available() is False")
             )
+
+
+def pytest_collection_finish():
+    """Takes what is there by now out of the garbage collector's sight: torch alone has a million objects."""
+    gc.collect()
+    gc.freeze()

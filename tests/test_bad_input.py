@@ -209,7 +209,9 @@ def test_a_parameter_without_values_yet_is_refused_where_the_model_is_cast(level
 
 @EVERY_LEVEL
 @pytest.mark.parametrize(
-    "models", [None, "model", Linear, torch.ones(1), 3, {"a": Linear(1, 1)}, iter([])], ids=repr
+    "models",
+    [None, "model", Linear, torch.ones(1), 3, {"a": Linear(1, 1)}, iter([])],
+    ids=lambda it: type(it).__name__,
 )
 def test_what_is_no_model_is_refused(refused, level, models):
     model, optimizer = make_pair()

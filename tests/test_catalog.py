@@ -234,7 +234,7 @@ def test_an_op_that_parts_from_autocast_on_purpose_says_the_reason(op, path):
         (torch.exp, None),
         (F.dropout, None),
     ],
-    ids=str,
+    ids=lambda it: getattr(it, "__name__", str(it)),
 )
 def test_whether_torch_promotes_is_asked_of_torch(function, expected):
     state = torch.get_rng_state()

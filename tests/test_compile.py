@@ -650,3 +650,21 @@ def test_a_model_whose_weights_are_loaded_between_calls_compiles_as_a_whole(leve
         model.load_state_dict(weights)
         found = call(x)
     assert torch.equal(found, model(x))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+@pytest.mark.parametrize("place", ["masters", "state_dict"])
+def test_what_is_written_shows_in_the_next_call_of_a_compiled_model(place, level, backend):
+    """As SAM and Lookahead write into the parameters that they step."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    open_session(model, level, optimizers=optimizer)
+    compiled, x = torch.compile(model, backend=backend, fullgraph=True), torch.ones(1, 2)
+    compiled(x)
+    for value in (3.0, 5.0):
+        written = amp.master_params(optimizer) if place == "masters" else model.state_dict().values()
+        with torch.no_grad():
+            for tensor in written:
+                tensor.fill_(value)
+        assert torch.equal(compiled(x).float(), torch.full((1, 2), 3 * value))

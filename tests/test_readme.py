@@ -18,7 +18,7 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 LINKED = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 SWEEP = "pip install -c constraints.txt -e '.[tools,examples]' && ampatch sweep examples/digits.py"
-TEST = "pip install -c constraints.txt -e '.[test]' && pytest"
+TEST = "pip install -c constraints.txt -e '.[test]' && pytest -n 2 --dist loadfile"
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 

@@ -34,6 +34,7 @@ PLACES = (
     "torch.fx.graph",
     "torch.jit._recursive",
     "torch._tensor",
+    "torch._dynamo.eval_frame.OptimizedModule",
     "torch._dynamo.variables.builtin.BuiltinVariable",
     "torch._dynamo.variables.tensor.TensorVariable",
     "torch.nn.utils",
