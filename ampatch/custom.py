@@ -97,7 +97,7 @@ def without_casts(original: Function, widen: TensorCast, *args: object, **kwargs
 
 # The code of a row is found by the name of its function; every other one is `where_refused`.
 CUSTOM_CASTS: dict[str, Function] = {
-    **dict.fromkeys(("avg_pool3d", "i1", "i1e"), on_cpu),
+    **dict.fromkeys(("avg_pool3d", "i1", "i1e", "matrix_exp"), on_cpu),
     "rrelu": rrelu,
     "matrix_power": matrix_power,
     "sum_to_size": sum_to_size,

@@ -5,28 +5,19 @@ These rows hold on a CPU alone. On a GPU, where the kernels exist, nothing is ca
 
 from ampatch.table import CUSTOM, FP32, CastTable, Row
 
+_MATRIX_EXP = Row("matrix_exp", CUSTOM, "float32 on a CPU, whose half kernel returns wrong numbers")
+_RRELU = Row("rrelu", CUSTOM, "float32 where a CPU refuses float16")
 FUNCTIONS_ON_CPU = (
     CastTable(
         "torch.nn.functional",
         (
             Row("avg_pool3d", CUSTOM, "float32 on a CPU, which has half kernels of avg_pool1d and avg_pool2d alone"),
-            Row(
-                "rrelu",
-                CUSTOM,
-                "float32 where a CPU refuses float16",
-            ),
+            _RRELU,
         ),
     ),
-    CastTable(
-        "torch",
-        (
-            Row(
-                "rrelu",
-                CUSTOM,
-                "float32 where a CPU refuses float16",
-            ),
-        ),
-    ),
+    CastTable("torch", (_RRELU, _MATRIX_EXP)),
+    CastTable("torch.linalg", (_MATRIX_EXP,)),
+    CastTable("torch.Tensor", (_MATRIX_EXP,)),
     CastTable(
         "torch.special",
         (

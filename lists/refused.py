@@ -31,11 +31,7 @@ TORCH_REFUSED = CastTable(
         Row("histogramdd", CUSTOM, "float32 where torch refuses half: no kernel"),
         Row("complex", CUSTOM, "float32 where torch refuses half: there is no bfloat16 complex type"),
         Row("polar", CUSTOM, "float32 where torch refuses half: there is no bfloat16 complex type"),
-        Row(
-            "view_as_complex",
-            CUSTOM,
-            "a float32 copy where torch refuses half: no bfloat16 complex type",
-        ),
+        Row("view_as_complex", CUSTOM, "a float32 copy where torch refuses half: no bfloat16 complex type"),
         Row("fused_moving_avg_obs_fake_quant", CUSTOM, "float32 where torch refuses half; QAT calls it"),
         Row("spmm", CUSTOM, "float32 where torch refuses mixed types: float32 graphs, half nodes"),
         Row("dsmm", CUSTOM, "float32 where torch refuses mixed types: float32 graphs, half nodes"),

@@ -70,7 +70,10 @@ def test_the_table_of_modules_agrees_with_the_installed_torch():
 
 def test_every_row_for_a_cpu_has_a_test():
     rows = {f"{table.target}.{row.name}" for table in FUNCTIONS_ON_CPU for row in table.rows}
-    assert rows == set(FUNCTIONS)
+    assert rows == {
+        *FUNCTIONS,
+        *(f"{place}.matrix_exp" for place in ("torch", "torch.linalg", "torch.Tensor")),
+    }
     assert {row.name for row in lists.MODULES_ON_CPU.rows} == set(MODULES)
 
 
@@ -121,6 +124,15 @@ def test_an_op_in_place_writes_its_half_input(opt_level):
     y = F.rrelu(x, 0.25, 0.25, inplace=True)
     assert y is x
     assert torch.equal(x, torch.full_like(x, -0.25))
+
+
+@pytest.mark.parametrize("opt_level", LEVELS)
+@pytest.mark.parametrize("place", [torch, torch.linalg, torch.Tensor], ids=["torch", "linalg", "Tensor"])
+def test_the_exponential_of_a_half_matrix_is_that_in_float32(place, opt_level):
+    x = (torch.rand(3, 3) / 4).to(LEVELS[opt_level])
+    expected = torch.matrix_exp(x.float())
+    open_session(opt_level=opt_level)
+    assert torch.equal(place.matrix_exp(x), expected)
 
 
 def test_the_input_may_be_a_keyword():
