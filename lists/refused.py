@@ -66,6 +66,8 @@ LINALG_REFUSED = CastTable(
         Row("lu_factor_ex", CUSTOM, "float32 where torch refuses half: no kernel"),
         Row("lu_solve", CUSTOM, "float32 where torch refuses half: no kernel"),
         Row("matrix_rank", CUSTOM, "float32 where torch refuses half: no kernel of the SVD inside"),
+        Row("matrix_sqrth", CUSTOM, "float32 where torch refuses half: no kernel of the eigh inside", since="2.14"),
+        Row("polar", CUSTOM, "float32 where torch refuses half: no kernel of the SVD inside", since="2.14"),
         Row("pinv", CUSTOM, "float32 where torch refuses half: no kernel of the SVD inside"),
         Row("qr", CUSTOM, "float32 where torch refuses half: no kernel"),
         Row("slogdet", CUSTOM, "float32 where torch refuses half: no kernel of the LU inside"),

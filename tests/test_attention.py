@@ -237,7 +237,7 @@ def test_a_compiled_encoder_evaluates_with_casts(masks):
     torch._dynamo.reset()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 @pytest.mark.parametrize("make", [make_layer, MODULES["encoder"]], ids=["layer", "encoder"])
 def test_a_scripted_layer_runs_uncast(make):
     model, x = make().eval(), data()
