@@ -104,29 +104,21 @@ class Patcher:
         return taken
 
 
-class SessionPatch:
-    """What is patched once a session; a base class that says when, and undoes later what others kept.
-
-    `patch` replaces attributes, and `forget` drops what was remembered for them.
-    """
+class RetriedPatch:
+    """What a session patches; what others keep from being undone is undone later. A base class."""
 
     def __init__(self) -> None:
         self._patcher: Patcher | None = None
         self._blocked: list[Patcher] = []  # what others had patched over when we closed
 
-    def patch(self, patcher: Patcher) -> None:
-        """Replaces what is to be replaced."""
-        raise NotImplementedError
-
     def forget(self) -> None:
-        """Drops what was remembered; does nothing unless it is overridden."""
+        """Drops what was remembered for the patches; does nothing unless it is overridden."""
 
-    def open(self, undo: ExitStack) -> None:
-        """Patches, unless it is done; `undo` receives the way back."""
-        if self._patcher is None:
-            self._patcher = Patcher()
-            undo.callback(self._close)
-            self.patch(self._patcher)
+    def _begin(self, undo: ExitStack) -> Patcher:
+        """Returns what replaces attributes; `undo` receives the way back."""
+        self._patcher = Patcher()
+        undo.callback(self._close)
+        return self._patcher
 
     def _close(self) -> None:
         patcher, self._patcher = self._patcher, None
@@ -137,6 +129,19 @@ class SessionPatch:
     def retry(self) -> None:
         """Undoes what somebody else's patch kept from being undone, where that is gone by now."""
         self._blocked = [patcher for patcher in reversed(self._blocked) if patcher.retry()][::-1]
+
+
+class SessionPatch(RetriedPatch):
+    """What is patched once a session, whatever the calls of `initialize` say; a base class."""
+
+    def patch(self, patcher: Patcher) -> None:
+        """Replaces what is to be replaced."""
+        raise NotImplementedError
+
+    def open(self, undo: ExitStack) -> None:
+        """Patches, unless it is done; `undo` receives the way back."""
+        if self._patcher is None:
+            self.patch(self._begin(undo))
 
 
 def get_raw(parent: object, attribute: str) -> object:

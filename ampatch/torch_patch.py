@@ -16,7 +16,7 @@ from ampatch.cast import CastState
 from ampatch.compiling import forget_graphs, prepare_compiler, restore_compiler, tag_caches, trace_methods
 from ampatch.errors import AmpValueError
 from ampatch.graph_names import GraphNames
-from ampatch.patcher import Patcher, Place, place_rows, qualify
+from ampatch.patcher import Patcher, Place, RetriedPatch, place_rows, qualify
 from ampatch.peel import peel
 from ampatch.policy import Policy
 from ampatch.recurrent import allow_half_input
@@ -26,17 +26,16 @@ from ampatch.table import Row
 from ampatch.wrapper import wrap
 
 
-class TorchPatch:
+class TorchPatch(RetriedPatch):
     """Patches torch once a session, and keeps what users registered for the next one."""
 
     def __init__(self, casts: CastState) -> None:
+        super().__init__()
         self._casts = casts
         self._registrations: dict[tuple[int, str], Registration] = {}
-        self._patcher: Patcher | None = None
         self._names = BoundNames()
         self._rows: tuple[object, list[tuple[Place, Row]]] = (None, [])
         self._graph_names = GraphNames()
-        self._blocked: list[Patcher] = []  # what others had patched over when we closed
 
     def validate(self, policy: Policy) -> None:
         """Raises if torch is patched for another half type already."""
@@ -75,25 +74,25 @@ class TorchPatch:
         prepare_compiler()
         undo.callback(restore_compiler)
         undo.callback(self._graph_names.close)
-        undo.callback(self._close)
+        undo.callback(self._names.close)
+        patcher = self._begin(undo)
         casts.half = policy.half
-        self._patcher = Patcher()
         # Weights change in a step, and fused optimizers do not bump their version.
         hook = register_optimizer_step_post_hook(lambda *_: casts.clear_cache())
         undo.callback(hook.remove)
         names = ScriptNames()
         undo.callback(names.close)
-        self._patch_rows(self._patcher, policy, trace, names)
-        self._patcher.replace(torch.nn.RNNBase, "check_input", allow_half_input(casts.thread))
+        self._patch_rows(patcher, policy, trace, names)
+        patcher.replace(torch.nn.RNNBase, "check_input", allow_half_input(casts.thread))
         batch_norm = torch.nn.functional.batch_norm  # patched at the levels without tables as well
         self._names.add(peel(batch_norm), batch_norm)
         fast_path = allow_fast_path(casts.thread)
         names.add(fast_path, torch.backends.mha.get_fastpath_enabled)
-        self._patcher.replace(torch.backends.mha, "get_fastpath_enabled", fast_path)
-        self._graph_names.open(self._patcher)
-        patch_autocast(self._patcher, casts)
-        trace_methods(self._patcher, casts, policy.half)
-        tag_caches(self._patcher, policy.half)
+        patcher.replace(torch.backends.mha, "get_fastpath_enabled", fast_path)
+        self._graph_names.open(patcher)
+        patch_autocast(patcher, casts)
+        trace_methods(patcher, casts, policy.half)
+        tag_caches(patcher, policy.half)
         forget_graphs()
         for registration in self._registrations.values():
             self._bind(registration)
@@ -118,18 +117,9 @@ class TorchPatch:
             self._rows = lists.TABLES, place_rows(lists.TABLES, torch.__version__)
         return self._rows[1]
 
-    def _close(self) -> None:
-        patcher, self._patcher = self._patcher, None
+    def forget(self) -> None:
+        """Stops casting."""
         self._casts.close()
-        self._blocked.append(patcher)
-        try:
-            patcher.close()
-        finally:
-            self._names.close()
-
-    def retry(self) -> None:
-        """Undoes what somebody else's patch kept from being undone, where that is gone by now."""
-        self._blocked = [patcher for patcher in reversed(self._blocked) if patcher.retry()][::-1]
 
     @property
     def registrations(self) -> tuple[Registration, ...]:
