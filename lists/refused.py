@@ -6,28 +6,32 @@ so torch is asked by a call, on a GPU as on a CPU.
 
 from ampatch.table import CUSTOM, CastTable, Row
 
+_FUNCTIONS_AND_METHODS = (
+    Row("cholesky", CUSTOM, "float32 where torch refuses half: no kernel"),
+    Row("cholesky_inverse", CUSTOM, "float32 where torch refuses half: no kernel"),
+    Row("cholesky_solve", CUSTOM, "float32 where torch refuses half: no kernel"),
+    Row("geqrf", CUSTOM, "float32 where torch refuses half: no kernel"),
+    Row("lu", CUSTOM, "float32 where torch refuses half: no kernel"),
+    Row("lu_solve", CUSTOM, "float32 where torch refuses half: no kernel"),
+    Row("ormqr", CUSTOM, "float32 where torch refuses half: no kernel"),
+    Row("orgqr", CUSTOM, "float32 where torch refuses half: no kernel"),
+    Row("qr", CUSTOM, "float32 where torch refuses half: no kernel"),
+    Row("svd", CUSTOM, "float32 where torch refuses half: no kernel"),
+    Row("triangular_solve", CUSTOM, "float32 where torch refuses half: no kernel"),
+    Row("pinverse", CUSTOM, "float32 where torch refuses half: no kernel of the SVD inside"),
+    Row("logdet", CUSTOM, "float32 where torch refuses half: no kernel of the LU inside"),
+    Row("slogdet", CUSTOM, "float32 where torch refuses half: no kernel of the LU inside"),
+    Row("det", CUSTOM, "float32 where torch refuses half: no kernel of the LU inside"),
+    Row("inverse", CUSTOM, "float32 where torch refuses half: no kernel"),
+    Row("quantile", CUSTOM, "float32 where torch refuses half: no kernel"),
+    Row("nanquantile", CUSTOM, "float32 where torch refuses half: no kernel"),
+    Row("histogram", CUSTOM, "float32 where torch refuses half: no kernel"),
+)
+
 TORCH_REFUSED = CastTable(
     "torch",
     (
-        Row("cholesky", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("cholesky_inverse", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("cholesky_solve", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("geqrf", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("lu", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("lu_solve", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("ormqr", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("orgqr", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("qr", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("svd", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("triangular_solve", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("pinverse", CUSTOM, "float32 where torch refuses half: no kernel of the SVD inside"),
-        Row("logdet", CUSTOM, "float32 where torch refuses half: no kernel of the LU inside"),
-        Row("slogdet", CUSTOM, "float32 where torch refuses half: no kernel of the LU inside"),
-        Row("det", CUSTOM, "float32 where torch refuses half: no kernel of the LU inside"),
-        Row("inverse", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("quantile", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("nanquantile", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("histogram", CUSTOM, "float32 where torch refuses half: no kernel"),
+        *_FUNCTIONS_AND_METHODS,
         Row("histogramdd", CUSTOM, "float32 where torch refuses half: no kernel"),
         Row("complex", CUSTOM, "float32 where torch refuses half: there is no bfloat16 complex type"),
         Row("polar", CUSTOM, "float32 where torch refuses half: there is no bfloat16 complex type"),
@@ -125,29 +129,6 @@ SPARSE_REFUSED = CastTable(
     ),
 )
 
-TENSOR_REFUSED = CastTable(
-    "torch.Tensor",
-    (
-        Row("cholesky", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("cholesky_inverse", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("cholesky_solve", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("geqrf", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("lu", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("lu_solve", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("ormqr", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("orgqr", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("qr", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("svd", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("triangular_solve", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("pinverse", CUSTOM, "float32 where torch refuses half: no kernel of the SVD inside"),
-        Row("logdet", CUSTOM, "float32 where torch refuses half: no kernel of the LU inside"),
-        Row("slogdet", CUSTOM, "float32 where torch refuses half: no kernel of the LU inside"),
-        Row("det", CUSTOM, "float32 where torch refuses half: no kernel of the LU inside"),
-        Row("inverse", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("quantile", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("nanquantile", CUSTOM, "float32 where torch refuses half: no kernel"),
-        Row("histogram", CUSTOM, "float32 where torch refuses half: no kernel"),
-    ),
-)
+TENSOR_REFUSED = CastTable("torch.Tensor", _FUNCTIONS_AND_METHODS)
 
 REFUSED = (TORCH_REFUSED, TORCH_FUNCTIONAL_REFUSED, LINALG_REFUSED, SPECIAL_REFUSED, SPARSE_REFUSED, TENSOR_REFUSED)
