@@ -42,7 +42,7 @@ def cast_tree(value: object, cast: TensorCast, other: Other = None, around: tupl
         return cast(value)
     if isinstance(value, str | bytes | range | type | torch.nn.Module):
         return value
-    if any(_is_one(value, outer) for outer in around):
+    if around and any(_is_one(value, outer) for outer in around):
         return value
     if isinstance(value, tuple | list | deque):
         return _cast_sequence(value, cast, other, around)

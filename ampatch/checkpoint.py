@@ -43,33 +43,26 @@ def _repeat_generator(original: Function, casts: CastState) -> Function:
 
     @functools.wraps(original)
     def generate(function: Function, *args: object, **kwargs: object) -> object:
-        repeat = _repeat(function, casts)
         by_place = args[1] if len(args) > 1 and callable(args[1]) else no_context
-        if kwargs.get("context_fn", by_place) is not no_context:
-            # Selective checkpointing counts operations, casts of weights among them, so that both runs
-            # must begin alike: with no casts in the cache.
+        is_selective = kwargs.get("context_fn", by_place) is not no_context
+        if is_selective:
+            # It counts operations, casts of weights among them, so that both runs must begin alike: with no
+            # casts in the cache.
             casts.forget_casts()
-            repeat = _begin_with(casts.forget_casts, repeat)
-        return original(repeat, *args, **kwargs)
+        return original(_repeat(function, casts, begin_anew=is_selective), *args, **kwargs)
 
     return generate
 
 
-def _begin_with(first: Callable[[], None], function: Function) -> Function:
-    def run(*args: object, **kwargs: object) -> object:
-        first()
-        return function(*args, **kwargs)
-
-    return run
-
-
-def _repeat(function: Function, casts: CastState) -> Function:
+def _repeat(function: Function, casts: CastState, *, begin_anew: bool = False) -> Function:
     """Returns `function` with casts on or off, and inside of the forward, as it is now."""
     thread = casts.thread
     switch = thread.disabled if thread.off and thread.is_off() else thread.enabled
     dtype = thread.forwards[-1].dtype if thread.forwards else None
 
     def run(*args: object, **kwargs: object) -> object:
+        if begin_anew:
+            casts.forget_casts()
         with switch():
             if not is_inside:
                 return function(*args, **kwargs)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ampatch.policy import OPT_LEVELS, Policy
+from ampatch.precision import name_dtype
 from ampatch.table import Cast
 
 MEANING = {
@@ -57,13 +58,13 @@ class Name:
 
     def _effect(self, policy: Policy) -> Effect:
         native = {True: "float32, by torch", False: "torch refuses", None: AS_TORCH}[self.promotes]
-        half = "half" if policy.half is None else _name(policy.half)
+        half = "half" if policy.half is None else name_dtype(policy.half)
         if not policy.patch_torch_functions:
             because = f"the model is {half}; functions are not patched" if policy.casts_model else "no casts"
             return Effect(policy.opt_level, "float32", half, native, because)
         if self.cast is None:
             return Effect(policy.opt_level, "float32", half, native, "no row")
-        lower = half if self.dtype is None else _name(self.dtype)
+        lower = half if self.dtype is None else name_dtype(self.dtype)
         float32, of_half, mixed = {
             Cast.LOWER: (lower, lower, lower),
             Cast.FP32: ("float32", "float32", "float32"),
@@ -78,7 +79,7 @@ class Name:
     def heading(self) -> str:
         """What happens to its arguments where functions are patched."""
         if self.dtype is not None:
-            return f"{_name(self.dtype)}: its floating arguments are cast to {_name(self.dtype)}"
+            return f"{name_dtype(self.dtype)}: its floating arguments are cast to {name_dtype(self.dtype)}"
         return f"{self.cast.name}: {MEANING[self.cast]}" if self.cast else "no row: it is not patched"
 
 
@@ -115,7 +116,3 @@ def align(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
     return [line.rstrip() for line in lines]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

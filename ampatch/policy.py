@@ -8,7 +8,7 @@ import torch
 
 from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.loss_scale import DynamicLossScale, LossScale, StaticLossScale, parse_loss_scale
-from ampatch.precision import HALF_TYPES
+from ampatch.precision import HALF_TYPES, name_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Policy:
 
 
 def _patching(level: str, half: torch.dtype, scale: LossScale) -> Policy:
-    summary = f"float32 weights, whitelisted functions in {_name(half)}"
+    summary = f"float32 weights, whitelisted functions in {name_dtype(half)}"
     return Policy(
         level,
         summary,
@@ -79,7 +79,7 @@ def _patching(level: str, half: torch.dtype, scale: LossScale) -> Policy:
 
 
 def _casting(level: str, half: torch.dtype, scale: LossScale) -> Policy:
-    summary = f"{_name(half)} model, float32 BatchNorm and master weights"
+    summary = f"{name_dtype(half)} model, float32 BatchNorm and master weights"
     return Policy(
         level,
         summary,
@@ -88,10 +88,6 @@ def _casting(level: str, half: torch.dtype, scale: LossScale) -> Policy:
         master_weights=True,
         loss_scale=scale,
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 _DYNAMIC, _ONE = DynamicLossScale(), StaticLossScale(1.0)

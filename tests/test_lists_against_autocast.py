@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ampatch import lists
 from ampatch.table import FP32, LOWER, PROMOTE
+from op_samples import calls_of, full_name
 
 CASTS = {
     (table.target, row.name): row.cast
@@ -93,21 +94,6 @@ def path_of(op):
     return "torch" if ("torch", name) in CASTS else "torch.Tensor", name
 
 
-def full_name(op):
-    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
-
-
-def samples(op):
-    """Returns the arguments of a few calls, made of real tensors: some samples read numbers."""
-    found = itertools.islice(op.sample_inputs("cpu", FULL), 3)
-    calls = [((sample.input, *sample.args), sample.kwargs) for sample in found]
-    return [call for call in calls if all(is_strided(leaf) for leaf in tree_leaves(call))]
-
-
-def is_strided(leaf):
-    return not isinstance(leaf, torch.Tensor) or leaf.layout is torch.strided
-
-
 def fake(value, dtypes):
     """Returns `value` with fake CUDA tensors of the next of `dtypes` for float32 tensors."""
     dtypes = itertools.cycle(dtypes)
@@ -159,7 +145,7 @@ def test_a_row_gives_the_dtypes_that_autocast_gives(op):
     if op.name.removeprefix("nn.functional.").replace(".", "_") in dict(map(reversed, AUTOCAST_OPS)):
         patterns += [[HALF, FULL], [FULL, HALF]]
     compared = 0
-    for call, pattern in itertools.product(samples(op), patterns):
+    for call, pattern in itertools.product(calls_of(op, 3), patterns):
         with FakeTensorMode():
             args, kwargs = fake(call, pattern)
             expected = autocast_dtypes(op, args, kwargs)
