@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ampatch.cast import CASTS, TensorCast, cast_tree
-from ampatch.precision import ELIGIBLE
+from ampatch.precision import ELIGIBLE, HALF_TYPES
 
 Function = Callable[..., object]
+
+_PACKAGES = ("torch", "ampatch")
+_TO_NUMPY = "torch.utils.tensorboard"  # which hands what it is given to numpy
 
 
 def where_refused(original: Function, widen: TensorCast, *args: object, **kwargs: object) -> object:
@@ -89,6 +95,25 @@ def local_response_norm(
     return original(widen(input) if input.numel() else input, *args, **kwargs)
 
 
+def cpu(original: Function, widen: TensorCast, input: Tensor, *args: object, **kwargs: object) -> object:
+    """Copies half tensors in float32; torch's own calls get what they gave.
+
+    Torch moves tensors to bring them back, as `save_on_cpu` does, or to store them. What Dynamo
+    compiles is a program's own call.
+    """
+    is_ours = input.dtype in HALF_TYPES and input.device.type in CASTS.device_types
+    if is_ours and (torch.compiler.is_dynamo_compiling() or not _is_internal(sys._getframe(1).f_back)):
+        # Never the cached cast of a parameter: who asked for a copy may write into it.
+        input = widen(input.view_as(input) if isinstance(input, Parameter) else input)
+    return original(input, *args, **kwargs)
+
+
+def _is_internal(caller: FrameType | None) -> bool:
+    """Whether a call is one of torch's own code, or of ours; C++ threads have calls without a caller."""
+    module = caller.f_globals.get("__name__", "") if caller else ""
+    return module.partition(".")[0] in _PACKAGES and not module.startswith(_TO_NUMPY)
+
+
 def without_casts(original: Function, widen: TensorCast, *args: object, **kwargs: object) -> object:
     """Runs as it is written: it keeps its own account of types."""
     with CASTS.thread.disabled():
@@ -102,5 +127,6 @@ CUSTOM_CASTS: dict[str, Function] = {
     "matrix_power": matrix_power,
     "sum_to_size": sum_to_size,
     "local_response_norm": local_response_norm,
+    "cpu": cpu,
     "_linear_cross_entropy_batch_chunked_accumulator": without_casts,
 }

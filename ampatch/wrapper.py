@@ -16,6 +16,7 @@ from ampatch.precision import ELIGIBLE, HALF_TYPES
 from ampatch.table import Cast
 
 Function = Callable[..., object]
+GetCast = Callable[[torch.dtype], TensorCast]
 
 
 def wrap(
@@ -39,15 +40,18 @@ def wrap(
     """
     name = ".".join(filter(None, place))
     uncast = keep_uncast(original, place)
-    if kind in (Cast.LOWER, Cast.FP32):
-        dtype = half if kind is Cast.LOWER else torch.float32
+
+    def get_cast(dtype: torch.dtype) -> TensorCast:
         cast = cast_eligible(state, dtype)
-        cast = _traced(cast, name, trace) if trace else cast
+        return _traced(cast, name, trace) if trace else cast
+
+    if kind in (Cast.LOWER, Cast.FP32):
+        cast = get_cast(half if kind is Cast.LOWER else torch.float32)
         # What `dtype` means to a user's function is the user's.
         has_dtype = kind is Cast.FP32 and containers is not object
         wrapper = _wrap_cast(original, uncast, state, cast, containers, has_dtype)
     else:
-        wrapper = _FACTORIES[kind](original, uncast, state, name)
+        wrapper = _FACTORIES[kind](original, uncast, state, name, get_cast)
     functools.update_wrapper(wrapper, original)
     wrapper.__module__, wrapper.__qualname__ = place
     return wrapper
@@ -111,9 +115,11 @@ def _eligible_tensors(state: CastState, values: object) -> list[Tensor]:
     return found
 
 
-def _wrap_promote(original: Function, uncast: Function, state: CastState, name: str) -> Function:
+def _wrap_promote(
+    original: Function, uncast: Function, state: CastState, name: str, get_cast: GetCast
+) -> Function:
     thread = state.thread
-    widen = cast_eligible(state, torch.float32)
+    widen = get_cast(torch.float32)
 
     def wrapper(*args, **kwargs):
         if thread.off and thread.is_off():
@@ -130,9 +136,11 @@ def _wrap_promote(original: Function, uncast: Function, state: CastState, name: 
     return wrapper
 
 
-def _wrap_match_self(original: Function, uncast: Function, state: CastState, name: str) -> Function:
+def _wrap_match_self(
+    original: Function, uncast: Function, state: CastState, name: str, get_cast: GetCast
+) -> Function:
     thread = state.thread
-    casts = {dtype: cast_eligible(state, dtype) for dtype in ELIGIBLE}
+    casts = {dtype: get_cast(dtype) for dtype in ELIGIBLE}
 
     def wrapper(*args, **kwargs):
         target = args[0] if args else kwargs.get("input")
@@ -145,7 +153,9 @@ def _wrap_match_self(original: Function, uncast: Function, state: CastState, nam
     return wrapper
 
 
-def _wrap_in_place(original: Function, uncast: Function, state: CastState, name: str) -> Function:
+def _wrap_in_place(
+    original: Function, uncast: Function, state: CastState, name: str, get_cast: GetCast
+) -> Function:
     thread = state.thread
     functional = name.rpartition(".")[2].rstrip("_")
 
@@ -165,11 +175,12 @@ def _wrap_in_place(original: Function, uncast: Function, state: CastState, name:
     return wrapper
 
 
-def _wrap_banned(original: Function, uncast: Function, state: CastState, name: str) -> Function:
+def _wrap_banned(
+    original: Function, uncast: Function, state: CastState, name: str, get_cast: GetCast
+) -> Function:
     thread = state.thread
-    in_float32 = _wrap_cast(
-        original, uncast, state, cast_eligible(state, torch.float32), (list, tuple), has_dtype=False
-    )
+    widen = get_cast(torch.float32)
+    in_float32 = _wrap_cast(original, uncast, state, widen, (list, tuple), has_dtype=False)
 
     def wrapper(*args, **kwargs):
         if thread.off and thread.is_off():
@@ -187,10 +198,12 @@ def _wrap_banned(original: Function, uncast: Function, state: CastState, name: s
     return wrapper
 
 
-def _wrap_custom(original: Function, uncast: Function, state: CastState, name: str) -> Function:
+def _wrap_custom(
+    original: Function, uncast: Function, state: CastState, name: str, get_cast: GetCast
+) -> Function:
     thread = state.thread
     custom = CUSTOM_CASTS.get(name.rpartition(".")[2], where_refused)
-    widen = cast_eligible(state, torch.float32)
+    widen = get_cast(torch.float32)
 
     def wrapper(*args, **kwargs):
         if thread.off and thread.is_off():

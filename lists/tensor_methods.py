@@ -87,6 +87,8 @@ TENSOR = CastTable(
         Row("norm", FP32, "root of a sum of squares; 256 squared is past 65504"),
         Row("renorm", FP32, "divides by a norm: a sum of powers"),
         Row("dist", FP32, "norm of a difference: a sum of powers"),
+        # Copies.
+        Row("cpu", CUSTOM, "float32 from a half tensor, for numpy and lists; torch's own calls keep the type"),
         # In place: self is half and stays half, so the float32 result of the functional form has no place.
         Row("acos_", FP32_INPLACE, "acos runs in float32; write x = x.acos()"),
         Row("arccos_", FP32_INPLACE, "arccos runs in float32; write x = x.arccos()"),

@@ -1,12 +1,16 @@
 """Functions that no single cast fits, against what they are made of and against float32."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ampatch as amp
-from patched import FULL, HALF, full, half, open_session
+from patched import FULL, HALF, LEVELS, full, half, open_session
 
 PLAIN_INVERSE = torch.linalg.inv
 
@@ -162,3 +166,149 @@ def test_with_casts_disabled_torch_refuses_as_it_does_unpatched():
     open_session()
     with amp.disable_casts(), pytest.raises(RuntimeError, match="BFloat16"):
         torch.linalg.inv(half(3, 3))
+
+
+# ---- Tensor.cpu ----
+
+
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_a_half_tensor_on_the_cpu_is_float32_and_goes_to_numpy(opt_level):
+    x = torch.rand(3, 4).to(LEVELS[opt_level])
+    open_session(opt_level=opt_level)
+    assert x.cpu().dtype is Tensor.cpu(x).dtype is FULL
+    assert torch.equal(x.cpu(), x.float())
+    assert torch.equal(torch.from_numpy(x.cpu().numpy()), x.float())
+    amp.uninitialize()
+    assert x.cpu() is x
+
+
+@pytest.mark.parametrize("dtype", [FULL, torch.float64, torch.int64, torch.bool, torch.complex64], ids=str)
+def test_a_tensor_that_is_not_half_is_the_same_object_on_the_cpu(dtype):
+    x = torch.ones(3).to(dtype)
+    open_session()
+    assert x.cpu() is x
+
+
+def test_with_casts_disabled_a_half_tensor_stays_half_on_the_cpu():
+    x = half(3)
+    open_session()
+    with amp.disable_casts():
+        assert x.cpu() is x
+
+
+def test_a_half_tensor_of_a_device_without_a_model_stays_half_on_the_cpu():
+    x = half(3)
+    with FakeTensorMode() as mode:
+        amp.initialize(torch.nn.LayerNorm(1, device="cuda"), opt_level="O4", verbosity=0)
+        assert mode.from_tensor(x).cpu().dtype is HALF
+        assert torch.ones(3, dtype=HALF, device="cuda").cpu().dtype is FULL
+    assert x.cpu() is x
+
+
+def test_a_gradient_goes_back_from_the_cpu_in_the_type_of_the_tensor():
+    x, weight = half(3).requires_grad_(), full(3)
+    open_session()
+    (x.cpu() * weight).sum().backward()
+    assert x.grad.dtype is HALF
+    assert torch.equal(x.grad, weight.to(HALF))
+
+
+def test_a_memory_format_is_that_of_the_copy():
+    x = half(1, 2, 3, 3)
+    open_session()
+    copy = x.cpu(memory_format=torch.channels_last)
+    assert copy.dtype is FULL
+    assert copy.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(copy, x.float())
+
+
+def test_a_subclass_stays_one_on_the_cpu():
+    class Marked(Tensor):
+        pass
+
+    x = half(3).as_subclass(Marked)
+    open_session()
+    assert type(x.cpu()) is Marked
+    assert x.cpu().dtype is FULL
+
+
+def test_writing_into_the_copy_of_a_half_weight_changes_no_later_cast():
+    weight = torch.nn.Parameter(half(3))
+    expected = weight.detach().float()
+    open_session()
+    with torch.no_grad():
+        weight.cpu().fill_(7)
+        assert torch.equal(weight.cpu(), expected)
+        assert torch.equal(torch.exp(weight), expected.exp())
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_function_has_float32_from_the_cpu(backend):
+    def double(x):
+        return x.cpu() * 2
+
+    x, expected = half(3), None
+    open_session()
+    torch._dynamo.reset()
+    expected = double(x)
+    compiled = torch.compile(double, backend=backend, fullgraph=True)
+    found = compiled(x)
+    assert found.dtype is FULL
+    assert torch.equal(found, expected)
+    with amp.disable_casts():
+        assert compiled(x).dtype is HALF
+    torch._dynamo.reset()
+
+
+def test_what_save_on_cpu_keeps_has_the_type_that_backward_needs():
+    def gradient():
+        leaf = x.detach().requires_grad_()
+        with torch.autograd.graph.save_on_cpu():
+            result = (leaf * leaf).sum(dtype=HALF)
+        result.backward()
+        return leaf.grad
+
+    x = half(3)
+    expected = gradient()
+    open_session()
+    assert torch.equal(gradient(), expected)
+    assert gradient().dtype is HALF
+
+
+@pytest.mark.parametrize(
+    ("caller", "dtype"),
+    [
+        ("torch", HALF),
+        ("torch.distributed.checkpoint.filesystem", HALF),
+        ("ampatch.masters", HALF),
+        ("torch.utils.tensorboard._convert_np", FULL),  # calls numpy() on it
+        ("torchvision.utils", FULL),
+        ("__main__", FULL),
+        (None, FULL),
+    ],
+)
+def test_a_call_of_torchs_own_code_keeps_the_type(caller, dtype):
+    names = {} if caller is None else {"__name__": caller}
+    exec("def move(x): return x.cpu()", names)
+    open_session()
+    assert names["move"](half(3)).dtype is dtype
+
+
+def test_a_module_that_is_moved_keeps_its_types():
+    module = torch.nn.Linear(2, 2).to(HALF)
+    open_session()
+    assert module.cpu().weight.dtype is HALF
+
+
+def test_saving_printing_and_copying_a_half_tensor_keep_its_type(tmp_path):
+    x = half(3)
+    expected = repr(x)
+    open_session()
+    torch.save(x, tmp_path / "x.pt")
+    assert torch.load(tmp_path / "x.pt").dtype is HALF
+    assert copy.deepcopy(x).dtype is pickle.loads(pickle.dumps(x)).dtype is HALF
+    assert repr(x) == expected
+
+
+def test_the_explanation_of_cpu_says_what_happens():
+    assert "float32 from a half tensor" in str(amp.explain("Tensor.cpu"))
