@@ -16,18 +16,18 @@ from ampatch.frontend import (
     initialize,
     load_state_dict,
     master_params,
-    observe,
     override,
-    report,
     scale_loss,
     set_loss_scale,
     state_dict,
     step_was_skipped,
     uninitialize,
 )
+from ampatch.inspection import loss_scalers, master_pairs, observe, report
 from ampatch.loss_scale import DynamicLossScale
 from ampatch.observe import Observer
 from ampatch.policy import OPT_LEVELS, Policy
+from ampatch.scaler import LossScaler
 from ampatch.user_functions import (
     bfloat16_function,
     explain,
@@ -49,6 +49,7 @@ __all__ = [
     "AmpValueError",
     "BannedFunctionError",
     "DynamicLossScale",
+    "LossScaler",
     "NotInitializedError",
     "Observer",
     "PatchConflictError",
@@ -63,6 +64,8 @@ __all__ = [
     "half_function",
     "initialize",
     "load_state_dict",
+    "loss_scalers",
+    "master_pairs",
     "master_params",
     "observe",
     "override",

@@ -28,6 +28,7 @@ class Request:
     num_losses: int
     verbosity: int
     keep_fp32: tuple[Keep, ...]
+    allow_half_params: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +64,7 @@ def unwrap_optimizer(given: object, index: int = 0) -> Optimizer:
     """
     inner = given
     while not hasattr(inner, "_optimizer_step_pre_hooks"):
-        inner = getattr(inner, "optim", None) or getattr(inner, "optimizer", None)
+        inner = _look_inside(inner)
         if inner is None:
             hint = f"; a level is given as opt_level={given!r}" if given in (*OPT_LEVELS,) else ""
             raise AmpTypeError(
@@ -71,6 +72,13 @@ def unwrap_optimizer(given: object, index: int = 0) -> Optimizer:
                 f"or a list of them{hint}"
             )
     return inner
+
+
+def _look_inside(wrapper: object) -> object:
+    """Returns what a wrapper keeps as `optim` or `optimizer`, else the optimizer among its attributes."""
+    named = getattr(wrapper, "optim", None) or getattr(wrapper, "optimizer", None)
+    kept = vars(wrapper).values() if hasattr(wrapper, "__dict__") else ()
+    return named or next((value for value in kept if isinstance(value, Optimizer)), None)
 
 
 def find_inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:

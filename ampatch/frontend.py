@@ -14,7 +14,6 @@ from ampatch.call import Request
 from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.loss_scale import DynamicLossScale
 from ampatch.model import normalize_keep
-from ampatch.observe import Observer
 from ampatch.policy import Overrides, parse_flag, resolve
 from ampatch.scaler import LossScaler
 from ampatch.scaler_state import load_scalers, save_scalers
@@ -41,6 +40,7 @@ def initialize(
     patch_torch_functions_type: torch.dtype | None = None,
     keep_fp32: object = (),
     allow_banned: bool = False,
+    allow_half_params: bool = False,
 ) -> object:
     """Gives models and optimizers the mixed precision of an opt level, in place.
 
@@ -61,6 +61,7 @@ def initialize(
     - `keep_batchnorm_fp32`, `master_weights`, `cast_model_type`, `cast_model_outputs` (a dtype),
       `patch_torch_functions`, `patch_torch_functions_type`: override the level's default.
     - `allow_banned`: casts banned functions to float32 where they would raise on half tensors.
+    - `allow_half_params`: takes models with half parameters, which stay half, instead of raising.
     - `verbosity`: 0 silent, 1 a banner and a line for each skipped step, 2 also every cast.
 
     Raises AmpValueError and AmpTypeError (both AmpError) for arguments that cannot work.
@@ -77,6 +78,7 @@ def _initialize(
     num_losses: int,
     verbosity: int,
     keep_fp32: object,
+    allow_half_params: object,
     **overrides: object,
 ) -> object:
     returned = models if optimizers is None else (models, optimizers)
@@ -87,9 +89,17 @@ def _initialize(
         return returned
     policy = resolve(opt_level, Overrides(**overrides))
     _validate_num_losses(num_losses)
-    if isinstance(verbosity, bool) or not isinstance(verbosity, int):
+    if not isinstance(verbosity, int):  # True and False are 1 and 0, as scripts write
         raise AmpTypeError(f"verbosity is {verbosity!r}: expected 0 (silent), 1 or 2")
-    request = Request(model_list, optimizer_list, policy, num_losses, verbosity, normalize_keep(keep_fp32))
+    request = Request(
+        model_list,
+        optimizer_list,
+        policy,
+        num_losses,
+        verbosity,
+        normalize_keep(keep_fp32),
+        bool(parse_flag("allow_half_params", allow_half_params)),
+    )
     SESSION.open(request)
     return returned
 
@@ -247,22 +257,6 @@ def uninitialize() -> None:
     PatchConflictError, after everything else is undone, for functions that others patched over.
     """
     SESSION.close()
-
-
-def report(**metrics: object) -> None:
-    """Reports results of a script, such as `accuracy=0.98`, to the tool that runs it; else does nothing."""
-    for observer in SESSION.observers:
-        observer.on_report(metrics)
-
-
-@contextmanager
-def observe(observer: Observer) -> Iterator[None]:
-    """Tells an observer what happens while the context is open."""
-    SESSION.observers += (observer,)
-    try:
-        yield
-    finally:
-        SESSION.observers = tuple(item for item in SESSION.observers if item is not observer)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from fnmatch import fnmatchcase
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
@@ -31,8 +32,10 @@ from ampatch.values import Float32Values
 Keep = str | type[Module] | Module
 
 
-def validate_models(models: Sequence[object], policy: Policy, values: Float32Values) -> None:
-    """Raises for anything that is no float32 Module; several faults are told one at a time."""
+def validate_models(
+    models: Sequence[object], policy: Policy, values: Float32Values, allow_half: bool
+) -> None:
+    """Raises for anything that is no Module, or not float32; several faults are told one at a time."""
     for index, model in enumerate(models):
         if not isinstance(model, Module):
             raise AmpTypeError(
@@ -43,11 +46,13 @@ def validate_models(models: Sequence[object], policy: Policy, values: Float32Val
                 f"models[{index}] is wrapped in {type(model).__name__} already: call initialize on the "
                 f"bare model, then wrap what it returns"
             )
-        _validate_dtypes(index, model, policy, values)
+        _validate_dtypes(index, model, policy, values, allow_half)
         _validate_scripted(index, model, policy)
 
 
-def _validate_dtypes(index: int, model: Module, policy: Policy, values: Float32Values) -> None:
+def _validate_dtypes(
+    index: int, model: Module, policy: Policy, values: Float32Values, allow_half: bool
+) -> None:
     for name, param in model.named_parameters():
         if policy.casts_model and is_lazy(param):
             raise AmpValueError(
@@ -55,10 +60,12 @@ def _validate_dtypes(index: int, model: Module, policy: Policy, values: Float32V
                 f"that {policy.opt_level} has a weight to cast"
             )
         if param.dtype in HALF_TYPES and param not in values:
+            if allow_half:
+                continue
             raise AmpValueError(
                 f"models[{index}]: parameter {name!r} is {param.dtype} already: expected float32; remove "
                 f".half() or .bfloat16() from the model, the opt level casts it (a copy of an initialized "
-                f"model must be made before initialize)"
+                f"model must be made before initialize; allow_half_params=True takes it as it is)"
             )
         if param.dtype in HALF_TYPES and not policy.casts_model:
             raise AmpValueError(
@@ -193,11 +200,15 @@ class ModelCaster:
         for cast in self._cast:
             by_module[id(cast.module)].append(cast)
         for module in list_parts(self._models):
-            if any(id(tensor) in known for _, tensor in own_tensors(module)):
+            tensors = [tensor for _, tensor in own_tensors(module)]
+            if any(id(tensor) in known or self._came_half(tensor) for tensor in tensors):
                 own = by_module[id(module)]
                 save, load = SaveFloat32(self._values, own), LoadFloat32(self._values, own)
                 self._stack.callback(module.register_state_dict_post_hook(save).remove)
                 self._stack.callback(module.register_load_state_dict_pre_hook(load).remove)
+
+    def _came_half(self, tensor: Tensor) -> bool:
+        return tensor.dtype in HALF_TYPES and tensor not in self._values
 
     def _keep(self, kept: Module) -> None:
         """Lets a module run in float32 amid a half model, or amid patched functions.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from ampatch.loss_scale import DynamicLossScale, LossScale, validate_scale
+from ampatch.loss_scale import DynamicLossScale, LossScale, parse_loss_scale, validate_scale
 
 
 class Outcome:
@@ -26,6 +27,11 @@ class Outcome:
         self._delivered: torch.cuda.Event | None = None
         self._values: tuple[bool, float, float] | None = None
         self.was_announced = False
+
+    def forgive(self) -> None:
+        """Counts as clean from now on: somebody else looks after the overflow."""
+        self.found_inf.zero_()
+        self._set([0.0, *self._numbers.tolist()[1:]])
 
     def read(self) -> tuple[bool, float, float]:
         """Returns (overflowed, scale before, after), waiting for the device where need be."""
@@ -116,15 +122,21 @@ class Scale:
 
 
 class LossScaler:
-    """Scales a loss and unscales gradients, by a constant or by a scale that follows overflows."""
+    """Scales a loss and unscales gradients, by a constant or by a scale that follows overflows.
 
-    def __init__(self, loss_id: int, config: LossScale, device: torch.device) -> None:
+    `config` is what `initialize` takes as `loss_scale`; another one may be assigned later, and holds
+    from then on. `device` is where the scale lives; it follows the losses.
+    """
+
+    def __init__(self, loss_id: int, config: LossScale | float | str, device: torch.device) -> None:
         self.loss_id = loss_id
-        self.config = config
+        self.config = config = parse_loss_scale(config)
         self._device = device
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self._hysteresis_tracker = torch.full_like(self._growth_tracker, self._hysteresis)
         self._carried: Tensor | None = None  # found_inf of exits that left the scale alone
+        self._waiting: WeakSet[Outcome] = WeakSet()  # what these returned, while somebody keeps it
+        self._last: Outcome | None = None
         self.set_scale(config.init_scale if isinstance(config, DynamicLossScale) else config.value)
 
     @property
@@ -171,13 +183,45 @@ class LossScaler:
         Without `update` the scale stays, and the overflow counts at the next pass that updates.
         """
         found_inf = found_inf.to(self._device)
-        carried = self._carried
-        combined = found_inf if carried is None else torch.maximum(found_inf, carried)
-        self._carried = None if update else combined
         before = self._value
+        self._carry(found_inf)
         if update:
-            self._update(combined)
-        return Outcome(self.loss_id, found_inf, before, self._value)
+            self._update_by_carried()
+        outcome = Outcome(self.loss_id, found_inf, before, self._value)
+        if not update:
+            self._waiting.add(outcome)
+        self._last = outcome
+        return outcome
+
+    def did_overflow(self) -> bool:
+        """Whether the last backward pass overflowed; one host sync. With a static scale nobody looked."""
+        return self._last is not None and self._last.read()[0]
+
+    def _carry(self, found_inf: Tensor) -> None:
+        carried = self._carried
+        self._carried = found_inf if carried is None else torch.maximum(found_inf, carried)
+
+    def _update_by_carried(self) -> None:
+        found_inf, self._carried = self._carried, None
+        self._waiting.clear()
+        self._update(found_inf)
+
+    def update(self, found_inf: Tensor | None = None) -> bool:
+        """Updates the scale by hand, for a loop that skips steps by itself; says whether to skip.
+
+        Counts `found_inf` (a number above 0 after an overflow) and the blocks with
+        `delay_overflow_check` since the last update; these skip no step any more. A static scale stays
+        what it is, and there is nothing to skip. Costs one host sync.
+        """
+        if not self.is_dynamic:
+            return False
+        found_inf = self.new_found_inf() if found_inf is None else found_inf.to(self._device).float().max()
+        self._carry(found_inf)
+        is_overflow = bool(self._carried > 0)
+        for outcome in self._waiting:
+            outcome.forgive()
+        self._update_by_carried()
+        return is_overflow
 
     def _update(self, found_inf: Tensor) -> None:
         config = self.config

@@ -39,6 +39,7 @@ from ampatch.scaler import LossScaler, Outcome
 from ampatch.scripting import ScriptModels
 from ampatch.torch_patch import TorchPatch
 from ampatch.values import Float32Values
+from ampatch.whole_step import WholeStep
 
 logger = logging.getLogger("ampatch")
 
@@ -86,7 +87,7 @@ class Session(StepListener):
 
     def open(self, request: Request) -> None:
         """Sets up one call; all or nothing: if anything raises, what was done is undone first."""
-        validate_models(request.models, request.policy, self._values)
+        validate_models(request.models, request.policy, self._values, request.allow_half_params)
         kept = select_kept(request.models, request.keep_fp32)
         validate_optimizers(request, self._calls)
         self.torch_patch.validate(request.policy)
@@ -134,6 +135,8 @@ class Session(StepListener):
             undo.callback(one.register_step_pre_hook(amp.before_step).remove)
             undo.callback(one.register_step_post_hook(amp.after_step).remove)
         undo.callback(amp.close)
+        if given is not optimizer and hasattr(given, "step") and hasattr(given, "__dict__"):
+            WholeStep(given, amp).open(given, undo)
         call.optimizers.append(amp)
         for key in {id(given), *map(id, optimizers)}:
             self._by_optimizer[key] = (given, amp, call)

@@ -200,6 +200,58 @@ def test_the_steps_of_a_wrapper_are_skipped_as_those_of_the_optimizer_inside(lev
     assert all(map(torch.equal, before, amp.master_params(optimizer)))
 
 
+class SlowWeights(torch.optim.Optimizer):
+    """A Lookahead in the manner of the first published ones: the inner one is `base_optimizer`."""
+
+    def __init__(self, base_optimizer):
+        self.base_optimizer = base_optimizer
+        self.param_groups, self.defaults = base_optimizer.param_groups, base_optimizer.defaults
+        self.steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.mul_(0.5)  # whatever the gradients are
+        return self.base_optimizer.step(closure)
+
+
+def overflow_once(model, optimizer, factor):
+    optimizer.base_optimizer.zero_grad()
+    with amp.scale_loss(model(torch.ones(1, 2)).sum() * factor, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("scheduled", ["never", "before", "after"])
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step", "ignore:Seems like `optimizer.step")
+def test_the_step_of_a_wrapper_is_skipped_as_a_whole(level, scheduled):
+    model = nn.Linear(2, 2)
+    optimizer = SlowWeights(torch.optim.SGD(model.parameters(), lr=0.0))
+    if scheduled == "before":
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    own_step = vars(optimizer).get("step")
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=amp.DynamicLossScale(8.0), verbosity=0)
+    if scheduled == "after":
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    weight = next(amp.master_params(optimizer))
+    before = weight.clone()
+    overflow_once(model, optimizer, float("inf"))
+    assert torch.equal(weight, before)
+    assert optimizer.steps == 0
+    overflow_once(model, optimizer, 1.0)
+    assert torch.equal(weight, before / 2)
+    assert optimizer.steps == 1
+    amp.uninitialize()
+    if scheduled != "after":  # then the scheduler's step goes on to call ours, which passes on
+        assert vars(optimizer).get("step") is own_step
+    optimizer.step()
+    assert torch.equal(model.weight, before / 4)
+    assert optimizer.steps == 2
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 def test_a_step_inside_the_block_sees_unscaled_gradients_once(level):
     model, oracle = nn.Linear(2, 2), nn.Linear(2, 2)

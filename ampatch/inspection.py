@@ -1,0 +1,46 @@
+"""The public functions by which tools look into a session, and scripts tell tools what they found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from ampatch.observe import Observer
+from ampatch.scaler import LossScaler
+from ampatch.session import SESSION
+
+
+def master_pairs(optimizer: object) -> Iterator[tuple[Tensor, Tensor]]:
+    """Iterates over the half parameters of a model and their float32 masters, in pairs (O2 and O5).
+
+    What is written into either follows in the other with the next step or forward. There are no
+    pairs at other levels. Raises AmpError for an optimizer that `initialize` did not return.
+    """
+    SESSION.require_open()
+    if not SESSION.is_passive((optimizer,)):
+        for pair in SESSION.find(optimizer)[0].masters:
+            yield pair.half, pair.master
+
+
+def loss_scalers() -> tuple[LossScaler, ...]:
+    """Returns the loss scalers of the session, numbered as `state_dict` numbers them."""
+    SESSION.require_open()
+    return tuple(SESSION.scalers())
+
+
+def report(**metrics: object) -> None:
+    """Reports results of a script, such as `accuracy=0.98`, to the tool that runs it; else does nothing."""
+    for observer in SESSION.observers:
+        observer.on_report(metrics)
+
+
+@contextmanager
+def observe(observer: Observer) -> Iterator[None]:
+    """Tells an observer what happens while the context is open."""
+    SESSION.observers += (observer,)
+    try:
+        yield
+    finally:
+        SESSION.observers = tuple(item for item in SESSION.observers if item is not observer)
