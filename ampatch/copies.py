@@ -9,8 +9,9 @@ from collections.abc import Callable
 from torch.optim import Optimizer
 
 from ampatch.masters import MasterParams
-from ampatch.optimizer import AmpOptimizer, StepListener
+from ampatch.optimizer import AmpOptimizer
 from ampatch.precision import HALF_TYPES
+from ampatch.step_listener import StepListener
 
 
 class CopyWithMasters:

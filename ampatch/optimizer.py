@@ -17,23 +17,10 @@ from ampatch.errors import AmpError
 from ampatch.grads import add_grads, cast_grads, find_grads, own_memory
 from ampatch.masters import MasterParam, MasterParams
 from ampatch.scaler import Outcome, Scale
+from ampatch.step_listener import StepListener
 from ampatch.thread import is_running
 
 logger = logging.getLogger("ampatch")
-
-
-class StepListener:
-    """Is told when an optimizer's step begins and ends; the session overrides these."""
-
-    def enter_step(self, frame: FrameType) -> None:
-        """Called before the optimizer reads gradients, with the call that runs the step."""
-
-    def exit_step(self, optimizer: AmpOptimizer) -> None:
-        """Called after the step, skipped or not."""
-
-    def pause_step(self) -> FrameType:
-        """Called before a closure runs inside a step; returns the call that runs the step."""
-        return sys._getframe()
 
 
 class AmpOptimizer:
@@ -53,6 +40,8 @@ class AmpOptimizer:
         self.last_outcomes: list[Outcome] = []  # of the blocks that led to the last step
         self.end_block: Callable[[], None] | None = None  # ends the block that is open
         self.delayed: Scale | None = None  # what the gradients are still scaled by
+        self.has_local_grads = False  # whether DistributedDataParallel is yet to average new ones
+        self._delayed_local = False  # and those that are still scaled
         self._earlier: list[tuple[Tensor, Tensor]] = []
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._stepped: set[int] = set()  # params that a fused optimizer keeps no state for
@@ -86,7 +75,8 @@ class AmpOptimizer:
             self.masters.drop_restarted()
             for pair in self.masters:
                 pair.continue_backward()
-            self._set_aside(self._model_params())
+            if not self._delayed_local:  # these accumulate where they are, as it expects
+                self._set_aside(self._model_params())
             return
         self.settle()
         self.adopt_grads()
@@ -104,6 +94,7 @@ class AmpOptimizer:
     @torch.no_grad()
     def delay(self, scale: Scale) -> None:
         """Leaves the gradients scaled until a later block, or the step, settles them."""
+        self._delayed_local, self.has_local_grads = self._delayed_local or self.has_local_grads, False
         if self.delayed is not scale:
             # What was set aside is unscaled: a power of two takes it there and back exactly.
             self._earlier = [(param, scale.scale(earlier)) for param, earlier in self._earlier]
@@ -128,7 +119,7 @@ class AmpOptimizer:
         """
         if self.delayed is not None:
             self._add_earlier()  # scaled as well
-            self.delayed = None
+            self.delayed, self._delayed_local = None, False
         fresh = [pair for pair in self.masters if pair.has_fresh_grad()]
         grads = cast_grads(pair.half for pair in fresh)
         if not scale.is_identity:
@@ -145,26 +136,27 @@ class AmpOptimizer:
     def discard_grads(self, scale: Scale) -> None:
         """Undoes a block that raised: drops its gradients, and restores the earlier ones.
 
-        With a static scale of 1 the gradients of float32 weights are plain torch's: they stay as
-        the exception left them.
+        What accumulates in place, as in plain torch, stays as the exception left it: gradients of
+        float32 weights with a static scale of 1, and those that are yet to be averaged over ranks.
         """
+        self.has_local_grads = False
         if self.delayed is None and scale.is_identity:
             params: Iterable[Tensor] = (pair.half for pair in self.masters)
         else:
-            params = self._model_params()
+            params = () if self._delayed_local else self._model_params()
         for param in params:
             param.grad = None
         self.end_backward()
+
+    def _model_params(self) -> list[Tensor]:
+        """The parameters that backward gives gradients to."""
+        return [*self._own_params(), *(pair.half for pair in self.masters)]
 
     def end_backward(self) -> None:
         """Puts earlier gradients back, with the new ones added."""
         self._add_earlier()
         for pair in self.masters:
             pair.end_backward()
-
-    def _model_params(self) -> list[Tensor]:
-        """The parameters that backward gives gradients to."""
-        return [*self._own_params(), *(pair.half for pair in self.masters)]
 
     @torch.no_grad()
     def _add_earlier(self) -> None:

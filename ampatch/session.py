@@ -29,14 +29,16 @@ from ampatch.errors import AmpValueError, NotInitializedError
 from ampatch.features import TorchFeatures
 from ampatch.masters import MasterParams
 from ampatch.model import ModelCaster, select_kept, validate_models
+from ampatch.no_sync import NoteNoSync
 from ampatch.observe import Observer
-from ampatch.optimizer import AmpOptimizer, StepListener
+from ampatch.optimizer import AmpOptimizer
 from ampatch.optimizer_state import lower_state, raise_state
 from ampatch.patcher import Patcher
 from ampatch.precision import HALF_TYPES
 from ampatch.refresh import RefreshWeights
 from ampatch.scaler import LossScaler, Outcome
 from ampatch.scripting import ScriptModels
+from ampatch.step_listener import StepListener
 from ampatch.torch_patch import TorchPatch
 from ampatch.values import Float32Values
 from ampatch.whole_step import WholeStep
@@ -107,6 +109,7 @@ class Session(StepListener):
             caster.open()
             for optimizer in request.optimizers:
                 self._open_optimizer(optimizer, call, undo)
+            self._note_no_sync(call, undo)
             if request.policy.casts_model:
                 refresh = RefreshWeights(self._values, [amp.masters for amp in call.optimizers])
                 for model in request.models:
@@ -124,6 +127,12 @@ class Session(StepListener):
         # Nothing raises from here on: what follows cannot be undone exactly.
         if request.policy.is_pure_half:
             self._lower(caster, call)
+
+    def _note_no_sync(self, call: Call, undo: ExitStack) -> None:
+        if call.optimizers and torch.distributed.is_available():
+            note = NoteNoSync(call.optimizers)
+            for model in call.request.models:
+                undo.callback(model.register_forward_pre_hook(note).remove)
 
     def _open_optimizer(self, given: object, call: Call, undo: ExitStack) -> None:
         optimizer = unwrap_optimizer(given)
