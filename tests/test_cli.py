@@ -9,8 +9,16 @@ import sys
 import pytest
 
 import ampatch as amp
+import ampatch.apex
 from ampatch import lists
 from ampatch.cli import COMMANDS, main
+
+
+@pytest.fixture(autouse=True)
+def no_apex_left():
+    """Undoes what `ampatch run` installs before it looks for the script."""
+    yield
+    ampatch.apex.uninstall()
 
 
 @pytest.fixture
@@ -43,7 +51,12 @@ def one_line(capsys):
         (["sweep"], "the following arguments are required: SCRIPT"),
         (["sweep", "absent.py"], "'absent.py' does not exist: expected a Python script"),
         (["sweep", "."], "'.' is a directory: expected a Python script"),
-        (["sweep", "x.py", "--epochs", "3"], "unrecognized arguments: --epochs 3"),
+        (["sweep", "x.py", "--epochs", "3"], "arguments: --epochs 3; the script's own go after --"),
+        (["run"], "no script: expected a Python script, or -m and a module"),
+        (["run", "absent.py"], "'absent.py' does not exist: expected a Python script"),
+        (["run", "--epochs", "x.py"], "arguments: --epochs; the script's own follow the script"),
+        (["check"], "the following arguments are required: PATH"),
+        (["check", "absent.py"], "'absent.py' does not exist: expected a Python script or a folder"),
         (["lists", "sofmax"], "'sofmax' is no op of torch"),
         (["lists", "nn.LSTM"], "'nn.LSTM' is a module, and tables name functions"),
         (["lists", "--cast", "half"], "unknown cast 'half': expected one of LOWER, FP32, PROMOTE"),
@@ -57,6 +70,11 @@ def one_line(capsys):
         "absent",
         "directory",
         "no-dashes",
+        "run-no-script",
+        "run-absent",
+        "run-option",
+        "check-no-path",
+        "check-absent",
         "no-op",
         "module",
         "cast",

@@ -2,13 +2,14 @@
 
 import json
 import os
-import runpy
 import signal
 import sys
 from dataclasses import asdict
 from typing import NoReturn
 
 import ampatch as amp
+from ampatch import apex
+from ampatch.script import Script
 from ampatch.sweep.plan import Run
 from ampatch.sweep.recorder import Recorder
 
@@ -22,20 +23,13 @@ def main(run: Run) -> None:
     recorder = Recorder(run.progress)
     signal.signal(signal.SIGTERM, exit_at_signal)
     try:
-        with amp.override(**run.overrides), amp.observe(recorder):
-            run_script(run)
+        apex.install(**run.overrides)
+        with amp.observe(recorder):
+            Script(run.script, run.script_arguments).run()
     finally:
         # A script may fork, and its children come through here as well.
         if os.getpid() == process:
             run.measured.write_text(json.dumps(asdict(recorder.measured())))
-
-
-def run_script(run: Run) -> None:
-    """Runs the script with the sys.argv, sys.path and `__file__` that `python SCRIPT` gives it."""
-    sys.argv = [run.script, *run.script_arguments]
-    if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(run.script))
-    runpy.run_path(run.script, run_name="__main__")
 
 
 def exit_at_signal(number: int, frame: object) -> NoReturn:

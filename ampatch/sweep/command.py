@@ -14,6 +14,7 @@ from ampatch.sweep.plan import LEVELS, Plan
 from ampatch.sweep.record import Record
 
 SUMMARY = "train a script at several opt levels and compare speed, memory and accuracy"
+HINT = "; the script's own go after --"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,20 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ampatch import OPT_LEVELS, AmpValueError
+from ampatch.script import level_overrides
 
 LEVELS = tuple(OPT_LEVELS)
-
-# What a script passes beside its own level would contradict other levels: each is run as it stands.
-PURE = dict.fromkeys(
-    (
-        "cast_model_type",
-        "patch_torch_functions",
-        "patch_torch_functions_type",
-        "keep_batchnorm_fp32",
-        "master_weights",
-        "loss_scale",
-    )
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +66,7 @@ class Plan:
         """Yields the runs in the order in which they start; their files go to `directory`."""
         script = str(self.script.absolute())
         for level in self.levels:
-            yield Run(level, script, self.script_arguments, PURE | {"opt_level": level}, directory)
+            yield Run(level, script, self.script_arguments, level_overrides(level), directory)
 
 
 def validate_script(script: Path) -> None:

@@ -1,0 +1,114 @@
+"""What scripts find on an optimizer after `initialize`: `_amp_stash`, and methods with apex's names."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+import ampatch as amp
+from ampatch.apex.amp.scaler import LossScaler
+
+
+class AmpOptimizerState:
+    """Shows the parameters of one optimizer: half ones, their masters, and float32 ones.
+
+    What scripts assign is kept and, since nothing is lazy here, changes nothing.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.lazy_init_called = True
+        self.already_patched = False
+        self.params_have_scaled_gradients = False
+        self.process_zero_grad = True
+        self.set_aside: list[tuple[Parameter, Tensor | None]] = []
+
+    @property
+    def all_fp16_params(self) -> list[Tensor]:
+        """The model's half parameters that have masters."""
+        return [half for half, _ in amp.master_pairs(self._optimizer)]
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[Tensor]:
+        """The masters, in the same order."""
+        return [master for _, master in amp.master_pairs(self._optimizer)]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Tensor]:
+        """The float32 parameters that the model has itself."""
+        masters = {id(master) for master in self.all_fp32_from_fp16_params}
+        return [param for param in amp.master_params(self._optimizer) if id(param) not in masters]
+
+    all_fp32_params = all_fp32_from_fp32_params
+
+    def model_params(self) -> Iterator[Tensor]:
+        """The parameters that backward gives gradients to."""
+        yield from self.all_fp16_params
+        yield from self.all_fp32_from_fp32_params
+
+
+def attach(given: object, undo: ExitStack) -> None:
+    """Gives an initialized optimizer, or the one inside a wrapper, what apex gave it; `undo` takes it."""
+    optimizer = _unwrap(given)
+    if optimizer is None:
+        return
+    names = {
+        "_amp_stash": AmpOptimizerState(optimizer),
+        "_amp_lazy_init": functools.partial(_mark_initialized, optimizer),
+        "_lazy_init_maybe_master_weights": functools.partial(_mark_initialized, optimizer),
+        "_prepare_amp_backward": functools.partial(_prepare_backward, optimizer),
+        "_post_amp_backward": functools.partial(_end_backward, optimizer),
+    }
+    if any(True for _ in amp.master_pairs(optimizer)):
+        names["_master_params_to_model_params"] = functools.partial(_copy_masters, optimizer)
+    for name, value in names.items():
+        setattr(optimizer, name, value)
+        undo.callback(vars(optimizer).pop, name, None)
+
+
+def _unwrap(given: object) -> Optimizer | None:
+    while given is not None and not isinstance(given, Optimizer):
+        given = getattr(given, "optim", None) or getattr(given, "optimizer", None)
+    return given
+
+
+def _mark_initialized(optimizer: Optimizer) -> None:
+    """Does nothing: masters are made by `initialize`."""
+    optimizer._amp_stash.lazy_init_called = True
+
+
+@torch.no_grad()
+def _copy_masters(optimizer: Optimizer) -> None:
+    """Rounds the masters into the model's parameters."""
+    for half, master in amp.master_pairs(optimizer):
+        half.copy_(master)
+
+
+def _prepare_backward(optimizer: Optimizer) -> None:
+    """Sets the gradients aside, as at the beginning of a block of `scale_loss`."""
+    stash = optimizer._amp_stash
+    stash.set_aside = [(param, param.grad) for param in stash.model_params()]
+    for param, _ in stash.set_aside:
+        param.grad = None
+
+
+def _end_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
+    """Unscales the gradients made since by a scaler's scale, as at the end of a block of `scale_loss`.
+
+    The scale is left to `scaler.update_scale()`, and with it the check of overflows.
+    """
+    stash = optimizer._amp_stash
+    made = [(param, param.grad) for param, _ in stash.set_aside]
+    for param, earlier in stash.set_aside:
+        param.grad = earlier
+    stash.set_aside = []
+    with amp.scale_loss(torch.ones(()), optimizer, scaler.loss_id, delay_overflow_check=True):
+        for param, grad in made:
+            if grad is not None:
+                param.grad = grad if param.grad is None else param.grad + grad

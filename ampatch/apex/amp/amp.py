@@ -1,0 +1,57 @@
+"""`amp.init`, the way in before there was `initialize`, with the decorators and registrations."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import Parameter, ParameterList
+
+import ampatch
+from ampatch import (
+    bfloat16_function,
+    float_function,
+    half_function,
+    promote_function,
+    register_bfloat16_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from ampatch.apex.amp._amp_state import _amp_state
+from ampatch.apex.amp.handle import AmpHandle, NoOpHandle
+
+__all__ = [
+    "bfloat16_function",
+    "float_function",
+    "half_function",
+    "init",
+    "promote_function",
+    "register_bfloat16_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+]
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: float | str = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+) -> AmpHandle | NoOpHandle:
+    """Patches torch as O1 does, for all models; returns a handle that scales losses.
+
+    Functions cast tensors on the GPU, and on the CPU where there is none. `enable_caching` has no
+    effect: the casts of weights are never stale.
+    """
+    if not enabled:
+        _amp_state.handle = NoOpHandle()
+        return _amp_state.handle
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    everywhere = ParameterList([Parameter(torch.empty(0, device=device))])
+    with _amp_state.listening():
+        ampatch.initialize(
+            everywhere, opt_level="O1", verbosity=2 if verbose else 0, allow_banned=allow_banned
+        )
+    _amp_state.handle = AmpHandle(loss_scale, verbose)
+    return _amp_state.handle

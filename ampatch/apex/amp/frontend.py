@@ -1,0 +1,43 @@
+"""`initialize` and the checkpoint functions of apex.amp, on those of ampatch."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import MutableMapping
+from types import MappingProxyType
+
+import ampatch as amp
+from ampatch.apex.amp._amp_state import _amp_state
+from ampatch.apex.amp._process_optimizer import attach
+from ampatch.apex.amp.properties import OptLevel, Properties
+
+__all__ = ["Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
+
+load_state_dict = amp.load_state_dict
+opt_levels = MappingProxyType({name: OptLevel(policy) for name, policy in amp.OPT_LEVELS.items()})
+
+
+@functools.wraps(amp.initialize)
+def initialize(*args: object, **kwargs: object) -> object:
+    """Does what `ampatch.initialize` does, and shows it under apex's private names as well."""
+    if _amp_state.allow_incoming_model_not_fp32:
+        kwargs.setdefault("allow_half_params", True)
+    with _amp_state.listening() as undo:
+        returned = amp.initialize(*args, **kwargs)
+        given = inspect.signature(amp.initialize).bind(*args, **kwargs)
+        given.apply_defaults()
+        for name in ("verbosity", "min_loss_scale", "max_loss_scale"):
+            setattr(_amp_state, name, given.arguments[name])
+        optimizers = given.arguments["optimizers"]
+        if _amp_state.is_told:
+            for optimizer in optimizers if isinstance(optimizers, list | tuple) else [optimizers]:
+                attach(optimizer, undo)
+    return returned
+
+
+def state_dict(destination: MutableMapping | None = None) -> MutableMapping:
+    """Returns the state of every loss scaler, in `destination` if there is one."""
+    destination = {} if destination is None else destination
+    destination.update(amp.state_dict())
+    return destination

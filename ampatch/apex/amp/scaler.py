@@ -1,0 +1,173 @@
+"""The LossScaler that scripts know: apex's names of attributes and methods, on a scaler of ampatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import ampatch as amp
+
+
+class LossScaler:
+    """Shows one loss scaler under apex's names; what is assigned takes effect.
+
+    `LossScaler("dynamic")` or `LossScaler(128.0)` makes one of its own. Reading the scale of a
+    dynamic scaler costs a host sync.
+    """
+
+    has_fused_kernel = True  # so that scripts read `_overflow_buf`
+
+    def __init__(
+        self,
+        loss_scale: float | str,
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+    ) -> None:
+        config: object = loss_scale
+        if loss_scale == "dynamic":
+            config = amp.DynamicLossScale(
+                init_scale=min(init_scale, max_loss_scale),
+                growth_factor=scale_factor,
+                backoff_factor=1 / scale_factor,
+                growth_interval=scale_window,
+                min_scale=min_loss_scale,
+                max_scale=max_loss_scale,
+            )
+        self._take(amp.LossScaler(0, config, torch.device("cpu")))
+
+    @classmethod
+    def show(cls, scaler: amp.LossScaler) -> LossScaler:
+        """Returns apex's view of a scaler."""
+        view = cls.__new__(cls)
+        view._take(scaler)
+        return view
+
+    def _take(self, scaler: amp.LossScaler) -> None:
+        self._scaler = scaler
+        self._own_buffer = self._overflow_buf = torch.zeros(1, dtype=torch.int32)
+
+    @property
+    def loss_id(self) -> int:
+        """The number by which `scale_loss` chooses it, within its call of `initialize`."""
+        return self._scaler.loss_id
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale follows overflows."""
+        return self._scaler.is_dynamic
+
+    def loss_scale(self) -> float:
+        """Returns the scale, as a plain number."""
+        return self._scaler.get_scale()
+
+    @property
+    def _loss_scale(self) -> float:
+        return self._scaler.get_scale()
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        self._scaler.set_scale(float(value))
+
+    @property
+    def _unskipped(self) -> int:
+        return self._scaler.state_dict()["unskipped"]
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        self._scaler.load_state_dict({"loss_scale": self._loss_scale, "unskipped": int(value)})
+
+    @property
+    def _scale_seq_len(self) -> int:
+        return self._get("growth_interval", 2000)
+
+    @_scale_seq_len.setter
+    def _scale_seq_len(self, value: int) -> None:
+        self._set(growth_interval=value)
+
+    @property
+    def _min_loss_scale(self) -> float | None:
+        return self._get("min_scale", None)
+
+    @_min_loss_scale.setter
+    def _min_loss_scale(self, value: float | None) -> None:
+        self._set(min_scale=value)
+
+    @property
+    def _max_loss_scale(self) -> float | None:
+        return self._get("max_scale", 2.0**24)
+
+    @_max_loss_scale.setter
+    def _max_loss_scale(self, value: float | None) -> None:
+        self._set(max_scale=value)
+
+    def _get(self, name: str, default: object) -> object:
+        return getattr(self._scaler.config, name) if self.dynamic else default
+
+    def _set(self, **changes: object) -> None:
+        if self.dynamic:  # bounds and intervals mean nothing to a constant
+            self._scaler.config = replace(self._scaler.config, **changes)
+
+    # Overflows
+
+    @property
+    def _has_overflow(self) -> bool:
+        return self._scaler.did_overflow()
+
+    def clear_overflow_state(self) -> None:
+        """Forgets what was written into `_overflow_buf`."""
+        self._overflow_buf.zero_()
+
+    def update_scale(self) -> bool:
+        """Updates the scale by hand, by `_overflow_buf` and what blocks left; says whether to skip.
+
+        `_overflow_buf` may be one that the script assigned, which it clears itself.
+        """
+        should_skip = self._scaler.update(self._overflow_buf)
+        self._own_buffer.zero_()
+        return should_skip
+
+    @torch.no_grad()
+    def unscale(
+        self,
+        model_grads: Iterable[Tensor],
+        master_grads: Iterable[Tensor],
+        unused_scale: float | None = None,
+        models_are_masters: bool = False,
+        scale_override: float | tuple | None = None,
+    ) -> None:
+        """Writes `model_grads` divided by the scale into `master_grads`, and notes an overflow."""
+        scale = self._loss_scale if scale_override is None else scale_override
+        scale = scale[0] if isinstance(scale, tuple) else scale
+        with amp.disable_casts():
+            for model, master in zip(model_grads, master_grads, strict=True):
+                master.copy_(model.float() / scale)
+                self._note(master)
+
+    unscale_python = unscale
+
+    @torch.no_grad()
+    def unscale_with_stashed(
+        self,
+        model_grads: Iterable[Tensor],
+        stashed_master_grads: Iterable[Tensor],
+        master_grads: Iterable[Tensor],
+        scale_override: tuple | None = None,
+    ) -> None:
+        """As `unscale`, with stashed gradients added; `scale_override` is (of grads, of stashed, out)."""
+        of_grads, of_stashed, out = scale_override or (self._loss_scale, 1.0, 1.0)
+        grads = zip(model_grads, stashed_master_grads, master_grads, strict=True)
+        with amp.disable_casts():
+            for model, stashed, master in grads:
+                master.copy_(model.float() * (out / of_grads) + stashed.float() * (out / of_stashed))
+                self._note(master)
+
+    def _note(self, grad: Tensor) -> None:
+        buffer = self._overflow_buf
+        is_overflow = torch.isfinite(grad).logical_not().any()
+        buffer.copy_(torch.maximum(buffer, is_overflow.to(buffer).reshape(1)))

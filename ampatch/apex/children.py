@@ -1,0 +1,58 @@
+"""Processes that multiprocessing starts anew: they have apex before they import the script."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import ampatch
+
+# The folder that ampatch was imported from: a child knows its parent's sys.path only later.
+FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(ampatch.__file__)))
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """Takes the place of `multiprocessing.spawn.get_preparation_data`, and adds what installs apex.
+
+    The child unpickles the data, and only then prepares itself with them: it imports the script.
+    """
+
+    original: Callable[[str], dict[str, object]]
+    overrides: Mapping[str, object]
+
+    def __call__(self, name: str) -> dict[str, object]:
+        """Returns what a child is told."""
+        data = self.original(name)
+        if name == "ignore":
+            # What a fork server is told. Newer Pythons have it import the script, but it installs
+            # nothing; each of its children does both.
+            return {key: value for key, value in data.items() if key != "init_main_from_path"}
+        return {"ampatch_path": PathEntry(FOLDER), "ampatch": Heritage(dict(self.overrides)), **data}
+
+
+@dataclass(frozen=True, slots=True)
+class PathEntry:
+    """Becomes an entry of sys.path where it is unpickled, unless it is there."""
+
+    folder: str
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        folder = repr(self.folder)
+        return exec, (f"import sys; {folder} in sys.path or sys.path.append({folder})",)
+
+
+@dataclass(frozen=True, slots=True)
+class Heritage:
+    """Installs apex where it is unpickled."""
+
+    overrides: dict[str, object]
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[dict[str, object]]]:
+        return inherit, (self.overrides,)
+
+
+def inherit(overrides: dict[str, object]) -> None:
+    """Installs apex in a child, with the overrides of its parent."""
+    ampatch.apex.install(**overrides)

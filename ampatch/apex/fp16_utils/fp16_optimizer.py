@@ -1,0 +1,285 @@
+"""FP16_Optimizer: an optimizer over half params that steps float32 masters of them, and scales the loss."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+import ampatch as amp
+from ampatch.apex.fp16_utils.checkpoint import read_loss_scaler, read_masters
+from ampatch.apex.fp16_utils.fp16util import clip_grad_norm, model_grads_to_master_grads
+from ampatch.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
+from ampatch.apex.fp16_utils.master_optimizer import MasterOptimizer
+from ampatch.apex.fp16_utils.optimizer_wrapper import validate_no_masters_of_amp
+
+logger = logging.getLogger("ampatch")
+
+# As those of `amp`; a DynamicLossScaler alone begins at 2**32.
+DYNAMIC = {"init_scale": 2.0**16, "scale_window": 2000, "max_loss_scale": 2.0**24}
+Closure = Callable[[], object]
+
+
+class FP16_Optimizer(MasterOptimizer):
+    """Puts float32 masters in the place of an optimizer's half parameters, and scales the loss.
+
+    ```python
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.half().parameters(), lr=0.1), dynamic_loss_scale=True)
+    optimizer.zero_grad()
+    optimizer.backward(loss)
+    optimizer.step()
+    ```
+
+    Parameters that are not half are stepped as they are. `loss_scale` is a number or, with
+    `dynamic_loss_scale`, one that follows overflows: it begins at 2**16, doubles after 2000 clean steps
+    up to 2**24, and `dynamic_loss_args` are other arguments for `DynamicLossScaler`.
+
+    `overflow` says whether the last gradients had an inf or NaN. That is looked for with a dynamic scale
+    alone, and costs one host sync for each `update_master_grads`.
+
+    It is an `Optimizer` for the sake of torch's LR schedulers; what it holds is that of `optimizer`.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, float] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        super().__init__(init_optimizer)
+        self.verbose = verbose
+        self.dynamic_loss_scale = bool(dynamic_loss_scale) or static_loss_scale == "dynamic"
+        if self.dynamic_loss_scale:
+            self.loss_scaler: LossScaler = DynamicLossScaler(**{**DYNAMIC, **(dynamic_loss_args or {})})
+        else:
+            self.loss_scaler = LossScaler()
+            self.loss_scale = static_loss_scale
+        self.overflow = False
+        self.first_closure_call_this_step = True
+        self.clip_grad_norm = clip_grad_norm
+        self._are_scaled: bool | None = None  # the gradients of this step; None if there are none of ours
+        self._counts = False  # whether the scale has yet to be updated by the overflow
+
+    # Gradients
+
+    def zero_grad(self, set_grads_to_None: bool = False, set_to_none: bool | None = None) -> None:
+        """Clears the gradients of the model and of the masters: to zero, unless told to None."""
+        self._back_off()
+        self._are_scaled = None
+        to_none = set_grads_to_None if set_to_none is None else set_to_none
+        for param in (*self.all_fp16_params, *self._params()):
+            if to_none or param.grad is None:
+                param.grad = None
+            else:
+                param.grad = param.grad.detach().zero_()
+
+    def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
+        """Runs the backward pass of the loss times the loss scale, and hands the masters its gradients.
+
+        To accumulate gradients of several losses, call it for each before a step. With
+        `update_master_grads=False` the gradients stay scaled until `update_master_grads()`, which
+        saves time (and with a dynamic scale host syncs).
+        """
+        self._prepare_backward()
+        self._are_scaled = True
+        scaled_loss = loss.float() * self.loss_scale
+        scaled_loss.backward(retain_graph=retain_graph)
+        if update_master_grads:
+            self.update_master_grads()
+
+    def update_master_grads(self) -> None:
+        """Gives the masters the gradients of the model, in float32 and unscaled, and sets `overflow`.
+
+        Gradients of parameters that are not half are unscaled in place, once. With a dynamic scale it
+        costs one host sync.
+        """
+        validate_no_masters_of_amp(self.optimizer)
+        self._make_masters()
+        with amp.disable_casts():
+            model_grads_to_master_grads(self.all_fp16_params, self.all_fp32_from_fp16_params)
+            grads = _find_grads(self.all_fp32_from_fp16_params)
+            if self._are_scaled is not False:
+                self.overflow = False
+                grads += _find_grads(self.all_fp32_from_fp32_params)
+            self.overflow = self._unscale_(grads) or self.overflow
+        self._are_scaled = False
+        self._counts = True
+
+    @torch.no_grad()
+    def _prepare_backward(self) -> None:
+        own = _find_grads(self.all_fp32_from_fp32_params)
+        if self.overflow and not own and not _find_grads(self.all_fp16_params):
+            self._back_off()  # the gradients that overflowed were dropped, without a step
+        if self._are_scaled is False:
+            for grad in own:
+                grad.mul_(self.loss_scale)  # as those are that will be added
+
+    def _unscale_(self, grads: list[Tensor]) -> bool:
+        """Divides gradients by the loss scale; says whether one overflowed, if the scale is dynamic."""
+        if not grads or (self.loss_scale == 1 and not self.dynamic_loss_scale):
+            return False
+        scaler = amp.LossScaler(0, self.loss_scale, grads[0].device)
+        found_inf = scaler.new_found_inf()
+        scaler.unscale_(grads, found_inf)
+        return self.dynamic_loss_scale and bool(found_inf)
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Tensor | int:
+        """Clips the gradients of the masters, and of parameters that are not half, by their norm together.
+
+        Returns that norm before clipping, or -1 if a gradient overflowed: the step will be skipped.
+        """
+        if self._are_scaled:
+            self.update_master_grads()
+        if self.overflow:
+            return -1
+        return self.clip_grad_norm(list(self._params()), max_norm, norm_type)
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
+        """Returns the gradients of what is stepped, by param group, or None after an overflow."""
+        if self.overflow:
+            logger.warning("inspect_master_grad_data: the gradients overflowed, there is nothing to look at")
+            return None
+        return [
+            [None if param.grad is None else param.grad.detach() for param in group["params"]]
+            for group in self.param_groups
+        ]
+
+    # What these were called in the first scripts.
+    update_fp32_grads = update_master_grads
+    clip_fp32_grads = clip_master_grads
+
+    # A step
+
+    def step(self, closure: Closure | None = None) -> object:
+        """Steps the masters, and rounds them into the model; skips if the gradients overflowed.
+
+        A closure calls `backward` of this optimizer; it is called again, with a smaller scale, until
+        its gradients do not overflow. Returns what the step of the inner optimizer does.
+        """
+        if closure is not None:
+            self._back_off()
+            self.overflow = False  # of gradients that the closure makes anew
+            evaluate = functools.partial(self._evaluate, closure)
+            return self._update(functools.partial(self.optimizer.step, evaluate))
+        if self._are_scaled:
+            self.update_master_grads()
+        if self.overflow:
+            self._skip()
+            return None
+        self._warn_if_forgotten()
+        with amp.disable_casts():
+            return self._update(self.optimizer.step)
+
+    def _warn_if_forgotten(self) -> None:
+        if _find_grads(self.all_fp16_params) and not _find_grads(self.all_fp32_from_fp16_params):
+            warnings.warn(
+                "FP16_Optimizer.step: the model has gradients and the masters have none: call "
+                "optimizer.backward(loss) instead of loss.backward(), or update_master_grads() after it",
+                stacklevel=3,
+            )
+
+    def _update(self, step: Closure) -> object:
+        self._take_edits()
+        result = step()
+        self.loss_scaler.update_scale(False)
+        self._are_scaled = None
+        self.first_closure_call_this_step = True
+        self._master_params_to_model_params()
+        return result
+
+    def _evaluate(self, closure: Closure) -> object:
+        """Runs a closure inside a step: on the weights as they are by now, until nothing overflows."""
+        if not self.first_closure_call_this_step:
+            self._master_params_to_model_params()
+        self.first_closure_call_this_step = False
+        while True:
+            result = closure()
+            if self._are_scaled:
+                self.update_master_grads()
+            if not self.overflow:
+                return result
+            attempted = self.loss_scale
+            self._back_off()
+            if self.loss_scale >= attempted:
+                raise amp.AmpError(
+                    f"step: the gradients that the closure makes are not finite at the smallest loss scale, "
+                    f"{attempted}: look for inf or NaN in the loss and the weights"
+                )
+
+    def _skip(self) -> None:
+        self._back_off()
+        self._are_scaled = None
+        inner: object = self.optimizer
+        while inner is not None:
+            inner._opt_called = True  # or its LR scheduler takes the step for one that was forgotten
+            inner = getattr(inner, "optim", None) or getattr(inner, "optimizer", None)
+
+    def _back_off(self) -> None:
+        """Lets the loss scale follow an overflow, once."""
+        if not (self.overflow and self._counts):
+            return
+        self._counts = False
+        attempted = self.loss_scale
+        self.loss_scaler.update_scale(True)
+        logger.log(
+            logging.WARNING if self.verbose else logging.INFO,
+            f"OVERFLOW! Skipping step. Attempted loss scale: {attempted}, reducing to {self.loss_scale}",
+        )
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by; a number above 0 may be assigned."""
+        return self.loss_scaler.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float | str) -> None:
+        self.loss_scaler.cur_scale = amp.LossScaler(0, value, torch.device("cpu")).get_scale()
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, object]:
+        """Returns the state of the inner optimizer, the masters and the loss scaler, in apex's format.
+
+        ```python
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "saved.pt")
+        ```
+        """
+        return {
+            "loss_scaler": copy.copy(self.loss_scaler),
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "first_closure_call_this_step": self.first_closure_call_this_step,
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_from_fp16": [[master.detach() for master in group] for group in self.fp32_from_fp16_groups],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
+        """Restores a `state_dict`, also one that apex wrote, and rounds its masters into the model.
+
+        Training goes on bit for bit as it would have. The loss scale is static or dynamic as saved.
+        Raises AmpValueError for a state of other parameters, and changes nothing then.
+        """
+        scaler = read_loss_scaler(state_dict)
+        masters = read_masters(state_dict, self.fp32_from_fp16_groups)
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        self.loss_scaler, self.dynamic_loss_scale = scaler, bool(state_dict["dynamic_loss_scale"])
+        self.overflow = state_dict.get("overflow", False)
+        self.first_closure_call_this_step = state_dict.get("first_closure_call_this_step", True)
+        self._counts, self._are_scaled = False, None
+        for master, saved in zip(self.all_fp32_from_fp16_params, masters, strict=True):
+            master.copy_(saved)
+        self._master_params_to_model_params()
+
+
+def _find_grads(params: list[Parameter]) -> list[Tensor]:
+    return [param.grad for param in params if param.grad is not None]

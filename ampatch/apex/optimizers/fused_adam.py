@@ -1,0 +1,127 @@
+"""FusedAdam: Adam and AdamW by torch's own functions, fused where the device has the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+import ampatch as amp
+from ampatch.apex.multi_tensor_apply.updates import clip
+from ampatch.apex.optimizers.batch import Batch, can_fuse
+from ampatch.apex.optimizers.fused_optimizer import CountingOptimizer, Group, check_positive
+
+
+class FusedAdam(CountingOptimizer):
+    """AdamW, or Adam with `adam_w_mode=False`, with the arguments that apex's FusedAdam had.
+
+    `capturable` is accepted: a fused step can be captured in a CUDA graph anyway (give `lr` as a tensor
+    to change it between replays). `eps_inside_sqrt` and `max_grad_norm`, which clips the gradients of
+    each group, are arguments of apex's first FusedAdam.
+    """
+
+    fused_devices = ("cpu", "cuda", "xpu", "mps")
+    flags = (*CountingOptimizer.flags, "adam_w_mode", "amsgrad", "capturable", "max_grad_norm")
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[Group],
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        *,
+        eps_inside_sqrt: bool = False,
+        max_grad_norm: float = 0.0,
+    ) -> None:
+        check_positive("FusedAdam", lr=lr, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
+        if eps_inside_sqrt:
+            raise amp.AmpValueError(
+                "FusedAdam: eps_inside_sqrt=True is not supported, as in every apex since 2019: leave it out"
+            )
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.amsgrad = amsgrad
+        self.capturable = capturable
+        self.max_grad_norm = max_grad_norm
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults, set_grad_none=set_grad_none, master_weights=master_weights)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a step takes `found_inf`, and skips on the device; scaled gradients cannot be clipped."""
+        return self._can_fuse and not self.max_grad_norm
+
+    def step(
+        self,
+        closure: Callable[[], object] | None = None,
+        grads: object = None,
+        output_params: object = None,
+        scale: object = None,
+        grad_norms: object = None,
+    ) -> object:
+        """Updates the parameters that have gradients; returns what the closure returns.
+
+        Raises AmpError for the other arguments, which apex gave up in 2019.
+        """
+        if any(given is not None for given in (grads, output_params, scale, grad_norms)):
+            raise amp.AmpError(
+                "FusedAdam.step takes grads=, output_params=, scale= and grad_norms= no more: set the .grad "
+                "of the parameters and call step(), or have amp or FP16_Optimizer scale and clip"
+            )
+        return super().step(closure)
+
+    def _batches(self, group: Group) -> list[Batch]:
+        batches = super()._batches(group)
+        if self.max_grad_norm:
+            clipped = iter(clip([grad for batch in batches for grad in batch.grads], self.max_grad_norm))
+            for batch in batches:
+                batch.grads = [next(clipped) for _ in batch.grads]
+        return batches
+
+    def _update(self, group: Group, batch: Batch) -> None:
+        fused = can_fuse(batch.params[0], self.fused_devices)
+        found_inf = getattr(self, "found_inf", None)
+        steps = self._steps(batch, fused)
+        beta1, beta2 = group["betas"]
+        adam(
+            batch.params,
+            batch.grads,
+            self._moments("exp_avg", batch),
+            self._moments("exp_avg_sq", batch),
+            self._moments("max_exp_avg_sq", batch) if self.amsgrad else [],
+            steps if group["bias_correction"] else _count(steps, found_inf),
+            fused=fused or None,
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=found_inf,
+            has_complex=any(param.is_complex() for param in batch.params),
+            decoupled_weight_decay=self.adam_w_mode == 1,
+            amsgrad=self.amsgrad,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _count(steps: list[Tensor], found_inf: Tensor | None) -> list[Tensor]:
+    """Counts a step, and returns counts with which torch corrects nothing: infinitely many."""
+    torch._foreach_add_(steps, 1.0)
+    if found_inf is not None:
+        torch._foreach_sub_(steps, [found_inf.to(step.device) for step in steps])
+    return [torch.full_like(step, float("inf")) for step in steps]

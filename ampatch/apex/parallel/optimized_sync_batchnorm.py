@@ -1,0 +1,5 @@
+"""The other place where apex had `SyncBatchNorm`."""
+
+from ampatch.apex.parallel.sync_batchnorm import SyncBatchNorm
+
+__all__ = ["SyncBatchNorm"]

@@ -1,0 +1,1 @@
+"""`ampatch run`: runs a script that was written for apex, unchanged."""

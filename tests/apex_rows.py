@@ -1,0 +1,65 @@
+"""Which rows of docs/apex-behaviour.md a test shows, and small nets as legacy scripts have them."""
+
+import torch
+from torch import nn
+
+X = torch.tensor([[0.5, -1.0, 0.25, 2.0], [1.5, 0.5, -0.75, 1.0], [0.25, 1.0, 0.5, -0.5]])
+MASTERED = {"O2": torch.float16, "O5": torch.bfloat16}
+PATCHED = {"O1": torch.float16, "O4": torch.bfloat16}
+CAST = {**MASTERED, "O3": torch.float16}
+EVERY_LEVEL = ["O0", "O1", "O2", "O3", "O4", "O5"]
+
+
+def shows(*rows):
+    """Names the rows of the page that a test shows."""
+
+    def mark(test):
+        test.rows = rows
+        return test
+
+    return mark
+
+
+class Net(nn.Module):
+    """Two layers with BatchNorm between, as in a hundred scripts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+class Recorder(nn.Module):
+    """Keeps what its forward was given, and gives something back."""
+
+    def __init__(self, result=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.result, self.args, self.kwargs = result, (), {}
+
+    def forward(self, *args, **kwargs):
+        self.args, self.kwargs = args, kwargs
+        return self.weight.sum() if self.result is None else self.result
+
+
+def make(lr=0.1, make_optimizer=torch.optim.SGD, **kwargs):
+    """A net and its optimizer, not initialized yet."""
+    net = Net()
+    return net, make_optimizer(net.parameters(), lr=lr, **kwargs)
+
+
+def copy_of(net):
+    """The values of a net's parameters, in float32."""
+    return [param.detach().clone().float() for param in net.parameters()]
+
+
+def types_of(net):
+    return [param.dtype for param in net.parameters()]
+
+
+def is_same(found, expected):
+    """Whether tensors agree bit by bit, and in type."""
+    pairs = list(zip(found, expected, strict=True))
+    return all(one.dtype is two.dtype and torch.equal(one, two) for one, two in pairs)

@@ -1,0 +1,58 @@
+"""Runs code in processes of its own, quickly: torch and ampatch are imported once, and forked."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SERVER = """
+import json, os, sys
+import ampatch.apex, ampatch.cli
+for line in sys.stdin:
+    request = json.loads(line)
+    child = os.fork()
+    if not child:
+        os.chdir(request["folder"])
+        for number, name in (0, os.devnull), (1, "stdout"), (2, "stderr"):
+            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
+        sys.path[0] = request["folder"]
+        exec(compile(request["code"], "<code>", "exec"))
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended, and what it said."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+class FreshProcesses:
+    """Starts processes that have imported ampatch, and neither installed apex nor imported it."""
+
+    def __init__(self, server: subprocess.Popen) -> None:
+        self._server = server
+
+    def run(self, code: str, folder: Path) -> Ended:
+        """Runs code in a folder, which is the first entry of its sys.path."""
+        request = {"code": textwrap.dedent(code), "folder": str(folder)}
+        print(json.dumps(request), file=self._server.stdin, flush=True)
+        status = int(self._server.stdout.readline())
+        return Ended(status, *((folder / name).read_text() for name in ("stdout", "stderr")))
+
+
+@contextlib.contextmanager
+def fresh_processes() -> Iterator[FreshProcesses]:
+    """Starts the process that the others are forked from, and ends it."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", SERVER], text=True, **pipes) as server:
+        yield FreshProcesses(server)
+        server.stdin.close()

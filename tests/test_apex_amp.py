@@ -1,0 +1,494 @@
+"""The package that scripts see as `apex.amp`: its names, and the private ones that scripts touch."""
+
+import inspect
+import json
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ampatch
+from ampatch.apex import amp
+from ampatch.apex.amp import _amp_state as state_object
+from ampatch.apex.amp.scaler import LossScaler
+from helpers import assert_same_bits, snapshot
+
+INF = float("inf")
+ONE = torch.ones(1, 4)
+
+
+def make():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=2.0**-4, momentum=0.5)
+
+
+def start(opt_level="O2", **arguments):
+    model, optimizer = make()
+    return amp.initialize(model, optimizer, opt_level=opt_level, **{"verbosity": 0} | arguments)
+
+
+def loss_of(model, seed=1):
+    torch.manual_seed(seed)
+    return model(torch.randn(8, 4)).square().mean()
+
+
+def run_step(model, optimizer, factor=1.0, seed=1, **arguments):
+    optimizer.zero_grad()
+    with amp.scale_loss(loss_of(model, seed) * factor, optimizer, **arguments) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
+# ---- The package ----
+
+
+def test_the_functions_are_real_attributes_of_a_real_package():
+    assert {"initialize", "scale_loss", "master_params", "state_dict", "load_state_dict", "init"} <= set(
+        amp.__dict__
+    )
+    assert set(amp.__all__) <= set(amp.__dict__)
+    assert amp.__path__
+
+
+def test_the_state_is_the_object_and_not_the_module_of_that_name():
+    assert isinstance(amp._amp_state, state_object.__class__)
+    from ampatch.apex.amp._amp_state import _amp_state
+
+    assert amp._amp_state is _amp_state
+
+
+def test_initialize_takes_apex_arguments_in_apex_order():
+    apexs = (
+        *("models", "optimizers", "enabled", "opt_level", "cast_model_type", "patch_torch_functions"),
+        *("keep_batchnorm_fp32", "master_weights", "loss_scale", "cast_model_outputs", "num_losses"),
+        *("verbosity", "min_loss_scale", "max_loss_scale"),
+    )
+    assert tuple(inspect.signature(amp.initialize).parameters)[: len(apexs)] == apexs
+
+
+def test_an_unknown_argument_raises_a_type_error_that_names_it():
+    model, optimizer = make()
+    with pytest.raises(TypeError, match=r"initialize.*'loss_scaler'"):
+        amp.initialize(model, optimizer, loss_scaler=1.0)
+
+
+# ---- What _amp_state shows ----
+
+
+def test_before_initialize_the_state_has_no_scalers_options_or_handle():
+    for name in ("loss_scalers", "opt_properties", "handle"):
+        assert not hasattr(amp._amp_state, name)
+
+
+def test_after_uninitialize_nothing_is_left_of_it():
+    _, optimizer = start()
+    kept = {"param_groups", "state", "defaults"}
+    added = [name for name in vars(optimizer) if "amp" in name or "master" in name]
+    assert added
+    ampatch.uninitialize()
+    assert not any(hasattr(amp._amp_state, name) for name in ("loss_scalers", "opt_properties", "handle"))
+    assert [name for name in vars(optimizer) if "amp" in name or "master" in name] == []
+    assert kept <= set(vars(optimizer))
+
+
+def test_a_call_that_raises_leaves_no_trace_of_it():
+    model, optimizer = make()
+    with pytest.raises(ValueError, match="unknown opt_level"):
+        amp.initialize(model, optimizer, opt_level="02")
+    assert not hasattr(amp._amp_state, "opt_properties")
+    assert not hasattr(optimizer, "_amp_stash")
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    with pytest.raises(RuntimeError, match="given to initialize twice"):
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    assert amp._amp_state.opt_properties.opt_level == "O2"
+
+
+@pytest.mark.parametrize(
+    ("level", "options"),
+    [
+        ("O1", {"master_weights": False, "loss_scale": "dynamic", "patch_torch_functions": True}),
+        ("O2", {"master_weights": True, "loss_scale": "dynamic", "keep_batchnorm_fp32": True}),
+        ("O5", {"master_weights": True, "loss_scale": 1.0, "cast_model_type": torch.bfloat16}),
+    ],
+    ids=["O1", "O2", "O5"],
+)
+def test_the_options_are_attributes_and_a_dictionary(level, options):
+    start(level)
+    properties = amp._amp_state.opt_properties
+    for name, value in {"enabled": True, "opt_level": level, **options}.items():
+        assert getattr(properties, name) == properties.options[name] == value
+    assert f"'opt_level': '{level}'" in repr(properties)
+
+
+def test_a_disabled_call_shows_options_that_are_off():
+    model, optimizer = make()
+    amp.initialize(model, optimizer, enabled=False, opt_level="O2")
+    assert amp._amp_state.opt_properties.enabled is False
+    assert amp._amp_state.loss_scalers == []
+    assert not amp._amp_state.handle.is_active()
+    assert not hasattr(optimizer, "_amp_stash")
+
+
+def test_a_session_under_the_newer_names_alone_is_not_followed():
+    model, optimizer = make()
+    ampatch.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    assert not hasattr(amp._amp_state, "opt_properties")
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 65536.0
+
+
+# ---- Loss scalers ----
+
+
+@pytest.mark.parametrize("value", [2**20, 5, 1, 0.5])
+def test_a_scale_that_is_assigned_is_used_and_read_back_as_a_plain_number(value):
+    _, optimizer = start()
+    scaler = amp._amp_state.loss_scalers[0]
+    scaler._loss_scale = value
+    assert json.loads(json.dumps(scaler._loss_scale)) == value == scaler.loss_scale()
+    with amp.scale_loss(torch.ones(()), optimizer) as scaled_loss:
+        assert scaled_loss == value
+
+
+def test_what_a_script_keeps_on_a_scaler_stays_there():
+    start(num_losses=2)
+    amp._amp_state.loss_scalers[1].note = "kept"
+    assert amp._amp_state.loss_scalers[1].note == "kept"
+    assert not hasattr(amp._amp_state.loss_scalers[0], "note")
+
+
+def test_the_counter_and_the_overflow_of_a_scaler_follow_the_iterations():
+    model, optimizer = start()
+    scaler = amp._amp_state.loss_scalers[0]
+    seen = []
+    for factor in (1.0, 1.0, INF, 1.0):
+        run_step(model, optimizer, factor)
+        seen.append((scaler._unskipped, bool(scaler._has_overflow)))
+    assert seen == [(1, False), (2, False), (0, True), (1, False)]
+
+
+def test_the_counter_interval_and_bounds_can_be_assigned():
+    model, optimizer = start()
+    scaler = amp._amp_state.loss_scalers[0]
+    scaler._unskipped, scaler._scale_seq_len, scaler._max_loss_scale = 3, 4, 2.0**16 * 1.5
+    assert (scaler._unskipped, scaler._scale_seq_len, scaler._max_loss_scale) == (3, 4, 2.0**16 * 1.5)
+    run_step(model, optimizer)
+    assert scaler.loss_scale() == 2.0**16 * 1.5
+    scaler._min_loss_scale = 2.0**16
+    run_step(model, optimizer, INF)
+    assert scaler.loss_scale() == 2.0**16
+
+
+def test_the_attributes_of_a_static_scaler_can_be_read_and_assigned():
+    start(loss_scale="128.0")
+    scaler = amp._amp_state.loss_scalers[0]
+    assert (scaler.dynamic, scaler.loss_scale(), scaler._unskipped) == (False, 128.0, 0)
+    scaler._scale_seq_len, scaler._max_loss_scale, scaler._min_loss_scale = 1, 2.0, None
+    scaler._loss_scale = 4
+    assert scaler.loss_scale() == 4.0
+    assert scaler.update_scale() is False
+
+
+def test_a_scaler_can_be_made_by_itself():
+    assert amp.scaler.LossScaler(128.0).loss_scale() == 128.0
+    dynamic = amp.scaler.LossScaler("dynamic", init_scale=2.0**8, scale_factor=4.0, scale_window=2)
+    assert (dynamic.dynamic, dynamic.loss_scale(), dynamic._scale_seq_len) == (True, 256.0, 2)
+    assert [dynamic.update_scale() for _ in range(2)] == [False, False]
+    assert dynamic.loss_scale() == 1024.0
+
+
+def test_a_scaler_unscales_gradients_and_remembers_an_overflow():
+    scaler = LossScaler("dynamic", init_scale=4.0)
+    masters = [torch.zeros(2), torch.zeros(1)]
+    scaler.unscale([torch.tensor([8.0, 4.0]).half(), torch.ones(1)], masters, 4.0)
+    assert_same_bits(masters, [torch.tensor([2.0, 1.0]), torch.tensor([0.25])])
+    assert not scaler.update_scale()
+    scaler.unscale([torch.tensor([INF])], masters[1:], 4.0)
+    assert scaler.update_scale()
+    assert scaler.loss_scale() == 2.0
+    assert not scaler.update_scale(), "the buffer was cleared"
+
+
+def test_stashed_gradients_are_added_to_the_unscaled_ones():
+    scaler = LossScaler("dynamic", init_scale=4.0)
+    out = torch.zeros(2)
+    scaler.unscale_with_stashed([torch.tensor([8.0, 4.0]).half()], [torch.tensor([1.0, 2.0])], [out])
+    assert_same_bits([out], [torch.tensor([3.0, 3.0])])
+    scaler.unscale_with_stashed([torch.ones(2)], [torch.tensor([1.0, INF])], [out], (2.0, 1.0, 1.0))
+    assert scaler.update_scale()
+
+
+# ---- What is on the optimizer ----
+
+
+def test_the_stash_lists_half_params_masters_and_the_others():
+    model, optimizer = start()
+    stash = optimizer._amp_stash
+    assert [id(param) for param in stash.all_fp16_params] == [
+        id(param) for param in model.parameters() if param.dtype is torch.float16
+    ]
+    masters = [param.float() for param in stash.all_fp16_params]
+    assert [tuple(param.shape) for param in stash.all_fp32_from_fp16_params] == [
+        tuple(param.shape) for param in masters
+    ]
+    assert [id(param) for param in stash.all_fp32_from_fp32_params] == [
+        id(param) for param in model[1].parameters()
+    ]
+
+
+def test_a_script_may_say_that_it_made_the_masters():
+    _, optimizer = start()
+    optimizer._lazy_init_maybe_master_weights()
+    optimizer._amp_lazy_init()
+    optimizer._amp_stash.lazy_init_called = True
+    assert optimizer._amp_stash.lazy_init_called
+
+
+def test_masters_are_copied_to_the_model_on_demand():
+    _, optimizer = start()
+    with torch.no_grad():
+        for master in optimizer._amp_stash.all_fp32_from_fp16_params:
+            master.fill_(0.1)
+    optimizer._master_params_to_model_params()
+    for half in optimizer._amp_stash.all_fp16_params:
+        assert_same_bits([half], [torch.full_like(half, 0.1)])
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4"])
+def test_without_masters_there_is_no_method_to_copy_them(level):
+    _, optimizer = start(level)
+    assert not hasattr(optimizer, "_master_params_to_model_params")
+    assert optimizer._amp_stash.all_fp16_params == []
+
+
+def test_each_of_several_optimizers_and_one_inside_a_wrapper_gets_its_own():
+    class Wrapper:
+        def __init__(self, optim):
+            self.optim = optim
+
+    first, second = make(), make()
+    wrapped = Wrapper(second[1])
+    amp.initialize([first[0], second[0]], [first[1], wrapped], opt_level="O2", verbosity=0)
+    assert len(first[1]._amp_stash.all_fp16_params) == 4
+    assert wrapped.optim._amp_stash.all_fp16_params[0] is second[0][0].weight
+
+
+# ---- Loops that do the work of scale_loss by themselves ----
+
+
+def run_by_hand(model, optimizer, factor=1.0, seed=1):
+    """One iteration in the manner of code that copied the body of scale_loss; returns if it skipped."""
+    optimizer.zero_grad()
+    scaler = amp._amp_state.loss_scalers[0]
+    loss = loss_of(model, seed) * factor
+    optimizer._prepare_amp_backward()
+    (loss.float() * scaler.loss_scale()).backward()
+    scaler.clear_overflow_state()
+    optimizer._post_amp_backward(scaler)
+    optimizer._amp_stash.params_have_scaled_gradients = False
+    should_skip = scaler.update_scale()
+    if not should_skip:
+        optimizer.step()
+    return should_skip
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("loss_scale", ["dynamic", 8.0])
+def test_a_loop_by_hand_does_what_scale_loss_does(level, loss_scale):
+    factors = (1.0, 1.0, INF, 1.0, 1.0) if loss_scale == "dynamic" else (1.0,) * 5
+    weights = []
+    for run in (run_step, run_by_hand):
+        model, optimizer = start(level, loss_scale=loss_scale)
+        for seed, factor in enumerate(factors):
+            run(model, optimizer, factor, seed)
+        weights.append((snapshot(list(amp.master_params(optimizer))), amp.state_dict()))
+        ampatch.uninitialize()
+    assert weights[0] == weights[1]
+
+
+def test_gradients_from_before_a_backward_by_hand_are_added_to():
+    model, optimizer = start("O1")
+    scaler = amp._amp_state.loss_scalers[0]
+    for _ in range(2):
+        optimizer._prepare_amp_backward()
+        (loss_of(model) * scaler.loss_scale()).backward()
+        optimizer._post_amp_backward(scaler)
+    twice = [param.grad.clone() for param in model.parameters()]
+    optimizer.zero_grad()
+    with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert_same_bits(twice, [param.grad * 2 for param in model.parameters()])
+
+
+def test_a_loop_that_checks_overflows_with_a_buffer_of_its_own_skips_by_itself():
+    """All-reduce after accumulation: no check in scale_loss, an own overflow buffer, own skipping."""
+    model, optimizer = start()
+    buffer = torch.zeros(1, dtype=torch.int32)
+    skipped = []
+    before = snapshot(list(amp.master_params(optimizer)))
+    for factor in (INF, 1.0):
+        with amp.scale_loss(loss_of(model) * factor, optimizer, delay_overflow_check=True) as scaled_loss:
+            scaled_loss.backward()
+        scaler = amp._amp_state.loss_scalers[0]
+        grads = [param.grad for param in amp.master_params(optimizer) if param.grad is not None]
+        buffer.copy_(torch.tensor([not all(bool(grad.isfinite().all()) for grad in grads)]))
+        old_buffer, scaler._overflow_buf = scaler._overflow_buf, buffer
+        had_overflow = scaler.update_scale()
+        scaler._overflow_buf = old_buffer
+        if had_overflow:
+            for param in optimizer._amp_stash.all_fp32_from_fp16_params:
+                param.grad = None
+        else:
+            optimizer.step()
+        for param in model.parameters():
+            param.grad = None
+        skipped.append(had_overflow)
+        assert (snapshot(list(amp.master_params(optimizer))) == before) == had_overflow
+    assert skipped == [True, False]
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 32768.0, "unskipped": 1}}
+
+
+# ---- The handle ----
+
+
+def test_casts_stop_where_a_script_says_that_the_handle_is_not_active():
+    start("O4")
+    handle = amp._amp_state.handle
+    assert handle.is_active()
+    assert handle._is_active
+    handle._is_active = False
+    assert F.linear(ONE, ONE).dtype is torch.float32
+    handle._is_active = False  # twice does not count twice
+    handle._is_active = True
+    assert F.linear(ONE, ONE).dtype is torch.bfloat16
+    with handle._disable_casts():
+        assert F.linear(ONE, ONE).dtype is torch.float32
+    handle._clear_cache()
+    handle._deactivate()
+    assert F.linear(ONE, ONE).dtype is torch.float32
+    ampatch.uninitialize()
+    start("O4")
+    assert F.linear(ONE, ONE).dtype is torch.bfloat16, "the next session casts"
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_where_no_function_is_patched_the_handle_is_not_active(level):
+    start(level)
+    assert not amp._amp_state.handle.is_active()
+    amp._amp_state.handle._clear_cache()
+    amp._amp_state.handle._deactivate()
+    with amp._amp_state.handle._disable_casts():
+        pass
+
+
+# ---- amp.init, the older way in ----
+
+
+def fit(handle, wrap, steps=30):
+    model, _ = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = handle.wrap_optimizer(optimizer) if wrap else optimizer
+    losses = []
+    for _ in range(steps):
+        torch.manual_seed(2)
+        batch = torch.randn(32, 4)
+        loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
+        wrapped.zero_grad()
+        if wrap:
+            with wrapped.scale_loss(loss) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            with handle.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        wrapped.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("wrap", [True, False], ids=["wrapped", "plain"])
+def test_init_patches_torch_for_every_model_and_its_handle_scales(wrap):
+    handle = amp.init()
+    assert handle is amp._amp_state.handle
+    assert F.linear(ONE, ONE).dtype is torch.float16
+    losses = fit(handle, wrap)
+    assert losses[-1] < losses[0] / 4
+    assert amp._amp_state.handle is handle
+    ampatch.uninitialize()
+    assert F.linear(ONE, ONE).dtype is torch.float32
+
+
+def test_a_disabled_init_lets_everything_pass():
+    handle = amp.init(enabled=False)
+    assert F.linear(ONE, ONE).dtype is torch.float32
+    assert not handle.is_active()
+    assert fit(handle, wrap=True) == fit(handle, wrap=False)
+
+
+def test_the_losses_of_a_wrapped_optimizer_take_turns():
+    handle = amp.init(loss_scale="dynamic")
+    model, optimizer = make()
+    wrapped = handle.wrap_optimizer(optimizer, num_loss=2)
+    before = snapshot(list(model.parameters()))
+    for factor in (1.0, INF):
+        with wrapped.scale_loss(loss_of(model) * factor) as scaled_loss:
+            scaled_loss.backward()
+    wrapped.step()
+    assert snapshot(list(model.parameters())) == before, "one overflow skips the step"
+    with wrapped.scale_loss(torch.ones(())) as scaled_loss:
+        assert scaled_loss == 65536.0
+    with wrapped.scale_loss(torch.ones(())) as scaled_loss:
+        assert scaled_loss == 32768.0
+
+
+def test_a_wrapped_optimizer_is_the_optimizer_otherwise():
+    handle = amp.init()
+    _, optimizer = make()
+    wrapped = handle.wrap_optimizer(optimizer)
+    assert wrapped.param_groups is optimizer.param_groups
+    assert wrapped.state_dict().keys() == optimizer.state_dict().keys()
+    assert "OptimWrapper(SGD" in repr(wrapped)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        wrapped.no_such_name
+
+
+def test_banned_functions_are_allowed_from_init():
+    amp.init(allow_banned=True)
+    assert F.binary_cross_entropy(torch.full((2,), 0.5).half(), torch.ones(2)).dtype is torch.float32
+
+
+# ---- Threads, messages ----
+
+
+def test_another_thread_sees_the_same_state():
+    start(num_losses=3)
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(len(amp._amp_state.loss_scalers)))
+    thread.start()
+    thread.join()
+    assert seen == [3]
+
+
+def test_a_script_may_print_by_maybe_print(capsys):
+    from ampatch.apex.amp._amp_state import maybe_print, warn_or_err
+
+    start(verbosity=0)
+    maybe_print("hidden")
+    ampatch.uninitialize()
+    start(verbosity=1)
+    capsys.readouterr()
+    maybe_print("shown", True)
+    assert capsys.readouterr().out == "shown\n"
+    with pytest.raises(RuntimeError, match="wrong"):
+        warn_or_err("wrong")
+
+
+def test_half_parameters_are_accepted_where_a_script_says_so(monkeypatch):
+    model = nn.Sequential(nn.Linear(4, 4).half(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"'0\.weight' is torch\.float16 already"):
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    monkeypatch.setattr(amp._amp_state, "allow_incoming_model_not_fp32", True)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    assert len(optimizer._amp_stash.all_fp16_params) == 4

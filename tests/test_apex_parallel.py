@@ -1,0 +1,736 @@
+"""What `apex.parallel` stands for: training in several processes, and layer-wise rates."""
+
+import contextlib
+import copy
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ampatch as amp
+from ampatch.apex.parallel import LARC, DistributedDataParallel, Reducer, convert_syncbn_model
+from ampatch.apex.parallel.buckets import Averaging, make_buckets
+from ampatch.apex.parallel.distributed import apply_flat_dist_call, flat_dist_call, flatten, unflatten
+from ranks import Ranks, gather, is_equal_on_ranks
+
+ROOT = Path(__file__).parent.parent
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# ---- DistributedDataParallel: which gradients are averaged ----
+
+
+class Branches(nn.Module):
+    """Two heads on a stem; a forward takes one of them, or both."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.left, self.right = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x, head=None):
+        x = self.stem(x)
+        if head is None:
+            return self.left(x), self.right(x)
+        return self.left(x) if head == 0 else self.right(x)
+
+
+class Output:
+    """An object that nobody but the script knows."""
+
+    def __init__(self, y):
+        self.y = y
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise KeyError("backward")
+
+
+def inner(model):
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def one_loss(model, x, rank):
+    model(x)[0].sum().backward()
+
+
+def two_losses_one_after_the_other(model, x, rank):
+    left, right = model(x)
+    left.sum().backward(retain_graph=True)
+    right.pow(2).sum().backward()
+
+
+def two_forwards_before_one_backward(model, x, rank):
+    first = model(x, 0).sum()
+    (first + model(x, 1).pow(2).sum()).backward()
+
+
+def two_forwards_before_two_backwards(model, x, rank):
+    first, second = model(x, 0).sum(), model(2 * x, 0).pow(2).sum()
+    first.backward()
+    second.backward()
+
+
+def a_branch_that_is_never_used(model, x, rank):
+    for _ in range(3):
+        model(x, 0).sum().backward()
+
+
+def another_branch_on_each_rank(model, x, rank):
+    model(x, rank).sum().backward()
+
+
+def another_branch_each_time(model, x, rank):
+    for head in (0, 1, 0):
+        model(x, head).pow(2).sum().backward()
+
+
+def outputs_in_an_object_of_the_script(model, x, rank):
+    original = inner(model).forward
+    inner(model).forward = lambda *args: Output(original(*args))
+    model(x, 0).y.sum().backward()
+
+
+def outputs_in_containers(model, x, rank):
+    original = inner(model).forward
+    inner(model).forward = lambda *args: {"logits": [original(*args)], "name": "left"}
+    model(x, 0)["logits"][0].sum().backward()
+
+
+def reentrant_checkpoints_that_share_a_layer(model, x, rank):
+    net = inner(model)
+
+    def forward(x):
+        x = checkpoint(net.stem, x, use_reentrant=True)
+        x = checkpoint(net.left, x, use_reentrant=True)
+        return net.stem(checkpoint(net.stem, x, use_reentrant=True))
+
+    net.forward = forward
+    model(x.clone().requires_grad_()).sum().backward()
+
+
+def a_part_that_is_frozen_for_a_while(model, x, rank):
+    for trainable in (True, False, True):
+        inner(model).stem.requires_grad_(trainable)
+        model(x, 0).sum().backward()
+
+
+def the_module_called_itself(model, x, rank):
+    inner(model)(x, 0).sum().backward()
+
+
+def a_backward_after_one_that_raised(model, x, rank):
+    net, original = inner(model), inner(model).forward
+    net.forward = lambda x: net.left(Fails.apply(net.stem(x)))
+    with contextlib.suppress(KeyError):
+        model(x).sum().backward()
+    net.forward = original
+    model.zero_grad()
+    model(x, 0).sum().backward()
+
+
+def a_penalty_on_the_gradient_of_the_input(model, x, rank):
+    x = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(model(x, 0).pow(2).sum(), x, create_graph=True)
+    (model(x, 0).sum() + grad.pow(2).sum()).backward()
+
+
+def steps_between_that_clear_in_place(model, x, rank):
+    model(x, 0).sum().backward()
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.detach_()
+            param.grad.zero_()
+    model(x, 1).sum().backward()
+
+
+def backwards_that_are_not_synchronized(model, x, rank):
+    is_wrapped = isinstance(model, DistributedDataParallel)
+    with model.no_sync() if is_wrapped else contextlib.nullcontext():
+        model(x, 1).sum().backward()
+    if is_wrapped:
+        model.disable_allreduce()
+    model(x, 0).pow(2).sum().backward()
+    if is_wrapped:
+        model.enable_allreduce()
+    model(x, 0).sum().backward()
+
+
+def evaluation_in_between(model, x, rank):
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    model.train()
+    model(x)  # no backward follows
+    model(x, 0).sum().backward()
+
+
+WAYS = [
+    one_loss,
+    two_losses_one_after_the_other,
+    two_forwards_before_one_backward,
+    two_forwards_before_two_backwards,
+    a_branch_that_is_never_used,
+    another_branch_on_each_rank,
+    another_branch_each_time,
+    outputs_in_an_object_of_the_script,
+    outputs_in_containers,
+    reentrant_checkpoints_that_share_a_layer,
+    a_part_that_is_frozen_for_a_while,
+    the_module_called_itself,
+    a_backward_after_one_that_raised,
+    a_penalty_on_the_gradient_of_the_input,
+    steps_between_that_clear_in_place,
+    backwards_that_are_not_synchronized,
+    evaluation_in_between,
+]
+SETTINGS = {
+    "one bucket": {},
+    "a bucket for each parameter": {"message_size": 1},
+    "delayed": {"delay_allreduce": True},
+    "sum": {"gradient_average": False, "message_size": 5},
+    "predivided": {"gradient_predivide_factor": 2.0, "allreduce_always_fp32": True},
+}
+
+
+def make_input():
+    torch.manual_seed(10 + dist.get_rank())
+    return torch.randn(3, 2)
+
+
+def find_grads(model):
+    return [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+
+
+def combine(grads_of_ranks, average):
+    """The oracle: what each rank got alone, put together afterwards."""
+    combined = []
+    for grads in zip(*grads_of_ranks, strict=True):
+        present = [grad for grad in grads if grad is not None]
+        total = sum(present) if present else None
+        combined.append(total / len(grads) if present and average else total)
+    return combined
+
+
+def compare_with_single_processes(way, settings):
+    """On each rank: the model alone and the wrapped one; returns whether the gradients agree."""
+    model, x = Branches(), make_input()
+    alone = copy.deepcopy(model)
+    way(alone, x, dist.get_rank())
+    expected = combine(gather(find_grads(alone)), settings.get("gradient_average", True))
+    way(DistributedDataParallel(model, **settings), x, dist.get_rank())
+    found = find_grads(model)
+    assert is_equal_on_ranks([grad for grad in found if grad is not None])
+    for mine, theirs in zip(found, expected, strict=True):
+        # Sums of float32 in another order: a few units in the last place.
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_gradients_are_the_mean_over_ranks_of_what_each_rank_adds_up(ranks, way, settings):
+    ranks(compare_with_single_processes, way, settings)
+
+
+def average_halves(value, dtype, **settings):
+    model = nn.Linear(1, 1, bias=False).to(dtype)
+    DistributedDataParallel(model, **settings)(torch.full((1, 1), value, dtype=dtype)).sum().backward()
+    return model.weight.grad.item()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, float("inf")),
+        ({"allreduce_always_fp32": True}, 40000.0),
+        ({"gradient_predivide_factor": 2.0}, 40000.0),
+        ({"gradient_average_split_factor": 2.0}, 40000.0),
+    ],
+    ids=str,
+)
+def test_float16_gradients_that_overflow_when_added_up_are_saved_by_either_keyword(ranks, settings, expected):
+    # 40000 is a float16, twice that is not.
+    assert ranks(average_halves, 40000.0, torch.float16, **settings) == [expected] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_gradients_of_every_floating_type_are_averaged(ranks, dtype):
+    assert ranks(average_halves, 3.0, dtype) == [3.0] * 2
+
+
+def average_sparse():
+    embedding = nn.Embedding(5, 2, sparse=True)
+    wrapped = DistributedDataParallel(embedding)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse invariant checks")  # by torch, when it makes the gradient
+        wrapped(torch.tensor([1, 2 * dist.get_rank()])).sum().backward()
+    return embedding.weight.grad.is_sparse, embedding.weight.grad.to_dense()[:, 0].tolist()
+
+
+def test_sparse_gradients_stay_sparse(ranks):
+    assert ranks(average_sparse) == [(True, [0.5, 1.0, 0.5, 0.0, 0.0])] * 2
+
+
+def average_after_unfreezing():
+    model = Branches().requires_grad_(False)
+    wrapped = DistributedDataParallel(model)
+    assert not any(param.requires_grad for param in model.parameters())
+    model.left.requires_grad_(True)
+    wrapped(make_input(), 0).sum().backward()
+    return is_equal_on_ranks([model.left.weight.grad]), model.stem.weight.grad
+
+
+def test_a_frozen_model_can_be_wrapped_and_trained_later(ranks):
+    assert ranks(average_after_unfreezing) == [(True, None)] * 2
+
+
+def average_with_new_layer():
+    model = nn.Sequential(nn.Linear(2, 2))
+    wrapped = DistributedDataParallel(model)
+    model.append(nn.Linear(2, 1))
+    for param in model[1].parameters():
+        nn.init.ones_(param)
+    for _ in range(2):  # the first forward finds the layer
+        wrapped(make_input()).sum().backward()
+    return is_equal_on_ranks(find_grads(model))
+
+
+def test_a_layer_that_was_added_later_is_averaged(ranks):
+    assert ranks(average_with_new_layer) == [True] * 2
+
+
+def average_twice_wrapped():
+    model = nn.Linear(1, 1, bias=False)
+    DistributedDataParallel(model, gradient_average=False)
+    wrapped = DistributedDataParallel(model, gradient_average=False)
+    wrapped(torch.ones(1, 1)).sum().backward()
+    return model.weight.grad.item()
+
+
+def test_a_module_that_is_wrapped_anew_is_averaged_once(ranks):
+    assert ranks(average_twice_wrapped) == [2.0] * 2
+
+
+def average_compiled():
+    model, x = Branches(), make_input()
+    compiled = torch.compile(DistributedDataParallel(model), backend="eager")
+    compiled(x, 0).sum().backward()
+    return is_equal_on_ranks([model.stem.weight.grad]), model.right.weight.grad
+
+
+def test_a_compiled_model_averages_too(ranks):
+    assert ranks(average_compiled) == [(True, None)] * 2
+
+
+def average_copies():
+    wrapped, x = DistributedDataParallel(Branches(), message_size=1), make_input()
+    copies = [copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))]
+    for each in copies:
+        each(x, 0).sum().backward()
+    wrapped(x, 0).sum().backward()
+    expected = wrapped.module.stem.weight.grad
+    return [torch.equal(each.module.stem.weight.grad, expected) for each in copies], is_equal_on_ranks(
+        [expected]
+    )
+
+
+def test_copies_of_a_wrapped_model_average_their_own_gradients(ranks):
+    assert ranks(average_copies) == [([True, True], True)] * 2
+
+
+# ---- DistributedDataParallel: what it is made from ----
+
+
+def wrap_different_models():
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[1].running_mean.fill_(dist.get_rank())
+    mean = model[1].running_mean
+    wrapped = DistributedDataParallel(model)
+    wrapped(make_input())
+    same = is_equal_on_ranks(model.parameters())
+    return same, mean is model[1].running_mean, is_equal_on_ranks([mean]), list(wrapped.state_dict())[:2]
+
+
+def test_parameters_come_from_rank_0_and_buffers_stay_what_each_rank_makes_of_them(ranks):
+    assert ranks(wrap_different_models) == [(True, True, False, ["module.0.weight", "module.0.bias"])] * 2
+
+
+def wrap_masters(level):
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    before = gather([master.detach().clone() for master in amp.master_params(optimizer)])[0]
+    DistributedDataParallel(model)
+    optimizer.step()  # takes up what was written into the model
+    masters = list(amp.master_params(optimizer))
+    return all(torch.equal(a, b) for a, b in zip(masters, before, strict=True))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_masters_come_from_rank_0_in_float32(ranks, level):
+    assert ranks(wrap_masters, level) == [True] * 2
+
+
+def wrap_unequal_models():
+    try:
+        DistributedDataParallel(nn.Linear(2, 2 + dist.get_rank()))
+    except amp.AmpValueError as error:
+        return str(error)
+
+
+def test_ranks_with_other_parameters_are_told_at_once(ranks):
+    for message in ranks(wrap_unequal_models):
+        assert "rank 1 has 2 parameters with 9 elements, rank 0 has 2 with 6" in message
+
+
+def test_it_is_a_distributed_data_parallel_of_torch(one_rank):
+    model = nn.Linear(2, 2)
+    wrapped = DistributedDataParallel(model)
+    assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
+    assert wrapped.module is model
+    assert wrapped.delay_allreduce is False
+    assert wrapped.train(False) is wrapped
+    assert not model.training
+
+
+@pytest.mark.parametrize("make", [DistributedDataParallel, Reducer], ids=lambda make: make.__name__)
+def test_no_process_group_is_an_error_that_says_what_to_call(make):
+    with pytest.raises(amp.AmpValueError, match=r"init_process_group first.* torchrun"):
+        make(nn.Linear(2, 2))
+
+
+def test_keywords_without_a_meaning_are_named_in_one_warning(one_rank):
+    with pytest.warns(UserWarning, match="retain_allreduce_buffers, num_allreduce_streams, prof has") as seen:
+        DistributedDataParallel(
+            nn.Linear(2, 2), num_allreduce_streams=2, retain_allreduce_buffers=True, prof=True
+        )
+    assert [warning.filename for warning in seen] == [__file__]
+
+
+def test_keywords_with_a_meaning_and_defaults_cause_no_warning(one_rank):
+    model = nn.Linear(2, 2)
+    wrapped = DistributedDataParallel(
+        model,
+        1000,
+        shared_param=True,
+        allreduce_trigger_params=[model.bias],
+        retain_allreduce_buffers=False,
+        gradient_average=True,
+    )
+    assert wrapped.delay_allreduce
+    assert wrapped.message_size == 1000
+
+
+@pytest.mark.parametrize(
+    ("averaging", "expected"),
+    [
+        ({}, [[3, 2, 1, 0]]),
+        ({"message_size": 6}, [[3, 2], [1, 0]]),
+        ({"message_size": 1}, [[3], [2], [1], [0]]),
+        ({"message_size": 1, "is_delayed": True}, [[3, 2, 1, 0]]),
+        ({"message_size": 1, "trigger_params": [2]}, [[3, 2], [1, 0]]),
+    ],
+    ids=str,
+)
+def test_buckets_hold_the_last_parameters_first(averaging, expected):
+    params = [torch.zeros(4), torch.zeros(2), torch.zeros(4), torch.zeros(2)]
+    triggers = frozenset(id(params[index]) for index in averaging.pop("trigger_params", ()))
+    buckets = make_buckets(params, Averaging(**averaging, trigger_params=triggers))
+    order = {id(param): index for index, param in enumerate(params)}
+    assert [[order[id(param)] for param in bucket.params] for bucket in buckets] == expected
+
+
+# ---- DistributedDataParallel under ampatch ----
+
+
+def make_net():
+    return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def make_batch(step, rank=None):
+    generator = torch.Generator().manual_seed(step)
+    batch = [torch.randn(8, 3, generator=generator), torch.randn(8, 2, generator=generator)]
+    return batch if rank is None else [part[4 * rank : 4 * rank + 4] for part in batch]
+
+
+def train(level, rank=None, larc=False, overflow=None, loss_scale=256.0):
+    """Trains on a rank's half of each batch, or alone on the whole; returns weights and skipped steps."""
+    torch.manual_seed(rank or 0)
+    model = make_net() if rank is None else convert_syncbn_model(make_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    optimizer = LARC(optimizer) if larc else optimizer
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=loss_scale)
+    wrapped = model if rank is None else DistributedDataParallel(model)
+    skipped = []
+    for step in range(4):
+        x, y = make_batch(step, rank)
+        loss = (wrapped(x).float() - y).pow(2).mean()
+        if step == 1 and overflow == rank and overflow is not None:
+            loss = loss * 1e10
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        skipped.append(amp.step_was_skipped(optimizer))
+        optimizer.zero_grad()
+    weights = [param.detach().clone() for param in amp.master_params(optimizer)]
+    weights += [value.clone() for value in model.state_dict().values()]
+    amp.uninitialize()
+    return weights, skipped
+
+
+# Products of half numbers differ with the size of the batch, by their precision.
+TOLERANCE = {"O0": 1e-6, "O1": 2e-3, "O2": 2e-3, "O3": 4e-3, "O4": 2e-2, "O5": 2e-2}
+
+
+def compare_training(level, **kwargs):
+    found, skipped = train(level, dist.get_rank(), **kwargs)
+    assert is_equal_on_ranks(found)
+    expected, _ = train(level, **kwargs)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=TOLERANCE[level])
+    return skipped
+
+
+@pytest.mark.parametrize("larc", [False, True], ids=["plain", "LARC"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_two_ranks_train_as_one_process_on_the_joined_batch(ranks, level, larc):
+    assert ranks(compare_training, level, larc=larc) == [[False] * 4] * 2
+
+
+def train_with_overflow(level, overflow):
+    weights, skipped = train(level, dist.get_rank(), overflow=overflow, loss_scale="dynamic")
+    assert is_equal_on_ranks(weights)
+    assert all(weight.isfinite().all() for weight in weights)
+    return skipped
+
+
+@pytest.mark.parametrize("overflow", [0, 1])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_on_one_rank_skips_the_step_on_both(ranks, level, overflow):
+    skipped = ranks(train_with_overflow, level, overflow)
+    assert skipped[0] == skipped[1]
+    assert skipped[0][1]
+
+
+def accumulate(level):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=128.0)
+    wrapped = DistributedDataParallel(model)
+    for step in range(3):
+        loss = wrapped(make_batch(step, dist.get_rank())[0]).float().pow(2).mean()
+        with amp.scale_loss(loss, optimizer, delay_unscale=step < 2) as scaled:
+            scaled.backward()
+    grads = [param.grad for param in amp.master_params(optimizer)]
+    optimizer.step()
+    return is_equal_on_ranks([*grads, *amp.master_params(optimizer)])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_accumulated_gradients_are_equal_on_ranks(ranks, level):
+    assert ranks(accumulate, level) == [True] * 2
+
+
+def train_gan(level):
+    """Generator and discriminator, each with its loss; D is called twice and frozen for G."""
+    torch.manual_seed(dist.get_rank())
+    nets = [nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.05) for net in nets]
+    (g, d), (opt_g, opt_d) = amp.initialize(
+        nets, optimizers, opt_level=level, num_losses=3, verbosity=0, loss_scale=128.0
+    )
+    g, d = DistributedDataParallel(g), DistributedDataParallel(d)
+    for step in range(3):
+        real, noise = make_batch(step, dist.get_rank())
+        fake = g(noise)
+        d.requires_grad_(True)
+        losses = [(d(real).float() - 1).pow(2).mean(), d(fake.detach()).float().pow(2).mean()]
+        for index, loss in enumerate(losses):
+            with amp.scale_loss(loss, opt_d, loss_id=index) as scaled:
+                scaled.backward()
+        opt_d.step()
+        opt_d.zero_grad()
+        d.requires_grad_(False)
+        with amp.scale_loss((d(fake).float() - 1).pow(2).mean(), opt_g, loss_id=2) as scaled:
+            scaled.backward()
+        opt_g.step()
+        opt_g.zero_grad()
+    return is_equal_on_ranks([*amp.master_params(opt_g), *amp.master_params(opt_d)])
+
+
+def accumulate_unsynchronized(level, scale, wrap, stop, delay):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
+    wrapped, x = wrap(model), torch.full((1, 2), dist.get_rank() + 1.0)
+    with getattr(wrapped, stop)() or contextlib.nullcontext():
+        for _ in range(2):
+            with amp.scale_loss(wrapped(x).sum(), optimizer, delay_unscale=delay) as scaled_loss:
+                scaled_loss.backward()
+    getattr(wrapped, stop.replace("disable", "enable"))()
+    with amp.scale_loss(wrapped(x).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    grads = [param.grad.flatten().tolist() for param in amp.master_params(optimizer)]
+    amp.uninitialize()
+    return grads
+
+
+@pytest.mark.parametrize("delay", [True, False], ids=["delayed", "each"])
+@pytest.mark.parametrize(
+    ("wrap", "stop"),
+    [
+        (DistributedDataParallel, "no_sync"),
+        (DistributedDataParallel, "disable_allreduce"),
+        (nn.parallel.DistributedDataParallel, "no_sync"),
+    ],
+    ids=["ours", "ours-disable", "torchs"],
+)
+@pytest.mark.parametrize(("level", "scale"), [*((level, 128.0) for level in LEVELS), ("O5", 1.0)])
+def test_gradients_accumulated_without_averaging_are_averaged_with_the_next(
+    ranks, level, scale, wrap, stop, delay
+):
+    # Ranks have inputs of 1 and 2: three times their mean is 4.5; the bias gets 1 each time.
+    expected = [[[4.5, 4.5], [3.0]]] * 2
+    assert ranks(accumulate_unsynchronized, level, scale, wrap, stop, delay) == expected
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_gan_with_three_losses_stays_equal_on_ranks(ranks, level):
+    assert ranks(train_gan, level) == [True] * 2
+
+
+# ---- Reducer, and collectives on many tensors ----
+
+
+def reduce_module():
+    model, x = Branches(), make_input()
+    reducer = Reducer(model)
+    alone = copy.deepcopy(model)
+    one_loss(alone, x, 0)
+    another_branch_on_each_rank(alone, x, dist.get_rank())
+    expected = combine(gather(find_grads(alone)), True)
+    one_loss(model, x, 0)
+    another_branch_on_each_rank(model, x, dist.get_rank())
+    reducer.reduce()
+    return all(torch.equal(a, b) for a, b in zip(find_grads(model), expected, strict=True))
+
+
+def test_a_reducer_averages_when_it_is_told_to(ranks):
+    assert ranks(reduce_module) == [True] * 2
+
+
+def reduce_list():
+    rank = float(dist.get_rank())
+    grads = [torch.full((2, 2), rank), [torch.full((3,), rank + 2, dtype=torch.float64)]]
+    Reducer(grads).reduce()
+    return [grads[0].tolist(), grads[1][0].tolist()]
+
+
+def test_a_reducer_averages_tensors_in_lists(ranks):
+    assert ranks(reduce_list) == [[[[0.5, 0.5], [0.5, 0.5]], [2.5, 2.5, 2.5]]] * 2
+
+
+def broadcast_from_rank_0():
+    torch.manual_seed(dist.get_rank())
+    model = Branches()
+    Reducer(model)
+    tensors = [torch.full((2,), dist.get_rank() + 1.0), torch.full((3,), dist.get_rank() + 1.0).half()]
+    flat_dist_call(tensors, dist.broadcast, (1,))
+    apply_flat_dist_call(tensors[:1], dist.all_reduce)
+    return is_equal_on_ranks(model.parameters()), [tensor.tolist() for tensor in tensors]
+
+
+def test_a_reducer_broadcasts_and_flat_calls_run_once_for_each_type(ranks):
+    assert ranks(broadcast_from_rank_0) == [(True, [[2.0, 2.0], [2.0, 2.0, 2.0]])] * 2
+
+
+def test_unflatten_gives_back_what_flatten_took():
+    tensors = [torch.randn(2, 3), torch.randn(()), torch.randn(3, 2).T]
+    for tensor, back in zip(tensors, unflatten(flatten(tensors), tensors), strict=True):
+        assert torch.equal(tensor, back)
+
+
+# ---- multiproc ----
+
+SCRIPT = """
+import argparse, sys
+import torch
+from apex import amp
+from apex.parallel import DistributedDataParallel
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--rank", type=int)
+parser.add_argument("--world-size", type=int)
+parser.add_argument("--fail", action="store_true")
+args = parser.parse_args()
+print("rank", args.rank, "of", args.world_size)
+if args.fail and args.rank == 1:
+    sys.exit(7)
+torch.distributed.init_process_group("gloo", "env://", rank=args.rank, world_size=args.world_size)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+model = DistributedDataParallel(model)
+with amp.scale_loss(model(torch.full((1, 2), float(args.rank))).sum(), optimizer) as scaled:
+    scaled.backward()
+print(model.module.weight.dtype, [param.grad.tolist() for param in amp.master_params(optimizer)][0])
+"""
+
+
+def run_multiproc(tmp_path, *words):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop("WORLD_SIZE", None)
+    return subprocess.run(
+        [sys.executable, "-m", "ampatch", "run", *words],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_multiproc_starts_ranks_that_have_apex_and_the_options_of_the_run(tmp_path):
+    words = ["--opt-level", "O5", "-m", "apex.parallel.multiproc", "train.py", "--world-size", "2"]
+    result = run_multiproc(tmp_path, *words)
+    assert result.returncode == 0, result.stderr
+    expected = "torch.bfloat16 [[0.5, 0.5]]\n"
+    assert result.stdout == f"rank 0 of 2\n{expected}"
+    assert (tmp_path / "GPU_1.log").read_text() == f"rank 1 of 2\n{expected}"
+
+
+def test_multiproc_returns_the_status_of_the_rank_that_failed_and_ends_the_others(tmp_path):
+    words = ["-m", "apex.parallel.multiproc", "--nproc_per_node=2", "train.py", "--fail"]
+    assert run_multiproc(tmp_path, *words).returncode == 7

@@ -1,0 +1,508 @@
+"""What scripts written for apex expect of `amp.initialize`, row by row of docs/apex-behaviour.md."""
+
+import argparse
+from collections import OrderedDict, namedtuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel
+
+import ampatch
+from ampatch.apex import amp
+from apex_rows import CAST, EVERY_LEVEL, MASTERED, PATCHED, Net, Recorder, X, copy_of, make, shows, types_of
+
+Pair = namedtuple("Pair", "image label")
+
+
+class Larc:
+    """A wrapper as LARC: it has the optimizer's attributes and is no Optimizer."""
+
+    def __init__(self, optimizer):
+        self.optim = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self.optim, name)
+
+
+class Batch(dict):
+    """A batch with a `to`, as data libraries hand them on."""
+
+    def to(self, target):
+        is_type = isinstance(target, torch.dtype)
+        return Batch(
+            {name: x.to(target) if is_type and x.is_floating_point() else x for name, x in self.items()}
+        )
+
+
+class Graph:
+    """An object that only knows how to move itself."""
+
+    def __init__(self, nodes):
+        self.nodes = nodes
+
+    def to(self, target):
+        return Graph(self.nodes.to(target))
+
+
+# ---- What goes in and comes out ----
+
+
+@shows("initialize-shapes")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+@pytest.mark.parametrize("many", [False, True], ids=["one", "list"])
+def test_what_comes_back_mirrors_what_came_in(level, many):
+    (a, first), (b, second) = make(), make()
+    if many:
+        models, optimizers = amp.initialize([a, b], [first, second], opt_level=level, verbosity=0)
+        assert (type(models), type(optimizers)) == (list, list)
+        assert [*models, *optimizers] == [a, b, first, second]
+    else:
+        model, optimizer = amp.initialize(a, first, opt_level=level, verbosity=0)
+        assert model is a
+        assert optimizer is first
+
+
+@shows("initialize-shapes")
+def test_a_list_of_one_stays_a_list_and_no_optimizers_give_the_models_alone():
+    net, optimizer = make()
+    assert amp.initialize(net, opt_level="O1", verbosity=0) is net
+    ampatch.uninitialize()
+    models, back = amp.initialize([net], optimizer, opt_level="O1", verbosity=0)
+    assert models == [net]
+    assert back is optimizer
+
+
+@shows("initialize-shapes", "optimizers-larc")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_a_wrapper_that_is_no_optimizer_is_taken_comes_back_and_steps(level):
+    net, optimizer = make()
+    wrapper = Larc(optimizer)
+    assert not isinstance(wrapper, torch.optim.Optimizer)
+    before = copy_of(net)
+    _, back = amp.initialize(net, wrapper, opt_level=level, verbosity=0, loss_scale=8.0)
+    assert back is wrapper
+    with amp.scale_loss(net(X).float().pow(2).mean(), wrapper) as scaled_loss:
+        scaled_loss.backward()
+    wrapper.step()
+    assert not all(map(torch.equal, copy_of(net), before))
+
+
+@shows("initialize-same-objects")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_the_objects_passed_in_are_the_ones_that_change(level):
+    net, optimizer = make()
+    parameters = list(net.parameters())
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    assert all(map(lambda one, two: one is two, net.parameters(), parameters))
+    half = CAST.get(level, torch.float32)
+    assert net.first.weight.dtype is half
+    norm = half if level == "O3" else torch.float32
+    assert types_of(net.norm) == [norm, norm]
+
+
+# ---- Keywords and their values ----
+
+
+@shows("initialize-strings")
+def test_strings_from_argparse_are_numbers_and_booleans():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--opt-level", type=str)
+    parser.add_argument("--keep-batchnorm-fp32", type=str, default=None)
+    parser.add_argument("--loss-scale", type=str, default=None)
+    args = parser.parse_args(["--opt-level", "O2", "--keep-batchnorm-fp32", "False", "--loss-scale", "128.0"])
+    net, optimizer = make()
+    amp.initialize(
+        net,
+        optimizer,
+        opt_level=args.opt_level,
+        keep_batchnorm_fp32=args.keep_batchnorm_fp32,
+        loss_scale=args.loss_scale,
+        verbosity=0,
+    )
+    assert types_of(net.norm) == [torch.float16, torch.float16]
+    with amp.scale_loss(torch.tensor(2.0), optimizer) as scaled_loss:
+        assert scaled_loss == 256.0
+
+
+@shows("initialize-strings")
+@pytest.mark.parametrize(
+    ("keep", "dtype"), [("True", torch.float32), ("False", torch.float16), (None, torch.float32)]
+)
+def test_keep_batchnorm_fp32_is_read_from_a_string(keep, dtype):
+    net, optimizer = make()
+    amp.initialize(net, optimizer, opt_level="O2", keep_batchnorm_fp32=keep, loss_scale=None, verbosity=0)
+    assert types_of(net.norm) == [dtype, dtype]
+
+
+@shows("initialize-strings")
+@pytest.mark.parametrize(
+    ("given", "scale"), [("128.0", 128.0), ("dynamic", 65536.0), (None, 65536.0), (64, 64.0)]
+)
+def test_loss_scale_is_read_from_a_string(given, scale):
+    net, optimizer = make()
+    amp.initialize(net, optimizer, opt_level="O1", loss_scale=given, verbosity=0)
+    with amp.scale_loss(torch.tensor(1.0), optimizer) as scaled_loss:
+        assert scaled_loss == scale
+
+
+@shows("initialize-keywords")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_every_keyword_may_be_passed_at_once(level):
+    net, optimizer = make()
+    model, back = amp.initialize(
+        net,
+        optimizer,
+        enabled=True,
+        opt_level=level,
+        cast_model_type=None,
+        patch_torch_functions=None,
+        keep_batchnorm_fp32=None,
+        master_weights=None,
+        loss_scale=None,
+        cast_model_outputs=None,
+        num_losses=1,
+        verbosity=0,
+        min_loss_scale=None,
+        max_loss_scale=2.0**24,
+    )
+    assert (model, back) == (net, optimizer)
+
+
+# ---- enabled=False ----
+
+
+@shows("initialize-disabled")
+def test_disabled_everything_passes_through():
+    net, optimizer = make()
+    before, loss = copy_of(net), net(X).sum()
+    back = amp.initialize(net, optimizer, enabled=False, opt_level="O2")
+    assert back == (net, optimizer)
+    assert types_of(net) == [torch.float32] * 6
+    assert all(map(torch.equal, copy_of(net), before))
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss is loss
+    assert [*amp.master_params(optimizer)] == [*net.parameters()]
+
+
+@shows("initialize-disabled-defect")
+def test_disabled_the_other_functions_do_not_raise():
+    net, optimizer = make()
+    amp.initialize(net, optimizer, enabled=False)
+    amp.load_state_dict(amp.state_dict())
+    with amp.disable_casts():
+        assert net(X).dtype is torch.float32
+
+
+# ---- What is refused ----
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@shows("initialize-wrapped")
+def test_a_model_in_data_parallel_is_refused_and_wrapping_after_works():
+    net, optimizer = make()
+    with pytest.raises(RuntimeError, match=r"DataParallel.*wrap"):
+        amp.initialize(DataParallel(net), optimizer, opt_level="O1")
+    amp.initialize(net, optimizer, opt_level="O1", verbosity=0)
+    assert DataParallel(net)(X).dtype is torch.float16
+
+
+@shows("initialize-wrapped")
+def test_a_model_in_distributed_data_parallel_is_refused(one_process):
+    net, optimizer = make()
+    wrapped = nn.parallel.DistributedDataParallel(net)
+    with pytest.raises(RuntimeError, match=r"DistributedDataParallel.*wrap"):
+        amp.initialize(wrapped, optimizer, opt_level="O1")
+
+
+@shows("initialize-half-params")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_a_model_with_half_parameters_is_refused_by_the_name_of_one(level):
+    net, optimizer = make()
+    net.last.half()
+    with pytest.raises(RuntimeError, match=r"'last\.weight' is torch\.float16"):
+        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+
+
+@shows("initialize-contradictions")
+@pytest.mark.parametrize("level", PATCHED)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cast_model_type", torch.float16),
+        ("cast_model_type", torch.bfloat16),
+        ("keep_batchnorm_fp32", True),
+        ("keep_batchnorm_fp32", "True"),
+        ("keep_batchnorm_fp32", False),
+        ("master_weights", True),
+        ("master_weights", False),
+    ],
+    ids=str,
+)
+def test_an_option_that_contradicts_a_patching_level_is_refused(level, name, value):
+    net, optimizer = make()
+    with pytest.raises(RuntimeError, match=f"{name}=.* contradicts {level}"):
+        amp.initialize(net, optimizer, opt_level=level, verbosity=0, **{name: value})
+
+
+@shows("initialize-contradictions")
+@pytest.mark.parametrize("value", [None, False, torch.float32], ids=str)
+def test_a_patching_level_takes_a_model_type_that_says_float32(value):
+    net, optimizer = make()
+    amp.initialize(net, optimizer, opt_level="O1", cast_model_type=value, verbosity=0)
+    assert types_of(net) == [torch.float32] * 6
+    assert net(X).dtype is torch.float16
+
+
+@shows("initialize-contradictions")
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_functions_are_patched_at_o1_and_o4_alone(level):
+    net, optimizer = make()
+    with pytest.raises(RuntimeError, match=f"patch_torch_functions=True contradicts {level}"):
+        amp.initialize(net, optimizer, opt_level=level, patch_torch_functions=True, verbosity=0)
+
+
+@shows("initialize-contradictions")
+@pytest.mark.parametrize("level", PATCHED)
+def test_saying_what_the_level_says_is_no_contradiction(level):
+    net, optimizer = make()
+    amp.initialize(net, optimizer, opt_level=level, patch_torch_functions=True, verbosity=0)
+    assert net(X).dtype is PATCHED[level]
+
+
+# ---- Loss scalers ----
+
+
+@shows("initialize-num-losses")
+def test_each_loss_has_a_scaler_chosen_by_loss_id():
+    net, optimizer = make()
+    amp.initialize(net, optimizer, opt_level="O1", num_losses=3, verbosity=0)
+    assert [*amp.state_dict()] == ["loss_scaler0", "loss_scaler1", "loss_scaler2"]
+    with amp.scale_loss(net(X).sum() * float("inf"), optimizer, loss_id=1) as scaled_loss:
+        scaled_loss.backward()
+    scales = [state["loss_scale"] for state in amp.state_dict().values()]
+    assert scales == [65536.0, 32768.0, 65536.0]
+
+
+@shows("initialize-bounds")
+def test_bounds_hold_the_dynamic_scale():
+    net, optimizer = make()
+    amp.initialize(net, optimizer, opt_level="O1", min_loss_scale=64.0, max_loss_scale=128.0, verbosity=0)
+    found = [amp.state_dict()["loss_scaler0"]["loss_scale"]]
+    for _ in range(3):
+        with amp.scale_loss(net(X).sum() * float("inf"), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        found.append(amp.state_dict()["loss_scaler0"]["loss_scale"])
+        optimizer.step()
+    assert found == [128.0, 64.0, 64.0, 64.0]
+
+
+@shows("initialize-bounds")
+def test_bounds_do_not_touch_a_static_scale():
+    net, optimizer = make()
+    amp.initialize(
+        net, optimizer, opt_level="O2", loss_scale=4.0, min_loss_scale=64.0, max_loss_scale=128.0, verbosity=0
+    )
+    with amp.scale_loss(torch.tensor(1.0), optimizer) as scaled_loss:
+        assert scaled_loss == 4.0
+
+
+# ---- verbosity ----
+
+
+@shows("initialize-verbosity")
+def test_verbosity_0_prints_nothing(capsys):
+    net, optimizer = make()
+    amp.initialize(net, optimizer, opt_level="O4", loss_scale="dynamic", verbosity=0)
+    with amp.scale_loss(net(X).sum() * float("inf"), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert capsys.readouterr().out == ""
+
+
+@shows("initialize-verbosity")
+def test_verbosity_1_prints_the_options_before_and_after_the_overrides(capsys):
+    net, optimizer = make()
+    amp.initialize(net, optimizer, opt_level="O5", loss_scale=128.0, keep_batchnorm_fp32=False)
+    printed = capsys.readouterr().out
+    assert "Selected optimization level O5" in printed
+    lines = {line.split(":")[0].strip(): line for line in printed.splitlines() if ":" in line}
+    assert {"cast_model_type", "patch_torch_functions", "master_weights"} < lines.keys()
+    assert all(value in lines["loss_scale"] for value in ("128.0", "1.0"))
+    assert all(value in lines["keep_batchnorm_fp32"] for value in ("True", "False"))
+    net(X)
+    assert capsys.readouterr().out == ""
+
+
+CASTS = {
+    "LOWER": (lambda x, half: torch.mm(x, x), "mm"),
+    "FP32": (lambda x, half: torch.exp(half), "exp"),
+    "PROMOTE": (lambda x, half: torch.dot(x[0], half[0]), "dot"),
+    "MATCH_SELF": (lambda x, half: x.clone().index_add_(0, torch.tensor([0]), half[:1]), "index_add_"),
+    "CUSTOM": (lambda x, half: half.cpu(), "cpu"),
+}
+
+
+@shows("initialize-verbosity")
+@pytest.mark.parametrize("kind", CASTS)
+def test_verbosity_2_prints_every_cast_with_the_function(kind, capsys):
+    call, name = CASTS[kind]
+    x = torch.ones(2, 2)
+    half = x.bfloat16()
+    amp.initialize(Net(), opt_level="O4", verbosity=2)
+    capsys.readouterr()
+    call(x, half)
+    lines = capsys.readouterr().out.splitlines()
+    assert any("float32" in line and "bfloat16" in line and name in line for line in lines)
+
+
+# ---- The outputs and inputs of a model ----
+
+
+@shows("initialize-outputs")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_cast_model_outputs_holds_at_any_level(level, dtype):
+    net, optimizer = make()
+    amp.initialize(net, optimizer, opt_level=level, cast_model_outputs=dtype, verbosity=0)
+    assert net(X).dtype is dtype
+
+
+@shows("initialize-outputs")
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_the_outputs_of_a_cast_model_are_float32(level):
+    net, optimizer = make()
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    assert net(X).dtype is torch.float32
+
+
+@shows("initialize-outputs", "patterns-inputs")
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_outputs_in_dicts_and_tuples_are_float32(level):
+    half = torch.ones(2, dtype=CAST[level])
+    model = Recorder({"logits": half, "extras": (half, [half], "text", None)})
+    amp.initialize(model, opt_level=level, verbosity=0)
+    found = model(X)
+    assert found["logits"].dtype is found["extras"][0].dtype is found["extras"][1][0].dtype is torch.float32
+    assert found["extras"][2:] == ("text", None)
+
+
+@shows("initialize-inputs", "patterns-inputs")
+@pytest.mark.parametrize("level", CAST)
+def test_floats_in_any_container_are_cast_and_the_rest_stays(level):
+    model = Recorder()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    array, ids = np.ones(2), torch.arange(3)
+    model("train", {"x": X, "ids": ids}, [X, (X, 3)], array, scale=X, name="net")
+    mode, batch, nested, given, half = *model.args, CAST[level]
+    assert mode == "train"
+    assert batch["x"].dtype is nested[0].dtype is nested[1][0].dtype is model.kwargs["scale"].dtype is half
+    assert torch.equal(batch["x"], X.to(half))
+    assert batch["ids"] is ids
+    assert nested[1][1] == 3
+    assert given is array
+    assert model.kwargs["name"] == "net"
+
+
+@shows("initialize-inputs", "patterns-inputs")
+@pytest.mark.parametrize("level", CAST)
+def test_an_object_with_a_to_is_asked_to_cast_itself(level):
+    model = Recorder()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    model(Graph(X))
+    assert model.args[0].nodes.dtype is CAST[level]
+
+
+@shows("initialize-inputs-defects", "never-namedtuple")
+@pytest.mark.parametrize("level", CAST)
+def test_named_tuples_ranges_and_ordered_dicts_stay_what_they_are(level):
+    model = Recorder(Pair(X, 1))
+    amp.initialize(model, opt_level=level, verbosity=0)
+    result = model(Pair(X, torch.tensor(7)), range(3), OrderedDict(b=X, a=2))
+    pair, numbers, ordered = model.args
+    assert type(pair) is type(result) is Pair
+    assert pair.image.dtype is ordered["b"].dtype is CAST[level]
+    assert pair.label.dtype is torch.int64
+    assert numbers == range(3)
+    assert type(ordered) is OrderedDict
+    assert [*ordered] == ["b", "a"]
+
+
+@shows("initialize-inputs-defects")
+@pytest.mark.parametrize("level", CAST)
+def test_integer_ids_in_a_batch_that_is_like_a_dict_stay_exact(level):
+    model = Recorder()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    ids = torch.tensor([50257, 2**24 + 1])  # float16 holds neither
+    model(Batch(ids=ids, mask=torch.ones(2)))
+    assert torch.equal(model.args[0]["ids"], ids)
+    assert model.args[0]["ids"].dtype is torch.int64
+    assert model.args[0]["mask"].dtype is CAST[level]
+
+
+# ---- What was wrong ----
+
+
+@shows("initialize-twice-defect", "never-second-initialize")
+@pytest.mark.parametrize("level", PATCHED)
+def test_a_second_call_does_not_wrap_the_functions_again(level):
+    (a, first), (b, second) = make(), make()
+    amp.initialize(a, first, opt_level=level, verbosity=0)
+    once = torch.nn.functional.linear
+    amp.initialize(b, second, opt_level=level, verbosity=0)
+    assert torch.nn.functional.linear is once
+    assert a(X).dtype is b(X).dtype is PATCHED[level]
+
+
+@shows("initialize-twice-defect", "never-second-initialize")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_a_second_call_trains_beside_the_first(level):
+    pairs = [make(), make()]
+    for net, optimizer in pairs:
+        amp.initialize(net, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    before = [copy_of(net) for net, _ in pairs]
+    for net, optimizer in pairs:
+        with amp.scale_loss(net(X).float().pow(2).mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    for (net, _), weights in zip(pairs, before, strict=True):
+        assert not all(map(torch.equal, copy_of(net), weights))
+
+
+@shows("initialize-state-defect")
+@pytest.mark.parametrize("level", MASTERED)
+def test_state_from_before_keeps_every_bit_and_its_type(level):
+    net, optimizer = make(1e-3, torch.optim.Adam)
+    for param in net.parameters():
+        param.grad = torch.full_like(param, 1e-6)  # its square, 1e-12, is 0 in float16
+    optimizer.step()
+    expected = [optimizer.state[param]["exp_avg_sq"].clone() for param in net.parameters()]
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    found = [optimizer.state[master]["exp_avg_sq"] for master in amp.master_params(optimizer)]
+    assert all(state.dtype is torch.float32 for state in found)
+    assert all(map(torch.equal, found, expected))
+    assert all(state.max() > 0 for state in found)
+
+
+@shows("initialize-undo-defect", "never-way-back")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_there_is_a_way_back(level, check_torch):
+    net, optimizer = make()
+    before, linear = copy_of(net), torch.nn.functional.linear
+    expected = net(X)
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    ampatch.uninitialize()
+    check_torch()
+    assert torch.nn.functional.linear is linear
+    assert types_of(net) == [torch.float32] * 6
+    assert [*amp.master_params(optimizer)] == [*net.parameters()]
+    if level != "O3":  # where nothing keeps what was rounded
+        assert all(map(torch.equal, copy_of(net), before))
+        assert torch.equal(net(X), expected)

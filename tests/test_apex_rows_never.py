@@ -1,0 +1,279 @@
+"""What users asked apex for and never got, row by row of docs/apex-behaviour.md."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+import warnings
+from collections import namedtuple
+from importlib.metadata import requires
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ampatch
+from ampatch.apex import amp
+from apex_rows import CAST, EVERY_LEVEL, MASTERED, PATCHED, Net, X, copy_of, is_same, make, shows
+
+FULL, HALF = torch.float32, torch.bfloat16
+Pair = namedtuple("Pair", "image label")
+
+
+def backward(net, optimizer, x=X, **kwargs):
+    with amp.scale_loss(net(x).float().pow(2).mean(), optimizer, **kwargs) as scaled_loss:
+        scaled_loss.backward()
+
+
+@shows("never-way-back", "never-second-initialize")
+def test_levels_can_be_tried_one_after_the_other_in_one_process(check_torch):
+    net, optimizer = make()
+    for level in EVERY_LEVEL * 2:
+        amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+        optimizer.zero_grad()
+        before = copy_of(net)
+        backward(net, optimizer)
+        optimizer.step()
+        assert not is_same(copy_of(net), before)
+        ampatch.uninitialize()
+        check_torch()
+
+
+@shows("never-cpu", "patterns-cpu")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_every_level_trains_on_a_cpu(level):
+    net, optimizer = make()
+    amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+    net.eval()  # one loss from one epoch to the next
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = net(X).float().pow(2).mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@shows("never-keep-fp32")
+@pytest.mark.parametrize("level", [*CAST, *PATCHED])
+def test_a_module_stays_float32_by_its_name(level):
+    net, optimizer = make()
+    amp.initialize(net, optimizer, opt_level=level, keep_fp32=["last"], verbosity=0)
+    seen = {}
+    net.first.register_forward_hook(lambda module, args, output: seen.update(first=output.dtype))
+    net.last.register_forward_pre_hook(lambda module, args: seen.update(last=module.weight.dtype))
+    net(X)
+    assert seen == {"first": {**CAST, **PATCHED}[level], "last": FULL}
+
+
+@shows("never-casts-where-wanted")
+@pytest.mark.parametrize("level", PATCHED)
+def test_casts_are_off_where_a_block_or_a_level_says_so(level):
+    patched, plain = Net(), Net()
+    amp.initialize(patched, opt_level=level, verbosity=0)
+    amp.initialize(plain, opt_level="O0", verbosity=0)
+    with amp.disable_casts():
+        assert patched(X).dtype is FULL
+    assert patched(X).dtype is PATCHED[level]
+    seen = []
+    plain.first.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    plain(X)
+    assert seen == [FULL]
+
+
+@shows("never-which-layer")
+def test_the_gradients_of_a_skipped_step_show_which_layer_overflowed():
+    net, optimizer = make()
+    amp.initialize(net, optimizer, opt_level="O4", loss_scale="dynamic", verbosity=0)
+    net.last.register_full_backward_pre_hook(
+        lambda module, grads: tuple(grad * float("inf") for grad in grads)
+    )
+    with amp.scale_loss(net(X).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert ampatch.step_was_skipped(optimizer)
+    bad = [name for name, param in net.named_parameters() if not torch.isfinite(param.grad).all()]
+    assert bad[-2:] == ["last.weight", "last.bias"]
+
+
+@shows("never-data-parallel")
+@pytest.mark.parametrize("level", CAST)
+def test_an_initialized_model_goes_into_data_parallel(level):
+    net, optimizer = make()
+    amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+    wrapped = nn.DataParallel(net)
+    before = copy_of(net)
+    backward(wrapped, optimizer)
+    optimizer.step()
+    assert wrapped(X).dtype is FULL
+    assert not is_same(copy_of(net), before)
+    assert set(wrapped.state_dict()) == {f"module.{name}" for name in net.state_dict()}
+
+
+@shows("never-copies")
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_an_initialized_model_is_copied_and_pickled(level, way):
+    net, optimizer = make()
+    amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+    backward(net, optimizer)
+    optimizer.step()
+    net.eval()
+    if way == "deepcopy":
+        twin = copy.deepcopy(net)
+    elif way == "pickle":
+        twin = pickle.loads(pickle.dumps(net))
+    else:
+        file = io.BytesIO()
+        torch.save(net, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    expected, own = net(X), copy_of(twin)
+    assert torch.equal(twin(X), expected)
+    assert is_same(own, copy_of(net))
+    net.train()
+    optimizer.zero_grad()
+    backward(net, optimizer)
+    optimizer.step()
+    assert is_same(copy_of(twin), own)
+    assert not is_same(copy_of(net), own)
+
+
+@shows("never-copies", "patterns-edited-weights")
+@pytest.mark.parametrize("level", [level for level in EVERY_LEVEL if level != "O3"])
+def test_an_average_by_hand_over_state_dicts_has_float32_precision(level):
+    net, optimizer = make()
+    amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+    names = [name for name, _ in net.named_parameters()]
+    average = {name: net.state_dict()[name].clone() for name in names}
+    expected = [master.detach().clone() for master in amp.master_params(optimizer)]
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(net, optimizer)
+        optimizer.step()
+        state = net.state_dict()
+        for name in names:
+            average[name].mul_(0.9).add_(state[name], alpha=0.1)
+        for old, new in zip(expected, amp.master_params(optimizer), strict=True):
+            old.mul_(0.9).add_(new.detach(), alpha=0.1)
+    assert is_same([*average.values()], expected)
+
+
+@shows("never-closures")
+@pytest.mark.parametrize("level", [level for level in EVERY_LEVEL if level != "O3"])  # its history overflows
+def test_lbfgs_trains_with_a_static_scale(level):
+    net, optimizer = make(0.1, torch.optim.LBFGS)
+    amp.initialize(net, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    net.eval()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = net(X).float().pow(2).mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        return loss
+
+    first = optimizer.step(closure).item()
+    assert optimizer.step(closure).item() < first
+
+
+# Bound before any patch, as `from torch.nn.functional import softmax` in a script's first lines.
+EARLY_SOFTMAX, EARLY_LINEAR = F.softmax, F.linear
+
+
+@shows("never-early-names")
+@pytest.mark.parametrize("level", PATCHED)
+def test_names_imported_before_patching_are_cast(level):
+    amp.initialize(Net(), opt_level=level, verbosity=0)
+    assert EARLY_SOFTMAX(X.to(PATCHED[level]), dim=1).dtype is FULL
+    assert EARLY_LINEAR(X, X).dtype is PATCHED[level]
+
+
+@shows("never-more-functions")
+@pytest.mark.parametrize("level", PATCHED)
+def test_einsum_index_add_and_fourier_transforms_take_what_o1_gives_them(level):
+    half = PATCHED[level]
+    amp.initialize(Net(), opt_level=level, verbosity=0)
+    assert torch.einsum("ij,kj->ik", X, X.to(half)).dtype is half
+    added = torch.zeros(3, 4).index_add(0, torch.tensor([0, 1, 2]), X.to(half))
+    assert torch.equal(added, X.to(half).float())
+    assert torch.fft.rfft(X.to(half)).dtype is torch.complex64
+
+
+@shows("never-namedtuple")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_a_namedtuple_batch_trains(level):
+    class OfPairs(Net):
+        def forward(self, batch):
+            return super().forward(batch.image)
+
+    net = OfPairs()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+    before = copy_of(net)
+    backward(net, optimizer, Pair(X, torch.tensor([0, 1, 0])))
+    optimizer.step()
+    assert not is_same(copy_of(net), before)
+
+
+@shows("never-build-step")
+def test_it_needs_torch_and_wrapt_and_no_compiler():
+    needed = {item.split(">")[0].split("=")[0] for item in requires("ampatch") if "extra" not in item}
+    assert needed == {"torch", "wrapt"}
+    code = "import ampatch.apex.amp, sys; print([name for name in sys.modules if 'cpp_extension' in name])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+class KeptBytes:
+    """Counts the bytes that a forward keeps for its backward, but for those of parameters."""
+
+    def __init__(self, net):
+        self.of_parameters = {param.untyped_storage().data_ptr() for param in net.parameters()}
+        self.count, self.seen = 0, set()
+
+    def keep(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.of_parameters | self.seen:
+            self.seen.add(storage.data_ptr())
+            self.count += storage.nbytes()
+        return tensor
+
+
+def bytes_kept(level):
+    net = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(64, 64), nn.Tanh())])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    kept = KeptBytes(net)
+    with torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor):
+        net(torch.ones(64, 64))
+    ampatch.uninitialize()
+    return kept.count
+
+
+@shows("never-why-o2")
+@pytest.mark.parametrize("level", MASTERED)
+def test_a_half_model_keeps_half_the_bytes_for_its_backward(level):
+    full, half = bytes_kept("O0"), bytes_kept(level)
+    # All but the float32 input, which is cast, and the float32 output.
+    assert half < 0.6 * full
+    assert half < bytes_kept("O4")
+
+
+@shows("never-schedulers")
+def test_a_whole_training_with_a_scheduler_warns_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net, optimizer = make()
+        amp.initialize(net, optimizer, opt_level="O4", loss_scale="dynamic", verbosity=0)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+        for _ in range(5):
+            optimizer.zero_grad()
+            backward(net, optimizer)
+            optimizer.step()
+            scheduler.step()
+    assert optimizer.param_groups[0]["lr"] < 1e-6

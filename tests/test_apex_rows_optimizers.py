@@ -1,0 +1,346 @@
+"""What scripts written for apex expect of optimizers, and of apex's private names, row by row."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import ampatch
+from ampatch.apex import amp
+from apex_rows import CAST, EVERY_LEVEL, MASTERED, PATCHED, Net, X, copy_of, is_same, make, shows
+
+INF = float("inf")
+
+
+def initialized(level="O1", optimizer=torch.optim.SGD, **kwargs):
+    net, optimizer = make(0.1, optimizer)
+    return amp.initialize(net, optimizer, opt_level=level, verbosity=0, **kwargs)
+
+
+def backward(net, optimizer, factor=1.0, **kwargs):
+    with amp.scale_loss(net(X).float().pow(2).mean() * factor, optimizer, **kwargs) as scaled_loss:
+        scaled_loss.backward()
+
+
+# ---- Optimizers ----
+
+
+@shows("optimizers-masters")
+@pytest.mark.parametrize("level", MASTERED)
+def test_half_parameters_are_replaced_by_masters_in_the_param_groups(level):
+    net, optimizer = make()
+    groups = optimizer.param_groups
+    before = copy_of(net)
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    stepped = optimizer.param_groups[0]["params"]
+    assert optimizer.param_groups is groups
+    assert [id(param) for param in amp.master_params(optimizer)] == [*map(id, stepped)]
+    assert is_same([param.detach() for param in stepped], before)
+    for param, master in zip(net.parameters(), stepped, strict=True):
+        is_half = param.dtype is MASTERED[level]
+        assert (master is param) != is_half
+        assert master.is_leaf
+        assert master.requires_grad
+
+
+@shows("optimizers-masters")
+@pytest.mark.parametrize("level", MASTERED)
+def test_the_step_is_that_of_float32_weights_fed_the_same_gradients(level):
+    net, optimizer = initialized(level, torch.optim.Adam, loss_scale=64.0)
+    by_hand = [param.detach().clone().requires_grad_() for param in amp.master_params(optimizer)]
+    plain = torch.optim.Adam(by_hand, lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(net, optimizer)
+        for copy, master in zip(by_hand, amp.master_params(optimizer), strict=True):
+            copy.grad = master.grad.clone()
+        optimizer.step()
+        plain.step()
+        assert is_same(
+            [master.detach() for master in amp.master_params(optimizer)], [*map(torch.Tensor.detach, by_hand)]
+        )
+        assert torch.equal(net.first.weight, by_hand[0].to(MASTERED[level]))
+
+
+@shows("optimizers-master-params")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_clipping_master_params_clips_what_the_step_uses(level):
+    net, optimizer = initialized(level, loss_scale=4.0)
+    backward(net, optimizer, 100.0)
+    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.5)
+    norm = torch.stack([param.grad.float().norm() for param in amp.master_params(optimizer)]).norm()
+    assert norm <= 0.501  # half gradients of O3 round the quotient
+    before = [param.detach().clone() for param in amp.master_params(optimizer)]
+    optimizer.step()
+    moved = [(a - b).float().norm() for a, b in zip(before, amp.master_params(optimizer), strict=True)]
+    assert 0 < torch.stack(moved).norm() < 0.06
+
+
+@shows("optimizers-add-group")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_a_group_that_is_added_later_is_trained(level):
+    net = Net()
+    optimizer = torch.optim.SGD(net.first.parameters(), lr=0.1)
+    amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+    optimizer.add_param_group({"params": net.last.parameters(), "lr": 0.5})
+    added = optimizer.param_groups[1]["params"]
+    assert len(added) == 2
+    if level in MASTERED:
+        assert all(param.dtype is torch.float32 for param in added)
+    before = net.last.weight.detach().clone()
+    backward(net, optimizer)
+    optimizer.step()
+    assert not torch.equal(net.last.weight, before)
+
+
+@shows("optimizers-frozen")
+@pytest.mark.parametrize("level", MASTERED)
+def test_frozen_parameters_have_masters_and_stay_until_they_are_thawed(level):
+    net, optimizer = make(0.5)
+    net.first.requires_grad_(False)
+    amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+    masters = [*amp.master_params(optimizer)]
+    assert {master.dtype for master in masters} == {torch.float32}
+    before = copy_of(net)
+    backward(net, optimizer)
+    optimizer.step()
+    after = copy_of(net)
+    assert is_same(after[:2], before[:2])
+    assert not is_same(after[4:], before[4:])
+    net.first.requires_grad_(True)
+    optimizer.zero_grad()
+    backward(net, optimizer)
+    optimizer.step()
+    assert not is_same(copy_of(net)[:2], before[:2])
+
+
+# ---- amp._amp_state ----
+
+
+@shows("private-scalers")
+def test_loss_scalers_show_scale_count_interval_and_overflow():
+    net, optimizer = initialized(num_losses=2)
+    scaler = amp._amp_state.loss_scalers[1]
+    assert len(amp._amp_state.loss_scalers) == 2
+    assert (scaler.loss_scale(), scaler._loss_scale, scaler._unskipped) == (65536.0, 65536.0, 0)
+    assert scaler._scale_seq_len == 2000
+    backward(net, optimizer, 0.0, loss_id=1)
+    assert scaler._unskipped == 1
+    assert not scaler._has_overflow
+    backward(net, optimizer, INF, loss_id=1)
+    assert scaler._has_overflow
+    assert (scaler.loss_scale(), scaler._unskipped) == (32768.0, 0)
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 65536.0
+
+
+@shows("private-scale-assigned", "patterns-scale-assigned")
+@pytest.mark.parametrize("value", [2**20, 5, 1, 128.0])
+def test_a_scale_that_is_assigned_right_after_initialize_is_used(value):
+    _, optimizer = initialized()
+    amp._amp_state.loss_scalers[0]._loss_scale = value
+    with amp.scale_loss(torch.tensor(3.0), optimizer) as scaled_loss:
+        assert scaled_loss == 3.0 * value
+    read = amp._amp_state.loss_scalers[0].loss_scale()
+    assert json.loads(json.dumps({"scale": read})) == {"scale": value}
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == value
+
+
+@shows("private-options", "patterns-by-hand")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_the_options_can_be_read(level):
+    initialized(level)
+    options = amp._amp_state.opt_properties
+    assert options.enabled
+    assert options.opt_level == level
+    assert options.loss_scale == ("dynamic" if level in ("O1", "O2") else 1.0)
+    assert bool(options.master_weights) == (level in MASTERED)
+    assert options.options["opt_level"] == level
+    assert options.options["patch_torch_functions"] == (level in PATCHED)
+
+
+@shows("private-options")
+def test_the_options_of_a_disabled_session_say_so():
+    net, optimizer = make()
+    amp.initialize(net, optimizer, enabled=False)
+    assert not amp._amp_state.opt_properties.enabled
+
+
+@shows("private-handle")
+def test_the_handle_says_whether_it_is_active_clears_and_deactivates():
+    initialized("O4")
+    handle, x = amp._amp_state.handle, torch.rand(2, 2)
+    assert handle._is_active
+    handle._clear_cache()
+    assert (x @ x).dtype is torch.bfloat16
+    handle._is_active = False
+    assert (x @ x).dtype is torch.float32
+    handle._is_active = True
+    assert (x @ x).dtype is torch.bfloat16
+    handle._deactivate()
+    assert (x @ x).dtype is torch.float32
+
+
+@shows("private-handle")
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_the_handle_of_a_level_that_patches_nothing_is_not_active(level):
+    initialized(level)
+    assert not amp._amp_state.handle._is_active
+
+
+@shows("private-half-models")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_half_models_are_taken_where_the_script_allows_them(level, monkeypatch):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).half())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"1\.weight"):
+        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    monkeypatch.setattr(amp._amp_state, "allow_incoming_model_not_fp32", True)
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    assert net[1].weight.dtype is torch.float16
+    backward(net, optimizer, 2.0**-10)
+    optimizer.step()
+
+
+@shows("private-master-params", "private-frontend")
+def test_master_params_and_frontend_are_found_where_apex_had_them():
+    _, optimizer = initialized("O5")
+    expected = [id(param) for param in amp.master_params(optimizer)]
+    assert [id(param) for param in amp._amp_state.master_params(optimizer)] == expected
+    assert amp.frontend.initialize is amp.initialize
+    assert amp.frontend.state_dict is amp.state_dict
+    assert amp.frontend.Properties().options["enabled"] is False
+
+
+@shows("private-frontend")
+def test_the_levels_are_listed_in_frontend():
+    from ampatch.apex.amp.frontend import opt_levels
+
+    for level in ("O0", "O1", "O2", "O3"):
+        properties = opt_levels[level](amp.frontend.Properties())
+        assert properties.opt_level == level
+        assert properties.enabled
+
+
+# ---- What apex put on an optimizer ----
+
+
+@shows("private-stash")
+@pytest.mark.parametrize("level", MASTERED)
+def test_the_stash_lists_half_parameters_and_their_masters(level):
+    net, optimizer = initialized(level)
+    stash = optimizer._amp_stash
+    assert {id(param) for param in stash.all_fp16_params} == {
+        id(param) for param in net.parameters() if param.dtype is MASTERED[level]
+    }
+    for half, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
+        assert torch.equal(half, master.to(half.dtype))
+    assert {id(param) for param in stash.all_fp32_from_fp16_params} < {
+        id(param) for param in amp.master_params(optimizer)
+    }
+    assert stash.lazy_init_called in (True, False)
+    stash.lazy_init_called = True
+
+
+@shows("private-lazy-init", "patterns-by-hand")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_masters_may_be_asked_for_by_hand(level):
+    net, optimizer = initialized(level, loss_scale=4.0)
+    assert hasattr(optimizer, "_amp_stash")
+    masters = [id(param) for param in amp.master_params(optimizer)]
+    if not optimizer._amp_stash.lazy_init_called:
+        optimizer._lazy_init_maybe_master_weights()
+        optimizer._amp_stash.lazy_init_called = True
+    optimizer._amp_lazy_init()
+    assert [id(param) for param in amp.master_params(optimizer)] == masters
+    before = copy_of(net)
+    backward(net, optimizer)
+    optimizer.step()
+    assert not is_same(copy_of(net), before)
+
+
+@shows("private-copy-masters")
+@pytest.mark.parametrize("level", MASTERED)
+def test_masters_are_copied_into_the_model_by_hand(level):
+    net, optimizer = initialized(level)
+    with torch.no_grad():
+        for master in amp.master_params(optimizer):
+            master.fill_(0.3)
+    optimizer._master_params_to_model_params()
+    for param in net.parameters():
+        assert torch.equal(param, torch.full_like(param, 0.3))
+
+
+@shows("patterns-by-hand")
+@pytest.mark.parametrize("level", [level for level in EVERY_LEVEL if level != "O3"])
+def test_a_backward_by_hand_does_what_scale_loss_does(level):
+    def start():
+        torch.manual_seed(0)
+        return initialized(level, loss_scale=8.0)
+
+    net, optimizer = start()
+    backward(net, optimizer)
+    optimizer.step()
+    expected = copy_of(net)
+    ampatch.uninitialize()
+    net, optimizer = start()
+    scaler = amp._amp_state.loss_scalers[0]
+    loss = net(X).float().pow(2).mean()
+    optimizer._prepare_amp_backward()
+    (loss.float() * scaler.loss_scale()).backward()
+    scaler.clear_overflow_state()
+    optimizer._post_amp_backward(scaler)
+    scaler.update_scale()
+    optimizer.step()
+    assert is_same(copy_of(net), expected)
+
+
+@shows("patterns-by-hand")
+def test_an_overflow_buffer_of_the_scripts_own_steers_update_scale():
+    net, optimizer = initialized("O1")
+    scaler = amp._amp_state.loss_scalers[0]
+    shared = torch.zeros(1, dtype=torch.int32)
+    own, scaler._overflow_buf = scaler._overflow_buf, shared
+    backward(net, optimizer, 0.0, delay_overflow_check=True)
+    shared.fill_(1)  # another process overflowed
+    assert scaler.update_scale()
+    assert scaler.loss_scale() == 32768.0
+    shared.zero_()
+    scaler._overflow_buf = own
+    backward(net, optimizer, 0.0, delay_overflow_check=True)
+    assert not scaler.update_scale()
+    assert scaler._unskipped == 1
+
+
+@shows("patterns-initialize-twice")
+def test_a_generator_and_then_a_discriminator_may_be_initialized():
+    (g, first), (d, second) = make(), make()
+    amp.initialize(g, first, opt_level="O5", verbosity=0)
+    amp.initialize(d, second, opt_level="O5", num_losses=2, verbosity=0)
+    for net, optimizer in ((g, first), (d, second)):
+        before = copy_of(net)
+        backward(net, optimizer)
+        optimizer.step()
+        assert not is_same(copy_of(net), before)
+    assert len(amp._amp_state.loss_scalers) == 3
+
+
+@shows("patterns-initialize-twice")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_a_second_model_may_have_a_frozen_optimizer(level):
+    initialized(level)
+    net, optimizer = make()
+    net.requires_grad_(False)
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    before = copy_of(net)
+    optimizer.step()
+    assert is_same(copy_of(net), before)
+
+
+@shows("patterns-initialize-twice")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_the_same_optimizer_twice_raises_runtime_error(level):
+    net, optimizer = initialized(level)
+    with pytest.raises(RuntimeError, match="twice"):
+        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    assert net.first.weight.dtype is CAST.get(level, torch.float32)

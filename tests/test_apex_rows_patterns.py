@@ -1,0 +1,652 @@
+"""What published scripts do that a drop-in for apex easily breaks, row by row of docs/apex-behaviour.md."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import ampatch
+from ampatch.apex import amp
+from apex_rows import CAST, EVERY_LEVEL, MASTERED, PATCHED, Net, X, copy_of, is_same, make, shows
+
+FULL, HALF = torch.float32, torch.bfloat16
+INF = float("inf")
+
+
+def initialized(level="O4", make_optimizer=torch.optim.SGD, **kwargs):
+    net, optimizer = make(0.1, make_optimizer)
+    return amp.initialize(net, optimizer, opt_level=level, verbosity=0, **kwargs)
+
+
+def backward(net, optimizer, factor=1.0, **kwargs):
+    with amp.scale_loss(net(X).float().pow(2).mean() * factor, optimizer, **kwargs) as scaled_loss:
+        scaled_loss.backward()
+
+
+# ---- Imports ----
+
+FIRST = "import apex; apex.amp.initialize; apex.parallel.DistributedDataParallel"
+OTHERS = """
+import apex.amp as amp; amp.initialize
+from apex import amp, optimizers; amp.scale_loss; optimizers.FusedAdam
+import apex; from apex.parallel import DistributedDataParallel as DDP, convert_syncbn_model, LARC
+from apex.optimizers import FusedAdam, FusedSGD, FusedLAMB, FP16_Optimizer
+from apex.normalization import FusedLayerNorm; from apex.normalization.fused_layer_norm import *
+from apex.normalization import FusedLayerNorm as LayerNorm
+from apex.multi_tensor_apply import multi_tensor_applier; import amp_C; import apex_C
+from apex.fp16_utils import *; FP16_Optimizer, network_to_half
+from apex.amp import _amp_state; from apex.amp._amp_state import maybe_print, master_params
+"""
+GUARDED = """
+try:
+    {line}
+except ImportError:
+    print("caught")
+"""
+
+
+def run_installed(code):
+    """Runs code where `apex` is ampatch's, in a process of its own; returns what it printed."""
+    whole = f"import ampatch.apex\nampatch.apex.install()\n{code}"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", whole], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@shows("patterns-imports")
+@pytest.mark.parametrize("code", [FIRST, OTHERS], ids=["apex alone", "other ways"])
+def test_the_ways_to_import_apex_work(code):
+    run_installed(code)
+
+
+@shows("patterns-imports")
+def test_a_name_that_is_missing_raises_what_guards_catch():
+    lines = ["from apex.contrib.no_such_module import NoSuchName", "from apex.amp import no_such_name"]
+    assert run_installed("".join(GUARDED.format(line=line) for line in lines)) == "caught\n" * 2
+
+
+@shows("patterns-probes")
+def test_amp_is_a_real_package_with_real_attributes():
+    assert "state_dict" in amp.__dict__
+    assert isinstance(amp, types.ModuleType)
+    assert list(amp.__path__)
+    assert "__getattr__" not in vars(amp)
+    assert not hasattr(amp, "no_such_name")
+
+
+# ---- The return value of initialize ----
+
+
+@shows("patterns-return")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_the_return_value_may_be_dropped_or_misspelt(level):
+    net, optimizer = make()
+    mdoel, optimzier = amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+    assert (mdoel, optimzier) == (net, optimizer)
+    before = copy_of(net)
+    backward(net, optimizer)
+    optimizer.step()
+    assert not is_same(copy_of(net), before)
+    assert net.first.weight.dtype is CAST.get(level, FULL)
+
+
+@shows("patterns-return")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_lists_come_back_as_lists_also_empty_ones_and_those_of_one(level):
+    (a, o), (b, p), (c, q) = make(), make(), make()
+    (one, two), (first, second) = amp.initialize([a, b], [o, p], opt_level=level, verbosity=0)
+    assert (one, two, first, second) == (a, b, o, p)
+    assert amp.initialize(Net(), [], opt_level=level, verbosity=0)[1] == []
+    assert amp.initialize([c], q, opt_level=level, verbosity=0) == ([c], q)
+
+
+@shows("patterns-return")
+@pytest.mark.parametrize("level", ["01", "o1", "1", 1, "O6", None])
+def test_a_level_that_is_none_raises(level):
+    net, optimizer = make()
+    with pytest.raises(RuntimeError, match="unknown opt_level"):
+        amp.initialize(net, optimizer, opt_level=level)
+
+
+# ---- Steps ----
+
+
+@shows("patterns-step-clears")
+@pytest.mark.parametrize("factor", [1.0, INF], ids=["step", "skipped step"])
+@pytest.mark.parametrize("level", MASTERED)
+def test_a_step_skipped_or_not_clears_the_gradients_of_masters(level, factor):
+    net, optimizer = initialized(level, loss_scale="dynamic")
+    amp._amp_state.loss_scalers[0]._loss_scale = 4.0
+    backward(net, optimizer, factor)
+    optimizer.step()
+    halves = {id(param) for param in net.parameters()}
+    masters = [param for param in amp.master_params(optimizer) if id(param) not in halves]
+    assert len(masters) >= 4
+    assert all(master.grad is None or not master.grad.any() for master in masters)
+
+
+class AllocatesEarly(torch.optim.Optimizer):
+    """A third-party Adam that makes its state in the constructor, and has its own step and zero_grad."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param] = {"mean": torch.zeros_like(param), "steps": 0}
+        self.calls = []
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.calls.append("step")
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                assert state["mean"].dtype is param.dtype
+                state["mean"].mul_(0.9).add_(param.grad, alpha=0.1)
+                state["steps"] += 1
+                param.sub_(group["lr"] * state["mean"])
+
+    def zero_grad(self, set_to_none=True):
+        self.calls.append("zero_grad")
+        super().zero_grad(set_to_none)
+
+
+class Lookahead:
+    """A wrapper that is no Optimizer: every second step it averages with slow weights."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.steps = optimizer, 0
+        self.slow = {}
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    @property
+    def state(self):
+        return self.optimizer.state
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def step(self):
+        self.optimizer.step()
+        self.steps += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                slow = self.slow.setdefault(param, param.detach().clone())
+                if self.steps % 2 == 0:
+                    slow.add_(param - slow, alpha=0.5)
+                    param.copy_(slow)
+
+
+@shows("patterns-third-party", "patterns-early-state")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_an_optimizer_that_makes_its_state_at_once_and_overrides_everything_trains(level):
+    net, optimizer = initialized(level, AllocatesEarly, loss_scale=4.0)
+    before = copy_of(net)
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(net, optimizer)
+        optimizer.step()
+    assert optimizer.calls == ["zero_grad", "step"] * 3
+    assert not is_same(copy_of(net), before)
+    for param in amp.master_params(optimizer):
+        assert optimizer.state[param]["steps"] == 3
+        assert optimizer.state[param]["mean"].dtype is (torch.float16 if level == "O3" else FULL)
+
+
+@shows("patterns-third-party")
+@pytest.mark.parametrize("level", MASTERED)
+def test_a_third_party_optimizer_steps_masters_as_it_steps_float32_weights(level):
+    net, optimizer = initialized(level, AllocatesEarly, loss_scale=4.0)
+    by_hand = [param.detach().clone().requires_grad_() for param in amp.master_params(optimizer)]
+    plain = AllocatesEarly(by_hand, 0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(net, optimizer)
+        for copy, master in zip(by_hand, amp.master_params(optimizer), strict=True):
+            copy.grad = master.grad.clone()
+        optimizer.step()
+        plain.step()
+    found = [master.detach() for master in amp.master_params(optimizer)]
+    assert is_same(found, [copy.detach() for copy in by_hand])
+
+
+@shows("patterns-third-party")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_a_lookahead_around_an_initialized_optimizer_trains(level):
+    net, optimizer = initialized(level, loss_scale=4.0)
+    lookahead = Lookahead(optimizer)
+    before = copy_of(net)
+    for _ in range(4):
+        lookahead.zero_grad()
+        with amp.scale_loss(net(X).float().pow(2).mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        lookahead.step()
+    assert not is_same(copy_of(net), before)
+    net(X)  # masters that others have written reach the model with its next forward or step
+    for param, stepped in zip(net.parameters(), amp.master_params(optimizer), strict=True):
+        assert torch.equal(param, stepped.to(param.dtype))
+        assert torch.equal(stepped, lookahead.slow[stepped])
+
+
+@shows("patterns-third-party")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_a_lookahead_may_be_given_to_initialize_and_to_scale_loss(level):
+    net, optimizer = make()
+    lookahead = Lookahead(optimizer)
+    amp.initialize(net, lookahead, opt_level=level, loss_scale=4.0, verbosity=0)
+    before = copy_of(net)
+    with amp.scale_loss(net(X).float().pow(2).mean(), lookahead) as scaled_loss:
+        scaled_loss.backward()
+    torch.nn.utils.clip_grad_norm_(amp.master_params(lookahead), 1.0)
+    lookahead.step()
+    assert not is_same(copy_of(net), before)
+
+
+class OptimizerAround(torch.optim.Optimizer):
+    """A published kind of lookahead: an Optimizer that never calls `super().__init__`."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.param_groups, self.state, self.defaults = optimizer.param_groups, {}, optimizer.defaults
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+    def step(self, closure=None):
+        loss = self.optimizer.step(closure)
+        for group in self.param_groups:
+            for fast in group["params"]:
+                slow = self.state.setdefault(fast, {"slow": fast.data.clone()})["slow"]
+                slow += (fast.data - slow) * 0.5
+                fast.data.copy_(slow)
+        return loss
+
+
+@shows("patterns-third-party")
+@pytest.mark.parametrize("level", [level for level in EVERY_LEVEL if level != "O3"])
+def test_an_optimizer_around_another_one_does_what_it_does_in_float32(level):
+    net, inner = make(make_optimizer=torch.optim.Adam)
+    optimizer = OptimizerAround(inner)
+    amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+    by_hand = [param.detach().clone().requires_grad_() for param in amp.master_params(optimizer)]
+    plain = OptimizerAround(torch.optim.Adam(by_hand, lr=0.1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(net, optimizer)
+        for copy, master in zip(by_hand, amp.master_params(optimizer), strict=True):
+            copy.grad = master.grad.clone()
+        optimizer.step()
+        plain.step()
+    found = [master.detach() for master in amp.master_params(optimizer)]
+    assert is_same(found, [copy.detach() for copy in by_hand])
+    net(X)
+    rounded = [master.to(param.dtype) for param, master in zip(net.parameters(), found, strict=True)]
+    assert is_same([param.detach() for param in net.parameters()], rounded)
+
+
+# ---- The way in before there was initialize ----
+
+
+@shows("patterns-old-init")
+def test_the_handle_of_init_wraps_an_optimizer_and_scales():
+    net, plain = make()
+    before = copy_of(net)
+    handle = amp.init(enabled=True)
+    optimizer = handle.wrap_optimizer(plain)
+    with optimizer.scale_loss(net(X).float().pow(2).mean()) as scaled_loss:
+        assert scaled_loss.item() > 1000
+        scaled_loss.backward()
+    optimizer.step()
+    assert torch.mm(X, X.T).dtype is torch.float16
+    assert not is_same(copy_of(net), before)
+
+
+@shows("patterns-old-init")
+def test_the_handle_of_init_scales_for_an_optimizer_as_it_is():
+    net, optimizer = make()
+    before = copy_of(net)
+    handle = amp.init()
+    with handle.scale_loss(net(X).float().pow(2).mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert not is_same(copy_of(net), before)
+
+
+@shows("patterns-old-init")
+def test_a_disabled_init_lets_everything_pass():
+    net, plain = make()
+    optimizer = amp.init(enabled=False).wrap_optimizer(plain)
+    loss = net(X).sum()
+    with optimizer.scale_loss(loss) as scaled_loss:
+        assert scaled_loss is loss
+    assert net(X).dtype is FULL
+
+
+# ---- Casts by hand ----
+
+
+@shows("patterns-casts-by-hand")
+@pytest.mark.parametrize("level", PATCHED)
+def test_a_batchnorm_cast_by_hand_evaluates_amid_patched_functions(level):
+    half = PATCHED[level]
+    net, _ = initialized(level)
+    net.eval()
+    net.norm.to(half)
+    assert net(X).dtype is half
+    assert torch.isfinite(net(X)).all()
+
+
+@shows("patterns-casts-by-hand")
+@pytest.mark.parametrize("level", PATCHED)
+def test_inputs_cast_by_hand_are_taken(level):
+    net, _ = initialized(level)
+    mel = X.half()
+    net.eval()
+    assert net(mel).dtype is PATCHED[level]
+    assert torch.allclose(net(mel).float(), net(X).float(), atol=0.05)
+
+
+@shows("patterns-casts-by-hand")
+def test_isinstance_of_a_half_tensor_type_still_answers():
+    initialized("O1")
+    q = torch.mm(X, X.T)
+    assert isinstance(q, torch.HalfTensor)
+    assert not isinstance(q.cpu(), torch.HalfTensor)
+    assert isinstance(q.cpu(), torch.FloatTensor)
+    assert not isinstance(q, torch.cuda.HalfTensor)  # it is on the CPU
+
+
+MIXED = {
+    "add": lambda x, y: x + y,
+    "where": lambda x, y: torch.where(x > 0, x, y),
+    "maximum": lambda x, y: torch.maximum(x, y),
+    "cat": lambda x, y: torch.cat([x, y]),
+    "dot": lambda x, y: torch.dot(x, y),
+    "lerp": lambda x, y: torch.lerp(x, y, 0.5),
+    "isclose": lambda x, y: torch.isclose(x, y).float(),
+    "scatter_add": lambda x, y: x.scatter_add(0, torch.tensor([0, 1, 2]), y),
+    "x[mask] = y": lambda x, y: assign(x, y).float(),
+    "grid_sample": lambda x, y: F.grid_sample(
+        x.expand(1, 1, 3, 3), y[:2].expand(1, 2, 2, 2), align_corners=False
+    ),
+}
+
+
+def assign(x, y):
+    x = x.clone()
+    x[x > -INF] = y
+    return x
+
+
+@shows("patterns-casts-by-hand")
+@pytest.mark.parametrize("types", [(FULL, HALF), (HALF, FULL)], ids=["full-half", "half-full"])
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed_types_are_no_error(name, types):
+    x, y = (torch.tensor([0.5, 0.25, 1.0]).to(dtype) for dtype in types)
+    expected = MIXED[name](x.float(), y.float())
+    initialized("O4")
+    found = MIXED[name](x, y)
+    assert found.dtype is FULL
+    assert torch.equal(found, expected)
+
+
+# ---- Weights edited between steps ----
+
+
+def by_copy(weight, value):
+    with torch.no_grad():
+        weight.copy_(value)
+
+
+def by_data(weight, value):
+    weight.data = value.to(weight.dtype)
+
+
+def by_data_copy(weight, value):
+    weight.data.copy_(value)
+
+
+@shows("patterns-edited-weights")
+@pytest.mark.parametrize("edit", [by_copy, by_data, by_data_copy])
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_an_edit_of_a_weight_between_steps_is_seen_and_trained_on(level, edit):
+    by_hand = Net().eval()
+    with torch.no_grad():
+        for param in by_hand.parameters():
+            param.fill_(0.25)
+        expected = by_hand(X)
+    net, optimizer = initialized(level, loss_scale=4.0)
+    net.eval()
+    backward(net, optimizer)
+    optimizer.step()
+    for param in net.parameters():
+        edit(param, torch.full_like(param, 0.25).float())
+    with torch.no_grad():
+        # 0.25 and its products are exact in every type, but for BatchNorm's 1 / sqrt(1 + eps).
+        torch.testing.assert_close(net(X).float(), expected, rtol=0.01, atol=0.01)
+    optimizer.zero_grad()
+    backward(net, optimizer, 0.0)
+    optimizer.step()
+    assert all(torch.equal(param, torch.full_like(param, 0.25)) for param in net.parameters())
+    assert all(torch.equal(param, torch.full_like(param, 0.25)) for param in amp.master_params(optimizer))
+
+
+class Reversible(torch.autograd.Function):
+    """Runs its block under no_grad, and again with grad inside of backward."""
+
+    @staticmethod
+    def forward(ctx, x, block, *weights):
+        ctx.block = block
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.block(x)
+        output.backward(grad)
+        return (x.grad, None, *[None for _ in ctx.block.parameters()])
+
+
+class WithReversible(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block, self.last = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 2)
+        self.is_reversible = True
+
+    def forward(self, x):
+        run = Reversible.apply if self.is_reversible else lambda x, block, *weights: block(x)
+        return self.last(run(x, self.block, *self.block.parameters()))
+
+
+@shows("patterns-reversible")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_a_block_that_runs_without_grad_and_again_in_backward_has_the_plain_gradients(level):
+    found = []
+    for is_reversible in (True, False):
+        torch.manual_seed(0)
+        net = WithReversible()
+        net.is_reversible = is_reversible
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(net, optimizer)
+            optimizer.step()
+        found.append(copy_of(net))
+        ampatch.uninitialize()
+    assert is_same(*found)
+
+
+class TiedNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.embed(ids))
+
+
+@shows("patterns-tied")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_tied_weights_stay_tied_and_have_both_gradients(level):
+    net, ids = TiedNet(), torch.tensor([0, 1])
+    plain = TiedNet()
+    plain.load_state_dict(net.state_dict())
+    plain(ids).sum().backward()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+    with amp.scale_loss(net(ids).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    (stepped,) = amp.master_params(optimizer)
+    # Sums of a few half products, some near 4.
+    torch.testing.assert_close(stepped.grad.float(), plain.embed.weight.grad, rtol=0.02, atol=0.03)
+    optimizer.step()
+    assert net.head.weight is net.embed.weight
+
+
+@shows("patterns-retain-graph")
+@pytest.mark.parametrize("level", [level for level in EVERY_LEVEL if level not in CAST])
+def test_a_graph_that_is_kept_gives_the_same_gradients_again(level):
+    net, optimizer = initialized(level, loss_scale=4.0)
+    loss = net(X).float().pow(2).mean()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward(retain_graph=True)
+    again = torch.autograd.grad(loss * 4.0, [*net.parameters()])
+    assert is_same([grad / 4.0 for grad in again], [param.grad for param in net.parameters()])
+
+
+@shows("patterns-plain-backward")
+@pytest.mark.parametrize("level", PATCHED)
+def test_a_plain_backward_now_and_then_trains_on_fresh_casts(level):
+    net = nn.Linear(4, 2, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+    for _ in range(3):
+        expected = X.to(PATCHED[level]) @ net.weight.detach().to(PATCHED[level]).T
+        output = net(X)
+        assert torch.equal(output, expected.to(output.dtype))
+        optimizer.zero_grad()
+        output.float().sum().backward()  # no scale_loss
+        optimizer.step()
+
+
+# ---- Decorators on what is not torch's ----
+
+
+@shows("patterns-decorators")
+@pytest.mark.parametrize("level", PATCHED)
+def test_a_c_function_is_wrapped_in_float_function(level):
+    function = amp.float_function(torch._C._nn.gelu)  # a builtin, as those of extensions are
+    initialized(level)
+    assert function(X.to(PATCHED[level])).dtype is FULL
+
+
+@shows("patterns-decorators")
+@pytest.mark.parametrize("level", PATCHED)
+def test_a_bound_method_is_wrapped_and_assigned_back(level):
+    net = nn.Sequential(nn.Identity(), nn.Identity())
+    net[0].forward = amp.half_function(net[0].forward)
+    net[1].forward = amp.float_function(net[1].forward)
+    amp.initialize(net, opt_level=level, verbosity=0)
+    assert net[0](X).dtype is PATCHED[level]
+    assert net(X).dtype is FULL
+
+
+class Doubled(torch.autograd.Function):
+    """Notes the types that reach it."""
+
+    @staticmethod
+    @amp.half_function
+    def forward(ctx, x):
+        ctx.seen = [x.dtype]
+        Doubled.last = ctx.seen
+        return x * 2
+
+    @staticmethod
+    @amp.float_function
+    def backward(ctx, grad):
+        ctx.seen.append(grad.dtype)
+        return grad * 2
+
+
+@shows("patterns-decorators")
+@pytest.mark.parametrize("level", PATCHED)
+def test_both_directions_of_an_autograd_function_are_decorated(level):
+    initialized(level)
+    x = X.clone().requires_grad_()
+    result = Doubled.apply(x)
+    result.float().sum().backward()
+    assert Doubled.last == [PATCHED[level], FULL]
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+
+
+# ---- amp_C ----
+
+
+@shows("patterns-amp-c")
+def test_multi_tensor_scale_writes_into_leaves_and_sets_the_buffer_in_place():
+    from ampatch.apex import amp_C
+    from ampatch.apex.multi_tensor_apply import multi_tensor_applier
+
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+    half = [param.detach().half() * 4 for param in params]
+    buffer = torch.zeros(1, dtype=torch.int32)
+    multi_tensor_applier(amp_C.multi_tensor_scale, buffer, [half, params], 0.5)
+    assert all(torch.equal(param, torch.full_like(param, 2.0)) for param in params)
+    assert all(param.is_leaf and param.requires_grad and param.grad_fn is None for param in params)
+    assert buffer.item() == 0
+    half[1][0] = INF
+    multi_tensor_applier(amp_C.multi_tensor_scale, buffer, [half, params], 0.5)
+    assert buffer.item() == 1
+
+
+# ---- On a box with a CPU, and beside a GPU ----
+
+
+@shows("patterns-cpu")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_disabled_a_cpu_script_is_plain_torch(level):
+    found = []
+    for enabled in (False, None):
+        torch.manual_seed(0)
+        net, optimizer = make()
+        if enabled is not None:
+            amp.initialize(net, optimizer, opt_level=level, enabled=enabled)
+            backward(net, optimizer)
+        else:
+            net(X).float().pow(2).mean().backward()
+        optimizer.step()
+        found.append(copy_of(net))
+    assert is_same(*found)
+
+
+@shows("patterns-cpu")
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_a_small_model_on_the_cpu_trains_beside_one_on_a_gpu(level):
+    with FakeTensorMode():  # a GPU that need not be there
+        amp.initialize(nn.LayerNorm(4, device="cuda"), opt_level="O1", verbosity=0)
+        x = torch.empty(2, 2, device="cuda")
+        assert torch.mm(x, x).dtype is torch.float16
+    assert torch.mm(X, X.T).dtype is FULL  # casts are for tensors on the GPU
+    net, optimizer = initialized(level, loss_scale=4.0)
+    before = copy_of(net)
+    backward(net, optimizer)
+    optimizer.step()
+    assert net(X).dtype is FULL
+    assert not is_same(copy_of(net), before)

@@ -1,0 +1,244 @@
+"""Batch normalization over ranks: `apex.parallel.SyncBatchNorm` and what converts models to it."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ampatch as amp
+from ampatch.apex import parallel
+from ampatch.apex.parallel import SyncBatchNorm, convert_syncbn_model
+from ranks import Ranks, is_equal_on_ranks
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()
+
+
+def make_net():
+    return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+SHAPES = {"2D": (6, 3), "3D": (6, 3, 4), "4D": (6, 3, 2, 2), "5D": (6, 3, 2, 2, 2)}
+KINDS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+
+
+def join_batches(shape, first, dtype=torch.float32):
+    """One batch, of which the first rank has `first` samples."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(shape, generator=generator).mul(3).add(1).to(dtype)
+    return x, (slice(0, first), slice(first, None))[dist.get_rank()]
+
+
+def run_batch_norm(norm, batches, own):
+    """Two forwards and one backward; returns all that comes of it, with gradients summed over ranks."""
+    outputs, grads = [], []
+    for x in batches:
+        x = x[own].clone().requires_grad_()
+        output = norm(x)
+        output.sin().sum().backward()
+        outputs.append(output.detach())
+        grads.append(x.grad)
+    params = [param.grad for param in norm.parameters()]
+    return outputs, grads, params, [buffer.clone() for buffer in norm.buffers()]
+
+
+def compare_batch_norm(shape, first, dtype, **kwargs):
+    x, own = join_batches(shape, first, dtype)
+    norm = KINDS[len(shape)](3, **kwargs)
+    for param in norm.parameters():
+        nn.init.uniform_(param, 0.5, 1.5)
+    if dtype is torch.float64:
+        norm.double()
+    synced = convert_syncbn_model(copy.deepcopy(norm))
+    batches = [x, 2 * x + 1]
+    expected = run_batch_norm(norm, batches, slice(None))
+    found = run_batch_norm(synced, batches, own)
+    for grad in found[2]:
+        dist.all_reduce(grad)
+    # Sums over ranks are made in another order than sums over a batch; half outputs are rounded once.
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}[dtype]
+    for index, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        theirs = [tensor[own] for tensor in theirs] if index < 2 else theirs
+        assert [tensor.dtype for tensor in mine] == [tensor.dtype for tensor in theirs]
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("first", [3, 1, 0], ids=["even", "uneven", "empty"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_synced_statistics_are_those_of_the_joined_batch(ranks, shape, first):
+    ranks(compare_batch_norm, shape, first, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_statistics_have_the_precision_of_the_input_or_float32(ranks, dtype):
+    ranks(compare_batch_norm, (6, 3, 2, 2), 2, dtype)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"momentum": None}, {"track_running_stats": False}, {"affine": False}, {"eps": 0.1, "momentum": 0.5}],
+    ids=str,
+)
+def test_every_option_does_what_it_does_in_batch_norm(ranks, kwargs):
+    ranks(compare_batch_norm, (6, 3, 2, 2), 4, torch.float32, **kwargs)
+
+
+def compare_half_statistics():
+    """float16 numbers whose squares overflow: statistics in float32 do not."""
+    x, own = join_batches((6, 3), 2)
+    x = (1000 * x).half()
+    norm = SyncBatchNorm(3)
+    found = norm(x[own])
+    expected = nn.BatchNorm1d(3)(x.float())[own].half()
+    # One rounding to float16, of values below 4.
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
+    return found.dtype, norm.running_var.dtype
+
+
+def test_half_input_has_statistics_in_float32(ranks):
+    assert ranks(compare_half_statistics) == [(torch.float16, torch.float32)] * 2
+
+
+def compare_second_derivative():
+    x, own = join_batches((4, 2), 2, torch.float64)
+    results = []
+    for norm, part in ((nn.BatchNorm1d(2).double(), slice(None)), (SyncBatchNorm(2).double(), own)):
+        x_part = x[part].clone().requires_grad_()
+        (grad,) = torch.autograd.grad(norm(x_part).pow(3).sum(), x_part, create_graph=True)
+        grad.pow(2).sum().backward()
+        results.append(x_part.grad)
+    torch.testing.assert_close(results[1], results[0][own], rtol=1e-10, atol=1e-10)
+
+
+def test_the_gradient_of_a_gradient_is_that_of_batch_norm(ranks):
+    ranks(compare_second_derivative)
+
+
+def compare_relu_and_channels():
+    x, own = join_batches((6, 3, 2, 2), 2)
+    z = torch.randn(6, 3, 2, 2)
+    expected = (nn.BatchNorm2d(3)(x) + z).relu()[own]
+    fused = SyncBatchNorm(3, fuse_relu=True)(x[own], z[own])
+    last = SyncBatchNorm(3, channel_last=True, fuse_relu=True)
+    moved = last(x.movedim(1, -1)[own], z.movedim(1, -1)[own]).movedim(-1, 1)
+    torch.testing.assert_close(fused, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(moved, fused)
+
+
+def test_relu_sum_and_channels_in_the_last_place(ranks):
+    ranks(compare_relu_and_channels)
+
+
+def normalize_in_groups():
+    group = parallel.create_syncbn_process_group(1)
+    x, own = join_batches((6, 3), 2)
+    found, expected = SyncBatchNorm(3, process_group=group)(x[own]), nn.BatchNorm1d(3)(x[own])
+    both = parallel.create_syncbn_process_group(2)
+    joined = SyncBatchNorm(3, process_group=both)(x[own])
+    try:
+        parallel.create_syncbn_process_group(3)
+    except amp.AmpValueError as error:
+        message = str(error)
+    close = torch.allclose(joined, nn.BatchNorm1d(3)(x)[own], atol=1e-5)
+    return torch.equal(found, expected), close, parallel.create_syncbn_process_group(0), message
+
+
+def test_groups_of_ranks_have_statistics_of_their_own(ranks):
+    for equal, close, everybody, message in ranks(normalize_in_groups):
+        assert (equal, close, everybody) == (True, True, None)
+        assert "group_size 3 with 2 ranks: expected a divisor" in message
+
+
+def evaluate_on_one_rank():
+    norm = SyncBatchNorm(2).eval()
+    x = torch.randn(3, 2)
+    return torch.equal(norm(x), nn.BatchNorm1d(2).eval()(x)) if dist.get_rank() == 0 else None
+
+
+def test_evaluation_waits_for_nobody(ranks):
+    assert ranks(evaluate_on_one_rank) == [True, None]
+
+
+def use_torch_ddp():
+    model = convert_syncbn_model(make_net())
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped(torch.randn(3, 3) + dist.get_rank()).sum().backward()
+    return is_equal_on_ranks([param.grad for param in model.parameters()])
+
+
+def test_it_trains_in_the_distributed_data_parallel_of_torch(ranks):
+    assert ranks(use_torch_ddp) == [True] * 2
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_on_one_rank_it_is_batch_norm_bit_by_bit(shape, training):
+    norm = KINDS[len(shape)](3).train(training)
+    synced = convert_syncbn_model(copy.deepcopy(norm))
+    assert synced.training is training
+    x = torch.randn(shape)
+    assert torch.equal(synced(x), norm(x))
+    assert torch.equal(synced.running_var, norm.running_var)
+    assert synced.state_dict().keys() == norm.state_dict().keys()
+
+
+def test_other_devices_run_the_forward_of_torch():
+    found = SyncBatchNorm(3).to("meta")(torch.randn(4, 3, device="meta"))
+    assert (found.shape, found.device.type) == ((4, 3), "meta")
+
+
+def test_converting_keeps_parameters_buffers_flags_and_hooks():
+    shared = nn.BatchNorm1d(2)
+    model = nn.Sequential(
+        nn.Sequential(nn.BatchNorm2d(3, eps=0.1), nn.InstanceNorm2d(3)), shared, shared, nn.BatchNorm3d(4)
+    )
+    model[0][0].eval()
+    calls = []
+    shared.register_forward_hook(lambda *args: calls.append("hook"))
+    before = [*model.parameters(), *model.buffers()]
+    converted = convert_syncbn_model(model)
+    assert converted is model
+    kinds = [type(module).__name__ for module in model.modules() if not isinstance(module, nn.Sequential)]
+    assert kinds == ["SyncBatchNorm", "InstanceNorm2d", "SyncBatchNorm", "SyncBatchNorm"]
+    after = [*model.parameters(), *model.buffers()]
+    assert all(a is b for a, b in zip(after, before, strict=True))
+    assert model[1] is model[2]
+    assert (model[0][0].eps, model[0][0].training, model[3].training) == (0.1, False, True)
+    model[1](torch.randn(3, 2))
+    assert calls == ["hook"]
+
+
+def test_converting_a_batch_norm_itself_returns_a_new_module():
+    norm = nn.BatchNorm2d(3)
+    converted = convert_syncbn_model(norm, channel_last=True)
+    assert isinstance(converted, SyncBatchNorm)
+    assert converted.channel_last
+    assert converted.weight is norm.weight
+    assert type(norm) is nn.BatchNorm2d
+
+
+def test_torch_converts_it_and_it_converts_torchs():
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    theirs = nn.SyncBatchNorm.convert_sync_batchnorm(convert_syncbn_model(model))
+    assert type(theirs[0]) is nn.SyncBatchNorm
+    assert type(convert_syncbn_model(theirs)[0]) is SyncBatchNorm
+
+
+def test_a_batch_norm_without_parameters_yet_is_refused():
+    with pytest.raises(amp.AmpValueError, match="LazyBatchNorm1d is not initialized yet: run one forward"):
+        convert_syncbn_model(nn.Sequential(nn.LazyBatchNorm1d()))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_half_model_keeps_it_in_float32(level):
+    model = convert_syncbn_model(make_net())
+    amp.initialize(model, opt_level=level, verbosity=0)
+    assert model[1].weight.dtype is torch.float32
+    assert model[0].weight.dtype is not torch.float32
+    assert model(torch.randn(4, 3)).dtype is torch.float32

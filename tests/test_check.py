@@ -1,0 +1,251 @@
+"""`ampatch check` reads a script and says which of the names of apex that it uses are provided."""
+
+import textwrap
+
+import pytest
+
+import ampatch as amp
+from ampatch.apex.check import check_file
+from ampatch.cli import main
+
+
+@pytest.fixture
+def check(tmp_path):
+    """Checks a text; returns the lines of each name that is provided, and of each that is not."""
+
+    def check_text(text):
+        path = tmp_path / "train.py"
+        path.write_text(textwrap.dedent(text))
+        names = check_file(path).names
+        provided = {name.name: name.lines for name in names if name.fault is None}
+        return provided, {name.name: name.lines for name in names if name.fault is not None}
+
+    return check_text
+
+
+INITIALIZE = "apex.amp.initialize"
+SCALERS = "apex.amp._amp_state.loss_scalers"
+DDP = "apex.parallel.DistributedDataParallel"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("import apex; apex.amp.initialize()", INITIALIZE),
+        ("import apex.amp; apex.amp.initialize()", INITIALIZE),
+        ("import apex as a; a.amp.initialize()", INITIALIZE),
+        ("import apex.amp as amp; amp.initialize()", INITIALIZE),
+        ("from apex import amp; amp.initialize()", INITIALIZE),
+        ("from apex import amp as mixed; mixed.initialize()", INITIALIZE),
+        ("from apex.amp import initialize; initialize()", INITIALIZE),
+        ("from apex.amp.frontend import initialize as i; i()", "apex.amp.frontend.initialize"),
+        ("from apex.fp16_utils import *; network_to_half(1)", "apex.fp16_utils.network_to_half"),
+        ("import amp_C; amp_C.multi_tensor_scale(1)", "amp_C.multi_tensor_scale"),
+        ("from apex import amp; amp._amp_state.opt_properties", "apex.amp._amp_state.opt_properties"),
+        ("from apex.amp._amp_state import maybe_print; maybe_print(1)", "apex.amp._amp_state.maybe_print"),
+        ("import apex; Wrapper = apex.parallel.DistributedDataParallel; Wrapper(1)", DDP),
+        ("import apex; parallel = apex.parallel; parallel.DistributedDataParallel(1)", DDP),
+        ("from importlib import import_module; import_module('apex.amp').initialize()", INITIALIZE),
+        ("import importlib; amp = importlib.import_module('apex.amp'); amp.initialize()", INITIALIZE),
+        ("__import__('apex.amp').amp.initialize()", INITIALIZE),
+        ("from apex import amp; getattr(amp, 'initialize')()", INITIALIZE),
+        ("from apex import amp\ndef f(x=amp.initialize): pass", INITIALIZE),
+        ("from apex import amp\ndef f(x: amp.initialize): pass", INITIALIZE),
+        ("from apex import amp\nclass A(amp.initialize): pass", INITIALIZE),
+        ("from apex import amp\n@amp.half_function\ndef f(x): pass", "apex.amp.half_function"),
+        ("def f():\n    amp.initialize()\nfrom apex import amp", INITIALIZE),
+        ("def f():\n    from apex import amp\n    amp.initialize()", INITIALIZE),
+        ("from apex import amp; f = lambda: amp.initialize()", INITIALIZE),
+        ("from apex import amp; [amp.initialize() for i in range(3)]", INITIALIZE),
+        ("from apex import amp\nclass A:\n    amp = 3\n    def f(self): amp.initialize()", INITIALIZE),
+        ("amp = None\ntry: from apex import amp\nexcept ImportError: pass\namp.initialize()", INITIALIZE),
+        ("if True:\n    import apex\nwith apex.amp.initialize() as x: pass", INITIALIZE),
+        ("from apex import amp\nasync def f():\n    await amp.initialize()", INITIALIZE),
+        ("from apex import amp\nmatch 1:\n    case 1: amp.initialize()", INITIALIZE),
+        (
+            "from apex import amp\namp._amp_state.loss_scalers[0]._loss_scale = 1",
+            "apex.amp._amp_state.loss_scalers",
+        ),
+    ],
+)
+def test_every_way_of_using_a_name_is_seen(text, name, check):
+    provided, missing = check(text)
+    assert name in provided
+    assert missing == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch; torch.amp.initialize",
+        "import apexlib; apexlib.amp.no_such",
+        "from .apex import no_such",
+        "from . import apex; apex.no_such",
+        "def f(amp): amp.no_such",
+        "amp = object(); amp.no_such",
+        "self.amp.no_such",
+        "import importlib.util; importlib.util.find_spec('apex')",
+        "x = 'apex.amp.no_such'",
+        "amp = amp; amp.no_such",
+    ],
+)
+def test_what_is_not_apex_is_not_listed(text, check):
+    assert check(text) == ({}, {})
+
+
+def test_a_name_of_the_scripts_own_hides_that_of_apex(check):
+    _, missing = check("from apex import amp\ndef f(amp): amp.no_such\nfor amp in []: pass\n")
+    assert missing == {}
+
+
+def test_a_name_that_may_be_of_another_module_is_not_held_against_the_script(check):
+    provided, missing = check(
+        """
+        try:
+            from apex import amp
+        except ImportError:
+            from torch.cuda import amp
+        amp.autocast
+        amp.initialize
+        """
+    )
+    assert INITIALIZE in provided
+    assert missing == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("from apex.contrib.sparsity import ASP", "apex.contrib.sparsity.ASP"),
+        ("import apex.contrib.xentropy as x", "apex.contrib.xentropy"),
+        ("import apex; apex.mlp.MLP([1])", "apex.mlp.MLP"),
+        ("import fused_layer_norm_cuda", "fused_layer_norm_cuda"),
+        ("try: import xentropy_cuda\nexcept ImportError: pass", "xentropy_cuda"),
+        ("from apex import amp; amp.initialise()", "apex.amp.initialise"),
+        ("from apex.parallel import no_such", "apex.parallel.no_such"),
+        ("import apex.amp.no_such", "apex.amp.no_such"),
+        ("import amp_C; amp_C.no_such", "amp_C.no_such"),
+        ("from apex import amp; amp._amp_state.no_such", "apex.amp._amp_state.no_such"),
+        ("import apex; apex.parallel.LARC.no_such", "apex.parallel.LARC.no_such"),
+        ("import apex; apex.finder", "apex.finder"),
+        ("import importlib; importlib.import_module('apex.RNN')", "apex.RNN"),
+        (
+            "from apex import amp; amp.initialize(1, opt_level='O1', no_such=1)",
+            "apex.amp.initialize(no_such=)",
+        ),
+    ],
+)
+def test_what_is_not_provided_is_told(text, name, check):
+    assert list(check(text)[1]) == [name]
+
+
+def test_the_lines_of_every_use_are_told(check):
+    provided, missing = check(
+        """\
+        from apex import amp
+        from apex.contrib import (
+            sparsity,
+        )
+        amp.initialize(
+            amp.initialize
+        )
+        if amp: pass
+        """
+    )
+    assert provided == {"apex.amp": (1, 8), INITIALIZE: (5, 6)}
+    assert missing == {"apex.contrib.sparsity": (2,)}
+
+
+def test_a_check_leaves_no_session_and_runs_nothing(check):
+    check("from apex import amp\nraise SystemExit('ran')")
+    with pytest.raises(amp.NotInitializedError):
+        amp.state_dict()
+
+
+# ---- The command ----
+
+
+def status_of(*arguments):
+    return main(["check", *map(str, arguments)])
+
+
+def test_the_command_lists_names_and_what_to_use_instead(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text("from apex import amp\nfrom apex.contrib.sparsity import ASP\namp.initialise()\n")
+    assert status_of(path) == 1
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert said.out.splitlines() == [
+        str(path),
+        "  apex.amp                   provided      line 1",
+        "  apex.amp.initialise        NOT PROVIDED  line 3",
+        "    apex.amp has no 'initialise'; close: initialize",
+        "  apex.contrib.sparsity.ASP  NOT PROVIDED  line 2",
+        "    apex.contrib.sparsity was ASP, 2:4 sparsity, which ampatch does not provide: "
+        "use torch.sparse.to_sparse_semi_structured",
+        "1 script, 3 names of apex, 2 not provided",
+    ]
+
+
+def test_the_status_is_0_if_all_is_provided(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text("from apex import amp\namp.initialize()\namp.initialize()\n")
+    assert status_of(path) == 0
+    assert "provided      lines 2, 3\n1 script, 2 names of apex, 0 not provided" in capsys.readouterr().out
+
+
+def test_a_script_without_apex_is_said_to_have_none(tmp_path, capsys):
+    (tmp_path / "train.py").write_text("import torch\n")
+    assert status_of(tmp_path / "train.py") == 0
+    assert capsys.readouterr().out == "1 script, 0 names of apex, 0 not provided\n"
+
+
+def test_a_folder_is_searched_and_what_is_hidden_is_not(tmp_path, capsys):
+    for name in ("a.py", "deep/er/b.py", ".venv/c.py", "notes.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("import apex.RNN")
+    assert status_of(tmp_path) == 1
+    said = capsys.readouterr().out
+    assert [name for name in ("a.py", "b.py", "c.py", "notes.txt") if name in said] == ["a.py", "b.py"]
+    assert said.endswith("2 scripts, 1 name of apex, 1 not provided\n")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        b"\xef\xbb\xbffrom apex import amp\n",
+        "# coding: latin-1\nname = 'é'\nfrom apex import amp\n".encode("latin-1"),
+        b"from apex import amp\r\nx = 1\r\n",
+    ],
+    ids=["bom", "latin-1", "crlf"],
+)
+def test_a_script_is_read_as_python_reads_it(source, tmp_path):
+    (tmp_path / "train.py").write_bytes(source)
+    assert [name.name for name in check_file(tmp_path / "train.py").names] == ["apex.amp"]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (b"x = 1\nprint 'python 2'\n", "train.py', line 2: Missing parentheses in call to 'print'"),
+        (b"name = '\xff'\n", "train.py'"),
+        (b"x = '\0'\n", "train.py'"),
+        (b"# coding: no-such\n", "train.py'"),
+    ],
+    ids=["python-2", "no-utf-8", "null", "coding"],
+)
+def test_what_python_cannot_read_is_one_line_and_status_2(source, message, tmp_path, capsys):
+    (tmp_path / "train.py").write_bytes(source)
+    (tmp_path / "good.py").write_text("from apex import amp\n")
+    assert status_of(tmp_path) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert said.err.count("\n") == 1
+    assert "apex.amp  provided" in said.out
+
+
+def test_a_file_that_is_not_there_is_bad_input(capsys):
+    assert status_of("absent.py") == 2
+    assert capsys.readouterr().err == (
+        "ampatch check: 'absent.py' does not exist: expected a Python script or a folder\n"
+    )

@@ -1,0 +1,299 @@
+"""FusedLayerNorm and FusedRMSNorm: torch's normalizations, whatever types input and weights have."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ampatch as amp
+from ampatch.apex.normalization import (
+    FusedLayerNorm,
+    FusedRMSNorm,
+    MixedFusedLayerNorm,
+    MixedFusedRMSNorm,
+)
+from ampatch.apex.normalization import fused_layer_norm as module
+from helpers import assert_same_bits
+
+HALVES = [torch.float16, torch.bfloat16]
+EVERY_KIND = [FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm]
+KINDS = pytest.mark.parametrize("kind", EVERY_KIND)
+HALF = pytest.mark.parametrize("half", HALVES, ids=str)
+FEATURES = 5
+
+
+def make(kind=FusedLayerNorm, *args, **kwargs):
+    """A normalization whose weights are no ones and zeros."""
+    layer = kind(FEATURES, *args, **kwargs)
+    for param in layer.parameters():
+        param.data.normal_()
+    return layer
+
+
+def plain(layer):
+    """The same normalization by torch."""
+    kind = nn.LayerNorm if isinstance(layer, nn.LayerNorm) else nn.RMSNorm
+    twin = kind(layer.normalized_shape, layer.eps, layer.weight is not None)
+    twin.load_state_dict(layer.state_dict())
+    return twin
+
+
+def batch(dtype=torch.float32):
+    return torch.randn(3, FEATURES).to(dtype).requires_grad_()
+
+
+def run(layer, x, dtype=None):
+    """Output and gradients, of a loss that is not symmetric."""
+    out = layer(x)
+    grads = torch.autograd.grad((out.float() * torch.arange(out.numel()).view_as(out)).sum(),
+                                [x, *layer.parameters()])  # fmt: skip
+    return [out if dtype is None else out.to(dtype), *grads]
+
+
+# Modules
+
+
+@KINDS
+def test_a_module_is_that_of_torch_bit_for_bit(kind):
+    layer, x = make(kind), batch()
+    assert_same_bits(run(layer, x), run(plain(layer), x))
+
+
+@pytest.mark.parametrize("kind", [FusedLayerNorm, FusedRMSNorm])
+def test_a_module_without_weights(kind):
+    layer, x = kind(FEATURES, 1e-3, False), batch()
+    assert list(layer.parameters()) == []
+    assert_same_bits(run(layer, x), run(plain(layer), x))
+
+
+@KINDS
+def test_apex_names_its_arguments_like_this(kind):
+    layer = kind(normalized_shape=(4, FEATURES), eps=1e-2, memory_efficient=True)
+    assert (layer.normalized_shape, layer.eps, layer.elementwise_affine) == ((4, FEATURES), 1e-2, True)
+    x = torch.randn(2, 4, FEATURES)
+    assert_same_bits([layer(x)], [plain(layer)(x)])
+    assert kind(FEATURES).eps == 1e-5
+
+
+def test_the_fourth_positional_argument_is_memory_efficient():
+    layer = FusedLayerNorm(FEATURES, 1e-5, True, True)
+    assert layer.memory_efficient is True
+    assert layer.bias is not None
+
+
+@KINDS
+def test_modules_are_instances_of_those_of_torch(kind):
+    assert isinstance(kind(FEATURES), nn.LayerNorm if "Layer" in kind.__name__ else nn.RMSNorm)
+    assert isinstance(kind(FEATURES), FusedLayerNorm if "Layer" in kind.__name__ else FusedRMSNorm)
+
+
+@KINDS
+def test_checkpoints_have_the_names_of_apex(kind):
+    names = ["weight", "bias"] if "Layer" in kind.__name__ else ["weight"]
+    assert list(kind(FEATURES).state_dict()) == names
+
+
+@KINDS
+def test_reset_parameters_and_repr(kind):
+    layer = make(kind)
+    layer.reset_parameters()
+    assert layer.weight.tolist() == [1.0] * FEATURES
+    assert layer.extra_repr() == plain(layer).extra_repr()
+    assert "eps=1e-05" in repr(layer)
+
+
+@KINDS
+def test_copies_and_pickles_work(kind):
+    layer, x = make(kind), batch()
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), loaded):
+        assert type(other) is kind
+        assert_same_bits(run(other, x), run(layer, x))
+
+
+@pytest.mark.parametrize("kind", [MixedFusedLayerNorm, MixedFusedRMSNorm])
+def test_a_mixed_module_has_a_weight(kind):
+    assert kind(FEATURES, elementwise_affine=True).weight is not None
+    with pytest.raises(RuntimeError, match="does not support elementwise_affine=False"):
+        kind(FEATURES, elementwise_affine=False)
+    with pytest.raises(TypeError, match="unknown argument 'epsilon'"):
+        kind(FEATURES, epsilon=1)
+
+
+# Types
+
+
+@HALF
+@pytest.mark.parametrize("kind", [FusedLayerNorm, FusedRMSNorm])
+def test_half_input_with_float32_weights_gives_half(kind, half):
+    layer, x = make(kind), batch(half)
+    found = run(layer, x)
+    wide = x.detach().float().requires_grad_()
+    expected = plain(layer)(wide).to(half)
+    assert_same_bits(found[:1], [expected])
+    assert [grad.dtype for grad in found[1:]] == [half] + [torch.float32] * len(list(layer.parameters()))
+
+
+@HALF
+@pytest.mark.parametrize("kind", [MixedFusedLayerNorm, MixedFusedRMSNorm])
+def test_mixed_modules_give_the_type_of_their_weight(kind, half):
+    layer, x = make(kind), batch(half)
+    assert_same_bits([layer(x)], [plain(layer)(x.float())])
+    lower = make(kind).to(half)
+    out = lower(batch())
+    assert out.dtype is half
+
+
+@HALF
+@KINDS
+def test_one_half_type_is_computed_by_torch(kind, half):
+    layer, x = make(kind).to(half), batch(half)
+    twin = plain(layer.float())
+    assert_same_bits(run(layer.to(half), x), run(twin.to(half), x))
+
+
+@HALF
+@KINDS
+def test_half_weights_with_float32_input(kind, half):
+    layer, x = make(kind).to(half), batch()
+    expected = plain(copy.deepcopy(layer).float())(x)
+    dtype = half if "Mixed" in kind.__name__ else torch.float32
+    assert_same_bits([layer(x)], [expected.to(dtype)])
+
+
+@HALF
+@KINDS
+def test_large_half_values_do_not_overflow(kind, half):
+    x = torch.full((2, FEATURES), 3e4, dtype=half)
+    x[:, 0] = -3e4
+    assert kind(FEATURES)(x).isfinite().all()
+
+
+# Functions
+
+
+@pytest.mark.parametrize(
+    "shape", [FEATURES, (FEATURES,), torch.Size([FEATURES])], ids=["int", "tuple", "Size"]
+)
+def test_functions_are_those_of_torch(shape):
+    x, weight, bias = batch(), torch.randn(FEATURES), torch.randn(FEATURES)
+    sizes = (FEATURES,)
+    layer = F.layer_norm(x, sizes, weight, bias, 1e-3)
+    rms = F.rms_norm(x, sizes, weight, 1e-3)
+    assert_same_bits(
+        [
+            module.fused_layer_norm_affine(x, weight, bias, shape, 1e-3),
+            module.mixed_dtype_fused_layer_norm_affine(x, weight, bias, shape, 1e-3, False),
+            module.FusedLayerNormAffineFunction.apply(x, weight, bias, shape, 1e-3),
+            module.FusedLayerNormAffineMixedDtypesFunction.apply(x, weight, bias, shape, 1e-3, True),
+            module.fused_layer_norm(x, shape, 1e-3),
+            module.FusedLayerNormFunction.apply(x, shape, 1e-3),
+            module.fused_rms_norm_affine(x, weight, shape, 1e-3, True),
+            module.mixed_dtype_fused_rms_norm_affine(x, weight, shape, 1e-3),
+            module.FusedRMSNormAffineFunction.apply(x, weight, shape, 1e-3),
+            module.FusedRMSNormAffineMixedDtypesFunction.apply(x, weight, shape, 1e-3),
+            module.fused_rms_norm(x, shape, 1e-3, False),
+            module.FusedRMSNormFunction.apply(x, shape, 1e-3),
+        ],
+        [
+            *[layer] * 4,
+            *[F.layer_norm(x, sizes, None, None, 1e-3)] * 2,
+            *[rms] * 4,
+            *[F.rms_norm(x, sizes, None, 1e-3)] * 2,
+        ],
+    )
+
+
+def test_functions_have_the_eps_of_apex():
+    x = batch() * 1e-3  # small values, where eps counts
+    assert_same_bits([module.fused_layer_norm(x, FEATURES)], [F.layer_norm(x, (FEATURES,), eps=1e-6)])
+    assert_same_bits([module.fused_rms_norm(x, FEATURES)], [F.rms_norm(x, (FEATURES,), eps=1e-6)])
+
+
+def test_the_affine_layer_norm_takes_no_bias():
+    x, weight = batch(torch.float16), torch.randn(FEATURES)
+    expected = F.layer_norm(x.float(), (FEATURES,), weight).half()
+    assert_same_bits([module.fused_layer_norm_affine(x, weight, None, FEATURES, 1e-5)], [expected])
+
+
+@HALF
+def test_manual_rms_norm_is_that_of_torch(half):
+    x, weight = batch(), torch.randn(FEATURES)
+    # Sums in another order.
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    expected = F.rms_norm(x, (FEATURES,), weight, 1e-5)
+    torch.testing.assert_close(module.manual_rms_norm(x, (FEATURES,), weight, 1e-5), expected, **close)
+    torch.testing.assert_close(
+        module.manual_rms_norm(x, FEATURES, None, 1e-5), F.rms_norm(x, (FEATURES,), None, 1e-5), **close
+    )
+    assert module.manual_rms_norm(x, FEATURES, weight.to(half), 1e-5).dtype is half
+    assert module.manual_rms_norm(x.to(half), FEATURES, weight, 1e-5).dtype is torch.float32
+
+
+# Sessions
+
+
+class Net(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.norm, self.out = nn.Linear(FEATURES, FEATURES), make(kind), nn.Linear(FEATURES, 1)
+
+    def forward(self, x):
+        self.hidden = self.norm(self.linear(x))
+        return self.out(self.hidden)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@KINDS
+def test_a_model_computes_what_it_does_with_modules_of_torch(kind, level):
+    nets = [Net(kind) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    nets[1].norm = plain(nets[0].norm)
+    amp.initialize(nets, opt_level=level, verbosity=0)
+    x = torch.randn(4, FEATURES)
+    outputs = [net(x) for net in nets]
+    for out in outputs:
+        out.float().sum().backward()
+    assert_same_bits([outputs[0], nets[0].hidden], [outputs[1], nets[1].hidden])
+    grads = [[param.grad for param in net.parameters()] for net in nets]
+    assert_same_bits(*grads)
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@KINDS
+def test_patched_functions_make_it_float32(kind, level):
+    layer = make(kind)
+    amp.initialize(layer, opt_level=level, verbosity=0)
+    x = torch.randn(2, FEATURES).to(torch.float16 if level == "O1" else torch.bfloat16)
+    found, expected = layer(x), F.layer_norm(x, (FEATURES,))
+    assert found.dtype is expected.dtype is torch.float32
+    with amp.disable_casts():
+        assert layer(x).dtype is (torch.float32 if "Mixed" in kind.__name__ else x.dtype)
+
+
+@pytest.mark.parametrize("level", [None, "O4", "O5"])
+@KINDS
+def test_it_compiles_whole_as_a_part_of_a_model(kind, level):
+    net, x = Net(kind), torch.randn(3, FEATURES)
+    if level is not None:
+        amp.initialize(net, opt_level=level, verbosity=0)
+    torch.compiler.reset()
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    assert_same_bits([compiled(x)], [net(x)])
+    torch.compiler.reset()
+
+
+@KINDS
+def test_mixed_types_compile_whole(kind):
+    layer, x = make(kind), torch.randn(3, FEATURES, dtype=torch.bfloat16)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: layer(x) * 2, fullgraph=True, backend="aot_eager")
+    assert_same_bits([compiled(x)], [layer(x) * 2])
+    torch.compiler.reset()

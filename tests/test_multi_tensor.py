@@ -1,0 +1,512 @@
+"""amp_C, apex_C and multi_tensor_applier: lists of tensors, written past autograd, with an overflow flag."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import ampatch as amp
+from ampatch.apex import amp_C, apex_C
+from ampatch.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
+from helpers import assert_same_bits, snapshot
+
+INF, NAN = float("inf"), float("nan")
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+PAIRS = pytest.mark.parametrize(
+    ("source", "target"), [(source, target) for source in DTYPES for target in DTYPES], ids=str
+)
+SHAPES = [(3,), (2, 5), (), (0,), (4, 1, 3)]
+
+
+def flag():
+    return torch.zeros(1, dtype=torch.int32)
+
+
+def make(dtype=torch.float32, shapes=SHAPES):
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+def open_o1():
+    model = torch.nn.Linear(2, 2)
+    amp.initialize(model, opt_level="O1", verbosity=0)
+
+
+# The applier
+
+
+def test_the_applier_hands_its_chunk_size_on_and_returns_the_result():
+    calls = []
+    applier = MultiTensorApply(7)
+    assert applier(lambda *args: calls.append(args) or "result", "flag", [[1]], 2, 3) == "result"
+    assert calls == [(7, "flag", [[1]], 2, 3)]
+
+
+def test_the_applier_is_available_as_scripts_check_it():
+    assert multi_tensor_applier.available
+    assert multi_tensor_applier.chunk_size == 2048 * 32
+    assert multi_tensor_applier.check_avail() is None
+    assert (multi_tensor_applier.warned, multi_tensor_applier.import_err) == (False, None)
+
+
+# Scale and axpby
+
+
+@PAIRS
+def test_scale_rounds_once_from_float32(source, target):
+    sources, targets = make(source), make(target)
+    expected = [(tensor.float() * 0.37).to(target) for tensor in sources]
+    before = snapshot(sources)
+    buffer = flag()
+    assert multi_tensor_applier(amp_C.multi_tensor_scale, buffer, [sources, targets], 0.37) is None
+    assert_same_bits(targets, expected)
+    assert snapshot(sources) == before
+    assert buffer.tolist() == [0]
+
+
+@PAIRS
+def test_axpby_rounds_once_from_float32(source, target):
+    xs, ys, targets = make(source), make(target), make(target)
+    expected = [(x.float() * 0.5 + y.float() * 3.0).to(target) for x, y in zip(xs, ys, strict=True)]
+    buffer = flag()
+    multi_tensor_applier(amp_C.multi_tensor_axpby, buffer, [xs, ys, targets], 0.5, 3.0, -1)
+    assert_same_bits(targets, expected)
+    assert buffer.tolist() == [0]
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, NAN], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scale_sets_the_flag_where_an_input_is_not_finite(dtype, bad):
+    sources, buffer = make(dtype), flag()
+    sources[1][1, 2] = bad
+    amp_C.multi_tensor_scale(1, buffer, [sources, make()], 1.0)
+    assert buffer.tolist() == [1]
+
+
+def test_scale_checks_its_input_and_not_its_output():
+    buffer, target = flag(), torch.zeros(1, dtype=torch.float16)
+    amp_C.multi_tensor_scale(1, buffer, [[torch.tensor([6e4])], [target]], 2.0)
+    assert target.tolist() == [INF]
+    assert buffer.tolist() == [0]
+
+
+def test_a_finite_input_whose_sum_overflows_is_no_overflow():
+    buffer = flag()
+    amp_C.multi_tensor_scale(1, buffer, [[torch.full((10,), 3e38)], [torch.zeros(10)]], 1.0)
+    assert buffer.tolist() == [0]
+
+
+@pytest.mark.parametrize(("where", "checked", "expected"), [
+    ("x", 0, 1), ("x", 1, 0), ("x", -1, 1), ("y", 0, 0), ("y", 1, 1), ("y", -1, 1),
+])  # fmt: skip
+def test_axpby_checks_the_argument_it_is_told_to(where, checked, expected):
+    xs, ys, buffer = [torch.ones(2)], [torch.ones(2)], flag()
+    (xs if where == "x" else ys)[0][0] = INF
+    amp_C.multi_tensor_axpby(1, buffer, [xs, ys, [torch.zeros(2)]], 1.0, 1.0, checked)
+    assert buffer.tolist() == [expected]
+
+
+def test_axpby_refuses_another_argument_to_check():
+    with pytest.raises(ValueError, match="arg_to_check=2"):
+        amp_C.multi_tensor_axpby(1, flag(), [[], [], []], 1.0, 1.0, 2)
+
+
+def test_a_flag_that_is_set_stays_set_and_the_scaling_goes_on():
+    buffer, target = flag().fill_(1), torch.zeros(2)
+    amp_C.multi_tensor_scale(1, buffer, [[torch.ones(2)], [target]], 2.0)
+    assert target.tolist() == [2.0, 2.0]
+    assert buffer.tolist() == [1]
+
+
+@pytest.mark.parametrize("buffer", [
+    torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), torch.zeros((), dtype=torch.uint8),
+    torch.zeros(1), torch.zeros(1, dtype=torch.bool), torch.IntTensor([0]),
+], ids=["int32", "int64", "uint8-scalar", "float32", "bool", "IntTensor"])  # fmt: skip
+def test_flags_of_any_type_are_set_in_place(buffer):
+    buffer = buffer.clone()
+    amp_C.multi_tensor_scale(1, buffer, [[torch.tensor([INF])], [torch.zeros(1)]], 1.0)
+    assert buffer.item() == 1
+
+
+def test_no_flag_at_all_is_fine():
+    target = torch.zeros(1)
+    amp_C.multi_tensor_scale(1, None, [[torch.tensor([INF])], [target]], 1.0)
+    assert target.tolist() == [INF]
+
+
+def test_scale_in_place_and_by_a_tensor():
+    tensors = make()
+    expected = [tensor * 0.25 for tensor in tensors]
+    amp_C.multi_tensor_scale(1, flag(), [tensors, tensors], torch.tensor([0.25]))
+    assert_same_bits(tensors, expected)
+
+
+def test_float64_is_not_rounded_to_float32():
+    target = torch.zeros(1, dtype=torch.float64)
+    source = torch.tensor([1 / 3], dtype=torch.float64)
+    amp_C.multi_tensor_scale(1, flag(), [[source], [target]], 1 / 3)
+    assert target.item() == (1 / 3) * (1 / 3)
+
+
+def test_mixed_types_in_one_list():
+    sources = [torch.ones(2, dtype=dtype) for dtype in (*DTYPES, torch.float64)]
+    targets = [torch.zeros(2, dtype=dtype) for dtype in (torch.float64, *DTYPES)]
+    amp_C.multi_tensor_scale(1, flag(), [sources, targets], 3.0)
+    assert [target.tolist() for target in targets] == [[3.0, 3.0]] * 4
+
+
+def test_memory_with_gaps_and_other_strides():
+    source = torch.arange(24.0).reshape(4, 6)[:, ::2]
+    target = torch.zeros(3, 4).t()
+    amp_C.multi_tensor_scale(1, flag(), [[source], [target]], 2.0)
+    assert torch.equal(target, source * 2)
+
+
+def test_as_many_elements_in_another_shape_are_taken_in_order():
+    target = torch.zeros(6)
+    amp_C.multi_tensor_scale(1, flag(), [[torch.arange(6.0).reshape(2, 3)], [target]], 1.0)
+    assert target.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_empty_lists():
+    buffer = flag()
+    amp_C.multi_tensor_scale(1, buffer, [[], []], 2.0)
+    amp_C.multi_tensor_axpby(1, buffer, [[], [], []], 2.0, 1.0, -1)
+    total, parts = amp_C.multi_tensor_l2norm(1, buffer, [[]], True)
+    assert (total.tolist(), parts.tolist(), buffer.tolist()) == ([0.0], [], [0])
+
+
+@pytest.mark.parametrize(("lists", "message"), [
+    ([[torch.ones(1)]], "found 1 lists of tensors, expected 2"),
+    ([[torch.ones(1)], []], "the lists have 1, 0 tensors"),
+    ([[torch.ones(2)], [torch.ones(3)]], r"shapes \(2,\) and \(3,\)"),
+    ([[torch.ones(1).to_sparse()], [torch.ones(1)]], "does not support sparse"),
+], ids=["lists", "lengths", "shapes", "sparse"])  # fmt: skip
+def test_lists_that_do_not_fit_are_refused(lists, message):
+    with pytest.raises(amp.AmpValueError, match=message):
+        amp_C.multi_tensor_scale(1, flag(), lists, 1.0)
+
+
+# Past autograd
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_live_leaf_parameters_are_written_without_a_graph_or_a_version(dtype):
+    weight = Parameter(torch.tensor([1.0, 2.0], dtype=dtype))
+    source = Parameter(torch.tensor([3.0, 4.0]))
+    loss = (weight * weight).sum()  # saves the weight for its backward
+    version = weight._version
+    amp_C.multi_tensor_scale(1, flag(), [[source], [weight]], 2.0)
+    assert weight.tolist() == [6.0, 8.0]
+    assert (weight._version, weight.grad_fn, weight.requires_grad) == (version, None, True)
+    loss.backward()  # raises no error of versions
+    assert weight.grad is not None
+    assert source.grad is None
+
+
+def test_outputs_have_no_graph_when_inputs_have_one():
+    source = torch.ones(2, requires_grad=True) * 2
+    target = torch.zeros(2)
+    amp_C.multi_tensor_axpby(1, flag(), [[source], [source], [target]], 1.0, 1.0, -1)
+    total, parts = amp_C.multi_tensor_l2norm(1, flag(), [[source]], True)
+    assert not any(tensor.requires_grad for tensor in (target, total, parts))
+
+
+def test_under_o1_nothing_is_cast():
+    big, half = torch.full((4,), 1e30), torch.full((4,), 300.0, dtype=torch.float16)
+    open_o1()
+    target, buffer = torch.zeros(4), flag()
+    amp_C.multi_tensor_scale(1, buffer, [[big], [target]], 2.0)
+    total, _ = amp_C.multi_tensor_l2norm(1, buffer, [[half]])
+    assert target.tolist() == [2 * torch.tensor(1e30).item()] * 4
+    assert total.item() == 600.0
+    assert buffer.tolist() == [0]
+
+
+def test_what_the_script_registered_is_not_cast_inside():
+    amp.register_half_function(torch, "stack")
+    open_o1()
+    total, _ = amp_C.multi_tensor_l2norm(1, flag(), [[torch.full((4,), 1e6)]])
+    assert total.item() == 2e6
+
+
+def test_a_half_weight_written_at_o2_reaches_its_master():
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=1.0, verbosity=0)
+    amp_C.multi_tensor_scale(1, flag(), [[torch.tensor([[2.0, 4.0]])], [model.weight]], 1.0)
+    with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert model.weight.tolist() == [[1.5, 3.5]]
+
+
+# Norms
+
+
+@pytest.mark.parametrize("norm", [amp_C.multi_tensor_l2norm, amp_C.multi_tensor_l2norm_mp])
+def test_l2norm_is_that_of_everything_and_of_each(norm):
+    tensors, buffer = make(), flag()
+    total, parts = multi_tensor_applier(norm, buffer, [tensors], True)
+    flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors])
+    assert (total.shape, total.dtype, parts.dtype) == ((1,), torch.float32, torch.float32)
+    # Sums of squares in float32, in another order.
+    torch.testing.assert_close(total.double(), flat.norm().reshape(1), rtol=1e-6, atol=0)
+    expected = torch.stack([tensor.double().norm() for tensor in tensors])
+    torch.testing.assert_close(parts.double(), expected, rtol=1e-6, atol=0)
+    assert buffer.tolist() == [0]
+
+
+def test_l2norm_of_each_comes_when_asked_for():
+    total, parts = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag(), [make()])
+    assert total.numel() == 1
+    assert parts.numel() == 0
+
+
+def test_float16_values_whose_squares_overflow_have_a_finite_norm():
+    tensors, buffer = [torch.full((4,), 6e4, dtype=torch.float16) for _ in range(4)], flag()
+    total, parts = amp_C.multi_tensor_l2norm(1, buffer, [tensors], True)
+    value = float(tensors[0][0])
+    assert total.tolist() == [4 * value]
+    assert parts.tolist() == [2 * value] * 4
+    assert buffer.tolist() == [0]
+
+
+@pytest.mark.parametrize("bad", [INF, NAN], ids=str)
+def test_a_norm_that_is_not_finite_sets_the_flag(bad):
+    buffer = flag()
+    total, _ = amp_C.multi_tensor_l2norm(1, buffer, [[torch.ones(2), torch.tensor([bad])]])
+    assert not total.isfinite().item()
+    assert buffer.tolist() == [1]
+
+
+def test_l2norm_scale_writes_and_measures_what_it_wrote():
+    sources, targets, buffer = make(), make(torch.float16), flag()
+    total, parts = amp_C.multi_tensor_l2norm_scale(1, buffer, [sources, targets], 0.5, True)
+    expected, each = amp_C.multi_tensor_l2norm(1, flag(), [sources], True)
+    assert_same_bits(targets, [(tensor * 0.5).half() for tensor in sources])
+    assert_same_bits([total, parts], [expected * 0.5, each * 0.5])  # a power of two is exact
+
+
+def test_unscale_l2norm_writes_nothing():
+    tensors, buffer = make(torch.float16), flag()
+    before = snapshot(tensors)
+    total, parts = amp_C.multi_tensor_unscale_l2norm(1, buffer, [tensors], torch.tensor([0.25]), True)
+    expected, each = amp_C.multi_tensor_l2norm(1, flag(), [tensors], True)
+    assert snapshot(tensors) == before
+    assert_same_bits([total, parts], [expected * 0.25, each * 0.25])
+
+
+# The scale
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=["scalar", "vector"])
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+def test_the_scale_follows_overflows_as_it_does_by_hand(hysteresis, shape):
+    scale = torch.full(shape, 2.0**10)
+    growth = torch.zeros(shape, dtype=torch.int32)
+    left = torch.full(shape, hysteresis, dtype=torch.int32)
+    expected, clean, remaining = 2.0**10, 0, hysteresis
+    for overflowed in [0, 1, 1, 1, 0, 0, 0, 0, 1, 0, 1, 1, 0, 0, 0]:
+        found_inf = torch.full((1,), float(overflowed))
+        result = amp_C.update_scale_hysteresis(scale, growth, left, found_inf, 2.0, 0.5, 3, hysteresis)
+        if overflowed:
+            remaining, clean = remaining - 1, 0
+            expected *= 0.5 if remaining <= 0 else 1.0
+        else:
+            remaining, clean = hysteresis, clean + 1
+            if clean == 3:
+                expected, clean = expected * 2, 0
+        assert result is scale
+        assert (scale.item(), growth.item(), left.item()) == (expected, clean, remaining)
+
+
+def test_the_scale_does_not_grow_to_infinity():
+    scale = torch.tensor([3e38])
+    trackers = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    amp_C.update_scale_hysteresis(scale, *trackers, torch.zeros(1), 2.0, 0.5, 1, 1)
+    assert scale.item() == torch.tensor(3e38).item()
+
+
+# Optimizers
+
+
+def moments(count=3):
+    return make(shapes=[(3, 2)] * count), make(shapes=[(3, 2)] * count)
+
+
+def run_adam(lists, buffer=None, **options):
+    options = {"step": 1, "mode": 1, "bias_correction": 1} | options
+    amp_C.multi_tensor_adam(
+        1, buffer, lists, 0.1, 0.9, 0.99, 1e-8, options["step"], options["mode"],
+        options["bias_correction"], 0.1,
+    )  # fmt: skip
+
+
+def run_torch(optimizer, params, grads, steps=1):
+    for _ in range(steps):
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("mode", "kind"), [(0, torch.optim.Adam), (1, torch.optim.AdamW)])
+def test_adam_is_that_of_torch(mode, kind):
+    grads, params = moments()
+    zeros = [[torch.zeros_like(param) for param in params] for _ in range(2)]
+    expected = [Parameter(param.clone()) for param in params]
+    run_torch(kind(expected, lr=0.1, betas=(0.9, 0.99), weight_decay=0.1), expected, grads, 3)
+    for step in (1, 2, 3):
+        run_adam([grads, params, *zeros], step=step, mode=mode)
+    assert_same_bits(params, expected)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_is_that_of_torch_and_fills_a_half_copy(momentum):
+    grads, params = moments()
+    buffers = [torch.full_like(param, NAN) for param in params]  # the first run does not read them
+    halves = [torch.zeros_like(param, dtype=torch.float16) for param in params]
+    expected = [Parameter(param.clone()) for param in params]
+    run_torch(torch.optim.SGD(expected, 0.1, momentum, weight_decay=0.1), expected, grads, 2)
+    scaled = [grad * 4 for grad in grads]
+    for first in (True, False):
+        amp_C.multi_tensor_sgd(
+            1, flag(), [scaled, params, buffers, halves], 0.1, momentum, 0.0, 0.1, False, first, False, 0.25
+        )
+    assert_same_bits(params, expected)
+    assert_same_bits(halves, [param.half() for param in params])
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_adagrad_is_that_of_torch_or_decays_apart(mode):
+    grads, params = moments()
+    sums = [torch.zeros_like(param) for param in params]
+    decay = 0.1 if mode == 0 else 0.0
+    expected = [Parameter(param * (1 - 0.1 * 0.1) if mode else param.clone()) for param in params]
+    run_torch(torch.optim.Adagrad(expected, 0.1, weight_decay=decay, eps=1e-8), expected, grads)
+    amp_C.multi_tensor_adagrad(1, flag(), [grads, params, sums], 0.1, 1e-8, mode, 0.1)
+    assert_same_bits(params, expected)
+
+
+def test_half_parameters_take_float32_moments():
+    grads, params = moments(2)
+    halves = [param.half() for param in params]
+    full = [half.float() for half in halves]
+    lists = [[torch.zeros_like(param) for param in params] for _ in range(4)]
+    run_adam([[grad.half() for grad in grads], halves, *lists[:2]])
+    run_adam([[grad.half().float() for grad in grads], full, *lists[2:]])
+    assert_same_bits(halves, [param.half() for param in full])
+    assert_same_bits([*lists[0], *lists[1]], [*lists[2], *lists[3]])
+
+
+def call_sgd(buffer, lists):
+    amp_C.multi_tensor_sgd(1, buffer, lists[:3], 0.1, 0.9, 0.0, 0.1, False, False, False)
+
+
+def call_adagrad(buffer, lists):
+    amp_C.multi_tensor_adagrad(1, buffer, lists[:3], 0.1, 1e-8, 0, 0.1)
+
+
+def call_lamb(buffer, lists):
+    norm = torch.ones(1)
+    amp_C.multi_tensor_lamb(1, buffer, lists, 0.1, 0.9, 0.99, 1e-6, 1, 1, 0.1, 1, 1, norm, 1.0, False)
+
+
+def call_novograd(buffer, lists):
+    norms = lists[3][0].view(-1)[:3]
+    amp_C.multi_tensor_novograd(1, buffer, lists[:3], norms, 0.1, 0.9, 0.99, 1e-8, 1, 1, 0.1, 1, 1, 2)
+
+
+def call_stages(buffer, lists):
+    decay, norms = torch.full((3,), 0.1), torch.ones(3)
+    updates = lists[4]
+    amp_C.multi_tensor_lamb_stage1_cuda(1, buffer, lists, decay, 1, 0.9, 0.99, 1e-6, torch.ones(1), 1.0)
+    amp_C.multi_tensor_lamb_stage2_cuda(1, buffer, [lists[1], updates], norms, norms, 0.1, 0.1, False)
+
+
+def call_adam(buffer, lists):
+    run_adam(lists, buffer)
+
+
+STEPS = pytest.mark.parametrize(
+    "call", [call_adam, call_sgd, call_adagrad, call_lamb, call_novograd, call_stages]
+)
+
+
+def step_lists(call):
+    lists = [*moments(), *moments()]
+    lists[2:] = [[tensor.abs() for tensor in tensors] for tensors in lists[2:]]
+    return [*lists, make(shapes=[(3, 2)] * 3)] if call is call_stages else lists
+
+
+@STEPS
+@pytest.mark.parametrize("is_set", [False, True])
+def test_a_step_is_a_no_op_while_the_flag_is_set(call, is_set):
+    lists = step_lists(call)
+    before = snapshot(lists)
+    call(flag().fill_(int(is_set)), lists)
+    assert (snapshot(lists) == before) is is_set
+
+
+@STEPS
+def test_a_step_of_empty_lists_does_nothing(call):
+    lists = [[] for _ in step_lists(call)]
+    if call is call_novograd:
+        lists[3] = [torch.ones(3)]
+    call(flag(), lists)
+    assert lists[:3] == [[], [], []]
+
+
+def test_both_stages_of_lamb_are_lamb():
+    grads, params, first, second = step_lists(call_lamb)
+    whole = copy.deepcopy([grads, params, first, second])
+    norm = amp_C.multi_tensor_l2norm(1, flag(), [grads])[0]
+    amp_C.multi_tensor_lamb(1, flag(), whole, 0.1, 0.9, 0.99, 1e-6, 2, 1, 0.1, 1, 1, norm, 1.0, False)
+    updates = [torch.zeros_like(param) for param in params]
+    lists = [grads, params, first, second, updates]
+    decay = torch.full((3,), 0.1)
+    amp_C.multi_tensor_lamb_stage1_cuda(1, flag(), lists, decay, 2, 0.9, 0.99, 1e-6, norm, 1.0)
+    norms = [amp_C.multi_tensor_l2norm(1, flag(), [tensors], True)[1] for tensors in (params, updates)]
+    amp_C.multi_tensor_lamb_stage2_cuda(1, flag(), [params, updates], *norms, 0.1, 0.1, False)
+    # The two multiply by the learning rate in another place.
+    torch.testing.assert_close(params, whole[1], rtol=1e-6, atol=1e-7)
+    assert_same_bits([*first, *second], [*whole[2], *whole[3]])
+
+
+# apex_C
+
+
+def test_flatten_and_back():
+    tensors = make()
+    flat = apex_C.flatten(tensors)
+    assert_same_bits([flat], [torch.cat([tensor.reshape(-1) for tensor in tensors])])
+    views = apex_C.unflatten(flat, tensors)
+    assert_same_bits(views, tensors)
+
+
+def test_unflattened_views_share_memory():
+    flat = torch.zeros(5)
+    first, second = apex_C.unflatten(flat, [torch.ones(2), torch.ones(3, 1)])
+    second.fill_(7.0)
+    assert flat.tolist() == [0.0, 0.0, 7.0, 7.0, 7.0]
+    assert first.data_ptr() == flat.data_ptr()
+
+
+def test_flatten_nothing():
+    assert apex_C.flatten([]).numel() == 0
+    assert list(apex_C.unflatten(torch.empty(0), [])) == []
+
+
+@pytest.mark.cuda
+def test_no_host_sync_on_a_gpu():
+    tensors = [torch.randn(5, device="cuda") for _ in range(3)]
+    targets = [torch.zeros(5, device="cuda", dtype=torch.float16) for _ in range(3)]
+    buffer = torch.zeros(1, dtype=torch.int32, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        amp_C.multi_tensor_scale(1, buffer, [tensors, targets], 2.0)
+        amp_C.multi_tensor_axpby(1, buffer, [tensors, tensors, targets], 2.0, 1.0, -1)
+        amp_C.multi_tensor_l2norm(1, buffer, [tensors], True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert buffer.tolist() == [0]

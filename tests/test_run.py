@@ -1,0 +1,307 @@
+"""`ampatch run` gives a script apex, and overrides what it passes to `initialize`."""
+
+import os
+import pickle
+import subprocess
+import sys
+from multiprocessing import spawn
+
+import pytest
+
+import ampatch.apex
+from ampatch.apex.children import Preparation
+from ampatch.cli import main
+from ampatch.run.command import split
+from fresh import fresh_processes
+
+# Prints the options that `initialize` used, whatever the script was told.
+TRAIN = """
+import argparse
+import torch
+from apex import amp
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--opt-level", default="O1")
+parser.add_argument("--loss-scale", default=None)
+parser.add_argument("--keep-batchnorm-fp32", default=None)
+parser.add_argument("--disabled", action="store_true")
+given = parser.parse_args()
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+amp.initialize(
+    model,
+    optimizer,
+    enabled=not given.disabled,
+    opt_level=given.opt_level,
+    keep_batchnorm_fp32=given.keep_batchnorm_fp32,
+    loss_scale=given.loss_scale,
+    verbosity=0,
+)
+options = amp._amp_state.opt_properties
+print(options.enabled, end=" ")
+if options.enabled:
+    half = options.cast_model_type or options.patch_torch_functions_type
+    print(options.opt_level, half, options.loss_scale, options.keep_batchnorm_fp32)
+"""
+
+
+@pytest.fixture(scope="module")
+def processes():
+    with fresh_processes() as started:
+        yield started
+
+
+@pytest.fixture
+def run(processes, tmp_path):
+    """Runs a script with `ampatch run` in a process of its own, and returns how it ended."""
+
+    def run_script(text, *arguments):
+        (tmp_path / "train.py").write_text(text)
+        return processes.run(f"sys.exit(ampatch.cli.main({['run', *arguments]!r}))", tmp_path)
+
+    return run_script
+
+
+@pytest.mark.parametrize(
+    ("arguments", "used"),
+    [
+        (["train.py"], "O1 torch.float16 dynamic None"),
+        (["train.py", "--opt-level", "O0"], "O0 None 1.0 None"),
+        (["--opt-level", "O2", "train.py", "--opt-level", "O1"], "O2 torch.float16 dynamic True"),
+        (["--opt-level=O5", "train.py"], "O5 torch.bfloat16 1.0 True"),
+        (
+            ["--opt-level", "O4", "train.py", "--keep-batchnorm-fp32", "True", "--loss-scale", "128.0"],
+            "O4 torch.bfloat16 1.0 None",
+        ),
+        (["--loss-scale", "64", "train.py", "--loss-scale", "dynamic"], "O1 torch.float16 64.0 None"),
+        (["--loss-scale", "dynamic", "train.py", "--opt-level", "O3"], "O3 torch.float16 dynamic False"),
+        (["--dtype", "bfloat16", "train.py"], "O1 torch.bfloat16 dynamic None"),
+        (["--opt-level", "O2", "--dtype", "bfloat16", "--", "train.py"], "O2 torch.bfloat16 dynamic True"),
+        (["--opt-level", "O2", "-m", "train", "--loss-scale", "8"], "O2 torch.float16 dynamic True"),
+        (["-mtrain", "--opt-level", "O2"], "O2 torch.float16 dynamic True"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_before_the_script_override_it_and_those_after_it_are_its_own(arguments, used, run):
+    ended = run(TRAIN, *arguments)
+    assert (ended.status, ended.stdout) == (0, f"True {used}\n"), ended.stderr
+
+
+def test_a_script_that_turns_amp_off_keeps_it_off(run):
+    assert run(TRAIN, "--opt-level", "O2", "train.py", "--disabled").stdout.strip() == "False"
+
+
+def test_a_dtype_replaces_the_one_that_the_script_passes(run):
+    text = TRAIN.replace("verbosity=0", "verbosity=0, cast_model_type=torch.float16")
+    ended = run(text, "--dtype", "bfloat16", "train.py", "--opt-level", "O2")
+    assert ended.stdout == "True O2 torch.bfloat16 dynamic True\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "own", "script"),
+    [
+        (["train.py", "-m", "x"], ["train.py"], ["-m", "x"]),
+        (["--dtype", "float16", "-"], ["--dtype", "float16", "-"], []),
+        (["--", "--odd-name.py", "--", "x"], ["--", "--odd-name.py"], ["--", "x"]),
+        (["-h", "train.py", "-h"], ["-h", "train.py"], ["-h"]),
+        (["--opt-level"], ["--opt-level"], []),
+        ([], [], []),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_everything_after_the_script_is_the_scripts(argv, own, script):
+    assert split(["run", *argv]) == (["run", *own], tuple(script))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no script: expected a Python script, or -m and a module"),
+        (["absent.py"], "'absent.py' does not exist: expected a Python script"),
+        (["."], "'.' is a directory without __main__.py: expected a Python script"),
+        (["-m", "no_such.train"], "no module named 'no_such.train': expected one on sys.path"),
+        (["-m", "json.no_such"], "no module named 'json.no_such': expected one on sys.path"),
+        (["-m", "train.py"], "or leave out -m to run the file 'train.py'"),
+        (["-m", "..train"], "'..train' is no name of a module"),
+        (["--opt-level", "02", "train.py"], "unknown opt_level '02': expected one of O0, O1, O2, O3, O4, O5"),
+        (["--dtype", "half", "train.py"], "unknown dtype 'half': expected one of float16, bfloat16"),
+        (["--loss-scale", "0", "train.py"], "loss scale '0': expected a number above 0, or dynamic"),
+        (["--loss-scale", "nan", "train.py"], "loss scale 'nan': expected a number above 0"),
+        (["--loss-scale", "big", "train.py"], "loss scale 'big': expected a number above 0"),
+        (
+            ["--epochs", "3", "train.py"],
+            "arguments: --epochs; the script's own follow the script",
+        ),
+        (["--opt", "O1", "train.py"], "unrecognized arguments: --opt"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line_and_exit_status_2_before_the_script_starts(arguments, message, run):
+    ended = run("print('started')", *arguments)
+    assert (ended.status, ended.stdout) == (2, "")
+    assert message in ended.stderr
+    assert ended.stderr.startswith("ampatch run: ")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_file_that_cannot_be_read_is_bad_input(run, tmp_path):
+    if os.geteuid() == 0:
+        pytest.skip("root reads every file")
+    (tmp_path / "secret.py").touch(mode=0)
+    assert "'secret.py' cannot be read: Permission denied" in run("", "secret.py").stderr
+
+
+def test_help_after_the_script_is_the_scripts(run):
+    ended = run(TRAIN, "train.py", "--help")
+    assert "--keep-batchnorm-fp32" in ended.stdout
+
+
+def test_help_before_the_script_is_ours(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["run", "--help"])
+    assert exit_.value.code == 0
+    assert "ampatch run [OPTIONS] -m MODULE [ARGS...]" in capsys.readouterr().out
+
+
+# ---- Processes that the script starts ----
+
+SPAWN = """
+import sys
+import torch
+import torch.multiprocessing as multiprocessing
+from apex import amp
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.tensor(float(index))
+
+
+def opt_level():
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    return amp._amp_state.opt_properties.opt_level
+
+
+def work(rank, queue):
+    queue.put((rank, opt_level(), sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    method = sys.argv[1]
+    queue = multiprocessing.get_context(method).SimpleQueue()
+    multiprocessing.start_processes(work, args=(queue,), nprocs=1, start_method=method)
+    print(queue.get())
+    loader = torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context=method)
+    print([batch.item() for batch in loader])
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_processes_that_import_the_script_anew_have_apex_and_the_overrides(method, run):
+    ended = run(SPAWN, "--opt-level", "O4", "train.py", method)
+    assert ended.stdout.splitlines() == [f"(0, 'O4', ['{method}'])", "[0.0, 1.0, 2.0, 3.0]"], ended.stderr
+
+
+def test_a_program_that_installs_apex_in_its_main_part_has_it_in_its_children(tmp_path):
+    text = SPAWN.replace("from apex import amp\n", "").replace(
+        "    method =", "    import ampatch.apex\n    ampatch.apex.install(opt_level='O5')\n    method ="
+    )
+    (tmp_path / "train.py").write_text(text.replace("    model =", "    from apex import amp\n    model ="))
+    command = [sys.executable, "train.py", "spawn"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.startswith("(0, 'O5', ['spawn'])\n"), done.stderr
+
+
+def test_a_child_finds_ampatch_where_its_parent_found_it(monkeypatch):
+    data = pickle.dumps(Preparation(lambda name: {"name": name}, {})("child"))
+    folder = os.path.dirname(os.path.dirname(ampatch.__file__))
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != folder])
+    try:
+        assert pickle.loads(data)["name"] == "child"
+        assert sys.path[-1] == folder
+    finally:
+        ampatch.apex.uninstall()
+
+
+def test_a_fork_server_does_not_import_the_script_before_its_children_have_apex(monkeypatch):
+    told = {"sys_path": [], "init_main_from_path": "train.py"}
+    assert Preparation(lambda name: dict(told), {})("ignore") == {"sys_path": []}
+
+
+def test_children_are_started_as_ever_after_uninstall():
+    before = spawn.get_preparation_data
+    ampatch.apex.install()
+    assert spawn.get_preparation_data is not before
+    ampatch.apex.uninstall()
+    assert spawn.get_preparation_data is before
+
+
+DISTRIBUTED = """
+import argparse
+import os
+import torch
+from apex import amp
+from apex.parallel import DistributedDataParallel
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", type=float)
+lr = parser.parse_args().lr
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+model = torch.nn.Linear(2, 1, bias=False)
+torch.nn.init.zeros_(model.weight)
+optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+model = DistributedDataParallel(model)
+loss = model(torch.full((1, 2), float(rank))).sum()
+with amp.scale_loss(loss, optimizer) as scaled_loss:
+    scaled_loss.backward()
+optimizer.step()
+weight = next(amp.master_params(optimizer)).tolist()
+print(f"{rank} {amp._amp_state.opt_properties.opt_level} {weight}\\n", end="")
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_torchrun_runs_a_script_through_us(tmp_path):
+    (tmp_path / "train.py").write_text(DISTRIBUTED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
+    command += ["ampatch", "run", "--opt-level", "O4", "train.py", "--lr", "0.5"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    # The gradients are 0 on rank 0 and 1 on rank 1.
+    assert sorted(done.stdout.splitlines()) == ["0 O4 [[-0.25, -0.25]]", "1 O4 [[-0.25, -0.25]]"], done.stderr
+
+
+def test_the_module_of_apex_that_starts_processes_can_be_found(tmp_path):
+    """`python -m apex.parallel.multiproc` was how such scripts were started."""
+    code = "from ampatch.script import Script; import ampatch.apex; ampatch.apex.install()\n"
+    code += "Script('apex.parallel.multiproc', is_module=True).validate()"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
+# ---- Sweeps ----
+
+
+STEPS = """
+for step in range(3):
+    with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_sweep_runs_a_script_that_imports_apex(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN + STEPS)
+    command = [sys.executable, "-m", "ampatch", "sweep", "train.py", "--levels", "O0,O5"]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    logs = {path.name: path.read_text() for path in tmp_path.glob("ampatch-sweep-*/*.log")}
+    assert logs == {"O0.log": "True O0 None 1.0 None\n", "O5.log": "True O5 torch.bfloat16 1.0 True\n"}

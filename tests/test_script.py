@@ -1,0 +1,221 @@
+"""`ampatch run SCRIPT` is to a script what `python SCRIPT` is: both are run, and compared."""
+
+import os
+import signal
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from fresh import Ended, fresh_processes
+
+# What a script finds in its own names, in sys and in the stack; addresses differ from run to run.
+LOOK = """
+import re, sys
+for name, value in list(globals().items()):
+    print(name, re.sub("0x[0-9a-f]+", "", repr(value)))
+print(sys.argv, sys.path[0], sys.flags.safe_path, sys.excepthook is sys.__excepthook__)
+print(sys.modules["__main__"].__dict__ is globals())
+"""
+
+# Each ends in another way.
+ENDINGS = {
+    "well": "print('done')",
+    "status": "import sys; sys.exit(3)",
+    "text": "import sys; sys.exit('no data')",
+    "at-once": "import os; print('x', flush=True); os._exit(7)",
+    "exception": "def f():\n    raise ValueError('bad')\n\nf()",
+    "chain": "try:\n    {}['a']\nexcept KeyError as error:\n    raise ValueError('bad') from error",
+    "context": "try:\n    {}['a']\nexcept KeyError:\n    1 / 0",
+    "group": "raise ExceptionGroup('both', [ValueError(1), TypeError(2)])",
+    "interrupt": "raise KeyboardInterrupt",
+    "sigterm": "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)",
+    "syntax": "x = 1\ndef f(:\n    pass",
+    "indentation": "if 1:\nx = 1",
+    "import": "import no_such_module",
+    "import-of-syntax-error": "import broken",
+    "amp-error": "import ampatch as amp, torch\namp.initialize(torch.nn.Linear(1, 1), opt_level='o1')",
+    "excepthook": (
+        "import sys, traceback\n"
+        "def hook(kind, error, tb):\n"
+        "    print(kind, error, traceback.extract_tb(tb), tb is error.__traceback__)\n"
+        "    print(sys.excepthook is hook)\n"
+        "sys.excepthook = hook\n"
+        "raise ValueError('bad')"
+    ),
+    "atexit": (
+        "import atexit, sys\n"
+        "def last():\n"
+        "    print(sys.last_value, sys.last_traceback.tb_frame.f_code.co_name, __name__)\n"
+        "    print(sys.excepthook is sys.__excepthook__)\n"
+        "atexit.register(last)\n"
+        "raise ValueError('bad')"
+    ),
+    "thread": (
+        "import sys, threading, time\n"
+        "def late():\n"
+        "    time.sleep(0.2)\n"
+        "    print(__name__, sys.modules['__main__'].late is late)\n"
+        "    raise ValueError('in a thread')\n"
+        "threading.Thread(target=late, name='late').start()\n"
+        "print('main is over')"
+    ),
+}
+
+
+def python(*arguments, cwd, **options):
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, **options)
+
+
+def run_both(*arguments, cwd, flags=(), **options):
+    """Runs something with `python` and with `ampatch run`; returns what both did."""
+    plain = python(*flags, *arguments, cwd=cwd, **options)
+    ours = python(*flags, "-m", "ampatch", "run", *arguments, cwd=cwd, **options)
+    return [(done.returncode, done.stdout, done.stderr) for done in (plain, ours)]
+
+
+@pytest.fixture(scope="module")
+def processes():
+    with fresh_processes() as started:
+        yield started
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_script_ends_as_it_does_under_python(ending, processes, tmp_path):
+    (tmp_path / "broken.py").write_text("def f(:")
+    (tmp_path / "train.py").write_text(ENDINGS[ending] + "\n")
+    plain = python("train.py", cwd=tmp_path)
+    ours = processes.run("sys.exit(ampatch.cli.main(['run', 'train.py']))", tmp_path)
+    assert ours == Ended(plain.returncode, plain.stdout, plain.stderr)
+
+
+@pytest.mark.parametrize("ending", ["interrupt", "chain"])
+def test_python_m_ampatch_ends_as_the_script_does(ending, tmp_path):
+    (tmp_path / "train.py").write_text(ENDINGS[ending] + "\n")
+    plain, ours = run_both("train.py", cwd=tmp_path)
+    assert ours == plain
+
+
+@pytest.fixture
+def scripts(tmp_path):
+    """Writes one script in every form that `python` takes."""
+    for name in ("train.py", "folder/__main__.py", "package/part.py", "package/__main__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(LOOK)
+    (tmp_path / "package/__init__.py").write_text("")
+    (tmp_path / "link.py").symlink_to(tmp_path / "folder/__main__.py")
+    with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
+        archive.write(tmp_path / "train.py", "__main__.py")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train.py", "--lr", "1", "--", "-m", "--opt-level", "O9"],
+        ["./train.py"],
+        ["link.py"],
+        ["folder"],
+        ["archive.zip", "x"],
+        ["-m", "package.part", "-m", "--help"],
+        ["-m", "package"],
+    ],
+    ids=" ".join,
+)
+def test_a_script_finds_what_it_finds_under_python(arguments, scripts):
+    plain, ours = run_both(*arguments, cwd=scripts)
+    assert ours == plain
+    assert ours[0] == 0
+
+
+def test_a_script_from_the_standard_input_finds_what_it_finds_under_python(scripts):
+    plain, ours = run_both("-", "--lr", "1", cwd=scripts, input=LOOK)
+    assert ours == plain
+
+
+@pytest.mark.parametrize("arguments", [["train.py"], ["folder"]], ids=" ".join)
+def test_a_safe_path_stays_without_the_folder_of_the_script(arguments, scripts):
+    # With -P there is no first entry that either of them could replace.
+    plain, ours = run_both(*arguments, cwd=scripts, flags=["-P"])
+    assert ours == plain
+
+
+def test_a_compiled_script_runs(scripts):
+    python("-c", "import py_compile; py_compile.compile('train.py', 'done.pyc')", cwd=scripts)
+    plain, ours = run_both("done.pyc", "x", cwd=scripts)
+    assert ours == plain
+    assert ours[0] == 0
+
+
+def test_the_traceback_of_a_module_has_the_frames_of_the_module_alone(tmp_path):
+    (tmp_path / "train.py").write_text("raise ValueError('bad')\n")
+    plain, ours = run_both("-m", "train", cwd=tmp_path)
+    assert ours[0] == plain[0] == 1
+    lines = plain[2].splitlines(keepends=True)
+    assert ours[2] == "".join(line for line in lines if "<frozen runpy>" not in line)
+
+
+def test_an_error_in_the_package_around_a_module_has_frames_of_the_package_alone(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").write_text("raise ValueError('bad')\n")
+    (tmp_path / "package/train.py").write_text("")
+    done = python("-m", "ampatch", "run", "-m", "package.train", cwd=tmp_path)
+    place = f'  File "{tmp_path}/package/__init__.py", line 1, in <module>'
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[:2] == ["Traceback (most recent call last):", place]
+
+
+def test_a_source_can_be_read_and_a_class_pickled(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import inspect, pickle\n"
+        "class Config:\n"
+        "    lr = 1\n"
+        "print(inspect.getsource(Config), pickle.loads(pickle.dumps(Config())).lr)\n"
+    )
+    plain, ours = run_both("train.py", cwd=tmp_path)
+    assert ours == plain
+    assert "lr = 1" in ours[1]
+
+
+def test_a_script_is_not_compiled_with_our_future_imports(tmp_path):
+    (tmp_path / "train.py").write_text("def f(x: 1 + 1): pass\nprint(f.__annotations__)\n")
+    assert python("-m", "ampatch", "run", "train.py", cwd=tmp_path).stdout == "{'x': 2}\n"
+
+
+def test_a_signal_from_outside_ends_a_script_as_under_python(tmp_path):
+    (tmp_path / "train.py").write_text("import time; print('ready', flush=True); time.sleep(60)\n")
+    ends = []
+    for before in ([], ["-m", "ampatch", "run"]):
+        process = subprocess.Popen(
+            [sys.executable, *before, "train.py"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            ends.append((process.stderr.read(), process.wait()))
+    assert ends[0] == ends[1]
+    assert ends[1][1] == -signal.SIGINT
+
+
+def test_a_closed_pipe_is_the_scripts_own_error(tmp_path):
+    (tmp_path / "train.py").write_text("while True: print('line')\n")
+    errors = []
+    for before in ("", "-m ampatch run "):
+        command = f"{sys.executable} {before}train.py | head -n 1"
+        done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True)
+        errors.append(done.stderr)
+    assert errors[0] == errors[1]
+    assert "BrokenPipeError" in errors[1]
+
+
+def test_the_installed_command_runs_a_script_as_python_does(scripts):
+    command = os.path.join(os.path.dirname(sys.executable), "ampatch")
+    if not os.path.exists(command):
+        pytest.skip("ampatch is not installed beside this Python")
+    done = subprocess.run([command, "run", "train.py", "x"], cwd=scripts, capture_output=True, text=True)
+    assert done.stdout == python("train.py", "x", cwd=scripts).stdout
