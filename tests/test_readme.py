@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampatch as amp
-from ampatch.cli import build_parser, split_at_dashes
+from ampatch.cli import build_parser, split
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -70,7 +70,7 @@ def check_command(words):
         if word.endswith((".py", ".txt")) and word != "train.py":  # which stands for the reader's own
             assert (ROOT / word).exists(), f"{word} in {shlex.join(words)}"
     if words[0] == "ampatch" and words != ["ampatch", "sweep"]:  # without SCRIPT it is but a name in the text
-        build_parser().parse_args(split_at_dashes(["x.py" if it == "SCRIPT" else it for it in words[1:]])[0])
+        build_parser().parse_args(split(["x.py" if it == "SCRIPT" else it for it in words[1:]])[0])
     assert words[0] in ("ampatch", "pip", "pytest", "python"), shlex.join(words)
 
 
