@@ -79,7 +79,7 @@ class ScaledLoss:
         if self._is_over:
             return
         self._close()
-        if self._delay_unscale or any(optimizer.has_local_grads for optimizer in self._optimizers):
+        if self._delay_unscale or any(optimizer.local.are_coming for optimizer in self._optimizers):
             for optimizer in self._optimizers:
                 optimizer.delay(self._scale)
         else:

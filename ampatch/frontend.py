@@ -191,6 +191,7 @@ def master_params(optimizer: object) -> Iterator[Tensor]:
     """
     if not hasattr(optimizer, "param_groups"):
         raise AmpTypeError(f"optimizer is a {type(optimizer).__name__}: expected one torch.optim.Optimizer")
+    SESSION.settle(optimizer)
     for group in optimizer.param_groups:
         yield from group["params"]
 

@@ -21,13 +21,29 @@ from ampatch.values import Float32Values
 
 @dataclass(frozen=True, slots=True)
 class CastInputs:
-    """Casts a module's floating inputs, in any container; a forward pre-hook with kwargs."""
+    """Casts a module's floating inputs, in any container; a forward pre-hook with kwargs.
+
+    On a deep copy or a pickled model it follows the weights, which their owner may cast to float32.
+    """
 
     dtype: torch.dtype
+    is_copy: bool = False
 
-    def __call__(self, module: Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        args = tuple([cast_batch(arg, self.dtype) for arg in args])
-        return args, {name: cast_batch(arg, self.dtype) for name, arg in kwargs.items()}
+    def __deepcopy__(self, memo: dict) -> CastInputs:
+        return CastInputs(self.dtype, is_copy=True)
+
+    def __reduce__(self) -> tuple:
+        return CastInputs, (self.dtype, True)
+
+    def __call__(self, module: Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        dtype = self.dtype
+        if self.is_copy and dtype in HALF_TYPES:
+            halves = (param.dtype for param in module.parameters() if param.dtype in HALF_TYPES)
+            dtype = next(halves, None)
+            if dtype is None:
+                return None
+        args = tuple([cast_batch(arg, dtype) for arg in args])
+        return args, {name: cast_batch(arg, dtype) for name, arg in kwargs.items()}
 
 
 @dataclass(frozen=True, slots=True)

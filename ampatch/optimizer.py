@@ -10,11 +10,13 @@ from types import FrameType
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from ampatch.closure import find_closure
 from ampatch.errors import AmpError
 from ampatch.grads import add_grads, cast_grads, find_grads, own_memory
+from ampatch.local_grads import LocalGrads
 from ampatch.masters import MasterParam, MasterParams
 from ampatch.scaler import Outcome, Scale
 from ampatch.step_listener import StepListener
@@ -40,8 +42,7 @@ class AmpOptimizer:
         self.last_outcomes: list[Outcome] = []  # of the blocks that led to the last step
         self.end_block: Callable[[], None] | None = None  # ends the block that is open
         self.delayed: Scale | None = None  # what the gradients are still scaled by
-        self.has_local_grads = False  # whether DistributedDataParallel is yet to average new ones
-        self._delayed_local = False  # and those that are still scaled
+        self.local = LocalGrads()
         self._earlier: list[tuple[Tensor, Tensor]] = []
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._stepped: set[int] = set()  # params that a fused optimizer keeps no state for
@@ -75,7 +76,7 @@ class AmpOptimizer:
             self.masters.drop_restarted()
             for pair in self.masters:
                 pair.continue_backward()
-            if not self._delayed_local:  # these accumulate where they are, as it expects
+            if not self.local.are_waiting:  # these accumulate where they are
                 self._set_aside(self._model_params())
             return
         self.settle()
@@ -94,12 +95,17 @@ class AmpOptimizer:
     @torch.no_grad()
     def delay(self, scale: Scale) -> None:
         """Leaves the gradients scaled until a later block, or the step, settles them."""
-        self._delayed_local, self.has_local_grads = self._delayed_local or self.has_local_grads, False
+        self.local.wait()
         if self.delayed is not scale:
             # What was set aside is unscaled: a power of two takes it there and back exactly.
             self._earlier = [(param, scale.scale(earlier)) for param, earlier in self._earlier]
         self.delayed = scale
         self.end_backward()
+
+    def steps_part_of(self, model: Module) -> bool:
+        """Whether the optimizer steps any parameter of a model."""
+        known = {id(param) for param in model.parameters()}
+        return any(id(param) in known for param in self._model_params())
 
     def settle(self) -> None:
         """Unscales what a block with `delay_unscale` left scaled."""
@@ -119,7 +125,7 @@ class AmpOptimizer:
         """
         if self.delayed is not None:
             self._add_earlier()  # scaled as well
-            self.delayed, self._delayed_local = None, False
+            self.delayed, self.local.are_waiting = None, False
         fresh = [pair for pair in self.masters if pair.has_fresh_grad()]
         grads = cast_grads(pair.half for pair in fresh)
         if not scale.is_identity:
@@ -139,11 +145,11 @@ class AmpOptimizer:
         What accumulates in place, as in plain torch, stays as the exception left it: gradients of
         float32 weights with a static scale of 1, and those that are yet to be averaged over ranks.
         """
-        self.has_local_grads = False
+        self.local.drop_coming()
         if self.delayed is None and scale.is_identity:
             params: Iterable[Tensor] = (pair.half for pair in self.masters)
         else:
-            params = () if self._delayed_local else self._model_params()
+            params = () if self.local.are_waiting else self._model_params()
         for param in params:
             param.grad = None
         self.end_backward()

@@ -139,6 +139,13 @@ class LossScaler:
         self._last: Outcome | None = None
         self.set_scale(config.init_scale if isinstance(config, DynamicLossScale) else config.value)
 
+    def __getstate__(self) -> dict[str, object]:
+        # What the blocks of this session left is nothing to keep, and cannot be pickled.
+        return {**vars(self), "_waiting": None, "_last": None}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state, _waiting=WeakSet())
+
     @property
     def is_dynamic(self) -> bool:
         """Whether the scale follows overflows."""

@@ -22,6 +22,7 @@ PURE = (
     "keep_batchnorm_fp32",
     "master_weights",
     "loss_scale",
+    "cast_model_outputs",
 )
 STDIN = "-"
 OURS = (__file__, "<frozen importlib", "<frozen zipimport>")

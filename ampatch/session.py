@@ -27,9 +27,9 @@ from ampatch.copies import CopyWithMasters
 from ampatch.data_watch import DataWatch
 from ampatch.errors import AmpValueError, NotInitializedError
 from ampatch.features import TorchFeatures
+from ampatch.local_grads import NoteNoSync
 from ampatch.masters import MasterParams
 from ampatch.model import ModelCaster, select_kept, validate_models
-from ampatch.no_sync import NoteNoSync
 from ampatch.observe import Observer
 from ampatch.optimizer import AmpOptimizer
 from ampatch.optimizer_state import lower_state, raise_state
@@ -129,10 +129,11 @@ class Session(StepListener):
             self._lower(caster, call)
 
     def _note_no_sync(self, call: Call, undo: ExitStack) -> None:
-        if call.optimizers and torch.distributed.is_available():
-            note = NoteNoSync(call.optimizers)
-            for model in call.request.models:
-                undo.callback(model.register_forward_pre_hook(note).remove)
+        if not torch.distributed.is_available():
+            return
+        for model in call.request.models:
+            listeners = [amp.local for amp in call.optimizers if amp.steps_part_of(model)]
+            undo.callback(model.register_forward_pre_hook(NoteNoSync(listeners)).remove)
 
     def _open_optimizer(self, given: object, call: Call, undo: ExitStack) -> None:
         optimizer = unwrap_optimizer(given)
@@ -145,7 +146,7 @@ class Session(StepListener):
             undo.callback(one.register_step_post_hook(amp.after_step).remove)
         undo.callback(amp.close)
         if given is not optimizer and hasattr(given, "step") and hasattr(given, "__dict__"):
-            WholeStep(given, amp).open(given, undo)
+            WholeStep(given, amp).open(undo)
         call.optimizers.append(amp)
         for key in {id(given), *map(id, optimizers)}:
             self._by_optimizer[key] = (given, amp, call)
@@ -238,6 +239,12 @@ class Session(StepListener):
                 f"pass it to initialize first"
             )
         return found[1], found[2]
+
+    def settle(self, optimizer: object) -> None:
+        """Unscales gradients that wait to be averaged over ranks: somebody is about to use them."""
+        found = self._by_optimizer.get(id(optimizer))
+        if found is not None and found[1].local.are_waiting:
+            found[1].settle()
 
     def is_passive(self, optimizers: Sequence[object]) -> bool:
         """Whether these optimizers were given to a call with enabled=False, or no call is enabled."""

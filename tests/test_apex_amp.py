@@ -1,7 +1,9 @@
 """The package that scripts see as `apex.amp`: its names, and the private ones that scripts touch."""
 
+import copy
 import inspect
 import json
+import pickle
 import threading
 
 import pytest
@@ -12,7 +14,9 @@ from torch.nn import functional as F
 import ampatch
 from ampatch.apex import amp
 from ampatch.apex.amp import _amp_state as state_object
+from ampatch.apex.amp.frontend import OVERRIDES
 from ampatch.apex.amp.scaler import LossScaler
+from ampatch.session import SESSION
 from helpers import assert_same_bits, snapshot
 
 INF = float("inf")
@@ -220,6 +224,87 @@ def test_stashed_gradients_are_added_to_the_unscaled_ones():
     assert scaler.update_scale()
 
 
+def test_bounds_may_be_assigned_that_the_first_scale_was_outside_of():
+    model, optimizer = start()
+    scaler = amp._amp_state.loss_scalers[0]
+    scaler._loss_scale, scaler._max_loss_scale = 2.0**5, 2.0**6
+    scaler._scale_seq_len = 1
+    for _ in range(3):
+        run_step(model, optimizer)
+    assert scaler.loss_scale() == 2.0**6
+
+
+def test_a_scaler_pickles_in_the_layout_of_apex():
+    model, optimizer = start()
+    run_step(model, optimizer)
+    scaler = amp._amp_state.loss_scalers[0]
+    assert scaler.__getstate__() == {
+        "dynamic": True,
+        "_loss_scale": 65536.0,
+        "_max_loss_scale": 2.0**24,
+        "_min_loss_scale": None,
+        "_unskipped": 1,
+        "_scale_seq_len": 2000,
+    }
+    loaded = pickle.loads(pickle.dumps(scaler))
+    assert loaded.__getstate__() == scaler.__getstate__()
+    copied = copy.deepcopy(ampatch.loss_scalers()[0])
+    assert copied.state_dict() == {"loss_scale": 65536.0, "unskipped": 1}
+    copied.set_scale(2.0)
+    assert scaler.loss_scale() == 65536.0
+
+
+# ---- The lists of functions ----
+
+
+@pytest.fixture
+def lists(monkeypatch):
+    """The lists, which a test may edit; they and what is registered are put back."""
+    monkeypatch.setattr(SESSION.torch_patch, "_registrations", {})
+    for module in OVERRIDES:
+        for name in ("FP16_FUNCS", "BFLOAT16_FUNCS", "FP32_FUNCS", "CASTS", "BANNED_FUNCS"):
+            monkeypatch.setattr(module, name, list(getattr(module, name)))
+    yield amp.lists
+    ampatch.uninitialize()
+
+
+def test_the_lists_hold_the_rows_of_the_tables(lists):
+    assert {"linear", "conv2d"} <= set(lists.functional_overrides.FP16_FUNCS)
+    assert {"softmax", "layer_norm"} <= set(lists.functional_overrides.FP32_FUNCS)
+    assert lists.functional_overrides.BANNED_FUNCS[0][0] == "binary_cross_entropy"
+    assert {"cat", "stack"} == set(lists.torch_overrides.SEQUENCE_CASTS)
+    assert not set(lists.torch_overrides.FP16_FUNCS) & set(lists.torch_overrides.FP32_FUNCS)
+
+
+def test_a_function_that_is_moved_to_another_list_runs_in_its_type(lists):
+    lists.functional_overrides.FP32_FUNCS.remove("softmax")
+    lists.functional_overrides.FP16_FUNCS.append("softmax")
+    start("O1")
+    assert F.softmax(ONE, -1).dtype is torch.float16
+    assert F.softmax(ONE.half(), -1).dtype is torch.float16
+    assert F.log_softmax(ONE.half(), -1).dtype is torch.float32, "the others stay"
+
+
+def test_a_function_that_is_taken_out_runs_in_the_type_of_its_arguments(lists):
+    lists.functional_overrides.FP32_FUNCS.remove("softplus")
+    start("O4")
+    assert F.softplus(ONE.bfloat16()).dtype is torch.bfloat16
+    assert F.softplus(ONE).dtype is torch.float32
+
+
+def test_a_function_that_is_put_into_a_list_is_cast(lists):
+    lists.torch_overrides.FP16_FUNCS.append("mul")
+    start("O1")
+    assert torch.mul(ONE, ONE).dtype is torch.float16
+
+
+def test_a_banned_function_that_is_taken_out_is_allowed(lists):
+    lists.functional_overrides.BANNED_FUNCS.clear()
+    start("O4")
+    half = torch.full((2,), 0.5).bfloat16()
+    assert F.binary_cross_entropy(half, torch.ones(2)).dtype is torch.float32
+
+
 # ---- What is on the optimizer ----
 
 
@@ -268,8 +353,15 @@ def test_each_of_several_optimizers_and_one_inside_a_wrapper_gets_its_own():
         def __init__(self, optim):
             self.optim = optim
 
-    first, second = make(), make()
+    class Slow:
+        def __init__(self, optimizer):
+            self.base_optimizer = optimizer
+
+    first, second, third = make(), make(), make()
     wrapped = Wrapper(second[1])
+    slow = Slow(third[1])
+    amp.initialize(third[0], slow, opt_level="O2", verbosity=0)
+    assert slow.base_optimizer._amp_stash.all_fp16_params[0] is third[0][0].weight
     amp.initialize([first[0], second[0]], [first[1], wrapped], opt_level="O2", verbosity=0)
     assert len(first[1]._amp_stash.all_fp16_params) == 4
     assert wrapped.optim._amp_stash.all_fp16_params[0] is second[0][0].weight
@@ -420,6 +512,9 @@ def test_init_patches_torch_for_every_model_and_its_handle_scales(wrap):
 
 
 def test_a_disabled_init_lets_everything_pass():
+    handle = amp.init(enabled=False)
+    ampatch.uninitialize()
+    assert not hasattr(amp._amp_state, "handle")
     handle = amp.init(enabled=False)
     assert F.linear(ONE, ONE).dtype is torch.float32
     assert not handle.is_active()

@@ -625,6 +625,47 @@ def test_gradients_accumulated_without_averaging_are_averaged_with_the_next(
     assert ranks(accumulate_unsynchronized, level, scale, wrap, stop, delay) == expected
 
 
+def clip_without_averaging(level):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    wrapped = DistributedDataParallel(model)
+    with wrapped.no_sync(), amp.scale_loss(wrapped(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 100.0).item()
+    amp.uninitialize()
+    return norm
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_who_reads_the_masters_gets_unscaled_gradients_though_nothing_was_averaged(ranks, level):
+    # Three gradients of 1; the norm is computed in float32.
+    assert ranks(clip_without_averaging, level) == [torch.tensor(3.0).sqrt().item()] * 2
+
+
+def train_beside_an_unsynchronized_model(level):
+    torch.manual_seed(0)
+    models = [nn.Linear(2, 1), nn.Linear(2, 1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    amp.initialize(models, optimizers, opt_level=level, loss_scale=128.0, verbosity=0)
+    first, second = map(DistributedDataParallel, models)
+    x = torch.ones(1, 2)
+    for model in (first, second):  # the forward is for a metric: no backward follows
+        with model.no_sync():
+            model(x)
+        with amp.scale_loss(second(x).sum(), optimizers[1]) as scaled_loss:
+            scaled_loss.backward()
+    grads = [param.grad.flatten().tolist() for param in optimizers[1].param_groups[0]["params"]]
+    amp.uninitialize()
+    return grads
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_block_that_synchronizes_is_not_delayed_by_another_forward(ranks, level):
+    assert ranks(train_beside_an_unsynchronized_model, level) == [[[2.0, 2.0], [2.0]]] * 2
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_gan_with_three_losses_stays_equal_on_ranks(ranks, level):
     assert ranks(train_gan, level) == [True] * 2

@@ -447,3 +447,16 @@ def test_a_deepcopy_method_of_an_optimizers_own_is_put_back(level):
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     amp.uninitialize()
     assert optimizer.__deepcopy__ is own
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_that_its_owner_casts_to_float32_takes_float32(level, duplicate):
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).eval()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    x = torch.randn(2, 4)
+    half = duplicate(model)
+    assert torch.equal(half(x), model(x))
+    copied = duplicate(model).float()
+    expected = copied[2](copied[1](copied[0](x)))
+    assert torch.equal(copied(x), expected)

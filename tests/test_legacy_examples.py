@@ -1,6 +1,7 @@
 """Scripts written for apex run unchanged: a classifier with checkpoints, a GAN, several processes.
 
-The rest of examples/legacy is in test_legacy_trainers.py.
+The rest of examples/legacy is in test_legacy_trainers.py. Every number that a test compares with was
+measured with five seeds at O0, O1, O2, O4 and O5, on a CPU; the tests run one seed.
 """
 
 import ast
@@ -8,20 +9,13 @@ import re
 
 import pytest
 import torch
+
 from helpers import snapshot
 from legacy import FOLDER, ampatch_run, numbers, selected_level
 
-# Modules that scripts of the folder import: `python` and `ampatch run` find them next to the script.
+SCRIPTS = {"adversarial", "classify", "dcgan", "distributed", "language_model", "segment", "trainer"}
+# What scripts of the folder import from it: `ampatch run` finds it next to the script, as `python` does.
 MODULES = {"lookahead"}
-SCRIPTS = {
-    "adversarial",
-    "classify",
-    "dcgan",
-    "distributed",
-    "language_model",
-    "segment",
-    "trainer",
-}
 
 
 @pytest.fixture(scope="module")
@@ -42,32 +36,32 @@ def test_no_script_knows_of_ampatch(name):
     tree = ast.parse((FOLDER / f"{name}.py").read_text())
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert not any(module.split(".")[0] == "ampatch" for module in imported)
-    assert name in MODULES or any(module.split(".")[0] == "apex" for module in imported)
+    packages = {module.split(".")[0] for module in imported}
+    assert "ampatch" not in packages
+    assert "apex" in packages or name in MODULES
 
 
 # ---- classify ----
 
 # The last 500 digits are by other writers than the rest. The mean image of each class, with no
 # training at all (sklearn's NearestCentroid), gets 87.0 % of them right, logistic regression 91.6 %.
-# Measured over 5 seeds and all levels: CLASSIFY_MEASURED.
-LEARNED = 93.0
-# What a level may differ from float32 by: 1.5 % of the pictures are the largest gap between two seeds.
+# Measured: 94.4 to 95.8 %.
+LEARNED = 92.5
+# Measured: no level is further than 0.6 % from float32 with the same seed.
 MARGIN = 1.5
 
 
 @pytest.fixture(scope="module")
 def classified(folder):
-    """Runs `classify` once a level: returns what it printed and its last checkpoint."""
+    """Runs `classify` once with these arguments; returns what it printed and its last checkpoint."""
     done = {}
 
-    def run(level, *arguments, override=None):
-        key = (level, *arguments, override)
+    def run(*arguments, override=None):
+        key = (arguments, override)
         if key not in done:
             saved = folder / f"classify{len(done)}"
             saved.mkdir()
-            options = [*(["--opt-level", level] if level else []), *arguments, "--save-dir", saved]
-            printed = ampatch_run("classify", *options, folder=folder, level=override)
+            printed = ampatch_run("classify", *arguments, "--save-dir", saved, folder=folder, level=override)
             done[key] = printed, torch.load(saved / "checkpoint.pth.tar")
         return done[key]
 
@@ -78,34 +72,43 @@ def final_precision(printed):
     return numbers(r"Final Prec@1 ([\d.]+)", printed)[0]
 
 
+# As argparse hands them on.
+STRINGS = ("--opt-level", "O5", "--loss-scale", "128.0", "--keep-batchnorm-fp32", "False")
+
+
 @pytest.mark.parametrize(
-    ("level", "expected"), [("O0", "O0"), (None, "O1"), ("O2", "O2"), ("O4", "O4")], ids=str
+    ("arguments", "override", "level"),
+    [
+        ((), None, "O1"),
+        (("--opt-level", "O2"), None, "O2"),
+        (STRINGS, None, "O5"),
+        (("--opt-level", "O1"), "O4", "O4"),
+    ],
+    ids=["default", "O2", "O5", "command-line"],
 )
-def test_a_classifier_learns_as_much_as_in_float32(level, expected, classified):
-    printed, _ = classified(level)
-    assert selected_level(printed) == expected
+def test_a_classifier_learns_as_much_as_in_float32(arguments, override, level, classified):
+    printed, _ = classified(*arguments, override=override)
+    assert selected_level(printed) == level
     assert final_precision(printed) > LEARNED
-    assert abs(final_precision(printed) - final_precision(classified("O0")[0])) <= MARGIN
+    assert abs(final_precision(printed) - final_precision(classified("--opt-level", "O0")[0])) <= MARGIN
 
 
 def test_the_level_of_the_command_line_counts_and_the_script_does_not_know(classified):
-    printed, _ = classified("O1", override="O5")
+    printed, _ = classified("--opt-level", "O1", override="O4")
     assert "opt_level = O1" in printed
-    assert selected_level(printed) == "O5"
-    assert final_precision(printed) > LEARNED
+    assert selected_level(printed) == "O4"
 
 
 def test_strings_of_argparse_are_a_scale_and_a_choice(classified):
-    strings = ("--loss-scale", "128.0", "--keep-batchnorm-fp32", "True")
-    printed, checkpoint = classified("O2", *strings)
+    printed, checkpoint = classified(*STRINGS)
     assert "loss_scale = 128.0 <class 'str'>" in printed
+    assert re.search(r"keep_batchnorm_fp32 +: False", printed)
     assert checkpoint["amp"]["loss_scaler0"]["loss_scale"] == 128.0
-    assert final_precision(printed) > LEARNED
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_a_resumed_classifier_ends_with_the_same_bits(level, classified, folder):
-    whole, expected = classified(level)
+    whole, expected = classified("--opt-level", level)
     half = folder / f"half{level}"
     half.mkdir()
     options = ["--opt-level", level, "--save-dir", half]
@@ -118,78 +121,84 @@ def test_a_resumed_classifier_ends_with_the_same_bits(level, classified, folder)
 
 # ---- dcgan ----
 
+# The mean distance to the nearest real digit. Digits whose pixels are shuffled among all digits, so that
+# each pixel is right and none knows of its neighbours, are at 4.28; an untrained generator is at 5.7 to
+# 6.5, and a trained one at 3.2 to 4.0.
+KNOWS_NEIGHBOURS = 4.2
+
 
 @pytest.mark.parametrize(
-    ("level", "override", "expected"),
-    [(None, None, "O1"), ("O4", None, "O4"), ("O1", "O5", "O5")],
-    ids=str,
+    ("arguments", "override", "level"),
+    [((), None, "O1"), (("--opt-level", "O4"), None, "O4"), (("--opt-level", "O1"), "O5", "O5")],
+    ids=["default", "O4", "command-line"],
 )
-def test_a_gan_with_three_losses_learns_to_draw_digits(level, override, expected, folder):
-    arguments = ["--opt-level", level] if level else []
+def test_a_gan_with_three_losses_learns_to_draw_digits(arguments, override, level, folder):
     printed = ampatch_run("dcgan", *arguments, folder=folder, level=override)
-    assert selected_level(printed) == expected
+    assert selected_level(printed) == level
     before, _ = numbers(r"untrained: distance ([\d.]+) kinds (\d+)", printed)
     after, kinds = numbers(r"\ntrained: distance ([\d.]+) kinds (\d+)", printed)
-    # Pure noise is at DCGAN_NOISE. One picture for every noise would be near a digit, of one kind.
-    assert after < 0.8 * before
+    assert after < KNOWS_NEIGHBOURS < before
+    # One picture for every noise may be near a digit, too. Measured: all ten.
     assert kinds >= 8
 
 
 # ---- distributed ----
 
-LOSS_MARGIN = {"O0": 1e-3, "O1": 1e-2}
-DISTRIBUTED_LEARNED = 90
+# Of one epoch's mean loss, from that of one process in float32. In float32 the halves of a batch are
+# added up in another order, and nothing else differs: measured up to 6e-7. In half precision the
+# gradients of each rank are rounded: measured up to 0.003.
+FLOAT32_MARGIN, HALF_MARGIN = 2e-5, 0.015
+# The network is half as wide as the other one. Measured: 92.6 to 93.8 %.
+DISTRIBUTED_LEARNED = 90.0
 
 
 @pytest.fixture(scope="module")
 def distributed(folder):
-    """Runs `distributed` once with these options; two processes halve the batch of each."""
+    """Runs `distributed` once with these options; two processes take half a batch each."""
     done = {}
 
     def run(level, processes, *arguments, override=None):
-        key = (level, processes, *arguments, override)
+        key = (level, processes, arguments, override)
         if key not in done:
-            options = [*(["--opt-level", level] if level else []), "--batch-size", 64 // processes]
+            options = ["--opt-level", level, "--batch-size", 64 // processes, *arguments]
             done[key] = ampatch_run(
-                "distributed", *options, *arguments, folder=folder, level=override, processes=processes
+                "distributed", *options, folder=folder, level=override, processes=processes
             )
         return done[key]
 
     return run
 
 
-def weight_sums(printed, processes):
-    return [numbers(rf"rank {rank}: sum of weights (\S+)", printed)[0] for rank in range(processes)]
+def weight_sums(printed):
+    return re.findall(r"rank \d+: sum of weights (\S+)", printed)
 
 
 def epoch_losses(printed):
     return [float(loss) for loss in re.findall(r"epoch \d+ loss ([\d.]+)", printed)]
 
 
-@pytest.mark.parametrize("level", ["O0", "O1"])
-def test_two_processes_compute_what_one_does(level, distributed):
-    one = distributed(level, 1, "--sync_bn")
-    two = distributed(level, 2, "--sync_bn")
-    first, second = weight_sums(two, 2)
-    assert first == second, "the ranks must hold the same weights, to the last bit"
-    assert "O1, 2 processes" in two or level != "O1"
-    # The halves of a batch are summed in another order. DISTRIBUTED_MEASURED
-    assert epoch_losses(two) == pytest.approx(epoch_losses(one), abs=LOSS_MARGIN[level])
+@pytest.mark.parametrize(
+    ("level", "override", "margin"),
+    [("O0", None, FLOAT32_MARGIN), ("O1", None, HALF_MARGIN), ("O1", "O5", HALF_MARGIN)],
+    ids=["O0", "O1", "command-line"],
+)
+def test_two_processes_compute_what_one_does(level, override, margin, distributed):
+    one, two = distributed("O0", 1, "--sync_bn"), distributed(level, 2, "--sync_bn", override=override)
+    assert "2 processes" in two
+    assert re.findall(r"Selected optimization level (O\d)", two) == [override or level], "rank 0 alone prints"
+    assert epoch_losses(two) == pytest.approx(epoch_losses(one), abs=margin)
     assert abs(final_precision(two) - final_precision(one)) <= MARGIN
     assert final_precision(two) > DISTRIBUTED_LEARNED
+    first, second = weight_sums(two)
+    assert first == second, "the ranks must hold the same weights, to the last bit"
 
 
 def test_without_synchronized_batch_norm_two_processes_compute_something_else(distributed):
-    """Were it not for this, the test above could not tell SyncBatchNorm from BatchNorm."""
-    apart = epoch_losses(distributed("O0", 2))
-    together = epoch_losses(distributed("O0", 2, "--sync_bn"))
-    assert abs(apart[0] - together[0]) > 10 * LOSS_MARGIN["O0"]
-
-
-def test_torchrun_and_the_level_of_the_command_line_go_together(distributed):
-    printed = distributed("O1", 2, "--sync_bn", override="O5")
-    assert selected_level(printed) == "O5"
-    assert printed.count("Selected optimization level") == 1, "rank 0 alone prints"
-    first, second = weight_sums(printed, 2)
+    """Were it not so, the test above could not tell SyncBatchNorm from BatchNorm."""
+    apart, together = distributed("O0", 2), distributed("O0", 2, "--sync_bn")
+    assert "using apex synced BN" in together
+    assert "using apex synced BN" not in apart
+    # Measured: 9e-4 to 2e-3.
+    assert abs(epoch_losses(apart)[0] - epoch_losses(together)[0]) > 10 * FLOAT32_MARGIN
+    first, second = weight_sums(apart)
     assert first == second
-    assert final_precision(printed) > DISTRIBUTED_LEARNED

@@ -1,12 +1,14 @@
-"""More scripts written for apex run unchanged: a language model, segmentation, trainers, adversarial training.
+"""More scripts written for apex run unchanged: a language model, segmentation, trainers.
 
-The rest of examples/legacy is in test_legacy_examples.py.
+The rest of examples/legacy is in test_legacy_examples.py. Every number that a test compares with was
+measured with five seeds at several levels, on a CPU; the tests run one seed.
 """
 
 import re
 
 import pytest
 import torch
+
 from helpers import snapshot
 from legacy import ampatch_run, numbers, selected_level
 
@@ -19,13 +21,14 @@ def folder(tmp_path_factory):
 
 # ---- language_model ----
 
-# A model that knows how often each character occurs, and nothing of the text before it, has the
-# unigram loss. LM_MEASURED
+# A model that knows how often each character occurs, and nothing of the text before it, has the loss
+# 3.19. Measured: 2.61 to 2.72.
 CONTEXT_IS_WORTH = 0.3
-LOSS_MARGIN = 0.05
+# At O5 the model computes its loss in bfloat16, whose numbers near 2.6 are 1/64 apart. Measured: 0.018.
+LOSS_MARGIN = 0.06
 
 
-def language_model_loss(printed):
+def eval_loss(printed):
     unigram, loss = numbers(r"unigram loss ([\d.]+)", printed)[0], numbers(r"eval loss ([\d.]+)", printed)[0]
     assert loss < unigram - CONTEXT_IS_WORTH
     return loss
@@ -33,138 +36,141 @@ def language_model_loss(printed):
 
 @pytest.fixture(scope="module")
 def float32_loss(folder):
-    """The loss without apex: `ampatch run` must leave such a script alone."""
+    """The loss without --fp16: such a run knows nothing of apex, and must stay as it is."""
     printed = ampatch_run("language_model", folder=folder)
     assert "Selected optimization level" not in printed
-    return language_model_loss(printed)
+    return eval_loss(printed)
 
 
 @pytest.mark.parametrize(
-    ("level", "override", "expected"),
-    [(None, None, "O1"), ("O0", None, "O0"), ("O2", None, "O2"), ("O4", None, "O4"), ("O1", "O5", "O5")],
-    ids=str,
+    ("arguments", "override", "level"),
+    [((), None, "O1"), (("--fp16_opt_level", "O4"), None, "O4"), (("--fp16_opt_level", "O1"), "O5", "O5")],
+    ids=["default", "O4", "command-line"],
 )
 def test_a_language_model_with_accumulation_learns_as_in_float32(
-    level, override, expected, float32_loss, folder
+    arguments, override, level, float32_loss, folder
 ):
-    arguments = ["--fp16_opt_level", level] if level else []
     printed = ampatch_run("language_model", "--fp16", *arguments, folder=folder, level=override)
-    assert selected_level(printed) == expected
-    assert abs(language_model_loss(printed) - float32_loss) < LOSS_MARGIN
+    assert selected_level(printed) == level
+    assert abs(eval_loss(printed) - float32_loss) < LOSS_MARGIN
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_language_model_learns_with_fused_lamb(level, folder):
-    arguments = ["--fp16", "--fp16_opt_level", level, "--optimizer", "lamb"]
-    language_model_loss(ampatch_run("language_model", *arguments, folder=folder))
+def test_a_language_model_learns_with_fused_lamb(folder):
+    arguments = ["--fp16", "--fp16_opt_level", "O2", "--optimizer", "lamb"]
+    eval_loss(ampatch_run("language_model", *arguments, folder=folder))
 
 
 # ---- segment ----
 
-# To find the ink, but not whose, gets a third of 0.95 (background) + 0.5 (all ink is of one kind) + 0.
-# SEGMENT_MEASURED
-INK_ALONE = 0.49
+# To find all the ink, and call it all even or all odd, gives a mean IoU of 0.50.
+# Measured: 0.75 to 0.85.
+IOU_LEARNED = 0.65
+
+
+@pytest.fixture(scope="module")
+def segmented(folder):
+    """Segments with the dynamic FP16_Optimizer: returns what was printed and the checkpoints' folder."""
+    saved = folder / "segment"
+    saved.mkdir()
+    options = ["--fp16", "--dynamic-loss-scale", "--save-dir", saved]
+    return ampatch_run("segment", *options, folder=folder), saved
 
 
 def mean_iou(printed):
     return numbers(r"epoch \d+ mIoU ([\d.]+)", printed)[0]
 
 
+def test_a_segmentation_net_learns_with_a_dynamic_fp16_optimizer(segmented):
+    printed, _ = segmented
+    assert mean_iou(printed) > IOU_LEARNED
+    assert numbers(r"loss scale ([\d.]+)", printed)[0] >= 2.0**10
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ["--fp16", "--dynamic-loss-scale"],
-        ["--fp16", "--static-loss-scale", "128"],
-        ["--opt-level", "O4"],
-        [],
-    ],
-    ids=["dynamic", "static", "O4", "float32"],
+    [("--fp16", "--static-loss-scale", "128"), ("--opt-level", "O4")],
+    ids=["static", "O4"],
 )
-def test_a_segmentation_net_tells_digits_apart(arguments, folder):
-    printed = ampatch_run("segment", *arguments, folder=folder)
-    assert mean_iou(printed) > INK_ALONE + 0.15
+def test_a_segmentation_net_learns(arguments, folder):
+    assert mean_iou(ampatch_run("segment", *arguments, folder=folder)) > IOU_LEARNED
 
 
-def test_a_segmentation_net_at_the_level_of_the_command_line(folder):
+def test_a_segmentation_net_learns_at_the_level_of_the_command_line(folder):
     printed = ampatch_run("segment", "--opt-level", "O1", folder=folder, level="O5")
     assert selected_level(printed) == "O5"
-    assert mean_iou(printed) > INK_ALONE + 0.15
+    assert mean_iou(printed) > IOU_LEARNED
 
 
-def test_a_resumed_fp16_optimizer_ends_with_the_same_bits(folder):
-    half = ["--fp16", "--dynamic-loss-scale", "--save-dir", "."]
-    whole = ampatch_run("segment", *half, folder=folder)
-    expected = torch.load(folder / "epoch_5.pth")
-    (folder / "epoch_5.pth").unlink()
-    resumed = ampatch_run("segment", *half, "--resume", "epoch_3.pth", folder=folder)
-    assert whole.endswith(resumed[resumed.index("epoch 3") :])
-    assert snapshot(torch.load(folder / "epoch_5.pth")) == snapshot(expected)
+def test_a_resumed_fp16_optimizer_ends_with_the_same_bits(segmented, folder):
+    whole, saved = segmented
+    options = ["--fp16", "--dynamic-loss-scale", "--save-dir", folder]
+    resumed = ampatch_run("segment", *options, "--resume", saved / "epoch_4.pth", folder=folder)
+    assert whole.endswith(resumed[resumed.index("epoch 4") :])
+    # The checkpoint holds the scaler itself, as apex's did, which torch.load takes from those it trusts.
+    actual, expected = (torch.load(path / "epoch_5.pth", weights_only=False) for path in (folder, saved))
+    for states in (actual, expected):
+        states["optimizer"]["loss_scaler"] = vars(states["optimizer"]["loss_scaler"])
+    assert snapshot(actual) == snapshot(expected)
 
 
 # ---- trainer ----
 
-# TRAINER_MEASURED
-TRAINER_LEARNED = 90.0
+# 62.7 % of the tumours are of one kind. Measured: 97.0 to 98.8 %.
+TRAINER_LEARNED = 92.0
+SET_BY_HAND = 2.0**20
 
 
 @pytest.mark.parametrize(
-    ("arguments", "override", "expected"),
+    ("arguments", "override", "level"),
     [
-        ([], None, "O1"),
-        (["--opt-level", "O2", "--loss-scale", "dynamic"], None, "O2"),
-        (["--opt-level", "O4"], None, "O4"),
-        (["--opt-level", "O1", "--loss-scale", "dynamic"], "O5", "O5"),
-        (["--opt-level", "O2", "--opt", "radam"], None, "O2"),
+        ((), None, "O1"),
+        (("--opt-level", "O2"), None, "O2"),
+        (("--opt-level", "O4", "--opt", "radam"), None, "O4"),
+        (("--opt-level", "O1"), "O5", "O5"),
     ],
-    ids=["default", "O2-dynamic", "O4", "O5-dynamic", "O2-radam"],
+    ids=["default", "O2", "O4-radam", "command-line"],
 )
-def test_a_trainer_with_lookahead_and_averaged_weights_learns(arguments, override, expected, folder):
-    printed = ampatch_run("trainer", "--apex-amp", *arguments, folder=folder, level=override)
-    assert selected_level(printed) == expected
-    majority, accuracy, averaged = (
-        *numbers(r"majority ([\d.]+)", printed),
-        *numbers(r"accuracy ([\d.]+) averaged ([\d.]+)", printed),
-    )
-    assert majority < TRAINER_LEARNED < min(accuracy, averaged)
-    # The script writes 2**20 into the scaler; it is used, and halved by what overflows.
-    scales = re.findall(r"loss scale ([\d.]+)", printed)
-    print(scales)
-
-
-def test_a_trainer_saves_the_scaler_that_it_used(folder):
-    arguments = ["--apex-amp", "--opt-level", "O4", "--loss-scale", "dynamic", "--output", "last.pth"]
-    printed = ampatch_run("trainer", *arguments, folder=folder)
-    scaler = torch.load(folder / "last.pth")["amp"]["loss_scaler0"]
-    assert scaler["loss_scale"] == numbers(r"loss scale ([\d.]+)", printed)[0] == 2.0**20
+def test_a_trainer_with_its_own_optimizer_and_averaged_weights_learns(arguments, override, level, folder):
+    arguments = ["--apex-amp", "--loss-scale", "dynamic", *arguments, "--output", f"{level}.pth"]
+    printed = ampatch_run("trainer", *arguments, folder=folder, level=override)
+    assert selected_level(printed) == level
+    accuracies = numbers(r"accuracy ([\d.]+) averaged ([\d.]+)", printed)
+    assert numbers(r"majority ([\d.]+)", printed)[0] < TRAINER_LEARNED < min(accuracies)
+    # What the script wrote into the scaler counts: it was halved for each overflow, and it is saved.
+    scale = numbers(r"epoch 9 loss [\d.]+ loss scale ([\d.]+)", printed)[0]
+    assert scale == SET_BY_HAND / 2 ** len(re.findall("Gradient overflow", printed))
+    assert torch.load(folder / f"{level}.pth")["amp"]["loss_scaler0"]["loss_scale"] == scale
 
 
 # ---- adversarial ----
 
-# ADVERSARIAL_MEASURED
+# Attacked, a classifier that was trained without is right about 27 to 39 % of the digits, and one that
+# was trained with it about 68 to 73 %. Untouched digits: 95.0 to 97.8 %, both.
 ROBUST = 55.0
+CLEAN = 92.5
 
 
 @pytest.mark.parametrize(
-    ("arguments", "override", "expected"),
+    ("arguments", "override"),
     [
-        ([], None, "O2"),
-        (["--loss-scale", "dynamic", "--master-weights"], None, "O2"),
-        (["--opt-level", "O4"], None, "O4"),
-        (["--opt-level", "O1"], "O5", "O5"),
+        ((), None),
+        (("--loss-scale", "dynamic", "--master-weights"), None),
+        (("--opt-level", "O1"), "O5"),
     ],
-    ids=["default", "masters", "O4", "O5"],
+    ids=["default", "masters", "command-line"],
 )
-def test_adversarial_training_makes_a_classifier_robust(arguments, override, expected, folder):
+def test_adversarial_training_makes_a_classifier_robust(arguments, override, folder):
     printed = ampatch_run("adversarial", *arguments, folder=folder, level=override)
-    assert selected_level(printed) == expected
+    # verbosity=False: no banner, at no level.
+    assert "Selected optimization level" not in printed
     clean, robust = numbers(r"Test Acc ([\d.]+) PGD Acc ([\d.]+)", printed)
-    assert clean > 93
+    assert clean > CLEAN
     assert robust > ROBUST
 
 
 def test_without_adversarial_training_the_attack_succeeds(folder):
-    """Were it not for this, the test above could not tell a robust classifier from a broken attack."""
+    """Were it not so, the test above could not tell a robust classifier from an attack that does nothing."""
     printed = ampatch_run("adversarial", "--attack", "none", "--opt-level", "O4", folder=folder)
     clean, robust = numbers(r"Test Acc ([\d.]+) PGD Acc ([\d.]+)", printed)
-    assert clean > 93
+    assert clean > CLEAN
     assert robust < ROBUST - 10

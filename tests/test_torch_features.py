@@ -1,5 +1,8 @@
 """What torch does with functions behind the scenes, while they are patched."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -200,13 +203,24 @@ def test_the_steps_of_a_wrapper_are_skipped_as_those_of_the_optimizer_inside(lev
     assert all(map(torch.equal, before, amp.master_params(optimizer)))
 
 
+class Wrapper:
+    """As LARC: no Optimizer, but around one."""
+
+    def __init__(self, optim):
+        self.optim, self.param_groups, self.steps = optim, optim.param_groups, 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        return self.optim.step(closure)
+
+
 class SlowWeights(torch.optim.Optimizer):
     """A Lookahead in the manner of the first published ones: the inner one is `base_optimizer`."""
 
     def __init__(self, base_optimizer):
         self.base_optimizer = base_optimizer
         self.param_groups, self.defaults = base_optimizer.param_groups, base_optimizer.defaults
-        self.steps = 0
+        self.state, self.steps = base_optimizer.state, 0
 
     def step(self, closure=None):
         self.steps += 1
@@ -250,6 +264,57 @@ def test_the_step_of_a_wrapper_is_skipped_as_a_whole(level, scheduled):
     optimizer.step()
     assert torch.equal(model.weight, before / 4)
     assert optimizer.steps == 2
+
+
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_a_copied_wrapper_steps_the_copied_model(level):
+    model = nn.Linear(2, 2)
+    optimizer = Wrapper(torch.optim.SGD(model.parameters(), lr=0.5))
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    before = [param.detach().clone() for param in amp.master_params(optimizer)]
+    copied = copy.deepcopy(optimizer)
+    for param in copied.optim.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    copied.step()
+    assert (optimizer.steps, copied.steps) == (0, 1)
+    assert all(map(torch.equal, before, amp.master_params(optimizer)))
+    assert torch.equal(copied.optim.param_groups[0]["params"][0], before[0] - 0.5)
+
+
+class AsksForGrads(Wrapper):
+    """As Lookahead: steps the optimizer inside, and then looks which parameters have gradients."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                if param.grad is not None:
+                    param.fill_(7.0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_gradients_are_there_until_the_whole_step_of_a_wrapper_is_over(level):
+    model = nn.Linear(2, 2)
+    optimizer = AsksForGrads(torch.optim.SGD(model.parameters(), lr=0.5))
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    for _ in range(2):
+        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        assert all(bool((param == 7.0).all()) for param in model.parameters())
+        model.zero_grad()
+    if level in ("O2", "O5"):
+        assert all(param.grad is None for param in amp.master_params(optimizer))
+
+
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_a_wrapper_can_be_pickled(level):
+    model = nn.Linear(2, 2)
+    optimizer = Wrapper(torch.optim.SGD(model.parameters(), lr=0.5))
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    loaded = pickle.loads(pickle.dumps(optimizer))
+    loaded.step()
+    assert loaded.steps == 1
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])

@@ -43,7 +43,6 @@ INSIDE = (
     Missing("apex.deprecated_warning", "apex's own logging", "warnings.warn"),
     Missing("apex.amp._initialize", "what initialize did inside", "apex.amp.initialize"),
     Missing("apex.amp.compat", "helpers for torch 0.3", "torch.is_tensor and torch.is_floating_point"),
-    Missing("apex.amp.lists", "the tables of casts", "ampatch.lists, or `ampatch lists`"),
     Missing("apex.amp.rnn_compat", "patches of recurrent layers", "torch.nn.LSTM, which is cast as it is"),
     Missing("apex.amp.utils", "helpers of the casts", "torch.Tensor.to"),
     Missing("apex.amp.wrap", "the casts of functions", "apex.amp.half_function and apex.amp.float_function"),

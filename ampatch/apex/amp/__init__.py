@@ -1,5 +1,6 @@
 """What `apex.amp` resolves to for scripts that were written for apex."""
 
+from ampatch.apex.amp import lists
 from ampatch.apex.amp._amp_state import _amp_state, master_params
 from ampatch.apex.amp.amp import (
     bfloat16_function,
@@ -23,6 +24,7 @@ __all__ = [
     "half_function",
     "init",
     "initialize",
+    "lists",
     "load_state_dict",
     "master_params",
     "promote_function",

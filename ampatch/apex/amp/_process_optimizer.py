@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 import ampatch as amp
 from ampatch.apex.amp.scaler import LossScaler
+from ampatch.apex.wrapped import list_wrapped
 
 
 class AmpOptimizerState:
@@ -55,7 +56,7 @@ class AmpOptimizerState:
 
 def attach(given: object, undo: ExitStack) -> None:
     """Gives an initialized optimizer, or the one inside a wrapper, what apex gave it; `undo` takes it."""
-    optimizer = _unwrap(given)
+    optimizer = next((each for each in list_wrapped(given) if isinstance(each, Optimizer)), None)
     if optimizer is None:
         return
     names = {
@@ -70,12 +71,6 @@ def attach(given: object, undo: ExitStack) -> None:
     for name, value in names.items():
         setattr(optimizer, name, value)
         undo.callback(vars(optimizer).pop, name, None)
-
-
-def _unwrap(given: object) -> Optimizer | None:
-    while given is not None and not isinstance(given, Optimizer):
-        given = getattr(given, "optim", None) or getattr(given, "optimizer", None)
-    return given
 
 
 def _mark_initialized(optimizer: Optimizer) -> None:
@@ -108,7 +103,8 @@ def _end_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
     for param, earlier in stash.set_aside:
         param.grad = earlier
     stash.set_aside = []
-    with amp.scale_loss(torch.ones(()), optimizer, scaler.loss_id, delay_overflow_check=True):
+    device = made[0][0].device if made else None
+    with amp.scale_loss(torch.ones((), device=device), optimizer, scaler.loss_id, delay_overflow_check=True):
         for param, grad in made:
             if grad is not None:
                 param.grad = grad if param.grad is None else param.grad + grad

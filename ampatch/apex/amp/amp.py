@@ -17,7 +17,9 @@ from ampatch import (
     register_promote_function,
 )
 from ampatch.apex.amp._amp_state import _amp_state
+from ampatch.apex.amp.frontend import OVERRIDES
 from ampatch.apex.amp.handle import AmpHandle, NoOpHandle
+from ampatch.apex.amp.lists.edits import register_edits
 
 __all__ = [
     "bfloat16_function",
@@ -45,8 +47,10 @@ def init(
     effect: the casts of weights are never stale.
     """
     if not enabled:
-        _amp_state.handle = NoOpHandle()
+        with _amp_state.listening():
+            _amp_state.handle = NoOpHandle()
         return _amp_state.handle
+    allow_banned |= register_edits(OVERRIDES)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     everywhere = ParameterList([Parameter(torch.empty(0, device=device))])
     with _amp_state.listening():

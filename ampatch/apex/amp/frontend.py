@@ -10,6 +10,8 @@ from types import MappingProxyType
 import ampatch as amp
 from ampatch.apex.amp._amp_state import _amp_state
 from ampatch.apex.amp._process_optimizer import attach
+from ampatch.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
+from ampatch.apex.amp.lists.edits import register_edits
 from ampatch.apex.amp.properties import OptLevel, Properties
 
 __all__ = ["Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
@@ -17,12 +19,16 @@ __all__ = ["Properties", "initialize", "load_state_dict", "opt_levels", "state_d
 load_state_dict = amp.load_state_dict
 opt_levels = MappingProxyType({name: OptLevel(policy) for name, policy in amp.OPT_LEVELS.items()})
 
+OVERRIDES = (functional_overrides, torch_overrides, tensor_overrides)
+
 
 @functools.wraps(amp.initialize)
 def initialize(*args: object, **kwargs: object) -> object:
     """Does what `ampatch.initialize` does, and shows it under apex's private names as well."""
     if _amp_state.allow_incoming_model_not_fp32:
         kwargs.setdefault("allow_half_params", True)
+    if register_edits(OVERRIDES):
+        kwargs.setdefault("allow_banned", True)
     with _amp_state.listening() as undo:
         returned = amp.initialize(*args, **kwargs)
         given = inspect.signature(amp.initialize).bind(*args, **kwargs)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -51,6 +52,28 @@ class LossScaler:
     def _take(self, scaler: amp.LossScaler) -> None:
         self._scaler = scaler
         self._own_buffer = self._overflow_buf = torch.zeros(1, dtype=torch.int32)
+
+    def __getstate__(self) -> dict[str, object]:
+        # The layout that apex pickled, as in the checkpoints of its FP16_Optimizer.
+        names = (
+            "dynamic",
+            "_loss_scale",
+            "_max_loss_scale",
+            "_min_loss_scale",
+            "_unskipped",
+            "_scale_seq_len",
+        )
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        LossScaler.__init__(
+            self,
+            "dynamic" if state["dynamic"] else state["_loss_scale"],
+            scale_window=state.get("_scale_seq_len", 2000),
+            min_loss_scale=state.get("_min_loss_scale"),
+            max_loss_scale=state.get("_max_loss_scale", 2.0**24),
+        )
+        self._loss_scale, self._unskipped = state["_loss_scale"], state.get("_unskipped", 0)
 
     @property
     def loss_id(self) -> int:
@@ -110,14 +133,22 @@ class LossScaler:
         return getattr(self._scaler.config, name) if self.dynamic else default
 
     def _set(self, **changes: object) -> None:
-        if self.dynamic:  # bounds and intervals mean nothing to a constant
-            self._scaler.config = replace(self._scaler.config, **changes)
+        if not self.dynamic:  # bounds and intervals mean nothing to a constant
+            return
+        config = {**asdict(self._scaler.config), **changes}
+        low, high = config["min_scale"] or 0.0, config["max_scale"] or math.inf
+        config["init_scale"] = min(max(config["init_scale"], low), high)  # which is over and done with
+        self._scaler.config = amp.DynamicLossScale(**config)
 
     # Overflows
 
     @property
     def _has_overflow(self) -> bool:
         return self._scaler.did_overflow()
+
+    @_has_overflow.setter
+    def _has_overflow(self, value: bool) -> None:
+        self._overflow_buf.fill_(bool(value))  # for `update_scale`
 
     def clear_overflow_state(self) -> None:
         """Forgets what was written into `_overflow_buf`."""
@@ -171,3 +202,7 @@ class LossScaler:
         buffer = self._overflow_buf
         is_overflow = torch.isfinite(grad).logical_not().any()
         buffer.copy_(torch.maximum(buffer, is_overflow.to(buffer).reshape(1)))
+
+
+# It is in checkpoints of apex, and `torch.load` takes only classes that it knows.
+torch.serialization.add_safe_globals([(LossScaler, "apex.amp.scaler.LossScaler")])

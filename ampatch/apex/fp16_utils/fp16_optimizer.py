@@ -19,6 +19,7 @@ from ampatch.apex.fp16_utils.fp16util import clip_grad_norm, model_grads_to_mast
 from ampatch.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from ampatch.apex.fp16_utils.master_optimizer import MasterOptimizer
 from ampatch.apex.fp16_utils.optimizer_wrapper import validate_no_masters_of_amp
+from ampatch.apex.wrapped import list_wrapped
 
 logger = logging.getLogger("ampatch")
 
@@ -218,10 +219,8 @@ class FP16_Optimizer(MasterOptimizer):
     def _skip(self) -> None:
         self._back_off()
         self._are_scaled = None
-        inner: object = self.optimizer
-        while inner is not None:
+        for inner in list_wrapped(self.optimizer):
             inner._opt_called = True  # or its LR scheduler takes the step for one that was forgotten
-            inner = getattr(inner, "optim", None) or getattr(inner, "optimizer", None)
 
     def _back_off(self) -> None:
         """Lets the loss scale follow an overflow, once."""

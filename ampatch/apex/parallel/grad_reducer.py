@@ -102,7 +102,8 @@ class GradReducer:
         self._params = followed
 
     def _hook(self, param: Tensor) -> None:
-        param.register_post_accumulate_grad_hook(_NoteGrad(weakref.ref(self)))
+        handle = param.register_post_accumulate_grad_hook(_NoteGrad(weakref.ref(self)))
+        weakref.finalize(self, handle.remove).atexit = False
         weight = self._averaging.weight(dist.get_world_size(self._group))
         if weight != 1.0:
             # Not a hook of the parameter: autograd.grad would run that too.

@@ -1,0 +1,64 @@
+"""Gradients that DistributedDataParallel is yet to average: those of forwards under its `no_sync`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+
+class LocalGrads:
+    """Knows which gradients of one optimizer stay on their rank.
+
+    The next backward that is synchronized averages what has accumulated in `.grad` by then. So these
+    gradients have to stay there as they are, scaled. `are_waiting` says that some do.
+    """
+
+    def __init__(self) -> None:
+        self._models: set[int] = set()
+        self.are_waiting = False
+
+    @property
+    def are_coming(self) -> bool:
+        """Whether the block that is open, or the next one, makes such gradients."""
+        return bool(self._models)
+
+    def mark(self, model: Module, is_local: bool) -> None:
+        """Notes whether a model's forward, with its backward to come, is under `no_sync`."""
+        (self._models.add if is_local else self._models.discard)(id(model))
+
+    def wait(self) -> None:
+        """Notes that a block leaves what it made."""
+        self.are_waiting |= self.are_coming
+        self._models.clear()
+
+    def drop_coming(self) -> None:
+        """Notes that a block ended in an exception."""
+        self._models.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class NoteNoSync:
+    """Tells whether a forward is under `no_sync`; a forward pre-hook of a model.
+
+    A deep copy or a pickled model has no optimizers to tell.
+    """
+
+    listeners: Sequence[LocalGrads] = ()
+
+    def __deepcopy__(self, memo: dict) -> NoteNoSync:
+        return NoteNoSync()
+
+    def __reduce__(self) -> tuple:
+        return NoteNoSync, ()
+
+    def __call__(self, module: Module, args: tuple) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            return
+        ddp = DistributedDataParallel._active_ddp_module  # whose forward this call is inside of
+        if ddp is not None and torch.is_grad_enabled():
+            for grads in self.listeners:
+                grads.mark(module, not ddp.require_backward_grad_sync)
