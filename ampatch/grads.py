@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -47,3 +47,29 @@ def _shares_elements(grad: Tensor) -> bool:
     """Whether several elements lie at one place in memory, as those of an expanded tensor do."""
     is_plain = type(grad) is Tensor and grad.layout is torch.strided
     return is_plain and torch._debug_has_internal_overlap(grad) == 1
+
+
+class EarlierGrads:
+    """Gradients from before a block, set aside so that the new ones are seen apart from them."""
+
+    def __init__(self) -> None:
+        self._set_aside: list[tuple[Tensor, Tensor]] = []
+
+    def take(self, params: Iterable[Tensor]) -> None:
+        """Takes the gradients of parameters away."""
+        for param in params:
+            if param.grad is not None:
+                self._set_aside.append((param, own_memory(param.grad)))
+                param.grad = None
+
+    @torch.no_grad()
+    def change(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Changes them while they are away."""
+        self._set_aside = [(param, change(earlier)) for param, earlier in self._set_aside]
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Puts them back, with the new ones added."""
+        set_aside, self._set_aside = self._set_aside, []
+        for param, earlier in set_aside:
+            param.grad = earlier if param.grad is None else add_grads(earlier, param.grad)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.modules.loss import _Loss
 
 from ampatch.cast import CastState, PendingGraph, cast_batch, cast_tree
 from ampatch.cast_tensor import CastTensor, own_tensors
@@ -109,13 +110,18 @@ class CastOutputs:
     """Casts a module's floating outputs, in any container; a forward hook.
 
     Inside the forward of another module that ampatch knows, to what that one computes in; else to
-    `alone` (None leaves them).
+    `alone` (None leaves them). A loss that a part in float32 computes stays as it is: of losses, modules
+    that torch calls so and single numbers, half would keep three digits, or nothing above 65504.
     """
 
     state: CastState
     alone: torch.dtype | None
+    keeps_losses: bool = False
 
     def __call__(self, module: Module, args: tuple, output: object) -> object:
+        is_number = isinstance(output, Tensor) and output.dim() == 0
+        if self.keeps_losses and (is_number or isinstance(module, _Loss)):
+            return output
         dtype = self._choose()
         return output if dtype is None else cast_batch(output, dtype)
 

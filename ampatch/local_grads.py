@@ -9,17 +9,21 @@ import torch
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from ampatch.scaler import Scale
+
 
 class LocalGrads:
     """Knows which gradients of one optimizer stay on their rank.
 
     The next backward that is synchronized averages what has accumulated in `.grad` by then. So these
-    gradients have to stay there as they are, scaled. `are_waiting` says that some do.
+    gradients have to stay there as they are, scaled. `are_waiting` says that some do; `read_scale` is
+    what they were scaled by, if somebody wanted to read them before.
     """
 
     def __init__(self) -> None:
         self._models: set[int] = set()
         self.are_waiting = False
+        self.read_scale: Scale | None = None
 
     @property
     def are_coming(self) -> bool:

@@ -218,7 +218,7 @@ class ModelCaster:
         for module in kept.modules():
             self._hook_inputs(module, torch.float32)
             self._hook_scope(module, off=True, dtype=torch.float32)
-            self._hook_outputs(module, alone=None)
+            self._hook_outputs(module, alone=None, keeps_losses=True)
 
     def _hook_forward(self, model: Module) -> None:
         policy = self._policy
@@ -239,9 +239,9 @@ class ModelCaster:
         handle = module.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
         self._stack.callback(handle.remove)
 
-    def _hook_outputs(self, module: Module, *, alone: torch.dtype | None) -> None:
+    def _hook_outputs(self, module: Module, *, alone: torch.dtype | None, keeps_losses: bool = False) -> None:
         if alone is not None or self._policy.casts_model:
-            hook = CastOutputs(self._state, alone)
+            hook = CastOutputs(self._state, alone, keeps_losses)
             self._stack.callback(module.register_forward_hook(hook).remove)
 
 

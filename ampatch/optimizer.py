@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ampatch.closure import find_closure
 from ampatch.errors import AmpError
-from ampatch.grads import add_grads, cast_grads, find_grads, own_memory
+from ampatch.grads import EarlierGrads, add_grads, cast_grads, find_grads
 from ampatch.local_grads import LocalGrads
 from ampatch.masters import MasterParam, MasterParams
 from ampatch.scaler import Outcome, Scale
@@ -43,7 +43,7 @@ class AmpOptimizer:
         self.end_block: Callable[[], None] | None = None  # ends the block that is open
         self.delayed: Scale | None = None  # what the gradients are still scaled by
         self.local = LocalGrads()
-        self._earlier: list[tuple[Tensor, Tensor]] = []
+        self._earlier = EarlierGrads()
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._stepped: set[int] = set()  # params that a fused optimizer keeps no state for
         self._step: FrameType | None = None  # the call that runs a step
@@ -51,8 +51,7 @@ class AmpOptimizer:
 
     def params(self) -> Iterator[Tensor]:
         """The parameters that the optimizer steps: masters where there are any."""
-        for group in self.optimizer.param_groups:
-            yield from group["params"]
+        return (param for group in self.optimizer.param_groups for param in group["params"])
 
     def _own_params(self) -> Iterator[Tensor]:
         """The parameters that are no masters, and so hold their gradients themselves."""
@@ -72,25 +71,21 @@ class AmpOptimizer:
                 f"and gradients of two scales would mix: end that block first, or add the losses"
             )
         self.end_block = end_block
+        if self.local.read_scale is not None:
+            self._scale_again(self.local.read_scale, scale)
         if self.delayed is scale:
             self.masters.drop_restarted()
             for pair in self.masters:
                 pair.continue_backward()
             if not self.local.are_waiting:  # these accumulate where they are
-                self._set_aside(self._model_params())
+                self._earlier.take(self._model_params())
             return
         self.settle()
         self.adopt_grads()
         self.masters.drop_restarted()
         self.masters.begin_backward()
         if not scale.is_identity:
-            self._set_aside(self._own_params())
-
-    def _set_aside(self, params: Iterable[Tensor]) -> None:
-        for param in params:
-            if param.grad is not None:
-                self._earlier.append((param, own_memory(param.grad)))
-                param.grad = None
+            self._earlier.take(self._own_params())
 
     @torch.no_grad()
     def delay(self, scale: Scale) -> None:
@@ -98,7 +93,7 @@ class AmpOptimizer:
         self.local.wait()
         if self.delayed is not scale:
             # What was set aside is unscaled: a power of two takes it there and back exactly.
-            self._earlier = [(param, scale.scale(earlier)) for param, earlier in self._earlier]
+            self._earlier.change(scale.scale)
         self.delayed = scale
         self.end_backward()
 
@@ -106,6 +101,22 @@ class AmpOptimizer:
         """Whether the optimizer steps any parameter of a model."""
         known = {id(param) for param in model.parameters()}
         return any(id(param) in known for param in self._model_params())
+
+    def settle_for_reader(self) -> None:
+        """Unscales gradients that wait to be averaged over ranks: somebody is about to use them."""
+        if self.local.are_waiting:
+            self.local.read_scale = self.delayed
+            self.settle()
+
+    @torch.no_grad()
+    def _scale_again(self, before: Scale, scale: Scale) -> None:
+        """Goes on as if nobody had read the gradients that wait: they are yet to be averaged."""
+        for param in self._own_params():
+            param.grad = None if param.grad is None else scale.scale(param.grad)
+        for pair in self.masters:
+            pair.half.grad = None if pair.half.grad is None else scale.rescale(pair.half.grad, before)
+            pair.clear_master_grad()
+        self.delayed, self.local.are_waiting, self.local.read_scale = scale, True, None
 
     def settle(self) -> None:
         """Unscales what a block with `delay_unscale` left scaled."""
@@ -124,7 +135,7 @@ class AmpOptimizer:
         `done` holds the ids of gradients that another optimizer of the block has unscaled.
         """
         if self.delayed is not None:
-            self._add_earlier()  # scaled as well
+            self._earlier.give_back()  # scaled as well
             self.delayed, self.local.are_waiting = None, False
         fresh = [pair for pair in self.masters if pair.has_fresh_grad()]
         grads = cast_grads(pair.half for pair in fresh)
@@ -160,16 +171,9 @@ class AmpOptimizer:
 
     def end_backward(self) -> None:
         """Puts earlier gradients back, with the new ones added."""
-        self._add_earlier()
+        self._earlier.give_back()
         for pair in self.masters:
             pair.end_backward()
-
-    @torch.no_grad()
-    def _add_earlier(self) -> None:
-        """Adds the new gradients to those that were set aside."""
-        set_aside, self._earlier = self._earlier, []
-        for param, earlier in set_aside:
-            param.grad = earlier if param.grad is None else add_grads(earlier, param.grad)
 
     def note(self, outcome: Outcome) -> None:
         """Remembers what a block did, for the next step to skip or not."""
@@ -205,6 +209,7 @@ class AmpOptimizer:
         if self.end_block is not None:
             self.end_block()  # the step is inside a block: its gradients are needed now
         self.settle()
+        self.local.read_scale = None
         self.adopt_grads()
         self._check_model_grads()
         self.masters.take_edits()
@@ -213,7 +218,7 @@ class AmpOptimizer:
         if not outcomes:
             return
         if self._skips_on_device(optimizer):
-            optimizer.found_inf = _combine(self.last_outcomes)
+            optimizer.found_inf = Outcome.combine(self.last_outcomes)
         elif self.was_skipped():
             self._hide_grads()
 
@@ -290,8 +295,3 @@ def _feed(pairs: list[MasterParam], grads: list[Tensor]) -> None:
     for pair, grad in zip(pairs, grads, strict=True):
         pair.master.grad = grad if pair.master.grad is None else add_grads(pair.master.grad, grad)
         pair.mark_grad_used()
-
-
-def _combine(outcomes: list[Outcome]) -> Tensor:
-    # Fused kernels compare found_inf to 1, so that a sum of two overflows would go unnoticed.
-    return functools.reduce(torch.maximum, [outcome.found_inf for outcome in outcomes])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable
 from weakref import WeakSet
@@ -53,6 +54,12 @@ class Outcome:
                 outcome._set(row)
         return any(outcome.read()[0] for outcome in outcomes)
 
+    @staticmethod
+    def combine(outcomes: Iterable[Outcome]) -> Tensor:
+        """Returns 1 if any pass overflowed, else 0, on the device."""
+        # Fused kernels compare found_inf to 1, so that a sum of two overflows would go unnoticed.
+        return functools.reduce(torch.maximum, [outcome.found_inf for outcome in outcomes])
+
     def poll(self) -> tuple[bool, float, float] | None:
         """Returns what `read` does if it has reached the host, else None; never waits."""
         if self._values is not None or not self._numbers.is_cuda:
@@ -90,6 +97,11 @@ class Scale:
             return tensor
         value = self._value
         return tensor * (value.to(tensor.device) if isinstance(value, Tensor) else value)
+
+    def rescale(self, tensor: Tensor, before: Scale) -> Tensor:
+        """Returns a gradient that is scaled by `before`, scaled by this scale; no host sync."""
+        ratio = self._value / before._value
+        return tensor * (ratio.to(tensor.device) if isinstance(ratio, Tensor) else ratio)
 
     def unscale_(self, grads: Iterable[Tensor], found_inf: Tensor) -> None:
         """Divides gradients by the scale, and sets `found_inf` to 1 where one is inf or NaN.

@@ -243,8 +243,8 @@ class Session(StepListener):
     def settle(self, optimizer: object) -> None:
         """Unscales gradients that wait to be averaged over ranks: somebody is about to use them."""
         found = self._by_optimizer.get(id(optimizer))
-        if found is not None and found[1].local.are_waiting:
-            found[1].settle()
+        if found is not None:
+            found[1].settle_for_reader()
 
     def is_passive(self, optimizers: Sequence[object]) -> bool:
         """Whether these optimizers were given to a call with enabled=False, or no call is enabled."""

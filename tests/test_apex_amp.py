@@ -221,6 +221,8 @@ def test_stashed_gradients_are_added_to_the_unscaled_ones():
     scaler.unscale_with_stashed([torch.tensor([8.0, 4.0]).half()], [torch.tensor([1.0, 2.0])], [out])
     assert_same_bits([out], [torch.tensor([3.0, 3.0])])
     scaler.unscale_with_stashed([torch.ones(2)], [torch.tensor([1.0, INF])], [out], (2.0, 1.0, 1.0))
+    assert not scaler.update_scale(), "what is stashed was checked before"
+    scaler.unscale_with_stashed([torch.tensor([1.0, INF])], [torch.ones(2)], [out], (2.0, 1.0, 1.0))
     assert scaler.update_scale()
 
 

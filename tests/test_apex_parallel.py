@@ -588,7 +588,7 @@ def train_gan(level):
     return is_equal_on_ranks([*amp.master_params(opt_g), *amp.master_params(opt_d)])
 
 
-def accumulate_unsynchronized(level, scale, wrap, stop, delay):
+def accumulate_unsynchronized(level, scale, wrap, stop, delay, read=False):
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -598,6 +598,9 @@ def accumulate_unsynchronized(level, scale, wrap, stop, delay):
         for _ in range(2):
             with amp.scale_loss(wrapped(x).sum(), optimizer, delay_unscale=delay) as scaled_loss:
                 scaled_loss.backward()
+            if read:  # a norm for the log
+                local = [param.grad for param in amp.master_params(optimizer)]
+                assert float(local[0].max()) <= 4.0, "unscaled"
     getattr(wrapped, stop.replace("disable", "enable"))()
     with amp.scale_loss(wrapped(x).sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
@@ -623,6 +626,14 @@ def test_gradients_accumulated_without_averaging_are_averaged_with_the_next(
     # Ranks have inputs of 1 and 2: three times their mean is 4.5; the bias gets 1 each time.
     expected = [[[4.5, 4.5], [3.0]]] * 2
     assert ranks(accumulate_unsynchronized, level, scale, wrap, stop, delay) == expected
+
+
+@pytest.mark.parametrize(
+    ("level", "scale"), [*((level, 128.0) for level in LEVELS), ("O1", amp.DynamicLossScale(128.0))]
+)
+def test_reading_the_masters_meanwhile_keeps_nothing_from_being_averaged(ranks, level, scale):
+    arguments = level, scale, nn.parallel.DistributedDataParallel, "no_sync", False, True
+    assert ranks(accumulate_unsynchronized, *arguments) == [[[4.5, 4.5], [3.0]]] * 2
 
 
 def clip_without_averaging(level):

@@ -7,9 +7,11 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import Parameter
 
 import ampatch as amp
+from ampatch.apex.multi_tensor_apply import multi_tensor_applier
 from ampatch.apex.optimizers import (
     FP16_Optimizer,
     FusedAdagrad,
@@ -925,3 +927,41 @@ def test_fp16_optimizer_with_adam_over_half_parameters(options):
     assert all(master.dtype is torch.float32 for group in optimizer.fp32_groups for master in group)
     optimizer.zero_grad()
     assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("level", ["O0", "O5"])
+def test_a_subclass_may_hand_the_kernel_of_its_class_to_the_applier(level):
+    class ByHand(FusedAdam):
+        """Steps in the manner of toolkits that subclassed FusedAdam."""
+
+        def step(self, closure=None):
+            group = self.param_groups[0]
+            params = [param for param in group["params"] if param.grad is not None]
+            for param in params:
+                if not self.state[param]:
+                    zeros = torch.zeros_like(param, dtype=torch.float32)
+                    self.state[param] = {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+            group["step"] = group.get("step", 0) + 1
+            states = [[self.state[param][name] for param in params] for name in ("exp_avg", "exp_avg_sq")]
+            multi_tensor_applier(
+                self.multi_tensor_adam,
+                self._dummy_overflow_buf,
+                [[param.grad for param in params], params, *states],
+                *(group["lr"], *group["betas"], group["eps"], group["step"], 1, 1, group["weight_decay"]),
+            )
+
+    ends = []
+    for kind in (ByHand, FusedAdam):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = kind(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with amp.scale_loss(model(torch.ones(2, 3)).square().sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        ends.append([param.detach().clone() for param in amp.master_params(optimizer)])
+        amp.uninitialize()
+    # Another order of operations in the kernel: an ulp or two a step.
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-6, atol=1e-7)

@@ -1,6 +1,7 @@
 """Modules that run in float32 at every level: by name, by class, by instance."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -438,3 +439,35 @@ def test_an_instance_of_another_model_is_refused():
 def test_an_entry_of_another_kind_is_refused(entry):
     with pytest.raises(TypeError, match="keep_fp32"):
         open_session(Model(), keep_fp32=entry)
+
+
+class WithLoss(nn.Module):
+    """A model that computes its loss itself, as those for speech do."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.linear, self.loss = nn.Linear(4, 5), loss
+
+    def forward(self, x, targets):
+        return self.loss(self.linear(x).float().log_softmax(-1) * 1e6, targets)
+
+
+class Mean(nn.Module):
+    def forward(self, x, targets):
+        return -x.mean()
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize(
+    ("loss", "keep"),
+    [(nn.MultiMarginLoss, ()), (functools.partial(nn.MultiMarginLoss, reduction="none"), ()), (Mean, [Mean])],
+    ids=["on-cpu", "unreduced", "kept"],
+)
+def test_a_loss_in_float32_inside_a_half_model_is_not_rounded(level, loss, keep):
+    model, x, targets = WithLoss(loss()), torch.randn(3, 4), torch.tensor([0, 1, 2])
+    amp.initialize(model, opt_level=level, verbosity=0, keep_fp32=keep)
+    found = model(x, targets)
+    half = model.linear.weight.dtype
+    expected = loss()(model.linear(x.to(half)).float().log_softmax(-1) * 1e6, targets)
+    assert float(found.max()) > 65504, "float16 could not hold it"
+    assert torch.equal(found, expected)

@@ -184,7 +184,9 @@ def test_a_script_is_not_compiled_with_our_future_imports(tmp_path):
 
 
 def test_a_signal_from_outside_ends_a_script_as_under_python(tmp_path):
-    (tmp_path / "train.py").write_text("import time; print('ready', flush=True); time.sleep(60)\n")
+    # Another thread says so while the script sleeps: a signal during `print` has another traceback.
+    ready = "threading.Timer(0.3, print, ['ready'], {'flush': True}).start()"
+    (tmp_path / "train.py").write_text(f"import threading, time\n{ready}\ntime.sleep(60)\n")
     ends = []
     for before in ([], ["-m", "ampatch", "run"]):
         process = subprocess.Popen(

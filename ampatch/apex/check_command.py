@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ampatch import AmpError, AmpValueError
+from ampatch.apex.real import is_real_installed
 
 if TYPE_CHECKING:
     from ampatch.apex.check import Report
@@ -34,6 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
         except AmpError as error:
             faults.append(error)
     show(reports)
+    if is_real_installed():
+        print("an apex is installed: what it still has is there as well, whatever is said above")
     sys.stdout.flush()
     if faults:
         more = f" (and {len(faults) - 1} more)" if faults[1:] else ""

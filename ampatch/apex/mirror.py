@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from opcode import opmap
+from pathlib import Path
 from types import FrameType, ModuleType
 
 from ampatch import __version__
@@ -114,6 +115,7 @@ def fill_apex(apex: ModuleType, changes: Changes) -> None:
     """Gives our module `apex` its parts."""
     apex.__doc__ = f"What scripts written for apex need, by ampatch {__version__}."
     apex.__version__ = VERSION
+    apex.__file__ = str(Path(__file__).with_name("__init__.py"))
     with Changes() as done:
         for part in PARTS:
             setattr(apex, part, add_modules(f"apex.{part}", done))

@@ -20,7 +20,7 @@ try:
     from apex.fp16_utils import *  # noqa: F403
     from apex.parallel import DistributedDataParallel as DDP
 except ImportError:
-    raise ImportError("Please install apex from https://www.github.com/nvidia/apex to run this.") from None
+    raise ImportError("this script needs apex: https://www.github.com/nvidia/apex") from None
 
 parser = argparse.ArgumentParser(description="Digits training")
 parser.add_argument("--epochs", default=6, type=int)
@@ -173,7 +173,7 @@ def save_checkpoint(state, is_best, folder):
 
 
 def accuracy(output, target):
-    """Computes the precision@1 in percent."""
+    """Returns how many percent of the predictions are right."""
     _, pred = output.topk(1, 1, True, True)
     return pred.t().eq(target.view(1, -1)).float().mean().item() * 100
 

@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 try:
     from apex import amp
 except ImportError:
-    raise ImportError("Please install apex from https://www.github.com/nvidia/apex to run this.") from None
+    raise ImportError("this script needs apex: https://www.github.com/nvidia/apex") from None
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--batchSize", type=int, default=64, help="images in a batch")

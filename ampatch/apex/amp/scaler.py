@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import ampatch as amp
+from ampatch.apex.amp_C import multi_tensor_axpby, multi_tensor_scale
 
 
 class LossScaler:
@@ -163,7 +164,6 @@ class LossScaler:
         self._own_buffer.zero_()
         return should_skip
 
-    @torch.no_grad()
     def unscale(
         self,
         model_grads: Iterable[Tensor],
@@ -175,14 +175,10 @@ class LossScaler:
         """Writes `model_grads` divided by the scale into `master_grads`, and notes an overflow."""
         scale = self._loss_scale if scale_override is None else scale_override
         scale = scale[0] if isinstance(scale, tuple) else scale
-        with amp.disable_casts():
-            for model, master in zip(model_grads, master_grads, strict=True):
-                master.copy_(model.float() / scale)
-                self._note(master)
+        multi_tensor_scale(0, self._overflow_buf, [[*model_grads], [*master_grads]], 1 / scale)
 
     unscale_python = unscale
 
-    @torch.no_grad()
     def unscale_with_stashed(
         self,
         model_grads: Iterable[Tensor],
@@ -190,18 +186,13 @@ class LossScaler:
         master_grads: Iterable[Tensor],
         scale_override: tuple | None = None,
     ) -> None:
-        """As `unscale`, with stashed gradients added; `scale_override` is (of grads, of stashed, out)."""
-        of_grads, of_stashed, out = scale_override or (self._loss_scale, 1.0, 1.0)
-        grads = zip(model_grads, stashed_master_grads, master_grads, strict=True)
-        with amp.disable_casts():
-            for model, stashed, master in grads:
-                master.copy_(model.float() * (out / of_grads) + stashed.float() * (out / of_stashed))
-                self._note(master)
+        """As `unscale`, with stashed gradients added, which are not checked again.
 
-    def _note(self, grad: Tensor) -> None:
-        buffer = self._overflow_buf
-        is_overflow = torch.isfinite(grad).logical_not().any()
-        buffer.copy_(torch.maximum(buffer, is_overflow.to(buffer).reshape(1)))
+        `scale_override` is (scale of the gradients, of the stashed ones, of the result).
+        """
+        of_grads, of_stashed, out = scale_override or (self._loss_scale, 1.0, 1.0)
+        grads = [[*model_grads], [*stashed_master_grads], [*master_grads]]
+        multi_tensor_axpby(0, self._overflow_buf, grads, out / of_grads, out / of_stashed, 0)
 
 
 # It is in checkpoints of apex, and `torch.load` takes only classes that it knows.

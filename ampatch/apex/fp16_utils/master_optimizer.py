@@ -9,8 +9,7 @@ from torch.optim import Optimizer
 
 from ampatch.apex.fp16_utils.fp16util import master_params_to_model_params
 from ampatch.apex.fp16_utils.optimizer_wrapper import OptimizerWrapper
-
-HALF_TYPES = (torch.float16, torch.bfloat16)
+from ampatch.apex.halves import HALF_TYPES, refine
 
 
 class MasterOptimizer(OptimizerWrapper):
@@ -61,8 +60,7 @@ class MasterOptimizer(OptimizerWrapper):
         """Feeds masters with what was written into the half parameters since the last step."""
         for half, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True):
             if self._stamps.get(id(half)) != _stamp(half):
-                # Where the half value is the master's rounding, the master knows it better.
-                master.copy_(torch.where(master.to(half.dtype) == half, master, half.float()))
+                master.copy_(refine(master, half))
 
     def _master_params_to_model_params(self) -> None:
         master_params_to_model_params(self.all_fp16_params, self.all_fp32_from_fp16_params)

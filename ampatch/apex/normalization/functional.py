@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import ampatch as amp
+from ampatch.apex.halves import HALF_TYPES
 
 Shape = int | Sequence[int]
 
@@ -127,5 +128,5 @@ def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | Non
     normalized = input * torch.rsqrt(wide.square().mean(dims, keepdim=True) + eps)
     if weight is None:
         return normalized
-    is_half = weight.dtype in (torch.float16, torch.bfloat16)
+    is_half = weight.dtype in HALF_TYPES
     return weight * (normalized.to(weight.dtype) if is_half else normalized)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import ampatch as amp
+from ampatch.apex.halves import HALF_TYPES
 from ampatch.apex.multi_tensor_apply.norms import Kind, is_plain, kind_of
 
 # The fused kernels take these alone, and no subclasses.
 FUSED_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(slots=True)

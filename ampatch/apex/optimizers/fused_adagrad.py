@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.adagrad import adagrad
 
+from ampatch.apex.multi_tensor_apply.optimizer_kernels import multi_tensor_adagrad
 from ampatch.apex.optimizers.batch import Batch, can_fuse
 from ampatch.apex.optimizers.fused_optimizer import CountingOptimizer, Group, check_positive
 
@@ -17,6 +18,8 @@ class FusedAdagrad(CountingOptimizer):
 
     fused_devices = ("cpu", "cuda")
     flags = (*CountingOptimizer.flags, "adagrad_w_mode")
+
+    multi_tensor_adagrad = staticmethod(multi_tensor_adagrad)
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 import ampatch as amp
+from ampatch.apex.multi_tensor_apply.optimizer_kernels import multi_tensor_adam
 from ampatch.apex.multi_tensor_apply.updates import clip
 from ampatch.apex.optimizers.batch import Batch, can_fuse
 from ampatch.apex.optimizers.fused_optimizer import CountingOptimizer, Group, check_positive
@@ -24,6 +25,8 @@ class FusedAdam(CountingOptimizer):
 
     fused_devices = ("cpu", "cuda", "xpu", "mps")
     flags = (*CountingOptimizer.flags, "adam_w_mode", "amsgrad", "capturable", "max_grad_norm")
+
+    multi_tensor_adam = staticmethod(multi_tensor_adam)
 
     def __init__(
         self,

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from ampatch.apex.amp_C import multi_tensor_l2norm
 from ampatch.apex.multi_tensor_apply.norms import norms, total_norm
+from ampatch.apex.multi_tensor_apply.optimizer_kernels import multi_tensor_lamb
 from ampatch.apex.multi_tensor_apply.updates import Moments, clip_divisor, lamb_
 from ampatch.apex.optimizers.batch import Batch
 from ampatch.apex.optimizers.fused_optimizer import FusedOptimizer, Group, check_positive, refuse_amsgrad
@@ -52,6 +54,9 @@ class FusedLAMB(GroupCountingOptimizer):
     """
 
     flags = (*FusedOptimizer.flags, "adam_w_mode", "use_nvlamb")
+
+    multi_tensor_lamb = staticmethod(multi_tensor_lamb)
+    multi_tensor_l2norm = staticmethod(multi_tensor_l2norm)
 
     def __init__(
         self,

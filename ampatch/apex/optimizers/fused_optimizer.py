@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import ampatch as amp
+from ampatch.apex.halves import HALF_TYPES, refine
 from ampatch.apex.optimizers.batch import (
-    HALF_TYPES,
     Batch,
     align,
     can_fuse,
@@ -44,6 +44,9 @@ class FusedOptimizer(Optimizer):
         self.set_grad_none = set_grad_none
         self.master_weights = master_weights
         super().__init__(params, defaults)
+        # As apex's had it: subclasses hand it to `multi_tensor_applier`, with the kernel of the class.
+        first = self.param_groups[0]["params"][0]
+        self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32, device=first.device)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None) -> object:
@@ -75,7 +78,7 @@ class FusedOptimizer(Optimizer):
         state = self.state[param]
         state["master_param"] = master = align(state.get("master_param", full), full)
         # The model's weights count where somebody wrote into them, as load_state_dict does.
-        master.copy_(torch.where(master.to(param.dtype) == param, master, full))
+        master.copy_(refine(master, param.detach()))
         return master
 
     def _moments(self, name: str, batch: Batch) -> list[Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 import ampatch as amp
+from ampatch.apex.multi_tensor_apply.optimizer_kernels import multi_tensor_sgd
 from ampatch.apex.optimizers.batch import Batch, can_fuse
 from ampatch.apex.optimizers.fused_optimizer import FusedOptimizer, Group, check_positive
 
@@ -23,6 +24,8 @@ class FusedSGD(FusedOptimizer):
 
     fused_devices = ("cpu", "cuda", "xpu", "mps")
     flags = (*FusedOptimizer.flags, "wd_after_momentum", "materialize_master_grads")
+
+    multi_tensor_sgd = staticmethod(multi_tensor_sgd)
 
     def __init__(
         self,

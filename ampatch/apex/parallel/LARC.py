@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ampatch.apex.multi_tensor_apply.norms import compute_type
+
 
 class LARC:
     """Wraps an optimizer, and gives each parameter a rate in proportion to its norm.
@@ -121,8 +123,7 @@ class LARC:
 
 def _norm(tensor: Tensor) -> Tensor:
     """Returns the norm, of half tensors in float32: their squares overflow."""
-    is_half = tensor.dtype in (torch.float16, torch.bfloat16)
-    return torch.linalg.vector_norm(tensor, dtype=torch.float32 if is_half else None)
+    return torch.linalg.vector_norm(tensor, dtype=compute_type(tensor.dtype))
 
 
 class _Adapt:

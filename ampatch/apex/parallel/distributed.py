@@ -22,6 +22,7 @@ from ampatch.apex.parallel.flat import (
     require_process_group,
     split_by_type,
     unflatten,
+    wait_for_gloo_at_exit,
 )
 from ampatch.apex.parallel.grad_reducer import GradReducer, average_grads
 
@@ -90,6 +91,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self.broadcast_buffers = False
         self.world_size = dist.get_world_size()
         broadcast_params(module, "DistributedDataParallel")
+        wait_for_gloo_at_exit()
 
     def _make_reducer(self, *args: object, **kwargs: object) -> None:
         averaging = Averaging(
@@ -178,6 +180,7 @@ class Reducer:
             self.grads = _extract_tensors(module_or_grads_list)
         else:
             broadcast_params(self.module, "Reducer")
+        wait_for_gloo_at_exit()
 
     def reduce(self) -> None:
         """Averages; a gradient that is None on some ranks counts as zeros there."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 
@@ -11,19 +14,9 @@ from torch import Tensor
 from torch.nn import Module
 
 import ampatch as amp
+from ampatch.apex.apex_C import flatten, unflatten
 
 Collective = Callable[..., object]
-
-
-def flatten(bucket: Sequence[Tensor]) -> Tensor:
-    """Returns the elements of tensors of one dtype and device in one dimension, as a copy."""
-    return torch.cat([tensor.reshape(-1) for tensor in bucket])
-
-
-def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
-    """Returns views of what `flatten` returned, in the shapes of the tensors that it was given."""
-    parts = coalesced.split([tensor.numel() for tensor in bucket])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, bucket, strict=True)]
 
 
 def split_by_type(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
@@ -58,6 +51,22 @@ def require_process_group(name: str) -> None:
             f"{name}: there is no process group: call torch.distributed.init_process_group first, in one of "
             f"the processes that torchrun or apex.parallel.multiproc starts"
         )
+
+
+def wait_for_gloo_at_exit() -> None:
+    """Has Python's end wait until gloo's threads have released their last results.
+
+    One that waits for the interpreter's lock while the interpreter ends aborts the process, and
+    torchrun calls that a failure ("terminate called without an active exception", torch 2.13).
+    """
+    if dist.get_backend() != "nccl":
+        atexit.unregister(_wait_for_gloo)  # once is enough
+        atexit.register(_wait_for_gloo)
+
+
+def _wait_for_gloo() -> None:
+    gc.collect()  # which lets go of what a group of processes holds
+    time.sleep(0.1)
 
 
 def broadcast_params(module: Module, name: str) -> None:
