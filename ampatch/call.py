@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -87,6 +88,13 @@ def find_inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
     shared = [one for one in inner if params & {id(p) for group in one.param_groups for p in group["params"]}]
     return [optimizer, *shared]
+
+
+def order_hooks(optimizer: Optimizer) -> None:
+    """Makes an optimizer's dictionaries of step hooks ordered: torch cannot add a hook to a plain one."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if type(getattr(optimizer, name, None)) is dict:
+            setattr(optimizer, name, OrderedDict(getattr(optimizer, name)))
 
 
 def _validate_params(index: int, optimizer: Optimizer, known: set[int]) -> None:

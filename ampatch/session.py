@@ -18,6 +18,7 @@ from ampatch.call import (
     device_types,
     find_inner_optimizers,
     make_scalers,
+    order_hooks,
     unwrap_optimizer,
     validate_optimizers,
 )
@@ -41,7 +42,7 @@ from ampatch.scripting import ScriptModels
 from ampatch.step_listener import StepListener
 from ampatch.torch_patch import TorchPatch
 from ampatch.values import Float32Values
-from ampatch.whole_step import WholeStep
+from ampatch.whole_step import WholeStep, needs_whole_step
 
 logger = logging.getLogger("ampatch")
 
@@ -142,10 +143,11 @@ class Session(StepListener):
         if call.request.policy.master_weights:
             self._open_masters(amp, undo)
         for one in optimizers:
+            order_hooks(one)
             undo.callback(one.register_step_pre_hook(amp.before_step).remove)
             undo.callback(one.register_step_post_hook(amp.after_step).remove)
         undo.callback(amp.close)
-        if given is not optimizer and hasattr(given, "step") and hasattr(given, "__dict__"):
+        if needs_whole_step(given, optimizer):
             WholeStep(given, amp).open(undo)
         call.optimizers.append(amp)
         for key in {id(given), *map(id, optimizers)}:

@@ -1,58 +1,76 @@
-"""The step of a wrapper around an optimizer, such as LARC or Lookahead: skipped as a whole."""
+"""The step of an optimizer that others wrote, or of a wrapper around one: skipped as a whole."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from types import MethodType
 
+from torch.optim import Optimizer
+
 from ampatch.optimizer import AmpOptimizer
 
 
-class WholeStep:
-    """Stands in for `wrapper.step`, which has no hooks: on an overflow the optimizer inside steps alone.
+def needs_whole_step(given: object, optimizer: Optimizer) -> bool:
+    """Whether the hooks of an optimizer's step are not enough to skip it.
 
-    Its own hooks make that step a no-op, and settle the gradients. Otherwise gradients of masters are
-    there until the whole step is over: Lookahead asks for them. A method of the wrapper, because
-    LR schedulers take `step` apart into function and object; they may have wrapped it when we close,
-    and then it stays there and does nothing. A copy of the wrapper has the step of its class.
+    They can hide the gradients, and torch's own classes change nothing without. Others count steps, or
+    raise where they find no gradient; and what a wrapper such as Lookahead does, no hook knows of.
+    """
+    if not hasattr(given, "step") or not hasattr(given, "__dict__"):
+        return False
+    is_own = type(optimizer).__module__.partition(".")[0] in ("torch", "ampatch")
+    return given is not optimizer or not (is_own or getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+class WholeStep:
+    """Stands in for the `step` of an object, and on an overflow does not call it.
+
+    Gradients of masters are there until the whole step is over: Lookahead asks for them. It is a
+    method of the object, because LR schedulers take `step` apart into function and object; they may have
+    wrapped it when we close, and then it stays there and does nothing. A copy of the object has the step
+    of its class.
     """
 
     __name__ = "step"  # by which a method pickles
 
-    def __init__(self, wrapper: object, amp: AmpOptimizer) -> None:
-        self._wrapper = wrapper
-        self._own = vars(wrapper).get("step")  # what a scheduler put there
-        self._step = wrapper.step  # type: ignore[attr-defined]
+    def __init__(self, owner: object, amp: AmpOptimizer) -> None:
+        self._owner = owner
+        self._own = vars(owner).get("step")  # what a scheduler put there
+        self._step = owner.step  # type: ignore[attr-defined]
         self._amp: AmpOptimizer | None = amp
+        if hasattr(self._step, "_wrapped_by_lr_sched"):
+            self._wrapped_by_lr_sched = True  # or the scheduler warns that its step is gone
 
-    def __get__(self, wrapper: object, kind: type | None = None) -> MethodType:
-        return MethodType(self, wrapper)
+    def __get__(self, owner: object, kind: type | None = None) -> MethodType:
+        return MethodType(self, owner)
 
-    def __call__(self, wrapper: object, *args: object, **kwargs: object) -> object:
-        if wrapper is not self._wrapper:
-            return type(wrapper).step(wrapper, *args, **kwargs)  # type: ignore[attr-defined]
+    def __call__(self, owner: object, *args: object, **kwargs: object) -> object:
+        if owner is not self._owner:
+            return type(owner).step(owner, *args, **kwargs)  # type: ignore[attr-defined]
         amp = self._amp
         if amp is None:
             return self._step(*args, **kwargs)
-        if amp.must_skip():
-            return amp.optimizer.step()
-        # As a step with hooks would: what is inside of it is a part of it.
-        changed = amp.before_step(amp.optimizer, (wrapper, *args), kwargs)
-        (_, *args), kwargs = changed or ((wrapper, *args), kwargs)  # type: ignore[assignment]
-        result = self._step(*args, **kwargs)
+        is_skipped, result = amp.must_skip(), None
+        # As the hooks of a step: those that run inside of it find that it has begun already.
+        changed = amp.before_step(amp.optimizer, (owner, *args), kwargs)
+        (_, *args), kwargs = changed or ((owner, *args), kwargs)  # type: ignore[assignment]
+        if is_skipped:
+            amp.optimizer._opt_called = True  # or its scheduler takes the step for one that was forgotten
+        else:
+            result = self._step(*args, **kwargs)
         amp.after_step(amp.optimizer, (), {})
         return result
 
     def open(self, undo: ExitStack) -> None:
         """Takes its place; `undo` receives the way back."""
-        self._wrapper.step = MethodType(self, self._wrapper)  # type: ignore[attr-defined]
+        self._owner.step = MethodType(self, self._owner)  # type: ignore[attr-defined]
         undo.callback(self._close)
 
     def _close(self) -> None:
         self._amp = None
-        if getattr(vars(self._wrapper).get("step"), "__func__", None) is not self:
+        if getattr(vars(self._owner).get("step"), "__func__", None) is not self:
             return
         if self._own is None:
-            del self._wrapper.step  # type: ignore[attr-defined]
+            del self._owner.step  # type: ignore[attr-defined]
         else:
-            self._wrapper.step = self._own  # type: ignore[attr-defined]
+            self._owner.step = self._own  # type: ignore[attr-defined]

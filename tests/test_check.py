@@ -249,3 +249,9 @@ def test_a_file_that_is_not_there_is_bad_input(capsys):
     assert capsys.readouterr().err == (
         "ampatch check: 'absent.py' does not exist: expected a Python script or a folder\n"
     )
+
+
+def test_a_notebook_is_no_script(tmp_path, capsys):
+    (tmp_path / "train.ipynb").write_text('{"cells": []}')
+    assert main(["check", str(tmp_path / "train.ipynb")]) == 2
+    assert "is a notebook: expected a Python script" in capsys.readouterr().err

@@ -266,6 +266,51 @@ def test_the_step_of_a_wrapper_is_skipped_as_a_whole(level, scheduled):
     assert optimizer.steps == 2
 
 
+class NeedsGrads(torch.optim.Optimizer):
+    """Counts its steps in the group, and raises where there is no gradient, as some published ones do."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.5, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] += 1
+            grads = [param.grad for param in group["params"] if param.grad is not None]
+            norm = torch.stack([grad.norm() for grad in grads]).norm()
+            for param, grad in zip(group["params"], grads, strict=True):
+                param.sub_(grad / norm * group["lr"])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("scheduled", ["never", "before", "after"])
+def test_the_step_of_an_optimizer_of_somebody_elses_is_not_run_on_an_overflow(level, scheduled):
+    model = nn.Linear(2, 2)
+    optimizer = NeedsGrads(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR
+    scheduler = schedule(optimizer, 1) if scheduled == "before" else None
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=amp.DynamicLossScale(8.0), verbosity=0)
+    scheduler = schedule(optimizer, 1) if scheduled == "after" else scheduler
+    (group,), before = optimizer.param_groups, [param.clone() for param in amp.master_params(optimizer)]
+    for factor, steps in ((float("inf"), 0), (1.0, 1)):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.ones(1, 2)).sum() * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer) == (steps == 0)
+        assert group["step"] == steps
+        assert all(map(torch.equal, before, amp.master_params(optimizer))) == (steps == 0)
+        if scheduler is not None:
+            scheduler.step()  # which warns of a step that was forgotten
+
+
+def test_an_optimizer_with_plain_dictionaries_of_hooks_is_taken():
+    model = nn.Linear(2, 2)
+    optimizer = NeedsGrads(model.parameters())
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = {}, {}
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+
+
 @pytest.mark.parametrize("level", ["O1", "O5"])
 def test_a_copied_wrapper_steps_the_copied_model(level):
     model = nn.Linear(2, 2)

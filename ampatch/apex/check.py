@@ -50,6 +50,8 @@ class Report:
 
 def check_file(path: Path) -> Report:
     """Reads a script, without running it; raises AmpValueError if Python could not read it either."""
+    if path.suffix == ".ipynb":  # which is an expression of Python's as well
+        raise amp.AmpValueError(f"'{path}' is a notebook: expected a Python script, so export it as one")
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except OSError as error:

@@ -41,7 +41,6 @@ MODULES = (
 INSIDE = (
     Missing("apex.RankInfoFormatter", "apex's own logging", "logging.Formatter"),
     Missing("apex.deprecated_warning", "apex's own logging", "warnings.warn"),
-    Missing("apex.amp._initialize", "what initialize did inside", "apex.amp.initialize"),
     Missing("apex.amp.compat", "helpers for torch 0.3", "torch.is_tensor and torch.is_floating_point"),
     Missing("apex.amp.rnn_compat", "patches of recurrent layers", "torch.nn.LSTM, which is cast as it is"),
     Missing("apex.amp.utils", "helpers of the casts", "torch.Tensor.to"),

@@ -42,6 +42,10 @@ def initialize(*args: object, **kwargs: object) -> object:
     return returned
 
 
+# `inspect.getfullargspec`, by which trainers select the arguments, does not look behind a wrapper.
+initialize.__signature__ = inspect.signature(amp.initialize)  # type: ignore[attr-defined]
+
+
 def state_dict(destination: MutableMapping | None = None) -> MutableMapping:
     """Returns the state of every loss scaler, in `destination` if there is one."""
     destination = {} if destination is None else destination
