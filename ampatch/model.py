@@ -76,11 +76,18 @@ def _validate_dtypes(
 
 def _validate_scripted(index: int, model: Module, policy: Policy) -> None:
     scripted = [name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
-    if scripted and (policy.casts_model or not scripted[0]):
+    # One that is scripted as a whole needs no hooks where neither weights nor outputs are cast.
+    if scripted and (policy.casts_model or (not scripted[0] and policy.cast_model_outputs is not None)):
         raise AmpValueError(
             f"models[{index}]: module {scripted[0]!r} is scripted, and takes no hooks: expected a "
-            f"model of Python modules; script it after uninitialize, or use opt_level='O1' or 'O4'"
+            f"model of Python modules; script it after uninitialize, or use opt_level='O1' or 'O4' without "
+            f"cast_model_outputs"
         )
+
+
+def select_python(models: Sequence[Module]) -> list[Module]:
+    """Leaves out models that are scripted as a whole, which take no hooks."""
+    return [model for model in models if not isinstance(model, torch.jit.ScriptModule)]
 
 
 def normalize_keep(keep_fp32: object) -> tuple[Keep, ...]:
@@ -151,7 +158,7 @@ class ModelCaster:
             self._hook_state_dicts()
         for module in self._kept:
             self._keep(module)
-        for model in self._models:
+        for model in select_python(self._models):
             self._hook_forward(model)
 
     def close(self) -> None:

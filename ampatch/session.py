@@ -30,7 +30,7 @@ from ampatch.errors import AmpValueError, NotInitializedError
 from ampatch.features import TorchFeatures
 from ampatch.local_grads import NoteNoSync
 from ampatch.masters import MasterParams
-from ampatch.model import ModelCaster, select_kept, validate_models
+from ampatch.model import ModelCaster, select_kept, select_python, validate_models
 from ampatch.observe import Observer
 from ampatch.optimizer import AmpOptimizer
 from ampatch.optimizer_state import lower_state, raise_state
@@ -132,7 +132,7 @@ class Session(StepListener):
     def _note_no_sync(self, call: Call, undo: ExitStack) -> None:
         if not torch.distributed.is_available():
             return
-        for model in call.request.models:
+        for model in select_python(call.request.models):
             listeners = [amp.local for amp in call.optimizers if amp.steps_part_of(model)]
             undo.callback(model.register_forward_pre_hook(NoteNoSync(listeners)).remove)
 

@@ -488,6 +488,16 @@ def test_a_disabled_init_lets_everything_pass():
     assert fit(handle, wrap=True) == fit(handle, wrap=False)
 
 
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_init_refuses_a_level_that_casts_models(level):
+    with (
+        ampatch.override(opt_level=level, loss_scale=None),
+        pytest.raises(ValueError, match=f"{level} could cast.*use --opt-level O1 or O4"),
+    ):
+        amp.init()
+    assert F.linear(ONE, ONE).dtype is torch.float32
+
+
 def test_the_losses_of_a_wrapped_optimizer_take_turns():
     handle = amp.init(loss_scale="dynamic")
     model, optimizer = make()

@@ -230,7 +230,7 @@ SPARSITY = "apex.contrib.sparsity was ASP, 2:4 sparsity, .*: use torch.sparse.to
         ("from apex import RNN", ImportError, "apex.RNN was .*: use torch.nn.LSTM"),
         ("import apex\napex.RNN.LSTM", AttributeError, "apex.RNN was .*: use torch.nn.LSTM"),
         ("import fused_layer_norm_cuda", ModuleNotFoundError, "fused_layer_norm_cuda was the kernels of"),
-        ("from apex.amp import lists", ImportError, "apex.amp.lists was the tables of casts"),
+        ("from apex.amp import compat", ImportError, "apex.amp.compat was"),
         ("from amp_C import multi_tensor_lars", ImportError, "amp_C.multi_tensor_lars was LARS"),
         ("from amp_C import no_such", ImportError, "cannot import name 'no_such'"),
         ("from apex.parallel import no_such", ImportError, "cannot import name 'no_such'"),

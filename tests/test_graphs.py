@@ -402,6 +402,28 @@ def test_a_scripted_part_of_an_initialized_model_runs_uncast(level):
     assert model(x_of()).dtype is torch.float32
 
 
+@SCRIPTS
+@pytest.mark.parametrize("make", [torch.jit.script, lambda net: torch.jit.trace(net, (x_of(),))])
+@pytest.mark.parametrize("level", ["O0", *LEVELS])
+def test_a_model_that_is_scripted_as_a_whole_trains_uncast(level, make):
+    model = make(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    expected = model(x_of())
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    assert torch.equal(model(x_of()), expected)
+    before = model.weight.detach().clone()
+    with amp.scale_loss(model(x_of()).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert torch.equal(model.weight, before - 0.5 * x_of().sum(0))
+
+
+@SCRIPTS
+def test_a_scripted_model_whose_outputs_are_to_be_cast_is_refused():
+    with pytest.raises(amp.AmpValueError, match="is scripted, and takes no hooks"):
+        amp.initialize(torch.jit.script(nn.Linear(3, 2)), opt_level="O1", cast_model_outputs=torch.float16)
+
+
 # ---- torch.func.functional_call ----
 
 

@@ -277,7 +277,7 @@ def test_a_plan_makes_one_run_a_level(script):
     assert [run.overrides["opt_level"] for run in runs] == ["O0", "O5"]
     # What the script passes beside its level would contradict another one.
     others = [value for run in runs for name, value in run.overrides.items() if name != "opt_level"]
-    assert others == [None] * 12
+    assert others == [None] * 14
     assert runs[1].log == Path("/logs/O5.log")
 
 

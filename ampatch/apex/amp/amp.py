@@ -57,5 +57,12 @@ def init(
         ampatch.initialize(
             everywhere, opt_level="O1", verbosity=2 if verbose else 0, allow_banned=allow_banned
         )
+    level = _amp_state.opt_properties.opt_level
+    if level not in ("O0", "O1", "O4"):
+        ampatch.uninitialize()
+        raise ampatch.AmpValueError(
+            f"amp.init knows no models that {level} could cast, it patches torch's functions: use "
+            f"--opt-level O1 or O4 with this script"
+        )
     _amp_state.handle = AmpHandle(loss_scale, verbose)
     return _amp_state.handle
