@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ampatch as amp
+from ampatch.session import SESSION
 from ampatch.testing import TorchSnapshot
 
 pytest_plugins = ["ampatch.testing.plugin"]
@@ -34,8 +35,10 @@ def check_torch(torch_as_it_was):
 
 
 @pytest.fixture(autouse=True)
-def no_session_left(torch_as_it_was):
-    """Closes what the test opened, so that one failure does not cause others."""
+def no_session_left(torch_as_it_was, monkeypatch):
+    """Closes what the test opened and forgets what it registered, so that none depends on another."""
+    registered = dict(SESSION.torch_patch._registrations)
+    monkeypatch.setattr(SESSION.torch_patch, "_registrations", registered)
     yield
     amp.uninitialize()
 

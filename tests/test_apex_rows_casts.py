@@ -418,7 +418,7 @@ class Norms(torch.optim.SGD):
 def test_a_step_runs_with_casts_off(level):
     net = nn.Linear(3, 3, bias=False)
     optimizer = Norms(net.parameters(), lr=0.1)
-    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    amp.initialize(net, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
     with amp.scale_loss(net(M).sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
