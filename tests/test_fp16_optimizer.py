@@ -494,7 +494,7 @@ def test_an_overflow_is_logged(caplog, capfd, verbose):
         optimizer.step()
     (record,) = caplog.records
     assert record.levelno == (logging.WARNING if verbose else logging.INFO)
-    expected = "OVERFLOW! Skipping step. Attempted loss scale: 65536.0, reducing to 32768.0"
+    expected = "Gradient overflow.  Skipping step, loss scale 65536.0 becomes 32768.0"
     assert record.message == expected
     assert capfd.readouterr().out == ""
 

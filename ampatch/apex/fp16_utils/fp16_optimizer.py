@@ -231,7 +231,7 @@ class FP16_Optimizer(MasterOptimizer):
         self.loss_scaler.update_scale(True)
         logger.log(
             logging.WARNING if self.verbose else logging.INFO,
-            f"OVERFLOW! Skipping step. Attempted loss scale: {attempted}, reducing to {self.loss_scale}",
+            f"Gradient overflow.  Skipping step, loss scale {attempted} becomes {self.loss_scale}",
         )
 
     @property

@@ -171,7 +171,7 @@ class CountingOptimizer(FusedOptimizer):
 def refuse_amsgrad(name: str, amsgrad: bool) -> None:
     """Raises AmpError for `amsgrad`, which apex refused as well."""
     if amsgrad:
-        raise amp.AmpError(f"{name} does not support the AMSGrad variant: FusedAdam does")
+        raise amp.AmpError(f"{name} takes no amsgrad=True: leave it out, or use FusedAdam")
 
 
 def check_positive(name: str, **values: object) -> None:
