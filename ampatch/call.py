@@ -15,6 +15,7 @@ from ampatch.errors import AmpError, AmpTypeError, AmpValueError
 from ampatch.loss_scale import DynamicLossScale
 from ampatch.model import Keep
 from ampatch.optimizer import AmpOptimizer
+from ampatch.peel import list_wrapped
 from ampatch.policy import OPT_LEVELS, Policy
 from ampatch.scaler import LossScaler
 
@@ -63,23 +64,14 @@ def unwrap_optimizer(given: object, index: int = 0) -> Optimizer:
 
     Some wrappers derive from Optimizer and never call its `__init__`: these count as wrappers too.
     """
-    inner = given
-    while not hasattr(inner, "_optimizer_step_pre_hooks"):
-        inner = _look_inside(inner)
-        if inner is None:
-            hint = f"; a level is given as opt_level={given!r}" if given in (*OPT_LEVELS,) else ""
-            raise AmpTypeError(
-                f"optimizers[{index}] is a {type(given).__name__}: expected a torch.optim.Optimizer "
-                f"or a list of them{hint}"
-            )
-    return inner
-
-
-def _look_inside(wrapper: object) -> object:
-    """Returns what a wrapper keeps as `optim` or `optimizer`, else the optimizer among its attributes."""
-    named = getattr(wrapper, "optim", None) or getattr(wrapper, "optimizer", None)
-    kept = vars(wrapper).values() if hasattr(wrapper, "__dict__") else ()
-    return named or next((value for value in kept if isinstance(value, Optimizer)), None)
+    for inner in list_wrapped(given):
+        if hasattr(inner, "_optimizer_step_pre_hooks"):
+            return inner
+    hint = f"; a level is given as opt_level={given!r}" if given in (*OPT_LEVELS,) else ""
+    raise AmpTypeError(
+        f"optimizers[{index}] is a {type(given).__name__}: expected a torch.optim.Optimizer "
+        f"or a list of them{hint}"
+    )
 
 
 def find_inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:

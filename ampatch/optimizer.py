@@ -222,13 +222,6 @@ class AmpOptimizer:
         elif self.was_skipped():
             self._hide_grads()
 
-    def must_skip(self) -> bool:
-        """Whether the coming step will be skipped; one host sync after a block with a dynamic scale."""
-        if self.end_block is not None:
-            self.end_block()
-        self.settle()
-        return Outcome.read_all(self._pending)
-
     def _skips_on_device(self, optimizer: Optimizer) -> bool:
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             return False

@@ -1,9 +1,11 @@
-"""What stands behind the wrappers that ampatch puts around functions."""
+"""What stands behind wrappers: those that ampatch puts around functions, and those of optimizers."""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+from torch.optim import Optimizer
 
 
 def peel(function: Callable) -> Callable:
@@ -22,3 +24,17 @@ def peel(function: Callable) -> Callable:
 
 def _is_ours(function: Callable) -> bool:
     return getattr(function, "__globals__", {}).get("__name__", "").startswith("ampatch.")
+
+
+def list_wrapped(given: object) -> Iterator[object]:
+    """Yields a wrapper such as LARC or Lookahead, what it keeps, and so on to the innermost optimizer."""
+    while given is not None:
+        yield given
+        given = _look_inside(given)
+
+
+def _look_inside(wrapper: object) -> object:
+    """Returns what a wrapper keeps as `optim` or `optimizer`, else the optimizer among its attributes."""
+    named = getattr(wrapper, "optim", None) or getattr(wrapper, "optimizer", None)
+    kept = vars(wrapper).values() if hasattr(wrapper, "__dict__") else ()
+    return named or next((value for value in kept if isinstance(value, Optimizer)), None)

@@ -50,11 +50,11 @@ class WholeStep:
         amp = self._amp
         if amp is None:
             return self._step(*args, **kwargs)
-        is_skipped, result = amp.must_skip(), None
         # As the hooks of a step: those that run inside of it find that it has begun already.
         changed = amp.before_step(amp.optimizer, (owner, *args), kwargs)
         (_, *args), kwargs = changed or ((owner, *args), kwargs)  # type: ignore[assignment]
-        if is_skipped:
+        result = None
+        if amp.was_skipped():
             amp.optimizer._opt_called = True  # or its scheduler takes the step for one that was forgotten
         else:
             result = self._step(*args, **kwargs)

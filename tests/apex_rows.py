@@ -3,11 +3,14 @@
 import torch
 from torch import nn
 
+from ampatch.apex import amp
+
 X = torch.tensor([[0.5, -1.0, 0.25, 2.0], [1.5, 0.5, -0.75, 1.0], [0.25, 1.0, 0.5, -0.5]])
 MASTERED = {"O2": torch.float16, "O5": torch.bfloat16}
 PATCHED = {"O1": torch.float16, "O4": torch.bfloat16}
 CAST = {**MASTERED, "O3": torch.float16}
 EVERY_LEVEL = ["O0", "O1", "O2", "O3", "O4", "O5"]
+INF = float("inf")
 
 
 def shows(*rows):
@@ -48,6 +51,22 @@ def make(lr=0.1, make_optimizer=torch.optim.SGD, **kwargs):
     """A net and its optimizer, not initialized yet."""
     net = Net()
     return net, make_optimizer(net.parameters(), lr=lr, **kwargs)
+
+
+def initialized(level="O1", make_optimizer=torch.optim.SGD, **kwargs):
+    """A net and its optimizer, initialized."""
+    net, optimizer = make(make_optimizer=make_optimizer)
+    return amp.initialize(net, optimizer, opt_level=level, verbosity=0, **kwargs)
+
+
+def loss_of(net, x=X):
+    return net(x).float().pow(2).mean()
+
+
+def backward(net, optimizer, factor=1.0, x=X, **kwargs):
+    """The backward of a loss times a factor, in a block of `scale_loss`."""
+    with amp.scale_loss(loss_of(net, x) * factor, optimizer, **kwargs) as scaled_loss:
+        scaled_loss.backward()
 
 
 def copy_of(net):

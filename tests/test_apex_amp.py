@@ -18,7 +18,6 @@ from ampatch.apex.amp import _amp_state as state_object
 from ampatch.apex.amp._initialize import applier
 from ampatch.apex.amp.frontend import OVERRIDES
 from ampatch.apex.amp.scaler import LossScaler
-from ampatch.session import SESSION
 from helpers import assert_same_bits, snapshot
 
 INF = float("inf")
@@ -244,13 +243,11 @@ def test_a_scaler_pickles_in_the_layout_of_apex():
 
 @pytest.fixture
 def lists(monkeypatch):
-    """The lists, which a test may edit; they and what is registered are put back."""
-    monkeypatch.setattr(SESSION.torch_patch, "_registrations", {})
+    """The lists, which a test may edit; they are put back."""
     for module in OVERRIDES:
         for name in ("FP16_FUNCS", "BFLOAT16_FUNCS", "FP32_FUNCS", "CASTS", "BANNED_FUNCS"):
             monkeypatch.setattr(module, name, list(getattr(module, name)))
-    yield amp.lists
-    ampatch.uninitialize()
+    return amp.lists
 
 
 def test_the_lists_hold_the_rows_of_the_tables(lists):

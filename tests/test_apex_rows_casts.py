@@ -11,17 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch
 from ampatch.apex import amp
-from ampatch.session import SESSION
 from apex_rows import PATCHED, Net, X, make, shows
 
 FULL, HALF = torch.float32, torch.bfloat16
 CASTS = (Path(__file__).parents[1] / "docs/casts.md").read_text()
-
-
-@pytest.fixture
-def no_registration_outlives_the_test(monkeypatch):
-    """Registrations outlive a session on purpose, and would outlive the test."""
-    monkeypatch.setattr(SESSION.torch_patch, "_registrations", {})
 
 
 def open_o1(level="O4"):
@@ -363,7 +356,6 @@ def test_registering_a_missing_name_raises_value_error(register):
 
 
 @shows("o1-register-einsum", "never-more-functions")
-@pytest.mark.usefixtures("no_registration_outlives_the_test")
 @pytest.mark.parametrize("level", PATCHED)
 def test_einsum_is_registered_before_initialize(level):
     amp.register_half_function(torch, "einsum")

@@ -16,15 +16,24 @@ from torch import nn
 
 import ampatch
 from ampatch.apex import amp
-from apex_rows import CAST, EVERY_LEVEL, MASTERED, PATCHED, Net, X, copy_of, is_same, make, shows
+from apex_rows import (
+    CAST,
+    EVERY_LEVEL,
+    INF,
+    MASTERED,
+    PATCHED,
+    Net,
+    X,
+    backward,
+    copy_of,
+    is_same,
+    loss_of,
+    make,
+    shows,
+)
 
 FULL, HALF = torch.float32, torch.bfloat16
 Pair = namedtuple("Pair", "image label")
-
-
-def backward(net, optimizer, x=X, **kwargs):
-    with amp.scale_loss(net(x).float().pow(2).mean(), optimizer, **kwargs) as scaled_loss:
-        scaled_loss.backward()
 
 
 @shows("never-way-back", "never-second-initialize")
@@ -50,7 +59,7 @@ def test_every_level_trains_on_a_cpu(level):
     losses = []
     for _ in range(10):
         optimizer.zero_grad()
-        loss = net(X).float().pow(2).mean()
+        loss = loss_of(net)
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
@@ -89,9 +98,7 @@ def test_casts_are_off_where_a_block_or_a_level_says_so(level):
 def test_the_gradients_of_a_skipped_step_show_which_layer_overflowed():
     net, optimizer = make()
     amp.initialize(net, optimizer, opt_level="O4", loss_scale="dynamic", verbosity=0)
-    net.last.register_full_backward_pre_hook(
-        lambda module, grads: tuple(grad * float("inf") for grad in grads)
-    )
+    net.last.register_full_backward_pre_hook(lambda module, grads: tuple(grad * INF for grad in grads))
     with amp.scale_loss(net(X).float().sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
@@ -172,7 +179,7 @@ def test_lbfgs_trains_with_a_static_scale(level):
 
     def closure():
         optimizer.zero_grad()
-        loss = net(X).float().pow(2).mean()
+        loss = loss_of(net)
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         return loss
@@ -215,7 +222,7 @@ def test_a_namedtuple_batch_trains(level):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
     before = copy_of(net)
-    backward(net, optimizer, Pair(X, torch.tensor([0, 1, 0])))
+    backward(net, optimizer, x=Pair(X, torch.tensor([0, 1, 0])))
     optimizer.step()
     assert not is_same(copy_of(net), before)
 

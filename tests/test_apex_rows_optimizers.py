@@ -8,20 +8,21 @@ from torch import nn
 
 import ampatch
 from ampatch.apex import amp
-from apex_rows import CAST, EVERY_LEVEL, MASTERED, PATCHED, Net, X, copy_of, is_same, make, shows
-
-INF = float("inf")
-
-
-def initialized(level="O1", optimizer=torch.optim.SGD, **kwargs):
-    net, optimizer = make(0.1, optimizer)
-    return amp.initialize(net, optimizer, opt_level=level, verbosity=0, **kwargs)
-
-
-def backward(net, optimizer, factor=1.0, **kwargs):
-    with amp.scale_loss(net(X).float().pow(2).mean() * factor, optimizer, **kwargs) as scaled_loss:
-        scaled_loss.backward()
-
+from apex_rows import (
+    CAST,
+    EVERY_LEVEL,
+    INF,
+    MASTERED,
+    PATCHED,
+    Net,
+    backward,
+    copy_of,
+    initialized,
+    is_same,
+    loss_of,
+    make,
+    shows,
+)
 
 # ---- Optimizers ----
 
@@ -285,7 +286,7 @@ def test_a_backward_by_hand_does_what_scale_loss_does(level):
     ampatch.uninitialize()
     net, optimizer = start()
     scaler = amp._amp_state.loss_scalers[0]
-    loss = net(X).float().pow(2).mean()
+    loss = loss_of(net)
     optimizer._prepare_amp_backward()
     (loss.float() * scaler.loss_scale()).backward()
     scaler.clear_overflow_state()

@@ -12,20 +12,24 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ampatch
 from ampatch.apex import amp
-from apex_rows import CAST, EVERY_LEVEL, MASTERED, PATCHED, Net, X, copy_of, is_same, make, shows
+from apex_rows import (
+    CAST,
+    EVERY_LEVEL,
+    INF,
+    MASTERED,
+    PATCHED,
+    Net,
+    X,
+    backward,
+    copy_of,
+    initialized,
+    is_same,
+    loss_of,
+    make,
+    shows,
+)
 
 FULL, HALF = torch.float32, torch.bfloat16
-INF = float("inf")
-
-
-def initialized(level="O4", make_optimizer=torch.optim.SGD, **kwargs):
-    net, optimizer = make(0.1, make_optimizer)
-    return amp.initialize(net, optimizer, opt_level=level, verbosity=0, **kwargs)
-
-
-def backward(net, optimizer, factor=1.0, **kwargs):
-    with amp.scale_loss(net(X).float().pow(2).mean() * factor, optimizer, **kwargs) as scaled_loss:
-        scaled_loss.backward()
 
 
 # ---- Imports ----
@@ -130,6 +134,20 @@ def test_a_step_skipped_or_not_clears_the_gradients_of_masters(level, factor):
     assert all(master.grad is None or not master.grad.any() for master in masters)
 
 
+def train_beside_float32(net, optimizer, make_optimizer):
+    """Trains, and float32 weights with the same gradients beside it; returns the weights of both."""
+    by_hand = [param.detach().clone().requires_grad_() for param in amp.master_params(optimizer)]
+    plain = make_optimizer(by_hand, lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(net, optimizer)
+        for copy, master in zip(by_hand, amp.master_params(optimizer), strict=True):
+            copy.grad = master.grad.clone()
+        optimizer.step()
+        plain.step()
+    return [[param.detach() for param in params] for params in (amp.master_params(optimizer), by_hand)]
+
+
 class AllocatesEarly(torch.optim.Optimizer):
     """A third-party Adam that makes its state in the constructor, and has its own step and zero_grad."""
 
@@ -208,17 +226,8 @@ def test_an_optimizer_that_makes_its_state_at_once_and_overrides_everything_trai
 @pytest.mark.parametrize("level", MASTERED)
 def test_a_third_party_optimizer_steps_masters_as_it_steps_float32_weights(level):
     net, optimizer = initialized(level, AllocatesEarly, loss_scale=4.0)
-    by_hand = [param.detach().clone().requires_grad_() for param in amp.master_params(optimizer)]
-    plain = AllocatesEarly(by_hand, 0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        backward(net, optimizer)
-        for copy, master in zip(by_hand, amp.master_params(optimizer), strict=True):
-            copy.grad = master.grad.clone()
-        optimizer.step()
-        plain.step()
-    found = [master.detach() for master in amp.master_params(optimizer)]
-    assert is_same(found, [copy.detach() for copy in by_hand])
+    found, by_hand = train_beside_float32(net, optimizer, AllocatesEarly)
+    assert is_same(found, by_hand)
 
 
 @shows("patterns-third-party")
@@ -229,8 +238,7 @@ def test_a_lookahead_around_an_initialized_optimizer_trains(level):
     before = copy_of(net)
     for _ in range(4):
         lookahead.zero_grad()
-        with amp.scale_loss(net(X).float().pow(2).mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(net, optimizer)
         lookahead.step()
     assert not is_same(copy_of(net), before)
     net(X)  # masters that others have written reach the model with its next forward or step
@@ -246,8 +254,7 @@ def test_a_lookahead_may_be_given_to_initialize_and_to_scale_loss(level):
     lookahead = Lookahead(optimizer)
     amp.initialize(net, lookahead, opt_level=level, loss_scale=4.0, verbosity=0)
     before = copy_of(net)
-    with amp.scale_loss(net(X).float().pow(2).mean(), lookahead) as scaled_loss:
-        scaled_loss.backward()
+    backward(net, lookahead)
     torch.nn.utils.clip_grad_norm_(amp.master_params(lookahead), 1.0)
     lookahead.step()
     assert not is_same(copy_of(net), before)
@@ -273,23 +280,17 @@ class OptimizerAround(torch.optim.Optimizer):
         return loss
 
 
+def around_adam(params, lr):
+    return OptimizerAround(torch.optim.Adam(params, lr))
+
+
 @shows("patterns-third-party")
 @pytest.mark.parametrize("level", [level for level in EVERY_LEVEL if level != "O3"])
 def test_an_optimizer_around_another_one_does_what_it_does_in_float32(level):
-    net, inner = make(make_optimizer=torch.optim.Adam)
-    optimizer = OptimizerAround(inner)
+    net, optimizer = make(make_optimizer=around_adam)
     amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
-    by_hand = [param.detach().clone().requires_grad_() for param in amp.master_params(optimizer)]
-    plain = OptimizerAround(torch.optim.Adam(by_hand, lr=0.1))
-    for _ in range(3):
-        optimizer.zero_grad()
-        backward(net, optimizer)
-        for copy, master in zip(by_hand, amp.master_params(optimizer), strict=True):
-            copy.grad = master.grad.clone()
-        optimizer.step()
-        plain.step()
-    found = [master.detach() for master in amp.master_params(optimizer)]
-    assert is_same(found, [copy.detach() for copy in by_hand])
+    found, by_hand = train_beside_float32(net, optimizer, around_adam)
+    assert is_same(found, by_hand)
     net(X)
     rounded = [master.to(param.dtype) for param, master in zip(net.parameters(), found, strict=True)]
     assert is_same([param.detach() for param in net.parameters()], rounded)
@@ -304,7 +305,7 @@ def test_the_handle_of_init_wraps_an_optimizer_and_scales():
     before = copy_of(net)
     handle = amp.init(enabled=True)
     optimizer = handle.wrap_optimizer(plain)
-    with optimizer.scale_loss(net(X).float().pow(2).mean()) as scaled_loss:
+    with optimizer.scale_loss(loss_of(net)) as scaled_loss:
         assert scaled_loss.item() > 1000
         scaled_loss.backward()
     optimizer.step()
@@ -317,7 +318,7 @@ def test_the_handle_of_init_scales_for_an_optimizer_as_it_is():
     net, optimizer = make()
     before = copy_of(net)
     handle = amp.init()
-    with handle.scale_loss(net(X).float().pow(2).mean(), optimizer) as scaled_loss:
+    with handle.scale_loss(loss_of(net), optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
     assert not is_same(copy_of(net), before)
@@ -524,7 +525,7 @@ def test_tied_weights_stay_tied_and_have_both_gradients(level):
 @pytest.mark.parametrize("level", [level for level in EVERY_LEVEL if level not in CAST])
 def test_a_graph_that_is_kept_gives_the_same_gradients_again(level):
     net, optimizer = initialized(level, loss_scale=4.0)
-    loss = net(X).float().pow(2).mean()
+    loss = loss_of(net)
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward(retain_graph=True)
     again = torch.autograd.grad(loss * 4.0, [*net.parameters()])
@@ -630,7 +631,7 @@ def test_disabled_a_cpu_script_is_plain_torch(level):
             amp.initialize(net, optimizer, opt_level=level, enabled=enabled)
             backward(net, optimizer)
         else:
-            net(X).float().pow(2).mean().backward()
+            loss_of(net).backward()
         optimizer.step()
         found.append(copy_of(net))
     assert is_same(*found)

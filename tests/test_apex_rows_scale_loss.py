@@ -8,24 +8,22 @@ from torch import nn
 
 import ampatch
 from ampatch.apex import amp
-from apex_rows import CAST, EVERY_LEVEL, MASTERED, X, copy_of, is_same, make, shows
+from apex_rows import (
+    CAST,
+    EVERY_LEVEL,
+    INF,
+    MASTERED,
+    X,
+    backward,
+    copy_of,
+    initialized,
+    is_same,
+    loss_of,
+    make,
+    shows,
+)
 
-INF = float("inf")
 STATIC = [level for level in EVERY_LEVEL if level != "O3"]  # O3 steps half weights
-
-
-def initialized(level, **kwargs):
-    net, optimizer = make()
-    return amp.initialize(net, optimizer, opt_level=level, verbosity=0, **kwargs)
-
-
-def loss_of(net, x=X):
-    return net(x).float().pow(2).mean()
-
-
-def backward(net, optimizer, factor=1.0, **kwargs):
-    with amp.scale_loss(loss_of(net) * factor, optimizer, **kwargs) as scaled_loss:
-        scaled_loss.backward()
 
 
 def grads_of(optimizer):

@@ -9,20 +9,25 @@ from torch import nn
 
 import ampatch
 from ampatch.apex import amp
-from apex_rows import EVERY_LEVEL, MASTERED, PATCHED, Net, X, copy_of, is_same, make, shows, types_of
-
-INF = float("inf")
-
-
-def initialized(level="O1", **kwargs):
-    net, optimizer = make()
-    return amp.initialize(net, optimizer, opt_level=level, verbosity=0, **kwargs)
+from apex_rows import (
+    EVERY_LEVEL,
+    INF,
+    MASTERED,
+    PATCHED,
+    Net,
+    backward,
+    copy_of,
+    initialized,
+    is_same,
+    make,
+    shows,
+    types_of,
+)
 
 
 def iterate(net, optimizer, factor=1.0, loss_id=0):
     optimizer.zero_grad()
-    with amp.scale_loss(net(X).float().pow(2).mean() * factor, optimizer, loss_id=loss_id) as scaled_loss:
-        scaled_loss.backward()
+    backward(net, optimizer, factor, loss_id=loss_id)
     optimizer.step()
 
 
@@ -357,8 +362,7 @@ def test_sparse_gradients_are_unscaled_and_checked(level):
 @pytest.mark.parametrize("level", [*MASTERED, *PATCHED])
 def test_zero_grad_takes_set_to_none_and_clears_model_and_masters(level, set_to_none):
     net, optimizer = initialized(level, loss_scale=4.0)
-    with amp.scale_loss(net(X).float().pow(2).mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(net, optimizer)
     optimizer.zero_grad(set_to_none=set_to_none)
     for param in (*net.parameters(), *amp.master_params(optimizer)):
         if set_to_none:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampatch as amp
-from ampatch.cli import build_parser, split
+from ampatch.cli import COMMANDS, build_parser, split
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -69,7 +69,9 @@ def check_command(words):
     for word in words:
         if word.endswith((".py", ".txt")) and word != "train.py":  # which stands for the reader's own
             assert (ROOT / word).exists(), f"{word} in {shlex.join(words)}"
-    if words[0] == "ampatch" and len(words) > 2:  # a subcommand alone is but a name in the text
+    if words[0] == "ampatch" and len(words) == 2:  # a subcommand alone is but a name in the text
+        assert words[1] in [command.name for command in COMMANDS], shlex.join(words)
+    elif words[0] == "ampatch":
         build_parser().parse_args(split(["x.py" if it == "SCRIPT" else it for it in words[1:]])[0])
     assert words[0] in ("ampatch", "pip", "pytest", "python"), shlex.join(words)
 

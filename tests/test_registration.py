@@ -13,15 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import ampatch as amp
-from ampatch.session import SESSION
 
 FULL, HALF, OTHER_HALF = torch.float32, torch.bfloat16, torch.float16
-
-
-@pytest.fixture(autouse=True)
-def no_registration_outlives_the_test(monkeypatch):
-    """Registrations outlive a session on purpose, and would outlive the test."""
-    monkeypatch.setattr(SESSION.torch_patch, "_registrations", {})
 
 
 def open_session(opt_level="O4", **kwargs):

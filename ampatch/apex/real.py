@@ -57,7 +57,7 @@ def find_fault(spec: ModuleSpec) -> str | None:
 def is_real_installed() -> bool:
     """Says whether there is an apex of NVIDIA's to import."""
     spec = find_elsewhere("apex", None)
-    return spec is not None and find_fault(spec) is None and is_nvidias(spec)
+    return spec is not None and is_nvidias(spec)
 
 
 class WatchingLoader(Loader):

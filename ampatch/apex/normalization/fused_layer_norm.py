@@ -47,11 +47,8 @@ __all__ = [
 ]
 
 
-class FusedLayerNorm(nn.LayerNorm):
-    """nn.LayerNorm whose output has the type of its input, whatever type its weights have.
-
-    `memory_efficient` is accepted: the results are the same, and it saves nothing here.
-    """
+class _TakesMemoryEfficient(nn.Module):
+    """Takes `memory_efficient`: the results are the same, and it saves nothing here."""
 
     def __init__(
         self,
@@ -62,6 +59,10 @@ class FusedLayerNorm(nn.LayerNorm):
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine)
         self.memory_efficient = memory_efficient
+
+
+class FusedLayerNorm(_TakesMemoryEfficient, nn.LayerNorm):
+    """nn.LayerNorm whose output has the type of its input, whatever type its weights have."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalizes the last dimensions of the input."""
@@ -70,21 +71,8 @@ class FusedLayerNorm(nn.LayerNorm):
         return fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
 
 
-class FusedRMSNorm(nn.RMSNorm):
-    """nn.RMSNorm whose output has the type of its input, whatever type its weight has.
-
-    `memory_efficient` is accepted: the results are the same, and it saves nothing here.
-    """
-
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine)
-        self.memory_efficient = memory_efficient
+class FusedRMSNorm(_TakesMemoryEfficient, nn.RMSNorm):
+    """nn.RMSNorm whose output has the type of its input, whatever type its weight has."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalizes the last dimensions of the input."""

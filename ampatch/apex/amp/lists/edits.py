@@ -42,7 +42,7 @@ def register_edits(overrides: Iterable[ModuleType]) -> bool:
     """
     is_allowed = False
     for module in overrides:
-        target = "torch.Tensor" if module.MODULE is torch.Tensor else module.MODULE.__name__
+        target = next(path for path, place in PLACES.items() if place is module.MODULE)
         for name, register in dict(_find_edits(module, target)).items():
             for place in _find_places(target, name):
                 register(place, name)
