@@ -60,6 +60,8 @@ class ScaledLoss:
             self._close()
             for optimizer in self._optimizers:
                 optimizer.discard_grads(self._scale)
+            for optimizer in self._optimizers:  # two of them may step one parameter
+                optimizer.restore_grads()
 
     def _end_by_step(self) -> None:
         """Ends the block at a step inside it.
@@ -93,7 +95,8 @@ class ScaledLoss:
 
     def _unscale(self) -> None:
         found_inf = self._scaler.new_found_inf()
-        done: set[int] = set()  # gradients of parameters that two of the optimizers share
+        # Gradients of parameters that two of the optimizers share.
+        done: set[int] | None = set() if len(self._optimizers) > 1 else None
         for optimizer in self._optimizers:
             optimizer.unscale(self._scale, found_inf, done)
         for optimizer in self._optimizers:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 
 @torch.no_grad()
-def cast_grads(params: Iterable[Tensor]) -> list[Tensor]:
-    """Returns the gradients of half parameters in float32, as new tensors."""
-    return [param.grad.float() for param in params]
+def cast_grads(grads: Iterable[Tensor]) -> list[Tensor]:
+    """Returns half gradients in float32, as new tensors."""
+    return [grad.float() for grad in grads]
 
 
 @torch.no_grad()
@@ -20,6 +20,55 @@ def add_grads(earlier: Tensor, new: Tensor) -> Tensor:
     if earlier.is_sparse:
         return earlier + new if new.is_sparse else new + earlier
     return earlier.add_(new)
+
+
+@torch.no_grad()
+def add_grads_(earlier: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    """Adds dense gradients to earlier ones, all at once; one after the other where two are one tensor."""
+    if len({grad.data_ptr() for grad in earlier}) == len(earlier):
+        torch._foreach_add_(earlier, new)
+        return
+    for one, other in zip(earlier, new, strict=True):
+        one.add_(other)
+
+
+@torch.no_grad()
+def accumulate_(
+    sums: list[Tensor], halves: list[Tensor], most: int, change: Callable[[list[Tensor]], None] | None
+) -> None:
+    """Adds half gradients to float32 ones, cast first and then changed, so many elements at a time.
+
+    Large ones are cast in slices, because what is written and read at once should stay in a cache.
+    """
+    for totals, news in _split(sums, halves, most):
+        casts = cast_grads(news)
+        if change is not None:
+            change(casts)
+        add_grads_(totals, casts)
+
+
+def _split(
+    sums: list[Tensor], halves: list[Tensor], most: int
+) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
+    """Splits two lists into parts of at most so many elements, where it can."""
+    sizes = [half.numel() for half in halves]
+    size = start = 0
+    for index, count in enumerate(sizes):
+        if size and size + count > most:
+            yield sums[start:index], halves[start:index]
+            size, start = 0, index
+        size += count
+        if count > most and sums[index].is_contiguous() and halves[index].is_contiguous():
+            yield from _slice(sums[index], halves[index], most)
+            size, start = 0, index + 1
+    if size:
+        yield sums[start:], halves[start:]
+
+
+def _slice(total: Tensor, half: Tensor, most: int) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
+    pieces = [one.detach().view(-1).split(most) for one in (total, half)]
+    for piece, new in zip(*pieces, strict=True):
+        yield [piece], [new]
 
 
 def own_memory(grad: Tensor) -> Tensor:
@@ -37,16 +86,15 @@ def find_grads(params: Iterable[Tensor]) -> list[Tensor]:
         grad = param.grad
         if grad is None:
             continue
-        if _shares_elements(grad):
-            grad = param.grad = grad.clone()
+        if type(grad) is Tensor and grad.layout is torch.strided and not grad.is_contiguous():
+            grad = param.grad = _own_elements(grad)
         found.append(grad)
     return found
 
 
-def _shares_elements(grad: Tensor) -> bool:
-    """Whether several elements lie at one place in memory, as those of an expanded tensor do."""
-    is_plain = type(grad) is Tensor and grad.layout is torch.strided
-    return is_plain and torch._debug_has_internal_overlap(grad) == 1
+def _own_elements(grad: Tensor) -> Tensor:
+    """Copies a gradient with several elements at one place in memory, as in an expanded tensor."""
+    return grad.clone() if torch._debug_has_internal_overlap(grad) == 1 else grad
 
 
 class EarlierGrads:
@@ -58,8 +106,9 @@ class EarlierGrads:
     def take(self, params: Iterable[Tensor]) -> None:
         """Takes the gradients of parameters away."""
         for param in params:
-            if param.grad is not None:
-                self._set_aside.append((param, own_memory(param.grad)))
+            grad = param.grad
+            if grad is not None:
+                self._set_aside.append((param, own_memory(grad)))
                 param.grad = None
 
     @torch.no_grad()
@@ -71,5 +120,16 @@ class EarlierGrads:
     def give_back(self) -> None:
         """Puts them back, with the new ones added."""
         set_aside, self._set_aside = self._set_aside, []
+        sums, new = [], []
         for param, earlier in set_aside:
-            param.grad = earlier if param.grad is None else add_grads(earlier, param.grad)
+            grad = param.grad
+            if grad is None:
+                param.grad = earlier
+            elif type(earlier) is type(grad) is Tensor and earlier.layout is grad.layout is torch.strided:
+                param.grad = earlier
+                sums.append(earlier)
+                new.append(grad)
+            else:
+                param.grad = add_grads(earlier, grad)
+        if sums:
+            add_grads_(sums, new)

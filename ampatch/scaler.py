@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Iterable
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ampatch.loss_scale import DynamicLossScale, LossScale, parse_loss_scale, validate_scale
 
@@ -108,13 +108,11 @@ class Scale:
 
         Takes floating and complex gradients, on any devices, sparse ones as well; no host sync.
         """
-        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        for grad in grads:
-            values = grad._values() if grad.is_sparse else grad
-            values = torch.view_as_real(values) if values.is_complex() else values
-            by_kind[values.device, values.dtype].append(values)
-        for (device, _), group in by_kind.items():
-            self._unscale_group_(group, found_inf, device)
+        tensors = [grad._values() if grad.is_sparse else grad for grad in grads]
+        kinds = _group_tensors_by_device_and_dtype([tensors]) if tensors else {}
+        for (device, dtype), ((group,), _) in kinds.items():
+            values = [torch.view_as_real(values) for values in group] if dtype.is_complex else group
+            self._unscale_group_(values, found_inf, device)
 
     def _unscale_group_(self, group: list[Tensor], found_inf: Tensor, device: torch.device) -> None:
         inverse = self._get_inverse(found_inf.device)

@@ -1,0 +1,63 @@
+"""How an optimizer's step is skipped after an overflow: on the device, or with its gradients hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampatch.scaler import Outcome
+
+
+class SkipStep:
+    """Skips steps of one optimizer.
+
+    One that takes `found_inf` (a fused one) skips on the device without a host sync; for others the
+    step costs one, and is skipped by hiding the gradients from it. So is the first step of a parameter
+    in a fused optimizer, which would make its state from nothing (SGD's from uninitialized memory).
+    """
+
+    def __init__(self) -> None:
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._stepped: set[int] = set()  # params that a fused optimizer keeps no state for
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Forgets what a step that raised may have left."""
+        self._hidden = []
+        vars(optimizer).pop("found_inf", None)
+
+    def skip_after_overflow(
+        self, optimizer: Optimizer, params: Sequence[Tensor], outcomes: list[Outcome]
+    ) -> None:
+        """Has the step that begins change nothing if any outcome is an overflow."""
+        takes_found_inf = getattr(optimizer, "_step_supports_amp_scaling", False)
+        new = self._find_new(optimizer, params) if takes_found_inf else []
+        if takes_found_inf and not new:
+            optimizer.found_inf = Outcome.combine(outcomes)  # type: ignore[attr-defined]
+        elif Outcome.read_all(outcomes):
+            self._hide_grads(params)
+        else:
+            self._stepped.update(map(id, new))
+
+    def _find_new(self, optimizer: Optimizer, params: Sequence[Tensor]) -> list[Tensor]:
+        """The parameters that the optimizer is about to step for the first time."""
+        stepped, state = self._stepped, optimizer.state
+        return [
+            param
+            for param in params
+            if id(param) not in stepped and param not in state and param.grad is not None
+        ]
+
+    def _hide_grads(self, params: Sequence[Tensor]) -> None:
+        for param in params:
+            if param.grad is not None:
+                self._hidden.append((param, param.grad))
+                param.grad = None
+
+    def end(self, optimizer: Optimizer) -> None:
+        """Puts hidden gradients back."""
+        vars(optimizer).pop("found_inf", None)
+        for param, grad in self._hidden:
+            param.grad = grad
+        self._hidden = []

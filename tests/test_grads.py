@@ -1,0 +1,282 @@
+"""Gradients of every make: cast, unscaled and added up to the bits that one tensor after the other gives."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import Parameter, ParameterList
+
+import ampatch as amp
+from ampatch.grads import accumulate_
+from helpers import assert_same_bits, snapshot
+
+HALF = {"O2": torch.float16, "O5": torch.bfloat16}
+SCALE = 2.0**8
+
+
+def open_session(level, shapes, make=torch.optim.SGD, loss_scale=SCALE, **options):
+    model = ParameterList([Parameter(torch.randn(shape)) for shape in shapes])
+    optimizer = make(model.parameters(), lr=0.5, **options)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=loss_scale, verbosity=0)
+    return list(model.parameters()), optimizer
+
+
+def hand_over(params, optimizer, grads):
+    """A block whose backward makes these gradients, scaled already; None where it makes none."""
+    with amp.scale_loss(torch.ones(()), optimizer):
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+
+
+def make_every_half(dtype):
+    """All numbers of a half type in random order, infinities and both zeros among them.
+
+    No NaN: which of its bits one has in float32 depends on the instruction that casts it.
+    """
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    numbers = bits[torch.randperm(2**16)].view(dtype)
+    return torch.where(numbers.isnan(), math.inf, numbers)
+
+
+# Half gradients added to float32 ones
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("most", [1, 1000, 2**15, 2**16, 2**20])
+def test_slices_add_up_to_the_bits_of_a_cast_and_an_addition(dtype, most):
+    halves = [make_every_half(dtype) for _ in range(3)]
+    halves = [halves[0][:7], halves[1], halves[2].view(256, 256), torch.ones(0, dtype=dtype), halves[0][:3]]
+    sums = [torch.randn(half.shape) * 10.0 ** torch.randint(-40, 38, half.shape) for half in halves]
+    if most == 1:
+        halves, sums = [half[:5] for half in halves], [one[:5].clone() for one in sums]
+    expected = [total + half.float() for total, half in zip(sums, halves, strict=True)]
+    accumulate_(sums, halves, most, None)
+    assert_same_bits(sums, expected)
+
+
+def test_each_cast_is_changed_once_before_it_is_added():
+    halves = [torch.arange(10.0).half(), torch.arange(4.0).half(), torch.arange(4.0).view(2, 2).half().T]
+    sums = [torch.ones_like(half, dtype=torch.float32) for half in halves]
+    accumulate_(sums, halves, 3, lambda casts: torch._foreach_mul_(casts, 0.5))
+    assert_same_bits(sums, [1 + half.float() / 2 for half in halves])
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("scale", [1.0, SCALE, amp.DynamicLossScale(SCALE)], ids=str)
+def test_gradients_of_large_and_small_weights_accumulate_in_float32(level, scale):
+    shapes = [(3,), (1024, 1100), (2, 5), (700_000,), (600, 1200)]
+    params, optimizer = open_session(level, shapes, loss_scale=scale)
+    factor = 1.0 if scale == 1.0 else SCALE
+    expected = [torch.zeros(shape) for shape in shapes]
+    for index in range(3):
+        grads = [torch.randn(shape).to(HALF[level]) for shape in shapes]
+        grads[4] = torch.randn(1200, 600).to(HALF[level]).T  # of other strides than the master's
+        if index == 1:
+            grads[3] = None
+        hand_over(params, optimizer, grads)
+        for total, grad in zip(expected, grads, strict=True):
+            total += 0 if grad is None else grad.float() / factor
+    assert_same_bits([master.grad for master in amp.master_params(optimizer)], expected)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_overflow_in_one_slice_of_a_later_block_skips_the_step(level):
+    params, optimizer = open_session(level, [(1500, 1000)], loss_scale=amp.DynamicLossScale(SCALE))
+    before = params[0].detach().clone()
+    hand_over(params, optimizer, [torch.ones(1500, 1000, dtype=HALF[level])])
+    bad = torch.ones(1500, 1000, dtype=HALF[level])
+    bad[-1, -1] = math.nan
+    hand_over(params, optimizer, [bad])
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert snapshot(params[0]) == snapshot(before)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_block_that_makes_no_gradient_leaves_the_one_from_before(level):
+    params, optimizer = open_session(level, [(3,), (3,)])
+    grads = [torch.ones(3, dtype=HALF[level]) * SCALE for _ in params]
+    hand_over(params, optimizer, grads)
+    hand_over(params, optimizer, [None, torch.full((3,), 2 * SCALE, dtype=HALF[level])])
+    assert params[0].grad is grads[0]
+    assert [master.grad.tolist() for master in amp.master_params(optimizer)] == [[1.0] * 3, [3.0] * 3]
+    optimizer.step()
+    hand_over(params, optimizer, [None, grads[1]])
+    assert [master.grad is None for master in amp.master_params(optimizer)] == [True, False]
+
+
+# Gradients that must not be written where they lie
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_an_expanded_gradient_is_unscaled_once_in_each_place(level):
+    (param,), optimizer = open_session(level, [(2, 3)])
+    row = torch.tensor([1.0, -2.0, 4.0]) * SCALE
+    hand_over([param], optimizer, [row.expand(2, 3)])
+    assert param.grad.tolist() == [[1.0, -2.0, 4.0]] * 2
+    assert row.tolist() == [SCALE, -2 * SCALE, 4 * SCALE]
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_expanded_half_gradient_stays_as_it_is_and_its_master_gets_a_dense_one(level):
+    (param,), optimizer = open_session(level, [(2, 3)])
+    grad = torch.full((), SCALE, dtype=HALF[level]).expand(2, 3)
+    for count in (1.0, 2.0):
+        hand_over([param], optimizer, [grad])
+        assert next(amp.master_params(optimizer)).grad.tolist() == [[count] * 3] * 2
+    assert param.grad is grad
+
+
+@pytest.mark.parametrize("kind", ["transposed", "every second", "channels last"])
+def test_a_gradient_of_any_strides_is_unscaled_where_it_lies(kind):
+    grad = {
+        "transposed": torch.randn(5, 4).T,
+        "every second": torch.randn(8, 5)[::2],
+        "channels last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    }[kind]
+    (param,), optimizer = open_session("O1", [grad.shape])
+    expected = grad / SCALE
+    hand_over([param], optimizer, [grad])
+    assert param.grad is grad
+    assert torch.equal(grad, expected)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_a_gradient_that_two_parameters_share_gets_both_sums(level):
+    params, optimizer = open_session(level, [(3,), (3,)])
+    shared = torch.full((3,), 4.0)
+    for param in params:
+        param.grad = shared
+    hand_over(params, optimizer, [torch.full((3,), SCALE), torch.full((3,), 2 * SCALE)])
+    assert params[0].grad is params[1].grad is shared
+    assert shared.tolist() == [7.0] * 3
+
+
+def test_masters_that_share_a_gradient_get_both_sums():
+    params, optimizer = open_session("O5", [(3,), (3,)])
+    shared = torch.full((3,), 4.0)
+    for master in amp.master_params(optimizer):
+        master.grad = shared
+    hand_over(params, optimizer, [torch.full((3,), factor * SCALE).bfloat16() for factor in (1.0, 2.0)])
+    assert [master.grad is shared for master in amp.master_params(optimizer)] == [True, True]
+    assert shared.tolist() == [7.0] * 3
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_gradients_of_several_dtypes_in_one_optimizer_are_all_unscaled(level):
+    model = ParameterList([Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float32, torch.float64)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=SCALE, verbosity=0)
+    grads = [
+        torch.full((3,), SCALE),
+        torch.full((3,), 2 * SCALE, dtype=torch.float64),
+    ]
+    hand_over(list(model.parameters()), optimizer, grads)
+    assert [grad.tolist() for grad in grads] == [[1.0] * 3, [2.0] * 3]
+
+
+# Groups that are edited between steps
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_parameter_that_left_its_group_keeps_its_gradient_scaled(level):
+    params, optimizer = open_session(level, [(3,), (3,)])
+    hand_over(params, optimizer, [torch.full((3,), SCALE) for _ in params])
+    optimizer.step()
+    optimizer.zero_grad()
+    left = optimizer.param_groups[0]["params"].pop()
+    hand_over(params, optimizer, [torch.full((3,), SCALE) for _ in params])
+    assert [param.grad.tolist() for param in params] == [[1.0] * 3, [SCALE] * 3]
+    optimizer.param_groups[0]["params"].append(left)
+    left.grad = None
+    hand_over([left], optimizer, [torch.full((3,), SCALE)])
+    assert left.grad.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_parameter_that_came_into_a_group_is_skipped_with_the_rest(fused):
+    dynamic = amp.DynamicLossScale(SCALE)
+    params, optimizer = open_session("O1", [(3,)], torch.optim.Adam, dynamic, fused=fused)
+    hand_over(params, optimizer, [torch.ones(3)])
+    optimizer.step()
+    new = Parameter(torch.zeros(3))
+    optimizer.param_groups[0]["params"].append(new)
+    before = snapshot([*params, new])
+    hand_over([*params, new], optimizer, [torch.ones(3), torch.full((3,), math.inf)])
+    optimizer.step()
+    assert snapshot([*params, new]) == before
+    assert new not in optimizer.state
+    assert not new.grad.isfinite().any()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_master_that_left_its_group_still_shows_in_the_model(level):
+    params, optimizer = open_session(level, [(3,), (3,)])
+    left = optimizer.param_groups[0]["params"].pop()
+    with torch.no_grad():
+        left.fill_(0.25)
+    before = params[0].clone()
+    hand_over(params, optimizer, [torch.full((3,), SCALE, dtype=HALF[level]) for _ in params])
+    optimizer.step()
+    assert params[1].tolist() == [0.25] * 3
+    assert not torch.equal(params[0], before)
+
+
+# Blocks that some parameters take no part in
+
+
+class Parts(torch.nn.Module):
+    """Two parameters whose gradients are what they are multiplied by; 0 leaves one out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Parameter(torch.ones(3)), Parameter(torch.ones(3))
+
+    def forward(self, first, second):
+        parts = [(self.first, first), (self.second, second)]
+        return sum((param * factor).sum() for param, factor in parts if factor).float()
+
+
+# The factors of each block, and whether it leaves its gradients scaled.
+SEQUENCES = [
+    [(2.0, 1.0, False), (0, 1.0, True), (0, 1.0, False)],
+    [(2.0, 1.0, False), (0, 1.0, True), (0, 1.0, True), (3.0, 1.0, False)],
+    [(2.0, 1.0, False), (3.0, 1.0, True), (1.0, 1.0, False)],
+    [(2.0, 1.0, False), (3.0, 1.0, False), (0, 1.0, True), (0, 1.0, False)],
+    [(2.0, 1.0, True), (0, 1.0, True), (1.0, 1.0, False)],
+]
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES, ids=range(len(SEQUENCES)))
+@pytest.mark.parametrize("order", [(0,), (0, 1), (1, 0)], ids=["alone", "shared", "shared, turned"])
+@pytest.mark.parametrize("loss_scale", [1.0, 128.0, amp.DynamicLossScale(init_scale=128.0)], ids=str)
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_each_gradient_counts_once_whichever_blocks_it_took_part_in(level, loss_scale, order, sequence):
+    model = Parts()
+    params = [[model.first, model.second], [model.first]]
+    optimizers = [torch.optim.SGD(params[index], lr=1.0) for index in sorted(order)]
+    amp.initialize(model, optimizers, opt_level=level, loss_scale=loss_scale, verbosity=0)
+    for first, second, delayed in sequence:
+        named = [optimizers[index] for index in order]
+        with amp.scale_loss(model(first, second), named, delay_unscale=delayed) as scaled_loss:
+            scaled_loss.backward()
+    grads = [param.grad[0].item() for param in amp.master_params(optimizers[0])]
+    assert grads == [sum(first for first, *_ in sequence), sum(second for _, second, _ in sequence)]
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 128.0])
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_block_that_raises_keeps_the_earlier_gradient_of_a_parameter_that_two_optimizers_step(
+    level, loss_scale
+):
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2)]
+    amp.initialize(model, optimizers, opt_level=level, loss_scale=loss_scale, verbosity=0)
+    with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizers) as scaled_loss:
+        scaled_loss.backward()
+    before = model.weight.grad.clone()
+    with pytest.raises(KeyError), amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizers):
+        raise KeyError
+    assert torch.equal(model.weight.grad, before)
+    for optimizer in optimizers:
+        assert all(torch.equal(param.grad, torch.ones(1, 2)) for param in amp.master_params(optimizer))
