@@ -1,122 +1,19 @@
-"""What is eligible for a cast, casting a tree of arguments, and what patched functions consult."""
+"""What is eligible for a cast, and what patched functions consult."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import weakref
-from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from ampatch.cast_cache import CONVERT, CastCache
+from ampatch.cast_tree import TensorCast
 from ampatch.precision import ELIGIBLE
 from ampatch.thread import Forward, ThreadState
-
-TensorCast = Callable[[Tensor], Tensor]
-Other = Callable[[object], object] | None
-
-
-def cast_to(dtype: torch.dtype) -> TensorCast:
-    """Returns a function that casts an eligible tensor to `dtype` and leaves others as they are."""
-    sources = ELIGIBLE - {dtype}
-    convert = CONVERT.get(dtype) or (lambda tensor: tensor.to(dtype))
-
-    def cast(tensor: Tensor) -> Tensor:
-        return convert(tensor) if tensor.dtype in sources else tensor
-
-    return cast
-
-
-def cast_tree(value: object, cast: TensorCast, other: Other = None, around: tuple = ()) -> object:
-    """Casts the tensors in a tree of containers; what holds none is returned as it is.
-
-    Sequences, mappings, namedtuples and dataclasses keep their type. Strings, numbers, arrays and
-    unknown objects stay, unless `other` says what to do with an unknown object. `around` are the
-    containers that hold this one: one that holds itself is met again inside, and stays there as it is.
-    """
-    if isinstance(value, Tensor):
-        return cast(value)
-    if isinstance(value, str | bytes | range | type | torch.nn.Module):
-        return value
-    if around and any(_is_one(value, outer) for outer in around):
-        return value
-    if isinstance(value, tuple | list | deque):
-        return _cast_sequence(value, cast, other, around)
-    if isinstance(value, Mapping):
-        return _cast_mapping(value, cast, other, around)
-    if dataclasses.is_dataclass(value):
-        return _cast_fields(value, cast, other, around)
-    return value if other is None else other(value)
-
-
-def cast_batch(value: object, dtype: torch.dtype) -> object:
-    """Casts a tree as `cast_tree` does, and calls `.to(dtype)` of unknown objects that have one.
-
-    Published scripts hand batches of their own classes to the model and rely on that call.
-    """
-
-    def cast_object(item: object) -> object:
-        return item.to(dtype) if callable(getattr(item, "to", None)) else item  # type: ignore[attr-defined]
-
-    return cast_tree(value, cast_to(dtype), cast_object)
-
-
-def _is_one(value: object, other: object) -> bool:
-    """Whether two values are the same object. Dynamo cannot tell of containers: there they never are."""
-    if torch.compiler.is_dynamo_compiling() and isinstance(other, tuple | list | deque | Mapping):
-        return False
-    return value is other
-
-
-def _cast_sequence(value: tuple | list | deque, cast: TensorCast, other: Other, around: tuple) -> object:
-    around = (*around, value)
-    items = [cast_tree(item, cast, other, around) for item in value]
-    if all(_is_one(new, old) for new, old in zip(items, value, strict=True)):
-        return value
-    if type(value) is list:
-        return items
-    if hasattr(value, "_make"):
-        return type(value)._make(items)  # type: ignore[attr-defined]
-    if isinstance(value, tuple):
-        return type(value)(items)
-    result = copy.copy(value)
-    for index, item in enumerate(items):
-        result[index] = item
-    return result
-
-
-def _cast_mapping(value: Mapping, cast: TensorCast, other: Other, around: tuple) -> object:
-    around = (*around, value)
-    items = {key: cast_tree(item, cast, other, around) for key, item in value.items()}
-    changed = {key: item for key, item in items.items() if not _is_one(item, value[key])}
-    if not changed:
-        return value
-    if type(value) is dict:
-        return items
-    if not isinstance(value, MutableMapping):
-        return type(value)(items)  # type: ignore[call-arg]
-    result = copy.copy(value)
-    for key, item in changed.items():
-        result[key] = item
-    return result
-
-
-def _cast_fields(value: object, cast: TensorCast, other: Other, around: tuple) -> object:
-    around = (*around, value)
-    names = [field.name for field in dataclasses.fields(value)]  # type: ignore[arg-type]
-    old = {name: getattr(value, name) for name in names if hasattr(value, name)}
-    items = {name: cast_tree(item, cast, other, around) for name, item in old.items()}
-    changed = {name: item for name, item in items.items() if not _is_one(item, old[name])}
-    if not changed:
-        return value
-    result = copy.copy(value)
-    for name, new in changed.items():
-        object.__setattr__(result, name, new)  # a frozen dataclass refuses setattr
-    return result
 
 
 class PendingGraph:
@@ -146,6 +43,7 @@ class CastState:
         self.half: torch.dtype | None = None
         self.device_types: set[str] = set()
         self.allow_banned = False
+        self.devices: set[torch.device] = set()  # those of these types that were met: quicker to look up
         self._graphs: list[weakref.ref[PendingGraph]] = []
         self._caches: dict[torch.dtype, CastCache] = {}
 
@@ -155,13 +53,26 @@ class CastState:
     def get_cache(self, dtype: torch.dtype) -> CastCache:
         """Returns the cache of casts to `dtype`, made on first use."""
         if dtype not in self._caches:
-            self._caches[dtype] = CastCache(dtype, self.thread)
+            is_eligible = _select_eligible(self, dtype)
+            self._caches[dtype] = CastCache(dtype, self.thread, is_eligible)
         return self._caches[dtype]
+
+    def is_on_device(self, tensor: Tensor) -> bool:
+        """Whether a tensor is where casts are made."""
+        is_known = tensor.device.type in self.device_types
+        if is_known and not torch.compiler.is_dynamo_compiling():
+            self.devices.add(tensor.device)
+        return is_known
 
     def forget(self, parameter: Tensor) -> None:
         """Forgets the cached casts of one parameter."""
         for cache in self._caches.values():
             cache.forget(parameter)
+
+    def forget_memory(self, tensor: Tensor) -> None:
+        """Forgets the cached casts of the parameter that a tensor shares memory with."""
+        for cache in self._caches.values():
+            cache.forget_memory(tensor)
 
     def clear_cache(self) -> None:
         """Forgets every cached cast, and begins an iteration."""
@@ -173,20 +84,38 @@ class CastState:
         for cache in self._caches.values():
             cache.clear()
 
+    def end_iteration(self) -> None:
+        """Begins an iteration: forgets the cached casts of parameters that may be written unseen."""
+        self._graphs.clear()
+        self.forget_shared()
+
+    def forget_shared(self) -> None:
+        """Forgets the cached casts of parameters that may be written unseen."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.forget_casts()  # collectives leave no trace, and shards are put together anew
+            return
+        for cache in self._caches.values():
+            cache.forget_shared()
+
     def enter_forward(self, forward: Forward) -> None:
         """Begins a forward of an initialized model, or of a part of it that runs uncast."""
         thread = self.thread
-        if not thread.forwards and self._begins_iteration():
-            self.clear_cache()  # weights may have been written through `.data` since
-        if not torch.is_grad_enabled():
-            self._clear_no_grad()
+        if thread.forwards and thread.forget_ended():
+            self.forget_shared()  # an earlier forward never came to its end
+        if not thread.forwards:
+            self._begin_forward()
         thread.push(forward)
 
-    def exit_forward(self, owner: int) -> None:
-        """Ends it."""
+    def _begin_forward(self) -> None:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self.forget_casts()  # a graph must make its own, in its own memory
+        if self._begins_iteration():
+            self.clear_cache()  # without `scale_loss`, nothing says that a step is one of ours
+
+    def exit_forward(self, owner: int) -> bool:
+        """Ends it; returns whether it was the outermost."""
         self.thread.pop(owner)
-        if not self.thread.forwards:
-            self._clear_no_grad()
+        return not self.thread.forwards
 
     def watch(self, graph: PendingGraph) -> None:
         """Remembers that a forward left a graph, which may wait for its backward."""
@@ -202,14 +131,15 @@ class CastState:
         graphs = [ref() for ref in self._graphs]
         return any(graph is None or graph.was_used for graph in graphs)
 
-    def _clear_no_grad(self) -> None:
-        for cache in self._caches.values():
-            cache.clear_no_grad()
-
     def narrow(self, device_types: set[str], allow_banned: bool) -> None:
         """Casts no more than before: on these devices, banned functions or not."""
         self.device_types.intersection_update(device_types)
         self.allow_banned = allow_banned
+        self._forget_devices()
+
+    def _forget_devices(self) -> None:
+        self.devices.clear()
+        self.forget_casts()
 
     def close(self) -> None:
         """Forgets the casts, the devices, the half type and what this thread is doing."""
@@ -217,20 +147,53 @@ class CastState:
         self.clear_cache()
         self.half, self.allow_banned = None, False
         self.device_types.clear()
+        self._forget_devices()
 
 
 # The one of this process, as torch's namespace is one. Hooks on modules pickle it by this name.
 CASTS = CastState()
 
 
-def cast_eligible(state: CastState, dtype: torch.dtype) -> TensorCast:
-    """Returns the cast of a patched function's argument to `dtype`: parameters through the cache."""
-    sources, devices = ELIGIBLE - {dtype}, state.device_types
-    convert, cached = CONVERT[dtype], state.get_cache(dtype).cast
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _select_eligible(state: CastState, dtype: torch.dtype) -> Callable[[Tensor], bool]:
+    sources, devices, is_on_device = ELIGIBLE - {dtype}, state.devices, state.is_on_device
+
+    def is_eligible(tensor: Tensor) -> bool:
+        """Whether a tensor is cast to the dtype: it has another one of ours, and is on a device of ours."""
+        return tensor.dtype in sources and (tensor.device in devices or is_on_device(tensor))
+
+    return is_eligible
+
+
+class Casts(NamedTuple):
+    """The casts of a patched function's arguments to one dtype, each as quick as it can be.
+
+    The second and the third may be called only where nothing is compiled, traced or done in a dispatch mode,
+    and the second only for a tensor that has another dtype of ours.
+    """
+
+    any: TensorCast
+    plain_tensor: TensorCast
+    plain_parameter: TensorCast
+
+
+def cast_eligible(state: CastState, dtype: torch.dtype) -> Casts:
+    """Returns the casts of a patched function's arguments to `dtype`: parameters through the cache."""
+    sources, devices, is_on_device = ELIGIBLE - {dtype}, state.devices, state.is_on_device
+    convert, cache = CONVERT[dtype], state.get_cache(dtype)
+    is_compiling, cached = torch.compiler.is_dynamo_compiling, cache.cast
 
     def cast(tensor: Tensor) -> Tensor:
-        if tensor.dtype not in sources or tensor.device.type not in devices:
+        if tensor.dtype not in sources:
             return tensor
-        return cached(tensor) if issubclass(type(tensor), Parameter) else convert(tensor)
+        if issubclass(type(tensor), Parameter) and not is_compiling():
+            return cached(tensor)
+        return convert(tensor) if is_on_device(tensor) else tensor
 
-    return cast
+    def cast_plain_tensor(tensor: Tensor) -> Tensor:
+        return convert(tensor) if tensor.device in devices or is_on_device(tensor) else tensor
+
+    return Casts(cast, cast_plain_tensor, cache.cast_plain)

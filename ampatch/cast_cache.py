@@ -1,11 +1,13 @@
-"""The casts of weights, each made once an iteration and never stale."""
+"""The casts of weights: each made once while its weight stays as it is, and never stale."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ampatch.thread import ThreadState
 
@@ -16,81 +18,153 @@ CONVERT: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.float32: Tensor.float,
 }
 
-_tracing_state, _dispatch_mode = torch._C._get_tracing_state, torch._C._get_dispatch_mode
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
+is_grad_enabled, tracing_state = torch.is_grad_enabled, torch._C._get_tracing_state
+count_modes, _dispatch_mode = torch._C._len_torch_dispatch_stack, torch._C._get_dispatch_mode
+_PROXY, _is_transformed = torch._C._TorchDispatchModeKey.PROXY, torch._C._are_functorch_transforms_active
+_count_users, _count_references = torch._C._storage_Use_Count, sys.getrefcount
+
+
+def _count_own(requires_grad: bool) -> tuple[int, int]:
+    """How many users its memory and how many references itself a parameter has that only an entry holds."""
+    parameter = Parameter(torch.empty(1), requires_grad)
+    with torch.enable_grad():
+        entries = {0: (parameter.half(), parameter, parameter.untyped_storage())}
+    del parameter
+    ((_, parameter, memory),) = [entry for _, entry in list(entries.items())]
+    return _count_users(memory._cdata), _count_references(parameter)
+
+
+_OWN = {requires_grad: _count_own(requires_grad) for requires_grad in (False, True)}
 
 
 class CastCache:
-    """The casts of parameters to one dtype, each made once an iteration.
+    """The casts of parameters to one dtype, each made once while the parameter stays as it is.
 
     An entry is used only while the parameter is the same object with the same memory, version and
-    requires_grad. A write through an earlier `.data` changes none of these, so entries live no longer
-    than an iteration: `clear` is called when a block of `scale_loss` ends, after every optimizer's step, and
-    when an initialized model's forward begins after an earlier one's graph was used or dropped.
-    Without grad mode entries live for one forward of an initialized model.
+    requires_grad. A write through a tensor that shares the memory and not the version (an earlier
+    `.data`, an array of NumPy) changes none of these. So an iteration ends the casts of parameters whose
+    memory anybody else can reach; a step of any optimizer ends all, since fused ones leave no trace.
 
-    With grad, without and in inference mode are three caches: a cast made in one cannot serve another.
+    A cast is made with gradients on, whatever the mode, and serves every mode: the node behind it saves
+    no tensors, and without grad mode nobody asks for it.
     """
 
-    def __init__(self, dtype: torch.dtype, thread: ThreadState) -> None:
+    def __init__(
+        self, dtype: torch.dtype, thread: ThreadState, is_eligible: Callable[[Tensor], bool]
+    ) -> None:
         self.dtype = dtype
         self._convert = CONVERT[dtype]
         self._thread = thread
-        self._with_grad: dict[int, tuple] = {}
-        self._no_grad: dict[int, tuple] = {}
-        self._inference: dict[int, tuple] = {}
+        self._is_eligible = is_eligible
+        # By id: cast, version, pointer, requires_grad, the parameter (kept, so that its id stays its own),
+        # and its memory if the cast may outlive an iteration. Plain tuples unpack fastest.
+        self._entries: dict[int, tuple] = {}
+        self._by_memory: dict[int, list[int]] = {}  # keys of entries; sorted when they are asked for
+        self.cast_plain = self._make_cast_plain()
 
     def __len__(self) -> int:
-        return len(self._with_grad) + len(self._no_grad) + len(self._inference)
+        return len(self._entries)
 
     def clear(self) -> None:
         """Forgets every cast."""
-        self._with_grad.clear()
-        self.clear_no_grad()
+        self._entries.clear()
+        self._by_memory.clear()
 
     def forget(self, parameter: Tensor) -> None:
-        """Forgets the casts of one parameter."""
-        for entries in (self._with_grad, self._no_grad, self._inference):
-            entries.pop(id(parameter), None)
+        """Forgets the cast of one parameter."""
+        self._entries.pop(id(parameter), None)
 
-    def clear_no_grad(self) -> None:
-        """Forgets the casts that were made without grad mode."""
-        self._no_grad.clear()
-        self._inference.clear()
+    def forget_memory(self, tensor: Tensor) -> None:
+        """Forgets the casts of the parameters that a tensor shares memory with."""
+        if not self._entries or type(tensor) not in (Tensor, Parameter) or tensor.layout is not torch.strided:
+            return
+        by_memory = self._by_memory or self._sort_by_memory()
+        for key in by_memory.get(tensor.untyped_storage()._cdata, ()):
+            self._entries.pop(key, None)
+
+    def _sort_by_memory(self) -> dict[int, list[int]]:
+        by_memory: dict[int, list[int]] = {}
+        entries = list(self._entries.items())  # other threads may add some
+        for key, (*_, parameter, _) in entries:
+            by_memory.setdefault(parameter.untyped_storage()._cdata, []).append(key)
+        self._by_memory = by_memory if len(entries) == len(self._entries) else {}
+        return by_memory
+
+    def forget_shared(self) -> None:
+        """Forgets the casts of parameters that may be written unseen, or that nobody else has any more."""
+        for key, (cast, _, _, requires_grad, parameter, memory) in list(self._entries.items()):
+            users, references = _OWN[requires_grad]
+            if (
+                memory is None
+                or _count_users(memory._cdata) > users
+                or _count_references(parameter) <= references
+                or cast._version  # a function of a user's wrote into it
+            ):
+                self._entries.pop(key, None)
 
     def cast(self, parameter: Tensor) -> Tensor:
-        """Returns the parameter in the cache's dtype, cast now or earlier in this iteration."""
-        if torch.compiler.is_dynamo_compiling() or parameter.is_inference():
-            return self._convert(parameter)
-        # Where operations are recorded (torch.jit.trace, make_fx), an earlier cast would be a constant.
-        if _tracing_state() is not None or _dispatch_mode(_PROXY) is not None:
-            return self._convert(parameter)
-        entries, needs_grad = self._select(parameter)
-        if entries is None:
-            return self._convert(parameter)
-        entry = entries.get(id(parameter))
-        if entry is not None:
-            owner, version, pointer, cast = entry
-            if (
-                owner is parameter
-                and version == parameter._version
-                and pointer == parameter.data_ptr()
-                and cast.requires_grad == needs_grad
-            ):
-                return cast
-        return self._store(entries, parameter)
+        """Returns a parameter in the cache's dtype, cast now or earlier; others as they are."""
+        # Without grad mode and outside of a forward nothing says when an iteration ends.
+        if (is_grad_enabled() or self._thread.forwards) and not _is_recorded():
+            return self.cast_plain(parameter)
+        return self._convert(parameter) if self._is_eligible(parameter) else parameter
 
-    def _select(self, parameter: Tensor) -> tuple[dict[int, tuple] | None, bool]:
-        if torch.is_grad_enabled():
-            return self._with_grad, parameter.requires_grad
-        if not self._thread.forwards:
-            return None, False
-        return (self._inference if torch.is_inference_mode_enabled() else self._no_grad), False
+    def _make_cast_plain(self) -> Callable[[Tensor], Tensor]:
+        find, make = self._entries.get, self._make
 
-    def _store(self, entries: dict[int, tuple], parameter: Tensor) -> Tensor:
-        cast = self._convert(parameter)
+        def cast_plain(parameter: Tensor) -> Tensor:
+            """What `cast` does where nothing is recorded: the hot path."""
+            entry = find(id(parameter))
+            if entry is not None:
+                cast, version, pointer, requires_grad, _, _ = entry
+                if (
+                    parameter._version == version
+                    and parameter.data_ptr() == pointer
+                    and parameter.requires_grad == requires_grad
+                ):
+                    return cast
+            return make(parameter)
+
+        return cast_plain
+
+    def _make(self, parameter: Tensor) -> Tensor:
+        if not self._is_eligible(parameter):
+            return parameter
+        if parameter.layout is not torch.strided:
+            return self._convert(parameter)
+        try:
+            version = parameter._version
+        except RuntimeError:  # made in inference mode, where tensors have none
+            return self._convert(parameter)
+        # All of it is read before the conversion: another thread may write meanwhile.
+        state = version, parameter.data_ptr(), parameter.requires_grad
+        if is_grad_enabled():
+            cast = self._convert(parameter)
+        else:
+            with torch.inference_mode(mode=False):  # which turns gradients on
+                cast = self._convert(parameter)
         # Fake tensors and those of a running torch.func transform are dead once it ends.
-        if type(cast) is Tensor and not torch._C._are_functorch_transforms_active():
-            entry = (parameter, parameter._version, parameter.data_ptr(), cast)
-            entries[id(parameter)] = entry
+        if type(cast) is Tensor and not _is_transformed():
+            self._entries[id(parameter)] = (cast, *state, parameter, _find_memory(parameter))
+            if self._by_memory:
+                self._by_memory = {}
         return cast
+
+
+def _find_memory(parameter: Tensor) -> torch.UntypedStorage | None:
+    """Returns the memory of a parameter that nobody writes without a trace who cannot be seen to share it.
+
+    Not if other processes or libraries have it. And not while a CUDA graph is captured: the memory of the
+    cast belongs to the graph.
+    """
+    memory = parameter.untyped_storage()
+    if not (memory.resizable() and parameter.is_leaf):  # NumPy's is not; `detach_` leaves no trace
+        return None
+    if parameter.is_cuda:
+        return None if torch.cuda.is_current_stream_capturing() else memory
+    return None if memory.is_shared() else memory
+
+
+def _is_recorded() -> bool:
+    """Whether torch.jit.trace or make_fx records operations: an earlier cast would be a constant there."""
+    return tracing_state() is not None or _dispatch_mode(_PROXY) is not None

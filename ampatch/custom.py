@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampatch.cast import CASTS, TensorCast, cast_tree
+from ampatch.cast import CASTS
+from ampatch.cast_tree import TensorCast, cast_tree
 from ampatch.precision import ELIGIBLE, HALF_TYPES
 
 Function = Callable[..., object]

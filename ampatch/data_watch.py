@@ -1,20 +1,48 @@
-"""Notices what is written to weights through `.data`, which leaves no trace on the tensor."""
+"""Notices what is written to weights without a trace: through `.data`, NumPy or a CUDA graph."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from types import MethodType
+
+import torch
 from torch import Tensor
+from torch.cuda import CUDAGraph
 from torch.nn import Parameter
 
 from ampatch.cast import CastState
 from ampatch.patcher import Patcher, SessionPatch, get_raw
 
 
+class WatchedView:
+    """Stands in for a method of tensors that shows their memory to others, and forgets the casts of it.
+
+    No function, so that Dynamo does not take it for a wrapper that casts.
+    """
+
+    def __init__(self, original: Callable[..., object], casts: CastState) -> None:
+        self._original = original
+        self._casts = casts
+        functools.update_wrapper(self, original)
+
+    def __get__(self, tensor: Tensor | None, kind: type | None = None) -> object:
+        return self if tensor is None else MethodType(self, tensor)
+
+    def __call__(self, tensor: Tensor, *args: object, **kwargs: object) -> object:
+        view = self._original(tensor, *args, **kwargs)
+        self._casts.forget_memory(tensor)
+        return view
+
+
 class DataWatch(SessionPatch):
-    """Watches `Parameter.data` while a session depends on weights that it copied.
+    """Watches `.data` while a session depends on weights that it copied.
 
     Who asks for `.data` may write: a cached cast is forgotten, and the parameter noted in `touched` if
     it is in `watched` (half weights and their masters), so that the two are compared before they are
-    used. Idioms such as `p.data.clamp_(-c, c)` work.
+    used. Idioms such as `p.data.clamp_(-c, c)` work. An array of NumPy or a DLPack capsule ends the cast
+    as well, as does `swap_tensors`, which takes no tensor with a graph; and the replay of a CUDA graph ends
+    those of all.
     """
 
     def __init__(self, casts: CastState) -> None:
@@ -24,23 +52,47 @@ class DataWatch(SessionPatch):
         self.touched: set[int] = set()
 
     def patch(self, patcher: Patcher) -> None:
-        """Puts a property on Parameter."""
-        original = get_raw(Parameter, "data")
+        """Puts a property on Tensor, and replaces the functions."""
+        original = get_raw(Tensor, "data")
 
-        def read(parameter: Parameter) -> Tensor:
-            self._note(parameter)
-            return original.__get__(parameter)
+        def read(tensor: Tensor) -> Tensor:
+            self._note(tensor)
+            return original.__get__(tensor)
 
-        def write(parameter: Parameter, value: Tensor) -> None:
-            self._note(parameter)
-            original.__set__(parameter, value)
+        def write(tensor: Tensor, value: Tensor) -> None:
+            self._note(tensor)
+            original.__set__(tensor, value)
 
-        patcher.replace(Parameter, "data", property(read, write, doc=original.__doc__))
+        patcher.replace(Tensor, "data", property(read, write, doc=original.__doc__))
+        for name in ("numpy", "__dlpack__"):
+            patcher.replace(Tensor, name, WatchedView(get_raw(Tensor, name), self._casts))
+        patcher.replace(CUDAGraph, "replay", self._watch_replay(get_raw(CUDAGraph, "replay")))
+        patcher.replace(torch.utils, "swap_tensors", self._watch_swap(torch.utils.swap_tensors))
 
-    def _note(self, parameter: Parameter) -> None:
-        self._casts.forget(parameter)
-        if id(parameter) in self.watched:
-            self.touched.add(id(parameter))
+    def _watch_replay(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def replay(graph: CUDAGraph) -> None:
+            original(graph)
+            self._casts.forget_casts()  # a graph may hold the step of an optimizer
+
+        return replay
+
+    def _watch_swap(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def swap_tensors(t1: Tensor, t2: Tensor) -> None:
+            for tensor in (t1, t2):
+                self._casts.forget(tensor)
+            original(t1, t2)
+
+        return swap_tensors
+
+    def _note(self, tensor: Tensor) -> None:
+        if isinstance(tensor, Parameter):
+            self._casts.forget(tensor)
+        else:
+            self._casts.forget_memory(tensor)
+        if id(tensor) in self.watched:
+            self.touched.add(id(tensor))
 
     def forget(self) -> None:
         """Drops the parameters."""

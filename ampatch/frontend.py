@@ -163,7 +163,7 @@ def scale_loss(
         loss,
         amp_optimizers,
         scaler,
-        SESSION.casts.clear_cache,
+        SESSION.casts.end_iteration,
         delay_unscale=delay_unscale,
         delay_overflow_check=delay_overflow_check,
     )
@@ -237,8 +237,9 @@ def set_loss_scale(value: float, loss_id: int = 0) -> None:
 def clear_cache() -> None:
     """Forgets the casts of weights; they are made again when needed.
 
-    Needed only after writing through a `.data` that was kept from earlier, between two forwards that
-    share one backward.
+    Frees their memory, which else the next step of an optimizer does. Needed only after writing to weights
+    in a way that leaves no trace: through a `.data` that was kept from earlier, between two forwards that
+    share one backward, or through a pointer.
     """
     SESSION.casts.clear_cache()
 

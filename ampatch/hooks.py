@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.loss import _Loss
 
-from ampatch.cast import CastState, PendingGraph, cast_batch, cast_tree
+from ampatch.cast import CastState, PendingGraph
 from ampatch.cast_tensor import CastTensor, own_tensors
+from ampatch.cast_tree import cast_batch, cast_tree
 from ampatch.errors import AmpValueError
 from ampatch.precision import HALF_TYPES
 from ampatch.thread import Forward
@@ -83,13 +84,15 @@ class ExitForward:
         if torch.compiler.is_dynamo_compiling():
             self.state.thread.pop(id(module))
             return
-        self.state.exit_forward(id(module))
-        if self.state.half is not None and not self.state.thread.forwards:
-            _watch_graph(output, self.state)
+        if self.state.exit_forward(id(module)) and self.state.half is not None:
+            _end_outermost(output, self.state)
 
 
-def _watch_graph(output: object, state: CastState) -> None:
-    """Has the session notice whether the graph of an output still waits for its backward."""
+def _end_outermost(output: object, state: CastState) -> None:
+    """Has the session notice whether the graph of an output still waits for its backward.
+
+    Without a graph, the iteration is over: grad mode may be off, or the weights are frozen.
+    """
     nodes: list[torch.autograd.graph.Node] = []
 
     def find_node(tensor: Tensor) -> Tensor:
@@ -98,11 +101,21 @@ def _watch_graph(output: object, state: CastState) -> None:
         return tensor
 
     cast_tree(output, find_node)
-    if nodes:
+    if not nodes:
+        state.forget_shared()
+    fresh = [node for node in nodes if not _is_watched(node)]
+    if fresh:
         graph = PendingGraph()
         state.watch(graph)
-        for node in nodes:
+        for node in fresh:
+            node.metadata[PendingGraph] = graph
             node.register_prehook(graph)
+
+
+def _is_watched(node: torch.autograd.graph.Node) -> bool:
+    """Whether an earlier forward left a node, as that of a model that returns what it is given."""
+    graph = node.metadata.get(PendingGraph)
+    return graph is not None and not graph.was_used
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ def decorate(function: Callable, cast: Cast, state: CastState, dtype: torch.dtyp
         raise AmpTypeError(f"{function!r} is a {type(function).__name__}: expected a function to decorate")
     place = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__name__)
     halves = HALF_TYPES if dtype is None else (dtype,)
-    wrappers = {half: wrap(function, cast, state, half, place=place, containers=object) for half in halves}
+    wrappers = {half: wrap(function, cast, state, half, place=place, is_users=True) for half in halves}
 
     @functools.wraps(function)
     def decorated(*args, **kwargs):
@@ -72,7 +72,7 @@ def bind(registration: Registration, original: object, state: CastState) -> obje
         state,
         half,
         place=qualify(registration.parent, registration.attribute),
-        containers=object,
+        is_users=True,
     )
     if isinstance(registration.parent, type) and not hasattr(original, "__get__"):
         binding = staticmethod  # a builtin, which is not bound to instances, and stays so

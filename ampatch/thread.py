@@ -69,7 +69,7 @@ class ThreadState(threading.local):
     @contextmanager
     def enabled(self) -> Iterator[None]:
         """Turns casts on, whatever turned them off."""
-        self._forget_ended()
+        self.forget_ended()
         around = self.off
         self.off -= around
         try:
@@ -80,7 +80,7 @@ class ThreadState(threading.local):
     def is_off(self) -> bool:
         """Whether casts are off; asked by a patched function that finds `off` above 0."""
         if not self._disabled and not torch.compiler.is_dynamo_compiling():
-            self._forget_ended()
+            self.forget_ended()
         return self.off > 0
 
     def begin_step(self, frame: FrameType) -> None:
@@ -101,7 +101,7 @@ class ThreadState(threading.local):
             _change(self._push, forward)
             return
         if self.forwards or self._step is not None:
-            self._forget_ended()
+            self.forget_ended()
         self._push(forward)
 
     def _push(self, forward: Forward) -> None:
@@ -128,15 +128,17 @@ class ThreadState(threading.local):
         self.off -= forward.off
         return forward
 
-    def _forget_ended(self) -> None:
-        """Drops what is not on the stack any more.
+    def forget_ended(self) -> bool:
+        """Drops what is not on the stack any more; returns whether a forward was dropped.
 
         A forward is pushed only onto running ones, so that those around a running one run as well.
         """
         if self._step is not None and not is_running(self._step):
             self.end_step()
+        before = self.forwards
         while self.forwards and not is_running(self.forwards[-1].frame):
             self._drop_innermost()
+        return self.forwards is not before
 
 
 def _change(function: Callable[..., Result], *args: object) -> Result:

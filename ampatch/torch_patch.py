@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampatch import lists
 from ampatch.attention import allow_fast_path
@@ -77,9 +77,10 @@ class TorchPatch(RetriedPatch):
         undo.callback(self._names.close)
         patcher = self._begin(undo)
         casts.half = policy.half
-        # Weights change in a step, and fused optimizers do not bump their version.
-        hook = register_optimizer_step_post_hook(lambda *_: casts.clear_cache())
-        undo.callback(hook.remove)
+        # Weights change in a step, and fused optimizers do not bump their version. Before it as well: a step
+        # needs memory.
+        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+            undo.callback(register(lambda *_: casts.clear_cache()).remove)
         names = ScriptNames()
         undo.callback(names.close)
         self._patch_rows(patcher, policy, trace, names)

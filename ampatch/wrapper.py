@@ -7,13 +7,20 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from ampatch.cast import CastState, TensorCast, cast_eligible, cast_tree
+from ampatch.cast import Casts, CastState, cast_eligible
+from ampatch.cast_cache import count_modes, is_grad_enabled, tracing_state
+from ampatch.cast_tree import TensorCast, cast_listed, cast_tree, may_hold_tensors
 from ampatch.custom import CUSTOM_CASTS, where_refused
 from ampatch.errors import BannedFunctionError
 from ampatch.in_graph import keep_uncast
 from ampatch.precision import ELIGIBLE, HALF_TYPES
 from ampatch.table import Cast
+
+is_compiling = torch.compiler.is_dynamo_compiling
+
+SIMPLE = frozenset({type(None), int, float, bool, str, slice, type(...)})  # of arguments that hold no tensor
 
 Function = Callable[..., object]
 GetCast = Callable[[torch.dtype], TensorCast]
@@ -27,31 +34,34 @@ def wrap(
     *,
     place: tuple[str | None, str],
     trace: Callable[[str], None] | None = None,
-    containers: type | tuple[type, ...] = (list, tuple),
+    is_users: bool = False,
 ) -> Function:
     """Returns `original` with its floating arguments cast as `kind` says.
 
     A plain function, not a wrapt wrapper: that one compares equal to what it wraps, so that Dynamo
     takes it for the original and drops its casts. Calls with `out=` go through uncast, because a
     cast result would be written where nobody looks, and so do those of an FP32 function with `dtype=`,
-    which says what the function itself casts to. Positional arguments are searched for tensors
-    if they are of a type in `containers`: torch's own functions take lists and tuples. `place` is the
-    (module, qualified name) of the patched attribute, by which the wrapper pickles.
+    which says what the function itself casts to. Positional arguments are searched for tensors in
+    lists and tuples, which is what torch's own functions take, and in anything if the function is a user's
+    (`is_users`). `place` is the (module, qualified name) of the patched attribute, by which the wrapper
+    pickles.
     """
     name = ".".join(filter(None, place))
     uncast = keep_uncast(original, place)
 
     def get_cast(dtype: torch.dtype) -> TensorCast:
-        cast = cast_eligible(state, dtype)
+        cast = cast_eligible(state, dtype).any
+        cast = _without_grad(cast) if is_users else cast
         return _traced(cast, name, trace) if trace else cast
 
-    if kind in (Cast.LOWER, Cast.FP32):
-        cast = get_cast(half if kind is Cast.LOWER else torch.float32)
-        # What `dtype` means to a user's function is the user's.
-        has_dtype = kind is Cast.FP32 and containers is not object
-        wrapper = _wrap_cast(original, uncast, state, cast, containers, has_dtype)
-    else:
+    dtype = half if kind is Cast.LOWER else torch.float32
+    if kind not in (Cast.LOWER, Cast.FP32):
         wrapper = _FACTORIES[kind](original, uncast, state, name, get_cast)
+    elif is_users:
+        wrapper = _wrap_users(original, uncast, state, get_cast(dtype))
+    else:
+        casts = Casts(*[get_cast(dtype)] * 3) if trace else cast_eligible(state, dtype)
+        wrapper = _wrap_listed(original, uncast, state, dtype, casts, has_dtype=kind is Cast.FP32)
     functools.update_wrapper(wrapper, original)
     wrapper.__module__, wrapper.__qualname__ = place
     return wrapper
@@ -67,15 +77,45 @@ def _traced(cast: TensorCast, name: str, trace: Callable[[str], None]) -> Tensor
     return traced
 
 
-def _wrap_cast(
+def _without_grad(cast: TensorCast) -> TensorCast:
+    """Keeps the cast of a weight, which has a graph in any mode, from users' functions that return it."""
+
+    def cast_without_grad(tensor: Tensor) -> Tensor:
+        result = cast(tensor)
+        is_shared = result is not tensor and result.requires_grad and not torch.is_grad_enabled()
+        return result.detach() if is_shared else result
+
+    return cast_without_grad
+
+
+def _wrap_users(original: Function, uncast: Function, state: CastState, cast: TensorCast) -> Function:
+    thread = state.thread
+
+    def wrapper(*args, **kwargs):
+        if thread.off and thread.is_off():
+            return uncast(*args, **kwargs)
+        if kwargs.get("out") is not None:
+            return original(*args, **kwargs)
+        kwargs = {key: cast_tree(arg, cast) for key, arg in kwargs.items()}
+        return original(*[cast_tree(arg, cast) for arg in args], **kwargs)
+
+    return wrapper
+
+
+def _wrap_listed(
     original: Function,
     uncast: Function,
     state: CastState,
-    cast: TensorCast,
-    containers: type | tuple[type, ...],
+    dtype: torch.dtype,
+    casts: Casts,
+    *,
     has_dtype: bool,
 ) -> Function:
-    thread = state.thread
+    """Wraps a function of torch's that has LOWER or FP32 in the tables: nearly every call that is cast."""
+    thread, sources = state.thread, ELIGIBLE - {dtype}
+    cast, cast_tensor, cast_parameter = casts
+    if dtype is torch.float32:
+        cast_parameter = cast  # most weights are float32: their type is looked at first
 
     def wrapper(*args, **kwargs):
         if thread.off and thread.is_off():
@@ -83,23 +123,38 @@ def _wrap_cast(
         if kwargs:
             if kwargs.get("out") is not None or (has_dtype and kwargs.get("dtype") is not None):
                 return original(*args, **kwargs)
-            kwargs = {
-                key: cast(arg) if isinstance(arg, Tensor) else cast_tree(arg, cast)
-                for key, arg in kwargs.items()
-            }
-        return original(
-            *[
-                cast(arg)
-                if isinstance(arg, Tensor)
-                else cast_tree(arg, cast)
-                if isinstance(arg, containers)
-                else arg
-                for arg in args
-            ],
-            **kwargs,
-        )
+            kwargs = {key: cast_listed(arg, cast) for key, arg in kwargs.items()}
+        is_usual = is_grad_enabled() or thread.forwards
+        if is_compiling() or not is_usual or tracing_state() is not None or count_modes():
+            return original(*[cast_listed(arg, cast) for arg in args], **kwargs)
+        cast_args = []
+        for arg in args:
+            kind = type(arg)
+            if kind is Tensor:
+                cast_args.append(cast_tensor(arg) if arg.dtype in sources else arg)
+            elif kind is Parameter:
+                cast_args.append(cast_parameter(arg))
+            else:
+                cast_args.append(arg if kind in SIMPLE else cast_listed(arg, cast))
+        return original(*cast_args, **kwargs)
 
     return wrapper
+
+
+def _have_one_dtype(args: tuple) -> bool:
+    """Whether arguments are soon seen to have no two dtypes of ours, so that there is nothing to cast."""
+    first = None
+    for arg in args:
+        if isinstance(arg, Tensor):
+            dtype = arg.dtype
+            if dtype is first or dtype not in ELIGIBLE:
+                continue
+            if first is not None:
+                return False
+            first = dtype
+        elif type(arg) not in SIMPLE and (not isinstance(arg, list | tuple) or may_hold_tensors(arg)):
+            return False
+    return True
 
 
 def _eligible_tensors(state: CastState, values: object) -> list[Tensor]:
@@ -124,7 +179,7 @@ def _wrap_promote(
     def wrapper(*args, **kwargs):
         if thread.off and thread.is_off():
             return uncast(*args, **kwargs)
-        if kwargs.get("out") is not None:
+        if (not kwargs and _have_one_dtype(args)) or kwargs.get("out") is not None:
             return original(*args, **kwargs)
         dtypes = {tensor.dtype for tensor in _eligible_tensors(state, (args, kwargs))}
         if len(dtypes) < 2:
@@ -146,6 +201,8 @@ def _wrap_match_self(
         target = args[0] if args else kwargs.get("input")
         if thread.off and thread.is_off():
             return uncast(*args, **kwargs)
+        if not kwargs and _have_one_dtype(args):
+            return original(*args)
         if isinstance(target, Tensor) and target.dtype in ELIGIBLE:
             args, kwargs = cast_tree((args, kwargs), casts[target.dtype])  # type: ignore[misc]
         return original(*args, **kwargs)
@@ -180,7 +237,8 @@ def _wrap_banned(
 ) -> Function:
     thread = state.thread
     widen = get_cast(torch.float32)
-    in_float32 = _wrap_cast(original, uncast, state, widen, (list, tuple), has_dtype=False)
+    casts = Casts(widen, widen, widen)
+    in_float32 = _wrap_listed(original, uncast, state, torch.float32, casts, has_dtype=False)
 
     def wrapper(*args, **kwargs):
         if thread.off and thread.is_off():

@@ -76,7 +76,9 @@ LAYERS = [
     ("session",),
     ("frontend",),
 ]
-CASTING = ours("table", "lists", "patcher", "cast", "wrapper", "registration", "torch_patch")
+CASTING = ours(
+    "table", "lists", "patcher", "cast", "cast_cache", "cast_tree", "wrapper", "registration", "torch_patch"
+)
 SCALING = ours("scaler", "masters", "optimizer", "block")
 TOOLS = [
     name

@@ -4,7 +4,9 @@ import copy
 import gc
 import random
 import threading
+import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ampatch as amp
+from ampatch.cast import CASTS
 
 HALF = torch.bfloat16
 
@@ -157,7 +160,7 @@ def count_casts(run, shape=(5, 3), times=2):
     return counts
 
 
-def test_each_backward_of_accumulated_gradients_has_one_cast_of_a_weight():
+def test_accumulated_gradients_share_one_cast_of_a_weight():
     model = Tied()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     open_session(model, optimizer)
@@ -169,7 +172,7 @@ def test_each_backward_of_accumulated_gradients_has_one_cast_of_a_weight():
         optimizer.step()
         optimizer.zero_grad()
 
-    assert count_casts(iterate) == [3, 3]
+    assert count_casts(iterate) == [1, 1]
 
 
 def test_a_generator_is_cast_once_and_its_discriminator_once_for_each_of_its_two_losses():
@@ -192,7 +195,7 @@ def test_a_generator_is_cast_once_and_its_discriminator_once_for_each_of_its_two
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
-def test_checkpointing_casts_a_weight_once_in_the_forward_and_at_most_once_more(reentrant):
+def test_checkpointing_casts_a_weight_once(reentrant):
     model = Tied()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     open_session(model, optimizer)
@@ -204,12 +207,11 @@ def test_checkpointing_casts_a_weight_once_in_the_forward_and_at_most_once_more(
             scaled.backward()
         optimizer.step()
 
-    # A reentrant one runs forward without grad mode, whose casts cannot serve the recomputation.
-    assert count_casts(iterate) == ([2, 2] if reentrant else [1, 1])
+    assert count_casts(iterate) == [1, 1]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_an_evaluation_between_two_forwards_of_an_iteration_costs_its_own_cast_alone(mode):
+def test_an_evaluation_between_two_forwards_of_an_iteration_costs_no_cast(mode):
     model = Tied()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     open_session(model, optimizer)
@@ -223,7 +225,26 @@ def test_an_evaluation_between_two_forwards_of_an_iteration_costs_its_own_cast_a
             scaled.backward()
         optimizer.step()
 
-    assert count_casts(iterate) == [2, 2]
+    assert count_casts(iterate) == [1, 1]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_of_many_batches_costs_one_cast_which_the_next_iteration_uses(mode):
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    open_session(model, optimizer)
+
+    def iterate():
+        for _ in range(3):
+            with mode():
+                model(torch.ones(2, 3))
+        with amp.scale_loss(model(torch.ones(2, 3)).sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert count_casts(iterate) == [1, 1]
+    assert model.weight.grad is None
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
@@ -574,6 +595,266 @@ def test_an_average_swapped_in_for_an_evaluation_and_out_again_is_seen(mode):
         assert_fresh(model)
 
 
+def keep_data(model):
+    return model.weight.data
+
+
+def keep_array(model):
+    return model.weight.detach().numpy()
+
+
+def keep_a_row_of_data(model):
+    return model.weight.data[1]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("keep", [keep_data, keep_array, keep_a_row_of_data])
+def test_a_write_through_what_was_kept_from_earlier_is_seen_by_the_next_evaluation(linear, keep, mode):
+    kept = keep(linear)
+    for value in (1.0, -2.0, 3.0):
+        with mode():
+            assert_fresh(linear)
+        kept[:] = value
+        with mode():
+            assert_fresh(linear)
+            found = torch.nn.functional.linear(X, linear.weight, linear.bias)
+        assert torch.equal(found, by_hand(linear))
+
+
+def test_a_write_through_what_was_kept_from_earlier_is_seen_after_a_block():
+    model = nn.Linear(3, 5)
+    kept = model.weight.data
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    open_session(model, optimizer)
+    for value in (1.0, -2.0, 3.0):
+        with amp.scale_loss(model(X).sum(), optimizer) as scaled:
+            scaled.backward()
+        kept[:] = value
+        assert_fresh(model)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_write_to_the_flat_memory_of_all_weights_is_seen(mode):
+    model = nn.Linear(3, 5)
+    flat = torch.cat([param.detach().flatten() for param in model.parameters()])
+    model.weight.data, model.bias.data = flat[:15].view(5, 3), flat[15:]
+    open_session(model)
+    for value in (1.0, -2.0, 3.0):
+        with mode():
+            loss = model(X).float().sum()
+        if loss.requires_grad:
+            loss.backward()
+        flat.fill_(value)
+        with mode():
+            assert_fresh(model)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_write_by_another_process_is_seen_by_the_next_evaluation(when):
+    """As of a process that evaluates what others train, in memory that they share."""
+    model = nn.Linear(3, 5)
+    if when == "before":
+        model.share_memory()
+    open_session(model)
+    with torch.no_grad():
+        assert_fresh(model)
+        if when == "after":
+            model.share_memory()
+        assert_fresh(model)
+        handle = model.weight.untyped_storage()._share_fd_cpu_()
+        there = torch.UntypedStorage._new_shared_fd_cpu(*handle)  # what another process would open
+        for value in (1.0, -2.0):
+            torch.tensor([], dtype=torch.float32).set_(there, 0, (5, 3)).fill_(value)
+            assert model.weight[0, 0] == value
+            assert_fresh(model)
+
+
+def write_state_dict(model):
+    for value in model.state_dict().values():
+        value.data.mul_(-3)
+
+
+def write_a_row(model):
+    model.weight[1].data.fill_(2.0)
+
+
+def write_a_slice_of_the_bias(model):
+    model.bias[1:3].data.fill_(2.0)  # as the bias of a forget gate is set
+
+
+def write_a_view(model):
+    model.weight.view(-1).data.mul_(-3)
+    model.weight.t().data.add_(1)
+
+
+def write_a_chunk(model):
+    model.weight.chunk(2)[0].data.zero_()
+
+
+def write_what_is_detached(model):
+    model.weight.detach().data.mul_(-3)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize(
+    "write",
+    [
+        write_data,
+        write_state_dict,
+        write_a_row,
+        write_a_slice_of_the_bias,
+        write_a_view,
+        write_a_chunk,
+        write_what_is_detached,
+    ],
+)
+def test_a_write_through_data_between_two_evaluations_is_seen(linear, write, mode):
+    for _ in range(3):
+        with mode():
+            assert_fresh(linear)
+        write(linear)
+        with mode():
+            assert_fresh(linear)
+
+
+class Decorated(nn.Linear):
+    """Turns gradients off by itself, as teachers and feature extractors do."""
+
+    @torch.no_grad()
+    def forward(self, x):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("make", [Decorated, lambda *sizes: nn.Linear(*sizes).requires_grad_(False)])
+def test_a_write_to_flat_memory_is_seen_where_a_forward_leaves_no_graph(make):
+    model = make(3, 5)
+    flat = torch.cat([param.detach().flatten() for param in model.parameters()])
+    model.weight.data, model.bias.data = flat[:15].view(5, 3), flat[15:]
+    open_session(model)
+    for value in (1.0, -2.0, 3.0):
+        assert_fresh(model)
+        flat.fill_(value)
+        assert_fresh(model)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("owner", ["numpy", "bytearray", "dlpack"])
+def test_a_write_to_memory_that_others_own_is_seen(owner, mode):
+    array = np.zeros(15, np.float32) if owner != "bytearray" else np.frombuffer(bytearray(60), np.float32)
+    give = {"numpy": torch.from_numpy, "dlpack": torch.from_dlpack}.get(owner, torch.frombuffer)
+    model = nn.Linear(3, 5)
+    model.weight.data = (give(array) if owner != "bytearray" else give(array.data, dtype=torch.float32)).view(
+        5, 3
+    )
+    open_session(model)
+    for value in (1.0, -2.0, 3.0):
+        with mode():
+            assert_fresh(model)
+            result = model(X).float().sum()
+        if result.requires_grad:
+            result.backward()
+        array[:] = value
+        with mode():
+            assert_fresh(model)
+
+
+def test_a_write_by_another_thread_while_a_cast_is_made_is_seen(linear, monkeypatch):
+    """A server that loads weights while it answers: no step ever comes."""
+    convert, cache = torch.Tensor.bfloat16, CASTS.get_cache(HALF)
+
+    def convert_late(tensor):
+        cast = convert(tensor)
+        if tensor is linear.weight:
+            with torch.no_grad():
+                tensor.mul_(-3)
+        return cast
+
+    monkeypatch.setattr(cache, "_convert", convert_late)
+    with torch.no_grad():
+        linear(X)
+        monkeypatch.setattr(cache, "_convert", convert)
+        assert_fresh(linear)
+
+
+def test_weights_may_be_swapped_there_and_back():
+    model, average = nn.Linear(3, 5), nn.Linear(3, 5)
+    open_session(model)
+
+    def swap_all():
+        for mine, theirs in zip(model.parameters(), average.parameters(), strict=True):
+            torch.utils.swap_tensors(mine, theirs)
+
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode():
+            assert_fresh(model)
+        swap_all()
+        swap_all()
+        model(X).sum().backward()
+        assert_fresh(model)
+
+
+def test_a_write_to_flat_memory_is_seen_after_an_evaluation_that_was_interrupted():
+    class Interrupted(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            if self.is_interrupted:
+                raise KeyboardInterrupt
+            return y
+
+    model = Interrupted(3, 5)
+    flat = torch.zeros(15)
+    model.weight.data = flat.view(5, 3)
+    open_session(model)
+    for value in (1.0, -2.0):
+        with torch.no_grad():
+            model.is_interrupted = True
+            with pytest.raises(KeyboardInterrupt):
+                model(X)
+            flat.fill_(value)
+            model.is_interrupted = False
+            assert_fresh(model)
+
+
+def test_a_part_that_is_called_without_grad_after_a_training_step_sees_a_write_to_flat_memory():
+    model = nn.Sequential(nn.Linear(3, 5))
+    flat = torch.zeros(15)
+    model[0].weight.data = flat.view(5, 3)
+    open_session(model)
+    for value in (1.0, -2.0):
+        model(X).sum().backward()
+        flat.fill_(value)
+        with torch.no_grad():
+            assert_fresh(model[0])
+
+
+@amp.half_function
+def halve_(weight):
+    with torch.no_grad():
+        return weight.div_(2)
+
+
+def test_a_users_function_that_writes_into_a_cast_changes_no_later_forward(linear):
+    with torch.no_grad():
+        assert_fresh(linear)
+    halve_(linear.weight)
+    for _ in range(2):
+        with torch.no_grad():
+            linear(X)
+    with torch.no_grad():
+        assert_fresh(linear)
+
+
+def test_a_leaf_made_of_a_weight_that_had_a_graph_gets_its_gradient():
+    model = open_session(nn.Linear(3, 5, bias=False))
+    weight, hyper = model.weight, torch.randn(5, 3, requires_grad=True)
+    weight.requires_grad_(False)
+    weight.copy_(hyper * 2)
+    model(X).sum().backward(retain_graph=True)
+    weight.detach_().requires_grad_(True)
+    model(X).sum().backward()
+    assert weight.grad is not None
+
+
 def test_functions_called_outside_of_any_model_under_no_grad_see_a_write_through_data(linear):
     with torch.no_grad():
         torch.nn.functional.linear(X, linear.weight, linear.bias)
@@ -634,7 +915,7 @@ MODES = {
 
 @pytest.mark.parametrize("second", MODES)
 @pytest.mark.parametrize("first", MODES)
-def test_a_cast_made_in_one_grad_mode_does_not_serve_another(linear, first, second):
+def test_a_result_is_of_the_mode_that_it_was_computed_in(linear, first, second):
     with MODES[first]():
         linear(X)
     with MODES[second]():
@@ -695,6 +976,14 @@ def test_parameters_made_in_inference_mode_are_cast():
         assert_fresh(model)
 
 
+def test_a_sparse_parameter_is_cast():
+    weight = nn.Parameter(torch.eye(3).to_sparse())
+    open_session(nn.Linear(3, 5))
+    for _ in range(2):
+        result = torch.sparse.mm(weight, torch.ones(3, 2))
+        assert torch.equal(result.float(), torch.ones(3, 2))
+
+
 def test_weights_swapped_by_functional_call_are_cast_themselves(linear):
     other = {name: nn.Parameter(param.detach() - 2) for name, param in linear.named_parameters()}
     linear(X)
@@ -743,30 +1032,20 @@ def test_a_transform_inside_of_a_forward_leaves_no_dead_cast_behind():
     assert torch.equal(model.linear.weight.grad, expected)
 
 
-class ShowsCasts(nn.Module):
-    """Keeps the casts of its weight in inference mode and outside of it, in one forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(5, 3))
-
-    def forward(self, x):
-        with torch.inference_mode():
-            self.inside = show_half(self.weight)
-        self.outside = show_half(self.weight)
-        return x
-
-
 @amp.half_function
 def show_half(tensor):
     return tensor
 
 
-def test_a_cast_made_in_inference_mode_serves_nothing_outside_of_it_in_the_same_forward():
-    model = open_session(ShowsCasts())
+@pytest.mark.parametrize("first", MODES)
+def test_a_users_function_that_returns_the_cast_of_a_weight_returns_one_of_its_mode(linear, first):
+    with MODES[first]():
+        linear(X)
+        assert show_half(linear.weight).requires_grad == (first == "grad")
     with torch.no_grad():
-        model(X)
-    assert (model.inside.is_inference(), model.outside.is_inference()) == (True, False)
+        assert not show_half(linear.weight).requires_grad
+    show_half(linear.weight).sum().backward()
+    assert torch.equal(linear.weight.grad, torch.ones(5, 3))
 
 
 # ---- Memory and threads ----
@@ -777,27 +1056,93 @@ def count_half_tensors():
     return sum(type(item) is Tensor and item.dtype is HALF for item in gc.get_objects())
 
 
-def test_the_casts_are_freed_when_the_block_ends():
+@pytest.mark.parametrize("known", [True, False], ids=["given to initialize", "not given"])
+def test_the_casts_are_freed_before_the_step(known):
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    open_session(model, optimizer)
-    before = count_half_tensors()
+    open_session(model, optimizer if known else None)
+    before, inside = count_half_tensors(), []
     loss = model(X).sum()
     assert count_half_tensors() > before
-    with amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    del loss, scaled
+    loss.backward()
+    del loss
+    optimizer.register_step_pre_hook(lambda *_: inside.append(count_half_tensors()))
+    optimizer.step()
+    assert inside == [before]
     assert count_half_tensors() == before
 
 
-def test_the_casts_are_freed_when_the_block_raises():
-    model = nn.Linear(3, 5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    open_session(model, optimizer)
-    before = count_half_tensors()
-    with pytest.raises(KeyError), amp.scale_loss(model(X).sum(), optimizer):
-        raise KeyError
+def test_the_casts_of_parameters_that_are_gone_are_freed_when_an_evaluation_ends(linear):
+    with torch.no_grad():
+        linear(X)
+        before = count_half_tensors()
+        passing = nn.Linear(3, 5)
+        with torch.enable_grad():
+            torch.nn.functional.linear(X, passing.weight)
+        assert count_half_tensors() == before + 1
+        del passing
+        linear(X)
     assert count_half_tensors() == before
+
+
+class OwnSGD:
+    """An optimizer of no class of torch's, whose kernel leaves no trace."""
+
+    def __init__(self, params):
+        self.params = list(params)
+
+    def step(self):
+        torch._fused_sgd_(
+            [param.detach() for param in self.params],
+            [param.grad for param in self.params],
+            [],
+            weight_decay=0.0,
+            momentum=0.0,
+            lr=0.5,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+        )
+
+
+@pytest.mark.parametrize("zero_late", [False, True], ids=["zeroed after", "zeroed before backward"])
+def test_a_step_of_no_optimizer_of_torch_is_seen_after_a_plain_backward(zero_late):
+    model = open_session(nn.Linear(3, 5))
+    optimizer = OwnSGD(model.parameters())
+    for _ in range(3):
+        loss = model(X).sum()
+        if zero_late:
+            model.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if not zero_late:
+            model.zero_grad()
+        assert_fresh(model)
+        with torch.no_grad():
+            assert_fresh(model)
+    for _ in range(2):
+        loss = model(X).sum()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            assert_fresh(model)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_weights_that_moved_or_were_replaced_are_freed(mode):
+    model = open_session(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4)))
+    with mode():
+        model(X)
+    moved = weakref.ref(model[0].weight.untyped_storage())
+    model[0].weight.data = torch.zeros(5, 3)
+    assert moved() is None
+    replaced = weakref.ref(model[1])
+    model[1] = nn.Linear(5, 4)
+    with mode():
+        model(X)
+    gc.collect()
+    assert replaced() is None
 
 
 def test_the_casts_are_freed_by_clear_cache(linear):
@@ -809,11 +1154,12 @@ def test_the_casts_are_freed_by_clear_cache(linear):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_the_casts_are_freed_when_an_evaluation_ends(linear, mode):
+def test_an_evaluation_keeps_one_cast_of_each_weight(linear, mode):
     before = count_half_tensors()
-    with mode():
-        linear(X)
-    assert count_half_tensors() == before
+    for _ in range(3):
+        with mode():
+            linear(X)
+        assert count_half_tensors() == before + 2
 
 
 def test_many_iterations_leave_no_growth():
@@ -836,6 +1182,21 @@ def test_many_iterations_leave_no_growth():
     iterate()
     before = count()
     iterate()
+    assert count() - before <= 2
+
+
+def test_a_model_that_returns_what_it_is_given_leaves_no_growth():
+    model = open_session(nn.Identity())
+    x = torch.ones(2, requires_grad=True) * 2
+
+    def count():
+        gc.collect()
+        return len(gc.get_objects())
+
+    model(x)
+    before = count()
+    for _ in range(50):
+        model(x)
     assert count() - before <= 2
 
 

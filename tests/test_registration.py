@@ -1,11 +1,12 @@
 """Functions that users add to the tables: by decorator or by name, before or after `initialize`."""
 
+import collections
 import copy
 import functools
 import pickle
 import sys
 import types
-from dataclasses import make_dataclass
+from dataclasses import dataclass, make_dataclass
 
 import pytest
 import torch
@@ -574,3 +575,40 @@ def test_an_argument_dtype_of_a_users_function_is_the_users():
 
     amp.initialize(torch.nn.Linear(1, 1), opt_level="O4", verbosity=0)
     assert cast_twice(torch.ones(2).bfloat16(), dtype=torch.float16) == (torch.float32, torch.float16)
+
+
+@dataclass
+class Pair:
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda a, b: ({"a": a, "b": b},),
+        lambda a, b: (collections.deque([a, b]),),
+        lambda a, b: (Pair(a, b),),
+        lambda a, b: ([a, b],),
+        lambda a, b: (a, {"b": b}),
+    ],
+)
+def test_a_promoted_function_of_a_user_is_looked_into_as_the_others_are(hold):
+    seen = []
+
+    @amp.promote_function
+    def function(*args):
+        seen.append(list(find_tensors(args)))
+
+    open_session()
+    function(*hold(full(), half()))
+    assert [tensor.dtype for tensor in seen[0]] == [FULL, FULL]
+
+
+def find_tensors(value):
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    items = vars(value) if isinstance(value, Pair) else value
+    for item in items.values() if isinstance(items, dict) else items:
+        yield from find_tensors(item)

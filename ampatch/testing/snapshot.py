@@ -30,6 +30,7 @@ PLACES = (
     "torch.nn.modules.rnn",
     "torch.amp.autocast_mode.autocast",
     "torch.backends.mha",
+    "torch.cuda.CUDAGraph",
     "torch.compiler.config",
     "torch.fx.graph",
     "torch.jit._recursive",
@@ -42,6 +43,7 @@ PLACES = (
     "torch.optim",
     "torch.optim.Optimizer",
     "torch.optim.lr_scheduler",
+    "torch.utils",
     "torch.utils.checkpoint",
 )
 _OPTIMIZER = "torch.optim.optimizer"  # torch.optim deletes the name of its own submodule
