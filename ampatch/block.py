@@ -46,7 +46,8 @@ class ScaledLoss:
         self._around = torch._C._current_graph_task_id()  # a backward that the block itself is inside of
         for optimizer in self._optimizers:
             optimizer.prepare_backward(self._scale, self._end_by_step)
-        return self._scale.scale(self._loss.float())
+        loss = self._loss
+        return self._scale.scale(loss if loss.dtype is torch.float32 else loss.float())
 
     def __exit__(
         self,
@@ -94,7 +95,8 @@ class ScaledLoss:
             optimizer.end_block = None
 
     def _unscale(self) -> None:
-        found_inf = self._scaler.new_found_inf()
+        looks = self._scaler.is_dynamic or not self._scale.is_identity
+        found_inf = self._scaler.new_found_inf() if looks else None
         # Gradients of parameters that two of the optimizers share.
         done: set[int] | None = set() if len(self._optimizers) > 1 else None
         for optimizer in self._optimizers:

@@ -15,6 +15,9 @@ from ampatch.cast_tree import TensorCast
 from ampatch.precision import ELIGIBLE
 from ampatch.thread import Forward, ThreadState
 
+# Bound here: after a backward the machine has forgotten all of this, and each look-up costs a microsecond.
+_is_distributed = torch.distributed.is_initialized if torch.distributed.is_available() else bool
+
 
 class PendingGraph:
     """Stands for the graph behind a forward's output: lives as long, and notes its first backward.
@@ -91,7 +94,7 @@ class CastState:
 
     def forget_shared(self) -> None:
         """Forgets the cached casts of parameters that may be written unseen."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if _is_distributed():
             self.forget_casts()  # collectives leave no trace, and shards are put together anew
             return
         for cache in self._caches.values():
@@ -107,7 +110,7 @@ class CastState:
         thread.push(forward)
 
     def _begin_forward(self) -> None:
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if "cuda" in self.device_types and torch.cuda.is_current_stream_capturing():
             self.forget_casts()  # a graph must make its own, in its own memory
         if self._begins_iteration():
             self.clear_cache()  # without `scale_loss`, nothing says that a step is one of ours

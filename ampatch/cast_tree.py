@@ -57,7 +57,11 @@ def cast_listed(value: object, cast: TensorCast) -> object:
     """
     if isinstance(value, Tensor):
         return cast(value)
-    return cast_tree(value, cast) if may_hold_tensors(value) else value
+    if not may_hold_tensors(value):
+        return value
+    if type(value) is list and not any(isinstance(item, list | tuple) for item in value):
+        return [cast(item) if isinstance(item, Tensor) else item for item in value]
+    return cast_tree(value, cast)
 
 
 def may_hold_tensors(value: object) -> bool:

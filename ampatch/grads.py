@@ -116,9 +116,13 @@ class EarlierGrads:
         """Changes them while they are away."""
         self._set_aside = [(param, change(earlier)) for param, earlier in self._set_aside]
 
-    @torch.no_grad()
     def give_back(self) -> None:
         """Puts them back, with the new ones added."""
+        if self._set_aside:
+            self._give_back()
+
+    @torch.no_grad()
+    def _give_back(self) -> None:
         set_aside, self._set_aside = self._set_aside, []
         sums, new = [], []
         for param, earlier in set_aside:

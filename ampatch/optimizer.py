@@ -126,10 +126,11 @@ class AmpOptimizer:
         if scale.scaler.is_dynamic:
             self.note(scale.scaler.finish(found_inf, update=True))
 
-    def unscale(self, scale: Scale, found_inf: Tensor, done: set[int] | None) -> None:
+    def unscale(self, scale: Scale, found_inf: Tensor | None, done: set[int] | None) -> None:
         """Unscales the new gradients; no host sync. `end_backward` must follow.
 
-        `done` holds the ids of gradients that other optimizers of the block have unscaled, if there are any.
+        `found_inf` is needed where the scale is no static 1. `done` holds the ids of gradients that other
+        optimizers of the block have unscaled, if there are any.
         """
         if self.delayed is not None:
             self._earlier.give_back()  # scaled as well

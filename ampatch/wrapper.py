@@ -117,6 +117,9 @@ def _wrap_listed(
     if dtype is torch.float32:
         cast_parameter = cast  # most weights are float32: their type is looked at first
 
+    def cast_item(tensor: Tensor) -> Tensor:
+        return cast_parameter(tensor) if type(tensor) is Parameter else cast(tensor)
+
     def wrapper(*args, **kwargs):
         if thread.off and thread.is_off():
             return uncast(*args, **kwargs)
@@ -135,7 +138,7 @@ def _wrap_listed(
             elif kind is Parameter:
                 cast_args.append(cast_parameter(arg))
             else:
-                cast_args.append(arg if kind in SIMPLE else cast_listed(arg, cast))
+                cast_args.append(arg if kind in SIMPLE else cast_listed(arg, cast_item))
         return original(*cast_args, **kwargs)
 
     return wrapper

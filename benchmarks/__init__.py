@@ -1,0 +1,1 @@
+"""Step time, overhead and memory, side by side with what torch itself has: `python -m benchmarks`."""

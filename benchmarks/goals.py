@@ -1,0 +1,135 @@
+"""The goals that results are held against. A run never fails for one: times depend on the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from benchmarks.comparison import Comparison
+from benchmarks.series import Series
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """At most so much for one contender, divided by another; or for itself."""
+
+    what: str
+    group: str
+    subject: str
+    variant: str
+    contender: str
+    base: str | None
+    limit: float
+    half: str
+    device: str | None = "cpu"  # None: on each
+
+    def select(self, comparison: Comparison) -> Series | None:
+        """Returns what the limit is for; None where the comparison does not have it."""
+        found = (comparison.group, comparison.subject, comparison.variant, comparison.setting.half_name)
+        if found != (self.group, self.subject, self.variant, self.half):
+            return None
+        if self.device not in (None, comparison.setting.device):
+            return None
+        wanted = {self.contender, self.base or self.contender}
+        if not wanted <= set(comparison.series):
+            return None
+        if self.base is None:
+            return comparison.series[self.contender]
+        return comparison.divide(self.contender, self.base)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came out for one goal on one setting."""
+
+    goal: Goal
+    comparison: Comparison
+    series: Series
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the median is within the limit."""
+        return self.series.median <= self.goal.limit
+
+    def describe(self) -> dict[str, object]:
+        """The verdict as a result holds it."""
+        return {
+            "what": self.goal.what,
+            "limit": self.goal.limit,
+            "met": self.is_met,
+            **self.comparison.setting.describe(),
+            **self.series.describe(),
+        }
+
+
+def judge(comparisons: Iterable[Comparison]) -> list[Verdict]:
+    """Returns a verdict for each goal and each comparison that has what it is about."""
+    kept = list(comparisons)
+    return [
+        Verdict(goal, comparison, series)
+        for goal in GOALS
+        for comparison in kept
+        if (series := goal.select(comparison)) is not None
+    ]
+
+
+DEEP, WIDE, CONV, TRANSFORMER, LSTM = "deep thin MLP", "wide MLP", "conv net", "transformer", "LSTM"
+SMALL = (CONV, WIDE, LSTM, TRANSFORMER, DEEP)
+LARGE = ("BERT-sized encoder", "ResNet-50-sized net")
+
+# In training O4 and autocast run the same ops of the transformer. In eval autocast on a CPU takes the fused
+# path of nn.TransformerEncoderLayer, in C++; O4 refuses it, because it ignores patched functions.
+TRAIN_LIMITS = {CONV: 1.0, WIDE: 1.0, LSTM: 1.0, TRANSFORMER: 1.05, DEEP: 1.1}
+FLOAT16_LIMITS = {CONV: 1.0, WIDE: 1.0, LSTM: 1.0, DEEP: 1.1}
+
+
+def _step(workload: str, mode: str, ratio: str, limit: float, half: str, device: str = "cpu") -> Goal:
+    contender, _, base = ratio.partition(" / ")
+    what = f"{ratio} step: {workload}, {mode}"
+    return Goal(what, "steps", workload, mode, contender, base, limit, half, device)
+
+
+def _steps() -> Iterator[Goal]:
+    bf16, fp16 = "bfloat16", "float16"
+    yield from (_step(it, "train", "O4 / autocast", TRAIN_LIMITS[it], bf16) for it in SMALL)
+    for mode in ("accumulate 4", "eval"):
+        yield from (_step(it, mode, "O4 / autocast", 0.95, bf16) for it in SMALL)
+    for workload in SMALL:
+        yield _step(workload, "train", "O5 / limit", 1.1 if workload == DEEP else 1.05, bf16)
+    yield from (_step(it, "train", "O1 / autocast", limit, fp16) for it, limit in FLOAT16_LIMITS.items())
+    for workload in LARGE:
+        yield _step(workload, "train", "O1 / autocast", 1.0, fp16, "cuda")
+        yield _step(workload, "train", "O2 / autocast", 0.9, fp16, "cuda")
+
+
+def _micro() -> Iterator[Goal]:
+    for half, level in (("bfloat16", "O4"), ("float16", "O1")):
+        for subject, limit in (("F.linear, float32 input", 1.3), ("F.linear, half input", 1.0)):
+            what = f"cost that {level} adds / cost that autocast adds: {subject}"
+            yield Goal(what, "micro", subject, "added", level, "autocast", limit, half)
+        for op in ("F.relu", "torch.add"):
+            what = f"{level} / unpatched: {op}, which is in no table"
+            yield Goal(what, "micro", op, "whole", level, "unpatched", 1.02, half)
+    for optimizer in ("AdamW, fused", "AdamW, foreach", "AdamW, plain", "SGD, foreach"):
+        for level, limit in (("O1", 1.0), ("O2", 1.3)):
+            subject = "update of 1,000 parameters"
+            what = f"{level} / GradScaler: {subject}, {optimizer}"
+            yield Goal(what, "micro", subject, optimizer, level, "GradScaler", limit, "float16")
+
+
+def _memory() -> Iterator[Goal]:
+    for workload in (*SMALL, *LARGE):
+        what = f"O5 / autocast memory: {workload}"
+        yield Goal(what, "memory", workload, "peak", "O5", "autocast", 1.0, "bfloat16", None)
+
+
+def _syncs() -> Iterator[Goal]:
+    for half, levels in (("bfloat16", ("O4", "O5")), ("float16", ("O1", "O2"))):
+        for level in levels:
+            for optimizer, limit in (("fused optimizer", 0), ("optimizer not fused", 1)):
+                for workload in (*SMALL, *LARGE):
+                    what = f"host syncs a step from {level}, {optimizer}: {workload}"
+                    yield Goal(what, "syncs", workload, optimizer, level, None, limit, half, None)
+
+
+GOALS = (*_steps(), *_micro(), *_memory(), *_syncs())

@@ -1,0 +1,657 @@
+"""The benchmarks: that they compare equal work, count what they say and write what they measured."""
+
+import doctest
+import itertools
+import json
+import re
+import subprocess
+import sys
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # the benchmarks are run from a clone, and are not installed
+
+from ampatch import AmpError  # noqa: E402
+from benchmarks import __main__ as command  # noqa: E402
+from benchmarks import allocation, goals, memory, micro, opening, report, series, syncs, update  # noqa: E402
+from benchmarks.comparison import Comparison  # noqa: E402
+from benchmarks.contender import ACCUMULATE, CONTENDERS, MODES, TRAIN, choose_runnable, open_step  # noqa: E402
+from benchmarks.options import Options  # noqa: E402
+from benchmarks.series import CudaClock, PartClock, Series, run_rounds  # noqa: E402
+from benchmarks.setting import Setting, describe_machine  # noqa: E402
+from benchmarks.workload import WORKLOADS, Workload  # noqa: E402
+
+BF16 = Setting("cpu", torch.bfloat16, 1)
+FP16 = Setting("cpu", torch.float16, 1)
+BATCH, FEATURES, HIDDEN, CLASSES = 32, 16, 24, 10
+
+
+def make_net():
+    return nn.Sequential(
+        nn.Linear(FEATURES, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES)
+    )
+
+
+TINY = Workload("tiny", make_net, (BATCH, FEATURES))
+PRODUCTS = FEATURES * HIDDEN + HIDDEN + HIDDEN * CLASSES + CLASSES  # the numbers in the two Linear layers
+NORMS = 2 * HIDDEN
+
+each_contender = pytest.mark.parametrize(
+    ("setting", "name"),
+    [
+        pytest.param(it, name, id=f"{it.half_name}-{name}")
+        for it in (BF16, FP16)
+        for name in CONTENDERS[it.half]
+    ],
+)
+
+
+# ---- Series ----
+
+
+def test_a_series_says_its_median_and_quartiles():
+    one = Series((4.0, 1.0, 2.0, 3.0, 5.0))
+    assert one.median == 3.0
+    assert one.quartiles == (2.0, 4.0)
+
+
+def test_the_quartiles_of_one_number_are_that_number():
+    assert Series((7.0,)).quartiles == (7.0, 7.0)
+
+
+def test_series_are_divided_and_subtracted_round_by_round():
+    one, other = Series((2.0, 9.0)), Series((1.0, 3.0))
+    assert one.divide(other).values == (2.0, 3.0)
+    assert one.subtract(other).values == (1.0, 6.0)
+    assert one.scale(10).values == (20.0, 90.0)
+
+
+def test_series_of_different_runs_are_refused():
+    with pytest.raises(ValueError, match="shorter"):
+        Series((1.0, 2.0)).divide(Series((1.0,)))
+
+
+def test_a_division_by_zero_is_null_in_json():
+    described = Series((1.0,)).divide(Series((0.0,))).describe()
+    assert described == {"median": None, "p25": None, "p75": None, "rounds": [None]}
+
+
+# ---- Rounds ----
+
+
+def ticking():
+    """A clock that says one second more each time."""
+    return partial(next, itertools.count(1.0))
+
+
+def list_orders(names, rounds):
+    """Returns in which order contenders are opened: first to choose the calls, then in each round."""
+    opened = []
+
+    @contextmanager
+    def open_named(name):
+        opened.append(name)
+        yield lambda: None
+
+    contenders = {name: partial(open_named, name) for name in names}
+    run_rounds(contenders, threads=1, device="cpu", rounds=rounds, seconds=1e-6)
+    return ["".join(opened[at : at + len(names)]) for at in range(0, len(opened), len(names))]
+
+
+def test_contenders_are_interleaved_in_an_order_that_changes():
+    orders = list_orders("abc", 30)
+    assert len(orders) == 1 + 30
+    assert set(orders) == {"".join(order) for order in itertools.permutations("abc")}
+
+
+def test_each_run_has_the_same_orders():
+    assert list_orders("abcde", 4) == list_orders("abcde", 4)
+
+
+def test_a_time_is_that_of_one_call_in_milliseconds(monkeypatch):
+    # A timing lasts one second by this clock: two calls, or the ten that would last five seconds.
+    monkeypatch.setattr(series.timeit, "default_timer", ticking())
+    calls = []
+    opened = partial(yield_step, lambda: calls.append(1))
+    times = run_rounds({"it": opened}, threads=1, device="cpu", rounds=3, seconds=5)
+    assert times["it"].values == (100.0,) * 3
+    # For each: ours to warm up, two of the timer's, and those that are timed.
+    assert len(calls) == 4 * (series.WARMUP_STEPS + 2) + 2 + 3 * 10
+
+
+def test_a_clock_of_a_part_does_not_choose_the_calls(monkeypatch):
+    # It stands still, but the step lasts: two calls take a second, and so do the two that are enough.
+    monkeypatch.setattr(series.timeit, "default_timer", ticking())
+    calls = []
+    opened = partial(yield_step, lambda: calls.append(1))
+    times = run_rounds({"it": opened}, threads=1, device="cpu", rounds=1, seconds=1, clock=PartClock("cpu"))
+    assert times["it"].median == pytest.approx(0, abs=1e-5)  # the timer adds a nanosecond
+    assert len(calls) == 2 * (series.WARMUP_STEPS + 2) + 2 + 2
+
+
+def test_warm_up_and_timing_have_the_threads_of_the_setting():
+    before, found = torch.get_num_threads(), set()
+    opened = partial(yield_step, lambda: found.add(torch.get_num_threads()))
+    run_rounds({"it": opened}, threads=before + 1, device="cpu", rounds=1, seconds=1e-6)
+    assert found == {before + 1}
+    assert torch.get_num_threads() == before
+
+
+@contextmanager
+def yield_step(step):
+    yield step
+
+
+def test_the_clock_of_a_part_stands_still_outside(monkeypatch):
+    monkeypatch.setattr(series.timeit, "default_timer", ticking())
+    clock = PartClock("cpu")
+    before = clock()
+    with clock.run():
+        pass
+    assert (before, clock(), clock()) == (0.0, 1.0, 1.0)
+
+
+@pytest.mark.cuda
+def test_the_clock_of_a_gpu_runs_forward_from_zero():
+    clock = CudaClock()
+    first = clock()
+    torch.ones(64, 64, device="cuda").square_()
+    assert 0 <= first <= clock()
+
+
+@pytest.mark.cuda
+def test_steps_are_timed_on_a_gpu():
+    setting = Setting("cuda", torch.float16, 1)
+    contenders = {
+        name: partial(open_step, kind, TINY, TRAIN, setting)
+        for name, kind in CONTENDERS[torch.float16].items()
+    }
+    times = run_rounds(contenders, threads=1, device="cuda", rounds=1, seconds=1e-3)
+    assert all(one.median > 0 for one in times.values())
+
+
+# ---- Contenders ----
+
+
+def train(name, setting, mode, steps):
+    """Returns how far each parameter moved, and the losses before and after."""
+    trainer = CONTENDERS[setting.half][name](TINY, mode, setting)
+    start = [param.detach().float().clone() for param in trainer.model.parameters()]
+    with trainer.open():
+        step = trainer.choose_step()
+        before = trainer.compute_loss().item()
+        for _ in range(steps):
+            step()
+        after = trainer.compute_loss().item()
+        params = [param.detach().float() for param in trainer.model.parameters()]
+    moved = torch.cat([(new - old).flatten() for new, old in zip(params, start, strict=True)])
+    return moved, before, after
+
+
+@pytest.mark.parametrize("mode", [TRAIN, ACCUMULATE], ids=lambda mode: mode.name)
+@each_contender
+def test_a_contender_does_the_work_of_float32(setting, name, mode):
+    expected, _, loss = train("float32", setting, mode, 20)
+    moved, before, after = train(name, setting, mode, 20)
+    assert after < before
+    if name == "O3":  # AdamW's second moments are below float16's smallest number: steps are too large
+        return
+    # AdamW moves each weight by about the learning rate, whichever the size of its gradient: a gradient
+    # that rounds to the other side of 0 turns one weight around, and a step left out moves them all less.
+    assert after == pytest.approx(loss, abs=0.01)
+    assert torch.cosine_similarity(moved, expected, 0) > 0.97
+    assert moved.norm().item() == pytest.approx(expected.norm().item(), rel=0.03)
+
+
+@each_contender
+def test_a_contender_leaves_torch_as_it_was(setting, name, check_torch):
+    for mode in MODES:
+        with open_step(CONTENDERS[setting.half][name], TINY, mode, setting) as step:
+            step()
+        check_torch()
+
+
+def test_in_eval_no_weight_changes_and_no_graph_is_made():
+    trainer = CONTENDERS[torch.bfloat16]["float32"](TINY, MODES[2], BF16)
+    before = [tensor.clone() for tensor in trainer.model.state_dict().values()]
+    trainer.choose_step()()
+    after = trainer.model.state_dict().values()
+    assert all(torch.equal(new, old) for new, old in zip(after, before, strict=True))
+    assert all(param.grad is None for param in trainer.model.parameters())
+
+
+def test_the_limit_keeps_masters_and_batch_norm_in_float32():
+    limit = CONTENDERS[torch.bfloat16]["limit"](TINY, TRAIN, BF16)
+    limit.train()
+    types = {name: param.dtype for name, param in limit.model.named_parameters()}
+    assert {name for name, dtype in types.items() if dtype is torch.float32} == {"1.weight", "1.bias"}
+    assert {master.dtype for master in limit.list_masters()} == {torch.float32}
+    for param, master in zip(limit.half, limit.masters, strict=True):
+        assert torch.equal(param, master.to(param.dtype))
+
+
+class Broken(CONTENDERS[torch.bfloat16]["float32"]):
+    """Cannot run."""
+
+    def compute_loss(self):
+        raise RuntimeError("no [fast] kernel\nfor this processor")
+
+
+class Mistaken(Broken):
+    """Uses ampatch as it is not meant."""
+
+    def compute_loss(self):
+        raise AmpError("this model was initialized before")
+
+
+def test_a_contender_that_cannot_run_is_left_out_with_the_first_line_of_its_error():
+    kinds = {"autocast": Broken, "O4": CONTENDERS[torch.bfloat16]["O4"]}
+    runnable, failures = choose_runnable(kinds, TINY, TRAIN, BF16)
+    assert list(runnable) == ["O4"]
+    assert failures == {"autocast": "no [fast] kernel"}
+
+
+@pytest.mark.parametrize(("kind", "error"), [(Mistaken, AmpError), (None, TypeError)])
+def test_other_errors_than_torchs_own_end_the_run(kind, error):
+    with pytest.raises(error):
+        choose_runnable({"O4": kind}, TINY, TRAIN, BF16)
+
+
+@pytest.mark.parametrize("setting", [BF16, FP16], ids=lambda setting: setting.half_name)
+def test_all_contenders_but_autocast_can_run_an_lstm(setting):
+    # Processors without avx512_fp16 have no float16 LSTM for torch.autocast.
+    (lstm,) = (workload for workload in WORKLOADS if workload.name == "LSTM")
+    _, failures = choose_runnable(CONTENDERS[setting.half], lstm, TRAIN, setting)
+    assert set(failures) <= ({"autocast"} if setting is FP16 else set())
+
+
+@pytest.mark.cuda
+def test_the_limit_keeps_the_weights_of_an_lstm_in_one_block(recwarn):
+    (lstm,) = (workload for workload in WORKLOADS if workload.name == "LSTM")
+    setting = Setting("cuda", torch.bfloat16, 1)
+    CONTENDERS[torch.bfloat16]["limit"](lstm, TRAIN, setting).train()
+    assert [str(warning.message) for warning in recwarn if "single contiguous" in str(warning.message)] == []
+
+
+# ---- Memory ----
+
+
+def test_the_meter_of_a_cpu_counts_what_is_allocated_and_freed():
+    kept = []
+    for _ in range(2):  # the second time the profiler begins with what the first one left
+        with allocation.make_meter("cpu") as meter:
+            kept.append(torch.empty(1024))
+            with meter.window():
+                large = torch.empty(2048)
+                kept.append(torch.empty(512))
+                del large
+            kept.append(torch.empty(4096))
+        assert meter.allocated == allocation.Allocated(
+            before=1024 * 4, after=(1024 + 512) * 4, peak=(1024 + 2048 + 512) * 4
+        )
+
+
+@pytest.mark.cuda
+def test_the_meter_of_a_gpu_counts_what_is_allocated_and_freed():
+    with allocation.make_meter("cuda") as meter:
+        kept = [torch.empty(1024, device="cuda")]
+        with meter.window():
+            large = torch.empty(2048, device="cuda")
+            kept.append(torch.empty(512, device="cuda"))
+            del large
+    # Blocks of a GPU have whole multiples of 512 bytes.
+    assert meter.allocated == allocation.Allocated(4096, 4096 + 2048, 4096 + 8192 + 2048)
+
+
+@pytest.mark.cuda
+def test_what_cublas_keeps_counts_for_no_contender():
+    torch._C._cuda_clearCublasWorkspaces()
+    with allocation.make_meter("cuda") as meter:
+        layer = nn.Linear(16, 16, device="cuda")
+        inputs = torch.ones(16, 16, device="cuda", requires_grad=True)
+        with meter.window():
+            layer(inputs).sum().backward()
+    assert meter.allocated.peak < 2**20  # a workspace has 8 MiB or more
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "masters", "casts"),
+    [
+        ("float32", 4 * (PRODUCTS + NORMS), 0, 0),
+        ("autocast", 4 * (PRODUCTS + NORMS), 0, 2 * PRODUCTS),
+        ("O5", 2 * PRODUCTS + 4 * NORMS, 4 * PRODUCTS, 0),
+        ("limit", 2 * PRODUCTS + 4 * NORMS, 4 * PRODUCTS, 0),
+    ],
+)
+def test_the_parts_of_memory_are_those_computed_by_hand(name, parameters, masters, casts):
+    parts = memory.measure_parts(CONTENDERS[torch.bfloat16][name], TINY, BF16)
+    assert (parts["parameters"], parts["masters"], parts["casts"]) == (parameters, masters, casts)
+    steps = 4 * len(list(make_net().parameters()))
+    assert parts["optimizer state"] == 2 * 4 * (PRODUCTS + NORMS) + steps
+    assert parts["peak"] > parameters + masters + parts["optimizer state"]
+
+
+# ---- Syncs ----
+
+
+@pytest.mark.parametrize(
+    ("read", "count"),
+    [
+        (lambda tensor: tensor.item(), 1),
+        (lambda tensor: bool(tensor), 1),
+        (lambda tensor: tensor.tolist(), 1),
+        (lambda tensor: torch.equal(tensor, tensor), 1),
+        (lambda tensor: tensor.nonzero(), 1),
+        (lambda tensor: (tensor + 1).sum(), 0),
+    ],
+    ids=["item", "bool", "tolist", "equal", "nonzero", "none"],
+)
+def test_a_read_of_a_value_counts_once(read, count):
+    assert syncs.count_reads(partial(read, torch.ones(1))) == count
+
+
+@pytest.mark.cuda
+def test_a_wait_for_the_gpu_counts_once():
+    tensor = torch.ones(1, device="cuda")
+    assert syncs.count_warnings(lambda: tensor.item()) == 1
+    assert syncs.count_warnings(lambda: tensor + 1) == 0
+    assert torch.cuda.get_sync_debug_mode() == 0
+
+
+# ---- Goals ----
+
+
+def variants(goal):
+    """What a goal's group calls its variants."""
+    return {
+        "steps": {mode.name for mode in MODES},
+        "micro": {"added", "whole", *update.OPTIMIZERS},
+        "memory": set(memory.PARTS),
+        "syncs": set(syncs.OPTIMIZERS),
+    }[goal.group]
+
+
+def subjects(goal):
+    ops = {micro.LINEAR, micro.HALF_LINEAR, update.SUBJECT, *micro.UNLISTED}
+    return ops if goal.group == "micro" else {workload.name for workload in WORKLOADS}
+
+
+@pytest.mark.parametrize("goal", goals.GOALS, ids=lambda goal: goal.what)
+def test_a_goal_is_about_something_that_is_measured(goal):
+    contenders = {
+        *CONTENDERS[getattr(torch, goal.half)],
+        *(["unpatched", "GradScaler"] if goal.group == "micro" else [None]),
+    }
+    assert goal.subject in subjects(goal)
+    assert goal.variant in variants(goal)
+    assert {goal.contender, goal.base} <= contenders
+
+
+def test_no_goal_is_there_twice():
+    keys = [(goal.what, goal.half, goal.device) for goal in goals.GOALS]
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize(("o4", "is_met"), [(0.99, True), (1.0, True), (1.01, False)])
+def test_a_goal_is_met_up_to_its_limit(o4, is_met):
+    times = {"autocast": Series((1.0, 2.0, 1.0)), "O4": Series((o4, 2 * o4, 5.0))}
+    (verdict,) = goals.judge([Comparison("steps", "conv net", "train", "ms", BF16, times)])
+    assert verdict.is_met is is_met
+    assert verdict.describe()["median"] == o4
+
+
+def test_goals_are_judged_for_each_number_of_threads():
+    times = {"autocast": Series((1.0,)), "O4": Series((1.0,))}
+    settings = [Setting("cpu", torch.bfloat16, threads) for threads in (1, 2)]
+    found = goals.judge([Comparison("steps", "LSTM", "train", "ms", it, times) for it in settings])
+    assert [verdict.describe()["threads"] for verdict in found] == [1, 2]
+
+
+def added(by_hand, autocast, o4):
+    """What two contenders add to the time of a call."""
+    times = {"by hand": by_hand, "autocast": autocast, "O4": o4}
+    whole = Comparison(
+        "micro",
+        micro.LINEAR,
+        "whole",
+        "us",
+        BF16,
+        {name: Series(values) for name, values in times.items()},
+        ("by hand", "autocast"),
+    )
+    return whole.less("by hand", "added")
+
+
+def test_added_costs_are_divided_by_their_medians():
+    # Round by round it is 2, 2 and -30, whose median would meet no goal for another reason than noise.
+    comparison = added((3.0, 3.0, 3.0), (4.0, 5.0, 2.9), (5.0, 7.0, 6.0))
+    assert comparison.series["O4"].values == (2.0, 4.0, 3.0)
+    (verdict,) = goals.judge([comparison])
+    assert verdict.series.values == (3.0,)
+    assert not verdict.is_met
+    assert comparison.ratios("O4")["autocast"].values == (3.0,)
+
+
+@pytest.mark.parametrize("autocast", [3.75, 3.8], ids=["less than nothing", "nothing"])
+def test_a_cost_beside_none_is_infinite_and_not_met(autocast):
+    (verdict,) = goals.judge([added((3.8,), (autocast,), (5.1,))])
+    assert not verdict.is_met
+    assert verdict.describe()["median"] is None
+    console = Console(width=140)
+    with console.capture() as capture:
+        console.print(report.make_verdicts([verdict]))
+    assert "inf" in capture.get()
+
+
+def test_what_was_not_measured_is_not_judged():
+    times = {"float32": Series((1.0,)), "O4": Series((1.0,))}
+    assert goals.judge([Comparison("steps", "LSTM", "train", "ms", BF16, times)]) == []
+
+
+# ---- The command ----
+
+QUICK = ["--rounds", "2", "--seconds", "1e-4"]
+SMALLEST = [*QUICK, "--workload", "deep thin MLP", "--mode", "train"]
+
+
+def check_result(path, groups):
+    result = json.loads(path.read_text())
+    assert list(result) == ["schema", "machine", "settings", "rows", "goals"]
+    assert result["schema"] == 1
+    assert result["machine"]["torch"] == torch.__version__
+    assert {row["group"] for row in result["rows"]} == set(groups)
+    for row in result["rows"]:
+        assert row["failure"] is None
+        assert len(row["rounds"]) == (2 if row["group"] in ("steps", "micro") else 1)
+        assert row["p25"] <= row["median"] <= row["p75"]
+        is_difference = row["variant"] in ("added", *update.OPTIMIZERS)
+        rounds = 1 if is_difference else len(row["rounds"])
+        assert all(len(ratio["rounds"]) == rounds for ratio in row["ratios"].values())
+    assert result["goals"]
+    assert all(goal["met"] in (True, False) for goal in result["goals"])
+    return result
+
+
+def test_the_command_prints_tables_and_writes_json(tmp_path):
+    out = tmp_path / "result.json"
+    arguments = [*SMALLEST, "--only", "steps,memory,syncs", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.strip()) == (0, "")
+    for title in ("steps: cpu, bfloat16, 1 thread", "memory: cpu, bfloat16; MiB", "syncs:", "goals"):
+        assert title in done.stdout
+    result = check_result(out, ["steps", "memory", "syncs"])
+    steps = [row for row in result["rows"] if row["group"] == "steps"]
+    assert [row["contender"] for row in steps] == list(CONTENDERS[torch.bfloat16])
+    assert {row["subject"] for row in result["rows"]} == {"deep thin MLP"}
+
+
+def test_the_micro_benchmarks_are_written_too(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(update, "COUNT", 4)
+    monkeypatch.setattr(opening, "LAYERS", 2)
+    monkeypatch.setattr(micro, "CALLS", range(2))
+    out = tmp_path / "result.json"
+    assert command.main([*QUICK, "--only", "micro", "--out", str(out)]) == 0
+    result = check_result(out, ["micro"])
+    levels = [row["contender"] for row in result["rows"] if row["variant"] == "initialize"]
+    assert levels == ["O0", "O1", "O2", "O3", "O4", "O5"]
+    assert "F.linear, half input, added" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workload", "resnet"], r"invalid choice: 'resnet' \(choose from '?deep thin MLP"),
+        (
+            ["--workload", "BERT-sized encoder"],
+            "'BERT-sized encoder': too large for a CPU, add --device cuda",
+        ),
+        (
+            ["--contender", "O4", "--half", "float16"],
+            "none of those in float16, which has 'float32', 'autocast'",
+        ),
+        (["--rounds", "0"], "'0': expected a whole number, 1 or more"),
+        (["--threads", "1", "two"], "'two': expected a whole number, 1 or more"),
+        (["--seconds", "nan"], "'nan': expected seconds, more than 0"),
+        (["--only", "steps,mirco"], "unknown group 'mirco': expected one or more of 'steps', 'micro'"),
+        (["--threads", "99999"], r"--threads 99999: more than the \d+ that this process may use"),
+        (["--only", "micro", "--workload", "LSTM"], "--workload: micro has no choice of them"),
+        (["--only", "micro", "--contender", "O1"], "--contender: micro has no choice of them"),
+        (["--only", "memory,syncs", "--mode", "eval"], "--mode: memory and syncs has no choice of them"),
+        (["--out", "no/such/folder/it.json"], "it.json': cannot be written: No such file or directory"),
+        (["--out", "."], "--out '.': cannot be written: Is a directory"),
+        (["--out", "x" * 300], "cannot be written: File name too long"),
+        (["--half", "float8"], "invalid choice: 'float8'"),
+    ],
+)
+def test_bad_input_ends_with_status_2_and_a_sentence(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.main(arguments)
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_other_bad_input_makes_no_file(tmp_path):
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--threads", "99999", "--out", str(tmp_path / "result.json")])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_contender_that_cannot_run_ends_no_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(CONTENDERS[torch.bfloat16], "autocast", Broken)
+    out = tmp_path / "result.json"
+    arguments = [*SMALLEST, "--only", "steps,memory,syncs", "--contender", "autocast", "O5"]
+    assert command.main([*arguments, "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("deep thin MLP, autocast: cannot run: no [fast] kernel") == 3
+    rows = json.loads(out.read_text())["rows"]
+    for group in ("steps", "memory", "syncs"):
+        failures = {row["contender"]: row["failure"] for row in rows if row["group"] == group}
+        assert failures == {"autocast": "no [fast] kernel", "O5": None}
+    assert all(row["rounds"] == [] for row in rows if row["failure"])
+
+
+def test_a_run_of_none_that_can_run_shows_and_writes_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(CONTENDERS[torch.bfloat16], "autocast", Broken)
+    out = tmp_path / "result.json"
+    arguments = [*SMALLEST, "--only", "steps,memory,syncs", "--contender", "autocast"]
+    assert command.main([*arguments, "--out", str(out)]) == 0
+    assert capsys.readouterr().out.count("cannot run") == 3
+    assert {row["failure"] for row in json.loads(out.read_text())["rows"]} == {"no [fast] kernel"}
+
+
+def test_float32_reads_nothing_more_than_itself(tmp_path, capsys):
+    out = tmp_path / "result.json"
+    arguments = ["--only", "syncs", "--workload", "deep thin MLP", "--contender", "float32"]
+    assert command.main([*arguments, "--out", str(out)]) == 0
+    assert "float32" in capsys.readouterr().out
+    result = json.loads(out.read_text())
+    assert [row["median"] for row in result["rows"]] == [0.0, 0.0]
+    assert result["settings"]["contenders"] == ["float32"]
+
+
+def measure_until_interrupted(options):
+    (setting,) = options.settings
+    yield Comparison("steps", "LSTM", "train", "ms", setting, {"O4": Series((1.5,))})
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_keeps_what_it_has_and_ends_with_status_130(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(command.MEASURES, "steps", measure_until_interrupted)
+    out = tmp_path / "result.json"
+    assert command.main(["--only", "steps", "--out", str(out)]) == 130
+    shown = capsys.readouterr()
+    assert "LSTM, train" in shown.out
+    assert shown.err.strip() == (f"python -m benchmarks: interrupted; {out} has what was measured until then")
+    assert [row["median"] for row in json.loads(out.read_text())["rows"]] == [1.5]
+
+
+def test_a_reader_who_has_enough_loses_no_result(tmp_path):
+    out = tmp_path / "result.json"
+    arguments = ["--only", "syncs", "--workload", "deep thin MLP", "--contender", "O4", "--out", str(out)]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    run.stdout.close()
+    errors = run.stderr.read()
+    run.stderr.close()
+    assert (run.wait(), errors) == (141, "")
+    assert json.loads(out.read_text())["rows"]
+
+
+def test_what_cannot_be_written_is_shown(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setitem(command.MEASURES, "steps", measure_once)
+    monkeypatch.setattr(report, "write", refuse)
+    with pytest.raises(OSError, match="no space left"):
+        command.main(["--only", "steps", "--out", str(tmp_path / "result.json")])
+    assert "LSTM, train" in capsys.readouterr().out
+
+
+def measure_once(options):
+    yield next(measure_until_interrupted(options))
+
+
+def test_without_git_the_commit_is_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    machine = describe_machine()
+    assert machine["commit"] is None
+    assert 1 <= machine["usable_cores"] <= machine["cores"]
+
+
+def test_cuda_without_a_gpu_is_bad_input(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--device", "cuda"])
+    assert "--device cuda: torch finds no GPU" in capsys.readouterr().err
+
+
+def test_the_large_workloads_are_for_gpus():
+    large = {workload.name for workload in WORKLOADS if workload.needs_gpu}
+    assert large
+    assert large.isdisjoint(workload.name for workload in Options().workloads)
+    assert large <= {workload.name for workload in Options(device="cuda").workloads}
+
+
+@pytest.mark.parametrize("module", [report, syncs], ids=lambda module: module.__name__)
+def test_the_examples_in_docstrings_are_true(module):
+    result = doctest.testmod(module)
+    assert result.attempted
+    assert not result.failed
