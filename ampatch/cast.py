@@ -88,23 +88,23 @@ class CastState:
             cache.clear()
 
     def end_iteration(self) -> None:
-        """Begins an iteration: forgets the cached casts of parameters that may be written unseen."""
+        """Begins an iteration: casts of parameters that may be written unseen are made anew."""
         self._graphs.clear()
-        self.forget_shared()
+        self.recheck_casts()
 
-    def forget_shared(self) -> None:
-        """Forgets the cached casts of parameters that may be written unseen."""
+    def recheck_casts(self) -> None:
+        """Has the cached casts of parameters that may be written unseen made anew."""
         if _is_distributed():
             self.forget_casts()  # collectives leave no trace, and shards are put together anew
             return
         for cache in self._caches.values():
-            cache.forget_shared()
+            cache.recheck()
 
     def enter_forward(self, forward: Forward) -> None:
         """Begins a forward of an initialized model, or of a part of it that runs uncast."""
         thread = self.thread
         if thread.forwards and thread.forget_ended():
-            self.forget_shared()  # an earlier forward never came to its end
+            self.recheck_casts()  # an earlier forward never came to its end
         if not thread.forwards:
             self._begin_forward()
         thread.push(forward)

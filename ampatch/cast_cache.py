@@ -34,7 +34,10 @@ def _count_own(requires_grad: bool) -> tuple[int, int]:
     return _count_users(memory._cdata), _count_references(parameter)
 
 
-_OWN = {requires_grad: _count_own(requires_grad) for requires_grad in (False, True)}
+_OWN_USERS = _count_own(requires_grad=False)[0]
+_OWN_REFERENCES = {requires_grad: _count_own(requires_grad)[1] for requires_grad in (False, True)}
+
+SWEEP = 64  # rechecks, after which casts of parameters that are gone are looked for
 
 
 class CastCache:
@@ -42,8 +45,8 @@ class CastCache:
 
     An entry is used only while the parameter is the same object with the same memory, version and
     requires_grad. A write through a tensor that shares the memory and not the version (an earlier
-    `.data`, an array of NumPy) changes none of these. So an iteration ends the casts of parameters whose
-    memory anybody else can reach; a step of any optimizer ends all, since fused ones leave no trace.
+    `.data`, an array of NumPy) changes none of these. So after an iteration a cast is used only if nobody
+    else can reach the memory; a step of any optimizer ends all, since fused ones leave no trace.
 
     A cast is made with gradients on, whatever the mode, and serves every mode: the node behind it saves
     no tensors, and without grad mode nobody asks for it.
@@ -59,48 +62,60 @@ class CastCache:
         # By id: cast, version, pointer, requires_grad, the parameter (kept, so that its id stays its own),
         # and its memory if the cast may outlive an iteration. Plain tuples unpack fastest.
         self._entries: dict[int, tuple] = {}
+        self._waiting: dict[int, tuple] = {}  # entries of iterations that ended, not used since
+        self._rechecks = 0
         self._by_memory: dict[int, list[int]] = {}  # keys of entries; sorted when they are asked for
         self.cast_plain = self._make_cast_plain()
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def clear(self) -> None:
         """Forgets every cast."""
         self._entries.clear()
+        self._waiting.clear()
         self._by_memory.clear()
 
     def forget(self, parameter: Tensor) -> None:
         """Forgets the cast of one parameter."""
-        self._entries.pop(id(parameter), None)
+        self._drop(id(parameter))
+
+    def _drop(self, key: int) -> None:
+        self._entries.pop(key, None)
+        self._waiting.pop(key, None)
 
     def forget_memory(self, tensor: Tensor) -> None:
         """Forgets the casts of the parameters that a tensor shares memory with."""
-        if not self._entries or type(tensor) not in (Tensor, Parameter) or tensor.layout is not torch.strided:
+        if not (self._entries or self._waiting):
+            return
+        if type(tensor) not in (Tensor, Parameter) or tensor.layout is not torch.strided:
             return
         by_memory = self._by_memory or self._sort_by_memory()
         for key in by_memory.get(tensor.untyped_storage()._cdata, ()):
-            self._entries.pop(key, None)
+            self._drop(key)
 
     def _sort_by_memory(self) -> dict[int, list[int]]:
         by_memory: dict[int, list[int]] = {}
-        entries = list(self._entries.items())  # other threads may add some
+        entries = [*list(self._entries.items()), *list(self._waiting.items())]  # other threads may add some
         for key, (*_, parameter, _) in entries:
             by_memory.setdefault(parameter.untyped_storage()._cdata, []).append(key)
-        self._by_memory = by_memory if len(entries) == len(self._entries) else {}
+        is_whole = len(entries) == len(self._entries) + len(self._waiting)
+        self._by_memory = by_memory if is_whole else {}
         return by_memory
 
-    def forget_shared(self) -> None:
-        """Forgets the casts of parameters that may be written unseen, or that nobody else has any more."""
-        for key, (cast, _, _, requires_grad, parameter, memory) in list(self._entries.items()):
-            users, references = _OWN[requires_grad]
-            if (
-                memory is None
-                or _count_users(memory._cdata) > users
-                or _count_references(parameter) <= references
-                or cast._version  # a function of a user's wrote into it
-            ):
-                self._entries.pop(key, None)
+    def recheck(self) -> None:
+        """Has each cast looked at anew before it is used again: its parameter may be written unseen.
+
+        That comes later, because most often a step comes first, and ends them all.
+        """
+        self._waiting.update(self._entries)
+        self._entries.clear()
+        self._rechecks += 1
+        if self._rechecks % SWEEP == 0:
+            self._drop_unowned()
+
+    def _drop_unowned(self) -> None:
+        """Forgets the casts of parameters that nobody else has any more."""
+        for key, (_, _, _, requires_grad, parameter, _) in list(self._waiting.items()):
+            if _count_references(parameter) <= _OWN_REFERENCES[requires_grad]:
+                self._waiting.pop(key, None)
 
     def cast(self, parameter: Tensor) -> Tensor:
         """Returns a parameter in the cache's dtype, cast now or earlier; others as they are."""
@@ -128,6 +143,11 @@ class CastCache:
         return cast_plain
 
     def _make(self, parameter: Tensor) -> Tensor:
+        key = id(parameter)
+        entry = self._waiting.pop(key, None)
+        if entry is not None and _is_as_it_was(parameter, entry):
+            self._entries[key] = entry
+            return entry[0]
         if not self._is_eligible(parameter):
             return parameter
         if parameter.layout is not torch.strided:
@@ -145,10 +165,19 @@ class CastCache:
                 cast = self._convert(parameter)
         # Fake tensors and those of a running torch.func transform are dead once it ends.
         if type(cast) is Tensor and not _is_transformed():
-            self._entries[id(parameter)] = (cast, *state, parameter, _find_memory(parameter))
+            self._entries[key] = (cast, *state, parameter, _find_memory(parameter))
             if self._by_memory:
                 self._by_memory = {}
         return cast
+
+
+def _is_as_it_was(parameter: Tensor, entry: tuple) -> bool:
+    """Whether a cast still holds for sure: nobody else reaches the memory, and no function wrote the cast."""
+    cast, version, pointer, requires_grad, _, memory = entry
+    if memory is None or _count_users(memory._cdata) > _OWN_USERS or cast._version:
+        return False
+    is_same = parameter._version == version and parameter.data_ptr() == pointer
+    return is_same and parameter.requires_grad == requires_grad
 
 
 def _find_memory(parameter: Tensor) -> torch.UntypedStorage | None:
@@ -158,7 +187,8 @@ def _find_memory(parameter: Tensor) -> torch.UntypedStorage | None:
     cast belongs to the graph.
     """
     memory = parameter.untyped_storage()
-    if not (memory.resizable() and parameter.is_leaf):  # NumPy's is not; `detach_` leaves no trace
+    # NumPy's memory is not resizable; `detach_` leaves no trace.
+    if _count_users(memory._cdata) > _OWN_USERS or not (memory.resizable() and parameter.is_leaf):
         return None
     if parameter.is_cuda:
         return None if torch.cuda.is_current_stream_capturing() else memory

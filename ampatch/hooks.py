@@ -102,7 +102,7 @@ def _end_outermost(output: object, state: CastState) -> None:
 
     cast_tree(output, find_node)
     if not nodes:
-        state.forget_shared()
+        state.recheck_casts()
     fresh = [node for node in nodes if not _is_watched(node)]
     if fresh:
         graph = PendingGraph()

@@ -24,6 +24,7 @@ from benchmarks import allocation, goals, memory, micro, opening, report, series
 from benchmarks.comparison import Comparison  # noqa: E402
 from benchmarks.contender import ACCUMULATE, CONTENDERS, MODES, TRAIN, choose_runnable, open_step  # noqa: E402
 from benchmarks.options import Options  # noqa: E402
+from benchmarks.quote import quote  # noqa: E402
 from benchmarks.series import CudaClock, PartClock, Series, run_rounds  # noqa: E402
 from benchmarks.setting import Setting, describe_machine  # noqa: E402
 from benchmarks.workload import WORKLOADS, Workload  # noqa: E402
@@ -655,3 +656,16 @@ def test_the_examples_in_docstrings_are_true(module):
     result = doctest.testmod(module)
     assert result.attempted
     assert not result.failed
+
+
+def test_readme_quotes_the_result_that_is_kept():
+    result = json.loads((ROOT / "benchmarks/results/cpu-bfloat16.json").read_text())
+    assert quote(result) in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/results").glob("*.json")), ids=lambda it: it.stem)
+def test_the_command_that_made_a_result_stands_beside_it(path):
+    table = (ROOT / "benchmarks/results/README.md").read_text()
+    (row,) = [line for line in table.splitlines() if line.startswith(f"| `{path.name}` |")]
+    assert f"--out benchmarks/results/{path.name}" in row
+    assert json.loads(path.read_text())["schema"] == report.SCHEMA
