@@ -191,8 +191,13 @@ def _find_memory(parameter: Tensor) -> torch.UntypedStorage | None:
     if _count_users(memory._cdata) > _OWN_USERS or not (memory.resizable() and parameter.is_leaf):
         return None
     if parameter.is_cuda:
-        return None if torch.cuda.is_current_stream_capturing() else memory
+        return None if is_captured() else memory
     return None if memory.is_shared() else memory
+
+
+def is_captured() -> bool:
+    """Whether a CUDA graph is captured on this thread's stream; fake tensors need no CUDA."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _is_recorded() -> bool:

@@ -357,10 +357,10 @@ def test_master_params_works_without_a_session():
     ("place", "name"),
     [
         (torch.nn.functional, "batch_norm"),
-        (torch.nn.Parameter, "data"),
+        (torch.Tensor, "data"),
         (torch.jit._recursive, "create_script_module"),
     ],
-    ids=["batch_norm", "Parameter.data", "create_script_module"],
+    ids=["batch_norm", "Tensor.data", "create_script_module"],
 )
 def test_what_others_patched_over_is_given_back_once_theirs_is_gone(place, name, level):
     model = torch.nn.Linear(2, 2)
