@@ -157,10 +157,6 @@ class CastState:
 CASTS = CastState()
 
 
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 def _select_eligible(state: CastState, dtype: torch.dtype) -> Callable[[Tensor], bool]:
     sources, devices, is_on_device = ELIGIBLE - {dtype}, state.devices, state.is_on_device
 

@@ -76,7 +76,8 @@ class MasterGrads:
         for pair in self._pairs:
             if pair.grad_used is pair.half.grad:
                 self._set_aside(pair)  # from before that block, which made none
-            pair.grad_used = pair.grad_seen = None
+            else:
+                pair.grad_used = pair.grad_seen = None
 
     def _set_aside(self, pair: MasterParam) -> None:
         half = pair.half
@@ -118,7 +119,8 @@ class MasterGrads:
     def drop(self) -> None:
         """Clears the masters' gradients once every optimizer that steps them has used them.
 
-        Those of the model stay where they are.
+        Those of the model stay where they are. `mark_grad_used` and `clear_master_grad` are written out:
+        this runs for each parameter at each step.
         """
         for pair in self._pairs:
             pair.grad_used = pair.grad_seen = grad = pair.half.grad

@@ -184,7 +184,7 @@ class MasterParams:
 
     def copy_edits_to_model(self) -> None:
         """Rounds the masters that were written outside of a step, as some optimizers do; no host sync."""
-        touched = self._touched
+        touched = self._touched  # `was_master_edited`, written out: this runs before each forward
         edited = [
             pair
             for pair in self.pairs

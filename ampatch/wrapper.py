@@ -41,7 +41,7 @@ def wrap(
     A plain function, not a wrapt wrapper: that one compares equal to what it wraps, so that Dynamo
     takes it for the original and drops its casts. Calls with `out=` go through uncast, because a
     cast result would be written where nobody looks, and so do those of an FP32 function with `dtype=`,
-    which says what the function itself casts to. Positional arguments are searched for tensors in
+    which says what the function itself casts to. Arguments are searched for tensors in
     lists and tuples, which is what torch's own functions take, and in anything if the function is a user's
     (`is_users`). `place` is the (module, qualified name) of the patched attribute, by which the wrapper
     pickles.
@@ -201,11 +201,11 @@ def _wrap_match_self(
     casts = {dtype: get_cast(dtype) for dtype in ELIGIBLE}
 
     def wrapper(*args, **kwargs):
-        target = args[0] if args else kwargs.get("input")
         if thread.off and thread.is_off():
             return uncast(*args, **kwargs)
         if not kwargs and _have_one_dtype(args):
             return original(*args)
+        target = args[0] if args else kwargs.get("input")
         if isinstance(target, Tensor) and target.dtype in ELIGIBLE:
             args, kwargs = cast_tree((args, kwargs), casts[target.dtype])  # type: ignore[misc]
         return original(*args, **kwargs)
@@ -220,9 +220,9 @@ def _wrap_in_place(
     functional = name.rpartition(".")[2].rstrip("_")
 
     def wrapper(*args, **kwargs):
-        target = args[0] if args else kwargs.get("input")
         if thread.off and thread.is_off():
             return uncast(*args, **kwargs)
+        target = args[0] if args else kwargs.get("input")
         if not isinstance(target, Tensor) or target.dtype not in HALF_TYPES:
             return original(*args, **kwargs)
         if target.device.type in state.device_types:
