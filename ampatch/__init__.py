@@ -1,5 +1,6 @@
 """Mixed precision for PyTorch scripts by opt level, with an exact way back."""
 
+from ampatch.cast_counter import CastCounts
 from ampatch.errors import (
     AmpError,
     AmpTypeError,
@@ -23,11 +24,18 @@ from ampatch.frontend import (
     step_was_skipped,
     uninitialize,
 )
-from ampatch.inspection import loss_scalers, master_pairs, observe, report
+from ampatch.inspection import (
+    backward_outcomes,
+    cast_counts,
+    loss_scalers,
+    master_pairs,
+    observe,
+    report,
+)
 from ampatch.loss_scale import DynamicLossScale
 from ampatch.observe import Observer
 from ampatch.policy import OPT_LEVELS, Policy
-from ampatch.scaler import LossScaler
+from ampatch.scaler import BackwardOutcome, LossScaler
 from ampatch.user_functions import (
     bfloat16_function,
     explain,
@@ -47,7 +55,9 @@ __all__ = [
     "AmpError",
     "AmpTypeError",
     "AmpValueError",
+    "BackwardOutcome",
     "BannedFunctionError",
+    "CastCounts",
     "DynamicLossScale",
     "LossScaler",
     "NotInitializedError",
@@ -55,7 +65,9 @@ __all__ = [
     "PatchConflictError",
     "Policy",
     "TableError",
+    "backward_outcomes",
     "bfloat16_function",
+    "cast_counts",
     "clear_cache",
     "disable_casts",
     "explain",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
 from ampatch.policy import Policy, find_level
+from ampatch.scaler import BackwardOutcome
 
 logger = logging.getLogger("ampatch")
 
@@ -33,3 +35,34 @@ def format_overflow(loss_id: int, before: float, after: float) -> str:
     """The line for one skipped step."""
     scale = f"reducing loss scale to {after}" if after < before else f"keeping loss scale at {after}"
     return f"Gradient overflow.  Skipping step, loss scaler {loss_id} {scale}"
+
+
+class Announcer:
+    """Announces the calls and the overflows of a session."""
+
+    def __init__(self) -> None:
+        self._unannounced: list[BackwardOutcome] = []
+        self._said_slow = False
+
+    def announce(self, policy: Policy, device_types: set[str]) -> None:
+        """Says what a call does, and once that float16 is slow on a CPU."""
+        say(format_banner(policy))
+        if policy.half is torch.float16 and "cpu" in device_types and not self._said_slow:
+            self._said_slow = True
+            logger.warning(
+                "%s computes in float16, which is slow on a CPU: O4 and O5 (bfloat16) are the fast levels",
+                policy.opt_level,
+            )
+
+    def announce_overflows(self, outcomes: Sequence[BackwardOutcome]) -> None:
+        """Says a line for each overflow, of these outcomes or earlier ones, that the device has told of."""
+        self._unannounced += [outcome for outcome in outcomes if not outcome.was_announced]
+        waiting = []
+        for outcome in self._unannounced:
+            values = outcome.poll()
+            if values is None:
+                waiting.append(outcome)
+            elif values[0] and not outcome.was_announced:
+                outcome.was_announced = True
+                say(format_overflow(outcome.loss_id, *values[1:]))
+        self._unannounced = waiting

@@ -27,6 +27,7 @@ class ScaledLoss:
         optimizers: Sequence[AmpOptimizer],
         scaler: LossScaler,
         end_iteration: Callable[[], None],
+        tell_end: Callable[[int], None] | None,
         *,
         delay_unscale: bool,
         delay_overflow_check: bool,
@@ -38,6 +39,7 @@ class ScaledLoss:
         self._is_over = False
         self._around = -1
         self._end_iteration = end_iteration
+        self._tell_end = tell_end
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
 
@@ -87,6 +89,8 @@ class ScaledLoss:
                 optimizer.delay(self._scale)
         else:
             self._unscale()
+        if self._tell_end is not None:
+            self._tell_end(self._scaler.loss_id)
 
     def _close(self) -> None:
         self._is_over = True

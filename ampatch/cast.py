@@ -100,6 +100,11 @@ class CastState:
         for cache in self._caches.values():
             cache.recheck()
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the casts that are kept."""
+        return sum(cache.nbytes for cache in self._caches.values())
+
     def enter_forward(self, forward: Forward) -> None:
         """Begins a forward of an initialized model, or of a part of it that runs uncast."""
         thread = self.thread

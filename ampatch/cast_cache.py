@@ -64,8 +64,14 @@ class CastCache:
         self._entries: dict[int, tuple] = {}
         self._waiting: dict[int, tuple] = {}  # entries of iterations that ended, not used since
         self._rechecks = 0
+        self.made = 0  # casts of parameters, ever
         self._by_memory: dict[int, list[int]] = {}  # keys of entries; sorted when they are asked for
         self.cast_plain = self._make_cast_plain()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the casts that are kept."""
+        return sum(entry[0].nbytes for entry in [*self._entries.values(), *self._waiting.values()])
 
     def clear(self) -> None:
         """Forgets every cast."""
@@ -122,7 +128,10 @@ class CastCache:
         # Without grad mode and outside of a forward nothing says when an iteration ends.
         if (is_grad_enabled() or self._thread.forwards) and not _is_recorded():
             return self.cast_plain(parameter)
-        return self._convert(parameter) if self._is_eligible(parameter) else parameter
+        if not self._is_eligible(parameter):
+            return parameter
+        self.made += 1
+        return self._convert(parameter)
 
     def _make_cast_plain(self) -> Callable[[Tensor], Tensor]:
         find, make = self._entries.get, self._make
@@ -150,6 +159,7 @@ class CastCache:
             return entry[0]
         if not self._is_eligible(parameter):
             return parameter
+        self.made += 1
         if parameter.layout is not torch.strided:
             return self._convert(parameter)
         try:

@@ -158,12 +158,13 @@ def scale_loss(
     amp_optimizers = list({id(amp_optimizer): amp_optimizer for amp_optimizer, _ in found}.values())
     scaler = _pick(call.scalers, loss_id)
     for observer in SESSION.observers:
-        observer.on_loss(loss.detach(), loss_id)
+        observer.on_loss(loss.detach(), scaler.loss_id)
     return ScaledLoss(
         loss,
         amp_optimizers,
         scaler,
         SESSION.casts.end_iteration,
+        SESSION.tell_backward if SESSION.observers else None,
         delay_unscale=delay_unscale,
         delay_overflow_check=delay_overflow_check,
     )

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from ampatch.cast_counter import CastCounts
 from ampatch.observe import Observer
-from ampatch.scaler import LossScaler
+from ampatch.scaler import BackwardOutcome, LossScaler
 from ampatch.session import SESSION
 
 
@@ -28,6 +29,27 @@ def loss_scalers() -> tuple[LossScaler, ...]:
     """Returns the loss scalers of the session, numbered as `state_dict` numbers them."""
     SESSION.require_open()
     return tuple(SESSION.scalers())
+
+
+def backward_outcomes(optimizer: object) -> tuple[BackwardOutcome, ...]:
+    """Returns what the backward passes did that led to the optimizer's last step, for dynamic scales.
+
+    A `BackwardOutcome` knows whether its pass overflowed and the scale before and after: `poll` says it
+    when the device has delivered it, without a host sync. A static scale looks for no overflow, and has none.
+    """
+    SESSION.require_open()
+    return () if SESSION.is_passive((optimizer,)) else tuple(SESSION.find(optimizer)[0].last_outcomes)
+
+
+def cast_counts() -> CastCounts:
+    """Returns how many casts patched functions used since the session opened, and what is kept of them.
+
+    Counted only if an `Observer` with `counts_casts` watched when it opened, and outside of compiled code;
+    the bytes are always told.
+    """
+    counter = SESSION.torch_patch.counter
+    made, reused = (counter.made, counter.reused) if counter else (0, 0)
+    return CastCounts(made, reused, SESSION.casts.nbytes)
 
 
 def report(**metrics: object) -> None:

@@ -19,7 +19,7 @@ from ampatch.grads import EarlierGrads, find_grads
 from ampatch.local_grads import LocalGrads
 from ampatch.master_grads import MasterGrads, clear_master_grad
 from ampatch.masters import MasterParams
-from ampatch.scaler import Outcome, Scale
+from ampatch.scaler import BackwardOutcome, Scale
 from ampatch.skip import SkipStep
 from ampatch.step_listener import StepListener
 from ampatch.thread import is_running
@@ -38,8 +38,8 @@ class AmpOptimizer:
         self.masters = masters
         self._grads = MasterGrads(masters.pairs)
         self._listener = listener
-        self._pending: list[Outcome] = []  # of the blocks since the last step
-        self.last_outcomes: list[Outcome] = []  # of the blocks that led to the last step
+        self._pending: list[BackwardOutcome] = []  # of the blocks since the last step
+        self.last_outcomes: list[BackwardOutcome] = []  # of the blocks that led to the last step
         self.end_block: Callable[[], None] | None = None  # ends the block that is open
         self.delayed: Scale | None = None  # what the gradients are still scaled by
         self.local = LocalGrads()
@@ -173,7 +173,7 @@ class AmpOptimizer:
         self._earlier.give_back()
         self._grads.end()
 
-    def note(self, outcome: Outcome) -> None:
+    def note(self, outcome: BackwardOutcome) -> None:
         """Remembers what a block did, for the next step to skip or not."""
         self._pending.append(outcome)
 
@@ -187,6 +187,7 @@ class AmpOptimizer:
         if self._step is not None and is_running(self._step):
             return None
         self._step = sys._getframe(1)
+        self._listener.begin_step(self)
         self.last_outcomes = []
         self._skip.begin(optimizer)
         self._before_update(optimizer)
@@ -227,7 +228,7 @@ class AmpOptimizer:
 
     def was_skipped(self) -> bool:
         """Whether the last step was skipped; one host sync if the optimizer skips on the device."""
-        return Outcome.read_all(self.last_outcomes)
+        return BackwardOutcome.read_all(self.last_outcomes)
 
     def _follow_model_grads(self) -> None:
         if not self._grads.follow() or self._warned:

@@ -13,7 +13,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from ampatch.loss_scale import DynamicLossScale, LossScale, parse_loss_scale, validate_scale
 
 
-class Outcome:
+class BackwardOutcome:
     """What one backward pass did: whether it overflowed, and the scale before and after.
 
     Lives on the device as three numbers. `read` costs one host sync, once;
@@ -44,7 +44,7 @@ class Outcome:
         self._values = (numbers[0] > 0, numbers[1], numbers[2])
 
     @staticmethod
-    def read_all(outcomes: Iterable[Outcome]) -> bool:
+    def read_all(outcomes: Iterable[BackwardOutcome]) -> bool:
         """Says whether any pass overflowed; one host sync for all of them together."""
         outcomes = list(outcomes)
         unread = [outcome for outcome in outcomes if outcome._values is None]
@@ -55,7 +55,7 @@ class Outcome:
         return any(outcome.read()[0] for outcome in outcomes)
 
     @staticmethod
-    def combine(outcomes: Iterable[Outcome]) -> Tensor:
+    def combine(outcomes: Iterable[BackwardOutcome]) -> Tensor:
         """Returns 1 if any pass overflowed, else 0, on the device."""
         # Fused kernels compare found_inf to 1, so that a sum of two overflows would go unnoticed.
         return functools.reduce(torch.maximum, [outcome.found_inf for outcome in outcomes])
@@ -145,8 +145,8 @@ class LossScaler:
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self._hysteresis_tracker = torch.full_like(self._growth_tracker, self._hysteresis)
         self._carried: Tensor | None = None  # found_inf of exits that left the scale alone
-        self._waiting: WeakSet[Outcome] = WeakSet()  # what these returned, while somebody keeps it
-        self._last: Outcome | None = None
+        self._waiting: WeakSet[BackwardOutcome] = WeakSet()  # what these returned, while somebody keeps it
+        self._last: BackwardOutcome | None = None
         self.set_scale(config.init_scale if isinstance(config, DynamicLossScale) else config.value)
 
     def __getstate__(self) -> dict[str, object]:
@@ -194,7 +194,7 @@ class LossScaler:
         """A zero, to be set to 1 by `unscale_` where a gradient is not finite."""
         return torch.zeros((), dtype=torch.float32, device=self._device)
 
-    def finish(self, found_inf: Tensor, *, update: bool) -> Outcome:
+    def finish(self, found_inf: Tensor, *, update: bool) -> BackwardOutcome:
         """Ends a backward pass: updates the scale by `found_inf` and returns what happened.
 
         Without `update` the scale stays, and the overflow counts at the next pass that updates.
@@ -204,7 +204,7 @@ class LossScaler:
         self._carry(found_inf)
         if update:
             self._update_by_carried()
-        outcome = Outcome(self.loss_id, found_inf, before, self._value)
+        outcome = BackwardOutcome(self.loss_id, found_inf, before, self._value)
         if not update:
             self._waiting.add(outcome)
         self._last = outcome

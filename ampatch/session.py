@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from types import FrameType
@@ -11,7 +10,7 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from ampatch.announce import format_banner, format_overflow, say
+from ampatch.announce import Announcer, say
 from ampatch.call import (
     Call,
     Request,
@@ -37,14 +36,12 @@ from ampatch.optimizer_state import lower_state, raise_state
 from ampatch.patcher import Patcher
 from ampatch.precision import HALF_TYPES
 from ampatch.refresh import RefreshWeights
-from ampatch.scaler import LossScaler, Outcome
+from ampatch.scaler import LossScaler
 from ampatch.scripting import ScriptModels
 from ampatch.step_listener import StepListener
 from ampatch.torch_patch import TorchPatch
 from ampatch.values import Float32Values
 from ampatch.whole_step import WholeStep, needs_whole_step
-
-logger = logging.getLogger("ampatch")
 
 
 class Session(StepListener):
@@ -71,9 +68,8 @@ class Session(StepListener):
         self._values = Float32Values()
         self._calls: list[Call] = []
         self._by_optimizer: dict[int, tuple[object, AmpOptimizer, Call]] = {}
-        self._unannounced: list[Outcome] = []
+        self._announcer = Announcer()
         self._passive: list[object] = []  # what calls with enabled=False were given
-        self._said_slow = False
         self.is_disabled = False
 
     @property
@@ -117,13 +113,17 @@ class Session(StepListener):
                     undo.callback(model.register_forward_pre_hook(refresh).remove)
             if request.policy.patch_torch_functions:
                 trace = say if request.verbosity >= 2 else None
+                if any(observer.counts_casts for observer in self.observers):
+                    self.torch_patch.count_casts()
                 self.torch_patch.open(request.policy, request.models, device_types(request), trace, undo)
             self._calls.append(call)
             undo.callback(self._calls.remove, call)
             self._passive = [item for item in self._passive if id(item) not in self._by_optimizer]
-            self._announce(request)
+            if request.verbosity >= 1:
+                self._announcer.announce(request.policy, device_types(request))
             for observer in self.observers:
                 observer.on_initialize(request.policy)
+                observer.on_objects(request.models, request.optimizers)
             self._undo.push(undo.pop_all())
         # Nothing raises from here on: what follows cannot be undone exactly.
         if request.policy.is_pure_half:
@@ -203,6 +203,15 @@ class Session(StepListener):
 
     # Running
 
+    def tell_backward(self, loss_id: int) -> None:
+        """Tells observers that a block of `scale_loss` has ended."""
+        for observer in self.observers:
+            observer.on_backward(loss_id)
+
+    def begin_step(self, optimizer: AmpOptimizer) -> None:
+        for observer in self.observers:
+            observer.on_step_begin(optimizer.optimizer)
+
     def enter_step(self, frame: FrameType) -> None:
         self.casts.thread.begin_step(frame)
 
@@ -212,23 +221,10 @@ class Session(StepListener):
     def exit_step(self, optimizer: AmpOptimizer) -> None:
         self.casts.thread.end_step()
         self.casts.clear_cache()
-        self._announce_overflows(optimizer)
+        if self.find(optimizer.optimizer)[1].request.verbosity >= 1:
+            self._announcer.announce_overflows(optimizer.last_outcomes)
         for observer in self.observers:
             observer.on_step(optimizer.optimizer)
-
-    def _announce_overflows(self, optimizer: AmpOptimizer) -> None:
-        if self.find(optimizer.optimizer)[1].request.verbosity < 1:
-            return
-        self._unannounced += [outcome for outcome in optimizer.last_outcomes if not outcome.was_announced]
-        waiting = []
-        for outcome in self._unannounced:
-            values = outcome.poll()
-            if values is None:
-                waiting.append(outcome)
-            elif values[0] and not outcome.was_announced:
-                outcome.was_announced = True
-                say(format_overflow(outcome.loss_id, *values[1:]))
-        self._unannounced = waiting
 
     def find(self, optimizer: object, index: int = 0) -> tuple[AmpOptimizer, Call]:
         """Returns what is kept for an optimizer; raises for one that `initialize` did not return."""
@@ -280,18 +276,6 @@ class Session(StepListener):
             stack.push(self._undo)
             for observer in self.observers:
                 stack.callback(observer.on_uninitialize)
-
-    def _announce(self, request: Request) -> None:
-        if request.verbosity < 1:
-            return
-        say(format_banner(request.policy))
-        slow = request.policy.half is torch.float16 and "cpu" in device_types(request)
-        if slow and not self._said_slow:
-            self._said_slow = True
-            logger.warning(
-                "%s computes in float16, which is slow on a CPU: O4 and O5 (bfloat16) are the fast levels",
-                request.policy.opt_level,
-            )
 
 
 # The one session of this process: torch's namespace is one, so what changes it is one as well.

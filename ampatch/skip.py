@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampatch.scaler import Outcome
+from ampatch.scaler import BackwardOutcome
 
 
 class SkipStep:
@@ -28,14 +28,14 @@ class SkipStep:
         vars(optimizer).pop("found_inf", None)
 
     def skip_after_overflow(
-        self, optimizer: Optimizer, params: Sequence[Tensor], outcomes: list[Outcome]
+        self, optimizer: Optimizer, params: Sequence[Tensor], outcomes: list[BackwardOutcome]
     ) -> None:
         """Has the step that begins change nothing if any outcome is an overflow."""
         takes_found_inf = getattr(optimizer, "_step_supports_amp_scaling", False)
         new = self._find_new(optimizer, params) if takes_found_inf else []
         if takes_found_inf and not new:
-            optimizer.found_inf = Outcome.combine(outcomes)  # type: ignore[attr-defined]
-        elif Outcome.read_all(outcomes):
+            optimizer.found_inf = BackwardOutcome.combine(outcomes)  # type: ignore[attr-defined]
+        elif BackwardOutcome.read_all(outcomes):
             self._hide_grads(params)
         else:
             self._stepped.update(map(id, new))

@@ -9,6 +9,9 @@ from types import FrameType
 class StepListener:
     """Is told when an optimizer's step begins and ends; the session overrides these."""
 
+    def begin_step(self, optimizer: object) -> None:
+        """Called before anything is done in a step."""
+
     def enter_step(self, frame: FrameType) -> None:
         """Called before the optimizer reads gradients, with the call that runs the step."""
 

@@ -13,6 +13,7 @@ from ampatch.attention import allow_fast_path
 from ampatch.autocast import patch_autocast
 from ampatch.bound_names import BoundNames
 from ampatch.cast import CastState
+from ampatch.cast_counter import CastCounter
 from ampatch.compiling import forget_graphs, prepare_compiler, restore_compiler, tag_caches, trace_methods
 from ampatch.errors import AmpValueError
 from ampatch.graph_names import GraphNames
@@ -36,6 +37,7 @@ class TorchPatch(RetriedPatch):
         self._names = BoundNames()
         self._rows: tuple[object, list[tuple[Place, Row]]] = (None, [])
         self._graph_names = GraphNames()
+        self.counter: CastCounter | None = None  # of the casts of this session, if somebody asks
 
     def validate(self, policy: Policy) -> None:
         """Raises if torch is patched for another half type already."""
@@ -106,7 +108,10 @@ class TorchPatch(RetriedPatch):
                 continue
             original = patcher.find_original(parent, attribute)
             place = qualify(parent, attribute)
-            wrapper = wrap(original, row.cast, self._casts, policy.half, place=place, trace=trace)
+            counter = self.counter
+            wrapper = wrap(
+                original, row.cast, self._casts, policy.half, place=place, trace=trace, counter=counter
+            )
             patcher.replace(parent, attribute, wrapper)
             names.add(wrapper, original)
             self._graph_names.add(original, place)
@@ -118,8 +123,13 @@ class TorchPatch(RetriedPatch):
             self._rows = lists.TABLES, place_rows(lists.TABLES, torch.__version__)
         return self._rows[1]
 
+    def count_casts(self) -> None:
+        """Has casts counted; call it before torch is patched."""
+        self.counter = self.counter or CastCounter()
+
     def forget(self) -> None:
         """Stops casting."""
+        self.counter = None
         self._casts.close()
 
     @property

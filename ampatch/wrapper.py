@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from ampatch.cast import Casts, CastState, cast_eligible
 from ampatch.cast_cache import count_modes, is_grad_enabled, tracing_state
+from ampatch.cast_counter import CastCounter
 from ampatch.cast_tree import TensorCast, cast_listed, cast_tree, may_hold_tensors
 from ampatch.custom import CUSTOM_CASTS, where_refused
 from ampatch.errors import BannedFunctionError
@@ -34,6 +35,7 @@ def wrap(
     *,
     place: tuple[str | None, str],
     trace: Callable[[str], None] | None = None,
+    counter: CastCounter | None = None,
     is_users: bool = False,
 ) -> Function:
     """Returns `original` with its floating arguments cast as `kind` says.
@@ -43,16 +45,19 @@ def wrap(
     cast result would be written where nobody looks, and so do those of an FP32 function with `dtype=`,
     which says what the function itself casts to. Arguments are searched for tensors in
     lists and tuples, which is what torch's own functions take, and in anything if the function is a user's
-    (`is_users`). `place` is the (module, qualified name) of the patched attribute, by which the wrapper
-    pickles.
+    (`is_users`). `trace` is told of each cast, and `counter` counts them. `place` is the (module, qualified
+    name) of the patched attribute, by which the wrapper pickles.
     """
     name = ".".join(filter(None, place))
     uncast = keep_uncast(original, place)
 
+    def watch(cast: TensorCast, dtype: torch.dtype) -> TensorCast:
+        cast = counter.watch(cast, state.get_cache(dtype)) if counter else cast
+        return _traced(cast, name, trace) if trace else cast
+
     def get_cast(dtype: torch.dtype) -> TensorCast:
         cast = cast_eligible(state, dtype).any
-        cast = _without_grad(cast) if is_users else cast
-        return _traced(cast, name, trace) if trace else cast
+        return watch(_without_grad(cast) if is_users else cast, dtype)
 
     dtype = half if kind is Cast.LOWER else torch.float32
     if kind not in (Cast.LOWER, Cast.FP32):
@@ -60,7 +65,7 @@ def wrap(
     elif is_users:
         wrapper = _wrap_users(original, uncast, state, get_cast(dtype))
     else:
-        casts = Casts(*[get_cast(dtype)] * 3) if trace else cast_eligible(state, dtype)
+        casts = Casts(*[watch(cast, dtype) for cast in cast_eligible(state, dtype)])
         wrapper = _wrap_listed(original, uncast, state, dtype, casts, has_dtype=kind is Cast.FP32)
     functools.update_wrapper(wrapper, original)
     wrapper.__module__, wrapper.__qualname__ = place

@@ -9,8 +9,6 @@ from torch import nn
 import ampatch as amp
 from nets import EVERY_LEVEL, X
 
-UNROUNDED = ["O0", "O1", "O2", "O4", "O5"]  # O3 keeps no float32 values
-
 
 def make():
     model = nn.Linear(3, 2)

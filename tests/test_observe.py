@@ -8,8 +8,6 @@ import ampatch as amp
 from nets import FULL, X, make_trained
 from pictures import assert_same_picture, picture, picture_torch
 
-UNROUNDED = ["O0", "O1", "O2", "O4", "O5"]  # O3 keeps no float32 values
-
 
 def make():
     model = nn.Linear(3, 2)
@@ -27,9 +25,18 @@ class Recorder(amp.Observer):
     def on_initialize(self, policy):
         self.events.append(("initialize", policy.opt_level))
 
+    def on_objects(self, models, optimizers):
+        self.events.append(("objects", models, optimizers))
+
     def on_loss(self, loss, loss_id):
         self.events.append(("loss", loss.item(), loss_id))
         assert not loss.requires_grad
+
+    def on_backward(self, loss_id):
+        self.events.append(("backward", loss_id))
+
+    def on_step_begin(self, optimizer):
+        self.events.append(("step begins", optimizer))
 
     def on_step(self, optimizer):
         self.events.append(("step", optimizer))
@@ -54,7 +61,10 @@ def test_an_observer_is_told_what_happens_in_order():
         amp.uninitialize()
     assert recorder.events == [
         ("initialize", "O1"),
+        ("objects", (model,), (optimizer,)),
         ("loss", loss.item(), 1),
+        ("backward", 1),
+        ("step begins", optimizer),
         ("step", optimizer),
         ("report", {"accuracy": 0.5}),
         ("uninitialize",),
@@ -69,7 +79,67 @@ def test_an_observer_is_told_of_skipped_steps_too():
         with amp.scale_loss(model(X).sum() * float("inf"), optimizer) as scaled:
             scaled.backward()
         optimizer.step()
-    assert [event[0] for event in recorder.events] == ["loss", "step"]
+    assert [event[0] for event in recorder.events] == ["loss", "backward", "step begins", "step"]
+
+
+def test_a_block_that_raises_has_no_backward_to_tell_of():
+    recorder = Recorder()
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    with amp.observe(recorder), pytest.raises(Boom), amp.scale_loss(model(X).sum(), optimizer):
+        raise Boom
+    assert [event[0] for event in recorder.events] == ["loss"]
+
+
+def test_losses_of_several_calls_have_numbers_of_their_own():
+    recorder = Recorder()
+    with amp.observe(recorder):
+        for _ in range(2):
+            model, optimizer = make()
+            amp.initialize(model, optimizer, opt_level="O0", num_losses=2, verbosity=0)
+        with amp.scale_loss(model(X).sum(), optimizer, loss_id=1) as scaled:
+            scaled.backward()
+    assert [event[-1] for event in recorder.events if event[0] in ("loss", "backward")] == [3, 3]
+
+
+def test_the_step_begins_before_gradients_are_looked_at():
+    class LookAtGrads(amp.Observer):
+        def on_step_begin(self, optimizer):
+            self.grad = model.weight.grad.clone()
+
+    observer = LookAtGrads()
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale=4.0, verbosity=0)
+    with amp.observe(observer):
+        with amp.scale_loss(model(X).float().sum(), optimizer, delay_unscale=True) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert torch.equal(observer.grad, 4 * model.weight.grad)
+
+
+def test_outcomes_of_a_step_say_what_its_backward_passes_did():
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O1", num_losses=2, verbosity=0)
+    for loss_id, factor in ((0, 0.01), (1, float("inf"))):
+        with amp.scale_loss(model(X).float().sum() * factor, optimizer, loss_id=loss_id) as scaled:
+            scaled.backward()
+    optimizer.step()
+    outcomes = amp.backward_outcomes(optimizer)
+    assert [(it.loss_id, it.poll()) for it in outcomes] == [
+        (0, (False, 65536.0, 65536.0)),
+        (1, (True, 65536.0, 32768.0)),
+    ]
+    optimizer.step()
+    assert amp.backward_outcomes(optimizer) == ()
+
+
+def test_a_static_scale_has_no_outcomes():
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    with amp.scale_loss(model(X).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert amp.backward_outcomes(optimizer) == ()
 
 
 def test_an_observer_is_told_nothing_outside_of_its_block():
