@@ -1,5 +1,10 @@
 """Mixed precision for PyTorch scripts by opt level, with an exact way back."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
 from ampatch.cast_counter import CastCounts
 from ampatch.errors import (
     AmpError,
@@ -48,6 +53,9 @@ from ampatch.user_functions import (
     register_promote_function,
 )
 
+if TYPE_CHECKING:
+    from ampatch.sweeps.function import sweep
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -91,5 +99,13 @@ __all__ = [
     "set_loss_scale",
     "state_dict",
     "step_was_skipped",
+    "sweep",
     "uninitialize",
 ]
+
+
+def __getattr__(name: str) -> object:
+    # Loaded when it is asked for: it stands on the other names, and most scripts need none of it.
+    if name == "sweep":
+        return importlib.import_module("ampatch.sweeps.function").sweep
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

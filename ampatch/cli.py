@@ -1,6 +1,7 @@
 """The command line: `ampatch COMMAND ...`, the same as `python -m ampatch COMMAND ...`."""
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -10,12 +11,12 @@ from typing import NoReturn
 from ampatch import AmpError, __version__, show_lists
 from ampatch.apex import check_command as check
 from ampatch.run import command as run
-from ampatch.sweep import command as sweep
+from ampatch.sweeps import command as sweep
 
 BAD_INPUT = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
-
+NEARLY_THE_SAME = 0.8  # as options are that are a letter or two apart
 
 Parts = tuple[list[str], tuple[str, ...]]
 
@@ -65,13 +66,27 @@ class Parser(argparse.ArgumentParser):
         """Exits with status 2 and says what is wrong and where help is."""
         self.exit(BAD_INPUT, f"{self.prog}: {message} (help: {self.prog} --help)\n")
 
+    def describe_unknown(self, words: Sequence[str]) -> str:
+        """Says which arguments are not known, or of the first that is nearly an option, which it is.
+
+        >>> Parser(add_help=True).describe_unknown(["--hepl", "x.py"])
+        'unrecognized argument --hepl (did you mean --help?)'
+        """
+        for word in words:
+            option = word.partition("=")[0]
+            close = difflib.get_close_matches(option, self._option_string_actions, 1, NEARLY_THE_SAME)
+            if option.startswith("--") and close:
+                # What follows may be its value.
+                return f"unrecognized argument {option} (did you mean {close[0]}?)"
+        return f"unrecognized arguments: {' '.join(words)}"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns the exit status: 0, 1 (something failed) or 2 (bad input)."""
     own, script_arguments = split(sys.argv[1:] if argv is None else argv)
     arguments, unknown = build_parser().parse_known_args(own)
     if unknown:
-        arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}{arguments.command.hint}")
+        arguments.parser.error(arguments.parser.describe_unknown(unknown) + arguments.command.hint)
     arguments.script_arguments = script_arguments
     outcome = run_command(arguments)
     return outcome if isinstance(outcome, int) else outcome()

@@ -132,4 +132,12 @@ def _syncs() -> Iterator[Goal]:
                     yield Goal(what, "syncs", workload, optimizer, level, None, limit, half, None)
 
 
-GOALS = (*_steps(), *_micro(), *_memory(), *_syncs())
+def _measuring() -> Iterator[Goal]:
+    for half, levels in (("bfloat16", ("O4", "O5")), ("float16", ("O1", "O2"))):
+        for level in levels:
+            for workload in (*SMALL, *LARGE):
+                what = f"measured by a sweep / alone: {workload}, {level}"
+                yield Goal(what, "measuring", workload, level, "measured", "alone", 1.02, half, None)
+
+
+GOALS = (*_steps(), *_micro(), *_memory(), *_syncs(), *_measuring())

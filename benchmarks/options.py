@@ -14,7 +14,7 @@ from benchmarks.series import Clock, Open, Series, run_rounds
 from benchmarks.setting import Setting, count_usable_cores
 from benchmarks.workload import WORKLOADS, Workload
 
-GROUPS = ("steps", "micro", "memory", "syncs")
+GROUPS = ("steps", "micro", "memory", "syncs", "measuring")
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = tuple(dict.fromkeys(name for kinds in CONTENDERS.values() for name in kinds))
 

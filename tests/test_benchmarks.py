@@ -20,7 +20,18 @@ sys.path.append(str(ROOT))  # the benchmarks are run from a clone, and are not i
 
 from ampatch import AmpError  # noqa: E402
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import allocation, goals, memory, micro, opening, report, series, syncs, update  # noqa: E402
+from benchmarks import (  # noqa: E402
+    allocation,
+    goals,
+    measuring,
+    memory,
+    micro,
+    opening,
+    report,
+    series,
+    syncs,
+    update,
+)
 from benchmarks.comparison import Comparison  # noqa: E402
 from benchmarks.contender import ACCUMULATE, CONTENDERS, MODES, TRAIN, choose_runnable, open_step  # noqa: E402
 from benchmarks.options import Options  # noqa: E402
@@ -376,6 +387,7 @@ def variants(goal):
         "micro": {"added", "whole", *update.OPTIMIZERS},
         "memory": set(memory.PARTS),
         "syncs": set(syncs.OPTIMIZERS),
+        "measuring": set(CONTENDERS[getattr(torch, goal.half)]),
     }[goal.group]
 
 
@@ -388,7 +400,7 @@ def subjects(goal):
 def test_a_goal_is_about_something_that_is_measured(goal):
     contenders = {
         *CONTENDERS[getattr(torch, goal.half)],
-        *(["unpatched", "GradScaler"] if goal.group == "micro" else [None]),
+        *{"micro": ["unpatched", "GradScaler"], "measuring": measuring.CONTENDERS}.get(goal.group, [None]),
     }
     assert goal.subject in subjects(goal)
     assert goal.variant in variants(goal)
@@ -470,7 +482,7 @@ def check_result(path, groups):
     assert {row["group"] for row in result["rows"]} == set(groups)
     for row in result["rows"]:
         assert row["failure"] is None
-        assert len(row["rounds"]) == (2 if row["group"] in ("steps", "micro") else 1)
+        assert len(row["rounds"]) == (1 if row["group"] in ("memory", "syncs") else 2)
         assert row["p25"] <= row["median"] <= row["p75"]
         is_difference = row["variant"] in ("added", *update.OPTIMIZERS)
         rounds = 1 if is_difference else len(row["rounds"])
@@ -497,6 +509,16 @@ def test_the_command_prints_tables_and_writes_json(tmp_path):
     steps = [row for row in result["rows"] if row["group"] == "steps"]
     assert [row["contender"] for row in steps] == list(CONTENDERS[torch.bfloat16])
     assert {row["subject"] for row in result["rows"]} == {"deep thin MLP"}
+
+
+def test_what_measuring_costs_is_measured_too(tmp_path, capsys):
+    out = tmp_path / "result.json"
+    arguments = ["--only", "measuring", "--contender", "O4", "O5", "--out", str(out)]
+    assert command.main([*QUICK, "--workload", "deep thin MLP", *arguments]) == 0
+    result = check_result(out, ["measuring"])
+    found = [(row["variant"], row["contender"]) for row in result["rows"]]
+    assert found == [(level, name) for level in ("O4", "O5") for name in measuring.CONTENDERS]
+    assert "measured by a sweep / alone: deep thin MLP, O4" in capsys.readouterr().out
 
 
 def test_the_micro_benchmarks_are_written_too(tmp_path, monkeypatch, capsys):

@@ -21,13 +21,6 @@ def no_apex_left():
     ampatch.apex.uninstall()
 
 
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text("raise SystemExit('must not be run')")
-    return str(path)
-
-
 def exit_status(*arguments):
     """Runs the command line in this process and returns its exit status."""
     try:
@@ -48,10 +41,13 @@ def one_line(capsys):
     [
         ([], "the following arguments are required: COMMAND"),
         (["train"], "invalid choice: 'train'"),
-        (["sweep"], "the following arguments are required: SCRIPT"),
+        (["sweep"], "no script: expected a Python script, or -m and a module, or --compare and two sweeps"),
         (["sweep", "absent.py"], "'absent.py' does not exist: expected a Python script"),
-        (["sweep", "."], "'.' is a directory: expected a Python script"),
+        (["sweep", "."], "'.' is a directory without __main__.py: expected a Python script"),
         (["sweep", "x.py", "--epochs", "3"], "arguments: --epochs 3; the script's own go after --"),
+        (["sweep", "--level", "O0", "x.py"], "argument --level (did you mean --levels?); the script's own"),
+        (["sweep", "x.py", "--seed=3"], "argument --seed (did you mean --seeds?); the script's own"),
+        (["lists", "--jsno"], "argument --jsno (did you mean --json?) (help: ampatch lists --help)"),
         (["run"], "no script: expected a Python script, or -m and a module"),
         (["run", "absent.py"], "'absent.py' does not exist: expected a Python script"),
         (["run", "--epochs", "x.py"], "arguments: --epochs; the script's own follow the script"),
@@ -70,6 +66,9 @@ def one_line(capsys):
         "absent",
         "directory",
         "no-dashes",
+        "letter-missing",
+        "with-value",
+        "letters-swapped",
         "run-no-script",
         "run-absent",
         "run-option",
@@ -85,30 +84,6 @@ def one_line(capsys):
 def test_bad_input_is_one_line_and_exit_status_2(arguments, message, capsys):
     assert exit_status(*arguments) == 2
     assert message in one_line(capsys)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--levels", "O0,o1"], "unknown opt_level 'o1': expected one or more of O0, O1, O2"),
-        (["--levels", "02"], "unknown opt_level '02'"),
-        (["--levels", ""], "unknown opt_level ''"),
-        (["--levels", "O1,O1"], "opt_level 'O1' is there twice: name each level once"),
-        (["--timeout", "0"], "timeout 0.0: expected seconds, more than 0"),
-        (["--timeout", "nan"], "timeout nan: expected seconds, more than 0"),
-        (["--timeout", "soon"], "invalid float value: 'soon'"),
-    ],
-    ids=["lower-case", "zero", "empty", "twice", "timeout-0", "timeout-nan", "timeout-word"],
-)
-def test_a_bad_option_is_refused_before_the_script_runs(arguments, message, script, capsys):
-    assert exit_status("sweep", script, *arguments) == 2
-    assert message in one_line(capsys)
-
-
-def test_a_missing_rich_is_named_with_the_way_to_get_it(script, capsys, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert exit_status("sweep", script) == 2
-    assert "rich is not installed: pip install 'ampatch[tools]'" in one_line(capsys)
 
 
 def test_the_version_is_that_of_the_package(capsys):

@@ -3,15 +3,21 @@
 import re
 import shlex
 import textwrap
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from torch.nn import functional as F
 
 import ampatch as amp
 from ampatch.cli import COMMANDS, build_parser, split
+from ampatch.sweeps.sweep_file import from_json
+from ampatch.sweeps.table_file import to_csv
+from ampatch.sweeps.terminal.view import show
+from ampatch.sweeps.web.page import write_page
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -32,6 +38,25 @@ def blocks(page, language):
     text = read(page)
     fences = re.finditer(rf"^ *```{language}\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
     return [(text.count("\n", 0, it.start(1)), textwrap.dedent(it[1])) for it in fences]
+
+
+def shown_sweep():
+    """Returns the sweep that is kept, and what the command line shows of it."""
+    sweep = from_json(read(ROOT / "docs" / "digits-sweep" / "sweep.json"))
+    console = Console(file=StringIO(), width=80)
+    show(console, sweep)
+    return sweep, "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())
+
+
+def test_the_example_of_a_sweep_is_the_one_that_is_kept():
+    sweep, shown = shown_sweep()
+    assert f"`{sweep.environment.command}`" in read(ROOT / "docs" / "sweep.md")
+    assert shown in [code.rstrip() for _, code in blocks(ROOT / "docs" / "sweep.md", "text")]
+    table, _, recommendation = shown.split("\n\n")
+    assert f"{table}\n\n{recommendation}\n" in [code for _, code in blocks(README, "text")]
+    folder = ROOT / "docs" / "digits-sweep"
+    assert read(folder / "sweep.html") == write_page(sweep)
+    assert read(folder / "sweep.csv") == to_csv(sweep).replace("\r\n", "\n")
 
 
 def outside_blocks(page):

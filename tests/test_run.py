@@ -303,5 +303,5 @@ def test_a_sweep_runs_a_script_that_imports_apex(tmp_path):
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    logs = {path.name: path.read_text() for path in tmp_path.glob("ampatch-sweep-*/*.log")}
-    assert logs == {"O0.log": "True O0 None 1.0 None\n", "O5.log": "True O5 torch.bfloat16 1.0 True\n"}
+    logs = {path.name[:2]: path.read_text() for path in tmp_path.glob("ampatch-sweep-*/*.log")}
+    assert logs == {"O0": "True O0 None 1.0 None\n", "O5": "True O5 torch.bfloat16 1.0 True\n"}

@@ -1,27 +1,18 @@
-"""`ampatch sweep` trains a script at several levels and shows one table."""
+"""`ampatch sweep` trains a script at several levels, in processes of their own, and shows what came of it."""
 
-import json
+import csv
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from functools import partial
-from io import StringIO
 from pathlib import Path
 
 import pytest
-import torch
-from rich.console import Console
 
-import ampatch as amp
-from ampatch.sweep.memory import peak_memory
-from ampatch.sweep.plan import LEVELS, Plan, Run
-from ampatch.sweep.record import Measured, Outcome, Record
-from ampatch.sweep.recorder import Recorder, mean_of, numbers_in
-from ampatch.sweep.steps import StepCounter, StepTimes, read_count
-from ampatch.sweep.view import build_table, show
+from ampatch.sweeps.record import Outcome
+from ampatch.sweeps.sweep_file import from_json
 
 TRAIN = """
 import sys, time, torch
@@ -37,75 +28,31 @@ for step in range(12):
     optimizer.step()
 """
 
-MEASURED = Measured(
-    initialized=True,
-    steps=200,
-    skipped_steps=2,
-    step_ms=1234.567,
-    memory="resident",
-    peak_mib=12345.6,
-    final_loss=0.00012345,
-    loss_scale=2.0**24,
-    metrics={"accuracy": 0.9812},
-)
-
 
 @pytest.fixture
-def script(tmp_path):
-    """Writes a script and returns its path."""
-
-    def write(text, name="train.py"):
-        path = tmp_path / name
-        path.write_text(text)
-        return path
-
-    return write
+def sweep(tmp_path):
+    """Runs `ampatch sweep` as a user does, in a folder of its own, and returns the finished process."""
+    return partial(run_sweep, tmp_path)
 
 
-@pytest.fixture
-def environment(tmp_path):
-    """Returns an environment in which temporary files go to the test's folder."""
-    return os.environ | {"TMPDIR": str(tmp_path)}
+def command(*arguments):
+    return [sys.executable, "-m", "ampatch", "sweep", *map(str, arguments)]
 
 
-@pytest.fixture
-def sweep(environment):
-    """Runs `ampatch sweep` as a user does and returns the finished process."""
-
-    return partial(run_sweep, environment)
+def run_sweep(folder, *arguments):
+    environment = os.environ | {"TMPDIR": str(folder)}
+    return subprocess.run(command(*arguments), cwd=folder, capture_output=True, text=True, env=environment)
 
 
-def run_sweep(environment, *arguments):
-    command = [sys.executable, "-m", "ampatch", "sweep", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+def records_in(folder):
+    """Returns the records of a sweep by row."""
+    return {record.row: record for record in from_json((folder / "sweep.json").read_text()).records}
 
 
-def cells(output, level):
-    """Returns the cells of a level's row in the printed table."""
-    rows = [line.split() for line in output.splitlines() if line.split()[:1] == [level]]
-    assert rows, output
-    return rows[0]
-
-
-def record(name, **changes):
-    return Record(name, Outcome.FINISHED, 1.0, "", "log", replace(MEASURED, **changes))
-
-
-def failed(name, outcome=Outcome.CRASHED):
-    return Record(name, outcome, 60.0, "ValueError: bad [bold] value", "/logs/O1.log", None)
-
-
-def printed(records):
-    console = Console(file=StringIO(), width=80)
-    show(console, "train.py", records)
-    return console.file.getvalue()
-
-
-# Whole sweeps, each in processes of its own. The first script does something else in each run.
-
+# The script does something else in each run.
 MANY_WAYS = (
     """
-import os, pathlib, signal, sys, time
+import os, pathlib, signal
 ran = pathlib.Path(__file__ + ".ran")
 run = ran.stat().st_size if ran.exists() else 0
 ran.open("a").write("x")
@@ -116,274 +63,138 @@ print("and on")
     + """
 amp.report(accuracy=0.5 + run / 4, note="run")
 if run == 1: amp.uninitialize(); amp.report(accuracy=0.25)
-if run == 2: raise ValueError("bad weights")
+if run == 2: raise ValueError("bad weights\\nin layer 3")
 if run == 3: os.kill(os.getpid(), signal.SIGKILL)
-if run == 5: print("waiting for data"); time.sleep(60)
 """
 )
 
 
 @pytest.fixture(scope="module")
-def many_ways(tmp_path_factory):
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sweep")
+
+
+@pytest.fixture(scope="module")
+def many_ways(folder):
     """Sweeps a script that ends in another way at each level."""
-    folder = tmp_path_factory.mktemp("sweep")
-    path = folder / "train.py"
-    path.write_text(MANY_WAYS)
-    return run_sweep(os.environ | {"TMPDIR": str(folder)}, path, "--timeout", "10")
+    (folder / "train.py").write_text(MANY_WAYS)
+    return run_sweep(folder, "train.py", "--levels", "O0,O1,O2,O3,O4,autocast", "--out", "out")
 
 
-def test_a_level_that_finished_is_a_row_of_measurements(many_ways):
-    _level, step_ms, peak_mib, loss, *rest = cells(many_ways.stdout, "O0")
-    assert 0 < float(step_ms) < 1000
-    assert 50 < float(peak_mib) < 5000
-    assert 0 <= float(loss) < 10
-    assert rest == ["0.5000", "0", "1", "-"]
+@pytest.fixture(scope="module")
+def records(folder, many_ways):
+    return records_in(folder / "out")
 
 
-def test_the_accuracy_is_compared_with_that_of_o0(many_ways):
-    row = cells(many_ways.stdout, "O1")
-    assert (row[4], row[-1]) == ("0.2500", "-0.2500")
+@pytest.mark.parametrize("row", ["O0", "O1", "autocast"])
+def test_a_level_that_finished_is_measured(records, row):
+    record = records[row]
+    measured = record.measured
+    assert record.outcome is Outcome.FINISHED, record
+    assert measured.steps == 12
+    assert 0 < measured.step_ms.median < record.seconds * 1000
+    assert 50 < measured.peak_mib < 5000
+    assert 0 <= measured.final_loss < 10
 
 
-def test_a_script_that_calls_uninitialize_keeps_its_last_loss_scale(many_ways):
-    assert float(cells(many_ways.stdout, "O1")[6]) >= 1024
+def test_what_a_script_reports_is_kept(records):
+    assert records["O0"].measured.final("accuracy") == 0.5
+    assert records["O1"].measured.final("accuracy") == 0.25
+    assert records["autocast"].measured.final("accuracy") == 1.75
 
 
-def test_a_level_that_crashes_is_a_row_and_the_sweep_goes_on(many_ways):
-    assert cells(many_ways.stdout, "O2")[1:3] == ["crashed", "-"]
-    assert "O2 crashed (step 12): ValueError: bad weights (log: " in many_ways.stdout
+def test_a_script_that_calls_uninitialize_keeps_its_last_loss_scale(records):
+    assert records["O1"].measured.loss_scale >= 1024
+
+
+def test_a_level_that_crashes_keeps_its_measurements_and_the_sweep_goes_on(many_ways, records):
+    record = records["O2"]
+    assert (record.outcome, record.cause) == (Outcome.CRASHED, "ValueError: bad weights")
+    assert '    if run == 2: raise ValueError("bad weights\\nin layer 3")' in record.last_lines
+    assert record.last_lines[-2:] == ("ValueError: bad weights", "in layer 3")
+    assert record.measured.steps == 12
     assert many_ways.returncode == 1
 
 
-def test_a_process_that_a_signal_ends_is_named_by_the_signal(many_ways):
-    assert cells(many_ways.stdout, "O3")[1] == "crashed"
-    assert "O3 crashed: SIGKILL, " in many_ways.stdout
+def test_a_process_that_a_signal_ends_is_named_by_the_signal(records):
+    assert records["O3"].outcome is Outcome.CRASHED
+    assert records["O3"].cause.startswith("SIGKILL ")
 
 
-def test_a_level_that_never_steps_says_so(many_ways):
-    assert cells(many_ways.stdout, "O4")[1:3] == ["no", "steps"]
+def test_a_level_that_never_steps_says_so(records):
+    assert records["O4"].outcome is Outcome.NO_STEPS
 
 
-def test_a_level_that_hangs_is_ended_and_keeps_its_steps(many_ways):
-    assert cells(many_ways.stdout, "O5")[1:3] == ["timed", "out"]
-    assert "(step 12): waiting for data (log: " in many_ways.stdout
-
-
-def test_the_output_of_a_script_is_in_its_log_and_nowhere_else(many_ways):
+def test_the_output_of_a_script_is_in_its_log_and_nowhere_else(folder, many_ways, records):
     assert "said aloud" not in many_ways.stdout + many_ways.stderr
-    logs = Path(many_ways.stderr.rpartition("logs: ")[2].strip())
-    assert all("said aloud" in (logs / f"{level}.log").read_text() for level in LEVELS)
+    logs = [Path(folder, record.log) for record in records.values()]
+    assert all(log.read_text().startswith("said aloud\nand on\n") for log in logs)
+    assert sorted(logs) == sorted((folder / "out" / "logs").iterdir())
 
 
-def test_a_sweep_in_which_all_went_well_exits_0_and_runs_the_script_as_python_does(script, sweep):
-    script("VALUE = 7", "neighbour.py")
+def test_every_row_is_in_the_table_and_every_run_in_the_files(folder, many_ways, records):
+    assert all(row in many_ways.stdout for row in records)
+    with open(folder / "out" / "sweep.csv", newline="") as file:
+        assert [line["row"] for line in csv.DictReader(file)] == list(records)
+    assert (folder / "out" / "sweep.html").read_text().startswith("<!DOCTYPE html>")
+    assert "wrote out/sweep.json, sweep.csv, sweep.html" in many_ways.stderr
+
+
+def test_a_script_runs_as_python_runs_it_and_is_told_the_seed(tmp_path, sweep):
+    (tmp_path / "neighbour.py").write_text("VALUE = 7")
     checks = """
 from neighbour import VALUE
 assert __name__ == "__main__"
-assert sys.argv == [__file__, "--epochs", "3", "--", "-x"], sys.argv
+assert sys.argv[0] == "train.py" and __file__.endswith("/train.py"), sys.argv
 assert sys.path[0] == __file__.rpartition("/")[0], sys.path
 assert sys.modules["__main__"].VALUE == 7
+print(*sys.argv[1:], torch.initial_seed())
 """
-    path = script(TRAIN + checks)
-    done = sweep(path, "--levels", "O5", "--", "--epochs", "3", "--", "-x")
-    assert done.returncode == 0, done.stdout
+    (tmp_path / "train.py").write_text("import torch; torch.manual_seed(5)\n" + TRAIN + checks)
+    given = ["--epochs", "3", "--", "--seed={seed}", "-x"]
+    done = sweep("train.py", "--levels", "O5", "--seeds", "2", "--out", "out", "--", *given)
+    assert done.returncode == 0, done.stdout + done.stderr
+    logs = [log.read_text().splitlines()[-1] for log in sorted((tmp_path / "out" / "logs").iterdir())]
+    assert logs == ["--epochs 3 -- --seed=0 -x 5", "--epochs 3 -- --seed=1 -x 5"]
 
 
-def test_a_script_that_never_calls_initialize_ends_the_sweep_at_its_first_level(script, sweep):
-    path = script("open(__file__ + '.ran', 'a').write('x')")
-    done = sweep(path)
+def test_a_module_runs_as_python_runs_it(tmp_path, sweep):
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "train.py").write_text(TRAIN + "assert __spec__.name == 'project.train'")
+    done = sweep("-m", "project.train", "--levels", "O0", "--steps", "8", "--out", "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert records_in(tmp_path / "out")["O0"].measured.steps == 8
+
+
+def test_a_script_that_does_not_call_initialize_ends_the_sweep_at_its_first_run(tmp_path, sweep):
+    script = "import ampatch\nopen(__file__ + '.ran', 'a').write('x')\nif not ampatch: ampatch.initialize()"
+    (tmp_path / "train.py").write_text(script)
+    done = sweep("train.py")
     assert done.returncode == 2
-    assert "never called initialize" in done.stderr
+    assert "'train.py' never called initialize" in done.stderr
     assert done.stdout == ""
-    assert Path(f"{path}.ran").read_text() == "x"
+    assert (tmp_path / "train.py.ran").read_text() == "x"
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"]
-)
-def test_ending_the_sweep_ends_its_children(script, environment, tmp_path, number, status):
-    pid_file = tmp_path / "pid"
-    path = script(f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)")
-    command = [sys.executable, "-m", "ampatch", "sweep", str(path)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, env=environment, **pipes) as process:
-        wait_until(lambda: pid_file.exists() and pid_file.read_text())
-        process.send_signal(number)
-        process.communicate(timeout=30)
-    assert process.returncode == status
+def test_ctrl_c_ends_the_children_and_keeps_what_they_measured(tmp_path):
+    wait = "\nimport os; open('pid', 'w').write(str(os.getpid())); time.sleep(600)"
+    (tmp_path / "train.py").write_text(TRAIN + wait)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command("train.py", "--out", "out"), cwd=tmp_path, **pipes) as process:
+        wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        process.send_signal(signal.SIGINT)
+        shown, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in shown
+    assert said.endswith("ampatch sweep: interrupted (Ctrl-C)\n")
+    record = records_in(tmp_path / "out")["O0"]
+    assert (record.outcome, record.measured.steps) == (Outcome.INTERRUPTED, 12)
     with pytest.raises(ProcessLookupError):
-        os.kill(int(pid_file.read_text()), 0)
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 def wait_until(condition):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
-        assert time.monotonic() < deadline, "nothing happened for 30 seconds"
+        assert time.monotonic() < deadline, "nothing happened for two minutes"
         time.sleep(0.05)
-
-
-# What a sweep is made of.
-
-
-def test_the_table_of_six_levels_fits_into_80_columns():
-    output = printed([record(level) for level in LEVELS])
-    assert max(map(len, output.splitlines())) <= 80
-    assert "…" not in output
-    assert cells(output, "O1")[1:] == [
-        "1234.57", "12346", "0.000123", "0.9812", "2", "16777216", "+0.0000",
-    ]  # fmt: skip
-
-
-def test_the_caption_says_how_the_loss_was_averaged():
-    assert "final loss: mean of the last 10 losses" in " ".join(printed([record("O0")]).split())
-
-
-@pytest.mark.parametrize("baseline", [[], [failed("O0")]], ids=["absent", "failed"])
-def test_without_a_baseline_the_difference_is_a_dash(baseline):
-    assert cells(printed([*baseline, record("O1")]), "O1")[-1] == "-"
-
-
-def test_a_script_that_reports_no_accuracy_has_dashes_there():
-    row = cells(printed([record("O0"), record("O1", metrics={})]), "O1")
-    assert (row[4], row[-1]) == ("-", "-")
-
-
-def test_the_line_about_a_failure_is_shown_as_it_was_written():
-    assert "O1 timed out after 60 s: ValueError: bad [bold] value (log: /logs/O1.log)\n" in printed(
-        [failed("O1", Outcome.TIMED_OUT)]
-    )
-
-
-def test_a_table_can_be_written_to_an_ascii_file():
-    console = Console(file=open(os.devnull, "w", encoding="ascii"), width=80)  # noqa: SIM115
-    with console.file:
-        console.print(build_table("train.py", [record("O0"), failed("O1")]))
-
-
-@pytest.mark.parametrize("one", [record("O0"), failed("O1")], ids=["finished", "crashed"])
-def test_a_record_survives_json(one):
-    assert Record.from_json(one.to_json()) == one
-
-
-def test_a_run_survives_json():
-    run = Run("O1", "/s/train.py", ("--epochs", "3"), {"opt_level": "O1"}, "/logs")
-    assert Run.from_json(run.to_json()) == run
-    assert json.loads(run.to_json())["overrides"] == {"opt_level": "O1"}
-
-
-def test_a_plan_makes_one_run_a_level(script):
-    plan = Plan(script(""), ("-x",), ("O0", "O5"))
-    runs = list(plan.runs("/logs"))
-    assert [run.overrides["opt_level"] for run in runs] == ["O0", "O5"]
-    # What the script passes beside its level would contradict another one.
-    others = [value for run in runs for name, value in run.overrides.items() if name != "opt_level"]
-    assert others == [None] * 14
-    assert runs[1].log == Path("/logs/O5.log")
-
-
-def test_step_times_leave_out_the_warm_up():
-    times = StepTimes()
-    for now in [0, 9, 18, 27, 36, 45, *range(46, 60)]:
-        times.add("optimizer", now)
-    assert times.median_ms() == 1000
-
-
-def test_step_times_compare_an_optimizer_with_itself_only():
-    times = StepTimes()
-    for now in range(20):
-        times.add("generator", 2 * now)
-        times.add("discriminator", 2 * now + 0.1)
-    assert times.median_ms() == pytest.approx(2000)
-
-
-@pytest.mark.parametrize(("steps", "median"), [(0, None), (1, None), (2, 1000), (3, 1000)])
-def test_step_times_of_a_short_run(steps, median):
-    times = StepTimes()
-    for now in range(steps):
-        times.add("optimizer", now)
-    assert times.median_ms() == median
-
-
-def test_steps_are_written_a_few_times_a_second_at_the_most(tmp_path):
-    counter = StepCounter(tmp_path / "steps")
-    seen = set()
-    for now in range(1000):
-        counter.add(now / 1000)
-        seen.add(read_count(tmp_path / "steps"))
-    assert counter.steps == 1000
-    assert seen == {1, 251, 501, 751}
-
-
-def test_no_progress_yet_is_no_steps(tmp_path):
-    assert read_count(tmp_path / "absent") == 0
-
-
-@pytest.fixture
-def recorder(tmp_path):
-    recorder = Recorder(tmp_path / "steps")
-    with amp.observe(recorder):
-        yield recorder
-    amp.uninitialize()
-
-
-def train(losses):
-    """Makes a step at O1 for each factor by which a loss of 1 is multiplied."""
-    model = torch.nn.Linear(1, 1)
-    torch.nn.init.ones_(model.weight)
-    torch.nn.init.zeros_(model.bias)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0)
-    amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
-    for factor in losses:
-        loss = model(torch.ones(1)).float().mean() * factor
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        loss.detach().zero_()
-        optimizer.zero_grad()
-
-
-def test_the_final_loss_is_the_mean_of_the_last_ten_as_they_were_in_the_block(recorder):
-    train([1000.0] * 5 + [1.0] * 5 + [2.0] * 5)
-    assert recorder.measured().final_loss == 1.5
-
-
-def test_skipped_steps_are_counted_and_lower_the_loss_scale(recorder):
-    train([0.5, float("inf"), 0.5, float("inf")])
-    measured = recorder.measured()
-    assert (measured.steps, measured.skipped_steps) == (4, 2)
-    assert measured.loss_scale == 2.0**14
-
-
-def test_the_final_loss_is_the_mean_over_losses_of_any_shape():
-    assert mean_of([torch.tensor(1.0), torch.tensor([2.0, 4.0]).half()]) == 2.0
-    assert mean_of([]) is None
-
-
-def test_metrics_are_kept_if_they_are_numbers():
-    metrics = {"accuracy": torch.tensor(0.5), "step": 3, "note": "x", "all": torch.ones(2)}
-    assert numbers_in(metrics) == {"accuracy": 0.5, "step": 3.0}
-
-
-def test_peak_memory_sees_memory_that_was_given_back():
-    before = peak_memory()[1]
-    torch.ones(100 * 2**18)  # 100 MiB
-    kind, after = peak_memory()
-    assert kind == "device" or after > before + 50 or before > 1000
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_peak_memory_is_not_that_of_the_parent(tmp_path):
-    child = "from ampatch.sweep.memory import peak_memory; print(peak_memory()[1])"
-    start = f"subprocess.run([sys.executable, '-c', {child!r}])"
-    parent = f"import subprocess, sys; big = b'x' * 2**30; {start}"
-    peak = subprocess.check_output([sys.executable, "-c", parent], text=True)
-    assert float(peak) < 900
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_peak_memory_on_a_gpu_is_that_of_the_device():
-    torch.ones(2**18, device="cuda")
-    kind, peak = peak_memory()
-    assert kind == "device"
-    assert peak >= 1

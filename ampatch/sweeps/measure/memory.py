@@ -38,3 +38,14 @@ def peak_resident_mib() -> float | None:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (MIB if sys.platform == "darwin" else 1024)
+
+
+def reset_peak() -> None:
+    """Begins to look for a new peak, where the system can: in a process that measures several runs."""
+    if torch.cuda.is_initialized():
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(device)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:  # not on Linux, or not allowed
+        return

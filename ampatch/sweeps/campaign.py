@@ -1,0 +1,160 @@
+"""Runs a plan from its first run to its last, and keeps the records."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from ampatch import AmpValueError
+from ampatch.sweeps.environment import collect, with_device
+from ampatch.sweeps.plan import Plan, Run
+from ampatch.sweeps.record import Outcome, Record
+from ampatch.sweeps.results import Results
+from ampatch.sweeps.runner import Execute, execute, shorten
+from ampatch.sweeps.stop import Stop
+from ampatch.sweeps.sweep import Sweep
+from ampatch.sweeps.time_left import Past, Present, estimate_seconds, expect_steps
+from ampatch.sweeps.verdicts.summary import summarize
+
+OF_INITIALIZE = "ampatch.errors."  # how the last line of a traceback begins
+
+
+class Bar(Protocol):
+    """Shows how far a sweep is."""
+
+    def start(self, name: str) -> None:
+        """Shows which run is on."""
+
+    def show_steps(self, steps: int, of: int | None = None) -> None:
+        """Shows how many steps the run has made, of how many if that is known."""
+
+    def show_time_left(self, seconds: float | None) -> None:
+        """Shows how long the sweep will go on, None where that is not known."""
+
+    def finish(self, outcome: str = "") -> None:
+        """Counts a run as over; without an outcome it was left out."""
+
+
+class Campaign:
+    """A plan that is being carried out: `records` are those of the runs that are over."""
+
+    def __init__(self, plan: Plan, results: Results, stop: Stop, run: Execute | None = None) -> None:
+        self.records: list[Record] = []
+        self._execute = run or execute
+        self._plan = plan
+        self._results = results
+        self._stop = stop
+        self._environment = collect(plan.script)
+
+    def carry_out(self, bar: Bar) -> None:
+        """Executes run after run until the last one or until it is stopped, and saves what was measured.
+
+        A row that timed out is not run again. A sweep that is in the folder is replaced when a run has
+        finished, or when all of them have failed. Raises AmpValueError if the first run shows that the script
+        cannot be compared.
+        """
+        ahead = deque(self._plan.runs(self._results.logs))
+        while ahead and not self._stop:
+            run = replace(ahead.popleft(), directory=str(self._results.logs.absolute()))
+            bar.start(self._title(run))
+            record = self._execute(run, self._plan.timeout, self._watch(run, ahead, bar), self._stop)
+            if not self.records:
+                validate_first(record, self._plan)
+            left_out = leave_out(record, ahead)
+            if left_out:
+                record = replace(record, cause=f"{record.cause}; {left_out} more of its runs are left out")
+            self._keep(record)
+            bar.finish(record.outcome)
+            for _ in range(left_out):
+                bar.finish()
+        if not self._stop:
+            self._results.replace_old()
+
+    def _keep(self, record: Record) -> None:
+        self.records.append(record)
+        if not record.failed:
+            self._results.replace_old()
+        self._results.save_measured(self.sweep)
+
+    def sweep(self) -> Sweep:
+        """Makes of the records what there is to make of them."""
+        environment = with_device(self._environment, self.records)
+        return summarize(self._plan.settings(), environment, tuple(map(self._with_log, self.records)))
+
+    def _with_log(self, record: Record) -> Record:
+        # The logs of the first runs may have been moved since.
+        if not record.log:
+            return record
+        return replace(record, log=shorten(self._results.logs.absolute() / Path(record.log).name))
+
+    def _title(self, run: Run) -> str:
+        """Names a run, with its seed and repeat where there are several."""
+        seed = f" seed {run.seed}" if self._plan.seeds > 1 else ""
+        repeat = f" repeat {run.repeat}" if self._plan.repeat > 1 else ""
+        return f"{run.row}{seed}{repeat}"
+
+    def _watch(self, run: Run, ahead: Iterable[Run], bar: Bar) -> Callable[[int], None]:
+        finished = [record for record in self.records if not record.failed and record.measured]
+        past = tuple(Past(record.row, record.seconds, record.measured.steps) for record in finished)
+        return Watch(self._plan, bar, run.row, past, tuple(later.row for later in ahead), time.monotonic())
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Shows the steps of the run that is on, and how long the sweep will go on."""
+
+    plan: Plan
+    bar: Bar
+    row: str
+    past: tuple[Past, ...]
+    ahead: tuple[str, ...]
+    start: float
+
+    def __call__(self, steps: int) -> None:
+        """Takes how many steps the run has made."""
+        self.bar.show_steps(steps, expect_steps(self.past, self.plan.steps))
+        present = Present(self.row, time.monotonic() - self.start, steps)
+        left = estimate_seconds(self.past, present, self.ahead, self.plan.steps, self.plan.timeout)
+        self.bar.show_time_left(left)
+
+
+def leave_out(record: Record, ahead: deque[Run]) -> int:
+    """Takes the other runs of a row that took too long from those to come, and returns how many they are."""
+    if record.outcome is not Outcome.TIMED_OUT:
+        return 0
+    count, others = len(ahead), [run for run in ahead if run.row != record.row]
+    ahead.clear()
+    ahead.extend(others)
+    return count - len(others)
+
+
+def validate_first(record: Record, plan: Plan) -> None:
+    """Raises AmpValueError if the script failed before a level could matter, or had nothing to measure."""
+    name = plan.settings().script
+    log = f" (log: {record.log})" if record.log else ""
+    if failed_by_itself(record):
+        raise AmpValueError(
+            f"'{name}' failed before it called initialize, as it would at every level: {record.cause}{log}"
+        )
+    if record.outcome is not Outcome.NO_STEPS:
+        return
+    if record.measured is None or not record.measured.initialized:
+        raise AmpValueError(
+            f"'{name}' never called initialize (or did so with enabled=False, or in another process), so "
+            f"every level would be the same: add the line `amp.initialize(model, optimizer)`{log}"
+        )
+    raise AmpValueError(
+        f"'{name}' called initialize, and no optimizer that it was given made a step at {record.row}, so "
+        f"there is nothing to measure: expected calls of optimizer.step(){log}"
+    )
+
+
+def failed_by_itself(record: Record) -> bool:
+    """Says whether a script raised before it called `initialize`, and not in it."""
+    if record.outcome is not Outcome.CRASHED or record.measured is None or record.measured.initialized:
+        return False
+    return not record.cause.startswith(OF_INITIALIZE)

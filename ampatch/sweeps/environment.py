@@ -1,0 +1,110 @@
+"""Where a sweep runs: versions, machine, command and commit, for the reader of its files."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+from ampatch import __version__
+from ampatch.script import Script
+from ampatch.sweeps.record import Record
+from ampatch.sweeps.sweep import Environment
+
+GIT_SECONDS = 10
+
+
+def collect(script: Script) -> Environment:
+    """Looks around; what cannot be found out is left out, and nothing raises."""
+    return Environment(
+        created=datetime.now().astimezone().isoformat(timespec="seconds"),
+        command=command_as_typed(),
+        commit=find_commit(find_folder(script)),
+        ampatch=__version__,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        cpu=find_cpu(),
+        cores=count_cores(),
+        threads=torch.get_num_threads(),
+        device="cpu",
+    )
+
+
+def command_as_typed() -> str:
+    """Returns the command line of this process; of a notebook, which nobody started by one, nothing.
+
+    Texts of many lines, as `python -c` takes, are left out.
+    """
+    if "ipykernel" in sys.modules:
+        return ""
+    first, *words = sys.orig_argv or ["python"]
+    if words and Path(words[0]).stem == "ampatch":  # the script that pip made
+        first, *words = words
+    name = Path(first).stem if os.name == "nt" else Path(first).name
+    return shlex.join([name, *("..." if "\n" in word else word for word in words)])
+
+
+def with_device(environment: Environment, records: Iterable[Record]) -> Environment:
+    """Adds the device that the runs were on: asked for here, a GPU would lose memory to this process."""
+    devices = [record.measured.device for record in records if record.measured]
+    return replace(environment, device=next((name for name in devices if name != "cpu"), "cpu"))
+
+
+def find_folder(script: Script) -> Path:
+    """Returns the folder that a script is in; of a module, the working directory."""
+    path = Path(script.name)
+    if script.is_module or not path.exists():
+        return Path()
+    return path if path.is_dir() else path.parent
+
+
+def find_commit(folder: Path) -> str | None:
+    """Returns the commit of the repository that a folder is in, with "+" if files of it have changed."""
+    commit = git(folder, "rev-parse", "--verify", "HEAD")
+    if not commit:
+        return None
+    return f"{commit}+" if git(folder, "status", "--porcelain", "--untracked-files=no") else commit
+
+
+def git(folder: Path, *arguments: str) -> str | None:
+    """Returns what git says about a folder, None where it fails or is missing."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=GIT_SECONDS,
+            # Reading must not get into the way of a git that works there.
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def find_cpu(path: Path = Path("/proc/cpuinfo")) -> str:
+    """Returns the name of the CPU, as Linux knows it or else as Python does."""
+    try:
+        lines = [line.partition(":") for line in path.read_text(errors="replace").splitlines()]
+    except OSError:
+        lines = []
+    names = [value.strip() for name, _, value in lines if name.strip() in ("model name", "Model", "cpu")]
+    return next(filter(None, [*names, platform.processor(), platform.machine()]), "unknown")
+
+
+def count_cores() -> int:
+    """Returns how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,113 @@
+"""`ampatch.sweep`: a sweep of a function, from Python."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ampatch import AmpError, AmpValueError
+from ampatch.script import Script
+from ampatch.sweeps.campaign import Bar, Campaign
+from ampatch.sweeps.in_process import Train, execute_here, require_closed
+from ampatch.sweeps.plan import DEFAULTS, LEVEL, SEED, Plan
+from ampatch.sweeps.results import open_results
+from ampatch.sweeps.stop import Stop
+from ampatch.sweeps.sweep import Sweep
+from ampatch.sweeps.variant import LEVELS, parse_rows
+
+IN_CHILD = "AMPATCH_SWEEP_CHILD"  # set in the environment while a child loads the function
+logger = logging.getLogger("ampatch")
+
+
+def sweep(
+    train: Train,
+    levels: Sequence[str] = LEVELS,
+    seeds: int = DEFAULTS.seeds,
+    *,
+    variants: Sequence[str] = (),
+    repeat: int = DEFAULTS.repeat,
+    steps: int | None = None,
+    warmup: int | None = None,
+    timeout: float | None = None,
+    tolerance: float = DEFAULTS.tolerance,
+    processes: bool = True,
+    out: str | os.PathLike[str] | None = None,
+) -> Sweep:
+    """Trains with a function at several opt levels, and compares speed, memory and accuracy.
+
+    ```python
+    result = amp.sweep(train, levels=["O0", "O4"], seeds=3)
+    print(result)
+    ```
+
+    `train(opt_level, seed)` calls `initialize`, which uses the level (or variant) that is on, whatever it is
+    given, and trains. What it gives to `report`, or returns as a dict, are its metrics. Everything is seeded
+    by `seed`, from 0 up, before it is called. `levels` and `variants` are those of the command line, as are
+    the other arguments: `steps` and `warmup` count steps, `timeout` seconds, `tolerance` spreads of O0.
+
+    Each run has a process of its own, which imports the function by its name; with `processes=False` all are
+    in this one. `out` is a folder that takes sweep.json, sweep.csv and sweep.html. Prints nothing.
+
+    Returns a `Sweep`, with `records` of the runs, `rows` and a `recommendation`. Raises AmpValueError for
+    arguments that cannot work, among them a `train` that never calls `initialize`.
+    """
+    if os.environ.get(IN_CHILD):
+        raise AmpError(
+            "sweep() is called while a process of its own loads the module of train: put the call under "
+            "if __name__ == '__main__'"
+        )
+    script = Script("ampatch.sweeps.call", (describe(train, processes), LEVEL, SEED), is_module=True)
+    rows = parse_rows(list(levels), list(variants))
+    if not processes and timeout is not None:
+        raise AmpValueError("timeout needs processes: a function in this one cannot be ended")
+    plan = Plan(script, rows, seeds, repeat, steps, warmup, timeout, tolerance, name_of(train))
+    if not processes:
+        require_closed()
+    with open_results(None if out is None else str(out)) as results:
+        campaign = Campaign(plan, results, Stop(), None if processes else execute_here(train))
+        campaign.carry_out(LogBar())
+        result = campaign.sweep()
+        results.save(result)
+    return result
+
+
+def name_of(train: Train) -> str:
+    """Returns what a function is called."""
+    return f"{getattr(train, '__module__', '?')}.{getattr(train, '__qualname__', type(train).__name__)}"
+
+
+def describe(train: Train, processes: bool) -> str:
+    """Says in JSON where a child finds the function; raises AmpValueError if it cannot."""
+    if not callable(train):
+        raise AmpValueError(f"train is {train!r}: expected a function of (opt_level, seed)")
+    if not processes:
+        return ""
+    module, name = getattr(train, "__module__", None), getattr(train, "__qualname__", "<none>")
+    main = getattr(sys.modules.get("__main__"), "__file__", None) if module == "__main__" else None
+    if module is None or "<" in name or (module == "__main__" and main is None):
+        raise AmpValueError(
+            f"train ({name}) cannot be found by a process of its own: define it at the top of a module or of "
+            "a script, or pass processes=False"
+        )
+    file = None if main is None else str(Path(main).absolute())
+    path = [os.path.abspath(part) for part in sys.path]
+    return json.dumps({"path": path, "file": file, "module": module, "name": name})
+
+
+class LogBar(Bar):
+    """Says to the log how far a sweep is."""
+
+    def __init__(self) -> None:
+        self._name = ""
+
+    def start(self, name: str) -> None:
+        """Notes which run is on."""
+        self._name = name
+
+    def finish(self, outcome: str = "") -> None:
+        """Says how a run ended."""
+        logger.info("sweep: %s %s", self._name, outcome or "was left out")

@@ -1,0 +1,82 @@
+"""Seeds: every run begins with its own, and what the script itself sets is shifted by it."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from numbers import Integral
+from types import ModuleType
+
+import torch
+
+SHIFT = 10_007  # a prime: scripts add ranks and epochs to their seeds
+LIMIT = 2**32  # of NumPy's seeds
+
+try:
+    import numpy
+except ImportError:  # which torch does not need
+    numpy = None
+
+Seed = Callable[..., object]
+
+
+def set_seeds(seed: int) -> None:
+    """Seeds Python, NumPy and torch, on all devices."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if numpy is not None:
+        numpy.random.seed(seed % LIMIT)
+
+
+@contextmanager
+def kept_seeds() -> Iterator[None]:
+    """Has everything draw after the block what it would have drawn without it."""
+    python, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(arrays)
+
+
+@contextmanager
+def shifted_seeds(seed: int) -> Iterator[None]:
+    """Shifts the seeds that a script sets, so that each run differs in what the script draws.
+
+    With seed 0 nothing is changed. Generators that the script makes for itself keep their seeds: these are
+    often what splits the data, which should be the same in all runs.
+    """
+    with ExitStack() as undo:
+        for module, name in _places() if seed else ():
+            original = getattr(module, name)
+            undo.callback(setattr, module, name, original)
+            setattr(module, name, _shifted(original, seed * SHIFT))
+        yield
+
+
+def _places() -> list[tuple[ModuleType, str]]:
+    # On a GPU torch.manual_seed calls torch.cuda.manual_seed_all, and is shifted twice: as different as once.
+    names = ("manual_seed", "manual_seed_all")
+    places = [(torch, "manual_seed"), (torch.random, "manual_seed"), (random, "seed")]
+    places += [(torch.cuda, name) for name in names] + [(torch.cuda.random, name) for name in names]
+    return places if numpy is None else [*places, (numpy.random, "seed")]
+
+
+def _shifted(original: Seed, shift: int) -> Seed:
+    """Returns a seeding function that adds `shift` to whole numbers; it keeps its own names."""
+
+    @functools.wraps(original)
+    def seed(*args, **kwargs):
+        args = [_shift(value, shift) for value in args[:1]] + list(args[1:])
+        named = {name: _shift(kwargs[name], shift) for name in ("seed", "a") if name in kwargs}
+        return original(*args, **kwargs | named)
+
+    return seed
+
+
+def _shift(value: object, shift: int) -> object:
+    return (int(value) + shift) % LIMIT if isinstance(value, Integral) else value

@@ -1,0 +1,168 @@
+"""When the steps of a training run happened, how long their parts took, and how many there were."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from array import array
+from collections import Counter, deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from ampatch.sweeps.measure.clock import Clock, Mark
+from ampatch.sweeps.record import Spread
+
+PROGRESS_SECONDS = 0.25
+LONGEST_ROUND = 20  # steps of the optimizer that steps most, for one of that which steps least
+PARTS = ("forward", "backward", "update")
+
+BATCH = 64  # steps that are looked at together: one at a time costs ten times as much, in a cold cache
+
+Interval = tuple[Mark, Mark]
+
+
+class Step:
+    """The marks of one step, until somebody looks at them."""
+
+    __slots__ = ("backward", "end", "forward", "start", "update")
+
+    def __init__(self, start: Mark | None) -> None:
+        self.start = start
+        self.end: Mark | None = None
+        self.forward: list[Interval] = []
+        self.backward: list[Interval] = []
+        self.update: list[Interval] = []
+
+
+class StepTimes:
+    """Times of steps and of their parts, in milliseconds.
+
+    A step ends where an optimizer steps that has stepped in it before; its time is that since the step of
+    the same optimizer before. The first one has no beginning, and no time.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.steps = 0
+        self.present = Step(None)
+        self._stepped: set[int] = set()
+        self._waiting: deque[Step] = deque()
+        self._counts: Counter[int] = Counter()  # steps of each optimizer
+        self._milliseconds = array("d")
+        self._parts = {part: array("d") for part in PARTS}
+
+    def end_step(self, optimizer: object, begin: Mark | None) -> bool:
+        """Notes the step of an optimizer that began at `begin`; returns whether a step of the run ended."""
+        now, key = self.clock.mark(), id(optimizer)
+        present, stepped = self.present, self._stepped
+        self._counts[key] += 1
+        if begin is not None:
+            present.update.append((begin, now))
+        if stepped and key not in stepped:
+            stepped.add(key)
+            return False
+        self.steps += 1
+        self.present = Step(now)
+        self._stepped = {key}
+        if present.start is not None:
+            present.end = now
+            self._waiting.append(present)
+            if len(self._waiting) >= BATCH:
+                self._settle()
+        return True
+
+    def forget_optimizers(self) -> None:
+        """Makes the next step a first one: ids are given out again."""
+        self._stepped.clear()
+        self.present = Step(None)
+
+    def _settle(self) -> None:
+        measure = self.clock.milliseconds
+        while self._waiting and self.clock.is_over(self._waiting[0].end):
+            step = self._waiting.popleft()
+            self._milliseconds.append(measure(step.start, step.end))
+            for part, values in self._parts.items():
+                values.append(sum(measure(start, end) for start, end in getattr(step, part)))
+
+    def spread(self, warmup: int) -> Spread | None:
+        """Sums up the times without the warm-up; None if no two steps followed each other."""
+        self.clock.synchronize()
+        self._settle()
+        return spread_of(self._in_rounds(self._milliseconds, warmup))
+
+    def spread_of_part(self, part: str, warmup: int) -> Spread | None:
+        """Sums up the times of a part of the steps, after `spread`; None if it was never seen."""
+        values = self._in_rounds(self._parts[part], warmup)
+        return spread_of(values) if any(values) else None
+
+    def _in_rounds(self, values: Sequence[float], warmup: int) -> Sequence[float]:
+        """Leaves out the warm-up, and averages over rounds where optimizers step unlike often.
+
+        With five steps of a critic for one of the generator the median step would be one without the latter.
+        """
+        counts = self._counts.values()
+        length = round(max(counts) / min(counts)) if counts else 1
+        return in_rounds(after_warmup(values, warmup), length if length <= LONGEST_ROUND else 1)
+
+
+def in_rounds(values: Sequence[float], length: int) -> Sequence[float]:
+    """Returns the means of so many values each; a round that is not whole is left out, unless it is all.
+
+    >>> in_rounds([1.0, 1.0, 4.0, 1.0, 1.0, 7.0, 1.0], 3)
+    [2.0, 3.0]
+    """
+    if length == 1 or len(values) < length:
+        return values
+    return [sum(values[at : at + length]) / length for at in range(0, len(values) - length + 1, length)]
+
+
+def after_warmup(values: Sequence[float], warmup: int) -> Sequence[float]:
+    """Leaves out the first values; of a run that is no longer than the warm-up, the first half.
+
+    >>> after_warmup([9, 9, 9, 1], 3), after_warmup([9, 1], 5)
+    ([1], [1])
+    """
+    return values[warmup if warmup < len(values) else len(values) // 2 :]
+
+
+def spread_of(values: Sequence[float]) -> Spread | None:
+    """Returns the median and the quartiles; None of no values.
+
+    >>> spread_of([1.0, 2.0, 3.0, 4.0, 5.0])
+    Spread(median=3.0, low=2.0, high=4.0, count=5)
+    """
+    if not values:
+        return None
+    median = statistics.median(values)
+    if len(values) == 1:
+        return Spread(median, median, median, 1)
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(median, low, high, len(values))
+
+
+class StepCounter:
+    """Writes a count of steps to a file, a few times a second at the most."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._due = 0.0
+
+    def show(self, steps: int, now: float) -> None:
+        """Writes the count if it is time; `now` is in seconds."""
+        if now < self._due:
+            return
+        self._due = now + PROGRESS_SECONDS
+        # Renamed into place: the parent must not read a file that is half written. A disk that is full is no
+        # reason for a script to end.
+        part = self._path.with_suffix(".part")
+        with contextlib.suppress(OSError):
+            part.write_text(str(steps))
+            part.replace(self._path)
+
+
+def read_count(path: Path) -> int:
+    """Reads what a `StepCounter` wrote last; 0 where there is nothing yet."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,219 @@
+"""What a sweep will run, checked before any time is spent."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ampatch import AmpValueError
+from ampatch.script import STDIN, Script
+from ampatch.sweeps.sweep import Settings
+from ampatch.sweeps.variant import Value, Variant
+
+SEED, LEVEL = "{seed}", "{level}"  # in the script's arguments
+LONGEST_SLUG = 100
+MOST_RUNS = 10_000  # a mistyped number of seeds is told at once, and not after a year
+DEFAULTS = Settings(script="", arguments=(), rows=())
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One process to come: a script, its arguments, and what `initialize` is made to use.
+
+    `directory` takes its files, of which the child writes all but the log. `shift_seeds` says that the seeds
+    which the script sets itself are to be moved by `seed`: it has not been told the seed. `autocast_dtype` is
+    None for a row without torch.autocast.
+    """
+
+    row: str
+    seed: int
+    repeat: int
+    script: str
+    script_arguments: tuple[str, ...]
+    overrides: dict[str, Value]
+    directory: str
+    is_module: bool = False
+    autocast: bool = False
+    autocast_dtype: str | None = None
+    shift_seeds: bool = True
+    steps: int | None = None
+    warmup: int = DEFAULTS.warmup
+
+    @property
+    def name(self) -> str:
+        """Returns what the files of the run are called, without their endings."""
+        return f"{slug(self.row)}-seed{self.seed}-repeat{self.repeat}"
+
+    @property
+    def log(self) -> Path:
+        """Returns the file that takes what the script prints."""
+        return Path(self.directory, f"{self.name}.log")
+
+    @property
+    def progress(self) -> Path:
+        """Returns the file in which the child counts its steps."""
+        return Path(self.directory, f"{self.name}.steps")
+
+    @property
+    def measured(self) -> Path:
+        """Returns the file in which the child leaves what it measured."""
+        return Path(self.directory, f"{self.name}.json")
+
+    @property
+    def raised(self) -> Path:
+        """Returns the file in which the child leaves a line about the exception that ended it."""
+        return Path(self.directory, f"{self.name}.raised")
+
+    def to_script(self) -> Script:
+        """Returns what is to be run."""
+        return Script(self.script, self.script_arguments, self.is_module)
+
+    def to_json(self) -> str:
+        """Writes the run as one line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Run:
+        """Reads what `to_json` wrote."""
+        fields = json.loads(text)
+        return cls(**fields | {"script_arguments": tuple(fields["script_arguments"])})
+
+
+def choose_warmup(warmup: int | None, steps: int | None) -> int:
+    """Returns the warm-up that was asked for, or 5 steps, of short runs less than half.
+
+    >>> choose_warmup(None, None), choose_warmup(None, 6), choose_warmup(8, 20)
+    (5, 2, 8)
+    """
+    if warmup is not None:
+        return warmup
+    return DEFAULTS.warmup if steps is None else min(DEFAULTS.warmup, max(0, steps - 1) // 2)
+
+
+def slug(row: str) -> str:
+    """Returns a row's name as it can stand in a file's name; no two rows share one.
+
+    >>> slug("O2 keep_batchnorm_fp32=False loss_scale=128")
+    'O2-keep_batchnorm_fp32-False-loss_scale-128'
+    >>> slug("O2 keep_fp32=head,norm*")
+    'O2-keep_fp32-head-norm-05e0a8e0'
+    """
+    plain = re.sub(r"[ =]", "-", row)
+    if re.fullmatch(r"[\w.-]*", plain, re.ASCII) and "-" not in row and len(plain) <= LONGEST_SLUG:
+        return plain
+    readable = re.sub(r"[^\w.]+", "-", plain, flags=re.ASCII).strip("-")[:LONGEST_SLUG]
+    return f"{readable}-{zlib.crc32(row.encode()):08x}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A script with its arguments, the rows to train it at, how often, how long, and how to compare.
+
+    Each of `rows` runs with each of so many `seeds`, and all of that `repeat` times, each time for so many
+    `steps` at the most and `timeout` seconds; `warmup` steps are not timed (None: see `choose_warmup`).
+    `tolerance` is in spreads of O0. Raises AmpValueError for what cannot work, all of the numbers at once.
+    """
+
+    script: Script
+    rows: tuple[Variant, ...]
+    seeds: int = DEFAULTS.seeds
+    repeat: int = DEFAULTS.repeat
+    steps: int | None = None
+    warmup: int | None = None
+    timeout: float | None = None
+    tolerance: float = DEFAULTS.tolerance
+    title: str = ""  # of what is run, if it is no script to its user
+
+    def __post_init__(self) -> None:
+        if not self.script.is_module and self.script.name == STDIN:
+            raise AmpValueError(
+                "the standard input can be read once, and a sweep runs it often: save the script"
+            )
+        self.script.validate()
+        faults = list(self._find_faults())
+        if faults:
+            raise AmpValueError("; ".join(faults))
+        for row in self.rows:
+            row.validate()
+
+    def _find_faults(self) -> Iterator[str]:
+        if self.seeds < 1:
+            yield f"seeds {self.seeds}: expected 1 or more"
+        if self.repeat < 1:
+            yield f"repeat {self.repeat}: expected 1 or more"
+        if min(self.seeds, self.repeat) >= 1 and self.count > MOST_RUNS:
+            yield (
+                f"{self.count} runs (levels {len(self.rows)}, seeds {self.seeds}, repeat {self.repeat}): "
+                f"expected {MOST_RUNS:,} at the most"
+            )
+        if self.steps is not None and self.steps < 2:
+            yield f"steps {self.steps}: expected 2 or more, since times are taken from step to step"
+        if self.warmup is not None and self.warmup < 0:
+            yield f"warmup {self.warmup}: expected a number of steps, 0 or more"
+        elif self.warmup and self.steps is not None and 2 <= self.steps <= self.warmup + 1:
+            yield (
+                f"steps {self.steps} with a warmup of {self.warmup} leaves no step to measure: "
+                f"expected more than {self.warmup + 1}, or less warmup"
+            )
+        if self.timeout is not None and not self.timeout > 0:
+            yield f"timeout {self.timeout:g}: expected seconds, more than 0"
+        if not self.tolerance >= 0:
+            yield f"tolerance {self.tolerance:g}: expected spreads of O0, 0 or more"
+
+    @property
+    def count(self) -> int:
+        """Returns how many runs there are."""
+        return len(self.rows) * self.seeds * self.repeat
+
+    def runs(self, directory: Path) -> Iterator[Run]:
+        """Yields the runs in the order in which they start; their files go to `directory`.
+
+        Round after round through the rows, every other one backwards: a machine that slows down over the
+        hours slows down all rows alike.
+        """
+        rounds = itertools.product(range(self.repeat), range(self.seeds))
+        for number, (repeat, seed) in enumerate(rounds):
+            rows = self.rows if number % 2 == 0 else reversed(self.rows)
+            for row in rows:
+                yield self._run(row, seed, repeat, directory)
+
+    def _run(self, row: Variant, seed: int, repeat: int, directory: Path) -> Run:
+        arguments = self.script.arguments
+        return Run(
+            row=row.name,
+            seed=seed,
+            repeat=repeat,
+            script=self.script.name,
+            script_arguments=tuple(
+                argument.replace(SEED, str(seed)).replace(LEVEL, str(row.overrides["opt_level"]))
+                for argument in arguments
+            ),
+            overrides=row.overrides,
+            # A script may change the working directory.
+            directory=str(directory.absolute()),
+            is_module=self.script.is_module,
+            autocast=row.autocast,
+            autocast_dtype=row.autocast_dtype,
+            shift_seeds=not any(SEED in argument for argument in arguments),
+            steps=self.steps,
+            warmup=choose_warmup(self.warmup, self.steps),
+        )
+
+    def settings(self) -> Settings:
+        """Returns what the sweep was asked for, as it is written down."""
+        return Settings(
+            script=self.title or (f"-m {self.script.name}" if self.script.is_module else self.script.name),
+            arguments=() if self.title else self.script.arguments,
+            rows=tuple(row.name for row in self.rows),
+            seeds=self.seeds,
+            repeat=self.repeat,
+            steps=self.steps,
+            warmup=choose_warmup(self.warmup, self.steps),
+            timeout=self.timeout,
+            tolerance=self.tolerance,
+        )

@@ -1,0 +1,137 @@
+"""What is known about a run when it is over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+LAST_LOSSES = 10  # that the final loss is the mean of
+
+
+class Outcome(StrEnum):
+    """How a run ended."""
+
+    FINISHED = "finished"
+    CRASHED = "crashed"
+    TIMED_OUT = "timed out"
+    NO_STEPS = "no steps"
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Where the values of a sample lie: the median, the quartiles around it, and how many there are."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Values over the steps, which count from 1; where many were averaged, the last step of them is named."""
+
+    steps: tuple[int, ...] = ()
+    values: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes of the tensors that training keeps, looked at once, before a step of an optimizer.
+
+    `parameters` are the model's own, `casts` the copies of weights that O1 and O4 keep for a step.
+    """
+
+    parameters: int
+    masters: int
+    gradients: int
+    optimizer_state: int
+    casts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Casts:
+    """Casts of patched functions' arguments, on average in a step: `made`, and `reused` casts of weights."""
+
+    made: float
+    reused: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a child measured about itself; None, and what is empty, was not there to be measured.
+
+    A step ends where an optimizer steps that has stepped in it before: with one optimizer, at each of its
+    steps. Times are milliseconds a step, without the warm-up, `forward_ms` of the models alone; `samples` are
+    those a step. `skipped` are the steps that an overflow skipped. `memory` says which memory `peak_mib` is:
+    "resident" or "device". Losses are kept by their `loss_id`, loss scales by the number of their scaler
+    (where they changed), metrics by name. `first_loss` and `final_loss` are means of the first and the last
+    losses, `loss_noise` the standard error of the latter.
+    """
+
+    initialized: bool = False
+    steps: int = 0
+    skipped: tuple[int, ...] = ()
+    step_ms: Spread | None = None
+    forward_ms: Spread | None = None
+    backward_ms: Spread | None = None
+    update_ms: Spread | None = None
+    samples: float | None = None
+    memory: str = "resident"
+    peak_mib: float | None = None
+    bytes: Bytes | None = None
+    casts: Casts | None = None
+    losses: dict[str, Curve] = field(default_factory=dict)
+    first_loss: float | None = None
+    final_loss: float | None = None
+    loss_noise: float | None = None
+    loss_scales: dict[str, Curve] = field(default_factory=dict)
+    metrics: dict[str, Curve] = field(default_factory=dict)
+    device: str = "cpu"
+    threads: int = 1
+
+    @property
+    def steps_per_second(self) -> float | None:
+        """Returns steps a second, from the median."""
+        return 1000 / self.step_ms.median if self.step_ms and self.step_ms.median else None
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Returns samples a second, from the median of the steps."""
+        rate = self.steps_per_second
+        return None if rate is None or self.samples is None else rate * self.samples
+
+    @property
+    def loss_scale(self) -> float | None:
+        """Returns the last loss scale, of several scalers the smallest."""
+        return min((curve.values[-1] for curve in self.loss_scales.values() if curve.values), default=None)
+
+    def final(self, metric: str) -> float | None:
+        """Returns the last value of a metric, None if it was never reported."""
+        curve = self.metrics.get(metric)
+        return curve.values[-1] if curve and curve.values else None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One run: of which row, with which seed, how it ended, how long it took, and what was measured.
+
+    `log` is the file with what the script said; `cause` says in one line why the run failed, and
+    `last_lines` are those of the log, for a run that did.
+    """
+
+    row: str
+    seed: int
+    repeat: int
+    outcome: Outcome
+    seconds: float
+    cause: str = ""
+    last_lines: tuple[str, ...] = ()
+    log: str = ""
+    measured: Measured | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Says whether the run has nothing to compare."""
+        return self.outcome is not Outcome.FINISHED

@@ -1,0 +1,178 @@
+"""The rows of a sweep: opt levels, variants of them such as `O2 loss_scale=128`, and the yardstick."""
+
+from __future__ import annotations
+
+import inspect
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+import ampatch as amp
+from ampatch import OPT_LEVELS, AmpError, AmpValueError
+from ampatch.script import level_overrides
+from ampatch.sweeps.sweep import AUTOCAST
+
+LEVELS = (*OPT_LEVELS, AUTOCAST)
+NAMES = ", ".join(LEVELS)
+# Of `initialize`: what the script alone can give, and what changes nothing that is measured.
+NO_OPTIONS = ("models", "optimizers", "enabled", "opt_level", "num_losses", "verbosity")
+OPTIONS = tuple(name for name in inspect.signature(amp.initialize).parameters if name not in NO_OPTIONS)
+# Of torch.autocast and its scaler.
+AUTOCAST_OPTIONS = ("loss_scale", "min_loss_scale", "max_loss_scale", "dtype")
+HALF_TYPES = ("float16", "bfloat16")
+
+Value = str | float | list[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One row: its name, the options given beside its level, and what `initialize` is made to use.
+
+    `autocast_dtype` is the half type of `torch.autocast`, None for a row that does without it.
+    """
+
+    name: str
+    level: str
+    options: dict[str, Value]
+    overrides: dict[str, Value]
+    autocast_dtype: str | None = None
+
+    @property
+    def autocast(self) -> bool:
+        """Says whether `torch.autocast` casts, in the place of a level of ours."""
+        return self.level == AUTOCAST
+
+    def validate(self) -> None:
+        """Raises AmpValueError for options that `initialize` would refuse, whatever the model.
+
+        Asks `initialize` itself, with no models. Where it is in use in this process, the run will say.
+        """
+        if not self.options or in_use():
+            return
+        overrides = {name: value for name, value in self.overrides.items() if name != "keep_fp32"}
+        try:
+            amp.initialize([], [], verbosity=0, **overrides)
+        except AmpError as error:
+            raise AmpValueError(f"variant {self.name!r}: {error}") from None
+        amp.uninitialize()
+
+
+def in_use() -> bool:
+    """Says whether this process has called `initialize`."""
+    try:
+        amp.get_loss_scale()
+    except amp.NotInitializedError:
+        return False
+    return True
+
+
+def parse_rows(levels: Sequence[str], variants: Sequence[str] = ()) -> tuple[Variant, ...]:
+    """Reads levels and variants, and puts the yardstick last; none of them starts `initialize`.
+
+    >>> [row.name for row in parse_rows(["autocast", "O0"], ["O2  loss_scale=128"])]
+    ['O0', 'O2 loss_scale=128', 'autocast']
+    """
+    rows = [parse_level(level) for level in levels] + [parse_variant(text) for text in variants]
+    if not rows:
+        raise AmpValueError(f"no levels: expected one or more of {NAMES}")
+    for place, row in enumerate(rows):
+        if any((row.level, row.options) == (other.level, other.options) for other in rows[:place]):
+            raise AmpValueError(f"{row.name!r} is there twice: name each level and each variant once")
+    return tuple(sorted(rows, key=lambda row: row.autocast))
+
+
+def parse_level(name: str) -> Variant:
+    """Reads a level's name, or "autocast"."""
+    return make_variant(require_level(name, "one or more"), [])
+
+
+def parse_variant(text: str) -> Variant:
+    """Reads a level and the arguments of `initialize` that follow it, as a shell splits them.
+
+    >>> parse_variant("O2 keep_fp32=head,norm* loss_scale=128").options
+    {'keep_fp32': ['head', 'norm*'], 'loss_scale': '128'}
+    """
+    try:
+        level, *words = shlex.split(text) or [""]
+    except ValueError as error:
+        raise AmpValueError(
+            f"variant {text!r}: {error}: expected a level and NAME=VALUE, quoted as in a shell"
+        ) from None
+    return make_variant(require_level(level, "a variant to begin with one"), words)
+
+
+def require_level(name: str, expected: str) -> str:
+    """Returns the name of a level, and raises for what is none."""
+    if name in LEVELS:
+        return name
+    meant = AUTOCAST if name.lower() == AUTOCAST else name.upper().replace("0", "O", 1)
+    hint = f" (did you mean {meant!r}?)" if meant in LEVELS else ""
+    raise AmpValueError(f"unknown opt_level {name!r}{hint}: expected {expected} of {NAMES}")
+
+
+def make_variant(level: str, words: Sequence[str]) -> Variant:
+    """Puts a level and its options together."""
+    name = " ".join([level, *words])
+    options: dict[str, Value] = {}
+    for word in words:
+        option, value = parse_option(name, level, word)
+        if option in options:
+            raise AmpValueError(f"variant {name!r}: {option} is there twice")
+        options[option] = value
+    if level == AUTOCAST:
+        return make_autocast(name, options)
+    return Variant(name, level, options, level_overrides(level) | options)
+
+
+def make_autocast(name: str, options: dict[str, Value]) -> Variant:
+    """Makes the yardstick: float32 to us, torch.autocast's casts around it, scaled as they need it.
+
+    At O1 and O4 without their casts, since O0 casts the model's outputs to float32.
+    """
+    half = str(options.get("dtype") or default_half()).removeprefix("torch.")
+    if half not in HALF_TYPES:
+        raise AmpValueError(f"variant {name!r}: dtype {half!r}: expected {' or '.join(HALF_TYPES)}")
+    level = "O1" if half == "float16" else "O4"
+    others = {option: value for option, value in options.items() if option != "dtype"}
+    overrides = level_overrides(level) | {"patch_torch_functions": "False"} | others
+    return Variant(name, AUTOCAST, options, overrides, half)
+
+
+def default_half() -> str:
+    """Returns the half type that torch.autocast itself takes, on a GPU where there is one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+
+
+def parse_option(name: str, level: str, word: str) -> tuple[str, Value]:
+    """Reads `option=value`."""
+    option, sign, value = word.partition("=")
+    good = AUTOCAST_OPTIONS if level == AUTOCAST else OPTIONS
+    if option not in good:
+        raise AmpValueError(f"variant {name!r}: {level} has no option {option!r}: expected {', '.join(good)}")
+    if not sign or not value:
+        raise AmpValueError(f"variant {name!r}: {word!r} has no value: expected {option}=VALUE")
+    try:
+        return option, READERS.get(option, str)(value)
+    except ValueError:
+        raise AmpValueError(f"variant {name!r}: {word!r}: expected a number") from None
+
+
+def read_bound(text: str) -> float | None:
+    """Reads a bound of the loss scale; "None" is no bound."""
+    return None if text == "None" else float(text)
+
+
+def read_patterns(text: str) -> list[str]:
+    """Reads names of modules, parted by commas."""
+    return [pattern.strip() for pattern in text.split(",") if pattern.strip()]
+
+
+# `initialize` reads strings as scripts get them from argparse, but for these.
+READERS: dict[str, Callable[[str], Value]] = {
+    "min_loss_scale": read_bound,
+    "max_loss_scale": read_bound,
+    "keep_fp32": read_patterns,
+}

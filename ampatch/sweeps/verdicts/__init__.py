@@ -1,0 +1,1 @@
+"""What is made of the records: rows, distances, verdicts, and what got worse."""

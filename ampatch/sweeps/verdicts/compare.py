@@ -1,0 +1,144 @@
+"""Compares two sweeps, of two commits or two machines, and says what got worse."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ampatch.sweeps.sweep import Environment, Sweep
+from ampatch.sweeps.verdicts.change import Change, Limits, find_regressions
+from ampatch.sweeps.verdicts.distance import distances
+from ampatch.sweeps.verdicts.summary import divide, finished, runs_of, step_ms
+
+SLOWER = 0.05  # how much slower is too slow, as a part of 1
+SETTINGS = ("script", "arguments", "seeds", "repeat", "steps", "warmup")
+ENVIRONMENT = ("device", "cpu", "cores", "threads", "platform", "torch", "python", "ampatch", "commit")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two sweeps side by side: a change for each row, what differs besides, and what was allowed.
+
+    `sides` says of each of the two sweeps which it is.
+    """
+
+    rows: tuple[Change, ...]
+    notes: tuple[str, ...]
+    limits: Limits
+    sides: tuple[str, str]
+
+    @property
+    def regressions(self) -> list[str]:
+        """Returns a sentence for each thing that got worse; none if all is well.
+
+        That nothing could be compared is no good news either: whoever waits for bad news would wait for ever.
+        """
+        found = [regression.sentence for change in self.rows for regression in change.regressions]
+        if not found and all(change.obstacle for change in self.rows):
+            return ["Nothing could be compared: no level finished in both sweeps"]
+        return found
+
+    @property
+    def gaps(self) -> list[str]:
+        """Returns a line for each reason for which rows, or their accuracy, could not be compared.
+
+        Those of which a regression tells are left out.
+        """
+        rows: dict[str, list[str]] = {}
+        accuracy: dict[str, list[str]] = {}
+        for change in self.rows:
+            if not change.regressions:
+                rows.setdefault(change.obstacle, []).append(change.name)
+            accuracy.setdefault(change.obstacle_to_accuracy, []).append(change.name)
+        return [
+            *(f"Not compared ({why}): {', '.join(names)}" for why, names in rows.items() if why),
+            *(f"Accuracy not compared ({why}): {', '.join(it)}" for why, it in accuracy.items() if why),
+        ]
+
+
+def compare(
+    before: Sweep,
+    after: Sweep,
+    *,
+    slower: float = SLOWER,
+    tolerance: float | None = None,
+    more_memory: float | None = None,
+    names: tuple[str, str] | None = None,
+) -> Comparison:
+    """Compares the rows of two sweeps by name; `names` are those of the sweeps, best their folders.
+
+    A row got slower if the median of its steps rose by more than the part `slower`. The quartiles have no say
+    in it, or a noisy machine would let every slowdown pass; where those of both sweeps overlap, the sentence
+    says so. On a quiet machine medians of 100 steps repeat to one or two percent; on the shared machines that
+    CI runs on, to ten or twenty, so give more there. It got less accurate if the loss or a metric is worse by
+    more than `tolerance` spreads (None: as many as `before` was judged by), or if it diverged. Memory counts
+    if `more_memory` says which part more is allowed. What was measured before and is not any more is missing.
+    A row that fails is a regression also if it failed before, or is new. What could not be compared is said,
+    and if that is all there is, it is a regression. Other scripts, settings and environments are noted.
+
+    Raises AmpValueError for a limit that is negative or not finite.
+    """
+    limits = Limits(slower, before.settings.tolerance if tolerance is None else tolerance, more_memory)
+    rows = dict.fromkeys(row.name for row in (*before.rows, *after.rows))
+    changes = tuple(compare_row(row, before, after, limits) for row in rows)
+    first, second = names or ("", "")
+    sides = (write_side(first, before.environment), write_side(second, after.environment))
+    return Comparison(changes, tuple(differences(before, after)), limits, sides)
+
+
+def write_side(name: str, environment: Environment) -> str:
+    """Says which sweep it is: its name, when it was made, of which commit, by which command."""
+    commit = environment.commit and f"commit {shorten_commit(environment.commit)}"
+    parts = (name, environment.created, commit, environment.command)
+    return ", ".join(part for part in parts if part)
+
+
+def shorten_commit(commit: str) -> str:
+    """Writes as much of a commit as people do, and whether there were changes.
+
+    >>> shorten_commit("659de88f1a2b3c4d5e6f708192a3b4c5d6e7f809+")
+    '659de88f1a+'
+    """
+    return commit[:10] + ("+" if len(commit) > 10 and commit.endswith("+") else "")
+
+
+def compare_row(name: str, before: Sweep, after: Sweep, limits: Limits) -> Change:
+    """Compares the rows of a name."""
+    old, new = before.row(name), after.row(name)
+    runs = finished(runs_of(after.records, name)), finished(runs_of(before.records, name))
+    loss, metrics = distances(*runs)
+    change = Change(
+        name=name,
+        before=old,
+        after=new,
+        speed=divide(step_ms(old), step_ms(new)),
+        memory=divide(new and new.peak_mib, old and old.peak_mib),
+        loss=loss,
+        metrics=metrics,
+        regressions=(),
+    )
+    return replace(change, regressions=tuple(find_regressions(change, limits)))
+
+
+def differences(before: Sweep, after: Sweep) -> Iterator[str]:
+    """Yields a line for each thing besides the results in which the sweeps differ."""
+    for names, old, new in (
+        (SETTINGS, before.settings, after.settings),
+        (ENVIRONMENT, before.environment, after.environment),
+    ):
+        for name in names:
+            first, second = getattr(old, name), getattr(new, name)
+            if first != second:
+                yield f"{name}: {in_words(first)} before, {in_words(second)} after"
+
+
+def in_words(value: object) -> str:
+    """Writes a setting or a fact about a machine.
+
+    >>> in_words(("--epochs", "3")), in_words(None), in_words("cpu")
+    ('--epochs 3', 'none', 'cpu')
+    """
+    if isinstance(value, tuple):
+        return shlex.join(value) or "none"
+    return "none" if value is None else str(value)

@@ -1,0 +1,143 @@
+"""How far a loss or a metric is from that of O0, in units of what chance does to it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from ampatch.sweeps.record import Measured, Record
+from ampatch.sweeps.sweep import Distance
+from ampatch.sweeps.verdicts.metric_names import is_about_accuracy, is_lower_better
+
+# Parts of O0's value. Where seeds agree to the last digits by luck, the tiniest difference would be very many
+# spreads; where nothing is known about chance, half a percent is a guess.
+LEAST_SPREAD = 0.001
+GUESSED_SPREAD = 0.005
+# A loss that fell to less than this part of its first value has arrived at zero.
+ARRIVED = 0.001
+SMALLEST = 1e-37  # what is smaller is 0 in float32
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One quantity of a row's runs: its mean for each seed, its first value, and what chance does to it.
+
+    `noise` is the standard error within a run, where one is known.
+    """
+
+    values: tuple[float, ...]
+    first: float | None = None
+    noise: float | None = None
+
+    @property
+    def value(self) -> float | None:
+        """Returns the mean over the seeds, None without any."""
+        return mean(self.values)
+
+    def spread(self) -> tuple[float | None, str]:
+        """Returns the unit for distances, and what it is: "seeds", "steps" or "percent", as in `Distance`.
+
+        With two seeds or more their sample standard deviation, else `noise`, else 0.5 % of the value; never
+        less than 0.1 % of it. Seeds that all came to the same value say as little about chance as one. The
+        value counts as 0.1 % of the first one at least, and as 1 if both are 0.
+        """
+        if self.value is None or not math.isfinite(self.value):
+            return None, "percent"
+        size = max(abs(self.value), ARRIVED * abs(self.first or 0))
+        size = size if size > SMALLEST else 1.0
+        if len(set(self.values)) > 1:
+            return max(deviation(self.values), LEAST_SPREAD * size), "seeds"
+        if self.noise is not None:
+            return max(self.noise, LEAST_SPREAD * size), "steps"
+        return GUESSED_SPREAD * size, "percent"
+
+
+def distance(sample: Sample, baseline: Sample, *, lower_is_better: bool) -> Distance:
+    """Returns how far a sample is from the baseline in the spreads of the latter; positive is better.
+
+    Without spreads if one of the two has no finite value, or both are one and the same object.
+    """
+    spread, unit = baseline.spread()
+    value, origin = sample.value, baseline.value
+    if sample is baseline or spread is None or value is None or not math.isfinite(value):
+        return Distance(value, origin, None, spread, unit)
+    spreads = (origin - value if lower_is_better else value - origin) / spread
+    return Distance(value, origin, spreads, spread, unit)
+
+
+def distances(own: Sequence[Record], baseline: Sequence[Record]) -> tuple[Distance, dict[str, Distance]]:
+    """Returns the distances of the final loss and of each metric about accuracy, from runs that finished."""
+    is_baseline = own is baseline
+    loss, origin = loss_sample(own), loss_sample(baseline)
+    of_loss = distance(origin if is_baseline else loss, origin, lower_is_better=True)
+    of_metrics = {}
+    for name in compared_metrics([*baseline, *own]):
+        origin = metric_sample(baseline, name)
+        sample = origin if is_baseline else metric_sample(own, name)
+        of_metrics[name] = distance(sample, origin, lower_is_better=is_lower_better(name))
+    return of_loss, of_metrics
+
+
+def compared_metrics(records: Iterable[Record]) -> list[str]:
+    """Returns the names of the metrics about accuracy, in the order in which they were first reported."""
+    reported = [name for record in records if record.measured for name in record.measured.metrics]
+    return [name for name in dict.fromkeys(reported) if is_about_accuracy(name)]
+
+
+def loss_sample(records: Sequence[Record]) -> Sample:
+    """Returns the final losses of runs."""
+    return Sample(
+        values=by_seed(records, lambda it: it.final_loss),
+        first=finite(mean(by_seed(records, lambda it: it.first_loss))),
+        noise=finite(mean(by_seed(records, lambda it: it.loss_noise))),
+    )
+
+
+def metric_sample(records: Sequence[Record], name: str) -> Sample:
+    """Returns the last values of a metric."""
+    first = mean(by_seed(records, lambda it: first_value(it, name)))
+    return Sample(by_seed(records, lambda it: it.final(name)), finite(first))
+
+
+def first_value(measured: Measured, name: str) -> float | None:
+    """Returns what a metric was when it was first reported."""
+    curve = measured.metrics.get(name)
+    return curve.values[0] if curve and curve.values else None
+
+
+def by_seed(records: Sequence[Record], read: Callable[[Measured], float | None]) -> tuple[float, ...]:
+    """Returns the mean over the repeats of each seed that has values, in the order of the seeds."""
+    values: dict[int, list[float]] = defaultdict(list)
+    for record in records:
+        value = read(record.measured) if record.measured else None
+        if value is not None:
+            values[record.seed].append(value)
+    return tuple(mean(values[seed]) for seed in sorted(values))
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Returns the mean, None of nothing; the order makes no difference, not even in the last bit.
+
+    `statistics.fmean` raises for inf beside -inf and for what adds up to more than a float holds.
+
+    >>> mean([0.25, 0.75]), mean([math.inf, -math.inf]), mean([])
+    (0.5, nan, None)
+    """
+    return sum(sorted(values)) / len(values) if values else None
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Returns the sample standard deviation of two values or more; inf where `statistics.stdev` raises.
+
+    >>> deviation([1.0, 3.0])
+    1.4142135623730951
+    """
+    center = mean(values)
+    return math.hypot(*(value - center for value in sorted(values))) / math.sqrt(len(values) - 1)
+
+
+def finite(value: float | None) -> float | None:
+    """Returns the value if it is a finite number, else None."""
+    return value if value is not None and math.isfinite(value) else None

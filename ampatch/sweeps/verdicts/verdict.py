@@ -1,0 +1,159 @@
+"""What is said of a level's accuracy, compared with O0."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from ampatch.sweeps.numbers import ASCII
+from ampatch.sweeps.record import Curve, Measured, Outcome, Record
+from ampatch.sweeps.sweep import BASELINE, Distance, Verdict
+from ampatch.sweeps.verdicts.distance import compared_metrics, finite, loss_sample, mean
+
+LAST_STEPS = 20
+# A loss that ends above where it began by more than this part of it has not been trained.
+RISE = 0.1
+NAMED = 2  # losses and metrics that a reason names
+
+
+def judge(
+    name: str,
+    own: Sequence[Record],
+    baseline: Sequence[Record],
+    loss: Distance,
+    metrics: Mapping[str, Distance],
+    tolerance: float,
+) -> tuple[Verdict, str]:
+    """Returns the verdict about a row, and the reason in a few words where there is one to give.
+
+    `own` are all the runs of the row in the order of their seeds, `baseline` those of O0 that finished. Runs
+    that were interrupted count neither for the row nor against it.
+    """
+    runs = [record for record in own if record.outcome is not Outcome.INTERRUPTED]
+    if not runs:
+        return Verdict.UNKNOWN, "interrupted" if own else "not run"
+    if failure := why_failed(runs):
+        return Verdict.FAILED, failure
+    if divergence := why_diverged(runs, baseline, loss, tolerance):
+        return Verdict.DIVERGED, divergence
+    if name == BASELINE:
+        return Verdict.BASELINE, ""
+    if obstacle := why_not_compared(baseline, [loss, *metrics.values()]):
+        return Verdict.UNKNOWN, obstacle
+    inferiority = why_worse([("loss", loss), *metrics.items()], tolerance)
+    return (Verdict.WORSE, inferiority) if inferiority else (Verdict.SAME, "")
+
+
+def why_failed(runs: Sequence[Record]) -> str:
+    """Counts how runs ended that did not finish; empty if all of them did."""
+    ends = Counter(record.outcome for record in runs if record.failed)
+    if not ends or len(runs) == 1:
+        return "".join(ends)
+    (first, count), *others = sorted(ends.items(), key=lambda end: (-end[1], end[0]))
+    rest = [f"{count} {outcome}" for outcome, count in others]
+    return ", ".join([f"{count} of {len(runs)} runs {first}", *rest])
+
+
+def why_diverged(runs: Sequence[Record], baseline: Sequence[Record], loss: Distance, tolerance: float) -> str:
+    """Says what of a run went out of bounds: a loss or a metric, or the gradients so that no step was made.
+
+    The loss may rise by 10 % or by `tolerance` spreads; what O0's loss does as well is no divergence.
+    """
+    metrics = [name for name in compared_metrics(runs) if not is_undefined(baseline, name)]
+    most = most_of_rise(baseline, loss, tolerance)
+    reasons = [why_run_diverged(it.measured, metrics, most) for it in runs if it.measured]
+    found = [reason for reason in reasons if reason]
+    if len(runs) > 1 and found:
+        return f"{found[0]} ({len(found)} of {len(runs)} runs)"
+    return "".join(found)
+
+
+def why_run_diverged(measured: Measured, metrics: Sequence[str], most: float | None) -> str:
+    """Says in which way one run diverged, empty if in none; `most` is how far its loss may have risen."""
+    first, final = measured.first_loss, measured.final_loss
+    if final is not None and not math.isfinite(final):
+        return f"loss is {ASCII.number(final)}{since(measured.losses.values())}"
+    for name in metrics:
+        value = measured.final(name)
+        if value is not None and not math.isfinite(value):
+            return f"{name} is {ASCII.number(value)}{since([measured.metrics[name]])}"
+    last = min(measured.steps, LAST_STEPS)
+    if last and set(range(measured.steps - last + 1, measured.steps + 1)) <= set(measured.skipped):
+        return f"all of the last {last} steps were skipped"
+    if None not in (first, final, most) and final - first > max(RISE * abs(first), most):
+        return f"loss rose from {ASCII.short(first)} to {ASCII.short(final)}"
+    return ""
+
+
+def is_undefined(baseline: Sequence[Record], metric: str) -> bool:
+    """Says whether O0's own value of a metric is not finite: then the metric tells nothing."""
+    values = [record.measured.final(metric) for record in baseline if record.measured]
+    return any(value is not None and not math.isfinite(value) for value in values)
+
+
+def most_of_rise(baseline: Sequence[Record], loss: Distance, tolerance: float) -> float | None:
+    """Returns by how much a loss may rise by chance; None if there is no O0, or its loss rises as well."""
+    first, final = loss_sample(baseline).first, finite(loss.baseline)
+    if first is None or final is None or final > first:
+        return None
+    return tolerance * (loss.spread or 0)
+
+
+def since(curves: Iterable[Curve]) -> str:
+    """Says since which step the values are no longer finite, as far as the curves know."""
+    starts = [step for curve in curves if (step := start_of_ruin(curve)) is not None]
+    return f" from step {min(starts)} on" if starts else ""
+
+
+def start_of_ruin(curve: Curve) -> int | None:
+    """Returns the step from which on no value is finite, None if the last one is.
+
+    >>> start_of_ruin(Curve((1, 2, 3, 4), (math.inf, 0.5, math.nan, math.nan)))
+    3
+    """
+    start = None
+    for step, value in zip(reversed(curve.steps), reversed(curve.values), strict=False):
+        if math.isfinite(value):
+            return start
+        start = step
+    return start
+
+
+def why_not_compared(baseline: Sequence[Record], distances: Sequence[Distance]) -> str:
+    """Says why nothing can be said about accuracy; empty if something can."""
+    if not baseline:
+        return "there is no O0 to compare with"
+    losses = loss_sample(baseline).values
+    if losses and not math.isfinite(mean(losses)):
+        return "the loss of O0 is not finite either"
+    if all(distance.spreads is None for distance in distances):
+        return "nothing to compare: no loss and no metric"
+    return ""
+
+
+def why_worse(distances: Iterable[tuple[str, Distance]], tolerance: float) -> str:
+    """Names the losses and metrics that are worse than O0's by more than the tolerance, the worst first."""
+    short = [(name, it) for name, it in distances if it.spreads is not None and it.spreads < -tolerance]
+    worst = sorted(short, key=lambda pair: (pair[1].spreads, pair[0]))
+    named = [f"{name} {write_distance(it)}" for name, it in worst[:NAMED]]
+    rest = len(worst) - NAMED
+    return "; ".join(named) + (f"; and {rest} more" if rest > 0 else "")
+
+
+def write_distance(distance: Distance, origin: str = BASELINE) -> str:
+    """Writes a value and how far it is from where it is compared with.
+
+    >>> write_distance(Distance(0.9512, 0.9594, -4.1, 0.002, "seeds"))
+    '0.9512, 4.1 spreads below O0'
+    >>> write_distance(Distance(0.231, 0.2, -31.0, 0.001, "percent"))
+    '0.231, 15.5 % above O0'
+    >>> write_distance(Distance(1e30, 2.0, -1e32, 0.01, "seeds"))
+    '1e30, 1e32 spreads above O0'
+    """
+    side = "above" if distance.value > distance.baseline else "below"
+    if distance.unit == "percent" and distance.baseline:
+        far = ASCII.percent(abs(distance.value / distance.baseline - 1))
+    else:
+        far = f"{ASCII.distance(distance.spreads)} spreads"
+    return f"{ASCII.short(distance.value)}, {far} {side} {origin}"

@@ -1,0 +1,1 @@
+"""The page of a sweep: one HTML file that opens without a network."""

@@ -1,0 +1,47 @@
+"""What it costs a training step to be measured, as `ampatch sweep` does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import ampatch as amp
+from ampatch.sweeps.measure.recorder import Recorder
+from ampatch.sweeps.measure.steps import StepCounter
+from benchmarks.comparison import Comparison
+from benchmarks.contender import TRAIN, AtLevel, Trainer, choose_runnable, open_step
+from benchmarks.options import Options
+from benchmarks.series import Step
+from benchmarks.setting import Setting
+from benchmarks.workload import Workload
+
+CONTENDERS = ("alone", "measured")
+
+
+def measure(options: Options) -> Iterator[Comparison]:
+    """Yields a comparison for each level of each half type, number of threads and workload."""
+    for setting in options.settings:
+        levels = {name: kind for name, kind in options.choose(setting).items() if issubclass(kind, AtLevel)}
+        for workload in options.workloads:
+            kinds, failures = choose_runnable(levels, workload, TRAIN, setting)
+            for name, kind in kinds.items():
+                opened = (
+                    partial(open_step, kind, workload, TRAIN, setting),
+                    partial(open_measured, kind, workload, setting),
+                )
+                series = options.time(dict(zip(CONTENDERS, opened, strict=True)), setting)
+                yield Comparison(
+                    "measuring", workload.name, name, "ms", setting, series, ("alone",), failures
+                )
+
+
+@contextmanager
+def open_measured(kind: type[Trainer], workload: Workload, setting: Setting) -> Iterator[Step]:
+    """Yields a training step that a recorder watches, as in a sweep's child."""
+    with TemporaryDirectory() as folder:
+        recorder = Recorder(StepCounter(Path(folder, "steps")))
+        with amp.observe(recorder), open_step(kind, workload, TRAIN, setting) as step:
+            yield step

@@ -1,0 +1,147 @@
+"""Sweeps that are hard to show: hostile names, huge numbers, nothing at all."""
+
+import math
+import random
+from dataclasses import replace
+
+from ampatch.sweeps.record import Bytes, Curve, Outcome, Record
+from ampatch.sweeps.sweep import Distance, Recommendation, Row, Sweep, Verdict
+from sweep_samples import (
+    CRASHING,
+    ENVIRONMENT,
+    KINDS,
+    SETTINGS,
+    Kind,
+    recommend,
+    sample_measured,
+    sample_row,
+    sample_sweep,
+)
+
+HOSTILE = "O2 <script>alert('x')</script> & \"quoted\" loss_scale=128"
+UNBROKEN = "O1 " + "x" * 150
+LONG_METRIC = "validation/" + "balanced_accuracy_of_the_exponential_moving_average" * 2
+METRICS = (LONG_METRIC, "m" * 120, "a<b>&", "d", "e", "f", "g")
+
+
+def extreme_sweeps() -> dict[str, Sweep]:
+    """Returns sweeps by what is hard about them."""
+    return {
+        "one step": sample_sweep(steps=1),
+        "two steps": sample_sweep(("O0", "O1"), steps=2),
+        "no steps": sample_sweep(steps=0),
+        "no metrics": sample_sweep(metrics=False),
+        "one seed": sample_sweep(seeds=1),
+        "all failed": sample_sweep((CRASHING,)),
+        "no O0": sample_sweep(("O1", "O5")),
+        "only O0": sample_sweep(("O0",)),
+        "nothing": nothing(),
+        "long": sample_sweep(steps=10_000),
+        "hostile": hostile_sweep(),
+        "huge": huge_sweep(),
+    }
+
+
+def nothing() -> Sweep:
+    """Returns a sweep that was interrupted before its first run ended."""
+    return Sweep(SETTINGS, ENVIRONMENT, (), (), Recommendation(None, "nothing was measured"))
+
+
+def hostile_sweep() -> Sweep:
+    """Returns a sweep with 14 variants, names that are markup or do not end, and logs full of both."""
+    names = [HOSTILE, UNBROKEN, *(f"O2 keep_batchnorm_fp32=False loss_scale={2.0**n}" for n in range(12))]
+    kinds = [KINDS[0], *(replace(KINDS[2], name=name, ms=17.2 + n / 9) for n, name in enumerate(names))]
+    sweep = sample_sweep(("O0",))
+    records, rows = [], []
+    for kind in kinds:
+        seeds = [hostile_record(kind.name, record) for record in sample_records(kind)]
+        records += seeds
+        rows.append(hostile_row(sample_row(kind, tuple(seeds), 16.0)))
+    records.append(failed_record(HOSTILE))
+    recommendation = replace(recommend(tuple(rows)), reason="</p><b>faster & <i>better")
+    environment = replace(
+        ENVIRONMENT,
+        command="ampatch sweep " + "/very/long/folder" * 20 + "/<train>.py",
+        cpu="<img src=x onerror=alert(1)>",
+        platform="p" * 200,
+    )
+    settings = replace(SETTINGS, script="/a" * 90 + "/<b>train</b>.py", rows=tuple(row.name for row in rows))
+    return replace(
+        sweep,
+        settings=settings,
+        environment=environment,
+        records=tuple(records),
+        rows=tuple(rows),
+        recommendation=recommendation,
+    )
+
+
+def sample_records(kind: Kind) -> list[Record]:
+    """Returns two runs of a row."""
+    return [
+        Record(
+            kind.name,
+            seed,
+            0,
+            Outcome.FINISHED,
+            9.0,
+            measured=sample_measured(kind, random.Random(seed), 60, True),
+        )
+        for seed in range(2)
+    ]
+
+
+def hostile_record(name: str, record: Record) -> Record:
+    """Returns a run with two losses, two scalers, and metrics of hostile names."""
+    it = record.measured
+    losses = {"0": it.losses["0"], "<1>": it.losses["0"]}
+    scales = {"0": it.loss_scales["0"], "1": Curve((1, 30), (0.0, math.inf))}
+    metrics = dict.fromkeys(METRICS, it.metrics["accuracy"])
+    return replace(record, row=name, measured=replace(it, losses=losses, loss_scales=scales, metrics=metrics))
+
+
+def hostile_row(row: Row) -> Row:
+    """Returns a row whose metrics have hostile names."""
+    far = Distance(-1.234e-7, 0.9, -31_234_567.0, 1e-9, "percent")
+    return replace(row, metrics=dict.fromkeys(METRICS, far), reason="because " + "<y>" * 60)
+
+
+def failed_record(name: str) -> Record:
+    """Returns a run whose log has colours, control characters and lines without an end."""
+    lines = ("\x1b[31mred\x1b[0m \x00\x07", "z" * 5000, "</pre><script>alert(2)</script>", "\udcff lone")
+    cause = "ValueError: " + "<" * 300
+    return Record(name, 0, 0, Outcome.TIMED_OUT, 1e6, cause, (*lines, *lines * 20), "/l" * 120 + ".log")
+
+
+def huge_sweep() -> Sweep:
+    """Returns a sweep whose numbers are as large, as small or as missing as they can be."""
+    sweep = sample_sweep(("O0", "O1", "O5"), seeds=1, steps=30)
+    values = (1e300, -1e300, math.nan, math.inf, 1e-300, 0.0) * 5
+    curve = Curve(tuple(range(1, 31)), values)
+    records = []
+    for record in sweep.records:
+        scales = {"0": Curve((1, 5, 9), (2.0**120, 2.0**-120, 2.0**30))}
+        measured = replace(
+            record.measured, losses={"0": curve}, metrics={"perplexity": curve}, loss_scales=scales
+        )
+        measured = replace(measured, bytes=Bytes(10**15, 0, 0, 3, 0), final_loss=math.inf)
+        records.append(replace(record, measured=measured))
+    rows = tuple(huge_row(row) for row in sweep.rows)
+    return replace(sweep, records=tuple(records), rows=rows)
+
+
+def huge_row(row: Row) -> Row:
+    """Returns a row with numbers of twenty digits."""
+    far = Distance(1.23456e250, -1e250, math.inf, 0.0, "percent")
+    return replace(
+        row,
+        step_ms=replace(row.step_ms, median=98765432.1, low=0.0, high=math.inf),
+        samples_per_second=1e22,
+        peak_mib=123456789.0,
+        memory=1e9,
+        loss=far,
+        metrics={"perplexity": far},
+        loss_scale=2.0**120,
+        skipped=123456.78,
+        verdict=Verdict.UNKNOWN,
+    )

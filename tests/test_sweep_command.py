@@ -1,0 +1,647 @@
+"""`ampatch sweep` reads its arguments, refuses bad ones in time, and writes what came of the runs."""
+
+import importlib.util
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import ampatch as amp
+from ampatch.cli import main
+from ampatch.script import Script
+from ampatch.sweeps import campaign
+from ampatch.sweeps.environment import collect, command_as_typed, find_commit, find_cpu, with_device
+from ampatch.sweeps.record import Curve, Measured, Outcome, Record, Spread
+from ampatch.sweeps.sweep_file import from_json
+
+TRAIN = "import ampatch as amp\namp.initialize(model, optimizer)"
+MEASURED = Measured(
+    initialized=True,
+    steps=20,
+    step_ms=Spread(2.0, 1.9, 2.1, 15),
+    losses={"0": Curve((1, 20), (2.0, 0.5))},
+    first_loss=2.0,
+    final_loss=0.5,
+    loss_noise=0.01,
+    peak_mib=100.0,
+)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with a script in it; temporary files go there as well."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+class Runs:
+    """Stands for the processes: `ways` says how the runs of a row end, one after the other or all alike."""
+
+    def __init__(self):
+        self.ways = {}
+        self.made = []
+        self.seen = []
+
+    def __call__(self, run, timeout, on_steps, stop):
+        """Makes a record without a process, and looks at what is in the folder by then."""
+        self.made.append(run)
+        self.seen.append(sorted(path.name for path in Path(run.directory).parent.glob("sweep.*")))
+        on_steps(5)
+        way = self.ways.get(run.row, Outcome.FINISHED)
+        outcome = way.pop(0) if isinstance(way, list) else way
+        if isinstance(outcome, signal.Signals):
+            stop(outcome, None)
+            outcome = Outcome.INTERRUPTED
+        cause = "" if outcome is Outcome.FINISHED else "why"
+        run.log.parent.mkdir(parents=True, exist_ok=True)
+        run.log.write_text(f"{run.row} of {len(self.made)}")
+        measured = Measured(initialized=True) if outcome is Outcome.NO_STEPS else MEASURED
+        return Record(run.row, run.seed, run.repeat, outcome, 1.0, cause, (), str(run.log), measured)
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    stand_in = Runs()
+    monkeypatch.setattr(campaign, "execute", stand_in)
+    return stand_in
+
+
+def sweep(*arguments):
+    """Runs `ampatch sweep` in this process and returns its exit status."""
+    try:
+        return main(["sweep", *arguments])
+    except SystemExit as exit_:
+        return exit_.code
+
+
+def written(folder, name="out"):
+    return from_json((folder / name / "sweep.json").read_text())
+
+
+# ---- What is asked for ----
+
+
+def test_without_options_every_level_runs_once_and_the_yardstick_last(folder, runs):
+    assert sweep("train.py", "--out", "out") == 0
+    assert [run.row for run in runs.made] == ["O0", "O1", "O2", "O3", "O4", "O5", "autocast"]
+    settings = written(folder).settings
+    assert (settings.seeds, settings.repeat, settings.steps, settings.warmup) == (1, 1, None, 5)
+    assert (settings.timeout, settings.tolerance, settings.arguments) == (None, 2.0, ())
+
+
+def test_every_option_reaches_the_plan(folder, runs):
+    options = (
+        "--levels O0,O4 --seeds 2 --repeat 3 --steps 90 --warmup 9 --timeout 60 --tolerance 1.5 --out out"
+    )
+    assert sweep(*options.split(), "train.py", "--variant", "O2 loss_scale=8", "--", "--lr", "1") == 0
+    settings = written(folder).settings
+    assert settings.rows == ("O0", "O4", "O2 loss_scale=8")
+    assert (settings.seeds, settings.repeat, settings.steps, settings.warmup) == (2, 3, 90, 9)
+    assert (settings.timeout, settings.tolerance) == (60.0, 1.5)
+    assert (settings.script, settings.arguments) == ("train.py", ("--lr", "1"))
+    assert len(runs.made) == 18
+
+
+def test_levels_may_have_spaces_between_them(folder, runs):
+    assert sweep("train.py", "--levels", " O0, autocast , O1") == 0
+    assert [run.row for run in runs.made] == ["O0", "O1", "autocast"]
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [("2", 0), ("3", 1), ("5", 2), ("11", 5), ("1000", 5)])
+def test_a_short_run_has_a_short_warm_up_unless_one_is_asked_for(folder, runs, steps, warmup):
+    assert sweep("train.py", "--levels", "O0", "--steps", steps) == 0
+    assert runs.made[0].warmup == warmup
+
+
+def test_a_module_can_be_run(folder, runs, monkeypatch):
+    monkeypatch.syspath_prepend("")
+    assert sweep("-m", "train", "--levels", "O0") == 0
+    assert runs.made[0].to_script() == Script("train", is_module=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no script: expected a Python script, or -m and a module, or --compare and two sweeps"),
+        (["absent.py"], "'absent.py' does not exist: expected a Python script"),
+        (["."], "'.' is a directory without __main__.py: expected a Python script"),
+        (["-"], "the standard input can be read once"),
+        (["-m", "absent"], "no module named 'absent'"),
+        (["-m", "train", "train.py"], "-m train and 'train.py': expected one of them"),
+        (["train.py", "--epochs", "3"], "unrecognized arguments: --epochs 3; the script's own go after --"),
+        (
+            ["train.py", "--levels", "O0,o1"],
+            "unknown opt_level 'o1' (did you mean 'O1'?): expected one or more of O0,",
+        ),
+        (["train.py", "--levels", ""], "unknown opt_level ''"),
+        (["train.py", "--levels", "O1,O1"], "'O1' is there twice"),
+        (["train.py", "--variant", "O2 scale=1"], "variant 'O2 scale=1': O2 has no option 'scale': expected"),
+        (["train.py", "--variant", "O2 loss_scale=-1"], "variant 'O2 loss_scale=-1': loss_scale -1.0 is not"),
+        (["train.py", "--seeds", "0"], "sweep: --seeds 0: expected 1 or more"),
+        (["train.py", "--seeds", "1.5"], "argument --seeds: '1.5': expected a whole number"),
+        (["train.py", "--steps", "1"], "sweep: --steps 1: expected 2 or more"),
+        (["train.py", "--steps", "5", "--warmup", "5"], "steps 5 with a warmup of 5 leaves no step"),
+        (["train.py", "--timeout", "nan"], "sweep: --timeout nan: expected seconds, more than 0"),
+        (["train.py", "--timeout", "0"], "sweep: --timeout 0: expected seconds, more than 0"),
+        (["train.py", "--timeout", "soon"], "argument --timeout: 'soon': expected a number"),
+        ([""], "the name of the script is empty: expected a Python script"),
+        (["train.py", "--out", ""], "sweep: --out '' is empty: expected the name of a folder"),
+        (["--level", "O0", "train.py"], "argument --level (did you mean --levels?); the script's own go"),
+        (["train.py", "--out", "train.py"], "--out 'train.py' cannot be written: Not a directory"),
+        (["train.py", "--out", "train.py/out"], "--out 'train.py/out' cannot be written: Not a directory"),
+        (["train.py", "--slower", "0.1"], "--slower without --compare: expected the two sweeps"),
+        (["nothing.py"], "'nothing.py' never calls initialize"),
+        (["broken.py"], "broken.py:2: SyntaxError: '(' was never closed"),
+    ],
+    ids=[
+        *(
+            "nothing",
+            "absent",
+            "folder",
+            "stdin",
+            "no-module",
+            "module-and-script",
+            "no-dashes",
+            "lower-case",
+        ),
+        *("no-level", "twice", "option", "variant", "no-seeds", "words", "one-step", "few-steps", "timeout"),
+        *("no-time", "time-in-words", "empty", "out-empty", "nearly-an-option"),
+        *("out-file", "out-below-file", "slower", "never-calls", "syntax"),
+    ],
+)
+def test_bad_input_is_one_line_and_no_process_is_started(folder, runs, arguments, message, capsys):
+    (folder / "nothing.py").write_text("import torch")
+    (folder / "broken.py").write_text("import ampatch\ninitialize(")
+    assert sweep(*arguments) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert (said.err.count("\n"), said.out, runs.made) == (1, "", [])
+
+
+def test_bad_input_leaves_no_folder(folder, runs):
+    assert sweep("absent.py", "--out", "out") == 2
+    assert not (folder / "out").exists()
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_first_run(
+    folder, runs, capsys, monkeypatch
+):
+    def refuse(**options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    assert sweep("train.py", "--out", "out") == 2
+    message = "ampatch sweep: --out 'out' cannot be written: Permission denied: "
+    assert capsys.readouterr().err.startswith(message)
+    assert runs.made == []
+
+
+def test_rich_is_asked_for_before_the_first_run(folder, runs, capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert sweep("train.py", "--out", "out") == 2
+    assert "rich is not installed: pip install 'ampatch[tools]'" in capsys.readouterr().err
+    assert (runs.made, (folder / "out").exists()) == ([], False)
+
+
+# ---- What is run and written ----
+
+
+def test_everything_is_written_and_said_where(folder, runs, capsys):
+    assert sweep("train.py", "--levels", "O0,O1", "--out", "out") == 0
+    said = capsys.readouterr()
+    assert "wrote out/sweep.json, sweep.csv, sweep.html\nlogs: out/logs\n" in said.err
+    assert "O1" in said.out
+    names = {path.name for path in (folder / "out").iterdir()}
+    assert names == {"sweep.json", "sweep.csv", "sweep.html", "logs"}
+    assert [record.row for record in written(folder).records] == ["O0", "O1"]
+
+
+def test_sweep_json_is_written_after_each_run(folder, runs):
+    assert sweep("train.py", "--levels", "O0,O1,O4", "--out", "out") == 0
+    assert runs.seen == [[], ["sweep.json"], ["sweep.json"]]
+
+
+@pytest.mark.parametrize(("out", "times"), [([], 1), (["--out", "out"], 3)], ids=["no-folder", "folder"])
+def test_a_summary_is_made_when_it_is_written_or_shown(folder, runs, monkeypatch, out, times):
+    made = []
+    summarize = campaign.summarize
+    monkeypatch.setattr(campaign, "summarize", lambda *given: made.append(given) or summarize(*given))
+    assert sweep("train.py", "--levels", "O0,O1", *out) == 0
+    assert len(made) == times
+
+
+def test_without_a_folder_nothing_but_logs_is_kept(folder, runs, capsys):
+    assert sweep("train.py", "--levels", "O0") == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("logs: ")]
+    logs = Path(line.removeprefix("logs: "))
+    assert logs.parent == folder
+    assert list(logs.iterdir()) == [runs.made[0].log]
+    assert str(logs) == runs.made[0].directory
+
+
+@pytest.mark.parametrize("outcome", [Outcome.NO_STEPS, signal.SIGINT], ids=["refused", "interrupted"])
+def test_a_sweep_without_logs_leaves_no_folder_for_them(folder, runs, monkeypatch, outcome):
+    monkeypatch.setattr(Path, "write_text", lambda *given, **named: 0)
+    runs.ways = {"O0": outcome}
+    assert sweep("train.py") in (2, 130)
+    assert [path.name for path in folder.iterdir()] == ["train.py"]
+
+
+def test_a_sweep_that_is_there_is_overwritten_and_that_is_said(folder, runs, capsys):
+    notice = "'out' holds a sweep already: it is replaced when a run has finished"
+    assert sweep("train.py", "--levels", "O0,O1", "--out", "out") == 0
+    assert notice not in capsys.readouterr().err
+    assert sweep("train.py", "--levels", "O0", "--out", "out") == 0
+    assert notice in capsys.readouterr().err
+    (record,) = written(folder).records
+    assert record.row == "O0"
+    assert files_in(folder / "out") == SAVED | {"logs/O0-seed0-repeat0.log"}
+    assert Path(record.log).read_text() == "O0 of 3"
+
+
+SAVED = {"sweep.json", "sweep.csv", "sweep.html"}
+
+
+def files_in(folder):
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status"),
+    [(Outcome.NO_STEPS, 2), (signal.SIGINT, 130)],
+    ids=["never-steps", "interrupted"],
+)
+def test_a_sweep_that_is_there_stays_as_it_was_if_the_first_run_of_a_new_one_comes_to_nothing(
+    folder, runs, capsys, outcome, status
+):
+    assert sweep("train.py", "--levels", "O0,O1", "--out", "out") == 0
+    before = {path: path.read_text() for path in (folder / "out").rglob("*") if path.is_file()}
+    runs.ways = {"O0": outcome}
+    assert sweep("train.py", "--levels", "O0", "--out", "out") == status
+    assert {path: path.read_text() for path in before} == before
+    assert "logs.new" in capsys.readouterr().err
+
+
+def test_a_sweep_that_is_there_is_replaced_by_one_that_failed_at_every_level(folder, runs):
+    assert sweep("train.py", "--levels", "O0,O1", "--out", "out") == 0
+    runs.ways = {"O0": Outcome.CRASHED, "O1": Outcome.CRASHED}
+    assert sweep("train.py", "--levels", "O0,O1", "--out", "out") == 1
+    assert {record.outcome for record in written(folder).records} == {Outcome.CRASHED}
+    logs = {f"logs/{row}-seed0-repeat0.log" for row in ("O0", "O1")}
+    assert files_in(folder / "out") == SAVED | logs
+    assert all(Path(record.log).exists() for record in written(folder).records)
+
+
+def test_files_of_somebody_elses_stay_beside_our_logs(folder, runs):
+    (folder / "logs").mkdir()
+    (folder / "logs" / "mine.log").touch()
+    for _ in range(2):
+        assert sweep("train.py", "--levels", "O0", "--out", ".") == 0
+    assert "logs/mine.log" in files_in(folder)
+
+
+def test_a_folder_that_a_script_clears_is_written_to_all_the_same(folder, runs, monkeypatch):
+    class Clears(Runs):
+        def __call__(self, run, *given):
+            record = super().__call__(run, *given)
+            shutil.rmtree(folder / "out")
+            return record
+
+    monkeypatch.setattr(campaign, "execute", Clears())
+    assert sweep("train.py", "--levels", "O0,O1", "--out", "out") == 0
+    assert files_in(folder / "out") >= SAVED
+
+
+class Failing:
+    """A stream that nobody reads, or whose disk is full."""
+
+    encoding = "utf-8"
+
+    def __init__(self, error):
+        self.error = error
+        self.descriptor = os.open(os.devnull, os.O_WRONLY)
+
+    def write(self, text):
+        raise self.error
+
+    def flush(self):
+        raise self.error
+
+    def isatty(self):
+        return False
+
+    def fileno(self):
+        return self.descriptor
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(BrokenPipeError(32, "Broken pipe"), 141), (OSError(28, "No space left on device"), 2)],
+    ids=["pipe", "disk"],
+)
+def test_a_table_that_cannot_be_printed_loses_no_file(folder, runs, capsys, monkeypatch, error, status):
+    monkeypatch.setattr(sys, "stdout", Failing(error))
+    assert sweep("train.py", "--levels", "O0,O1", "--out", "out") == status
+    assert files_in(folder / "out") >= SAVED
+    said = capsys.readouterr().err
+    assert ("the table could not be printed: No space left" in said) == (status == 2)
+
+
+def test_a_log_that_nobody_reads_does_not_end_the_sweep(folder, runs, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Failing(BrokenPipeError(32, "Broken pipe")))
+    assert sweep("train.py", "--levels", "O0,O1", "--out", "out") == 0
+    assert files_in(folder / "out") >= SAVED
+    assert "O1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("outcome", [Outcome.CRASHED, Outcome.TIMED_OUT, Outcome.NO_STEPS])
+def test_a_run_that_fails_is_a_row_and_the_sweep_goes_on_and_exits_1(folder, runs, outcome):
+    runs.ways = {"O1": outcome}
+    assert sweep("train.py", "--levels", "O0,O1,O4", "--out", "out") == 1
+    assert [record.outcome for record in written(folder).records] == [
+        Outcome.FINISHED,
+        outcome,
+        Outcome.FINISHED,
+    ]
+
+
+def test_a_row_that_timed_out_is_not_run_again(folder, runs):
+    runs.ways = {"O1": Outcome.TIMED_OUT}
+    assert sweep("train.py", "--levels", "O0,O1", "--seeds", "3", "--out", "out") == 1
+    assert [run.row for run in runs.made] == ["O0", "O1", "O0", "O0"]
+    (record,) = [record for record in written(folder).records if record.row == "O1"]
+    assert record.cause == "why; 2 more of its runs are left out"
+
+
+def test_a_row_that_crashed_is_run_with_the_other_seeds(folder, runs):
+    runs.ways = {"O1": [Outcome.CRASHED, Outcome.FINISHED]}
+    assert sweep("train.py", "--levels", "O0,O1", "--seeds", "2", "--out", "out") == 1
+    assert [run.row for run in runs.made] == ["O0", "O1", "O1", "O0"]
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "name"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")]
+)
+def test_an_interrupted_sweep_writes_and_shows_what_there_is(folder, runs, capsys, number, status, name):
+    runs.ways = {"O1": number}
+    assert sweep("train.py", "--levels", "O0,O1,O4", "--out", "out") == status
+    assert [record.outcome for record in written(folder).records] == [Outcome.FINISHED, Outcome.INTERRUPTED]
+    assert {"sweep.csv", "sweep.html"} < {path.name for path in (folder / "out").iterdir()}
+    said = capsys.readouterr()
+    assert said.err.endswith(f"ampatch sweep: interrupted ({name})\n")
+    assert "O1" in said.out
+
+
+def test_a_script_that_never_steps_ends_the_sweep_at_its_first_run(folder, runs, capsys):
+    runs.ways = {"O0": Outcome.NO_STEPS}
+    assert sweep("train.py") == 2
+    assert "'train.py' called initialize, and no optimizer" in capsys.readouterr().err
+    assert len(runs.made) == 1
+
+
+def test_a_script_that_did_not_call_initialize_ends_the_sweep_at_its_first_run(folder, capsys, monkeypatch):
+    record = Record("O0", 0, 0, Outcome.NO_STEPS, 1.0, "", (), "O0.log", Measured())
+    monkeypatch.setattr(campaign, "execute", lambda *given: record)
+    assert sweep("train.py") == 2
+    said = capsys.readouterr()
+    assert "'train.py' never called initialize (or did so with enabled=False" in said.err
+    assert "(log: O0.log)" in said.err
+    assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("cause", "initialized", "status"),
+    [
+        ("exit status 2, train.py: error: unrecognized arguments: -x", False, 2),
+        ("FileNotFoundError: data.csv", False, 2),
+        ("FileNotFoundError: data.csv", True, 1),
+        ("ampatch.errors.AmpValueError: keep_fp32: 'head' matches no module", False, 1),
+    ],
+    ids=["arguments", "before", "after", "in-initialize"],
+)
+def test_a_script_that_fails_before_a_level_matters_ends_the_sweep(
+    folder, capsys, monkeypatch, cause, initialized, status
+):
+    measured = Measured(initialized=initialized)
+    record = Record("O0", 0, 0, Outcome.CRASHED, 1.0, cause, (), "O0.log", measured)
+    monkeypatch.setattr(campaign, "execute", lambda *given: record)
+    assert sweep("train.py", "--levels", "O0,O1") == status
+    said = capsys.readouterr().err
+    message = (
+        f"'train.py' failed before it called initialize, as it would at every level: {cause} (log: O0.log)"
+    )
+    assert (message in said) == (status == 2)
+
+
+def test_a_disk_that_is_full_for_a_while_does_not_end_the_sweep(folder, runs, monkeypatch):
+    replace = Path.replace
+
+    def fail_once(path, target):
+        if len(runs.made) == 1:
+            raise OSError(28, "No space left on device")
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", fail_once)
+    assert sweep("train.py", "--levels", "O0,O1", "--out", "out") == 0
+    assert len(written(folder).records) == 2
+
+
+def test_files_that_cannot_be_written_in_the_end_are_named_and_the_table_is_shown(
+    folder, runs, capsys, monkeypatch
+):
+    def fail(path, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    assert sweep("train.py", "--levels", "O0", "--out", "out") == 2
+    said = capsys.readouterr()
+    assert "'out/sweep.json' cannot be written: No space left on device" in said.err
+    assert "O0" in said.out
+    assert [path.name for path in (folder / "out").iterdir()] == ["logs"]
+
+
+class BarOfTests:
+    """A progress bar that notes what it is told."""
+
+    def __init__(self):
+        self.told = []
+
+    def __getattr__(self, name):
+        return lambda *given: self.told.append((name, *given))
+
+
+def test_the_bar_is_told_of_every_run_its_steps_and_the_time_left(folder, runs, monkeypatch):
+    bar = BarOfTests()
+
+    @contextmanager
+    def progress_bar(console, count):
+        bar.told.append(("count", count))
+        yield bar
+
+    monkeypatch.setattr("ampatch.sweeps.terminal.view.progress_bar", progress_bar)
+    half_seconds = itertools.count(0, 0.5)
+    monkeypatch.setattr(campaign, "time", SimpleNamespace(monotonic=lambda: next(half_seconds)))
+    runs.ways = {"O1": Outcome.TIMED_OUT}
+    assert sweep("train.py", "--levels", "O0,O1", "--seeds", "2") == 1
+    assert bar.told == [
+        ("count", 4),
+        *[("start", "O0 seed 0"), ("show_steps", 5, None), ("show_time_left", None), ("finish", "finished")],
+        *[("start", "O1 seed 0"), ("show_steps", 5, 20), ("show_time_left", 1.5 + 2.0 + 1.0)],
+        *[("finish", "timed out"), ("finish",)],
+        *[("start", "O0 seed 1"), ("show_steps", 5, 20), ("show_time_left", 0.5), ("finish", "finished")],
+    ]
+
+
+# ---- Where it runs ----
+
+
+def git(folder, *arguments):
+    name = ["-c", "user.name=A", "-c", "user.email=a@b"]
+    return subprocess.check_output(["git", "-C", str(folder), *name, *arguments], text=True).strip()
+
+
+def test_the_environment_is_that_of_this_process(folder, monkeypatch):
+    found = collect(Script("train.py"))
+    assert (found.ampatch, found.torch) == (amp.__version__, torch.__version__)
+    assert datetime.fromisoformat(found.created).tzinfo is not None
+    assert 1 <= found.cores <= (os.cpu_count() or 1)
+    assert found.threads == torch.get_num_threads()
+    assert "\n" not in found.cpu
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (
+            ["/usr/bin/python3", "/bin/ampatch", "sweep", "train.py", "--variant", "O2 loss_scale=8"],
+            "ampatch sweep train.py --variant 'O2 loss_scale=8'",
+        ),
+        (["python", "-m", "ampatch", "sweep", "x.py"], "python -m ampatch sweep x.py"),
+        (["/opt/bin/python", "program.py", "--my", "arg"], "python program.py --my arg"),
+        (["python", "-c", "import a\nb"], "python -c ..."),
+        ([], "python"),
+    ],
+    ids=["ampatch", "module", "program", "text", "embedded"],
+)
+def test_the_command_is_what_was_typed(monkeypatch, words, command):
+    monkeypatch.setattr(sys, "orig_argv", words)
+    assert command_as_typed() == command
+
+
+def test_a_notebook_has_no_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ipykernel", None)
+    assert command_as_typed() == ""
+
+
+def test_the_commit_is_that_of_the_scripts_repository_and_says_if_files_have_changed(tmp_path):
+    assert find_commit(tmp_path) is None
+    git(tmp_path, "init", "-q")
+    assert find_commit(tmp_path) is None
+    (tmp_path / "train.py").write_text("")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "Train")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    (tmp_path / "out").touch()
+    assert find_commit(tmp_path) == commit
+    (tmp_path / "train.py").write_text("x")
+    assert find_commit(tmp_path) == f"{commit}+"
+
+
+def test_without_git_there_is_no_commit(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_commit(tmp_path) is None
+
+
+def test_the_cpu_is_named_as_linux_knows_it(tmp_path):
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor\t: 0\nmodel name\t: Fast CPU @ 3 GHz\nflags\t: a b\n")
+    assert find_cpu(path) == "Fast CPU @ 3 GHz"
+
+
+def test_a_cpu_without_a_name_has_that_of_its_architecture(tmp_path, monkeypatch):
+    monkeypatch.setattr("platform.processor", lambda: "")
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    assert find_cpu(tmp_path / "absent") == "arm64"
+
+
+@pytest.mark.parametrize(
+    ("devices", "device"),
+    [([], "cpu"), (["cpu"], "cpu"), (["NVIDIA X"], "NVIDIA X"), (["cpu", "NVIDIA X"], "NVIDIA X")],
+    ids=["none", "cpu", "gpu", "both"],
+)
+def test_the_device_is_the_one_that_the_runs_were_on(folder, devices, device):
+    records = [Record("O0", 0, 0, Outcome.FINISHED, 1.0, measured=Measured(device=name)) for name in devices]
+    records.append(Record("O1", 0, 0, Outcome.CRASHED, 1.0))
+    assert with_device(collect(Script("train.py")), records).device == device
+
+
+# ---- Two sweeps ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--compare", "a"], "argument --compare: expected 2 arguments"),
+        (["--compare", "a", "b", "train.py"], "SCRIPT beside --compare, which runs nothing"),
+        (["--compare", "a", "b", "--levels", "O0", "--seeds", "2"], "--levels, --seeds beside --compare"),
+        (["--compare", "a", "b", "--", "-x"], "-- beside --compare, which runs nothing"),
+        (["--compare", "a", "b"], "'a' does not exist: expected a sweep.json, or a folder with one"),
+        (["--compare", ".", "b"], "'.' holds no sweep.json"),
+        (["--compare", "train.py", "b"], "'train.py': not JSON"),
+    ],
+    ids=[
+        "one",
+        "script",
+        "options",
+        "script-arguments",
+        "absent",
+        "empty-folder",
+        "no-json",
+    ],
+)
+def test_a_comparison_refuses_what_is_no_part_of_it(folder, arguments, message, capsys):
+    assert sweep(*arguments) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+@pytest.fixture
+def two_sweeps(folder, runs):
+    """Two sweeps in folders; in the second one, the last level takes twice the time."""
+    assert sweep("train.py", "--levels", "O0,O1", "--out", "a") == 0
+    assert sweep("train.py", "--levels", "O0,O1", "--out", "b") == 0
+    path = folder / "b" / "sweep.json"
+    fields = json.loads(path.read_text())
+    for part in (fields["records"][1]["measured"], fields["rows"][1]):
+        part["step_ms"] = {"median": 4.0, "low": 3.9, "high": 4.1, "count": 15}
+    path.write_text(json.dumps(fields))
+    return folder
+
+
+@pytest.mark.parametrize("limit", ["slower", "more-memory", "tolerance"])
+def test_a_comparison_refuses_limits_that_cannot_work(two_sweeps, limit, capsys):
+    capsys.readouterr()
+    assert sweep("--compare", "a", "b", f"--{limit}", "-1") == 2
+    assert f"sweep: --{limit} -1" in capsys.readouterr().err
+
+
+def test_a_level_that_got_slower_is_exit_status_1(two_sweeps, capsys):
+    capsys.readouterr()
+    assert sweep("--compare", "a", "b/sweep.json") == 1
+    assert "O1" in capsys.readouterr().out
+    assert sweep("--compare", "a", "b", "--slower", "1.5") == 0
+    assert sweep("--compare", "b", "a") == 0
+    assert sweep("--compare", "a", "a/sweep.json") == 0

@@ -1,0 +1,258 @@
+"""The conditions of a sweep's run: seeds, and the yardstick, which casts as torch.autocast does."""
+
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import ampatch as amp
+from ampatch.sweeps.measure.seeds import SHIFT, set_seeds, shifted_seeds
+from ampatch.sweeps.measure.yardstick import Autocast
+from ampatch.sweeps.variant import parse_variant
+
+
+def draw():
+    return random.random(), numpy.random.rand(), torch.rand(()).item()
+
+
+# Seeds
+
+
+def test_a_seed_decides_what_python_numpy_and_torch_draw():
+    set_seeds(1)
+    first = draw()
+    set_seeds(1)
+    assert draw() == first
+    set_seeds(2)
+    assert all(one != other for one, other in zip(draw(), first, strict=True))
+
+
+SEEDING = {
+    "random": lambda seed: random.seed(seed),
+    "random, by name": lambda seed: random.seed(a=seed, version=2),
+    "numpy": lambda seed: numpy.random.seed(seed),
+    "torch": lambda seed: torch.manual_seed(seed),
+    "torch, by name": lambda seed: torch.manual_seed(seed=seed),
+    "torch.random": lambda seed: torch.random.manual_seed(seed),
+}
+
+
+@pytest.mark.parametrize("name", SEEDING)
+@pytest.mark.parametrize("seed", [3, numpy.int64(3)], ids=["int", "numpy"])
+def test_the_seeds_that_a_script_sets_are_shifted(name, seed):
+    if "random" in name and isinstance(seed, numpy.int64):
+        seed = 3  # which random.seed refuses as well
+    set_seeds(0)
+    SEEDING[name](3 + 2 * SHIFT)
+    expected = draw()
+    set_seeds(0)
+    with shifted_seeds(2):
+        SEEDING[name](seed)
+    assert draw() == expected
+
+
+def test_a_seed_of_a_script_is_unlike_that_without():
+    torch.manual_seed(3)
+    before = torch.rand(())
+    with shifted_seeds(1):
+        torch.manual_seed(3)
+    assert torch.rand(()) != before
+
+
+@pytest.mark.parametrize("seed", [2**32 - 1, 0])
+def test_a_shifted_seed_is_one_that_numpy_takes(seed):
+    with shifted_seeds(5):
+        numpy.random.seed(seed)
+
+
+def test_what_is_no_number_seeds_as_it_is():
+    with shifted_seeds(1):
+        random.seed("words")
+        shifted = random.random()
+    random.seed("words")
+    assert random.random() == shifted
+
+
+def test_generators_of_the_script_keep_their_seeds():
+    with shifted_seeds(1):
+        mine = torch.rand((), generator=torch.Generator().manual_seed(3))
+        theirs = numpy.random.default_rng(3).random()
+    assert mine == torch.rand((), generator=torch.Generator().manual_seed(3))
+    assert theirs == numpy.random.default_rng(3).random()
+
+
+def test_seeding_functions_are_themselves_again():
+    before = torch.manual_seed, random.seed, numpy.random.seed, torch.cuda.manual_seed_all
+    with shifted_seeds(1):
+        assert torch.manual_seed is not before[0]
+        assert torch.manual_seed.__name__ == "manual_seed"
+    assert (torch.manual_seed, random.seed, numpy.random.seed, torch.cuda.manual_seed_all) == before
+
+
+def test_seed_0_leaves_everything_as_it_is():
+    before = torch.manual_seed
+    with shifted_seeds(0):
+        assert torch.manual_seed is before
+
+
+# The yardstick
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.last(F.gelu(self.norm(self.first(x))))
+
+
+def start(lr=0.5):
+    torch.manual_seed(0)
+    model = Net()
+    return model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+INPUTS = torch.randn(20, 6, 8, generator=torch.Generator().manual_seed(1))
+TARGETS = torch.randint(4, (20, 6), generator=torch.Generator().manual_seed(2))
+
+
+def overflow(number, loss):
+    return loss * (float("inf") if number in (4, 9) else 1)
+
+
+def cross_entropy(model, teacher, inputs, targets):
+    return F.cross_entropy(model(inputs), targets)
+
+
+def hinge(model, teacher, inputs, targets):
+    return torch.relu(1 - model(inputs)).mean()  # in half: nothing in it is cast to float32
+
+
+def distill(model, teacher, inputs, targets):
+    outputs = model(inputs)
+    with torch.no_grad():
+        wanted = teacher(inputs)
+    return F.mse_loss(outputs @ outputs.T, wanted @ wanted.T)
+
+
+def use_twice(model, teacher, inputs, targets):
+    with torch.no_grad():
+        offset = teacher(inputs).float().mean()
+    return F.cross_entropy(model(inputs) + model(-inputs), targets) + offset
+
+
+def checkpointed(model, teacher, inputs, targets):
+    return F.cross_entropy(checkpoint(model, inputs, use_reentrant=False), targets)
+
+
+LOSSES = (cross_entropy, hinge, distill, use_twice, checkpointed)
+each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+
+
+def by_hand(dtype, compute):
+    (model, optimizer), (teacher, _) = start(), start()
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+    losses = []
+    for number, (inputs, targets) in enumerate(zip(INPUTS, TARGETS, strict=True)):
+        with torch.autocast("cpu", dtype):
+            loss = compute(model, teacher, inputs, targets)
+        losses.append(loss)
+        optimizer.zero_grad()
+        scaler.scale(overflow(number, loss.float())).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        with torch.no_grad(), torch.autocast("cpu", dtype):
+            losses.append(model(inputs).float().sum())
+    return losses, list(model.parameters())
+
+
+def run_yardstick(dtype, compute):
+    (model, optimizer), (teacher, _) = start(), start()
+    row = parse_variant(f"autocast dtype={str(dtype).removeprefix('torch.')}")
+    losses = []
+    with amp.observe(Autocast(dtype)), amp.override(**row.overrides):
+        amp.initialize([model, teacher], optimizer, opt_level="O2", verbosity=0)
+        for number, (inputs, targets) in enumerate(zip(INPUTS, TARGETS, strict=True)):
+            loss = compute(model, teacher, inputs, targets)
+            losses.append(loss)
+            optimizer.zero_grad()
+            with amp.scale_loss(overflow(number, loss), optimizer) as scaled_loss:
+                assert not torch.is_autocast_enabled("cpu")
+                scaled_loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                losses.append(model(inputs).float().sum())
+            assert not torch.is_autocast_enabled("cpu")
+        amp.uninitialize()
+    return losses, list(model.parameters())
+
+
+@each_dtype
+@pytest.mark.parametrize("compute", LOSSES, ids=lambda it: it.__name__)
+def test_the_yardstick_is_autocast_with_a_grad_scaler_bit_by_bit(dtype, compute):
+    losses, params = by_hand(dtype, compute)
+    found, found_params = run_yardstick(dtype, compute)
+    # Without a scale nothing is skipped, and the first overflow makes everything NaN.
+    count = len(losses) if dtype is torch.float16 else 9
+    assert [it.dtype for it in found] == [it.dtype for it in losses]
+    assert all(map(torch.equal, found[:count], losses[:count]))
+    if dtype is torch.float16:
+        assert all(map(torch.equal, found_params, params))
+
+
+@pytest.fixture
+def yardstick():
+    with amp.observe(Autocast(torch.bfloat16)):
+        yield
+        amp.uninitialize()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def is_half(model):
+    """Whether a model computes what it does with autocast, though its output is float32 to the script."""
+    plain, _ = start()
+    uncast = plain(INPUTS[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(INPUTS[0]).float()
+    return torch.equal(model(INPUTS[0]), expected) and not torch.equal(expected, uncast)
+
+
+def test_a_forward_without_gradients_keeps_no_cast_for_one_with(yardstick):
+    model, optimizer = start()
+    amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    first = model(INPUTS[0])
+    with torch.no_grad():
+        model(INPUTS[1])
+    loss = (first + model(INPUTS[2])).sum()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_a_forward_that_raises_leaves_no_autocast_behind_after_the_next_step(yardstick):
+    model, optimizer = start()
+    amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 3))
+    optimizer.step()
+    assert not torch.is_autocast_enabled("cpu")
+    assert is_half(model)
+
+
+def test_a_compiled_model_computes_in_half_too(yardstick):
+    torch._dynamo.reset()
+    model, optimizer = start()
+    amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    assert is_half(torch.compile(model, backend="eager"))
+
+
+def test_a_scripted_model_is_refused():
+    observer = Autocast(torch.bfloat16)
+    model = torch.jit.ScriptModule()
+    with pytest.raises(amp.AmpValueError, match="scripted"):
+        observer.on_objects((model,), ())

@@ -1,0 +1,284 @@
+"""What is written to `--out` is read back as it was, and JSON and CSV are what other programs expect."""
+
+import csv
+import io
+import json
+from dataclasses import asdict, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ampatch import AmpValueError
+from ampatch.sweeps.record import Bytes, Casts, Curve, Measured, Spread
+from ampatch.sweeps.sweep import Distance, Row, Sweep
+from ampatch.sweeps.sweep_file import from_json, read_measured, to_json
+from ampatch.sweeps.table_file import to_csv
+from sweep_samples import sample_sweep
+
+NAN, INF = float("nan"), float("inf")
+SAMPLE = sample_sweep(("O0", "O1", "autocast", "O5 cast_model_outputs=float16"), seeds=2, steps=20)
+
+
+def parts(sweep=SAMPLE):
+    """The sweep as other programs read it."""
+    return json.loads(to_json(sweep), parse_constant=pytest.fail)
+
+
+def fault(**changes):
+    """The message about a file in which top-level fields were changed."""
+    with pytest.raises(AmpValueError) as caught:
+        from_json(json.dumps(parts() | changes), "a/sweep.json")
+    return str(caught.value)
+
+
+# ---- sweep.json ----
+
+
+distances = st.dictionaries(st.text(), st.from_type(Distance), max_size=3)
+
+
+# `repr` tells NaN from other numbers, 0.0 from -0.0, tuples from lists, and names every class.
+@settings(max_examples=40)
+@given(st.builds(Sweep, rows=st.lists(st.builds(Row, metrics=distances), max_size=3).map(tuple)))
+def test_any_sweep_survives_json(sweep):
+    text = to_json(sweep)
+    assert repr(from_json(text)) == repr(sweep)
+
+
+def test_a_sweep_survives_json():
+    assert from_json(to_json(SAMPLE)) == SAMPLE
+
+
+@settings(max_examples=40)
+@given(st.from_type(Measured), st.booleans())
+def test_what_a_child_measured_survives_a_way_through_json(measured, strict):
+    # A child may write NaN as Python does, or as the file has it.
+    fields = parts_of(measured) if strict else json.loads(json.dumps(asdict(measured)))
+    assert repr(read_measured(fields)) == repr(measured)
+
+
+def parts_of(measured):
+    record = replace(SAMPLE.records[0], measured=measured)
+    return parts(replace(SAMPLE, records=(record,)))["records"][0]["measured"]
+
+
+def test_the_file_is_ascii_and_says_its_format_and_version_in_its_first_lines():
+    lines = to_json(SAMPLE).splitlines()
+    assert lines[:3] == ["{", '"format": "ampatch sweep",', '"version": 1,']
+    assert to_json(SAMPLE).isascii()
+
+
+def test_numbers_that_are_not_finite_are_written_by_name():
+    measured = Measured(losses={"0": Curve((1, 2, 3), (NAN, INF, -INF))})
+    assert parts_of(measured)["losses"]["0"]["values"] == ["NaN", "Infinity", "-Infinity"]
+
+
+def test_a_text_that_is_the_name_of_a_number_stays_a_text():
+    sweep = replace(SAMPLE, settings=replace(SAMPLE.settings, arguments=("NaN", "Infinity")))
+    assert from_json(to_json(sweep)).settings.arguments == ("NaN", "Infinity")
+
+
+def test_text_that_was_no_utf8_survives():
+    sweep = replace(SAMPLE, settings=replace(SAMPLE.settings, script="tr\udcffin.py"))
+    text = to_json(sweep).encode("utf-8").decode("utf-8")
+    assert from_json(text).settings.script == "tr\udcffin.py"
+
+
+def test_whole_numbers_are_read_where_there_may_be_fractions():
+    measured = read_measured({"peak_mib": 12, "step_ms": {"median": 1, "low": 1, "high": 2, "count": 9}})
+    assert (measured.peak_mib, measured.step_ms) == (12.0, Spread(1.0, 1.0, 2.0, 9))
+    assert type(measured.peak_mib) is float
+
+
+def test_what_an_empty_child_left_is_an_empty_measurement():
+    assert read_measured({}) == Measured()
+
+
+def test_what_was_measured_is_made_of_the_same_classes_again():
+    measured = Measured(
+        skipped=(3,), bytes=Bytes(1, 2, 3, 4, 5), casts=Casts(1.5, 2.0), metrics={"f1": Curve((9,), (0.5,))}
+    )
+    assert read_measured(json.loads(json.dumps(asdict(measured)))) == measured
+
+
+def test_fields_that_are_not_known_yet_are_passed_over():
+    assert from_json(json.dumps(parts() | {"note": "mine"})) == SAMPLE
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "level,speed\nO0,1\n", "[" * 100_000], ids=["empty", "cut", "csv", "deep"]
+)
+def test_what_is_not_json_is_refused(text):
+    with pytest.raises(AmpValueError, match=r"^a/sweep\.json: not JSON .*: expected the sweep\.json that"):
+        from_json(text, "a/sweep.json")
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "{}", '{"format": "other"}'])
+def test_json_of_another_format_is_refused(text):
+    with pytest.raises(
+        AmpValueError, match=r"^b\.json: JSON, but not of the format 'ampatch sweep': expected"
+    ):
+        from_json(text, "b.json")
+
+
+def test_a_file_of_a_newer_version_says_to_upgrade():
+    expected = "a/sweep.json: version 2, and this ampatch reads versions up to 1: upgrade ampatch"
+    assert fault(version=2, rows="of another kind").startswith(expected)
+
+
+@pytest.mark.parametrize("version", [None, "1", 0, 1.0, True])
+def test_a_version_that_is_none_is_refused(version):
+    assert f"version {version!r}, expected a whole number from 1 up" in fault(version=version)
+
+
+def test_missing_fields_are_all_named():
+    whole = parts()
+    del whole["records"], whole["settings"]
+    with pytest.raises(AmpValueError, match=r"^x: the file has no 'settings', 'records': write it anew"):
+        from_json(json.dumps(whole), "x")
+
+
+def test_a_missing_field_inside_is_named_with_where_it_is():
+    records = parts()["records"]
+    del records[1]["seed"]
+    assert "a/sweep.json: records[1] has no 'seed'" in fault(records=records)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"records": None}, "records is None, expected a list"),
+        ({"rows": [3]}, "rows[0] is 3, expected an object"),
+        ({"recommendation": {"row": 1, "reason": ""}}, "recommendation.row is 1, expected a text"),
+        ({"recommendation": {"row": None, "reason": None}}, "recommendation.reason is None, expected a text"),
+    ],
+    ids=["no list", "no object", "no text", "null"],
+)
+def test_a_field_of_a_wrong_type_is_named_with_what_was_found(changes, message):
+    assert message in fault(**changes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"steps": 1.5}, "measured.steps is 1.5, expected a whole number"),
+        ({"steps": True}, "measured.steps is True, expected a whole number"),
+        ({"initialized": 1}, "measured.initialized is 1, expected true or false"),
+        ({"peak_mib": False}, "measured.peak_mib is False, expected a number"),
+        ({"peak_mib": "big"}, "measured.peak_mib is 'big', expected a number"),
+        ({"peak_mib": 10**400}, "expected a number that fits a float"),
+        ({"step_ms": {"median": 1.0}}, "measured.step_ms has no 'low', 'high', 'count'"),
+        (
+            {"losses": {"0": {"values": [1.0, "x"]}}},
+            "measured.losses['0'].values[1] is 'x', expected a number",
+        ),
+    ],
+    ids=["fraction", "bool", "int", "bool for float", "word", "huge", "missing", "deep"],
+)
+def test_what_a_child_cannot_have_measured_is_named(fields, message):
+    with pytest.raises(AmpValueError) as caught:
+        read_measured(fields)
+    assert message in str(caught.value)
+
+
+def test_an_outcome_that_does_not_exist_is_named_beside_those_that_do():
+    record = parts()["records"][0] | {"outcome": "lost"}
+    assert "records[0].outcome is 'lost', expected one of 'finished', 'crashed'" in fault(records=[record])
+
+
+def message_about(text):
+    try:
+        from_json(text, "name")
+    except AmpValueError as error:
+        return str(error)
+    return "name: read"
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=100)
+@given(st.data(), json_values)
+def test_a_value_out_of_place_is_an_error_with_the_name_of_the_file_or_nothing(data, value):
+    whole = parts()
+    place = whole
+    while isinstance(place, dict | list) and place:
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        key = data.draw(st.sampled_from(keys))
+        if not isinstance(place[key], dict | list) or data.draw(st.booleans()):
+            break
+        place = place[key]
+    if place:
+        place[key] = value
+    assert message_about(json.dumps(whole)).startswith("name: ")
+
+
+# ---- sweep.csv ----
+
+
+def table(sweep=SAMPLE):
+    """The lines of the CSV, each a dict by heading."""
+    return list(csv.DictReader(io.StringIO(to_csv(sweep), newline="")))
+
+
+def with_measured(measured, **changes):
+    return replace(SAMPLE, records=(replace(SAMPLE.records[0], measured=measured, **changes),))
+
+
+def test_the_table_has_a_line_for_each_run_in_their_order():
+    lines = table()
+    expected = [(it.row, str(it.seed), str(it.repeat), it.outcome.value) for it in SAMPLE.records]
+    assert [(it["row"], it["seed"], it["repeat"], it["outcome"]) for it in lines] == expected
+    assert {it["torch"] for it in lines} == {SAMPLE.environment.torch}
+    assert {it["device"] for it in lines} == {"NVIDIA H200"}
+
+
+def test_numbers_in_the_table_are_exact():
+    for line, record in zip(table(), SAMPLE.records, strict=True):
+        if not record.failed:
+            assert float(line["step_ms"]) == record.measured.step_ms.median
+            assert float(line["metric:accuracy"]) == record.measured.final("accuracy")
+            assert int(line["masters_bytes"]) == record.measured.bytes.masters
+            assert float(line["samples_per_second"]) == record.measured.samples_per_second
+
+
+def test_a_cell_of_which_nothing_is_known_is_empty():
+    crashed = next(line for line in table() if line["outcome"] == "crashed")
+    assert (crashed["step_ms"], crashed["masters_bytes"], crashed["metric:accuracy"]) == ("", "", "")
+    assert crashed["cause"].startswith("RuntimeError: ")
+
+
+def test_a_run_that_left_nothing_has_as_many_cells_as_the_others():
+    first, second = SAMPLE.records[:2]
+    sweep = replace(SAMPLE, records=(first, replace(second, measured=None)))
+    lines = list(csv.reader(io.StringIO(to_csv(sweep))))
+    assert len({len(line) for line in lines}) == 1
+    assert table(sweep)[1]["memory"] == ""
+
+
+def test_zero_is_not_nothing():
+    zero = Spread(0.0, 0.0, 0.0, 3)
+    (line,) = table(with_measured(Measured(step_ms=zero, bytes=Bytes(0, 0, 0, 0, 0), final_loss=0.0)))
+    assert (line["step_ms"], line["masters_bytes"], line["final_loss"]) == ("0.0", "0", "0.0")
+
+
+def test_numbers_that_are_not_finite_are_words_that_float_reads():
+    measured = Measured(final_loss=NAN, metrics={"f1": Curve((1, 2), (0.5, -INF))})
+    (line,) = table(with_measured(measured))
+    assert (line["final_loss"], line["metric:f1"]) == ("nan", "-inf")
+
+
+def test_text_of_any_kind_stays_in_its_cell():
+    measured = Measured(metrics={'a,"b"\nc': Curve((1,), (0.5,))})
+    (line,) = table(with_measured(measured, cause='File "x", line 1: =1+1; café'))
+    assert line['metric:a,"b"\nc'] == "0.5"
+    assert line["cause"] == 'File "x", line 1: =1+1; café'
+
+
+def test_a_sweep_without_records_is_a_line_of_headings():
+    assert to_csv(replace(SAMPLE, records=())).count("\n") == 1

@@ -1,0 +1,253 @@
+"""`ampatch.sweep` of a function: the same records as the command line, in this process or in others."""
+
+import logging
+import random
+import subprocess
+import sys
+import textwrap
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import ampatch as amp
+from ampatch.sweeps.record import Outcome
+from ampatch.sweeps.sweep_file import from_json
+
+
+def train(opt_level, seed):
+    """Trains on points that are told apart by their largest coordinate; at module level, for processes."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    points = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    labels = points[:, :3].argmax(1)
+    for _ in range(12):
+        loss = F.cross_entropy(model(points), labels)
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    return {"accuracy": (model(points).argmax(1) == labels).float().mean()}
+
+
+def sweep(function=train, levels=("O0", "O4", "autocast"), **options):
+    return amp.sweep(function, levels, **{"processes": False} | options)
+
+
+def losses(result, row, seed=0):
+    (record,) = [it for it in result.records if (it.row, it.seed, it.repeat) == (row, seed, 0)]
+    return record.measured.losses["0"].values
+
+
+@pytest.fixture(scope="module")
+def here():
+    return sweep(seeds=2)
+
+
+def test_every_level_is_trained_with_every_seed(here):
+    assert {(it.row, it.seed) for it in here.records} == {
+        (row, seed) for row in ("O0", "O4", "autocast") for seed in (0, 1)
+    }
+    assert all(it.outcome is Outcome.FINISHED for it in here.records)
+    assert [row.name for row in here.rows] == ["O0", "O4", "autocast"]
+
+
+def test_a_level_of_the_sweep_is_the_level_by_hand(here):
+    for level in ("O0", "O4"):
+        torch.manual_seed(1)
+        recorded = []
+
+        class KeepLosses(amp.Observer):
+            def on_loss(self, loss, loss_id):
+                recorded.append(loss.item())  # noqa: B023
+
+        with amp.observe(KeepLosses()):
+            train(level, 1)
+            amp.uninitialize()
+        assert losses(here, level, seed=1) == tuple(recorded)
+
+
+def test_the_yardstick_is_not_float32(here):
+    assert losses(here, "autocast") != losses(here, "O0")
+    assert losses(here, "autocast")[-1] == pytest.approx(losses(here, "O0")[-1], rel=0.05)
+
+
+def test_a_run_leaves_nothing_for_the_next(here):
+    again = sweep(levels=("autocast", "O0"), seeds=2)
+    for row in ("O0", "autocast"):
+        for seed in (0, 1):
+            assert losses(again, row, seed) == losses(here, row, seed)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_what_the_function_returns_are_its_metrics(here):
+    (row, *_) = here.rows
+    assert 0.3 < row.metrics["accuracy"].value <= 1
+
+
+def test_the_sweep_can_be_read(here):
+    lines = str(here).splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["O0", "O4", "autocast"]
+    assert here.recommendation.reason in lines
+    assert len(repr(here)) < 20_000
+
+
+def test_variants_steps_and_repeats_are_those_of_the_command_line():
+    result = sweep(levels=["O0"], variants=["O2 dtype=bfloat16 loss_scale=8"], steps=8, warmup=2, repeat=2)
+    assert [row.name for row in result.rows] == ["O0", "O2 dtype=bfloat16 loss_scale=8"]
+    assert {it.measured.steps for it in result.records} == {8}
+    assert result.rows[1].loss_scale == 8
+    assert len(result.records) == 4
+
+
+def test_files_are_written_where_they_are_wanted(tmp_path):
+    result = sweep(levels=["O0"], out=tmp_path / "made")
+    assert {path.name for path in (tmp_path / "made").iterdir()} >= {"sweep.json", "sweep.csv", "sweep.html"}
+    read = from_json((tmp_path / "made" / "sweep.json").read_text())
+    assert read.settings.script == f"{__name__}.train"
+    assert read.records == result.records
+
+
+def test_the_process_draws_afterwards_what_it_would_have_drawn():
+    torch.manual_seed(5)
+    random.seed(5)
+    expected = torch.rand(()), random.random()
+    torch.manual_seed(5)
+    random.seed(5)
+    sweep(levels=["O0"])
+    assert (torch.rand(()), random.random()) == expected
+
+
+def fails(opt_level, seed):
+    train("O0", seed)
+    if seed:
+        raise ValueError("bad weights")
+
+
+def test_a_function_that_raises_is_a_failed_run_and_the_sweep_goes_on():
+    result = sweep(fails, levels=["O0", "O4"], seeds=2)
+    failed = [it for it in result.records if it.failed]
+    assert {(it.seed, it.outcome, it.cause) for it in failed} == {
+        (1, Outcome.CRASHED, "ValueError: bad weights")
+    }
+    assert failed[0].last_lines[-1] == "ValueError: bad weights"
+    assert len(result.records) == 4
+
+
+def fails_at_length(opt_level, seed):
+    train("O0", seed)
+    raise ValueError("bad weights\nin layer 3")
+
+
+def test_an_exception_of_many_lines_is_told_by_its_first():
+    (record,) = sweep(fails_at_length, levels=["O4"]).records
+    assert (record.cause, record.last_lines[-1]) == ("ValueError: bad weights", "in layer 3")
+
+
+def never_initializes(opt_level, seed):
+    raise ValueError("no data")
+
+
+def test_errors_name_the_function_and_no_log_that_is_not_there():
+    with pytest.raises(amp.AmpValueError) as caught:
+        sweep(never_initializes)
+    name = f"'{__name__}.never_initializes'"
+    rest = "failed before it called initialize, as it would at every level: ValueError: no data"
+    assert str(caught.value) == f"{name} {rest}"
+
+
+@pytest.mark.parametrize("levels", [["O0"], ["O9"]], ids=["good", "bad"])
+def test_a_sweep_in_this_process_leaves_no_folder(tmp_path, monkeypatch, levels):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with suppress(amp.AmpValueError):
+        sweep(levels=levels)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_is_logged_and_nothing_is_printed(caplog, capsys):
+    with caplog.at_level(logging.INFO, "ampatch"):
+        sweep(levels=["O0"])
+    assert "sweep: O0 finished" in caplog.messages
+    assert capsys.readouterr() == ("", "")
+
+
+# What cannot work
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"function": lambda level, seed: None}, "never called initialize"),
+        ({"function": 3}, "expected a function of"),
+        ({"levels": ["O9"]}, "unknown opt_level 'O9'"),
+        ({"levels": []}, "no levels"),
+        ({"seeds": 0}, "seeds 0: expected 1 or more"),
+        ({"timeout": 5.0}, "timeout needs processes"),
+        (
+            {"function": lambda level, seed: None, "processes": True},
+            "cannot be found by a process",
+        ),
+    ],
+    ids=["no initialize", "no function", "level", "no levels", "seeds", "timeout", "lambda"],
+)
+def test_what_cannot_work_is_refused(options, message):
+    with pytest.raises(amp.AmpValueError, match=message):
+        sweep(**options)
+
+
+def test_a_process_with_a_session_of_its_own_keeps_it():
+    model = torch.nn.Linear(2, 2)
+    amp.initialize(model, opt_level="O5", verbosity=0)
+    with pytest.raises(amp.AmpError, match="call uninitialize first"):
+        sweep()
+    assert model.weight.dtype is torch.bfloat16
+    amp.uninitialize()
+
+
+# Processes
+
+
+def run_script(tmp_path, text):
+    path = tmp_path / "program.py"
+    path.write_text(textwrap.dedent(text))
+    return subprocess.run([sys.executable, path], capture_output=True, text=True, cwd=tmp_path)
+
+
+PROGRAM = """
+import ampatch as amp
+from trainer import train as imported
+
+def train(opt_level, seed):
+    print("trained at", opt_level)
+    return imported(opt_level, seed)
+
+if __name__ == "__main__":
+    result = amp.sweep(train, ["O0", "O4"], out="made", steps=6)
+    print([(it.row, it.outcome.value, it.measured.steps) for it in result.records])
+"""
+
+
+def test_a_function_of_a_script_is_found_by_processes_of_their_own(tmp_path, here):
+    (tmp_path / "trainer.py").write_text(Path(__file__).read_text())
+    done = run_script(tmp_path, PROGRAM)
+    assert done.stdout == "[('O0', 'finished', 6), ('O4', 'finished', 6)]\n", done.stderr
+    logs = sorted((tmp_path / "made" / "logs").glob("*.log"))
+    assert [log.read_text() for log in logs] == ["trained at O0\n", "trained at O4\n"]
+    result = from_json((tmp_path / "made" / "sweep.json").read_text())
+    assert losses(result, "O4")[:6] == losses(here, "O4")[:6]
+
+
+def test_a_script_without_a_guard_is_told_to_have_one(tmp_path):
+    done = run_script(
+        tmp_path,
+        """
+        import ampatch as amp
+        def train(opt_level, seed): ...
+        amp.sweep(train, ["O0"])
+        """,
+    )
+    assert done.returncode == 1
+    assert "if __name__ == '__main__'" in done.stderr

@@ -1,0 +1,729 @@
+"""What a sweep measures inside a run, compared with what is counted by hand."""
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import math
+import pickle
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ampatch as amp
+from ampatch.sweeps.measure.clock import HostClock
+from ampatch.sweeps.measure.curve import ChangeBuilder, CurveBuilder
+from ampatch.sweeps.measure.forwards import count_samples
+from ampatch.sweeps.measure.losses import Losses
+from ampatch.sweeps.measure.memory import peak_memory, reset_peak
+from ampatch.sweeps.measure.recorder import EnoughSteps, Recorder, numbers_in
+from ampatch.sweeps.measure.steps import StepCounter, StepTimes, read_count
+
+each_level = pytest.mark.parametrize("level", list(amp.OPT_LEVELS))
+
+
+def make(level="O1", optimizer=torch.optim.SGD, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = optimizer(model.parameters(), **{"lr": 0.1} | options)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    return model, optimizer
+
+
+def step(model, optimizer, factor=1.0, size=6):
+    loss = F.cross_entropy(model(torch.ones(size, 4)), torch.zeros(size, dtype=torch.long)) * factor
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+@pytest.fixture
+def recorder():
+    recorder = Recorder()
+    with amp.observe(recorder):
+        yield recorder
+    amp.uninitialize()
+
+
+# Losses and scales
+
+
+def train_loss_of(losses, level="O1", **options):
+    """Makes a step for each of these losses."""
+    model = nn.Linear(1, 1)
+    nn.init.ones_(model.weight)
+    nn.init.zeros_(model.bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    for factor in losses:
+        loss = model(torch.ones(1)).float().mean() * factor
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        loss.detach().zero_()
+        optimizer.zero_grad()
+
+
+def test_losses_are_kept_as_they_were_in_the_block(recorder):
+    train_loss_of([4.0, 2.0, 1.0])
+    assert recorder.measured().losses["0"].values == (4.0, 2.0, 1.0)
+    assert recorder.measured().losses["0"].steps == (1, 2, 3)
+
+
+def test_the_first_and_the_final_loss_are_means_of_ten(recorder):
+    train_loss_of([1000.0] * 5 + [1.0] * 5 + [2.0] * 5)
+    measured = recorder.measured()
+    assert measured.first_loss == 500.5
+    assert measured.final_loss == 1.5
+
+
+def test_the_noise_of_the_final_loss_is_the_standard_error_of_its_mean(recorder):
+    losses = [1.0, 2.0, 4.0, 8.0, 16.0, 1.0, 2.0, 4.0, 8.0, 16.0]
+    train_loss_of([100.0, *losses])
+    assert recorder.measured().loss_noise == pytest.approx(statistics.stdev(losses) / math.sqrt(10))
+
+
+def test_several_losses_of_a_step_are_one_value(recorder):
+    model, optimizer = make("O0")
+    for factors in ([1.0, 3.0], [5.0]):
+        for factor in factors:
+            with amp.scale_loss(model(torch.ones(1, 4)).mean() * 0 + factor, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        optimizer.step()
+    assert recorder.measured().losses["0"].values == (2.0, 5.0)
+
+
+def test_a_loss_of_any_shape_and_type_counts_by_its_mean():
+    losses = Losses()
+    losses.add(0, torch.tensor([2.0, 4.0]).half())
+    losses.end_step(1)
+    assert losses.build()["0"].values == (3.0,)
+
+
+@pytest.mark.parametrize(
+    ("losses", "final"),
+    [([math.inf, -math.inf, 1.0], math.nan), ([math.inf, 1.0], math.inf)],
+    ids=["both infinities", "one infinity"],
+)
+def test_losses_of_any_size_have_a_mean(losses, final):
+    kept = Losses()
+    for number, value in enumerate(losses):
+        kept.add(0, torch.tensor(value, dtype=torch.float64))
+        kept.end_step(number)
+    kept.build()
+    for mean in (kept.first(), kept.final()):
+        assert mean == final or (math.isnan(mean) and math.isnan(final))
+
+
+def test_skipped_steps_are_known_by_their_number_and_lower_the_scale(recorder):
+    train_loss_of([0.5, math.inf, 0.5, math.inf, 0.5], loss_scale="dynamic")
+    measured = recorder.measured()
+    assert measured.steps == 5
+    assert measured.skipped == (2, 4)
+    assert measured.loss_scales["0"].steps == (1, 3, 5)
+    assert measured.loss_scales["0"].values == (2.0**16, 2.0**15, 2.0**14)
+
+
+def test_a_static_scale_that_the_script_sets_is_followed(recorder):
+    model, optimizer = make("O0")
+    for scale in (1.0, 64.0):
+        amp.set_loss_scale(scale)
+        step(model, optimizer)
+        step(model, optimizer)
+    curve = recorder.measured().loss_scales["0"]
+    assert (curve.steps, curve.values) == ((1, 3), (1.0, 64.0))
+
+
+def test_the_scale_after_the_last_step_is_kept_too(recorder):
+    train_loss_of([math.inf], loss_scale="dynamic")
+    assert recorder.measured().loss_scale == 2.0**15
+
+
+def test_a_static_scale_is_a_curve_of_one_point(recorder):
+    train_loss_of([1.0, 2.0], loss_scale=128.0)
+    assert recorder.measured().loss_scales["0"].values == (128.0,)
+
+
+def test_a_script_that_calls_uninitialize_keeps_what_was_measured(recorder):
+    train_loss_of([0.5, math.inf], loss_scale="dynamic")
+    amp.uninitialize()
+    measured = recorder.measured()
+    assert (measured.steps, measured.skipped, measured.loss_scale) == (2, (2,), 2.0**15)
+
+
+def test_two_sessions_one_after_the_other_are_one_run(recorder):
+    train_loss_of([1.0, 2.0])
+    amp.uninitialize()
+    train_loss_of([4.0])
+    assert recorder.measured().losses["0"].values == (1.0, 2.0, 4.0)
+
+
+# Steps
+
+
+def boundaries(optimizers):
+    """Brute force: a step of the run begins where an optimizer is seen that the present one has seen."""
+    steps, seen = 0, set()
+    for name in optimizers:
+        if not seen or name in seen:
+            steps, seen = steps + 1, set()
+        seen.add(name)
+        yield steps
+
+
+class Clock(HostClock):
+    """A clock that is told the time, in seconds."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.mark = lambda: self.now
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=300))
+def test_a_step_of_the_run_ends_where_an_optimizer_comes_again(names):
+    optimizers = {name: object() for name in "abc"}
+    times = StepTimes(Clock())
+    counted = []
+    for name in names:
+        times.end_step(optimizers[name], None)
+        counted.append(times.steps)
+    assert counted == list(boundaries(names))
+
+
+def test_times_leave_out_the_warm_up():
+    clock, optimizer = Clock(), object()
+    times = StepTimes(clock)
+    for clock.now in [0, 9, 18, 27, 36, 45, *range(46, 60)]:
+        times.end_step(optimizer, None)
+    assert times.spread(5).high == 1000
+    assert times.spread(0).high == 5000
+
+
+@pytest.mark.parametrize(("steps", "median"), [(0, None), (1, None), (2, 1000), (3, 1000)])
+def test_times_of_a_short_run(steps, median):
+    clock, optimizer = Clock(), object()
+    times = StepTimes(clock)
+    for clock.now in range(steps):
+        times.end_step(optimizer, None)
+    spread = times.spread(5)
+    assert (spread.median if spread else None) == median
+
+
+def test_two_optimizers_in_turn_have_the_time_of_both():
+    clock, generator, discriminator = Clock(), object(), object()
+    times = StepTimes(clock)
+    for now in range(20):
+        clock.now = 2 * now
+        times.end_step(generator, clock.now - 0.5)
+        clock.now = 2 * now + 0.1
+        times.end_step(discriminator, clock.now - 0.05)
+    assert times.spread(0).median == pytest.approx(2000)
+    assert times.spread_of_part("update", 0).median == pytest.approx(550)
+
+
+def test_the_time_between_two_sessions_is_no_step():
+    clock, optimizer = Clock(), object()
+    times = StepTimes(clock)
+    for clock.now in (0, 1, 2):
+        times.end_step(optimizer, None)
+    times.forget_optimizers()
+    for clock.now in (100, 101):
+        times.end_step(optimizer, None)
+    assert times.steps == 5
+    assert times.spread(0).high == 1000
+
+
+def test_measured_times_agree_with_a_loop_that_is_timed_by_hand(recorder):
+    model, optimizer = make("O4")
+    by_hand = []
+    for _ in range(40):
+        start = time.perf_counter()
+        step(model, optimizer)
+        time.sleep(0.002)
+        by_hand.append((time.perf_counter() - start) * 1000)
+    measured = recorder.measured()
+    low, _, high = statistics.quantiles(by_hand[5:], n=4)
+    assert low * 0.9 <= measured.step_ms.median <= high * 1.1
+    assert measured.step_ms.count == 34
+
+
+def test_the_parts_of_a_step_are_less_than_the_step(recorder):
+    model, optimizer = make("O4")
+    for _ in range(20):
+        step(model, optimizer)
+    measured = recorder.measured()
+    parts = (measured.forward_ms, measured.backward_ms, measured.update_ms)
+    assert all(part.median > 0 for part in parts)
+    assert sum(part.median for part in parts) < measured.step_ms.median * 1.5
+
+
+def test_a_forward_without_gradients_is_no_part_of_a_step(recorder):
+    model, optimizer = make("O0")
+    with torch.no_grad():
+        model(torch.ones(1000, 4))
+    for _ in range(3):
+        step(model, optimizer)
+    assert recorder.measured().samples == 6
+
+
+def test_a_forward_that_raises_is_forgotten(recorder):
+    model, optimizer = make("O0")
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 5))
+    for _ in range(3):
+        step(model, optimizer)
+    assert recorder.measured().forward_ms.count == 1  # of two times of steps, half are warm-up
+
+
+def test_steps_end_at_a_limit(recorder):
+    limited = Recorder(limit=3)
+    model, optimizer = make("O0")
+    with amp.observe(limited):
+        step(model, optimizer)
+        step(model, optimizer)
+        with pytest.raises(EnoughSteps):
+            step(model, optimizer)
+    assert recorder.measured().steps == limited.measured().steps == 3
+
+
+def test_a_script_that_goes_on_after_the_limit_is_not_measured_any_more():
+    told = []
+    limited = Recorder(limit=2, tell_limit=lambda: told.append(limited.measured()))
+    with amp.observe(limited):
+        model, optimizer = make("O4")
+        for _ in range(5):
+            with contextlib.suppress(EnoughSteps):
+                step(model, optimizer)
+            amp.report(accuracy=1.0)
+        amp.uninitialize()
+    (measured,) = told
+    assert measured.steps == limited.measured().steps == 2
+    assert measured.losses == limited.measured().losses
+    assert len(measured.losses["0"].values) == 2
+    assert limited.measured().metrics["accuracy"].steps == (1,)
+
+
+def test_optimizers_that_step_unlike_often_are_timed_by_rounds():
+    clock, critic, generator = Clock(), object(), object()
+    times = StepTimes(clock)
+    for _ in range(30):
+        for _ in range(5):
+            clock.now += 1
+            times.end_step(critic, None)
+        clock.now += 10
+        times.end_step(generator, None)
+    assert times.steps == 150
+    assert times.spread(5).median == pytest.approx(1000 * 15 / 5)
+
+
+def test_an_optimizer_that_steps_seldom_does_not_make_rounds():
+    clock, model, temperature = Clock(), object(), object()
+    times = StepTimes(clock)
+    for number in range(90):
+        clock.now += 1
+        times.end_step(model, None)
+        if number % 30 == 29:
+            times.end_step(temperature, None)
+    assert times.spread(5).count == 84
+
+
+def test_steps_are_written_a_few_times_a_second_at_the_most(tmp_path):
+    counter = StepCounter(tmp_path / "steps")
+    seen = set()
+    for now in range(1000):
+        counter.show(now + 1, now / 1000)
+        seen.add(read_count(tmp_path / "steps"))
+    assert seen == {1, 251, 501, 751}
+
+
+def test_a_count_that_cannot_be_written_ends_no_script(tmp_path):
+    StepCounter(tmp_path / "absent" / "steps").show(1, 0.0)
+    assert read_count(tmp_path / "absent" / "steps") == 0
+
+
+def test_no_progress_yet_is_no_steps(tmp_path):
+    assert read_count(tmp_path / "absent") == 0
+
+
+# Samples, metrics
+
+
+@dataclasses.dataclass
+class Batch:
+    points: torch.Tensor
+    label: str = ""
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "samples"),
+    [
+        ((torch.ones(8, 3),), {}, 8),
+        (("train", torch.ones(5)), {}, 5),
+        (([torch.ones(7, 1), torch.ones(2)],), {}, 7),
+        ((), {"input_ids": torch.ones(4, 9)}, 4),
+        (({"x": torch.ones(3)},), {}, 3),
+        ((Batch(torch.ones(9)),), {}, 9),
+        ((torch.tensor(1.0),), {}, 0),
+        ((), {}, 0),
+    ],
+    ids=["tensor", "after a word", "list", "keyword", "dict", "dataclass", "number", "nothing"],
+)
+def test_the_samples_of_a_forward_are_the_length_of_its_first_tensor(args, kwargs, samples):
+    assert count_samples(args, kwargs) == samples
+
+
+def test_samples_of_a_step_add_up_over_its_forwards(recorder):
+    model, optimizer = make("O0")
+    for _ in range(3):
+        for _ in range(4):
+            with amp.scale_loss(model(torch.ones(16, 4)).mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+        optimizer.step()
+    assert recorder.measured().samples == 64
+
+
+def test_of_two_models_the_one_that_sees_fewer_samples_counts(recorder):
+    generator, discriminator = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*generator.parameters(), *discriminator.parameters()], lr=0.1)
+    amp.initialize([generator, discriminator], optimizer, opt_level="O0", verbosity=0)
+    for _ in range(2):
+        made = generator(torch.ones(10, 4))
+        loss = discriminator(torch.ones(10, 4)).mean() + discriminator(made).mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    assert recorder.measured().samples == 10
+
+
+def test_a_script_may_say_its_samples(recorder):
+    model, optimizer = make("O0")
+    for _ in range(3):
+        step(model, optimizer)
+        amp.report(samples=512)
+    measured = recorder.measured()
+    assert measured.samples == 512
+    assert measured.metrics == {}
+
+
+def test_metrics_are_curves_over_the_steps(recorder):
+    model, optimizer = make("O0")
+    for epoch in range(3):
+        for _ in range(5):
+            step(model, optimizer)
+        amp.report(accuracy=epoch / 10, note="an epoch")
+    curve = recorder.measured().metrics["accuracy"]
+    assert (curve.steps, curve.values) == ((5, 10, 15), (0.0, 0.1, 0.2))
+
+
+def test_metrics_may_name_their_step(recorder):
+    make("O0")
+    amp.report(step=7, accuracy=0.5)
+    assert recorder.measured().metrics["accuracy"].steps == (7,)
+
+
+class NoNumber:
+    def __float__(self):
+        raise KeyError
+
+
+@pytest.mark.parametrize(
+    ("step_given", "value"),
+    [(math.nan, 1.0), (math.inf, 1.0), (2**70, 1.0), (-1, 1.0), (3, 10**400), (3, NoNumber())],
+    ids=["nan", "inf", "large", "negative", "too large a value", "no number"],
+)
+def test_whatever_is_reported_never_ends_a_script(recorder, step_given, value):
+    model, optimizer = make("O0")
+    step(model, optimizer)
+    amp.report(step=step_given, accuracy=value)
+    metrics = recorder.measured().metrics
+    assert metrics == {} or metrics["accuracy"].steps == (1,)
+    assert ("accuracy" in metrics) == (value == 1.0)
+
+
+def test_a_metric_may_be_a_tensor_with_a_graph(recorder):
+    make("O0")
+    amp.report(loss=torch.ones(1, requires_grad=True) * 2)
+    assert recorder.measured().metrics["loss"].values == (2.0,)
+
+
+def test_metrics_are_kept_if_they_are_numbers():
+    metrics = {"accuracy": torch.tensor(0.5), "step": 3, "note": "x", "all": torch.ones(2)}
+    assert numbers_in(metrics) == {"accuracy": 0.5, "step": 3.0}
+
+
+# Curves that stay short
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=200), st.integers(1, 20))
+def test_a_curve_is_short_and_keeps_the_mean(values, limit):
+    builder = CurveBuilder(limit)
+    for index, value in enumerate(values):
+        builder.add(index + 1, value)
+    curve = builder.build()
+    assert len(curve.steps) <= limit + 1
+    assert list(curve.steps) == sorted(set(curve.steps))
+    if values:
+        ends = [0, *curve.steps]
+        widths = [end - start for start, end in itertools.pairwise(ends)]
+        assert curve.steps[-1] == len(values)
+        assert sum(w * v for w, v in zip(widths, curve.values, strict=True)) == pytest.approx(
+            sum(values), abs=1e-3
+        )
+
+
+def test_a_curve_within_its_limit_is_every_value():
+    builder = CurveBuilder(5)
+    for index in range(5):
+        builder.add(index, float(index))
+    assert builder.build().values == (0.0, 1.0, 2.0, 3.0, 4.0)
+
+
+def test_a_curve_may_end_with_the_last_value():
+    builder = CurveBuilder(limit=2)
+    for value in (1.0, 2.0, math.nan, 4.0, 8.0, 16.0):
+        builder.add(int(value) if value == value else 3, value)
+    assert builder.build_with_last().values[-1] == 16.0
+    assert CurveBuilder().build_with_last().values == ()
+
+
+def test_a_metric_that_is_reported_often_ends_with_its_last_value(recorder):
+    make("O0")
+    for number in range(3001):
+        amp.report(step=number, accuracy=number)
+    assert recorder.measured().final("accuracy") == 3000
+
+
+def test_a_value_that_stays_is_one_point():
+    builder = ChangeBuilder()
+    for index, value in enumerate([1.0, 1.0, 2.0, 2.0, 1.0]):
+        builder.add(index, value)
+    assert builder.build().steps == (0, 2, 4)
+
+
+def test_many_changes_stay_short_and_keep_the_first_and_the_last():
+    builder = ChangeBuilder(limit=10)
+    for index in range(1000):
+        builder.add(index, float(index))
+    curve = builder.build()
+    assert 5 <= len(curve.steps) <= 10
+    assert (curve.values[0], curve.values[-1]) == (0.0, 999.0)
+    assert list(curve.steps) == [int(value) for value in curve.values]
+
+
+# Bytes and casts
+
+NUMBERS = 4 * 8 + 8 + 8 * 3 + 3
+
+
+@pytest.mark.parametrize(
+    ("level", "parameters", "masters", "gradients"),
+    [("O0", 4, 0, 4), ("O2", 2, 4, 6), ("O3", 2, 0, 2), ("O4", 4, 0, 4), ("O5", 2, 4, 6)],
+)
+def test_bytes_are_those_of_the_tensors_that_are_kept(recorder, level, parameters, masters, gradients):
+    model, optimizer = make(level, momentum=0.9)
+    for _ in range(3):
+        step(model, optimizer)
+    found = recorder.measured().bytes
+    assert found.parameters == parameters * NUMBERS
+    assert found.masters == masters * NUMBERS
+    assert found.gradients == gradients * NUMBERS
+    assert found.optimizer_state == (2 if level == "O3" else 4) * NUMBERS
+    assert found.casts == (2 * NUMBERS if level == "O4" else 0)
+
+
+class CountCopies(TorchDispatchMode):
+    """Counts what is cast to bfloat16 by anybody."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.count += func is torch.ops.aten._to_copy.default and result.dtype is torch.bfloat16
+        return result
+
+
+def test_casts_are_counted_as_torch_counts_copies(recorder):
+    model, optimizer = make("O4")
+    with CountCopies() as copies:
+        kept = [model(torch.ones(2, 4)).sum() for _ in range(2)]  # their graphs wait for a backward
+    counts = amp.cast_counts()
+    # A float32 input, then two weights and two biases, made once; sum() has its argument cast to float32.
+    assert copies.count == 1 + 4 + 1
+    assert counts.made == copies.count + len(kept)
+    assert counts.reused == 4
+    assert counts.cached_bytes == 2 * NUMBERS
+    step(model, optimizer)
+    assert recorder.measured().casts.made > 0
+
+
+def test_nothing_is_counted_for_observers_that_do_not_ask():
+    with amp.observe(amp.Observer()):
+        model, _ = make("O4")
+        model(torch.ones(2, 4))
+    counts = amp.cast_counts()
+    amp.uninitialize()
+    assert (counts.made, counts.reused, counts.cached_bytes) == (0, 0, 2 * NUMBERS)
+
+
+# What is measured stays as it is
+
+
+def trained(level, observer):
+    torch.manual_seed(0)
+    with amp.observe(observer):
+        model, optimizer = make(level, momentum=0.9)
+        losses = [step(model, optimizer) for _ in range(10)]
+        amp.uninitialize()
+    return losses, [param.detach().clone() for param in model.parameters()]
+
+
+@each_level
+def test_a_run_that_is_measured_is_the_same_run(level):
+    losses, params = trained(level, amp.Observer())
+    measured_losses, measured_params = trained(level, Recorder())
+    assert losses == measured_losses
+    assert all(map(torch.equal, params, measured_params))
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, pickled], ids=["copy", "pickle"])
+def test_a_copy_of_a_model_is_not_measured_and_does_not_copy_the_recorder(recorder, way):
+    model, optimizer = make("O5")
+    other = way(model)
+    other(torch.ones(100, 4))
+    for _ in range(3):
+        step(model, optimizer)
+    assert recorder.measured().samples == 6
+
+
+def test_the_hooks_are_gone_after_uninitialize(recorder):
+    model, _ = make("O0")
+    amp.uninitialize()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+def test_a_compiled_model_is_one_graph_and_has_no_time_of_forwards(recorder, level):
+    torch._dynamo.reset()
+    model, optimizer = make(level)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for _ in range(3):
+        step(compiled, optimizer)
+    measured = recorder.measured()
+    assert measured.steps == 3
+    assert measured.forward_ms is None
+    assert measured.step_ms is not None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_a_scripted_model_is_measured(recorder):
+    model = torch.jit.script(nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    for _ in range(3):
+        step(model, optimizer)
+    measured = recorder.measured()
+    assert measured.steps == 3
+    assert measured.samples is None  # a scripted module takes no hooks
+
+
+# Memory
+
+
+def run_fresh(script):
+    return float(subprocess.check_output([sys.executable, "-c", script]))
+
+
+def test_peak_memory_sees_memory_that_was_given_back():
+    script = (
+        "import torch; from ampatch.sweeps.measure.memory import peak_memory;"
+        "before = peak_memory()[1]; torch.ones(2**28); print(peak_memory()[1] - before)"
+    )
+    assert run_fresh(script) > 900
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="writes to /proc")
+def test_a_peak_can_be_forgotten():
+    script = (
+        "import torch; from ampatch.sweeps.measure.memory import peak_memory, reset_peak;"
+        "torch.ones(2**28); high = peak_memory()[1]; reset_peak(); print(high - peak_memory()[1])"
+    )
+    assert run_fresh(script) > 800
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_peak_memory_is_not_that_of_the_parent(tmp_path):
+    child = "from ampatch.sweeps.measure.memory import peak_memory; print(peak_memory()[1])"
+    start = f"subprocess.run([sys.executable, '-c', {child!r}])"
+    parent = f"import subprocess, sys; big = b'x' * 2**30; {start}"
+    peak = subprocess.check_output([sys.executable, "-c", parent], text=True)
+    assert float(peak) < 900
+
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.cuda
+@cuda
+def test_peak_memory_on_a_gpu_is_that_of_the_device():
+    reset_peak()
+    torch.ones(2**18, device="cuda")
+    kind, peak = peak_memory()
+    assert kind == "device"
+    assert peak >= 1
+
+
+def train_on_gpu(steps, fused):
+    model = nn.Linear(512, 512).cuda()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    for _ in range(steps):
+        loss = model(torch.ones(64, 512, device="cuda")).float().pow(2).mean()
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        yield
+
+
+@pytest.mark.cuda
+@cuda
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "foreach"])
+def test_on_a_gpu_times_are_those_of_the_device(recorder, fused):
+    for _ in train_on_gpu(150, fused):
+        pass
+    measured = recorder.measured()
+    assert measured.step_ms.count == 144
+    assert 0 < measured.forward_ms.median < measured.step_ms.median
+    assert len(measured.losses["0"].values) == 150
+    assert measured.memory == "device"
+
+
+@pytest.mark.cuda
+@cuda
+def test_on_a_gpu_a_step_that_is_measured_waits_for_nothing(recorder):
+    before = torch.cuda.get_sync_debug_mode()
+    try:
+        for number, _ in enumerate(train_on_gpu(40, fused=True)):  # fewer than are read together
+            if number == 10:
+                torch.cuda.set_sync_debug_mode("error")
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert recorder.measured().steps == 40

@@ -1,0 +1,333 @@
+"""A run is a process of its own: it is watched, ends in any case, and leaves a record and a log."""
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ampatch import AmpValueError
+from ampatch.sweeps import runner
+from ampatch.sweeps.log_file import LINES, last_lines, line_of
+from ampatch.sweeps.plan import Run
+from ampatch.sweeps.record import Measured, Outcome
+from ampatch.sweeps.runner import environment_of, execute
+from ampatch.sweeps.stop import SIGNALS, Stop, noting_signals
+from ampatch.sweeps.sweep_file import to_plain
+
+STEPPED = Measured(initialized=True, steps=12)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run("O1", 3, 0, "train.py", (), {}, str(tmp_path))
+
+
+@pytest.fixture
+def child(monkeypatch, run):
+    """Makes the child run this code, in a Python that starts quickly; returns the run."""
+
+    def become(code, measured=STEPPED):
+        def command_of(inner):
+            before = f"""
+import os, signal, sys, time
+def leave(path, text): open(path, "w").write(text)
+def measured(text={json.dumps(to_plain(measured))!r}): leave({str(inner.measured)!r}, text)
+def stepped(): leave({str(inner.progress)!r}, "12")
+def raised(text): leave({str(inner.raised)!r}, text)
+"""
+            return [sys.executable, "-u", "-S", "-E", "-c", before + code]
+
+        monkeypatch.setattr(runner, "command_of", command_of)
+        return run
+
+    return become
+
+
+def carry_out(run, timeout=None, on_steps=lambda steps: None, stop=None):
+    return execute(run, timeout, on_steps, Stop() if stop is None else stop)
+
+
+def is_alive(pid):
+    """Says whether a process runs; one that has ended and waits to be asked does not."""
+    status = Path(f"/proc/{pid}/stat")
+    if status.exists():
+        return status.read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return sys.platform != "linux"
+
+
+def test_the_child_is_given_the_run(run):
+    assert runner.command_of(run)[-2:] == ["ampatch.sweeps.child", run.to_json()]
+
+
+def test_a_run_that_ended_well_is_a_record_of_what_it_measured(child):
+    run = child("print('said'); measured()")
+    record = carry_out(run)
+    assert (record.row, record.seed, record.repeat) == ("O1", 3, 0)
+    assert (record.outcome, record.measured) == (Outcome.FINISHED, STEPPED)
+    assert (record.cause, record.last_lines) == ("", ())
+    assert Path(record.log).read_text() == "said\n"
+    assert record.seconds > 0
+    assert not record.failed
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        ("raise ValueError('bad weights')", "ValueError: bad weights"),
+        ("measured(); raise ValueError('bad weights')", "ValueError: bad weights"),
+        ("sys.exit('no data')", "no data"),
+        ("print('usage: train.py'); sys.exit(2)", "exit status 2, usage: train.py"),
+        ("sys.exit(1)", "its log is empty"),
+        ("print('loading'); os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV, loading"),
+        (
+            "print('loading\\n\\n'); os.kill(os.getpid(), signal.SIGKILL)",
+            "SIGKILL (the system does so when memory runs out), loading",
+        ),
+        ("print('done'); os._exit(0)", "it ended without a word to Python (as os._exit does), done"),
+        ("raised('ValueError: boom'); sys.exit('second line')", "ValueError: boom"),
+        ("raised('ValueError: boom'); print('...'); os.abort()", "SIGABRT, ValueError: boom"),
+        ("input()", "EOFError: EOF when reading a line (a run has no standard input)"),
+    ],
+    ids=[
+        *("exception", "measured", "exit-text", "exit-2", "exit-1", "signal", "killed", "_exit"),
+        *("told-by-the-child", "told-and-signal", "input"),
+    ],
+)
+def test_a_run_that_crashed_says_why(child, code, cause):
+    record = carry_out(child(code))
+    assert (record.outcome, record.cause) == (Outcome.CRASHED, cause)
+
+
+def test_a_signal_without_a_name_has_its_number():
+    # Real-time signals but for the first and the last, on Linux.
+    assert runner.explain(Outcome.CRASHED, -40, ("loading",), Stop()) == "signal 40, loading"
+
+
+def test_a_run_that_crashed_keeps_what_it_measured_and_the_end_of_its_log(child):
+    record = carry_out(child("print(*range(100), sep='\\n'); measured(); sys.exit('no data')"))
+    assert record.measured == STEPPED
+    assert record.last_lines == (*map(str, range(101 - LINES, 100)), "no data")
+
+
+def test_a_run_without_a_step_says_so(child):
+    record = carry_out(child("measured()", Measured(initialized=True)))
+    assert record.outcome is Outcome.NO_STEPS
+    assert record.cause == "no optimizer that initialize returned made a step (its log is empty)"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"steps": "many"}'], ids=["empty", "half", "list", "type"])
+def test_measurements_that_cannot_be_read_are_none(child, text):
+    record = carry_out(child(f"measured({text!r})"))
+    assert (record.outcome, record.measured) == (Outcome.CRASHED, None)
+
+
+def test_a_run_leaves_its_log_and_nothing_else(child, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run = child("measured(); stepped(); raised('ValueError')")
+    carry_out(run)
+    assert list(tmp_path.iterdir()) == [run.log]
+
+
+def test_a_script_that_clears_the_folder_of_the_logs_is_measured(child, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = replace(child("import shutil; shutil.rmtree('out'); stepped(); measured()"), directory="out/logs")
+    for _ in range(2):
+        record = carry_out(run)
+        assert (record.outcome, record.measured) == (Outcome.FINISHED, STEPPED)
+
+
+def test_the_log_is_named_as_it_can_be_opened_from_here(child, tmp_path, monkeypatch):
+    run = child("measured()")
+    assert carry_out(run).log == str(run.log)
+    monkeypatch.chdir(tmp_path.parent)
+    assert carry_out(run).log == f"{tmp_path.name}/{run.log.name}"
+
+
+def test_nobody_can_be_asked(child):
+    record = carry_out(child("sys.exit(f'read {sys.stdin.read()!r}')"))
+    assert record.cause == "read ''"
+
+
+def test_sets_of_strings_have_the_order_of_the_seed_unless_the_user_says_otherwise(run, monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert environment_of(run) == {**os.environ, "PYTHONHASHSEED": "3"}
+    monkeypatch.setenv("PYTHONHASHSEED", "random")
+    assert environment_of(run) == dict(os.environ)
+
+
+# ---- Runs that do not end ----
+
+# Writes what it measured when it is told to end, as the real child does.
+HANGS = """
+def end(number, frame):
+    measured()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, end)
+print("waiting for data")
+stepped()
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def hanging(child):
+    return child(HANGS)
+
+
+def test_a_run_that_takes_too_long_is_ended(child):
+    record = carry_out(child("print(os.getpid()); time.sleep(600)"), timeout=0.5)
+    assert record.outcome is Outcome.TIMED_OUT
+    assert 0.5 <= record.seconds < 300
+    assert all(not is_alive(int(pid)) for pid in record.last_lines)
+
+
+def test_a_run_that_is_interrupted_keeps_what_it_measured(hanging):
+    stop = Stop()
+
+    def interrupt(steps):
+        if steps:
+            stop(signal.SIGINT, None)
+
+    record = carry_out(hanging, on_steps=interrupt, stop=stop)
+    assert (record.outcome, record.measured) == (Outcome.INTERRUPTED, STEPPED)
+    assert (record.cause, record.last_lines) == ("Ctrl-C", ("waiting for data",))
+
+
+def test_a_run_that_does_not_want_to_end_is_killed(child, monkeypatch):
+    monkeypatch.setattr(runner, "GRACE_SECONDS", 0.2)
+    stop = Stop()
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid())\n"
+    deaf += "stepped(); time.sleep(600)"
+    record = carry_out(child(deaf), on_steps=lambda steps: steps and stop(signal.SIGTERM, None), stop=stop)
+    assert record.cause == "SIGTERM"
+    assert not is_alive(int(record.last_lines[0]))
+
+
+def test_a_second_signal_does_not_wait_for_the_child(child, run, monkeypatch):
+    stop, send = Stop(), runner.send
+
+    def be_impatient(process, number):
+        send(process, number)
+        if number == signal.SIGTERM:
+            stop(signal.SIGINT, None)
+
+    monkeypatch.setattr(runner, "send", be_impatient)
+    monkeypatch.setattr(runner, "GRACE_SECONDS", 600)
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid())\n"
+    deaf += "stepped(); time.sleep(600)"
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(child(deaf), on_steps=lambda steps: steps and stop(signal.SIGINT, None), stop=stop)
+    assert not is_alive(int(run.log.read_text()))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs process groups")
+def test_what_a_run_leaves_running_is_ended_with_it(child):
+    code = "pid = os.fork()\nif pid == 0: time.sleep(600)\nprint(pid); measured()"
+    record = carry_out(child(code))
+    assert record.outcome is Outcome.FINISHED
+    pid = int(Path(record.log).read_text())
+    deadline = time.monotonic() + 30
+    while is_alive(pid):  # until the kernel has come to it
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# ---- Signals ----
+
+
+@pytest.fixture
+def ctrl_c():
+    """Has Ctrl-C taken, also where the tests run in a shell's background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_a_signal_is_noted_and_a_second_one_interrupts():
+    with noting_signals() as stop:
+        assert (bool(stop), stop.status, stop.name) == (False, 0, "")
+        signal.raise_signal(signal.SIGTERM)
+        assert (bool(stop), stop.status, stop.name) == (True, 143, "SIGTERM")
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_is_called_so():
+    with noting_signals() as stop:
+        signal.raise_signal(signal.SIGINT)
+    assert (stop.status, stop.name) == (130, "Ctrl-C")
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_signals_are_taken_while_the_block_runs_and_those_that_are_ignored_stay_so():
+    before = [signal.getsignal(number) for number in SIGNALS]
+    ignored = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with noting_signals() as stop:
+            signal.raise_signal(signal.SIGTERM)
+            assert not stop
+            assert signal.getsignal(signal.SIGINT) is stop
+    finally:
+        signal.signal(signal.SIGTERM, ignored)
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+# ---- Logs ----
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        (b"", ()),
+        (b"one\ntwo\n\n \n", ("one", "two")),
+        (b"one\r\ntwo\r\n", ("one", "two")),
+        (b"10 %\r50 %\r100 %\ndone", ("100 %", "done")),
+        (b"10 %\r50 %\r", ("50 %",)),
+        (b"\x1b[1;31mbad\x1b[0m \x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", ("bad link",)),
+        (b"caf\xe9 \xe2\x9c\x93", ("caf\ufffd \u2713",)),
+    ],
+    ids=["empty", "blank-end", "windows", "progress", "progress-end", "colours", "bytes"],
+)
+def test_the_last_lines_are_those_that_a_terminal_shows(tmp_path, text, lines):
+    path = tmp_path / "log"
+    path.write_bytes(text)
+    assert last_lines(path) == lines
+
+
+def test_a_long_log_is_read_from_its_end(tmp_path):
+    path = tmp_path / "log"
+    path.write_text("x" * 10**6 + "\nlast")
+    *_, before, last = last_lines(path)
+    assert (len(before), last) == (500, "last")
+
+
+def test_a_log_that_is_gone_has_no_lines(tmp_path):
+    assert last_lines(tmp_path / "absent") == ()
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("bad weights"), "ValueError: bad weights"),
+        (ValueError("bad weights\nin layer 3"), "ValueError: bad weights"),
+        (ValueError(), "ValueError"),
+        (AmpValueError("no"), "ampatch.errors.AmpValueError: no"),
+        (SyntaxError("bad", ("x.py", 3, 1, "def", 3, 2)), "SyntaxError: bad"),
+        (RuntimeError("\n\n-- Process 1 terminated:\nValueError: inner\n"), "ValueError: inner"),
+        (ExceptionGroup("two", [ValueError(), KeyError()]), "ExceptionGroup: two (2 sub-exceptions)"),
+    ],
+    ids=["line", "lines", "bare", "ours", "syntax", "of-a-process", "group"],
+)
+def test_an_exception_is_told_in_the_line_that_names_it(error, line):
+    assert line_of(error) == line

@@ -1,0 +1,698 @@
+"""From records to rows, distances, verdicts and one recommendation."""
+
+import math
+import statistics
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ampatch.sweeps.record import Curve, Measured, Outcome, Record, Spread
+from ampatch.sweeps.sweep import Distance, Recommendation, Settings, Verdict
+from ampatch.sweeps.verdicts.distance import Sample, deviation, distance, mean
+from ampatch.sweeps.verdicts.metric_names import is_about_accuracy, is_lower_better, most_important
+from ampatch.sweeps.verdicts.summary import pool, summarize
+from sweep_samples import ENVIRONMENT, sample_sweep
+
+NAN, INF = math.nan, math.inf
+DONE, CRASHED = Outcome.FINISHED, Outcome.CRASHED
+TIMED_OUT, INTERRUPTED = Outcome.TIMED_OUT, Outcome.INTERRUPTED
+
+
+def spread(ms):
+    return None if ms is None else Spread(ms, 0.9 * ms, 1.1 * ms, 100)
+
+
+def run(
+    row, loss=0.5, *, seed=0, repeat=0, outcome=DONE, ms=10.0, mib=100.0, noise=None, first=2.0, **fields
+):
+    """A run of 100 steps; `fields` that `Measured` does not have are metrics, a number or several."""
+    known = {name: fields.pop(name) for name in list(fields) if name in Measured.__dataclass_fields__}
+    values = {name: value if isinstance(value, tuple) else (value,) for name, value in fields.items()}
+    metrics = {name: Curve(tuple(range(len(it))), it) for name, it in values.items()}
+    measured = Measured(
+        **{"steps": 100, "step_ms": spread(ms), "peak_mib": mib, "metrics": metrics} | known,
+        first_loss=first,
+        final_loss=loss,
+        loss_noise=noise,
+    )
+    return Record(row, seed, repeat, outcome, 1.0, measured=measured)
+
+
+def summary(*records, rows=None, **changes):
+    rows = tuple(dict.fromkeys(record.row for record in records)) if rows is None else rows
+    seeds = max((record.seed for record in records), default=0) + 1
+    return summarize(Settings("train.py", (), rows, **{"seeds": seeds} | changes), ENVIRONMENT, records)
+
+
+def row(name, *records, **changes):
+    """The row of a name in the summary of these runs."""
+    return next(it for it in summary(*records, **changes).rows if it.name == name)
+
+
+def verdict(*records, of="O1", **changes):
+    """The verdict about O1 and its reason."""
+    found = row(of, *records, **changes)
+    return found.verdict, found.reason
+
+
+def seeds(name, losses, **fields):
+    """A run for each of these losses; of fields that are lists, each run has its own."""
+    for seed, loss in enumerate(losses):
+        own = {key: value[seed] if isinstance(value, list) else value for key, value in fields.items()}
+        yield run(name, loss, seed=seed, **own)
+
+
+def reason(*records, **changes):
+    return summary(*records, **changes).recommendation.reason
+
+
+# ---- Names of metrics ----
+
+
+def words(text):
+    return text.split()
+
+
+@pytest.mark.parametrize(
+    "name",
+    words("""
+        loss val_loss valLoss val/loss test.MSE top5-err Perplexity WER mAE_error nll RMSELoss FID
+        negative_log_likelihood bits_per_char_bpc eval_time_ms
+        logloss mlogloss valloss testloss topKerr valerror nrmse bits_per_dim val_bits_per_char
+        rmsd huber chamfer wasserstein emd hd95 epe mpjpe misclassification
+        false_positive_rate false_negative_rate val/neg_elbo crossentropy valperplexity
+    """),
+)
+def test_less_of_errors_and_losses_is_better(name):
+    assert is_lower_better(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    words("""
+        accuracy top1 mAP f1 bleu auc IoU lossless_ratio terror psnr winner neg_mean_squared_error
+        neg_log_loss neg_brier_score 精度 lossless floss_free_score glossary hd_accuracy
+        true_negative_rate negative_predictive_value recall_negative true_positive_rate
+    """),
+)
+def test_more_of_everything_else_is_better(name):
+    assert not is_lower_better(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    words("""
+        step global_step epoch Epoch iteration lr learning_rate lr/group0 samples seconds epoch_time
+        samples_per_second loss_scale grad_norm train/step gpu_memory_mib tokens_seen
+    """),
+)
+def test_counters_and_times_tell_nothing_about_accuracy(name):
+    assert not is_about_accuracy(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["accuracy", "val_loss", "train_loss_epoch", "loss_step", "batch_accuracy", "f1", "grad_error", "精度"],
+)
+def test_what_merely_mentions_a_counter_is_compared(name):
+    assert is_about_accuracy(name)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["f1", "top1", "accuracy"], "accuracy"),
+        (["test_accuracy", "accuracy"], "accuracy"),
+        (["train_acc", "f1", "valAcc"], "valAcc"),
+        (["bleu", "val_f1"], "val_f1"),
+        (["bleu", "f1"], "bleu"),
+        ([], None),
+    ],
+)
+def test_the_most_important_metric_is_an_accuracy_on_held_out_data(names, expected):
+    assert most_important(names) == expected
+
+
+# ---- Distances ----
+
+numbers = st.floats(-1e6, 1e6)
+
+
+@given(st.lists(numbers, min_size=2, max_size=6))
+def test_the_deviation_is_that_of_the_statistics_module(values):
+    assert deviation(values) == pytest.approx(statistics.stdev(values), rel=1e-9, abs=1e-6)
+    assert mean(values) == pytest.approx(statistics.fmean(values), rel=1e-9, abs=1e-9)
+
+
+def test_with_several_seeds_the_unit_is_their_standard_deviation():
+    origin = Sample((0.50, 0.52, 0.54), noise=9.0)
+    found = distance(Sample((0.58, 0.58)), origin, lower_is_better=True)
+    assert found.spread == pytest.approx(0.02)
+    assert (found.unit, found.baseline) == ("seeds", 0.52)
+    assert found.spreads == pytest.approx(-3.0)
+
+
+def test_with_one_seed_the_unit_is_the_noise_of_the_loss():
+    found = distance(Sample((0.4,)), Sample((0.5,), noise=0.05), lower_is_better=True)
+    assert (found.unit, found.spread) == ("steps", 0.05)
+    assert found.spreads == pytest.approx(2.0)
+
+
+def test_where_nothing_is_known_about_chance_the_unit_is_half_a_percent():
+    found = distance(Sample((0.81,)), Sample((0.8,)), lower_is_better=False)
+    assert found.unit == "percent"
+    assert found.spread == pytest.approx(0.004)
+    assert found.spreads == pytest.approx(2.5)
+
+
+def test_seeds_that_came_to_the_same_say_as_little_as_one():
+    assert Sample((0.5, 0.5, 0.5)).spread() == Sample((0.5,)).spread() == (0.0025, "percent")
+    assert Sample((0.5, 0.5), noise=0.1).spread() == (0.1, "steps")
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [Sample((100.0, 100.001)), Sample((100.0,), noise=1e-9), Sample((-100.0, -100.001), noise=0.0)],
+    ids=["seeds", "noise", "negative"],
+)
+def test_a_spread_is_never_below_a_thousandth_of_the_value(sample):
+    assert sample.spread()[0] == pytest.approx(0.1, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("sample", "expected"),
+    [
+        (Sample((0.0,)), 0.005),
+        (Sample((0.0, 0.0)), 0.005),
+        (Sample((0.0,), noise=0.0), 0.001),
+        (Sample((0.0,), first=4.0, noise=0.0), 4e-6),
+        (Sample((1e-12,), first=2.0, noise=1e-13), 2e-6),
+    ],
+    ids=["alone", "seeds", "noise", "from 4", "arrived"],
+)
+def test_a_spread_is_more_than_zero_also_where_o0_arrived_at_zero(sample, expected):
+    assert sample.spread()[0] == pytest.approx(expected)
+
+
+any_float = st.floats() | st.sampled_from([0.0, NAN, INF, -INF, 1e308, 5e-324])
+samples = st.builds(
+    Sample,
+    st.lists(any_float, max_size=4).map(tuple),
+    st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    st.none() | st.floats(0, allow_infinity=False),
+)
+
+
+@given(samples, samples, st.booleans())
+def test_a_distance_is_there_exactly_if_both_values_are_finite(own, origin, lower):
+    found = distance(own, origin, lower_is_better=lower)
+    both = [own.value, origin.value]
+    assert (found.spreads is not None) == all(it is not None and math.isfinite(it) for it in both)
+    assert found.spread is None or found.spread > 0
+
+
+@given(samples, samples)
+def test_what_is_worse_if_less_is_better_is_better_if_more_is(own, origin):
+    lower = distance(own, origin, lower_is_better=True).spreads
+    higher = distance(own, origin, lower_is_better=False).spreads
+    assert lower is None or math.isnan(lower) or lower == -higher
+
+
+def test_repeats_of_a_seed_count_as_one():
+    origin = [run("O0", 0.4, seed=0), run("O0", 0.6, seed=0, repeat=1), run("O0", 0.7, seed=1)]
+    own = [run("O1", 0.9, seed=0), run("O1", 0.5, seed=1), run("O1", 0.7, seed=1, repeat=1)]
+    found = row("O1", *origin, *own).loss
+    assert (found.baseline, found.value) == pytest.approx((0.6, 0.75))
+    assert found.spread == pytest.approx(statistics.stdev([0.5, 0.7]))
+    assert found.spreads == pytest.approx(-0.15 / found.spread)
+
+
+def test_the_distance_of_a_metric_is_positive_where_it_is_better():
+    runs = [*seeds("O0", [0.5, 0.5], accuracy=[0.8, 0.9], wer=[0.2, 0.1])]
+    found = row("O1", *runs, *seeds("O1", [0.5, 0.5], accuracy=0.9, wer=0.2)).metrics
+    deviation = statistics.stdev([0.8, 0.9])
+    assert found["accuracy"].spreads == pytest.approx(0.05 / deviation)
+    assert found["wer"].spreads == pytest.approx(-0.05 / deviation)
+
+
+def test_a_metric_is_its_last_value():
+    found = row("O1", run("O0", accuracy=(0.1, 0.8)), run("O1", accuracy=(0.9, 0.4)))
+    assert (found.metrics["accuracy"].value, found.metrics["accuracy"].baseline) == (0.4, 0.8)
+
+
+def test_a_metric_that_some_rows_lack_has_no_distance():
+    found = summary(run("O0", f1=0.5), run("O1", bleu=0.3)).rows
+    assert found[1].metrics["f1"] == Distance(None, 0.5, None, 0.0025, "percent")
+    assert found[1].metrics["bleu"] == Distance(0.3, None, None, None, "percent")
+
+
+def test_a_metric_that_some_seeds_lack_is_the_mean_of_the_others():
+    origin = [run("O0", seed=0, f1=0.5), run("O0", seed=1), run("O0", seed=2, f1=0.7)]
+    assert row("O0", *origin).metrics["f1"].value == pytest.approx(0.6)
+    assert row("O0", *origin).metrics["f1"].unit == "seeds"
+
+
+def test_counters_are_no_metrics_of_a_row():
+    assert list(row("O1", run("O0", epoch=3, f1=0.5), run("O1", epoch=4, f1=0.5)).metrics) == ["f1"]
+
+
+def test_o0_is_no_distance_from_itself():
+    found = row("O0", run("O0", accuracy=0.9))
+    assert (found.loss.spreads, found.metrics["accuracy"].spreads) == (None, None)
+    assert (found.loss.value, found.loss.baseline) == (0.5, 0.5)
+
+
+# ---- Rows ----
+
+
+def test_a_row_has_the_medians_of_its_runs():
+    runs = [
+        run("O1", seed=seed, ms=ms, mib=mib, forward_ms=spread(ms / 2), samples=32.0, skipped=(1,) * seed)
+        for seed, (ms, mib) in enumerate([(10.0, 300.0), (30.0, 100.0), (20.0, 200.0)])
+    ]
+    found = row("O1", *runs)
+    assert (found.step_ms.median, found.peak_mib, found.forward_ms, found.backward_ms) == (20, 200, 10, None)
+    assert (found.steps_per_second, found.samples_per_second) == (50, 1600)
+    assert (found.skipped, found.runs, found.failed, found.outcome) == (1.0, 3, 0, DONE)
+
+
+def test_runs_that_failed_are_counted_and_left_out():
+    runs = [run("O1", ms=10.0), run("O1", ms=99.0, seed=1, outcome=CRASHED)]
+    found = row("O1", *runs)
+    assert (found.step_ms.median, found.runs, found.failed, found.outcome) == (10, 2, 1, DONE)
+
+
+def test_ratios_are_to_o0_and_to_the_fastest_row():
+    rows = summary(
+        run("O0", ms=40.0, mib=400.0), run("O1", ms=20.0, mib=300.0), run("O3", NAN, ms=10.0, mib=200.0)
+    ).rows
+    assert [it.speed for it in rows] == [1, 2, 4]
+    assert [it.memory for it in rows] == [1, 0.75, 0.5]
+    assert [it.speed_to_fastest for it in rows] == [0.25, 0.5, 1]
+    assert [it.memory_to_fastest for it in rows] == [2, 1.5, 1]
+
+
+def test_a_loss_scale_of_a_row_is_one_that_a_run_had():
+    scales = [
+        run("O1", seed=seed, loss_scales={"0": Curve((1,), (2.0**k,))}) for seed, k in enumerate([16, 8])
+    ]
+    assert row("O1", *scales).loss_scale == 2.0**8
+
+
+def test_rows_come_in_the_order_of_the_settings_with_those_that_were_not_run():
+    found = summary(run("O1"), run("O0"), run("extra"), rows=("O0", "O3", "O1")).rows
+    assert [it.name for it in found] == ["O0", "O3", "O1", "extra"]
+    assert (found[1].runs, found[1].step_ms, found[1].verdict) == (0, None, Verdict.UNKNOWN)
+
+
+spreads = st.builds(
+    lambda low, up, more, count: Spread(low + up, low, low + up + more, count),
+    *[st.floats(0.01, 100)] * 3,
+    st.integers(1, 1000),
+)
+
+
+@given(st.lists(spreads, min_size=1, max_size=6))
+def test_the_spread_of_several_runs_holds_their_median_and_its_quartiles_are_in_order(runs):
+    found = pool(runs)
+    assert found.median == statistics.median(it.median for it in runs)
+    assert found.low <= found.median <= found.high
+    assert found.low <= statistics.median(it.low for it in runs)
+    assert found.count == sum(it.count for it in runs)
+    assert min(it.low for it in runs) <= found.low
+    assert found.high <= max(it.high for it in runs)
+
+
+def test_the_spread_of_one_run_is_its_own():
+    assert pool([Spread(3.0, 2.0, 5.0, 7)]) == Spread(3.0, 2.0, 5.0, 7)
+
+
+# ---- Verdicts ----
+
+
+def test_a_row_within_the_tolerance_is_the_same():
+    origin = list(seeds("O0", [0.50, 0.52, 0.54], accuracy=[0.90, 0.91, 0.92]))
+    assert verdict(*origin, *seeds("O1", [0.555] * 3, accuracy=0.892)) == (Verdict.SAME, "")
+    assert row("O0", *origin).verdict is Verdict.BASELINE
+
+
+def test_a_row_beyond_the_tolerance_is_worse_and_says_what():
+    origin = list(seeds("O0", [0.50, 0.52, 0.54], accuracy=[0.90, 0.91, 0.92]))
+    own = list(seeds("O1", [0.52] * 3, accuracy=0.869))
+    assert verdict(*origin, *own) == (Verdict.WORSE, "accuracy 0.869, 4.1 spreads below O0")
+    assert verdict(*origin, *own, tolerance=4.2) == (Verdict.SAME, "")
+
+
+def test_a_row_that_is_better_is_the_same():
+    assert verdict(run("O0", 0.5, accuracy=0.5), run("O1", 0.1, accuracy=0.9))[0] is Verdict.SAME
+
+
+def test_a_reason_writes_numbers_of_any_size_short():
+    found = verdict(run("O0", 0.5, perplexity=123456.0), run("O1", 0.5, perplexity=1e30))[1]
+    assert found == "perplexity 1e30, 8.1e26 % above O0"
+
+
+def test_the_reason_names_the_worst_two():
+    origin = run("O0", 0.5, noise=0.01, f1=0.5, bleu=0.5)
+    assert verdict(origin, run("O1", 0.6, f1=0.4, bleu=0.48)) == (
+        Verdict.WORSE,
+        "f1 0.4, 20 % below O0; loss 0.6, 10.0 spreads above O0; and 1 more",
+    )
+
+
+def test_a_metric_may_be_called_loss():
+    assert verdict(run("O0", 0.5, loss_=1.0), run("O1", 0.5, loss_=1.0))[0] is Verdict.SAME
+    runs = [replace(it, measured=replace(it.measured, metrics={"loss": Curve((1,), (value,))}))
+            for it, value in ((run("O0"), 0.5), (run("O1", 0.9), 0.5))]  # fmt: skip
+    assert verdict(*runs)[0] is Verdict.WORSE
+
+
+@pytest.mark.parametrize(("loss", "written"), [(NAN, "NaN"), (INF, "inf"), (-INF, "-inf")])
+def test_a_loss_that_is_not_finite_diverged(loss, written):
+    assert verdict(run("O0"), run("O1", loss)) == (Verdict.DIVERGED, f"loss is {written}")
+
+
+def test_a_divergence_says_since_when_and_in_how_many_runs():
+    curve = Curve((1, 2, 3, 4), (1.0, INF, 0.5, NAN))
+    runs = [run("O1", NAN, seed=seed, losses={"0": curve}) for seed in (0, 2)]
+    expected = "loss is NaN from step 4 on (2 of 3 runs)"
+    assert verdict(run("O0"), run("O1", seed=1), *runs) == (Verdict.DIVERGED, expected)
+
+
+def test_a_divergence_of_all_runs_is_counted_as_well():
+    runs = [run("O1", NAN, seed=seed) for seed in (0, 1)]
+    assert verdict(run("O0"), *runs) == (Verdict.DIVERGED, "loss is NaN (2 of 2 runs)")
+
+
+def test_a_metric_that_is_not_finite_diverged():
+    found = verdict(run("O0", f1=0.5), run("O1", f1=(0.4, NAN, NAN)))
+    assert found == (Verdict.DIVERGED, "f1 is NaN from step 1 on")
+
+
+def test_a_metric_that_is_not_finite_at_o0_either_tells_nothing():
+    assert verdict(run("O0", f1=NAN), run("O1", f1=NAN)) == (Verdict.SAME, "")
+    assert verdict(run("O0", f1=NAN), run("O1", f1=0.5)) == (Verdict.SAME, "")
+
+
+def test_a_counter_that_is_not_finite_is_no_divergence():
+    assert verdict(run("O0", grad_norm=1.0), run("O1", grad_norm=INF))[0] is Verdict.SAME
+
+
+def test_a_loss_that_rose_where_that_of_o0_fell_diverged():
+    assert verdict(run("O0", 0.5), run("O1", 2.3)) == (Verdict.DIVERGED, "loss rose from 2 to 2.3")
+    assert verdict(run("O0", 0.5), run("O1", 2.1))[0] is Verdict.WORSE
+    assert verdict(run("O0", 0.5, noise=0.5), run("O1", 2.9))[0] is Verdict.WORSE
+
+
+def test_a_loss_that_rises_at_o0_as_well_is_no_divergence():
+    assert verdict(run("O0", 3.0), run("O1", 3.0)) == (Verdict.SAME, "")
+
+
+def test_a_row_that_skips_all_of_its_last_steps_diverged():
+    skipped = tuple(range(81, 101))
+    expected = (Verdict.DIVERGED, "all of the last 20 steps were skipped")
+    assert verdict(run("O0"), run("O1", skipped=skipped)) == expected
+    assert verdict(run("O0"), run("O1", skipped=skipped[1:]))[0] is Verdict.SAME
+    assert (
+        verdict(run("O0"), run("O1", skipped=(1, 2, 3), steps=3))[1] == "all of the last 3 steps were skipped"
+    )
+
+
+def test_o0_can_diverge_and_then_nothing_is_compared():
+    found = summary(run("O0", NAN), run("O1")).rows
+    assert found[0].verdict is Verdict.DIVERGED
+    assert (found[1].verdict, found[1].reason) == (Verdict.UNKNOWN, "the loss of O0 is not finite either")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "expected"),
+    [
+        ([CRASHED], "crashed"),
+        ([CRASHED] * 3, "3 of 3 runs crashed"),
+        ([DONE, CRASHED, DONE], "1 of 3 runs crashed"),
+        ([TIMED_OUT, CRASHED, TIMED_OUT], "2 of 3 runs timed out, 1 crashed"),
+        ([DONE, CRASHED, INTERRUPTED], "1 of 2 runs crashed"),
+    ],
+)
+def test_a_row_of_which_a_run_failed_says_how(outcomes, expected):
+    runs = [run("O1", seed=seed, outcome=outcome) for seed, outcome in enumerate(outcomes)]
+    assert verdict(run("O0"), *runs) == (Verdict.FAILED, expected)
+
+
+def test_a_run_that_was_interrupted_speaks_neither_for_a_row_nor_against_it():
+    half = run("O1", 9.0, seed=1, outcome=INTERRUPTED)
+    assert verdict(run("O0"), run("O1"), half)[0] is Verdict.SAME
+    assert verdict(run("O0"), half) == (Verdict.UNKNOWN, "interrupted")
+    assert verdict(run("O0"), rows=("O0", "O1")) == (Verdict.UNKNOWN, "not run")
+
+
+def test_without_o0_there_is_no_verdict():
+    assert verdict(run("O1")) == (Verdict.UNKNOWN, "there is no O0 to compare with")
+    assert verdict(run("O0", outcome=CRASHED), run("O1"))[0] is Verdict.UNKNOWN
+
+
+def test_what_is_left_of_o0_is_compared_with():
+    origin = [run("O0", 0.5), run("O0", seed=1, outcome=CRASHED)]
+    assert verdict(*origin, run("O1", 0.9))[0] is Verdict.WORSE
+
+
+def test_without_a_loss_or_a_metric_in_common_there_is_no_verdict():
+    found = verdict(run("O0", None, f1=0.5), run("O1", None, bleu=0.5))
+    assert found == (Verdict.UNKNOWN, "nothing to compare: no loss and no metric")
+
+
+def test_metrics_alone_are_enough():
+    assert verdict(run("O0", None, f1=0.5), run("O1", None, f1=0.4))[0] is Verdict.WORSE
+
+
+def test_a_child_that_measured_nothing_is_a_row():
+    empty = [Record(name, 0, 0, DONE, 1.0, measured=Measured()) for name in ("O0", "O1")]
+    missing = Record("O2", 0, 0, DONE, 1.0)
+    found = summary(*empty, missing)
+    assert [it.verdict for it in found.rows] == [Verdict.BASELINE, Verdict.UNKNOWN, Verdict.UNKNOWN]
+    assert found.recommendation.row is None
+
+
+# ---- The recommendation ----
+
+
+def test_the_fastest_row_that_is_the_same_is_recommended():
+    found = summary(
+        run("O0", ms=40.0), run("O1", ms=20.0), run("O2 loss_scale=128", ms=10.0), run("O3", 9.0, ms=5.0)
+    ).recommendation
+    assert found.row == "O2 loss_scale=128"
+    assert found.reason.startswith(
+        "O2 loss_scale=128 makes 4.00 times the steps a second of O0 (10.0 against 40.0 ms a step), and is "
+        "as accurate: loss 0.5 against 0.5. "
+    )
+
+
+def test_the_reason_has_the_metric_that_matters_and_the_memory_that_is_saved():
+    origin = list(seeds("O0", [0.5, 0.52], f1=[0.1, 0.2], accuracy=[0.90, 0.92]))
+    own = seeds("O1", [0.5, 0.52], ms=5.0, mib=60.0, f1=[0.1, 0.2], accuracy=[0.905, 0.925])
+    assert reason(*origin, *own) == (
+        "O1 makes 2.00 times the steps a second of O0 (5.00 against 10.0 ms a step), with 40 % less memory, "
+        "and is as accurate: accuracy 0.915 against 0.91 (+0.4 spreads)."
+    )
+
+
+@pytest.mark.parametrize(("ms", "expected"), [(9.81, "O0"), (9.79, "O1"), (20.0, "O0")])
+def test_a_row_has_to_be_faster_by_two_percent(ms, expected):
+    assert summary(run("O0", ms=10.0), run("O1", ms=ms)).recommendation.row == expected
+
+
+def test_memory_is_named_from_five_percent_up():
+    assert "memory" not in reason(run("O0", mib=100), run("O1", ms=5.0, mib=96))
+    assert "with 5 % less memory" in reason(run("O0", mib=100), run("O1", ms=5.0, mib=95))
+
+
+def test_if_no_row_is_faster_o0_is_recommended():
+    found = summary(run("O0"), run("O1", ms=20.0), run("O4", ms=12.5)).recommendation
+    assert found.row == "O0"
+    assert found.reason.startswith(
+        "No level with the accuracy of O0 is faster by 2 % or more: the fastest, O4, makes 0.80 times its"
+    )
+
+
+def test_a_row_of_autocast_that_is_faster_is_not_passed_over_in_silence():
+    runs = [run("O0"), run("O4", ms=12.5), run("autocast", ms=11.0)]
+    assert "or more: the fastest but for autocast, O4, makes 0.80 times its" in reason(*runs)
+    runs = [run("O0"), run("O4", ms=12.5), run("autocast", ms=13.0)]
+    assert "or more: the fastest, O4, makes 0.80 times its" in reason(*runs)
+
+
+def test_if_no_row_is_as_accurate_o0_is_recommended():
+    found = summary(run("O0"), run("O1", 9.0), run("O2", outcome=CRASHED), rows=("O0", "O1", "O2", "O3"))
+    assert found.recommendation.row == "O0"
+    assert "No other level has the accuracy of O0: O1 diverged, O2 failed, O3 unknown (not run)." in (
+        found.recommendation.reason
+    )
+
+
+def test_autocast_is_no_choice_and_is_named_if_it_is_faster():
+    runs = [run("O0"), run("O1", ms=5.0), run("autocast", ms=4.0), run("autocast dtype=float16", ms=4.5)]
+    found = summary(*runs).recommendation
+    assert found.row == "O1"
+    assert "torch.autocast makes 1.25 times the steps a second of O1." in found.reason
+    assert "autocast" not in reason(run("O0"), run("O1", ms=5.0), run("autocast", ms=4.95))
+
+
+def test_autocast_that_is_worse_is_said_to_be():
+    found = reason(run("O0", noise=0.1), run("O1", ms=5.0), run("autocast", 0.9, ms=4.0))
+    assert "of O1, but is worse (loss 0.9, 4.0 spreads above O0)." in found
+
+
+def test_times_that_overlap_are_pointed_at():
+    said = "The quartiles of their times overlap: --repeat,"
+    assert said in reason(run("O0", ms=10.0), run("O1", ms=9.0))
+    assert said not in reason(run("O0", ms=10.0), run("O1", ms=8.0))
+    assert said not in reason(run("O0", ms=10.0), run("O1", ms=11.0))
+
+
+def test_one_seed_is_said_to_leave_chance_out():
+    assert "With one seed, differences of accuracy by chance cannot be told apart: --seeds 3." in reason(
+        run("O0"), run("O1", ms=5.0)
+    )
+
+
+def test_a_seed_that_failed_is_none_to_compare_with():
+    origin = [run("O0"), run("O0", 0.6, seed=1, outcome=CRASHED)]
+    found = reason(*origin, run("O1", ms=5.0), run("O1", seed=1, ms=5.0))
+    assert "With one seed, differences of accuracy by chance cannot be told apart: let all seeds" in found
+
+
+def test_seeds_that_changed_nothing_are_pointed_at():
+    said = "The seeds changed nothing: does the script set its own?"
+    own = list(seeds("O1", [0.5, 0.5], ms=5.0, f1=0.5))
+    assert said in reason(*seeds("O0", [0.5, 0.5], f1=0.5), *own)
+    assert said not in reason(*seeds("O0", [0.5, 0.5], f1=[0.5, 0.6]), *own)
+    assert said not in reason(*seeds("O0", [0.5, 0.6], f1=0.5), *own)
+
+
+@pytest.mark.parametrize(
+    ("records", "rows", "expected"),
+    [
+        ([], (), "Without O0 there is nothing to compare with: add it to --levels."),
+        ([run("O1")], None, "Without O0 there is nothing to compare with: add it to --levels."),
+        (
+            [],
+            ("O0", "O1"),
+            "Without O0 there is nothing to compare with, and it was not run. Only 0 of 2 runs",
+        ),
+        ([run("O0", outcome=CRASHED), run("O1")], None, "nothing to compare with, and it failed: crashed."),
+        (
+            [run("O0", NAN), run("O1")],
+            None,
+            "O0 itself diverged (loss is NaN): training in float32 has to work",
+        ),
+        ([run("O0"), run("autocast")], None, "There is no level but O0 to choose from."),
+        (
+            [run("O0", ms=None), run("O1", ms=None)],
+            None,
+            "No times were measured: a step is timed from the one",
+        ),
+        (
+            [run("O0", None), run("O1", None)],
+            None,
+            "No level can be compared with O0: nothing to compare: no loss",
+        ),
+    ],
+    ids=["nothing", "no O0", "not run", "failed", "diverged", "alone", "untimed", "no loss"],
+)
+def test_without_anything_to_choose_from_nothing_is_recommended(records, rows, expected):
+    found = summary(*records, rows=rows).recommendation
+    assert found.row is None
+    assert expected in found.reason
+
+
+def test_o0_that_failed_in_part_is_not_recommended():
+    origin = [run("O0"), run("O0", seed=1, outcome=CRASHED)]
+    assert summary(*origin, run("O1", ms=20.0)).recommendation.row is None
+    assert summary(*origin, run("O1", ms=5.0)).recommendation.row == "O1"
+
+
+def test_a_sweep_that_was_ended_early_says_so():
+    runs = [run("O0"), run("O1", ms=5.0), run("O0", seed=1, outcome=INTERRUPTED)]
+    assert reason(*runs).endswith("Only 2 of 4 runs were made.")
+
+
+# ---- What holds for every sweep ----
+
+SAMPLE = sample_sweep(steps=100)
+records = st.lists(
+    st.builds(
+        lambda name, seed, repeat, outcome, loss, first, ms, value, noise: run(
+            name, loss, seed=seed, repeat=repeat, outcome=outcome, first=first, ms=ms, noise=noise, f1=value
+        ),
+        st.sampled_from(["O0", "O1", "O3", "autocast", "O2 loss_scale=128"]),
+        *[st.integers(0, 2)] * 2,
+        st.sampled_from([DONE, DONE, DONE, *Outcome]),
+        st.none() | any_float,
+        st.none() | any_float,
+        st.none() | st.floats(0, 1e6),
+        any_float,
+        st.none() | st.floats(0),
+    ),
+    max_size=12,
+    unique_by=lambda it: (it.row, it.seed, it.repeat),
+)
+
+
+@settings(max_examples=100)
+@given(records)
+def test_any_records_make_a_sweep(made):
+    found = summary(*made, rows=("O0", "O1"))
+    best = next((it for it in found.rows if it.name == found.recommendation.row), None)
+    assert found.recommendation.reason.endswith((".", "?"))
+    if best is not None:
+        assert best.verdict in (Verdict.SAME, Verdict.BASELINE)
+        faster = [
+            it for it in found.rows if it.verdict is Verdict.SAME and it.speed and it.speed > best.speed
+        ]
+        assert best.name == "O0" or all(it.name.startswith("autocast") for it in faster)
+
+
+@settings(max_examples=50)
+@given(records, st.randoms(use_true_random=False))
+def test_the_order_of_the_records_changes_nothing(made, chance):
+    shuffled = chance.sample(made, len(made))
+    rows = ("O0", "O1", "O3", "autocast", "O2 loss_scale=128")
+    one, other = summary(*made, rows=rows, seeds=3), summary(*shuffled, rows=rows, seeds=3)
+    assert repr(one.rows) == repr(other.rows)
+    assert one.recommendation == other.recommendation
+
+
+def slower(record, factor):
+    """The run on a machine that is slower by a factor."""
+    if record.measured is None or record.measured.step_ms is None:
+        return record
+    old = record.measured.step_ms
+    ms = Spread(old.median * factor, old.low * factor, old.high * factor, old.count)
+    return replace(record, measured=replace(record.measured, step_ms=ms))
+
+
+@pytest.mark.parametrize("factor", [0.25, 1000.0])
+def test_a_machine_that_is_slower_makes_the_same_verdicts(factor):
+    made = [slower(record, factor) for record in SAMPLE.records]
+    one, other = (summarize(SAMPLE.settings, ENVIRONMENT, it) for it in (SAMPLE.records, made))
+    assert [(it.verdict, it.reason) for it in one.rows] == [(it.verdict, it.reason) for it in other.rows]
+    assert one.recommendation.row == other.recommendation.row
+
+
+def test_a_sample_is_summed_up_as_was_expected_by_hand():
+    found = summarize(SAMPLE.settings, ENVIRONMENT, SAMPLE.records)
+    verdicts = {it.name: it.verdict for it in found.rows}
+    assert verdicts["O0"] is Verdict.BASELINE
+    assert verdicts["O3"] is Verdict.DIVERGED
+    assert verdicts["O5 cast_model_outputs=float16"] is Verdict.FAILED
+    assert verdicts["O2 keep_batchnorm_fp32=False loss_scale=128"] is Verdict.WORSE
+    assert isinstance(found.recommendation, Recommendation)
+
+
+def test_any_part_of_a_sample_is_summed_up():
+    for count in range(len(SAMPLE.records)):
+        found = summarize(SAMPLE.settings, ENVIRONMENT, SAMPLE.records[:count])
+        assert [it.name for it in found.rows] == list(SAMPLE.settings.rows)
+        assert f"Only {count} of {len(SAMPLE.records)} runs were made." in found.recommendation.reason
