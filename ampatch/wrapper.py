@@ -65,7 +65,9 @@ def wrap(
     elif is_users:
         wrapper = _wrap_users(original, uncast, state, get_cast(dtype))
     else:
-        casts = Casts(*[watch(cast, dtype) for cast in cast_eligible(state, dtype)])
+        casts = cast_eligible(state, dtype)
+        casts = counter.watch_all(casts, state.get_cache(dtype)) if counter else casts
+        casts = Casts(*[_traced(cast, name, trace) for cast in casts]) if trace else casts
         wrapper = _wrap_listed(original, uncast, state, dtype, casts, has_dtype=kind is Cast.FP32)
     functools.update_wrapper(wrapper, original)
     wrapper.__module__, wrapper.__qualname__ = place
