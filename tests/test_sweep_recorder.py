@@ -268,6 +268,18 @@ def test_the_parts_of_a_step_are_less_than_the_step(recorder):
     assert sum(part.median for part in parts) < measured.step_ms.median * 1.5
 
 
+def test_parts_are_timed_in_some_of_the_steps_and_all_steps_are_timed(recorder):
+    model, optimizer = make("O0")
+    for _ in range(150):
+        step(model, optimizer)
+    measured = recorder.measured()
+    assert measured.step_ms.count == 149 - 5
+    # 16 of the first 64 steps, 16 of the next and 16 more; the first has no time, and five are left out.
+    assert measured.forward_ms.count == measured.backward_ms.count == measured.update_ms.count == 3 * 16 - 6
+    assert len(measured.losses["0"].values) == 150
+    assert measured.samples == 6
+
+
 def test_a_forward_without_gradients_is_no_part_of_a_step(recorder):
     model, optimizer = make("O0")
     with torch.no_grad():

@@ -81,6 +81,8 @@ class Recorder(amp.Observer):
                 self._hooks.callback(remove)
 
     def _begin_forward(self, model: Module, args: tuple, kwargs: dict) -> None:
+        if not self._times.present.has_parts:
+            return
         # The outermost counts; one that raised never ended, and begins anew or is forgotten at the next step.
         if (self._forward is None or self._outermost is model) and torch.is_grad_enabled():
             self._outermost = model
@@ -97,7 +99,8 @@ class Recorder(amp.Observer):
         if self._is_over:
             return
         self._losses.add(loss_id, loss)
-        self._backward = self._times.clock.mark()
+        if self._times.present.has_parts:
+            self._backward = self._times.clock.mark()
 
     def on_backward(self, loss_id: int) -> None:
         """Ends the time of a backward, with unscaling."""
@@ -111,7 +114,8 @@ class Recorder(amp.Observer):
         """Begins the time of an update, and once looks at what is in memory."""
         if self._times.steps < LOOKED_AT:
             self._bytes = count_bytes(_alive(self._models), _alive(self._optimizers), self._cast_bytes)
-        self._update = self._times.clock.mark()
+        if self._times.present.has_parts:
+            self._update = self._times.clock.mark()
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Ends the time of an update, and counts."""

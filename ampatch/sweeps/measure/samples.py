@@ -23,7 +23,9 @@ class Samples:
         self._present[model] = self._present.get(model, 0) + samples
 
     def end_step(self) -> None:
-        """Ends a step."""
+        """Ends a step; one in which nobody looked has none."""
+        if not self._present:
+            return
         counts = [count for count in self._present.values() if count]
         if counts:
             self._counted.append(min(counts))
