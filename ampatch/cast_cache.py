@@ -111,7 +111,7 @@ class CastCache:
 
         That comes later, because most often a step comes first, and ends them all.
         """
-        self._waiting.update(self._entries)
+        self._waiting.update(list(self._entries.items()))  # other threads may add some
         self._entries.clear()
         self._rechecks += 1
         if self._rechecks % SWEEP == 0:
