@@ -39,8 +39,9 @@ from ampatch.inspection import (
 )
 from ampatch.loss_scale import DynamicLossScale
 from ampatch.observe import Observer
+from ampatch.outcome import BackwardOutcome
 from ampatch.policy import OPT_LEVELS, Policy
-from ampatch.scaler import BackwardOutcome, LossScaler
+from ampatch.scaler import LossScaler
 from ampatch.user_functions import (
     bfloat16_function,
     explain,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ampatch.outcome import BackwardOutcome
 from ampatch.policy import Policy, find_level
-from ampatch.scaler import BackwardOutcome
 
 logger = logging.getLogger("ampatch")
 
@@ -41,7 +41,7 @@ class Announcer:
     """Announces the calls and the overflows of a session."""
 
     def __init__(self) -> None:
-        self._unannounced: list[BackwardOutcome] = []
+        self._unannounced: list[Sequence[BackwardOutcome]] = []  # of each step, what led to it
         self._said_slow = False
 
     def announce(self, policy: Policy, device_types: set[str]) -> None:
@@ -54,15 +54,21 @@ class Announcer:
                 policy.opt_level,
             )
 
-    def announce_overflows(self, outcomes: Sequence[BackwardOutcome]) -> None:
-        """Says a line for each overflow, of these outcomes or earlier ones, that the device has told of."""
-        self._unannounced += [outcome for outcome in outcomes if not outcome.was_announced]
+    def announce_step(self, outcomes: Sequence[BackwardOutcome]) -> None:
+        """Says a line if a step was skipped, this one or an earlier one, once the device has told of it.
+
+        As in apex one line for each step of an optimizer, by the first of its blocks that overflowed.
+        """
+        if outcomes:
+            self._unannounced.append(outcomes)
         waiting = []
-        for outcome in self._unannounced:
-            values = outcome.poll()
-            if values is None:
-                waiting.append(outcome)
-            elif values[0] and not outcome.was_announced:
-                outcome.was_announced = True
-                say(format_overflow(outcome.loss_id, *values[1:]))
+        for outcomes in self._unannounced:
+            values = [outcome.poll() for outcome in outcomes]
+            if None in values:
+                waiting.append(outcomes)
+                continue
+            first = next((outcome.loss_id for outcome in outcomes if outcome.read()[0]), None)
+            if first is not None:
+                scales = [outcome.read()[1:] for outcome in outcomes if outcome.loss_id == first]
+                say(format_overflow(first, scales[0][0], scales[-1][1]))
         self._unannounced = waiting

@@ -8,8 +8,10 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from ampatch.captured import CapturedBlock
 from ampatch.errors import AmpError
 from ampatch.optimizer import AmpOptimizer
+from ampatch.outcome import BackwardOutcome
 from ampatch.scaler import LossScaler, Scale
 
 
@@ -28,6 +30,7 @@ class ScaledLoss:
         scaler: LossScaler,
         end_iteration: Callable[[], None],
         tell_end: Callable[[int], None] | None,
+        capture: list[Callable[[], None]] | None = None,
         *,
         delay_unscale: bool,
         delay_overflow_check: bool,
@@ -42,9 +45,10 @@ class ScaledLoss:
         self._tell_end = tell_end
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
+        self._capture = capture  # collects what the replay of a CUDA graph must repeat
 
     def __enter__(self) -> Tensor:
-        self._scale = self._scaler.begin(self._loss.device)
+        self._scale = self._scaler.begin(self._loss.device, self._capture)
         self._around = torch._C._current_graph_task_id()  # a backward that the block itself is inside of
         for optimizer in self._optimizers:
             optimizer.prepare_backward(self._scale, self._end_by_step)
@@ -84,11 +88,16 @@ class ScaledLoss:
         if self._is_over:
             return
         self._close()
-        if self._delay_unscale or any(optimizer.local.are_coming for optimizer in self._optimizers):
+        outcome = None
+        delays = self._delay_unscale or any(optimizer.local.are_coming for optimizer in self._optimizers)
+        if delays:
             for optimizer in self._optimizers:
                 optimizer.delay(self._scale)
         else:
-            self._unscale()
+            outcome = self._unscale()
+        if self._capture is not None:
+            delayed, update = self._scale if delays else None, not self._delay_overflow_check
+            self._capture.append(CapturedBlock(self._optimizers, outcome, delayed, self._scaler, update))
         if self._tell_end is not None:
             self._tell_end(self._scaler.loss_id)
 
@@ -98,7 +107,7 @@ class ScaledLoss:
         for optimizer in self._optimizers:
             optimizer.end_block = None
 
-    def _unscale(self) -> None:
+    def _unscale(self) -> BackwardOutcome | None:
         looks = self._scaler.is_dynamic or not self._scale.is_identity
         found_inf = self._scaler.new_found_inf() if looks else None
         # Gradients of parameters that two of the optimizers share.
@@ -107,7 +116,15 @@ class ScaledLoss:
             optimizer.unscale(self._scale, found_inf, done)
         for optimizer in self._optimizers:
             optimizer.end_backward()
-        if self._scaler.is_dynamic:
-            outcome = self._scaler.finish(found_inf, update=not self._delay_overflow_check)
-            for optimizer in self._optimizers:
-                optimizer.note(outcome)
+        if not self._scaler.is_dynamic:
+            return None
+        loss = self._loss.detach()
+        outcome = self._scaler.finish(
+            found_inf,
+            loss.sum() if loss.dim() else loss,
+            update=not self._delay_overflow_check,
+            capture=self._capture,
+        )
+        for optimizer in self._optimizers:
+            optimizer.note(outcome)
+        return outcome

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ampatch.cast_counter import CastCounts
 from ampatch.observe import Observer
-from ampatch.scaler import BackwardOutcome, LossScaler
+from ampatch.outcome import BackwardOutcome
+from ampatch.scaler import LossScaler
 from ampatch.session import SESSION
 
 

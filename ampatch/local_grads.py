@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from ampatch.master_grads import clear_master_grad
+from ampatch.masters import MasterParam
 from ampatch.scaler import Scale
 
 
@@ -42,6 +45,16 @@ class LocalGrads:
     def drop_coming(self) -> None:
         """Notes that a block ended in an exception."""
         self._models.clear()
+
+
+@torch.no_grad()
+def scale_again(own: Iterable[Tensor], pairs: Iterable[MasterParam], before: Scale, scale: Scale) -> None:
+    """Goes on as if nobody had read the gradients that wait: they are yet to be averaged."""
+    for param in own:
+        param.grad = None if param.grad is None else scale.scale(param.grad)
+    for pair in pairs:
+        pair.half.grad = None if pair.half.grad is None else scale.rescale(pair.half.grad, before)
+        clear_master_grad(pair)
 
 
 @dataclass(frozen=True, slots=True)

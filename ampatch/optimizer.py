@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from ampatch.closure import find_closure
 from ampatch.errors import AmpError
 from ampatch.grads import EarlierGrads, find_grads
-from ampatch.local_grads import LocalGrads
-from ampatch.master_grads import MasterGrads, clear_master_grad
+from ampatch.local_grads import LocalGrads, scale_again
+from ampatch.master_grads import MasterGrads
 from ampatch.masters import MasterParams
-from ampatch.scaler import BackwardOutcome, Scale
+from ampatch.outcome import BackwardOutcome
+from ampatch.scaler import Scale
 from ampatch.skip import SkipStep
 from ampatch.step_listener import StepListener
 from ampatch.thread import is_running
@@ -46,13 +47,15 @@ class AmpOptimizer:
         self._earlier = EarlierGrads()
         self._skip = SkipStep()
         self._step: FrameType | None = None  # the call that runs a step
+        self._capture: object = None  # the capture of a CUDA graph that the last block was in
+        self.from_before: set[int] = set()  # ids of parameters that had gradients before that block
         self._warned = False
 
     def params(self) -> list[Tensor]:
         """The parameters that the optimizer steps: masters where there are any."""
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
-    def _own_params(self) -> list[Tensor]:
+    def own_params(self) -> list[Tensor]:
         """The parameters that are no masters, and so hold their gradients themselves."""
         return self.masters.select_others(self.params())
 
@@ -70,19 +73,40 @@ class AmpOptimizer:
                 f"and gradients of two scales would mix: end that block first, or add the losses"
             )
         self.end_block = end_block
+        if scale.capture is not None or self._capture is not None:
+            self._enter_capture(scale.capture)
+            self._capture = scale.capture
+            self.from_before = {id(param) for param in self.model_params() if param.grad is not None}
         if self.local.read_scale is not None:
-            self._scale_again(self.local.read_scale, scale)
+            before, self.local.read_scale = self.local.read_scale, None
+            scale_again(self.own_params(), self.masters, before, scale)
+            self.delayed, self.local.are_waiting = scale, True
         if self.delayed is scale:
             self._grads.drop_restarted()
             self._grads.begin_again()
             if not self.local.are_waiting:  # these accumulate where they are
-                self._earlier.take(self._model_params())
+                self._earlier.take(self.model_params())
             return
         self.settle()
         self._grads.follow()
         self._grads.begin()
         if not scale.is_identity:
-            self._earlier.take(self._own_params())
+            self._earlier.take(self.own_params())
+
+    def _enter_capture(self, capture: object, is_step: bool = False) -> None:
+        """Tells what is captured in a CUDA graph from what is not, of which a graph can know nothing."""
+        if capture is None:  # nobody has computed what a capture left: replays will
+            self._pending = [outcome for outcome in self._pending if outcome.capture is None]
+            if self.delayed is not None and self.delayed.capture is not None:
+                self.delayed = None
+        elif capture is not self._capture:
+            waits = is_step and (self._pending or self.delayed is not None)
+            if waits or any(pair.master.grad is not None for pair in self.masters):
+                raise AmpError(
+                    f"{type(self.optimizer).__name__}: a block of scale_loss before this CUDA graph waits "
+                    f"for its step, of which replays would know nothing: step or call zero_grad() before the "
+                    f"capture, and capture scale_loss together with step()"
+                )
 
     @torch.no_grad()
     def delay(self, scale: Scale) -> None:
@@ -90,30 +114,20 @@ class AmpOptimizer:
         self.local.wait()
         if self.delayed is not scale:
             # What was set aside is unscaled: a power of two takes it there and back exactly.
-            self._earlier.change(scale.scale)
+            self._earlier.change(functools.partial(scale.scale_clean, outcomes=self._pending))
         self.delayed = scale
         self.restore_grads()
 
     def steps_part_of(self, model: Module) -> bool:
         """Whether the optimizer steps any parameter of a model."""
         known = {id(param) for param in model.parameters()}
-        return any(id(param) in known for param in self._model_params())
+        return any(id(param) in known for param in self.model_params())
 
     def settle_for_reader(self) -> None:
         """Unscales gradients that wait to be averaged over ranks: somebody is about to use them."""
         if self.local.are_waiting:
             self.local.read_scale = self.delayed
             self.settle()
-
-    @torch.no_grad()
-    def _scale_again(self, before: Scale, scale: Scale) -> None:
-        """Goes on as if nobody had read the gradients that wait: they are yet to be averaged."""
-        for param in self._own_params():
-            param.grad = None if param.grad is None else scale.scale(param.grad)
-        for pair in self.masters:
-            pair.half.grad = None if pair.half.grad is None else scale.rescale(pair.half.grad, before)
-            clear_master_grad(pair)
-        self.delayed, self.local.are_waiting, self.local.read_scale = scale, True, None
 
     def settle(self) -> None:
         """Unscales what a block with `delay_unscale` left scaled."""
@@ -124,7 +138,8 @@ class AmpOptimizer:
         self.unscale(scale, found_inf, None)
         self.restore_grads()
         if scale.scaler.is_dynamic:
-            self.note(scale.scaler.finish(found_inf, update=True))
+            # As in apex, a delayed block does not count towards growth.
+            self.note(scale.scaler.finish(found_inf, counts=False, capture=scale.capture))
 
     def unscale(self, scale: Scale, found_inf: Tensor | None, done: set[int] | None) -> None:
         """Unscales the new gradients; no host sync. `end_backward` must follow.
@@ -138,7 +153,7 @@ class AmpOptimizer:
         if scale.is_identity:
             self._grads.feed(None)
             return
-        grads = find_grads(self._own_params())
+        grads = find_grads(self.own_params())
         if done is not None:
             grads = [grad for grad in grads if id(grad) not in done]
             done.update(map(id, grads))
@@ -155,7 +170,7 @@ class AmpOptimizer:
         if self.delayed is None and scale.is_identity:
             params: Iterable[Tensor] = (pair.half for pair in self.masters)
         else:
-            params = () if self.local.are_waiting else self._model_params()
+            params = () if self.local.are_waiting else self.model_params()
         for param in params:
             param.grad = None
 
@@ -164,9 +179,9 @@ class AmpOptimizer:
         self.end_backward()
         self._grads.note_seen()
 
-    def _model_params(self) -> list[Tensor]:
+    def model_params(self) -> list[Tensor]:
         """The parameters that backward gives gradients to."""
-        return [*self._own_params(), *(pair.half for pair in self.masters)]
+        return [*self.own_params(), *(pair.half for pair in self.masters)]
 
     def end_backward(self) -> None:
         """Puts earlier gradients back, with the new ones added."""
@@ -190,6 +205,7 @@ class AmpOptimizer:
         self._listener.begin_step(self)
         self.last_outcomes = []
         self._skip.begin(optimizer)
+        self._enter_capture(self._listener.capture(), is_step=True)
         self._before_update(optimizer)
         self._listener.enter_step(self._step)
         closure, rebuild = find_closure(args, kwargs)
@@ -224,6 +240,23 @@ class AmpOptimizer:
         self._skip.end(optimizer)
         self._grads.drop()  # first, because rounding may need memory
         self.masters.copy_to_model()
+        if self._listener.capture() is not None:
+            self.last_outcomes = []  # nothing was computed: replays will
+        self._listener.exit_step(self)
+
+    def repeat_backward(self, delayed: Scale | None, outcome: BackwardOutcome | None) -> None:
+        """Notes that a block ran in a CUDA graph that was replayed."""
+        self._enter_capture(None)
+        self._capture = None
+        self.delayed = delayed
+        if outcome is not None:
+            self.note(outcome)
+
+    def repeat_step(self) -> None:
+        """Notes that a step ran in a CUDA graph that was replayed."""
+        self._listener.begin_step(self)
+        self.last_outcomes, self._pending = self._pending, []
+        self._grads.drop()
         self._listener.exit_step(self)
 
     def was_skipped(self) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from weakref import WeakSet
 
 import torch
@@ -11,80 +10,24 @@ from torch import Tensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ampatch.loss_scale import DynamicLossScale, LossScale, parse_loss_scale, validate_scale
+from ampatch.outcome import BackwardOutcome
 
-
-class BackwardOutcome:
-    """What one backward pass did: whether it overflowed, and the scale before and after.
-
-    Lives on the device as three numbers. `read` costs one host sync, once;
-    `poll` costs none, and knows the answer when the device has delivered it.
-    """
-
-    def __init__(self, loss_id: int, found_inf: Tensor, before: Tensor, after: Tensor) -> None:
-        self.loss_id = loss_id
-        self.found_inf = found_inf
-        self._numbers = torch.stack((found_inf, before, after))
-        self._host: Tensor | None = None
-        self._delivered: torch.cuda.Event | None = None
-        self._values: tuple[bool, float, float] | None = None
-        self.was_announced = False
-
-    def forgive(self) -> None:
-        """Counts as clean from now on: somebody else looks after the overflow."""
-        self.found_inf.zero_()
-        self._set([0.0, *self._numbers.tolist()[1:]])
-
-    def read(self) -> tuple[bool, float, float]:
-        """Returns (overflowed, scale before, after), waiting for the device where need be."""
-        if self._values is None:
-            self._set(self._numbers.tolist())
-        return self._values
-
-    def _set(self, numbers: list[float]) -> None:
-        self._values = (numbers[0] > 0, numbers[1], numbers[2])
-
-    @staticmethod
-    def read_all(outcomes: Iterable[BackwardOutcome]) -> bool:
-        """Says whether any pass overflowed; one host sync for all of them together."""
-        outcomes = list(outcomes)
-        unread = [outcome for outcome in outcomes if outcome._values is None]
-        if unread:
-            rows = torch.stack([outcome._numbers.to(unread[0]._numbers.device) for outcome in unread])
-            for outcome, row in zip(unread, rows.tolist(), strict=True):
-                outcome._set(row)
-        return any(outcome.read()[0] for outcome in outcomes)
-
-    @staticmethod
-    def combine(outcomes: Iterable[BackwardOutcome]) -> Tensor:
-        """Returns 1 if any pass overflowed, else 0, on the device."""
-        # Fused kernels compare found_inf to 1, so that a sum of two overflows would go unnoticed.
-        return functools.reduce(torch.maximum, [outcome.found_inf for outcome in outcomes])
-
-    def poll(self) -> tuple[bool, float, float] | None:
-        """Returns what `read` does if it has reached the host, else None; never waits."""
-        if self._values is not None or not self._numbers.is_cuda:
-            return self.read()
-        if self._delivered is None:
-            self._send()
-        if not self._delivered.query():
-            return None
-        self._set(self._host.tolist())
-        return self._values
-
-    def _send(self) -> None:
-        self._host = torch.empty(3, pin_memory=True)
-        self._host.copy_(self._numbers, non_blocking=True)
-        self._delivered = torch.cuda.Event()
-        self._delivered.record()
+NEVER = 2**31 - 1  # a growth interval that no tracker reaches
 
 
 class Scale:
     """The value of a loss scale at one time: what a block began with, it unscales by."""
 
-    def __init__(self, scaler: LossScaler, value: Tensor | float) -> None:
+    def __init__(self, scaler: LossScaler, value: Tensor | float, capture: object = None) -> None:
         self.scaler = scaler
         self._value = value  # a tensor that is never changed in place: graphs keep it
+        self.capture = capture  # the capture of a CUDA graph that made it, and that alone may use it again
         self._inverse: Tensor | None = None
+
+    def copy(self) -> Scale:
+        """Returns the value that it has now: the replay of a CUDA graph writes another into its memory."""
+        value = self._value
+        return Scale(self.scaler, value.clone() if isinstance(value, Tensor) else value)
 
     @property
     def is_identity(self) -> bool:
@@ -97,6 +40,17 @@ class Scale:
             return tensor
         value = self._value
         return tensor * (value.to(tensor.device) if isinstance(value, Tensor) else value)
+
+    def scale_clean(self, grad: Tensor, outcomes: Sequence[BackwardOutcome]) -> Tensor:
+        """Scales an unscaled gradient; to zeros where one of its outcomes is an overflow; no host sync.
+
+        That one is known and skips the step. Were it found again, it would count against this scale, too.
+        """
+        scaled = self.scale(grad)
+        if not outcomes:
+            return scaled
+        found_inf = BackwardOutcome.combine(outcomes).to(grad.device)
+        return torch.where(found_inf > 0, torch.zeros_like(scaled), scaled)
 
     def rescale(self, tensor: Tensor, before: Scale) -> Tensor:
         """Returns a gradient that is scaled by `before`, scaled by this scale; no host sync."""
@@ -135,13 +89,15 @@ class LossScaler:
     """Scales a loss and unscales gradients, by a constant or by a scale that follows overflows.
 
     `config` is what `initialize` takes as `loss_scale`; another one may be assigned later, and holds
-    from then on. `device` is where the scale lives; it follows the losses.
+    from then on. `device` is where the scale lives; it follows the losses. Scale and trackers are written
+    in place, always in the same memory, so that the replay of a CUDA graph goes on from where they are.
     """
 
     def __init__(self, loss_id: int, config: LossScale | float | str, device: torch.device) -> None:
         self.loss_id = loss_id
         self.config = config = parse_loss_scale(config)
         self._device = device
+        self._scale = torch.zeros((), dtype=torch.float32, device=device)
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self._hysteresis_tracker = torch.full_like(self._growth_tracker, self._hysteresis)
         self._carried: Tensor | None = None  # found_inf of exits that left the scale alone
@@ -151,7 +107,7 @@ class LossScaler:
 
     def __getstate__(self) -> dict[str, object]:
         # What the blocks of this session left is nothing to keep, and cannot be pickled.
-        return {**vars(self), "_waiting": None, "_last": None}
+        return {**vars(self), "_waiting": None, "_last": None, "_current": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state, _waiting=WeakSet())
@@ -165,10 +121,16 @@ class LossScaler:
     def _hysteresis(self) -> int:
         return self.config.hysteresis if isinstance(self.config, DynamicLossScale) else 1
 
-    def begin(self, device: torch.device) -> Scale:
-        """Returns the present scale, for a loss on `device`; the same object until it is updated."""
+    def begin(self, device: torch.device, capture: object = None) -> Scale:
+        """Returns the present scale, for a loss on `device`; the same object until it is updated.
+
+        Not the same in the `capture` of a CUDA graph and outside of it: what is computed there has values
+        only while the graph is replayed.
+        """
         if self.is_dynamic and self._device != device:
             self._move_to(device)
+        if self._current is None or self._current.capture is not capture:
+            self._current = Scale(self, self._scale.clone() if self.is_dynamic else self._number, capture)
         return self._current
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -177,35 +139,54 @@ class LossScaler:
 
     def unscale_(self, grads: Iterable[Tensor], found_inf: Tensor) -> None:
         """Divides gradients by the present scale; see `Scale.unscale_`."""
-        self._current.unscale_(grads, found_inf)
+        self.begin(self._device).unscale_(grads, found_inf)
 
     def _move_to(self, device: torch.device) -> None:
         self._device = device
+        self._scale = self._scale.to(device)
         self._growth_tracker = self._growth_tracker.to(device)
         self._hysteresis_tracker = self._hysteresis_tracker.to(device)
         self._carried = None if self._carried is None else self._carried.to(device)
-        self._current = Scale(self, self._value.to(device))
-
-    @property
-    def _value(self) -> Tensor | float:
-        return self._current._value
+        self._current = None
 
     def new_found_inf(self) -> Tensor:
         """A zero, to be set to 1 by `unscale_` where a gradient is not finite."""
         return torch.zeros((), dtype=torch.float32, device=self._device)
 
-    def finish(self, found_inf: Tensor, *, update: bool) -> BackwardOutcome:
+    def finish(
+        self,
+        found_inf: Tensor,
+        loss: Tensor | None = None,
+        *,
+        update: bool = True,
+        counts: bool = True,
+        capture: object = None,
+    ) -> BackwardOutcome:
         """Ends a backward pass: updates the scale by `found_inf` and returns what happened.
 
-        Without `update` the scale stays, and the overflow counts at the next pass that updates.
+        Without `update` the scale stays, and the overflow counts at the next pass that updates. A pass that
+        does not count may back the scale off, but does not let it grow. `loss` is a number on any device.
         """
         found_inf = found_inf.to(self._device)
-        before = self._value
+        before = self._scale.clone() if self._current is None else self._current._value
         self._carry(found_inf)
         if update:
-            self._update_by_carried()
-        outcome = BackwardOutcome(self.loss_id, found_inf, before, self._value)
+            self._update_by_carried(counts)
+        loss = found_inf if loss is None else loss.to(self._device, torch.float32)
+        numbers = torch.stack((found_inf, before, self._scale, loss))
+        outcome = BackwardOutcome(self.loss_id, numbers, capture)
+        return self._note(outcome, update)
+
+    def repeat(self, outcome: BackwardOutcome, *, update: bool) -> BackwardOutcome:
+        """Notes what `finish` did in a CUDA graph that was replayed, and returns it."""
+        outcome = outcome.copy()
+        self._current = None
         if not update:
+            self._carry(outcome.found_inf)
+        return self._note(outcome, update)
+
+    def _note(self, outcome: BackwardOutcome, is_update: bool) -> BackwardOutcome:
+        if not is_update:
             self._waiting.add(outcome)
         self._last = outcome
         return outcome
@@ -218,10 +199,10 @@ class LossScaler:
         carried = self._carried
         self._carried = found_inf if carried is None else torch.maximum(found_inf, carried)
 
-    def _update_by_carried(self) -> None:
+    def _update_by_carried(self, counts: bool = True) -> None:
         found_inf, self._carried = self._carried, None
         self._waiting.clear()
-        self._update(found_inf)
+        self._update(found_inf, counts)
 
     def update(self, found_inf: Tensor | None = None) -> bool:
         """Updates the scale by hand, for a loop that skips steps by itself; says whether to skip.
@@ -240,41 +221,43 @@ class LossScaler:
         self._update_by_carried()
         return is_overflow
 
-    def _update(self, found_inf: Tensor) -> None:
+    def _update(self, found_inf: Tensor, counts: bool) -> None:
         config = self.config
         assert isinstance(config, DynamicLossScale), "a static scale is never updated"
-        before = self._value
-        after = before.clone()  # not in place: graphs and open blocks hold the scale as it was
+        before = None if config.hysteresis == 1 else self._scale.clone()
+        clean = None if counts else self._growth_tracker.clone()
         torch._amp_update_scale_(
-            after,
+            self._scale,
             self._growth_tracker,
             found_inf,
             config.growth_factor,
             config.backoff_factor,
-            config.growth_interval,
+            config.growth_interval if counts else NEVER,
         )
-        if config.hysteresis > 1:
-            after = self._forgive(before, after, found_inf)
-        self._current = Scale(self, after.clamp_(config.floor, config.ceiling))
+        if before is not None:
+            self._forgive(before, found_inf)
+        if clean is not None:
+            self._growth_tracker.copy_(torch.where(found_inf > 0, self._growth_tracker, clean))
+        self._scale.clamp_(config.floor, config.ceiling)
+        self._current = None
 
-    def _forgive(self, before: Tensor, after: Tensor, found_inf: Tensor) -> Tensor:
+    def _forgive(self, before: Tensor, found_inf: Tensor) -> None:
         """Takes a back-off back while fewer than `hysteresis` overflows came in a row."""
         overflow = found_inf > 0
         left = torch.where(overflow, self._hysteresis_tracker - 1, self._hysteresis)
         self._hysteresis_tracker.copy_(left.clamp_(min=0))
-        return torch.where(overflow & (self._hysteresis_tracker > 0), before, after)
+        self._scale.copy_(torch.where(overflow & (self._hysteresis_tracker > 0), before, self._scale))
 
     def get_scale(self) -> float:
         """The scale as a number; one host sync if it is dynamic."""
-        value = self._value
-        return value.item() if isinstance(value, Tensor) else value
+        return self._scale.item() if self.is_dynamic else self._number
 
     def set_scale(self, value: float) -> None:
         """Sets the scale; raises AmpValueError or AmpTypeError for what is no number above 0."""
         validate_scale("loss scale", value)
-        number = float(value)
-        on_device = torch.tensor(number, dtype=torch.float32, device=self._device)
-        self._current = Scale(self, on_device if self.is_dynamic else number)
+        self._number = float(value)
+        self._scale.fill_(self._number)
+        self._current: Scale | None = None
 
     def state_dict(self) -> dict[str, float | int]:
         """The scale and the number of clean iterations since it last changed; one host sync."""

@@ -21,6 +21,8 @@ from ampatch.call import (
     unwrap_optimizer,
     validate_optimizers,
 )
+from ampatch.captured import CapturedStep
+from ampatch.captures import Captures, Repeats
 from ampatch.cast import CASTS
 from ampatch.compiling import skip_own_frames
 from ampatch.copies import CopyWithMasters
@@ -57,6 +59,7 @@ class Session(StepListener):
         self._data_watch = DataWatch(self.casts)
         self._script_models = ScriptModels(self.casts)
         self._features = TorchFeatures(self.casts)
+        self._captures = Captures()
         self._unframed: set[str] = set()  # modules of ours that Dynamo knows not to compile
         self.observers: tuple[Observer, ...] = ()
         self.overrides: dict[str, object] = {}
@@ -101,6 +104,7 @@ class Session(StepListener):
             if request.policy.half is not None:
                 self._features.open(undo)
             self._script_models.open(undo)
+            self._captures.open(undo)
             caster = ModelCaster(request.models, request.policy, kept, self.casts, self._values)
             undo.callback(caster.close)
             caster.open()
@@ -208,6 +212,10 @@ class Session(StepListener):
         for observer in self.observers:
             observer.on_backward(loss_id)
 
+    def capture(self) -> Repeats | None:
+        """Returns what collects what the replay of a CUDA graph must repeat, while one is captured."""
+        return self._captures.current()
+
     def begin_step(self, optimizer: AmpOptimizer) -> None:
         for observer in self.observers:
             observer.on_step_begin(optimizer.optimizer)
@@ -221,8 +229,12 @@ class Session(StepListener):
     def exit_step(self, optimizer: AmpOptimizer) -> None:
         self.casts.thread.end_step()
         self.casts.clear_cache()
+        capture = self.capture()
+        if capture is not None:
+            capture.append(CapturedStep(optimizer))
+            return
         if self.find(optimizer.optimizer)[1].request.verbosity >= 1:
-            self._announcer.announce_overflows(optimizer.last_outcomes)
+            self._announcer.announce_step(optimizer.last_outcomes)
         for observer in self.observers:
             observer.on_step(optimizer.optimizer)
 
@@ -271,7 +283,8 @@ class Session(StepListener):
         """Undoes everything, last-in first-out."""
         with ExitStack() as stack:
             stack.callback(self._reset)
-            for patch in (self.torch_patch, self._features, self._script_models, self._data_watch):
+            patches = self.torch_patch, self._features, self._script_models, self._captures, self._data_watch
+            for patch in patches:
                 stack.callback(patch.retry)
             stack.push(self._undo)
             for observer in self.observers:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampatch.scaler import BackwardOutcome
+from ampatch.outcome import BackwardOutcome
 
 
 class SkipStep:

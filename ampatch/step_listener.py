@@ -9,6 +9,10 @@ from types import FrameType
 class StepListener:
     """Is told when an optimizer's step begins and ends; the session overrides these."""
 
+    def capture(self) -> list | None:
+        """Returns what collects what the replay of a CUDA graph must repeat, while one is captured."""
+        return None
+
     def begin_step(self, optimizer: object) -> None:
         """Called before anything is done in a step."""
 

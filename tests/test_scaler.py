@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import ampatch as amp
 from ampatch.loss_scale import StaticLossScale
+from ampatch.outcome import BackwardOutcome
 from ampatch.scaler import LossScaler
 from helpers import Scalar, snapshot
 
@@ -415,3 +416,89 @@ def test_complex_gradients_are_unscaled_and_checked():
     assert found_inf == 0
     scaler.unscale_([torch.tensor([complex(1, math.inf)])], found_inf)
     assert found_inf == 1
+
+
+# What a pass did, on several devices and on a GPU that is not the current one
+
+
+class SameDevice(torch.overrides.TorchFunctionMode):
+    """Raises where torch.maximum gets tensors of two devices, as it does on two GPUs."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.maximum or args[0].device == args[1].device
+        return func(*args, **(kwargs or {}))
+
+
+def test_outcomes_of_two_devices_are_combined_on_the_first():
+    outcomes = [BackwardOutcome(0, torch.zeros(4, device=device)) for device in ("meta", "cpu")]
+    with SameDevice():
+        assert BackwardOutcome.combine(outcomes).device.type == "meta"
+
+
+class OnSecondGpu:
+    """The numbers of an outcome on a GPU that is not the current one."""
+
+    is_cuda, device = True, torch.device("cuda:1")
+
+
+class Event:
+    """A CUDA event that has arrived on one stream, and on others never."""
+
+    def record(self, stream="that of the current device"):
+        self._stream = stream
+
+    def query(self):
+        return self._stream == "that of cuda:1"
+
+
+def test_an_outcome_is_polled_on_the_stream_of_its_device_whatever_the_default_device(monkeypatch):
+    sent = []
+
+    class Host:
+        def copy_(self, numbers, non_blocking):
+            assert non_blocking
+            sent.append(numbers)
+
+        def tolist(self):
+            return [1.0, 4.0, 2.0, 0.5]
+
+    def empty(size, *, device=None, pin_memory):
+        assert (size, device, pin_memory) == (4, "cpu", True)
+        return Host()
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"that of {device}")
+    numbers = OnSecondGpu()
+    outcome = BackwardOutcome(0, numbers)
+    assert outcome.poll() == (True, 4.0, 2.0)
+    assert sent == [numbers]
+
+
+@pytest.mark.cuda
+def test_overflows_are_told_where_cuda_is_the_default_device(capsys):
+    model = torch.nn.Linear(3, 3).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    torch.set_default_device("cuda")
+    try:
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=1)
+        for factor in (1.0, INF, 1.0):
+            with amp.scale_loss(model(torch.ones(2, 3)).sum() * factor, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            torch.cuda.synchronize()
+        optimizer.step()
+    finally:
+        torch.set_default_device(None)
+    assert capsys.readouterr().out.count("Gradient overflow") == 1
+
+
+def test_an_outcome_says_whether_the_loss_itself_was_finite():
+    model, optimizer = open_session()
+    for factor, expected in [(1.0, True), (INF, False), (math.nan, False)]:
+        run_iteration(model, optimizer, factor)
+        assert [outcome.is_loss_finite for outcome in amp.backward_outcomes(optimizer)] == [expected]
+    amp.set_loss_scale(2.0**24)
+    run_iteration(model, optimizer, 1e35)
+    assert [outcome.is_loss_finite for outcome in amp.backward_outcomes(optimizer)] == [True]
+    assert amp.step_was_skipped(optimizer)

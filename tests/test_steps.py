@@ -361,7 +361,7 @@ def test_each_skipped_step_prints_one_line_with_scaler_and_new_scale(level, vari
         assert line.endswith(str(scale))
 
 
-def test_an_overflow_that_skips_two_optimizers_prints_one_line(capsys):
+def test_each_optimizer_that_skips_a_step_prints_its_line(capsys):
     model = torch.nn.ModuleList([Scalar(), Scalar()])
     optimizers = [ADAM([one.weight]) for one in model]
     amp.initialize(model, optimizers, opt_level="O1")
@@ -370,7 +370,20 @@ def test_an_overflow_that_skips_two_optimizers_prints_one_line(capsys):
         scaled_loss.backward()
     for optimizer in optimizers:
         optimizer.step()
-    assert capsys.readouterr().out.count("Gradient overflow") == 1
+    assert capsys.readouterr().out.count("Gradient overflow") == 2
+
+
+@pytest.mark.parametrize("variant", [ADAM, FUSED_ADAM], ids=str)
+def test_several_overflows_before_one_step_print_one_line(variant, capsys):
+    model, optimizer, *_ = open_scalar("O1", variant, num_losses=2, verbosity=1)
+    run_block(model, optimizer, BATCHES[0])
+    optimizer.step()
+    capsys.readouterr()
+    for factor, loss_id in [(1.0, 0), (INF, 1), (INF, 0), (INF, 1)]:
+        run_block(model, optimizer, BATCHES[0], factor, loss_id=loss_id)
+    optimizer.step()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"Gradient overflow.  Skipping step, loss scaler 1 reducing loss scale to {SCALE / 4}"]
 
 
 @DYNAMIC_LEVELS
@@ -783,6 +796,32 @@ def test_a_delayed_block_of_another_loss_is_unscaled_by_its_own_scale(level):
     optimizer.step()
     step_by_hand(oracle, oracle_optimizer, BATCHES[0] + BATCHES[1] + BATCHES[2])
     assert param_bits(optimizer) == [snapshot(oracle)]
+
+
+@DYNAMIC_LEVELS
+@pytest.mark.parametrize("delays", [(True, True), (True, False), (False, True)])
+def test_the_overflow_of_one_loss_leaves_the_scale_of_another(level, delays):
+    model, optimizer, *_ = open_scalar(level, num_losses=2)
+    run_block(model, optimizer, BATCHES[0], INF, loss_id=0, delay_unscale=delays[0])
+    run_block(model, optimizer, BATCHES[1], loss_id=1, delay_unscale=delays[1])
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert [amp.get_loss_scale(loss_id) for loss_id in (0, 1)] == [SCALE / 2, SCALE]
+
+
+@DYNAMIC_LEVELS
+@pytest.mark.parametrize("hysteresis", [1, 2])
+def test_delayed_blocks_do_not_let_the_scale_grow(level, hysteresis):
+    rule = amp.DynamicLossScale(SCALE, growth_interval=3, hysteresis=hysteresis)
+    model, optimizer, *_ = open_scalar(level, num_losses=2, loss_scale=rule)
+    for loss_id in (0, 0, 1, 1, 1, 1):
+        run_block(model, optimizer, BATCHES[loss_id], loss_id=loss_id, delay_unscale=loss_id == 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert amp.state_dict() == {
+        "loss_scaler0": {"loss_scale": SCALE, "unskipped": 2},
+        "loss_scaler1": {"loss_scale": SCALE, "unskipped": 0},
+    }
 
 
 @LEVELS

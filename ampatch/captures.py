@@ -1,0 +1,68 @@
+"""CUDA graphs: what is noted outside of the device while one is captured, and repeated by its replays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from threading import get_ident
+from weakref import WeakKeyDictionary
+
+from torch.cuda import CUDAGraph
+
+from ampatch.patcher import Patcher, SessionPatch, get_raw
+
+Repeats = list[Callable[[], None]]
+
+
+class Captures(SessionPatch):
+    """Knows whether a thread captures a CUDA graph, and has each replay repeat what the capture noted.
+
+    A replay computes on the device what was captured. What Python notes beside it, an outcome that the next
+    step must look at for example, is put into `current()` during the capture and called after each replay.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: dict[int, Repeats] = {}  # by thread
+        self._repeats: WeakKeyDictionary[CUDAGraph, Repeats] = WeakKeyDictionary()
+
+    def current(self) -> Repeats | None:
+        """Returns what collects what is to be repeated, None if this thread captures nothing."""
+        return self._open.get(get_ident()) if self._open else None
+
+    def patch(self, patcher: Patcher) -> None:
+        """Replaces the methods by which graphs are captured and replayed."""
+        for name, watch in (
+            ("capture_begin", self._watch_begin),
+            ("capture_end", self._watch_end),
+            ("replay", self._watch_replay),
+        ):
+            original = get_raw(CUDAGraph, name)
+            patcher.replace(CUDAGraph, name, functools.wraps(original)(watch(original)))
+
+    def _watch_begin(self, original: Callable[..., None]) -> Callable[..., None]:
+        def capture_begin(graph: CUDAGraph, *args: object, **kwargs: object) -> None:
+            original(graph, *args, **kwargs)
+            self._open[get_ident()] = self._repeats[graph] = []
+
+        return capture_begin
+
+    def _watch_end(self, original: Callable[..., None]) -> Callable[..., None]:
+        def capture_end(graph: CUDAGraph) -> None:
+            self._open.pop(get_ident(), None)
+            original(graph)
+
+        return capture_end
+
+    def _watch_replay(self, original: Callable[..., None]) -> Callable[..., None]:
+        def replay(graph: CUDAGraph) -> None:
+            original(graph)
+            for repeat in self._repeats.get(graph, ()):
+                repeat()
+
+        return replay
+
+    def forget(self) -> None:
+        """Drops what replays would repeat."""
+        self._open.clear()
+        self._repeats.clear()

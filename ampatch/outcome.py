@@ -1,0 +1,100 @@
+"""What one backward pass did, as numbers that stay on the device until somebody asks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ampatch.errors import AmpError
+
+
+class BackwardOutcome:
+    """What one backward pass did: whether it overflowed, the scale before and after, and the loss.
+
+    Lives on the device as four numbers. `read` costs one host sync, once;
+    `poll` costs none, and knows the answer when the device has delivered it.
+    """
+
+    def __init__(self, loss_id: int, numbers: Tensor, capture: object = None) -> None:
+        self.loss_id = loss_id
+        self.numbers = numbers  # found_inf, the scale before and after, the loss
+        self.capture = capture  # the capture of a CUDA graph that it is part of
+        self._host: Tensor | None = None
+        self._delivered: torch.cuda.Event | None = None
+        self._values: tuple[bool, float, float] | None = None
+        self._loss = 0.0
+
+    def copy(self) -> BackwardOutcome:
+        """Returns what the numbers are now: the replay of a CUDA graph writes others into their memory."""
+        return BackwardOutcome(self.loss_id, self.numbers.clone())
+
+    @property
+    def found_inf(self) -> Tensor:
+        """1 after an overflow, else 0, on the device."""
+        return self.numbers[0]
+
+    @property
+    def is_loss_finite(self) -> bool:
+        """Whether the loss itself was neither inf nor NaN; waits for the device where need be."""
+        self.read()
+        return math.isfinite(self._loss)
+
+    def forgive(self) -> None:
+        """Counts as clean from now on: somebody else looks after the overflow."""
+        self.found_inf.zero_()
+        self._set(self.numbers.tolist())
+
+    def read(self) -> tuple[bool, float, float]:
+        """Returns (overflowed, scale before, after), waiting for the device where need be."""
+        self.read_all([self])
+        return self._values
+
+    def _set(self, numbers: list[float]) -> None:
+        found_inf, before, after, self._loss = numbers
+        self._values = (found_inf > 0, before, after)
+
+    @staticmethod
+    def read_all(outcomes: Iterable[BackwardOutcome]) -> bool:
+        """Says whether any pass overflowed; one host sync for all of them together."""
+        outcomes = list(outcomes)
+        unread = [outcome for outcome in outcomes if outcome._values is None]
+        if any(outcome.capture is not None for outcome in unread):
+            raise AmpError(
+                "whether a gradient overflowed cannot be read while a CUDA graph is captured: step with an "
+                "optimizer that skips on the device (fused=True) and has stepped before, capture forward and "
+                "backward alone and step outside of the graph, or use a static loss scale"
+            )
+        if unread:
+            rows = torch.stack([outcome.numbers.to(unread[0].numbers.device) for outcome in unread])
+            for outcome, row in zip(unread, rows.tolist(), strict=True):
+                outcome._set(row)
+        return any(outcome._values[0] for outcome in outcomes)
+
+    @staticmethod
+    def combine(outcomes: Iterable[BackwardOutcome]) -> Tensor:
+        """Returns 1 if any pass overflowed, else 0, on the device of the first."""
+        # Fused kernels compare found_inf to 1, so that a sum of two overflows would go unnoticed.
+        first, *others = [outcome.found_inf for outcome in outcomes]
+        return functools.reduce(torch.maximum, [found.to(first.device) for found in others], first)
+
+    def poll(self) -> tuple[bool, float, float] | None:
+        """Returns what `read` does if it has reached the host, else None; never waits."""
+        if self._values is not None or not self.numbers.is_cuda:
+            return self.read()
+        if self._delivered is None:
+            self._send()
+        if not self._delivered.query():
+            return None
+        self._set(self._host.tolist())
+        return self._values
+
+    def _send(self) -> None:
+        # A default device of the script's must not decide, nor the device that happens to be the current one.
+        self._host = torch.empty(4, device="cpu", pin_memory=True)
+        self._host.copy_(self.numbers, non_blocking=True)
+        self._delivered = torch.cuda.Event()
+        self._delivered.record(torch.cuda.current_stream(self.numbers.device))
