@@ -186,6 +186,7 @@ def test_a_resumed_run_is_bit_equal(level, kind, how):
     assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # by inductor itself
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("level", HALF)
 def test_a_compiled_model_trains_as_an_eager_one(level, mode):
@@ -213,6 +214,7 @@ def call_listed():
     return found
 
 
+@pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
 @pytest.mark.parametrize(("level", "half"), [("O1", torch.float16), ("O4", torch.bfloat16)])
 def test_torchs_own_calls_have_the_types_that_autocast_gives_them(level, half):
     with torch.autocast(DEVICE, half):
