@@ -97,7 +97,8 @@ class ScaledLoss:
             outcome = self._unscale()
         if self._capture is not None:
             delayed, update = self._scale if delays else None, not self._delay_overflow_check
-            self._capture.append(CapturedBlock(self._optimizers, outcome, delayed, self._scaler, update))
+            block = CapturedBlock(self._optimizers, outcome, self._scaler, delayed=delayed, update=update)
+            self._capture.append(block)
         if self._tell_end is not None:
             self._tell_end(self._scaler.loss_id)
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ampatch.master_grads import mark_grad_used
-from ampatch.optimizer import AmpOptimizer
 from ampatch.outcome import BackwardOutcome
 from ampatch.scaler import LossScaler, Scale
+
+if TYPE_CHECKING:
+    from ampatch.optimizer import AmpOptimizer
 
 
 class CapturedGrads:
@@ -21,7 +24,7 @@ class CapturedGrads:
         self.find_optimizer = weakref.ref(amp)
         params = [param for param in amp.model_params() if id(param) not in amp.from_before]
         self._own = [(param, param.grad) for param in params if param.grad is not None]
-        self._of_masters = [(pair, pair.master.grad) for pair in amp.masters if pair.master.grad is not None]
+        self._of_masters = [(pair, pair.master.grad) for pair in amp.masters if pair.half.grad is not None]
 
     @torch.no_grad()
     def attach(self) -> None:
@@ -29,8 +32,11 @@ class CapturedGrads:
         for param, grad in self._own:
             _attach(param, grad)
         for pair, grad in self._of_masters:
-            _attach(pair.master, grad)
-            mark_grad_used(pair)
+            if grad is None:  # a delayed block has not fed it
+                pair.grad_used = pair.grad_seen = None
+            else:
+                _attach(pair.master, grad)
+                mark_grad_used(pair)
 
 
 def _attach(param: Tensor, grad: Tensor) -> None:
@@ -48,9 +54,10 @@ class CapturedBlock:
         self,
         optimizers: Sequence[AmpOptimizer],
         outcome: BackwardOutcome | None,
-        delayed: Scale | None,
         scaler: LossScaler,
-        update: bool,
+        *,
+        delayed: Scale | None = None,
+        update: bool = True,
     ) -> None:
         self._grads = [CapturedGrads(optimizer) for optimizer in optimizers]
         self._outcome = outcome

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from ampatch.captured import CapturedBlock
 from ampatch.closure import find_closure
 from ampatch.errors import AmpError
 from ampatch.grads import EarlierGrads, find_grads
@@ -137,9 +138,13 @@ class AmpOptimizer:
         found_inf = scale.scaler.new_found_inf()
         self.unscale(scale, found_inf, None)
         self.restore_grads()
+        outcome = None
         if scale.scaler.is_dynamic:
             # As in apex, a delayed block does not count towards growth.
-            self.note(scale.scaler.finish(found_inf, counts=False, capture=scale.capture))
+            outcome = scale.scaler.finish(found_inf, counts=False, capture=scale.capture)
+            self.note(outcome)
+        if scale.capture is not None:
+            scale.capture.append(CapturedBlock([self], outcome, scale.scaler))
 
     def unscale(self, scale: Scale, found_inf: Tensor | None, done: set[int] | None) -> None:
         """Unscales the new gradients; no host sync. `end_backward` must follow.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from weakref import WeakSet
 
 import torch
@@ -18,7 +18,9 @@ NEVER = 2**31 - 1  # a growth interval that no tracker reaches
 class Scale:
     """The value of a loss scale at one time: what a block began with, it unscales by."""
 
-    def __init__(self, scaler: LossScaler, value: Tensor | float, capture: object = None) -> None:
+    def __init__(
+        self, scaler: LossScaler, value: Tensor | float, capture: list[Callable[[], None]] | None = None
+    ) -> None:
         self.scaler = scaler
         self._value = value  # a tensor that is never changed in place: graphs keep it
         self.capture = capture  # the capture of a CUDA graph that made it, and that alone may use it again
@@ -121,7 +123,7 @@ class LossScaler:
     def _hysteresis(self) -> int:
         return self.config.hysteresis if isinstance(self.config, DynamicLossScale) else 1
 
-    def begin(self, device: torch.device, capture: object = None) -> Scale:
+    def begin(self, device: torch.device, capture: list[Callable[[], None]] | None = None) -> Scale:
         """Returns the present scale, for a loss on `device`; the same object until it is updated.
 
         Not the same in the `capture` of a CUDA graph and outside of it: what is computed there has values

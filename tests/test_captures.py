@@ -98,7 +98,12 @@ def test_a_step_that_is_captured_as_a_whole_skips_and_scales_as_eager_steps_do(l
     training.warm_up()
     graph, _ = capture(training.step, device)
     assert_same(training.follow(graph.replay, factors), expected)
+    assert level in ("O0", "O1", "O4") or not any(p.grad is not None for p in masters(training))
     assert_same(training.follow(training.step, [1]), run_eagerly_after(factors, level, device, adam, rule))
+
+
+def masters(training):
+    return [master for _, master in amp.master_pairs(training.optimizer)]
 
 
 def run_eagerly_after(factors, level, device, adam, rule):
@@ -158,8 +163,9 @@ def test_accumulation_in_a_graph_is_accumulation(level, device):
 
 
 @on_devices
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_block_that_delays_may_be_captured_and_settled_outside(level, device):
+def test_a_block_that_delays_is_settled_by_the_step_in_a_graph_or_outside(level, whole, device):
     factors = FACTORS.get(level, POISONED)
     eager = Training(level, device)
     eager.warm_up()
@@ -173,14 +179,34 @@ def test_a_block_that_delays_may_be_captured_and_settled_outside(level, device):
     amp.uninitialize()
     training = Training(level, device)
     training.warm_up()
-    graph, _ = capture(lambda: training.backward(delay_unscale=True), device)
+
+    def captured():
+        training.backward(delay_unscale=True)
+        if whole:
+            training.optimizer.step()
+
+    graph, _ = capture(captured, device)
 
     def replay():
-        training.optimizer.zero_grad()
         graph.replay()
-        training.optimizer.step()
+        if not whole:
+            training.optimizer.step()
 
     assert_same(training.follow(replay, factors), expected)
+    assert_same(training.follow(training.step, [1]), eager_after(expected, level, device, factors))
+
+
+def eager_after(expected, level, device, factors):
+    """The step that follows delayed ones, done eagerly throughout."""
+    amp.uninitialize()
+    eager = Training(level, device)
+    eager.warm_up()
+    for factor in factors:
+        eager.factor.fill_(factor)
+        eager.optimizer.zero_grad()
+        eager.backward(delay_unscale=True)
+        eager.optimizer.step()
+    return eager.follow(eager.step, [1])
 
 
 @on_devices
@@ -195,9 +221,24 @@ def test_an_overflow_that_a_graph_left_unchecked_counts_at_the_next_update(devic
         assert amp.step_was_skipped(training.optimizer)
         assert amp.get_loss_scale() == 65536
         training.optimizer.zero_grad()
-    training.factor.fill_(1)
-    training.backward()
-    assert amp.get_loss_scale() == 32768
+    for scale in (32768, 16384):
+        graph.replay()
+        training.factor.fill_(1)
+        training.backward()
+        assert amp.get_loss_scale() == scale
+        training.factor.fill_(INF)
+
+
+@on_devices
+def test_an_eager_block_scales_by_what_a_replay_left(device):
+    training = Training("O1", device)
+    training.warm_up()
+    graph, _ = capture(training.backward, device)
+    training.backward(delay_overflow_check=True)
+    training.factor.fill_(INF)
+    graph.replay()
+    with amp.scale_loss(torch.ones((), device=device), training.optimizer) as scaled:
+        assert scaled.item() == 32768
 
 
 @on_devices
@@ -212,6 +253,38 @@ def test_each_skipped_replay_prints_its_line_and_a_capture_none(level, whole, de
     training.follow(graph.replay if whole else lambda: (graph.replay(), training.optimizer.step()), POISONED)
     lines = [line for line in capsys.readouterr().out.splitlines() if "overflow" in line]
     assert [line.rsplit(" ", 1)[1] for line in lines] == ["32768.0", "16384.0", "8192.0"]
+
+
+@on_devices
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_a_graph_adds_to_gradients_from_before_its_capture_and_brings_none_back(level, device):
+    training = Training(level, device, loss_scale=128.0)
+    training.warm_up()
+    training.backward()
+    expected = [2 * param.grad for param in training.model.parameters()]
+    training.optimizer.zero_grad(set_to_none=False)
+    graph, _ = capture(training.backward, device)
+    for _ in range(2):
+        graph.replay()
+    for param, grad in zip(training.model.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.grad, grad, rtol=0.02, atol=1e-3)  # half products
+    training.optimizer.zero_grad()
+    graph.replay()
+    assert all(param.grad is None for param in training.model.parameters())
+
+
+@on_devices
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_replay_adds_to_what_an_eager_block_made(level, device):
+    training = Training(level, device, loss_scale=128.0)
+    training.warm_up()
+    graph, _ = capture(training.backward, device)
+    training.optimizer.zero_grad()
+    training.backward()
+    expected = [2 * param.grad for param in amp.master_params(training.optimizer)]
+    graph.replay()
+    for param, grad in zip(amp.master_params(training.optimizer), expected, strict=True):
+        torch.testing.assert_close(param.grad, grad, rtol=0.02, atol=1e-3)  # half products
 
 
 @on_devices
