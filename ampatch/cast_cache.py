@@ -206,21 +206,13 @@ def _is_as_it_was(parameter: Tensor, entry: tuple) -> bool:
 def _find_memory(parameter: Tensor) -> torch.UntypedStorage | None:
     """Returns the memory of a parameter that nobody writes without a trace who cannot be seen to share it.
 
-    Not if other processes or libraries have it. And not while a CUDA graph is captured: the memory of the
-    cast belongs to the graph.
+    Not if other processes or libraries have it.
     """
     memory = parameter.untyped_storage()
     # NumPy's memory is not resizable; `detach_` leaves no trace.
     if _count_users(memory._cdata) > _OWN_USERS or not (memory.resizable() and parameter.is_leaf):
         return None
-    if parameter.is_cuda:
-        return None if is_captured() else memory
-    return None if memory.is_shared() else memory
-
-
-def is_captured() -> bool:
-    """Whether a CUDA graph is captured on this thread's stream; fake tensors need no CUDA."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return memory if parameter.is_cuda or not memory.is_shared() else None
 
 
 def _find_device(parameter: Tensor) -> int | None:

@@ -8,7 +8,6 @@ from types import MethodType
 
 import torch
 from torch import Tensor
-from torch.cuda import CUDAGraph
 from torch.nn import Parameter
 
 from ampatch.cast import CastState
@@ -42,7 +41,8 @@ class DataWatch(SessionPatch):
     it is in `watched` (half weights and their masters), so that the two are compared before they are
     used. Idioms such as `p.data.clamp_(-c, c)` work. An array of NumPy or a DLPack capsule ends the cast
     as well, as does `swap_tensors`, which takes no tensor with a graph; and the replay of a CUDA graph ends
-    those of all.
+    those of all. So do the begin and the end of its capture: a cast from before would be a constant of the
+    graph, and what a capture casts is computed by the graph's replays alone.
     """
 
     def __init__(self, casts: CastState) -> None:
@@ -66,16 +66,27 @@ class DataWatch(SessionPatch):
         patcher.replace(Tensor, "data", property(read, write, doc=original.__doc__))
         for name in ("numpy", "__dlpack__"):
             patcher.replace(Tensor, name, WatchedView(get_raw(Tensor, name), self._casts))
-        patcher.replace(CUDAGraph, "replay", self._watch_replay(get_raw(CUDAGraph, "replay")))
+        graph = torch.cuda.CUDAGraph
+        patcher.replace(graph, "replay", self._watch_replay(get_raw(graph, "replay")))
+        for name in ("capture_begin", "capture_end"):
+            patcher.replace(graph, name, self._watch_capture(get_raw(graph, name)))
         patcher.replace(torch.utils, "swap_tensors", self._watch_swap(torch.utils.swap_tensors))
 
     def _watch_replay(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
-        def replay(graph: CUDAGraph) -> None:
+        def replay(graph: torch.cuda.CUDAGraph) -> None:
             original(graph)
             self._casts.forget_casts()  # a graph may hold the step of an optimizer
 
         return replay
+
+    def _watch_capture(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def begin_or_end(graph: torch.cuda.CUDAGraph, *args: object, **kwargs: object) -> None:
+            self._casts.forget_casts()  # first: it may raise
+            original(graph, *args, **kwargs)
+
+        return begin_or_end
 
     def _watch_swap(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
