@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampatch.cast_cache import CONVERT, CastCache, is_captured
+from ampatch.cast_cache import CONVERT, CastCache
 from ampatch.cast_tree import TensorCast
 from ampatch.precision import ELIGIBLE
 from ampatch.thread import Forward, ThreadState
@@ -110,15 +110,9 @@ class CastState:
         thread = self.thread
         if thread.forwards and thread.forget_ended():
             self.recheck_casts()  # an earlier forward never came to its end
-        if not thread.forwards:
-            self._begin_forward()
-        thread.push(forward)
-
-    def _begin_forward(self) -> None:
-        if "cuda" in self.device_types and is_captured():
-            self.forget_casts()  # a graph must make its own, in its own memory
-        if self._begins_iteration():
+        if not thread.forwards and self._begins_iteration():
             self.clear_cache()  # without `scale_loss`, nothing says that a step is one of ours
+        thread.push(forward)
 
     def exit_forward(self, owner: int) -> bool:
         """Ends it; returns whether it was the outermost."""

@@ -1,4 +1,4 @@
-"""Notices what is written to weights without a trace: through `.data`, NumPy or a CUDA graph."""
+"""Notices what is written to weights without a trace: through `.data`, NumPy or DLPack."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from types import MethodType
 
 import torch
 from torch import Tensor
-from torch.cuda import CUDAGraph
 from torch.nn import Parameter
 
 from ampatch.cast import CastState
@@ -41,8 +40,8 @@ class DataWatch(SessionPatch):
     Who asks for `.data` may write: a cached cast is forgotten, and the parameter noted in `touched` if
     it is in `watched` (half weights and their masters), so that the two are compared before they are
     used. Idioms such as `p.data.clamp_(-c, c)` work. An array of NumPy or a DLPack capsule ends the cast
-    as well, as does `swap_tensors`, which takes no tensor with a graph; and the replay of a CUDA graph ends
-    those of all.
+    as well, as does `swap_tensors`, which takes no tensor with a graph. What CUDA graphs write is for
+    `Captures` to see.
     """
 
     def __init__(self, casts: CastState) -> None:
@@ -66,16 +65,7 @@ class DataWatch(SessionPatch):
         patcher.replace(Tensor, "data", property(read, write, doc=original.__doc__))
         for name in ("numpy", "__dlpack__"):
             patcher.replace(Tensor, name, WatchedView(get_raw(Tensor, name), self._casts))
-        patcher.replace(CUDAGraph, "replay", self._watch_replay(get_raw(CUDAGraph, "replay")))
         patcher.replace(torch.utils, "swap_tensors", self._watch_swap(torch.utils.swap_tensors))
-
-    def _watch_replay(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def replay(graph: CUDAGraph) -> None:
-            original(graph)
-            self._casts.forget_casts()  # a graph may hold the step of an optimizer
-
-        return replay
 
     def _watch_swap(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)

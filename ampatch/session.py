@@ -59,7 +59,7 @@ class Session(StepListener):
         self._data_watch = DataWatch(self.casts)
         self._script_models = ScriptModels(self.casts)
         self._features = TorchFeatures(self.casts)
-        self._captures = Captures()
+        self._captures = Captures(self.casts)
         self._unframed: set[str] = set()  # modules of ours that Dynamo knows not to compile
         self.observers: tuple[Observer, ...] = ()
         self.overrides: dict[str, object] = {}

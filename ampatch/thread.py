@@ -31,11 +31,19 @@ class ThreadState(threading.local):
     A forward or a step that ends in an exception may not say so: hooks after a step do not run then,
     and those after a forward only for an Exception, which KeyboardInterrupt is not. So it counts only
     while the call that began it is on the thread's stack.
+
+    On CUDA, and deep inside of nested ones, a backward runs in a thread of the autograd engine, which casts
+    as the thread that waits for it: torch takes along what that one left in its `_stash_obj_in_tls`.
     """
 
     off = 0  # what follows, added up: the one thing that a patched function looks at
 
     def __init__(self) -> None:
+        self._key = f"ampatch.thread {id(self)}"
+        # How much of `off` says no more than to ask the thread that called backward.
+        self._asks = self.off = int(not _is_pythons())
+        if not self._asks:
+            torch._C._stash_obj_in_tls(self._key, self.__dict__)
         self.forwards: tuple[Forward, ...] = ()  # the innermost is the last
         self._disabled = 0
         self._step: FrameType | None = None
@@ -70,18 +78,29 @@ class ThreadState(threading.local):
     def enabled(self) -> Iterator[None]:
         """Turns casts on, whatever turned them off."""
         self.forget_ended()
-        around = self.off
+        around, asks = self.off, self._asks
         self.off -= around
+        self._asks = 0
         try:
             yield
         finally:
             self.off += around
+            self._asks = asks
 
     def is_off(self) -> bool:
         """Whether casts are off; asked by a patched function that finds `off` above 0."""
-        if not self._disabled and not torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling():
+            return self.off > self._asks
+        if not self._disabled:
             self.forget_ended()
-        return self.off > 0
+        return self.off > self._asks or (self._asks > 0 and self._is_caller_off())
+
+    def _is_caller_off(self) -> bool:
+        """Whether casts are off in the thread that waits for the backward that this one runs."""
+        if not torch._C._is_key_in_tls(self._key):
+            return False
+        caller = torch._C._get_obj_in_tls(self._key)
+        return caller["off"] > caller["_asks"]
 
     def begin_step(self, frame: FrameType) -> None:
         """Turns casts off for the length of an optimizer's step."""
@@ -149,6 +168,12 @@ def _change(function: Callable[..., Result], *args: object) -> Result:
     if torch.compiler.is_dynamo_compiling():
         return torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(function, *args)
     return function(*args)
+
+
+def _is_pythons() -> bool:
+    """Whether Python started this thread; the autograd engine starts its own."""
+    here, unknown = threading.get_ident(), threading._DummyThread  # type: ignore[attr-defined]
+    return any(one.ident == here and not isinstance(one, unknown) for one in threading.enumerate())
 
 
 def is_running(frame: FrameType | None) -> bool:

@@ -10,7 +10,7 @@ import ampatch as amp
 from ampatch.session import SESSION
 from ampatch.testing import TorchSnapshot
 
-pytest_plugins = ["ampatch.testing.plugin"]
+pytest_plugins = ["ampatch.testing.plugin", "cuda_graphs"]
 
 # A run is repeated by the next one, and a slow machine is no failure.
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)

@@ -1,12 +1,13 @@
 """Training in CUDA graphs: what replays do is what the same steps do eagerly."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import ampatch as amp
-from cuda_graphs import DEVICES, capture, side_stream, simulated_graphs  # noqa: F401 - a fixture
 
 INF = float("inf")
 WARM = 3
@@ -18,8 +19,25 @@ OPTIMIZERS = {
     "fused": {"fused": True},
 }
 
-pytestmark = pytest.mark.usefixtures("simulated_graphs")
-on_devices = pytest.mark.parametrize("device", DEVICES)
+
+def capture(function):
+    """Returns a graph that replays a function, and what the function returned while it was captured."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        return graph, function()
+
+
+@contextlib.contextmanager
+def side_stream(device):
+    """Runs what comes before a capture on another stream, as torch asks for."""
+    if device == "cpu":
+        yield
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 class Training:
@@ -87,7 +105,6 @@ FACTORS = {"O0": [1] * 5, "O4": [1] * 5, "O5": [1] * 5}
 POISONED = [1, INF, INF, 1, 1, INF, 1]
 
 
-@on_devices
 @pytest.mark.parametrize("adam", [False, True], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_step_that_is_captured_as_a_whole_skips_and_scales_as_eager_steps_do(level, adam, device):
@@ -96,7 +113,7 @@ def test_a_step_that_is_captured_as_a_whole_skips_and_scales_as_eager_steps_do(l
     expected = run_eagerly(factors, level, device, adam=adam, loss_scale=rule)
     training = Training(level, device, adam=adam, loss_scale=rule)
     training.warm_up()
-    graph, _ = capture(training.step, device)
+    graph, _ = capture(training.step)
     assert_same(training.follow(graph.replay, factors), expected)
     assert level in ("O0", "O1", "O4") or not any(p.grad is not None for p in masters(training))
     assert_same(training.follow(training.step, [1]), run_eagerly_after(factors, level, device, adam, rule))
@@ -111,7 +128,6 @@ def run_eagerly_after(factors, level, device, adam, rule):
     return run_eagerly([*factors, 1], level, device, adam=adam, loss_scale=rule)[-1:]
 
 
-@on_devices
 @pytest.mark.parametrize("how", list(OPTIMIZERS))
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("clears", [False, True])
@@ -120,7 +136,7 @@ def test_forward_and_backward_are_captured_and_steps_are_not(level, how, clears,
     expected = run_eagerly(factors, level, device, how)
     training = Training(level, device, how)
     training.warm_up()
-    graph, _ = capture(training.backward, device)
+    graph, _ = capture(training.backward)
 
     def advance():
         if clears:
@@ -131,7 +147,6 @@ def test_forward_and_backward_are_captured_and_steps_are_not(level, how, clears,
     assert_same(training.follow(advance, factors), expected)
 
 
-@on_devices
 @pytest.mark.parametrize("level", LEVELS)
 def test_accumulation_in_a_graph_is_accumulation(level, device):
     """Blocks that unscale and those that delay, one of them with an overflow."""
@@ -153,7 +168,7 @@ def test_accumulation_in_a_graph_is_accumulation(level, device):
     amp.uninitialize()
     training = Training(level, device)
     training.warm_up()
-    graph, _ = capture(lambda: accumulate(training), device)
+    graph, _ = capture(lambda: accumulate(training))
 
     def replay():
         graph.replay()
@@ -162,7 +177,6 @@ def test_accumulation_in_a_graph_is_accumulation(level, device):
     assert_same(training.follow(replay, factors), expected)
 
 
-@on_devices
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_block_that_delays_is_settled_by_the_step_in_a_graph_or_outside(level, whole, device):
@@ -185,7 +199,7 @@ def test_a_block_that_delays_is_settled_by_the_step_in_a_graph_or_outside(level,
         if whole:
             training.optimizer.step()
 
-    graph, _ = capture(captured, device)
+    graph, _ = capture(captured)
 
     def replay():
         graph.replay()
@@ -209,11 +223,10 @@ def eager_after(expected, level, device, factors):
     return eager.follow(eager.step, [1])
 
 
-@on_devices
 def test_an_overflow_that_a_graph_left_unchecked_counts_at_the_next_update(device):
     training = Training("O1", device)
     training.warm_up()
-    graph, _ = capture(lambda: training.backward(delay_overflow_check=True), device)
+    graph, _ = capture(lambda: training.backward(delay_overflow_check=True))
     training.factor.fill_(INF)
     for _ in range(2):
         graph.replay()
@@ -229,11 +242,10 @@ def test_an_overflow_that_a_graph_left_unchecked_counts_at_the_next_update(devic
         training.factor.fill_(INF)
 
 
-@on_devices
 def test_an_eager_block_scales_by_what_a_replay_left(device):
     training = Training("O1", device)
     training.warm_up()
-    graph, _ = capture(training.backward, device)
+    graph, _ = capture(training.backward)
     training.backward(delay_overflow_check=True)
     training.factor.fill_(INF)
     graph.replay()
@@ -241,21 +253,19 @@ def test_an_eager_block_scales_by_what_a_replay_left(device):
         assert scaled.item() == 32768
 
 
-@on_devices
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("level", DYNAMIC)
 def test_each_skipped_replay_prints_its_line_and_a_capture_none(level, whole, device, capsys):
     training = Training(level, device, verbosity=1)
     training.warm_up()
     capsys.readouterr()
-    graph, _ = capture(training.step if whole else training.backward, device)
+    graph, _ = capture(training.step if whole else training.backward)
     assert capsys.readouterr().out == ""
     training.follow(graph.replay if whole else lambda: (graph.replay(), training.optimizer.step()), POISONED)
     lines = [line for line in capsys.readouterr().out.splitlines() if "overflow" in line]
     assert [line.rsplit(" ", 1)[1] for line in lines] == ["32768.0", "16384.0", "8192.0"]
 
 
-@on_devices
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 def test_a_graph_adds_to_gradients_from_before_its_capture_and_brings_none_back(level, device):
     training = Training(level, device, loss_scale=128.0)
@@ -263,7 +273,7 @@ def test_a_graph_adds_to_gradients_from_before_its_capture_and_brings_none_back(
     training.backward()
     expected = [2 * param.grad for param in training.model.parameters()]
     training.optimizer.zero_grad(set_to_none=False)
-    graph, _ = capture(training.backward, device)
+    graph, _ = capture(training.backward)
     for _ in range(2):
         graph.replay()
     for param, grad in zip(training.model.parameters(), expected, strict=True):
@@ -273,12 +283,11 @@ def test_a_graph_adds_to_gradients_from_before_its_capture_and_brings_none_back(
     assert all(param.grad is None for param in training.model.parameters())
 
 
-@on_devices
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_replay_adds_to_what_an_eager_block_made(level, device):
     training = Training(level, device, loss_scale=128.0)
     training.warm_up()
-    graph, _ = capture(training.backward, device)
+    graph, _ = capture(training.backward)
     training.optimizer.zero_grad()
     training.backward()
     expected = [2 * param.grad for param in amp.master_params(training.optimizer)]
@@ -287,46 +296,41 @@ def test_a_replay_adds_to_what_an_eager_block_made(level, device):
         torch.testing.assert_close(param.grad, grad, rtol=0.02, atol=1e-3)  # half products
 
 
-@on_devices
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_capture_without_a_replay_leaves_eager_training_as_it_was(level, device):
     expected = run_eagerly([1, 1], level, device)
     training = Training(level, device)
     training.warm_up()
-    capture(training.backward, device)
+    capture(training.backward)
     assert_same(training.follow(training.step, [1, 1]), expected)
 
 
-@on_devices
 @pytest.mark.parametrize("level", DYNAMIC)
 def test_a_step_that_must_read_the_device_is_refused_in_a_capture_with_the_way_out(level, device):
     training = Training(level, device, "foreach")
     training.warm_up()
     with pytest.raises(amp.AmpError, match="fused=True"):
-        capture(training.step, device)
+        capture(training.step)
 
 
-@on_devices
 def test_a_first_step_is_refused_in_a_capture(device):
     training = Training("O1", device)
     with pytest.raises(amp.AmpError, match="has stepped before"):
-        capture(training.step, device)
+        capture(training.step)
 
 
-@on_devices
 @pytest.mark.parametrize("level", DYNAMIC)
 def test_a_step_that_is_captured_without_its_block_is_refused(level, device):
     training = Training(level, device)
     training.warm_up()
     training.backward()
     with pytest.raises(amp.AmpError, match="together with step"):
-        capture(training.optimizer.step, device)
+        capture(training.optimizer.step)
 
 
-@on_devices
 def test_gradients_of_masters_from_before_a_capture_are_refused(device):
     training = Training("O5", device)
     training.warm_up()
     training.backward()
     with pytest.raises(amp.AmpError, match="zero_grad"):
-        capture(training.backward, device)
+        capture(training.backward)

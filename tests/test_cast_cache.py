@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ampatch as amp
+from ampatch import cast_cache
 from ampatch.cast import CASTS
 from ampatch.cast_cache import SWEEP
 
@@ -1222,6 +1223,91 @@ def test_weights_replaced_again_and_again_do_not_pile_up_their_casts():
     before = count_half_tensors()
     replace()
     assert count_half_tensors() <= before
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Has the CPU pass for a CUDA device; returns a function that changes its current stream."""
+    current = [0]
+    monkeypatch.setattr(cast_cache, "_find_device", lambda parameter: 1)
+    monkeypatch.setattr(cast_cache, "find_stream", lambda device: current[device - 1])
+    return lambda stream: current.__setitem__(0, stream)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_a_cast_that_one_stream_made_is_not_read_by_another(streams, mode):
+    """Which waits for the weight, and not for a cast of it, nor is the memory kept until it is done."""
+    model, outputs, counts = open_session(nn.Linear(3, 5)), [], []
+    for stream in (1, 1, 2, 2, 1):
+        streams(stream)
+        with CountCasts((5, 3)) as casts, mode():
+            outputs.append(model(torch.ones(2, 3)))
+        counts.append(casts.count)
+    assert counts == [1, 0, 1, 0, 1]
+
+
+def test_a_forward_that_changes_streams_midway_casts_a_weight_on_each(streams):
+    class Changes(Tied):
+        def forward(self, x):
+            streams(1)
+            hidden = torch.nn.functional.linear(x, self.weight)
+            streams(2)
+            return hidden @ self.weight + torch.mm(hidden, self.weight)
+
+    model = open_session(Changes())
+    with CountCasts((5, 3)) as casts:
+        model(torch.ones(2, 3))
+    assert casts.count == 2
+
+
+@pytest.mark.cuda
+def test_two_streams_that_share_a_weight_and_wait_for_it_alone_get_right_results():
+    model = nn.Linear(2048, 2048).cuda()
+    x = torch.randn(64, 2048, device="cuda")
+    open_session(model)
+    for _ in range(3):
+        with torch.no_grad():
+            model.weight.neg_()  # or memory that is used again holds the right cast from before
+        expected = torch.ops.aten.linear(x.to(HALF), model.weight.to(HALF), model.bias.to(HALF))
+        torch.cuda.synchronize()
+        amp.clear_cache()
+        streams, outputs = [torch.cuda.Stream(), torch.cuda.Stream()], []
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        for index, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                if index == 0:
+                    torch.cuda._sleep(50_000_000)
+                outputs.append(model(x))
+        torch.cuda.synchronize()
+        for output in outputs:
+            torch.testing.assert_close(output, expected, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_training_on_a_side_stream_gives_what_the_default_stream_gives(level):
+    def train(stream):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        x = torch.randn(16, 32, device="cuda")
+        open_session(model, optimizer, level)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for step in range(8):
+                factor = torch.tensor(float("inf") if step == 4 and level in ("O1", "O2") else 1.0)
+                with amp.scale_loss(model(x).float().sum() * factor.cuda(), optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.cuda.synchronize()
+        weights = [param.detach().clone() for param in model.parameters()]
+        amp.uninitialize()
+        return weights
+
+    default, side = train(torch.cuda.current_stream()), train(torch.cuda.Stream())
+    assert all(map(torch.equal, default, side))
 
 
 def run_in_threads(work, count=4):

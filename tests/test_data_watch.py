@@ -1,8 +1,5 @@
 """Writes to weights through `.data`, which leave no trace on the tensor itself."""
 
-import ctypes
-import functools
-
 import numpy as np
 import pytest
 import torch
@@ -121,57 +118,6 @@ def test_arrays_are_made_as_before_while_numpy_is_watched():
     assert torch.ones(2, requires_grad=True).numpy(force=True).tolist() == [1, 1]
     compiled = torch.compile(lambda x: torch.from_numpy(x.numpy() + 1), backend="eager")
     assert compiled(torch.ones(2)).tolist() == [2, 2]
-
-
-def test_weights_that_a_replayed_graph_wrote_are_seen(monkeypatch):
-    """As the step of an optimizer in a CUDA graph, played here by a write to memory."""
-    model = nn.Linear(3, 3, bias=False)
-    weight = model.weight
-    write = functools.partial(ctypes.memset, weight.data_ptr(), 0, weight.nbytes)
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: write())
-    amp.initialize(model, opt_level="O4", verbosity=0)
-    graph = object.__new__(torch.cuda.CUDAGraph)
-    with torch.no_grad():
-        assert model(X).abs().sum() > 0
-        graph.replay()
-        assert model(X).abs().sum() == 0
-    amp.uninitialize()
-
-
-@pytest.mark.cuda
-def test_weights_that_a_replayed_graph_writes_are_seen_by_an_evaluation():
-    model = nn.Linear(3, 3).cuda()
-    amp.initialize(model, opt_level="O4", verbosity=0)
-    x, ones = X.cuda(), torch.ones(3, 3, device="cuda")
-    weight = model.weight.detach()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), torch.no_grad():
-        weight.add_(ones)
-    for _ in range(3):
-        with torch.no_grad():
-            model(x)
-        graph.replay()
-        with torch.no_grad():
-            found = model(x).float()
-        oracle = torch.nn.functional.linear(x.bfloat16(), model.weight.bfloat16(), model.bias.bfloat16())
-        torch.testing.assert_close(found, oracle.float(), rtol=0.01, atol=0.01)
-
-
-@pytest.mark.cuda
-def test_a_cast_that_was_made_while_a_graph_was_captured_serves_nothing_else():
-    model = nn.Linear(3, 3).cuda()
-    amp.initialize(model, opt_level="O4", verbosity=0)
-    x = X.cuda()
-    with torch.no_grad():
-        expected = model(x)
-        amp.clear_cache()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = model(x)
-        assert torch.equal(model(x), expected)
-        graph.replay()
-        assert torch.equal(captured, expected)
 
 
 def test_a_write_to_one_of_several_weights_in_one_buffer_is_seen():

@@ -1,6 +1,9 @@
 """Where casts are off: in `disable_casts`, and while an optimizer steps."""
 
+import contextlib
 import threading
+import time
+import weakref
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ampatch as amp
+from ampatch.cast import CASTS
 
 FULL, HALF = torch.float32, torch.bfloat16
 
@@ -189,6 +193,165 @@ def test_a_thread_that_began_before_initialize_casts_too():
     go.set()
     thread.join()
     assert results == [HALF]
+
+
+# ---- In the threads of the autograd engine ----
+
+
+class Nested(torch.autograd.Function):
+    """Its backward runs backward again, and at last `work`: deeper than 60, in a thread of the engine's."""
+
+    @staticmethod
+    def forward(ctx, x, depth, work):
+        ctx.depth, ctx.work = depth, work
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.depth == 0:
+            ctx.work()
+        else:
+            run_backward(ctx.work, ctx.depth - 1)
+        return grad, None, None
+
+
+def run_backward(work, depth=70):
+    with torch.enable_grad():
+        Nested.apply(torch.ones(2, requires_grad=True), depth, work).sum().backward()
+
+
+def in_the_engine(work):
+    """Runs `work` in a thread of the autograd engine, which waits for this one."""
+    results = []
+    run_backward(lambda: results.append((threading.get_ident(), work())))
+    ((thread, result),) = results
+    assert thread != threading.get_ident()
+    return result
+
+
+def test_a_block_around_backward_holds_in_the_engines_threads():
+    open_session()
+    for _ in range(2):
+        assert in_the_engine(product) is HALF
+        with amp.disable_casts():
+            assert in_the_engine(product) is FULL
+    assert in_the_engine(product) is HALF
+    assert in_a_thread(lambda: in_the_engine(product)) is HALF
+
+
+def test_a_block_of_another_thread_does_not_hold_in_the_engines_threads():
+    open_session()
+    with amp.disable_casts():
+        assert in_a_thread(lambda: in_the_engine(product)) is HALF
+        assert in_the_engine(product) is FULL
+
+    def disable_here():
+        with amp.disable_casts():
+            return in_the_engine(product)
+
+    assert in_a_thread(disable_here) is FULL
+    assert in_the_engine(product) is HALF
+
+
+@torch.enable_grad()
+def all_kinds(model, optimizer):
+    """The dtypes of products in blocks, checkpoints, forwards and steps, one after the other."""
+
+    def region(x):
+        with amp.disable_casts():
+            inside = product()
+        return x * 1, [inside, product()]
+
+    found = [product()]
+    with amp.disable_casts():
+        found.append(product())
+    found.append(product())
+    x = torch.ones(1, 2, requires_grad=True)
+    for use_reentrant in (True, False):
+        found += torch.utils.checkpoint.checkpoint(region, x, use_reentrant=use_reentrant)[1]
+    found.append(model(x).dtype)
+    model.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+    return [*found, optimizer.seen, product()]
+
+
+@pytest.mark.parametrize("is_off", [False, True])
+def test_what_turns_casts_off_and_on_does_so_in_the_engines_threads(is_off):
+    model = Outer()
+    model.kept.error = None
+    optimizer = Watching(model.parameters(), lr=0.1)
+    open_session(model, optimizer, keep_fp32="kept")
+    block = amp.disable_casts if is_off else contextlib.nullcontext
+    with block():
+        here = all_kinds(model, optimizer)
+        for _ in range(2):
+            assert in_the_engine(lambda: all_kinds(model, optimizer)) == here
+    assert here.count(FULL) == (len(here) if is_off else 4)
+
+
+def test_a_checkpoint_recomputed_in_the_engines_threads_casts_as_its_forward_did():
+    open_session()
+    seen = []
+
+    def region(x):
+        seen.append(product())
+        with amp.disable_casts():
+            seen.append(product())
+        return x.exp()
+
+    x, on, off = torch.ones(2, requires_grad=True), contextlib.nullcontext, amp.disable_casts
+    for before, after in ((on, off), (off, on)):
+        with before():
+            output = torch.utils.checkpoint.checkpoint(region, x, use_reentrant=False)
+        with after():
+            in_the_engine(output.sum().backward)
+    assert seen == [HALF, FULL, HALF, FULL, FULL, FULL, FULL, FULL]
+
+
+def test_a_closures_backward_casts_in_the_engines_threads():
+    model, seen = nn.Linear(2, 2), []
+    optimizer = Watching(model.parameters(), lr=0.1)
+    open_session(model, optimizer)
+    optimizer.step(lambda: seen.append(in_the_engine(product)) or torch.ones(()))
+    assert (seen, optimizer.seen) == ([HALF], FULL)
+
+
+def test_a_thread_that_ended_leaves_nothing_behind():
+    def work():
+        with amp.disable_casts():
+            in_the_engine(product)
+        CASTS.thread.kept = model = nn.Linear(2, 2)
+        return weakref.ref(model)
+
+    open_session()
+    kept = in_a_thread(work)
+    until = time.monotonic() + 10
+    while kept() is not None and time.monotonic() < until:  # torch lets go a little after Python does
+        time.sleep(0.01)
+    assert kept() is None
+
+
+@pytest.mark.cuda
+def test_a_block_around_backward_holds_on_a_gpu():
+    open_session(nn.Linear(2, 2).cuda())
+    seen = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(torch.mm(grad, grad).dtype)
+            return grad
+
+    x = torch.ones(2, 2, device="cuda", requires_grad=True)
+    for block in (contextlib.nullcontext, amp.disable_casts, contextlib.nullcontext):
+        with block():
+            Product.apply(x).backward(torch.ones_like(x))
+    assert seen == [HALF, FULL, HALF]
 
 
 # ---- Inside an optimizer's step ----
