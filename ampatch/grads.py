@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger("ampatch")
 
 
 @torch.no_grad()
@@ -77,6 +80,22 @@ def own_memory(grad: Tensor) -> Tensor:
         return grad
     shared = grad._is_view() or grad.untyped_storage().nbytes() != grad.nbytes
     return grad.clone() if shared else grad
+
+
+def drop_scaled_grads(where: str, params: Iterable[Tensor], stepped: set[int]) -> None:
+    """Drops the gradients of parameters that join an optimizer, but for those that one has `stepped` before.
+
+    Blocks of `scale_loss` have scaled them, or not, and nobody knows by how much.
+    """
+    scaled = [param for param in params if param.grad is not None and id(param) not in stepped]
+    for param in scaled:
+        param.grad = None
+    if scaled:
+        logger.warning(
+            "%s: %d %s had a gradient, which a block of scale_loss may have scaled: it was "
+            "dropped; for a gradient of a new parameter to count, let it join before the block",
+            *(where, len(scaled), "parameter that joins" if len(scaled) == 1 else "parameters that join"),
+        )
 
 
 def find_grads(params: Iterable[Tensor]) -> list[Tensor]:

@@ -76,7 +76,7 @@ class AmpOptimizer:
             self._grads.drop_restarted()
             self._grads.begin_again()
             if not self.local.are_waiting:  # these accumulate where they are
-                self._earlier.take(self._model_params())
+                self._earlier.take(self.model_params())
             return
         self.settle()
         self._grads.follow()
@@ -97,7 +97,7 @@ class AmpOptimizer:
     def steps_part_of(self, model: Module) -> bool:
         """Whether the optimizer steps any parameter of a model."""
         known = {id(param) for param in model.parameters()}
-        return any(id(param) in known for param in self._model_params())
+        return any(id(param) in known for param in self.model_params())
 
     def settle_for_reader(self) -> None:
         """Unscales gradients that wait to be averaged over ranks: somebody is about to use them."""
@@ -155,7 +155,7 @@ class AmpOptimizer:
         if self.delayed is None and scale.is_identity:
             params: Iterable[Tensor] = (pair.half for pair in self.masters)
         else:
-            params = () if self.local.are_waiting else self._model_params()
+            params = () if self.local.are_waiting else self.model_params()
         for param in params:
             param.grad = None
 
@@ -164,7 +164,7 @@ class AmpOptimizer:
         self.end_backward()
         self._grads.note_seen()
 
-    def _model_params(self) -> list[Tensor]:
+    def model_params(self) -> list[Tensor]:
         """The parameters that backward gives gradients to."""
         return [*self._own_params(), *(pair.half for pair in self.masters)]
 
