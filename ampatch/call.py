@@ -88,8 +88,9 @@ def find_stepped(calls: Sequence[Call]) -> set[int]:
 
 
 def order_hooks(optimizer: Optimizer) -> None:
-    """Makes an optimizer's dictionaries of step hooks ordered: torch cannot add a hook to a plain one."""
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+    """Makes an optimizer's dictionaries of hooks ordered: torch cannot add a hook to a plain one."""
+    for kind in ("step_pre", "step_post", "load_state_dict_post"):
+        name = f"_optimizer_{kind}_hooks"
         if type(getattr(optimizer, name, None)) is dict:
             setattr(optimizer, name, OrderedDict(getattr(optimizer, name)))
 

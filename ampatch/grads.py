@@ -12,9 +12,22 @@ logger = logging.getLogger("ampatch")
 
 
 @torch.no_grad()
-def cast_grads(grads: Iterable[Tensor]) -> list[Tensor]:
-    """Returns half gradients in float32, as new tensors."""
-    return [grad.float() for grad in grads]
+def cast_grads(grads: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]:
+    """Returns half gradients in float32, as new tensors with the strides of others.
+
+    Fused optimizers on a CPU walk through memory whatever the strides are (torch 2.13).
+    """
+    casts, targets, sources = [], [], []
+    for grad, like in zip(grads, likes, strict=True):
+        if type(grad) is Tensor and not grad.is_sparse:
+            casts.append(torch.empty_like(like, device=grad.device))
+            targets.append(casts[-1])
+            sources.append(grad)
+        else:
+            casts.append(grad.float())
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    return casts
 
 
 @torch.no_grad()
@@ -44,7 +57,7 @@ def accumulate_(
     Large ones are cast in slices, because what is written and read at once should stay in a cache.
     """
     for totals, news in _split(sums, halves, most):
-        casts = cast_grads(news)
+        casts = cast_grads(news, totals)
         if change is not None:
             change(casts)
         add_grads_(totals, casts)

@@ -214,7 +214,7 @@ def _add(pairs: list[MasterParam], unscale: Unscale | None) -> None:
 
 
 def _cast(pairs: list[MasterParam], unscale: Unscale | None) -> list[Tensor]:
-    grads = cast_grads([pair.half.grad for pair in pairs])
+    grads = cast_grads([pair.half.grad for pair in pairs], [pair.master for pair in pairs])
     if unscale is not None and grads:
         unscale(grads)
     return grads

@@ -157,6 +157,8 @@ class Session(StepListener):
             order_hooks(one)
             undo.callback(one.register_step_pre_hook(amp.before_step).remove)
             undo.callback(one.register_step_post_hook(amp.after_step).remove)
+            if hasattr(one, "_optimizer_load_state_dict_post_hooks"):
+                undo.callback(one.register_load_state_dict_post_hook(amp.masters.align_state).remove)
         undo.callback(amp.close)
         if needs_whole_step(given, optimizer):
             WholeStep(given, amp).open(undo)
