@@ -60,12 +60,6 @@ class MasterParam:
             self._touched.difference_update((id(half), id(self.master)))
 
     @torch.no_grad()
-    def take(self, precise: Tensor) -> None:
-        """Takes over float32 values that the half parameter holds the rounding of."""
-        self.master.copy_(precise)
-        self.mark_synced()
-
-    @torch.no_grad()
     def copy_to_half(self) -> None:
         """Rounds the master into the half parameter; no host sync."""
         self.half.copy_(self.master)

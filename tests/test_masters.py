@@ -706,6 +706,20 @@ def test_a_weight_that_was_copied_in_between_steps_is_where_training_goes_on(lev
 
 
 @LEVELS
+def test_a_write_that_leaves_no_trace_shows_in_the_state_dict_and_one_by_data_reaches_the_step(level):
+    model, optimizer, _ = open_both(level, Variant(torch.optim.SGD, {"lr": 0.0}))
+    kept = model.first.weight.data
+    iterate(model, optimizer, torch.randn(5, 4))
+    kept.fill_(0.5)
+    assert model.state_dict()["first.weight"].eq(0.5).all()
+    asked = model.first.weight.data
+    model.state_dict()
+    asked.fill_(0.25)
+    optimizer.step()
+    assert next(amp.master_params(optimizer)).eq(0.25).all()
+
+
+@LEVELS
 def test_an_average_that_is_swapped_in_for_evaluation_and_out_again_leaves_no_trace(level):
     model, optimizer, by_hand = open_both(level, MOMENTUM)
     first, second = make_batches(ADAM, 2)
