@@ -1,10 +1,12 @@
 """Gradients of every make: cast, unscaled and added up to the bits that one tensor after the other gives."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
 from torch.nn import Parameter, ParameterList
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch as amp
 from ampatch.grads import accumulate_
@@ -176,6 +178,30 @@ def test_gradients_of_several_dtypes_in_one_optimizer_are_all_unscaled(level):
 
 
 # Groups that are edited between steps
+
+
+class Copies(TorchDispatchMode):
+    """Counts the ops that copy, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.counts.update([name] if "copy" in name or name == "clone" else [])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("level", list(HALF))
+def test_the_gradients_of_a_block_are_cast_all_at_once(level):
+    def count(size):
+        params, optimizer = open_session(level, [(3,)] * size)
+        with Copies() as copies:
+            hand_over(params, optimizer, [torch.ones(3, dtype=HALF[level]) for _ in params])
+        return copies.counts
+
+    assert count(8) == count(1)
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
