@@ -82,9 +82,15 @@ def find_inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     return [optimizer, *shared]
 
 
+def find_stepped(calls: Sequence[Call]) -> set[int]:
+    """Returns the ids of the models' parameters that optimizers step, which unscale their gradients."""
+    return {id(param) for call in calls for amp in call.optimizers for param in amp.model_params()}
+
+
 def order_hooks(optimizer: Optimizer) -> None:
-    """Makes an optimizer's dictionaries of step hooks ordered: torch cannot add a hook to a plain one."""
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+    """Makes an optimizer's dictionaries of hooks ordered: torch cannot add a hook to a plain one."""
+    for kind in ("step_pre", "step_post", "load_state_dict_post"):
+        name = f"_optimizer_{kind}_hooks"
         if type(getattr(optimizer, name, None)) is dict:
             setattr(optimizer, name, OrderedDict(getattr(optimizer, name)))
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from ampatch.grads import cast_grads
 from ampatch.masters import is_wrapper
 from ampatch.values import Float32Values
 
@@ -51,19 +52,20 @@ class CastTensor:
     def restore(self) -> None:
         """Casts the tensor back: float32 values where they hold, and the gradient that counts."""
         current = self.find()
-        grad, current.grad = self._find_grad(current), None
-        _set_values(current, self._values.read(current).detach())
+        values = self._values.read(current).detach()
+        grad, current.grad = self._find_grad(current, values), None
+        _set_values(current, values)
         current.grad = grad
         self._values.forget(current)
 
-    def _find_grad(self, current: Tensor) -> Tensor | None:
+    def _find_grad(self, current: Tensor, values: Tensor) -> Tensor | None:
         grad, pair = current.grad, self._values.find_pair(current)
         is_fresh = grad is not None and (pair is None or pair.has_fresh_grad())
         if is_fresh and grad is self._cast_grad and grad._version == 0:
             return self._given_grad  # nobody touched it
         if pair is not None and pair.master.grad is not None:
             return pair.master.grad
-        return grad.float() if is_fresh else None
+        return cast_grads([grad], [values])[0] if is_fresh else None
 
 
 def cast_newcomers(models: Sequence[Module], dtype: torch.dtype) -> Callable[[], None]:

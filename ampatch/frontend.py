@@ -157,6 +157,7 @@ def scale_loss(
     call = found[0][1] if found else SESSION.last_call()
     amp_optimizers = list({id(amp_optimizer): amp_optimizer for amp_optimizer, _ in found}.values())
     scaler = _pick(call.scalers, loss_id)
+    SESSION.note_scale(scaler)
     for observer in SESSION.observers:
         observer.on_loss(loss.detach(), scaler.loss_id)
     return ScaledLoss(

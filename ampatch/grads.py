@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+logger = logging.getLogger("ampatch")
+
 
 @torch.no_grad()
-def cast_grads(grads: Iterable[Tensor]) -> list[Tensor]:
-    """Returns half gradients in float32, as new tensors."""
-    return [grad.float() for grad in grads]
+def cast_grads(grads: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]:
+    """Returns half gradients in float32, as new tensors with the strides of others.
+
+    Fused optimizers on a CPU walk through memory whatever the strides are (torch 2.13).
+    """
+    casts, targets, sources = [], [], []
+    for grad, like in zip(grads, likes, strict=True):
+        if type(grad) is Tensor and not grad.is_sparse:
+            casts.append(torch.empty_like(like, device=grad.device))
+            targets.append(casts[-1])
+            sources.append(grad)
+        else:
+            casts.append(grad.float())
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    return casts
 
 
 @torch.no_grad()
@@ -41,7 +57,7 @@ def accumulate_(
     Large ones are cast in slices, because what is written and read at once should stay in a cache.
     """
     for totals, news in _split(sums, halves, most):
-        casts = cast_grads(news)
+        casts = cast_grads(news, totals)
         if change is not None:
             change(casts)
         add_grads_(totals, casts)
@@ -77,6 +93,22 @@ def own_memory(grad: Tensor) -> Tensor:
         return grad
     shared = grad._is_view() or grad.untyped_storage().nbytes() != grad.nbytes
     return grad.clone() if shared else grad
+
+
+def drop_scaled_grads(where: str, params: Iterable[Tensor], stepped: set[int]) -> None:
+    """Drops the gradients of parameters that join an optimizer, but for those that one has `stepped` before.
+
+    Blocks of `scale_loss` have scaled them, or not, and nobody knows by how much.
+    """
+    scaled = [param for param in params if param.grad is not None and id(param) not in stepped]
+    for param in scaled:
+        param.grad = None
+    if scaled:
+        logger.warning(
+            "%s: %d %s had a gradient, which a block of scale_loss may have scaled: it was "
+            "dropped; for a gradient of a new parameter to count, let it join before the block",
+            *(where, len(scaled), "parameter that joins" if len(scaled) == 1 else "parameters that join"),
+        )
 
 
 def find_grads(params: Iterable[Tensor]) -> list[Tensor]:

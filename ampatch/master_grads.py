@@ -30,25 +30,25 @@ class MasterGrads:
 
     # Between blocks
 
-    def follow(self) -> bool:
+    def follow(self, *, to_warn: bool = False) -> bool:
         """Takes over what happened to half gradients since they were last seen, by whom so ever.
 
-        New ones, of a `backward` outside any block, are unscaled and count. For the rest, and for what
-        is returned, see `drop_restarted`.
+        New ones, of a `backward` outside any block, are unscaled and count. For the rest see
+        `drop_restarted`. Returns whether a model's gradient was changed in another way, which masters do
+        not follow: for certain only `to_warn`, which costs a host sync if one was changed in place.
         """
         changed = self._find_changed()
         if not changed:
             return False
         self._feed_fresh(changed, None)
-        return _drop_restarted(changed)
+        return _drop_restarted(changed, to_warn)
 
-    def drop_restarted(self) -> bool:
+    def drop_restarted(self) -> None:
         """Drops masters' gradients where the model's were cleared: a wish to start over.
 
-        Returns whether a model's gradient was changed otherwise, which masters do not follow. Costs
-        one host sync, and that only if one was changed in place.
+        Costs one host sync, and that only if one was changed in place while its master had a gradient.
         """
-        return _drop_restarted(self._find_changed())
+        _drop_restarted(self._find_changed(), to_warn=False)
 
     def _find_changed(self) -> list[MasterParam]:
         """The pairs whose half gradient is not the one that was used, or not as it was then."""
@@ -160,9 +160,9 @@ def clear_master_grad(pair: MasterParam) -> None:
     pair.steps = 0
 
 
-def _drop_restarted(pairs: Sequence[MasterParam]) -> bool:
+def _drop_restarted(pairs: Sequence[MasterParam], to_warn: bool) -> bool:
     cleared = [pair for pair in pairs if pair.grad_seen is not None and pair.half.grad is None]
-    edited = [pair for pair in pairs if _was_edited(pair)]
+    edited = [pair for pair in pairs if (to_warn or pair.master.grad is not None) and _was_edited(pair)]
     # Zeroing leaves +0 everywhere; clipping by an infinite norm, for one, leaves -0 and nan as well.
     is_zeroed = bool(edited) and not _have_bits([pair.half.grad for pair in edited])
     for pair in [*cleared, *edited] if is_zeroed else cleared:
@@ -214,7 +214,7 @@ def _add(pairs: list[MasterParam], unscale: Unscale | None) -> None:
 
 
 def _cast(pairs: list[MasterParam], unscale: Unscale | None) -> list[Tensor]:
-    grads = cast_grads([pair.half.grad for pair in pairs])
+    grads = cast_grads([pair.half.grad for pair in pairs], [pair.master for pair in pairs])
     if unscale is not None and grads:
         unscale(grads)
     return grads

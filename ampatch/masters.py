@@ -20,6 +20,12 @@ def is_wrapper(tensor: Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
+def _make_dense(tensor: Tensor) -> Tensor:
+    """Returns a tensor whose elements fill its memory, in any order; others can have its strides."""
+    is_dense = tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride()
+    return tensor if is_dense or is_wrapper(tensor) else tensor.contiguous()
+
+
 class MasterParam:
     """One half parameter of a model and the float32 parameter that stands for it in the optimizer."""
 
@@ -33,7 +39,7 @@ class MasterParam:
         self.is_wrapper = is_wrapper(half)
         self._touched = touched
         is_made = isinstance(precise, Parameter)
-        self.master = precise if is_made else Parameter(precise, requires_grad=half.requires_grad)
+        self.master = precise if is_made else Parameter(_make_dense(precise), half.requires_grad)
         # Attributes that optimizers look for; what a wrapper holds is its own.
         self.master.__dict__.update(half.__dict__ | self.master.__dict__)
         # What `MasterGrads` knows of the half gradient: the one that has gone into the master's, and
@@ -52,12 +58,6 @@ class MasterParam:
         self.master_version = self.master._version
         if self._touched:
             self._touched.difference_update((id(half), id(self.master)))
-
-    @torch.no_grad()
-    def take(self, precise: Tensor) -> None:
-        """Takes over float32 values that the half parameter holds the rounding of."""
-        self.master.copy_(precise)
-        self.mark_synced()
 
     @torch.no_grad()
     def copy_to_half(self) -> None:
@@ -145,6 +145,18 @@ class MasterParams:
     def install(self) -> None:
         """Puts masters into the param groups, and their state under their name, bit for bit."""
         self._replace({key: pair.master for key, pair in self._by_half.items()})
+        for optimizer in self._optimizers:
+            self.align_state(optimizer)
+
+    def align_state(self, optimizer: Optimizer) -> None:
+        """Gives the state of masters their strides, for fused kernels; a hook for loaded state, too."""
+        for pair in self.pairs:
+            master, state = pair.master, optimizer.state.get(pair.master, {})
+            for name, value in state.items():
+                is_plain = type(value) is Tensor and value.layout is torch.strided
+                if is_plain and value.shape == master.shape and value.stride() != master.stride():
+                    aligned = torch.empty_like(master, dtype=value.dtype, device=value.device)
+                    state[name] = aligned.copy_(value)
 
     def remove(self) -> None:
         """Puts the model's parameters back, with the state that the masters have by now."""

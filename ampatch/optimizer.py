@@ -269,7 +269,7 @@ class AmpOptimizer:
         return BackwardOutcome.read_all(self.last_outcomes)
 
     def _follow_model_grads(self) -> None:
-        if not self._grads.follow() or self._warned:
+        if not self._grads.follow(to_warn=not self._warned) or self._warned:
             return
         self._warned = True
         logger.warning(

@@ -16,6 +16,7 @@ from ampatch.call import (
     Request,
     device_types,
     find_inner_optimizers,
+    find_stepped,
     make_scalers,
     order_hooks,
     unwrap_optimizer,
@@ -29,6 +30,7 @@ from ampatch.copies import CopyWithMasters
 from ampatch.data_watch import DataWatch
 from ampatch.errors import AmpValueError, NotInitializedError
 from ampatch.features import TorchFeatures
+from ampatch.grads import drop_scaled_grads
 from ampatch.local_grads import NoteNoSync
 from ampatch.masters import MasterParams
 from ampatch.model import ModelCaster, select_kept, select_python, validate_models
@@ -73,6 +75,7 @@ class Session(StepListener):
         self._by_optimizer: dict[int, tuple[object, AmpOptimizer, Call]] = {}
         self._announcer = Announcer()
         self._passive: list[object] = []  # what calls with enabled=False were given
+        self._was_scaled = False  # whether a block has made gradients that are scaled
         self.is_disabled = False
 
     @property
@@ -130,6 +133,8 @@ class Session(StepListener):
                 observer.on_objects(request.models, request.optimizers)
             self._undo.push(undo.pop_all())
         # Nothing raises from here on: what follows cannot be undone exactly.
+        for amp in call.optimizers if self._was_scaled else ():
+            drop_scaled_grads("initialize", amp.model_params(), find_stepped(self._calls[:-1]))
         if request.policy.is_pure_half:
             self._lower(caster, call)
 
@@ -144,12 +149,20 @@ class Session(StepListener):
         optimizer = unwrap_optimizer(given)
         optimizers = find_inner_optimizers(optimizer)
         amp = AmpOptimizer(optimizer, MasterParams(optimizers, self._data_watch.touched), self)
-        if call.request.policy.master_weights:
-            self._open_masters(amp, undo)
+        has_masters = call.request.policy.master_weights
+        instance = Patcher()
+        undo.callback(instance.close)
+        if has_masters:
+            self._open_masters(amp, instance, undo)
+        add_group = functools.partial(self._add_param_group, amp, has_masters, optimizer.add_param_group)
+        add_group = functools.update_wrapper(add_group, optimizer.add_param_group)
+        instance.replace(optimizer, "add_param_group", add_group)
         for one in optimizers:
             order_hooks(one)
             undo.callback(one.register_step_pre_hook(amp.before_step).remove)
             undo.callback(one.register_step_post_hook(amp.after_step).remove)
+            if hasattr(one, "_optimizer_load_state_dict_post_hooks"):
+                undo.callback(one.register_load_state_dict_post_hook(amp.masters.align_state).remove)
         undo.callback(amp.close)
         if needs_whole_step(given, optimizer):
             WholeStep(given, amp).open(undo)
@@ -168,20 +181,12 @@ class Session(StepListener):
         for amp in call.optimizers:
             raise_state(amp.optimizer)
 
-    def _open_masters(self, amp: AmpOptimizer, undo: ExitStack) -> None:
+    def _open_masters(self, amp: AmpOptimizer, instance: Patcher, undo: ExitStack) -> None:
         optimizer, masters = amp.optimizer, amp.masters
         undo.callback(masters.remove)
         self._make_masters(masters, amp.params())
-        instance = Patcher()
-        undo.callback(instance.close)
         zero_grad = functools.partial(amp.zero_grad, optimizer.zero_grad)
         instance.replace(optimizer, "zero_grad", functools.update_wrapper(zero_grad, optimizer.zero_grad))
-        add_group = functools.partial(self._add_param_group, amp, optimizer.add_param_group)
-        instance.replace(
-            optimizer,
-            "add_param_group",
-            functools.update_wrapper(add_group, optimizer.add_param_group),
-        )
         instance.replace(optimizer, "__deepcopy__", CopyWithMasters(amp), optional=True)
 
     def _make_masters(self, masters: MasterParams, params: Iterable[Tensor]) -> None:
@@ -197,13 +202,21 @@ class Session(StepListener):
                 masters.share(pair)
         masters.install()
 
-    def _add_param_group(self, amp: AmpOptimizer, original: Callable, group: dict) -> None:
+    def _add_param_group(self, amp: AmpOptimizer, has_masters: bool, original: Callable, group: dict) -> None:
+        stepped = find_stepped(self._calls)
         original(group)
         params = amp.optimizer.param_groups[-1]["params"]
         if any(amp.masters.get(param) is not None for param in params):
             del amp.optimizer.param_groups[-1]
             raise ValueError("some parameters appear in more than one parameter group")
-        self._make_masters(amp.masters, params)
+        if self._was_scaled:
+            drop_scaled_grads("add_param_group", params, stepped)
+        if has_masters:
+            self._make_masters(amp.masters, params)
+
+    def note_scale(self, scaler: LossScaler) -> None:
+        """Notes that a block begins: gradients that no optimizer looks after stay scaled by it."""
+        self._was_scaled = self._was_scaled or scaler.is_dynamic or scaler.get_scale() != 1.0
 
     # Running
 

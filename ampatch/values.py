@@ -106,21 +106,25 @@ class Float32Values:
 
     @torch.no_grad()
     def read(self, tensor: Tensor) -> Tensor:
-        """Returns the float32 values of a half tensor; shares the master's memory where it can.
+        """Returns the float32 values of a half tensor, in the master's memory where it can; no host sync.
 
-        Costs a comparison with the half tensor, and so a host sync.
+        What was written into the half tensor since goes there first: on the device, so that nobody waits.
         """
         self.follow(tensor)
-        precise = self._get(tensor)
+        precise, pair = self._get(tensor), self.find_pair(tensor)
         half = tensor.detach()
         if precise is None:
             return half.float()
         if not _is_comparable(half):
             return precise
-        precise = precise.detach().to(half.device)
-        if torch.equal(precise.to(half.dtype), half):
-            return precise
-        return refine(precise, half)
+        if precise.device != half.device or not _is_writable(precise):  # Module.to moved the half one
+            return refine(precise.detach().to(half.device), half)
+        precise.copy_(refine(precise.detach(), half))
+        if pair is None:
+            self.remember(tensor, precise)
+        else:
+            pair.master_version = precise._version
+        return precise.detach()
 
     def export(self, tensor: Tensor, saved: Tensor) -> Tensor:
         """Returns what a state_dict shows for a half tensor, of which it holds `saved`.
@@ -130,9 +134,6 @@ class Float32Values:
         pair, precise, shown = self.find_pair(tensor), self._get(tensor), self.read(tensor)
         is_new = precise is None or not _share_memory(shown, precise)
         if pair is not None:
-            if is_new and shown.device == pair.master.device:
-                pair.take(shown)
-                shown = pair.master.detach()
             return pair.master if saved is tensor else shown  # state_dict(keep_vars=True)
         if is_new:
             self.remember(tensor, shown)
@@ -150,6 +151,10 @@ class Float32Values:
 def _version(tensor: Tensor) -> int:
     """How often a tensor was written; one that was made in inference mode does not count."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    return not tensor.is_inference() and torch._debug_has_internal_overlap(tensor) != 1
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:

@@ -14,12 +14,21 @@ def needs_whole_step(given: object, optimizer: Optimizer) -> bool:
     """Whether the hooks of an optimizer's step are not enough to skip it.
 
     They can hide the gradients, and torch's own classes change nothing without. Others count steps, or
-    raise where they find no gradient; and what a wrapper such as Lookahead does, no hook knows of.
+    raise where they find no gradient; and what a wrapper such as Lookahead does, no hook knows of. Our
+    LARC changes nothing but gradients.
     """
     if not hasattr(given, "step") or not hasattr(given, "__dict__"):
         return False
-    is_own = type(optimizer).__module__.partition(".")[0] in ("torch", "ampatch")
-    return given is not optimizer or not (is_own or getattr(optimizer, "_step_supports_amp_scaling", False))
+    if given is not optimizer and not (
+        _package(given) == "ampatch" and vars(given).get("optim") is optimizer
+    ):
+        return True
+    is_own = _package(optimizer) in ("torch", "ampatch")
+    return not (is_own or getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _package(value: object) -> str:
+    return type(value).__module__.partition(".")[0]
 
 
 class WholeStep:

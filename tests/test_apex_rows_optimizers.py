@@ -95,6 +95,20 @@ def test_a_group_that_is_added_later_is_trained(level):
     assert not torch.equal(net.last.weight, before)
 
 
+@shows("optimizers-join-scaled")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_a_parameter_that_joins_with_a_scaled_gradient_is_not_stepped_by_it(level, caplog):
+    net = Net()
+    optimizer = torch.optim.SGD(net.first.parameters(), lr=0.1)
+    amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+    before = net.last.weight.detach().clone()
+    backward(net, optimizer)
+    optimizer.add_param_group({"params": net.last.parameters()})
+    optimizer.step()
+    assert torch.equal(net.last.weight, before)
+    assert "2 parameters that join had a gradient" in caplog.text
+
+
 @shows("optimizers-frozen")
 @pytest.mark.parametrize("level", MASTERED)
 def test_frozen_parameters_have_masters_and_stay_until_they_are_thawed(level):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch as amp
 from ampatch.apex.multi_tensor_apply import multi_tensor_applier
@@ -965,3 +966,29 @@ def test_a_subclass_may_hand_the_kernel_of_its_class_to_the_applier(level):
         amp.uninitialize()
     # Another order of operations in the kernel: an ulp or two a step.
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-6, atol=1e-7)
+
+
+class Ops(TorchDispatchMode):
+    """Counts the ops that put values into memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.count += any(word in name for word in ("copy", "zero", "fill", "full", "lift_fresh"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [FusedAdam, FusedAdagrad])
+def test_a_first_step_makes_the_state_of_all_parameters_at_once(make):
+    def count(size):
+        params = [Parameter(torch.ones(3)) for _ in range(size)]
+        for param in params:
+            param.grad = torch.ones(3)
+        with Ops() as ops:
+            make(params).step()
+        return ops.count
+
+    assert count(9) == count(1)

@@ -1,10 +1,12 @@
 """Gradients of every make: cast, unscaled and added up to the bits that one tensor after the other gives."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
 from torch.nn import Parameter, ParameterList
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch as amp
 from ampatch.grads import accumulate_
@@ -178,6 +180,30 @@ def test_gradients_of_several_dtypes_in_one_optimizer_are_all_unscaled(level):
 # Groups that are edited between steps
 
 
+class Copies(TorchDispatchMode):
+    """Counts the ops that copy, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.counts.update([name] if "copy" in name or name == "clone" else [])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("level", list(HALF))
+def test_the_gradients_of_a_block_are_cast_all_at_once(level):
+    def count(size):
+        params, optimizer = open_session(level, [(3,)] * size)
+        with Copies() as copies:
+            hand_over(params, optimizer, [torch.ones(3, dtype=HALF[level]) for _ in params])
+        return copies.counts
+
+    assert count(8) == count(1)
+
+
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_a_parameter_that_left_its_group_keeps_its_gradient_scaled(level):
     params, optimizer = open_session(level, [(3,), (3,)])
@@ -280,3 +306,88 @@ def test_a_block_that_raises_keeps_the_earlier_gradient_of_a_parameter_that_two_
     assert torch.equal(model.weight.grad, before)
     for optimizer in optimizers:
         assert all(torch.equal(param.grad, torch.ones(1, 2)) for param in amp.master_params(optimizer))
+
+
+# Parameters that join when they have a gradient already
+
+
+def join(model, optimizer, moment):
+    """Adds the second parameter when blocks of another one have given it a gradient of 2, or more."""
+
+    def run(*, delay=False, inside=False):
+        with amp.scale_loss(model(1.0, 2.0), optimizer, delay_unscale=delay) as scaled_loss:
+            scaled_loss.backward()
+            if inside:
+                optimizer.add_param_group({"params": [model.second]})
+
+    run()
+    if moment != "after a block":
+        run(delay=moment == "after a delayed block", inside=moment == "in a block")
+    if moment != "in a block":
+        optimizer.add_param_group({"params": [model.second]})
+
+
+LEVELS = pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+
+
+@LEVELS
+@pytest.mark.parametrize("loss_scale", [128.0, amp.DynamicLossScale(init_scale=128.0)], ids=str)
+@pytest.mark.parametrize("moment", ["after a block", "after a delayed block", "in a block"])
+def test_a_gradient_that_may_be_scaled_does_not_count_when_its_parameter_joins(
+    level, loss_scale, moment, caplog
+):
+    model = Parts()
+    optimizer = torch.optim.SGD([model.first], lr=2.0**-6)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=loss_scale, verbosity=0)
+    join(model, optimizer, moment)
+    assert "1 parameter that joins had a gradient" in caplog.text
+    with amp.scale_loss(model(1.0, 3.0), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    grads = [param.grad[0].item() for param in amp.master_params(optimizer)]
+    assert grads == [2.0 if moment == "after a block" else 3.0, 3.0]
+    optimizer.step()
+    assert model.second.tolist() == [1 - 3.0 / 64] * 3
+
+
+@LEVELS
+def test_a_step_right_after_a_parameter_joined_leaves_it_as_it_was(level):
+    model = Parts()
+    optimizer = torch.optim.SGD([model.first], lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    join(model, optimizer, "after a block")
+    optimizer.step()
+    assert [param.tolist() for param in model.parameters()] == [[0.5] * 3, [1.0] * 3]
+
+
+@LEVELS
+@pytest.mark.parametrize("case", ["a scale of 1", "no block yet", "stepped by another"])
+def test_a_gradient_that_is_known_counts_when_its_parameter_joins(level, case, caplog):
+    model = Parts()
+    optimizers = [torch.optim.SGD([model.first], lr=0.5), torch.optim.SGD([model.second], lr=0.0)]
+    named = optimizers if case == "stepped by another" else optimizers[:1]
+    loss_scale = 1.0 if case == "a scale of 1" else 128.0
+    amp.initialize(model, named, opt_level=level, loss_scale=loss_scale, verbosity=0)
+    if case == "no block yet":
+        model(1.0, 2.0).backward()
+    else:
+        with amp.scale_loss(model(1.0, 2.0), named) as scaled_loss:
+            scaled_loss.backward()
+    optimizers[0].add_param_group({"params": [model.second]})
+    optimizers[0].step()
+    assert [param.tolist() for param in model.parameters()] == [[0.5] * 3, [0.0] * 3]
+    assert caplog.text == ""
+
+
+@LEVELS
+def test_a_gradient_that_may_be_scaled_does_not_count_for_a_later_initialize(level, caplog):
+    models = [Parts(), Parts()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    amp.initialize(models[0], optimizers[0], opt_level=level, loss_scale=128.0, verbosity=0)
+    with amp.scale_loss(models[0](1.0, 2.0) + models[1](0, 2.0), optimizers[0]) as scaled_loss:
+        scaled_loss.backward()
+    amp.initialize(models[1], optimizers[1], opt_level=level, loss_scale=128.0, verbosity=0)
+    assert "1 parameter that joins had a gradient" in caplog.text
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [param.tolist() for param in models[0].parameters()] == [[0.5] * 3, [0.0] * 3]
+    assert [param.tolist() for param in models[1].parameters()] == [[1.0] * 3, [1.0] * 3]

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch as amp
+from ampatch.apex.parallel import LARC
 from helpers import (
     SKIPPING_VARIANTS,
     Dense,
@@ -503,6 +504,57 @@ def test_accumulation_costs_one_host_sync_an_iteration_all_the_same(variant, lev
 @pytest.mark.parametrize("variant", [v for v in SKIPPING_VARIANTS if v.is_fused], ids=str)
 def test_an_iteration_costs_no_host_sync_with_an_optimizer_that_takes_found_inf(variant, level, factor):
     assert count_reads_of(variant, level, factor) <= 0
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("what", ["model.zero_grad(set_to_none=False)", "model.state_dict()"])
+def test_what_scripts_do_with_a_half_model_each_iteration_costs_no_host_sync(what, level):
+    model, optimizer = open_net(level, FUSED_MOMENTUM)
+    model.register_buffer("kept", torch.ones(3).to(HALF[level]))
+    batch = torch.randn(5, 4)
+    run_iteration(model, optimizer, batch)
+
+    def iterate():
+        if what == "model.state_dict()":
+            optimizer.zero_grad()
+            model.state_dict()
+        else:
+            model.zero_grad(set_to_none=False)
+        run_block(model, optimizer, batch)
+        optimizer.step()
+
+    iterate()
+    assert count_reads(iterate) == 0
+
+
+class Wrapper:
+    """Does more after a step than its optimizer, as Lookahead does: it must know whether to."""
+
+    def __init__(self, optim):
+        self.optim = optim
+
+    def step(self):
+        self.optim.step()
+
+
+@DYNAMIC_LEVELS
+@pytest.mark.parametrize("factor", [1.0, INF], ids=["clean", "overflow"])
+@pytest.mark.parametrize(("wrap", "reads"), [(LARC, 0), (Wrapper, 1)], ids=["LARC", "another"])
+def test_a_wrapper_that_changes_gradients_alone_costs_no_host_sync(wrap, reads, level, factor):
+    model = Dense()
+    wrapper = wrap(FUSED_MOMENTUM(model.parameters()))
+    amp.initialize(model, wrapper, opt_level=level, loss_scale=amp.DynamicLossScale(SCALE), verbosity=0)
+    batch = torch.randn(5, 4)
+
+    def iterate(factor=1.0):
+        wrapper.optim.zero_grad()
+        run_block(model, wrapper, batch, factor)
+        wrapper.step()
+
+    iterate()
+    before = all_bits(model, wrapper.optim)
+    assert count_reads(lambda: iterate(factor)) == reads
+    assert (all_bits(model, wrapper.optim) == before) == (factor == INF)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])

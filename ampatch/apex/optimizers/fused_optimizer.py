@@ -83,12 +83,16 @@ class FusedOptimizer(Optimizer):
 
     def _moments(self, name: str, batch: Batch) -> list[Tensor]:
         """Returns the state of that name for each parameter: zeros at first."""
-        found = []
+        found, new = [], []
         for owner, param in zip(batch.owners, batch.params, strict=True):
             state = self.state[owner]
-            # A checkpoint may hold it in half, or in another layout.
-            state[name] = align(state[name], param) if name in state else torch.zeros_like(param)
+            if name in state:  # in half or in another layout, where a checkpoint held it so
+                state[name] = align(state[name], param)
+            else:
+                state[name] = torch.empty_like(param)
+                new.append(state[name])
             found.append(state[name])
+        _zero_(new)
         return found
 
     @property
@@ -133,10 +137,13 @@ class CountingOptimizer(FusedOptimizer):
 
     def _steps(self, batch: Batch, fused: bool) -> list[Tensor]:
         device = batch.device if fused else torch.device("cpu")
-        for owner in batch.owners:
+        new = [state for state in map(self.state.__getitem__, batch.owners) if "step" not in state]
+        for state in new:
+            state["step"] = torch.empty((), dtype=torch.float32, device=device)
+        _zero_([state["step"] for state in new])
+        for owner in batch.owners:  # a checkpoint may hold a number, or a tensor on the CPU
             state = self.state[owner]
-            step = state.get("step", 0.0)
-            state["step"] = torch.as_tensor(step, dtype=torch.float32, device=device)
+            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=device)
         return [self.state[owner]["step"] for owner in batch.owners]
 
     def _step(self) -> None:
@@ -166,6 +173,11 @@ class CountingOptimizer(FusedOptimizer):
                 if param in self.state:
                     self.state[param].setdefault("step", torch.tensor(done))
             self._name_step(group)
+
+
+def _zero_(tensors: list[Tensor]) -> None:
+    if tensors:
+        torch._foreach_zero_(tensors)
 
 
 def refuse_amsgrad(name: str, amsgrad: bool) -> None:

@@ -21,7 +21,8 @@ class LARC:
     whose norm is zero, or whose gradient's is, is stepped as without LARC and without weight decay.
 
     It is no Optimizer: schedulers take `larc.optim`. Gradients are changed in place at the step, after
-    they are unscaled, and not at all where the step is skipped.
+    they are unscaled. A step that is skipped changes them where the optimizer skips on the device (a fused
+    one), and they are not finite then anyway; else it leaves them.
     """
 
     def __init__(
