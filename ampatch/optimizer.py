@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from types import FrameType
 
 import torch
@@ -23,6 +24,7 @@ from ampatch.scaler import BackwardOutcome, Scale
 from ampatch.skip import SkipStep
 from ampatch.step_listener import StepListener
 from ampatch.thread import is_running
+from ampatch.undo import refer
 
 logger = logging.getLogger("ampatch")
 
@@ -33,8 +35,13 @@ class AmpOptimizer:
     Everything happens in hooks of `optimizer.step`, which survive LR schedulers.
     """
 
-    def __init__(self, optimizer: Optimizer, masters: MasterParams, listener: StepListener) -> None:
+    def __init__(
+        self, optimizer: Optimizer, masters: MasterParams, listener: StepListener, given: object = None
+    ) -> None:
         self.optimizer = optimizer
+        self._given = refer(given)  # a wrapper may be dropped before the optimizer
+        self.undo = ExitStack()  # what was done to the optimizer; lives as long
+        self.casts: Sequence[object] = ()  # those of its parameters, for undo, should the modules be gone
         self.masters = masters
         self._grads = MasterGrads(masters.pairs)
         self._listener = listener
@@ -47,6 +54,12 @@ class AmpOptimizer:
         self._skip = SkipStep()
         self._step: FrameType | None = None  # the call that runs a step
         self._warned = False
+
+    def is_for(self, optimizer: object) -> bool:
+        """Whether an object is the optimizer, one inside of it, or the wrapper around it."""
+        if optimizer is self.optimizer or optimizer is self._given():
+            return True
+        return any(optimizer is one for one in self.masters.optimizers)
 
     def params(self) -> list[Tensor]:
         """The parameters that the optimizer steps: masters where there are any."""
