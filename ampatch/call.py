@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -35,18 +37,36 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """What one call of `initialize` set up; each optimizer belongs to the call that took it."""
+    """What is left of one call of `initialize`; each optimizer belongs to the call that took it.
 
-    request: Request
+    The scalers stay, whatever becomes of models and optimizers: `state_dict` numbers them on.
+    """
+
+    verbosity: int
     scalers: list[LossScaler]
-    optimizers: list[AmpOptimizer] = field(default_factory=list)
+    undo: ExitStack = field(default_factory=ExitStack)  # what was done to the models and the optimizers
+    members: list[weakref.ref] = field(default_factory=list)  # these, to see whether any is left
+
+    def forget_dropped(self) -> None:
+        """Forgets the undo once there is nothing left that it would undo."""
+        if all(reference() is None for reference in self.members):
+            self.undo.pop_all()
+            self.members.clear()
+
+    def close(self) -> None:
+        """Undoes it, on what is alive; that stays so meanwhile, though hooks of ours that it lives on go."""
+        alive = [reference() for reference in self.members]
+        self.undo.close()
+        alive.clear()
 
 
-def validate_optimizers(request: Request, calls: Sequence[Call]) -> None:
-    """Raises for optimizers that are taken already, step unknown parameters or cannot be skipped."""
-    models = [model for call in calls for model in call.request.models]
-    known = {id(param) for model in (*models, *request.models) for param in model.parameters()}
-    taken = {id(amp.optimizer) for call in calls for amp in call.optimizers}
+def validate_optimizers(request: Request, known: set[int], others: Sequence[AmpOptimizer]) -> None:
+    """Raises for optimizers that are taken already, step unknown parameters or cannot be skipped.
+
+    `known` are the ids of the tensors of earlier calls, `others` their optimizers.
+    """
+    known = known | {id(param) for model in request.models for param in model.parameters()}
+    taken = {id(amp.optimizer) for amp in others}
     for index, given in enumerate(request.optimizers):
         optimizer = unwrap_optimizer(given, index)
         if id(optimizer) in taken:
@@ -82,9 +102,9 @@ def find_inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     return [optimizer, *shared]
 
 
-def find_stepped(calls: Sequence[Call]) -> set[int]:
+def find_stepped(optimizers: Sequence[AmpOptimizer]) -> set[int]:
     """Returns the ids of the models' parameters that optimizers step, which unscale their gradients."""
-    return {id(param) for call in calls for amp in call.optimizers for param in amp.model_params()}
+    return {id(param) for amp in optimizers for param in amp.model_params()}
 
 
 def order_hooks(optimizer: Optimizer) -> None:

@@ -66,6 +66,8 @@ class CastCache:
         self._convert = CONVERT[dtype]
         self._thread = thread
         self._is_eligible = is_eligible
+        # Other threads may add some at any time, and the garbage collector clears them all when it frees a
+        # model: who goes through them goes through a copy.
         # By id: cast, version, pointer, requires_grad, device and stream (None but on CUDA), the parameter
         # (kept, so that its id stays its own), and its memory if the cast may outlive an iteration. Plain
         # tuples unpack fastest.
@@ -79,7 +81,8 @@ class CastCache:
     @property
     def nbytes(self) -> int:
         """The bytes of the casts that are kept."""
-        return sum(entry[0].nbytes for entry in [*self._entries.values(), *self._waiting.values()])
+        entries = [*self._entries.copy().values(), *self._waiting.copy().values()]
+        return sum(entry[0].nbytes for entry in entries)
 
     def clear(self) -> None:
         """Forgets every cast."""
@@ -107,7 +110,7 @@ class CastCache:
 
     def _sort_by_memory(self) -> dict[int, list[int]]:
         by_memory: dict[int, list[int]] = {}
-        entries = [*list(self._entries.items()), *list(self._waiting.items())]  # other threads may add some
+        entries = [*self._entries.copy().items(), *self._waiting.copy().items()]
         for key, (*_, parameter, _) in entries:
             by_memory.setdefault(parameter.untyped_storage()._cdata, []).append(key)
         is_whole = len(entries) == len(self._entries) + len(self._waiting)
@@ -119,7 +122,7 @@ class CastCache:
 
         That comes later, because most often a step comes first, and ends them all.
         """
-        self._waiting.update(list(self._entries.items()))  # other threads may add some
+        self._waiting.update(self._entries.copy())
         self._entries.clear()
         self._rechecks += 1
         if self._rechecks % SWEEP == 0:
@@ -127,7 +130,7 @@ class CastCache:
 
     def _drop_unowned(self) -> None:
         """Forgets the casts of parameters that nobody else has any more."""
-        for key, (_, _, _, requires_grad, *_, parameter, _) in list(self._waiting.items()):
+        for key, (_, _, _, requires_grad, *_, parameter, _) in self._waiting.copy().items():
             if _count_references(parameter) <= _OWN_REFERENCES[requires_grad]:
                 self._waiting.pop(key, None)
 

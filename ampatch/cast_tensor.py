@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ class CastTensor:
     """Casts a module's tensor in place, and gives it its float32 values and gradient back."""
 
     def __init__(self, module: Module, name: str, tensor: Tensor, values: Float32Values) -> None:
-        self.module = module
+        self._module = weakref.ref(module)  # another one may hold the tensor as well, and outlive it
         self.name = name
         self.tensor = tensor
         self._values = values
@@ -43,7 +44,9 @@ class CastTensor:
 
     def find(self) -> Tensor:
         """Returns the module's tensor as it is now: `Module.to` replaces buffers by others."""
-        current = dict(own_tensors(self.module)).get(self.name, self.tensor)
+        module = self._module()
+        found = {} if module is None else dict(own_tensors(module))
+        current = found.get(self.name, self.tensor)
         if current is not self.tensor:
             self._values.rename(self.tensor, current)
             self.tensor = current
@@ -68,22 +71,37 @@ class CastTensor:
         return cast_grads([grad], [values])[0] if is_fresh else None
 
 
-def cast_newcomers(models: Sequence[Module], dtype: torch.dtype) -> Callable[[], None]:
-    """Returns what casts to float32 the half tensors that models have got since.
+class CastModule:
+    """The tensors of one module that were cast, and the way back; the module's hooks keep it alive."""
 
-    Parametrizations, pruning and weight norm make parameters and buffers from a half weight.
-    """
-    before = {id(tensor): tensor for part in list_parts(models) for _, tensor in own_tensors(part)}
+    def __init__(self, module: Module, dtype: torch.dtype) -> None:
+        self._module = weakref.ref(module)
+        self._dtype = dtype
+        self._came_half = [tensor for tensor in _list_tensors(module) if tensor.dtype is dtype]
+        self.casts: list[CastTensor] = []  # those of tied tensors are in all modules that have them
 
-    def cast_up() -> None:
-        for module in list_parts(models):
-            for _, tensor in own_tensors(module):
-                if tensor.dtype is dtype and id(tensor) not in before:
-                    grad, tensor.grad = tensor.grad, None
-                    _set_values(tensor, tensor.detach().float())
-                    tensor.grad = None if grad is None else grad.float()
+    def find(self, module: Module) -> None:
+        """Finds the module's tensors as they are now; does nothing for another one with the same hooks."""
+        if module is self._module():
+            for cast in self.casts:
+                cast.find()
 
-    return cast_up
+    def cast_newcomers(self) -> None:
+        """Casts to float32 the half tensors that the module, or a part of it, has got since.
+
+        Parametrizations, pruning and weight norm make parameters and buffers from a half weight.
+        """
+        came_half = set(map(id, self._came_half))
+        module = self._module()
+        for tensor in [] if module is None else _list_tensors(module):
+            if tensor.dtype is self._dtype and id(tensor) not in came_half:
+                grad, tensor.grad = tensor.grad, None
+                _set_values(tensor, tensor.detach().float())
+                tensor.grad = None if grad is None else grad.float()
+
+
+def _list_tensors(module: Module) -> list[Tensor]:
+    return [tensor for part in module.modules() for _, tensor in own_tensors(part)]
 
 
 def list_parts(models: Iterable[Module]) -> list[Module]:

@@ -84,6 +84,11 @@ class DataWatch(SessionPatch):
         if id(tensor) in self.watched:
             self.touched.add(id(tensor))
 
+    def keep_watching(self, params: set[int]) -> None:
+        """Drops the ids of parameters that are gone."""
+        self.watched &= params
+        self.touched &= params
+
     def forget(self) -> None:
         """Drops the parameters."""
         self.watched.clear()

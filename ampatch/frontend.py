@@ -128,6 +128,8 @@ def scale_loss(
     model: object = None,
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
+    *,
+    of_last_call: bool = False,
 ) -> AbstractContextManager[Tensor]:
     """Returns a context manager that yields `loss.float()` times the loss scale.
 
@@ -144,6 +146,7 @@ def scale_loss(
     - `delay_unscale`: leaves the gradients scaled until a later block or the step.
     - `delay_overflow_check`: leaves the scale as it is until a later block.
     - `model`: accepted as apex did, and not used.
+    - `of_last_call`: takes the scaler of the latest `initialize`, whichever took the optimizer, as apex did.
     """
     SESSION.require_open()
     given = tuple(optimizers) if isinstance(optimizers, list | tuple) else (optimizers,)
@@ -154,9 +157,9 @@ def scale_loss(
             f"loss is a {type(loss).__name__}: expected a tensor, the output of the loss function"
         )
     found = [SESSION.find(optimizer, index) for index, optimizer in enumerate(given)]
-    call = found[0][1] if found else SESSION.last_call()
+    scalers = SESSION.scalers(of_last_call=True) if of_last_call or not found else found[0][1].scalers
     amp_optimizers = list({id(amp_optimizer): amp_optimizer for amp_optimizer, _ in found}.values())
-    scaler = _pick(call.scalers, loss_id)
+    scaler = _pick(scalers, loss_id)
     SESSION.note_scale(scaler)
     for observer in SESSION.observers:
         observer.on_loss(loss.detach(), scaler.loss_id)
@@ -199,20 +202,24 @@ def master_params(optimizer: object) -> Iterator[Tensor]:
         yield from group["params"]
 
 
-def state_dict() -> dict[str, dict[str, float | int]]:
-    """Returns the state of every loss scaler, in apex's format; one host sync for each that is dynamic."""
+def state_dict(*, of_last_call: bool = False) -> dict[str, dict[str, float | int]]:
+    """Returns the state of every loss scaler, in apex's format; one host sync for each that is dynamic.
+
+    Several calls of `initialize` number their scalers on, also those whose models are gone. `of_last_call`:
+    the scalers of the latest alone.
+    """
     SESSION.require_open()
-    return save_scalers(SESSION.scalers())
+    return save_scalers(SESSION.scalers(of_last_call=of_last_call))
 
 
-def load_state_dict(state_dict: dict[str, dict[str, float | int]]) -> None:
+def load_state_dict(state_dict: dict[str, dict[str, float | int]], *, of_last_call: bool = False) -> None:
     """Restores the loss scalers from a `state_dict`, also one that apex wrote; all or nothing.
 
     A static scale stays what `initialize` was told. Raises AmpValueError for unknown keys, and warns
     if the number of scalers differs: those that both have are loaded.
     """
     SESSION.require_open()
-    load_scalers(SESSION.scalers(), state_dict)
+    load_scalers(SESSION.scalers(of_last_call=of_last_call), state_dict)
 
 
 def step_was_skipped(optimizer: object) -> bool:
@@ -255,13 +262,14 @@ def disable_casts() -> AbstractContextManager[None]:
     return SESSION.casts.thread.disabled()
 
 
-def uninitialize() -> None:
+def uninitialize(*, functions_only: bool = False) -> None:
     """Undoes every `initialize`: torch, models and optimizers are what they would be without.
 
-    Models are float32 again, with the masters' values, and optimizers step them. Raises
+    Models are float32 again, with the masters' values, and optimizers step them. `functions_only` takes back
+    the casts of torch's functions alone; the next `initialize` at O1 or O4 patches them again. Raises
     PatchConflictError, after everything else is undone, for functions that others patched over.
     """
-    SESSION.close()
+    SESSION.unpatch() if functions_only else SESSION.close()
 
 
 @contextmanager

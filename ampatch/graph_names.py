@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch.fx
@@ -43,13 +44,13 @@ class GraphNames:
         for module in [part for part in parts if isinstance(part, GraphModule)]:
             if any(id(node.target) in self._names for node in module.graph.nodes):
                 module.recompile()
-                followed.append(module)
+                followed.append(weakref.ref(module))
         return lambda: self._unfollow(followed)
 
-    def _unfollow(self, modules: list[GraphModule]) -> None:
+    def _unfollow(self, modules: list[weakref.ref[GraphModule]]) -> None:
         """Generates the code of modules as it was."""
         names, self._names = self._names, {}
-        for module in modules:
+        for module in [alive for reference in modules if (alive := reference()) is not None]:
             module.recompile()
         self._names = names
 

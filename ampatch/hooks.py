@@ -13,7 +13,7 @@ from torch.nn import Module
 from torch.nn.modules.loss import _Loss
 
 from ampatch.cast import CastState, PendingGraph
-from ampatch.cast_tensor import CastTensor, own_tensors
+from ampatch.cast_tensor import CastModule, own_tensors
 from ampatch.cast_tree import cast_batch, cast_tree
 from ampatch.errors import AmpValueError
 from ampatch.precision import HALF_TYPES
@@ -144,29 +144,39 @@ class CastOutputs:
 
 
 class _StateDictHook:
-    """Finds the half tensors of one module, of which `casts` are those that this call cast.
+    """Finds the half tensors of one module, and keeps alive what is known of them.
 
+    `others` are the values of modules that share a tensor with this one, `part` is what this call cast.
     Registered on every module with cast tensors, so that a part of a model, or a wrapper such as
     DistributedDataParallel, saves and loads float32 too. A deep copy or a pickled model has values of its
     own: those of its half weights, and what is written into its state_dict.
     """
 
-    def __init__(self, values: Float32Values, casts: Sequence[CastTensor] = ()) -> None:
-        self.values = values
-        self._casts = casts
+    def __init__(
+        self,
+        values: Float32Values,
+        others: Sequence[Float32Values] = (),
+        part: CastModule | None = None,
+    ) -> None:
+        self._values = values
+        self._others = others
+        self._part = part
+
+    def find_values(self, tensor: Tensor) -> Float32Values:
+        """Returns those that know a tensor."""
+        return next((values for values in self._others if tensor in values), self._values)
 
     def find_tensors(self, module: Module) -> dict[str, Tensor]:
         """The module's own half tensors, by name."""
-        for cast in self._casts:
-            if cast.module is module:
-                cast.find()
+        if self._part is not None:
+            self._part.find(module)
         return {name: item for name, item in own_tensors(module) if item.dtype in HALF_TYPES}
 
     def __deepcopy__(self, memo: dict) -> _StateDictHook:
-        return type(self)(copy.deepcopy(self.values, memo))
+        return type(self)(copy.deepcopy(self._values, memo), copy.deepcopy(self._others, memo))
 
     def __reduce__(self) -> tuple:
-        return type(self), (self.values,)
+        return type(self), (self._values, self._others)
 
 
 class SaveFloat32(_StateDictHook):
@@ -176,7 +186,7 @@ class SaveFloat32(_StateDictHook):
         for name, tensor in self.find_tensors(module).items():
             saved = state_dict.get(prefix + name)
             if isinstance(saved, Tensor):
-                state_dict[prefix + name] = self.values.export(tensor, saved)
+                state_dict[prefix + name] = self.find_values(tensor).export(tensor, saved)
 
 
 class LoadFloat32(_StateDictHook):
@@ -193,4 +203,4 @@ class LoadFloat32(_StateDictHook):
         for name, tensor in self.find_tensors(module).items():
             loaded = state_dict.get(prefix + name)
             if isinstance(loaded, Tensor) and loaded.shape == tensor.shape:
-                self.values.take(tensor, loaded)
+                self.find_values(tensor).take(tensor, loaded)

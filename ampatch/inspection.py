@@ -26,10 +26,10 @@ def master_pairs(optimizer: object) -> Iterator[tuple[Tensor, Tensor]]:
             yield pair.half, pair.master
 
 
-def loss_scalers() -> tuple[LossScaler, ...]:
+def loss_scalers(*, of_last_call: bool = False) -> tuple[LossScaler, ...]:
     """Returns the loss scalers of the session, numbered as `state_dict` numbers them."""
     SESSION.require_open()
-    return tuple(SESSION.scalers())
+    return tuple(SESSION.scalers(of_last_call=of_last_call))
 
 
 def backward_outcomes(optimizer: object) -> tuple[BackwardOutcome, ...]:

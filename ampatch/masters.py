@@ -100,7 +100,11 @@ class MasterParams:
         self._plain: tuple[list[Tensor], list[Tensor]] = [], []  # halves and masters that are no wrappers
         self._by_half: dict[int, MasterParam] = {}
         self._by_master: dict[int, MasterParam] = {}
-        self._optimizers = optimizers
+        self.optimizers = optimizers
+
+    def __del__(self) -> None:
+        for pair in self.pairs:  # which live on with the model
+            pair.optimizers -= 1
 
     def __iter__(self) -> Iterator[MasterParam]:
         return iter(self.pairs)
@@ -145,7 +149,7 @@ class MasterParams:
     def install(self) -> None:
         """Puts masters into the param groups, and their state under their name, bit for bit."""
         self._replace({key: pair.master for key, pair in self._by_half.items()})
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             self.align_state(optimizer)
 
     def align_state(self, optimizer: Optimizer) -> None:
@@ -163,7 +167,7 @@ class MasterParams:
         self._replace({key: pair.half for key, pair in self._by_master.items()})
 
     def _replace(self, by_id: dict[int, Parameter]) -> None:
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 params = group["params"]
                 params[:] = [by_id.get(id(param), param) for param in params]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 
@@ -14,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from ampatch.cast import CastState
-from ampatch.cast_tensor import CastTensor, cast_newcomers, list_parts, own_tensors
+from ampatch.cast_tensor import CastModule, CastTensor, list_parts, own_tensors
 from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.hooks import (
     CastInputs,
@@ -27,14 +26,16 @@ from ampatch.hooks import (
 from ampatch.on_cpu import select_without_kernel
 from ampatch.policy import Policy
 from ampatch.precision import HALF_TYPES
-from ampatch.values import Float32Values
+from ampatch.undo import weakly
+from ampatch.values import Float32Values, Shown
 
 Keep = str | type[Module] | Module
 
 
-def validate_models(
-    models: Sequence[object], policy: Policy, values: Float32Values, allow_half: bool
-) -> None:
+ValuesById = Mapping[int, Float32Values]  # what knows a tensor, by the tensor's id
+
+
+def validate_models(models: Sequence[object], policy: Policy, values: ValuesById, allow_half: bool) -> None:
     """Raises for anything that is no Module, or not float32; several faults are told one at a time."""
     for index, model in enumerate(models):
         if not isinstance(model, Module):
@@ -50,16 +51,14 @@ def validate_models(
         _validate_scripted(index, model, policy)
 
 
-def _validate_dtypes(
-    index: int, model: Module, policy: Policy, values: Float32Values, allow_half: bool
-) -> None:
+def _validate_dtypes(index: int, model: Module, policy: Policy, values: ValuesById, allow_half: bool) -> None:
     for name, param in model.named_parameters():
         if policy.casts_model and is_lazy(param):
             raise AmpValueError(
                 f"models[{index}]: parameter {name!r} is not initialized yet: run one forward first, so "
                 f"that {policy.opt_level} has a weight to cast"
             )
-        if param.dtype in HALF_TYPES and param not in values:
+        if param.dtype in HALF_TYPES and not _is_known(param, values):
             if allow_half:
                 continue
             raise AmpValueError(
@@ -83,6 +82,12 @@ def _validate_scripted(index: int, model: Module, policy: Policy) -> None:
             f"model of Python modules; script it after uninitialize, or use opt_level='O1' or 'O4' without "
             f"cast_model_outputs"
         )
+
+
+def _is_known(tensor: Tensor, values: ValuesById) -> bool:
+    """Whether a tensor was cast here; `values` may have those of a module that it is new in."""
+    found = values.get(id(tensor))
+    return found is not None and tensor in found
 
 
 def select_python(models: Sequence[Module]) -> list[Module]:
@@ -132,7 +137,11 @@ def _matches(entry: Keep, name: str, module: Module) -> bool:
 
 
 class ModelCaster:
-    """Casts the models of one call, and puts them back."""
+    """Casts the models of one call; `undo` receives the way back, which keeps no module alive.
+
+    `values` are those of earlier calls, by the id of the tensor. Those that are made here live on the hooks
+    of their module.
+    """
 
     def __init__(
         self,
@@ -140,51 +149,78 @@ class ModelCaster:
         policy: Policy,
         kept: Sequence[Module],
         state: CastState,
-        values: Float32Values,
+        values: ValuesById,
+        undo: ExitStack,
     ) -> None:
         self._models = models
         self._policy = policy
         self._state = state
-        self._values = values
+        self._values = dict(values)
+        self.by_module: dict[int, Float32Values] = {}
+        self._parts: list[CastModule] = []
         without_kernel = select_without_kernel(models) if policy.casts_model else []
         self._kept = _outermost(_add_sharers(models, [*kept, *without_kernel]))
         self._cast: list[CastTensor] = []
-        self._stack = ExitStack()
+        self._stack = undo
 
     def open(self) -> None:
-        """Casts the weights and registers the hooks; `close` undoes what was done so far."""
+        """Casts the weights and registers the hooks."""
         if self._policy.cast_model_type is not None:
             self._cast_weights(self._policy.cast_model_type)
-            self._hook_state_dicts()
         for module in self._kept:
             self._keep(module)
         for model in select_python(self._models):
             self._hook_forward(model)
 
-    def close(self) -> None:
-        """Removes the hooks, and gives the weights their float32 values back."""
-        self._stack.close()
+    def list_casts(self, params: Iterable[Tensor]) -> list[CastTensor]:
+        """The casts of some parameters."""
+        ids = set(map(id, params))
+        return [cast for cast in self._cast if id(cast.tensor) in ids]
+
+    def list_values(self, modules: Iterable[Module]) -> list[Float32Values]:
+        """The float32 values behind the tensors of modules."""
+        ids = [id(tensor) for module in modules for _, tensor in own_tensors(module)]
+        found = [self._values[key] for key in ids if key in self._values]
+        return list({id(values): values for values in found}.values())
 
     def forget_originals(self) -> None:
         """Frees the float32 values that no master stands for; they cannot be restored afterwards."""
         for cast in self._cast:
-            if self._values.find_pair(cast.tensor) is None:
-                self._values.release(cast.tensor)
+            values = self._values[id(cast.tensor)]
+            if values.find_pair(cast.tensor) is None:
+                values.release(cast.tensor)
 
     # Weights
 
     def _cast_weights(self, dtype: torch.dtype) -> None:
-        float32 = self._float32_tensors()
-        self._stack.callback(self._flatten_recurrent)  # runs last, on restored weights
-        self._stack.callback(cast_newcomers(self._models, dtype))
+        recurrent = [part for part in list_parts(self._models) if isinstance(part, torch.nn.RNNBase)]
+        # On CUDA the weights of a recurrent net share one block of memory, which a cast breaks up.
+        for module in recurrent:
+            self._stack.callback(weakly(module.flatten_parameters))  # runs last, on restored weights
+        self._find_tensors(dtype)
+        self._hook_state_dicts()  # undone after the casts: the hooks keep alive what undoes these
+        for part in self._parts:
+            self._stack.callback(weakly(part.cast_newcomers))
+        for cast in self._cast:
+            self._stack.callback(weakly(cast.restore))
+            cast.cast(dtype)
+        for module in recurrent:
+            module.flatten_parameters()
+
+    def _find_tensors(self, dtype: torch.dtype) -> None:
+        """Lists what to cast; a tensor has the values of the first module that it is in."""
+        float32, notice = self._float32_tensors(), Shown()
+        found: dict[int, CastTensor] = {}
         for module in list_parts(self._models):
+            part = CastModule(module, dtype)
+            values = self.by_module[id(module)] = Float32Values(notice)
             for name, tensor in own_tensors(module):
+                known = self._values.setdefault(id(tensor), values)
                 if tensor.dtype is torch.float32 and id(tensor) not in float32:
-                    cast = CastTensor(module, name, tensor, self._values)
-                    self._stack.callback(cast.restore)
-                    self._cast.append(cast)
-                    cast.cast(dtype)
-        self._flatten_recurrent()
+                    cast = found.setdefault(id(tensor), CastTensor(module, name, tensor, known))
+                    part.casts.append(cast)
+            self._parts.append(part)
+        self._cast = list(found.values())
 
     def _float32_tensors(self) -> set[int]:
         """The tensors that stay float32, by identity."""
@@ -193,29 +229,21 @@ class ModelCaster:
             keeping += [module for module in list_parts(self._models) if isinstance(module, _BatchNorm)]
         return {id(tensor) for module in keeping for _, tensor in own_tensors(module)}
 
-    def _flatten_recurrent(self) -> None:
-        # On CUDA the weights of a recurrent net share one block of memory, which a cast breaks up.
-        for module in list_parts(self._models):
-            if isinstance(module, torch.nn.RNNBase):
-                module.flatten_parameters()
-
     # Hooks
 
     def _hook_state_dicts(self) -> None:
-        known = {id(cast.tensor) for cast in self._cast}
-        by_module: dict[int, list[CastTensor]] = defaultdict(list)
-        for cast in self._cast:
-            by_module[id(cast.module)].append(cast)
-        for module in list_parts(self._models):
+        for module, part in zip(list_parts(self._models), self._parts, strict=True):
             tensors = [tensor for _, tensor in own_tensors(module)]
-            if any(id(tensor) in known or self._came_half(tensor) for tensor in tensors):
-                own = by_module[id(module)]
-                save, load = SaveFloat32(self._values, own), LoadFloat32(self._values, own)
+            # A model as a whole as well: its hooks keep what finds the newcomers among its parts.
+            is_model = any(module is model for model in self._models)
+            if is_model or part.casts or any(map(self._came_half, tensors)):
+                own, others = self.by_module[id(module)], self.list_values([module])
+                save, load = SaveFloat32(own, others, part), LoadFloat32(own, others, part)
                 self._stack.callback(module.register_state_dict_post_hook(save).remove)
                 self._stack.callback(module.register_load_state_dict_pre_hook(load).remove)
 
     def _came_half(self, tensor: Tensor) -> bool:
-        return tensor.dtype in HALF_TYPES and tensor not in self._values
+        return tensor.dtype in HALF_TYPES and not _is_known(tensor, self._values)
 
     def _keep(self, kept: Module) -> None:
         """Lets a module run in float32 amid a half model, or amid patched functions.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from types import FrameType
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 from torch.optim import Optimizer
 
 from ampatch.captured import CapturedBlock
@@ -25,6 +25,7 @@ from ampatch.scaler import Scale
 from ampatch.skip import SkipStep
 from ampatch.step_listener import StepListener
 from ampatch.thread import is_running
+from ampatch.undo import refer
 
 logger = logging.getLogger("ampatch")
 
@@ -35,8 +36,13 @@ class AmpOptimizer:
     Everything happens in hooks of `optimizer.step`, which survive LR schedulers.
     """
 
-    def __init__(self, optimizer: Optimizer, masters: MasterParams, listener: StepListener) -> None:
+    def __init__(
+        self, optimizer: Optimizer, masters: MasterParams, listener: StepListener, given: object = None
+    ) -> None:
         self.optimizer = optimizer
+        self._given = refer(given)  # a wrapper may be dropped before the optimizer
+        self.undo = ExitStack()  # what was done to the optimizer; lives as long
+        self.casts: Sequence[object] = ()  # those of its parameters, for undo, should the modules be gone
         self.masters = masters
         self._grads = MasterGrads(masters.pairs)
         self._listener = listener
@@ -48,9 +54,15 @@ class AmpOptimizer:
         self._earlier = EarlierGrads()
         self._skip = SkipStep()
         self._step: FrameType | None = None  # the call that runs a step
-        self._capture: object = None  # the capture of a CUDA graph that the last block was in
-        self.from_before: set[int] = set()  # ids of parameters that had gradients before that block
+        self._capture: object = None  # the capture of a CUDA graph that the last block was in, and
+        self.from_before: set[int] = set()  # the ids of parameters that had gradients before that block
         self._warned = False
+
+    def is_for(self, optimizer: object) -> bool:
+        """Whether an object is the optimizer, one inside of it, or the wrapper around it."""
+        if optimizer is self.optimizer or optimizer is self._given():
+            return True
+        return any(optimizer is one for one in self.masters.optimizers)
 
     def params(self) -> list[Tensor]:
         """The parameters that the optimizer steps: masters where there are any."""
@@ -118,11 +130,6 @@ class AmpOptimizer:
             self._earlier.change(functools.partial(scale.scale_clean, outcomes=self._pending))
         self.delayed = scale
         self.restore_grads()
-
-    def steps_part_of(self, model: Module) -> bool:
-        """Whether the optimizer steps any parameter of a model."""
-        known = {id(param) for param in model.parameters()}
-        return any(id(param) in known for param in self.model_params())
 
     def settle_for_reader(self) -> None:
         """Unscales gradients that wait to be averaged over ranks: somebody is about to use them."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,9 +22,10 @@ def lower_state(optimizer: Optimizer) -> None:
             _cast(state, {torch.float32}, param.dtype)
 
 
-def raise_state(optimizer: Optimizer) -> None:
-    """Casts the half state of float32 parameters to float32."""
-    for param, state in optimizer.state.items():
+def raise_states(optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
+    """Casts the half state of float32 parameters to float32, in the optimizers that are alive."""
+    alive = [optimizer for reference in optimizers if (optimizer := reference()) is not None]
+    for param, state in [item for optimizer in alive for item in optimizer.state.items()]:
         if isinstance(param, Tensor) and param.dtype is torch.float32:
             _cast(state, set(HALF_TYPES), torch.float32)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import Module
@@ -21,9 +22,10 @@ class RefreshWeights(BeforeGraph):
     masters, and values of its own.
     """
 
-    def __init__(self, values: Float32Values, masters: Sequence[MasterParams] = ()) -> None:
+    def __init__(self, values: Sequence[Float32Values], masters: Sequence[MasterParams] = ()) -> None:
         self._values = values
-        self._masters = masters
+        self._notices = list({id(own.notice): own.notice for own in values}.values())
+        self._masters = [weakref.ref(one) for one in masters]  # a model keeps no optimizer alive
 
     def __call__(self, module: Module, args: tuple) -> None:
         if not torch.compiler.is_dynamo_compiling():
@@ -31,9 +33,19 @@ class RefreshWeights(BeforeGraph):
 
     def refresh(self) -> None:
         """Rounds what was written into the model; no host sync."""
-        self._values.follow_shown()
-        for masters in self._masters:
-            masters.copy_edits_to_model()
+        for notice in self._notices:
+            if notice.any:
+                self._follow(Float32Values.follow_shown)
+        for reference in self._masters:
+            masters = reference()
+            if masters is None:
+                self._follow(Float32Values.follow_masters)
+            else:
+                masters.copy_edits_to_model()
+
+    def _follow(self, follow: Callable[[Float32Values], None]) -> None:
+        for values in self._values:
+            follow(values)
 
     def __deepcopy__(self, memo: dict) -> RefreshWeights:
         return RefreshWeights(copy.deepcopy(self._values, memo))

@@ -27,7 +27,8 @@ class Search:
 
     It looks into modules, classes, dictionaries, lists, tuples, `functools.partial`s, default
     arguments, closures and instances of classes, but not into those of Python and of torch. Only
-    identity counts: nothing is called, compared or asked for attributes that are computed.
+    identity counts: nothing is called, compared or asked for attributes that are computed. A change comes
+    with the innermost `nn.Module` that it was found in, None for what belongs to the program.
     """
 
     def __init__(self, replacements: Replacements, modules: LoadedModules) -> None:
@@ -36,7 +37,8 @@ class Search:
         self._seen: dict[int, object] = {}  # kept, so that no id is used again
         self._walks: dict[type, Callable[[object, int], None]] = {}
         self._slots: dict[type, tuple[str, ...]] = {}
-        self.changes: list[Change] = []
+        self._owner: torch.nn.Module | None = None  # the module inside of which the search is
+        self.changes: list[tuple[torch.nn.Module | None, Change]] = []
 
     def search_modules(self, *, only_names: bool = False) -> None:
         """Looks through loaded modules; `only_names`: at the globals alone of those searched before."""
@@ -50,7 +52,9 @@ class Search:
         """Looks through models: what their parts and the classes of these keep."""
         for model in models:
             for module in model.modules():
+                self._owner = module
                 self._walk_attributes(module, _MAX_DEPTH)
+                self._owner = None
                 for kind in type(module).__mro__:
                     self._translate(kind, _MAX_DEPTH)
 
@@ -74,7 +78,7 @@ class Search:
         except (AttributeError, TypeError) as error:
             logger.warning("%r keeps the %r that torch had before it was patched: %s", slot, old, error)
         else:
-            self.changes.append(Change(slot, old, slot.get()))
+            self.changes.append((self._owner, Change(slot, old, slot.get())))
 
     def _translate(self, value: object, depth: int) -> object:
         """Returns what belongs in the place of `value`, after a look inside it."""
@@ -94,8 +98,17 @@ class Search:
             walk = self._walks.get(kind)
             if walk is None:
                 walk = self._walks[kind] = self._find_walk(kind)
+            owner, self._owner = self._owner, self._find_owner(value)
             walk(value, depth)
+            self._owner = owner
         return value
+
+    def _find_owner(self, value: object) -> torch.nn.Module | None:
+        """Whom a change inside of a value belongs to; classes and plain functions are the program's."""
+        if isinstance(value, torch.nn.Module):
+            return value
+        is_plain = type(value) is FunctionType and value.__closure__ is None
+        return None if is_plain or isinstance(value, type) else self._owner
 
     def _translate_tuple(self, value: tuple, depth: int) -> object:
         make = tuple if type(value) is tuple else getattr(type(value), "_make", None)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import FrameType
 
@@ -15,37 +15,32 @@ from ampatch.call import (
     Call,
     Request,
     device_types,
-    find_inner_optimizers,
     find_stepped,
     make_scalers,
-    order_hooks,
-    unwrap_optimizer,
     validate_optimizers,
 )
 from ampatch.captured import CapturedStep
 from ampatch.captures import Captures, Repeats
 from ampatch.cast import CASTS
+from ampatch.cast_tensor import list_parts
 from ampatch.compiling import skip_own_frames
-from ampatch.copies import CopyWithMasters
 from ampatch.data_watch import DataWatch
 from ampatch.errors import AmpValueError, NotInitializedError
 from ampatch.features import TorchFeatures
-from ampatch.grads import drop_scaled_grads
+from ampatch.joins import Joins
 from ampatch.local_grads import NoteNoSync
 from ampatch.masters import MasterParams
+from ampatch.members import Members
 from ampatch.model import ModelCaster, select_kept, select_python, validate_models
 from ampatch.observe import Observer
 from ampatch.optimizer import AmpOptimizer
-from ampatch.optimizer_state import lower_state, raise_state
-from ampatch.patcher import Patcher
-from ampatch.precision import HALF_TYPES
+from ampatch.optimizer_state import lower_state, raise_states
+from ampatch.policy import Policy
 from ampatch.refresh import RefreshWeights
 from ampatch.scaler import LossScaler
 from ampatch.scripting import ScriptModels
 from ampatch.step_listener import StepListener
 from ampatch.torch_patch import TorchPatch
-from ampatch.values import Float32Values
-from ampatch.whole_step import WholeStep, needs_whole_step
 
 
 class Session(StepListener):
@@ -70,12 +65,11 @@ class Session(StepListener):
     def _reset(self) -> None:
         self.casts.thread.reset()
         self._undo = ExitStack()
-        self._values = Float32Values()
+        self._patching = ExitStack()  # of torch's functions: undone before the rest, or alone
+        self._members = Members()
         self._calls: list[Call] = []
-        self._by_optimizer: dict[int, tuple[object, AmpOptimizer, Call]] = {}
         self._announcer = Announcer()
-        self._passive: list[object] = []  # what calls with enabled=False were given
-        self._was_scaled = False  # whether a block has made gradients that are scaled
+        self._joins = Joins(self._list_optimizers, self._make_masters, self._data_watch)
         self.is_disabled = False
 
     @property
@@ -88,137 +82,110 @@ class Session(StepListener):
     def disable(self, optimizers: Sequence[object]) -> None:
         """Notes a call with enabled=False: its optimizers pass through."""
         self.is_disabled = True
-        self._passive.extend(optimizers)
+        self._members.add_passive(optimizers)
 
     def open(self, request: Request) -> None:
         """Sets up one call; all or nothing: if anything raises, what was done is undone first."""
-        validate_models(request.models, request.policy, self._values, request.allow_half_params)
+        self._forget_dropped()
+        members, policy = self._members, request.policy
+        values = members.map_values()
+        validate_models(request.models, policy, values, request.allow_half_params)
         kept = select_kept(request.models, request.keep_fp32)
-        validate_optimizers(request, self._calls)
-        self.torch_patch.validate(request.policy)
+        others = members.optimizers()
+        validate_optimizers(request, members.list_tensors(), others)
+        self.torch_patch.validate(policy)
         skip_own_frames(self._unframed)
-        call = Call(request, make_scalers(request, len(self.scalers())))
+        call = Call(request.verbosity, make_scalers(request, len(self.scalers())))
         # Tensors made in inference mode would never get gradients.
-        with torch.inference_mode(mode=False), ExitStack() as undo:
-            if request.policy.is_pure_half:
-                undo.callback(self._raise_states, call)
-            if request.policy.master_weights or request.policy.patch_torch_functions:
-                self._data_watch.open(undo)
-            if request.policy.half is not None:
-                self._features.open(undo)
-            self._script_models.open(undo)
-            self._captures.open(undo)
-            caster = ModelCaster(request.models, request.policy, kept, self.casts, self._values)
-            undo.callback(caster.close)
+        with torch.inference_mode(mode=False), ExitStack() as undo, ExitStack() as patching:
+            self._open_patches(policy, undo)
+            undo.callback(call.close)
+            call.undo.callback(setattr, self, "_members", members.copy())
+            amps = [self._joins.make(given, self) for given in request.optimizers]
+            parts = list_parts(request.models)
+            call.members = [weakref.ref(one) for one in (*parts, *amps)]
+            if policy.is_pure_half:
+                call.undo.callback(raise_states, [weakref.ref(amp.optimizer) for amp in amps])
+            caster = ModelCaster(request.models, policy, kept, self.casts, values, call.undo)
             caster.open()
-            for optimizer in request.optimizers:
-                self._open_optimizer(optimizer, call, undo)
-            self._note_no_sync(call, undo)
-            if request.policy.casts_model:
-                refresh = RefreshWeights(self._values, [amp.masters for amp in call.optimizers])
-                for model in request.models:
-                    undo.callback(model.register_forward_pre_hook(refresh).remove)
-            if request.policy.patch_torch_functions:
-                trace = say if request.verbosity >= 2 else None
-                if any(observer.counts_casts for observer in self.observers):
-                    self.torch_patch.count_casts()
-                self.torch_patch.open(request.policy, request.models, device_types(request), trace, undo)
+            members.add_modules(parts, caster.by_module)
+            for given, amp in zip(request.optimizers, amps, strict=True):
+                amp.casts = caster.list_casts(amp.params())
+                self._joins.open(given, amp, policy.master_weights, call.undo)
+                members.add_optimizer(amp, [given, *amp.masters.optimizers], call)
+            self._hook_forwards(request, caster, amps, call.undo)
+            if policy.patch_torch_functions:
+                self._patch_torch(request, patching)
             self._calls.append(call)
             undo.callback(self._calls.remove, call)
-            self._passive = [item for item in self._passive if id(item) not in self._by_optimizer]
             if request.verbosity >= 1:
-                self._announcer.announce(request.policy, device_types(request))
+                self._announcer.announce(policy, device_types(request))
             for observer in self.observers:
-                observer.on_initialize(request.policy)
+                observer.on_initialize(policy)
                 observer.on_objects(request.models, request.optimizers)
             self._undo.push(undo.pop_all())
-        # Nothing raises from here on: what follows cannot be undone exactly.
-        for amp in call.optimizers if self._was_scaled else ():
-            drop_scaled_grads("initialize", amp.model_params(), find_stepped(self._calls[:-1]))
-        if request.policy.is_pure_half:
-            self._lower(caster, call)
+            self._patching.push(patching.pop_all())
+        self._give_up(policy, caster, amps, others)
 
-    def _note_no_sync(self, call: Call, undo: ExitStack) -> None:
-        if not torch.distributed.is_available():
-            return
-        for model in select_python(call.request.models):
-            listeners = [amp.local for amp in call.optimizers if amp.steps_part_of(model)]
-            undo.callback(model.register_forward_pre_hook(NoteNoSync(listeners)).remove)
+    def _give_up(
+        self, policy: Policy, caster: ModelCaster, amps: list[AmpOptimizer], others: list[AmpOptimizer]
+    ) -> None:
+        """Drops what does not hold any more. Nothing raises from here on: this cannot be undone exactly."""
+        for amp in amps:
+            self._joins.drop_scaled("initialize", amp.model_params(), find_stepped(others))
+        if policy.is_pure_half:
+            caster.forget_originals()
+            for amp in amps:
+                lower_state(amp.optimizer)
 
-    def _open_optimizer(self, given: object, call: Call, undo: ExitStack) -> None:
-        optimizer = unwrap_optimizer(given)
-        optimizers = find_inner_optimizers(optimizer)
-        amp = AmpOptimizer(optimizer, MasterParams(optimizers, self._data_watch.touched), self)
-        has_masters = call.request.policy.master_weights
-        instance = Patcher()
-        undo.callback(instance.close)
-        if has_masters:
-            self._open_masters(amp, instance, undo)
-        add_group = functools.partial(self._add_param_group, amp, has_masters, optimizer.add_param_group)
-        add_group = functools.update_wrapper(add_group, optimizer.add_param_group)
-        instance.replace(optimizer, "add_param_group", add_group)
-        for one in optimizers:
-            order_hooks(one)
-            undo.callback(one.register_step_pre_hook(amp.before_step).remove)
-            undo.callback(one.register_step_post_hook(amp.after_step).remove)
-            if hasattr(one, "_optimizer_load_state_dict_post_hooks"):
-                undo.callback(one.register_load_state_dict_post_hook(amp.masters.align_state).remove)
-        undo.callback(amp.close)
-        if needs_whole_step(given, optimizer):
-            WholeStep(given, amp).open(undo)
-        call.optimizers.append(amp)
-        for key in {id(given), *map(id, optimizers)}:
-            self._by_optimizer[key] = (given, amp, call)
-            undo.callback(self._by_optimizer.pop, key, None)
+    def _forget_dropped(self) -> None:
+        """Forgets what scripts have dropped since the last call: ids of theirs may be used again."""
+        self.casts.thread.forget_ended()  # the frame of a step that raised holds what its caller had
+        self.casts.clear_cache()
+        for call in self._calls:
+            call.forget_dropped()
+        self._members = self._members.copy()
+        pairs = self._members.pairs()
+        self._data_watch.keep_watching({id(param) for pair in pairs for param in (pair.half, pair.master)})
 
-    def _lower(self, caster: ModelCaster, call: Call) -> None:
-        """Gives up float32 values where no master keeps them: weights and optimizer state at O3."""
-        caster.forget_originals()
-        for amp in call.optimizers:
-            lower_state(amp.optimizer)
+    def _open_patches(self, policy: Policy, undo: ExitStack) -> None:
+        """Patches what a session patches once, but for the functions that cast."""
+        if policy.master_weights or policy.patch_torch_functions:
+            self._data_watch.open(undo)
+        if policy.half is not None:
+            self._features.open(undo)
+        self._script_models.open(undo)
+        self._captures.open(undo)
 
-    def _raise_states(self, call: Call) -> None:
-        for amp in call.optimizers:
-            raise_state(amp.optimizer)
+    def _patch_torch(self, request: Request, undo: ExitStack) -> None:
+        trace = say if request.verbosity >= 2 else None
+        if any(observer.counts_casts for observer in self.observers):
+            self.torch_patch.count_casts()
+        self.torch_patch.open(request.policy, request.models, device_types(request), trace, undo)
 
-    def _open_masters(self, amp: AmpOptimizer, instance: Patcher, undo: ExitStack) -> None:
-        optimizer, masters = amp.optimizer, amp.masters
-        undo.callback(masters.remove)
-        self._make_masters(masters, amp.params())
-        zero_grad = functools.partial(amp.zero_grad, optimizer.zero_grad)
-        instance.replace(optimizer, "zero_grad", functools.update_wrapper(zero_grad, optimizer.zero_grad))
-        instance.replace(optimizer, "__deepcopy__", CopyWithMasters(amp), optional=True)
+    def _hook_forwards(
+        self, request: Request, caster: ModelCaster, amps: list[AmpOptimizer], undo: ExitStack
+    ) -> None:
+        for model in select_python(request.models):
+            if torch.distributed.is_available():
+                params = {id(param) for param in model.parameters()}
+                listeners = [amp.local for amp in amps if find_stepped([amp]) & params]
+                undo.callback(model.register_forward_pre_hook(NoteNoSync(listeners)).remove)
+            if request.policy.casts_model:
+                refresh = RefreshWeights(caster.list_values(model.modules()), [amp.masters for amp in amps])
+                undo.callback(model.register_forward_pre_hook(refresh).remove)
 
-    def _make_masters(self, masters: MasterParams, params: Iterable[Tensor]) -> None:
-        for param in list(params):
-            if param.dtype not in HALF_TYPES or masters.owns(param):
-                continue
-            pair = self._values.find_pair(param)
-            if pair is None:
-                pair = masters.add(param, self._values.read(param))
-                self._values.set_pair(pair)
-                self._data_watch.watched.update((id(pair.half), id(pair.master)))
-            else:
-                masters.share(pair)
-        masters.install()
+    def _list_optimizers(self) -> list[AmpOptimizer]:
+        return self._members.optimizers()
 
-    def _add_param_group(self, amp: AmpOptimizer, has_masters: bool, original: Callable, group: dict) -> None:
-        stepped = find_stepped(self._calls)
-        original(group)
-        params = amp.optimizer.param_groups[-1]["params"]
-        if any(amp.masters.get(param) is not None for param in params):
-            del amp.optimizer.param_groups[-1]
-            raise ValueError("some parameters appear in more than one parameter group")
-        if self._was_scaled:
-            drop_scaled_grads("add_param_group", params, stepped)
-        if has_masters:
-            self._make_masters(amp.masters, params)
-
-    def note_scale(self, scaler: LossScaler) -> None:
-        """Notes that a block begins: gradients that no optimizer looks after stay scaled by it."""
-        self._was_scaled = self._was_scaled or scaler.is_dynamic or scaler.get_scale() != 1.0
+    def _make_masters(self, masters: MasterParams, params: Sequence[Tensor]) -> None:
+        self._members.make_masters(masters, params, self._data_watch.watched)
 
     # Running
+
+    def note_scale(self, scaler: LossScaler) -> None:
+        """Notes that a block begins."""
+        self._joins.note_scale(scaler)
 
     def tell_backward(self, loss_id: int) -> None:
         """Tells observers that a block of `scale_loss` has ended."""
@@ -246,7 +213,7 @@ class Session(StepListener):
         if capture is not None:
             capture.append(CapturedStep(optimizer))
             return
-        if self.find(optimizer.optimizer)[1].request.verbosity >= 1:
+        if self.find(optimizer.optimizer)[1].verbosity >= 1:
             self._announcer.announce_step(optimizer.last_outcomes)
         for observer in self.observers:
             observer.on_step(optimizer.optimizer)
@@ -254,26 +221,26 @@ class Session(StepListener):
     def find(self, optimizer: object, index: int = 0) -> tuple[AmpOptimizer, Call]:
         """Returns what is kept for an optimizer; raises for one that `initialize` did not return."""
         self.require_open()
-        found = self._by_optimizer.get(id(optimizer))
+        found = self._members.find(optimizer)
         if found is None:
             kind = type(optimizer).__name__
             raise AmpValueError(
                 f"optimizers[{index}] ({kind}) is not one that initialize() returned: "
                 f"pass it to initialize first"
             )
-        return found[1], found[2]
+        return found
 
     def settle(self, optimizer: object) -> None:
         """Unscales gradients that wait to be averaged over ranks: somebody is about to use them."""
-        found = self._by_optimizer.get(id(optimizer))
+        found = self._members.find(optimizer)
         if found is not None:
-            found[1].settle_for_reader()
+            found[0].settle_for_reader()
 
     def is_passive(self, optimizers: Sequence[object]) -> bool:
         """Whether these optimizers were given to a call with enabled=False, or no call is enabled."""
         if not self.is_disabled:
             return False
-        return not self._calls or any(item is given for item in optimizers for given in self._passive)
+        return not self._calls or self._members.is_any_passive(optimizers)
 
     def require_open(self) -> None:
         """Raises NotInitializedError before `initialize`."""
@@ -282,15 +249,18 @@ class Session(StepListener):
                 "ampatch is not initialized: call amp.initialize(model, optimizer) first"
             )
 
-    def last_call(self) -> Call:
-        """The latest enabled call."""
-        return self._calls[-1]
-
-    def scalers(self) -> list[LossScaler]:
-        """All loss scalers, numbered on from call to call."""
-        return [scaler for call in self._calls for scaler in call.scalers]
+    def scalers(self, *, of_last_call: bool = False) -> list[LossScaler]:
+        """The loss scalers of all enabled calls, numbered on from call to call; or of the latest alone."""
+        calls = self._calls[-1:] if of_last_call else self._calls
+        return [scaler for call in calls for scaler in call.scalers]
 
     # Closing
+
+    def unpatch(self) -> None:
+        """Undoes the casts of torch's functions alone; the next call that wants some patches again."""
+        with ExitStack() as stack:
+            stack.callback(self.torch_patch.retry)
+            stack.push(self._patching.pop_all())
 
     def close(self) -> None:
         """Undoes everything, last-in first-out."""
@@ -300,6 +270,7 @@ class Session(StepListener):
             for patch in patches:
                 stack.callback(patch.retry)
             stack.push(self._undo)
+            stack.push(self._patching)
             for observer in self.observers:
                 stack.callback(observer.on_uninitialize)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
@@ -70,6 +71,11 @@ class TorchPatch(RetriedPatch):
             self._patch(policy, trace, undo)
         undo.callback(self._names.follow(models, in_modules=is_first))
         undo.callback(self._graph_names.follow(models))
+        for model in models:
+            # The casts of its weights keep these alive; of models that nobody gave us, until the next step.
+            finalizer = weakref.finalize(model, casts.forget_casts)
+            finalizer.atexit = False
+            undo.callback(finalizer.detach)
 
     def _patch(self, policy: Policy, trace: Callable[[str], None] | None, undo: ExitStack) -> None:
         casts = self._casts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +21,17 @@ class _Known:
     written: int
 
 
+class Shown:
+    """Whether a `state_dict` showed values of the models of a call: then their forwards look for edits."""
+
+    def __init__(self) -> None:
+        self.any = False
+
+
 class Float32Values:
-    """Knows the float32 values behind half parameters and buffers, by the tensor's identity.
+    """Knows the float32 values behind a module's half parameters and buffers, by the tensor's identity.
+
+    The hooks of the module keep it alive, and with it the tensors: these live as long as the module.
 
     A value counts only where the half tensor still is its rounding: what was written into the half
     tensor since, by an in-place edit or through `.data`, wins. But what was written into the float32
@@ -29,17 +39,18 @@ class Float32Values:
     averages of weights do, writes into the model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, notice: Shown | None = None) -> None:
+        self.notice = notice or Shown()
         self._known: dict[int, _Known] = {}
         self._pairs: dict[int, MasterParam] = {}
         # What a state_dict shows and no master stands for: the half tensor, and if it was made to be shown.
         self._shown: dict[int, tuple[Tensor, bool]] = {}
 
     def __deepcopy__(self, memo: dict) -> Float32Values:
-        return Float32Values()  # those of a copied model, which has none yet
+        return Float32Values(copy.deepcopy(self.notice, memo))  # those of a copied model, which has none yet
 
     def __reduce__(self) -> tuple:
-        return Float32Values, ()
+        return Float32Values, (self.notice,)
 
     def __contains__(self, tensor: Tensor) -> bool:
         return id(tensor) in self._known
@@ -63,6 +74,10 @@ class Float32Values:
         """Drops what is known of a tensor."""
         for known in (self._known, self._pairs, self._shown):
             known.pop(id(tensor), None)
+
+    def pairs(self) -> list[MasterParam]:
+        """The masters behind these tensors."""
+        return list(self._pairs.values())
 
     def find_pair(self, tensor: Tensor) -> MasterParam | None:
         """Returns the tensor's master, which several optimizers share."""
@@ -104,6 +119,11 @@ class Float32Values:
                 self.release(tensor)
                 del self._shown[key]
 
+    def follow_masters(self) -> None:
+        """Does so for masters, where no optimizer is left that would."""
+        for pair in self._pairs.values():
+            self.follow(pair.half)
+
     @torch.no_grad()
     def read(self, tensor: Tensor) -> Tensor:
         """Returns the float32 values of a half tensor, in the master's memory where it can; no host sync.
@@ -138,6 +158,7 @@ class Float32Values:
         if is_new:
             self.remember(tensor, shown)
         self._shown.setdefault(id(tensor), (tensor, precise is None))
+        self.notice.any = True
         return shown
 
     @torch.no_grad()

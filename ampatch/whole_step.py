@@ -8,6 +8,7 @@ from types import MethodType
 from torch.optim import Optimizer
 
 from ampatch.optimizer import AmpOptimizer
+from ampatch.undo import weakly
 
 
 def needs_whole_step(given: object, optimizer: Optimizer) -> bool:
@@ -73,7 +74,7 @@ class WholeStep:
     def open(self, undo: ExitStack) -> None:
         """Takes its place; `undo` receives the way back."""
         self._owner.step = MethodType(self, self._owner)  # type: ignore[attr-defined]
-        undo.callback(self._close)
+        undo.callback(weakly(self._close))  # the optimizer inside may outlive its wrapper
 
     def _close(self) -> None:
         self._amp = None

@@ -1,9 +1,11 @@
 """The package that scripts see as `apex.amp`: its names, and the private ones that scripts touch."""
 
 import copy
+import gc
 import inspect
 import pickle
 import threading
+import weakref
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -437,6 +439,97 @@ def test_where_no_function_is_patched_the_handle_is_not_active(level):
     amp._amp_state.handle._deactivate()
     with amp._amp_state.handle._disable_casts():
         pass
+
+
+def call_banned():
+    return F.binary_cross_entropy(torch.full((2,), 0.5).half(), torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "begin", [lambda: amp.init() and None, lambda: start("O1")], ids=["init", "initialize"]
+)
+def test_deactivating_restores_torch_and_the_next_call_starts_afresh(begin, check_torch):
+    linear = F.linear
+    amp.init(allow_banned=True)
+    assert call_banned().dtype is torch.float32
+    amp._amp_state.handle._deactivate()
+    assert F.linear is linear
+    assert not amp._amp_state.handle.is_active()
+    begin()
+    assert amp._amp_state.handle.is_active()
+    assert F.linear(ONE, ONE).dtype is torch.float16
+    with pytest.raises(NotImplementedError):
+        call_banned()
+
+
+def test_training_goes_on_after_deactivating():
+    model, optimizer = start("O1", loss_scale="dynamic")
+    cast, cast_optimizer = start("O2", loss_scale="dynamic")
+    amp._amp_state.handle._deactivate()
+    for each, its_optimizer in ((model, optimizer), (cast, cast_optimizer)):
+        before = snapshot(list(each.parameters()))
+        run_step(each, its_optimizer, INF)
+        assert snapshot(list(each.parameters())) == before
+        run_step(each, its_optimizer)
+        assert snapshot(list(each.parameters())) != before
+    assert model[0](ONE).dtype is torch.float32
+    assert cast[0].weight.dtype is torch.float16
+    ampatch.uninitialize()
+    assert cast[0].weight.dtype is torch.float32
+
+
+def test_a_handle_that_was_not_active_turns_off_no_casts_of_the_next_call():
+    start("O4")
+    amp._amp_state.handle._is_active = False
+    start("O4")
+    assert F.linear(ONE, ONE).dtype is torch.bfloat16
+
+
+def test_a_handle_keeps_no_optimizer_that_it_wrapped():
+    handle = amp.init()
+    _, optimizer = make()
+    with handle.scale_loss(torch.ones(()), optimizer) as scaled_loss:
+        assert scaled_loss == 65536.0
+    wrapper = weakref.ref(handle.wrap_optimizer(make()[1]))
+    dropped = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert (dropped(), wrapper()) == (None, None)
+
+
+# ---- Several calls ----
+
+
+def test_scalers_states_and_loss_ids_are_those_of_the_last_call():
+    start(loss_scale="dynamic")
+    earlier = amp._amp_state.loss_scalers[0]
+    start(loss_scale="dynamic", num_losses=2)
+    scalers = amp._amp_state.loss_scalers
+    assert [scaler.loss_id for scaler in scalers] == [0, 1]
+    assert amp._amp_state.loss_scalers[1] is scalers[1], "what is assigned to it is found again"
+    scalers[0]._loss_scale = 4.0
+    assert (earlier.loss_scale(), scalers[1].loss_scale()) == (65536.0, 65536.0)
+    state = amp.state_dict()
+    assert [entry["loss_scale"] for entry in state.values()] == [4.0, 65536.0]
+    assert list(state) == ["loss_scaler0", "loss_scaler1"]
+    scalers[0]._loss_scale = 8.0
+    amp.load_state_dict(state)
+    assert (earlier.loss_scale(), scalers[0].loss_scale()) == (65536.0, 4.0)
+
+
+def test_an_optimizer_of_an_earlier_call_goes_on_with_the_scalers_of_the_last():
+    model, optimizer = start(loss_scale="dynamic")
+    earlier = amp._amp_state.loss_scalers[0]
+    start(loss_scale="dynamic", num_losses=2)
+    before = snapshot(list(model.parameters()))
+    run_step(model, optimizer, INF, loss_id=1)
+    assert snapshot(list(model.parameters())) == before
+    run_step(model, optimizer, loss_id=1)
+    assert snapshot(list(model.parameters())) != before
+    scales = [scaler.loss_scale() for scaler in (earlier, *amp._amp_state.loss_scalers)]
+    assert scales == [65536.0, 65536.0, 32768.0]
+    assert run_by_hand(model, optimizer, INF)
+    assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == [32768.0, 32768.0]
 
 
 # ---- amp.init, the older way in ----

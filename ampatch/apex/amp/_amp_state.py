@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
+from torch.optim import Optimizer
 
 import ampatch as amp
+from ampatch.apex.amp._process_optimizer import detach
 from ampatch.apex.amp.handle import AmpHandle, NoOpHandle
 from ampatch.apex.amp.properties import Properties, list_options
 from ampatch.apex.amp.scaler import LossScaler
@@ -31,26 +34,29 @@ class AmpState(amp.Observer):
         self.allow_incoming_model_not_fp32 = False
         self.min_loss_scale: float | None = None
         self.max_loss_scale: float | None = 2.0**24
-        self._views: dict[int, LossScaler] = {}
-        self._undo = ExitStack()
-        self._is_listening = False
+        self._views: list[LossScaler] = []
+        self.attached: list[weakref.ref[Optimizer]] = []  # optimizers with names of apex's
+        self._listening: AbstractContextManager[None] | None = None
         self.is_told = False  # whether the last call of `initialize` was an enabled one
 
     @property
     def loss_scalers(self) -> list[LossScaler]:
-        """The loss scalers of the session; what is assigned to their attributes takes effect."""
-        scalers = amp.loss_scalers()
-        return [self._views.setdefault(id(scaler), LossScaler.show(scaler)) for scaler in scalers]
+        """Those of the last `initialize`; what is assigned to their attributes takes effect."""
+        scalers = amp.loss_scalers(of_last_call=True)
+        if [view.scaler for view in self._views] != [*scalers]:
+            self._views = [LossScaler.show(scaler, index) for index, scaler in enumerate(scalers)]
+        return [*self._views]
 
     @contextmanager
-    def listening(self) -> Iterator[ExitStack]:
-        """Follows what `initialize` does; yields what is undone by `uninitialize`."""
-        if not self._is_listening:
-            self._undo.enter_context(amp.observe(self))
-            self._is_listening = True
+    def listening(self) -> Iterator[None]:
+        """Follows what `initialize` does, from now on until `uninitialize`."""
+        if self._listening is None:
+            self._listening = amp.observe(self)
+            self._listening.__enter__()
         self.is_told = False
+        self.attached = [reference for reference in self.attached if reference() is not None]
         try:
-            yield self._undo
+            yield
         except BaseException:
             if not hasattr(self, "opt_properties"):
                 self.on_uninitialize()
@@ -68,18 +74,26 @@ class AmpState(amp.Observer):
 
     def _show(self, properties: Properties, handle: AmpHandle | NoOpHandle) -> None:
         self.opt_properties = properties
+        self.switch_to(handle)
+
+    def switch_to(self, handle: AmpHandle | NoOpHandle) -> None:
+        """Puts a handle in the place of an earlier one, which turns casts off no more."""
+        before = getattr(self, "handle", handle)
+        if before is not handle:
+            before.close()
         self.handle = handle
 
     def on_uninitialize(self) -> None:
         """Shows nothing any more."""
-        undo, self._undo = self._undo, ExitStack()
-        self._is_listening = False
-        self._views.clear()
-        with undo:
-            handle = vars(self).pop("handle", None)
-            vars(self).pop("opt_properties", None)
-            if handle is not None:
-                handle.close()
+        for optimizer in [alive for reference in self.attached if (alive := reference()) is not None]:
+            detach(optimizer)
+        self.attached, self._views = [], []
+        listening, self._listening = self._listening, None
+        listening.__exit__(None, None, None)
+        vars(self).pop("opt_properties", None)
+        handle = vars(self).pop("handle", None)
+        if handle is not None:
+            handle.close()
 
 
 # apex's own global object; scripts read it, and assign to its attributes.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -54,23 +54,34 @@ class AmpOptimizerState:
         yield from self.all_fp32_from_fp32_params
 
 
-def attach(given: object, undo: ExitStack) -> None:
-    """Gives an initialized optimizer, or the one inside a wrapper, what apex gave it; `undo` takes it."""
+NAMES = (
+    *("_amp_stash", "_amp_lazy_init", "_lazy_init_maybe_master_weights", "_prepare_amp_backward"),
+    *("_post_amp_backward", "_master_params_to_model_params"),
+)
+
+
+def attach(given: object) -> list[weakref.ref[Optimizer]]:
+    """Gives an initialized optimizer, or the one inside a wrapper, what apex gave it; returns which."""
     optimizer = next((each for each in list_wrapped(given) if isinstance(each, Optimizer)), None)
     if optimizer is None:
-        return
-    names = {
-        "_amp_stash": AmpOptimizerState(optimizer),
-        "_amp_lazy_init": functools.partial(_mark_initialized, optimizer),
-        "_lazy_init_maybe_master_weights": functools.partial(_mark_initialized, optimizer),
-        "_prepare_amp_backward": functools.partial(_prepare_backward, optimizer),
-        "_post_amp_backward": functools.partial(_end_backward, optimizer),
-    }
+        return []
+    values: list[object] = [
+        AmpOptimizerState(optimizer),
+        functools.partial(_mark_initialized, optimizer),
+        functools.partial(_mark_initialized, optimizer),
+        functools.partial(_prepare_backward, optimizer),
+        functools.partial(_end_backward, optimizer),
+    ]
     if any(True for _ in amp.master_pairs(optimizer)):
-        names["_master_params_to_model_params"] = functools.partial(_copy_masters, optimizer)
-    for name, value in names.items():
-        setattr(optimizer, name, value)
-        undo.callback(vars(optimizer).pop, name, None)
+        values.append(functools.partial(_copy_masters, optimizer))
+    vars(optimizer).update(zip(NAMES, values, strict=False))
+    return [weakref.ref(optimizer)]
+
+
+def detach(optimizer: Optimizer) -> None:
+    """Takes it from an optimizer."""
+    for name in NAMES:
+        vars(optimizer).pop(name, None)
 
 
 def _mark_initialized(optimizer: Optimizer) -> None:
@@ -104,7 +115,8 @@ def _end_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
         param.grad = earlier
     stash.set_aside = []
     device = made[0][0].device if made else None
-    with amp.scale_loss(torch.ones((), device=device), optimizer, scaler.loss_id, delay_overflow_check=True):
+    ones = torch.ones((), device=device)
+    with amp.scale_loss(ones, optimizer, scaler.loss_id, delay_overflow_check=True, of_last_call=True):
         for param, grad in made:
             if grad is not None:
                 param.grad = grad if param.grad is None else param.grad + grad

@@ -48,7 +48,7 @@ def init(
     """
     if not enabled:
         with _amp_state.listening():
-            _amp_state.handle = NoOpHandle()
+            _amp_state.switch_to(NoOpHandle())
         return _amp_state.handle
     allow_banned |= register_edits(OVERRIDES)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,5 +64,5 @@ def init(
             f"amp.init knows no models that {level} could cast, it patches torch's functions: use "
             f"--opt-level O1 or O4 with this script"
         )
-    _amp_state.handle = AmpHandle(loss_scale, verbose)
+    _amp_state.switch_to(AmpHandle(loss_scale, verbose))
     return _amp_state.handle

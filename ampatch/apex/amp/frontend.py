@@ -16,7 +16,6 @@ from ampatch.apex.amp.properties import OptLevel, Properties
 
 __all__ = ["Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
 
-load_state_dict = amp.load_state_dict
 opt_levels = MappingProxyType({name: OptLevel(policy) for name, policy in amp.OPT_LEVELS.items()})
 
 OVERRIDES = (functional_overrides, torch_overrides, tensor_overrides)
@@ -29,7 +28,7 @@ def initialize(*args: object, **kwargs: object) -> object:
         kwargs.setdefault("allow_half_params", True)
     if register_edits(OVERRIDES):
         kwargs.setdefault("allow_banned", True)
-    with _amp_state.listening() as undo:
+    with _amp_state.listening():
         returned = amp.initialize(*args, **kwargs)
         given = inspect.signature(amp.initialize).bind(*args, **kwargs)
         given.apply_defaults()
@@ -38,7 +37,7 @@ def initialize(*args: object, **kwargs: object) -> object:
         optimizers = given.arguments["optimizers"]
         if _amp_state.is_told:
             for optimizer in optimizers if isinstance(optimizers, list | tuple) else [optimizers]:
-                attach(optimizer, undo)
+                _amp_state.attached += attach(optimizer)
     return returned
 
 
@@ -47,7 +46,12 @@ initialize.__signature__ = inspect.signature(amp.initialize)  # type: ignore[att
 
 
 def state_dict(destination: MutableMapping | None = None) -> MutableMapping:
-    """Returns the state of every loss scaler, in `destination` if there is one."""
+    """Returns the state of the loss scalers of the last `initialize`, in `destination` if there is one."""
     destination = {} if destination is None else destination
-    destination.update(amp.state_dict())
+    destination.update(amp.state_dict(of_last_call=True))
     return destination
+
+
+def load_state_dict(state_dict: MutableMapping) -> None:
+    """Restores the loss scalers of the last `initialize`; see `ampatch.load_state_dict`."""
+    amp.load_state_dict(state_dict, of_last_call=True)

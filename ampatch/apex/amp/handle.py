@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -11,8 +12,21 @@ from torch import Tensor
 import ampatch as amp
 from ampatch.apex.amp.opt import OptimWrapper
 
-scale_loss = amp.scale_loss
 disable_casts = amp.disable_casts
+
+
+def scale_loss(
+    loss: Tensor,
+    optimizers: object,
+    loss_id: int = 0,
+    model: object = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> AbstractContextManager[Tensor]:
+    """Yields the scaled loss, as `ampatch.scale_loss` does; the scaler is one of the last `initialize`."""
+    return amp.scale_loss(
+        loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check, of_last_call=True
+    )
 
 
 class AmpHandle:
@@ -23,7 +37,8 @@ class AmpHandle:
     def __init__(self, loss_scale: float | str = "dynamic", verbose: bool = False) -> None:
         self.verbose = verbose
         self._loss_scale = loss_scale
-        self._wrappers: list[OptimWrapper] = []
+        self._wrappers: WeakSet[OptimWrapper] = WeakSet()
+        self._is_over = False
         self._off = ExitStack()
         self._is_off = False
 
@@ -33,7 +48,7 @@ class AmpHandle:
 
     @property
     def _is_active(self) -> bool:
-        return not self._is_off
+        return not (self._is_off or self._is_over)
 
     @_is_active.setter
     def _is_active(self, value: bool) -> None:
@@ -49,25 +64,28 @@ class AmpHandle:
         amp.clear_cache()
 
     def _deactivate(self) -> None:
-        """Stops casting; `ampatch.uninitialize` also undoes the rest."""
-        self._is_active = False
+        """Gives torch its functions back, until the next `init` or `initialize`; the rest goes on."""
+        self.close()
+        amp.uninitialize(functions_only=True)
 
     def close(self) -> None:
-        """Lets functions cast again, should a session be opened later."""
+        """Turns casts off no more: what is patched from now on is not its own."""
         self._is_active = True
+        self._is_over = True
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
         """Returns an optimizer with a `scale_loss` of its own; losses take turns within an iteration."""
         wrapper = OptimWrapper(optimizer, num_loss, self._loss_scale)
-        self._wrappers.append(wrapper)
+        self._wrappers.add(wrapper)
+        optimizer._amp_wrapper = wrapper  # which lives as long, though nobody else may keep it
         return wrapper
 
     def scale_loss(self, loss: Tensor, optimizer: object) -> AbstractContextManager[Tensor]:
         """Yields the scaled loss; the optimizer need not have been wrapped."""
-        for wrapper in self._wrappers:
-            if optimizer in (wrapper, wrapper.wrapped):
-                return wrapper.scale_loss(loss, turn=optimizer is wrapper)
-        return self.wrap_optimizer(optimizer).scale_loss(loss, turn=False)
+        wrapper = getattr(optimizer, "_amp_wrapper", None)
+        if wrapper not in self._wrappers:
+            wrapper = self.wrap_optimizer(optimizer)
+        return wrapper.scale_loss(loss, turn=optimizer is wrapper)
 
 
 class NoOpHandle:

@@ -44,14 +44,15 @@ class LossScaler:
         self._take(amp.LossScaler(0, config, torch.device("cpu")))
 
     @classmethod
-    def show(cls, scaler: amp.LossScaler) -> LossScaler:
-        """Returns apex's view of a scaler."""
+    def show(cls, scaler: amp.LossScaler, loss_id: int) -> LossScaler:
+        """Returns apex's view of a scaler; `loss_id` is its number within its call of `initialize`."""
         view = cls.__new__(cls)
-        view._take(scaler)
+        view._take(scaler, loss_id)
         return view
 
-    def _take(self, scaler: amp.LossScaler) -> None:
+    def _take(self, scaler: amp.LossScaler, loss_id: int = 0) -> None:
         self._scaler = scaler
+        self.loss_id = loss_id
         self._own_buffer = self._overflow_buf = torch.zeros(1, dtype=torch.int32)
 
     def __getstate__(self) -> dict[str, object]:
@@ -77,9 +78,9 @@ class LossScaler:
         self._loss_scale, self._unskipped = state["_loss_scale"], state.get("_unskipped", 0)
 
     @property
-    def loss_id(self) -> int:
-        """The number by which `scale_loss` chooses it, within its call of `initialize`."""
-        return self._scaler.loss_id
+    def scaler(self) -> amp.LossScaler:
+        """What it shows."""
+        return self._scaler
 
     @property
     def dynamic(self) -> bool:
