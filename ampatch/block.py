@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch import Tensor
 from ampatch.errors import AmpError
 from ampatch.optimizer import AmpOptimizer
 from ampatch.scaler import LossScaler, Scale
+
+if TYPE_CHECKING:
+    from ampatch.misuse import ScaleWatch
 
 
 class ScaledLoss:
@@ -28,6 +32,7 @@ class ScaledLoss:
         scaler: LossScaler,
         end_iteration: Callable[[], None],
         tell_end: Callable[[int], None] | None,
+        watch: ScaleWatch,
         *,
         delay_unscale: bool,
         delay_overflow_check: bool,
@@ -40,6 +45,7 @@ class ScaledLoss:
         self._around = -1
         self._end_iteration = end_iteration
         self._tell_end = tell_end
+        self._watch = watch
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
 
@@ -49,7 +55,9 @@ class ScaledLoss:
         for optimizer in self._optimizers:
             optimizer.prepare_backward(self._scale, self._end_by_step)
         loss = self._loss
-        return self._scale.scale(loss if loss.dtype is torch.float32 else loss.float())
+        scaled = self._scale.scale(loss if loss.dtype is torch.float32 else loss.float())
+        self._watch.begin_block(self, scaled, self._scale, self._optimizers)
+        return scaled
 
     def __exit__(
         self,
@@ -97,6 +105,7 @@ class ScaledLoss:
         self._end_iteration()
         for optimizer in self._optimizers:
             optimizer.end_block = None
+        self._watch.end_block(self)
 
     def _unscale(self) -> None:
         looks = self._scaler.is_dynamic or not self._scale.is_identity

@@ -165,6 +165,7 @@ def scale_loss(
         scaler,
         SESSION.casts.end_iteration,
         SESSION.tell_backward if SESSION.observers else None,
+        SESSION.misuse.scales,
         delay_unscale=delay_unscale,
         delay_overflow_check=delay_overflow_check,
     )

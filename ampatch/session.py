@@ -29,6 +29,7 @@ from ampatch.errors import AmpValueError, NotInitializedError
 from ampatch.features import TorchFeatures
 from ampatch.local_grads import NoteNoSync
 from ampatch.masters import MasterParams
+from ampatch.misuse import Misuse
 from ampatch.model import ModelCaster, select_kept, select_python, validate_models
 from ampatch.observe import Observer
 from ampatch.optimizer import AmpOptimizer
@@ -57,6 +58,7 @@ class Session(StepListener):
         self._data_watch = DataWatch(self.casts)
         self._script_models = ScriptModels(self.casts)
         self._features = TorchFeatures(self.casts)
+        self.misuse = Misuse(lambda: self._calls)
         self._unframed: set[str] = set()  # modules of ours that Dynamo knows not to compile
         self.observers: tuple[Observer, ...] = ()
         self.overrides: dict[str, object] = {}
@@ -107,6 +109,7 @@ class Session(StepListener):
             for optimizer in request.optimizers:
                 self._open_optimizer(optimizer, call, undo)
             self._note_no_sync(call, undo)
+            self.misuse.open(call, undo)
             if request.policy.casts_model:
                 refresh = RefreshWeights(self._values, [amp.masters for amp in call.optimizers])
                 for model in request.models:
@@ -209,6 +212,7 @@ class Session(StepListener):
             observer.on_backward(loss_id)
 
     def begin_step(self, optimizer: AmpOptimizer) -> None:
+        self.misuse.scales.check_step(optimizer)
         for observer in self.observers:
             observer.on_step_begin(optimizer.optimizer)
 
@@ -271,7 +275,8 @@ class Session(StepListener):
         """Undoes everything, last-in first-out."""
         with ExitStack() as stack:
             stack.callback(self._reset)
-            for patch in (self.torch_patch, self._features, self._script_models, self._data_watch):
+            patches = (self.torch_patch, self._features, self._script_models, self._data_watch)
+            for patch in (*patches, *self.misuse.patches):
                 stack.callback(patch.retry)
             stack.push(self._undo)
             for observer in self.observers:
