@@ -35,6 +35,10 @@ OUTSIDE = (
     "backward() outside of scale_loss made the gradients of a step at a dynamic loss scale: small ones may "
     f"be lost, and an overflow is not skipped: write {RIGHT}"
 )
+TWO_SCALES = (
+    "a GradScaler steps an optimizer whose gradients scale_loss scales and unscales: use one of the two; "
+    "without the GradScaler call optimizer.step() itself"
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -218,9 +222,9 @@ class ScaleWatch(SessionPatch):
         had_block = key in self._had_block
         if had_block:
             self._had_block.discard(key)
-            if key not in self._looked_at:
-                self._looked_at.add(key)
-                self._look_for_grad_scaler()
+            if key not in self._looked_at and _is_called_by_grad_scaler():
+                self._warner.warn("GradScaler", TWO_SCALES)
+            self._looked_at.add(key)
         if key in self._inside or key in self._outside:
             found = self._inside.pop(key, None), self._outside.pop(key, None)
             self._check_unscaled(optimizer, *found, had_block=had_block)
@@ -234,14 +238,6 @@ class ScaleWatch(SessionPatch):
             self._warner.warn("inside", INSIDE, inside)
         elif not had_block and not _is_called_by_grad_scaler():
             self._warner.warn("outside", OUTSIDE, outside)
-
-    def _look_for_grad_scaler(self) -> None:
-        if _is_called_by_grad_scaler():
-            self._warner.warn(
-                "GradScaler",
-                "a GradScaler steps an optimizer whose gradients scale_loss scales and unscales: use one of "
-                "the two; without the GradScaler call optimizer.step() itself",
-            )
 
 
 def _is_called_by_grad_scaler() -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import ampatch as amp
+from ampatch.skip import SkipStreak, explain_skips
 from helpers import assert_same_bits
 from nets import HALVES, MASTERED, Net, X, open_session, sgd
 from test_readme import explained
@@ -570,3 +571,36 @@ def test_an_average_that_is_older_than_the_session_or_of_a_half_model_of_ones_ow
 
     assert warned(run) == []
     assert averaged.module.linear.weight.dtype is torch.float32
+
+
+# ---- Steps skipped in a row ----
+
+
+def test_the_fifth_skip_in_a_row_is_told_once_a_streak():
+    streak = SkipStreak()
+    skips = [True] * 4 + [False] + [True] * 7 + [False] + [True] * 5
+    assert [index for index, skipped in enumerate(skips) if streak.note(skipped)] == [9, 17]
+
+
+@pytest.mark.parametrize(
+    ("loss", "weights", "scale", "message"),
+    [
+        (
+            False,
+            True,
+            2048.0,
+            "loss itself is inf or NaN before .*: no loss scale helps.*batch.*learning rate",
+        ),
+        (False, None, 2048.0, "loss itself is inf or NaN before"),
+        (True, True, 2048.0, "the loss is finite, gradients overflow at a loss scale of 2048. .*init_scale$"),
+        (None, None, 2048.0, "skipped: gradients overflow at a loss scale of 2048. .*keep_fp32.*O4 or O5"),
+        (False, False, 1e-7, "weights are inf or NaN: .*checkpoint, with a lower learning rate"),
+        (True, False, 1e-7, "weights are inf or NaN"),
+        (True, True, 1.0, "gradients overflow at a loss scale of 1, the lowest allowed.*min_loss_scale$"),
+    ],
+)
+def test_skips_are_explained_by_what_is_not_finite(loss, weights, scale, message):
+    text = explain_skips(5, loss, weights, scale, floor=1.0)
+    assert text.startswith("5 steps in a row were skipped")
+    assert re.search(message, text)
+    assert any(re.fullmatch(pattern, text) for pattern in explained())
