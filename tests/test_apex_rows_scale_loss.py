@@ -271,6 +271,19 @@ def test_a_skipped_first_step_leaves_no_trace(level, options):
     assert is_same(copy_of(net), before)
 
 
+@shows("scale-misuse")
+def test_a_loss_that_goes_backward_unscaled_is_warned_of_and_trains_as_before():
+    net, optimizer = make()
+    amp.initialize(net, optimizer, opt_level="O1", loss_scale=4.0, verbosity=0)
+    loss = net(X).float().pow(2).mean()
+    (expected,) = torch.autograd.grad(loss, net.last.bias, retain_graph=True)
+    with amp.scale_loss(loss, optimizer):
+        loss.backward()
+    assert torch.equal(net.last.bias.grad, expected / 4)
+    with pytest.warns(UserWarning, match="began at a loss that is not scaled"):
+        optimizer.step()
+
+
 # ---- Several losses, and what scripts do inside the block ----
 
 

@@ -206,6 +206,15 @@ def scaled_by_hand(level, **options):
     optimizer.step()
 
 
+def second_loss_scaled_by_what_the_first_tells(level, **options):
+    model, optimizer = make(level, **options)
+    loss = model(X).pow(2).mean()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+        (model(X).abs().mean() * (scaled / loss).item()).backward()
+    optimizer.step()
+
+
 def another_models_loss_in_the_block(level, **options):
     model, optimizer = make(level, **options)
     other = nn.Linear(3, 1)
@@ -327,7 +336,12 @@ RIGHT = [
         gradients_asked_for_by_name,
         scaled_by_hand,
     ),
-    *(another_models_loss_in_the_block, step_before_any_backward_and_twice, gradients_of_ones_own),
+    *(
+        second_loss_scaled_by_what_the_first_tells,
+        another_models_loss_in_the_block,
+        step_before_any_backward_and_twice,
+        gradients_of_ones_own,
+    ),
     *(delayed_and_several, nested, closure_and_step_inside, clipping_that_knows_the_scale),
     *(clipping_at_infinity_to_read_the_norm, a_scaler_that_is_off, checkpointed, a_block_that_raised),
 ]
