@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from ampatch.errors import AmpError
 from ampatch.optimizer import AmpOptimizer
 from ampatch.outcome import BackwardOutcome
 from ampatch.scaler import LossScaler, Scale
+
+if TYPE_CHECKING:
+    from ampatch.misuse import ScaleWatch
 
 
 class ScaledLoss:
@@ -30,6 +34,7 @@ class ScaledLoss:
         scaler: LossScaler,
         end_iteration: Callable[[], None],
         tell_end: Callable[[int], None] | None,
+        watch: ScaleWatch,
         capture: list[Callable[[], None]] | None = None,
         *,
         delay_unscale: bool,
@@ -43,6 +48,7 @@ class ScaledLoss:
         self._around = -1
         self._end_iteration = end_iteration
         self._tell_end = tell_end
+        self._watch = watch
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
         self._capture = capture  # collects what the replay of a CUDA graph must repeat
@@ -53,7 +59,9 @@ class ScaledLoss:
         for optimizer in self._optimizers:
             optimizer.prepare_backward(self._scale, self._end_by_step)
         loss = self._loss
-        return self._scale.scale(loss if loss.dtype is torch.float32 else loss.float())
+        scaled = self._scale.scale(loss if loss.dtype is torch.float32 else loss.float())
+        self._watch.begin_block(self, scaled, self._scale, self._optimizers)
+        return scaled
 
     def __exit__(
         self,
@@ -107,6 +115,7 @@ class ScaledLoss:
         self._end_iteration()
         for optimizer in self._optimizers:
             optimizer.end_block = None
+        self._watch.end_block(self)
 
     def _unscale(self) -> BackwardOutcome | None:
         looks = self._scaler.is_dynamic or not self._scale.is_identity

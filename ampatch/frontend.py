@@ -169,6 +169,7 @@ def scale_loss(
         scaler,
         SESSION.casts.end_iteration,
         SESSION.tell_backward if SESSION.observers else None,
+        SESSION.misuse.scales,
         SESSION.capture(),
         delay_unscale=delay_unscale,
         delay_overflow_check=delay_overflow_check,

@@ -82,9 +82,10 @@ class Members:
         amp = None if found is None else found[0]()
         return None if amp is None or not amp.is_for(optimizer) else (amp, found[1])
 
-    def optimizers(self) -> list[AmpOptimizer]:
-        """What is kept for the optimizers."""
-        found = [reference() for reference, _ in self._optimizers.values()]
+    def optimizers(self, *, only_dynamic: bool = False) -> list[AmpOptimizer]:
+        """What is kept for the optimizers; or for those of calls with dynamic loss scales."""
+        known = self._optimizers.values()
+        found = [find() for find, call in known if not only_dynamic or call.scalers[0].is_dynamic]
         return list({id(amp): amp for amp in found if amp is not None}.values())
 
     def pairs(self) -> Iterator[MasterParam]:

@@ -31,6 +31,7 @@ from ampatch.joins import Joins
 from ampatch.local_grads import NoteNoSync
 from ampatch.masters import MasterParams
 from ampatch.members import Members
+from ampatch.misuse import Misuse
 from ampatch.model import ModelCaster, select_kept, select_python, validate_models
 from ampatch.observe import Observer
 from ampatch.optimizer import AmpOptimizer
@@ -57,6 +58,7 @@ class Session(StepListener):
         self._script_models = ScriptModels(self.casts)
         self._features = TorchFeatures(self.casts)
         self._captures = Captures(self.casts)
+        self.misuse = Misuse(self._list_optimizers)
         self._unframed: set[str] = set()  # modules of ours that Dynamo knows not to compile
         self.observers: tuple[Observer, ...] = ()
         self.overrides: dict[str, object] = {}
@@ -64,6 +66,7 @@ class Session(StepListener):
 
     def _reset(self) -> None:
         self.casts.thread.reset()
+        self.misuse.forget()
         self._undo = ExitStack()
         self._patching = ExitStack()  # of torch's functions: undone before the rest, or alone
         self._members = Members()
@@ -114,6 +117,7 @@ class Session(StepListener):
                 self._joins.open(given, amp, policy.master_weights, call.undo)
                 members.add_optimizer(amp, [given, *amp.masters.optimizers], call)
             self._hook_forwards(request, caster, amps, call.undo)
+            self.misuse.open(request, amps, undo)
             if policy.patch_torch_functions:
                 self._patch_torch(request, patching)
             self._calls.append(call)
@@ -175,8 +179,8 @@ class Session(StepListener):
                 refresh = RefreshWeights(caster.list_values(model.modules()), [amp.masters for amp in amps])
                 undo.callback(model.register_forward_pre_hook(refresh).remove)
 
-    def _list_optimizers(self) -> list[AmpOptimizer]:
-        return self._members.optimizers()
+    def _list_optimizers(self, *, only_dynamic: bool = False) -> list[AmpOptimizer]:
+        return self._members.optimizers(only_dynamic=only_dynamic)
 
     def _make_masters(self, masters: MasterParams, params: Sequence[Tensor]) -> None:
         self._members.make_masters(masters, params, self._data_watch.watched)
@@ -197,6 +201,7 @@ class Session(StepListener):
         return self._captures.current()
 
     def begin_step(self, optimizer: AmpOptimizer) -> None:
+        self.misuse.scales.check_step(optimizer)
         for observer in self.observers:
             observer.on_step_begin(optimizer.optimizer)
 
@@ -267,7 +272,7 @@ class Session(StepListener):
         with ExitStack() as stack:
             stack.callback(self._reset)
             patches = self.torch_patch, self._features, self._script_models, self._captures, self._data_watch
-            for patch in patches:
+            for patch in (*patches, *self.misuse.patches):
                 stack.callback(patch.retry)
             stack.push(self._undo)
             stack.push(self._patching)

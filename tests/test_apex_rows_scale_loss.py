@@ -258,7 +258,9 @@ def test_a_scheduler_works_whenever_it_was_built_and_never_warns(level, built):
 
 @shows("scale-defect-first-skip")
 @pytest.mark.parametrize("level", EVERY_LEVEL)
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"make_optimizer": torch.optim.Adam}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": 0.9}, {"make_optimizer": torch.optim.Adam, "eps": 1e-4}], ids=str
+)
 def test_a_skipped_first_step_leaves_no_trace(level, options):
     net, optimizer = make(0.01, **options)
     amp.initialize(net, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
@@ -267,6 +269,19 @@ def test_a_skipped_first_step_leaves_no_trace(level, options):
     optimizer.step()
     assert not optimizer.state
     assert is_same(copy_of(net), before)
+
+
+@shows("scale-misuse")
+def test_a_loss_that_goes_backward_unscaled_is_warned_of_and_trains_as_before():
+    net, optimizer = make()
+    amp.initialize(net, optimizer, opt_level="O1", loss_scale=4.0, verbosity=0)
+    loss = net(X).float().pow(2).mean()
+    (expected,) = torch.autograd.grad(loss, net.last.bias, retain_graph=True)
+    with amp.scale_loss(loss, optimizer):
+        loss.backward()
+    assert torch.equal(net.last.bias.grad, expected / 4)
+    with pytest.warns(UserWarning, match="began at a loss that is not scaled"):
+        optimizer.step()
 
 
 # ---- Several losses, and what scripts do inside the block ----

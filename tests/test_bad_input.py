@@ -20,7 +20,7 @@ def make_pair():
     model = Sequential(Linear(3, 4), BatchNorm1d(4), Linear(4, 2))
     model.register_forward_hook(do_nothing)
     optimizer = torch.optim.Adam(
-        [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.5}], lr=0.1
+        [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.5}], lr=0.1, eps=1e-4
     )
     optimizer.register_step_pre_hook(do_nothing)
     model(torch.randn(5, 3)).sum().backward()

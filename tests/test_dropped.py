@@ -83,7 +83,7 @@ def alive(watched):
 
 def make(wrap=lambda optimizer: optimizer):
     model = Net()
-    return model, wrap(torch.optim.Adam(model.parameters(), lr=0.01))
+    return model, wrap(torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-4))
 
 
 def run(module, model, optimizer, loss_id=0, steps=2):

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -319,7 +320,10 @@ def test_a_backward_outside_the_block_adds_unscaled_gradients(level):
     model, optimizer, by_hand = open_both(level)
     (batch,) = make_batches(ADAM, 1)
     model(batch).square().mean().backward()
-    optimizer.step()
+    with warnings.catch_warnings(record=True) as caught:  # it counts, and is said where the scale is dynamic
+        warnings.simplefilter("always")
+        optimizer.step()
+    assert all("outside of scale_loss" in str(warning.message) for warning in caught)
     by_hand.scale = 1.0
     by_hand.iterate(batch)
     assert_same_bits(amp.master_params(optimizer), by_hand.masters)
@@ -774,7 +778,7 @@ def test_a_deep_copy_of_the_model_loads_a_state_dict_of_the_model(level):
 @LEVELS
 def test_an_averaged_model_follows_the_model(level):
     model, optimizer, _ = open_both(level)
-    average = torch.optim.swa_utils.AveragedModel(model)
+    average = torch.optim.swa_utils.AveragedModel(model).float()
     for batch in make_batches(ADAM, 3):
         iterate(model, optimizer, batch)
         average.update_parameters(model)

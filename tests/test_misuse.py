@@ -1,0 +1,620 @@
+"""What trains wrongly without an error is warned of once, at the line to change; what is right is not."""
+
+import copy
+import functools
+import inspect
+import logging
+import re
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+import ampatch as amp
+from ampatch.skip import SkipStreak, explain_skips
+from helpers import assert_same_bits
+from nets import HALVES, MASTERED, Net, X, open_session, sgd
+from test_readme import explained
+
+
+@pytest.fixture
+def warned(caplog):
+    """Runs an action, and returns its warnings (text, file, line), each of which is in the log as well."""
+
+    def run(action, *args, **kwargs):
+        caplog.clear()
+        with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.WARNING, "ampatch"):
+            warnings.simplefilter("always")
+            action(*args, **kwargs)
+        logged = [line for line in caplog.messages if re.match(r"\S+\.py:\d+: ", line)]
+        assert logged == [f"{it.filename}:{it.lineno}: {it.message}" for it in caught]
+        for it in caught:
+            assert any(re.fullmatch(pattern, str(it.message)) for pattern in explained()), it.message
+        return [(str(it.message), it.filename, it.lineno) for it in caught]
+
+    return run
+
+
+def make(level="O1", **options):
+    model = Net()
+    optimizer = sgd(model)
+    open_session(model, optimizer, level, **options)
+    return model, optimizer
+
+
+def scaled_step(model, optimizer):
+    optimizer.zero_grad()
+    with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+
+def lines_of(function, word):
+    """Where a word stands in the source of a function."""
+    lines, first = inspect.getsourcelines(function)
+    return {first + index for index, line in enumerate(lines) if word in line}
+
+
+# ---- Wrong: a warning each, at the line that holds the word `wrong` ----
+
+
+def backward_of_the_loss_itself(level, **options):
+    model, optimizer = make(level, **options)
+    loss = model(X).pow(2).mean()
+    with amp.scale_loss(loss, optimizer):
+        loss.backward()  # wrong
+    optimizer.step()
+
+
+def backward_of_a_part_of_the_loss(level, **options):
+    model, optimizer = make(level, **options)
+    loss = model(X).pow(2).mean()
+    with amp.scale_loss(loss / 4, optimizer):
+        (loss / 2).backward()  # wrong
+    optimizer.step()
+
+
+def no_block_at_all(level, **options):
+    model, optimizer = make(level, **options)
+    model(X).pow(2).mean().backward()  # wrong
+    optimizer.step()
+
+
+def no_block_after_a_right_step(level, **options):
+    model, optimizer = make(level, **options)
+    scaled_step(model, optimizer)
+    optimizer.zero_grad()
+    torch.autograd.backward([model(X).pow(2).mean()])  # wrong
+    optimizer.step()
+
+
+def clip_in_the_block(clip, read, level, **options):
+    model, optimizer = make(level, **options)
+    with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
+        scaled.backward()
+        clip(read(model, optimizer), 1.0)  # wrong
+    optimizer.step()
+
+
+CLIP_NORM, CLIP_VALUE = (
+    torch.nn.utils.clip_grad_norm_,
+    torch.nn.utils.clip_grad_value_,
+)  # bound before a session
+clip_norm_of_the_model = functools.partial(clip_in_the_block, CLIP_NORM, lambda model, _: model.parameters())
+clip_norm_of_masters = functools.partial(
+    clip_in_the_block, CLIP_NORM, lambda _, optimizer: list(amp.master_params(optimizer))
+)
+clip_value_of_masters = functools.partial(
+    clip_in_the_block, CLIP_VALUE, lambda _, optimizer: amp.master_params(optimizer)
+)
+
+
+def a_scaler_beside_the_block(level, **options):
+    model, optimizer = make(level, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
+        scaler.scale(scaled).backward()
+    for param in amp.master_params(optimizer):  # which has them checked
+        param.grad = torch.zeros_like(param)
+    scaler.step(optimizer)  # wrong
+
+
+WRONG = [
+    (backward_of_the_loss_itself, "began at a loss that is not scaled"),
+    (backward_of_a_part_of_the_loss, "began at a loss that is not scaled"),
+    (no_block_at_all, "outside of scale_loss"),
+    (no_block_after_a_right_step, "outside of scale_loss"),
+    (clip_norm_of_the_model, "clipped at 1 inside a block .* loss scale .65536."),
+    (clip_norm_of_masters, "clipped at 1 inside a block"),
+    (clip_value_of_masters, "clipped at 1 inside a block"),
+    (a_scaler_beside_the_block, "a GradScaler steps"),
+]
+STATIC = {"loss_scale": 65536.0}
+
+
+@pytest.mark.parametrize("options", [{"loss_scale": "dynamic"}, STATIC], ids=["dynamic", "static"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize(("script", "message"), WRONG)
+def test_a_script_that_trains_wrongly_is_warned_once_at_the_line_to_change(
+    warned, script, message, level, options
+):
+    if options is STATIC and "no_block" in getattr(script, "__name__", ""):
+        return  # those gradients are what they would be
+    source = getattr(script, "func", script)
+    for _ in range(2):
+        [(text, file, line)] = warned(script, level, **options)
+        assert re.search(message, text)
+        assert (file, {line}) == (__file__, lines_of(source, "# wrong"))
+        assert warned(script, level, **options) == []  # said already
+        amp.uninitialize()  # and anew
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("script", [script for script, _ in WRONG[:-1]])
+def test_at_a_static_scale_of_1_nothing_is_wrong_with_them(warned, script, level):
+    assert warned(script, level, loss_scale=1.0) == []
+
+
+# ---- Right, though it looks much the same: no warning ----
+
+
+def attack(level, **options):
+    """A plain backward for the sake of the input, between the iterations."""
+    model, optimizer = make(level, **options)
+    for _ in range(2):
+        x = X.clone().requires_grad_()
+        model(x).sum().backward()
+        assert x.grad is not None
+        scaled_step(model, optimizer)
+
+
+def backward_beside_a_block(level, **options):
+    """Plain gradients that are added to those of a block, as apex took them."""
+    model, optimizer = make(level, **options)
+    with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
+        scaled.backward()
+    model(X).abs().mean().backward()
+    optimizer.step()
+
+
+def loss_made_of_the_scaled_one(level, **options):
+    model, optimizer = make(level, **options)
+    loss = model(X).pow(2).mean()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        (model(X).abs().mean() * (scaled / loss.detach()).exp2().log2()).backward()
+    optimizer.step()
+
+
+def gradients_asked_for_by_name(level, **options):
+    model, optimizer = make(level, **options)
+    x = X.clone().requires_grad_()
+    loss = model(x).pow(2).mean()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        torch.autograd.grad(loss, x, retain_graph=True)
+        torch.autograd.grad(scaled, x)
+    optimizer.step()
+
+
+def scaled_by_hand(level, **options):
+    model, optimizer = make(level, **options)
+    loss = model(X).pow(2).mean()
+    with amp.scale_loss(loss, optimizer):
+        loss.backward(torch.tensor(amp.get_loss_scale()))
+    optimizer.step()
+
+
+def second_loss_scaled_by_what_the_first_tells(level, **options):
+    model, optimizer = make(level, **options)
+    loss = model(X).pow(2).mean()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+        (model(X).abs().mean() * (scaled / loss).item()).backward()
+    optimizer.step()
+
+
+def another_models_loss_in_the_block(level, **options):
+    model, optimizer = make(level, **options)
+    other = nn.Linear(3, 1)
+    other_optimizer = sgd(other)
+    with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
+        other(X).sum().backward()
+        scaled.backward()
+        CLIP_NORM(other.parameters(), 1.0)
+    other(X).sum().backward()
+    other_optimizer.step()
+    optimizer.step()
+
+
+def step_before_any_backward_and_twice(level, **options):
+    model, optimizer = make(level, **options)
+    optimizer.step()
+    scaled_step(model, optimizer)
+    optimizer.step()
+    nn.Linear(3, 1)(X).sum().backward()
+    optimizer.step()
+
+
+def gradients_of_ones_own(level, **options):
+    _, optimizer = make(level, **options)
+    for param in amp.master_params(optimizer):
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+def delayed_and_several(level, **options):
+    model, optimizer = make(level, **options)
+    for delay in (True, True, False):
+        with amp.scale_loss(model(X).pow(2).mean(), optimizer, delay_unscale=delay) as scaled:
+            scaled.backward()
+    optimizer.step()
+    with amp.scale_loss(model(X).pow(2).mean(), optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+
+def nested(level, **options):
+    generator, discriminator = Net(), Net()
+    optimizers = sgd(generator), sgd(discriminator)
+    amp.initialize([generator, discriminator], list(optimizers), opt_level=level, verbosity=0, **options)
+    losses = [model(X).pow(2).mean() for model in (generator, discriminator)]
+    with amp.scale_loss(losses[0], optimizers[0]) as one, amp.scale_loss(losses[1], optimizers[1]) as two:
+        one.backward()
+        two.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def closure_and_step_inside(level, **options):
+    model, optimizer = make(level, **options)
+
+    def closure():
+        optimizer.zero_grad()
+        with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
+            scaled.backward()
+
+    for _ in range(2):
+        optimizer.step(closure)
+    with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
+        scaled.backward()
+        optimizer.step()
+
+
+def clipping_that_knows_the_scale(level, **options):
+    model, optimizer = make(level, **options)
+    with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
+        scaled.backward()
+        CLIP_NORM(model.parameters(), 0.1 * amp.get_loss_scale())
+        torch.nn.utils.get_total_norm([param.grad for param in model.parameters()])
+        for param in model.parameters():
+            param.grad.data.clamp_(-1e4, 1e4)
+    CLIP_NORM(amp.master_params(optimizer), 1.0)
+    CLIP_VALUE(amp.master_params(optimizer), 0.5)
+    optimizer.step()
+
+
+def clipping_at_infinity_to_read_the_norm(level, **options):
+    model, optimizer = make(level, **options)
+    with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
+        scaled.backward()
+        CLIP_NORM(model.parameters(), float("inf"))
+    optimizer.step()
+
+
+def a_scaler_that_is_off(level, **options):
+    model, optimizer = make(level, **options)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
+        scaler.scale(scaled).backward()
+    scaler.step(optimizer)
+
+
+def checkpointed(level, **options):
+    model, optimizer = make(level, **options)
+    for reentrant in (True, False):
+        x = X.clone().requires_grad_()
+        out = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant)
+        with amp.scale_loss(out.pow(2).mean(), optimizer) as scaled:
+            scaled.backward()
+    optimizer.step()
+
+
+def a_block_that_raised(level, **options):
+    model, optimizer = make(level, **options)
+    with pytest.raises(KeyError), amp.scale_loss(model(X).pow(2).mean(), optimizer):
+        raise KeyError
+    scaled_step(model, optimizer)
+
+
+RIGHT = [
+    *(
+        attack,
+        backward_beside_a_block,
+        loss_made_of_the_scaled_one,
+        gradients_asked_for_by_name,
+        scaled_by_hand,
+    ),
+    *(
+        second_loss_scaled_by_what_the_first_tells,
+        another_models_loss_in_the_block,
+        step_before_any_backward_and_twice,
+        gradients_of_ones_own,
+    ),
+    *(delayed_and_several, nested, closure_and_step_inside, clipping_that_knows_the_scale),
+    *(clipping_at_infinity_to_read_the_norm, a_scaler_that_is_off, checkpointed, a_block_that_raised),
+]
+
+
+@pytest.mark.parametrize("options", [{"loss_scale": "dynamic"}, STATIC], ids=["dynamic", "static"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("script", RIGHT)
+def test_a_script_that_is_right_is_not_warned(warned, script, level, options):
+    assert warned(script, level, **options) == []
+
+
+def test_a_scaler_in_the_place_of_scale_loss_is_right_where_weights_are_float32(warned):
+    def run():
+        model, optimizer = make("O1")
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(model(X).pow(2).mean()).backward()
+        scaler.step(optimizer)
+
+    assert warned(run) == []
+
+
+def test_a_warning_that_is_an_error_stops_the_step_with_nothing_half_done():
+    model, optimizer = make("O1")
+    before = [param.detach().clone() for param in model.parameters()]
+    model(X).pow(2).mean().backward()
+    with pytest.raises(UserWarning, match="outside of scale_loss"):
+        optimizer.step()
+    assert_same_bits(model.parameters(), before)
+    scaled_step(model, optimizer)
+    assert not torch.equal(model.linear.weight, before[0])
+
+
+def test_a_torch_without_the_private_names_is_left_alone(monkeypatch):
+    module = torch.nn.utils.clip_grad
+    with monkeypatch.context() as patch:
+        patch.delattr(module, "_clip_grads_with_norm_")
+        make("O1")
+        amp.uninitialize()
+        assert not hasattr(module, "_clip_grads_with_norm_")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_scripted_code_still_takes_backward():
+    def run_backward(loss: torch.Tensor):
+        torch.autograd.backward([loss])
+
+    make("O1")
+    torch.jit.script(run_backward)
+    amp.uninitialize()
+    torch.jit.script(run_backward)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_clipping_and_backward_compile_in_one_piece_as_before(level):
+    model, optimizer = make(level)
+    clip = torch.compile(torch.nn.utils.clip_grad_norm_, backend="eager", fullgraph=True)
+    for _ in range(2):
+        with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
+            scaled.backward()
+        clip(list(amp.master_params(optimizer)), 1.0)
+        optimizer.step()
+
+
+def test_two_threads_have_blocks_of_their_own(warned):
+    model, optimizer = make("O1")
+    other = nn.Linear(3, 2)
+    other_optimizer = sgd(other)
+
+    def train_other():
+        other(X).sum().backward()
+        CLIP_NORM(other.parameters(), 1.0)
+        other_optimizer.step()
+
+    def run():
+        with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
+            thread = threading.Thread(target=train_other)
+            thread.start()
+            thread.join()
+            scaled.backward()
+        optimizer.step()
+
+    assert warned(run) == []
+
+
+# ---- Optimizers that initialize never saw, float64, eps ----
+
+
+def step_by_a_stranger(level, **options):
+    model = Net()
+    open_session(model, None, level, **options)
+    optimizer = sgd(model)
+    for _ in range(2):
+        model(X).pow(2).mean().backward()
+        optimizer.step()  # wrong
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_half_parameters_that_should_have_masters_are_not_stepped_by_a_stranger(warned, level):
+    found = warned(step_by_a_stranger, level)
+    if level not in MASTERED:
+        assert found == []
+        return
+    [(text, file, line)] = found
+    assert "SGD steps half parameters of an initialized model" in text
+    assert (file, {line}) == (__file__, lines_of(step_by_a_stranger, "# wrong"))
+
+
+def test_other_optimizers_and_copies_are_no_strangers(warned):
+    def run():
+        model, optimizer = make("O5")
+        copied, optimizer_of_the_copy = copy.deepcopy((model, optimizer))
+        copied(X).pow(2).mean().backward()
+        optimizer_of_the_copy.step()
+        scaled_step(model, optimizer)
+        own = nn.Linear(3, 2).half()
+        own.weight.grad = torch.zeros_like(own.weight)
+        sgd(own).step()
+
+    assert warned(run) == []
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_a_model_in_float64_is_told_that_nothing_is_cast(warned, level):
+    found = warned(lambda: open_session(Net().double(), None, level))
+    if level == "O0":
+        assert found == []
+    else:
+        assert re.search(f"is float64, of which {level} casts nothing", found[0][0])
+        assert found[0][2] in lines_of(open_session, "amp.initialize")
+
+
+def test_a_model_with_a_part_in_float64_is_not_told(warned):
+    model = Net()
+    model.out.double()
+    assert warned(lambda: open_session(model, None, "O1")) == []
+
+
+EPS = [
+    *((name, {}) for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta")),
+    *((name, {"fused": True}) for name in ("Adam", "AdamW", "Adagrad")),
+    *(("Adam", {"eps": 1e-4}), ("SGD", {}), ("Adafactor", {})),
+]
+
+
+@pytest.mark.parametrize(
+    "options", [{"opt_level": "O3"}, {"opt_level": "O3", "dtype": torch.bfloat16}], ids=str
+)
+@pytest.mark.parametrize(("name", "arguments"), EPS)
+def test_an_eps_that_is_0_in_float16_is_told_where_small_gradients_become_nan(
+    warned, name, arguments, options
+):
+    model = nn.Linear(4, 3, bias=False)
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3, **arguments)
+    found = warned(lambda: open_session(model, optimizer, **options))
+    for _ in range(8):
+        optimizer.zero_grad()
+        (model(torch.ones(2, 4) / 128)[:, :2].float().sum() / 128).backward()
+        optimizer.step()
+    assert bool(found) == bool(model.weight.isnan().any())
+    assert all("divide by 0" in text for text, _, _ in found)
+
+
+# ---- Averages ----
+
+
+def average_beside_training(level, averaged_as, average=None, **options):
+    """Trains on a slope; returns how far the average's weights moved, and the exact one, from the masters."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = sgd(model, lr=1e-3)
+    open_session(model, optimizer, level, loss_scale=1.0)
+    averaged = averaged_as(AveragedModel(model, multi_avg_fn=average, **options))
+    exact = None
+    for count in range(40):
+        scaled_step(model, optimizer)
+        averaged.update_parameters(model)
+        now = [param.detach().double() for param in amp.master_params(optimizer)]
+        if exact is None:
+            exact = first = now
+        elif average is None:
+            exact = [old + (new - old) / (count + 1) for old, new in zip(exact, now, strict=True)]
+        else:
+            exact = [old + (new - old) * 0.1 for old, new in zip(exact, now, strict=True)]
+    update_bn([X, X], averaged)
+    assert averaged(X).dtype is model(X).dtype
+    moved = [one.double() - start for one, start in zip(averaged.module.parameters(), first, strict=True)]
+    return moved, [one - start for one, start in zip(exact, first, strict=True)]
+
+
+AVERAGES = pytest.mark.parametrize("average", [None, get_ema_multi_avg_fn(0.9)], ids=["mean", "exponential"])
+
+
+@AVERAGES
+@pytest.mark.parametrize("use_buffers", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_an_averaged_model_in_float32_moves_as_the_float32_values_do(warned, level, use_buffers, average):
+    def run():
+        moved, exact = average_beside_training(level, AveragedModel.float, average, use_buffers=use_buffers)
+        for one, other in zip(moved, exact, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
+
+    assert warned(run) == []
+
+
+@AVERAGES
+def test_an_averaged_model_at_o3_averages_half_weights_in_float32(warned, average):
+    def run():
+        moved, exact = average_beside_training("O3", AveragedModel.float, average)
+        for one, other in zip(moved, exact, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
+
+    assert warned(run) == []
+
+
+@pytest.mark.parametrize("level", HALVES)
+def test_an_averaged_model_of_half_parameters_is_told_of(warned, level):
+    [(text, file, line)] = warned(average_beside_training, level, lambda averaged: averaged)
+    assert "AveragedModel(model).float()" in text
+    assert (file, {line}) == (__file__, lines_of(average_beside_training, "update_parameters"))
+
+
+def test_an_averaged_model_follows_what_was_written_into_half_weights_since_the_step(warned):
+    model, _ = make("O5")
+    averaged = AveragedModel(model).float()
+    with torch.no_grad():
+        model.linear.weight.fill_(3.0)
+    assert warned(averaged.update_parameters, model) == []
+    assert averaged.module.linear.weight.unique().item() == 3.0
+
+
+def test_an_average_that_is_older_than_the_session_or_of_a_half_model_of_ones_own_works(warned):
+    model = Net()
+    averaged, own = AveragedModel(model), nn.Linear(3, 2).half()
+    averaged_own = AveragedModel(own)
+
+    def run():
+        open_session(model, sgd(model), "O5")
+        for _ in range(2):
+            averaged.update_parameters(model)
+            averaged_own.update_parameters(own)
+
+    assert warned(run) == []
+    assert averaged.module.linear.weight.dtype is torch.float32
+
+
+# ---- Steps skipped in a row ----
+
+
+def test_the_fifth_skip_in_a_row_is_told_once_a_streak():
+    streak = SkipStreak()
+    skips = [True] * 4 + [False] + [True] * 7 + [False] + [True] * 5
+    assert [index for index, skipped in enumerate(skips) if streak.note(skipped)] == [9, 17]
+
+
+@pytest.mark.parametrize(
+    ("loss", "weights", "scale", "message"),
+    [
+        (
+            False,
+            True,
+            2048.0,
+            "loss itself is inf or NaN before .*: no loss scale helps.*batch.*learning rate",
+        ),
+        (False, None, 2048.0, "loss itself is inf or NaN before"),
+        (True, True, 2048.0, "the loss is finite, gradients overflow at a loss scale of 2048. .*init_scale$"),
+        (None, None, 2048.0, "skipped: gradients overflow at a loss scale of 2048. .*keep_fp32.*O4 or O5"),
+        (False, False, 1e-7, "weights are inf or NaN: .*checkpoint, with a lower learning rate"),
+        (True, False, 1e-7, "weights are inf or NaN"),
+        (True, True, 1.0, "gradients overflow at a loss scale of 1, the lowest allowed.*min_loss_scale$"),
+    ],
+)
+def test_skips_are_explained_by_what_is_not_finite(loss, weights, scale, message):
+    text = explain_skips(5, loss, weights, scale, floor=1.0)
+    assert text.startswith("5 steps in a row were skipped")
+    assert re.search(message, text)
+    assert any(re.fullmatch(pattern, text) for pattern in explained())
