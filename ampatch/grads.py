@@ -17,17 +17,18 @@ def cast_grads(grads: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]
 
     Fused optimizers on a CPU walk through memory whatever the strides are (torch 2.13).
     """
-    casts, targets, sources = [], [], []
-    for grad, like in zip(grads, likes, strict=True):
-        if type(grad) is Tensor and not grad.is_sparse:
-            casts.append(torch.empty_like(like, device=grad.device))
-            targets.append(casts[-1])
-            sources.append(grad)
-        else:
-            casts.append(grad.float())
-    if targets:
-        torch._foreach_copy_(targets, sources)
+    are_plain = set(map(type, grads)) == {Tensor} and True not in [grad.is_sparse for grad in grads]
+    if not are_plain or grads[0].device != likes[0].device:
+        return [_cast_grad(grad, like) for grad, like in zip(grads, likes, strict=True)]
+    casts = list(map(torch.empty_like, likes))
+    torch._foreach_copy_(casts, grads)
     return casts
+
+
+def _cast_grad(grad: Tensor, like: Tensor) -> Tensor:
+    if type(grad) is Tensor and not grad.is_sparse and grad.device == like.device:
+        return torch.empty_like(like).copy_(grad)
+    return grad.float()  # sparse, of a kind that wraps others, or on a device where its master is not
 
 
 @torch.no_grad()
