@@ -76,12 +76,14 @@ def _validate_dtypes(
 
 def _validate_scripted(index: int, model: Module, policy: Policy) -> None:
     scripted = [name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
-    # One that is scripted as a whole needs no hooks where neither weights nor outputs are cast.
-    if scripted and (policy.casts_model or (not scripted[0] and policy.cast_model_outputs is not None)):
+    patches_and_casts = policy.patch_torch_functions and policy.cast_model_type is not None
+    casts_ends = policy.cast_model_outputs is not None or patches_and_casts
+    # One that is scripted as a whole needs no hooks where neither weights, inputs nor outputs are cast.
+    if scripted and (policy.casts_model or (not scripted[0] and casts_ends)):
         raise AmpValueError(
             f"models[{index}]: module {scripted[0]!r} is scripted, and takes no hooks: expected a "
             f"model of Python modules; script it after uninitialize, or use opt_level='O1' or 'O4' without "
-            f"cast_model_outputs"
+            f"cast_model_type and cast_model_outputs"
         )
 
 
@@ -153,8 +155,9 @@ class ModelCaster:
 
     def open(self) -> None:
         """Casts the weights and registers the hooks; `close` undoes what was done so far."""
-        if self._policy.cast_model_type is not None:
+        if self._policy.casts_model:
             self._cast_weights(self._policy.cast_model_type)
+        if self._policy.has_half_weights:
             self._hook_state_dicts()
         for module in self._kept:
             self._keep(module)
@@ -230,9 +233,10 @@ class ModelCaster:
     def _hook_forward(self, model: Module) -> None:
         policy = self._policy
         if model not in self._kept:
-            if policy.input_dtype is not None:
-                self._hook_inputs(model, policy.input_dtype)
-            self._hook_scope(model, off=not policy.patch_torch_functions, dtype=policy.input_dtype)
+            if policy.cast_model_type is not None:
+                self._hook_inputs(model, policy.cast_model_type)
+            patches = policy.patch_torch_functions
+            self._hook_scope(model, off=not patches, dtype=None if patches else policy.cast_model_type)
         self._hook_outputs(model, alone=policy.output_dtype)
 
     def _hook_scope(self, module: Module, *, off: bool, dtype: torch.dtype | None) -> None:

@@ -107,7 +107,7 @@ class Session(StepListener):
             for optimizer in request.optimizers:
                 self._open_optimizer(optimizer, call, undo)
             self._note_no_sync(call, undo)
-            if request.policy.casts_model:
+            if request.policy.has_half_weights:
                 refresh = RefreshWeights(self._values, [amp.masters for amp in call.optimizers])
                 for model in request.models:
                     undo.callback(model.register_forward_pre_hook(refresh).remove)
