@@ -117,6 +117,24 @@ def test_the_objects_passed_in_are_the_ones_that_change(level):
     assert types_of(net.norm) == [norm, norm]
 
 
+@shows("initialize-batchnorm-buffers")
+@pytest.mark.parametrize("level", MASTERED)
+def test_a_batchnorm_without_weights_keeps_its_statistics_in_float32(level):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 2))
+    amp.initialize(model, opt_level=level, verbosity=0)
+    x = (1000 * torch.randn(64, 4)).to(MASTERED[level])
+    expected = nn.BatchNorm1d(4, affine=False)
+    for _ in range(5):
+        model(x)
+        expected(x.float())
+    norm = model[0]
+    assert norm.running_var.dtype is norm.running_mean.dtype is torch.float32
+    assert norm.running_var.min() > 65504  # inf in float16
+    torch.testing.assert_close(norm.running_var, expected.running_var)
+    torch.testing.assert_close(norm.running_mean, expected.running_mean)
+
+
 # ---- Keywords and their values ----
 
 
