@@ -94,8 +94,7 @@ class Session(StepListener):
         call = Call(request, make_scalers(request, len(self.scalers())))
         # Tensors made in inference mode would never get gradients.
         with torch.inference_mode(mode=False), ExitStack() as undo:
-            if request.policy.is_pure_half:
-                undo.callback(self._raise_states, call)
+            undo.callback(self._fit_states, call)
             if request.policy.master_weights or request.policy.patch_torch_functions:
                 self._data_watch.open(undo)
             if request.policy.half is not None:
@@ -128,6 +127,8 @@ class Session(StepListener):
         # Nothing raises from here on: what follows cannot be undone exactly.
         if request.policy.is_pure_half:
             self._lower(caster, call)
+        else:
+            self._fit_states(call)
 
     def _note_no_sync(self, call: Call, undo: ExitStack) -> None:
         if not torch.distributed.is_available():
@@ -160,9 +161,13 @@ class Session(StepListener):
         for amp in call.optimizers:
             lower_state(amp.optimizer)
 
-    def _raise_states(self, call: Call) -> None:
-        for amp in call.optimizers:
-            raise_state(amp.optimizer)
+    def _fit_states(self, call: Call) -> None:
+        """Gives optimizer state the type of the parameters, where these change it and no master keeps it."""
+        has_own_halves = call.request.policy.master_weights and call.request.allow_half_params
+        if call.request.policy.is_pure_half or has_own_halves:
+            for amp in call.optimizers:
+                raise_state(amp.optimizer)
+                lower_state(amp.optimizer)
 
     def _open_masters(self, amp: AmpOptimizer, undo: ExitStack) -> None:
         optimizer, masters = amp.optimizer, amp.masters

@@ -183,7 +183,7 @@ def test_another_number_of_scalers_warns_and_loads_what_both_have(saved, caplog)
 @shows("scaler-load-static")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
 def test_a_static_scale_is_that_of_initialize_whatever_a_checkpoint_says(level):
-    net, optimizer = initialized(level, loss_scale=128.0)
+    _, optimizer = initialized(level, loss_scale=128.0)
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**24, "unskipped": 7}})
     assert scaler() == {"loss_scale": 128.0, "unskipped": 0}
     with amp.scale_loss(torch.tensor(2.0), optimizer) as scaled_loss:
