@@ -162,11 +162,11 @@ def parse_dtype(name: str, value: object) -> torch.dtype | None:
 
 
 def parse_flag(name: str, value: object) -> bool | None:
-    """Reads a boolean, or "True" and "False" as argparse hands them on; None stays None."""
+    """Reads a boolean, 0 or 1, or "True" and "False" as argparse hands them on; None stays None."""
     if value in ("None", ""):
         return None
-    if value is None or isinstance(value, bool):
-        return value
+    if value is None or (isinstance(value, int) and value in (0, 1)):
+        return value if value is None else bool(value)
     if value in ("True", "False"):
         return value == "True"
     raise AmpTypeError(f"{name}={value!r}: expected True, False or None")

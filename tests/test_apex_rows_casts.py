@@ -149,6 +149,15 @@ def test_what_computes_in_float32_inside_stays_half_and_is_listed(name):
 
 
 @shows("o1-differences")
+@pytest.mark.parametrize("grid_type", [HALF, FULL], ids=str)
+def test_grid_sample_follows_the_wider_type_and_is_listed(grid_type):
+    open_o1()
+    grid = torch.zeros(1, 2, 2, 2, dtype=grid_type)
+    assert F.grid_sample(half(1, 1, 3, 3), grid, align_corners=False).dtype is grid_type
+    assert "`grid_sample`" in CASTS.partition("## Differences from apex.amp")[2]
+
+
+@shows("o1-differences")
 @pytest.mark.parametrize("name", ["cat", "stack", "add", "mul"])
 def test_what_torch_promotes_by_itself_has_the_widest_type(name):
     open_o1()

@@ -180,6 +180,26 @@ def test_loss_scale_is_read_from_a_string(given, scale):
         assert scaled_loss == scale
 
 
+@shows("initialize-strings")
+@pytest.mark.parametrize("value", [0, 1])
+def test_booleans_may_be_the_numbers_0_and_1(value):
+    net, optimizer = make()
+    amp.initialize(
+        net,
+        optimizer,
+        enabled=1,
+        opt_level="O2",
+        keep_batchnorm_fp32=value,
+        master_weights=value,
+        verbosity=0,
+    )
+    assert types_of(net.norm) == [torch.float32 if value else torch.float16] * 2
+    assert amp._amp_state.opt_properties.master_weights is bool(value)
+    ampatch.uninitialize()
+    amp.initialize(net, optimizer, enabled=0, opt_level="O2")
+    assert types_of(net) == [torch.float32] * 6
+
+
 @shows("initialize-keywords")
 @pytest.mark.parametrize("level", EVERY_LEVEL)
 def test_every_keyword_may_be_passed_at_once(level):
@@ -253,6 +273,26 @@ def test_a_model_in_distributed_data_parallel_is_refused(one_process):
     wrapped = nn.parallel.DistributedDataParallel(net)
     with pytest.raises(RuntimeError, match=r"DistributedDataParallel.*wrap"):
         amp.initialize(wrapped, optimizer, opt_level="O1")
+
+
+@shows("initialize-half-params")
+@pytest.mark.parametrize("level", PATCHED)
+def test_a_half_buffer_is_taken_as_it_is(level):
+    net, optimizer = make()
+    net.register_buffer("table", torch.ones(2).half())
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    assert net.table.dtype is torch.float16
+
+
+@shows("initialize-float64")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_float64_is_never_cast(level):
+    model = Recorder(X.double())
+    model.wide = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    amp.initialize(model, opt_level=level, verbosity=0)
+    found = model(X.double())
+    assert model.args[0].dtype is model.wide.dtype is found.dtype is torch.float64
+    assert (X.double() @ X.double().T).dtype is torch.float64
 
 
 @shows("initialize-half-params")
@@ -453,6 +493,15 @@ def test_each_loss_has_a_scaler_chosen_by_loss_id():
     assert scales == [65536.0, 32768.0, 65536.0]
 
 
+@shows("initialize-num-losses")
+@pytest.mark.parametrize("loss_id", [-1, 2])
+def test_a_loss_id_that_no_loss_has_is_refused(loss_id):
+    net, optimizer = make()
+    amp.initialize(net, optimizer, opt_level="O1", num_losses=2, verbosity=0)
+    with pytest.raises(RuntimeError, match=f"loss_id {loss_id} is out of range: expected 0 to 1"):
+        amp.scale_loss(net(X).sum(), optimizer, loss_id=loss_id)
+
+
 @shows("initialize-bounds")
 def test_bounds_hold_the_dynamic_scale():
     net, optimizer = make()
@@ -464,6 +513,25 @@ def test_bounds_hold_the_dynamic_scale():
         found.append(amp.state_dict()["loss_scaler0"]["loss_scale"])
         optimizer.step()
     assert found == [128.0, 64.0, 64.0, 64.0]
+
+
+@shows("initialize-bounds")
+@pytest.mark.parametrize(("given", "after"), [(2.0**30, 2.0**24), (4.0, 64.0)])
+def test_bounds_hold_a_scale_that_is_assigned_from_the_next_update_on(given, after):
+    net, optimizer = make()
+    amp.initialize(net, optimizer, opt_level="O1", min_loss_scale=64.0, verbosity=0)
+    amp._amp_state.loss_scalers[0]._loss_scale = given
+    with amp.scale_loss(torch.zeros((), requires_grad=True), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == after
+
+
+@shows("initialize-bounds")
+def test_a_minimum_above_the_first_scale_is_the_first_scale_and_one_of_0_is_none():
+    for low, first in ((2.0**20, 2.0**20), (0, 65536.0), ("0", 65536.0)):
+        amp.initialize(*make(), opt_level="O2", min_loss_scale=low, verbosity=0)
+        assert amp.state_dict()["loss_scaler0"]["loss_scale"] == first
+        ampatch.uninitialize()
 
 
 @shows("initialize-bounds")

@@ -219,7 +219,7 @@ def test_levels_that_cast_the_model_may_choose_batchnorm_and_masters(level, flag
 
 
 @pytest.mark.parametrize("name", ["keep_batchnorm_fp32", "master_weights", "patch_torch_functions"])
-@pytest.mark.parametrize("value", ["yes", "true", 1, 0, 2, [], FP16])
+@pytest.mark.parametrize("value", ["yes", "true", 2, 1.0, [], FP16])
 def test_a_flag_that_is_no_flag_is_refused(name, value):
     with pytest.raises(amp.AmpTypeError, match=f"{name}=.*: expected True, False or None") as error:
         resolve_with("O2", **{name: value})
