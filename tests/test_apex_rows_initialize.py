@@ -12,6 +12,7 @@ from torch.nn.parallel import DataParallel
 
 import ampatch
 from ampatch.apex import amp
+from ampatch.apex.fp16_utils import FP16_Optimizer
 from apex_rows import (
     CAST,
     EVERY_LEVEL,
@@ -282,6 +283,16 @@ def test_a_half_buffer_is_taken_as_it_is(level):
     net.register_buffer("table", torch.ones(2).half())
     amp.initialize(net, optimizer, opt_level=level, verbosity=0)
     assert net.table.dtype is torch.float16
+
+
+@shows("initialize-fp16-optimizer")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_an_optimizer_with_a_scale_and_masters_of_its_own_is_refused(level):
+    net, optimizer = make()
+    wrapped = FP16_Optimizer(optimizer, static_loss_scale=128.0, verbose=False)
+    with pytest.raises(RuntimeError, match=r"optimizers\[1\] is an FP16_Optimizer.*expected the optimizer"):
+        amp.initialize([net, Net()], [make()[1], wrapped], opt_level=level, verbosity=0)
+    assert amp.initialize(net, wrapped, enabled=False) == (net, wrapped)
 
 
 @shows("initialize-float64")
