@@ -74,7 +74,7 @@ class CastTensor:
 class CastModule:
     """The tensors of one module that were cast, and the way back; the module's hooks keep it alive."""
 
-    def __init__(self, module: Module, dtype: torch.dtype) -> None:
+    def __init__(self, module: Module, dtype: torch.dtype | None) -> None:
         self._module = weakref.ref(module)
         self._dtype = dtype
         self._came_half = [tensor for tensor in _list_tensors(module) if tensor.dtype is dtype]

@@ -30,7 +30,7 @@ OPERATORS: dict[object, tuple[str, str]] = {
     operator.matmul: ("__matmul__", "matmul"),
     operator.imatmul: ("__matmul__", "matmul"),
     operator.pow: ("__pow__", "pow"),
-    operator.ipow: ("__ipow__", "Tensor.pow_"),
+    operator.ipow: ("__ipow__", "Tensor.__ipow__"),
 }
 
 PACKAGE = f"{Path(__file__).parent}{os.sep}"

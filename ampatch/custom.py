@@ -74,6 +74,13 @@ def matrix_power(original: Function, widen: TensorCast, *args: object, **kwargs:
     return result
 
 
+def ipow(original: Function, widen: TensorCast, input: Tensor, exponent: object) -> object:
+    """Gives a new float32 tensor for a half one, as an operator may; others are written in place."""
+    if input.dtype in HALF_TYPES and _is_cast(input):
+        return torch.pow(widen(input), exponent)  # never in place: the cast of a parameter is kept
+    return original(input, exponent)
+
+
 def _is_cast(value: object) -> bool:
     """Whether casts are for a value: a tensor of their types, on one of their devices."""
     return isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.device.type in CASTS.device_types
@@ -126,6 +133,7 @@ CUSTOM_CASTS: dict[str, Function] = {
     **dict.fromkeys(("avg_pool3d", "i1", "i1e", "matrix_exp"), on_cpu),
     "rrelu": rrelu,
     "matrix_power": matrix_power,
+    "__ipow__": ipow,
     "sum_to_size": sum_to_size,
     "local_response_norm": local_response_norm,
     "cpu": cpu,

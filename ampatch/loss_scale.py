@@ -128,7 +128,8 @@ def parse_loss_scale(value: object, min_scale: object = None, max_scale: object 
 
     The bounds hold for "dynamic" alone: a static scale has none, and a DynamicLossScale its own.
     """
-    low, high = _parse_bound("min_loss_scale", min_scale), _parse_bound("max_loss_scale", max_scale)
+    low = _parse_bound("min_loss_scale", min_scale) or None  # 0 was no bound in apex
+    high = _parse_bound("max_loss_scale", max_scale)
     if isinstance(value, DynamicLossScale | StaticLossScale):
         return value
     if isinstance(value, str) and value == "dynamic":

@@ -75,12 +75,14 @@ def _validate_dtypes(index: int, model: Module, policy: Policy, values: ValuesBy
 
 def _validate_scripted(index: int, model: Module, policy: Policy) -> None:
     scripted = [name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
-    # One that is scripted as a whole needs no hooks where neither weights nor outputs are cast.
-    if scripted and (policy.casts_model or (not scripted[0] and policy.cast_model_outputs is not None)):
+    patches_and_casts = policy.patch_torch_functions and policy.cast_model_type is not None
+    casts_ends = policy.cast_model_outputs is not None or patches_and_casts
+    # One that is scripted as a whole needs no hooks where neither weights, inputs nor outputs are cast.
+    if scripted and (policy.casts_model or (not scripted[0] and casts_ends)):
         raise AmpValueError(
             f"models[{index}]: module {scripted[0]!r} is scripted, and takes no hooks: expected a "
             f"model of Python modules; script it after uninitialize, or use opt_level='O1' or 'O4' without "
-            f"cast_model_outputs"
+            f"cast_model_type and cast_model_outputs"
         )
 
 
@@ -165,8 +167,8 @@ class ModelCaster:
 
     def open(self) -> None:
         """Casts the weights and registers the hooks."""
-        if self._policy.cast_model_type is not None:
-            self._cast_weights(self._policy.cast_model_type)
+        if self._policy.has_half_weights:
+            self._cast_weights(self._policy.cast_model_type if self._policy.casts_model else None)
         for module in self._kept:
             self._keep(module)
         for model in select_python(self._models):
@@ -192,7 +194,7 @@ class ModelCaster:
 
     # Weights
 
-    def _cast_weights(self, dtype: torch.dtype) -> None:
+    def _cast_weights(self, dtype: torch.dtype | None) -> None:
         recurrent = [part for part in list_parts(self._models) if isinstance(part, torch.nn.RNNBase)]
         # On CUDA the weights of a recurrent net share one block of memory, which a cast breaks up.
         for module in recurrent:
@@ -207,8 +209,8 @@ class ModelCaster:
         for module in recurrent:
             module.flatten_parameters()
 
-    def _find_tensors(self, dtype: torch.dtype) -> None:
-        """Lists what to cast; a tensor has the values of the first module that it is in."""
+    def _find_tensors(self, dtype: torch.dtype | None) -> None:
+        """Lists what to cast, if there is a `dtype`; a tensor has the values of the first module it is in."""
         float32, notice = self._float32_tensors(), Shown()
         found: dict[int, CastTensor] = {}
         for module in list_parts(self._models):
@@ -216,7 +218,7 @@ class ModelCaster:
             values = self.by_module[id(module)] = Float32Values(notice)
             for name, tensor in own_tensors(module):
                 known = self._values.setdefault(id(tensor), values)
-                if tensor.dtype is torch.float32 and id(tensor) not in float32:
+                if dtype is not None and tensor.dtype is torch.float32 and id(tensor) not in float32:
                     cast = found.setdefault(id(tensor), CastTensor(module, name, tensor, known))
                     part.casts.append(cast)
             self._parts.append(part)
@@ -258,9 +260,10 @@ class ModelCaster:
     def _hook_forward(self, model: Module) -> None:
         policy = self._policy
         if model not in self._kept:
-            if policy.input_dtype is not None:
-                self._hook_inputs(model, policy.input_dtype)
-            self._hook_scope(model, off=not policy.patch_torch_functions, dtype=policy.input_dtype)
+            if policy.cast_model_type is not None:
+                self._hook_inputs(model, policy.cast_model_type)
+            patches = policy.patch_torch_functions
+            self._hook_scope(model, off=not patches, dtype=None if patches else policy.cast_model_type)
         self._hook_outputs(model, alone=policy.output_dtype)
 
     def _hook_scope(self, module: Module, *, off: bool, dtype: torch.dtype | None) -> None:

@@ -12,25 +12,19 @@ from torch.optim import Optimizer
 from ampatch.precision import HALF_TYPES
 
 
-def lower_state(optimizer: Optimizer) -> None:
-    """Casts the state of half parameters to their dtype, as `Optimizer.load_state_dict` would.
+def fit_states(optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
+    """Casts state to the dtype of its parameters, in the optimizers that are alive.
 
-    At O3 the optimizer steps half parameters, and most kernels refuse a state of another dtype.
+    As `Optimizer.load_state_dict` would: most kernels refuse a state of another dtype.
     """
-    for param, state in optimizer.state.items():
-        if isinstance(param, Tensor) and param.dtype in HALF_TYPES:
-            _cast(state, {torch.float32}, param.dtype)
-
-
-def raise_states(optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
-    """Casts the half state of float32 parameters to float32, in the optimizers that are alive."""
     alive = [optimizer for reference in optimizers if (optimizer := reference()) is not None]
     for param, state in [item for optimizer in alive for item in optimizer.state.items()]:
-        if isinstance(param, Tensor) and param.dtype is torch.float32:
-            _cast(state, set(HALF_TYPES), torch.float32)
+        if isinstance(param, Tensor) and param.dtype in (torch.float32, *HALF_TYPES):
+            _cast(state, param.dtype)
 
 
-def _cast(state: dict, sources: set[torch.dtype], dtype: torch.dtype) -> None:
+def _cast(state: dict, dtype: torch.dtype) -> None:
+    sources = {torch.float32} if dtype in HALF_TYPES else set(HALF_TYPES)
     for key, value in state.items():
         # Optimizers count steps in float32 whatever the parameters are.
         if key != "step" and isinstance(value, Tensor) and value.dtype in sources:

@@ -15,8 +15,9 @@ from ampatch.precision import HALF_TYPES, name_dtype
 class Policy:
     """Says what one call of `initialize` does; the field names are those of apex's options.
 
-    `cast_model_type` is the dtype that the model's weights are cast to (None: they stay);
-    `patch_torch_functions_type` is the dtype that whitelisted functions run in.
+    `cast_model_type` is the dtype of the model: its inputs are cast to it, its weights if it is a half
+    type, and its outputs to float32 (None: all of them stay). `patch_torch_functions_type` is the dtype
+    that whitelisted functions run in.
     """
 
     opt_level: str
@@ -32,13 +33,18 @@ class Policy:
 
     @property
     def half(self) -> torch.dtype | None:
-        """The half type of this policy; None at O0."""
-        return self.patch_torch_functions_type or self.cast_model_type
+        """The half type of this policy; None where nothing is cast to one, as at O0."""
+        return self.patch_torch_functions_type or (self.cast_model_type if self.casts_model else None)
 
     @property
     def casts_model(self) -> bool:
         """Whether the model's weights are cast to a half type."""
-        return self.cast_model_type is not None
+        return self.cast_model_type in HALF_TYPES
+
+    @property
+    def has_half_weights(self) -> bool:
+        """Whether the model may have half weights with float32 values behind them."""
+        return self.casts_model or self.master_weights
 
     @property
     def is_pure_half(self) -> bool:
@@ -48,18 +54,9 @@ class Policy:
     @property
     def output_dtype(self) -> torch.dtype | None:
         """The dtype that the model's outputs are cast to; None leaves them alone."""
-        if self.cast_model_outputs is not None or self._patching_level:
+        if self.cast_model_outputs is not None or self.cast_model_type is None:
             return self.cast_model_outputs
         return torch.float32
-
-    @property
-    def input_dtype(self) -> torch.dtype | None:
-        """The dtype that the model's inputs are cast to; None leaves them alone."""
-        return None if self._patching_level else self.cast_model_type or torch.float32
-
-    @property
-    def _patching_level(self) -> bool:
-        return self.opt_level in ("O1", "O4")
 
     def options(self) -> dict[str, object]:
         """The options by name, as the banner shows them."""
@@ -93,7 +90,7 @@ def _casting(level: str, half: torch.dtype, scale: LossScale) -> Policy:
 _DYNAMIC, _ONE = DynamicLossScale(), StaticLossScale(1.0)
 
 OPT_LEVELS: dict[str, Policy] = {
-    "O0": Policy("O0", "float32 throughout, the baseline of accuracy"),
+    "O0": Policy("O0", "float32 throughout, the baseline of accuracy", cast_model_type=torch.float32),
     "O1": _patching("O1", torch.float16, _DYNAMIC),
     "O2": _casting("O2", torch.float16, _DYNAMIC),
     "O3": Policy(
@@ -153,8 +150,8 @@ def resolve(opt_level: object, overrides: Overrides) -> Policy:
 
 
 def parse_dtype(name: str, value: object) -> torch.dtype | None:
-    """Reads a floating dtype, or its name in a string; None and False mean none."""
-    if value is None or value is False:
+    """Reads a floating dtype, or its name in a string; None and False mean none, also in a string."""
+    if value is None or value is False or value in ("None", "False", ""):
         return None
     dtype = value
     if isinstance(value, str):
@@ -165,11 +162,11 @@ def parse_dtype(name: str, value: object) -> torch.dtype | None:
 
 
 def parse_flag(name: str, value: object) -> bool | None:
-    """Reads a boolean, or "True" and "False" as argparse hands them on; None stays None."""
+    """Reads a boolean, 0 or 1, or "True" and "False" as argparse hands them on; None stays None."""
     if value in ("None", ""):
         return None
-    if value is None or isinstance(value, bool):
-        return value
+    if value is None or (isinstance(value, int) and value in (0, 1)):
+        return value if value is None else bool(value)
     if value in ("True", "False"):
         return value == "True"
     raise AmpTypeError(f"{name}={value!r}: expected True, False or None")
@@ -178,11 +175,11 @@ def parse_flag(name: str, value: object) -> bool | None:
 def _resolve_half_type(level: Policy, overrides: Overrides) -> Policy:
     dtype = _parse_half("dtype", overrides.dtype)
     patch_type = _parse_half("patch_torch_functions_type", overrides.patch_torch_functions_type)
-    model_type = parse_dtype("cast_model_type", overrides.cast_model_type)
+    model_type = _parse_model_type(overrides.cast_model_type)
     if level.patch_torch_functions:
-        _refuse_model_type(level, model_type)
+        _refuse_half_model(level, model_type)
         half = _agree(dtype=dtype, patch_torch_functions_type=patch_type) or level.half
-        return replace(level, patch_torch_functions_type=half)
+        return replace(level, patch_torch_functions_type=half, cast_model_type=model_type or None)
     if patch_type is not None:
         raise AmpValueError(
             f"patch_torch_functions_type={patch_type} contradicts {level.opt_level}, which patches "
@@ -190,14 +187,21 @@ def _resolve_half_type(level: Policy, overrides: Overrides) -> Policy:
         )
     if not level.casts_model:
         _refuse_half_model(level, model_type)
-        return level
-    if overrides.cast_model_type is False or model_type not in (None, *HALF_TYPES):
+        dtype = None
+    given = _agree(dtype=dtype, cast_model_type=model_type)
+    return replace(level, cast_model_type=level.cast_model_type if given is None else given or None)
+
+
+def _parse_model_type(value: object) -> torch.dtype | bool | None:
+    """Reads `cast_model_type`; False is another answer than None: to leave the model's types alone."""
+    if value is False or value == "False":
+        return False
+    dtype = parse_dtype("cast_model_type", value)
+    if dtype not in (None, torch.float32, *HALF_TYPES):
         raise AmpValueError(
-            f"cast_model_type={overrides.cast_model_type!r} contradicts {level.opt_level}, which casts "
-            f"the model to a half type: use torch.float16 or torch.bfloat16, or opt_level='O0'"
+            f"cast_model_type={value!r}: expected torch.float16, torch.bfloat16, torch.float32 or False"
         )
-    half = _agree(dtype=dtype, cast_model_type=model_type) or level.half
-    return replace(level, cast_model_type=half)
+    return dtype
 
 
 def _parse_half(name: str, value: object) -> torch.dtype | None:
@@ -207,7 +211,7 @@ def _parse_half(name: str, value: object) -> torch.dtype | None:
     return dtype
 
 
-def _agree(**dtypes: torch.dtype | None) -> torch.dtype | None:
+def _agree(**dtypes: torch.dtype | bool | None) -> torch.dtype | bool | None:
     given = {name: dtype for name, dtype in dtypes.items() if dtype is not None}
     if len(set(given.values())) > 1:
         text = " and ".join(f"{name}={dtype}" for name, dtype in given.items())
@@ -215,19 +219,12 @@ def _agree(**dtypes: torch.dtype | None) -> torch.dtype | None:
     return next(iter(given.values()), None)
 
 
-def _refuse_model_type(level: Policy, model_type: torch.dtype | None) -> None:
-    if model_type not in (None, torch.float32):
+def _refuse_half_model(level: Policy, model_type: torch.dtype | bool | None) -> None:
+    if model_type in HALF_TYPES:
+        why = "whose weights stay float32" if level.patch_torch_functions else "which is float32 throughout"
         raise AmpValueError(
-            f"cast_model_type={model_type} contradicts {level.opt_level}, whose weights stay float32 "
-            f"while functions are cast: leave it out, or use opt_level='O2', 'O3' or 'O5'"
-        )
-
-
-def _refuse_half_model(level: Policy, model_type: torch.dtype | None) -> None:
-    if model_type not in (None, torch.float32):
-        raise AmpValueError(
-            f"cast_model_type={model_type} contradicts {level.opt_level}, which is float32 throughout: "
-            f"use opt_level='O3' for a half model, 'O2' or 'O5' for one with master weights"
+            f"cast_model_type={model_type} contradicts {level.opt_level}, {why}: leave it out, or use "
+            f"opt_level='O3' for a half model, 'O2' or 'O5' for one with master weights"
         )
 
 
@@ -246,7 +243,7 @@ def _resolve_flags(policy: Policy, overrides: Overrides) -> Policy:
             f"keep_batchnorm_fp32={batchnorm} contradicts {level}, where BatchNorm always runs on "
             f"float32 weights: leave it out, or use opt_level='O2', 'O3' or 'O5'"
         )
-    if masters is not None and (policy.patch_torch_functions or (masters and not policy.casts_model)):
+    if masters is not None and (policy.patch_torch_functions or (masters and level == "O0")):
         raise AmpValueError(
             f"master_weights={masters} contradicts {level}, whose weights are float32 themselves: "
             f"leave it out, or use opt_level='O2' or 'O5'"

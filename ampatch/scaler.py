@@ -270,4 +270,5 @@ class LossScaler:
         if not self.is_dynamic:
             return
         self.set_scale(float(state["loss_scale"]))
-        self._growth_tracker.fill_(int(state["unskipped"]))
+        # apex counted on at static scales; torch grows a scale at exactly the interval, and past it never.
+        self._growth_tracker.fill_(min(int(state["unskipped"]), self.config.growth_interval - 1))

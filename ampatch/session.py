@@ -35,7 +35,7 @@ from ampatch.misuse import Misuse
 from ampatch.model import ModelCaster, select_kept, select_python, validate_models
 from ampatch.observe import Observer
 from ampatch.optimizer import AmpOptimizer
-from ampatch.optimizer_state import lower_state, raise_states
+from ampatch.optimizer_state import fit_states
 from ampatch.policy import Policy
 from ampatch.refresh import RefreshWeights
 from ampatch.scaler import LossScaler
@@ -107,15 +107,13 @@ class Session(StepListener):
             amps = [self._joins.make(given, self) for given in request.optimizers]
             parts = list_parts(request.models)
             call.members = [weakref.ref(one) for one in (*parts, *amps)]
-            if policy.is_pure_half:
-                call.undo.callback(raise_states, [weakref.ref(amp.optimizer) for amp in amps])
+            changes_state = policy.is_pure_half or (policy.master_weights and request.allow_half_params)
+            states = [weakref.ref(amp.optimizer) for amp in amps] if changes_state else []
+            call.undo.callback(fit_states, states)
             caster = ModelCaster(request.models, policy, kept, self.casts, values, call.undo)
             caster.open()
             members.add_modules(parts, caster.by_module)
-            for given, amp in zip(request.optimizers, amps, strict=True):
-                amp.casts = caster.list_casts(amp.params())
-                self._joins.open(given, amp, policy.master_weights, call.undo)
-                members.add_optimizer(amp, [given, *amp.masters.optimizers], call)
+            self._open_optimizers(request, caster, amps, call)
             self._hook_forwards(request, caster, amps, call.undo)
             self.misuse.open(request, amps, undo)
             if policy.patch_torch_functions:
@@ -129,18 +127,12 @@ class Session(StepListener):
                 observer.on_objects(request.models, request.optimizers)
             self._undo.push(undo.pop_all())
             self._patching.push(patching.pop_all())
-        self._give_up(policy, caster, amps, others)
-
-    def _give_up(
-        self, policy: Policy, caster: ModelCaster, amps: list[AmpOptimizer], others: list[AmpOptimizer]
-    ) -> None:
-        """Drops what does not hold any more. Nothing raises from here on: this cannot be undone exactly."""
+        # Nothing raises from here on: what follows cannot be undone exactly.
         for amp in amps:
             self._joins.drop_scaled("initialize", amp.model_params(), find_stepped(others))
         if policy.is_pure_half:
             caster.forget_originals()
-            for amp in amps:
-                lower_state(amp.optimizer)
+        fit_states(states)
 
     def _forget_dropped(self) -> None:
         """Forgets what scripts have dropped since the last call: ids of theirs may be used again."""
@@ -161,6 +153,14 @@ class Session(StepListener):
         self._script_models.open(undo)
         self._captures.open(undo)
 
+    def _open_optimizers(
+        self, request: Request, caster: ModelCaster, amps: list[AmpOptimizer], call: Call
+    ) -> None:
+        for given, amp in zip(request.optimizers, amps, strict=True):
+            amp.casts = caster.list_casts(amp.params())
+            self._joins.open(given, amp, request.policy.master_weights, call.undo)
+            self._members.add_optimizer(amp, [given, *amp.masters.optimizers], call)
+
     def _patch_torch(self, request: Request, undo: ExitStack) -> None:
         trace = say if request.verbosity >= 2 else None
         if any(observer.counts_casts for observer in self.observers):
@@ -175,7 +175,7 @@ class Session(StepListener):
                 params = {id(param) for param in model.parameters()}
                 listeners = [amp.local for amp in amps if find_stepped([amp]) & params]
                 undo.callback(model.register_forward_pre_hook(NoteNoSync(listeners)).remove)
-            if request.policy.casts_model:
+            if request.policy.has_half_weights:
                 refresh = RefreshWeights(caster.list_values(model.modules()), [amp.masters for amp in amps])
                 undo.callback(model.register_forward_pre_hook(refresh).remove)
 

@@ -60,7 +60,7 @@ def assert_same_state(found, expected):
 def make_trained():
     """A model and an optimizer with state and gradients, as in the middle of a training."""
     model = Net()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-4)
     model(X).sum().backward()
     optimizer.step()
     return model, optimizer

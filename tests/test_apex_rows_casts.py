@@ -1,5 +1,6 @@
 """What scripts written for apex expect of O1 and O4, row by row of docs/apex-behaviour.md."""
 
+import operator
 import threading
 from pathlib import Path
 
@@ -148,6 +149,15 @@ def test_what_computes_in_float32_inside_stays_half_and_is_listed(name):
 
 
 @shows("o1-differences")
+@pytest.mark.parametrize("grid_type", [HALF, FULL], ids=str)
+def test_grid_sample_follows_the_wider_type_and_is_listed(grid_type):
+    open_o1()
+    grid = torch.zeros(1, 2, 2, 2, dtype=grid_type)
+    assert F.grid_sample(half(1, 1, 3, 3), grid, align_corners=False).dtype is grid_type
+    assert "`grid_sample`" in CASTS.partition("## Differences from apex.amp")[2]
+
+
+@shows("o1-differences")
 @pytest.mark.parametrize("name", ["cat", "stack", "add", "mul"])
 def test_what_torch_promotes_by_itself_has_the_widest_type(name):
     open_o1()
@@ -189,6 +199,55 @@ def test_an_op_in_place_on_mixed_types_follows_self(name, own):
     assert x.dtype is own
     expected = {"mul_": 0.5, "lerp_": 0.75}.get(name, 1.5)
     assert torch.equal(x, torch.full((2, 2), expected, dtype=own))
+
+
+@shows("o1-in-place-power")
+@pytest.mark.parametrize("level", PATCHED)
+def test_a_power_in_place_by_its_operator_is_a_new_float32_tensor(level):
+    open_o1(level)
+    x = old = torch.tensor([300.0, 1e-4]).to(PATCHED[level])
+    x **= 2
+    assert x.dtype is FULL
+    assert torch.equal(x, old.float() ** 2)
+    assert old.dtype is PATCHED[level]
+    with pytest.raises(NotImplementedError, match=r"pow_ .*use pow, which"):
+        old.pow_(2)
+
+
+IN_PLACE = [operator.iadd, operator.isub, operator.imul, operator.itruediv]
+
+
+@shows("o1-in-place-operators")
+@pytest.mark.parametrize("operate", IN_PLACE)
+@pytest.mark.parametrize("own", [FULL, HALF], ids=str)
+def test_an_operator_in_place_on_mixed_types_writes_into_its_tensor(operate, own):
+    x, y = torch.full((2,), 3.0, dtype=own), torch.full((2,), 2.0, dtype=FULL if own is HALF else HALF)
+    view, expected = x[:1], operate(torch.full((2,), 3.0, dtype=own), y)
+    open_o1()
+    assert operate(x, y) is x
+    assert x.dtype is own
+    assert torch.equal(x, expected)
+    assert torch.equal(view, expected[:1])  # who holds the tensor, or a part of it, sees it
+
+
+@shows("o1-in-place-operators")
+def test_a_script_may_ask_for_operators_that_give_float32():
+    x, y = torch.full((1,), 60000.0).half(), torch.full((1,), 60000.0)
+    amp.register_promote_function(torch.Tensor, "__iadd__")
+    open_o1("O1")
+    old = x
+    x += y
+    assert torch.equal(x, torch.full((1,), 120000.0))
+    assert old == 60000.0
+
+
+@shows("o1-zero-dim")
+@pytest.mark.parametrize("operate", [operator.add, operator.mul, torch.sub, torch.addcmul])
+def test_a_number_in_a_tensor_without_dimensions_does_not_promote(operate):
+    open_o1()
+    x, number = half(2), torch.tensor(2.0)
+    arguments = (x, number, x) if operate is torch.addcmul else (x, number)
+    assert operate(*arguments).dtype is HALF
 
 
 @shows("o1-banned")

@@ -1,6 +1,7 @@
 """What scripts written for apex expect of `amp.initialize`, row by row of docs/apex-behaviour.md."""
 
 import argparse
+import copy
 from collections import OrderedDict, namedtuple
 
 import numpy as np
@@ -11,7 +12,22 @@ from torch.nn.parallel import DataParallel
 
 import ampatch
 from ampatch.apex import amp
-from apex_rows import CAST, EVERY_LEVEL, MASTERED, PATCHED, Net, Recorder, X, copy_of, make, shows, types_of
+from ampatch.apex.fp16_utils import FP16_Optimizer
+from apex_rows import (
+    CAST,
+    EVERY_LEVEL,
+    MASTERED,
+    PATCHED,
+    Net,
+    Recorder,
+    X,
+    backward,
+    copy_of,
+    is_same,
+    make,
+    shows,
+    types_of,
+)
 
 Pair = namedtuple("Pair", "image label")
 
@@ -102,6 +118,24 @@ def test_the_objects_passed_in_are_the_ones_that_change(level):
     assert types_of(net.norm) == [norm, norm]
 
 
+@shows("initialize-batchnorm-buffers")
+@pytest.mark.parametrize("level", MASTERED)
+def test_a_batchnorm_without_weights_keeps_its_statistics_in_float32(level):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 2))
+    amp.initialize(model, opt_level=level, verbosity=0)
+    x = (1000 * torch.randn(64, 4)).to(MASTERED[level])
+    expected = nn.BatchNorm1d(4, affine=False)
+    for _ in range(5):
+        model(x)
+        expected(x.float())
+    norm = model[0]
+    assert norm.running_var.dtype is norm.running_mean.dtype is torch.float32
+    assert norm.running_var.min() > 65504  # inf in float16
+    torch.testing.assert_close(norm.running_var, expected.running_var)
+    torch.testing.assert_close(norm.running_mean, expected.running_mean)
+
+
 # ---- Keywords and their values ----
 
 
@@ -145,6 +179,26 @@ def test_loss_scale_is_read_from_a_string(given, scale):
     amp.initialize(net, optimizer, opt_level="O1", loss_scale=given, verbosity=0)
     with amp.scale_loss(torch.tensor(1.0), optimizer) as scaled_loss:
         assert scaled_loss == scale
+
+
+@shows("initialize-strings")
+@pytest.mark.parametrize("value", [0, 1])
+def test_booleans_may_be_the_numbers_0_and_1(value):
+    net, optimizer = make()
+    amp.initialize(
+        net,
+        optimizer,
+        enabled=1,
+        opt_level="O2",
+        keep_batchnorm_fp32=value,
+        master_weights=value,
+        verbosity=0,
+    )
+    assert types_of(net.norm) == [torch.float32 if value else torch.float16] * 2
+    assert amp._amp_state.opt_properties.master_weights is bool(value)
+    ampatch.uninitialize()
+    amp.initialize(net, optimizer, enabled=0, opt_level="O2")
+    assert types_of(net) == [torch.float32] * 6
 
 
 @shows("initialize-keywords")
@@ -223,6 +277,36 @@ def test_a_model_in_distributed_data_parallel_is_refused(one_process):
 
 
 @shows("initialize-half-params")
+@pytest.mark.parametrize("level", PATCHED)
+def test_a_half_buffer_is_taken_as_it_is(level):
+    net, optimizer = make()
+    net.register_buffer("table", torch.ones(2).half())
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    assert net.table.dtype is torch.float16
+
+
+@shows("initialize-fp16-optimizer")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_an_optimizer_with_a_scale_and_masters_of_its_own_is_refused(level):
+    net, optimizer = make()
+    wrapped = FP16_Optimizer(optimizer, static_loss_scale=128.0, verbose=False)
+    with pytest.raises(RuntimeError, match=r"optimizers\[1\] is an FP16_Optimizer.*expected the optimizer"):
+        amp.initialize([net, Net()], [make()[1], wrapped], opt_level=level, verbosity=0)
+    assert amp.initialize(net, wrapped, enabled=False) == (net, wrapped)
+
+
+@shows("initialize-float64")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_float64_is_never_cast(level):
+    model = Recorder(X.double())
+    model.wide = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    amp.initialize(model, opt_level=level, verbosity=0)
+    found = model(X.double())
+    assert model.args[0].dtype is model.wide.dtype is found.dtype is torch.float64
+    assert (X.double() @ X.double().T).dtype is torch.float64
+
+
+@shows("initialize-half-params")
 @pytest.mark.parametrize("level", EVERY_LEVEL)
 def test_a_model_with_half_parameters_is_refused_by_the_name_of_one(level):
     net, optimizer = make()
@@ -253,12 +337,141 @@ def test_an_option_that_contradicts_a_patching_level_is_refused(level, name, val
 
 
 @shows("initialize-contradictions")
-@pytest.mark.parametrize("value", [None, False, torch.float32], ids=str)
-def test_a_patching_level_takes_a_model_type_that_says_float32(value):
+@pytest.mark.parametrize(("name", "value"), [("cast_model_type", torch.float16), ("master_weights", True)])
+def test_an_option_that_contradicts_o0_is_refused(name, value):
+    net, optimizer = make()
+    with pytest.raises(RuntimeError, match=f"{name}=.* contradicts O0"):
+        amp.initialize(net, optimizer, opt_level="O0", verbosity=0, **{name: value})
+
+
+@shows("initialize-contradictions")
+@pytest.mark.parametrize("value", [None, False, "False", "None"], ids=repr)
+def test_a_patching_level_takes_no_model_type(value):
     net, optimizer = make()
     amp.initialize(net, optimizer, opt_level="O1", cast_model_type=value, verbosity=0)
     assert types_of(net) == [torch.float32] * 6
     assert net(X).dtype is torch.float16
+
+
+@shows("initialize-model-float32")
+@pytest.mark.parametrize("level", ["O0", *PATCHED])
+@pytest.mark.parametrize("value", [torch.float32, "torch.float32"], ids=repr)
+def test_a_model_type_of_float32_casts_what_goes_in_and_comes_out(level, value):
+    half = PATCHED.get(level, torch.float16)
+    model = Recorder({"logits": X.to(half), "ids": torch.arange(2)})
+    amp.initialize(model, opt_level=level, cast_model_type=value, verbosity=0)
+    found = model(X.half(), [X.bfloat16()], scale=X, wide=X.double())
+    types = [model.args[0].dtype, model.args[1][0].dtype, model.kwargs["scale"].dtype]
+    assert types == [torch.float32] * 3
+    assert model.kwargs["wide"].dtype is torch.float64
+    assert found["logits"].dtype is torch.float32
+    assert found["ids"].dtype is torch.int64
+    assert amp._amp_state.opt_properties.cast_model_type is torch.float32
+
+
+@shows("initialize-model-float32")
+@pytest.mark.parametrize("level", PATCHED)
+def test_a_model_with_a_model_type_of_float32_still_computes_in_half_and_trains(level):
+    net, optimizer = make()
+    before, seen = copy_of(net), []
+    net.first.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    amp.initialize(net, optimizer, opt_level=level, cast_model_type=torch.float32, verbosity=0)
+    output = net(X.double().to(PATCHED[level]))
+    assert (seen, output.dtype) == ([PATCHED[level]], torch.float32)
+    with amp.scale_loss(output.pow(2).mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert not all(map(torch.equal, copy_of(net), before))
+
+
+@shows("initialize-model-float32")
+@pytest.mark.parametrize("level", ["O0", *PATCHED])
+def test_outputs_of_a_float32_model_may_have_a_type_of_their_own(level):
+    net, optimizer = make()
+    amp.initialize(
+        net,
+        optimizer,
+        opt_level=level,
+        cast_model_type=torch.float32,
+        cast_model_outputs=torch.float16,
+        verbosity=0,
+    )
+    assert net(X.half()).dtype is torch.float16
+
+
+@shows("initialize-model-false")
+@pytest.mark.parametrize("level", ["O0", *CAST])
+@pytest.mark.parametrize("value", [False, "False"], ids=repr)
+def test_a_model_type_of_false_leaves_weights_inputs_and_outputs_alone(level, value):
+    model = Recorder((X.half(), X.double()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, cast_model_type=value, verbosity=0)
+    found = model(X.half(), X.bfloat16(), wide=X.double())
+    assert types_of(model) == [torch.float32]
+    assert [x.dtype for x in model.args] == [torch.float16, torch.bfloat16]
+    assert [x.dtype for x in found] == [torch.float16, torch.float64]
+    assert [*amp.master_params(optimizer)] == [model.weight]
+    options = amp._amp_state.opt_properties
+    assert not options.cast_model_type
+    assert options.master_weights is (level in MASTERED)
+
+
+@shows("initialize-model-false")
+@pytest.mark.parametrize("level", CAST)
+def test_beside_a_model_type_of_false_outputs_may_be_cast(level):
+    model = Recorder(X.half())
+    amp.initialize(
+        model, opt_level=level, cast_model_type=False, cast_model_outputs=torch.float32, verbosity=0
+    )
+    assert model(X.half()).dtype is torch.float32
+    assert model.args[0].dtype is torch.float16
+
+
+class HalfFirst(Net):
+    """A model whose author cast one layer by hand."""
+
+    def forward(self, x):
+        return self.last(torch.relu(self.norm(self.first(x).float())))
+
+
+@shows("initialize-model-false")
+@pytest.mark.parametrize("level", MASTERED)
+@pytest.mark.parametrize("scale", [None, 8.0, 1.0])
+def test_half_parameters_of_the_scripts_own_have_masters_beside_a_model_type_of_false(level, scale):
+    half, net = MASTERED[level], HalfFirst()
+    net.first.to(half)
+    reference = copy.deepcopy(net).float()
+    optimizer, expected = (
+        torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (net, reference)
+    )
+    amp.initialize(
+        net,
+        optimizer,
+        opt_level=level,
+        cast_model_type=False,
+        master_weights=True,
+        loss_scale=scale,
+        allow_half_params=True,
+        verbosity=0,
+    )
+    for _ in range(2):
+        backward(net, optimizer, x=X.to(half))
+        for param, master in zip(reference.parameters(), amp.master_params(optimizer), strict=True):
+            param.grad = master.grad.clone()
+        optimizer.step()
+        expected.step()
+        optimizer.zero_grad()
+    masters = [*amp.master_params(optimizer)]
+    assert is_same(masters, reference.parameters())
+    assert types_of(net) == [half] * 2 + [torch.float32] * 4
+    assert torch.equal(net.first.weight, masters[0].to(half))
+    assert torch.equal(net.state_dict()["first.weight"], masters[0])
+    with torch.no_grad():
+        masters[0].fill_(2.0)
+    net(X.to(half))
+    assert torch.equal(net.first.weight, torch.full_like(net.first.weight, 2.0))
+    ampatch.uninitialize()
+    assert [*amp.master_params(optimizer)] == [*net.parameters()]
 
 
 @shows("initialize-contradictions")
@@ -291,6 +504,15 @@ def test_each_loss_has_a_scaler_chosen_by_loss_id():
     assert scales == [65536.0, 32768.0, 65536.0]
 
 
+@shows("initialize-num-losses")
+@pytest.mark.parametrize("loss_id", [-1, 2])
+def test_a_loss_id_that_no_loss_has_is_refused(loss_id):
+    net, optimizer = make()
+    amp.initialize(net, optimizer, opt_level="O1", num_losses=2, verbosity=0)
+    with pytest.raises(RuntimeError, match=f"loss_id {loss_id} is out of range: expected 0 to 1"):
+        amp.scale_loss(net(X).sum(), optimizer, loss_id=loss_id)
+
+
 @shows("initialize-bounds")
 def test_bounds_hold_the_dynamic_scale():
     net, optimizer = make()
@@ -302,6 +524,25 @@ def test_bounds_hold_the_dynamic_scale():
         found.append(amp.state_dict()["loss_scaler0"]["loss_scale"])
         optimizer.step()
     assert found == [128.0, 64.0, 64.0, 64.0]
+
+
+@shows("initialize-bounds")
+@pytest.mark.parametrize(("given", "after"), [(2.0**30, 2.0**24), (4.0, 64.0)])
+def test_bounds_hold_a_scale_that_is_assigned_from_the_next_update_on(given, after):
+    net, optimizer = make()
+    amp.initialize(net, optimizer, opt_level="O1", min_loss_scale=64.0, verbosity=0)
+    amp._amp_state.loss_scalers[0]._loss_scale = given
+    with amp.scale_loss(torch.zeros((), requires_grad=True), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == after
+
+
+@shows("initialize-bounds")
+def test_a_minimum_above_the_first_scale_is_the_first_scale_and_one_of_0_is_none():
+    for low, first in ((2.0**20, 2.0**20), (0, 65536.0), ("0", 65536.0)):
+        amp.initialize(*make(), opt_level="O2", min_loss_scale=low, verbosity=0)
+        assert amp.state_dict()["loss_scaler0"]["loss_scale"] == first
+        ampatch.uninitialize()
 
 
 @shows("initialize-bounds")

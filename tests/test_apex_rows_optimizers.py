@@ -109,6 +109,33 @@ def test_a_parameter_that_joins_with_a_scaled_gradient_is_not_stepped_by_it(leve
     assert "2 parameters that join had a gradient" in caplog.text
 
 
+@shows("optimizers-unrounded")
+@pytest.mark.parametrize("level", MASTERED)
+def test_masters_begin_with_the_values_that_the_model_had_unrounded(level):
+    net, optimizer = make()
+    with torch.no_grad():
+        net.first.weight.fill_(1 + 2.0**-20)  # 1 in either half type
+    before = [*map(torch.clone, copy_of(net))]
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    assert is_same([master.detach() for master in amp.master_params(optimizer)], before)
+    assert torch.equal(net.first.weight, torch.ones_like(net.first.weight))
+
+
+@shows("optimizers-frozen")
+@pytest.mark.parametrize("level", MASTERED)
+def test_a_thawed_parameter_takes_the_step_of_float32_weights(level):
+    net, optimizer = make(0.5)
+    net.first.requires_grad_(False)
+    amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+    net.first.requires_grad_(True)
+    master = next(amp.master_params(optimizer))
+    before = master.detach().clone()
+    backward(net, optimizer)
+    expected = before - 0.5 * (net.first.weight.grad.float() / 4.0)  # which is still scaled, in half
+    optimizer.step()
+    assert torch.equal(master, expected)
+
+
 @shows("optimizers-frozen")
 @pytest.mark.parametrize("level", MASTERED)
 def test_frozen_parameters_have_masters_and_stay_until_they_are_thawed(level):

@@ -180,6 +180,34 @@ def test_another_number_of_scalers_warns_and_loads_what_both_have(saved, caplog)
     assert scaler() == {"loss_scale": 8.0, "unskipped": 5}
 
 
+@shows("scaler-load-static")
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+def test_a_static_scale_is_that_of_initialize_whatever_a_checkpoint_says(level):
+    _, optimizer = initialized(level, loss_scale=128.0)
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**24, "unskipped": 7}})
+    assert scaler() == {"loss_scale": 128.0, "unskipped": 0}
+    with amp.scale_loss(torch.tensor(2.0), optimizer) as scaled_loss:
+        assert scaled_loss == 256.0
+
+
+@shows("scaler-static-count")
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_a_static_scale_counts_no_clean_iterations(level):
+    net, optimizer = initialized(level, loss_scale=128.0)
+    iterate(net, optimizer)
+    assert scaler() == {"loss_scale": 128.0, "unskipped": 0}
+    assert amp._amp_state.loss_scalers[0]._unskipped == 0
+
+
+@shows("scaler-static-count")
+@pytest.mark.parametrize("count", [2000, 12345])
+def test_a_dynamic_scale_grows_after_a_static_one_of_apex_that_counted_on(count):
+    net, optimizer = initialized()
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 128.0, "unskipped": count}})
+    iterate(net, optimizer)
+    assert scaler() == {"loss_scale": 256.0, "unskipped": 0}
+
+
 # ---- Restoring a run ----
 
 

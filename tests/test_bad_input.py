@@ -97,7 +97,7 @@ def test_an_unknown_level_is_refused(refused, level):
             {"master_weights": "True"},
             "master_weights=True contradicts O0, whose .*or use opt_level='O2'",
         ),
-        ("O2", {"cast_model_type": torch.float32}, "cast_model_type=.* contradicts O2.*use torch.float16"),
+        ("O2", {"cast_model_type": torch.float64}, "cast_model_type=torch.float64: expected torch.float16"),
         (
             "O5",
             {"patch_torch_functions_type": torch.float16},

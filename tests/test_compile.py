@@ -382,6 +382,23 @@ def test_half_tensors_stay_half_where_casts_are_off_inside_a_graph():
     assert_equal(found, function(A.to(HALF)))
 
 
+@pytest.mark.parametrize("dtype", [FULL, HALF], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operators_in_place_do_in_a_graph_what_they_do_outside(backend, dtype):
+    def function(a, b):
+        results = []
+        for operate in (operator.ipow, operator.iadd, operator.ifloordiv):
+            alias = given = a.clone()
+            given = operate(given, b)
+            results += [given, alias]
+        return results
+
+    open_session()
+    a, b = full(3, 3).add(3).to(dtype), full(3, 3).add(2).to(FULL if dtype is HALF else HALF)
+    assert_equal(compiled(function, backend)(a, b), function(a, b))
+    assert dtypes_of(function(a, b))[:4] == [FULL, dtype, dtype, dtype]
+
+
 def test_an_exception_inside_a_graph_ends_disable_casts():
     def function(a, b):
         try:

@@ -184,3 +184,25 @@ def test_a_half_model_that_is_allowed_trains_with_masters_and_stays_half_afterwa
     amp.uninitialize()
     assert [param.dtype for param in model.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2
     assert_same_bits(model[0].parameters(), [master.bfloat16() for master in masters[:2]])
+
+
+def test_the_state_of_half_parameters_has_the_type_of_what_the_optimizer_steps():
+    model, _ = half_beside_float()
+    optimizer = torch.optim.Adam(model.parameters(), lr=2.0**-4)
+
+    def state():
+        return [optimizer.state[param]["exp_avg"] for param in amp.master_params(optimizer)]
+
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    before = [each.clone() for each in state()]
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0, allow_half_params=True)
+    assert_same_bits(state(), [each.float() for each in before])
+    run_block(model, optimizer)
+    optimizer.step()
+    amp.uninitialize()
+    assert [each.dtype for each in state()] == [param.dtype for param in model.parameters()]
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()

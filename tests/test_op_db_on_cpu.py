@@ -74,7 +74,7 @@ def run(function, call, *, backward=True):
 
 
 def is_in_place_ban(name, result):
-    return isinstance(result, amp.BannedFunctionError) and (name.endswith("_") or name == "ipow")
+    return isinstance(result, amp.BannedFunctionError) and name.endswith("_")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 # DESIGN, section 2: cast_model_type, patched, patch type, BatchNorm float32, masters, scale
 LEVELS = {
-    "O0": (None, False, None, None, False, "1.0"),
+    "O0": (FP32, False, None, None, False, "1.0"),
     "O1": (None, True, FP16, None, False, "dynamic"),
     "O2": (FP16, False, None, True, True, "dynamic"),
     "O3": (FP16, False, None, False, False, "1.0"),
@@ -146,12 +146,10 @@ def test_two_names_of_one_half_type_may_agree(name):
         ),
         ("O5", {"patch_torch_functions_type": BF16}, "patch_torch_functions_type=.* contradicts O5"),
         ("O0", {"cast_model_type": FP16}, "cast_model_type=torch.float16 contradicts O0.*use opt_level='O3'"),
-        ("O0", {"cast_model_type": torch.float64}, "cast_model_type=torch.float64 contradicts O0"),
-        ("O1", {"cast_model_type": FP16}, "cast_model_type=torch.float16 contradicts O1.*use opt_level='O2'"),
+        ("O1", {"cast_model_type": FP16}, "cast_model_type=torch.float16 contradicts O1.*'O2' or 'O5'"),
         ("O4", {"cast_model_type": BF16}, "cast_model_type=torch.bfloat16 contradicts O4"),
-        ("O2", {"cast_model_type": FP32}, "cast_model_type=torch.float32 contradicts O2.*use torch.float16"),
-        ("O2", {"cast_model_type": False}, "cast_model_type=False contradicts O2"),
-        ("O3", {"cast_model_type": torch.float64}, "cast_model_type=torch.float64 contradicts O3"),
+        ("O2", {"cast_model_type": False, "dtype": BF16}, "dtype=torch.bf.* and .*_type=False contradict"),
+        ("O5", {"cast_model_type": FP32, "dtype": BF16}, "dtype=torch.bf.* and .*_type=.*32 contradict"),
         ("O0", {"patch_torch_functions": True}, "patch_torch_functions=True contradicts O0: only O1 and O4"),
         ("O2", {"patch_torch_functions": "True"}, "patch_torch_functions=True contradicts O2"),
         ("O3", {"patch_torch_functions": True}, "patch_torch_functions=True contradicts O3"),
@@ -174,10 +172,8 @@ def test_an_override_that_contradicts_the_level_is_refused_with_the_way_out(leve
     ("level", "overrides"),
     [
         ("O0", {"cast_model_type": FP32}),
-        ("O0", {"cast_model_type": False}),
         ("O0", {"patch_torch_functions": False}),
         ("O0", {"master_weights": False}),
-        ("O1", {"cast_model_type": FP32}),
         ("O1", {"cast_model_type": False}),
         ("O1", {"patch_torch_functions": True}),
         ("O2", {"cast_model_type": FP16}),
@@ -198,6 +194,23 @@ def test_an_override_that_says_what_the_level_says_changes_nothing(level, overri
     )
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("value", [False, "False", FP32, "torch.float32"], ids=repr)
+def test_a_model_type_that_is_no_half_type_casts_no_weights_and_holds_at_every_level(level, value):
+    policy, half = resolve_with(level, cast_model_type=value), LEVELS[level][2]
+    expected = FP32 if "float32" in str(value) else None
+    assert (policy.cast_model_type, policy.output_dtype) == (expected, expected)
+    assert (policy.casts_model, policy.half) == (False, half)
+    assert policy.master_weights is LEVELS[level][4]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("value", [torch.float64, torch.float8_e5m2])
+def test_a_model_type_that_ampatch_never_casts_to_is_refused(level, value):
+    with pytest.raises(amp.AmpValueError, match=r"cast_model_type=.*: expected .* torch\.float32 or False"):
+        resolve_with(level, cast_model_type=value)
+
+
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
 @pytest.mark.parametrize("flag", [True, False, "True", "False"])
 def test_levels_that_cast_the_model_may_choose_batchnorm_and_masters(level, flag):
@@ -206,7 +219,7 @@ def test_levels_that_cast_the_model_may_choose_batchnorm_and_masters(level, flag
 
 
 @pytest.mark.parametrize("name", ["keep_batchnorm_fp32", "master_weights", "patch_torch_functions"])
-@pytest.mark.parametrize("value", ["yes", "true", 1, 0, 2, [], FP16])
+@pytest.mark.parametrize("value", ["yes", "true", 2, 1.0, [], FP16])
 def test_a_flag_that_is_no_flag_is_refused(name, value):
     with pytest.raises(amp.AmpTypeError, match=f"{name}=.*: expected True, False or None") as error:
         resolve_with("O2", **{name: value})

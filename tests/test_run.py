@@ -67,7 +67,7 @@ def run(processes, tmp_path):
     ("arguments", "used"),
     [
         (["train.py"], "O1 torch.float16 dynamic None"),
-        (["train.py", "--opt-level", "O0"], "O0 None 1.0 None"),
+        (["train.py", "--opt-level", "O0"], "O0 torch.float32 1.0 None"),
         (["--opt-level", "O2", "train.py", "--opt-level", "O1"], "O2 torch.float16 dynamic True"),
         (["--opt-level=O5", "train.py"], "O5 torch.bfloat16 1.0 True"),
         (
@@ -304,4 +304,4 @@ def test_a_sweep_runs_a_script_that_imports_apex(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     logs = {path.name[:2]: path.read_text() for path in tmp_path.glob("ampatch-sweep-*/*.log")}
-    assert logs == {"O0": "True O0 None 1.0 None\n", "O5": "True O5 torch.bfloat16 1.0 True\n"}
+    assert logs == {"O0": "True O0 torch.float32 1.0 None\n", "O5": "True O5 torch.bfloat16 1.0 True\n"}

@@ -110,6 +110,14 @@ def test_a_scripted_part_of_a_model_to_cast_is_refused(level):
         amp.initialize(model, opt_level=level, verbosity=0)
 
 
+@SCRIPTS
+@pytest.mark.parametrize("option", ["cast_model_type", "cast_model_outputs"])
+def test_a_scripted_model_whose_inputs_or_outputs_would_be_cast_is_refused(option):
+    model = torch.jit.script(nn.Linear(2, 2))
+    with pytest.raises(amp.AmpValueError, match=rf"module '' is scripted.*without .*{option}"):
+        amp.initialize(model, opt_level="O4", verbosity=0, **{option: torch.float32})
+
+
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
 def test_a_model_on_the_meta_device_comes_back_as_float32(level):
     model = nn.Linear(2, 2, device="meta")

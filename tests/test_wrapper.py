@@ -149,7 +149,6 @@ def test_out_none_is_no_out():
 
 ARGUMENTS = {
     "pow_": (2,),
-    "__ipow__": (2,),
     "cumsum_": (0,),
     "cumprod_": (0,),
     "renorm_": (2, 0, 1.0),
@@ -187,11 +186,40 @@ def test_a_blacklisted_function_of_torch_in_place_raises_as_well(name):
         getattr(torch, name)(half(2))
 
 
-def test_the_operator_for_a_power_in_place_raises():
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_the_operator_for_a_power_in_place_gives_the_power_in_float32(opt_level):
+    model = open_session(opt_level=opt_level)
+    base = torch.tensor([300.0, 1e-4], dtype=LEVELS[opt_level], requires_grad=True)
+    x, alias = base, base.detach().clone()
+    x **= 2
+    wide = base.detach().float().requires_grad_()
+    assert torch.equal(x, wide**2)
+    (grad,) = torch.autograd.grad(x.sum(), base)
+    assert torch.equal(grad, torch.autograd.grad((wide**2).sum(), wide)[0].to(grad.dtype))
+    assert torch.equal(base, alias)  # a new tensor: who holds the old one sees nothing of it
+    with amp.disable_casts():
+        alias **= 2
+    assert alias.dtype is LEVELS[opt_level]
+    del model
+
+
+def test_the_operator_for_a_power_in_place_leaves_the_cast_of_a_parameter_alone():
+    weight = torch.nn.Parameter(half(2).fill_(3.0), requires_grad=False)
     open_session()
-    x = half(2)
-    with pytest.raises(amp.BannedFunctionError, match="__ipow__"):
-        x **= 2
+    assert torch.equal(weight.exp(), weight.float().exp())  # keeps its cast
+    x = weight
+    x **= 2
+    assert torch.equal(x, full(2).fill_(9.0))
+    assert torch.equal(weight.sum(), torch.tensor(6.0))
+
+
+def test_other_tensors_have_their_power_written_in_place():
+    open_session()
+    for dtype in (torch.float32, torch.float64):
+        x = y = torch.full((2,), 3.0, dtype=dtype)
+        x **= half(2).fill_(2.0)
+        assert x is y
+        assert torch.equal(y, torch.full((2,), 9.0, dtype=dtype))
 
 
 def test_the_error_says_what_to_write_instead():

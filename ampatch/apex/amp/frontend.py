@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from types import MappingProxyType
 
 import ampatch as amp
@@ -13,6 +13,7 @@ from ampatch.apex.amp._process_optimizer import attach
 from ampatch.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from ampatch.apex.amp.lists.edits import register_edits
 from ampatch.apex.amp.properties import OptLevel, Properties
+from ampatch.apex.fp16_utils import FP16_Optimizer
 
 __all__ = ["Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
 
@@ -28,17 +29,29 @@ def initialize(*args: object, **kwargs: object) -> object:
         kwargs.setdefault("allow_half_params", True)
     if register_edits(OVERRIDES):
         kwargs.setdefault("allow_banned", True)
+    given = inspect.signature(amp.initialize).bind(*args, **kwargs)
+    given.apply_defaults()
+    optimizers = given.arguments["optimizers"]
+    optimizers = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+    if given.arguments["enabled"]:
+        _refuse_fp16_optimizers(optimizers)
     with _amp_state.listening():
         returned = amp.initialize(*args, **kwargs)
-        given = inspect.signature(amp.initialize).bind(*args, **kwargs)
-        given.apply_defaults()
         for name in ("verbosity", "min_loss_scale", "max_loss_scale"):
             setattr(_amp_state, name, given.arguments[name])
-        optimizers = given.arguments["optimizers"]
         if _amp_state.is_told:
-            for optimizer in optimizers if isinstance(optimizers, list | tuple) else [optimizers]:
+            for optimizer in optimizers:
                 _amp_state.attached += attach(optimizer)
     return returned
+
+
+def _refuse_fp16_optimizers(optimizers: Iterable[object]) -> None:
+    for index, optimizer in enumerate(optimizers):
+        if isinstance(optimizer, FP16_Optimizer):
+            raise amp.AmpTypeError(
+                f"optimizers[{index}] is an FP16_Optimizer, which has masters and a loss scale of its own: "
+                f"expected the optimizer inside it; initialize does what FP16_Optimizer did"
+            )
 
 
 # `inspect.getfullargspec`, by which trainers select the arguments, does not look behind a wrapper.
