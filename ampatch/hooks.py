@@ -14,7 +14,7 @@ from torch.nn.modules.loss import _Loss
 
 from ampatch.cast import CastState, PendingGraph
 from ampatch.cast_tensor import CastTensor, own_tensors
-from ampatch.cast_tree import cast_batch, cast_tree
+from ampatch.cast_tree import cast_batch, cast_call, cast_object, cast_tree
 from ampatch.errors import AmpValueError
 from ampatch.precision import HALF_TYPES
 from ampatch.thread import Forward
@@ -44,8 +44,7 @@ class CastInputs:
             dtype = next(halves, None)
             if dtype is None:
                 return None
-        args = tuple([cast_batch(arg, dtype) for arg in args])
-        return args, {name: cast_batch(arg, dtype) for name, arg in kwargs.items()}
+        return cast_call(args, kwargs, dtype, cast_object(dtype))
 
 
 @dataclass(frozen=True, slots=True)
