@@ -17,6 +17,7 @@ from ampatch.cast import CastState
 from ampatch.cast_tensor import CastTensor, cast_newcomers, list_parts, own_tensors
 from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.hooks import (
+    CastEntry,
     CastInputs,
     CastOutputs,
     EnterForward,
@@ -24,7 +25,14 @@ from ampatch.hooks import (
     LoadFloat32,
     SaveFloat32,
 )
-from ampatch.on_cpu import select_without_kernel
+from ampatch.kept import (
+    add_owners,
+    add_sharers,
+    find_half,
+    inner_ids,
+    select_outermost,
+    select_without_kernel,
+)
 from ampatch.policy import Policy
 from ampatch.precision import HALF_TYPES
 from ampatch.values import Float32Values
@@ -146,8 +154,11 @@ class ModelCaster:
         self._policy = policy
         self._state = state
         self._values = values
-        without_kernel = select_without_kernel(models) if policy.casts_model else []
-        self._kept = _outermost(_add_sharers(models, [*kept, *without_kernel]))
+        asked = add_owners(models, kept)
+        self._asked = inner_ids(asked)
+        self._returns_float32 = bool(asked) and policy.casts_model  # amid half modules, which cast it
+        lacking = select_without_kernel(models) if policy.casts_model else []
+        self._kept = select_outermost(add_sharers(models, list(dict.fromkeys([*asked, *lacking]))))
         self._cast: list[CastTensor] = []
         self._stack = ExitStack()
 
@@ -158,6 +169,8 @@ class ModelCaster:
             self._hook_state_dicts()
         for module in self._kept:
             self._keep(module)
+        if self._returns_float32:
+            self._hook_entries()
         for model in select_python(self._models):
             self._hook_forward(model)
 
@@ -220,23 +233,35 @@ class ModelCaster:
     def _keep(self, kept: Module) -> None:
         """Lets a module run in float32 amid a half model, or amid patched functions.
 
-        Its parts are hooked one by one, for a container that is never called itself.
+        Its parts are hooked one by one, for a container that is never called itself. It returns float32,
+        unless all that asked for it was a weight that is tied to a kept one.
         """
+        is_asked = not self._asked.isdisjoint(inner_ids([kept]))
         for module in kept.modules():
             self._hook_inputs(module, torch.float32)
-            self._hook_scope(module, off=True, dtype=torch.float32)
-            self._hook_outputs(module, alone=None, keeps_losses=True)
+            self._hook_scope(module, EnterForward(self._state, True, torch.float32))
+            if not is_asked:
+                self._hook_outputs(module, None, keeps_losses=True)
+
+    def _hook_entries(self) -> None:
+        """Has the half modules take what kept ones return."""
+        served = inner_ids(self._kept) | {id(model) for model in self._models}
+        for module in list_parts(self._models):
+            half = find_half(module)
+            if half is not None and id(module) not in served:
+                handle = module.register_forward_pre_hook(CastEntry(half), with_kwargs=True)
+                self._stack.callback(handle.remove)
 
     def _hook_forward(self, model: Module) -> None:
         policy = self._policy
         if model not in self._kept:
             if policy.input_dtype is not None:
                 self._hook_inputs(model, policy.input_dtype)
-            self._hook_scope(model, off=not policy.patch_torch_functions, dtype=policy.input_dtype)
-        self._hook_outputs(model, alone=policy.output_dtype)
+            enter = EnterForward(self._state, not policy.patch_torch_functions, policy.input_dtype)
+            self._hook_scope(model, enter)
+        self._hook_outputs(model, policy.output_dtype, inside=not self._returns_float32)
 
-    def _hook_scope(self, module: Module, *, off: bool, dtype: torch.dtype | None) -> None:
-        enter = EnterForward(self._state, off, dtype)
+    def _hook_scope(self, module: Module, enter: EnterForward) -> None:
         self._stack.callback(module.register_forward_pre_hook(enter).remove)
         leave = ExitForward(self._state)
         # Always: a forward that raised must not stay on record, and its tensors alive with it.
@@ -246,25 +271,7 @@ class ModelCaster:
         handle = module.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
         self._stack.callback(handle.remove)
 
-    def _hook_outputs(self, module: Module, *, alone: torch.dtype | None, keeps_losses: bool = False) -> None:
+    def _hook_outputs(self, module: Module, alone: torch.dtype | None, **how: bool) -> None:
         if alone is not None or self._policy.casts_model:
-            hook = CastOutputs(self._state, alone, keeps_losses)
+            hook = CastOutputs(self._state, alone, **how)
             self._stack.callback(module.register_forward_hook(hook).remove)
-
-
-def _add_sharers(models: Sequence[Module], kept: Sequence[Module]) -> list[Module]:
-    """Adds the modules that share a parameter with a kept one: tied weights have one dtype."""
-    inside = {id(inner) for module in kept for inner in module.modules()}
-    tensors = {id(param) for module in kept for param in module.parameters()}
-    sharers = [
-        module
-        for module in list_parts(models)
-        if id(module) not in inside and any(id(tensor) in tensors for _, tensor in own_tensors(module))
-    ]
-    return [*kept, *sharers]
-
-
-def _outermost(modules: Sequence[Module]) -> list[Module]:
-    """Drops the modules that lie inside another one: the outer one's hooks serve them."""
-    inside = {id(inner) for module in modules for inner in module.modules() if inner is not module}
-    return [module for module in modules if id(module) not in inside]
