@@ -79,18 +79,35 @@ class EnterForward:
 
     def __call__(self, module: Module, args: tuple) -> None:
         if torch.compiler.is_dynamo_compiling():
-            self.state.thread.push(Forward(id(module), self.off, self.dtype, None))
+            self.state.thread.push(Forward(id(module), self.off, self.find_dtype(args), None))
         else:
             frame = sys._getframe(1)
-            self.state.enter_forward(Forward(id(module), self.off, self.dtype, frame))
+            self.state.enter_forward(Forward(id(module), self.off, self.find_dtype(args), frame))
         if not self.off and self.state.half is not None:
             self._note_device(next(module.parameters(), None))
+
+    def find_dtype(self, args: tuple) -> torch.dtype | None:
+        """What the activations in the forward have."""
+        return self.dtype
 
     def _note_device(self, parameter: Tensor | None) -> None:
         device_types = self.state.device_types
         # Asked before, because a part of a graph, such as a checkpoint, must not change what is outside it.
         if parameter is not None and parameter.device.type not in device_types:
             device_types.add(parameter.device.type)
+
+
+class EnterAsGiven(EnterForward):
+    """Tells so of a module that, inside of another one's forward, returns the type of what it is given."""
+
+    __slots__ = ()
+
+    def find_dtype(self, args: tuple) -> torch.dtype | None:
+        outer = self.state.thread.forwards
+        if not outer:
+            return None
+        given = (arg.dtype for arg in args if isinstance(arg, Tensor) and arg.is_floating_point())
+        return next(given, outer[-1].dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from ampatch.hooks import (
     CastEntry,
     CastInputs,
     CastOutputs,
+    EnterAsGiven,
     EnterForward,
     ExitForward,
     LoadFloat32,
@@ -158,6 +159,7 @@ class ModelCaster:
         self._asked = inner_ids(asked)
         self._returns_float32 = bool(asked) and policy.casts_model  # amid half modules, which cast it
         lacking = select_without_kernel(models) if policy.casts_model else []
+        self._without_kernel = {id(module) for module in lacking} - self._asked
         self._kept = select_outermost(add_sharers(models, list(dict.fromkeys([*asked, *lacking]))))
         self._cast: list[CastTensor] = []
         self._stack = ExitStack()
@@ -168,7 +170,8 @@ class ModelCaster:
             self._cast_weights(self._policy.cast_model_type)
             self._hook_state_dicts()
         for module in self._kept:
-            self._keep(module)
+            hook = self._replace_kernel if id(module) in self._without_kernel else self._keep
+            hook(module)
         if self._returns_float32:
             self._hook_entries()
         for model in select_python(self._models):
@@ -242,6 +245,13 @@ class ModelCaster:
             self._hook_scope(module, EnterForward(self._state, True, torch.float32))
             if not is_asked:
                 self._hook_outputs(module, None, keeps_losses=True)
+
+    def _replace_kernel(self, module: Module) -> None:
+        """Lets a module that a CPU has no half kernel for take and return half there, as on a GPU."""
+        # In this order, so that the forward is on record when its input is not cast yet, and its output is.
+        self._hook_outputs(module, None, keeps_losses=True)
+        self._hook_scope(module, EnterAsGiven(self._state, True, torch.float32))
+        self._hook_inputs(module, torch.float32)
 
     def _hook_entries(self) -> None:
         """Has the half modules take what kept ones return."""
