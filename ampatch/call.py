@@ -14,8 +14,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ampatch.errors import AmpError, AmpTypeError, AmpValueError
+from ampatch.kept import Keep
 from ampatch.loss_scale import DynamicLossScale
-from ampatch.model import Keep
 from ampatch.optimizer import AmpOptimizer
 from ampatch.peel import list_wrapped
 from ampatch.policy import OPT_LEVELS, Policy

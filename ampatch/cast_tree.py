@@ -18,12 +18,21 @@ Other = Callable[[object], object] | None
 
 
 def cast_to(dtype: torch.dtype) -> TensorCast:
-    """Returns a function that casts an eligible tensor to `dtype` and leaves others as they are."""
+    """Returns a function that casts an eligible tensor to `dtype` and leaves others as they are.
+
+    For one tree: the same tensor has the same cast there. Attention that is called with one tensor as query,
+    key and value asks whether they are the same.
+    """
     sources = ELIGIBLE - {dtype}
     convert = CONVERT.get(dtype) or (lambda tensor: tensor.to(dtype))
+    casts: dict[Tensor, Tensor] = {}  # hashed and compared by identity
 
     def cast(tensor: Tensor) -> Tensor:
-        return convert(tensor) if tensor.dtype in sources else tensor
+        if tensor.dtype not in sources:
+            return tensor
+        if tensor not in casts:
+            casts[tensor] = convert(tensor)
+        return casts[tensor]
 
     return cast
 
@@ -78,11 +87,23 @@ def cast_batch(value: object, dtype: torch.dtype) -> object:
 
     Published scripts hand batches of their own classes to the model and rely on that call.
     """
+    return cast_tree(value, cast_to(dtype), cast_object(dtype))
 
-    def cast_object(item: object) -> object:
+
+def cast_object(dtype: torch.dtype) -> Callable[[object], object]:
+    """Returns a function that calls `.to(dtype)` of objects that have one."""
+
+    def cast(item: object) -> object:
         return item.to(dtype) if callable(getattr(item, "to", None)) else item  # type: ignore[attr-defined]
 
-    return cast_tree(value, cast_to(dtype), cast_object)
+    return cast
+
+
+def cast_call(args: tuple, kwargs: dict, dtype: torch.dtype, other: Other = None) -> tuple[tuple, dict]:
+    """Casts the arguments of a call; one that is given twice is the same again."""
+    cast = cast_to(dtype)
+    args = tuple([cast_tree(arg, cast, other) for arg in args])
+    return args, {name: cast_tree(arg, cast, other) for name, arg in kwargs.items()}
 
 
 def _is_one(value: object, other: object) -> bool:

@@ -12,8 +12,8 @@ from torch import Tensor
 from ampatch.block import ScaledLoss
 from ampatch.call import Request
 from ampatch.errors import AmpTypeError, AmpValueError
+from ampatch.kept import normalize_keep
 from ampatch.loss_scale import DynamicLossScale
-from ampatch.model import normalize_keep
 from ampatch.policy import Overrides, parse_flag, resolve
 from ampatch.scaler import LossScaler
 from ampatch.scaler_state import load_scalers, save_scalers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch.nn.modules.loss import _Loss
 
 from ampatch.cast import CastState, PendingGraph
 from ampatch.cast_tensor import CastModule, own_tensors
-from ampatch.cast_tree import cast_batch, cast_tree
+from ampatch.cast_tree import cast_batch, cast_call, cast_object, cast_tree
 from ampatch.errors import AmpValueError
 from ampatch.precision import HALF_TYPES
 from ampatch.thread import Forward
@@ -32,20 +33,37 @@ class CastInputs:
     is_copy: bool = False
 
     def __deepcopy__(self, memo: dict) -> CastInputs:
-        return CastInputs(self.dtype, is_copy=True)
+        return type(self)(self.dtype, is_copy=True)
 
     def __reduce__(self) -> tuple:
-        return CastInputs, (self.dtype, True)
+        return type(self), (self.dtype, True)
 
     def __call__(self, module: Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        dtype = self.dtype
-        if self.is_copy and dtype in HALF_TYPES:
-            halves = (param.dtype for param in module.parameters() if param.dtype in HALF_TYPES)
-            dtype = next(halves, None)
-            if dtype is None:
-                return None
-        args = tuple([cast_batch(arg, dtype) for arg in args])
-        return args, {name: cast_batch(arg, dtype) for name, arg in kwargs.items()}
+        dtype = self.find_dtype(module)
+        if dtype is None:
+            return None
+        return cast_call(args, kwargs, dtype, cast_object(dtype))
+
+    def find_dtype(self, module: Module) -> torch.dtype | None:
+        """What the inputs are cast to; None for a copy whose weights are not half any more."""
+        if not self.is_copy or self.dtype not in HALF_TYPES:
+            return self.dtype
+        tensors = itertools.chain(module.parameters(), module.buffers())
+        return next((tensor.dtype for tensor in tensors if tensor.dtype in HALF_TYPES), None)
+
+
+class CastEntry(CastInputs):
+    """Casts what comes to a half module inside of a model, where another one is kept in float32.
+
+    Objects of unknown classes stay: amid a model these are no batches.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, module: Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        dtype = self.find_dtype(module)
+        is_usual = len(args) == 1 and not kwargs and getattr(args[0], "dtype", None) is dtype
+        return None if is_usual or dtype is None else cast_call(args, kwargs, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +79,35 @@ class EnterForward:
 
     def __call__(self, module: Module, args: tuple) -> None:
         if torch.compiler.is_dynamo_compiling():
-            self.state.thread.push(Forward(id(module), self.off, self.dtype, None))
+            self.state.thread.push(Forward(id(module), self.off, self.find_dtype(args), None))
         else:
-            self.state.enter_forward(Forward(id(module), self.off, self.dtype, sys._getframe(1)))
+            frame = sys._getframe(1)
+            self.state.enter_forward(Forward(id(module), self.off, self.find_dtype(args), frame))
         if not self.off and self.state.half is not None:
             self._note_device(next(module.parameters(), None))
+
+    def find_dtype(self, args: tuple) -> torch.dtype | None:
+        """What the activations in the forward have."""
+        return self.dtype
 
     def _note_device(self, parameter: Tensor | None) -> None:
         device_types = self.state.device_types
         # Asked before, because a part of a graph, such as a checkpoint, must not change what is outside it.
         if parameter is not None and parameter.device.type not in device_types:
             device_types.add(parameter.device.type)
+
+
+class EnterAsGiven(EnterForward):
+    """Tells so of a module that, inside of another one's forward, returns the type of what it is given."""
+
+    __slots__ = ()
+
+    def find_dtype(self, args: tuple) -> torch.dtype | None:
+        outer = self.state.thread.forwards
+        if not outer:
+            return None
+        given = (arg.dtype for arg in args if isinstance(arg, Tensor) and arg.is_floating_point())
+        return next(given, outer[-1].dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +158,16 @@ def _is_watched(node: torch.autograd.graph.Node) -> bool:
 class CastOutputs:
     """Casts a module's floating outputs, in any container; a forward hook.
 
-    Inside the forward of another module that ampatch knows, to what that one computes in; else to
-    `alone` (None leaves them). A loss that a part in float32 computes stays as it is: of losses, modules
-    that torch calls so and single numbers, half would keep three digits, or nothing above 65504.
+    Inside the forward of another module that ampatch knows, to what that one computes in (unless
+    `inside` is False: its modules cast what they are given); else to `alone` (None leaves them). A loss
+    that a part in float32 computes stays as it is: of losses, modules that torch calls so and single
+    numbers, half would keep three digits, or nothing above 65504.
     """
 
     state: CastState
     alone: torch.dtype | None
     keeps_losses: bool = False
+    inside: bool = True
 
     def __call__(self, module: Module, args: tuple, output: object) -> object:
         is_number = isinstance(output, Tensor) and output.dim() == 0
@@ -140,6 +178,8 @@ class CastOutputs:
 
     def _choose(self) -> torch.dtype | None:
         outer = self.state.thread.forwards
+        if outer and not self.inside:
+            return None
         return (outer[-1].dtype if outer else None) or self.alone
 
 

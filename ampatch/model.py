@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
@@ -16,21 +15,27 @@ from ampatch.cast import CastState
 from ampatch.cast_tensor import CastModule, CastTensor, list_parts, own_tensors
 from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.hooks import (
+    CastEntry,
     CastInputs,
     CastOutputs,
+    EnterAsGiven,
     EnterForward,
     ExitForward,
     LoadFloat32,
     SaveFloat32,
 )
-from ampatch.on_cpu import select_without_kernel
+from ampatch.kept import (
+    add_owners,
+    add_sharers,
+    find_half,
+    inner_ids,
+    select_outermost,
+    select_without_kernel,
+)
 from ampatch.policy import Policy
 from ampatch.precision import HALF_TYPES
 from ampatch.undo import weakly
 from ampatch.values import Float32Values, Shown
-
-Keep = str | type[Module] | Module
-
 
 ValuesById = Mapping[int, Float32Values]  # what knows a tensor, by the tensor's id
 
@@ -97,47 +102,6 @@ def select_python(models: Sequence[Module]) -> list[Module]:
     return [model for model in models if not isinstance(model, torch.jit.ScriptModule)]
 
 
-def normalize_keep(keep_fp32: object) -> tuple[Keep, ...]:
-    """Reads `keep_fp32`: one pattern, class or module, or a sequence of them."""
-    if keep_fp32 is None:
-        return ()
-    single = isinstance(keep_fp32, str | type | Module) or not isinstance(keep_fp32, Iterable)
-    entries = (keep_fp32,) if single else tuple(keep_fp32)  # type: ignore[arg-type]
-    for entry in entries:
-        is_class = isinstance(entry, type) and issubclass(entry, Module)
-        if not (isinstance(entry, str | Module) or is_class):
-            raise AmpTypeError(
-                f"keep_fp32 holds {entry!r}: expected names of modules (shell patterns), "
-                f"classes of modules or modules"
-            )
-    return entries
-
-
-def select_kept(models: Sequence[Module], keep_fp32: Sequence[Keep]) -> list[Module]:
-    """Returns the modules that an entry of `keep_fp32` names; raises for an entry that names none."""
-    named = [
-        (name, module) for model in models for name, module in model.named_modules(remove_duplicate=False)
-    ]
-    kept: dict[int, Module] = {}
-    for entry in keep_fp32:
-        found = [module for name, module in named if _matches(entry, name, module)]
-        if not found:
-            known = ", ".join(repr(name) for name, _ in named[:8] if name)
-            raise AmpValueError(
-                f"keep_fp32: {entry!r} matches no module: expected the name, class or instance of one; "
-                f"the modules begin with {known or 'none'}"
-            )
-        kept.update((id(module), module) for module in found)
-    return list(kept.values())
-
-
-def _matches(entry: Keep, name: str, module: Module) -> bool:
-    if isinstance(entry, str):
-        # The model itself has the empty name, which "*" matches and "" must not.
-        return bool(entry) and fnmatchcase(name, entry)
-    return isinstance(module, entry) if isinstance(entry, type) else module is entry
-
-
 class ModelCaster:
     """Casts the models of one call; `undo` receives the way back, which keeps no module alive.
 
@@ -160,8 +124,12 @@ class ModelCaster:
         self._values = dict(values)
         self.by_module: dict[int, Float32Values] = {}
         self._parts: list[CastModule] = []
-        without_kernel = select_without_kernel(models) if policy.casts_model else []
-        self._kept = _outermost(_add_sharers(models, [*kept, *without_kernel]))
+        asked = add_owners(models, kept)
+        self._asked = inner_ids(asked)
+        self._returns_float32 = bool(asked) and policy.casts_model  # amid half modules, which cast it
+        lacking = select_without_kernel(models) if policy.casts_model else []
+        self._without_kernel = {id(module) for module in lacking} - self._asked
+        self._kept = select_outermost(add_sharers(models, list(dict.fromkeys([*asked, *lacking]))))
         self._cast: list[CastTensor] = []
         self._stack = undo
 
@@ -170,7 +138,10 @@ class ModelCaster:
         if self._policy.has_half_weights:
             self._cast_weights(self._policy.cast_model_type if self._policy.casts_model else None)
         for module in self._kept:
-            self._keep(module)
+            hook = self._replace_kernel if id(module) in self._without_kernel else self._keep
+            hook(module)
+        if self._returns_float32:
+            self._hook_entries()
         for model in select_python(self._models):
             self._hook_forward(model)
 
@@ -250,12 +221,31 @@ class ModelCaster:
     def _keep(self, kept: Module) -> None:
         """Lets a module run in float32 amid a half model, or amid patched functions.
 
-        Its parts are hooked one by one, for a container that is never called itself.
+        Its parts are hooked one by one, for a container that is never called itself. It returns float32,
+        unless all that asked for it was a weight that is tied to a kept one.
         """
+        is_asked = not self._asked.isdisjoint(inner_ids([kept]))
         for module in kept.modules():
             self._hook_inputs(module, torch.float32)
-            self._hook_scope(module, off=True, dtype=torch.float32)
-            self._hook_outputs(module, alone=None, keeps_losses=True)
+            self._hook_scope(module, EnterForward(self._state, True, torch.float32))
+            if not is_asked:
+                self._hook_outputs(module, None, keeps_losses=True)
+
+    def _replace_kernel(self, module: Module) -> None:
+        """Lets a module that a CPU has no half kernel for take and return half there, as on a GPU."""
+        # In this order, so that the forward is on record when its input is not cast yet, and its output is.
+        self._hook_outputs(module, None, keeps_losses=True)
+        self._hook_scope(module, EnterAsGiven(self._state, True, torch.float32))
+        self._hook_inputs(module, torch.float32)
+
+    def _hook_entries(self) -> None:
+        """Has the half modules take what kept ones return."""
+        served = inner_ids(self._kept) | {id(model) for model in self._models}
+        for module in list_parts(self._models):
+            half = find_half(module)
+            if half is not None and id(module) not in served:
+                handle = module.register_forward_pre_hook(CastEntry(half), with_kwargs=True)
+                self._stack.callback(handle.remove)
 
     def _hook_forward(self, model: Module) -> None:
         policy = self._policy
@@ -263,11 +253,11 @@ class ModelCaster:
             if policy.cast_model_type is not None:
                 self._hook_inputs(model, policy.cast_model_type)
             patches = policy.patch_torch_functions
-            self._hook_scope(model, off=not patches, dtype=None if patches else policy.cast_model_type)
-        self._hook_outputs(model, alone=policy.output_dtype)
+            enter = EnterForward(self._state, not patches, None if patches else policy.cast_model_type)
+            self._hook_scope(model, enter)
+        self._hook_outputs(model, policy.output_dtype, inside=not self._returns_float32)
 
-    def _hook_scope(self, module: Module, *, off: bool, dtype: torch.dtype | None) -> None:
-        enter = EnterForward(self._state, off, dtype)
+    def _hook_scope(self, module: Module, enter: EnterForward) -> None:
         self._stack.callback(module.register_forward_pre_hook(enter).remove)
         leave = ExitForward(self._state)
         # Always: a forward that raised must not stay on record, and its tensors alive with it.
@@ -277,25 +267,7 @@ class ModelCaster:
         handle = module.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
         self._stack.callback(handle.remove)
 
-    def _hook_outputs(self, module: Module, *, alone: torch.dtype | None, keeps_losses: bool = False) -> None:
+    def _hook_outputs(self, module: Module, alone: torch.dtype | None, **how: bool) -> None:
         if alone is not None or self._policy.casts_model:
-            hook = CastOutputs(self._state, alone, keeps_losses)
+            hook = CastOutputs(self._state, alone, **how)
             self._stack.callback(module.register_forward_hook(hook).remove)
-
-
-def _add_sharers(models: Sequence[Module], kept: Sequence[Module]) -> list[Module]:
-    """Adds the modules that share a parameter with a kept one: tied weights have one dtype."""
-    inside = {id(inner) for module in kept for inner in module.modules()}
-    tensors = {id(param) for module in kept for param in module.parameters()}
-    sharers = [
-        module
-        for module in list_parts(models)
-        if id(module) not in inside and any(id(tensor) in tensors for _, tensor in own_tensors(module))
-    ]
-    return [*kept, *sharers]
-
-
-def _outermost(modules: Sequence[Module]) -> list[Module]:
-    """Drops the modules that lie inside another one: the outer one's hooks serve them."""
-    inside = {id(inner) for module in modules for inner in module.modules() if inner is not module}
-    return [module for module in modules if id(module) not in inside]

@@ -28,11 +28,12 @@ from ampatch.data_watch import DataWatch
 from ampatch.errors import AmpValueError, NotInitializedError
 from ampatch.features import TorchFeatures
 from ampatch.joins import Joins
+from ampatch.kept import select_kept
 from ampatch.local_grads import NoteNoSync
 from ampatch.masters import MasterParams
 from ampatch.members import Members
 from ampatch.misuse import Misuse
-from ampatch.model import ModelCaster, select_kept, select_python, validate_models
+from ampatch.model import ModelCaster, select_python, validate_models
 from ampatch.observe import Observer
 from ampatch.optimizer import AmpOptimizer
 from ampatch.optimizer_state import fit_states

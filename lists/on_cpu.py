@@ -27,7 +27,7 @@ FUNCTIONS_ON_CPU = (
     ),
 )
 
-# In a half model on a CPU these run as modules of keep_fp32 do: float32 inside, half outside.
+# In a half model on a CPU these compute in float32 and take and return half, as on a GPU.
 MODULES_ON_CPU = CastTable(
     "torch.nn",
     (

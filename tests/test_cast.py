@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import ampatch as amp
-from ampatch.cast_tree import cast_batch, cast_to, cast_tree
+from ampatch.cast_tree import cast_batch, cast_call, cast_to, cast_tree
 
 HALF = torch.bfloat16
 Pair = namedtuple("Pair", ["first", "second"])
@@ -230,6 +230,14 @@ def test_the_parts_in_which_nothing_changes_are_the_same_objects():
     result = halve({"ids": ids, "nested": nested, "x": ones()})
     assert result["ids"] is ids
     assert result["nested"] is nested
+
+
+def test_a_tensor_that_a_call_gives_twice_is_the_same_one_afterwards():
+    x, y = ones(), ones()
+    (first, [second]), kwargs = cast_call((x, [x]), {"same": x, "other": y}, HALF)
+    assert first.dtype is HALF
+    assert first is second is kwargs["same"]
+    assert first is not kwargs["other"]
 
 
 class BatchWithTo:

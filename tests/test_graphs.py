@@ -63,7 +63,7 @@ def count_casts(graph):
 @strict
 @pytest.mark.parametrize("level", EVERY_LEVEL)
 def test_an_exported_model_computes_what_the_model_does(level, strict):
-    model = open_net(level, keep_fp32="norm")
+    model = open_net(level, keep_fp32="first")
     expected = model(x_of())
     program = torch.export.export(model, (x_of(),), strict=strict)
     found = program.module()(x_of())
@@ -209,7 +209,7 @@ def test_make_fx_takes_no_cast_from_the_cache_for_a_constant():
 @SCRIPTS
 @pytest.mark.parametrize("level", EVERY_LEVEL)
 def test_a_traced_model_computes_what_the_model_does(level):
-    model = open_net(level, keep_fp32="norm")
+    model = open_net(level, keep_fp32="first")
     traced = torch.jit.trace(model, x_of(), check_trace=True)
     expected = model(x_of(4))
     assert traced(x_of(4)).dtype is expected.dtype
@@ -281,7 +281,7 @@ def test_a_scripted_half_model_takes_half_inputs(level):
 @SCRIPTS
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_the_model_that_was_scripted_keeps_its_hooks(level):
-    model = open_net(level, keep_fp32="norm")
+    model = open_net(level, keep_fp32="first")
     expected = model(x_of())
     before = [list(part._forward_hooks.items()) for part in model.modules()]
     torch.jit.script(model)

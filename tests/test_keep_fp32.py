@@ -1,7 +1,9 @@
 """Modules that run in float32 at every level: by name, by class, by instance."""
 
 import contextlib
+import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -145,14 +147,202 @@ def test_keeping_something_at_o0_and_everywhere_else_trains(opt_level):
     assert model.decoder.first.weight.dtype is FULL
 
 
+@pytest.mark.parametrize("opt_level", HALVES)
+@pytest.mark.parametrize("options", [{}, {"cast_model_outputs": FULL}], ids=["", "cast_model_outputs"])
+def test_a_kept_head_returns_what_float32_can_hold_alone(opt_level, options):
+    body, head = nn.Linear(2, 2), nn.Linear(2, 2)
+    nn.init.constant_(head.weight, 2e5 + 1)
+    half = HALVES[opt_level]
+    expected = head(copy.deepcopy(body).to(half)(X.to(half)).float())
+    assert float(expected.detach().abs().max()) > 65504, "float16 could not hold it"
+    model = open_session(nn.Sequential(body, head), opt_level, keep_fp32="1", **options)
+    assert torch.equal(model(X), expected)
+
+
 @pytest.mark.parametrize("opt_level", CASTING)
-def test_a_kept_module_gives_half_to_the_modules_around_it(opt_level):
-    model = Model()
-    inputs = []
-    model.head.register_forward_pre_hook(lambda module, args: inputs.append(args[0].dtype))
-    open_session(model, opt_level, keep_fp32="decoder")
-    assert model(X).dtype is FULL
-    assert inputs == [HALVES[opt_level]]
+def test_half_modules_cast_what_a_kept_module_returns_and_nothing_else_does(opt_level):
+    model = nn.Sequential(Spy(), Spy(), nn.ReLU(), nn.Sequential(nn.Softmax(-1), Spy()))
+    half, given = HALVES[opt_level], []
+    body, kept, rest = (copy.deepcopy(model[index]) for index in (0, 1, 3))
+    hidden = kept(body.to(half)(X.to(half)).float()).relu().softmax(-1)
+    expected = rest[1].to(half)(hidden.to(half)).float()
+    model[3].register_forward_pre_hook(lambda module, args: given.append(args[0].dtype))
+    open_session(model, opt_level, keep_fp32="1")
+    assert torch.equal(model(X), expected)
+    assert given == [FULL]
+
+
+@pytest.mark.parametrize("opt_level", CASTING)
+@pytest.mark.parametrize("named", ["1", "1.1"])
+def test_a_kept_module_in_a_model_inside_of_another_model_returns_float32(opt_level, named):
+    body, inner, half = nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), HALVES[opt_level]
+    expected = inner(copy.deepcopy(body).to(half)(X.to(half)).float())
+    model = nn.Sequential(body, inner)
+    amp.initialize([model, inner], opt_level=opt_level, verbosity=0, keep_fp32=named)
+    assert torch.equal(model(X), expected)
+
+
+@pytest.mark.parametrize("opt_level", CASTING)
+def test_a_kept_module_and_a_half_one_add_up_to_float32(opt_level):
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(2), Spy()
+
+        def forward(self, x):
+            x = self.norm(x)
+            self.seen = (x + self.linear(x)).dtype
+            return x
+
+    model = open_session(nn.Sequential(Residual(), Spy()), opt_level, keep_fp32=nn.LayerNorm)
+    model(X)
+    assert model[0].seen is FULL
+    assert types_of(model) == {"0.linear": HALVES[opt_level], "1": HALVES[opt_level]}
+
+
+class Mixes(nn.Module):
+    """Computes with a parameter of its own, in functional calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.spy = nn.Parameter(torch.eye(2)), Spy()
+
+    def forward(self, items, ids, *, extra):
+        (first, [second]), third = items, extra["x"]
+        return self.spy(
+            F.linear(first, self.weight) + second @ self.weight + third + F.embedding(ids, self.weight)
+        )
+
+
+class Calls(nn.Module):
+    """Calls a module with what a kept one returns, in every way."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept, self.mixes, self.cell = Spy(), Mixes(), nn.LSTMCell(2, 2)
+        self.twice = nn.Bilinear(2, 2, 2)
+        self.scaled = nn.BatchNorm1d(2, affine=False)
+
+    def forward(self, x):
+        x = self.kept(self.kept(x))
+        y = self.mixes((x, [x]), torch.tensor([0, 1]), extra={"x": x})
+        z, _ = self.cell(x, (x, x))
+        self.seen = [x.dtype, y.dtype, z.dtype, self.twice(x, input2=x).dtype]
+        self.scaled(x)
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own
+@pytest.mark.parametrize("opt_level", CASTING)
+@pytest.mark.parametrize("way", ["plain", "compiled", "checkpointed", "copied", "pickled"])
+def test_half_modules_take_what_a_kept_one_returns_in_any_form(opt_level, way):
+    model = open_session(Calls(), opt_level, keep_fp32="kept")
+    run = model
+    if way in ("copied", "pickled"):
+        run = model = copy.deepcopy(model) if way == "copied" else pickle.loads(pickle.dumps(model))
+    elif way == "compiled":
+        run = torch.compile(model, backend="eager", fullgraph=True)
+    elif way == "checkpointed":
+        run = functools.partial(checkpoint, model, use_reentrant=False)
+    run(X.clone().requires_grad_()).sum().backward()
+    assert model.seen == [FULL, *[HALVES[opt_level]] * 3]
+    assert model.kept.weight.grad.dtype is FULL
+
+
+def test_a_float32_copy_of_a_model_with_a_kept_part_is_cast_nowhere():
+    model = Calls()
+    copied = copy.deepcopy(open_session(model, keep_fp32="kept")).float()
+    copied(X)
+    assert copied.seen == [FULL] * 4
+
+
+@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+def test_where_nothing_is_kept_no_part_of_a_model_has_a_hook(opt_level):
+    model = open_session(Model(), opt_level)
+    parts = [part for part in model.modules() if part is not model]
+    assert not any(part._forward_pre_hooks or part._forward_hooks for part in parts)
+
+
+# ---- Modules that compute with the weights of their children ----
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(2, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class AdaptiveSoftmax(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.loss = nn.AdaptiveLogSoftmaxWithLoss(2, 6, [2, 4], div_value=1.0)
+
+    def forward(self, x):
+        return self.loss(x.flatten(0, 1), torch.arange(6)).output
+
+
+class LinearLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.loss = nn.LinearCrossEntropyLoss(2, 6)
+
+    def forward(self, x):
+        return self.loss(x.flatten(0, 1), torch.arange(6))
+
+
+def normed_linear():
+    return torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2, bias=False))
+
+
+OWNERS = {
+    "attention": (Attends, ["*.out_proj"]),
+    "attention, of a class": (Attends, [nn.Linear]),
+    "adaptive softmax": (AdaptiveSoftmax, ["*.head"]),
+    "parametrized": (normed_linear, ["1.parametrizations.weight"]),
+}
+if hasattr(nn, "LinearCrossEntropyLoss"):
+    OWNERS["linear loss"] = (LinearLoss, ["*.linear"])
+THREE = torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("is_training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", OWNERS)
+@pytest.mark.parametrize("opt_level", CASTING)
+def test_what_computes_with_the_weights_of_a_kept_child_is_kept_with_it(opt_level, name, is_training):
+    make, keep = OWNERS[name]
+    model = nn.Sequential(nn.LayerNorm(2), make()).train(is_training)
+    expected = model[1](copy.deepcopy(model[0]).to(HALVES[opt_level])(THREE.to(HALVES[opt_level])).float())
+    open_session(model, opt_level, keep_fp32=keep)
+    assert torch.equal(model(THREE), expected)
+
+
+@pytest.mark.parametrize("name", OWNERS)
+@pytest.mark.parametrize("opt_level", CASTING)
+def test_what_computes_with_the_weights_of_half_children_casts_its_inputs(opt_level, name):
+    make, _ = OWNERS[name]
+    model, half = nn.Sequential(nn.LayerNorm(2), make()), HALVES[opt_level]
+    hidden = model[0](THREE.to(half).float()).to(half)
+    expected = copy.deepcopy(model[1]).to(half)(hidden).float()
+    open_session(model, opt_level, keep_fp32=nn.LayerNorm)
+    assert torch.equal(model(THREE), expected)
+
+
+@pytest.mark.parametrize("keep", [[nn.Linear], [nn.LayerNorm], ["layers.0"], ["layers.1.self_attn"]], ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("opt_level", CASTING)
+def test_an_encoder_with_kept_parts_evaluates_padded_sequences(opt_level, keep):
+    """It makes nested tensors of them, which attention takes only as query, key and value at once."""
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2).eval(), torch.randn(2, 3, 4)
+    padding = torch.tensor([[False, False, True], [False, False, False]])
+    with torch.no_grad():
+        expected = model(x, src_key_padding_mask=padding)
+        found = open_session(model, opt_level, keep_fp32=keep)(x, src_key_padding_mask=padding)
+    assert found.dtype is FULL
+    assert torch.allclose(found, expected, atol=0.05)  # half has three digits
 
 
 @pytest.mark.parametrize("opt_level", CASTING)
@@ -273,6 +463,38 @@ def test_an_embedding_tied_to_a_kept_head_works(opt_level):
 
 
 @pytest.mark.parametrize("opt_level", CASTING)
+def test_a_module_that_only_shares_a_weight_with_a_kept_one_returns_half(opt_level):
+    embedding, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+    head.weight = embedding.weight
+    seen = []
+    embedding.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    model = nn.Sequential(embedding, nn.ReLU(), head)
+    model[1].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    model = open_session(model, opt_level, keep_fp32=head)
+    expected = head(F.embedding(torch.arange(3), embedding.weight).to(HALVES[opt_level]).relu().float())
+    assert torch.equal(model(torch.arange(3)), expected)
+    assert seen[-1] is HALVES[opt_level]
+
+
+@pytest.mark.parametrize("opt_level", CASTING)
+def test_a_parent_that_shares_a_weight_with_a_kept_child_returns_float32(opt_level):
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.decoder = nn.Linear(2, 2)
+            self.bias = self.decoder.bias
+
+        def forward(self, x):
+            return self.decoder(x)
+
+    model = nn.Sequential(Spy(), Head())
+    body, decoder = copy.deepcopy(model[0]).to(HALVES[opt_level]), model[1].decoder
+    expected = decoder(body(X.to(HALVES[opt_level])).float())
+    open_session(model, opt_level, keep_fp32="1.decoder")
+    assert torch.equal(model(X), expected)
+
+
+@pytest.mark.parametrize("opt_level", CASTING)
 def test_a_weight_tied_to_the_root_that_owns_it_is_kept_and_works(opt_level):
     class Root(nn.Module):
         def __init__(self):
@@ -383,7 +605,7 @@ def test_a_model_at_o0_beside_a_patching_one_recomputes_its_activations_in_float
 
 
 @pytest.mark.parametrize("opt_level", CASTING)
-def test_a_kept_recurrent_network_takes_and_gives_what_the_others_do(opt_level):
+def test_a_recurrent_network_may_be_kept(opt_level):
     class Recurrent(nn.Module):
         def __init__(self):
             super().__init__()

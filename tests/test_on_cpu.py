@@ -191,6 +191,16 @@ def test_a_module_that_is_the_model_takes_any_type_and_returns_float32(given, op
     assert torch.equal(module(x, *targets), expected)
 
 
+@pytest.mark.parametrize("opt_level", CASTING)
+def test_a_module_returns_float32_where_it_is_given_some_as_on_a_gpu(opt_level):
+    model = nn.Sequential(nn.Linear(3, 3), nn.RReLU(), nn.Linear(3, 3)).eval()
+    seen = []
+    open_session(model, opt_level, keep_fp32=["0"])
+    model[2].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype), prepend=True)
+    model(torch.rand(2, 3))
+    assert seen == [FULL]
+
+
 def test_class_weights_of_a_loss_stay_float32():
     model, _ = build("MultiMarginLoss")
     weight = model.module.weight
