@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
 
 import torch
 
+from ampatch.optimizer import AmpOptimizer
 from ampatch.outcome import BackwardOutcome
 from ampatch.policy import Policy, find_level
+from ampatch.skip import are_finite, explain_skips
 
 logger = logging.getLogger("ampatch")
 
@@ -41,7 +44,8 @@ class Announcer:
     """Announces the calls and the overflows of a session."""
 
     def __init__(self) -> None:
-        self._unannounced: list[Sequence[BackwardOutcome]] = []  # of each step, what led to it
+        # Of each step the optimizer, and what led to it.
+        self._unannounced: list[tuple[weakref.ref[AmpOptimizer], Sequence[BackwardOutcome]]] = []
         self._said_slow = False
 
     def announce(self, policy: Policy, device_types: set[str]) -> None:
@@ -54,21 +58,31 @@ class Announcer:
                 policy.opt_level,
             )
 
-    def announce_step(self, outcomes: Sequence[BackwardOutcome]) -> None:
+    def announce_step(self, amp: AmpOptimizer, floor: float) -> None:
         """Says a line if a step was skipped, this one or an earlier one, once the device has told of it.
 
-        As in apex one line for each step of an optimizer, by the first of its blocks that overflowed.
+        As in apex one line for each step of an optimizer, by the first of its blocks that overflowed. After
+        several in a row the log says why that may be, and looks at the weights: one host sync. `floor` is the
+        least that the loss scale can become.
         """
-        if outcomes:
-            self._unannounced.append(outcomes)
+        if amp.last_outcomes:
+            self._unannounced.append((weakref.ref(amp), amp.last_outcomes))
         waiting = []
-        for outcomes in self._unannounced:
-            values = [outcome.poll() for outcome in outcomes]
-            if None in values:
-                waiting.append(outcomes)
+        for find, outcomes in self._unannounced:
+            if None in [outcome.poll() for outcome in outcomes]:
+                waiting.append((find, outcomes))
                 continue
             first = next((outcome.loss_id for outcome in outcomes if outcome.read()[0]), None)
             if first is not None:
-                scales = [outcome.read()[1:] for outcome in outcomes if outcome.loss_id == first]
-                say(format_overflow(first, scales[0][0], scales[-1][1]))
+                outcomes = [outcome for outcome in outcomes if outcome.loss_id == first]
+                say(format_overflow(first, outcomes[0].read()[1], outcomes[-1].read()[2]))
+            stepped = find()
+            if stepped is not None and stepped.skips.note(first is not None):
+                logger.warning("%s", _explain(stepped, outcomes, floor))
         self._unannounced = waiting
+
+
+def _explain(amp: AmpOptimizer, outcomes: Sequence[BackwardOutcome], floor: float) -> str:
+    is_loss_finite = all(outcome.is_loss_finite for outcome in outcomes)
+    scale = outcomes[-1].read()[2]
+    return explain_skips(amp.skips.count, is_loss_finite, are_finite(amp.params()), scale, floor)

@@ -22,7 +22,7 @@ from ampatch.master_grads import MasterGrads
 from ampatch.masters import MasterParams
 from ampatch.outcome import BackwardOutcome
 from ampatch.scaler import Scale
-from ampatch.skip import SkipStep
+from ampatch.skip import SkipStep, SkipStreak
 from ampatch.step_listener import StepListener
 from ampatch.thread import is_running
 from ampatch.undo import refer
@@ -53,6 +53,7 @@ class AmpOptimizer:
         self.local = LocalGrads()
         self._earlier = EarlierGrads()
         self._skip = SkipStep()
+        self.skips = SkipStreak()
         self._step: FrameType | None = None  # the call that runs a step
         self._capture: object = None  # the capture of a CUDA graph that the last block was in, and
         self.from_before: set[int] = set()  # the ids of parameters that had gradients before that block

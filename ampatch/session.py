@@ -219,8 +219,10 @@ class Session(StepListener):
         if capture is not None:
             capture.append(CapturedStep(optimizer))
             return
-        if self.find(optimizer.optimizer)[1].verbosity >= 1:
-            self._announcer.announce_step(optimizer.last_outcomes)
+        call = self.find(optimizer.optimizer)[1]
+        if call.verbosity >= 1:
+            config = call.scalers[0].config
+            self._announcer.announce_step(optimizer, config.floor if call.scalers[0].is_dynamic else 0.0)
         for observer in self.observers:
             observer.on_step(optimizer.optimizer)
 

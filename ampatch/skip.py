@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -75,6 +76,12 @@ class SkipStreak:
         """Notes a step; True once a streak, when it has become long."""
         self.count = self.count + 1 if was_skipped else 0
         return self.count == self.LENGTH
+
+
+def are_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether no value is inf or NaN; one host sync."""
+    found = [torch.isfinite(tensor.detach()).all().to(tensors[0].device) for tensor in tensors]
+    return bool(torch.stack(found).all())
 
 
 def explain_skips(

@@ -100,3 +100,45 @@ def test_float16_on_a_cpu_says_once_that_bfloat16_is_the_fast_type(caplog, opt_l
 def test_other_types_on_a_cpu_warn_of_nothing(caplog, kwargs):
     amp.initialize(nn.Linear(3, 2), **kwargs)
     assert caplog.text == ""
+
+
+def skip(optimizer, loss, times):
+    for _ in range(times):
+        optimizer.zero_grad()
+        with amp.scale_loss(loss(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["plain", "fused"])
+def test_five_skipped_steps_in_a_row_are_explained_once_by_the_loss(caplog, how):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=how == "fused")
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=1)
+    skip(optimizer, lambda: model(X).sum() * float("nan"), 4)
+    assert "in a row" not in caplog.text
+    skip(optimizer, lambda: model(X).sum() * float("nan"), 5)
+    assert caplog.text.count("5 steps in a row were skipped") == 1
+    assert "the loss itself is inf or NaN" in caplog.text
+    caplog.clear()
+    skip(optimizer, lambda: model(X).sum() * 1e-6, 1)
+    skip(optimizer, lambda: model.weight[0, 0] * 3e38, 5)
+    assert "the loss is finite" in caplog.text
+
+
+def test_skipped_steps_with_lost_weights_say_that_no_scale_helps(caplog):
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=1)
+    with torch.no_grad():
+        model.weight.fill_(float("nan"))
+    skip(optimizer, lambda: model(X).float().square().sum(), 5)
+    assert "weights are inf or NaN" in caplog.text
+
+
+def test_skipped_steps_that_are_not_in_a_row_need_no_word(caplog):
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=1)
+    for _ in range(3):
+        skip(optimizer, lambda: model(X).sum() * float("inf"), 4)
+        skip(optimizer, lambda: model(X).sum() * 1e-6, 1)
+    assert "in a row" not in caplog.text
