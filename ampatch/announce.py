@@ -83,6 +83,7 @@ class Announcer:
 
 
 def _explain(amp: AmpOptimizer, outcomes: Sequence[BackwardOutcome], floor: float) -> str:
-    is_loss_finite = all(outcome.is_loss_finite for outcome in outcomes)
+    losses = [outcome.is_loss_finite for outcome in outcomes]
+    are_losses_finite = False if False in losses else None if None in losses else True
     scale = outcomes[-1].read()[2]
-    return explain_skips(amp.skips.count, is_loss_finite, are_finite(amp.params()), scale, floor)
+    return explain_skips(amp.skips.count, are_losses_finite, are_finite(amp.params()), scale, floor)

@@ -118,6 +118,7 @@ class ScaledLoss:
         self._watch.end_block(self)
 
     def _unscale(self) -> BackwardOutcome | None:
+        was_delayed = any(optimizer.delayed is not None for optimizer in self._optimizers)
         looks = self._scaler.is_dynamic or not self._scale.is_identity
         found_inf = self._scaler.new_found_inf() if looks else None
         # Gradients of parameters that two of the optimizers share.
@@ -128,13 +129,19 @@ class ScaledLoss:
             optimizer.end_backward()
         if not self._scaler.is_dynamic:
             return None
-        loss = self._loss.detach()
         outcome = self._scaler.finish(
             found_inf,
-            loss.sum() if loss.dim() else loss,
+            None if was_delayed else _as_number(self._loss.detach()),
             update=not self._delay_overflow_check,
             capture=self._capture,
         )
         for optimizer in self._optimizers:
             optimizer.note(outcome)
         return outcome
+
+
+def _as_number(loss: Tensor) -> Tensor | None:
+    """Returns the loss, or its sum, to be kept beside the outcome; None for one that wraps others."""
+    if type(loss) is not Tensor:
+        return None
+    return loss.sum() if loss.dim() else loss

@@ -26,6 +26,11 @@ class CapturedGrads:
         self._own = [(param, param.grad) for param in params if param.grad is not None]
         self._of_masters = [(pair, pair.master.grad) for pair in amp.masters if pair.half.grad is not None]
 
+    def forget(self, amp: AmpOptimizer) -> None:
+        """Leaves gradients of an optimizer to the graph, which holds its step as well."""
+        if self.find_optimizer() is amp:
+            self._own, self._of_masters = [], []
+
     @torch.no_grad()
     def attach(self) -> None:
         """Lets parameters and masters have them again: a step, or `zero_grad`, has taken them away."""
@@ -65,6 +70,11 @@ class CapturedBlock:
         self._scaler = scaler
         self._update = update
 
+    def forget(self, amp: AmpOptimizer) -> None:
+        """Leaves the gradients of an optimizer as they are."""
+        for grads in self._grads:
+            grads.forget(amp)
+
     def __call__(self) -> None:
         outcome = self._outcome and self._scaler.repeat(self._outcome, update=self._update)
         delayed = self._delayed and self._delayed.copy()
@@ -76,10 +86,13 @@ class CapturedBlock:
 
 
 class CapturedStep:
-    """Repeats what a step noted; called after each replay."""
+    """Repeats what a step noted; called after each replay. `before` is what was captured before it."""
 
-    def __init__(self, amp: AmpOptimizer) -> None:
+    def __init__(self, amp: AmpOptimizer, before: Sequence[object]) -> None:
         self._find_optimizer = weakref.ref(amp)
+        for block in before:
+            if isinstance(block, CapturedBlock):
+                block.forget(amp)
 
     def __call__(self) -> None:
         amp = self._find_optimizer()

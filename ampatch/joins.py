@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 from torch import Tensor
 
-from ampatch.call import find_inner_optimizers, find_stepped, order_hooks, unwrap_optimizer
+from ampatch.call import find_inner_optimizers, order_hooks, unwrap_optimizer
 from ampatch.copies import CopyWithMasters
 from ampatch.data_watch import DataWatch
 from ampatch.grads import drop_scaled_grads
@@ -29,14 +29,15 @@ class Joins:
 
     def __init__(
         self,
-        list_optimizers: Callable[[], list[AmpOptimizer]],
         make_masters: Callable[[MasterParams, Sequence[Tensor]], None],
         data_watch: DataWatch,
     ) -> None:
-        self._list_optimizers = list_optimizers
         self._make_masters = make_masters
         self._touched = data_watch.touched
         self._was_scaled = False  # whether a block has made gradients that are scaled
+        self._stepped: set[int] = (
+            set()
+        )  # ids of parameters that ever were in an optimizer, which unscales them
 
     def note_scale(self, scaler: LossScaler) -> None:
         """Notes that a block begins: gradients that no optimizer looks after stay scaled by it."""
@@ -77,17 +78,17 @@ class Joins:
         instance.replace(optimizer, "__deepcopy__", CopyWithMasters(amp), optional=True)
 
     def _add_param_group(self, amp: AmpOptimizer, has_masters: bool, original: Callable, group: dict) -> None:
-        stepped = find_stepped(self._list_optimizers())
         original(group)
         params = amp.optimizer.param_groups[-1]["params"]
         if any(amp.masters.get(param) is not None for param in params):
             del amp.optimizer.param_groups[-1]
             raise ValueError("some parameters appear in more than one parameter group")
-        self.drop_scaled("add_param_group", params, stepped)
+        self.drop_scaled("add_param_group", params)
         if has_masters:
             self._make_masters(amp.masters, params)
 
-    def drop_scaled(self, where: str, params: Sequence[Tensor], stepped: set[int]) -> None:
-        """Drops gradients of parameters that join, but for those that were `stepped` (so unscaled) before."""
+    def drop_scaled(self, where: str, params: Sequence[Tensor]) -> None:
+        """Drops gradients of parameters that join, but for those that have joined before."""
         if self._was_scaled:
-            drop_scaled_grads(where, params, stepped)
+            drop_scaled_grads(where, params, self._stepped)
+        self._stepped.update(map(id, params))

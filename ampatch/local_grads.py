@@ -27,6 +27,7 @@ class LocalGrads:
         self._models: set[int] = set()
         self.are_waiting = False
         self.read_scale: Scale | None = None
+        self.read_found_inf: Tensor | None = None
 
     @property
     def are_coming(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from ampatch.grads import accumulate_, add_grads, cast_grads
 from ampatch.masters import MasterParam
+
+logger = logging.getLogger("ampatch")
 
 Unscale = Callable[[list[Tensor]], None]
 
@@ -26,6 +29,7 @@ class MasterGrads:
 
     def __init__(self, pairs: list[MasterParam]) -> None:
         self._pairs = pairs
+        self._warned = False
         self._before: list[tuple[MasterParam, Tensor]] = []  # half gradients from before the open block
 
     # Between blocks
@@ -42,6 +46,16 @@ class MasterGrads:
             return False
         self._feed_fresh(changed, None)
         return _drop_restarted(changed, to_warn)
+
+    def follow_and_warn(self) -> None:
+        """Does so before a step, and warns once of what the step does not see."""
+        if self.follow(to_warn=not self._warned) and not self._warned:
+            self._warned = True
+            logger.warning(
+                "gradients of the half model changed after the block of scale_loss that made them, and the "
+                "step does not see that: call backward() inside scale_loss, and edit "
+                "amp.master_params(optimizer)"
+            )
 
     def drop_restarted(self) -> None:
         """Drops masters' gradients where the model's were cleared: a wish to start over.

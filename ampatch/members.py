@@ -80,7 +80,10 @@ class Members:
         """Returns what is kept for an optimizer, and its call."""
         found = self._optimizers.get(id(optimizer))
         amp = None if found is None else found[0]()
-        return None if amp is None or not amp.is_for(optimizer) else (amp, found[1])
+        if amp is None:
+            return None
+        names = (amp.optimizer, amp.find_given(), *amp.masters.optimizers)
+        return (amp, found[1]) if any(optimizer is one for one in names) else None  # ids are used again
 
     def optimizers(self, *, only_dynamic: bool = False) -> list[AmpOptimizer]:
         """What is kept for the optimizers; or for those of calls with dynamic loss scales."""

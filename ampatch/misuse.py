@@ -24,6 +24,7 @@ from ampatch.warner import Warner
 if TYPE_CHECKING:
     from ampatch.call import Request
     from ampatch.optimizer import AmpOptimizer
+    from ampatch.scaler import LossScaler
 
 
 class HalfWatch(SessionPatch):
@@ -133,11 +134,30 @@ class PreciseModel:
 class Misuse:
     """What a session watches for misuse, and what each call of `initialize` is checked for."""
 
-    def __init__(self, list_optimizers: Callable[..., Sequence[AmpOptimizer]]) -> None:
+    def __init__(
+        self,
+        list_optimizers: Callable[..., Sequence[AmpOptimizer]],
+        list_scalers: Callable[[], Sequence[LossScaler]],
+    ) -> None:
+        self._list_scalers = list_scalers
         self._warner = Warner()
-        self.scales = ScaleWatch(self._warner, functools.partial(list_optimizers, only_dynamic=True))
+        self._list_optimizers = list_optimizers
+        self.scales = ScaleWatch(self._warner, self._list_dynamic, self._is_right)
         self.halves = HalfWatch(self._warner, list_optimizers)
         self.patches = (self.scales, self.halves)
+
+    def _list_dynamic(self) -> list[AmpOptimizer]:
+        """The optimizers with a dynamic scale; what has a `backward`, as FP16_Optimizer, scales by itself."""
+        found = self._list_optimizers(only_dynamic=True)
+        return [amp for amp in found if not hasattr(amp.find_given(), "backward")]
+
+    def _is_right(self, amp: AmpOptimizer) -> bool:
+        """Whether a script may scale by hand, or steps zeros; one host sync, before a warning."""
+        asked = [scaler.was_asked() for scaler in self._list_scalers()]  # all of them: it resets them
+        if any(asked):
+            return True
+        grads = [param.grad for param in amp.model_params() if param.grad is not None]
+        return not any(grad.detach().any() for grad in grads)
 
     def open(self, request: Request, amps: Sequence[AmpOptimizer], undo: ExitStack) -> None:
         """Checks a call whose models are cast, and watches what it needs; `undo` receives the way back."""

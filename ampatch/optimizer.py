@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -27,8 +26,6 @@ from ampatch.step_listener import StepListener
 from ampatch.thread import is_running
 from ampatch.undo import refer
 
-logger = logging.getLogger("ampatch")
-
 
 class AmpOptimizer:
     """Unscales the gradients of one optimizer, skips its steps on overflow and feeds its masters.
@@ -40,7 +37,7 @@ class AmpOptimizer:
         self, optimizer: Optimizer, masters: MasterParams, listener: StepListener, given: object = None
     ) -> None:
         self.optimizer = optimizer
-        self._given = refer(given)  # a wrapper may be dropped before the optimizer
+        self.find_given = refer(given)  # a wrapper may be dropped before the optimizer
         self.undo = ExitStack()  # what was done to the optimizer; lives as long
         self.casts: Sequence[object] = ()  # those of its parameters, for undo, should the modules be gone
         self.masters = masters
@@ -57,13 +54,6 @@ class AmpOptimizer:
         self._step: FrameType | None = None  # the call that runs a step
         self._capture: object = None  # the capture of a CUDA graph that the last block was in, and
         self.from_before: set[int] = set()  # the ids of parameters that had gradients before that block
-        self._warned = False
-
-    def is_for(self, optimizer: object) -> bool:
-        """Whether an object is the optimizer, one inside of it, or the wrapper around it."""
-        if optimizer is self.optimizer or optimizer is self._given():
-            return True
-        return any(optimizer is one for one in self.masters.optimizers)
 
     def params(self) -> list[Tensor]:
         """The parameters that the optimizer steps: masters where there are any."""
@@ -136,16 +126,16 @@ class AmpOptimizer:
         """Unscales gradients that wait to be averaged over ranks: somebody is about to use them."""
         if self.local.are_waiting:
             self.local.read_scale = self.delayed
-            self.settle()
+            self.local.read_found_inf = self._unscale_delayed()
 
     def settle(self) -> None:
         """Unscales what a block with `delay_unscale` left scaled."""
-        scale = self.delayed
+        scale, found_inf = self.delayed, self._unscale_delayed()
+        if scale is None and self._step is not None:  # what somebody has read before
+            scale, found_inf = self.local.read_scale, self.local.read_found_inf
+            self.local.read_scale = None
         if scale is None:
             return
-        found_inf = scale.scaler.new_found_inf()
-        self.unscale(scale, found_inf, None)
-        self.restore_grads()
         outcome = None
         if scale.scaler.is_dynamic:
             # As in apex, a delayed block does not count towards growth.
@@ -153,6 +143,15 @@ class AmpOptimizer:
             self.note(outcome)
         if scale.capture is not None:
             scale.capture.append(CapturedBlock([self], outcome, scale.scaler))
+
+    def _unscale_delayed(self) -> Tensor | None:
+        """Returns the found_inf of what a block left scaled; the scale knows nothing of it yet."""
+        if self.delayed is None:
+            return None
+        found_inf = self.delayed.scaler.new_found_inf()
+        self.unscale(self.delayed, found_inf, None)
+        self.restore_grads()
+        return found_inf
 
     def unscale(self, scale: Scale, found_inf: Tensor | None, done: set[int] | None) -> None:
         """Unscales the new gradients; no host sync. `end_backward` must follow.
@@ -237,8 +236,7 @@ class AmpOptimizer:
         if self.end_block is not None:
             self.end_block()  # the step is inside a block: its gradients are needed now
         self.settle()
-        self.local.read_scale = None
-        self._follow_model_grads()
+        self._grads.follow_and_warn()
         self.masters.take_edits()
         outcomes, self._pending = self._pending, []
         self.last_outcomes = self.last_outcomes + outcomes
@@ -275,15 +273,6 @@ class AmpOptimizer:
     def was_skipped(self) -> bool:
         """Whether the last step was skipped; one host sync if the optimizer skips on the device."""
         return BackwardOutcome.read_all(self.last_outcomes)
-
-    def _follow_model_grads(self) -> None:
-        if not self._grads.follow(to_warn=not self._warned) or self._warned:
-            return
-        self._warned = True
-        logger.warning(
-            "gradients of the half model changed after the block of scale_loss that made them, and the "
-            "step does not see that: call backward() inside scale_loss, and edit amp.master_params(optimizer)"
-        )
 
     # What masters make necessary: both reach the model's parameters, which are not in the groups
 

@@ -24,8 +24,14 @@ def fit_states(optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
 
 
 def _cast(state: dict, dtype: torch.dtype) -> None:
-    sources = {torch.float32} if dtype in HALF_TYPES else set(HALF_TYPES)
     for key, value in state.items():
         # Optimizers count steps in float32 whatever the parameters are.
-        if key != "step" and isinstance(value, Tensor) and value.dtype in sources:
-            state[key] = value.to(dtype)
+        if key != "step":
+            state[key] = _cast_value(value, dtype)
+
+
+def _cast_value(value: object, dtype: torch.dtype) -> object:
+    if isinstance(value, list):  # LBFGS keeps its history in some
+        return [_cast_value(item, dtype) for item in value]
+    sources = {torch.float32} if dtype in HALF_TYPES else set(HALF_TYPES)
+    return value.to(dtype) if isinstance(value, Tensor) and value.dtype in sources else value

@@ -19,10 +19,13 @@ class BackwardOutcome:
     `poll` costs none, and knows the answer when the device has delivered it.
     """
 
-    def __init__(self, loss_id: int, numbers: Tensor, capture: object = None) -> None:
+    def __init__(
+        self, loss_id: int, numbers: Tensor, capture: object = None, *, knows_loss: bool = True
+    ) -> None:
         self.loss_id = loss_id
         self.numbers = numbers  # found_inf, the scale before and after, the loss
         self.capture = capture  # the capture of a CUDA graph that it is part of
+        self._knows_loss = knows_loss
         self._host: Tensor | None = None
         self._delivered: torch.cuda.Event | None = None
         self._values: tuple[bool, float, float] | None = None
@@ -30,7 +33,7 @@ class BackwardOutcome:
 
     def copy(self) -> BackwardOutcome:
         """Returns what the numbers are now: the replay of a CUDA graph writes others into their memory."""
-        return BackwardOutcome(self.loss_id, self.numbers.clone())
+        return BackwardOutcome(self.loss_id, self.numbers.clone(), knows_loss=self._knows_loss)
 
     @property
     def found_inf(self) -> Tensor:
@@ -38,10 +41,10 @@ class BackwardOutcome:
         return self.numbers[0]
 
     @property
-    def is_loss_finite(self) -> bool:
-        """Whether the loss itself was neither inf nor NaN; waits for the device where need be."""
+    def is_loss_finite(self) -> bool | None:
+        """Whether the loss itself was neither inf nor NaN, None if nobody looked; may wait for the device."""
         self.read()
-        return math.isfinite(self._loss)
+        return math.isfinite(self._loss) if self._knows_loss else None
 
     def forgive(self) -> None:
         """Counts as clean from now on: somebody else looks after the overflow."""

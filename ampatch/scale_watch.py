@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
+from ampatch.grads import leads_to
 from ampatch.patcher import Patcher, SessionPatch
 from ampatch.scripting import ScriptNames
 from ampatch.warner import Line, Warner, find_line
@@ -62,8 +63,14 @@ class ScaleWatch(SessionPatch):
     it: a warning that is made an error then stops the step, with nothing half done.
     """
 
-    def __init__(self, warner: Warner, list_dynamic: Callable[[], Sequence[AmpOptimizer]]) -> None:
+    def __init__(
+        self,
+        warner: Warner,
+        list_dynamic: Callable[[], Sequence[AmpOptimizer]],
+        is_right: Callable[[AmpOptimizer], bool],
+    ) -> None:
         super().__init__()
+        self._is_right = is_right  # asked last, of a step whose gradients no block has made
         self._warner = warner
         self._list_dynamic = list_dynamic
         self.forget()
@@ -150,7 +157,7 @@ class ScaleWatch(SessionPatch):
         if not isinstance(roots, list | tuple) or not all(isinstance(root, Tensor) for root in roots):
             return after
         blocks = self._list_blocks()
-        scaled = [block for block in blocks if _leads_to(roots, block.scaled)]
+        scaled = [block for block in blocks if leads_to(roots, block.scaled)]
         for block in scaled:
             block.was_scaled = True
         line = find_line()
@@ -236,7 +243,7 @@ class ScaleWatch(SessionPatch):
             return
         if inside is not None:
             self._warner.warn("inside", INSIDE, inside)
-        elif not had_block and not _is_called_by_grad_scaler():
+        elif not (had_block or _is_called_by_grad_scaler() or self._is_right(optimizer)):
             self._warner.warn("outside", OUTSIDE, outside)
 
 
@@ -276,24 +283,3 @@ def _note_changed(
     for key, param, grad, version in before:
         if param.grad is not grad or (grad is not None and grad._version != version):
             found[key] = line
-
-
-def _leads_to(roots: Sequence[Tensor], scaled: Tensor) -> bool:
-    """Whether any of these tensors was computed from the scaled loss.
-
-    Nodes of a graph are numbered as they are made, so those older than the scaled loss need no look.
-    """
-    target = scaled.grad_fn
-    if any(root is scaled for root in roots) or target is None:
-        return True
-    first = target._sequence_nr()
-    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if node is target:
-            return True
-        inner = {one for one, _ in node.next_functions if one is not None and one._sequence_nr() >= first}
-        waiting += inner - seen
-        seen |= inner
-    return False

@@ -105,6 +105,7 @@ class LossScaler:
         self._carried: Tensor | None = None  # found_inf of exits that left the scale alone
         self._waiting: WeakSet[BackwardOutcome] = WeakSet()  # what these returned, while somebody keeps it
         self._last: BackwardOutcome | None = None
+        self._was_asked = False
         self.set_scale(config.init_scale if isinstance(config, DynamicLossScale) else config.value)
 
     def __getstate__(self) -> dict[str, object]:
@@ -137,6 +138,7 @@ class LossScaler:
 
     def scale(self, loss: Tensor) -> Tensor:
         """Returns `loss.float()` times the scale, of the loss's shape; no host sync."""
+        self._was_asked = True
         return self.begin(loss.device).scale(loss.float())
 
     def unscale_(self, grads: Iterable[Tensor], found_inf: Tensor) -> None:
@@ -167,16 +169,17 @@ class LossScaler:
         """Ends a backward pass: updates the scale by `found_inf` and returns what happened.
 
         Without `update` the scale stays, and the overflow counts at the next pass that updates. A pass that
-        does not count may back the scale off, but does not let it grow. `loss` is a number on any device.
+        does not count may back the scale off, but does not let it grow. `loss` is a number on any device,
+        None where the gradients are those of several.
         """
         found_inf = found_inf.to(self._device)
         before = self._scale.clone() if self._current is None else self._current._value
         self._carry(found_inf)
         if update:
             self._update_by_carried(counts)
-        loss = found_inf if loss is None else loss.to(self._device, torch.float32)
-        numbers = torch.stack((found_inf, before, self._scale, loss))
-        outcome = BackwardOutcome(self.loss_id, numbers, capture)
+        number = found_inf if loss is None else loss.to(self._device, torch.float32)
+        numbers = torch.stack((found_inf, before, self._scale, number))
+        outcome = BackwardOutcome(self.loss_id, numbers, capture, knows_loss=loss is not None)
         return self._note(outcome, update)
 
     def repeat(self, outcome: BackwardOutcome, *, update: bool) -> BackwardOutcome:
@@ -252,6 +255,7 @@ class LossScaler:
 
     def get_scale(self) -> float:
         """The scale as a number; one host sync if it is dynamic."""
+        self._was_asked = True
         return self._scale.item() if self.is_dynamic else self._number
 
     def set_scale(self, value: float) -> None:
@@ -260,6 +264,11 @@ class LossScaler:
         self._number = float(value)
         self._scale.fill_(self._number)
         self._current: Scale | None = None
+
+    def was_asked(self) -> bool:
+        """Whether a script has asked for the scale since somebody asked this: it may scale by hand."""
+        was_asked, self._was_asked = self._was_asked, False
+        return was_asked
 
     def state_dict(self) -> dict[str, float | int]:
         """The scale and the number of clean iterations since it last changed; one host sync."""

@@ -59,7 +59,7 @@ class Session(StepListener):
         self._script_models = ScriptModels(self.casts)
         self._features = TorchFeatures(self.casts)
         self._captures = Captures(self.casts)
-        self.misuse = Misuse(self._list_optimizers)
+        self.misuse = Misuse(self._list_optimizers, self.scalers)
         self._unframed: set[str] = set()  # modules of ours that Dynamo knows not to compile
         self.observers: tuple[Observer, ...] = ()
         self.overrides: dict[str, object] = {}
@@ -73,7 +73,7 @@ class Session(StepListener):
         self._members = Members()
         self._calls: list[Call] = []
         self._announcer = Announcer()
-        self._joins = Joins(self._list_optimizers, self._make_masters, self._data_watch)
+        self._joins = Joins(self._make_masters, self._data_watch)
         self.is_disabled = False
 
     @property
@@ -95,8 +95,7 @@ class Session(StepListener):
         values = members.map_values()
         validate_models(request.models, policy, values, request.allow_half_params)
         kept = select_kept(request.models, request.keep_fp32)
-        others = members.optimizers()
-        validate_optimizers(request, members.list_tensors(), others)
+        validate_optimizers(request, members.list_tensors(), members.optimizers())
         self.torch_patch.validate(policy)
         skip_own_frames(self._unframed)
         call = Call(request.verbosity, make_scalers(request, len(self.scalers())))
@@ -130,7 +129,7 @@ class Session(StepListener):
             self._patching.push(patching.pop_all())
         # Nothing raises from here on: what follows cannot be undone exactly.
         for amp in amps:
-            self._joins.drop_scaled("initialize", amp.model_params(), find_stepped(others))
+            self._joins.drop_scaled("initialize", amp.model_params())
         if policy.is_pure_half:
             caster.forget_originals()
         fit_states(states)
@@ -217,7 +216,7 @@ class Session(StepListener):
         self.casts.clear_cache()
         capture = self.capture()
         if capture is not None:
-            capture.append(CapturedStep(optimizer))
+            capture.append(CapturedStep(optimizer, capture))
             return
         call = self.find(optimizer.optimizer)[1]
         if call.verbosity >= 1:

@@ -142,3 +142,15 @@ def test_skipped_steps_that_are_not_in_a_row_need_no_word(caplog):
         skip(optimizer, lambda: model(X).sum() * float("inf"), 4)
         skip(optimizer, lambda: model(X).sum() * 1e-6, 1)
     assert "in a row" not in caplog.text
+
+
+def test_skipped_steps_of_several_losses_do_not_say_that_a_loss_is_finite(caplog):
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        for factor, delays in [(float("nan"), True), (1e-6, False)]:
+            with amp.scale_loss(model(X).sum() * factor, optimizer, delay_unscale=delays) as scaled:
+                scaled.backward()
+        optimizer.step()
+    assert "5 steps in a row were skipped: gradients overflow" in caplog.text

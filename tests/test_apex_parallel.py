@@ -636,6 +636,34 @@ def test_reading_the_masters_meanwhile_keeps_nothing_from_being_averaged(ranks, 
     assert ranks(accumulate_unsynchronized, *arguments) == [[[4.5, 4.5], [3.0]]] * 2
 
 
+def read_after_an_overflow_on_one_rank(level):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=amp.DynamicLossScale(512.0), verbosity=0)
+    wrapped, found = nn.parallel.DistributedDataParallel(model), []
+    for step in range(3):
+        factor = float("inf") if (step, dist.get_rank()) == (0, 0) else 1.0
+        optimizer.zero_grad()
+        with wrapped.no_sync(), amp.scale_loss(wrapped(torch.ones(1, 2)).sum() * factor, optimizer) as loss:
+            loss.backward()
+        assert all(param.grad is not None for param in amp.master_params(optimizer))
+        with amp.scale_loss(wrapped(torch.ones(1, 2)).sum(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+        weights = [param.detach().flatten().tolist() for param in amp.master_params(optimizer)]
+        found.append((amp.get_loss_scale(), amp.step_was_skipped(optimizer), weights))
+    amp.uninitialize()
+    return found
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_reading_after_an_overflow_on_one_rank_leaves_the_ranks_equal(ranks, level):
+    one, other = ranks(read_after_an_overflow_on_one_rank, level)
+    assert one == other
+    assert [(scale, skipped) for scale, skipped, _ in one] == [(256, True), (256, False), (256, False)]
+
+
 def clip_without_averaging(level):
     torch.manual_seed(0)
     model = nn.Linear(2, 1)

@@ -297,6 +297,24 @@ def test_a_replay_adds_to_what_an_eager_block_made(level, device):
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_a_whole_step_that_ends_by_zero_grad_leaves_no_gradient_to_eager_steps(level, device):
+    def step(training):
+        training.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+
+    eager = Training(level, device)
+    eager.warm_up()
+    expected = eager.follow(lambda: step(eager), [1, 1, 1])
+    amp.uninitialize()
+    training = Training(level, device)
+    training.warm_up()
+    graph, _ = capture(lambda: step(training))
+    found = training.follow(graph.replay, [1])
+    assert_same(found + training.follow(lambda: step(training), [1, 1]), expected)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_capture_without_a_replay_leaves_eager_training_as_it_was(level, device):
     expected = run_eagerly([1, 1], level, device)
     training = Training(level, device)

@@ -328,6 +328,25 @@ def a_block_that_raised(level, **options):
     scaled_step(model, optimizer)
 
 
+def scaled_by_the_scaler_itself(level, **options):
+    model, optimizer = make(level, **options)
+    (scaler,) = amp.loss_scalers()
+    scaler.scale(model(X).float().pow(2).mean()).backward()
+    found_inf = scaler.new_found_inf()
+    scaler.unscale_(
+        [param.grad for param in amp.master_params(optimizer) if param.grad is not None], found_inf
+    )
+    if not scaler.update(found_inf):
+        optimizer.step()
+
+
+def zeros_after_a_probe(level, **options):
+    model, optimizer = make(level, **options)
+    model(X).pow(2).mean().backward()
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+
+
 RIGHT = [
     *(
         attack,
@@ -342,6 +361,7 @@ RIGHT = [
         step_before_any_backward_and_twice,
         gradients_of_ones_own,
     ),
+    *(scaled_by_the_scaler_itself, zeros_after_a_probe),
     *(delayed_and_several, nested, closure_and_step_inside, clipping_that_knows_the_scale),
     *(clipping_at_infinity_to_read_the_norm, a_scaler_that_is_off, checkpointed, a_block_that_raised),
 ]

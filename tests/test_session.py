@@ -374,3 +374,23 @@ def test_what_others_patched_over_is_given_back_once_theirs_is_gone(place, name,
     setattr(place, name, ours)
     amp.uninitialize()
     assert vars(place).get(name) is before
+
+
+def test_the_history_of_lbfgs_has_the_type_of_its_parameters_at_o3_and_after_it():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3, lr=0.1)
+
+    def step():
+        def closure():
+            optimizer.zero_grad()
+            loss = model(X).float().pow(2).mean()
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)
+
+    first = step()
+    amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
+    step()
+    amp.uninitialize()
+    assert step() < first

@@ -29,14 +29,14 @@ def initialize(*args: object, **kwargs: object) -> object:
         kwargs.setdefault("allow_half_params", True)
     if register_edits(OVERRIDES):
         kwargs.setdefault("allow_banned", True)
-    given = inspect.signature(amp.initialize).bind(*args, **kwargs)
-    given.apply_defaults()
-    optimizers = given.arguments["optimizers"]
+    optimizers = kwargs.get("optimizers", args[1] if len(args) > 1 else None)
     optimizers = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-    if given.arguments["enabled"]:
+    if kwargs.get("enabled", args[2] if len(args) > 2 else True):
         _refuse_fp16_optimizers(optimizers)
     with _amp_state.listening():
         returned = amp.initialize(*args, **kwargs)
+        given = inspect.signature(amp.initialize).bind(*args, **kwargs)
+        given.apply_defaults()
         for name in ("verbosity", "min_loss_scale", "max_loss_scale"):
             setattr(_amp_state, name, given.arguments[name])
         if _amp_state.is_told:
