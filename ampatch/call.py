@@ -102,9 +102,10 @@ def find_inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     return [optimizer, *shared]
 
 
-def find_stepped(optimizers: Sequence[AmpOptimizer]) -> set[int]:
-    """Returns the ids of the models' parameters that optimizers step, which unscale their gradients."""
-    return {id(param) for amp in optimizers for param in amp.model_params()}
+def steps_part_of(amp: AmpOptimizer, model: Module) -> bool:
+    """Whether an optimizer steps any parameter of a model."""
+    stepped = set(map(id, amp.model_params()))
+    return any(id(param) in stepped for param in model.parameters())
 
 
 def order_hooks(optimizer: Optimizer) -> None:

@@ -78,6 +78,8 @@ def add_owners(models: Iterable[Module], kept: Sequence[Module]) -> list[Module]
 
 def add_sharers(models: Iterable[Module], kept: Sequence[Module]) -> list[Module]:
     """Adds the modules that share a parameter with a kept one: tied weights have one dtype."""
+    if not kept:
+        return []
     inside = inner_ids(kept)
     tensors = {id(param) for module in kept for param in module.parameters()}
     sharers = [

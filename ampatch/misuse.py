@@ -176,9 +176,11 @@ class Misuse:
         self._warner.forget()
 
     def _check_float64(self, request: Request) -> None:
-        params = [param for model in request.models for param in model.parameters()]
-        dtypes = {param.dtype for param in params if param.is_floating_point()}
-        if request.policy.half is not None and dtypes == {torch.float64}:
+        params = (param for model in request.models for param in model.parameters())
+        dtypes = (param.dtype for param in params if param.is_floating_point())
+        if request.policy.half is None or next(dtypes, None) is not torch.float64:
+            return
+        if all(dtype is torch.float64 for dtype in dtypes):
             self._warner.warn(
                 "float64",
                 f"the model is float64, of which {request.policy.opt_level} casts nothing: call "

@@ -15,8 +15,8 @@ from ampatch.call import (
     Call,
     Request,
     device_types,
-    find_stepped,
     make_scalers,
+    steps_part_of,
     validate_optimizers,
 )
 from ampatch.captured import CapturedStep
@@ -172,8 +172,7 @@ class Session(StepListener):
     ) -> None:
         for model in select_python(request.models):
             if torch.distributed.is_available():
-                params = {id(param) for param in model.parameters()}
-                listeners = [amp.local for amp in amps if find_stepped([amp]) & params]
+                listeners = [amp.local for amp in amps if steps_part_of(amp, model)]
                 undo.callback(model.register_forward_pre_hook(NoteNoSync(listeners)).remove)
             if request.policy.has_half_weights:
                 refresh = RefreshWeights(caster.list_values(model.modules()), [amp.masters for amp in amps])
