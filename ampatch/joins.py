@@ -35,9 +35,8 @@ class Joins:
         self._make_masters = make_masters
         self._touched = data_watch.touched
         self._was_scaled = False  # whether a block has made gradients that are scaled
-        self._stepped: set[int] = (
-            set()
-        )  # ids of parameters that ever were in an optimizer, which unscales them
+        # The ids of parameters that ever were in an optimizer of the session, which unscales their gradients.
+        self._stepped: set[int] = set()
 
     def note_scale(self, scaler: LossScaler) -> None:
         """Notes that a block begins: gradients that no optimizer looks after stay scaled by it."""
