@@ -170,7 +170,8 @@ def distributed(folder):
 
 
 def weight_sums(printed):
-    return re.findall(r"rank \d+: sum of weights (\S+)", printed)
+    # Two ranks write to one pipe: what follows a number need not be the end of its line.
+    return re.findall(r"rank \d+: sum of weights (-?\d+\.\d+)", printed)
 
 
 def epoch_losses(printed):
