@@ -95,7 +95,7 @@ class BoundNames:
         for owner, found in by_owner.values():
             in_module = ChangesInModule(found)
             in_module.attach(owner)
-            self._undo.append(weakly(in_module.revert))
+            self._undo.append(weakly(ChangesInModule.revert, in_module))
 
     def follow_everywhere(self) -> None:
         """Replaces bound functions anew, for a wrapper that was added late."""

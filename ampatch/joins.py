@@ -50,7 +50,7 @@ class Joins:
 
     def open(self, given: object, amp: AmpOptimizer, has_masters: bool, undo: ExitStack) -> None:
         """Puts hooks and, if it is to have some, masters onto an optimizer; `undo` takes them away."""
-        undo.callback(weakly(amp.undo.close))
+        undo.callback(weakly(ExitStack.close, amp.undo))
         instance = Patcher()
         amp.undo.callback(instance.close)
         if has_masters:

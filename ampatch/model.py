@@ -169,13 +169,12 @@ class ModelCaster:
         recurrent = [part for part in list_parts(self._models) if isinstance(part, torch.nn.RNNBase)]
         # On CUDA the weights of a recurrent net share one block of memory, which a cast breaks up.
         for module in recurrent:
-            self._stack.callback(weakly(module.flatten_parameters))  # runs last, on restored weights
+            self._stack.callback(weakly(type(module).flatten_parameters, module))  # last, on restored weights
         self._find_tensors(dtype)
         self._hook_state_dicts()  # undone after the casts: the hooks keep alive what undoes these
-        for part in self._parts:
-            self._stack.callback(weakly(part.cast_newcomers))
+        self._stack.callback(weakly(CastModule.cast_newcomers, *self._parts))
+        self._stack.callback(weakly(CastTensor.restore, *self._cast))
         for cast in self._cast:
-            self._stack.callback(weakly(cast.restore))
             cast.cast(dtype)
         for module in recurrent:
             module.flatten_parameters()
@@ -206,10 +205,9 @@ class ModelCaster:
 
     def _hook_state_dicts(self) -> None:
         for module, part in zip(list_parts(self._models), self._parts, strict=True):
-            tensors = [tensor for _, tensor in own_tensors(module)]
             # A model as a whole as well: its hooks keep what finds the newcomers among its parts.
             is_model = any(module is model for model in self._models)
-            if is_model or part.casts or any(map(self._came_half, tensors)):
+            if is_model or part.casts or any(self._came_half(tensor) for _, tensor in own_tensors(module)):
                 own, others = self.by_module[id(module)], self.list_values([module])
                 save, load = SaveFloat32(own, others, part), LoadFloat32(own, others, part)
                 self._stack.callback(module.register_state_dict_post_hook(save).remove)

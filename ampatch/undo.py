@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 
 
-def weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Returns what calls a method if its object is still alive, and does nothing once it is gone."""
-    reference = weakref.WeakMethod(method)
+def weakly(method: Callable[..., None], *objects: object) -> Callable[[], None]:
+    """Returns what calls a class's method on the objects that are still alive by then, the last first."""
+    references = [weakref.ref(one) for one in objects]
 
     def call() -> None:
-        alive = reference()
-        if alive is not None:
-            alive()
+        with ExitStack() as stack:
+            for alive in [reference() for reference in references]:
+                if alive is not None:
+                    stack.callback(method, alive)
 
     return call
 

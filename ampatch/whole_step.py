@@ -74,7 +74,7 @@ class WholeStep:
     def open(self, undo: ExitStack) -> None:
         """Takes its place; `undo` receives the way back."""
         self._owner.step = MethodType(self, self._owner)  # type: ignore[attr-defined]
-        undo.callback(weakly(self._close))  # the optimizer inside may outlive its wrapper
+        undo.callback(weakly(type(self)._close, self))  # the optimizer inside may outlive its wrapper
 
     def _close(self) -> None:
         self._amp = None
