@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ class CpuMeter:
         self.allocated = Allocated(0, 0, 0)
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> CpuMeter:
         gc.collect()  # what is freed inside must have been allocated inside
         self._profile.__enter__()
         return self
@@ -89,7 +88,7 @@ class CudaMeter:
         self.allocated = Allocated(0, 0, 0)
         self._base = 0
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> CudaMeter:
         multiply()
         gc.collect()
         self._base = torch.cuda.memory_allocated()

@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -49,7 +49,7 @@ def describe_machine() -> dict[str, object]:
         "torch": torch.__version__,
         "ampatch": amp.__version__,
         "commit": _read_commit(),
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
 

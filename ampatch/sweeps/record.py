@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum
 
 LAST_LOSSES = 10  # that the final loss is the mean of
 
 
-class Outcome(StrEnum):
+class Word(str, Enum):
+    """A word of a fixed set, which prints and is stored as itself (`enum.StrEnum`, of Python 3.11)."""
+
+    __str__ = str.__str__
+    __format__ = str.__format__
+
+
+class Outcome(Word):
     """How a run ended."""
 
     FINISHED = "finished"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from ampatch.sweeps.numbers import ASCII
-from ampatch.sweeps.record import Outcome, Record, Spread
+from ampatch.sweeps.record import Outcome, Record, Spread, Word
 
 AUTOCAST = "autocast"
 BASELINE = "O0"
@@ -45,7 +44,7 @@ class Environment:
     device: str  # "cpu", or the GPU's name
 
 
-class Verdict(StrEnum):
+class Verdict(Word):
     """What is said of a row's accuracy, compared with O0."""
 
     BASELINE = "baseline"

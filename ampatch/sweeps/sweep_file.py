@@ -12,11 +12,10 @@ import math
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from enum import StrEnum
 from typing import get_args, get_origin, get_type_hints
 
 from ampatch import AmpValueError
-from ampatch.sweeps.record import Measured
+from ampatch.sweeps.record import Measured, Word
 from ampatch.sweeps.sweep import Sweep
 
 FORMAT = "ampatch sweep"
@@ -94,7 +93,7 @@ def read(kind: object, value: object, where: str) -> object:
         return {name: read(item, each, f"{where}[{name!r}]") for name, each in items.items()}
     if is_dataclass(kind):
         return read_object(kind, value, where)
-    if issubclass(kind, StrEnum):
+    if issubclass(kind, Word):
         return read_word(kind, value, where)
     return read_number(value, where) if kind is float else require(kind, value, where, WORDS[kind])
 
@@ -111,7 +110,7 @@ def read_object(kind: type, value: object, where: str) -> object:
     return kind(**{name: read(kinds[name], parts[name], f"{where}.{name}".strip(".")) for name in known})
 
 
-def read_word(kind: type[StrEnum], value: object, where: str) -> StrEnum:
+def read_word(kind: type[Word], value: object, where: str) -> Word:
     """Reads one of the values of an enum."""
     if value not in list(kind):
         expected = ", ".join(repr(each.value) for each in kind)

@@ -100,5 +100,5 @@ def group_by_kind(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Batch]:
     """Returns batches of (parameter, working copy)."""
     batches: dict[Kind, Batch] = defaultdict(Batch)
     for owner, param in pairs:
-        batches[*kind_of(param)[:2], is_plain(owner)].add(owner, param)
+        batches[(*kind_of(param)[:2], is_plain(owner))].add(owner, param)
     return list(batches.values())

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
 from ampatch import AmpValueError
 from ampatch.sweeps.numbers import ASCII
-from ampatch.sweeps.record import Outcome
+from ampatch.sweeps.record import Outcome, Word
 from ampatch.sweeps.sweep import Distance, Row, Verdict
 from ampatch.sweeps.verdicts.verdict import write_distance
 
 
-class Fault(StrEnum):
+class Fault(Word):
     """What can be worse about a row than it was."""
 
     MISSING = "missing"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 
 from ampatch.sweeps.numbers import TYPESET, trim
+from ampatch.sweeps.record import Word
 
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-class Kind(StrEnum):
+class Kind(Word):
     """How values are spread along an axis."""
 
     LINEAR = "linear"
