@@ -11,6 +11,7 @@ import torch
 from ampatch.optimizer import AmpOptimizer
 from ampatch.outcome import BackwardOutcome
 from ampatch.policy import Policy, find_level
+from ampatch.private import EAGER, NEWEST, OLDEST, explain_missing, is_tested
 from ampatch.skip import are_finite, explain_skips
 
 logger = logging.getLogger("ampatch")
@@ -22,6 +23,18 @@ def say(text: str) -> None:
     if distributed.is_available() and distributed.is_initialized() and distributed.get_rank() != 0:
         return
     print(text, flush=True)
+
+
+def warn_of_torch() -> None:
+    """Logs what a torch that ampatch was not tested on, or that lacks a private name, may change."""
+    if not is_tested():
+        logger.warning(
+            "torch %s: ampatch was tested on torch %s to %s; what it casts may differ: compare with O0, and "
+            "run the tests of ampatch.testing on the functions that matter to you",
+            *(torch.__version__, OLDEST, NEWEST),
+        )
+    for line in explain_missing(EAGER):
+        logger.warning("torch %s has %s", torch.__version__, line)
 
 
 def format_banner(policy: Policy) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from ampatch.cast import CastState
 from ampatch.patcher import Patcher
+from ampatch.private import ENTER_AUTOCAST
 from ampatch.thread import is_running
 
 
@@ -26,7 +27,7 @@ def patch_autocast(patcher: Patcher, casts: CastState) -> None:
 
 def _enter_uncast(original: Callable, casts: CastState) -> Callable:
     thread = casts.thread
-    in_graph = torch.amp.autocast_mode._enter_autocast.__code__
+    in_graph = getattr(ENTER_AUTOCAST.find(), "__code__", None)
 
     def enter(self: torch.autocast) -> object:
         result = original(self)

@@ -13,6 +13,7 @@ from ampatch.captured import CapturedBlock
 from ampatch.errors import AmpError
 from ampatch.optimizer import AmpOptimizer
 from ampatch.outcome import BackwardOutcome
+from ampatch.private import graph_task
 from ampatch.scaler import LossScaler, Scale
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class ScaledLoss:
 
     def __enter__(self) -> Tensor:
         self._scale = self._scaler.begin(self._loss.device, self._capture)
-        self._around = torch._C._current_graph_task_id()  # a backward that the block itself is inside of
+        self._around = graph_task()  # a backward that the block itself is inside of
         for optimizer in self._optimizers:
             optimizer.prepare_backward(self._scale, self._end_by_step)
         loss = self._loss
@@ -84,7 +85,7 @@ class ScaledLoss:
         Raises AmpError for a step inside of its backward, unless the scale is a static 1: gradients that
         are still to come would be scaled, and who steps then could not see an overflow of theirs.
         """
-        if torch._C._current_graph_task_id() != self._around and not self._scale.is_identity:
+        if graph_task() != self._around and not self._scale.is_identity:
             raise AmpError(
                 "scale_loss: an optimizer's step ran inside of backward, where gradients are still scaled: "
                 "step after the block, or use loss_scale=1.0 (the default of O4 and O5)"

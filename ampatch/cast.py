@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from ampatch.cast_cache import CONVERT, CastCache
 from ampatch.cast_tree import TensorCast
 from ampatch.precision import ELIGIBLE
+from ampatch.private import graph_task
 from ampatch.thread import Forward, ThreadState
 
 # Bound here: after a backward the machine has forgotten all of this, and each look-up costs a microsecond.
@@ -128,7 +129,7 @@ class CastState:
 
         Not inside of a backward, where activation checkpointing repeats what an iteration did.
         """
-        if torch._C._current_graph_task_id() != -1:
+        if graph_task() != -1:
             return False
         graphs = [ref() for ref in self._graphs]
         return any(graph is None or graph.was_used for graph in graphs)

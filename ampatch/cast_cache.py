@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ampatch.private import PROXY, count_users, dispatch_mode, find_stream, is_transformed, tracing_state
 from ampatch.thread import ThreadState
 
 # Bound before anything is patched, and quicker than Tensor.to (1.5 against 2.4 µs).
@@ -18,14 +19,7 @@ CONVERT: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.float32: Tensor.float,
 }
 
-is_grad_enabled, tracing_state = torch.is_grad_enabled, torch._C._get_tracing_state
-count_modes, _dispatch_mode = torch._C._len_torch_dispatch_stack, torch._C._get_dispatch_mode
-_PROXY, _is_transformed = torch._C._TorchDispatchModeKey.PROXY, torch._C._are_functorch_transforms_active
-_count_users, _count_references = torch._C._storage_Use_Count, sys.getrefcount
-
-# The stream that is current on a CUDA device, given the device's index: a tenth of the time that
-# `torch.cuda.current_stream` takes. Torch without CUDA has no such function, and nobody to ask it.
-find_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
+is_grad_enabled, _PROXY, _count_references = torch.is_grad_enabled, PROXY.find(), sys.getrefcount
 
 
 def _count_own(requires_grad: bool) -> tuple[int, int]:
@@ -35,7 +29,7 @@ def _count_own(requires_grad: bool) -> tuple[int, int]:
         entries = {0: (parameter.half(), parameter, parameter.untyped_storage())}
     del parameter
     ((_, parameter, memory),) = [entry for _, entry in list(entries.items())]
-    return _count_users(memory._cdata), _count_references(parameter)
+    return count_users(memory._cdata) or 0, _count_references(parameter)
 
 
 _OWN_USERS = _count_own(requires_grad=False)[0]
@@ -188,7 +182,7 @@ class CastCache:
             with torch.inference_mode(mode=False):  # which turns gradients on
                 cast = self._convert(parameter)
         # Fake tensors and those of a running torch.func transform are dead once it ends.
-        if type(cast) is Tensor and not _is_transformed():
+        if type(cast) is Tensor and not is_transformed():
             self._entries[key] = (cast, *state, parameter, _find_memory(parameter))
             if self._by_memory:
                 self._by_memory = {}
@@ -198,12 +192,17 @@ class CastCache:
 def _is_as_it_was(parameter: Tensor, entry: tuple) -> bool:
     """Whether a cast still holds for sure: nobody else reaches the memory, and no function wrote the cast."""
     cast, version, pointer, requires_grad, device, stream, _, memory = entry
-    if memory is None or _count_users(memory._cdata) > _OWN_USERS or cast._version:
+    if memory is None or _is_shared(memory) or cast._version:
         return False
     if device is not None and find_stream(device) != stream:
         return False
     is_same = parameter._version == version and parameter.data_ptr() == pointer
     return is_same and parameter.requires_grad == requires_grad
+
+
+def _is_shared(memory: torch.UntypedStorage) -> bool:
+    users = count_users(memory._cdata)
+    return users is None or users > _OWN_USERS
 
 
 def _find_memory(parameter: Tensor) -> torch.UntypedStorage | None:
@@ -213,7 +212,7 @@ def _find_memory(parameter: Tensor) -> torch.UntypedStorage | None:
     """
     memory = parameter.untyped_storage()
     # NumPy's memory is not resizable; `detach_` leaves no trace.
-    if _count_users(memory._cdata) > _OWN_USERS or not (memory.resizable() and parameter.is_leaf):
+    if _is_shared(memory) or not (memory.resizable() and parameter.is_leaf):
         return None
     return memory if parameter.is_cuda or not memory.is_shared() else None
 
@@ -225,4 +224,4 @@ def _find_device(parameter: Tensor) -> int | None:
 
 def _is_recorded() -> bool:
     """Whether torch.jit.trace or make_fx records operations: an earlier cast would be a constant there."""
-    return tracing_state() is not None or _dispatch_mode(_PROXY) is not None
+    return tracing_state() is not None or dispatch_mode(_PROXY) is not None

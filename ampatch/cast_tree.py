@@ -46,11 +46,11 @@ def cast_tree(value: object, cast: TensorCast, other: Other = None, around: tupl
     """
     if isinstance(value, Tensor):
         return cast(value)
-    if isinstance(value, str | bytes | range | type | torch.nn.Module):
+    if isinstance(value, (str, bytes, range, type, torch.nn.Module)):
         return value
     if around and any(_is_one(value, outer) for outer in around):
         return value
-    if isinstance(value, tuple | list | deque):
+    if isinstance(value, (tuple, list, deque)):
         return _cast_sequence(value, cast, other, around)
     if isinstance(value, Mapping):
         return _cast_mapping(value, cast, other, around)
@@ -68,16 +68,16 @@ def cast_listed(value: object, cast: TensorCast) -> object:
         return cast(value)
     if not may_hold_tensors(value):
         return value
-    if type(value) is list and not any(isinstance(item, list | tuple) for item in value):
+    if type(value) is list and not any(isinstance(item, (list, tuple)) for item in value):
         return [cast(item) if isinstance(item, Tensor) else item for item in value]
     return cast_tree(value, cast)
 
 
 def may_hold_tensors(value: object) -> bool:
     """Whether a list or a tuple has a tensor among its items, or another list or tuple."""
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         for item in value:
-            if isinstance(item, Tensor | list | tuple):
+            if isinstance(item, (Tensor, list, tuple)):
                 return True
     return False
 
@@ -108,7 +108,7 @@ def cast_call(args: tuple, kwargs: dict, dtype: torch.dtype, other: Other = None
 
 def _is_one(value: object, other: object) -> bool:
     """Whether two values are the same object. Dynamo cannot tell of containers: there they never are."""
-    if torch.compiler.is_dynamo_compiling() and isinstance(other, tuple | list | deque | Mapping):
+    if torch.compiler.is_dynamo_compiling() and isinstance(other, (tuple, list, deque, Mapping)):
         return False
     return value is other
 

@@ -11,6 +11,7 @@ import torch.utils.checkpoint
 
 from ampatch.cast import CastState
 from ampatch.patcher import Patcher
+from ampatch.private import REENTRANT
 from ampatch.thread import Forward
 
 Function = Callable[..., object]
@@ -30,12 +31,13 @@ def patch_checkpoint(patcher: Patcher, casts: CastState) -> None:
     name = next((name for name in _GENERATORS if hasattr(module, name)), None)
     if name is not None:
         patcher.replace(module, name, _repeat_generator(getattr(module, name), casts))
-    reentrant = module.CheckpointFunction
+    reentrant = REENTRANT.find()
 
     def apply(function: Function, *args: object) -> object:
         return reentrant.apply(_repeat(function, casts), *args)
 
-    patcher.replace(module, "CheckpointFunction", SimpleNamespace(apply=apply))
+    if reentrant is not None:
+        patcher.replace(*REENTRANT.find_place(), SimpleNamespace(apply=apply))
 
 
 def _repeat_generator(original: Function, casts: CastState) -> Function:

@@ -9,6 +9,7 @@ import operator
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
@@ -16,7 +17,7 @@ import torch
 import wrapt
 from torch import Tensor
 
-from ampatch import lists
+from ampatch import lists, private
 from ampatch.cast import CastState
 from ampatch.in_graph import call_uncast
 from ampatch.patcher import Patcher
@@ -33,6 +34,29 @@ OPERATORS: dict[object, tuple[str, str]] = {
     operator.ipow: ("__ipow__", "Tensor.__ipow__"),
 }
 
+
+def _matmul(left: object, right: object) -> object:
+    return left @ right
+
+
+def _imatmul(left: object, right: object) -> object:
+    left @= right
+    return left
+
+
+def _pow(base: object, exponent: object) -> object:
+    return base**exponent
+
+
+def _ipow(base: object, exponent: object) -> object:
+    base **= exponent
+    return base
+
+
+# What a wrapper of theirs calls, of our own: from torch 2.15 on Dynamo traces another function of Python in
+# the place of `operator.pow`, which would find the wrapper again, and again.
+CALLS = {operator.matmul: _matmul, operator.imatmul: _imatmul, operator.pow: _pow, operator.ipow: _ipow}
+
 PACKAGE = f"{Path(__file__).parent}{os.sep}"
 
 
@@ -42,12 +66,10 @@ def prepare_compiler() -> None:
     They know functions by identity, and are made on import or first use. A wrapper in them would
     never be traced, and an original that is not in them would not be known after `uninitialize`.
     """
-    import torch._dynamo
-    from torch._dynamo import trace_rules
-
-    trace_rules.get_torch_obj_rule_map()
-    trace_rules.get_tensor_method()
-    torch.compiler.allow_in_graph(call_uncast)
+    if not private.explain_missing(private.DYNAMO):
+        private.OBJECT_RULES.find()()
+        private.TENSOR_METHODS.find()()
+        torch.compiler.allow_in_graph(call_uncast)
 
 
 def skip_own_frames(done: set[str]) -> None:
@@ -62,6 +84,7 @@ def skip_own_frames(done: set[str]) -> None:
 
 
 def _skip_own_frames(eval_frame: ModuleType, done: set[str]) -> None:
+    skip_code = private.SKIP_CODE.find(lambda code: None)
     own = {name for name in sys.modules if name.partition(".")[0] == "ampatch"}
     for name in own - done:
         done.add(name)
@@ -70,7 +93,7 @@ def _skip_own_frames(eval_frame: ModuleType, done: set[str]) -> None:
                 function = inspect.unwrap(item)
                 if isinstance(function, FunctionType) and function.__globals__ is vars(sys.modules[name]):
                     for code in _codes_in(function.__code__):
-                        eval_frame.skip_code(code)
+                        skip_code(code)
 
 
 def _codes_in(code: CodeType) -> Iterator[CodeType]:
@@ -86,7 +109,7 @@ def forget_graphs() -> None:
 
     Graphs are guarded by what their Python code looks up, which methods and operators of tensors are not.
     """
-    torch._dynamo.reset_code_caches()
+    private.RESET_CODE.find(lambda: None)()
 
 
 def tag_caches(patcher: Patcher, half: torch.dtype) -> None:
@@ -105,13 +128,13 @@ def restore_compiler() -> None:
 
     They get there if the tables are made anew, as `torch.distributed.init_process_group` has it.
     """
-    from torch._dynamo import trace_rules
-
     forget_graphs()
-    rules = trace_rules.get_torch_obj_rule_map()
+    if private.explain_missing(private.DYNAMO):
+        return
+    rules = private.OBJECT_RULES.find()()
     for wrapper in [function for function in rules if _is_wrapper(function)]:
         rules[peel(wrapper)] = rules.pop(wrapper)
-    trace_rules.get_tensor_method.cache_clear()
+    private.TENSOR_METHODS.find().cache_clear()
 
 
 def trace_methods(patcher: Patcher, casts: CastState, half: torch.dtype) -> None:
@@ -120,23 +143,10 @@ def trace_methods(patcher: Patcher, casts: CastState, half: torch.dtype) -> None
     So the casts stand in the graph, which is guarded by what the wrappers look at. A wrapper that is
     traced calls the method itself. The third replacement is a table in which Dynamo keeps the second.
     """
-    _wrap_operators(casts, half)
-    from torch._dynamo.variables.builtin import BuiltinVariable
-    from torch._dynamo.variables.tensor import TensorVariable
-
-    places = (
-        (TensorVariable, "call_method"),
-        (BuiltinVariable, "_handle_insert_op_in_graph"),
-        (BuiltinVariable, "call_function_handler_cache"),
-    )
-    if not all(hasattr(place, name) for place, name in places):
-        logger.warning(
-            "torch %s: Dynamo is not as it was in torch 2.13; tensor methods and operators in graphs of "
-            "torch.compile are cast also where casts are off",
-            torch.__version__,
-        )
+    if private.explain_missing(private.DYNAMO):
         return
-    insert_method, insert_operator = TensorVariable.call_method, BuiltinVariable._handle_insert_op_in_graph
+    _wrap_operators(casts, half)
+    insert_method, insert_operator = private.CALL_METHOD.find(), private.INSERT.find()
 
     def trace_method(variable, tx, name, args, kwargs):
         if _is_wrapper(vars(Tensor).get(name)) and not _is_ours(tx.f_code):
@@ -150,8 +160,51 @@ def trace_methods(patcher: Patcher, casts: CastState, half: torch.dtype) -> None
             return _trace(tx, [method, name], args, kwargs)
         return insert_operator(variable, tx, args, kwargs)
 
-    for (place, name), replacement in zip(places, (trace_method, trace_operator, {}), strict=True):
-        patcher.replace(place, name, replacement)
+    for name, replacement in (
+        (private.CALL_METHOD, trace_method),
+        (private.INSERT, trace_operator),
+        (private.HANDLERS, {}),
+    ):
+        patcher.replace(*name.find_place(), replacement)
+
+
+def guard_compiler(casts: CastState, half: torch.dtype, undo: ExitStack) -> None:
+    """Has functions of torch.compile run as plain Python, and says so, where Dynamo would cast wrongly.
+
+    Called while torch is patched. Of a torch that was never tested a few operations are traced to see.
+    """
+    (*_, fault) = [None, *private.explain_missing(private.DYNAMO)]
+    if fault is None and not private.is_tested():
+        fault = find_fault(casts, half)
+    if fault is not None:
+        logger.warning(
+            "torch %s: torch.compile runs functions as plain Python until uninitialize(), because it would "
+            "not cast as it should: %s",
+            *(torch.__version__, fault),
+        )
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
+
+
+def find_fault(casts: CastState, half: torch.dtype) -> str | None:
+    """Says what Dynamo does wrong in this torch, None if it casts as plain Python does; without Inductor."""
+    device = next(iter(casts.device_types), "cpu")
+    x, y = torch.ones(2, 2, device=device), torch.ones(2, 2, dtype=half, device=device)
+
+    def compute(is_off: bool) -> list[torch.dtype]:
+        with casts.thread.disabled() if is_off else nullcontext():
+            return [(y**2).dtype, torch.mm(x, x).dtype, (x @ x).dtype]
+
+    # Code of ours is not compiled, and so this is given another file.
+    code = compute.__code__.replace(co_filename="<ampatch: a trial of torch.compile>")
+    trial = FunctionType(code, globals(), closure=compute.__closure__)
+    for is_off in (False, True):
+        try:
+            compiled = torch.compile(trial, backend="eager", fullgraph=True)(is_off)
+        except Exception as error:
+            return f"{type(error).__name__} where a power, a function and an operator are traced"
+        if compiled != compute(is_off):
+            return f"casts are {'not ' * is_off}made where they are {'off' if is_off else 'on'}"
+    return None
 
 
 def _wrap_operators(casts: CastState, half: torch.dtype) -> None:
@@ -160,7 +213,7 @@ def _wrap_operators(casts: CastState, half: torch.dtype) -> None:
     for function, (name, equal) in OPERATORS.items():
         method = vars(Tensor).get(name)
         if name in kinds and _is_wrapper(method):
-            wrapper = wrap(function, kinds[name], casts, half, place=("torch", equal))
+            wrapper = wrap(CALLS[function], kinds[name], casts, half, place=("torch", equal))
             setattr(method, function.__name__, wrapper)
 
 
@@ -174,10 +227,8 @@ def _is_wrapper(function: object) -> bool:
 
 def _trace(tx, path, args, kwargs):
     """Traces a wrapper that is found on Tensor: a method's, or an operator's beneath it."""
-    from torch._dynamo.source import AttrSource
-    from torch._dynamo.variables.base import VariableTracker
-
-    source, function = AttrSource(tx.import_source("torch"), "Tensor"), Tensor
+    inside, build = private.ATTRIBUTE.find(), private.BUILD.find()
+    source, function = inside(tx.import_source("torch"), "Tensor"), Tensor
     for name in path:
-        source, function = AttrSource(source, name), getattr(function, name)
-    return VariableTracker.build(tx, function, source).call_function(tx, args, kwargs)
+        source, function = inside(source, name), getattr(function, name)
+    return build(tx, function, source).call_function(tx, args, kwargs)

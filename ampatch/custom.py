@@ -33,7 +33,7 @@ def where_refused(original: Function, widen: TensorCast, *args: object, **kwargs
         return original(*args, **kwargs)
     except RuntimeError as error:  # NotImplementedError is one, too
         wide = cast_tree(given, widen)
-        if wide is given or isinstance(error, torch.OutOfMemoryError | torch.linalg.LinAlgError):
+        if wide is given or isinstance(error, (torch.OutOfMemoryError, torch.linalg.LinAlgError)):
             raise
     args, kwargs = wide  # type: ignore[misc]
     return original(*args, **kwargs)

@@ -105,7 +105,7 @@ def _initialize(
 
 
 def _as_tuple(given: object, single: type) -> tuple:
-    if isinstance(given, list | tuple):
+    if isinstance(given, (list, tuple)):
         return tuple(given)
     if single is torch.nn.Module and not isinstance(given, single):
         raise AmpTypeError(
@@ -149,7 +149,7 @@ def scale_loss(
     - `of_last_call`: takes the scaler of the latest `initialize`, whichever took the optimizer, as apex did.
     """
     SESSION.require_open()
-    given = tuple(optimizers) if isinstance(optimizers, list | tuple) else (optimizers,)
+    given = tuple(optimizers) if isinstance(optimizers, (list, tuple)) else (optimizers,)
     if SESSION.is_passive(given):
         return nullcontext(loss)
     if not isinstance(loss, Tensor):

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ampatch.private import is_expanded
+
 logger = logging.getLogger("ampatch")
 
 
@@ -126,8 +128,7 @@ def find_grads(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _own_elements(grad: Tensor) -> Tensor:
-    """Copies a gradient with several elements at one place in memory, as in an expanded tensor."""
-    return grad.clone() if torch._debug_has_internal_overlap(grad) == 1 else grad
+    return grad.clone() if is_expanded(grad) else grad
 
 
 class EarlierGrads:

@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 from torch.nn import Module
 
 from ampatch.patcher import Patcher
+from ampatch.private import QUALIFY
 
 
 class GraphNames:
@@ -30,7 +31,9 @@ class GraphNames:
     def open(self, patcher: Patcher) -> None:
         """Replaces the function that names functions in generated code."""
 
-        original = torch.fx.graph._get_qualified_name
+        original = QUALIFY.find()
+        if original is None:
+            return
 
         def name(function: object) -> str:
             return self._names.get(id(function)) or original(function)

@@ -26,11 +26,11 @@ def normalize_keep(keep_fp32: object) -> tuple[Keep, ...]:
     """Reads `keep_fp32`: one pattern, class or module, or a sequence of them."""
     if keep_fp32 is None:
         return ()
-    single = isinstance(keep_fp32, str | type | Module) or not isinstance(keep_fp32, Iterable)
+    single = isinstance(keep_fp32, (str, type, Module)) or not isinstance(keep_fp32, Iterable)
     entries = (keep_fp32,) if single else tuple(keep_fp32)  # type: ignore[arg-type]
     for entry in entries:
         is_class = isinstance(entry, type) and issubclass(entry, Module)
-        if not (isinstance(entry, str | Module) or is_class):
+        if not (isinstance(entry, (str, Module)) or is_class):
             raise AmpTypeError(
                 f"keep_fp32 holds {entry!r}: expected names of modules (shell patterns), "
                 f"classes of modules or modules"

@@ -130,7 +130,7 @@ def parse_loss_scale(value: object, min_scale: object = None, max_scale: object 
     """
     low = _parse_bound("min_loss_scale", min_scale) or None  # 0 was no bound in apex
     high = _parse_bound("max_loss_scale", max_scale)
-    if isinstance(value, DynamicLossScale | StaticLossScale):
+    if isinstance(value, (DynamicLossScale, StaticLossScale)):
         return value
     if isinstance(value, str) and value == "dynamic":
         return _bounded_dynamic(low, high)

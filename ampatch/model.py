@@ -47,7 +47,7 @@ def validate_models(models: Sequence[object], policy: Policy, values: ValuesById
             raise AmpTypeError(
                 f"models[{index}] is a {type(model).__name__}: expected a torch.nn.Module or a list of them"
             )
-        if isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
+        if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
             raise AmpValueError(
                 f"models[{index}] is wrapped in {type(model).__name__} already: call initialize on the "
                 f"bare model, then wrap what it returns"

@@ -43,7 +43,7 @@ def decorate(function: Callable, cast: Cast, state: CastState, dtype: torch.dtyp
 
     Works on plain functions, builtins, bound methods, staticmethods and classmethods.
     """
-    if isinstance(function, staticmethod | classmethod):
+    if isinstance(function, (staticmethod, classmethod)):
         return type(function)(decorate(function.__func__, cast, state, dtype))
     if not callable(function):
         raise AmpTypeError(f"{function!r} is a {type(function).__name__}: expected a function to decorate")
@@ -65,7 +65,7 @@ def bind(registration: Registration, original: object, state: CastState) -> obje
     """Returns what stands in for a registered function while torch is patched."""
     half = registration.dtype or state.half
     assert half is not None, "bound while torch is not patched"
-    binding = type(original) if isinstance(original, staticmethod | classmethod) else None
+    binding = type(original) if isinstance(original, (staticmethod, classmethod)) else None
     wrapper = wrap(
         original.__func__ if binding else original,
         registration.cast,

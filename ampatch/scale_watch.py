@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad
 
 from ampatch.grads import leads_to
 from ampatch.patcher import Patcher, SessionPatch
+from ampatch.private import graph_task
 from ampatch.scripting import ScriptNames
 from ampatch.warner import Line, Warner, find_line
 
@@ -151,10 +152,10 @@ class ScaleWatch(SessionPatch):
         which may be scaled.
         """
         after = ExitStack()
-        if grads is not None or torch._C._current_graph_task_id() != -1:
+        if grads is not None or graph_task() != -1:
             return after
         roots = [roots] if isinstance(roots, Tensor) else roots
-        if not isinstance(roots, list | tuple) or not all(isinstance(root, Tensor) for root in roots):
+        if not isinstance(roots, (list, tuple)) or not all(isinstance(root, Tensor) for root in roots):
             return after
         blocks = self._list_blocks()
         scaled = [block for block in blocks if leads_to(roots, block.scaled)]

@@ -7,10 +7,10 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ampatch.loss_scale import DynamicLossScale, LossScale, parse_loss_scale, validate_scale
 from ampatch.outcome import BackwardOutcome
+from ampatch.private import check_and_unscale_, group_by_kind, update_scale_
 
 NEVER = 2**31 - 1  # a growth interval that no tracker reaches
 
@@ -65,7 +65,7 @@ class Scale:
         Takes floating and complex gradients, on any devices, sparse ones as well; no host sync.
         """
         tensors = [grad._values() if grad.is_sparse else grad for grad in grads]
-        kinds = _group_tensors_by_device_and_dtype([tensors]) if tensors else {}
+        kinds = group_by_kind([tensors]) if tensors else {}
         for (device, dtype), ((group,), _) in kinds.items():
             values = [torch.view_as_real(values) for values in group] if dtype.is_complex else group
             self._unscale_group_(values, found_inf, device)
@@ -73,10 +73,10 @@ class Scale:
     def _unscale_group_(self, group: list[Tensor], found_inf: Tensor, device: torch.device) -> None:
         inverse = self._get_inverse(found_inf.device)
         if device == found_inf.device:
-            torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inverse)
+            check_and_unscale_(group, found_inf, inverse)
             return
         found_there = torch.zeros((), dtype=torch.float32, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(group, found_there, inverse.to(device))
+        check_and_unscale_(group, found_there, inverse.to(device))
         found_inf.copy_(torch.maximum(found_inf, found_there.to(found_inf.device)))
 
     def _get_inverse(self, device: torch.device) -> Tensor:
@@ -231,7 +231,7 @@ class LossScaler:
         assert isinstance(config, DynamicLossScale), "a static scale is never updated"
         before = None if config.hysteresis == 1 else self._scale.clone()
         clean = None if counts else self._growth_tracker.clone()
-        torch._amp_update_scale_(
+        update_scale_(
             self._scale,
             self._growth_tracker,
             found_inf,

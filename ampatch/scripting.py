@@ -7,13 +7,12 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-import torch.jit._recursive
-from torch.jit import _builtins
 from torch.nn import Module
 
 from ampatch.cast import CastState
 from ampatch.patcher import Patcher, SessionPatch
 from ampatch.precision import HALF_TYPES
+from ampatch.private import BUILTINS, SCRIPT_MODULE
 
 logger = logging.getLogger("ampatch")
 
@@ -37,7 +36,7 @@ class ScriptNames:
 
     def __init__(self) -> None:
         # The table is made on first use, from torch's namespace as it is then: before any patch.
-        self._table: dict[int, str] = _builtins._get_builtin_table()
+        self._table: dict[int, str] = BUILTINS.find(dict)()
         self._added: list[int] = []
 
     def add(self, wrapper: Callable[..., object], original: object) -> None:
@@ -66,14 +65,16 @@ class ScriptModels(SessionPatch):
 
     def patch(self, patcher: Patcher) -> None:
         """Replaces the function that scripts a module."""
-        original = torch.jit._recursive.create_script_module
+        if SCRIPT_MODULE.is_missing():
+            return
+        original = SCRIPT_MODULE.find()
 
         def create_script_module(model: Module, *args: object, **kwargs: object) -> object:
             self._say(model)
             with _without_hooks(model):
                 return original(model, *args, **kwargs)
 
-        patcher.replace(torch.jit._recursive, "create_script_module", create_script_module)
+        patcher.replace(*SCRIPT_MODULE.find_place(), create_script_module)
 
     def forget(self) -> None:
         """Lets the next session say it again."""
@@ -81,7 +82,7 @@ class ScriptModels(SessionPatch):
 
     def _say(self, model: Module) -> None:
         has_half = any(param.dtype in HALF_TYPES for param in model.parameters())
-        is_traced = type(model).__module__ == torch.jit._trace.__name__  # which holds what a trace recorded
+        is_traced = type(model).__module__.startswith("torch.jit.")  # which holds what a trace recorded
         if not self._has_said and not is_traced and (has_half or self._casts.half is not None):
             self._has_said = True
             logger.warning(

@@ -10,7 +10,7 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from ampatch.announce import Announcer, say
+from ampatch.announce import Announcer, say, warn_of_torch
 from ampatch.call import (
     Call,
     Request,
@@ -61,6 +61,7 @@ class Session(StepListener):
         self._captures = Captures(self.casts)
         self.misuse = Misuse(self._list_optimizers, self.scalers)
         self._unframed: set[str] = set()  # modules of ours that Dynamo knows not to compile
+        self._said_torch = False
         self.observers: tuple[Observer, ...] = ()
         self.overrides: dict[str, object] = {}
         self._reset()
@@ -90,6 +91,7 @@ class Session(StepListener):
 
     def open(self, request: Request) -> None:
         """Sets up one call; all or nothing: if anything raises, what was done is undone first."""
+        self._warn_of_torch()
         self._forget_dropped()
         members, policy = self._members, request.policy
         values = members.map_values()
@@ -133,6 +135,11 @@ class Session(StepListener):
         if policy.is_pure_half:
             caster.forget_originals()
         fit_states(states)
+
+    def _warn_of_torch(self) -> None:
+        if not self._said_torch:
+            self._said_torch = True
+            warn_of_torch()
 
     def _forget_dropped(self) -> None:
         """Forgets what scripts have dropped since the last call: ids of theirs may be used again."""

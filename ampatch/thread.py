@@ -12,6 +12,8 @@ from typing import TypeVar
 
 import torch
 
+from ampatch.private import change_in_graph, find_in_thread, is_in_thread, keep_in_thread
+
 Result = TypeVar("Result")
 
 
@@ -43,7 +45,7 @@ class ThreadState(threading.local):
         # How much of `off` says no more than to ask the thread that called backward.
         self._asks = self.off = int(not _is_pythons())
         if not self._asks:
-            torch._C._stash_obj_in_tls(self._key, self.__dict__)
+            keep_in_thread(self._key, self.__dict__)
         self.forwards: tuple[Forward, ...] = ()  # the innermost is the last
         self._disabled = 0
         self._step: FrameType | None = None
@@ -97,9 +99,9 @@ class ThreadState(threading.local):
 
     def _is_caller_off(self) -> bool:
         """Whether casts are off in the thread that waits for the backward that this one runs."""
-        if not torch._C._is_key_in_tls(self._key):
+        if not is_in_thread(self._key):
             return False
-        caller = torch._C._get_obj_in_tls(self._key)
+        caller = find_in_thread(self._key)
         return caller["off"] > caller["_asks"]
 
     def begin_step(self, frame: FrameType) -> None:
@@ -166,7 +168,7 @@ def _change(function: Callable[..., Result], *args: object) -> Result:
     Dynamo refuses changes there that outlast the part. These do not: each comes with its undo.
     """
     if torch.compiler.is_dynamo_compiling():
-        return torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(function, *args)
+        return change_in_graph(function, *args)
     return function(*args)
 
 

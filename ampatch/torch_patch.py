@@ -15,7 +15,14 @@ from ampatch.autocast import patch_autocast
 from ampatch.bound_names import BoundNames
 from ampatch.cast import CastState
 from ampatch.cast_counter import CastCounter
-from ampatch.compiling import forget_graphs, prepare_compiler, restore_compiler, tag_caches, trace_methods
+from ampatch.compiling import (
+    forget_graphs,
+    guard_compiler,
+    prepare_compiler,
+    restore_compiler,
+    tag_caches,
+    trace_methods,
+)
 from ampatch.errors import AmpValueError
 from ampatch.graph_names import GraphNames
 from ampatch.patcher import Patcher, Place, RetriedPatch, place_rows, qualify
@@ -103,6 +110,7 @@ class TorchPatch(RetriedPatch):
         trace_methods(patcher, casts, policy.half)
         tag_caches(patcher, policy.half)
         forget_graphs()
+        guard_compiler(casts, policy.half, undo)
         for registration in self._registrations.values():
             self._bind(registration)
 

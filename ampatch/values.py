@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ampatch.masters import MasterParam, is_wrapper, refine
+from ampatch.private import is_expanded
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _is_writable(tensor: Tensor) -> bool:
-    return not tensor.is_inference() and torch._debug_has_internal_overlap(tensor) != 1
+    return not tensor.is_inference() and not is_expanded(tensor)
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:

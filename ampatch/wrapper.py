@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampatch.cast import Casts, CastState, cast_eligible
-from ampatch.cast_cache import count_modes, is_grad_enabled, tracing_state
+from ampatch.cast_cache import is_grad_enabled
 from ampatch.cast_counter import CastCounter
 from ampatch.cast_tree import TensorCast, cast_listed, cast_tree, may_hold_tensors
 from ampatch.custom import CUSTOM_CASTS, where_refused
 from ampatch.errors import BannedFunctionError
 from ampatch.in_graph import keep_uncast
 from ampatch.precision import ELIGIBLE, HALF_TYPES
+from ampatch.private import count_modes, tracing_state
 from ampatch.table import Cast
 
 is_compiling = torch.compiler.is_dynamo_compiling
@@ -162,7 +163,7 @@ def _have_one_dtype(args: tuple) -> bool:
             if first is not None:
                 return False
             first = dtype
-        elif type(arg) not in SIMPLE and (not isinstance(arg, list | tuple) or may_hold_tensors(arg)):
+        elif type(arg) not in SIMPLE and (not isinstance(arg, (list, tuple)) or may_hold_tensors(arg)):
             return False
     return True
 

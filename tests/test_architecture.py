@@ -95,7 +95,7 @@ TOOLS = [
 ]
 # Besides the names of the package: what the tables are made of, and what is said of an op.
 # `script` runs scripts, for the tools that do.
-PUBLIC_MODULES = ours("catalog", "explanation", "lists", "peel", "script", "table")
+PUBLIC_MODULES = ours("catalog", "explanation", "lists", "peel", "private", "script", "table")
 
 
 @pytest.mark.parametrize("name", [name for layer in LAYERS for name in layer if name != "lists"])

@@ -48,7 +48,7 @@ def uses_in(scope: Scope, star_names: StarNames) -> Iterator[Use]:
     for node in inside(scope.node):
         if isinstance(node, ast.Call):
             keywords[node.func] = tuple(keyword.arg for keyword in node.keywords if keyword.arg)
-        if isinstance(node, ast.Import | ast.ImportFrom):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
             yield from (Use(name, node.lineno) for name in imported(node))
         elif isinstance(node, SCOPES):
             parent = scope if isinstance(node, ast.ClassDef) else scope.enclosing
@@ -73,12 +73,12 @@ def is_loaded(node: ast.AST) -> bool:
     """Says whether a node may stand for something of apex's."""
     if isinstance(node, ast.Name):
         return isinstance(node.ctx, ast.Load)
-    return isinstance(node, ast.Attribute | ast.Call)
+    return isinstance(node, (ast.Attribute, ast.Call))
 
 
 def bases(node: ast.AST) -> Iterator[ast.AST]:
     """Yields what an attribute is taken of, and so on."""
-    while isinstance(node, ast.Attribute | ast.Call):
+    while isinstance(node, (ast.Attribute, ast.Call)):
         if isinstance(node, ast.Attribute):
             node = node.value
         else:

@@ -138,7 +138,7 @@ def mentions(tree: ast.Module) -> bool:
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in RUNS_TEXT:
             return True
-        if isinstance(node, ast.Import | ast.ImportFrom) and set(RUNS_FILES).intersection(words(node)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and set(RUNS_FILES).intersection(words(node)):
             return True
         if NAME in words(node):
             return True

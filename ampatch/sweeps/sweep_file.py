@@ -74,7 +74,7 @@ def to_plain(value: object) -> object:
         return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(name): to_plain(item) for name, item in value.items()}
-    if isinstance(value, tuple | list):
+    if isinstance(value, (tuple, list)):
         return [to_plain(item) for item in value]
     return value
 

@@ -15,6 +15,6 @@ def applier(value: object, fn: Callable[[object], object]) -> object:
         return type(value)((key, applier(item, fn)) for key, item in value.items())  # type: ignore[call-arg]
     if isinstance(value, tuple) and hasattr(value, "_make"):
         return value._make(applier(item, fn) for item in value)
-    if isinstance(value, list | tuple | set):
+    if isinstance(value, (list, tuple, set)):
         return type(value)(applier(item, fn) for item in value)
     return value

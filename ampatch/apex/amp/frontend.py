@@ -30,7 +30,7 @@ def initialize(*args: object, **kwargs: object) -> object:
     if register_edits(OVERRIDES):
         kwargs.setdefault("allow_banned", True)
     optimizers = kwargs.get("optimizers", args[1] if len(args) > 1 else None)
-    optimizers = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+    optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     if kwargs.get("enabled", args[2] if len(args) > 2 else True):
         _refuse_fp16_optimizers(optimizers)
     with _amp_state.listening():

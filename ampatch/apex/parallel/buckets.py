@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ampatch.private import is_expanded
+
 
 @dataclass(frozen=True, slots=True)
 class Averaging:
@@ -128,7 +130,7 @@ def _write_grads(averages: list[tuple[Tensor, Tensor]]) -> None:
 
 def _is_writable(grad: Tensor | None) -> bool:
     """Whether a gradient has a place in memory for each of its elements; one that was expanded has not."""
-    return grad is not None and not grad.is_sparse and torch._debug_has_internal_overlap(grad) != 1
+    return grad is not None and not grad.is_sparse and not is_expanded(grad)
 
 
 def make_buckets(params: Iterable[Tensor], averaging: Averaging) -> list[Bucket]:

@@ -19,6 +19,7 @@ from torch.autograd import Variable
 from torch.nn import Parameter
 
 from ampatch.apex.parallel.buckets import Averaging, make_buckets
+from ampatch.private import graph_task
 
 
 class Pass:
@@ -148,7 +149,7 @@ class GradReducer:
 
 
 def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != -1
 
 
 def _find_tensors(output: object) -> list[Tensor]:
@@ -158,7 +159,7 @@ def _find_tensors(output: object) -> list[Tensor]:
         output = list(output.values())
     elif hasattr(output, "__dataclass_fields__"):
         output = list(vars(output).values()) if hasattr(output, "__dict__") else []
-    if isinstance(output, list | tuple):
+    if isinstance(output, (list, tuple)):
         return [tensor for item in output for tensor in _find_tensors(item)]
     return []
 

@@ -45,7 +45,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
         yield value
     elif isinstance(value, Mapping):
         yield from tensors_in(list(value.values()))
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_in(item)
     elif is_dataclass(value):

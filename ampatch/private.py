@@ -1,0 +1,167 @@
+"""What ampatch uses of torch that is private: each name once, and what is lost where a torch lacks it.
+
+Dynamo's names are looked up when torch is patched, the others on import; who needs one takes it from here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ampatch.errors import AmpError
+
+Result = TypeVar("Result")
+
+OLDEST, NEWEST = "2.6", "2.15"  # the releases of torch that the whole suite passed on
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+def is_tested(version: str = torch.__version__) -> bool:
+    """Whether a torch is one of the releases that ampatch was tested on.
+
+    >>> is_tested("2.13.0+cpu"), is_tested("2.5.1"), is_tested("3.0.0a0")
+    (True, False, False)
+    """
+    return _release(OLDEST) <= _release(version) <= _release(NEWEST)
+
+
+@dataclass(frozen=True)
+class Private:
+    """A private name of torch: its path after `torch.`, and what does not work without it."""
+
+    path: str
+    lost: str
+
+    def find(self, instead: object = None) -> Callable:
+        """Returns what has the name, or `instead` where there is none."""
+        found = torch
+        place = "torch"
+        for name in self.path.split("."):
+            place = f"{place}.{name}"
+            if not hasattr(found, name) and hasattr(found, "__path__"):
+                try:
+                    importlib.import_module(place)
+                except ImportError:
+                    return instead
+            if not hasattr(found, name):
+                return instead
+            found = getattr(found, name)
+        return found
+
+    def find_place(self) -> tuple[object, str]:
+        """Returns what has the name as an attribute, and the attribute; for a name that is there."""
+        parent, _, attribute = self.path.rpartition(".")
+        return Private(parent, self.lost).find(), attribute
+
+    def is_missing(self) -> bool:
+        """Whether this torch lacks it."""
+        return self.find(self) is self
+
+
+_LATE_WRITES = "weights that are written during a backward, or by NumPy, may be cast as they were before"
+_TRACES = "torch.jit.trace and make_fx may record casts of weights as constants"
+_SCALE = "loss scales other than a static 1 cannot be used"
+_ENGINE = "disable_casts() does not reach backward passes on a GPU"
+_SCRIPTS = "torch.jit.script refuses models with hooks, and patched functions"
+_COMPILED = "functions of torch.compile run as plain Python while torch is patched"
+
+EAGER = (
+    GRAPH_TASK := Private("_C._current_graph_task_id", _LATE_WRITES),
+    USE_COUNT := Private("_C._storage_Use_Count", "casts of weights are made anew in each iteration"),
+    TRACING := Private("_C._get_tracing_state", _TRACES),
+    MODE_COUNT := Private("_C._len_torch_dispatch_stack", _TRACES),
+    MODE := Private("_C._get_dispatch_mode", _TRACES),
+    PROXY := Private("_C._TorchDispatchModeKey.PROXY", _TRACES),
+    TRANSFORMED := Private("_C._are_functorch_transforms_active", "casts made in torch.func may outlive it"),
+    FORWARD_AD := Private("autograd.forward_ad._current_level", "half BatchNorm fails in forward-mode AD"),
+    KEEP_IN_THREAD := Private("_C._stash_obj_in_tls", _ENGINE),
+    FIND_IN_THREAD := Private("_C._get_obj_in_tls", _ENGINE),
+    IS_IN_THREAD := Private("_C._is_key_in_tls", _ENGINE),
+    CHECK_AND_UNSCALE := Private("_amp_foreach_non_finite_check_and_unscale_", _SCALE),
+    UPDATE_SCALE := Private("_amp_update_scale_", _SCALE),
+    GROUP := Private("utils._foreach_utils._group_tensors_by_device_and_dtype", _SCALE),
+    QUALIFY := Private("fx.graph._get_qualified_name", "functions in generated code of torch.fx stay uncast"),
+    BUILTINS := Private("jit._builtins._get_builtin_table", _SCRIPTS),
+    SCRIPT_MODULE := Private("jit._recursive.create_script_module", _SCRIPTS),
+    ENTER_AUTOCAST := Private(
+        "amp.autocast_mode._enter_autocast", "compiled functions may ignore torch.autocast(enabled=False)"
+    ),
+    REENTRANT := Private("utils.checkpoint.CheckpointFunction", "reentrant checkpoints may recompute uncast"),
+)
+
+DYNAMO = (
+    OBJECT_RULES := Private("_dynamo.trace_rules.get_torch_obj_rule_map", _COMPILED),
+    TENSOR_METHODS := Private("_dynamo.trace_rules.get_tensor_method", _COMPILED),
+    RESET_CODE := Private("_dynamo.reset_code_caches", _COMPILED),
+    SKIP_CODE := Private("_dynamo.eval_frame.skip_code", _COMPILED),
+    CALL_METHOD := Private("_dynamo.variables.tensor.TensorVariable.call_method", _COMPILED),
+    INSERT := Private("_dynamo.variables.builtin.BuiltinVariable._handle_insert_op_in_graph", _COMPILED),
+    HANDLERS := Private("_dynamo.variables.builtin.BuiltinVariable.call_function_handler_cache", _COMPILED),
+    ATTRIBUTE := Private("_dynamo.source.AttrSource", _COMPILED),
+    BUILD := Private("_dynamo.variables.base.VariableTracker.build", _COMPILED),
+)
+
+
+def change_in_graph(function: Callable[..., Result], *args: object) -> Result:
+    """Calls what changes Python's state while Dynamo traces a part of a graph, such as a checkpoint's.
+
+    It refuses changes there that outlast the part, from torch 2.7 on.
+    """
+    allow = getattr(torch._dynamo.utils, "_disable_side_effect_safety_checks_for_current_subtracer", None)
+    return function(*args) if allow is None else allow(function, *args)
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether several elements of a strided tensor are at one place in memory."""
+    strides = tensor.stride()
+    return 0 in strides and any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, strides, strict=True)
+    )
+
+
+def explain_missing(names: Sequence[Private]) -> list[str]:
+    """A line for each loss: the names that this torch lacks, and what is lost with them."""
+    missing = [name for name in names if name.is_missing()]
+    by_loss: dict[str, list[str]] = {}
+    for name in missing:
+        by_loss.setdefault(name.lost, []).append(f"torch.{name.path}")
+    return [f"no {' and no '.join(paths)}: {lost}" for lost, paths in by_loss.items()]
+
+
+def _fail(*_: object) -> None:
+    raise AmpError(f"torch {torch.__version__} lacks a function that is needed here: {_SCALE}")
+
+
+def _no_number(*_: object) -> int:
+    return -1
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
+def _is_not(*_: object) -> bool:
+    return False
+
+
+# The number of the backward pass that this thread is in, -1 outside of one.
+graph_task = GRAPH_TASK.find(_no_number)
+count_users = USE_COUNT.find(_nothing)  # how many hold a memory, by its `_cdata`; None if nobody can say
+tracing_state, count_modes, dispatch_mode = TRACING.find(_nothing), MODE_COUNT.find(int), MODE.find(_nothing)
+is_transformed = TRANSFORMED.find(_is_not)
+keep_in_thread, find_in_thread = KEEP_IN_THREAD.find(_nothing), FIND_IN_THREAD.find(_nothing)
+is_in_thread = IS_IN_THREAD.find(_is_not)
+check_and_unscale_, update_scale_ = CHECK_AND_UNSCALE.find(_fail), UPDATE_SCALE.find(_fail)
+group_by_kind = GROUP.find(_fail)
+# The stream that is current on a CUDA device, given the device's index: a tenth of the time that
+# `torch.cuda.current_stream` takes. Torch without CUDA has no such function, and nobody to ask it.
+find_stream = Private("_C._cuda_getCurrentRawStream", "").find(int)

@@ -1,0 +1,133 @@
+"""A torch that ampatch does not know: newer than any it was tested on, or without a private name."""
+
+import ast
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ampatch as amp
+from ampatch import private
+
+PACKAGE = Path(amp.__file__).parent
+# `hasattr` is how ampatch finds out whether a name is there.
+WITHOUT = """
+import builtins, logging, sys, torch, torch._dynamo, torch.jit._recursive, torch.utils.checkpoint
+from torch._dynamo.variables.builtin import BuiltinVariable
+hidden, has = set(sys.argv[1:]), hasattr
+def is_asking(): return sys._getframe(2).f_globals["__name__"] == "ampatch.private"
+builtins.hasattr = lambda parent, name: not (name in hidden and is_asking()) and has(parent, name)
+import ampatch as amp
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+logging.basicConfig(format="%(message)s")
+x = torch.randn(8, 4)
+for level, dtype in (("O4", torch.bfloat16), ("O5", torch.bfloat16), ("O4", torch.bfloat16)):
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for _ in range(3):
+        loss = model(x).float().pow(2).mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    amp.uninitialize()
+amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+with amp.disable_casts():
+    print(torch.compile(lambda a: torch.mm(a, a), backend="eager")(x[:4]).dtype)
+amp.uninitialize()
+print(loss.isfinite().item(), next(model.parameters()).dtype)
+"""
+
+
+def run_without(*names):
+    command = [sys.executable, "-c", WITHOUT, *(name.path.rpartition(".")[2] for name in names)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "torch.float32\nTrue torch.float32\n"), done.stderr
+    return done.stderr.splitlines()
+
+
+def test_each_private_name_is_there_in_the_releases_that_were_tested():
+    assert private.is_tested()
+    assert private.explain_missing([*private.EAGER, *private.DYNAMO]) == []
+
+
+def test_torch_without_any_private_name_trains_and_one_line_tells_each_loss():
+    scale = [private.CHECK_AND_UNSCALE, private.UPDATE_SCALE, private.GROUP]
+    names = [name for name in private.EAGER if name not in scale]
+    lines = run_without(*names)
+    lost = {name.lost for name in names}
+    assert sorted(line.rpartition(": ")[2] for line in lines) == sorted(lost)
+    assert all(line.startswith(f"torch {torch.__version__} has no torch.") for line in lines)
+
+
+@pytest.mark.parametrize("name", private.DYNAMO, ids=lambda name: name.path)
+def test_without_a_name_of_dynamo_compiled_functions_run_as_plain_python(name):
+    (line, *_) = lines = run_without(name)
+    assert len(lines) == 3, "once for each time that torch is patched"
+    assert line.startswith(f"torch {torch.__version__}: torch.compile runs functions as plain Python until")
+    assert f"no torch.{name.path}" in line
+
+
+def test_a_torch_that_was_never_tested_is_named_once(caplog, monkeypatch):
+    monkeypatch.setattr(private, "NEWEST", "2.5")
+    monkeypatch.setattr("ampatch.announce.NEWEST", "2.5")
+    monkeypatch.setattr(amp.frontend.SESSION, "_said_torch", False)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+            amp.uninitialize()
+    (record,) = caplog.records
+    assert f"torch {torch.__version__}: ampatch was tested on torch 2.6 to 2.5" in record.getMessage()
+
+
+@pytest.mark.parametrize("fault", ["trace_methods", "call_uncast"])
+def test_a_torch_whose_compiler_casts_wrongly_runs_plain_python(fault, caplog, monkeypatch):
+    """What is taken away is what has this torch's compiler cast rightly."""
+    monkeypatch.setattr(private, "NEWEST", "2.5")
+    if fault == "trace_methods":
+        monkeypatch.setattr("ampatch.torch_patch.trace_methods", lambda *_: None)
+    else:
+        monkeypatch.setattr("ampatch.in_graph.call_uncast", lambda *_, **__: 1 / 0)
+    with caplog.at_level(logging.WARNING):
+        amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+    assert "torch.compile runs functions as plain Python until uninitialize()" in caplog.text
+    x = torch.ones(2, 2)
+    compiled = torch.compile(lambda x: x.bfloat16() ** 2, backend="eager")
+    with amp.disable_casts():
+        assert compiled(x).dtype is torch.bfloat16
+    assert compiled(x).dtype is torch.float32
+    amp.uninitialize()
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+# Names with an underscore that people import from torch, that apex's own names are, or that ops are in.
+KNOWN_TO_USERS = {
+    *("_BatchNorm", "_Loss", "_check_input_dim", "_check_non_zero_input_channels"),
+    *("_flatten_dense_tensors", "_unflatten_dense_tensors", "_utils", "_pytree"),
+    *("_C", "_VariableFunctions", "_tensor"),
+}
+
+
+def private_names(tree):
+    """The parts with an underscore of what a module reads from torch, or imports from it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
+            yield node.attr
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [name.name for name in node.names]
+            path = ".".join([getattr(node, "module", None) or "", *names]).lstrip(".")
+            yield from path.split(".") if path.startswith("torch") else ()
+
+
+def test_private_names_stand_in_one_place():
+    """But for the functions of lists of tensors, which optimizers outside of torch use as well."""
+    paths = [path for path in PACKAGE.rglob("*.py") if path.name != "private.py"]
+    found = {name for path in paths for name in private_names(ast.parse(path.read_text()))}
+    private = {name for name in found if name.startswith("_") and not name.startswith(("__", "_foreach"))}
+    assert private == KNOWN_TO_USERS
