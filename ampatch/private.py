@@ -5,8 +5,10 @@ Dynamo's names are looked up when torch is patched, the others on import; who ne
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -158,10 +160,21 @@ graph_task = GRAPH_TASK.find(_no_number)
 count_users = USE_COUNT.find(_nothing)  # how many hold a memory, by its `_cdata`; None if nobody can say
 tracing_state, count_modes, dispatch_mode = TRACING.find(_nothing), MODE_COUNT.find(int), MODE.find(_nothing)
 is_transformed = TRANSFORMED.find(_is_not)
-keep_in_thread, find_in_thread = KEEP_IN_THREAD.find(_nothing), FIND_IN_THREAD.find(_nothing)
+_stash, find_in_thread = KEEP_IN_THREAD.find(_nothing), FIND_IN_THREAD.find(_nothing)
 is_in_thread = IS_IN_THREAD.find(_is_not)
 check_and_unscale_, update_scale_ = CHECK_AND_UNSCALE.find(_fail), UPDATE_SCALE.find(_fail)
 group_by_kind = GROUP.find(_fail)
 # The stream that is current on a CUDA device, given the device's index: a tenth of the time that
 # `torch.cuda.current_stream` takes. Torch without CUDA has no such function, and nobody to ask it.
 find_stream = Private("_C._cuda_getCurrentRawStream", "").find(int)
+
+
+def keep_in_thread(key: str, thing: object) -> None:
+    """Keeps an object where the threads of a backward that this one starts find it, until this one ends.
+
+    Torch before 2.13 gives a reference back then that it never took.
+    """
+    before = sys.getrefcount(thing)
+    _stash(key, thing)
+    if sys.getrefcount(thing) == before and not KEEP_IN_THREAD.is_missing():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

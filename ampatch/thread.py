@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import dataclass
 from types import FrameType
 from typing import TypeVar
@@ -38,12 +38,12 @@ class ThreadState(threading.local):
     as the thread that waits for it: torch takes along what that one left in its `_stash_obj_in_tls`.
     """
 
-    off = 0  # what follows, added up: the one thing that a patched function looks at
-
     def __init__(self) -> None:
         self._key = f"ampatch.thread {id(self)}"
-        # How much of `off` says no more than to ask the thread that called backward.
-        self._asks = self.off = int(not _is_pythons())
+        # What follows, added up: the one thing that a patched function looks at. Of a default that the class
+        # has Dynamo would see no other value, before torch 2.12. `_asks` is how much of it says no more than
+        # to ask the thread that called backward.
+        self.off = self._asks = int(not _is_pythons())
         if not self._asks:
             keep_in_thread(self._key, self.__dict__)
         self.forwards: tuple[Forward, ...] = ()  # the innermost is the last
@@ -51,43 +51,42 @@ class ThreadState(threading.local):
         self._step: FrameType | None = None
         self._autocasts: list[tuple[object, bool]] = []  # blocks of torch.autocast, and if they disable us
 
-    @contextmanager
-    def disabled(self) -> Iterator[None]:
-        """Turns casts off in this thread; nests, and survives exceptions."""
-        _change(self._disable, 1)
-        try:
-            yield
-        finally:
-            _change(self._disable, -1)
+    def disabled(self) -> AbstractContextManager[None]:
+        """Returns a block in which casts are off in this thread; nests, and survives exceptions."""
+        return _Disabled(self)
 
-    def _disable(self, change: int) -> None:
+    def disable(self, change: int) -> None:
+        """Turns casts off once more (1), or once less (-1)."""
         self._disabled += change
         self.off += change
 
     def enter_autocast(self, block: object, disables: bool) -> None:
         """Notes that a block of `torch.autocast` begins, which may turn our casts off."""
         self._autocasts.append((block, disables))
-        self._disable(disables)
+        self.disable(disables)
 
     def exit_autocast(self, block: object) -> None:
         """Notes that it ended; one that began before the session is none of ours."""
         for index in reversed(range(len(self._autocasts))):  # those of generators may cross
             if self._autocasts[index][0] is block:
-                self._disable(-self._autocasts.pop(index)[1])
+                self.disable(-self._autocasts.pop(index)[1])
                 return
 
-    @contextmanager
-    def enabled(self) -> Iterator[None]:
-        """Turns casts on, whatever turned them off."""
+    def enabled(self) -> AbstractContextManager[None]:
+        """Returns a block in which casts are on, whatever turned them off."""
+        return _Enabled(self)
+
+    def enable(self) -> tuple[int, int]:
+        """Turns casts on, and returns what turned them off."""
         self.forget_ended()
-        around, asks = self.off, self._asks
-        self.off -= around
-        self._asks = 0
-        try:
-            yield
-        finally:
-            self.off += around
-            self._asks = asks
+        around = self.off, self._asks
+        self.off = self._asks = 0
+        return around
+
+    def enable_no_more(self, off: int, asks: int) -> None:
+        """Turns casts off again as they were before `enable`."""
+        self.off += off
+        self._asks = asks
 
     def is_off(self) -> bool:
         """Whether casts are off; asked by a patched function that finds `off` above 0."""
@@ -127,7 +126,7 @@ class ThreadState(threading.local):
 
     def _push(self, forward: Forward) -> None:
         self.forwards = (*self.forwards, forward)
-        self.off += forward.off
+        self.off += int(forward.off)  # Dynamo 2.6 adds no truth value to a number
 
     def pop(self, owner: int) -> None:
         """Notes that a module's forward ended, and with it those inside."""
@@ -146,7 +145,7 @@ class ThreadState(threading.local):
     def _drop_innermost(self) -> Forward:
         forward = self.forwards[-1]
         self.forwards = self.forwards[:-1]
-        self.off -= forward.off
+        self.off -= int(forward.off)
         return forward
 
     def forget_ended(self) -> bool:
@@ -160,6 +159,36 @@ class ThreadState(threading.local):
         while self.forwards and not is_running(self.forwards[-1].frame):
             self._drop_innermost()
         return self.forwards is not before
+
+
+# Classes, because Dynamo traces no generators before torch 2.7.
+
+
+class _Disabled(ContextDecorator):
+    """A block in which casts are off in one thread."""
+
+    def __init__(self, thread: ThreadState) -> None:
+        self._thread = thread
+
+    def __enter__(self) -> None:
+        _change(self._thread.disable, 1)
+
+    def __exit__(self, *_: object) -> None:
+        _change(self._thread.disable, -1)
+
+
+class _Enabled:
+    """A block in which casts are on in one thread."""
+
+    def __init__(self, thread: ThreadState) -> None:
+        self._thread = thread
+        self._around = 0, 0
+
+    def __enter__(self) -> None:
+        self._around = self._thread.enable()
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.enable_no_more(*self._around)
 
 
 def _change(function: Callable[..., Result], *args: object) -> Result:
