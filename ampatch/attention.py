@@ -20,6 +20,8 @@ def allow_fast_path(thread: ThreadState) -> Callable[[], bool]:
 
     @functools.wraps(original)
     def get_fastpath_enabled() -> bool:
-        return bool(thread.off and thread.is_off()) and original()
+        if thread.off and thread.is_off():
+            return original()
+        return False
 
     return get_fastpath_enabled

@@ -88,7 +88,7 @@ def _skip_own_frames(eval_frame: ModuleType, done: set[str]) -> None:
     own = {name for name in sys.modules if name.partition(".")[0] == "ampatch"}
     for name in own - done:
         done.add(name)
-        for value in vars(sys.modules[name]).values():
+        for value in list(vars(sys.modules[name]).values()):  # other threads may add some
             for item in vars(value).values() if isinstance(value, type) else [value]:
                 function = inspect.unwrap(item)
                 if isinstance(function, FunctionType) and function.__globals__ is vars(sys.modules[name]):

@@ -52,13 +52,12 @@ class CastInputs:
         return next((tensor.dtype for tensor in tensors if tensor.dtype in HALF_TYPES), None)
 
 
+@dataclass(frozen=True, slots=True)
 class CastEntry(CastInputs):
     """Casts what comes to a half module inside of a model, where another one is kept in float32.
 
     Objects of unknown classes stay: amid a model these are no batches.
     """
-
-    __slots__ = ()
 
     def __call__(self, module: Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         dtype = self.find_dtype(module)
@@ -84,23 +83,24 @@ class EnterForward:
             frame = sys._getframe(1)
             self.state.enter_forward(Forward(id(module), self.off, self.find_dtype(args), frame))
         if not self.off and self.state.half is not None:
-            self._note_device(next(module.parameters(), None))
+            for parameter in module.parameters():
+                self._note_device(parameter)
+                break
 
     def find_dtype(self, args: tuple) -> torch.dtype | None:
         """What the activations in the forward have."""
         return self.dtype
 
-    def _note_device(self, parameter: Tensor | None) -> None:
+    def _note_device(self, parameter: Tensor) -> None:
         device_types = self.state.device_types
         # Asked before, because a part of a graph, such as a checkpoint, must not change what is outside it.
-        if parameter is not None and parameter.device.type not in device_types:
+        if parameter.device.type not in device_types:
             device_types.add(parameter.device.type)
 
 
+@dataclass(frozen=True, slots=True)
 class EnterAsGiven(EnterForward):
     """Tells so of a module that, inside of another one's forward, returns the type of what it is given."""
-
-    __slots__ = ()
 
     def find_dtype(self, args: tuple) -> torch.dtype | None:
         outer = self.state.thread.forwards

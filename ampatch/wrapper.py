@@ -22,7 +22,7 @@ from ampatch.table import Cast
 
 is_compiling = torch.compiler.is_dynamo_compiling
 
-SIMPLE = frozenset({type(None), int, float, bool, str, slice, type(...)})  # of arguments that hold no tensor
+SIMPLE = (type(None), int, float, bool, str, slice, type(...))  # of arguments that hold no tensor
 
 Function = Callable[..., object]
 GetCast = Callable[[torch.dtype], TensorCast]

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+
+
+def torch_is_before(version):
+    """Whether the torch that is installed is older."""
+    return tuple(map(int, torch.__version__.split(".")[:2])) < tuple(map(int, version.split(".")))
+
+
+def needs_torch(version, feature):
+    """Skips a test before the torch that brought a feature, named in the reason."""
+    return pytest.mark.skipif(torch_is_before(version), reason=f"torch {version} brought {feature}")
+
+
+def without_chatter(text):
+    """Leaves out what torch says of itself: gloo of its connections, a build for CUDA that there is none."""
+    text = re.sub(r"\[Gloo\] Rank |\d is connected to \d peer ranks[^:]*: \d\n?", "", text)
+    return "".join(line for line in text.splitlines(True) if "No CUDA runtime is found" not in line)
 
 
 def snapshot(value):
@@ -90,6 +108,12 @@ class Variant:
     def is_fused(self):
         """Whether it takes `found_inf`, and so skips by itself."""
         return self.options.get("fused", False)
+
+    @property
+    def takes_found_inf(self):
+        """Whether torch's kernel skips by a flag on the device; that of Adagrad does not before 2.9."""
+        optimizer = self.kind([torch.nn.Parameter(torch.ones(2))], **self.options)
+        return self.is_fused and getattr(optimizer, "_step_supports_amp_scaling", False)
 
     @property
     def is_sparse(self):

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ampatch as amp
+from helpers import needs_torch
 from nets import EVERY_LEVEL, HALVES
 from patched import FULL, HALF, LEVELS, open_session
 
@@ -161,6 +162,7 @@ def test_a_model_compiled_in_place_trains_to_the_same_bits(level):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")  # torch's own use
+@pytest.mark.filterwarnings("ignore:Skipping serialization of skipfiles_inline_module_allowlist")  # torch 2.6
 def test_inductor_compiles_casts():
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("inductor needs a C++ compiler: there is no g++ and no clang++ in PATH")
@@ -213,6 +215,7 @@ def test_a_compiled_loss_function_trains_to_the_same_bits(level):
 # trace, torch.jit in modules that it imports, and gradients of the tensors that it looks at.
 TELLS = [
     "ignore:Dynamo does not know how to trace the builtin:UserWarning",
+    "ignore:Graph break due to unsupported builtin sys._getframe:UserWarning",  # torch 2.6
     "ignore:.*torch.jit.script.* is deprecated",
     "ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning",
 ]
@@ -399,6 +402,7 @@ def test_operators_in_place_do_in_a_graph_what_they_do_outside(backend, dtype):
     assert dtypes_of(function(a, b))[:4] == [FULL, dtype, dtype, dtype]
 
 
+@needs_torch("2.7", "exceptions from inside of `with` in graphs")
 def test_an_exception_inside_a_graph_ends_disable_casts():
     def function(a, b):
         try:
@@ -542,7 +546,14 @@ def call_checkpointed(module, x):
     return checkpoint(module, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("call", [None, call_checkpointed], ids=["plain", "checkpointed"])
+CHECKPOINTS = needs_torch("2.7", "changes of Python's state in a checkpoint that is part of a graph")
+CALLS = [
+    pytest.param(None, id="plain"),
+    pytest.param(call_checkpointed, id="checkpointed", marks=CHECKPOINTS),
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     ("level", "backend"),
     [("O1", "eager"), ("O2", "aot_eager"), ("O4", "eager"), ("O4", "aot_eager"), ("O5", "eager")],
@@ -623,6 +634,7 @@ def test_a_checkpoint_inside_a_graph_makes_the_same_gradients(level):
     assert_equal(train(Checkpointed, level, compiled), train(Attention, level))
 
 
+@CHECKPOINTS
 def test_a_checkpoint_with_casts_off_inside_a_graph_stays_uncast():
     def function(a, b):
         return checkpoint(off(use_methods), a, b, use_reentrant=False) + checkpoint(

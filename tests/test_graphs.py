@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import ampatch as amp
+from helpers import needs_torch
 from nets import EVERY_LEVEL, MASTERED
 from patched import HALF, LEVELS, open_session
 
@@ -23,9 +24,12 @@ SIDE_EFFECTS = pytest.mark.filterwarnings(
 )
 
 
+HOOKED = needs_torch("2.9", "strict export of a class with forward hooks, whoever registered them")
+
+
 def strict(test):
-    test = pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])(test)
-    return SIDE_EFFECTS(test)
+    ways = [pytest.param(True, id="strict", marks=HOOKED), pytest.param(False, id="non-strict")]
+    return SIDE_EFFECTS(pytest.mark.parametrize("strict", ways)(test))
 
 
 class Net(nn.Module):
@@ -99,18 +103,19 @@ def test_functions_that_are_off_stay_uncast_in_an_exported_graph(level, strict):
 def test_an_exported_model_keeps_its_casts_after_uninitialize(level):
     model = open_net(level)
     expected = model(x_of())
-    program = torch.export.export(model, (x_of(),))
+    program = torch.export.export(model, (x_of(),), strict=False)
     amp.uninitialize()
     assert torch.equal(program.module()(x_of()), expected)
     assert not torch.equal(model(x_of()), expected)
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # torch 2.11, once
 @pytest.mark.parametrize("level", [*LEVELS, *MASTERED])
 def test_an_exported_model_that_was_saved_is_loaded_after_uninitialize(level):
     model = open_net(level)
     expected = model(x_of())
     file = io.BytesIO()
-    torch.export.save(torch.export.export(model, (x_of(),)), file)
+    torch.export.save(torch.export.export(model, (x_of(),), strict=False), file)
     file.seek(0)
     amp.uninitialize()
     assert torch.equal(torch.export.load(file).module()(x_of()), expected)
