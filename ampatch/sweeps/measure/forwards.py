@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
 
 from ampatch.sweeps.measure.bytes import tensors_in
 
@@ -53,13 +54,24 @@ class ForwardEnds:
         return ForwardEnds, (None, 0)
 
 
+def register_first(model: Module, hook: Callable[..., object], **options: bool) -> RemovableHandle:
+    """Registers a forward pre-hook before all others.
+
+    Not by `prepend`: Dynamo looks hooks up by their place, and before torch 2.9 does not see that they moved.
+    """
+    handle = model.register_forward_pre_hook(hook, **options)
+    hooks = model._forward_pre_hooks
+    for key in [key for key in hooks if key != handle.id]:
+        hooks[key] = hooks.pop(key)
+    return handle
+
+
 def watch_forwards(model: Module, begin: Begin, end: End) -> Iterator[Callable[[], None]]:
     """Puts the hooks on a model, around all others, and yields what removes each; none on a scripted one."""
     if isinstance(model, torch.jit.ScriptModule):
         return
     thread = threading.get_ident()
-    before = model.register_forward_pre_hook(ForwardBegins(begin, thread), prepend=True, with_kwargs=True)
-    yield before.remove
+    yield register_first(model, ForwardBegins(begin, thread), with_kwargs=True).remove
     yield model.register_forward_hook(ForwardEnds(end, thread)).remove
 
 

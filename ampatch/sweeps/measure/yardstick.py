@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 import ampatch as amp
+from ampatch.sweeps.measure.forwards import register_first
 
 
 class Autocast(amp.Observer):
@@ -37,7 +38,7 @@ class Autocast(amp.Observer):
                     "torch.autocast cannot be put around a scripted model, which takes no hooks"
                 )
             before, after = AutocastHook(self._begin_forward), AutocastHook(self._end_forward)
-            self._hooks.callback(model.register_forward_pre_hook(before, prepend=True).remove)
+            self._hooks.callback(register_first(model, before).remove)
             self._hooks.callback(model.register_forward_hook(after, always_call=True).remove)
 
     def _begin_forward(self, model: Module) -> None:
