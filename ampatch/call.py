@@ -151,4 +151,4 @@ def _tensors(request: Request) -> list[Tensor]:
 def device_types(request: Request) -> set[str]:
     """The types of device that a call's models and optimizers live on, "cpu" or "cuda" for example."""
     types = {tensor.device.type for tensor in _tensors(request)}
-    return types or {torch.get_default_device().type}
+    return types or {torch.empty(0).device.type}

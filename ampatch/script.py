@@ -25,7 +25,7 @@ PURE = (
     "cast_model_outputs",
 )
 STDIN = "-"
-OURS = (__file__, "<frozen importlib", "<frozen zipimport>")
+OURS = (__file__, importlib.util.__file__, "<frozen importlib", "<frozen zipimport>")
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -140,7 +140,7 @@ def new_main(start: Start) -> dict[str, object]:
 
 def put_first(folder: str, always: bool = False) -> None:
     """Puts the script's folder in the first place of sys.path, where `python` had put ours."""
-    if not sys.flags.safe_path:
+    if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder
     elif always:
         sys.path.insert(0, folder)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ampatch as amp
+from helpers import needs_torch
 from nets import (
     EVERY_LEVEL,
     FULL,
@@ -279,6 +280,10 @@ def test_accumulation_without_synchronization_is_bit_equal(process_group, opt_le
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
+HALF_GLOO = needs_torch("2.9", "gloo that sends half tensors")
+
+
+@HALF_GLOO
 @pytest.mark.parametrize("opt_level", MASTERED)
 def test_a_wrapped_model_saves_float32(process_group, opt_level):
     model = Net()
@@ -287,6 +292,7 @@ def test_a_wrapped_model_saves_float32(process_group, opt_level):
     assert_same_state(dict(wrapped.state_dict()), {f"module.{name}": value for name, value in before.items()})
 
 
+@HALF_GLOO
 def test_a_model_that_is_wrapped_already_is_refused(process_group):
     wrapped = DistributedDataParallel(Net())
     with pytest.raises(

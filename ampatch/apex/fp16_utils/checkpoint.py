@@ -17,7 +17,7 @@ def read_loss_scaler(state: Mapping[str, object]) -> LossScaler:
 
     Checkpoints hold an object of `apex.fp16_utils`, one of `apex.amp`, or the bare numbers.
     """
-    values = state["loss_scaler"].__getstate__() if "loss_scaler" in state else state
+    values = state["loss_scaler"].__reduce_ex__(2)[2] if "loss_scaler" in state else state
     if "_loss_scale" in values:
         return _read_scaler_of_amp(values)
     if "cur_scale" not in values:

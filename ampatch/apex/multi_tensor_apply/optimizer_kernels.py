@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
+from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from ampatch.apex.multi_tensor_apply.kernels import check_lists, past_autograd, write_
@@ -74,10 +75,10 @@ def multi_tensor_adam(
     def run(grads: list, params: list, exp_avgs: list, exp_avg_sqs: list) -> None:
         # With infinitely many steps done, torch corrects nothing.
         done = int(step) - 1 if bias_correction else float("inf")
-        adam(
+        (adamw if mode == 1 else adam)(
             params, grads, exp_avgs, exp_avg_sqs, [], _steps(len(params), done),
             amsgrad=False, beta1=beta1, beta2=beta2, lr=float(lr), weight_decay=weight_decay, eps=epsilon,
-            maximize=False, decoupled_weight_decay=mode == 1,
+            maximize=False,
         )  # fmt: skip
 
     _update(noop_flag, check_lists("multi_tensor_adam", tensor_lists, 4), (1, 2, 3), run)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
+from torch.optim.adamw import adamw
 
 import ampatch as amp
 from ampatch.apex.multi_tensor_apply.optimizer_kernels import multi_tensor_adam
@@ -100,7 +101,7 @@ class FusedAdam(CountingOptimizer):
         found_inf = getattr(self, "found_inf", None)
         steps = self._steps(batch, fused)
         beta1, beta2 = group["betas"]
-        adam(
+        (adamw if self.adam_w_mode == 1 else adam)(
             batch.params,
             batch.grads,
             self._moments("exp_avg", batch),
@@ -111,7 +112,6 @@ class FusedAdam(CountingOptimizer):
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=found_inf,
             has_complex=any(param.is_complex() for param in batch.params),
-            decoupled_weight_decay=self.adam_w_mode == 1,
             amsgrad=self.amsgrad,
             beta1=beta1,
             beta2=beta2,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -35,6 +36,18 @@ __all__ = [
     "split_by_type",
     "unflatten",
 ]
+
+
+def _init_unsynchronized(init: Callable[..., None], module: Module) -> None:
+    """Has torch's class wrap a module, whose buffers stay as they are; torch 2.6 sends those of rank 0."""
+    if "init_sync" in inspect.signature(init).parameters:
+        init(module, init_sync=False)
+        return
+    kept = [buffer.clone() for buffer in module.buffers()]
+    init(module)
+    with torch.no_grad():
+        for buffer, values in zip(module.buffers(), kept, strict=True):
+            buffer.copy_(values)
 
 
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
@@ -86,11 +99,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self.gradient_average = gradient_average
         self.gradient_predivide_factor = gradient_average_split_factor or gradient_predivide_factor
         self._trigger_params = list(allreduce_trigger_params or ())
+        broadcast_params(module, "DistributedDataParallel")
         with _some_param_trainable(module):
-            super().__init__(module, init_sync=False)
+            _init_unsynchronized(super().__init__, module)
         self.broadcast_buffers = False
         self.world_size = dist.get_world_size()
-        broadcast_params(module, "DistributedDataParallel")
         wait_for_gloo_at_exit()
 
     def _make_reducer(self, *args: object, **kwargs: object) -> None:
