@@ -150,6 +150,8 @@ def _torch_faults(
     # The function is kept beside its first row: an id may be reused once its object is gone.
     first: dict[int, tuple[object, str, Row]] = {}
     for target, rows in selected:
+        if not rows:  # of another torch, which may have the module as well
+            continue
         try:
             place = resolve(target)
         except (ImportError, AttributeError, ValueError):

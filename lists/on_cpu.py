@@ -21,8 +21,8 @@ FUNCTIONS_ON_CPU = (
     CastTable(
         "torch.special",
         (
-            Row("i1", CUSTOM, "float32 on a CPU, which has no half kernel of its backward"),
-            Row("i1e", CUSTOM, "float32 on a CPU, which has no half kernel of its backward"),
+            Row("i1", CUSTOM, "float32 on a CPU, which has no half kernel of its backward", until="2.15"),
+            Row("i1e", CUSTOM, "float32 on a CPU, which has no half kernel of its backward", until="2.15"),
         ),
     ),
 )
@@ -37,6 +37,7 @@ MODULES_ON_CPU = CastTable(
         Row("RReLU", FP32, "rrelu has no float16 kernel on a CPU"),
         Row("CTCLoss", FP32, "ctc_loss has no half kernel on a CPU"),
         Row("MultiMarginLoss", FP32, "multi_margin_loss has no half kernel on a CPU"),
+        Row("SmoothL1Loss", FP32, "smooth_l1_loss has no half gradient on a CPU", until="2.11"),
         Row("MultiLabelMarginLoss", FP32, "multilabel_margin_loss has no half kernel on a CPU"),
     ),
 )

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 import ampatch as amp
+from helpers import torch_is_before
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
 
@@ -235,6 +236,10 @@ def ask_autocast(call, dtypes, half):
     try:
         with FakeTensorMode(), torch.device("cuda"):
             return dtypes_of(call(Make(dtypes, device="cuda")))
+    except RuntimeError as error:
+        if "CUDA driver version is insufficient" not in str(error):
+            raise
+        pytest.skip("a torch built for CUDA asks the driver for the kernel, and there is none here")
     finally:
         torch.set_autocast_enabled("cuda", False)
         torch.set_autocast_dtype("cuda", before)
@@ -248,6 +253,8 @@ def open_session(opt_level, **kwargs):
 @pytest.mark.parametrize("opt_level", LEVELS)
 @pytest.mark.parametrize("name", CALLS)
 def test_results_have_the_dtypes_that_autocast_gives(name, opt_level):
+    if name == "rms_norm" and torch_is_before("2.13"):
+        pytest.skip("autocast knows rms_norm from torch 2.13 on")
     half, (_, call) = LEVELS[opt_level], CALLS[name]
     inputs = input_dtypes(half)
     expected = {kind: ask_autocast(call, dtypes, half) for kind, dtypes in inputs.items()}

@@ -65,7 +65,11 @@ _ABSENT = object()
 PYTHONS_OWN = ("__warningregistry__", "__slotnames__")
 # Dynamo replaces these for good when it first compiles a module.
 DYNAMOS_OWN = tuple(
-    f"torch.nn.Module.{name}" for name in ("___needs_generation_tag_patch", "__init__", "__setstate__")
+    f"torch.nn.Module.{name}"
+    for name in (
+        *("___needs_generation_tag_patch", "___has_generation_tag_patch"),
+        *("__init__", "__setstate__"),
+    )
 )
 
 
