@@ -116,6 +116,7 @@ def test_the_derivative_of_a_derivative_goes_through_a_function(level):
     assert model.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.filterwarnings("ignore:Please use `torch.vmap`:FutureWarning")  # torch 2.6, of its own use
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_gradcheck_passes_in_float64_while_patched(level):
     open_session(nn.Linear(1, 1), opt_level=level)

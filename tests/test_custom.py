@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ampatch as amp
+from helpers import needs_torch
 from patched import FULL, HALF, LEVELS, full, half, open_session
 
 PLAIN_INVERSE = torch.linalg.inv
@@ -90,6 +91,7 @@ def test_a_response_is_normalized_in_float32_and_an_empty_one_comes_back():
     assert F.local_response_norm(empty, 2) is empty
 
 
+@needs_torch("2.13", "F.linear_cross_entropy")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("types", [(FULL, FULL), (HALF, HALF), (HALF, FULL), (FULL, HALF)], ids=str)
 def test_a_loss_in_chunks_takes_the_widest_type_and_computes_what_it_does_unpatched(reduction, types):

