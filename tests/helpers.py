@@ -112,8 +112,10 @@ class Variant:
     @property
     def takes_found_inf(self):
         """Whether torch's kernel skips by a flag on the device; that of Adagrad does not before 2.9."""
-        optimizer = self.kind([torch.nn.Parameter(torch.ones(2))], **self.options)
-        return self.is_fused and getattr(optimizer, "_step_supports_amp_scaling", False)
+        if not self.is_fused:
+            return False
+        optimizer = self.kind([torch.nn.Parameter(torch.ones(2, 2))], **self.options)
+        return getattr(optimizer, "_step_supports_amp_scaling", False)
 
     @property
     def is_sparse(self):
