@@ -64,6 +64,7 @@ class Ranks:
 def serve(pipe, address, rank, count):
     """What each process runs."""
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0")  # as in setup.cfg
     torch.set_num_threads(1)
     dist.init_process_group("gloo", address, rank=rank, world_size=count)
     while True:

@@ -25,7 +25,7 @@ def test_casts_survive_torch_compile():
     torch._dynamo.reset()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:`torch.jit:FutureWarning")
 def test_a_traced_model_keeps_the_casts_of_the_trace():
     model = open_session(nn.Linear(2, 3))
     with torch.no_grad():

@@ -404,7 +404,7 @@ def test_a_torch_without_the_private_names_is_left_alone(monkeypatch):
         assert not hasattr(module, "_clip_grads_with_norm_")
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_scripted_code_still_takes_backward():
     def run_backward(loss: torch.Tensor):
         torch.autograd.backward([loss])

@@ -19,10 +19,10 @@ EMPTY = "takes an empty half matrix, whose gradient then has no kernel"
 REFUSES_HALF = {
     "_upsample_bilinear2d_aa": "an operator of ATen by itself, which no Python name leads to",
     "nn.functional.binary_cross_entropy": "is banned for half tensors, and says what to use",
-    "lu_solve": EMPTY,
+    **dict.fromkeys(("linalg.cholesky", "linalg.cholesky_ex", "lu_solve"), EMPTY),
 }
 if torch_is_before("2.15"):
-    REFUSES_HALF |= dict.fromkeys(("cholesky", "linalg.cholesky", "linalg.cholesky_ex"), EMPTY)
+    REFUSES_HALF["cholesky"] = EMPTY
 if torch_is_before("2.13"):
     REFUSES_HALF["trace"] = "has no half kernel on a CPU there, and no row"
 else:

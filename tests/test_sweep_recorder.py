@@ -644,7 +644,7 @@ def test_a_compiled_model_is_one_graph_and_has_no_time_of_forwards(recorder, lev
     assert measured.step_ms is not None
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_a_scripted_model_is_measured(recorder):
     model = torch.jit.script(nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

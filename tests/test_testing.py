@@ -323,7 +323,7 @@ def test_two_tensors_are_needed_to_show_a_promotion():
 
 
 def test_arguments_that_the_function_refuses_show_nothing():
-    fails("without casts before it, it raises RuntimeError: mat1 and mat2", F.linear, X, X.T, expect=LOWER)
+    fails("without casts before it, it raises RuntimeError: .*mat1 and mat2", F.linear, X, X.T, expect=LOWER)
 
 
 def test_an_op_without_a_backward_is_told_what_to_give():
