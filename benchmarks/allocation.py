@@ -33,7 +33,7 @@ class CpuMeter:
 
     def __init__(self) -> None:
         self.allocated = Allocated(0, 0, 0)
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
 
     def __enter__(self) -> CpuMeter:
         gc.collect()  # what is freed inside must have been allocated inside

@@ -219,7 +219,10 @@ def test_a_quantized_model_beside_ours_gives_what_it_gave(level):
 def test_a_profile_shows_the_operations_of_the_model(level):
     model = open_session(make_net(), opt_level=level)
     on_cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=on_cpu) as profile, torch.profiler.record_function("my forward"):
+    with (
+        torch.profiler.profile(activities=on_cpu, acc_events=True) as profile,
+        torch.profiler.record_function("my forward"),
+    ):
         model(X)
     names = {event.key for event in profile.key_averages()}
     assert {"my forward", "aten::linear", "aten::layer_norm"} <= names
