@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ampatch.patcher import Patcher
 from ampatch.precision import HALF_TYPES
-from ampatch.private import FORWARD_AD, is_transformed
+from ampatch.private import forward_ad_level, is_transformed
 from ampatch.scripting import StandsFor
 
 Function = Callable[..., object]
@@ -41,7 +41,7 @@ def _widen_in_transforms(original: Function) -> Function:
 
 
 def _is_transformed() -> bool:
-    return is_transformed() or FORWARD_AD.find(-1) >= 0
+    return is_transformed() or forward_ad_level() >= 0
 
 
 def _has_float32(values: tuple) -> bool:

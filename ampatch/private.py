@@ -160,6 +160,13 @@ graph_task = GRAPH_TASK.find(_no_number)
 count_users = USE_COUNT.find(_nothing)  # how many hold a memory, by its `_cdata`; None if nobody can say
 tracing_state, count_modes, dispatch_mode = TRACING.find(_nothing), MODE_COUNT.find(int), MODE.find(_nothing)
 is_transformed = TRANSFORMED.find(_is_not)
+
+
+def forward_ad_level() -> int:
+    """How deep forward-mode AD is nested here, -1 outside of it; looked up each time, because it changes."""
+    return getattr(torch.autograd.forward_ad, "_current_level", -1)
+
+
 _stash, find_in_thread = KEEP_IN_THREAD.find(_nothing), FIND_IN_THREAD.find(_nothing)
 is_in_thread = IS_IN_THREAD.find(_is_not)
 check_and_unscale_, update_scale_ = CHECK_AND_UNSCALE.find(_fail), UPDATE_SCALE.find(_fail)
