@@ -1,6 +1,7 @@
 """What a script drops is freed: models, optimizers, masters and gradients, though nothing was undone."""
 
 import gc
+import sys
 import weakref
 
 import pytest
@@ -334,8 +335,9 @@ def test_an_optimizer_that_has_the_id_of_one_that_is_gone_is_unknown():
     others = []
     while not any(id(other) == gone for other in others):
         others.append(Wrapper(inner))
-        if len(others) > 10_000:
-            pytest.skip("Python makes nothing at the address of the one that is gone")
+        if sys.version_info < (3, 11) and len(others) > 9_000:
+            pytest.skip("Python 3.10 may make nothing at the address of the one that is gone")
+        assert len(others) < 10_000
     with pytest.raises(amp.AmpValueError, match="not one that initialize"):
         amp.scale_loss(torch.ones(()), others[-1])
 
