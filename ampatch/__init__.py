@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from ampatch.cast_counter import CastCounts
+from ampatch.casts.cast_counter import CastCounts
 from ampatch.errors import (
     AmpError,
     AmpTypeError,
@@ -15,7 +15,9 @@ from ampatch.errors import (
     PatchConflictError,
     TableError,
 )
-from ampatch.frontend import (
+from ampatch.levels.loss_scale import DynamicLossScale
+from ampatch.levels.policy import OPT_LEVELS, Policy
+from ampatch.session.frontend import (
     clear_cache,
     disable_casts,
     get_loss_scale,
@@ -29,7 +31,7 @@ from ampatch.frontend import (
     step_was_skipped,
     uninitialize,
 )
-from ampatch.inspection import (
+from ampatch.session.inspection import (
     backward_outcomes,
     cast_counts,
     loss_scalers,
@@ -37,12 +39,8 @@ from ampatch.inspection import (
     observe,
     report,
 )
-from ampatch.loss_scale import DynamicLossScale
-from ampatch.observe import Observer
-from ampatch.outcome import BackwardOutcome
-from ampatch.policy import OPT_LEVELS, Policy
-from ampatch.scaler import LossScaler
-from ampatch.user_functions import (
+from ampatch.session.observe import Observer
+from ampatch.session.user_functions import (
     bfloat16_function,
     explain,
     float_function,
@@ -53,6 +51,8 @@ from ampatch.user_functions import (
     register_half_function,
     register_promote_function,
 )
+from ampatch.steps.outcome import BackwardOutcome
+from ampatch.steps.scaler import LossScaler
 
 if TYPE_CHECKING:
     from ampatch.sweeps.function import sweep

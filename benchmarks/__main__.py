@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler says on stderr when it starts
 
-from ampatch.cli import BROKEN_PIPE, INTERRUPTED, Parser
+from ampatch.__main__ import BROKEN_PIPE, INTERRUPTED, Parser
 from benchmarks import measuring, memory, micro, steps, syncs
 from benchmarks.comparison import Comparison
 from benchmarks.options import Options, add_arguments, find_file_faults, parse_options

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ampatch as amp
-from ampatch.session import SESSION
+from ampatch.session.session import SESSION
 from ampatch.testing import TorchSnapshot
 
 pytest_plugins = ["ampatch.testing.plugin", "cuda_graphs"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 SERVER = """
 import json, os, sys
-import ampatch.apex, ampatch.cli
+import ampatch.apex, ampatch.__main__
 for line in sys.stdin:
     request = json.loads(line)
     child = os.fork()

@@ -4,8 +4,8 @@ import math
 import random
 from dataclasses import replace
 
-from ampatch.sweeps.record import Bytes, Curve, Outcome, Record
-from ampatch.sweeps.sweep import Distance, Recommendation, Row, Sweep, Verdict
+from ampatch.sweeps.records.record import Bytes, Curve, Outcome, Record
+from ampatch.sweeps.records.sweep import Distance, Recommendation, Row, Sweep, Verdict
 from sweep_samples import (
     CRASHING,
     ENVIRONMENT,

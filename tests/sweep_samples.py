@@ -5,8 +5,8 @@ import random
 import statistics
 from dataclasses import dataclass, replace
 
-from ampatch.sweeps.record import Bytes, Casts, Curve, Measured, Outcome, Record, Spread
-from ampatch.sweeps.sweep import (
+from ampatch.sweeps.records.record import Bytes, Casts, Curve, Measured, Outcome, Record, Spread
+from ampatch.sweeps.records.sweep import (
     Distance,
     Environment,
     Recommendation,

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ampatch as amp
-from ampatch.patcher import Patcher
+from ampatch.patching.patcher import Patcher
 from nets import EVERY_LEVEL, FULL, X, make_trained, train
 from pictures import assert_same_picture, picture, picture_gradients, picture_torch
 

@@ -10,9 +10,9 @@ from types import ModuleType
 import pytest
 
 import ampatch.apex
-from ampatch.apex.mirror import PARTS, tree
-from ampatch.apex.missing import EXTENSION_NAMES, MISSING, explain
-from ampatch.apex.real import public_names
+from ampatch.apex.drop_in.mirror import PARTS, tree
+from ampatch.apex.drop_in.missing import EXTENSION_NAMES, MISSING, explain
+from ampatch.apex.drop_in.real import public_names
 from fresh import fresh_processes
 
 

@@ -1,11 +1,9 @@
-"""The house rules of DESIGN and STYLE, read from the source: who imports whom, and what a file looks like."""
+"""The house rules of DESIGN and STYLE, read from the source: the rooms, and what a file looks like."""
 
 import ast
 import importlib
 import inspect
 from pathlib import Path
-
-import pytest
 
 import ampatch as amp
 from ampatch import errors
@@ -21,7 +19,6 @@ def module_name(path):
 
 
 NAMES = {module_name(path): path for path in FILES}
-EVERY_FILE = [pytest.param(path, id=str(path.relative_to(ROOT))) for path in FILES]
 
 
 def imported_names(path):
@@ -54,68 +51,63 @@ def imported_modules(path):
 IMPORTS = {name: imported_modules(path) for name, path in NAMES.items()}
 
 
-def reach(name):
-    """The modules of ours that a module imports, and those that they import, and so on."""
-    found, waiting = set(), {name}
-    while waiting:
-        module = waiting.pop()
-        new = IMPORTS.get(module, set()) - found
-        found |= new
-        waiting |= new
-    return found
-
-
-def ours(*names):
-    return {f"ampatch.{name}" for name in names}
-
-
 # ---- Who imports whom ----
 
-# From below: a module imports none of those that come later.
-LAYERS = [
-    ("errors", "precision"),
-    ("table", "loss_scale", "thread"),
-    ("lists", "policy", "cast"),
-    ("patcher", "scaler", "masters", "explanation"),
-    ("wrapper", "values", "optimizer", "catalog"),
-    ("registration", "hooks", "block"),
-    ("model", "torch_patch"),
-    ("session",),
-    ("frontend",),
-]
-CASTING = ours(
-    "table", "lists", "patcher", "cast", "cast_cache", "cast_tree", "wrapper", "registration", "torch_patch"
-)
-SCALING = ours("scaler", "masters", "optimizer", "block")
-TOOLS = [
-    name
-    for name in NAMES
-    if name.split(".")[1:2]
-    in [["sweeps"], ["diagnose"], ["apex"], ["run"], ["script"], ["cli"], ["show_lists"], ["testing"]]
-]
-# Besides the names of the package: what the tables are made of, and what is said of an op.
-# `script` runs scripts, for the tools that do.
-PUBLIC_MODULES = ours("catalog", "explanation", "lists", "peel", "private", "script", "table")
+PUBLIC = "ampatch"  # the names that the package itself holds
+ENGINE = {"errors", "levels", "casts", "patching", "models", "steps", "session"}
+
+# The whole picture: what each room, or file beside the rooms, imports. `lists` are rows, and import
+# the table's words alone (`casts.table`).
+ARROWS = {
+    "errors": set(),
+    "levels": {"errors"},
+    "casts": {"errors", "levels", "lists"},
+    "steps": {"errors", "levels"},
+    "patching": {"errors", "levels", "lists", "casts"},
+    "models": {"errors", "levels", "lists", "casts", "steps"},
+    "session": {"errors", "levels", "casts", "patching", "models", "steps"},
+    PUBLIC: {"errors", "levels", "casts", "steps", "session"},
+    "testing": {PUBLIC, "lists", "casts", "patching"},
+    "commands": {PUBLIC, "lists", "casts"},
+    "apex": {PUBLIC, "lists", "casts", "levels", "steps", "commands"},
+    "sweeps": {PUBLIC, "apex", "commands"},
+    "__main__": {PUBLIC, "apex", "commands", "sweeps"},
+}
+TOOLS = [name for name in NAMES if name.split(".")[1:2] in [["sweeps"], ["apex"], ["commands"], ["testing"]]]
 
 
-@pytest.mark.parametrize("name", [name for layer in LAYERS for name in layer if name != "lists"])
-def test_no_module_reaches_a_layer_above_it(name):
-    below = next(index for index, layer in enumerate(LAYERS) if name in layer)
-    above = {f"ampatch.{other}" for layer in LAYERS[below + 1 :] for other in layer}
-    assert reach(f"ampatch.{name}") & above == set()
+def room(module):
+    return module.split(".")[1] if "." in module else PUBLIC
+
+
+def test_the_picture_of_the_rooms_is_whole():
+    found = {name: set() for name in ARROWS}
+    for module, imports in IMPORTS.items():
+        assert room(module) in ARROWS, f"{module} is in no room of the picture"
+        found[room(module)] |= {room(other) for other in imports} - {room(module)}
+    assert found == ARROWS  # an arrow that nothing needs any more goes from the picture
+
+
+def test_the_arrows_lead_one_way():
+    def reach(name, seen):
+        for other in ARROWS.get(name, ()):
+            assert other not in seen, f"{other} -> ... -> {name} -> {other}"
+            reach(other, {*seen, other})
+
+    for name in ARROWS:
+        reach(name, {name})
 
 
 def test_no_two_modules_import_each_other():
+    def reach(name):
+        found, waiting = set(), {name}
+        while waiting:
+            new = IMPORTS.get(waiting.pop(), set()) - found
+            found |= new
+            waiting |= new
+        return found
+
     assert [name for name in NAMES if name in reach(name)] == []
-
-
-def test_every_module_that_is_named_here_exists():
-    named = {f"ampatch.{name}" for layer in LAYERS for name in layer} - {"ampatch.lists"}
-    assert named - set(NAMES) == set()
-
-
-def test_the_table_imports_errors_alone():
-    assert IMPORTS["ampatch.table"] == ours("errors")
 
 
 def test_the_lists_import_the_table_alone():
@@ -124,68 +116,39 @@ def test_the_lists_import_the_table_alone():
             if isinstance(node, ast.Import):
                 assert not any(alias.name.startswith("ampatch") for alias in node.names)
             if isinstance(node, ast.ImportFrom):
-                assert node.module == "ampatch.table" or node.module.startswith("ampatch.lists")
-
-
-def test_rows_flow_to_the_policy_to_the_patcher_to_the_casts_and_not_back():
-    assert reach("ampatch.policy") & ours("table", "lists", "patcher", "cast", "wrapper") == set()
-    assert reach("ampatch.patcher") & ours("policy", "cast", "wrapper") == set()
-    assert reach("ampatch.cast") & ours("table", "lists", "policy", "patcher", "wrapper") == set()
-
-
-@pytest.mark.parametrize("name", ["scaler", "masters", "optimizer", "optimizer_state", "block"])
-def test_what_scales_and_steps_knows_nothing_of_rows_policies_patches_and_casts(name):
-    unknown = CASTING | ours("policy", "model", "hooks", "session", "frontend")
-    assert reach(f"ampatch.{name}") & unknown == set()
-
-
-@pytest.mark.parametrize("name", sorted(CASTING - ours("lists")))
-def test_what_patches_and_casts_knows_nothing_of_scales_and_masters(name):
-    assert reach(name) & SCALING == set()
-
-
-def test_the_session_and_its_joins_are_the_only_files_that_import_from_both_halves():
-    both = [name for name, imports in IMPORTS.items() if imports & CASTING and imports & SCALING]
-    assert sorted(both) == ["ampatch.joins", "ampatch.session"]
+                assert node.module == "ampatch.casts.table" or node.module.startswith("ampatch.lists")
 
 
 def test_only_what_the_user_calls_imports_the_session():
     # Whatever imports it is imported by the package itself, and so holds public functions.
-    importers = {name for name, imports in IMPORTS.items() if "ampatch.session" in imports}
+    importers = {name for name, imports in IMPORTS.items() if "ampatch.session.session" in imports}
     assert importers <= IMPORTS["ampatch"]
-    for name in importers:
-        assert [other for other, imports in IMPORTS.items() if name in imports] == ["ampatch"], name
 
 
-@pytest.mark.parametrize("name", TOOLS)
-def test_a_tool_imports_public_names_alone(name):
-    top = ".".join(name.split(".")[:2])
-    for module, imported in imported_names(NAMES[name]):
-        if module == "ampatch" and imported is not None:
-            allowed = [
-                *amp.__all__,
-                "__version__",
-                "lists",
-                "show_lists",
-                "sweeps",
-                "diagnose",
-                "apex",
-                "run",
-            ]
-            assert imported in allowed
-        elif module in PUBLIC_MODULES:
-            continue
-        elif name == "ampatch.cli":
-            assert module.split(".")[1:2] in ([], ["sweeps"], ["diagnose"], ["apex"], ["run"]), module
-        else:
-            assert module == "ampatch" or module.startswith(top), module
+def test_a_tool_takes_public_names_from_the_package():
+    rooms = [*ARROWS, "lists", "__version__"]
+    for name in TOOLS:
+        for module, imported in imported_names(NAMES[name]):
+            assert module != "ampatch" or imported in [*amp.__all__, *rooms, None], name
+        for node in ast.walk(TREES[NAMES[name]]):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "amp"
+            ):
+                assert node.attr in amp.__all__, name
 
 
-@pytest.mark.parametrize("name", TOOLS)
-def test_a_tool_reads_no_private_name_of_the_package(name):
-    for node in ast.walk(TREES[NAMES[name]]):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "amp":
-            assert node.attr in amp.__all__
+def test_a_room_is_small_and_says_what_it_is_for():
+    for folder in {path.parent for path in FILES}:
+        files = [path for path in FILES if path.parent == folder and not path.name.startswith("__")]
+        assert len(files) <= 12, f"{folder}: {len(files)} files"
+        assert ast.get_docstring(TREES[folder / "__init__.py"]), folder
+
+
+def test_twelve_entries_are_the_most_at_the_front_door():
+    beside = {"__init__.py", "__main__.py", "__pycache__", "py.typed"}
+    assert len([one for one in ROOT.iterdir() if one.name not in beside]) <= 12
 
 
 def test_every_public_name_is_there_once_and_sorted_by_nothing_private():
@@ -201,7 +164,22 @@ def test_what_the_package_imports_is_public():
 # ---- What a file looks like ----
 
 
-@pytest.mark.parametrize("path", EVERY_FILE)
+def of_every_file(check):
+    """Makes one test of what holds for each file; it names all that break the rule."""
+
+    def test():
+        broken = []
+        for path in FILES:
+            try:
+                check(path)
+            except AssertionError as error:
+                broken.append(f"{path.relative_to(ROOT)}: {error}")
+        assert not broken, "\n".join(broken)
+
+    return test
+
+
+@of_every_file
 def test_the_first_line_of_a_file_is_a_sentence(path):
     line = (ast.get_docstring(TREES[path]) or "").split("\n")[0]
     assert line[:1].isupper() or line.startswith("`")
@@ -209,7 +187,7 @@ def test_the_first_line_of_a_file_is_a_sentence(path):
     assert len(line.split()) >= 4
 
 
-@pytest.mark.parametrize("path", EVERY_FILE)
+@of_every_file
 def test_a_file_is_shorter_than_300_lines(path):
     assert len(path.read_text().splitlines()) < 300
 
@@ -228,12 +206,12 @@ def code_length(function):
     return length
 
 
-@pytest.mark.parametrize("path", EVERY_FILE)
+@of_every_file
 def test_a_function_is_at_most_45_lines_long(path):
     assert {f.name: code_length(f) for f in functions(path) if code_length(f) > 45} == {}
 
 
-@pytest.mark.parametrize("path", EVERY_FILE)
+@of_every_file
 def test_ifs_are_nested_at_most_twice(path):
     def depth(node, inside=0):
         children = list(ast.iter_child_nodes(node))
@@ -280,25 +258,25 @@ def undocumented_methods(cls):
             yield name
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("__main__")])
-def test_everything_public_has_a_docstring(name):
-    assert list(undocumented(importlib.import_module(name))) == []
+def test_everything_public_has_a_docstring():
+    modules = [importlib.import_module(name) for name in NAMES]
+    assert {module.__name__: bare for module in modules if (bare := list(undocumented(module)))} == {}
 
 
-@pytest.mark.parametrize("name", [name for name in amp.__all__ if name != "OPT_LEVELS"])
-def test_a_docstring_begins_with_one_line_that_ends_with_a_full_stop(name):
-    line = inspect.getdoc(getattr(amp, name)).split("\n")[0]
-    assert line.endswith(".")
+def test_a_docstring_begins_with_one_line_that_ends_with_a_full_stop():
+    for name in amp.__all__:
+        if name != "OPT_LEVELS":
+            assert inspect.getdoc(getattr(amp, name)).split("\n")[0].endswith("."), name
 
 
 # `maybe_print` of _amp_state.py prints what a script tells it to.
 PRINTING = {
-    *("announce.py", "cli.py", "show_lists.py", "sweeps/terminal/view.py"),
+    *("session/announce.py", "__main__.py", "commands/show_lists.py", "sweeps/terminal/view.py"),
     *("apex/amp/_amp_state.py", "apex/check_command.py"),
 }
 
 
-@pytest.mark.parametrize("path", EVERY_FILE)
+@of_every_file
 def test_only_the_announcements_and_the_command_line_print(path):
     if path.relative_to(ROOT).as_posix() in PRINTING:
         return
@@ -328,7 +306,7 @@ def is_mutable(value):
     return isinstance(value, MUTABLE)
 
 
-@pytest.mark.parametrize("path", EVERY_FILE)
+@of_every_file
 def test_no_module_has_mutable_state(path):
     found = []
     for node in TREES[path].body:
@@ -339,7 +317,7 @@ def test_no_module_has_mutable_state(path):
     assert [node for node in ast.walk(TREES[path]) if isinstance(node, ast.Global)] == []
 
 
-@pytest.mark.parametrize("path", EVERY_FILE)
+@of_every_file
 def test_a_module_does_not_write_into_a_constant(path):
     constants = {
         target.id
@@ -359,7 +337,7 @@ VAGUE = {"handle", "stash", "misc", "utils", "util", "helper", "helpers"}
 NAMED_BY_APEX = {"apex/amp/handle.py": {"handle"}}  # what scripts import has the name that it had
 
 
-@pytest.mark.parametrize("path", EVERY_FILE)
+@of_every_file
 def test_names_are_of_the_field(path):
     kinds = (ast.FunctionDef, ast.ClassDef)
     names = [node.name for node in ast.walk(TREES[path]) if isinstance(node, kinds)]
@@ -367,7 +345,7 @@ def test_names_are_of_the_field(path):
     assert words & VAGUE == NAMED_BY_APEX.get(path.relative_to(ROOT).as_posix(), set())
 
 
-@pytest.mark.parametrize("path", EVERY_FILE)
+@of_every_file
 def test_no_type_is_any(path):
     names = {node.id for node in ast.walk(TREES[path]) if isinstance(node, ast.Name)}
     assert "Any" not in names

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import ampatch as amp
-from ampatch import cast_cache
+from ampatch.casts import cast_cache
 from cuda_graphs import PlayedGraph
 
 X = torch.ones(2, 3)

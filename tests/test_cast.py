@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import ampatch as amp
-from ampatch.cast_tree import cast_batch, cast_call, cast_to, cast_tree
+from ampatch.casts.cast_tree import cast_batch, cast_call, cast_to, cast_tree
 
 HALF = torch.bfloat16
 Pair = namedtuple("Pair", ["first", "second"])

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ampatch as amp
-from ampatch import cast_cache
-from ampatch.cast import CASTS
-from ampatch.cast_cache import SWEEP
+from ampatch.casts import cast_cache
+from ampatch.casts.cast import CASTS
+from ampatch.casts.cast_cache import SWEEP
 
 HALF = torch.bfloat16
 

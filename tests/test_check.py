@@ -5,8 +5,8 @@ import textwrap
 import pytest
 
 import ampatch as amp
+from ampatch.__main__ import main
 from ampatch.apex.check import check_file
-from ampatch.cli import main
 
 
 @pytest.fixture

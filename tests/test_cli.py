@@ -11,7 +11,7 @@ import pytest
 import ampatch as amp
 import ampatch.apex
 from ampatch import lists
-from ampatch.cli import COMMANDS, main
+from ampatch.__main__ import COMMANDS, main
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def test_the_command_line_itself_does_not_import_what_is_slow():
     # ampatch's own __init__ needs torch; what the commands add must not cost anything.
     code = (
         "import sys, ampatch; before = set(sys.modules)\n"
-        "import ampatch.cli\n"
+        "import ampatch.__main__\n"
         "print({name.partition('.')[0] for name in set(sys.modules) - before})"
     )
     added = subprocess.check_output([sys.executable, "-c", code], text=True)

@@ -22,7 +22,7 @@ from patched import FULL, HALF, LEVELS, open_session
 
 optimizer_module = sys.modules["torch.optim.optimizer"]
 BACKENDS = ["eager", "aot_eager"]
-THREAD = amp.session.SESSION.casts.thread
+THREAD = amp.session.session.SESSION.casts.thread
 
 
 @pytest.fixture(autouse=True)

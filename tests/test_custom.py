@@ -282,7 +282,7 @@ def test_what_save_on_cpu_keeps_has_the_type_that_backward_needs():
     [
         ("torch", HALF),
         ("torch.distributed.checkpoint.filesystem", HALF),
-        ("ampatch.masters", HALF),
+        ("ampatch.steps.masters", HALF),
         ("torch.utils.tensorboard._convert_np", FULL),  # calls numpy() on it
         ("torchvision.utils", FULL),
         ("__main__", FULL),

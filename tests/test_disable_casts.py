@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ampatch as amp
-from ampatch.cast import CASTS
+from ampatch.casts.cast import CASTS
 
 FULL, HALF = torch.float32, torch.bfloat16
 

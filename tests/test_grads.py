@@ -9,7 +9,7 @@ from torch.nn import Parameter, ParameterList
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch as amp
-from ampatch.grads import accumulate_
+from ampatch.steps.grads import accumulate_
 from helpers import assert_same_bits, snapshot
 
 HALF = {"O2": torch.float16, "O5": torch.bfloat16}

@@ -66,7 +66,7 @@ def test_the_wheel_holds_nothing_but_the_package(wheel):
 
 def test_the_wheel_installs_the_command(site):
     entry_points = site / DIST_INFO / "entry_points.txt"
-    assert "ampatch = ampatch.cli:main" in entry_points.read_text()
+    assert "ampatch = ampatch.__main__:main" in entry_points.read_text()
 
 
 def test_the_installed_package_finds_its_tables(site, tmp_path):

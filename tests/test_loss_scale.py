@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ampatch as amp
-from ampatch.loss_scale import DynamicLossScale, StaticLossScale, parse_loss_scale
+from ampatch.levels.loss_scale import DynamicLossScale, StaticLossScale, parse_loss_scale
 
 INF = float("inf")
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import ampatch as amp
-from ampatch.skip import SkipStreak, explain_skips
+from ampatch.steps.step import SkipStreak, explain_skips
 from helpers import assert_same_bits, needs_torch
 from nets import HALVES, MASTERED, Net, X, open_session, sgd
 from test_readme import explained

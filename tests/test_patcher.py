@@ -13,9 +13,9 @@ from torch import nn
 
 import ampatch as amp
 from ampatch import lists
-from ampatch.patcher import Patcher, place_rows
-from ampatch.session import SESSION
-from ampatch.table import FP32, LOWER, CastTable, Row
+from ampatch.casts.table import FP32, LOWER, CastTable, Row
+from ampatch.patching.patcher import Patcher, place_rows
+from ampatch.session.session import SESSION
 from patched import open_session
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import ampatch as amp
-from ampatch.loss_scale import StaticLossScale
-from ampatch.policy import Overrides, resolve
+from ampatch.levels.loss_scale import StaticLossScale
+from ampatch.levels.policy import Overrides, resolve
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ampatch as amp
-from ampatch import private
+from ampatch.levels import private
 
 PACKAGE = Path(amp.__file__).parent
 # `hasattr` is how ampatch finds out whether a name is there.
@@ -21,7 +21,7 @@ WITHOUT = """
 import builtins, logging, sys, torch, torch._dynamo, torch.jit._recursive, torch.utils.checkpoint
 from torch._dynamo.variables.builtin import BuiltinVariable
 hidden, has = set(sys.argv[1:]), hasattr
-def is_asking(): return sys._getframe(2).f_globals["__name__"] == "ampatch.private"
+def is_asking(): return sys._getframe(2).f_globals["__name__"] == "ampatch.levels.private"
 builtins.hasattr = lambda parent, name: not (name in hidden and is_asking()) and has(parent, name)
 import ampatch as amp
 from torch import nn
@@ -97,8 +97,8 @@ def test_what_a_thread_keeps_is_held_once_while_it_runs_and_no_more_afterwards()
 
 def test_a_torch_that_was_never_tested_is_named_once(caplog, monkeypatch):
     monkeypatch.setattr(private, "NEWEST", "2.5")
-    monkeypatch.setattr("ampatch.announce.NEWEST", "2.5")
-    monkeypatch.setattr(amp.frontend.SESSION, "_said_torch", False)
+    monkeypatch.setattr("ampatch.session.announce.NEWEST", "2.5")
+    monkeypatch.setattr(amp.session.frontend.SESSION, "_said_torch", False)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
@@ -112,9 +112,9 @@ def test_a_torch_whose_compiler_casts_wrongly_runs_plain_python(fault, caplog, m
     """What is taken away is what has this torch's compiler cast rightly."""
     monkeypatch.setattr(private, "NEWEST", "2.5")
     if fault == "trace_methods":
-        monkeypatch.setattr("ampatch.torch_patch.trace_methods", lambda *_: None)
+        monkeypatch.setattr("ampatch.patching.torch_patch.trace_methods", lambda *_: None)
     else:
-        monkeypatch.setattr("ampatch.in_graph.call_uncast", lambda *_, **__: 1 / 0)
+        monkeypatch.setattr("ampatch.casts.in_graph.call_uncast", lambda *_, **__: 1 / 0)
     with caplog.at_level(logging.WARNING):
         amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
     assert "torch.compile runs functions as plain Python until uninitialize()" in caplog.text

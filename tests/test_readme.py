@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampatch as amp
-from ampatch.cli import COMMANDS, build_parser, split
-from ampatch.sweeps.sweep_file import from_json
-from ampatch.sweeps.table_file import to_csv
+from ampatch.__main__ import COMMANDS, build_parser, split
+from ampatch.sweeps.records.sweep_file import from_json
+from ampatch.sweeps.records.table_file import to_csv
 from ampatch.sweeps.terminal.view import show
 from ampatch.sweeps.web.page import write_page
 

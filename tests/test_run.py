@@ -9,9 +9,9 @@ from multiprocessing import spawn
 import pytest
 
 import ampatch.apex
-from ampatch.apex.children import Preparation
-from ampatch.cli import main
-from ampatch.run.command import split
+from ampatch.__main__ import main
+from ampatch.apex.drop_in.children import Preparation
+from ampatch.apex.run_command import split
 from fresh import fresh_processes
 from helpers import without_chatter
 
@@ -59,7 +59,7 @@ def run(processes, tmp_path):
 
     def run_script(text, *arguments):
         (tmp_path / "train.py").write_text(text)
-        return processes.run(f"sys.exit(ampatch.cli.main({['run', *arguments]!r}))", tmp_path)
+        return processes.run(f"sys.exit(ampatch.__main__.main({['run', *arguments]!r}))", tmp_path)
 
     return run_script
 
@@ -285,7 +285,7 @@ def test_torchrun_runs_a_script_through_us(tmp_path):
 
 def test_the_module_of_apex_that_starts_processes_can_be_found(tmp_path):
     """`python -m apex.parallel.multiproc` was how such scripts were started."""
-    code = "from ampatch.script import Script; import ampatch.apex; ampatch.apex.install()\n"
+    code = "from ampatch.commands.script import Script; import ampatch.apex; ampatch.apex.install()\n"
     code += "Script('apex.parallel.multiproc', is_module=True).validate()"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 

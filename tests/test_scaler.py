@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ampatch as amp
-from ampatch.loss_scale import StaticLossScale
-from ampatch.outcome import BackwardOutcome
-from ampatch.scaler import LossScaler
+from ampatch.levels.loss_scale import StaticLossScale
+from ampatch.steps.outcome import BackwardOutcome
+from ampatch.steps.scaler import LossScaler
 from helpers import Scalar, snapshot
 
 CPU = torch.device("cpu")

@@ -87,7 +87,7 @@ def test_a_script_ends_as_it_does_under_python(ending, processes, tmp_path):
     (tmp_path / "broken.py").write_text("def f(:")
     (tmp_path / "train.py").write_text(ENDINGS[ending] + "\n")
     plain = python("train.py", cwd=tmp_path)
-    ours = processes.run("sys.exit(ampatch.cli.main(['run', 'train.py']))", tmp_path)
+    ours = processes.run("sys.exit(ampatch.__main__.main(['run', 'train.py']))", tmp_path)
     assert ours == Ended(plain.returncode, plain.stdout, plain.stderr)
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ampatch.sweeps.record import Outcome
-from ampatch.sweeps.sweep_file import from_json
+from ampatch.sweeps.records.record import Outcome
+from ampatch.sweeps.records.sweep_file import from_json
 
 TRAIN = """
 import sys, time, torch

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from ampatch.sweeps.record import Curve, Measured, Outcome, Record
+from ampatch.sweeps.records.record import Curve, Measured, Outcome, Record
 from ampatch.sweeps.web.axes import Axis, Kind, axis_over
 from ampatch.sweeps.web.bars import Band, Bar, Strip, bar_chart, strip_chart
 from ampatch.sweeps.web.chart import History, Range, line_chart, panel, scale_chart

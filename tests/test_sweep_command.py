@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import ampatch as amp
-from ampatch.cli import main
-from ampatch.script import Script
+from ampatch.__main__ import main
+from ampatch.commands.script import Script
 from ampatch.sweeps import campaign
 from ampatch.sweeps.environment import collect, command_as_typed, find_commit, find_cpu, with_device
-from ampatch.sweeps.record import Curve, Measured, Outcome, Record, Spread
-from ampatch.sweeps.sweep_file import from_json
+from ampatch.sweeps.records.record import Curve, Measured, Outcome, Record, Spread
+from ampatch.sweeps.records.sweep_file import from_json
 
 TRAIN = "import ampatch as amp\namp.initialize(model, optimizer)"
 MEASURED = Measured(

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from ampatch import AmpValueError
-from ampatch.sweeps.record import Curve, Measured, Outcome, Record, Spread
-from ampatch.sweeps.sweep import Settings
-from ampatch.sweeps.sweep_file import from_json, to_json
+from ampatch.sweeps.records.record import Curve, Measured, Outcome, Record, Spread
+from ampatch.sweeps.records.sweep import Settings
+from ampatch.sweeps.records.sweep_file import from_json, to_json
 from ampatch.sweeps.verdicts.change import Fault
 from ampatch.sweeps.verdicts.compare import compare
 from ampatch.sweeps.verdicts.summary import summarize

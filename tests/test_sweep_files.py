@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampatch import AmpValueError
-from ampatch.sweeps.record import Bytes, Casts, Curve, Measured, Spread
-from ampatch.sweeps.sweep import Distance, Row, Sweep
-from ampatch.sweeps.sweep_file import from_json, read_measured, to_json
-from ampatch.sweeps.table_file import to_csv
+from ampatch.sweeps.records.record import Bytes, Casts, Curve, Measured, Spread
+from ampatch.sweeps.records.sweep import Distance, Row, Sweep
+from ampatch.sweeps.records.sweep_file import from_json, read_measured, to_json
+from ampatch.sweeps.records.table_file import to_csv
 from sweep_samples import sample_sweep
 
 NAN, INF = float("nan"), float("inf")

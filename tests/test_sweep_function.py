@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional as F
 
 import ampatch as amp
-from ampatch.sweeps.record import Outcome
-from ampatch.sweeps.sweep_file import from_json
+from ampatch.sweeps.records.record import Outcome
+from ampatch.sweeps.records.sweep_file import from_json
 
 
 def train(opt_level, seed):

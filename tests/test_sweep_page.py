@@ -6,8 +6,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from ampatch.sweeps.record import Outcome
-from ampatch.sweeps.sweep import Distance, Recommendation, Verdict
+from ampatch.sweeps.records.record import Outcome
+from ampatch.sweeps.records.sweep import Distance, Recommendation, Verdict
 from ampatch.sweeps.web.page import write_page
 from sweep_extremes import HOSTILE, METRICS, extreme_sweeps
 from sweep_samples import CRASHING, ENVIRONMENT, SETTINGS, TRACEBACK, VARIANT, sample_sweep

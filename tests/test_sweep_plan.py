@@ -10,9 +10,9 @@ import torch
 
 import ampatch as amp
 from ampatch import AmpValueError
-from ampatch.script import Script
+from ampatch.commands.script import Script
 from ampatch.sweeps.plan import Plan, Run, slug
-from ampatch.sweeps.sweep import Settings
+from ampatch.sweeps.records.sweep import Settings
 from ampatch.sweeps.time_left import Past, Present, estimate_seconds
 from ampatch.sweeps.variant import LEVELS, OPTIONS, parse_rows, parse_variant
 

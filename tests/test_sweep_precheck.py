@@ -5,7 +5,7 @@ import zipfile
 import pytest
 
 from ampatch import AmpValueError
-from ampatch.script import Script
+from ampatch.commands.script import Script
 from ampatch.sweeps.precheck import validate_source
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from ampatch import AmpValueError
-from ampatch.sweeps import runner
-from ampatch.sweeps.log_file import LINES, last_lines, line_of
+from ampatch.sweeps.processes import runner
 from ampatch.sweeps.plan import Run
-from ampatch.sweeps.record import Measured, Outcome
-from ampatch.sweeps.runner import environment_of, execute
-from ampatch.sweeps.stop import SIGNALS, Stop, noting_signals
-from ampatch.sweeps.sweep_file import to_plain
+from ampatch.sweeps.processes.log_file import LINES, last_lines, line_of
+from ampatch.sweeps.processes.runner import environment_of, execute
+from ampatch.sweeps.processes.stop import SIGNALS, Stop, noting_signals
+from ampatch.sweeps.records.record import Measured, Outcome
+from ampatch.sweeps.records.sweep_file import to_plain
 
 STEPPED = Measured(initialized=True, steps=12)
 
@@ -66,7 +66,7 @@ def is_alive(pid):
 
 
 def test_the_child_is_given_the_run(run):
-    assert runner.command_of(run)[-2:] == ["ampatch.sweeps.child", run.to_json()]
+    assert runner.command_of(run)[-2:] == ["ampatch.sweeps.processes.child", run.to_json()]
 
 
 def test_a_run_that_ended_well_is_a_record_of_what_it_measured(child):

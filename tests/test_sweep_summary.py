@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampatch.sweeps.record import Curve, Measured, Outcome, Record, Spread
-from ampatch.sweeps.sweep import Distance, Recommendation, Settings, Verdict
+from ampatch.sweeps.records.record import Curve, Measured, Outcome, Record, Spread
+from ampatch.sweeps.records.sweep import Distance, Recommendation, Settings, Verdict
 from ampatch.sweeps.verdicts.distance import Sample, deviation, distance, mean
 from ampatch.sweeps.verdicts.metric_names import is_about_accuracy, is_lower_better, most_important
 from ampatch.sweeps.verdicts.summary import pool, summarize

@@ -7,8 +7,8 @@ from io import BytesIO, StringIO, TextIOWrapper
 import pytest
 from rich.console import Console
 
-from ampatch.sweeps.record import Curve, Measured, Outcome, Record, Spread
-from ampatch.sweeps.sweep import Settings
+from ampatch.sweeps.records.record import Curve, Measured, Outcome, Record, Spread
+from ampatch.sweeps.records.sweep import Settings
 from ampatch.sweeps.terminal.terminal_table import build_table, heading_of
 from ampatch.sweeps.terminal.view import progress_bar, show, show_comparison
 from ampatch.sweeps.verdicts.compare import compare

@@ -20,9 +20,9 @@ import ampatch
 import ampatch as amp
 import ampatch.apex
 from ampatch.apex import amp as apex_amp
-from ampatch.apex.mirror import EXTENSIONS, OURS, PARTS, own_name
-from ampatch.apex.missing import explain
-from ampatch.apex.real import public_names
+from ampatch.apex.drop_in.mirror import EXTENSIONS, OURS, PARTS, own_name
+from ampatch.apex.drop_in.missing import explain
+from ampatch.apex.drop_in.real import public_names
 from ampatch.apex.uses import Use, find_uses
 
 

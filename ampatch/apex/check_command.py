@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ampatch import AmpError, AmpValueError
-from ampatch.apex.real import is_real_installed
+from ampatch.apex.drop_in.real import is_real_installed
 
 if TYPE_CHECKING:
     from ampatch.apex.check import Report

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ampatch.apex.missing import EXTENSION_NAMES
+from ampatch.apex.drop_in.missing import EXTENSION_NAMES
 
 ROOTS = frozenset({"apex", "amp_C", "apex_C", *EXTENSION_NAMES})
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)

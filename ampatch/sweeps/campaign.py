@@ -12,11 +12,11 @@ from typing import Protocol
 from ampatch import AmpValueError
 from ampatch.sweeps.environment import collect, with_device
 from ampatch.sweeps.plan import Plan, Run
-from ampatch.sweeps.record import Outcome, Record
-from ampatch.sweeps.results import Results
-from ampatch.sweeps.runner import Execute, execute, shorten
-from ampatch.sweeps.stop import Stop
-from ampatch.sweeps.sweep import Sweep
+from ampatch.sweeps.processes.runner import Execute, execute, shorten
+from ampatch.sweeps.processes.stop import Stop
+from ampatch.sweeps.records.record import Outcome, Record
+from ampatch.sweeps.records.results import Results
+from ampatch.sweeps.records.sweep import Sweep
 from ampatch.sweeps.time_left import Past, Present, estimate_seconds, expect_steps
 from ampatch.sweeps.verdicts.summary import summarize
 

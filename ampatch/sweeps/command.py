@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 
 from ampatch import AmpError, AmpValueError
-from ampatch.script import Script
+from ampatch.commands.script import Script
 from ampatch.sweeps.plan import DEFAULTS, Plan
 from ampatch.sweeps.precheck import validate_source
-from ampatch.sweeps.stop import noting_signals
+from ampatch.sweeps.processes.stop import noting_signals
 from ampatch.sweeps.terminal.stream import Stream
 from ampatch.sweeps.variant import LEVELS, parse_rows
 from ampatch.sweeps.verdicts.compare import SLOWER
@@ -164,7 +164,7 @@ def find_script(arguments: argparse.Namespace) -> Script:
 def sweep(plan: Plan, out: str | None) -> int:
     """Carries out the plan, writes and shows what came of it; returns the exit status."""
     from ampatch.sweeps.campaign import Campaign
-    from ampatch.sweeps.results import open_results
+    from ampatch.sweeps.records.results import open_results
     from ampatch.sweeps.terminal import view
 
     # A reader that goes away, or a disk that is full, must not end what took hours.
@@ -197,7 +197,7 @@ def compare(arguments: argparse.Namespace) -> int:
             f"{flags(given) or '--'} beside --compare, which runs nothing: "
             "expected --slower, --more-memory and --tolerance alone"
         )
-    from ampatch.sweeps.results import read_sweep
+    from ampatch.sweeps.records.results import read_sweep
 
     before, after = map(read_sweep, arguments.compare)
     limits = given_of(arguments, ("tolerance", *OF_A_COMPARISON))

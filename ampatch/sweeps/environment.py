@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from ampatch import __version__
-from ampatch.script import Script
-from ampatch.sweeps.record import Record
-from ampatch.sweeps.sweep import Environment
+from ampatch.commands.script import Script
+from ampatch.sweeps.records.record import Record
+from ampatch.sweeps.records.sweep import Environment
 
 GIT_SECONDS = 10
 

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ampatch import AmpError, AmpValueError
-from ampatch.script import Script
+from ampatch.commands.script import Script
 from ampatch.sweeps.campaign import Bar, Campaign
-from ampatch.sweeps.in_process import Train, execute_here, require_closed
 from ampatch.sweeps.plan import DEFAULTS, LEVEL, SEED, Plan
-from ampatch.sweeps.results import open_results
-from ampatch.sweeps.stop import Stop
-from ampatch.sweeps.sweep import Sweep
+from ampatch.sweeps.processes.in_process import Train, execute_here, require_closed
+from ampatch.sweeps.processes.stop import Stop
+from ampatch.sweeps.records.results import open_results
+from ampatch.sweeps.records.sweep import Sweep
 from ampatch.sweeps.variant import LEVELS, parse_rows
 
 IN_CHILD = "AMPATCH_SWEEP_CHILD"  # set in the environment while a child loads the function
@@ -60,7 +60,9 @@ def sweep(
             "sweep() is called while a process of its own loads the module of train: put the call under "
             "if __name__ == '__main__'"
         )
-    script = Script("ampatch.sweeps.call", (describe(train, processes), LEVEL, SEED), is_module=True)
+    script = Script(
+        "ampatch.sweeps.processes.child_call", (describe(train, processes), LEVEL, SEED), is_module=True
+    )
     rows = parse_rows(list(levels), list(variants))
     if not processes and timeout is not None:
         raise AmpValueError("timeout needs processes: a function in this one cannot be ended")

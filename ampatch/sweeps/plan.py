@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ampatch import AmpValueError
-from ampatch.script import STDIN, Script
-from ampatch.sweeps.sweep import Settings
+from ampatch.commands.script import STDIN, Script
+from ampatch.sweeps.records.sweep import Settings
 from ampatch.sweeps.variant import Value, Variant
 
 SEED, LEVEL = "{seed}", "{level}"  # in the script's arguments

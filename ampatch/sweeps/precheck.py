@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ampatch import AmpValueError
-from ampatch.script import STDIN, Script
+from ampatch.commands.script import STDIN, Script
 
 NAME = "initialize"
 # They lead to code that nothing here reads.

@@ -11,8 +11,8 @@ import torch
 
 import ampatch as amp
 from ampatch import OPT_LEVELS, AmpError, AmpValueError
-from ampatch.script import level_overrides
-from ampatch.sweeps.sweep import AUTOCAST
+from ampatch.commands.script import level_overrides
+from ampatch.sweeps.records.sweep import AUTOCAST
 
 LEVELS = (*OPT_LEVELS, AUTOCAST)
 NAMES = ", ".join(LEVELS)

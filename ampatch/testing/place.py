@@ -7,7 +7,7 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ampatch.catalog import Catalog
+from ampatch.casts.catalog import Catalog
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import ampatch as amp
 from ampatch.apex.amp.scaler import LossScaler
-from ampatch.peel import list_wrapped
+from ampatch.steps.foreign_step import list_wrapped
 
 
 class AmpOptimizerState:

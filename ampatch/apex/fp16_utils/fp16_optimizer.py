@@ -19,7 +19,7 @@ from ampatch.apex.fp16_utils.fp16util import clip_grad_norm, model_grads_to_mast
 from ampatch.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from ampatch.apex.fp16_utils.master_optimizer import MasterOptimizer
 from ampatch.apex.fp16_utils.optimizer_wrapper import validate_no_masters_of_amp
-from ampatch.peel import list_wrapped
+from ampatch.steps.foreign_step import list_wrapped
 
 logger = logging.getLogger("ampatch")
 

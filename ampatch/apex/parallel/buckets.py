@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ampatch.private import is_expanded
+from ampatch.levels.private import is_expanded
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from torch.autograd import Variable
 from torch.nn import Parameter
 
 from ampatch.apex.parallel.buckets import Averaging, make_buckets
-from ampatch.private import graph_task
+from ampatch.levels.private import graph_task
 
 
 class Pass:

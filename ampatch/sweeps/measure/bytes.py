@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 
 import ampatch as amp
-from ampatch.sweeps.record import Bytes
+from ampatch.sweeps.records.record import Bytes
 
 
 def count_bytes(models: Iterable[Module], optimizers: Iterable[object], casts: int) -> Bytes:

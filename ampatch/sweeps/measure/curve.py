@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from ampatch.sweeps.record import Curve
+from ampatch.sweeps.records.record import Curve
 
 LIMIT = 1000
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ampatch.sweeps.measure.curve import CurveBuilder
-from ampatch.sweeps.record import LAST_LOSSES, Curve
+from ampatch.sweeps.records.record import LAST_LOSSES, Curve
 
 BATCH = 64  # steps whose losses are read together
 

@@ -21,7 +21,7 @@ from ampatch.sweeps.measure.memory import peak_memory
 from ampatch.sweeps.measure.samples import Samples
 from ampatch.sweeps.measure.scales import ScaleHistory
 from ampatch.sweeps.measure.steps import StepCounter, StepTimes
-from ampatch.sweeps.record import Bytes, Casts, Measured
+from ampatch.sweeps.records.record import Bytes, Casts, Measured
 
 LARGEST_STEP = 2**53  # up to which floats are whole numbers
 LOOKED_AT = 2  # the step before which bytes are counted: the first with all of the optimizer's state

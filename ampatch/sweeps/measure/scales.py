@@ -7,7 +7,7 @@ from collections import deque
 
 import ampatch as amp
 from ampatch.sweeps.measure.curve import ChangeBuilder
-from ampatch.sweeps.record import Curve
+from ampatch.sweeps.records.record import Curve
 
 BATCH = 64  # outcomes that are looked at together
 

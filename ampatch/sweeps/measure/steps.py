@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ampatch.sweeps.measure.clock import Clock, Mark
-from ampatch.sweeps.record import Spread
+from ampatch.sweeps.records.record import Spread
 
 PROGRESS_SECONDS = 0.25
 LONGEST_ROUND = 20  # steps of the optimizer that steps most, for one of that which steps least

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ampatch.sweeps.numbers import ASCII, duration
-from ampatch.sweeps.record import LAST_LOSSES, Outcome, Record
-from ampatch.sweeps.sweep import Sweep
+from ampatch.sweeps.processes.warmup import said_of_warmup
+from ampatch.sweeps.records.numbers import ASCII, duration
+from ampatch.sweeps.records.record import LAST_LOSSES, Outcome, Record
+from ampatch.sweeps.records.sweep import Sweep
 from ampatch.sweeps.verdicts.distance import GUESSED_SPREAD
-from ampatch.sweeps.warmup import said_of_warmup
 
 UNITS = {
     "seeds": "the standard deviation of O0 over the seeds",

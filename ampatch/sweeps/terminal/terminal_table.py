@@ -11,9 +11,9 @@ from rich.box import Box
 from rich.console import Console
 from rich.table import Table
 
-from ampatch.sweeps.numbers import ASCII
-from ampatch.sweeps.row_names import keys_of
-from ampatch.sweeps.sweep import Distance, Row, Sweep
+from ampatch.sweeps.records.numbers import ASCII
+from ampatch.sweeps.records.row_names import keys_of
+from ampatch.sweeps.records.sweep import Distance, Row, Sweep
 from ampatch.sweeps.terminal.caption import title
 from ampatch.sweeps.terminal.plain import printable
 from ampatch.sweeps.verdicts.change import Change

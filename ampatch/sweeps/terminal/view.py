@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ampatch.sweeps.numbers import ASCII, duration
-from ampatch.sweeps.row_names import abbreviate, keys_of
-from ampatch.sweeps.sweep import Recommendation, Row, Sweep, Verdict
+from ampatch.sweeps.records.numbers import ASCII, duration
+from ampatch.sweeps.records.row_names import abbreviate, keys_of
+from ampatch.sweeps.records.sweep import Recommendation, Row, Sweep, Verdict
 from ampatch.sweeps.terminal.caption import failure_of, said_of_columns
 from ampatch.sweeps.terminal.plain import cut_middle, printable
 from ampatch.sweeps.terminal.terminal_table import WIDTH, build_comparison, build_table

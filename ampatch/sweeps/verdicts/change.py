@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ampatch import AmpValueError
-from ampatch.sweeps.numbers import ASCII
-from ampatch.sweeps.record import Outcome, Word
-from ampatch.sweeps.sweep import Distance, Row, Verdict
+from ampatch.sweeps.records.numbers import ASCII
+from ampatch.sweeps.records.record import Outcome, Word
+from ampatch.sweeps.records.sweep import Distance, Row, Verdict
 from ampatch.sweeps.verdicts.verdict import write_distance
 
 

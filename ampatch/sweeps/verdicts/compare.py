@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ampatch.sweeps.sweep import Environment, Sweep
+from ampatch.sweeps.records.sweep import Environment, Sweep
 from ampatch.sweeps.verdicts.change import Change, Limits, find_regressions
 from ampatch.sweeps.verdicts.distance import distances
 from ampatch.sweeps.verdicts.summary import divide, finished, runs_of, step_ms

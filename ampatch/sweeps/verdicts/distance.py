@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ampatch.sweeps.record import Measured, Record
-from ampatch.sweeps.sweep import Distance
+from ampatch.sweeps.records.record import Measured, Record
+from ampatch.sweeps.records.sweep import Distance
 from ampatch.sweeps.verdicts.metric_names import is_about_accuracy, is_lower_better
 
 # Parts of O0's value. Where seeds agree to the last digits by luck, the tiniest difference would be very many

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ampatch.sweeps.numbers import ASCII
-from ampatch.sweeps.record import Outcome, Record
-from ampatch.sweeps.sweep import (
+from ampatch.sweeps.records.numbers import ASCII
+from ampatch.sweeps.records.record import Outcome, Record
+from ampatch.sweeps.records.sweep import (
     AUTOCAST,
     BASELINE,
     Distance,

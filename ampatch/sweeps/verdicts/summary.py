@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from ampatch.sweeps.measure.steps import spread_of
-from ampatch.sweeps.record import Measured, Outcome, Record, Spread
-from ampatch.sweeps.sweep import BASELINE, Environment, Row, Settings, Sweep, find_row
+from ampatch.sweeps.records.record import Measured, Outcome, Record, Spread
+from ampatch.sweeps.records.sweep import BASELINE, Environment, Row, Settings, Sweep, find_row
 from ampatch.sweeps.verdicts.distance import distances, mean
 from ampatch.sweeps.verdicts.recommendation import recommend
 from ampatch.sweeps.verdicts.verdict import judge

@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from ampatch.sweeps.numbers import ASCII
-from ampatch.sweeps.record import Curve, Measured, Outcome, Record
-from ampatch.sweeps.sweep import BASELINE, Distance, Verdict
+from ampatch.sweeps.records.numbers import ASCII
+from ampatch.sweeps.records.record import Curve, Measured, Outcome, Record
+from ampatch.sweeps.records.sweep import BASELINE, Distance, Verdict
 from ampatch.sweeps.verdicts.distance import compared_metrics, finite, loss_sample, mean
 
 LAST_STEPS = 20

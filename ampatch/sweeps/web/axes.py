@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ampatch.sweeps.numbers import TYPESET, trim
-from ampatch.sweeps.record import Word
+from ampatch.sweeps.records.numbers import TYPESET, trim
+from ampatch.sweeps.records.record import Word
 
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 

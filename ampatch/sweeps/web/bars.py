@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from ampatch.sweeps.numbers import TYPESET
+from ampatch.sweeps.records.numbers import TYPESET
 from ampatch.sweeps.web.axes import Axis, axis_over
 from ampatch.sweeps.web.colours import Look
 from ampatch.sweeps.web.drawing import LINE, WIDTH, cut_end, picture, text, width_of

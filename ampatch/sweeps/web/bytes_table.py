@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from statistics import fmean
 
-from ampatch.sweeps.numbers import TYPESET
-from ampatch.sweeps.record import Bytes, Casts, Measured, Record
-from ampatch.sweeps.sweep import Row, Sweep
+from ampatch.sweeps.records.numbers import TYPESET
+from ampatch.sweeps.records.record import Bytes, Casts, Measured, Record
+from ampatch.sweeps.records.sweep import Row, Sweep
 from ampatch.sweeps.web.bars import Bar, bar_chart
 from ampatch.sweeps.web.colours import Look
 from ampatch.sweeps.web.figures import figure, part_legend

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ampatch.sweeps.numbers import TYPESET
-from ampatch.sweeps.record import Curve
+from ampatch.sweeps.records.numbers import TYPESET
+from ampatch.sweeps.records.record import Curve
 from ampatch.sweeps.web.axes import Axis, Kind, axis_over
 from ampatch.sweeps.web.colours import Look
 from ampatch.sweeps.web.drawing import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ampatch.sweeps.row_names import LEVELS, keys_of
+from ampatch.sweeps.records.row_names import LEVELS, keys_of
 
 # O0 has the colour of the text, which comes first. The others are the result of a search for colours that
 # keep the largest distance in CIELAB from each other, for normal vision and, simulated as by Machado et al.

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from ampatch.sweeps.numbers import TYPESET
-from ampatch.sweeps.record import Curve, Measured
-from ampatch.sweeps.sweep import BASELINE, Distance, Row, Sweep, Verdict
+from ampatch.sweeps.records.numbers import TYPESET
+from ampatch.sweeps.records.record import Curve, Measured
+from ampatch.sweeps.records.sweep import BASELINE, Distance, Row, Sweep, Verdict
 from ampatch.sweeps.web.bars import Band, Strip, strip_chart
 from ampatch.sweeps.web.chart import History, Range, line_chart, panel, scale_chart
 from ampatch.sweeps.web.colours import Look

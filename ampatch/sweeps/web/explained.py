@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ampatch.sweeps.numbers import TYPESET
-from ampatch.sweeps.record import LAST_LOSSES, Record
-from ampatch.sweeps.sweep import Settings, Sweep
-from ampatch.sweeps.warmup import said_of_warmup
+from ampatch.sweeps.processes.warmup import said_of_warmup
+from ampatch.sweeps.records.numbers import TYPESET
+from ampatch.sweeps.records.record import LAST_LOSSES, Record
+from ampatch.sweeps.records.sweep import Settings, Sweep
 from ampatch.sweeps.web.figures import memory_kinds
 from ampatch.sweeps.web.markup import Markup, breakable, element
 

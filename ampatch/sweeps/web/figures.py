@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ampatch.sweeps.numbers import TYPESET
-from ampatch.sweeps.sweep import Row, Sweep, find_row
+from ampatch.sweeps.records.numbers import TYPESET
+from ampatch.sweeps.records.sweep import Row, Sweep, find_row
 from ampatch.sweeps.verdicts.summary import step_ms
 from ampatch.sweeps.web.bars import Bar, bar_chart
 from ampatch.sweeps.web.colours import Look

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TypeGuard
 
-from ampatch.sweeps.record import Curve, Measured, Record
+from ampatch.sweeps.records.record import Curve, Measured, Record
 
 POINTS = 110  # of a curve, at most: one for 2 or 3 units of a chart's width
 SEED_POINTS = 70

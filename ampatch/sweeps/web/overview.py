@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from datetime import datetime
 from pathlib import PurePath
 
-from ampatch.sweeps.numbers import TYPESET
-from ampatch.sweeps.sweep import BASELINE, Row, Settings, Sweep
+from ampatch.sweeps.records.numbers import TYPESET
+from ampatch.sweeps.records.sweep import BASELINE, Row, Settings, Sweep
 from ampatch.sweeps.web.colours import Look
 from ampatch.sweeps.web.markup import Markup, breakable, element, with_flags
 from ampatch.sweeps.web.tables import distance_text

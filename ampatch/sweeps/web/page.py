@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ampatch.sweeps.numbers import TYPESET
-from ampatch.sweeps.sweep import Sweep
+from ampatch.sweeps.records.numbers import TYPESET
+from ampatch.sweeps.records.sweep import Sweep
 from ampatch.sweeps.web.bytes_table import bytes_figure, bytes_table, casts_figure
 from ampatch.sweeps.web.colours import Look, looks_of
 from ampatch.sweeps.web.curve_figures import (

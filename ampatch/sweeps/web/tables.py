@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ampatch.sweeps.numbers import TYPESET
-from ampatch.sweeps.sweep import Distance, Row, Sweep, Verdict
+from ampatch.sweeps.records.numbers import TYPESET
+from ampatch.sweeps.records.sweep import Distance, Row, Sweep, Verdict
 from ampatch.sweeps.web.colours import Look
 from ampatch.sweeps.web.markup import JOINTS, Markup, breakable, element
 from ampatch.sweeps.web.style import COLUMN, NARROW_COLUMN, table_class

@@ -1,0 +1,112 @@
+"""`ampatch run`: its arguments, and what is set up before the script starts."""
+
+import argparse
+from collections.abc import Callable, Sequence
+
+from ampatch import OPT_LEVELS, AmpValueError, apex
+from ampatch.commands.script import Script, level_overrides
+
+SUMMARY = "run a script that was written for apex, unchanged"
+HINT = "; the script's own follow the script"
+VALUED = ("--opt-level", "--dtype", "--loss-scale")
+DTYPES = ("float16", "bfloat16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `ampatch run` accepts before the script."""
+    parser.usage = "ampatch run [OPTIONS] SCRIPT [ARGS...]\n       ampatch run [OPTIONS] -m MODULE [ARGS...]"
+    parser.epilog = (
+        "SCRIPT is what `python` takes: a file, a folder or archive with __main__.py, or - for the "
+        "standard input. Everything after it goes to the script."
+    )
+    parser.add_argument("script", metavar="SCRIPT", nargs="?", help="a script that imports apex")
+    parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as `python -m` does")
+    parser.add_argument(
+        "--opt-level", metavar="L", help="in the place of the script's: " + ", ".join(OPT_LEVELS)
+    )
+    parser.add_argument("--dtype", metavar="T", help="the half type of the level: " + " or ".join(DTYPES))
+    parser.add_argument("--loss-scale", metavar="S", help="a number or dynamic")
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Parts our arguments from those of the script, which are all that follow it.
+
+    By hand: argparse takes options out of what follows, too.
+
+    >>> split(["run", "--opt-level", "O2", "train.py", "--opt-level", "O1"])
+    (['run', '--opt-level', 'O2', 'train.py'], ('--opt-level', 'O1'))
+    >>> split(["run", "-m", "package.train", "-m"])
+    (['run', '-m', 'package.train'], ('-m',))
+    """
+    place = 1
+    while place < len(argv):
+        word = argv[place]
+        place += 1
+        if word == "-" or not word.startswith("-"):
+            break
+        if word in VALUED or word in ("-m", "--"):
+            place += 1
+        if word.startswith("-m") or word == "--":
+            break
+    return list(argv[:place]), tuple(argv[place:])
+
+
+def run(arguments: argparse.Namespace) -> Callable[[], int]:
+    """Sets up what the script will find, and returns what runs it."""
+    script = find_script(arguments)
+    apex.install(**read_overrides(arguments))
+    script.validate()
+    return script.run
+
+
+def find_script(arguments: argparse.Namespace) -> Script:
+    """Says which script was named; raises AmpValueError if there is none."""
+    if arguments.module is not None:
+        return Script(arguments.module, arguments.script_arguments, is_module=True)
+    if arguments.script is None:
+        raise AmpValueError("no script: expected a Python script, or -m and a module")
+    return Script(arguments.script, arguments.script_arguments)
+
+
+def read_overrides(arguments: argparse.Namespace) -> dict[str, object]:
+    """Returns what `initialize` is made to use; raises AmpValueError for what it could not."""
+    overrides: dict[str, object] = {}
+    if arguments.opt_level is not None:
+        overrides |= level_overrides(parse_level(arguments.opt_level))
+    if arguments.dtype is not None:
+        # The script's own would contradict it.
+        overrides |= {"cast_model_type": None, "patch_torch_functions_type": None}
+        overrides["dtype"] = parse_dtype(arguments.dtype)
+    if arguments.loss_scale is not None:
+        overrides["loss_scale"] = parse_loss_scale(arguments.loss_scale)
+    return overrides
+
+
+def parse_level(text: str) -> str:
+    """Reads an opt level."""
+    if text not in OPT_LEVELS:
+        raise AmpValueError(f"unknown opt_level {text!r}: expected one of {', '.join(OPT_LEVELS)}")
+    return text
+
+
+def parse_dtype(text: str) -> str:
+    """Reads a half type.
+
+    >>> parse_dtype("torch.bfloat16")
+    'bfloat16'
+    """
+    name = text.removeprefix("torch.")
+    if name not in DTYPES:
+        raise AmpValueError(f"unknown dtype {text!r}: expected one of {', '.join(DTYPES)}")
+    return name
+
+
+def parse_loss_scale(text: str) -> str:
+    """Reads a loss scale, which `initialize` takes in a string."""
+    try:
+        is_scale = text == "dynamic" or 0 < float(text) < float("inf")
+    except ValueError:
+        is_scale = False
+    if not is_scale:
+        raise AmpValueError(f"loss scale {text!r}: expected a number above 0, or dynamic")
+    return text

@@ -1,0 +1,234 @@
+"""The casts of weights: each made once while its weight stays as it is, and never stale."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ampatch.casts.thread import ThreadState
+from ampatch.levels.private import (
+    PROXY,
+    count_users,
+    dispatch_mode,
+    find_stream,
+    is_transformed,
+    tracing_state,
+)
+
+# Bound before anything is patched, and quicker than Tensor.to (1.5 against 2.4 µs).
+CONVERT: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
+    torch.float16: Tensor.half,
+    torch.bfloat16: Tensor.bfloat16,
+    torch.float32: Tensor.float,
+}
+
+is_grad_enabled, _PROXY, _count_references = torch.is_grad_enabled, PROXY.find(), sys.getrefcount
+
+
+def _count_own(requires_grad: bool) -> tuple[int, int]:
+    """How many users its memory and how many references itself a parameter has that only an entry holds."""
+    parameter = Parameter(torch.empty(1), requires_grad)
+    with torch.enable_grad():
+        entries = {0: (parameter.half(), parameter, parameter.untyped_storage())}
+    del parameter
+    ((_, parameter, memory),) = [entry for _, entry in list(entries.items())]
+    return count_users(memory._cdata) or 0, _count_references(parameter)
+
+
+_OWN_USERS = _count_own(requires_grad=False)[0]
+_OWN_REFERENCES = {requires_grad: _count_own(requires_grad)[1] for requires_grad in (False, True)}
+
+SWEEP = 64  # rechecks, after which casts of parameters that are gone are looked for
+
+
+class CastCache:
+    """The casts of parameters to one dtype, each made once while the parameter stays as it is.
+
+    An entry is used only while the parameter is the same object with the same memory, version and
+    requires_grad. A write through a tensor that shares the memory and not the version (an earlier
+    `.data`, an array of NumPy) changes none of these. So after an iteration a cast is used only if nobody
+    else can reach the memory; a step of any optimizer ends all, since fused ones leave no trace.
+
+    On CUDA an entry is used only on the stream that it was made on. Another one would have to wait for it,
+    and the memory would have to wait for that one; a cast of its own takes no longer.
+
+    A cast is made with gradients on, whatever the mode, and serves every mode: the node behind it saves
+    no tensors, and without grad mode nobody asks for it.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, thread: ThreadState, is_eligible: Callable[[Tensor], bool]
+    ) -> None:
+        self.dtype = dtype
+        self._convert = CONVERT[dtype]
+        self._thread = thread
+        self._is_eligible = is_eligible
+        # Other threads may add some at any time, and the garbage collector clears them all when it frees a
+        # model: who goes through them goes through a copy.
+        # By id: cast, version, pointer, requires_grad, device and stream (None but on CUDA), the parameter
+        # (kept, so that its id stays its own), and its memory if the cast may outlive an iteration. Plain
+        # tuples unpack fastest.
+        self._entries: dict[int, tuple] = {}
+        self._waiting: dict[int, tuple] = {}  # entries of iterations that ended, not used since
+        self._rechecks = 0
+        self.made = 0  # casts of parameters, ever
+        self._by_memory: dict[int, list[int]] = {}  # keys of entries; sorted when they are asked for
+        self.cast_plain = self._make_cast_plain()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the casts that are kept."""
+        entries = [*self._entries.copy().values(), *self._waiting.copy().values()]
+        return sum(entry[0].nbytes for entry in entries)
+
+    def clear(self) -> None:
+        """Forgets every cast."""
+        self._entries.clear()
+        self._waiting.clear()
+        self._by_memory.clear()
+
+    def forget(self, parameter: Tensor) -> None:
+        """Forgets the cast of one parameter."""
+        self._drop(id(parameter))
+
+    def _drop(self, key: int) -> None:
+        self._entries.pop(key, None)
+        self._waiting.pop(key, None)
+
+    def forget_memory(self, tensor: Tensor) -> None:
+        """Forgets the casts of the parameters that a tensor shares memory with."""
+        if not (self._entries or self._waiting):
+            return
+        if type(tensor) not in (Tensor, Parameter) or tensor.layout is not torch.strided:
+            return
+        by_memory = self._by_memory or self._sort_by_memory()
+        for key in by_memory.get(tensor.untyped_storage()._cdata, ()):
+            self._drop(key)
+
+    def _sort_by_memory(self) -> dict[int, list[int]]:
+        by_memory: dict[int, list[int]] = {}
+        entries = [*self._entries.copy().items(), *self._waiting.copy().items()]
+        for key, (*_, parameter, _) in entries:
+            by_memory.setdefault(parameter.untyped_storage()._cdata, []).append(key)
+        is_whole = len(entries) == len(self._entries) + len(self._waiting)
+        self._by_memory = by_memory if is_whole else {}
+        return by_memory
+
+    def recheck(self) -> None:
+        """Has each cast looked at anew before it is used again: its parameter may be written unseen.
+
+        That comes later, because most often a step comes first, and ends them all.
+        """
+        self._waiting.update(self._entries.copy())
+        self._entries.clear()
+        self._rechecks += 1
+        if self._rechecks % SWEEP == 0:
+            self._drop_unowned()
+
+    def _drop_unowned(self) -> None:
+        """Forgets the casts of parameters that nobody else has any more."""
+        for key, (_, _, _, requires_grad, *_, parameter, _) in self._waiting.copy().items():
+            if _count_references(parameter) <= _OWN_REFERENCES[requires_grad]:
+                self._waiting.pop(key, None)
+
+    def cast(self, parameter: Tensor) -> Tensor:
+        """Returns a parameter in the cache's dtype, cast now or earlier; others as they are."""
+        # Without grad mode and outside of a forward nothing says when an iteration ends.
+        if (is_grad_enabled() or self._thread.forwards) and not _is_recorded():
+            return self.cast_plain(parameter)
+        if not self._is_eligible(parameter):
+            return parameter
+        self.made += 1
+        return self._convert(parameter)
+
+    def _make_cast_plain(self) -> Callable[[Tensor], Tensor]:
+        find, make = self._entries.get, self._make
+
+        def cast_plain(parameter: Tensor) -> Tensor:
+            """What `cast` does where nothing is recorded: the hot path."""
+            entry = find(id(parameter))
+            if entry is not None:
+                cast, version, pointer, requires_grad, device, stream, _, _ = entry
+                if (
+                    parameter._version == version
+                    and parameter.data_ptr() == pointer
+                    and parameter.requires_grad == requires_grad
+                    and (device is None or find_stream(device) == stream)
+                ):
+                    return cast
+            return make(parameter)
+
+        return cast_plain
+
+    def _make(self, parameter: Tensor) -> Tensor:
+        key = id(parameter)
+        entry = self._waiting.pop(key, None)
+        if entry is not None and _is_as_it_was(parameter, entry):
+            self._entries[key] = entry
+            return entry[0]
+        if not self._is_eligible(parameter):
+            return parameter
+        self.made += 1
+        if parameter.layout is not torch.strided:
+            return self._convert(parameter)
+        try:
+            version = parameter._version
+        except RuntimeError:  # made in inference mode, where tensors have none
+            return self._convert(parameter)
+        device = _find_device(parameter)
+        stream = None if device is None else find_stream(device)
+        # All of it is read before the conversion: another thread may write meanwhile.
+        state = version, parameter.data_ptr(), parameter.requires_grad, device, stream
+        if is_grad_enabled():
+            cast = self._convert(parameter)
+        else:
+            with torch.inference_mode(mode=False):  # which turns gradients on
+                cast = self._convert(parameter)
+        # Fake tensors and those of a running torch.func transform are dead once it ends.
+        if type(cast) is Tensor and not is_transformed():
+            self._entries[key] = (cast, *state, parameter, _find_memory(parameter))
+            if self._by_memory:
+                self._by_memory = {}
+        return cast
+
+
+def _is_as_it_was(parameter: Tensor, entry: tuple) -> bool:
+    """Whether a cast still holds for sure: nobody else reaches the memory, and no function wrote the cast."""
+    cast, version, pointer, requires_grad, device, stream, _, memory = entry
+    if memory is None or _is_shared(memory) or cast._version:
+        return False
+    if device is not None and find_stream(device) != stream:
+        return False
+    is_same = parameter._version == version and parameter.data_ptr() == pointer
+    return is_same and parameter.requires_grad == requires_grad
+
+
+def _is_shared(memory: torch.UntypedStorage) -> bool:
+    users = count_users(memory._cdata)
+    return users is None or users > _OWN_USERS
+
+
+def _find_memory(parameter: Tensor) -> torch.UntypedStorage | None:
+    """Returns the memory of a parameter that nobody writes without a trace who cannot be seen to share it.
+
+    Not if other processes or libraries have it.
+    """
+    memory = parameter.untyped_storage()
+    # NumPy's memory is not resizable; `detach_` leaves no trace.
+    if _is_shared(memory) or not (memory.resizable() and parameter.is_leaf):
+        return None
+    return memory if parameter.is_cuda or not memory.is_shared() else None
+
+
+def _find_device(parameter: Tensor) -> int | None:
+    """Returns the index of the CUDA device that a parameter is on; elsewhere there are no streams."""
+    return parameter.get_device() if parameter.is_cuda else None
+
+
+def _is_recorded() -> bool:
+    """Whether torch.jit.trace or make_fx records operations: an earlier cast would be a constant there."""
+    return tracing_state() is not None or dispatch_mode(_PROXY) is not None

@@ -1,0 +1,268 @@
+"""What the cast tables and the user's registrations say of an op, under each of its names."""
+
+from __future__ import annotations
+
+import difflib
+import pkgutil
+import re
+import types
+from collections.abc import Iterable
+from functools import cached_property
+
+import torch
+
+from ampatch import lists
+from ampatch.casts.explanation import Explanation, Name
+from ampatch.casts.promotion import promotes
+from ampatch.casts.table import CastTable, Row
+from ampatch.errors import AmpValueError
+
+# How people write the places, longest first where one begins with another.
+SHORT = {
+    "nn.functional": "torch.nn.functional",
+    "functional": "torch.nn.functional",
+    "F": "torch.nn.functional",
+    "Tensor": "torch.Tensor",
+    "nn": "torch.nn",
+    "linalg": "torch.linalg",
+    "special": "torch.special",
+    "fft": "torch.fft",
+}
+OPERATORS = {
+    "@": "matmul",
+    "@=": "matmul",
+    "**": "pow",
+    "**=": "__ipow__",
+    "+": "add",
+    "-": "sub",
+    "*": "mul",
+    "/": "div",
+    "//": "floor_divide",
+    "%": "remainder",
+    "==": "eq",
+    "!=": "ne",
+    "<": "lt",
+    "<=": "le",
+    ">": "gt",
+    ">=": "ge",
+    "&": "bitwise_and",
+    "|": "bitwise_or",
+    "^": "bitwise_xor",
+    "<<": "bitwise_left_shift",
+    ">>": "bitwise_right_shift",
+    "[]=": "__setitem__",
+}
+# Operators whose method is not called like their function.
+DUNDERS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}
+_FUNCTIONS = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+)
+_NOT_OPS = ("boolean_dispatch", "assert_int_or_pair")
+_ALIAS = re.compile(r"^\s*Alias (?:for|of) :\w+:`~?([\w.]+?)(?:\(\))?`", re.MULTILINE)
+
+
+class Catalog:
+    """The ops of torch and what is said of them; `explain` looks one up.
+
+    `registered` are names that a script added, which come before the rows of the tables.
+    """
+
+    def __init__(
+        self,
+        tables: Iterable[CastTable] = lists.TABLES,
+        registered: Iterable[Name] = (),
+        version: str = torch.__version__,
+    ) -> None:
+        self.tables = tuple(tables)
+        self.version = version
+        self._registered = {name.path: name for name in registered}
+        # The row that holds comes last, so that it wins over one of another version.
+        rows = [(table.target, row) for table in self.tables for row in table.rows]
+        rows += [(table.target, row) for table in self.select() for row in table.rows]
+        self._rows = {f"{target}.{row.name}": row for target, row in rows}
+        held = [f"{table.target}.{row.name}" for table in self.select() for row in table.rows]
+        self._held = dict.fromkeys(held)
+
+    def select(self) -> tuple[CastTable, ...]:
+        """The tables with the rows that hold in this torch."""
+        return tuple(table.select(self.version) for table in self.tables)
+
+    def explain(self, text: str) -> Explanation:
+        """Says what happens to an op; one that is given with its place comes first.
+
+        Raises AmpValueError, with names that are close, for what is no op.
+        """
+        path = expand(text)
+        base = self._base(path.rpartition(".")[2])
+        paths = self._paths.get(base, [])
+        if "." in path and (path in paths or self._is_elsewhere(path)):
+            paths = [path, *(other for other in paths if other != path)]
+        elif "." not in path and not paths and path in dict(lists.AUTOCAST_WITHOUT_ROW):
+            paths = [path]  # of autocast's lists: an op that has no name in Python
+        elif "." in path or not paths:
+            raise AmpValueError(self._what_it_is(text, path))
+        return Explanation(text, tuple(map(self.describe, paths)))
+
+    def describe(self, path: str) -> Name:
+        """Says what happens to one name of an op."""
+        if path in self._registered:
+            return self._registered[path]
+        function = _resolve(path)
+        # What is at no place of ours may save, set or compile when it is called.
+        is_known = path in self._paths.get(self._base(path.rpartition(".")[2]), ())
+        native = promotes(function) if is_known and callable(function) else None
+        row = self._rows.get(path)
+        if row is not None and path in self._held:
+            return Name(path, row.cast, row.reason + _unlike_autocast(path), promotes=native)
+        said = _why_not(row, self.version) if row else self._why_no_row(path)
+        return Name(path, None, said, promotes=native)
+
+    def _why_no_row(self, path: str) -> str:
+        said = dict(lists.AUTOCAST_WITHOUT_ROW).get(path.rpartition(".")[2])
+        return said or "no table names it, so that it runs in the type of its arguments"
+
+    def find(self, function: object) -> str | None:
+        """The path by which a function of torch is looked up, one with a row if there is; else None.
+
+        >>> Catalog().find(torch.nn.functional.gelu)
+        'torch.nn.functional.gelu'
+        """
+        held = (path for path in self._held if _resolve(path) is function)
+        others = (path for paths in self._paths.values() for path in paths if _resolve(path) is function)
+        return next(held, None) or next(others, None)
+
+    # Names
+
+    @cached_property
+    def _paths(self) -> dict[str, list[str]]:
+        """The names of each op, by the shortest way to write it."""
+        found: dict[str, list[str]] = {}
+        places = dict.fromkeys([*(table.target for table in self.tables), "torch.sparse"])
+        paths = [f"{target}.{name}" for target in places for name in _ops_of(target)]
+        for path in dict.fromkeys([*self._registered, *self._held, *paths]):
+            found.setdefault(self._base(path.rpartition(".")[2]), []).append(path)
+        order = {target: index for index, target in enumerate(places)}
+        for group in found.values():  # operators and what works in place come after the functions
+            group.sort(key=lambda path: (path.endswith("_"), order.get(path.rpartition(".")[0], -1)))
+        return found
+
+    def _base(self, name: str) -> str:
+        """The op that a name is for: `__rmatmul__`, `matmul_` and `matmul` are one.
+
+        torch says itself, in its documentation, which names are aliases: arccos is one of acos.
+        """
+        base = name
+        if re.fullmatch(r"__\w+__", name):
+            inner = name.strip("_")
+            words = [DUNDERS.get(word, word) for word in (inner, inner[1:] if inner[0] in "ri" else inner)]
+            base = next((word for word in words if hasattr(torch, word)), name)
+        elif not name.startswith("_"):
+            base = name.rstrip("_") or name
+        return self._aliases.get(base, base)
+
+    @cached_property
+    def _aliases(self) -> dict[str, str]:
+        """Ops that torch's documentation calls an alias of one with another name."""
+        found = {}
+        for target in ("torch", "torch.special"):
+            place = pkgutil.resolve_name(target)
+            for name in _ops_of(target):
+                match = _ALIAS.search(getattr(place, name).__doc__ or "")
+                if match and (other := match[1].rpartition(".")[2]) != name:
+                    found[name] = other
+        return found
+
+    def _is_elsewhere(self, path: str) -> bool:
+        """Whether a function of torch is at a path, in a place that has no table."""
+        places = {table.target for table in self.tables}
+        return path.rpartition(".")[0] not in places and _is_op(_resolve(path))
+
+    def _what_it_is(self, text: str, path: str) -> str:
+        """The message for what is no op."""
+        own = path.rpartition(".")[2]
+        found = _resolve(path if "." in path else f"torch.nn.{path}")
+        if isinstance(found, type) and issubclass(found, torch.nn.Module):
+            calls = [word for word in (_snake(own),) if word in self._paths]
+            hint = f", such as {calls[0]!r}" if calls else ""
+            on_cpu = [row.reason for row in lists.MODULES_ON_CPU.rows if row.name == found.__name__]
+            said = f"; in a half model on a CPU it runs in float32: {on_cpu[0]}" if on_cpu else ""
+            return (
+                f"{text!r} is a module, and tables name functions: its forward runs in the types of the "
+                f"functions that it calls; look up those{hint}{said}"
+            )
+        close = difflib.get_close_matches(own, self._paths, n=3, cutoff=0.7)
+        hint = f"; close: {', '.join(close)}" if close else ""
+        return f"{text!r} is no op of torch {self.version} that is known here{hint}"
+
+
+def expand(text: str) -> str:
+    """Writes a place in full.
+
+    >>> expand("F.softmax"), expand("nn.functional.linear"), expand("@"), expand("softmax")
+    ('torch.nn.functional.softmax', 'torch.nn.functional.linear', 'matmul', 'softmax')
+    """
+    text = text.strip().removesuffix("()")
+    text = OPERATORS.get(text, text)
+    for short, whole in SHORT.items():
+        if text.startswith(f"{short}."):
+            return whole + text[len(short) :]
+    return text
+
+
+def _unlike_autocast(path: str) -> str:
+    """Says where an op parts from torch.autocast on purpose; the list has OpInfo's names, with variants."""
+    said = [
+        f"{op}: {reason}"
+        for op, reason in lists.DIFFERENT_FROM_AUTOCAST
+        if path in (whole := expand(op), whole.rpartition(".")[0])
+    ]
+    return f" (unlike torch.autocast: {'; '.join(said)})" if said else ""
+
+
+def _why_not(row: Row, version: str) -> str:
+    since = f"from torch {row.since} on" if row.since else ""
+    until = f"before torch {row.until}" if row.until else ""
+    said = " and ".join(filter(None, (since, until)))
+    return f"its row holds {said} alone, and this is {version}; in it: {row.cast.name}, {row.reason}"
+
+
+def _resolve(path: str) -> object:
+    """What is at a path of torch; None if nothing is, or the path is of another package."""
+    if path.partition(".")[0] != "torch":
+        return None
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError):
+        return None
+
+
+def _is_op(found: object) -> bool:
+    return isinstance(found, _FUNCTIONS)
+
+
+def _ops_of(target: str) -> list[str]:
+    """The functions of a place in torch that take tensors."""
+    place = _resolve(target)
+    if place is None or "._" in target:  # of another torch, or not for users: its rows are all of it
+        return []
+    if isinstance(place, type):
+        own = {name: item for base in reversed(place.__mro__[:-1]) for name, item in vars(base).items()}
+        return [name for name, item in own.items() if _is_op(item) and not hasattr(object, name)]
+    names = [name for name, item in vars(place).items() if _is_op(item) and not name.startswith("_")]
+    if place is torch:
+        # The rest of torch's namespace sets, saves and compiles.
+        known = {*dir(torch._C._VariableFunctions), *torch.functional.__all__}
+        return [name for name in names if name in known]
+    return [name for name in names if name not in _NOT_OPS and "torch_function" not in name]
+
+
+def _snake(name: str) -> str:
+    """Writes the name of a class as functions are called.
+
+    >>> _snake("LayerNorm"), _snake("LSTM"), _snake("MSELoss"), _snake("Conv2d")
+    ('layer_norm', 'lstm', 'mse_loss', 'conv2d')
+    """
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()

@@ -1,0 +1,141 @@
+"""Functions that no single cast fits: what runs in their place, by name. Their rows say what and why."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ampatch.casts.cast import CASTS
+from ampatch.casts.cast_tree import TensorCast, cast_tree
+from ampatch.levels.precision import ELIGIBLE, HALF_TYPES
+
+Function = Callable[..., object]
+
+_PACKAGES = ("torch", "ampatch")
+_TO_NUMPY = "torch.utils.tensorboard"  # which hands what it is given to numpy
+
+
+def where_refused(original: Function, widen: TensorCast, *args: object, **kwargs: object) -> object:
+    """Runs as it is given, and in float32 where torch refuses that: it has no half kernel.
+
+    What is compiled cannot be tried, and runs in float32.
+    """
+    given = args, kwargs
+    if torch.compiler.is_compiling():
+        args, kwargs = cast_tree(given, widen)  # type: ignore[misc]
+        return original(*args, **kwargs)
+    try:
+        return original(*args, **kwargs)
+    except RuntimeError as error:  # NotImplementedError is one, too
+        wide = cast_tree(given, widen)
+        if wide is given or isinstance(error, (torch.OutOfMemoryError, torch.linalg.LinAlgError)):
+            raise
+    args, kwargs = wide  # type: ignore[misc]
+    return original(*args, **kwargs)
+
+
+def on_cpu(original: Function, widen: TensorCast, *args: object, **kwargs: object) -> object:
+    """Runs in float32 on a CPU, which has no half kernel; elsewhere as it is given."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return widen(tensor) if tensor.device.type == "cpu" else tensor
+
+    args, kwargs = cast_tree((args, kwargs), cast)  # type: ignore[misc]
+    return original(*args, **kwargs)
+
+
+def rrelu(original: Function, widen: TensorCast, input: Tensor, *args: object, **kwargs: object) -> object:
+    """Runs in float32 where a CPU refuses half; in place, too."""
+    result = where_refused(original, widen, input, *args, **kwargs)
+    is_in_place = kwargs.get("inplace", args[3] if len(args) > 3 else False)
+    return input.copy_(result) if is_in_place and result is not input else result
+
+
+def matrix_power(original: Function, widen: TensorCast, *args: object, **kwargs: object) -> object:
+    """Multiplies in half, by the row of matmul; inverts in the type of the input, before it multiplies."""
+    n = args[1] if len(args) > 1 else kwargs.get("n")
+    input = args[0] if args else kwargs.get("input", kwargs.get("A"))
+    has_more = len(args) + len(kwargs) > 2
+    if has_more or not isinstance(n, int) or n in (0, 1) or not _is_cast(input):
+        return original(*args, **kwargs)
+    power = torch.linalg.inv(input) if n < 0 else input
+    if abs(n) == 3:  # which torch multiplies in this order
+        return torch.matmul(torch.matmul(power, power), power)
+    bits, result = bin(abs(n))[:1:-1], None
+    for place, bit in enumerate(bits):
+        power = torch.matmul(power, power) if place else power
+        if bit == "1":
+            result = power if result is None else torch.matmul(result, power)
+    return result
+
+
+def ipow(original: Function, widen: TensorCast, input: Tensor, exponent: object) -> object:
+    """Gives a new float32 tensor for a half one, as an operator may; others are written in place."""
+    if input.dtype in HALF_TYPES and _is_cast(input):
+        return torch.pow(widen(input), exponent)  # never in place: the cast of a parameter is kept
+    return original(input, exponent)
+
+
+def _is_cast(value: object) -> bool:
+    """Whether casts are for a value: a tensor of their types, on one of their devices."""
+    return isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.device.type in CASTS.device_types
+
+
+def sum_to_size(
+    original: Function, widen: TensorCast, input: Tensor, *args: object, **kwargs: object
+) -> object:
+    """Runs in float32, unless self has that size: then it comes back as it is."""
+    size = args or tuple(kwargs.values())
+    shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+    is_same = bool(shape) and tuple(shape) == input.shape  # type: ignore[arg-type]
+    return original(input if is_same else widen(input), *args, **kwargs)
+
+
+def local_response_norm(
+    original: Function, widen: TensorCast, input: Tensor, *args: object, **kwargs: object
+) -> object:
+    """Runs in float32 if there is anything to normalize."""
+    return original(widen(input) if input.numel() else input, *args, **kwargs)
+
+
+def cpu(original: Function, widen: TensorCast, input: Tensor, *args: object, **kwargs: object) -> object:
+    """Copies half tensors in float32; torch's own calls get what they gave.
+
+    Torch moves tensors to bring them back, as `save_on_cpu` does, or to store them. What Dynamo
+    compiles is a program's own call.
+    """
+    is_ours = input.dtype in HALF_TYPES and input.device.type in CASTS.device_types
+    if is_ours and (torch.compiler.is_dynamo_compiling() or not _is_internal(sys._getframe(1).f_back)):
+        # Never the cached cast of a parameter: who asked for a copy may write into it.
+        input = widen(input.view_as(input) if isinstance(input, Parameter) else input)
+    return original(input, *args, **kwargs)
+
+
+def _is_internal(caller: FrameType | None) -> bool:
+    """Whether a call is one of torch's own code, or of ours; C++ threads have calls without a caller."""
+    module = caller.f_globals.get("__name__", "") if caller else ""
+    return module.partition(".")[0] in _PACKAGES and not module.startswith(_TO_NUMPY)
+
+
+def without_casts(original: Function, widen: TensorCast, *args: object, **kwargs: object) -> object:
+    """Runs as it is written: it keeps its own account of types."""
+    with CASTS.thread.disabled():
+        return original(*args, **kwargs)
+
+
+# The code of a row is found by the name of its function; every other one is `where_refused`.
+CUSTOM_CASTS: dict[str, Function] = {
+    **dict.fromkeys(("avg_pool3d", "i1", "i1e", "matrix_exp"), on_cpu),
+    "rrelu": rrelu,
+    "matrix_power": matrix_power,
+    "__ipow__": ipow,
+    "sum_to_size": sum_to_size,
+    "local_response_norm": local_response_norm,
+    "cpu": cpu,
+    "_linear_cross_entropy_batch_chunked_accumulator": without_casts,
+}

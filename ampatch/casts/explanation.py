@@ -1,0 +1,118 @@
+"""What happens to an op at each level, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ampatch.casts.table import Cast
+from ampatch.levels.policy import OPT_LEVELS, Policy
+from ampatch.levels.precision import name_dtype
+
+MEANING = {
+    Cast.LOWER: "its floating arguments are cast to the half type of the level",
+    Cast.FP32: "its floating arguments are cast to float32",
+    Cast.PROMOTE: "its floating arguments are cast to the widest type among them",
+    Cast.MATCH_SELF: "its floating arguments are cast to the type of the tensor that is written",
+    Cast.FP32_INPLACE: "raises on a half tensor, which cannot hold the float32 result",
+    Cast.BANNED: "raises if an argument is half; allow_banned=True casts it to float32",
+    Cast.CUSTOM: "no single cast fits: as the reason says",
+}
+RAISES = "raises"
+AS_TORCH = "as torch does"
+SEE = "see the reason"
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What an op runs in at one level, by the types of its floating arguments."""
+
+    opt_level: str
+    float32: str
+    half: str
+    mixed: str
+    because: str
+
+    def cells(self) -> tuple[str, ...]:
+        """The fields in the order of a table's columns."""
+        return self.opt_level, self.float32, self.half, self.mixed, self.because
+
+
+COLUMNS = ("level", "float32 input", "half input", "mixed inputs", "because")
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """One name of an op, and what is said of it; `cast` None: nothing."""
+
+    path: str
+    cast: Cast | None
+    reason: str
+    dtype: torch.dtype | None = None  # registered for this type, whatever the level's is
+    promotes: bool | None = None  # whether torch takes mixed types by itself; None: unknown
+
+    def effects(self) -> tuple[Effect, ...]:
+        """What happens at each level."""
+        return tuple(self._effect(policy) for policy in OPT_LEVELS.values())
+
+    def _effect(self, policy: Policy) -> Effect:
+        native = {True: "float32, by torch", False: "torch refuses", None: AS_TORCH}[self.promotes]
+        half = "half" if policy.half is None else name_dtype(policy.half)
+        if not policy.patch_torch_functions:
+            because = f"the model is {half}; functions are not patched" if policy.casts_model else "no casts"
+            return Effect(policy.opt_level, "float32", half, native, because)
+        if self.cast is None:
+            return Effect(policy.opt_level, "float32", half, native, "no row")
+        lower = half if self.dtype is None else name_dtype(self.dtype)
+        float32, of_half, mixed = {
+            Cast.LOWER: (lower, lower, lower),
+            Cast.FP32: ("float32", "float32", "float32"),
+            Cast.PROMOTE: ("float32", half, "float32"),
+            Cast.MATCH_SELF: ("float32", half, "type of self"),
+            Cast.FP32_INPLACE: ("float32", RAISES, "as self"),
+            Cast.BANNED: ("float32", RAISES, RAISES),
+            Cast.CUSTOM: (SEE, SEE, SEE),
+        }[self.cast]
+        return Effect(policy.opt_level, float32, of_half, mixed, f"patched: {self.cast.name}")
+
+    def heading(self) -> str:
+        """What happens to its arguments where functions are patched."""
+        if self.dtype is not None:
+            return f"{name_dtype(self.dtype)}: its floating arguments are cast to {name_dtype(self.dtype)}"
+        return f"{self.cast.name}: {MEANING[self.cast]}" if self.cast else "no row: it is not patched"
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What happens to an op, under each of its names, at each level; `str` writes it out."""
+
+    op: str
+    names: tuple[Name, ...]
+
+    def groups(self) -> list[tuple[Name, ...]]:
+        """The names by what happens to them, in the order of the first of each group."""
+        found: dict[object, list[Name]] = {}
+        for name in self.names:
+            found.setdefault((name.cast, name.effects()), []).append(name)
+        return [tuple(names) for names in found.values()]
+
+    def __str__(self) -> str:
+        blocks = [f"{self.op}, at each level"]
+        for names in self.groups():
+            reasons = align([(name.path, name.reason) for name in names])
+            table = align([COLUMNS, *(effect.cells() for effect in names[0].effects())])
+            blocks.append("\n".join([names[0].heading(), *(f"  {line}" for line in reasons)]))
+            blocks.append("\n".join(f"  {line}" for line in table))
+        return "\n\n".join(blocks)
+
+
+def align(rows: list[tuple[str, ...]]) -> list[str]:
+    """Writes rows as lines whose columns begin at the same place.
+
+    >>> align([("level", "input"), ("O0", "float32")])
+    ['level  input', 'O0     float32']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [line.rstrip() for line in lines]

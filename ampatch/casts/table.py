@@ -1,0 +1,182 @@
+"""Cast tables: which torch function runs in which dtype, and why."""
+
+from __future__ import annotations
+
+import enum
+import pkgutil
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from ampatch.errors import TableError
+
+
+class Cast(enum.Enum):
+    """What happens to the floating arguments of an op before it runs."""
+
+    LOWER = "lower"  # cast to the half type: the whitelist
+    FP32 = "fp32"  # cast to float32: the blacklist
+    PROMOTE = "promote"  # cast to the widest floating type among them
+    BANNED = "banned"  # raises when given a half tensor
+    FP32_INPLACE = "fp32_inplace"  # raises on a half self: the functional form is FP32
+    MATCH_SELF = "match_self"  # cast to the dtype of self, which an in-place op cannot change
+    CUSTOM = "custom"  # as the reason says: no single cast fits, and casts/custom.py has the code
+
+
+LOWER = Cast.LOWER
+FP32 = Cast.FP32
+PROMOTE = Cast.PROMOTE
+BANNED = Cast.BANNED
+FP32_INPLACE = Cast.FP32_INPLACE
+MATCH_SELF = Cast.MATCH_SELF
+CUSTOM = Cast.CUSTOM
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One op, its cast and the reason.
+
+    >>> Row("softmax", FP32, "sums exp(x), which passes 65504 at x = 11.09").cast
+    <Cast.FP32: 'fp32'>
+
+    `since` is the first torch version that has the op, `until` the first that does not.
+    """
+
+    name: str
+    cast: Cast
+    reason: str
+    since: str | None = None
+    until: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CastTable:
+    """The rows of one place in torch, named by its dotted path: "torch.Tensor"."""
+
+    target: str
+    rows: tuple[Row, ...]
+
+    def select(self, version: str) -> CastTable:
+        """Narrows to the rows that hold in torch `version`.
+
+        >>> old = Row("norm", FP32, "a sum", until="3.0")
+        >>> CastTable("torch", (old,)).select("3.0.0a0+git1234").rows
+        ()
+        """
+        now = _release(version)
+        return CastTable(self.target, tuple(row for row in self.rows if _holds(row, now)))
+
+
+def validate(
+    tables: Iterable[CastTable],
+    version: str,
+    resolve: Callable[[str], object] = pkgutil.resolve_name,
+) -> None:
+    """Raises one `TableError` that lists every fault of the tables, one a line.
+
+    `resolve` maps a target's dotted path to the object that has the ops. It must see torch
+    unpatched: two wrappers of one function are two functions.
+    """
+    tables = tuple(tables)
+    now = _release(version)
+    faults = [
+        f"{table.target}.{row.name}: {fault}"
+        for table in tables
+        for row in table.rows
+        for fault in _faults(row)
+    ]
+    selected = [
+        (table.target, [row for row in table.rows if not _version_faults(row) and _holds(row, now)])
+        for table in tables
+    ]
+    faults += _repetitions(selected, version)
+    faults += _torch_faults(selected, version, resolve)
+    if faults:
+        raise TableError("\n".join(faults))
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Returns the release numbers; a nightly build has the ops of the release it leads to."""
+    match = re.fullmatch(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.?(?:a|b|rc|dev|post)\d*)*(?:\+.*)?", version)
+    if match is None:
+        raise TableError(f"{version!r} is not a torch version: expected one such as '2.13' or '2.13.0+cpu'")
+    return tuple(int(number or 0) for number in match.groups())
+
+
+def _holds(row: Row, now: tuple[int, ...]) -> bool:
+    begun = row.since is None or _release(row.since) <= now
+    return begun and (row.until is None or now < _release(row.until))
+
+
+def _faults(row: Row) -> Iterator[str]:
+    """Yields what is wrong with a row whatever torch is installed."""
+    if not isinstance(row.cast, Cast):
+        yield f"unknown cast {row.cast!r}; expected one of {', '.join(cast.name for cast in Cast)}"
+    lines = row.reason.strip().splitlines()
+    if not lines:
+        yield "no reason; say in one line why the op has its cast"
+    if len(lines) > 1:
+        yield f"the reason has {len(lines)} lines; say it in one"
+    yield from _version_faults(row)
+
+
+def _version_faults(row: Row) -> list[str]:
+    faults = []
+    releases = []
+    for field, version in (("since", row.since), ("until", row.until)):
+        try:
+            releases.append(None if version is None else _release(version))
+        except TableError as error:
+            faults.append(f"{field}={error}")
+    if not faults and None not in releases and releases[0] >= releases[1]:
+        faults.append(f"since={row.since!r} is not before until={row.until!r}; no torch version is between")
+    return faults
+
+
+def _repetitions(selected: list[tuple[str, list[Row]]], version: str) -> Iterator[str]:
+    """Yields the ops that have several rows in one version, in one table or in several."""
+    for path, count in Counter(f"{target}.{row.name}" for target, rows in selected for row in rows).items():
+        if count > 1:
+            yield (
+                f"{path}: {count} rows hold in torch {version}; keep one, or part them with since= and until="
+            )
+
+
+def _torch_faults(
+    selected: list[tuple[str, list[Row]]], version: str, resolve: Callable[[str], object]
+) -> Iterator[str]:
+    """Yields the disagreements between the rows and the torch that is installed."""
+    # The function is kept beside its first row: an id may be reused once its object is gone.
+    first: dict[int, tuple[object, str, Row]] = {}
+    for target, rows in selected:
+        if not rows:  # of another torch, which may have the module as well
+            continue
+        try:
+            place = resolve(target)
+        except (ImportError, AttributeError, ValueError):
+            yield f"{target}: no such module or class in torch {version}; correct the target"
+            continue
+        for row in rows:
+            path = f"{target}.{row.name}"
+            function = getattr(place, row.name, None)
+            if not callable(function):
+                yield f"{path}: {_what_is_missing(place, row, version)}"
+                continue
+            _, other_path, other = first.setdefault(id(function), (function, path, row))
+            if other.cast is not row.cast and other_path != path:
+                yield (
+                    f"{other_path} and {path}: two names of one function, with casts "
+                    f"{_name(other)} and {_name(row)}; give them the same"
+                )
+
+
+def _what_is_missing(place: object, row: Row, version: str) -> str:
+    if hasattr(place, row.name):
+        found = getattr(place, row.name)
+        return f"not a function but {found!r}; a row names what can be called"
+    return f"no such function in torch {version}; if torch removed it, give the row until="
+
+
+def _name(row: Row) -> str:
+    return row.cast.name if isinstance(row.cast, Cast) else repr(row.cast)

@@ -1,0 +1,207 @@
+"""What one thread is doing, and so whether it casts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ContextDecorator
+from dataclasses import dataclass
+from types import FrameType
+from typing import TypeVar
+
+import torch
+
+from ampatch.levels.private import change_in_graph, find_in_thread, is_in_thread, keep_in_thread
+from ampatch.levels.stack import is_running
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A running forward of an initialized model, or of a part of one that runs in float32."""
+
+    owner: int  # id of the module
+    off: bool  # casts are off in it
+    dtype: torch.dtype | None  # what its weights and activations have; None where ops are cast one by one
+    frame: FrameType | None  # the call that runs it; None in a graph, where none ends early
+
+
+class ThreadState(threading.local):
+    """What one thread is doing: it casts while `off` is 0, as every thread does at first.
+
+    A forward or a step that ends in an exception may not say so: hooks after a step do not run then,
+    and those after a forward only for an Exception, which KeyboardInterrupt is not. So it counts only
+    while the call that began it is on the thread's stack.
+
+    On CUDA, and deep inside of nested ones, a backward runs in a thread of the autograd engine, which casts
+    as the thread that waits for it: torch takes along what that one left in its `_stash_obj_in_tls`.
+    """
+
+    def __init__(self) -> None:
+        self._key = f"ampatch.thread {id(self)}"
+        # What follows, added up: the one thing that a patched function looks at. Of a default that the class
+        # has Dynamo would see no other value, before torch 2.12. `_asks` is how much of it says no more than
+        # to ask the thread that called backward.
+        self.off = self._asks = int(not _is_pythons())
+        if not self._asks:
+            keep_in_thread(self._key, self.__dict__)
+        self.forwards: tuple[Forward, ...] = ()  # the innermost is the last
+        self._disabled = 0
+        self._step: FrameType | None = None
+        self._autocasts: list[tuple[object, bool]] = []  # blocks of torch.autocast, and if they disable us
+
+    def disabled(self) -> AbstractContextManager[None]:
+        """Returns a block in which casts are off in this thread; nests, and survives exceptions."""
+        return _Disabled(self)
+
+    def disable(self, change: int) -> None:
+        """Turns casts off once more (1), or once less (-1)."""
+        self._disabled += change
+        self.off += change
+
+    def enter_autocast(self, block: object, disables: bool) -> None:
+        """Notes that a block of `torch.autocast` begins, which may turn our casts off."""
+        self._autocasts.append((block, disables))
+        self.disable(disables)
+
+    def exit_autocast(self, block: object) -> None:
+        """Notes that it ended; one that began before the session is none of ours."""
+        for index in reversed(range(len(self._autocasts))):  # those of generators may cross
+            if self._autocasts[index][0] is block:
+                self.disable(-self._autocasts.pop(index)[1])
+                return
+
+    def enabled(self) -> AbstractContextManager[None]:
+        """Returns a block in which casts are on, whatever turned them off."""
+        return _Enabled(self)
+
+    def enable(self) -> tuple[int, int]:
+        """Turns casts on, and returns what turned them off."""
+        self.forget_ended()
+        around = self.off, self._asks
+        self.off = self._asks = 0
+        return around
+
+    def enable_no_more(self, off: int, asks: int) -> None:
+        """Turns casts off again as they were before `enable`."""
+        self.off += off
+        self._asks = asks
+
+    def is_off(self) -> bool:
+        """Whether casts are off; asked by a patched function that finds `off` above 0."""
+        if torch.compiler.is_dynamo_compiling():
+            return self.off > self._asks
+        if not self._disabled:
+            self.forget_ended()
+        return self.off > self._asks or (self._asks > 0 and self._is_caller_off())
+
+    def _is_caller_off(self) -> bool:
+        """Whether casts are off in the thread that waits for the backward that this one runs."""
+        if not is_in_thread(self._key):
+            return False
+        caller = find_in_thread(self._key)
+        return caller["off"] > caller["_asks"]
+
+    def begin_step(self, frame: FrameType) -> None:
+        """Turns casts off for the length of an optimizer's step."""
+        self.end_step()
+        self._step = frame
+        self.off += 1
+
+    def end_step(self) -> FrameType | None:
+        """Turns casts on again after a step, and returns the call that ran it."""
+        frame, self._step = self._step, None
+        self.off -= frame is not None
+        return frame
+
+    def push(self, forward: Forward) -> None:
+        """Notes that a forward begins."""
+        if forward.frame is None:
+            _change(self._push, forward)
+            return
+        if self.forwards or self._step is not None:
+            self.forget_ended()
+        self._push(forward)
+
+    def _push(self, forward: Forward) -> None:
+        self.forwards = (*self.forwards, forward)
+        self.off += int(forward.off)  # Dynamo 2.6 adds no truth value to a number
+
+    def pop(self, owner: int) -> None:
+        """Notes that a module's forward ended, and with it those inside."""
+        if any(forward.owner == owner for forward in self.forwards):
+            while _change(self._drop_innermost).owner != owner:
+                pass
+
+    def reset(self) -> None:
+        """Forgets all forwards, the step and blocks of `torch.autocast`."""
+        self.end_step()
+        while self._autocasts:
+            self.exit_autocast(self._autocasts[-1][0])
+        while self.forwards:
+            self._drop_innermost()
+
+    def _drop_innermost(self) -> Forward:
+        forward = self.forwards[-1]
+        self.forwards = self.forwards[:-1]
+        self.off -= int(forward.off)
+        return forward
+
+    def forget_ended(self) -> bool:
+        """Drops what is not on the stack any more; returns whether a forward was dropped.
+
+        A forward is pushed only onto running ones, so that those around a running one run as well.
+        """
+        if self._step is not None and not is_running(self._step):
+            self.end_step()
+        before = self.forwards
+        while self.forwards and not is_running(self.forwards[-1].frame):
+            self._drop_innermost()
+        return self.forwards is not before
+
+
+# Classes, because Dynamo traces no generators before torch 2.7.
+
+
+class _Disabled(ContextDecorator):
+    """A block in which casts are off in one thread."""
+
+    def __init__(self, thread: ThreadState) -> None:
+        self._thread = thread
+
+    def __enter__(self) -> None:
+        _change(self._thread.disable, 1)
+
+    def __exit__(self, *_: object) -> None:
+        _change(self._thread.disable, -1)
+
+
+class _Enabled:
+    """A block in which casts are on in one thread."""
+
+    def __init__(self, thread: ThreadState) -> None:
+        self._thread = thread
+        self._around = 0, 0
+
+    def __enter__(self) -> None:
+        self._around = self._thread.enable()
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.enable_no_more(*self._around)
+
+
+def _change(function: Callable[..., Result], *args: object) -> Result:
+    """Calls what changes the state; in a part of a graph, too, such as a checkpoint's.
+
+    Dynamo refuses changes there that outlast the part. These do not: each comes with its undo.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return change_in_graph(function, *args)
+    return function(*args)
+
+
+def _is_pythons() -> bool:
+    """Whether Python started this thread; the autograd engine starts its own."""
+    here, unknown = threading.get_ident(), threading._DummyThread  # type: ignore[attr-defined]
+    return any(one.ident == here and not isinstance(one, unknown) for one in threading.enumerate())

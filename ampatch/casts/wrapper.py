@@ -1,0 +1,293 @@
+"""The wrappers that stand in for patched functions: the hot path, one per kind of cast."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ampatch.casts.cast import Casts, CastState, cast_eligible
+from ampatch.casts.cast_cache import is_grad_enabled
+from ampatch.casts.cast_counter import CastCounter
+from ampatch.casts.cast_tree import TensorCast, cast_listed, cast_tree, may_hold_tensors
+from ampatch.casts.custom import CUSTOM_CASTS, where_refused
+from ampatch.casts.in_graph import keep_uncast
+from ampatch.casts.table import Cast
+from ampatch.errors import BannedFunctionError
+from ampatch.levels.precision import ELIGIBLE, HALF_TYPES
+from ampatch.levels.private import count_modes, tracing_state
+
+is_compiling = torch.compiler.is_dynamo_compiling
+
+SIMPLE = (type(None), int, float, bool, str, slice, type(...))  # of arguments that hold no tensor
+
+Function = Callable[..., object]
+GetCast = Callable[[torch.dtype], TensorCast]
+
+
+def wrap(
+    original: Function,
+    kind: Cast,
+    state: CastState,
+    half: torch.dtype,
+    *,
+    place: tuple[str | None, str],
+    trace: Callable[[str], None] | None = None,
+    counter: CastCounter | None = None,
+    is_users: bool = False,
+) -> Function:
+    """Returns `original` with its floating arguments cast as `kind` says.
+
+    A plain function, not a wrapt wrapper: that one compares equal to what it wraps, so that Dynamo
+    takes it for the original and drops its casts. Calls with `out=` go through uncast, because a
+    cast result would be written where nobody looks, and so do those of an FP32 function with `dtype=`,
+    which says what the function itself casts to. Arguments are searched for tensors in
+    lists and tuples, which is what torch's own functions take, and in anything if the function is a user's
+    (`is_users`). `trace` is told of each cast, and `counter` counts them. `place` is the (module, qualified
+    name) of the patched attribute, by which the wrapper pickles.
+    """
+    name = ".".join(filter(None, place))
+    uncast = keep_uncast(original, place)
+
+    def watch(cast: TensorCast, dtype: torch.dtype) -> TensorCast:
+        cast = counter.watch(cast, state.get_cache(dtype)) if counter else cast
+        return _traced(cast, name, trace) if trace else cast
+
+    def get_cast(dtype: torch.dtype) -> TensorCast:
+        cast = cast_eligible(state, dtype).any
+        return watch(_without_grad(cast) if is_users else cast, dtype)
+
+    dtype = half if kind is Cast.LOWER else torch.float32
+    if kind not in (Cast.LOWER, Cast.FP32):
+        wrapper = _FACTORIES[kind](original, uncast, state, name, get_cast)
+    elif is_users:
+        wrapper = _wrap_users(original, uncast, state, get_cast(dtype))
+    else:
+        casts = cast_eligible(state, dtype)
+        casts = counter.watch_all(casts, state.get_cache(dtype)) if counter else casts
+        casts = Casts(*[_traced(cast, name, trace) for cast in casts]) if trace else casts
+        wrapper = _wrap_listed(original, uncast, state, dtype, casts, has_dtype=kind is Cast.FP32)
+    functools.update_wrapper(wrapper, original)
+    wrapper.__module__, wrapper.__qualname__ = place
+    return wrapper
+
+
+def _traced(cast: TensorCast, name: str, trace: Callable[[str], None]) -> TensorCast:
+    def traced(tensor: Tensor) -> Tensor:
+        result = cast(tensor)
+        if result is not tensor:
+            trace(f"{tensor.dtype} -> {result.dtype} ({name})")
+        return result
+
+    return traced
+
+
+def _without_grad(cast: TensorCast) -> TensorCast:
+    """Keeps the cast of a weight, which has a graph in any mode, from users' functions that return it."""
+
+    def cast_without_grad(tensor: Tensor) -> Tensor:
+        result = cast(tensor)
+        is_shared = result is not tensor and result.requires_grad and not torch.is_grad_enabled()
+        return result.detach() if is_shared else result
+
+    return cast_without_grad
+
+
+def _wrap_users(original: Function, uncast: Function, state: CastState, cast: TensorCast) -> Function:
+    thread = state.thread
+
+    def wrapper(*args, **kwargs):
+        if thread.off and thread.is_off():
+            return uncast(*args, **kwargs)
+        if kwargs.get("out") is not None:
+            return original(*args, **kwargs)
+        kwargs = {key: cast_tree(arg, cast) for key, arg in kwargs.items()}
+        return original(*[cast_tree(arg, cast) for arg in args], **kwargs)
+
+    return wrapper
+
+
+def _wrap_listed(
+    original: Function,
+    uncast: Function,
+    state: CastState,
+    dtype: torch.dtype,
+    casts: Casts,
+    *,
+    has_dtype: bool,
+) -> Function:
+    """Wraps a function of torch's that has LOWER or FP32 in the tables: nearly every call that is cast."""
+    thread, sources = state.thread, ELIGIBLE - {dtype}
+    cast, cast_tensor, cast_parameter = casts
+    if dtype is torch.float32:
+        cast_parameter = cast  # most weights are float32: their type is looked at first
+
+    def cast_item(tensor: Tensor) -> Tensor:
+        return cast_parameter(tensor) if type(tensor) is Parameter else cast(tensor)
+
+    def wrapper(*args, **kwargs):
+        if thread.off and thread.is_off():
+            return uncast(*args, **kwargs)
+        if kwargs:
+            if kwargs.get("out") is not None or (has_dtype and kwargs.get("dtype") is not None):
+                return original(*args, **kwargs)
+            kwargs = {key: cast_listed(arg, cast) for key, arg in kwargs.items()}
+        is_usual = is_grad_enabled() or thread.forwards
+        if is_compiling() or not is_usual or tracing_state() is not None or count_modes():
+            return original(*[cast_listed(arg, cast) for arg in args], **kwargs)
+        cast_args = []
+        for arg in args:
+            kind = type(arg)
+            if kind is Tensor:
+                cast_args.append(cast_tensor(arg) if arg.dtype in sources else arg)
+            elif kind is Parameter:
+                cast_args.append(cast_parameter(arg))
+            else:
+                cast_args.append(arg if kind in SIMPLE else cast_listed(arg, cast_item))
+        return original(*cast_args, **kwargs)
+
+    return wrapper
+
+
+def _have_one_dtype(args: tuple) -> bool:
+    """Whether arguments are soon seen to have no two dtypes of ours, so that there is nothing to cast."""
+    first = None
+    for arg in args:
+        if isinstance(arg, Tensor):
+            dtype = arg.dtype
+            if dtype is first or dtype not in ELIGIBLE:
+                continue
+            if first is not None:
+                return False
+            first = dtype
+        elif type(arg) not in SIMPLE and (not isinstance(arg, (list, tuple)) or may_hold_tensors(arg)):
+            return False
+    return True
+
+
+def _eligible_tensors(state: CastState, values: object) -> list[Tensor]:
+    """The tensors in a tree that a cast may touch."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.dtype in ELIGIBLE and tensor.device.type in state.device_types:
+            found.append(tensor)
+        return tensor
+
+    cast_tree(values, note)
+    return found
+
+
+def _wrap_promote(
+    original: Function, uncast: Function, state: CastState, name: str, get_cast: GetCast
+) -> Function:
+    thread = state.thread
+    widen = get_cast(torch.float32)
+
+    def wrapper(*args, **kwargs):
+        if thread.off and thread.is_off():
+            return uncast(*args, **kwargs)
+        if (not kwargs and _have_one_dtype(args)) or kwargs.get("out") is not None:
+            return original(*args, **kwargs)
+        dtypes = {tensor.dtype for tensor in _eligible_tensors(state, (args, kwargs))}
+        if len(dtypes) < 2:
+            return original(*args, **kwargs)
+        # Any two of float32, float16 and bfloat16 have float32 as their widest type.
+        args, kwargs = cast_tree((args, kwargs), widen)  # type: ignore[misc]
+        return original(*args, **kwargs)
+
+    return wrapper
+
+
+def _wrap_match_self(
+    original: Function, uncast: Function, state: CastState, name: str, get_cast: GetCast
+) -> Function:
+    thread = state.thread
+    casts = {dtype: get_cast(dtype) for dtype in ELIGIBLE}
+
+    def wrapper(*args, **kwargs):
+        if thread.off and thread.is_off():
+            return uncast(*args, **kwargs)
+        if not kwargs and _have_one_dtype(args):
+            return original(*args)
+        target = args[0] if args else kwargs.get("input")
+        if isinstance(target, Tensor) and target.dtype in ELIGIBLE:
+            args, kwargs = cast_tree((args, kwargs), casts[target.dtype])  # type: ignore[misc]
+        return original(*args, **kwargs)
+
+    return wrapper
+
+
+def _wrap_in_place(
+    original: Function, uncast: Function, state: CastState, name: str, get_cast: GetCast
+) -> Function:
+    thread = state.thread
+    functional = name.rpartition(".")[2].rstrip("_")
+
+    def wrapper(*args, **kwargs):
+        if thread.off and thread.is_off():
+            return uncast(*args, **kwargs)
+        target = args[0] if args else kwargs.get("input")
+        if not isinstance(target, Tensor) or target.dtype not in HALF_TYPES:
+            return original(*args, **kwargs)
+        if target.device.type in state.device_types:
+            raise BannedFunctionError(
+                f"{name} was called on a {target.dtype} tensor: it runs in float32, and the result "
+                f"cannot be written into a half tensor; use {functional}, which returns a new one"
+            )
+        return original(*args, **kwargs)
+
+    return wrapper
+
+
+def _wrap_banned(
+    original: Function, uncast: Function, state: CastState, name: str, get_cast: GetCast
+) -> Function:
+    thread = state.thread
+    widen = get_cast(torch.float32)
+    casts = Casts(widen, widen, widen)
+    in_float32 = _wrap_listed(original, uncast, state, torch.float32, casts, has_dtype=False)
+
+    def wrapper(*args, **kwargs):
+        if thread.off and thread.is_off():
+            return uncast(*args, **kwargs)
+        dtypes = {tensor.dtype for tensor in _eligible_tensors(state, (args, kwargs))}
+        halves = dtypes & set(HALF_TYPES)
+        if halves and not state.allow_banned:
+            raise BannedFunctionError(
+                f"{name} was called on a {halves.pop()} tensor, where its logarithm is not safe: use "
+                f"binary_cross_entropy_with_logits on the logits, or have it cast to float32 with "
+                f"amp.initialize(..., allow_banned=True)"
+            )
+        return in_float32(*args, **kwargs)
+
+    return wrapper
+
+
+def _wrap_custom(
+    original: Function, uncast: Function, state: CastState, name: str, get_cast: GetCast
+) -> Function:
+    thread = state.thread
+    custom = CUSTOM_CASTS.get(name.rpartition(".")[2], where_refused)
+    widen = get_cast(torch.float32)
+
+    def wrapper(*args, **kwargs):
+        if thread.off and thread.is_off():
+            return uncast(*args, **kwargs)
+        if kwargs.get("out") is not None:
+            return original(*args, **kwargs)
+        return custom(original, widen, *args, **kwargs)
+
+    return wrapper
+
+
+_FACTORIES = {
+    Cast.PROMOTE: _wrap_promote,
+    Cast.MATCH_SELF: _wrap_match_self,
+    Cast.FP32_INPLACE: _wrap_in_place,
+    Cast.BANNED: _wrap_banned,
+    Cast.CUSTOM: _wrap_custom,
+}

@@ -1,0 +1,122 @@
+"""One parameter or buffer of a model that was cast to a half type, and the way back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from ampatch.models.float32_values import Float32Values
+from ampatch.steps.grads import cast_grads
+from ampatch.steps.masters import is_wrapper
+
+
+def own_tensors(module: Module) -> list[tuple[str, Tensor]]:
+    """A module's own parameters and buffers, without those of its children."""
+    return [
+        *module.named_parameters(recurse=False, remove_duplicate=False),
+        *module.named_buffers(recurse=False, remove_duplicate=False),
+    ]
+
+
+class CastTensor:
+    """Casts a module's tensor in place, and gives it its float32 values and gradient back."""
+
+    def __init__(self, module: Module, name: str, tensor: Tensor, values: Float32Values) -> None:
+        self._module = weakref.ref(module)  # another one may hold the tensor as well, and outlive it
+        self.name = name
+        self.tensor = tensor
+        self._values = values
+        self._given_grad: Tensor | None = None  # in float32, from before the cast
+        self._cast_grad: Tensor | None = None
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Casts the tensor, and a gradient that it has already."""
+        tensor = self.tensor
+        self._values.remember(tensor, tensor.data)
+        self._given_grad, tensor.grad = tensor.grad, None
+        _set_values(tensor, tensor.data.to(dtype))
+        if self._given_grad is not None:
+            self._cast_grad = tensor.grad = self._given_grad.to(dtype)
+
+    def find(self) -> Tensor:
+        """Returns the module's tensor as it is now: `Module.to` replaces buffers by others."""
+        module = self._module()
+        found = {} if module is None else dict(own_tensors(module))
+        current = found.get(self.name, self.tensor)
+        if current is not self.tensor:
+            self._values.rename(self.tensor, current)
+            self.tensor = current
+        return current
+
+    def restore(self) -> None:
+        """Casts the tensor back: float32 values where they hold, and the gradient that counts."""
+        current = self.find()
+        values = self._values.read(current).detach()
+        grad, current.grad = self._find_grad(current, values), None
+        _set_values(current, values)
+        current.grad = grad
+        self._values.forget(current)
+
+    def _find_grad(self, current: Tensor, values: Tensor) -> Tensor | None:
+        grad, pair = current.grad, self._values.find_pair(current)
+        is_fresh = grad is not None and (pair is None or pair.has_fresh_grad())
+        if is_fresh and grad is self._cast_grad and grad._version == 0:
+            return self._given_grad  # nobody touched it
+        if pair is not None and pair.master.grad is not None:
+            return pair.master.grad
+        return cast_grads([grad], [values])[0] if is_fresh else None
+
+
+class CastModule:
+    """The tensors of one module that were cast, and the way back; the module's hooks keep it alive."""
+
+    def __init__(self, module: Module, dtype: torch.dtype | None) -> None:
+        self._module = weakref.ref(module)
+        self._dtype = dtype
+        self._came_half = [tensor for tensor in _list_tensors(module) if tensor.dtype is dtype]
+        self.casts: list[CastTensor] = []  # those of tied tensors are in all modules that have them
+
+    def find(self, module: Module) -> None:
+        """Finds the module's tensors as they are now; does nothing for another one with the same hooks."""
+        if module is self._module():
+            for cast in self.casts:
+                cast.find()
+
+    def cast_newcomers(self) -> None:
+        """Casts to float32 the half tensors that the module, or a part of it, has got since.
+
+        Parametrizations, pruning and weight norm make parameters and buffers from a half weight.
+        """
+        came_half = set(map(id, self._came_half))
+        module = self._module()
+        for tensor in [] if module is None else _list_tensors(module):
+            if tensor.dtype is self._dtype and id(tensor) not in came_half:
+                grad, tensor.grad = tensor.grad, None
+                _set_values(tensor, tensor.detach().float())
+                tensor.grad = None if grad is None else grad.float()
+
+
+def _list_tensors(module: Module) -> list[Tensor]:
+    return [tensor for part in module.modules() for _, tensor in own_tensors(part)]
+
+
+def list_parts(models: Iterable[Module]) -> list[Module]:
+    """The modules of models, each once."""
+    return list({id(part): part for model in models for part in model.modules()}.values())
+
+
+def _set_values(tensor: Tensor, values: Tensor) -> None:
+    """Gives a tensor other values of another type; the object stays the same.
+
+    A tensor that wraps others, such as a DTensor, keeps those where its `.data` is set.
+    """
+    if not is_wrapper(values):
+        tensor.data = values
+        return
+    is_parameter = isinstance(tensor, Parameter)
+    successor = Parameter(values, tensor.requires_grad) if is_parameter else values.detach()
+    torch.utils.swap_tensors(tensor, successor)

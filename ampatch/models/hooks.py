@@ -1,0 +1,246 @@
+"""The hooks that ampatch puts on modules: small objects that pickle, copy and print."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.loss import _Loss
+
+from ampatch.casts.cast import CastState, PendingGraph
+from ampatch.casts.cast_tree import cast_batch, cast_call, cast_object, cast_tree
+from ampatch.casts.thread import Forward
+from ampatch.errors import AmpValueError
+from ampatch.levels.precision import HALF_TYPES
+from ampatch.models.cast_tensor import CastModule, own_tensors
+from ampatch.models.float32_values import Float32Values
+
+
+@dataclass(frozen=True, slots=True)
+class CastInputs:
+    """Casts a module's floating inputs, in any container; a forward pre-hook with kwargs.
+
+    On a deep copy or a pickled model it follows the weights, which their owner may cast to float32.
+    """
+
+    dtype: torch.dtype
+    is_copy: bool = False
+
+    def __deepcopy__(self, memo: dict) -> CastInputs:
+        return type(self)(self.dtype, is_copy=True)
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.dtype, True)
+
+    def __call__(self, module: Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        dtype = self.find_dtype(module)
+        if dtype is None:
+            return None
+        return cast_call(args, kwargs, dtype, cast_object(dtype))
+
+    def find_dtype(self, module: Module) -> torch.dtype | None:
+        """What the inputs are cast to; None for a copy whose weights are not half any more."""
+        if not self.is_copy or self.dtype not in HALF_TYPES:
+            return self.dtype
+        tensors = itertools.chain(module.parameters(), module.buffers())
+        return next((tensor.dtype for tensor in tensors if tensor.dtype in HALF_TYPES), None)
+
+
+@dataclass(frozen=True, slots=True)
+class CastEntry(CastInputs):
+    """Casts what comes to a half module inside of a model, where another one is kept in float32.
+
+    Objects of unknown classes stay: amid a model these are no batches.
+    """
+
+    def __call__(self, module: Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        dtype = self.find_dtype(module)
+        is_usual = len(args) == 1 and not kwargs and getattr(args[0], "dtype", None) is dtype
+        return None if is_usual or dtype is None else cast_call(args, kwargs, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class EnterForward:
+    """Tells the session that a module's forward begins; a forward pre-hook.
+
+    `off` says that nothing is cast inside, `dtype` what the module's weights have there.
+    """
+
+    state: CastState
+    off: bool
+    dtype: torch.dtype | None
+
+    def __call__(self, module: Module, args: tuple) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            self.state.thread.push(Forward(id(module), self.off, self.find_dtype(args), None))
+        else:
+            frame = sys._getframe(1)
+            self.state.enter_forward(Forward(id(module), self.off, self.find_dtype(args), frame))
+        if not self.off and self.state.half is not None:
+            for parameter in module.parameters():
+                self._note_device(parameter)
+                break
+
+    def find_dtype(self, args: tuple) -> torch.dtype | None:
+        """What the activations in the forward have."""
+        return self.dtype
+
+    def _note_device(self, parameter: Tensor) -> None:
+        device_types = self.state.device_types
+        # Asked before, because a part of a graph, such as a checkpoint, must not change what is outside it.
+        if parameter.device.type not in device_types:
+            device_types.add(parameter.device.type)
+
+
+@dataclass(frozen=True, slots=True)
+class EnterAsGiven(EnterForward):
+    """Tells so of a module that, inside of another one's forward, returns the type of what it is given."""
+
+    def find_dtype(self, args: tuple) -> torch.dtype | None:
+        outer = self.state.thread.forwards
+        if not outer:
+            return None
+        given = (arg.dtype for arg in args if isinstance(arg, Tensor) and arg.is_floating_point())
+        return next(given, outer[-1].dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ExitForward:
+    """Tells the session that a module's forward ended; a forward hook that always runs."""
+
+    state: CastState
+
+    def __call__(self, module: Module, args: tuple, output: object) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            self.state.thread.pop(id(module))
+            return
+        if self.state.exit_forward(id(module)) and self.state.half is not None:
+            _end_outermost(output, self.state)
+
+
+def _end_outermost(output: object, state: CastState) -> None:
+    """Has the session notice whether the graph of an output still waits for its backward.
+
+    Without a graph, the iteration is over: grad mode may be off, or the weights are frozen.
+    """
+    nodes: list[torch.autograd.graph.Node] = []
+
+    def find_node(tensor: Tensor) -> Tensor:
+        if tensor.grad_fn is not None:
+            nodes.append(tensor.grad_fn)
+        return tensor
+
+    cast_tree(output, find_node)
+    if not nodes:
+        state.recheck_casts()
+    fresh = [node for node in nodes if not _is_watched(node)]
+    if fresh:
+        graph = PendingGraph()
+        state.watch(graph)
+        for node in fresh:
+            node.metadata[PendingGraph] = graph
+            node.register_prehook(graph)
+
+
+def _is_watched(node: torch.autograd.graph.Node) -> bool:
+    """Whether an earlier forward left a node, as that of a model that returns what it is given."""
+    graph = node.metadata.get(PendingGraph)
+    return graph is not None and not graph.was_used
+
+
+@dataclass(frozen=True, slots=True)
+class CastOutputs:
+    """Casts a module's floating outputs, in any container; a forward hook.
+
+    Inside the forward of another module that ampatch knows, to what that one computes in (unless
+    `inside` is False: its modules cast what they are given); else to `alone` (None leaves them). A loss
+    that a part in float32 computes stays as it is: of losses, modules that torch calls so and single
+    numbers, half would keep three digits, or nothing above 65504.
+    """
+
+    state: CastState
+    alone: torch.dtype | None
+    keeps_losses: bool = False
+    inside: bool = True
+
+    def __call__(self, module: Module, args: tuple, output: object) -> object:
+        is_number = isinstance(output, Tensor) and output.dim() == 0
+        if self.keeps_losses and (is_number or isinstance(module, _Loss)):
+            return output
+        dtype = self._choose()
+        return output if dtype is None else cast_batch(output, dtype)
+
+    def _choose(self) -> torch.dtype | None:
+        outer = self.state.thread.forwards
+        if outer and not self.inside:
+            return None
+        return (outer[-1].dtype if outer else None) or self.alone
+
+
+class _StateDictHook:
+    """Finds the half tensors of one module, and keeps alive what is known of them.
+
+    `others` are the values of modules that share a tensor with this one, `part` is what this call cast.
+    Registered on every module with cast tensors, so that a part of a model, or a wrapper such as
+    DistributedDataParallel, saves and loads float32 too. A deep copy or a pickled model has values of its
+    own: those of its half weights, and what is written into its state_dict.
+    """
+
+    def __init__(
+        self,
+        values: Float32Values,
+        others: Sequence[Float32Values] = (),
+        part: CastModule | None = None,
+    ) -> None:
+        self._values = values
+        self._others = others
+        self._part = part
+
+    def find_values(self, tensor: Tensor) -> Float32Values:
+        """Returns those that know a tensor."""
+        return next((values for values in self._others if tensor in values), self._values)
+
+    def find_tensors(self, module: Module) -> dict[str, Tensor]:
+        """The module's own half tensors, by name."""
+        if self._part is not None:
+            self._part.find(module)
+        return {name: item for name, item in own_tensors(module) if item.dtype in HALF_TYPES}
+
+    def __deepcopy__(self, memo: dict) -> _StateDictHook:
+        return type(self)(copy.deepcopy(self._values, memo), copy.deepcopy(self._others, memo))
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self._values, self._others)
+
+
+class SaveFloat32(_StateDictHook):
+    """Puts a module's own float32 values into its state_dict; a state_dict post-hook."""
+
+    def __call__(self, module: Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
+        for name, tensor in self.find_tensors(module).items():
+            saved = state_dict.get(prefix + name)
+            if isinstance(saved, Tensor):
+                state_dict[prefix + name] = self.find_values(tensor).export(tensor, saved)
+
+
+class LoadFloat32(_StateDictHook):
+    """Feeds loaded values to the masters before the model rounds them; a load pre-hook."""
+
+    def __call__(
+        self, module: Module, state_dict: dict, prefix: str, local_metadata: dict, *rest: object
+    ) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            raise AmpValueError(
+                "load_state_dict(assign=True) would put other parameters in the place of those that "
+                "initialize cast and the optimizer steps: leave assign out, or load before initialize"
+            )
+        for name, tensor in self.find_tensors(module).items():
+            loaded = state_dict.get(prefix + name)
+            if isinstance(loaded, Tensor) and loaded.shape == tensor.shape:
+                self.find_values(tensor).take(tensor, loaded)

@@ -1,0 +1,124 @@
+"""Which modules of a half model run in float32: those that `keep_fp32` names, and others because of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch.nn import Module
+from torch.nn.utils.parametrize import is_parametrized
+
+from ampatch import lists
+from ampatch.errors import AmpTypeError, AmpValueError
+from ampatch.levels.precision import HALF_TYPES
+from ampatch.models.cast_tensor import list_parts, own_tensors
+
+Keep = str | type[Module] | Module
+
+# They use the weights of their children without calling them, or write what those return into a tensor that
+# has the type of their input. LinearCrossEntropyLoss came with torch 2.13.
+_SINGLE = ("MultiheadAttention", "AdaptiveLogSoftmaxWithLoss", "LinearCrossEntropyLoss")
+_SINGLE_TYPE = tuple(getattr(torch.nn, name) for name in _SINGLE if hasattr(torch.nn, name))
+
+
+def normalize_keep(keep_fp32: object) -> tuple[Keep, ...]:
+    """Reads `keep_fp32`: one pattern, class or module, or a sequence of them."""
+    if keep_fp32 is None:
+        return ()
+    single = isinstance(keep_fp32, (str, type, Module)) or not isinstance(keep_fp32, Iterable)
+    entries = (keep_fp32,) if single else tuple(keep_fp32)  # type: ignore[arg-type]
+    for entry in entries:
+        is_class = isinstance(entry, type) and issubclass(entry, Module)
+        if not (isinstance(entry, (str, Module)) or is_class):
+            raise AmpTypeError(
+                f"keep_fp32 holds {entry!r}: expected names of modules (shell patterns), "
+                f"classes of modules or modules"
+            )
+    return entries
+
+
+def select_kept(models: Sequence[Module], keep_fp32: Sequence[Keep]) -> list[Module]:
+    """Returns the modules that an entry of `keep_fp32` names; raises for an entry that names none."""
+    named = [
+        (name, module) for model in models for name, module in model.named_modules(remove_duplicate=False)
+    ]
+    kept: dict[int, Module] = {}
+    for entry in keep_fp32:
+        found = [module for name, module in named if _matches(entry, name, module)]
+        if not found:
+            known = ", ".join(repr(name) for name, _ in named[:8] if name)
+            raise AmpValueError(
+                f"keep_fp32: {entry!r} matches no module: expected the name, class or instance of one; "
+                f"the modules begin with {known or 'none'}"
+            )
+        kept.update((id(module), module) for module in found)
+    return list(kept.values())
+
+
+def _matches(entry: Keep, name: str, module: Module) -> bool:
+    if isinstance(entry, str):
+        # The model itself has the empty name, which "*" matches and "" must not.
+        return bool(entry) and fnmatchcase(name, entry)
+    return isinstance(module, entry) if isinstance(entry, type) else module is entry
+
+
+def find_half(module: Module) -> torch.dtype | None:
+    """Returns the half type that a module computes in by itself; None where it holds no half tensor."""
+    tensors = [tensor for user in _own_parts(module) for _, tensor in own_tensors(user)]
+    return next((tensor.dtype for tensor in tensors if tensor.dtype in HALF_TYPES), None)
+
+
+def add_owners(models: Iterable[Module], kept: Sequence[Module]) -> list[Module]:
+    """Adds the modules that compute with a kept part of theirs as if it were their own."""
+    inside = inner_ids(kept)
+    owners = [part for part in list_parts(models) if any(id(own) in inside for own in _own_parts(part))]
+    return [*kept, *(owner for owner in owners if id(owner) not in inside)]
+
+
+def add_sharers(models: Iterable[Module], kept: Sequence[Module]) -> list[Module]:
+    """Adds the modules that share a parameter with a kept one: tied weights have one dtype."""
+    if not kept:
+        return []
+    inside = inner_ids(kept)
+    tensors = {id(param) for module in kept for param in module.parameters()}
+    sharers = [
+        module
+        for module in list_parts(models)
+        if id(module) not in inside and any(id(tensor) in tensors for _, tensor in own_tensors(module))
+    ]
+    return [*kept, *sharers]
+
+
+def select_outermost(modules: Sequence[Module]) -> list[Module]:
+    """Drops the modules that lie inside another one: the outer one's hooks serve them."""
+    inside = {id(inner) for module in modules for inner in module.modules() if inner is not module}
+    return [module for module in modules if id(module) not in inside]
+
+
+def inner_ids(modules: Iterable[Module]) -> set[int]:
+    """The ids of modules and of all inside them."""
+    return {id(inner) for module in modules for inner in module.modules()}
+
+
+def select_without_kernel(models: Iterable[Module]) -> list[Module]:
+    """Returns the modules that a CPU cannot run in half, of the models that are on one.
+
+    A model without parameters may be called on any device, and counts as one on a CPU.
+    """
+    rows = lists.MODULES_ON_CPU.select(torch.__version__).rows
+    classes = tuple(getattr(torch.nn, row.name) for row in rows)
+    return [
+        module
+        for model in models
+        if "cpu" in ({param.device.type for param in model.parameters()} or {"cpu"})
+        for module in model.modules()
+        if isinstance(module, classes)
+    ]
+
+
+def _own_parts(module: Module) -> list[Module]:
+    """A module, and those inside it whose tensors it computes with itself."""
+    if isinstance(module, _SINGLE_TYPE):
+        return list(module.modules())
+    return [module, *module.parametrizations.modules()] if is_parametrized(module) else [module]

@@ -1,0 +1,271 @@
+"""One model under a policy: weights cast, chosen modules kept float32, hooks in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from ampatch.casts.cast import CastState
+from ampatch.errors import AmpTypeError, AmpValueError
+from ampatch.levels.policy import Policy
+from ampatch.levels.precision import HALF_TYPES
+from ampatch.levels.undo import weakly
+from ampatch.models.cast_tensor import CastModule, CastTensor, list_parts, own_tensors
+from ampatch.models.float32_values import Float32Values, Shown
+from ampatch.models.hooks import (
+    CastEntry,
+    CastInputs,
+    CastOutputs,
+    EnterAsGiven,
+    EnterForward,
+    ExitForward,
+    LoadFloat32,
+    SaveFloat32,
+)
+from ampatch.models.kept import (
+    add_owners,
+    add_sharers,
+    find_half,
+    inner_ids,
+    select_outermost,
+    select_without_kernel,
+)
+
+ValuesById = Mapping[int, Float32Values]  # what knows a tensor, by the tensor's id
+
+
+def validate_models(models: Sequence[object], policy: Policy, values: ValuesById, allow_half: bool) -> None:
+    """Raises for anything that is no Module, or not float32; several faults are told one at a time."""
+    for index, model in enumerate(models):
+        if not isinstance(model, Module):
+            raise AmpTypeError(
+                f"models[{index}] is a {type(model).__name__}: expected a torch.nn.Module or a list of them"
+            )
+        if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+            raise AmpValueError(
+                f"models[{index}] is wrapped in {type(model).__name__} already: call initialize on the "
+                f"bare model, then wrap what it returns"
+            )
+        _validate_dtypes(index, model, policy, values, allow_half)
+        _validate_scripted(index, model, policy)
+
+
+def _validate_dtypes(index: int, model: Module, policy: Policy, values: ValuesById, allow_half: bool) -> None:
+    for name, param in model.named_parameters():
+        if policy.casts_model and is_lazy(param):
+            raise AmpValueError(
+                f"models[{index}]: parameter {name!r} is not initialized yet: run one forward first, so "
+                f"that {policy.opt_level} has a weight to cast"
+            )
+        if param.dtype in HALF_TYPES and not _is_known(param, values):
+            if allow_half:
+                continue
+            raise AmpValueError(
+                f"models[{index}]: parameter {name!r} is {param.dtype} already: expected float32; remove "
+                f".half() or .bfloat16() from the model, the opt level casts it (a copy of an initialized "
+                f"model must be made before initialize; allow_half_params=True takes it as it is)"
+            )
+        if param.dtype in HALF_TYPES and not policy.casts_model:
+            raise AmpValueError(
+                f"models[{index}]: parameter {name!r} was cast to {param.dtype} by an earlier initialize: "
+                f"use that opt level for both, or uninitialize first"
+            )
+
+
+def _validate_scripted(index: int, model: Module, policy: Policy) -> None:
+    scripted = [name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    patches_and_casts = policy.patch_torch_functions and policy.cast_model_type is not None
+    casts_ends = policy.cast_model_outputs is not None or patches_and_casts
+    # One that is scripted as a whole needs no hooks where neither weights, inputs nor outputs are cast.
+    if scripted and (policy.casts_model or (not scripted[0] and casts_ends)):
+        raise AmpValueError(
+            f"models[{index}]: module {scripted[0]!r} is scripted, and takes no hooks: expected a "
+            f"model of Python modules; script it after uninitialize, or use opt_level='O1' or 'O4' without "
+            f"cast_model_type and cast_model_outputs"
+        )
+
+
+def _is_known(tensor: Tensor, values: ValuesById) -> bool:
+    """Whether a tensor was cast here; `values` may have those of a module that it is new in."""
+    found = values.get(id(tensor))
+    return found is not None and tensor in found
+
+
+def select_python(models: Sequence[Module]) -> list[Module]:
+    """Leaves out models that are scripted as a whole, which take no hooks."""
+    return [model for model in models if not isinstance(model, torch.jit.ScriptModule)]
+
+
+class ModelCaster:
+    """Casts the models of one call; `undo` receives the way back, which keeps no module alive.
+
+    `values` are those of earlier calls, by the id of the tensor. Those that are made here live on the hooks
+    of their module.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Module],
+        policy: Policy,
+        kept: Sequence[Module],
+        state: CastState,
+        values: ValuesById,
+        undo: ExitStack,
+    ) -> None:
+        self._models = models
+        self._policy = policy
+        self._state = state
+        self._values = dict(values)
+        self.by_module: dict[int, Float32Values] = {}
+        self._parts: list[CastModule] = []
+        asked = add_owners(models, kept)
+        self._asked = inner_ids(asked)
+        self._returns_float32 = bool(asked) and policy.casts_model  # amid half modules, which cast it
+        lacking = select_without_kernel(models) if policy.casts_model else []
+        self._without_kernel = {id(module) for module in lacking} - self._asked
+        self._kept = select_outermost(add_sharers(models, list(dict.fromkeys([*asked, *lacking]))))
+        self._cast: list[CastTensor] = []
+        self._stack = undo
+
+    def open(self) -> None:
+        """Casts the weights and registers the hooks."""
+        if self._policy.has_half_weights:
+            self._cast_weights(self._policy.cast_model_type if self._policy.casts_model else None)
+        for module in self._kept:
+            hook = self._replace_kernel if id(module) in self._without_kernel else self._keep
+            hook(module)
+        if self._returns_float32:
+            self._hook_entries()
+        for model in select_python(self._models):
+            self._hook_forward(model)
+
+    def list_casts(self, params: Iterable[Tensor]) -> list[CastTensor]:
+        """The casts of some parameters."""
+        ids = set(map(id, params))
+        return [cast for cast in self._cast if id(cast.tensor) in ids]
+
+    def list_values(self, modules: Iterable[Module]) -> list[Float32Values]:
+        """The float32 values behind the tensors of modules."""
+        ids = [id(tensor) for module in modules for _, tensor in own_tensors(module)]
+        found = [self._values[key] for key in ids if key in self._values]
+        return list({id(values): values for values in found}.values())
+
+    def forget_originals(self) -> None:
+        """Frees the float32 values that no master stands for; they cannot be restored afterwards."""
+        for cast in self._cast:
+            values = self._values[id(cast.tensor)]
+            if values.find_pair(cast.tensor) is None:
+                values.release(cast.tensor)
+
+    # Weights
+
+    def _cast_weights(self, dtype: torch.dtype | None) -> None:
+        recurrent = [part for part in list_parts(self._models) if isinstance(part, torch.nn.RNNBase)]
+        # On CUDA the weights of a recurrent net share one block of memory, which a cast breaks up.
+        for module in recurrent:
+            self._stack.callback(weakly(type(module).flatten_parameters, module))  # last, on restored weights
+        self._find_tensors(dtype)
+        self._hook_state_dicts()  # undone after the casts: the hooks keep alive what undoes these
+        self._stack.callback(weakly(CastModule.cast_newcomers, *self._parts))
+        self._stack.callback(weakly(CastTensor.restore, *self._cast))
+        for cast in self._cast:
+            cast.cast(dtype)
+        for module in recurrent:
+            module.flatten_parameters()
+
+    def _find_tensors(self, dtype: torch.dtype | None) -> None:
+        """Lists what to cast, if there is a `dtype`; a tensor has the values of the first module it is in."""
+        float32, notice = self._float32_tensors(), Shown()
+        found: dict[int, CastTensor] = {}
+        for module in list_parts(self._models):
+            part = CastModule(module, dtype)
+            values = self.by_module[id(module)] = Float32Values(notice)
+            for name, tensor in own_tensors(module):
+                known = self._values.setdefault(id(tensor), values)
+                if dtype is not None and tensor.dtype is torch.float32 and id(tensor) not in float32:
+                    cast = found.setdefault(id(tensor), CastTensor(module, name, tensor, known))
+                    part.casts.append(cast)
+            self._parts.append(part)
+        self._cast = list(found.values())
+
+    def _float32_tensors(self) -> set[int]:
+        """The tensors that stay float32, by identity."""
+        keeping = [inner for module in self._kept for inner in module.modules()]
+        if self._policy.keep_batchnorm_fp32:
+            keeping += [module for module in list_parts(self._models) if isinstance(module, _BatchNorm)]
+        return {id(tensor) for module in keeping for _, tensor in own_tensors(module)}
+
+    # Hooks
+
+    def _hook_state_dicts(self) -> None:
+        for module, part in zip(list_parts(self._models), self._parts, strict=True):
+            # A model as a whole as well: its hooks keep what finds the newcomers among its parts.
+            is_model = any(module is model for model in self._models)
+            if is_model or part.casts or any(self._came_half(tensor) for _, tensor in own_tensors(module)):
+                own, others = self.by_module[id(module)], self.list_values([module])
+                save, load = SaveFloat32(own, others, part), LoadFloat32(own, others, part)
+                self._stack.callback(module.register_state_dict_post_hook(save).remove)
+                self._stack.callback(module.register_load_state_dict_pre_hook(load).remove)
+
+    def _came_half(self, tensor: Tensor) -> bool:
+        return tensor.dtype in HALF_TYPES and not _is_known(tensor, self._values)
+
+    def _keep(self, kept: Module) -> None:
+        """Lets a module run in float32 amid a half model, or amid patched functions.
+
+        Its parts are hooked one by one, for a container that is never called itself. It returns float32,
+        unless all that asked for it was a weight that is tied to a kept one.
+        """
+        is_asked = not self._asked.isdisjoint(inner_ids([kept]))
+        for module in kept.modules():
+            self._hook_inputs(module, torch.float32)
+            self._hook_scope(module, EnterForward(self._state, True, torch.float32))
+            if not is_asked:
+                self._hook_outputs(module, None, keeps_losses=True)
+
+    def _replace_kernel(self, module: Module) -> None:
+        """Lets a module that a CPU has no half kernel for take and return half there, as on a GPU."""
+        # In this order, so that the forward is on record when its input is not cast yet, and its output is.
+        self._hook_outputs(module, None, keeps_losses=True)
+        self._hook_scope(module, EnterAsGiven(self._state, True, torch.float32))
+        self._hook_inputs(module, torch.float32)
+
+    def _hook_entries(self) -> None:
+        """Has the half modules take what kept ones return."""
+        served = inner_ids(self._kept) | {id(model) for model in self._models}
+        for module in list_parts(self._models):
+            half = find_half(module)
+            if half is not None and id(module) not in served:
+                handle = module.register_forward_pre_hook(CastEntry(half), with_kwargs=True)
+                self._stack.callback(handle.remove)
+
+    def _hook_forward(self, model: Module) -> None:
+        policy = self._policy
+        if model not in self._kept:
+            if policy.cast_model_type is not None:
+                self._hook_inputs(model, policy.cast_model_type)
+            patches = policy.patch_torch_functions
+            enter = EnterForward(self._state, not patches, None if patches else policy.cast_model_type)
+            self._hook_scope(model, enter)
+        self._hook_outputs(model, policy.output_dtype, inside=not self._returns_float32)
+
+    def _hook_scope(self, module: Module, enter: EnterForward) -> None:
+        self._stack.callback(module.register_forward_pre_hook(enter).remove)
+        leave = ExitForward(self._state)
+        # Always: a forward that raised must not stay on record, and its tensors alive with it.
+        self._stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+
+    def _hook_inputs(self, module: Module, dtype: torch.dtype) -> None:
+        handle = module.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
+        self._stack.callback(handle.remove)
+
+    def _hook_outputs(self, module: Module, alone: torch.dtype | None, **how: bool) -> None:
+        if alone is not None or self._policy.casts_model:
+            hook = CastOutputs(self._state, alone, **how)
+            self._stack.callback(module.register_forward_hook(hook).remove)

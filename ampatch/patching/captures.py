@@ -1,0 +1,75 @@
+"""CUDA graphs: what is noted outside of the device while one is captured, and repeated by its replays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from threading import get_ident
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ampatch.casts.cast import CastState
+from ampatch.patching.patcher import Patcher, SessionPatch, get_raw
+
+Repeats = list[Callable[[], None]]
+
+
+class Captures(SessionPatch):
+    """Knows whether a thread captures a CUDA graph, and has each replay repeat what the capture noted.
+
+    A replay computes on the device what was captured. What Python notes beside it, an outcome that the next
+    step must look at for example, is put into `current()` during the capture and called after each replay.
+    Casts end where a capture begins and ends and after each replay: one from before would be a constant of
+    the graph, what a capture casts is computed by replays alone, and a graph may hold an optimizer's step.
+    """
+
+    def __init__(self, casts: CastState) -> None:
+        super().__init__()
+        self._casts = casts
+        self._open: dict[int, Repeats] = {}  # by thread
+        self._repeats: WeakKeyDictionary[torch.cuda.CUDAGraph, Repeats] = WeakKeyDictionary()
+
+    def current(self) -> Repeats | None:
+        """Returns what collects what is to be repeated, None if this thread captures nothing."""
+        return self._open.get(get_ident()) if self._open else None
+
+    def patch(self, patcher: Patcher) -> None:
+        """Replaces the methods by which graphs are captured and replayed."""
+        for name, watch in (
+            ("capture_begin", self._watch_begin),
+            ("capture_end", self._watch_end),
+            ("replay", self._watch_replay),
+        ):
+            original = get_raw(torch.cuda.CUDAGraph, name)
+            patcher.replace(torch.cuda.CUDAGraph, name, functools.wraps(original)(watch(original)))
+
+    def _watch_begin(self, original: Callable[..., None]) -> Callable[..., None]:
+        def capture_begin(graph: torch.cuda.CUDAGraph, *args: object, **kwargs: object) -> None:
+            self._casts.forget_casts()  # first: it may raise
+            original(graph, *args, **kwargs)
+            self._open[get_ident()] = self._repeats[graph] = []
+
+        return capture_begin
+
+    def _watch_end(self, original: Callable[..., None]) -> Callable[..., None]:
+        def capture_end(graph: torch.cuda.CUDAGraph) -> None:
+            self._open.pop(get_ident(), None)
+            self._casts.forget_casts()
+            original(graph)
+
+        return capture_end
+
+    def _watch_replay(self, original: Callable[..., None]) -> Callable[..., None]:
+        def replay(graph: torch.cuda.CUDAGraph) -> None:
+            original(graph)
+            self._casts.forget_casts()
+            for repeat in self._repeats.get(graph, ()):
+                repeat()
+
+        return replay
+
+    def forget(self) -> None:
+        """Drops what replays would repeat."""
+        self._open.clear()
+        self._repeats.clear()

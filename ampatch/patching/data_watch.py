@@ -1,0 +1,95 @@
+"""Notices what is written to weights without a trace: through `.data`, NumPy or DLPack."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ampatch.casts.cast import CastState
+from ampatch.patching.patcher import Patcher, SessionPatch, get_raw
+
+
+class WatchedView:
+    """Stands in for a method of tensors that shows their memory to others, and forgets the casts of it.
+
+    No function, so that Dynamo does not take it for a wrapper that casts.
+    """
+
+    def __init__(self, original: Callable[..., object], casts: CastState) -> None:
+        self._original = original
+        self._casts = casts
+        functools.update_wrapper(self, original)
+
+    def __get__(self, tensor: Tensor | None, kind: type | None = None) -> object:
+        return self if tensor is None else MethodType(self, tensor)
+
+    def __call__(self, tensor: Tensor, *args: object, **kwargs: object) -> object:
+        view = self._original(tensor, *args, **kwargs)
+        self._casts.forget_memory(tensor)
+        return view
+
+
+class DataWatch(SessionPatch):
+    """Watches `.data` while a session depends on weights that it copied.
+
+    Who asks for `.data` may write: a cached cast is forgotten, and the parameter noted in `touched` if
+    it is in `watched` (half weights and their masters), so that the two are compared before they are
+    used. Idioms such as `p.data.clamp_(-c, c)` work. An array of NumPy or a DLPack capsule ends the cast
+    as well, as does `swap_tensors`, which takes no tensor with a graph. What CUDA graphs write is for
+    `Captures` to see.
+    """
+
+    def __init__(self, casts: CastState) -> None:
+        super().__init__()
+        self._casts = casts
+        self.watched: set[int] = set()
+        self.touched: set[int] = set()
+
+    def patch(self, patcher: Patcher) -> None:
+        """Puts a property on Tensor, and replaces the functions."""
+        original = get_raw(Tensor, "data")
+
+        def read(tensor: Tensor) -> Tensor:
+            self._note(tensor)
+            return original.__get__(tensor)
+
+        def write(tensor: Tensor, value: Tensor) -> None:
+            self._note(tensor)
+            original.__set__(tensor, value)
+
+        patcher.replace(Tensor, "data", property(read, write, doc=original.__doc__))
+        for name in ("numpy", "__dlpack__"):
+            patcher.replace(Tensor, name, WatchedView(get_raw(Tensor, name), self._casts))
+        patcher.replace(torch.utils, "swap_tensors", self._watch_swap(torch.utils.swap_tensors))
+
+    def _watch_swap(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def swap_tensors(t1: Tensor, t2: Tensor) -> None:
+            for tensor in (t1, t2):
+                self._casts.forget(tensor)
+            original(t1, t2)
+
+        return swap_tensors
+
+    def _note(self, tensor: Tensor) -> None:
+        if isinstance(tensor, Parameter):
+            self._casts.forget(tensor)
+        else:
+            self._casts.forget_memory(tensor)
+        if id(tensor) in self.watched:
+            self.touched.add(id(tensor))
+
+    def keep_watching(self, params: set[int]) -> None:
+        """Drops the ids of parameters that are gone."""
+        self.watched &= params
+        self.touched &= params
+
+    def forget(self) -> None:
+        """Drops the parameters."""
+        self.watched.clear()
+        self.touched.clear()

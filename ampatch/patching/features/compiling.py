@@ -1,0 +1,231 @@
+"""Lets torch.compile see the casts of tensor methods and operators, and forget graphs made without them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import operator
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from types import CodeType, FunctionType, ModuleType
+
+import torch
+import wrapt
+from torch import Tensor
+
+from ampatch import lists
+from ampatch.casts.cast import CastState
+from ampatch.casts.in_graph import call_uncast
+from ampatch.casts.wrapper import wrap
+from ampatch.levels import private
+from ampatch.levels.stack import PACKAGE
+from ampatch.patching.patcher import Patcher, peel
+
+logger = logging.getLogger("ampatch")
+
+# By what method and function a tensor has an operator; `a @= b` finds no method of its own.
+OPERATORS: dict[object, tuple[str, str]] = {
+    operator.matmul: ("__matmul__", "matmul"),
+    operator.imatmul: ("__matmul__", "matmul"),
+    operator.pow: ("__pow__", "pow"),
+    operator.ipow: ("__ipow__", "Tensor.__ipow__"),
+}
+
+
+def _matmul(left: object, right: object) -> object:
+    return left @ right
+
+
+def _imatmul(left: object, right: object) -> object:
+    left @= right
+    return left
+
+
+def _pow(base: object, exponent: object) -> object:
+    return base**exponent
+
+
+def _ipow(base: object, exponent: object) -> object:
+    base **= exponent
+    return base
+
+
+# What a wrapper of theirs calls, of our own: from torch 2.15 on Dynamo traces another function of Python in
+# the place of `operator.pow`, which would find the wrapper again, and again.
+CALLS = {operator.matmul: _matmul, operator.imatmul: _imatmul, operator.pow: _pow, operator.ipow: _ipow}
+
+
+def prepare_compiler() -> None:
+    """Has Dynamo make its tables from torch's namespace as it is now: before any patch.
+
+    They know functions by identity, and are made on import or first use. A wrapper in them would
+    never be traced, and an original that is not in them would not be known after `uninitialize`.
+    """
+    if not private.explain_missing(private.DYNAMO):
+        private.OBJECT_RULES.find()()
+        private.TENSOR_METHODS.find()()
+        torch.compiler.allow_in_graph(call_uncast)
+
+
+def skip_own_frames(done: set[str]) -> None:
+    """Lets code of ours become part of a graph, but not a graph of its own; now, or once Dynamo is imported.
+
+    Hooks and steps that run outside of graphs keep records, and Dynamo (2.13) loses what a graph writes
+    to a thread's own objects. Importing Dynamo takes seconds, and not every script compiles. `done` are
+    the modules of ours that it has been told of, which need not be told again.
+    """
+    skip = functools.partial(_skip_own_frames, done=done)
+    wrapt.register_post_import_hook(skip, "torch._dynamo.eval_frame")
+
+
+def _skip_own_frames(eval_frame: ModuleType, done: set[str]) -> None:
+    skip_code = private.SKIP_CODE.find(lambda code: None)
+    own = {name for name in sys.modules if name.partition(".")[0] == "ampatch"}
+    for name in own - done:
+        done.add(name)
+        for value in list(vars(sys.modules[name]).values()):  # other threads may add some
+            for item in vars(value).values() if isinstance(value, type) else [value]:
+                function = inspect.unwrap(item)
+                if isinstance(function, FunctionType) and function.__globals__ is vars(sys.modules[name]):
+                    for code in _codes_in(function.__code__):
+                        skip_code(code)
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function, and of those that it makes."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes_in(constant)
+
+
+def forget_graphs() -> None:
+    """Has every compiled function compiled anew when it is called next.
+
+    Graphs are guarded by what their Python code looks up, which methods and operators of tensors are not.
+    """
+    private.RESET_CODE.find(lambda: None)()
+
+
+def tag_caches(patcher: Patcher, half: torch.dtype) -> None:
+    """Keeps what is compiled while torch is patched apart, in the caches that processes share.
+
+    These know a graph by its text, which does not show what a function casts inside. A tag that the
+    user sets wins. The default is what every thread sees, unlike what `torch.compiler.config` is set to.
+    """
+    entry = getattr(torch.compiler.config, "_config", {}).get("cache_key_tag")
+    if entry is not None:
+        patcher.replace(entry, "default", f"ampatch {half}")
+
+
+def restore_compiler() -> None:
+    """Forgets graphs with casts, and takes wrappers out of Dynamo's tables.
+
+    They get there if the tables are made anew, as `torch.distributed.init_process_group` has it.
+    """
+    forget_graphs()
+    if private.explain_missing(private.DYNAMO):
+        return
+    rules = private.OBJECT_RULES.find()()
+    for wrapper in [function for function in rules if _is_wrapper(function)]:
+        rules[peel(wrapper)] = rules.pop(wrapper)
+    private.TENSOR_METHODS.find().cache_clear()
+
+
+def trace_methods(patcher: Patcher, casts: CastState, half: torch.dtype) -> None:
+    """Has Dynamo trace the wrappers of methods and operators where it would put their names into the graph.
+
+    So the casts stand in the graph, which is guarded by what the wrappers look at. A wrapper that is
+    traced calls the method itself. The third replacement is a table in which Dynamo keeps the second.
+    """
+    if private.explain_missing(private.DYNAMO):
+        return
+    _wrap_operators(casts, half)
+    insert_method, insert_operator = private.CALL_METHOD.find(), private.INSERT.find()
+
+    def trace_method(variable, tx, name, args, kwargs):
+        if _is_wrapper(vars(Tensor).get(name)) and not _is_ours(tx.f_code):
+            return _trace(tx, [name], [variable, *args], kwargs)
+        return insert_method(variable, tx, name, args, kwargs)
+
+    def trace_operator(variable, tx, args, kwargs):
+        method, _ = OPERATORS.get(variable.fn, (None, None))
+        name = variable.fn.__name__
+        if hasattr(vars(Tensor).get(method), name) and not _is_ours(tx.f_code):
+            return _trace(tx, [method, name], args, kwargs)
+        return insert_operator(variable, tx, args, kwargs)
+
+    for name, replacement in (
+        (private.CALL_METHOD, trace_method),
+        (private.INSERT, trace_operator),
+        (private.HANDLERS, {}),
+    ):
+        patcher.replace(*name.find_place(), replacement)
+
+
+def guard_compiler(casts: CastState, half: torch.dtype, undo: ExitStack) -> None:
+    """Has functions of torch.compile run as plain Python, and says so, where Dynamo would cast wrongly.
+
+    Called while torch is patched. Of a torch that was never tested a few operations are traced to see.
+    """
+    (*_, fault) = [None, *private.explain_missing(private.DYNAMO)]
+    if fault is None and not private.is_tested():
+        fault = find_fault(casts, half)
+    if fault is not None:
+        logger.warning(
+            "torch %s: torch.compile runs functions as plain Python until uninitialize(), because it would "
+            "not cast as it should: %s",
+            *(torch.__version__, fault),
+        )
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
+
+
+def find_fault(casts: CastState, half: torch.dtype) -> str | None:
+    """Says what Dynamo does wrong in this torch, None if it casts as plain Python does; without Inductor."""
+    device = next(iter(casts.device_types), "cpu")
+    x, y = torch.ones(2, 2, device=device), torch.ones(2, 2, dtype=half, device=device)
+
+    def compute(is_off: bool) -> list[torch.dtype]:
+        with casts.thread.disabled() if is_off else nullcontext():
+            return [(y**2).dtype, torch.mm(x, x).dtype, (x @ x).dtype]
+
+    # Code of ours is not compiled, and so this is given another file.
+    code = compute.__code__.replace(co_filename="<ampatch: a trial of torch.compile>")
+    trial = FunctionType(code, globals(), closure=compute.__closure__)
+    for is_off in (False, True):
+        try:
+            compiled = torch.compile(trial, backend="eager", fullgraph=True)(is_off)
+        except Exception as error:
+            return f"{type(error).__name__} where a power, a function and an operator are traced"
+        if compiled != compute(is_off):
+            return f"casts are {'not ' * is_off}made where they are {'off' if is_off else 'on'}"
+    return None
+
+
+def _wrap_operators(casts: CastState, half: torch.dtype) -> None:
+    """Gives the wrappers of operators' methods one of the operator itself, which graphs hold."""
+    kinds = {row.name: row.cast for row in lists.TENSOR.select(torch.__version__).rows}
+    for function, (name, equal) in OPERATORS.items():
+        method = vars(Tensor).get(name)
+        if name in kinds and _is_wrapper(method):
+            wrapper = wrap(CALLS[function], kinds[name], casts, half, place=("torch", equal))
+            setattr(method, function.__name__, wrapper)
+
+
+def _is_ours(code: CodeType) -> bool:
+    return code.co_filename.startswith(PACKAGE)
+
+
+def _is_wrapper(function: object) -> bool:
+    return isinstance(function, FunctionType) and _is_ours(function.__code__)
+
+
+def _trace(tx, path, args, kwargs):
+    """Traces a wrapper that is found on Tensor: a method's, or an operator's beneath it."""
+    inside, build = private.ATTRIBUTE.find(), private.BUILD.find()
+    source, function = inside(tx.import_source("torch"), "Tensor"), Tensor
+    for name in path:
+        source, function = inside(source, name), getattr(function, name)
+    return build(tx, function, source).call_function(tx, args, kwargs)

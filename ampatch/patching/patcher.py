@@ -1,0 +1,204 @@
+"""Binds cast tables to torch's functions, and puts back exactly what was there."""
+
+from __future__ import annotations
+
+import logging
+import pkgutil
+import types
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import wrapt
+
+from ampatch.casts.table import CastTable, Row
+from ampatch.errors import PatchConflictError
+
+logger = logging.getLogger("ampatch")
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One replaced attribute, and what it takes to put it back."""
+
+    parent: object
+    attribute: str
+    previous: object  # what vars(parent) held; _ABSENT where it was inherited or provided otherwise
+    replacement: object
+    original: object  # what a look-up found, inherited or not
+
+    @property
+    def place(self) -> str:
+        """The dotted name of the attribute, for messages."""
+        return ".".join(filter(None, qualify(self.parent, self.attribute)))
+
+    def is_in_place(self) -> bool:
+        """Whether the attribute still is what was put there."""
+        return vars(self.parent).get(self.attribute, _ABSENT) is self.replacement
+
+    def is_undone(self) -> bool:
+        """Whether somebody put back what was there before us."""
+        return vars(self.parent).get(self.attribute, _ABSENT) is self.previous
+
+    def revert(self) -> None:
+        """Puts back what was there before."""
+        if self.previous is _ABSENT:
+            delattr(self.parent, self.attribute)
+        else:
+            setattr(self.parent, self.attribute, self.previous)
+
+
+class Patcher:
+    """Replaces attributes, and undoes it last-in first-out."""
+
+    def __init__(self) -> None:
+        self._patches: list[Patch] = []
+
+    def __len__(self) -> int:
+        return len(self._patches)
+
+    def replace(self, parent: object, attribute: str, replacement: object, *, optional: bool = False) -> None:
+        """Sets an attribute of a module, a class or an instance, and remembers what was there.
+
+        "It was not there" is a state to restore: most Tensor methods are inherited, and a class is
+        read through its `__dict__`, where `getattr` would bind a method or unwrap a staticmethod.
+        Raises AttributeError for one that is not there at all, unless it is `optional`.
+        """
+        previous = vars(parent).get(attribute, _ABSENT)
+        may_be_absent = optional and not hasattr(parent, attribute)
+        original = _ABSENT if may_be_absent else get_raw(parent, attribute)
+        setattr(parent, attribute, replacement)
+        self._patches.append(Patch(parent, attribute, previous, replacement, original))
+
+    def find_original(self, parent: object, attribute: str) -> object:
+        """Returns what an attribute was before any patch of ours, raw."""
+        for patch in self._patches:
+            if patch.parent is parent and patch.attribute == attribute:
+                return patch.original
+        return get_raw(parent, attribute)
+
+    def close(self) -> None:
+        """Undoes every replacement.
+
+        Raises PatchConflictError, after the others are undone, for attributes that somebody else
+        has replaced since; theirs stay, and `retry` undoes ours when theirs are gone.
+        """
+        taken = self.retry()
+        if taken:
+            places = ", ".join(dict.fromkeys(patch.place for patch in taken))
+            raise PatchConflictError(
+                f"{places}: replaced by somebody else after ampatch had patched it, and left as it is; "
+                f"undo that patch, then call uninitialize again"
+            )
+
+    def retry(self) -> list[Patch]:
+        """Undoes what can be undone, and returns what others have replaced."""
+        taken = []
+        for patch in reversed(self._patches):
+            if patch.is_in_place():
+                patch.revert()
+            elif not patch.is_undone():
+                taken.append(patch)
+        self._patches = taken[::-1]
+        return taken
+
+
+class RetriedPatch:
+    """What a session patches; what others keep from being undone is undone later. A base class."""
+
+    def __init__(self) -> None:
+        self._patcher: Patcher | None = None
+        self._blocked: list[Patcher] = []  # what others had patched over when we closed
+
+    def forget(self) -> None:
+        """Drops what was remembered for the patches; does nothing unless it is overridden."""
+
+    def _begin(self, undo: ExitStack) -> Patcher:
+        """Returns what replaces attributes; `undo` receives the way back."""
+        self._patcher = Patcher()
+        undo.callback(self._close)
+        return self._patcher
+
+    def _close(self) -> None:
+        patcher, self._patcher = self._patcher, None
+        self.forget()
+        self._blocked.append(patcher)
+        patcher.close()
+
+    def retry(self) -> None:
+        """Undoes what somebody else's patch kept from being undone, where that is gone by now."""
+        self._blocked = [patcher for patcher in reversed(self._blocked) if patcher.retry()][::-1]
+
+
+class SessionPatch(RetriedPatch):
+    """What is patched once a session, whatever the calls of `initialize` say; a base class."""
+
+    def patch(self, patcher: Patcher) -> None:
+        """Replaces what is to be replaced."""
+        raise NotImplementedError
+
+    def open(self, undo: ExitStack) -> None:
+        """Patches, unless it is done; `undo` receives the way back."""
+        if self._patcher is None:
+            self.patch(self._begin(undo))
+
+
+def get_raw(parent: object, attribute: str) -> object:
+    """Looks an attribute up without binding it: in the `__dict__` of a class and its bases."""
+    if isinstance(parent, type):
+        for base in parent.__mro__:
+            if attribute in vars(base):
+                return vars(base)[attribute]
+    return getattr(parent, attribute)
+
+
+def qualify(parent: object, attribute: str) -> tuple[str | None, str]:
+    """Returns the module and the qualified name of an attribute, by which functions pickle."""
+    if isinstance(parent, type):
+        return parent.__module__, f"{parent.__qualname__}.{attribute}"
+    name = getattr(parent, "__name__", None)
+    return (
+        (name, attribute) if name else (type(parent).__module__, f"{type(parent).__qualname__}.{attribute}")
+    )
+
+
+Place = tuple[object, str]  # parent, attribute
+
+
+def locate(target: str, name: str) -> Place | None:
+    """Finds the place of a row; None, with a warning logged, if this torch has no such function."""
+    module, _, rest = f"{target}.{name}".partition(".")
+    try:
+        pkgutil.resolve_name(target)  # imports it, where torch does so on first use
+        parent, attribute, _ = wrapt.resolve_path(module, rest)
+    except (AttributeError, ImportError):
+        logger.warning("%s.%s: no such function in this torch; its row is passed over", target, name)
+        return None
+    return parent, attribute
+
+
+def place_rows(tables: Iterable[CastTable], version: str) -> list[tuple[Place, Row]]:
+    """Lists the rows of a torch version with their places, in patch order."""
+    rows = [(table.target, row) for table in tables for row in table.select(version).rows]
+    placed = [(locate(target, row.name), row) for target, row in rows]
+    return [(place, row) for place, row in placed if place is not None]
+
+
+def peel(function: Callable) -> Callable:
+    """Returns a function without the wrappers that ampatch has put around it; others stay.
+
+    >>> import ampatch as amp
+    >>> peel(amp.half_function(len)) is len
+    True
+    """
+    if isinstance(function, types.MethodType):
+        return types.MethodType(peel(function.__func__), function.__self__)
+    while hasattr(function, "__wrapped__") and _is_ours(function):
+        function = function.__wrapped__
+    return function
+
+
+def _is_ours(function: Callable) -> bool:
+    return getattr(function, "__globals__", {}).get("__name__", "").startswith("ampatch.")

@@ -1,0 +1,167 @@
+"""Torch's functions as the cast tables and the user's registrations want them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ampatch import lists
+from ampatch.casts.cast import CastState
+from ampatch.casts.cast_counter import CastCounter
+from ampatch.casts.table import Row
+from ampatch.casts.wrapper import wrap
+from ampatch.errors import AmpValueError
+from ampatch.levels.policy import Policy
+from ampatch.patching.bound_names.bound_names import BoundNames
+from ampatch.patching.features.attention import allow_fast_path
+from ampatch.patching.features.autocast import patch_autocast
+from ampatch.patching.features.compiling import (
+    forget_graphs,
+    guard_compiler,
+    prepare_compiler,
+    restore_compiler,
+    tag_caches,
+    trace_methods,
+)
+from ampatch.patching.features.graph_names import GraphNames
+from ampatch.patching.features.recurrent import allow_half_input
+from ampatch.patching.features.scripting import ScriptNames
+from ampatch.patching.patcher import Patcher, Place, RetriedPatch, peel, place_rows, qualify
+from ampatch.patching.registration import Registration, bind
+
+
+class TorchPatch(RetriedPatch):
+    """Patches torch once a session, and keeps what users registered for the next one."""
+
+    def __init__(self, casts: CastState) -> None:
+        super().__init__()
+        self._casts = casts
+        self._registrations: dict[tuple[int, str], Registration] = {}
+        self._names = BoundNames()
+        self._rows: tuple[object, list[tuple[Place, Row]]] = (None, [])
+        self._graph_names = GraphNames()
+        self.counter: CastCounter | None = None  # of the casts of this session, if somebody asks
+
+    def validate(self, policy: Policy) -> None:
+        """Raises if torch is patched for another half type already."""
+        half = self._casts.half
+        if half is not None and policy.patch_torch_functions and policy.half is not half:
+            raise AmpValueError(
+                f"{policy.opt_level} in {policy.half}, but an earlier initialize patched torch for {half}: "
+                f"use one half type for all models, or uninitialize first"
+            )
+
+    def open(
+        self,
+        policy: Policy,
+        models: Sequence[torch.nn.Module],
+        device_types: Iterable[str],
+        trace: Callable[[str], None] | None,
+        undo: ExitStack,
+    ) -> None:
+        """Patches every row and registration; if torch is patched already, only adds to what it casts.
+
+        Functions that the models keep by names of their own are patched there as well. `undo` receives
+        the way back, step by step.
+        """
+        casts = self._casts
+        undo.callback(casts.narrow, set(casts.device_types), casts.allow_banned)
+        casts.device_types.update(device_types)
+        casts.allow_banned |= policy.allow_banned
+        is_first = self._patcher is None
+        if is_first:
+            self._patch(policy, trace, undo)
+        undo.callback(self._names.follow(models, in_modules=is_first))
+        undo.callback(self._graph_names.follow(models))
+        for model in models:
+            # The casts of its weights keep these alive; of models that nobody gave us, until the next step.
+            finalizer = weakref.finalize(model, casts.forget_casts)
+            finalizer.atexit = False
+            undo.callback(finalizer.detach)
+
+    def _patch(self, policy: Policy, trace: Callable[[str], None] | None, undo: ExitStack) -> None:
+        casts = self._casts
+        prepare_compiler()
+        undo.callback(restore_compiler)
+        undo.callback(self._graph_names.close)
+        undo.callback(self._names.close)
+        patcher = self._begin(undo)
+        casts.half = policy.half
+        # Weights change in a step, and fused optimizers do not bump their version. Before it as well: a step
+        # needs memory.
+        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+            undo.callback(register(lambda *_: casts.clear_cache()).remove)
+        names = ScriptNames()
+        undo.callback(names.close)
+        self._patch_rows(patcher, policy, trace, names)
+        patcher.replace(torch.nn.RNNBase, "check_input", allow_half_input(casts.thread))
+        batch_norm = torch.nn.functional.batch_norm  # patched at the levels without tables as well
+        self._names.add(peel(batch_norm), batch_norm)
+        fast_path = allow_fast_path(casts.thread)
+        names.add(fast_path, torch.backends.mha.get_fastpath_enabled)
+        patcher.replace(torch.backends.mha, "get_fastpath_enabled", fast_path)
+        self._graph_names.open(patcher)
+        patch_autocast(patcher, casts)
+        trace_methods(patcher, casts, policy.half)
+        tag_caches(patcher, policy.half)
+        forget_graphs()
+        guard_compiler(casts, policy.half, undo)
+        for registration in self._registrations.values():
+            self._bind(registration)
+
+    def _patch_rows(
+        self, patcher: Patcher, policy: Policy, trace: Callable[[str], None] | None, names: ScriptNames
+    ) -> None:
+        for (parent, attribute), row in self._list_rows():
+            if (id(parent), attribute) in self._registrations:
+                continue
+            original = patcher.find_original(parent, attribute)
+            place = qualify(parent, attribute)
+            counter = self.counter
+            wrapper = wrap(
+                original, row.cast, self._casts, policy.half, place=place, trace=trace, counter=counter
+            )
+            patcher.replace(parent, attribute, wrapper)
+            names.add(wrapper, original)
+            self._graph_names.add(original, place)
+            self._names.add(original, wrapper)
+
+    def _list_rows(self) -> list[tuple[Place, Row]]:
+        """The rows with their places, looked up once: these do not move."""
+        if self._rows[0] is not lists.TABLES:
+            self._rows = lists.TABLES, place_rows(lists.TABLES, torch.__version__)
+        return self._rows[1]
+
+    def count_casts(self) -> None:
+        """Has casts counted; call it before torch is patched."""
+        self.counter = self.counter or CastCounter()
+
+    def forget(self) -> None:
+        """Stops casting."""
+        self.counter = None
+        self._casts.close()
+
+    @property
+    def registrations(self) -> tuple[Registration, ...]:
+        """What users registered, in this session and before."""
+        return tuple(self._registrations.values())
+
+    def register(self, registration: Registration) -> None:
+        """Adds a user's function to the tables, for this session and later ones."""
+        self._registrations[id(registration.parent), registration.attribute] = registration
+        if self._patcher is not None:
+            self._bind(registration)
+            self._names.follow_everywhere()
+
+    def _bind(self, registration: Registration) -> None:
+        assert self._patcher is not None, "bound while torch is not patched"
+        parent, attribute = registration.parent, registration.attribute
+        original = self._patcher.find_original(parent, attribute)
+        bound = bind(registration, original, self._casts)
+        self._patcher.replace(parent, attribute, bound)
+        if not isinstance(parent, type):  # what a class inherits is registered for it alone
+            self._names.add(original, bound)

@@ -1,1 +1,0 @@
-"""`ampatch run`: runs a script that was written for apex, unchanged."""

@@ -1,0 +1,102 @@
+"""What ampatch prints: the lines that people look for in their logs, on rank 0 alone."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from ampatch.levels.policy import Policy, find_level
+from ampatch.levels.private import EAGER, NEWEST, OLDEST, explain_missing, is_tested
+from ampatch.steps.optimizer import AmpOptimizer
+from ampatch.steps.outcome import BackwardOutcome
+from ampatch.steps.step import are_finite, explain_skips
+
+logger = logging.getLogger("ampatch")
+
+
+def say(text: str) -> None:
+    """Prints a line on rank 0."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_rank() != 0:
+        return
+    print(text, flush=True)
+
+
+def warn_of_torch() -> None:
+    """Logs what a torch that ampatch was not tested on, or that lacks a private name, may change."""
+    if not is_tested():
+        logger.warning(
+            "torch %s: ampatch was tested on torch %s to %s; what it casts may differ: compare with O0, and "
+            "run the tests of ampatch.testing on the functions that matter to you",
+            *(torch.__version__, OLDEST, NEWEST),
+        )
+    for line in explain_missing(EAGER):
+        logger.warning("torch %s has %s", torch.__version__, line)
+
+
+def format_banner(policy: Policy) -> str:
+    """The options of a policy, with those that override the level's defaults marked."""
+    defaults = find_level(policy.opt_level).options()
+    lines = [f"Selected optimization level {policy.opt_level}: {policy.summary}"]
+    for name, value in policy.options().items():
+        mark = "" if value == defaults[name] else f"  (overrides {defaults[name]})"
+        lines.append(f"  {name:<27}: {value}{mark}")
+    return "\n".join(lines)
+
+
+def format_overflow(loss_id: int, before: float, after: float) -> str:
+    """The line for one skipped step."""
+    scale = f"reducing loss scale to {after}" if after < before else f"keeping loss scale at {after}"
+    return f"Gradient overflow.  Skipping step, loss scaler {loss_id} {scale}"
+
+
+class Announcer:
+    """Announces the calls and the overflows of a session."""
+
+    def __init__(self) -> None:
+        # Of each step the optimizer, and what led to it.
+        self._unannounced: list[tuple[weakref.ref[AmpOptimizer], Sequence[BackwardOutcome]]] = []
+        self._said_slow = False
+
+    def announce(self, policy: Policy, device_types: set[str]) -> None:
+        """Says what a call does, and once that float16 is slow on a CPU."""
+        say(format_banner(policy))
+        if policy.half is torch.float16 and "cpu" in device_types and not self._said_slow:
+            self._said_slow = True
+            logger.warning(
+                "%s computes in float16, which is slow on a CPU: O4 and O5 (bfloat16) are the fast levels",
+                policy.opt_level,
+            )
+
+    def announce_step(self, amp: AmpOptimizer, floor: float) -> None:
+        """Says a line if a step was skipped, this one or an earlier one, once the device has told of it.
+
+        As in apex one line for each step of an optimizer, by the first of its blocks that overflowed. After
+        several in a row the log says why that may be, and looks at the weights: one host sync. `floor` is the
+        least that the loss scale can become.
+        """
+        if amp.last_outcomes:
+            self._unannounced.append((weakref.ref(amp), amp.last_outcomes))
+        waiting = []
+        for find, outcomes in self._unannounced:
+            if None in [outcome.poll() for outcome in outcomes]:
+                waiting.append((find, outcomes))
+                continue
+            first = next((outcome.loss_id for outcome in outcomes if outcome.read()[0]), None)
+            if first is not None:
+                outcomes = [outcome for outcome in outcomes if outcome.loss_id == first]
+                say(format_overflow(first, outcomes[0].read()[1], outcomes[-1].read()[2]))
+            stepped = find()
+            if stepped is not None and stepped.skips.note(first is not None):
+                logger.warning("%s", _explain(stepped, outcomes, floor))
+        self._unannounced = waiting
+
+
+def _explain(amp: AmpOptimizer, outcomes: Sequence[BackwardOutcome], floor: float) -> str:
+    losses = [outcome.is_loss_finite for outcome in outcomes]
+    are_losses_finite = False if False in losses else None if None in losses else True
+    scale = outcomes[-1].read()[2]
+    return explain_skips(amp.skips.count, are_losses_finite, are_finite(amp.params()), scale, floor)

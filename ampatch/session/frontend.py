@@ -1,0 +1,287 @@
+"""The public functions: what scripts call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from ampatch.errors import AmpTypeError, AmpValueError
+from ampatch.levels.loss_scale import DynamicLossScale
+from ampatch.levels.policy import Overrides, parse_flag, resolve
+from ampatch.models.kept import normalize_keep
+from ampatch.session.request import Request
+from ampatch.session.scaler_state import load_scalers, save_scalers
+from ampatch.session.session import SESSION
+from ampatch.steps.block import ScaledLoss
+from ampatch.steps.scaler import LossScaler
+
+
+def initialize(
+    models: object,
+    optimizers: object = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | DynamicLossScale | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = 2.0**24,
+    *,
+    dtype: torch.dtype | None = None,
+    patch_torch_functions_type: torch.dtype | None = None,
+    keep_fp32: object = (),
+    allow_banned: bool = False,
+    allow_half_params: bool = False,
+) -> object:
+    """Gives models and optimizers the mixed precision of an opt level, in place.
+
+    ```python
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+    ```
+
+    Returns models and optimizers in the shape they came in; the models alone if `optimizers` is
+    None. May be called again for other models and optimizers. All or nothing: a call that raises
+    leaves torch, models and optimizers as they were. `uninitialize` undoes it.
+
+    - `opt_level`: "O0" float32; "O1" (float16) and "O4" (bfloat16) patch torch's functions with
+      casts; "O2" and "O5" cast the model and keep float32 master params; "O3" casts everything.
+    - `dtype`: float16 or bfloat16 in the place of the level's half type.
+    - `loss_scale`: a number, "dynamic" or an `amp.DynamicLossScale`; `min_loss_scale` and
+      `max_loss_scale` bound "dynamic". One scaler is made for each of `num_losses`.
+    - `keep_fp32`: names of modules (shell patterns), classes or modules that run in float32.
+    - `keep_batchnorm_fp32`, `master_weights`, `cast_model_type`, `cast_model_outputs` (a dtype),
+      `patch_torch_functions`, `patch_torch_functions_type`: override the level's default.
+    - `allow_banned`: casts banned functions to float32 where they would raise on half tensors.
+    - `allow_half_params`: takes models with half parameters, which stay half, instead of raising.
+    - `verbosity`: 0 silent, 1 a banner and a line for each skipped step, 2 also every cast.
+
+    Raises AmpValueError and AmpTypeError (both AmpError) for arguments that cannot work.
+    """
+    arguments = {**locals(), **SESSION.overrides}
+    return _initialize(**arguments)
+
+
+def _initialize(
+    models: object,
+    optimizers: object,
+    enabled: object,
+    opt_level: object,
+    num_losses: int,
+    verbosity: int,
+    keep_fp32: object,
+    allow_half_params: object,
+    **overrides: object,
+) -> object:
+    returned = models if optimizers is None else (models, optimizers)
+    model_list = _as_tuple(models, torch.nn.Module)
+    optimizer_list = () if optimizers is None else _as_tuple(optimizers, object)
+    if not parse_flag("enabled", enabled):
+        SESSION.disable(optimizer_list)
+        return returned
+    policy = resolve(opt_level, Overrides(**overrides))
+    _validate_num_losses(num_losses)
+    if not isinstance(verbosity, int):  # True and False are 1 and 0, as scripts write
+        raise AmpTypeError(f"verbosity is {verbosity!r}: expected 0 (silent), 1 or 2")
+    request = Request(
+        model_list,
+        optimizer_list,
+        policy,
+        num_losses,
+        verbosity,
+        normalize_keep(keep_fp32),
+        bool(parse_flag("allow_half_params", allow_half_params)),
+    )
+    SESSION.open(request)
+    return returned
+
+
+def _as_tuple(given: object, single: type) -> tuple:
+    if isinstance(given, (list, tuple)):
+        return tuple(given)
+    if single is torch.nn.Module and not isinstance(given, single):
+        raise AmpTypeError(
+            f"models is a {type(given).__name__}: expected a torch.nn.Module or a list of them"
+        )
+    return (given,)
+
+
+def _validate_num_losses(num_losses: object) -> None:
+    if isinstance(num_losses, bool) or not isinstance(num_losses, int):
+        raise AmpTypeError(f"num_losses is {num_losses!r}: expected a whole number, 1 or more")
+    if num_losses < 1:
+        raise AmpValueError(f"num_losses is {num_losses!r}: expected 1 or more, one for each loss")
+
+
+def scale_loss(
+    loss: Tensor,
+    optimizers: object,
+    loss_id: int = 0,
+    model: object = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+    *,
+    of_last_call: bool = False,
+) -> AbstractContextManager[Tensor]:
+    """Returns a context manager that yields `loss.float()` times the loss scale.
+
+    ```python
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    ```
+
+    When it ends, the gradients made inside are unscaled and added to earlier ones, and the scale is
+    updated; after an overflow the next step of every optimizer named is skipped. No host sync.
+
+    - `optimizers`: the optimizer, or all those whose parameters get gradients from this loss.
+    - `loss_id`: which of the `num_losses` scalers to use, of the call that took the (first) optimizer.
+    - `delay_unscale`: leaves the gradients scaled until a later block or the step.
+    - `delay_overflow_check`: leaves the scale as it is until a later block.
+    - `model`: accepted as apex did, and not used.
+    - `of_last_call`: takes the scaler of the latest `initialize`, whichever took the optimizer, as apex did.
+    """
+    SESSION.require_open()
+    given = tuple(optimizers) if isinstance(optimizers, (list, tuple)) else (optimizers,)
+    if SESSION.is_passive(given):
+        return nullcontext(loss)
+    if not isinstance(loss, Tensor):
+        raise AmpTypeError(
+            f"loss is a {type(loss).__name__}: expected a tensor, the output of the loss function"
+        )
+    found = [SESSION.find(optimizer, index) for index, optimizer in enumerate(given)]
+    scalers = SESSION.scalers(of_last_call=True) if of_last_call or not found else found[0][1].scalers
+    amp_optimizers = list({id(amp_optimizer): amp_optimizer for amp_optimizer, _ in found}.values())
+    scaler = _pick(scalers, loss_id)
+    SESSION.note_scale(scaler)
+    for observer in SESSION.observers:
+        observer.on_loss(loss.detach(), scaler.loss_id)
+    return ScaledLoss(
+        loss,
+        amp_optimizers,
+        scaler,
+        SESSION.casts.end_iteration,
+        SESSION.tell_backward if SESSION.observers else None,
+        SESSION.misuse.scales,
+        SESSION.capture(),
+        delay_unscale=delay_unscale,
+        delay_overflow_check=delay_overflow_check,
+    )
+
+
+def _pick(scalers: Sequence[LossScaler], loss_id: object) -> LossScaler:
+    if isinstance(loss_id, bool) or not isinstance(loss_id, int):
+        raise AmpTypeError(f"loss_id is {loss_id!r}: expected a whole number from 0 to {len(scalers) - 1}")
+    if not 0 <= loss_id < len(scalers):
+        raise AmpValueError(
+            f"loss_id {loss_id!r} is out of range: expected 0 to {len(scalers) - 1}; "
+            f"initialize(num_losses=...) says how many there are"
+        )
+    return scalers[loss_id]
+
+
+def master_params(optimizer: object) -> Iterator[Tensor]:
+    """Iterates over the parameters that the optimizer steps: float32 masters at O2 and O5.
+
+    ```python
+    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm=1.0)
+    ```
+
+    Works without `initialize` too.
+    """
+    if not hasattr(optimizer, "param_groups"):
+        raise AmpTypeError(f"optimizer is a {type(optimizer).__name__}: expected one torch.optim.Optimizer")
+    SESSION.settle(optimizer)
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def state_dict(*, of_last_call: bool = False) -> dict[str, dict[str, float | int]]:
+    """Returns the state of every loss scaler, in apex's format; one host sync for each that is dynamic.
+
+    Several calls of `initialize` number their scalers on, also those whose models are gone. `of_last_call`:
+    the scalers of the latest alone.
+    """
+    SESSION.require_open()
+    return save_scalers(SESSION.scalers(of_last_call=of_last_call))
+
+
+def load_state_dict(state_dict: dict[str, dict[str, float | int]], *, of_last_call: bool = False) -> None:
+    """Restores the loss scalers from a `state_dict`, also one that apex wrote; all or nothing.
+
+    A static scale stays what `initialize` was told. Raises AmpValueError for unknown keys, and warns
+    if the number of scalers differs: those that both have are loaded.
+    """
+    SESSION.require_open()
+    load_scalers(SESSION.scalers(of_last_call=of_last_call), state_dict)
+
+
+def step_was_skipped(optimizer: object) -> bool:
+    """Says whether the optimizer's last step was skipped because of an overflow.
+
+    Costs one host sync with an optimizer that skips on the device (a fused one), none otherwise.
+    """
+    SESSION.require_open()
+    return not SESSION.is_passive((optimizer,)) and SESSION.find(optimizer)[0].was_skipped()
+
+
+def get_loss_scale(loss_id: int = 0) -> float:
+    """Returns a loss scale; one host sync if it is dynamic. Several calls number their losses on."""
+    SESSION.require_open()
+    return 1.0 if not SESSION.is_open else _pick(SESSION.scalers(), loss_id).get_scale()
+
+
+def set_loss_scale(value: float, loss_id: int = 0) -> None:
+    """Sets a loss scale to a number above 0; a dynamic one moves on from there."""
+    SESSION.require_open()
+    if SESSION.is_open:
+        _pick(SESSION.scalers(), loss_id).set_scale(value)
+
+
+def clear_cache() -> None:
+    """Forgets the casts of weights; they are made again when needed.
+
+    Frees their memory, which else the next step of an optimizer does. Needed only after writing to weights
+    in a way that leaves no trace: through a `.data` that was kept from earlier, between two forwards that
+    share one backward, or through a pointer.
+    """
+    SESSION.casts.clear_cache()
+
+
+def disable_casts() -> AbstractContextManager[None]:
+    """Returns a context manager in which patched functions do not cast, in this thread.
+
+    Nests, and survives exceptions.
+    """
+    return SESSION.casts.thread.disabled()
+
+
+def uninitialize(*, functions_only: bool = False) -> None:
+    """Undoes every `initialize`: torch, models and optimizers are what they would be without.
+
+    Models are float32 again, with the masters' values, and optimizers step them. `functions_only` takes back
+    the casts of torch's functions alone; the next `initialize` at O1 or O4 patches them again. Raises
+    PatchConflictError, after everything else is undone, for functions that others patched over.
+    """
+    SESSION.unpatch() if functions_only else SESSION.close()
+
+
+@contextmanager
+def override(**arguments: object) -> Iterator[None]:
+    """Gives `initialize` these arguments, whatever the script passes, while the context is open."""
+    unknown = sorted(set(arguments) - set(inspect.signature(initialize).parameters))
+    if unknown:
+        raise AmpTypeError(f"override: initialize has no argument {', '.join(map(repr, unknown))}")
+    before = SESSION.overrides
+    SESSION.overrides = {**before, **arguments}
+    try:
+        yield
+    finally:
+        SESSION.overrides = before

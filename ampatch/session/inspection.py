@@ -1,0 +1,69 @@
+"""The public functions by which tools look into a session, and scripts tell tools what they found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from ampatch.casts.cast_counter import CastCounts
+from ampatch.session.observe import Observer
+from ampatch.session.session import SESSION
+from ampatch.steps.outcome import BackwardOutcome
+from ampatch.steps.scaler import LossScaler
+
+
+def master_pairs(optimizer: object) -> Iterator[tuple[Tensor, Tensor]]:
+    """Iterates over the half parameters of a model and their float32 masters, in pairs (O2 and O5).
+
+    What is written into either follows in the other with the next step or forward. There are no
+    pairs at other levels. Raises AmpError for an optimizer that `initialize` did not return.
+    """
+    SESSION.require_open()
+    if not SESSION.is_passive((optimizer,)):
+        for pair in SESSION.find(optimizer)[0].masters:
+            yield pair.half, pair.master
+
+
+def loss_scalers(*, of_last_call: bool = False) -> tuple[LossScaler, ...]:
+    """Returns the loss scalers of the session, numbered as `state_dict` numbers them."""
+    SESSION.require_open()
+    return tuple(SESSION.scalers(of_last_call=of_last_call))
+
+
+def backward_outcomes(optimizer: object) -> tuple[BackwardOutcome, ...]:
+    """Returns what the backward passes did that led to the optimizer's last step, for dynamic scales.
+
+    A `BackwardOutcome` knows whether its pass overflowed and the scale before and after: `poll` says it
+    when the device has delivered it, without a host sync. A static scale looks for no overflow, and has none.
+    """
+    SESSION.require_open()
+    return () if SESSION.is_passive((optimizer,)) else tuple(SESSION.find(optimizer)[0].last_outcomes)
+
+
+def cast_counts() -> CastCounts:
+    """Returns how many casts patched functions used since the session opened, and what is kept of them.
+
+    Counted only if an `Observer` with `counts_casts` watched when it opened, and outside of compiled code;
+    the bytes are always told.
+    """
+    counter = SESSION.torch_patch.counter
+    made, reused = (counter.made, counter.reused) if counter else (0, 0)
+    return CastCounts(made, reused, SESSION.casts.nbytes)
+
+
+def report(**metrics: object) -> None:
+    """Reports results of a script, such as `accuracy=0.98`, to the tool that runs it; else does nothing."""
+    for observer in SESSION.observers:
+        observer.on_report(metrics)
+
+
+@contextmanager
+def observe(observer: Observer) -> Iterator[None]:
+    """Tells an observer what happens while the context is open."""
+    SESSION.observers += (observer,)
+    try:
+        yield
+    finally:
+        SESSION.observers = tuple(item for item in SESSION.observers if item is not observer)

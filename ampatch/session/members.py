@@ -1,0 +1,125 @@
+"""The modules and optimizers that calls of `initialize` took; nothing here keeps one of them alive."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from torch import Tensor
+from torch.nn import Module
+
+from ampatch.levels.precision import HALF_TYPES
+from ampatch.levels.undo import refer
+from ampatch.models.cast_tensor import own_tensors
+from ampatch.models.float32_values import Float32Values
+from ampatch.session.request import Call
+from ampatch.steps.masters import MasterParam, MasterParams
+from ampatch.steps.optimizer import AmpOptimizer
+
+Place = tuple[weakref.ref[Module], weakref.ref[Float32Values] | None]
+
+
+class Members:
+    """The modules and optimizers of all calls, by weak references.
+
+    An `AmpOptimizer` lives on the hooks of its optimizer's step, float32 values on those of a module's
+    `state_dict`. There are no weak references to tensors, which `torch.utils.swap_tensors` refuses.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[Place] = []
+        self._optimizers: dict[int, tuple[weakref.ref[AmpOptimizer], Call]] = {}
+        self._passive: list[Callable[[], object]] = []  # what calls with enabled=False were given
+
+    def copy(self) -> Members:
+        """Returns another one of the same members, without those that are gone."""
+        copied = Members()
+        copied._modules = [place for place in self._modules if place[0]() is not None]
+        copied._optimizers = {key: found for key, found in self._optimizers.items() if found[0]() is not None}
+        copied._passive = [given for given in self._passive if given() is not None]
+        return copied
+
+    # Modules
+
+    def add_modules(self, modules: Iterable[Module], values: dict[int, Float32Values]) -> None:
+        """Adds the parts of models; `values` are those that they own, by the id of the module."""
+        for module in modules:
+            own = values.get(id(module))
+            self._modules.append((weakref.ref(module), None if own is None else weakref.ref(own)))
+
+    def _live_modules(self) -> Iterator[tuple[Module, Float32Values | None]]:
+        for reference, own in self._modules:
+            module = reference()
+            if module is not None:
+                yield module, None if own is None else own()
+
+    def list_tensors(self) -> set[int]:
+        """The ids of all tensors of the modules, good for as long as nobody drops one."""
+        return {id(tensor) for module, _ in self._live_modules() for _, tensor in own_tensors(module)}
+
+    def map_values(self) -> dict[int, Float32Values]:
+        """The float32 values that know the modules' tensors, by the id of the tensor."""
+        found: dict[int, Float32Values] = {}
+        for module, values in self._live_modules():
+            for _, tensor in own_tensors(module) if values is not None else ():
+                if tensor in values:
+                    found[id(tensor)] = values
+                else:
+                    found.setdefault(id(tensor), values)
+        return found
+
+    # Optimizers
+
+    def add_optimizer(self, amp: AmpOptimizer, names: Iterable[object], call: Call) -> None:
+        """Adds an optimizer, under the wrapper that was given and the optimizers inside."""
+        for one in names:
+            self._optimizers[id(one)] = weakref.ref(amp), call
+        self._passive = [given for given in self._passive if all(given() is not one for one in names)]
+
+    def find(self, optimizer: object) -> tuple[AmpOptimizer, Call] | None:
+        """Returns what is kept for an optimizer, and its call."""
+        found = self._optimizers.get(id(optimizer))
+        amp = None if found is None else found[0]()
+        if amp is None:
+            return None
+        names = (amp.optimizer, amp.find_given(), *amp.masters.optimizers)
+        return (amp, found[1]) if any(optimizer is one for one in names) else None  # ids are used again
+
+    def optimizers(self, *, only_dynamic: bool = False) -> list[AmpOptimizer]:
+        """What is kept for the optimizers; or for those of calls with dynamic loss scales."""
+        known = self._optimizers.values()
+        found = [find() for find, call in known if not only_dynamic or call.scalers[0].is_dynamic]
+        return list({id(amp): amp for amp in found if amp is not None}.values())
+
+    def pairs(self) -> Iterator[MasterParam]:
+        """The masters with their half parameters."""
+        for amp in self.optimizers():
+            yield from amp.masters
+        for _, values in self._live_modules():
+            yield from () if values is None else values.pairs()
+
+    def make_masters(self, masters: MasterParams, params: Sequence[Tensor], watched: set[int]) -> None:
+        """Makes the masters of half parameters, or takes those that they have; `watched` receives the ids."""
+        known = self.map_values()
+        for param in params:
+            if param.dtype not in HALF_TYPES or masters.owns(param):
+                continue
+            values = known.setdefault(id(param), Float32Values())
+            pair = values.find_pair(param)
+            if pair is None:
+                pair = masters.add(param, values.read(param))
+                values.set_pair(pair)
+                watched.update((id(pair.half), id(pair.master)))
+            else:
+                masters.share(pair)
+        masters.install()
+
+    # Calls with enabled=False
+
+    def add_passive(self, optimizers: Iterable[object]) -> None:
+        """Adds optimizers that pass through."""
+        self._passive += map(refer, optimizers)
+
+    def is_any_passive(self, optimizers: Sequence[object]) -> bool:
+        """Whether one of these passes through."""
+        return any(given() is one for one in optimizers for given in self._passive)

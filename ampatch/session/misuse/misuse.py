@@ -1,0 +1,208 @@
+"""Looks for what trains wrongly without an error, and has it warned of once a session."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel
+
+from ampatch.levels.loss_scale import StaticLossScale
+from ampatch.levels.precision import HALF_TYPES
+from ampatch.patching.patcher import Patcher, SessionPatch
+from ampatch.session.misuse.scale_watch import ScaleWatch
+from ampatch.session.misuse.warner import Warner
+
+if TYPE_CHECKING:
+    from ampatch.session.request import Request
+    from ampatch.steps.optimizer import AmpOptimizer
+    from ampatch.steps.scaler import LossScaler
+
+
+class HalfWatch(SessionPatch):
+    """Watches half weights that are averaged, or stepped by an optimizer that nobody gave to `initialize`."""
+
+    def __init__(self, warner: Warner, list_optimizers: Callable[[], Sequence[AmpOptimizer]]) -> None:
+        super().__init__()
+        self._warner = warner
+        self._list_optimizers = list_optimizers
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what was seen."""
+        self._models: list[tuple[weakref.ref[Module], bool]] = []  # and if their half weights have masters
+        self._seen: set[int] = set()  # optimizers, by id
+
+    def open(self, undo: ExitStack) -> None:
+        """Patches, unless it is done; `undo` receives the way back."""
+        if self._patcher is None:
+            super().open(undo)
+            undo.callback(register_optimizer_step_pre_hook(self._check_optimizer).remove)
+
+    def patch(self, patcher: Patcher) -> None:
+        """Has averages in float32 made of masters; `AveragedModel` has no hooks."""
+        update = AveragedModel.update_parameters
+
+        @functools.wraps(update)
+        def update_parameters(averaged: AveragedModel, model: Module) -> None:
+            update(averaged, self._find_precise(averaged, model))
+
+        patcher.replace(AveragedModel, "update_parameters", update_parameters)
+
+    # Averages
+
+    def _find_precise(self, averaged: AveragedModel, model: Module) -> Module | PreciseModel:
+        """What to average: the model with its masters, if it is one of ours with half weights."""
+        masters = self._find_masters(model)
+        if masters is None:
+            return model
+        if any(param.dtype in HALF_TYPES for param in averaged.module.parameters()):
+            self._warner.warn(
+                "average",
+                "an AveragedModel of half parameters is updated in half precision, where most of each update "
+                "is rounded away: make it AveragedModel(model).float(), which then averages float32 values",
+            )
+        return PreciseModel(model, averaged.module, masters)
+
+    def _find_masters(self, model: Module) -> dict[int, Tensor] | None:
+        """The masters of a model's half parameters, by their id; None if none of these is cast here."""
+        known = self._find_half(wants_masters=False)
+        if not any(id(param) in known for param in model.parameters()):
+            return None
+        optimizers = self._list_optimizers()
+        for optimizer in optimizers:
+            optimizer.masters.take_edits()
+        return {id(pair.half): pair.master for optimizer in optimizers for pair in optimizer.masters}
+
+    # Steps of optimizers that nobody knows
+
+    def watch(self, models: Sequence[Module], wants_masters: bool) -> None:
+        """Watches the half parameters of models, without keeping them alive."""
+        self._models += [(weakref.ref(model), wants_masters) for model in models]
+
+    def _find_half(self, *, wants_masters: bool) -> set[int]:
+        """The ids of half parameters of our models: of all, or of those that have masters."""
+        models = [ref() for ref, wants in self._models if wants or not wants_masters]
+        params = [param for model in models if model is not None for param in model.parameters()]
+        return {id(param) for param in params if param.dtype in HALF_TYPES}
+
+    def _check_optimizer(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        """Looks once at what an optimizer steps; a hook before the step of every optimizer there is."""
+        if torch.compiler.is_dynamo_compiling() or id(optimizer) in self._seen:
+            return
+        self._seen.add(id(optimizer))
+        half = self._find_half(wants_masters=True)
+        if any(id(param) in half for group in optimizer.param_groups for param in group["params"]):
+            self._warner.warn(
+                "stranger",
+                f"{type(optimizer).__name__} steps half parameters of an initialized model, and initialize "
+                f"never saw it: it has no masters, so small updates are lost, and gradients stay scaled: "
+                f"make the optimizer first, then call amp.initialize(model, optimizer)",
+            )
+
+
+class PreciseModel:
+    """What an AveragedModel reads of a half model: float32 values where the average is float32."""
+
+    def __init__(self, model: Module, averaged: Module, masters: dict[int, Tensor]) -> None:
+        self._model = model
+        self._averaged = averaged
+        self._masters = masters
+
+    def parameters(self) -> Iterator[Tensor]:
+        """The parameters of the model, as precise as there are."""
+        return map(self._widen, self._model.parameters(), self._averaged.parameters())
+
+    def buffers(self) -> Iterator[Tensor]:
+        """The buffers of the model."""
+        return map(self._widen, self._model.buffers(), self._averaged.buffers())
+
+    def _widen(self, tensor: Tensor, average: Tensor) -> Tensor:
+        if tensor.dtype not in HALF_TYPES or average.dtype in HALF_TYPES:
+            return tensor
+        return self._masters.get(id(tensor), tensor).detach().float()
+
+
+class Misuse:
+    """What a session watches for misuse, and what each call of `initialize` is checked for."""
+
+    def __init__(
+        self,
+        list_optimizers: Callable[..., Sequence[AmpOptimizer]],
+        list_scalers: Callable[[], Sequence[LossScaler]],
+    ) -> None:
+        self._list_scalers = list_scalers
+        self._warner = Warner()
+        self._list_optimizers = list_optimizers
+        self.scales = ScaleWatch(self._warner, self._list_dynamic, self._is_right)
+        self.halves = HalfWatch(self._warner, list_optimizers)
+        self.patches = (self.scales, self.halves)
+
+    def _list_dynamic(self) -> list[AmpOptimizer]:
+        """The optimizers with a dynamic scale; what has a `backward`, as FP16_Optimizer, scales by itself."""
+        found = self._list_optimizers(only_dynamic=True)
+        return [amp for amp in found if not hasattr(amp.find_given(), "backward")]
+
+    def _is_right(self, amp: AmpOptimizer) -> bool:
+        """Whether a script may scale by hand, or steps zeros; one host sync, before a warning."""
+        asked = [scaler.was_asked() for scaler in self._list_scalers()]  # all of them: it resets them
+        if any(asked):
+            return True
+        grads = [param.grad for param in amp.model_params() if param.grad is not None]
+        return not any(grad.detach().any() for grad in grads)
+
+    def open(self, request: Request, amps: Sequence[AmpOptimizer], undo: ExitStack) -> None:
+        """Checks a call whose models are cast, and watches what it needs; `undo` receives the way back."""
+        policy = request.policy
+        self._check_float64(request)
+        if policy.is_pure_half and policy.half is torch.float16:
+            self._check_eps(amps)
+        if policy.loss_scale != StaticLossScale(1.0):
+            self.scales.open(undo)
+        if policy.casts_model:
+            self.halves.open(undo)
+            self.halves.watch(request.models, policy.master_weights)
+
+    def forget(self) -> None:
+        """Lets the next session warn again."""
+        self._warner.forget()
+
+    def _check_float64(self, request: Request) -> None:
+        params = (param for model in request.models for param in model.parameters())
+        dtypes = (param.dtype for param in params if param.is_floating_point())
+        if request.policy.half is None or next(dtypes, None) is not torch.float64:
+            return
+        if all(dtype is torch.float64 for dtype in dtypes):
+            self._warner.warn(
+                "float64",
+                f"the model is float64, of which {request.policy.opt_level} casts nothing: call "
+                f"model.float() before initialize",
+            )
+
+    def _check_eps(self, amps: Sequence[AmpOptimizer]) -> None:
+        optimizers = [amp.optimizer for amp in amps]
+        for optimizer, group in [(one, group) for one in optimizers for group in one.param_groups]:
+            if _loses_eps(optimizer, group):
+                self._warner.warn(
+                    "eps",
+                    f"eps={group['eps']} of {type(optimizer).__name__} is 0 in float16, in which it steps, "
+                    f"and small gradients make it divide by 0: give it eps=1e-4, or take opt_level='O2'",
+                )
+
+
+def _loses_eps(optimizer: Optimizer, group: dict) -> bool:
+    """Whether the eps of a group is 0 in float16; fused kernels add it in float32, others may do so."""
+    eps = group.get("eps")
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    if not is_torchs or group.get("fused") or not isinstance(eps, float) or eps == 0:
+        return False
+    has_half = any(param.dtype is torch.float16 for param in group["params"])
+    return has_half and not torch.tensor(eps, dtype=torch.float16).item()

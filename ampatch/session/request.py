@@ -1,0 +1,154 @@
+"""One call of `initialize`: what it was asked for, the checks of it, and what it set up."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from ampatch.errors import AmpError, AmpTypeError, AmpValueError
+from ampatch.levels.loss_scale import DynamicLossScale
+from ampatch.levels.policy import OPT_LEVELS, Policy
+from ampatch.models.kept import Keep
+from ampatch.steps.foreign_step import list_wrapped
+from ampatch.steps.optimizer import AmpOptimizer
+from ampatch.steps.scaler import LossScaler
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What one call of `initialize` was asked for, read and checked on its own."""
+
+    models: tuple[Module, ...]
+    optimizers: tuple[object, ...]  # as given: an Optimizer, or a wrapper around one
+    policy: Policy
+    num_losses: int
+    verbosity: int
+    keep_fp32: tuple[Keep, ...]
+    allow_half_params: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """What is left of one call of `initialize`; each optimizer belongs to the call that took it.
+
+    The scalers stay, whatever becomes of models and optimizers: `state_dict` numbers them on.
+    """
+
+    verbosity: int
+    scalers: list[LossScaler]
+    undo: ExitStack = field(default_factory=ExitStack)  # what was done to the models and the optimizers
+    members: list[weakref.ref] = field(default_factory=list)  # these, to see whether any is left
+
+    def forget_dropped(self) -> None:
+        """Forgets the undo once there is nothing left that it would undo."""
+        if all(reference() is None for reference in self.members):
+            self.undo.pop_all()
+            self.members.clear()
+
+    def close(self) -> None:
+        """Undoes it, on what is alive; that stays so meanwhile, though hooks of ours that it lives on go."""
+        alive = [reference() for reference in self.members]
+        self.undo.close()
+        alive.clear()
+
+
+def validate_optimizers(request: Request, known: set[int], others: Sequence[AmpOptimizer]) -> None:
+    """Raises for optimizers that are taken already, step unknown parameters or cannot be skipped.
+
+    `known` are the ids of the tensors of earlier calls, `others` their optimizers.
+    """
+    known = known | {id(param) for model in request.models for param in model.parameters()}
+    taken = {id(amp.optimizer) for amp in others}
+    for index, given in enumerate(request.optimizers):
+        optimizer = unwrap_optimizer(given, index)
+        if id(optimizer) in taken:
+            raise AmpError(
+                f"optimizers[{index}] ({type(optimizer).__name__}) is given to initialize twice: "
+                f"an optimizer belongs to the first call that takes it; uninitialize to start over"
+            )
+        taken.add(id(optimizer))
+        _validate_params(index, optimizer, known)
+        _validate_closure_use(index, optimizer, request.policy)
+
+
+def unwrap_optimizer(given: object, index: int = 0) -> Optimizer:
+    """Returns the optimizer, or the one inside a wrapper such as LARC, which has no hooks itself.
+
+    Some wrappers derive from Optimizer and never call its `__init__`: these count as wrappers too.
+    """
+    for inner in list_wrapped(given):
+        if hasattr(inner, "_optimizer_step_pre_hooks"):
+            return inner
+    hint = f"; a level is given as opt_level={given!r}" if given in (*OPT_LEVELS,) else ""
+    raise AmpTypeError(
+        f"optimizers[{index}] is a {type(given).__name__}: expected a torch.optim.Optimizer "
+        f"or a list of them{hint}"
+    )
+
+
+def find_inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Returns an optimizer and those inside it, on the same parameters: SAM and Lookahead step these."""
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    shared = [one for one in inner if params & {id(p) for group in one.param_groups for p in group["params"]}]
+    return [optimizer, *shared]
+
+
+def steps_part_of(amp: AmpOptimizer, model: Module) -> bool:
+    """Whether an optimizer steps any parameter of a model."""
+    stepped = set(map(id, amp.model_params()))
+    return any(id(param) in stepped for param in model.parameters())
+
+
+def order_hooks(optimizer: Optimizer) -> None:
+    """Makes an optimizer's dictionaries of hooks ordered: torch cannot add a hook to a plain one."""
+    for kind in ("step_pre", "step_post", "load_state_dict_post"):
+        name = f"_optimizer_{kind}_hooks"
+        if type(getattr(optimizer, name, None)) is dict:
+            setattr(optimizer, name, OrderedDict(getattr(optimizer, name)))
+
+
+def _validate_params(index: int, optimizer: Optimizer, known: set[int]) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if params and not any(id(param) in known for param in params):
+        shape = tuple(params[0].shape)
+        raise AmpValueError(
+            f"optimizers[{index}] ({type(optimizer).__name__}) steps parameters of no initialized model (the "
+            f"first has shape {shape}): pass its model to initialize too, and make the optimizer from "
+            f"model.parameters() after the model is on its device"
+        )
+
+
+def _validate_closure_use(index: int, optimizer: Optimizer, policy: Policy) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS) and isinstance(policy.loss_scale, DynamicLossScale):
+        raise AmpValueError(
+            f"optimizers[{index}] is LBFGS, which evaluates its closure several times a step and cannot skip "
+            f"one: use a static scale (loss_scale=1.0), or a level that has one (O0, O4, O5)"
+        )
+
+
+def make_scalers(request: Request, first_id: int) -> list[LossScaler]:
+    """Makes a scaler for each loss, numbered from `first_id` on, as `state_dict` numbers them."""
+    device = next((tensor.device for tensor in _tensors(request)), torch.device("cpu"))
+    return [LossScaler(first_id + i, request.policy.loss_scale, device) for i in range(request.num_losses)]
+
+
+def _tensors(request: Request) -> list[Tensor]:
+    of_models = [param for model in request.models for param in model.parameters()]
+    optimizers = [unwrap_optimizer(given) for given in request.optimizers]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return of_models + [param for group in groups for param in group["params"]]
+
+
+def device_types(request: Request) -> set[str]:
+    """The types of device that a call's models and optimizers live on, "cpu" or "cuda" for example."""
+    types = {tensor.device.type for tensor in _tensors(request)}
+    return types or {torch.empty(0).device.type}

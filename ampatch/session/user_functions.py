@@ -1,0 +1,81 @@
+"""The public functions that add a user's own functions to the cast tables, and say what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ampatch.casts.catalog import Catalog
+from ampatch.casts.explanation import Explanation, Name
+from ampatch.casts.table import Cast
+from ampatch.patching.patcher import qualify
+from ampatch.patching.registration import Registration, decorate, validate_place
+from ampatch.session.session import SESSION
+
+
+def half_function(function: Callable) -> Callable:
+    """Decorates a function to run in the half type of the level, while O1 or O4 is on."""
+    return decorate(function, Cast.LOWER, SESSION.casts)
+
+
+def bfloat16_function(function: Callable) -> Callable:
+    """Decorates a function to run in bfloat16, while O1 or O4 is on."""
+    return decorate(function, Cast.LOWER, SESSION.casts, torch.bfloat16)
+
+
+def float_function(function: Callable) -> Callable:
+    """Decorates a function to run in float32, while O1 or O4 is on."""
+    return decorate(function, Cast.FP32, SESSION.casts)
+
+
+def promote_function(function: Callable) -> Callable:
+    """Decorates a function to run in the widest type of its arguments, while O1 or O4 is on."""
+    return decorate(function, Cast.PROMOTE, SESSION.casts)
+
+
+def register_half_function(module: object, name: str) -> None:
+    """Has `module.name` run in the half type of the level at O1 and O4; before or after `initialize`.
+
+    Raises AmpValueError, a ValueError, if the module has no such function.
+    """
+    _register(module, name, Cast.LOWER)
+
+
+def register_bfloat16_function(module: object, name: str) -> None:
+    """Has `module.name` run in bfloat16 at O1 and O4; as `register_half_function` otherwise."""
+    _register(module, name, Cast.LOWER, torch.bfloat16)
+
+
+def register_float_function(module: object, name: str) -> None:
+    """Has `module.name` run in float32 at O1 and O4; as `register_half_function` otherwise."""
+    _register(module, name, Cast.FP32)
+
+
+def register_promote_function(module: object, name: str) -> None:
+    """Has `module.name` run in the widest type of its arguments; as `register_half_function` otherwise."""
+    _register(module, name, Cast.PROMOTE)
+
+
+def explain(op: str) -> Explanation:
+    """Says what happens to an op at each level, under each of its names, and why.
+
+    `print(amp.explain("softmax"))` prints what `ampatch lists softmax` does; here, functions that the
+    script registered are known as well. `op` may have its place, as in "torch.nn.functional.softmax",
+    "F.softmax" or "my_ops.fused_gelu", and may be an operator, such as "@".
+
+    Raises AmpValueError for what is no op, with names that are close.
+    """
+    with SESSION.casts.thread.disabled():
+        return Catalog(registered=map(_name, SESSION.torch_patch.registrations)).explain(op)
+
+
+def _name(registration: Registration) -> Name:
+    path = ".".join(filter(None, qualify(registration.parent, registration.attribute)))
+    reason = "registered by the script"
+    return Name(path, registration.cast, reason, dtype=registration.dtype)
+
+
+def _register(module: object, name: str, cast: Cast, dtype: torch.dtype | None = None) -> None:
+    validate_place(module, name)
+    SESSION.torch_patch.register(Registration(module, name, cast, dtype))

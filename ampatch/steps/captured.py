@@ -1,0 +1,100 @@
+"""What blocks and steps in a CUDA graph note outside of the device: each replay of the graph repeats it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ampatch.steps.master_grads import mark_grad_used
+from ampatch.steps.outcome import BackwardOutcome
+from ampatch.steps.scaler import LossScaler, Scale
+
+if TYPE_CHECKING:
+    from ampatch.steps.optimizer import AmpOptimizer
+
+
+class CapturedGrads:
+    """The gradients that a block made in the memory of a graph, of one optimizer's parameters and masters."""
+
+    def __init__(self, amp: AmpOptimizer) -> None:
+        self.find_optimizer = weakref.ref(amp)
+        params = [param for param in amp.model_params() if id(param) not in amp.from_before]
+        self._own = [(param, param.grad) for param in params if param.grad is not None]
+        self._of_masters = [(pair, pair.master.grad) for pair in amp.masters if pair.half.grad is not None]
+
+    def forget(self, amp: AmpOptimizer) -> None:
+        """Leaves gradients of an optimizer to the graph, which holds its step as well."""
+        if self.find_optimizer() is amp:
+            self._own, self._of_masters = [], []
+
+    @torch.no_grad()
+    def attach(self) -> None:
+        """Lets parameters and masters have them again: a step, or `zero_grad`, has taken them away."""
+        for param, grad in self._own:
+            _attach(param, grad)
+        for pair, grad in self._of_masters:
+            if grad is None:  # a delayed block has not fed it
+                pair.grad_used = pair.grad_seen = None
+            else:
+                _attach(pair.master, grad)
+                mark_grad_used(pair)
+
+
+def _attach(param: Tensor, grad: Tensor) -> None:
+    """Adds a gradient in a graph's memory to what the parameter has got since the last replay."""
+    if param.grad is None:
+        param.grad = grad
+    elif param.grad is not grad:
+        param.grad.add_(grad)
+
+
+class CapturedBlock:
+    """Repeats what a block of `scale_loss` noted; called after each replay."""
+
+    def __init__(
+        self,
+        optimizers: Sequence[AmpOptimizer],
+        outcome: BackwardOutcome | None,
+        scaler: LossScaler,
+        *,
+        delayed: Scale | None = None,
+        update: bool = True,
+    ) -> None:
+        self._grads = [CapturedGrads(optimizer) for optimizer in optimizers]
+        self._outcome = outcome
+        self._delayed = delayed
+        self._scaler = scaler
+        self._update = update
+
+    def forget(self, amp: AmpOptimizer) -> None:
+        """Leaves the gradients of an optimizer as they are."""
+        for grads in self._grads:
+            grads.forget(amp)
+
+    def __call__(self) -> None:
+        outcome = self._outcome and self._scaler.repeat(self._outcome, update=self._update)
+        delayed = self._delayed and self._delayed.copy()
+        for grads in self._grads:
+            amp = grads.find_optimizer()
+            if amp is not None:
+                grads.attach()
+                amp.repeat_backward(delayed, outcome)
+
+
+class CapturedStep:
+    """Repeats what a step noted; called after each replay. `before` is what was captured before it."""
+
+    def __init__(self, amp: AmpOptimizer, before: Sequence[object]) -> None:
+        self._find_optimizer = weakref.ref(amp)
+        for block in before:
+            if isinstance(block, CapturedBlock):
+                block.forget(amp)
+
+    def __call__(self) -> None:
+        amp = self._find_optimizer()
+        if amp is not None:
+            amp.repeat_step()

@@ -1,0 +1,101 @@
+"""Optimizers that others wrote, and wrappers around one: what is inside, and a step skipped as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from types import MethodType
+
+from torch.optim import Optimizer
+
+from ampatch.levels.undo import weakly
+from ampatch.steps.optimizer import AmpOptimizer
+
+
+def list_wrapped(given: object) -> Iterator[object]:
+    """Yields a wrapper such as LARC or Lookahead, what it keeps, and so on to the innermost optimizer."""
+    while given is not None:
+        yield given
+        given = _look_inside(given)
+
+
+def _look_inside(wrapper: object) -> object:
+    """Returns what a wrapper keeps as `optim` or `optimizer`, else the optimizer among its attributes."""
+    named = getattr(wrapper, "optim", None) or getattr(wrapper, "optimizer", None)
+    kept = vars(wrapper).values() if hasattr(wrapper, "__dict__") else ()
+    return named or next((value for value in kept if isinstance(value, Optimizer)), None)
+
+
+def needs_whole_step(given: object, optimizer: Optimizer) -> bool:
+    """Whether the hooks of an optimizer's step are not enough to skip it.
+
+    They can hide the gradients, and torch's own classes change nothing without. Others count steps, or
+    raise where they find no gradient; and what a wrapper such as Lookahead does, no hook knows of. Our
+    LARC changes nothing but gradients.
+    """
+    if not hasattr(given, "step") or not hasattr(given, "__dict__"):
+        return False
+    if given is not optimizer and not (
+        _package(given) == "ampatch" and vars(given).get("optim") is optimizer
+    ):
+        return True
+    is_own = _package(optimizer) in ("torch", "ampatch")
+    return not (is_own or getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _package(value: object) -> str:
+    return type(value).__module__.partition(".")[0]
+
+
+class WholeStep:
+    """Stands in for the `step` of an object, and on an overflow does not call it.
+
+    Gradients of masters are there until the whole step is over: Lookahead asks for them. It is a
+    method of the object, because LR schedulers take `step` apart into function and object; they may have
+    wrapped it when we close, and then it stays there and does nothing. A copy of the object has the step
+    of its class.
+    """
+
+    __name__ = "step"  # by which a method pickles
+
+    def __init__(self, owner: object, amp: AmpOptimizer) -> None:
+        self._owner = owner
+        self._own = vars(owner).get("step")  # what a scheduler put there
+        self._step = owner.step  # type: ignore[attr-defined]
+        self._amp: AmpOptimizer | None = amp
+        if hasattr(self._step, "_wrapped_by_lr_sched"):
+            self._wrapped_by_lr_sched = True  # or the scheduler warns that its step is gone
+
+    def __get__(self, owner: object, kind: type | None = None) -> MethodType:
+        return MethodType(self, owner)
+
+    def __call__(self, owner: object, *args: object, **kwargs: object) -> object:
+        if owner is not self._owner:
+            return type(owner).step(owner, *args, **kwargs)  # type: ignore[attr-defined]
+        amp = self._amp
+        if amp is None:
+            return self._step(*args, **kwargs)
+        # As the hooks of a step: those that run inside of it find that it has begun already.
+        changed = amp.before_step(amp.optimizer, (owner, *args), kwargs)
+        (_, *args), kwargs = changed or ((owner, *args), kwargs)  # type: ignore[assignment]
+        result = None
+        if amp.was_skipped():
+            amp.optimizer._opt_called = True  # or its scheduler takes the step for one that was forgotten
+        else:
+            result = self._step(*args, **kwargs)
+        amp.after_step(amp.optimizer, (), {})
+        return result
+
+    def open(self, undo: ExitStack) -> None:
+        """Takes its place; `undo` receives the way back."""
+        self._owner.step = MethodType(self, self._owner)  # type: ignore[attr-defined]
+        undo.callback(weakly(type(self)._close, self))  # the optimizer inside may outlive its wrapper
+
+    def _close(self) -> None:
+        self._amp = None
+        if getattr(vars(self._owner).get("step"), "__func__", None) is not self:
+            return
+        if self._own is None:
+            del self._owner.step  # type: ignore[attr-defined]
+        else:
+            self._owner.step = self._own  # type: ignore[attr-defined]

@@ -1,0 +1,234 @@
+"""The gradients of masters: float32 copies of those that backward leaves at half parameters."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ampatch.steps.grads import accumulate_, add_grads, cast_grads
+from ampatch.steps.masters import MasterParam
+
+logger = logging.getLogger("ampatch")
+
+Unscale = Callable[[list[Tensor]], None]
+
+# How many float32 copies are in memory at a time while they are added to earlier gradients. On a CPU they
+# stay in its cache, and below what malloc gives back to the system and then has to ask for again.
+COPIES_ON_CPU, COPIES_ON_GPU = 2**19, 2**24
+
+
+class MasterGrads:
+    """Feeds the masters of one optimizer with the gradients of its half parameters.
+
+    A half gradient counts once: each pair remembers which one has gone into the master's (`grad_used`).
+    Every step asks each pair several times, hence the loops without calls.
+    """
+
+    def __init__(self, pairs: list[MasterParam]) -> None:
+        self._pairs = pairs
+        self._warned = False
+        self._before: list[tuple[MasterParam, Tensor]] = []  # half gradients from before the open block
+
+    # Between blocks
+
+    def follow(self, *, to_warn: bool = False) -> bool:
+        """Takes over what happened to half gradients since they were last seen, by whom so ever.
+
+        New ones, of a `backward` outside any block, are unscaled and count. For the rest see
+        `drop_restarted`. Returns whether a model's gradient was changed in another way, which masters do
+        not follow: for certain only `to_warn`, which costs a host sync if one was changed in place.
+        """
+        changed = self._find_changed()
+        if not changed:
+            return False
+        self._feed_fresh(changed, None)
+        return _drop_restarted(changed, to_warn)
+
+    def follow_and_warn(self) -> None:
+        """Does so before a step, and warns once of what the step does not see."""
+        if self.follow(to_warn=not self._warned) and not self._warned:
+            self._warned = True
+            logger.warning(
+                "gradients of the half model changed after the block of scale_loss that made them, and the "
+                "step does not see that: call backward() inside scale_loss, and edit "
+                "amp.master_params(optimizer)"
+            )
+
+    def drop_restarted(self) -> None:
+        """Drops masters' gradients where the model's were cleared: a wish to start over.
+
+        Costs one host sync, and that only if one was changed in place while its master had a gradient.
+        """
+        _drop_restarted(self._find_changed(), to_warn=False)
+
+    def _find_changed(self) -> list[MasterParam]:
+        """The pairs whose half gradient is not the one that was used, or not as it was then."""
+        return [
+            pair
+            for pair in self._pairs
+            if (grad := pair.half.grad) is not pair.grad_used
+            or grad is not pair.grad_seen
+            or (grad is not None and grad._version != pair.grad_version)
+        ]
+
+    # A block
+
+    def begin(self) -> None:
+        """Takes the half gradients away, so that what is there afterwards is new."""
+        self._before = []
+        for pair in self._pairs:
+            if pair.steps:
+                clear_master_grad(pair)
+            self._set_aside(pair)
+
+    def begin_again(self) -> None:
+        """Lets gradients of an earlier block, which stayed scaled, count together with new ones."""
+        self._before = []
+        for pair in self._pairs:
+            if pair.grad_used is pair.half.grad:
+                self._set_aside(pair)  # from before that block, which made none
+            else:
+                pair.grad_used = pair.grad_seen = None
+
+    def _set_aside(self, pair: MasterParam) -> None:
+        half = pair.half
+        if half.grad is not None:
+            self._before.append((pair, half.grad))
+            half.grad = None
+        pair.grad_used = pair.grad_seen = None
+
+    def feed(self, unscale: Unscale | None) -> None:
+        """Adds the new half gradients to the masters', each `unscale`d in float32."""
+        self._feed_fresh(self._pairs, unscale)
+
+    def _feed_fresh(self, pairs: Sequence[MasterParam], unscale: Unscale | None) -> None:
+        fresh = [
+            pair
+            for pair in pairs
+            if (grad := pair.half.grad) is not None
+            and grad is not pair.grad_used
+            and (pair.grad_used is None or pair.has_fresh_grad())
+        ]
+        if fresh:
+            _feed(fresh, unscale)
+
+    def end(self) -> None:
+        """Puts a gradient from before the block back where the block made none."""
+        before, self._before = self._before, []
+        for pair, grad in before:
+            if pair.half.grad is None:
+                pair.half.grad = grad
+                mark_grad_used(pair)
+
+    def note_seen(self) -> None:
+        """Notes the half gradients as they are now, used or not."""
+        for pair in self._pairs:
+            _mark_grad_seen(pair)
+
+    # A step
+
+    def drop(self) -> None:
+        """Clears the masters' gradients once every optimizer that steps them has used them.
+
+        Those of the model stay where they are. `mark_grad_used` and `clear_master_grad` are written out:
+        this runs for each parameter at each step.
+        """
+        for pair in self._pairs:
+            pair.grad_used = pair.grad_seen = grad = pair.half.grad
+            if grad is not None:
+                pair.grad_version = grad._version
+            pair.steps += 1
+            if pair.steps >= pair.optimizers:
+                pair.master.grad = None
+                pair.steps = 0
+
+    def clear(self, *, set_to_none: bool) -> None:
+        """Clears the half gradients, as `Optimizer.zero_grad` does."""
+        for pair in self._pairs:
+            half = pair.half
+            if not set_to_none and half.grad is not None:
+                half.grad = half.grad.detach().zero_()
+                mark_grad_used(pair)
+            else:
+                half.grad = pair.grad_used = pair.grad_seen = None
+
+
+def mark_grad_used(pair: MasterParam) -> None:
+    """Notes that the half gradient, as it is now, has gone into the master's."""
+    pair.grad_used = pair.half.grad
+    _mark_grad_seen(pair)
+
+
+def _mark_grad_seen(pair: MasterParam) -> None:
+    pair.grad_seen = grad = pair.half.grad
+    if grad is not None:
+        pair.grad_version = grad._version
+
+
+def clear_master_grad(pair: MasterParam) -> None:
+    """Clears the master's gradient."""
+    pair.master.grad = None
+    pair.steps = 0
+
+
+def _drop_restarted(pairs: Sequence[MasterParam], to_warn: bool) -> bool:
+    cleared = [pair for pair in pairs if pair.grad_seen is not None and pair.half.grad is None]
+    edited = [pair for pair in pairs if (to_warn or pair.master.grad is not None) and _was_edited(pair)]
+    # Zeroing leaves +0 everywhere; clipping by an infinite norm, for one, leaves -0 and nan as well.
+    is_zeroed = bool(edited) and not _have_bits([pair.half.grad for pair in edited])
+    for pair in [*cleared, *edited] if is_zeroed else cleared:
+        clear_master_grad(pair)
+        mark_grad_used(pair)
+    return not is_zeroed and any(pair.grad_used is pair.half.grad for pair in edited)
+
+
+def _was_edited(pair: MasterParam) -> bool:
+    """Whether the half gradient was changed in place since it was seen; of a sparse one, it never counts."""
+    grad = pair.half.grad
+    if grad is None or grad is not pair.grad_seen:
+        return False
+    return grad._version != pair.grad_version and not grad.is_sparse
+
+
+def _have_bits(grads: Sequence[Tensor]) -> bool:
+    """Whether any gradient has a bit that is not 0, a sign among them; one host sync."""
+    found = [grad.detach().view(torch.int16).any().to(grads[0].device) for grad in grads]
+    return bool(torch.stack(found).any())
+
+
+def _feed(pairs: list[MasterParam], unscale: Unscale | None) -> None:
+    """Casts the half gradients of some pairs to float32, and adds them to what their masters have."""
+    first, others = [], []
+    for pair in pairs:
+        pair.grad_used = pair.grad_seen = grad = pair.half.grad
+        pair.grad_version = grad._version
+        (first if pair.master.grad is None else others).append(pair)
+    for pair, grad in zip(first, _cast(first, unscale), strict=True):
+        pair.master.grad = grad
+    if others:
+        _add(others, unscale)
+
+
+def _add(pairs: list[MasterParam], unscale: Unscale | None) -> None:
+    sums, halves, rest = [], [], []
+    for pair in pairs:
+        total, half = pair.master.grad, pair.half.grad
+        if pair.is_wrapper or total.is_sparse or half.is_sparse:
+            rest.append(pair)
+        else:
+            sums.append(total)
+            halves.append(half)
+    if halves:
+        accumulate_(sums, halves, COPIES_ON_CPU if halves[0].is_cpu else COPIES_ON_GPU, unscale)
+    for pair, grad in zip(rest, _cast(rest, unscale), strict=True):
+        pair.master.grad = add_grads(pair.master.grad, grad)
+
+
+def _cast(pairs: list[MasterParam], unscale: Unscale | None) -> list[Tensor]:
+    grads = cast_grads([pair.half.grad for pair in pairs], [pair.master for pair in pairs])
+    if unscale is not None and grads:
+        unscale(grads)
+    return grads

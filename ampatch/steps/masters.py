@@ -1,0 +1,251 @@
+"""FP32 master params behind one optimizer: it steps them, and the model's half params follow."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ampatch.levels.precision import HALF_TYPES
+
+
+def refine(precise: Tensor, half: Tensor) -> Tensor:
+    """Returns `precise` where `half` is its rounding, and `half` in float32 where it was changed."""
+    return torch.where(precise.to(half.dtype) == half, precise, half.to(precise.dtype))
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether a tensor wraps others, as a DTensor does: foreach functions may not know it."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def _make_dense(tensor: Tensor) -> Tensor:
+    """Returns a tensor whose elements fill its memory, in any order; others can have its strides."""
+    is_dense = tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride()
+    return tensor if is_dense or is_wrapper(tensor) else tensor.contiguous()
+
+
+class MasterParam:
+    """One half parameter of a model and the float32 parameter that stands for it in the optimizer."""
+
+    __slots__ = (
+        *("_touched", "grad_seen", "grad_used", "grad_version", "half", "is_wrapper", "master"),
+        *("master_version", "optimizers", "pointer", "steps", "version"),
+    )
+
+    def __init__(self, half: Parameter, precise: Tensor, touched: set[int]) -> None:
+        self.half = half
+        self.is_wrapper = is_wrapper(half)
+        self._touched = touched
+        is_made = isinstance(precise, Parameter)
+        self.master = precise if is_made else Parameter(_make_dense(precise), half.requires_grad)
+        # Attributes that optimizers look for; what a wrapper holds is its own.
+        self.master.__dict__.update(half.__dict__ | self.master.__dict__)
+        # What `MasterGrads` knows of the half gradient: the one that has gone into the master's, and
+        # the one that was there when it last looked, with its version.
+        self.grad_used: Tensor | None = None
+        self.grad_seen: Tensor | None = None
+        self.grad_version = 0
+        self.optimizers = 0  # how many step the master
+        self.steps = 0  # how many of them have used its gradient
+        self.mark_synced()
+
+    def mark_synced(self) -> None:
+        """Notes that the half parameter holds the master's rounding."""
+        half = self.half
+        self.version, self.pointer = half._version, half.data_ptr()
+        self.master_version = self.master._version
+        if self._touched:
+            self._touched.difference_update((id(half), id(self.master)))
+
+    @torch.no_grad()
+    def copy_to_half(self) -> None:
+        """Rounds the master into the half parameter; no host sync."""
+        self.half.copy_(self.master)
+        self.mark_synced()
+
+    def has_fresh_grad(self) -> bool:
+        """Whether there is a half gradient that has not gone into the master's.
+
+        DistributedDataParallel moves gradients to another tensor when it rebuilds its buckets, so
+        another tensor with the same bits is the same gradient (to compare them costs a host sync).
+        """
+        grad, used = self.half.grad, self.grad_used
+        if grad is None or grad is used:
+            return False
+        return used is None or not _is_same(grad, used)
+
+    def was_master_edited(self) -> bool:
+        """Whether the master may have been written since `mark_synced`, by whom so ever."""
+        return self.master_version != self.master._version or id(self.master) in self._touched
+
+
+def _is_same(grad: Tensor, other: Tensor) -> bool:
+    if grad.is_sparse or other.is_sparse or grad.dtype != other.dtype:
+        return False
+    return torch.equal(grad.detach().view(torch.int16), other.detach().view(torch.int16))
+
+
+class MasterParams:
+    """The masters of one optimizer, put into its param groups in the place of half parameters.
+
+    `optimizers` are the optimizer and those inside it. `touched` holds the ids of parameters that may
+    have been written without a trace.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], touched: set[int]) -> None:
+        self._touched = touched
+        self.pairs: list[MasterParam] = []
+        self._plain: tuple[list[Tensor], list[Tensor]] = [], []  # halves and masters that are no wrappers
+        self._by_half: dict[int, MasterParam] = {}
+        self._by_master: dict[int, MasterParam] = {}
+        self.optimizers = optimizers
+
+    def __del__(self) -> None:
+        for pair in self.pairs:  # which live on with the model
+            pair.optimizers -= 1
+
+    def __iter__(self) -> Iterator[MasterParam]:
+        return iter(self.pairs)
+
+    def get(self, half: Tensor) -> MasterParam | None:
+        """Returns the pair of a half parameter, None if it has no master here."""
+        return self._by_half.get(id(half))
+
+    def owns(self, param: Tensor) -> bool:
+        """Whether a parameter is one of the masters."""
+        return id(param) in self._by_master
+
+    def select_others(self, params: list[Tensor]) -> list[Tensor]:
+        """Leaves out the masters."""
+        known = self._by_master
+        return [param for param in params if id(param) not in known] if known else params
+
+    def add(self, half: Parameter, precise: Tensor) -> MasterParam:
+        """Makes a master from the float32 values of a half parameter."""
+        pair = MasterParam(half, precise, self._touched)
+        self.share(pair)
+        return pair
+
+    def make_empty(self, optimizers: Sequence[Optimizer]) -> MasterParams:
+        """Returns those of a copied optimizer, still without any."""
+        return MasterParams(optimizers, self._touched)
+
+    def adopt(self, half: Parameter, master: Parameter) -> None:
+        """Takes a master that is in the param groups already."""
+        self.share(MasterParam(half, master, self._touched))
+
+    def share(self, pair: MasterParam) -> None:
+        """Takes a master that another optimizer steps as well."""
+        pair.optimizers += 1
+        self.pairs.append(pair)
+        if not pair.is_wrapper:
+            for known, param in zip(self._plain, (pair.half, pair.master), strict=True):
+                known.append(param)
+        self._by_half[id(pair.half)] = pair
+        self._by_master[id(pair.master)] = pair
+
+    def install(self) -> None:
+        """Puts masters into the param groups, and their state under their name, bit for bit."""
+        self._replace({key: pair.master for key, pair in self._by_half.items()})
+        for optimizer in self.optimizers:
+            self.align_state(optimizer)
+
+    def align_state(self, optimizer: Optimizer) -> None:
+        """Gives the state of masters their strides, for fused kernels; a hook for loaded state, too."""
+        for pair in self.pairs:
+            master, state = pair.master, optimizer.state.get(pair.master, {})
+            for name, value in state.items():
+                is_plain = type(value) is Tensor and value.layout is torch.strided
+                if is_plain and value.shape == master.shape and value.stride() != master.stride():
+                    aligned = torch.empty_like(master, dtype=value.dtype, device=value.device)
+                    state[name] = aligned.copy_(value)
+
+    def remove(self) -> None:
+        """Puts the model's parameters back, with the state that the masters have by now."""
+        self._replace({key: pair.half for key, pair in self._by_master.items()})
+
+    def _replace(self, by_id: dict[int, Parameter]) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                params = group["params"]
+                params[:] = [by_id.get(id(param), param) for param in params]
+            state = optimizer.state
+            items = [(by_id.get(id(param), param), value) for param, value in state.items()]
+            state.clear()
+            state.update(items)
+
+    def take_edits(self) -> None:
+        """Feeds masters with what was written into the model's parameters since the last step."""
+        edited = self._find_edited()
+        with torch.no_grad():
+            for pair in edited:
+                pair.master.copy_(refine(pair.master.detach(), pair.half.detach()))
+
+    def _find_edited(self) -> list[MasterParam]:
+        """The pairs whose half parameter may have been written or swapped since they agreed."""
+        touched = self._touched
+        return [
+            pair
+            for pair in self.pairs
+            if pair.version != (half := pair.half)._version
+            or pair.pointer != half.data_ptr()
+            or (touched and id(half) in touched)
+        ]
+
+    def copy_to_model(self) -> None:
+        """Rounds the masters into the model's parameters; no host sync."""
+        _round(self.pairs, *self._plain)
+
+    def copy_edits_to_model(self) -> None:
+        """Rounds the masters that were written outside of a step, as some optimizers do; no host sync."""
+        touched = self._touched  # `was_master_edited`, written out: this runs before each forward
+        edited = [
+            pair
+            for pair in self.pairs
+            if pair.master_version != pair.master._version or (touched and id(pair.master) in touched)
+        ]
+        if edited:
+            plain = [pair for pair in edited if not pair.is_wrapper]
+            _round(edited, [pair.half for pair in plain], [pair.master for pair in plain])
+
+
+@torch.no_grad()
+def _round(pairs: list[MasterParam], halves: list[Tensor], masters: list[Tensor]) -> None:
+    """Rounds masters into half parameters; `halves` and `masters` are those that are no wrappers."""
+    if halves:
+        torch._foreach_copy_(halves, masters)
+    for pair in pairs if len(halves) < len(pairs) else ():
+        if pair.is_wrapper:
+            pair.half.copy_(pair.master)
+    for pair in pairs:
+        pair.mark_synced()
+
+
+def fit_states(optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
+    """Casts state to the dtype of its parameters, which have no masters, in the optimizers that are alive.
+
+    As `Optimizer.load_state_dict` would: most kernels refuse a state of another dtype.
+    """
+    alive = [optimizer for reference in optimizers if (optimizer := reference()) is not None]
+    for param, state in [item for optimizer in alive for item in optimizer.state.items()]:
+        if isinstance(param, Tensor) and param.dtype in (torch.float32, *HALF_TYPES):
+            _cast_state(state, param.dtype)
+
+
+def _cast_state(state: dict, dtype: torch.dtype) -> None:
+    for key, value in state.items():
+        # Optimizers count steps in float32 whatever the parameters are.
+        if key != "step":
+            state[key] = _cast_value(value, dtype)
+
+
+def _cast_value(value: object, dtype: torch.dtype) -> object:
+    if isinstance(value, list):  # LBFGS keeps its history in some
+        return [_cast_value(item, dtype) for item in value]
+    sources = {torch.float32} if dtype in HALF_TYPES else set(HALF_TYPES)
+    return value.to(dtype) if isinstance(value, Tensor) and value.dtype in sources else value

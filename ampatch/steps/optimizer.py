@@ -1,0 +1,286 @@
+"""What ampatch keeps for one optimizer: gradients to unscale, steps to skip, masters to follow."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from types import FrameType
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampatch.errors import AmpError
+from ampatch.levels.stack import is_running
+from ampatch.levels.undo import refer
+from ampatch.steps.captured import CapturedBlock
+from ampatch.steps.grads import EarlierGrads, find_grads
+from ampatch.steps.master_grads import MasterGrads
+from ampatch.steps.masters import MasterParams
+from ampatch.steps.outcome import BackwardOutcome
+from ampatch.steps.scaler import Scale
+from ampatch.steps.step import SkipStep, SkipStreak, StepListener, find_closure
+from ampatch.steps.unsynced_grads import LocalGrads, scale_again
+
+
+class AmpOptimizer:
+    """Unscales the gradients of one optimizer, skips its steps on overflow and feeds its masters.
+
+    Everything happens in hooks of `optimizer.step`, which survive LR schedulers.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, masters: MasterParams, listener: StepListener, given: object = None
+    ) -> None:
+        self.optimizer = optimizer
+        self.find_given = refer(given)  # a wrapper may be dropped before the optimizer
+        self.undo = ExitStack()  # what was done to the optimizer; lives as long
+        self.casts: Sequence[object] = ()  # those of its parameters, for undo, should the modules be gone
+        self.masters = masters
+        self._grads = MasterGrads(masters.pairs)
+        self._listener = listener
+        self._pending: list[BackwardOutcome] = []  # of the blocks since the last step
+        self.last_outcomes: list[BackwardOutcome] = []  # of the blocks that led to the last step
+        self.end_block: Callable[[], None] | None = None  # ends the block that is open
+        self.delayed: Scale | None = None  # what the gradients are still scaled by
+        self.local = LocalGrads()
+        self._earlier = EarlierGrads()
+        self._skip = SkipStep()
+        self.skips = SkipStreak()
+        self._step: FrameType | None = None  # the call that runs a step
+        self._capture: object = None  # the capture of a CUDA graph that the last block was in, and
+        self.from_before: set[int] = set()  # the ids of parameters that had gradients before that block
+
+    def params(self) -> list[Tensor]:
+        """The parameters that the optimizer steps: masters where there are any."""
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    def own_params(self) -> list[Tensor]:
+        """The parameters that are no masters, and so hold their gradients themselves."""
+        return self.masters.select_others(self.params())
+
+    # A block of scale_loss
+
+    def prepare_backward(self, scale: Scale, end_block: Callable[[], None]) -> None:
+        """Sets earlier gradients aside, so that the new ones are seen apart from them.
+
+        `end_block` ends the block of `scale_loss` early, for a step inside it. Raises AmpError inside
+        another block of this optimizer, unless the scale is a static 1: their gradients would mix.
+        """
+        if self.end_block is not None and not scale.is_identity:
+            raise AmpError(
+                f"scale_loss: {type(self.optimizer).__name__} is inside another block of scale_loss already, "
+                f"and gradients of two scales would mix: end that block first, or add the losses"
+            )
+        self.end_block = end_block
+        if scale.capture is not None or self._capture is not None:
+            self._enter_capture(scale.capture)
+            self._capture = scale.capture
+            self.from_before = {id(param) for param in self.model_params() if param.grad is not None}
+        if self.local.read_scale is not None:
+            before, self.local.read_scale = self.local.read_scale, None
+            scale_again(self.own_params(), self.masters, before, scale)
+            self.delayed, self.local.are_waiting = scale, True
+        if self.delayed is scale:
+            self._grads.drop_restarted()
+            self._grads.begin_again()
+            if not self.local.are_waiting:  # these accumulate where they are
+                self._earlier.take(self.model_params())
+            return
+        self.settle()
+        self._grads.follow()
+        self._grads.begin()
+        if not scale.is_identity:
+            self._earlier.take(self.own_params())
+
+    def _enter_capture(self, capture: object, is_step: bool = False) -> None:
+        """Tells what is captured in a CUDA graph from what is not, of which a graph can know nothing."""
+        if capture is None:  # nobody has computed what a capture left: replays will
+            self._pending = [outcome for outcome in self._pending if outcome.capture is None]
+            if self.delayed is not None and self.delayed.capture is not None:
+                self.delayed = None
+        elif capture is not self._capture:
+            waits = is_step and (self._pending or self.delayed is not None)
+            if waits or any(pair.master.grad is not None for pair in self.masters):
+                raise AmpError(
+                    f"{type(self.optimizer).__name__}: a block of scale_loss before this CUDA graph waits "
+                    f"for its step, of which replays would know nothing: step or call zero_grad() before the "
+                    f"capture, and capture scale_loss together with step()"
+                )
+
+    @torch.no_grad()
+    def delay(self, scale: Scale) -> None:
+        """Leaves the gradients scaled until a later block, or the step, settles them."""
+        self.local.wait()
+        if self.delayed is not scale:
+            # What was set aside is unscaled: a power of two takes it there and back exactly.
+            self._earlier.change(functools.partial(scale.scale_clean, outcomes=self._pending))
+        self.delayed = scale
+        self.restore_grads()
+
+    def settle_for_reader(self) -> None:
+        """Unscales gradients that wait to be averaged over ranks: somebody is about to use them."""
+        if self.local.are_waiting:
+            self.local.read_scale = self.delayed
+            self.local.read_found_inf = self._unscale_delayed()
+
+    def settle(self) -> None:
+        """Unscales what a block with `delay_unscale` left scaled."""
+        scale, found_inf = self.delayed, self._unscale_delayed()
+        if scale is None and self._step is not None:  # what somebody has read before
+            scale, found_inf = self.local.read_scale, self.local.read_found_inf
+            self.local.read_scale = None
+        if scale is None:
+            return
+        outcome = None
+        if scale.scaler.is_dynamic:
+            # As in apex, a delayed block does not count towards growth.
+            outcome = scale.scaler.finish(found_inf, counts=False, capture=scale.capture)
+            self.note(outcome)
+        if scale.capture is not None:
+            scale.capture.append(CapturedBlock([self], outcome, scale.scaler))
+
+    def _unscale_delayed(self) -> Tensor | None:
+        """Returns the found_inf of what a block left scaled; the scale knows nothing of it yet."""
+        if self.delayed is None:
+            return None
+        found_inf = self.delayed.scaler.new_found_inf()
+        self.unscale(self.delayed, found_inf, None)
+        self.restore_grads()
+        return found_inf
+
+    def unscale(self, scale: Scale, found_inf: Tensor | None, done: set[int] | None) -> None:
+        """Unscales the new gradients; no host sync. `end_backward` must follow.
+
+        `found_inf` is needed where the scale is no static 1. `done` holds the ids of gradients that other
+        optimizers of the block have unscaled, if there are any.
+        """
+        if self.delayed is not None:
+            self._earlier.give_back()  # scaled as well
+            self.delayed, self.local.are_waiting = None, False
+        if scale.is_identity:
+            self._grads.feed(None)
+            return
+        grads = find_grads(self.own_params())
+        if done is not None:
+            grads = [grad for grad in grads if id(grad) not in done]
+            done.update(map(id, grads))
+        scale.unscale_(grads, found_inf)
+        self._grads.feed(functools.partial(scale.unscale_, found_inf=found_inf))
+
+    def discard_grads(self, scale: Scale) -> None:
+        """Undoes a block that raised: drops its gradients. `restore_grads` must follow, for all optimizers.
+
+        What accumulates in place, as in plain torch, stays as the exception left it: gradients of
+        float32 weights with a static scale of 1, and those that are yet to be averaged over ranks.
+        """
+        self.local.drop_coming()
+        if self.delayed is None and scale.is_identity:
+            params: Iterable[Tensor] = (pair.half for pair in self.masters)
+        else:
+            params = () if self.local.are_waiting else self.model_params()
+        for param in params:
+            param.grad = None
+
+    def restore_grads(self) -> None:
+        """Puts earlier gradients back after a block that unscaled nothing, or not all at once."""
+        self.end_backward()
+        self._grads.note_seen()
+
+    def model_params(self) -> list[Tensor]:
+        """The parameters that backward gives gradients to."""
+        return [*self.own_params(), *(pair.half for pair in self.masters)]
+
+    def end_backward(self) -> None:
+        """Puts earlier gradients back, with the new ones added."""
+        self._earlier.give_back()
+        self._grads.end()
+
+    def note(self, outcome: BackwardOutcome) -> None:
+        """Remembers what a block did, for the next step to skip or not."""
+        self._pending.append(outcome)
+
+    # A step
+
+    def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
+        """Prepares a step; the hook that runs before `optimizer.step`.
+
+        A class that calls the `step` of its base class runs the hooks of both: the outer ones count.
+        """
+        if self._step is not None and is_running(self._step):
+            return None
+        self._step = sys._getframe(1)
+        self._listener.begin_step(self)
+        self.last_outcomes = []
+        self._skip.begin(optimizer)
+        self._enter_capture(self._listener.capture(), is_step=True)
+        self._before_update(optimizer)
+        self._listener.enter_step(self._step)
+        closure, rebuild = find_closure(args, kwargs)
+        return None if closure is None else rebuild(functools.partial(self._evaluate, optimizer, closure))
+
+    def _evaluate(self, optimizer: Optimizer, closure: Callable[[], object]) -> object:
+        """Runs a closure inside a step: with casts, on the current weights, its gradients unscaled."""
+        frame = self._listener.pause_step()
+        self.masters.copy_to_model()
+        result = closure()
+        self._before_update(optimizer)
+        self._listener.enter_step(frame)
+        return result
+
+    def _before_update(self, optimizer: Optimizer) -> None:
+        if self.end_block is not None:
+            self.end_block()  # the step is inside a block: its gradients are needed now
+        self.settle()
+        self._grads.follow_and_warn()
+        self.masters.take_edits()
+        outcomes, self._pending = self._pending, []
+        self.last_outcomes = self.last_outcomes + outcomes
+        if outcomes:
+            self._skip.skip_after_overflow(optimizer, self.params(), self.last_outcomes)
+
+    def after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        """Completes a step; the hook that runs after `optimizer.step`."""
+        if self._step is not sys._getframe(1):
+            return
+        self._step = None
+        self._skip.end(optimizer)
+        self._grads.drop()  # first, because rounding may need memory
+        self.masters.copy_to_model()
+        if self._listener.capture() is not None:
+            self.last_outcomes = []  # nothing was computed: replays will
+        self._listener.exit_step(self)
+
+    def repeat_backward(self, delayed: Scale | None, outcome: BackwardOutcome | None) -> None:
+        """Notes that a block ran in a CUDA graph that was replayed."""
+        self._enter_capture(None)
+        self._capture = None
+        self.delayed = delayed
+        if outcome is not None:
+            self.note(outcome)
+
+    def repeat_step(self) -> None:
+        """Notes that a step ran in a CUDA graph that was replayed."""
+        self._listener.begin_step(self)
+        self.last_outcomes, self._pending = self._pending, []
+        self._grads.drop()
+        self._listener.exit_step(self)
+
+    def was_skipped(self) -> bool:
+        """Whether the last step was skipped; one host sync if the optimizer skips on the device."""
+        return BackwardOutcome.read_all(self.last_outcomes)
+
+    # What masters make necessary: both reach the model's parameters, which are not in the groups
+
+    def zero_grad(self, original: Callable[..., None], *args: object, **kwargs: object) -> None:
+        """Clears the gradients of masters and model."""
+        original(*args, **kwargs)
+        set_to_none = kwargs.get("set_to_none", args[0] if args else True)
+        self._grads.clear(set_to_none=bool(set_to_none))
+
+    def close(self) -> None:
+        """Leaves the gradients unscaled, and takes the model's weights as they are now."""
+        self.settle()
+        self.masters.take_edits()

@@ -1,0 +1,147 @@
+"""One step of an optimizer: who is told of it, its closure, and how it is skipped after an overflow."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampatch.steps.outcome import BackwardOutcome
+
+
+class StepListener:
+    """Is told when an optimizer's step begins and ends; the session overrides these."""
+
+    def capture(self) -> list | None:
+        """Returns what collects what the replay of a CUDA graph must repeat, while one is captured."""
+        return None
+
+    def begin_step(self, optimizer: object) -> None:
+        """Called before anything is done in a step."""
+
+    def enter_step(self, frame: FrameType) -> None:
+        """Called before the optimizer reads gradients, with the call that runs the step."""
+
+    def exit_step(self, optimizer: object) -> None:
+        """Called after the step, skipped or not."""
+
+    def pause_step(self) -> FrameType:
+        """Called before a closure runs inside a step; returns the call that runs the step."""
+        return sys._getframe()
+
+
+def find_closure(args: tuple, kwargs: dict) -> tuple[Callable | None, Callable]:
+    """Returns the closure among the arguments of `step`, and how to put another in its place.
+
+    Hooks of `step` see the optimizer itself as the first argument.
+    """
+    if kwargs.get("closure") is not None:
+        return kwargs["closure"], lambda new: (args, {**kwargs, "closure": new})
+    if len(args) > 1 and callable(args[1]):
+        return args[1], lambda new: ((args[0], new, *args[2:]), kwargs)
+    return None, lambda new: (args, kwargs)
+
+
+class SkipStep:
+    """Skips steps of one optimizer.
+
+    One that takes `found_inf` (a fused one) skips on the device without a host sync; for others the
+    step costs one, and is skipped by hiding the gradients from it. So is the first step of a parameter
+    in a fused optimizer, which would make its state from nothing (SGD's from uninitialized memory).
+    """
+
+    def __init__(self) -> None:
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._stepped: set[int] = set()  # params that a fused optimizer keeps no state for
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Forgets what a step that raised may have left."""
+        self._hidden = []
+        vars(optimizer).pop("found_inf", None)
+
+    def skip_after_overflow(
+        self, optimizer: Optimizer, params: Sequence[Tensor], outcomes: list[BackwardOutcome]
+    ) -> None:
+        """Has the step that begins change nothing if any outcome is an overflow."""
+        takes_found_inf = getattr(optimizer, "_step_supports_amp_scaling", False)
+        new = self._find_new(optimizer, params) if takes_found_inf else []
+        if takes_found_inf and not new:
+            optimizer.found_inf = BackwardOutcome.combine(outcomes)  # type: ignore[attr-defined]
+        elif BackwardOutcome.read_all(outcomes):
+            self._hide_grads(params)
+        else:
+            self._stepped.update(map(id, new))
+
+    def _find_new(self, optimizer: Optimizer, params: Sequence[Tensor]) -> list[Tensor]:
+        """The parameters that the optimizer is about to step for the first time."""
+        stepped, state = self._stepped, optimizer.state
+        return [
+            param
+            for param in params
+            if id(param) not in stepped and param not in state and param.grad is not None
+        ]
+
+    def _hide_grads(self, params: Sequence[Tensor]) -> None:
+        for param in params:
+            if param.grad is not None:
+                self._hidden.append((param, param.grad))
+                param.grad = None
+
+    def end(self, optimizer: Optimizer) -> None:
+        """Puts hidden gradients back."""
+        vars(optimizer).pop("found_inf", None)
+        for param, grad in self._hidden:
+            param.grad = grad
+        self._hidden = []
+
+
+class SkipStreak:
+    """Counts the steps that were skipped in a row."""
+
+    LENGTH = 5  # finding the first scale takes several; as many again are worth a word
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def note(self, was_skipped: bool) -> bool:
+        """Notes a step; True once a streak, when it has become long."""
+        self.count = self.count + 1 if was_skipped else 0
+        return self.count == self.LENGTH
+
+
+def are_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether no value is inf or NaN; one host sync."""
+    found = [torch.isfinite(tensor.detach()).all().to(tensors[0].device) for tensor in tensors]
+    return bool(torch.stack(found).all())
+
+
+def explain_skips(
+    count: int, loss_is_finite: bool | None, weights_are_finite: bool | None, scale: float, floor: float = 0.0
+) -> str:
+    """Says why so many steps in a row were skipped, and what to try; None is what nobody has looked at.
+
+    `floor` is the least that the scale can become, 0 if it may go on falling.
+    """
+    begin = f"{count} steps in a row were skipped"
+    if weights_are_finite is False:
+        return (
+            f"{begin}, and weights are inf or NaN: no loss scale helps any more. Start again from a "
+            f"checkpoint, with a lower learning rate or with clipping"
+        )
+    if loss_is_finite is False:
+        return (
+            f"{begin}, and the loss itself is inf or NaN before it is scaled: no loss scale helps. Look for "
+            f"inf or NaN in the batch, for log(0) or a division by 0 in the loss, and for activations above "
+            f"65504 (keep_fp32 of their layer, or O4 or O5); lower the learning rate"
+        )
+    finite = "though the loss is finite, " if loss_is_finite else ""
+    is_least = scale <= floor
+    return (
+        f"{begin}: {finite}gradients overflow at a loss scale of {scale:g}"
+        f"{', the lowest allowed' if is_least else ''}. Name the layer that overflows in keep_fp32, take "
+        f"bfloat16 (O4 or O5), or {'lower min_loss_scale' if is_least else 'begin with a lower init_scale'}"
+    )

@@ -1,0 +1,78 @@
+"""The inside of one run: `python -m ampatch.sweeps.processes.child RUN`, where RUN is a `Run` as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NoReturn
+
+import torch
+
+import ampatch as amp
+from ampatch import apex
+from ampatch.sweeps.measure.recorder import EnoughSteps, Recorder
+from ampatch.sweeps.measure.seeds import set_seeds, shifted_seeds
+from ampatch.sweeps.measure.steps import StepCounter
+from ampatch.sweeps.plan import Run
+from ampatch.sweeps.processes.log_file import line_of
+from ampatch.sweeps.records.sweep_file import to_plain
+
+
+def main(run: Run) -> None:
+    """Runs the script as `__main__`; however it ends, what was measured is written.
+
+    Exceptions pass, since the traceback belongs in the log; a line about them is written as well.
+    """
+    process = os.getpid()
+    # A script that goes on after its last step, whatever is raised, may have to be ended by force.
+    recorder = Recorder(StepCounter(run.progress), run.steps, lambda: write(run, recorder))
+    signal.signal(signal.SIGTERM, exit_at_signal)
+    try:
+        apex.install(**run.overrides)
+        with conditions(run, recorder):
+            run.to_script().run()
+    except EnoughSteps:
+        return
+    except Exception as error:
+        if os.getpid() == process:
+            run.raised.write_text(line_of(error), encoding="utf-8", errors="backslashreplace")
+        raise
+    finally:
+        # A script may fork, and its children come through here as well.
+        if os.getpid() == process and not run.measured.exists():
+            write(run, recorder)
+
+
+def write(run: Run, recorder: Recorder) -> None:
+    """Writes what was measured."""
+    run.measured.write_text(json.dumps(to_plain(recorder.measured(run.warmup))))
+
+
+@contextmanager
+def conditions(run: Run, recorder: Recorder) -> Iterator[None]:
+    """Seeds everything, and lets the observers watch, while the context is open."""
+    with ExitStack() as stack:
+        stack.enter_context(amp.observe(recorder))
+        if run.autocast_dtype is not None:
+            from ampatch.sweeps.measure.yardstick import Autocast  # which imports torch's compiler
+
+            yardstick = Autocast(getattr(torch, run.autocast_dtype))
+            stack.callback(yardstick.close)
+            stack.enter_context(amp.observe(yardstick))
+        set_seeds(run.seed)
+        if run.shift_seeds:
+            stack.enter_context(shifted_seeds(run.seed))
+        yield
+
+
+def exit_at_signal(number: int, frame: object) -> NoReturn:
+    """Turns a signal into an exception, so that `finally` blocks run."""
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    main(Run.from_json(sys.argv[1]))

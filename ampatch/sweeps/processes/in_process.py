@@ -1,0 +1,85 @@
+"""Runs of a function in this process, for functions that no other process can import."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+
+import ampatch as amp
+from ampatch import AmpError
+from ampatch.sweeps.measure.memory import reset_peak
+from ampatch.sweeps.measure.recorder import EnoughSteps, Recorder
+from ampatch.sweeps.measure.seeds import kept_seeds
+from ampatch.sweeps.plan import Run
+from ampatch.sweeps.processes.child import conditions
+from ampatch.sweeps.processes.log_file import line_of, lines_of
+from ampatch.sweeps.processes.runner import NO_STEPS, Execute, judge
+from ampatch.sweeps.processes.stop import Stop
+from ampatch.sweeps.records.record import Outcome, Record
+from ampatch.sweeps.variant import in_use
+
+Train = Callable[[str, int], object]
+
+
+def require_closed() -> None:
+    """Raises AmpError if this process is in the middle of a session: it would end with the first run."""
+    if in_use():
+        raise AmpError(
+            "this process has called initialize: call uninitialize first, or let runs have processes"
+        )
+
+
+def execute_here(train: Train) -> Execute:
+    """Returns what executes a run of the function, in the place of `runner.execute`."""
+
+    def execute(run: Run, timeout: float | None, on_steps: Callable[[int], None], stop: Stop) -> Record:
+        reset_peak()
+        recorder = Recorder(limit=run.steps)
+        start = time.monotonic()
+        error = None
+        with kept_seeds():
+            try:
+                with amp.override(**run.overrides), conditions(run, recorder):
+                    train_here(train, run)
+            except EnoughSteps:
+                pass
+            except Exception as raised:
+                error = raised
+        seconds = time.monotonic() - start
+        measured = recorder.measured(run.warmup)
+        outcome = judge(0 if error is None else 1, measured)
+        return Record(
+            row=run.row,
+            seed=run.seed,
+            repeat=run.repeat,
+            outcome=outcome,
+            seconds=seconds,
+            cause=explain(outcome, error),
+            last_lines=() if error is None else lines_of("".join(traceback.format_exception(error))),
+            measured=measured,
+        )
+
+    return execute
+
+
+def explain(outcome: Outcome, error: Exception | None) -> str:
+    """Says in one line why a run failed, nothing of one that did not."""
+    if error is not None:
+        return line_of(error)
+    return "" if outcome is Outcome.FINISHED else NO_STEPS
+
+
+def train_here(train: Train, run: Run) -> None:
+    """Calls the function, and ends its session while observers watch."""
+    try:
+        call(train, run.overrides["opt_level"], run.seed)
+    finally:
+        amp.uninitialize()
+
+
+def call(train: Train, level: str, seed: int) -> None:
+    """Calls the function, and reports the metrics that it returns."""
+    result = train(level, seed)
+    if isinstance(result, dict):
+        amp.report(**result)

@@ -1,0 +1,178 @@
+"""Starts one child process per run, watches it, and makes sure that it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from ampatch import AmpError
+from ampatch.sweeps.measure.steps import read_count
+from ampatch.sweeps.plan import Run
+from ampatch.sweeps.processes.log_file import last_lines
+from ampatch.sweeps.processes.stop import Stop
+from ampatch.sweeps.records.record import Measured, Outcome, Record
+from ampatch.sweeps.records.sweep_file import read_measured
+
+POLL_SECONDS = 0.1
+GRACE_SECONDS = 5.0
+Execute = Callable[[Run, float | None, Callable[[int], None], Stop], Record]
+
+SIGNAL_HINTS = {9: " (the system does so when memory runs out)"}
+NO_STEPS = "no optimizer that initialize returned made a step"
+NO_INPUT = "EOFError: EOF when reading a line"  # what `input()` raises
+
+
+def execute(run: Run, timeout: float | None, on_steps: Callable[[int], None], stop: Stop) -> Record:
+    """Runs one child to its end, for `timeout` seconds at the most, or until `stop`.
+
+    `on_steps` is told now and then how many steps it has made. Leaves nothing but the log behind.
+    """
+    start = time.monotonic()
+    # Scripts clear their own output, in which the logs may be.
+    with tempfile.TemporaryDirectory(prefix="ampatch-run-", ignore_cleanup_errors=True) as folder:
+        inner = replace(run, directory=folder)
+        with child_process(inner, run.log) as process:
+            ended = wait(process, timeout, stop, lambda: on_steps(read_count(inner.progress)))
+            seconds = time.monotonic() - start
+        measured, raised = take_measured(inner), last_lines(inner.raised)
+    outcome = ended or judge(process.returncode, measured)
+    log = shorten(run.log)
+    if outcome is Outcome.FINISHED:
+        return Record(run.row, run.seed, run.repeat, outcome, seconds, log=log, measured=measured)
+    lines = last_lines(run.log)
+    cause = explain(outcome, process.returncode, raised or lines, stop)
+    return Record(run.row, run.seed, run.repeat, outcome, seconds, cause, lines, log, measured)
+
+
+@contextmanager
+def child_process(run: Run, path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Starts the child in a process group of its own, and ends the group however the block ends.
+
+    What it prints goes to the file `path`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as log:
+        process = subprocess.Popen(
+            command_of(run),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment_of(run),
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            end(process)
+
+
+def command_of(run: Run) -> list[str]:
+    """Returns the child's command line."""
+    return [sys.executable, "-u", "-m", "ampatch.sweeps.processes.child", run.to_json()]
+
+
+def environment_of(run: Run) -> dict[str, str]:
+    """Returns the child's environment: ours, with the seed of sets of strings where the user gave none."""
+    return {"PYTHONHASHSEED": str(run.seed), **os.environ}
+
+
+def wait(
+    process: subprocess.Popen[bytes], timeout: float | None, stop: Stop, on_poll: Callable[[], None]
+) -> Outcome | None:
+    """Waits for the child and polls meanwhile; says what it did not wait for the end for, if so."""
+    deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
+    while not stop:
+        try:
+            process.wait(POLL_SECONDS)
+            return None
+        except subprocess.TimeoutExpired:
+            on_poll()
+        if time.monotonic() >= deadline:
+            return Outcome.TIMED_OUT
+    return Outcome.INTERRUPTED
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a child that still runs: politely, then by force; and whatever it started, at once."""
+    try:
+        if process.poll() is None:
+            send(process, signal.SIGTERM)
+            process.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        # What a child leaves running would slow down the next one.
+        send(process, getattr(signal, "SIGKILL", signal.SIGTERM))
+        process.wait()
+
+
+def send(process: subprocess.Popen[bytes], number: int) -> None:
+    """Sends a signal to the whole group of the child; on Windows, where there is none, to it."""
+    if os.name != "posix":
+        process.terminate()
+        return
+    try:
+        os.killpg(process.pid, number)
+    except (ProcessLookupError, PermissionError):  # macOS says the latter of a group that is gone
+        return
+
+
+def take_measured(run: Run) -> Measured | None:
+    """Reads what the child left behind, None if it was ended before it could."""
+    try:
+        return read_measured(json.loads(run.measured.read_text()))
+    except (OSError, ValueError, AmpError):
+        return None
+
+
+def judge(status: int, measured: Measured | None) -> Outcome:
+    """Names how a run ended that ended by itself."""
+    if status != 0 or measured is None:
+        return Outcome.CRASHED
+    return Outcome.FINISHED if measured.steps else Outcome.NO_STEPS
+
+
+def explain(outcome: Outcome, status: int, lines: tuple[str, ...], stop: Stop) -> str:
+    """Says in one line why a run failed: the last line of its log, and what that does not say.
+
+    `lines` are the end of the log, or what the child said about its exception.
+    """
+    if outcome is Outcome.INTERRUPTED:
+        return stop.name
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "its log is empty")
+    if outcome is Outcome.NO_STEPS:
+        return f"{NO_STEPS} ({last})"
+    if outcome is Outcome.TIMED_OUT:
+        return last
+    if last == NO_INPUT:
+        last = f"{last} (a run has no standard input)"
+    if status < 0:
+        return f"{name_of_signal(-status)}, {last}"
+    if status == 0:
+        return f"it ended without a word to Python (as os._exit does), {last}"
+    # Python itself ends with 1 after an exception.
+    return last if status == 1 else f"exit status {status}, {last}"
+
+
+def name_of_signal(number: int) -> str:
+    """Names a signal, with what it often means; real-time signals have numbers alone."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    return name + SIGNAL_HINTS.get(number, "")
+
+
+def shorten(path: Path) -> str:
+    """Returns a path as it can be read from the working directory."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

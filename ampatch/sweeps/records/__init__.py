@@ -1,0 +1,4 @@
+"""What a sweep measured, as values, and the files that keep it.
+
+Imports public names of the package alone.
+"""

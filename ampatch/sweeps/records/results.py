@@ -1,0 +1,145 @@
+"""The folder that a sweep is written to, and the one for the logs of its runs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ampatch import AmpError, AmpValueError
+from ampatch.sweeps.records.sweep import Sweep
+from ampatch.sweeps.records.sweep_file import from_json, to_json
+from ampatch.sweeps.records.table_file import to_csv
+from ampatch.sweeps.web.page import write_page
+
+JSON, TABLE, PAGE = "sweep.json", "sweep.csv", "sweep.html"
+LOGS, NEW_LOGS = "logs", "logs.new"
+OUR_LOGS = "*-seed*-repeat*.log"
+WRITERS = {JSON: to_json, TABLE: to_csv, PAGE: write_page}
+
+
+class Results:
+    """Where a sweep goes: `folder` is None if only the logs are kept.
+
+    A sweep that is in the folder already stays, with its logs, until `replace_old`; those of the new one are
+    beside them as long.
+    """
+
+    def __init__(self, folder: Path | None, logs: Path, *, holds_old: bool = False) -> None:
+        self.folder = folder
+        self.logs = logs
+        self.holds_old = holds_old
+        self._saved = False
+
+    def replace_old(self) -> None:
+        """Removes the sweep that was in the folder, and gives its place to the logs of this one."""
+        if self.folder is None or not self.holds_old:
+            return
+        self.holds_old = False
+        # sweep.json is replaced in one go when it is written.
+        for path in (self.folder / TABLE, self.folder / PAGE, *(self.folder / LOGS).glob(OUR_LOGS)):
+            with suppress(OSError):
+                path.unlink()
+        with suppress(OSError):
+            (self.folder / LOGS).mkdir(parents=True, exist_ok=True)
+            for path in self.logs.glob(OUR_LOGS):
+                path.replace(self.folder / LOGS / path.name)
+            self.logs.rmdir()
+        self.logs = self.folder / LOGS
+
+    def save_measured(self, make: Callable[[], Sweep]) -> None:
+        """Writes sweep.json, but not over an old one; a disk that is full for a while is no reason to end."""
+        if self.folder is None or self.holds_old:
+            return
+        with suppress(OSError):
+            write(self.folder / JSON, to_json(make()))
+
+    def save(self, sweep: Sweep) -> None:
+        """Writes all the files; raises AmpError if one cannot be.
+
+        An old sweep stays if `replace_old` was not called.
+        """
+        if self.folder is None or self.holds_old:
+            return
+        for name, write_sweep in WRITERS.items():
+            try:
+                write(self.folder / name, write_sweep(sweep))
+            except OSError as error:
+                raise AmpError(f"'{self.folder / name}' cannot be written: {error.strerror}") from None
+        self._saved = True
+
+    def describe(self) -> list[str]:
+        """Says in lines where everything is."""
+        lines = []
+        if self._saved:
+            lines.append(f"wrote {self.folder / JSON}, {TABLE}, {PAGE}")
+        elif self.holds_old:
+            lines.append(f"'{self.folder}' keeps the sweep that it held: no run of this one finished")
+        if self.logs.is_dir() and any(self.logs.iterdir()):
+            lines.append(f"logs: {self.logs}")
+        return lines
+
+
+@contextmanager
+def open_results(out: str | None) -> Iterator[Results]:
+    """Makes the folders for a sweep, and removes that of the logs if there are none in the end.
+
+    Raises AmpValueError if files cannot be written there.
+    """
+    results = make_results(out)
+    try:
+        yield results
+    finally:
+        with suppress(OSError):  # which says that there are logs
+            results.logs.rmdir()
+
+
+def make_results(out: str | None) -> Results:
+    """Makes the folders, and tries whether files can be written there; raises AmpValueError if not."""
+    if out is None:
+        return Results(None, Path(tempfile.mkdtemp(prefix="ampatch-sweep-")))
+    if not out:
+        raise AmpValueError("out '' is empty: expected the name of a folder")
+    folder = Path(out)
+    try:
+        holds_old = (folder / JSON).exists()
+        logs = folder / (NEW_LOGS if holds_old else LOGS)
+        logs.mkdir(parents=True, exist_ok=True)
+        for place in (folder, logs):
+            tempfile.TemporaryFile(dir=place).close()
+        for path in logs.glob(OUR_LOGS):  # of a sweep that did not come to its first result
+            path.unlink()
+    except OSError as error:
+        raise AmpValueError(
+            f"out {out!r} cannot be written: {error.strerror}: expected a folder, or a place for a new one"
+        ) from None
+    return Results(folder, logs, holds_old=holds_old)
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a file in one go: whoever reads it meanwhile finds the whole of the old or of the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)  # a script may have cleared its output
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8", newline="")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read_sweep(name: str) -> Sweep:
+    """Reads a sweep.json, or the one in a folder; raises AmpValueError if there is none."""
+    path = Path(name)
+    if not path.exists():
+        raise AmpValueError(f"{name!r} does not exist: expected a sweep.json, or a folder with one")
+    if path.is_dir():
+        path /= JSON
+        if not path.exists():
+            raise AmpValueError(
+                f"{name!r} holds no {JSON}: expected a folder that `ampatch sweep --out` wrote"
+            )
+    try:
+        return from_json(path.read_text(encoding="utf-8"), repr(str(path)))
+    except (OSError, UnicodeDecodeError) as error:
+        raise AmpValueError(f"{str(path)!r} cannot be read: {error}") from None

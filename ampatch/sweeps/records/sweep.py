@@ -1,0 +1,146 @@
+"""A sweep as a whole: what was run, where, every record, and what is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ampatch.sweeps.records.numbers import ASCII
+from ampatch.sweeps.records.record import Outcome, Record, Spread, Word
+
+AUTOCAST = "autocast"
+BASELINE = "O0"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a sweep was asked for; `rows` are its levels and variants, `arguments` the script's own."""
+
+    script: str
+    arguments: tuple[str, ...]
+    rows: tuple[str, ...]
+    seeds: int = 1
+    repeat: int = 1
+    steps: int | None = None
+    warmup: int = 5
+    timeout: float | None = None
+    tolerance: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Where a sweep ran: versions, machine, command and commit, as text or numbers by name."""
+
+    created: str  # ISO 8601, with the time zone
+    command: str
+    commit: str | None  # of the repository that the script is in; with "+" if it had changes
+    ampatch: str
+    torch: str
+    python: str
+    platform: str
+    cpu: str
+    cores: int
+    threads: int
+    device: str  # "cpu", or the GPU's name
+
+
+class Verdict(Word):
+    """What is said of a row's accuracy, compared with O0."""
+
+    BASELINE = "baseline"
+    SAME = "same"
+    WORSE = "worse"
+    DIVERGED = "diverged"
+    FAILED = "failed"
+    UNKNOWN = "-"  # there is no O0 to compare with, or nothing to compare
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far a value is from that of O0: the row's mean over seeds, O0's, and their distance in spreads.
+
+    `spreads` is positive where the row is better; None without O0. `spread` is its unit, and `unit` says what
+    it is: "seeds" (standard deviation of O0 over the seeds), "steps" (standard error of O0's last losses,
+    with one seed), or "percent" (a part of O0's value, where neither is known).
+    """
+
+    value: float | None
+    baseline: float | None
+    spreads: float | None
+    spread: float | None
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table: what the runs of a level or variant came to.
+
+    Times and memory are medians over the runs that finished, `spread` of the step from all of them; `speed`
+    and `memory` are ratios to O0 (above 1: faster; below 1: less), `speed_to_fastest` to the fastest row.
+    """
+
+    name: str
+    runs: int
+    failed: int
+    outcome: Outcome  # FINISHED if any run did
+    step_ms: Spread | None
+    forward_ms: float | None
+    backward_ms: float | None
+    update_ms: float | None
+    steps_per_second: float | None
+    samples_per_second: float | None
+    peak_mib: float | None
+    speed: float | None
+    speed_to_fastest: float | None
+    memory: float | None
+    memory_to_fastest: float | None
+    skipped: float | None  # steps, on average in a run
+    loss_scale: float | None
+    loss: Distance
+    metrics: Mapping[str, Distance]
+    verdict: Verdict
+    reason: str  # why it is "worse", "diverged" or "failed", in a few words
+
+    def describe(self, width: int = 0) -> str:
+        """Writes the row in a line; its name takes so many characters."""
+        parts = [self.name.ljust(width)]
+        if self.step_ms is not None:
+            parts.append(f"{ASCII.number(self.step_ms.median)} ms a step")
+        if self.speed is not None:
+            parts.append(ASCII.ratio(self.speed))
+        values = [("loss", self.loss), *self.metrics.items()]
+        parts += [f"{name} {ASCII.short(it.value)}" for name, it in values if it.value is not None]
+        return "  ".join([*parts, ": ".join(filter(None, (self.verdict, self.reason)))])
+
+
+def find_row(rows: Iterable[Row], name: str | None = BASELINE) -> Row | None:
+    """Returns the row of a name, None if there is none."""
+    return next((row for row in rows if row.name == name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """The row to take, None if none can be named, and the reason in a sentence."""
+
+    row: str | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Everything about a sweep; `rows` and `recommendation` follow from the records."""
+
+    settings: Settings
+    environment: Environment
+    records: tuple[Record, ...] = field(repr=False)
+    rows: tuple[Row, ...]
+    recommendation: Recommendation
+
+    def row(self, name: str | None = BASELINE) -> Row | None:
+        """Returns the row of a name, None if there is none."""
+        return find_row(self.rows, name)
+
+    def __str__(self) -> str:
+        """Writes a line a row, and the recommendation."""
+        width = max((len(row.name) for row in self.rows), default=0)
+        return "\n".join([*(row.describe(width) for row in self.rows), self.recommendation.reason])
