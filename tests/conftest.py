@@ -1,6 +1,7 @@
 """What holds for every test: it leaves torch as it found it, and no session behind."""
 
 import gc
+import signal
 
 import hypothesis
 import pytest
@@ -18,6 +19,9 @@ hypothesis.settings.load_profile("suite")
 
 # The tensors of tests are tiny. On busy cores the threads that share one wait 10 ms for each other.
 torch.set_num_threads(1)
+
+# What a shell starts in the background ignores Ctrl-C, and so would the processes that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
