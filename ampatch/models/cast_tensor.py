@@ -11,7 +11,7 @@ from torch.nn import Module, Parameter
 
 from ampatch.models.float32_values import Float32Values
 from ampatch.steps.grads import cast_grads
-from ampatch.steps.masters import is_wrapper
+from ampatch.steps.weight import is_wrapper
 
 
 def own_tensors(module: Module) -> list[tuple[str, Tensor]]:
@@ -36,7 +36,7 @@ class CastTensor:
     def cast(self, dtype: torch.dtype) -> None:
         """Casts the tensor, and a gradient that it has already."""
         tensor = self.tensor
-        self._values.remember(tensor, tensor.data)
+        self._values.get(tensor).remember(tensor.data)
         self._given_grad, tensor.grad = tensor.grad, None
         _set_values(tensor, tensor.data.to(dtype))
         if self._given_grad is not None:
@@ -55,19 +55,19 @@ class CastTensor:
     def restore(self) -> None:
         """Casts the tensor back: float32 values where they hold, and the gradient that counts."""
         current = self.find()
-        values = self._values.read(current).detach()
+        values = self._values.get(current).read().detach()
         grad, current.grad = self._find_grad(current, values), None
         _set_values(current, values)
         current.grad = grad
         self._values.forget(current)
 
     def _find_grad(self, current: Tensor, values: Tensor) -> Tensor | None:
-        grad, pair = current.grad, self._values.find_pair(current)
-        is_fresh = grad is not None and (pair is None or pair.has_fresh_grad())
+        grad, weight = current.grad, self._values.get(current)
+        is_fresh = grad is not None and weight.has_fresh_grad()
         if is_fresh and grad is self._cast_grad and grad._version == 0:
             return self._given_grad  # nobody touched it
-        if pair is not None and pair.master.grad is not None:
-            return pair.master.grad
+        if weight.master is not None and weight.master.grad is not None:
+            return weight.master.grad
         return cast_grads([grad], [values])[0] if is_fresh else None
 
 

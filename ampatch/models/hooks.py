@@ -241,6 +241,6 @@ class LoadFloat32(_StateDictHook):
                 "initialize cast and the optimizer steps: leave assign out, or load before initialize"
             )
         for name, tensor in self.find_tensors(module).items():
-            loaded = state_dict.get(prefix + name)
-            if isinstance(loaded, Tensor) and loaded.shape == tensor.shape:
-                self.find_values(tensor).take(tensor, loaded)
+            loaded, weight = state_dict.get(prefix + name), self.find_values(tensor).find(tensor)
+            if weight is not None and isinstance(loaded, Tensor) and loaded.shape == tensor.shape:
+                weight.take(loaded)

@@ -159,9 +159,9 @@ class ModelCaster:
     def forget_originals(self) -> None:
         """Frees the float32 values that no master stands for; they cannot be restored afterwards."""
         for cast in self._cast:
-            values = self._values[id(cast.tensor)]
-            if values.find_pair(cast.tensor) is None:
-                values.release(cast.tensor)
+            weight = self._values[id(cast.tensor)].get(cast.tensor)
+            if weight.master is None:
+                weight.remember(None)
 
     # Weights
 

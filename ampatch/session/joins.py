@@ -11,8 +11,8 @@ from torch import Tensor
 from ampatch.levels.undo import weakly
 from ampatch.patching.data_watch import DataWatch
 from ampatch.patching.patcher import Patcher
+from ampatch.session.optimizer_copies import CopyWithMasters
 from ampatch.session.request import find_inner_optimizers, order_hooks, unwrap_optimizer
-from ampatch.steps.copies import CopyWithMasters
 from ampatch.steps.foreign_step import WholeStep, needs_whole_step
 from ampatch.steps.grads import drop_scaled_grads
 from ampatch.steps.masters import MasterParams

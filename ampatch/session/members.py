@@ -13,8 +13,9 @@ from ampatch.levels.undo import refer
 from ampatch.models.cast_tensor import own_tensors
 from ampatch.models.float32_values import Float32Values
 from ampatch.session.request import Call
-from ampatch.steps.masters import MasterParam, MasterParams
+from ampatch.steps.masters import MasterParams
 from ampatch.steps.optimizer import AmpOptimizer
+from ampatch.steps.weight import Weight
 
 Place = tuple[weakref.ref[Module], weakref.ref[Float32Values] | None]
 
@@ -91,12 +92,12 @@ class Members:
         found = [find() for find, call in known if not only_dynamic or call.scalers[0].is_dynamic]
         return list({id(amp): amp for amp in found if amp is not None}.values())
 
-    def pairs(self) -> Iterator[MasterParam]:
-        """The masters with their half parameters."""
+    def pairs(self) -> Iterator[Weight]:
+        """The weights that have masters."""
         for amp in self.optimizers():
             yield from amp.masters
         for _, values in self._live_modules():
-            yield from () if values is None else values.pairs()
+            yield from (weight for weight in values or () if weight.master is not None)
 
     def make_masters(self, masters: MasterParams, params: Sequence[Tensor], watched: set[int]) -> None:
         """Makes the masters of half parameters, or takes those that they have; `watched` receives the ids."""
@@ -104,14 +105,12 @@ class Members:
         for param in params:
             if param.dtype not in HALF_TYPES or masters.owns(param):
                 continue
-            values = known.setdefault(id(param), Float32Values())
-            pair = values.find_pair(param)
-            if pair is None:
-                pair = masters.add(param, values.read(param))
-                values.set_pair(pair)
-                watched.update((id(pair.half), id(pair.master)))
+            weight = known.setdefault(id(param), Float32Values()).get(param)
+            if weight.master is None:
+                masters.add(weight)
+                watched.update((id(weight.half), id(weight.master)))
             else:
-                masters.share(pair)
+                masters.share(weight)
         masters.install()
 
     # Calls with enabled=False

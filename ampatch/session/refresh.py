@@ -12,6 +12,7 @@ from torch.nn import Module
 from ampatch.models.float32_values import Float32Values
 from ampatch.patching.features.before_graph import BeforeGraph
 from ampatch.steps.masters import MasterParams
+from ampatch.steps.weight import Weight
 
 
 class RefreshWeights(BeforeGraph):
@@ -35,17 +36,18 @@ class RefreshWeights(BeforeGraph):
         """Rounds what was written into the model; no host sync."""
         for notice in self._notices:
             if notice.any:
-                self._follow(Float32Values.follow_shown)
+                self._follow(Weight.follow_shown)
         for reference in self._masters:
             masters = reference()
             if masters is None:
-                self._follow(Float32Values.follow_masters)
+                self._follow(Weight.follow)
             else:
                 masters.copy_edits_to_model()
 
-    def _follow(self, follow: Callable[[Float32Values], None]) -> None:
+    def _follow(self, follow: Callable[[Weight], None]) -> None:
         for values in self._values:
-            follow(values)
+            for weight in values:
+                follow(weight)
 
     def __deepcopy__(self, memo: dict) -> RefreshWeights:
         return RefreshWeights(copy.deepcopy(self._values, memo))

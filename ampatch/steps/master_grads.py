@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ampatch.steps.grads import accumulate_, add_grads, cast_grads
-from ampatch.steps.masters import MasterParam
+from ampatch.steps.weight import Weight
 
 logger = logging.getLogger("ampatch")
 
@@ -27,10 +27,10 @@ class MasterGrads:
     Every step asks each pair several times, hence the loops without calls.
     """
 
-    def __init__(self, pairs: list[MasterParam]) -> None:
+    def __init__(self, pairs: list[Weight]) -> None:
         self._pairs = pairs
         self._warned = False
-        self._before: list[tuple[MasterParam, Tensor]] = []  # half gradients from before the open block
+        self._before: list[tuple[Weight, Tensor]] = []  # half gradients from before the open block
 
     # Between blocks
 
@@ -64,7 +64,7 @@ class MasterGrads:
         """
         _drop_restarted(self._find_changed(), to_warn=False)
 
-    def _find_changed(self) -> list[MasterParam]:
+    def _find_changed(self) -> list[Weight]:
         """The pairs whose half gradient is not the one that was used, or not as it was then."""
         return [
             pair
@@ -93,7 +93,7 @@ class MasterGrads:
             else:
                 pair.grad_used = pair.grad_seen = None
 
-    def _set_aside(self, pair: MasterParam) -> None:
+    def _set_aside(self, pair: Weight) -> None:
         half = pair.half
         if half.grad is not None:
             self._before.append((pair, half.grad))
@@ -104,7 +104,7 @@ class MasterGrads:
         """Adds the new half gradients to the masters', each `unscale`d in float32."""
         self._feed_fresh(self._pairs, unscale)
 
-    def _feed_fresh(self, pairs: Sequence[MasterParam], unscale: Unscale | None) -> None:
+    def _feed_fresh(self, pairs: Sequence[Weight], unscale: Unscale | None) -> None:
         fresh = [
             pair
             for pair in pairs
@@ -156,25 +156,25 @@ class MasterGrads:
                 half.grad = pair.grad_used = pair.grad_seen = None
 
 
-def mark_grad_used(pair: MasterParam) -> None:
+def mark_grad_used(pair: Weight) -> None:
     """Notes that the half gradient, as it is now, has gone into the master's."""
     pair.grad_used = pair.half.grad
     _mark_grad_seen(pair)
 
 
-def _mark_grad_seen(pair: MasterParam) -> None:
+def _mark_grad_seen(pair: Weight) -> None:
     pair.grad_seen = grad = pair.half.grad
     if grad is not None:
         pair.grad_version = grad._version
 
 
-def clear_master_grad(pair: MasterParam) -> None:
+def clear_master_grad(pair: Weight) -> None:
     """Clears the master's gradient."""
     pair.master.grad = None
     pair.steps = 0
 
 
-def _drop_restarted(pairs: Sequence[MasterParam], to_warn: bool) -> bool:
+def _drop_restarted(pairs: Sequence[Weight], to_warn: bool) -> bool:
     cleared = [pair for pair in pairs if pair.grad_seen is not None and pair.half.grad is None]
     edited = [pair for pair in pairs if (to_warn or pair.master.grad is not None) and _was_edited(pair)]
     # Zeroing leaves +0 everywhere; clipping by an infinite norm, for one, leaves -0 and nan as well.
@@ -185,7 +185,7 @@ def _drop_restarted(pairs: Sequence[MasterParam], to_warn: bool) -> bool:
     return not is_zeroed and any(pair.grad_used is pair.half.grad for pair in edited)
 
 
-def _was_edited(pair: MasterParam) -> bool:
+def _was_edited(pair: Weight) -> bool:
     """Whether the half gradient was changed in place since it was seen; of a sparse one, it never counts."""
     grad = pair.half.grad
     if grad is None or grad is not pair.grad_seen:
@@ -199,7 +199,7 @@ def _have_bits(grads: Sequence[Tensor]) -> bool:
     return bool(torch.stack(found).any())
 
 
-def _feed(pairs: list[MasterParam], unscale: Unscale | None) -> None:
+def _feed(pairs: list[Weight], unscale: Unscale | None) -> None:
     """Casts the half gradients of some pairs to float32, and adds them to what their masters have."""
     first, others = [], []
     for pair in pairs:
@@ -212,7 +212,7 @@ def _feed(pairs: list[MasterParam], unscale: Unscale | None) -> None:
         _add(others, unscale)
 
 
-def _add(pairs: list[MasterParam], unscale: Unscale | None) -> None:
+def _add(pairs: list[Weight], unscale: Unscale | None) -> None:
     sums, halves, rest = [], [], []
     for pair in pairs:
         total, half = pair.master.grad, pair.half.grad
@@ -227,7 +227,7 @@ def _add(pairs: list[MasterParam], unscale: Unscale | None) -> None:
         pair.master.grad = add_grads(pair.master.grad, grad)
 
 
-def _cast(pairs: list[MasterParam], unscale: Unscale | None) -> list[Tensor]:
+def _cast(pairs: list[Weight], unscale: Unscale | None) -> list[Tensor]:
     grads = cast_grads([pair.half.grad for pair in pairs], [pair.master for pair in pairs])
     if unscale is not None and grads:
         unscale(grads)

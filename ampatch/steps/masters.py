@@ -11,83 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ampatch.levels.precision import HALF_TYPES
-
-
-def refine(precise: Tensor, half: Tensor) -> Tensor:
-    """Returns `precise` where `half` is its rounding, and `half` in float32 where it was changed."""
-    return torch.where(precise.to(half.dtype) == half, precise, half.to(precise.dtype))
-
-
-def is_wrapper(tensor: Tensor) -> bool:
-    """Whether a tensor wraps others, as a DTensor does: foreach functions may not know it."""
-    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
-
-
-def _make_dense(tensor: Tensor) -> Tensor:
-    """Returns a tensor whose elements fill its memory, in any order; others can have its strides."""
-    is_dense = tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride()
-    return tensor if is_dense or is_wrapper(tensor) else tensor.contiguous()
-
-
-class MasterParam:
-    """One half parameter of a model and the float32 parameter that stands for it in the optimizer."""
-
-    __slots__ = (
-        *("_touched", "grad_seen", "grad_used", "grad_version", "half", "is_wrapper", "master"),
-        *("master_version", "optimizers", "pointer", "steps", "version"),
-    )
-
-    def __init__(self, half: Parameter, precise: Tensor, touched: set[int]) -> None:
-        self.half = half
-        self.is_wrapper = is_wrapper(half)
-        self._touched = touched
-        is_made = isinstance(precise, Parameter)
-        self.master = precise if is_made else Parameter(_make_dense(precise), half.requires_grad)
-        # Attributes that optimizers look for; what a wrapper holds is its own.
-        self.master.__dict__.update(half.__dict__ | self.master.__dict__)
-        # What `MasterGrads` knows of the half gradient: the one that has gone into the master's, and
-        # the one that was there when it last looked, with its version.
-        self.grad_used: Tensor | None = None
-        self.grad_seen: Tensor | None = None
-        self.grad_version = 0
-        self.optimizers = 0  # how many step the master
-        self.steps = 0  # how many of them have used its gradient
-        self.mark_synced()
-
-    def mark_synced(self) -> None:
-        """Notes that the half parameter holds the master's rounding."""
-        half = self.half
-        self.version, self.pointer = half._version, half.data_ptr()
-        self.master_version = self.master._version
-        if self._touched:
-            self._touched.difference_update((id(half), id(self.master)))
-
-    @torch.no_grad()
-    def copy_to_half(self) -> None:
-        """Rounds the master into the half parameter; no host sync."""
-        self.half.copy_(self.master)
-        self.mark_synced()
-
-    def has_fresh_grad(self) -> bool:
-        """Whether there is a half gradient that has not gone into the master's.
-
-        DistributedDataParallel moves gradients to another tensor when it rebuilds its buckets, so
-        another tensor with the same bits is the same gradient (to compare them costs a host sync).
-        """
-        grad, used = self.half.grad, self.grad_used
-        if grad is None or grad is used:
-            return False
-        return used is None or not _is_same(grad, used)
-
-    def was_master_edited(self) -> bool:
-        """Whether the master may have been written since `mark_synced`, by whom so ever."""
-        return self.master_version != self.master._version or id(self.master) in self._touched
-
-
-def _is_same(grad: Tensor, other: Tensor) -> bool:
-    if grad.is_sparse or other.is_sparse or grad.dtype != other.dtype:
-        return False
-    return torch.equal(grad.detach().view(torch.int16), other.detach().view(torch.int16))
+from ampatch.steps.weight import Weight, refine
 
 
 class MasterParams:
@@ -99,20 +23,20 @@ class MasterParams:
 
     def __init__(self, optimizers: Sequence[Optimizer], touched: set[int]) -> None:
         self._touched = touched
-        self.pairs: list[MasterParam] = []
+        self.pairs: list[Weight] = []
         self._plain: tuple[list[Tensor], list[Tensor]] = [], []  # halves and masters that are no wrappers
-        self._by_half: dict[int, MasterParam] = {}
-        self._by_master: dict[int, MasterParam] = {}
+        self._by_half: dict[int, Weight] = {}
+        self._by_master: dict[int, Weight] = {}
         self.optimizers = optimizers
 
     def __del__(self) -> None:
         for pair in self.pairs:  # which live on with the model
             pair.optimizers -= 1
 
-    def __iter__(self) -> Iterator[MasterParam]:
+    def __iter__(self) -> Iterator[Weight]:
         return iter(self.pairs)
 
-    def get(self, half: Tensor) -> MasterParam | None:
+    def get(self, half: Tensor) -> Weight | None:
         """Returns the pair of a half parameter, None if it has no master here."""
         return self._by_half.get(id(half))
 
@@ -125,11 +49,10 @@ class MasterParams:
         known = self._by_master
         return [param for param in params if id(param) not in known] if known else params
 
-    def add(self, half: Parameter, precise: Tensor) -> MasterParam:
-        """Makes a master from the float32 values of a half parameter."""
-        pair = MasterParam(half, precise, self._touched)
+    def add(self, pair: Weight) -> None:
+        """Makes a master of a weight's float32 values."""
+        pair.make_master(self._touched)
         self.share(pair)
-        return pair
 
     def make_empty(self, optimizers: Sequence[Optimizer]) -> MasterParams:
         """Returns those of a copied optimizer, still without any."""
@@ -137,9 +60,11 @@ class MasterParams:
 
     def adopt(self, half: Parameter, master: Parameter) -> None:
         """Takes a master that is in the param groups already."""
-        self.share(MasterParam(half, master, self._touched))
+        pair = Weight(half)
+        pair.make_master(self._touched, master)
+        self.share(pair)
 
-    def share(self, pair: MasterParam) -> None:
+    def share(self, pair: Weight) -> None:
         """Takes a master that another optimizer steps as well."""
         pair.optimizers += 1
         self.pairs.append(pair)
@@ -186,7 +111,7 @@ class MasterParams:
             for pair in edited:
                 pair.master.copy_(refine(pair.master.detach(), pair.half.detach()))
 
-    def _find_edited(self) -> list[MasterParam]:
+    def _find_edited(self) -> list[Weight]:
         """The pairs whose half parameter may have been written or swapped since they agreed."""
         touched = self._touched
         return [
@@ -203,11 +128,11 @@ class MasterParams:
 
     def copy_edits_to_model(self) -> None:
         """Rounds the masters that were written outside of a step, as some optimizers do; no host sync."""
-        touched = self._touched  # `was_master_edited`, written out: this runs before each forward
+        touched = self._touched  # `Weight.was_written`, written out: this runs before each forward
         edited = [
             pair
             for pair in self.pairs
-            if pair.master_version != pair.master._version or (touched and id(pair.master) in touched)
+            if pair.written != pair.master._version or (touched and id(pair.master) in touched)
         ]
         if edited:
             plain = [pair for pair in edited if not pair.is_wrapper]
@@ -215,7 +140,7 @@ class MasterParams:
 
 
 @torch.no_grad()
-def _round(pairs: list[MasterParam], halves: list[Tensor], masters: list[Tensor]) -> None:
+def _round(pairs: list[Weight], halves: list[Tensor], masters: list[Tensor]) -> None:
     """Rounds masters into half parameters; `halves` and `masters` are those that are no wrappers."""
     if halves:
         torch._foreach_copy_(halves, masters)

@@ -11,8 +11,8 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from ampatch.steps.master_grads import clear_master_grad
-from ampatch.steps.masters import MasterParam
 from ampatch.steps.scaler import Scale
+from ampatch.steps.weight import Weight
 
 
 class LocalGrads:
@@ -49,7 +49,7 @@ class LocalGrads:
 
 
 @torch.no_grad()
-def scale_again(own: Iterable[Tensor], pairs: Iterable[MasterParam], before: Scale, scale: Scale) -> None:
+def scale_again(own: Iterable[Tensor], pairs: Iterable[Weight], before: Scale, scale: Scale) -> None:
     """Goes on as if nobody had read the gradients that wait: they are yet to be averaged."""
     for param in own:
         param.grad = None if param.grad is None else scale.scale(param.grad)

@@ -12,6 +12,7 @@ from ampatch.levels.precision import HALF_TYPES
 from ampatch.steps.masters import MasterParams
 from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.step import StepListener
+from ampatch.steps.weight import Weight
 
 
 class CopyWithMasters:
@@ -58,5 +59,5 @@ def _add_param_group(amp: AmpOptimizer, original: Callable, group: dict) -> None
     original(group)
     for param in amp.optimizer.param_groups[-1]["params"]:
         if param.dtype in HALF_TYPES:
-            amp.masters.add(param, param.detach().float())
+            amp.masters.add(Weight(param))
     amp.masters.install()

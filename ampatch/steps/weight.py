@@ -1,0 +1,198 @@
+"""One weight of a half model: the half tensor, and the float32 values that are its truth."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ampatch.levels.private import is_expanded
+
+
+def refine(precise: Tensor, half: Tensor) -> Tensor:
+    """Returns `precise` where `half` is its rounding, and `half` in float32 where it was changed."""
+    return torch.where(precise.to(half.dtype) == half, precise, half.to(precise.dtype))
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether a tensor wraps others, as a DTensor does: foreach functions may not know it."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+class Weight:
+    """A half parameter or buffer, and its float32 values: the originals while they hold, or a master.
+
+    A float32 value counts only where the half tensor still is its rounding: what was written into the half
+    tensor since, by an in-place edit or through `.data`, wins. But what was written into the float32
+    values goes into the half tensor first: a `state_dict()` shows them, and who writes there, as
+    averages of weights do, writes into the model.
+
+    A master is a parameter that optimizers step in the place of the half one. `touched` holds the ids of
+    parameters that may have been written without a trace.
+    """
+
+    __slots__ = (
+        *("half", "is_made", "is_shown", "is_wrapper", "master", "pointer", "precise", "touched"),
+        *("version", "written"),
+        *("grad_seen", "grad_used", "grad_version", "optimizers", "steps"),
+    )
+
+    def __init__(self, half: Tensor, precise: Tensor | None = None) -> None:
+        self.half = half
+        self.precise = precise  # None where there are no float32 values, or none any more
+        self.master: Parameter | None = None  # the same, once an optimizer steps them
+        self.touched: Set[int] = frozenset()
+        self.is_shown = False  # whether a state_dict shows what no master stands for
+        self.is_made = False  # whether that was made to be shown
+        # What `MasterGrads` knows of the half gradient: the one that has gone into the master's, and
+        # the one that was there when it last looked, with its version.
+        self.grad_used: Tensor | None = None
+        self.grad_seen: Tensor | None = None
+        self.grad_version = 0
+        self.optimizers = 0  # how many step the master
+        self.steps = 0  # how many of them have used its gradient
+        self.is_wrapper = is_wrapper(half)
+        self.mark_synced()
+
+    # Float32 values
+
+    def mark_synced(self) -> None:
+        """Notes that the half tensor holds the rounding of the float32 values."""
+        half, precise = self.half, self.precise
+        self.version = _version(half)
+        self.written = 0 if precise is None else _version(precise)
+        self.pointer = 0 if self.master is None else half.data_ptr()
+        if self.touched:
+            self.touched.difference_update((id(half), id(precise)))  # type: ignore[attr-defined]
+
+    def remember(self, precise: Tensor | None) -> None:
+        """Takes float32 values of which the half tensor holds the rounding; None frees those that it had."""
+        self.precise = precise
+        self.mark_synced()
+
+    def find_precise(self) -> Tensor | None:
+        """The float32 values, None where there are none or they may not hold any more."""
+        half, precise = self.half, self.precise
+        if precise is None or (precise.is_meta and not half.is_meta):  # Module.to_empty: there were none
+            return None
+        return precise if _is_comparable(half) or _version(half) == self.version else None
+
+    def was_written(self) -> bool:
+        """Whether the float32 values may have been written since the half tensor was their rounding."""
+        precise = self.precise
+        return precise is not None and (_version(precise) != self.written or id(precise) in self.touched)
+
+    @torch.no_grad()
+    def copy_to_half(self) -> None:
+        """Rounds the float32 values into the half tensor; no host sync."""
+        self.half.copy_(self.precise)
+        self.mark_synced()
+
+    def follow(self) -> None:
+        """Does so if they were written since."""
+        if self.was_written():
+            self.copy_to_half()
+            self.is_made = False  # worth keeping
+
+    def follow_shown(self) -> None:
+        """Does so for what a state_dict showed, and frees what was made for that and not written."""
+        if self.is_shown:
+            self.follow()
+            if self.is_made:
+                self.is_shown = self.is_made = False
+                self.remember(None)
+
+    @torch.no_grad()
+    def read(self) -> Tensor:
+        """Returns the float32 values, in the master's memory where it can; no host sync.
+
+        What was written into the half tensor since goes there first: on the device, so that nobody waits.
+        """
+        self.follow()
+        precise, half = self.find_precise(), self.half.detach()
+        if precise is None:
+            return half.float()
+        if not _is_comparable(half):
+            return precise
+        if precise.device != half.device or not _is_writable(precise):  # Module.to moved the half one
+            return refine(precise.detach().to(half.device), half)
+        precise.copy_(refine(precise.detach(), half))
+        self.mark_synced()
+        return precise.detach()
+
+    def export(self, saved: Tensor) -> Tensor:
+        """Returns what a state_dict shows for the half tensor, of which it holds `saved`.
+
+        What is written there before the model's next forward, or while it is kept, goes into the model.
+        """
+        precise, shown = self.find_precise(), self.read()
+        if self.master is not None:
+            return self.master if saved is self.half else shown  # state_dict(keep_vars=True)
+        if precise is None or not _share_memory(shown, precise):
+            self.remember(shown)
+        if not self.is_shown:
+            self.is_shown, self.is_made = True, precise is None
+        return shown
+
+    @torch.no_grad()
+    def take(self, loaded: Tensor) -> None:
+        """Takes over loaded values, before they are rounded into the half tensor."""
+        precise = self.find_precise()
+        if precise is not None:
+            precise.copy_(loaded)
+
+    # Masters
+
+    def make_master(self, touched: set[int], master: Parameter | None = None) -> None:
+        """Makes a master of the float32 values, or takes one that optimizers step already."""
+        half = self.half
+        if master is None:
+            master = Parameter(_make_dense(self.read()), half.requires_grad)
+        self.master = self.precise = master
+        # Attributes that optimizers look for; what a wrapper holds is its own.
+        master.__dict__.update(half.__dict__ | master.__dict__)
+        self.touched = touched
+        self.mark_synced()
+
+    def has_fresh_grad(self) -> bool:
+        """Whether there is a half gradient that has not gone into the master's.
+
+        DistributedDataParallel moves gradients to another tensor when it rebuilds its buckets, so
+        another tensor with the same bits is the same gradient (to compare them costs a host sync).
+        """
+        grad, used = self.half.grad, self.grad_used
+        if grad is None or grad is used:
+            return False
+        return used is None or not _is_same(grad, used)
+
+
+def _make_dense(tensor: Tensor) -> Tensor:
+    """Returns a tensor whose elements fill its memory, in any order; others can have its strides."""
+    is_dense = tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride()
+    return tensor if is_dense or is_wrapper(tensor) else tensor.contiguous()
+
+
+def _is_same(grad: Tensor, other: Tensor) -> bool:
+    if grad.is_sparse or other.is_sparse or grad.dtype != other.dtype:
+        return False
+    return torch.equal(grad.detach().view(torch.int16), other.detach().view(torch.int16))
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was written; one that was made in inference mode does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    return not tensor.is_inference() and not is_expanded(tensor)
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one is other or is_wrapper(other) or one.data_ptr() == other.data_ptr()
+
+
+def _is_comparable(tensor: Tensor) -> bool:
+    """Whether torch can compare the values; of sparse and meta tensors only the version tells."""
+    return not tensor.is_meta and tensor.layout is torch.strided
