@@ -218,7 +218,6 @@ class Session(StepListener):
 
     def exit_step(self, optimizer: AmpOptimizer) -> None:
         self.casts.thread.end_step()
-        self.casts.clear_cache()
         capture = self.capture()
         if capture is not None:
             capture.append(CapturedStep(optimizer, capture))

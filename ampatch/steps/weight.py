@@ -119,7 +119,7 @@ class Weight:
         if precise.device != half.device or not _is_writable(precise):  # Module.to moved the half one
             return refine(precise.detach().to(half.device), half)
         precise.copy_(refine(precise.detach(), half))
-        self.mark_synced()
+        self.written = precise._version  # and no more: who asked for `.data` may still write there
         return precise.detach()
 
     def export(self, saved: Tensor) -> Tensor:
