@@ -25,6 +25,7 @@ is_compiling = torch.compiler.is_dynamo_compiling
 SIMPLE = (type(None), int, float, bool, str, slice, type(...))  # of arguments that hold no tensor
 
 Function = Callable[..., object]
+Call = Callable[[tuple, dict], object]  # what a wrapper does with its arguments while casts are on
 GetCast = Callable[[torch.dtype], TensorCast]
 
 
@@ -62,9 +63,9 @@ def wrap(
 
     dtype = half if kind is Cast.LOWER else torch.float32
     if kind not in (Cast.LOWER, Cast.FP32):
-        wrapper = _FACTORIES[kind](original, uncast, state, name, get_cast)
+        wrapper = _guard(uncast, state, _CALLS[kind](original, state, name, get_cast))
     elif is_users:
-        wrapper = _wrap_users(original, uncast, state, get_cast(dtype))
+        wrapper = _guard(uncast, state, _call_users(original, get_cast(dtype)))
     else:
         casts = cast_eligible(state, dtype)
         casts = counter.watch_all(casts, state.get_cache(dtype)) if counter else casts
@@ -96,18 +97,26 @@ def _without_grad(cast: TensorCast) -> TensorCast:
     return cast_without_grad
 
 
-def _wrap_users(original: Function, uncast: Function, state: CastState, cast: TensorCast) -> Function:
+def _guard(uncast: Function, state: CastState, call: Call) -> Function:
+    """Returns a wrapper that goes through uncast while casts are off, and else does what `call` does."""
     thread = state.thread
 
     def wrapper(*args, **kwargs):
         if thread.off and thread.is_off():
             return uncast(*args, **kwargs)
+        return call(args, kwargs)
+
+    return wrapper
+
+
+def _call_users(original: Function, cast: TensorCast) -> Call:
+    def call(args: tuple, kwargs: dict) -> object:
         if kwargs.get("out") is not None:
             return original(*args, **kwargs)
         kwargs = {key: cast_tree(arg, cast) for key, arg in kwargs.items()}
         return original(*[cast_tree(arg, cast) for arg in args], **kwargs)
 
-    return wrapper
+    return call
 
 
 def _wrap_listed(
@@ -181,79 +190,56 @@ def _eligible_tensors(state: CastState, values: object) -> list[Tensor]:
     return found
 
 
-def _wrap_promote(
-    original: Function, uncast: Function, state: CastState, name: str, get_cast: GetCast
-) -> Function:
-    thread = state.thread
+def _call_promote(original: Function, state: CastState, name: str, get_cast: GetCast) -> Call:
     widen = get_cast(torch.float32)
 
-    def wrapper(*args, **kwargs):
-        if thread.off and thread.is_off():
-            return uncast(*args, **kwargs)
+    def call(args: tuple, kwargs: dict) -> object:
         if (not kwargs and _have_one_dtype(args)) or kwargs.get("out") is not None:
             return original(*args, **kwargs)
         dtypes = {tensor.dtype for tensor in _eligible_tensors(state, (args, kwargs))}
         if len(dtypes) < 2:
             return original(*args, **kwargs)
         # Any two of float32, float16 and bfloat16 have float32 as their widest type.
-        args, kwargs = cast_tree((args, kwargs), widen)  # type: ignore[misc]
+        args, kwargs = cast_tree((args, kwargs), widen)  # type: ignore[misc,assignment]
         return original(*args, **kwargs)
 
-    return wrapper
+    return call
 
 
-def _wrap_match_self(
-    original: Function, uncast: Function, state: CastState, name: str, get_cast: GetCast
-) -> Function:
-    thread = state.thread
+def _call_match_self(original: Function, state: CastState, name: str, get_cast: GetCast) -> Call:
     casts = {dtype: get_cast(dtype) for dtype in ELIGIBLE}
 
-    def wrapper(*args, **kwargs):
-        if thread.off and thread.is_off():
-            return uncast(*args, **kwargs)
+    def call(args: tuple, kwargs: dict) -> object:
         if not kwargs and _have_one_dtype(args):
             return original(*args)
         target = args[0] if args else kwargs.get("input")
         if isinstance(target, Tensor) and target.dtype in ELIGIBLE:
-            args, kwargs = cast_tree((args, kwargs), casts[target.dtype])  # type: ignore[misc]
+            args, kwargs = cast_tree((args, kwargs), casts[target.dtype])  # type: ignore[misc,assignment]
         return original(*args, **kwargs)
 
-    return wrapper
+    return call
 
 
-def _wrap_in_place(
-    original: Function, uncast: Function, state: CastState, name: str, get_cast: GetCast
-) -> Function:
-    thread = state.thread
+def _call_in_place(original: Function, state: CastState, name: str, get_cast: GetCast) -> Call:
     functional = name.rpartition(".")[2].rstrip("_")
 
-    def wrapper(*args, **kwargs):
-        if thread.off and thread.is_off():
-            return uncast(*args, **kwargs)
+    def call(args: tuple, kwargs: dict) -> object:
         target = args[0] if args else kwargs.get("input")
-        if not isinstance(target, Tensor) or target.dtype not in HALF_TYPES:
-            return original(*args, **kwargs)
-        if target.device.type in state.device_types:
+        is_half = isinstance(target, Tensor) and target.dtype in HALF_TYPES
+        if is_half and target.device.type in state.device_types:
             raise BannedFunctionError(
                 f"{name} was called on a {target.dtype} tensor: it runs in float32, and the result "
                 f"cannot be written into a half tensor; use {functional}, which returns a new one"
             )
         return original(*args, **kwargs)
 
-    return wrapper
+    return call
 
 
-def _wrap_banned(
-    original: Function, uncast: Function, state: CastState, name: str, get_cast: GetCast
-) -> Function:
-    thread = state.thread
+def _call_banned(original: Function, state: CastState, name: str, get_cast: GetCast) -> Call:
     widen = get_cast(torch.float32)
-    casts = Casts(widen, widen, widen)
-    in_float32 = _wrap_listed(original, uncast, state, torch.float32, casts, has_dtype=False)
 
-    def wrapper(*args, **kwargs):
-        if thread.off and thread.is_off():
-            return uncast(*args, **kwargs)
+    def call(args: tuple, kwargs: dict) -> object:
         dtypes = {tensor.dtype for tensor in _eligible_tensors(state, (args, kwargs))}
         halves = dtypes & set(HALF_TYPES)
         if halves and not state.allow_banned:
@@ -262,32 +248,28 @@ def _wrap_banned(
                 f"binary_cross_entropy_with_logits on the logits, or have it cast to float32 with "
                 f"amp.initialize(..., allow_banned=True)"
             )
-        return in_float32(*args, **kwargs)
+        args, kwargs = cast_tree((args, kwargs), widen)  # type: ignore[misc,assignment]
+        return original(*args, **kwargs)
 
-    return wrapper
+    return call
 
 
-def _wrap_custom(
-    original: Function, uncast: Function, state: CastState, name: str, get_cast: GetCast
-) -> Function:
-    thread = state.thread
+def _call_custom(original: Function, state: CastState, name: str, get_cast: GetCast) -> Call:
     custom = CUSTOM_CASTS.get(name.rpartition(".")[2], where_refused)
     widen = get_cast(torch.float32)
 
-    def wrapper(*args, **kwargs):
-        if thread.off and thread.is_off():
-            return uncast(*args, **kwargs)
+    def call(args: tuple, kwargs: dict) -> object:
         if kwargs.get("out") is not None:
             return original(*args, **kwargs)
         return custom(original, widen, *args, **kwargs)
 
-    return wrapper
+    return call
 
 
-_FACTORIES = {
-    Cast.PROMOTE: _wrap_promote,
-    Cast.MATCH_SELF: _wrap_match_self,
-    Cast.FP32_INPLACE: _wrap_in_place,
-    Cast.BANNED: _wrap_banned,
-    Cast.CUSTOM: _wrap_custom,
+_CALLS = {
+    Cast.PROMOTE: _call_promote,
+    Cast.MATCH_SELF: _call_match_self,
+    Cast.FP32_INPLACE: _call_in_place,
+    Cast.BANNED: _call_banned,
+    Cast.CUSTOM: _call_custom,
 }
