@@ -84,7 +84,6 @@ function measure(frame) {
     outside: [...page.body.querySelectorAll("*")].filter((it) => visible(it)
       && !it.closest("thead") && box(it).right > width + 1).map(name),
     dark: view.matchMedia("(prefers-color-scheme: dark)").matches,
-    paper: view.getComputedStyle(page.body).backgroundColor,
     loaded: view.performance.getEntriesByType("resource").map((it) => it.name),
     smallest: Math.min(100, ...sizes), cut: cut.map(name),
     crossing: [...page.querySelectorAll("svg[role=img]")].flatMap(crossing),
@@ -137,11 +136,3 @@ def look_at(pages: dict[str, str], widths: list[int], folder: Path, *, dark: boo
     done = start([*([DARK] if dark else []), "--dump-dom", path.as_uri()], folder)
     result = done.stdout.rpartition('<pre id="result">')[2].partition("</pre>")[0]
     return Seen(json.loads(html.unescape(result)), done.stderr)
-
-
-def print_to_pdf(page: str, folder: Path) -> tuple[bytes, str]:
-    """Prints a page from a browser in the dark scheme, and returns the file and the log."""
-    path, target = folder / "printed.html", folder / "printed.pdf"
-    path.write_text(page, encoding="utf-8")
-    done = start([DARK, "--no-pdf-header-footer", f"--print-to-pdf={target}", path.as_uri()], folder)
-    return target.read_bytes(), done.stderr

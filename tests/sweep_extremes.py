@@ -21,17 +21,14 @@ from sweep_samples import (
 HOSTILE = "O2 <script>alert('x')</script> & \"quoted\" loss_scale=128"
 UNBROKEN = "O1 " + "x" * 150
 LONG_METRIC = "validation/" + "balanced_accuracy_of_the_exponential_moving_average" * 2
-METRICS = (LONG_METRIC, "m" * 120, "a<b>&", "d", "e", "f", "g")
+METRICS = (LONG_METRIC, "m" * 120, "a<b>&$x_1$", "d", "e", "f", "g")
 
 
 def extreme_sweeps() -> dict[str, Sweep]:
     """Returns sweeps by what is hard about them."""
     return {
         "one step": sample_sweep(steps=1),
-        "two steps": sample_sweep(("O0", "O1"), steps=2),
         "no steps": sample_sweep(steps=0),
-        "no metrics": sample_sweep(metrics=False),
-        "one seed": sample_sweep(seeds=1),
         "all failed": sample_sweep((CRASHING,)),
         "no O0": sample_sweep(("O1", "O5")),
         "only O0": sample_sweep(("O0",)),
@@ -48,8 +45,8 @@ def nothing() -> Sweep:
 
 
 def hostile_sweep() -> Sweep:
-    """Returns a sweep with 14 variants, names that are markup or do not end, and logs full of both."""
-    names = [HOSTILE, UNBROKEN, *(f"O2 keep_batchnorm_fp32=False loss_scale={2.0**n}" for n in range(12))]
+    """Returns a sweep with 7 variants, names that are markup or do not end, and logs full of both."""
+    names = [HOSTILE, UNBROKEN, *(f"O2 keep_batchnorm_fp32=False loss_scale={2.0**n}" for n in range(5))]
     kinds = [KINDS[0], *(replace(KINDS[2], name=name, ms=17.2 + n / 9) for n, name in enumerate(names))]
     sweep = sample_sweep(("O0",))
     records, rows = [], []

@@ -46,11 +46,12 @@ def python(code, folder, path=None):
 
 
 def modules(folder, prefix):
-    """Returns the Python files below a folder, as paths in the installed package."""
-    return {f"{prefix}/{path.relative_to(folder)}" for path in folder.rglob("*.py")}
+    """Returns the files below a folder that the package is made of, as paths in the installed package."""
+    kinds = ("*.py", "*.j2", "*.css")
+    return {f"{prefix}/{path.relative_to(folder)}" for kind in kinds for path in folder.rglob(kind)}
 
 
-def test_the_wheel_holds_every_module_and_the_tables(wheel):
+def test_the_wheel_holds_every_module_the_tables_and_the_page(wheel):
     expected = modules(ROOT / "ampatch", "ampatch") | modules(ROOT / "lists", "ampatch/lists")
     assert expected <= set(zipfile.ZipFile(wheel).namelist())
 

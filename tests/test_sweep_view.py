@@ -13,7 +13,7 @@ from ampatch.sweeps.terminal.terminal_table import build_table, heading_of
 from ampatch.sweeps.terminal.view import progress_bar, show, show_comparison
 from ampatch.sweeps.verdicts.compare import compare
 from ampatch.sweeps.verdicts.summary import summarize
-from ampatch.sweeps.web.colours import looks_of
+from ampatch.sweeps.web.page import write_page
 from sweep_samples import ENVIRONMENT, VARIANT, sample_sweep
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -109,8 +109,10 @@ def test_a_variant_has_a_short_name_that_is_explained_below_the_table():
 def test_a_variant_is_called_the_same_in_the_terminal_and_on_the_page():
     whole = sweep(record("O0"), *[record(f"{level} loss_scale=1") for level in ("O2", "autocast")])
     legend = [line.split(": ") for line in printed(whole).splitlines() if line.startswith("V")][-2:]
-    looks = looks_of([row.name for row in whole.rows])
-    assert [looks[name].key for _, name in legend] == [key for key, _ in legend] == ["V1", "V2"]
+    page = write_page(whole).replace("<wbr>", "")
+    assert [key for key, _ in legend] == ["V1", "V2"]
+    for key, name in legend:
+        assert f'<span class="tag">{key}</span> <span class="name">{name}</span>' in page
 
 
 def test_a_variant_that_is_recommended_has_its_whole_name_once():

@@ -1,213 +1,165 @@
-"""The tables of the page, which are cards where it is narrow."""
+"""The tables of the page: their headings, and what stands there for a row."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from statistics import fmean
 
 from ampatch.sweeps.records.numbers import TYPESET
+from ampatch.sweeps.records.record import Measured
 from ampatch.sweeps.records.sweep import Distance, Row, Sweep, Verdict
-from ampatch.sweeps.web.colours import Look
-from ampatch.sweeps.web.markup import JOINTS, Markup, breakable, element
-from ampatch.sweeps.web.style import COLUMN, NARROW_COLUMN, table_class
+from ampatch.sweeps.verdicts.summary import step_ms
 
-METRICS_BESIDE = 3  # that stand in the main table; more get tables of their own
-METRICS_A_TABLE = 6
-WIDEST_WORD = 11  # characters of a heading that are not broken
-VERDICTS = {Verdict.UNKNOWN: "not compared"}
+MIB = 2**20
+METRICS_A_TABLE = 3  # the first ones stand in the table of results
+RESULTS = ("Verdict", "ms a step", "Speed", "Peak memory", "Final loss", "Loss scale", "Runs")
+TIMES = (
+    "Steps a second",
+    "Samples a second",
+    "Speed vs fastest",
+    "Forward, ms",
+    "Backward, ms",
+    "Update, ms",
+)
+BYTES = ("Parameters", "Masters", "Gradients", "Optimizer state", "Kept casts", "Together")
+CASTS = ("Casts made", "Casts reused")
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """A column: its heading, and what stands under it for a row.
+class Cell:
+    """A number, in small letters what belongs to it, and how long the bar below it is."""
 
-    `wide` says that it takes the whole width of a card, `is_name` that the heading is a name from a script,
-    which may be long.
-    """
-
-    heading: str
-    read: Callable[[Row], Markup]
-    wide: bool = False
-    is_name: bool = False
+    text: str
+    small: str = ""
+    bar: float | None = None  # a part of the longest one
 
 
-def table_of(
-    sweep: Sweep,
-    looks: Mapping[str, Look],
-    columns: Sequence[Column],
-    caption: str,
-    *,
-    rows: Sequence[Row] | None = None,
-    width: int = COLUMN,
-) -> Markup:
-    """Returns a table with a line for each row of the sweep, or for those given; a column needs a width."""
-    heads = [element("th", "Level", class_="left", scope="col", role="columnheader")]
-    for column in columns:
-        style = "left" if column.wide else None
-        words = name_heading(column.heading) if column.is_name else column.heading
-        heads.append(element("th", words, class_=style, scope="col", role="columnheader"))
-    best = sweep.recommendation.row
-    lines = [line_of(row, looks[row.name], columns, row.name == best) for row in rows or sweep.rows]
-    # Cards are no table for the browser: the roles say that they still are one.
-    return element(
-        "table",
-        element("caption", caption),
-        element("thead", element("tr", *heads, role="row"), role="rowgroup"),
-        element("tbody", *lines, role="rowgroup"),
-        class_=table_class(len(columns), width),
-        role="table",
-    )
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table: its headings, and a line for each row of the sweep that has one."""
+
+    caption: str
+    headings: Sequence[str]
+    lines: Sequence[tuple[Row, Sequence[Cell]]]
 
 
-def name_heading(name: str) -> Markup:
-    """Returns a heading as wide as its longest part, up to a limit, so that words are seldom broken."""
-    longest = max(len(part) for part in JOINTS.split(name) or [""])
-    return element("span", breakable(name), class_="long", style=f"min-width:{min(longest, WIDEST_WORD)}ch")
-
-
-def line_of(row: Row, look: Look, columns: Sequence[Column], is_best: bool) -> Markup:
-    """Returns the line of a row."""
-    cells = [cell_of(column, row) for column in columns]
-    name = element("th", name_of(look, is_best), scope="row", role="rowheader")
-    return element("tr", name, *cells, class_="best" if is_best else None, role="row")
-
-
-def cell_of(column: Column, row: Row) -> Markup:
-    """Returns what a column says of a row."""
-    content = column.read(row)
-    style = "wide left" if column.wide else "none" if content == cell(TYPESET.nothing) else None
-    return element("td", content, class_=style, data_label=column.heading, role="cell")
-
-
-def name_of(look: Look, is_best: bool = False) -> Markup:
-    """Returns the name of a row, with its key where charts call it by that."""
-    key = element("span", look.key, class_="tag") if look.key != look.name else None
-    best = element("small", "recommended") if is_best else None
-    return element("span", key, element("span", breakable(look.name), class_="name"), best)
-
-
-def cell(value: str, below: str | None = None) -> Markup:
-    """Returns a number, and in small letters what belongs to it."""
-    small = element("small", below) if below else None
-    return element("span", element("span", value, class_="whole"), small)
-
-
-def results_table(sweep: Sweep, looks: Mapping[str, Look]) -> Markup:
-    """Returns the table that people decide by."""
-    metrics = metric_names(sweep.rows)
-    beside = metrics if len(metrics) <= METRICS_BESIDE else []
-    columns = [
-        Column("Verdict", verdict_cell, wide=True),
-        Column("ms a step", step_cell),
-        Column("Speed", lambda row: cell(TYPESET.ratio(row.speed))),
-        Column("Peak memory", memory_cell),
-        Column("Final loss", lambda row: distance_cell(row.loss, 4)),
-        *map(metric_column, beside),
-        Column("Loss scale", scale_cell),
-        Column("Runs", runs_cell),
+def result_tables(sweep: Sweep) -> list[Table]:
+    """Returns the table that people decide by, and where there are many metrics tables of these."""
+    metrics = metric_names(sweep)
+    groups = [metrics[start : start + METRICS_A_TABLE] for start in range(0, len(metrics), METRICS_A_TABLE)]
+    first = groups[0] if groups else []
+    largest = max((row.peak_mib or 0.0 for row in sweep.rows), default=0.0)
+    lines = [(row, [*result_cells(row, largest), *metric_cells(row, first)]) for row in sweep.rows]
+    words = "how much better (+) or worse than that of O0 it is."
+    caption = f"Under the time of a step stand its quartiles, under a loss or metric {words}"
+    more = [
+        Table(
+            f"Under a metric stands {words}", names, [(row, metric_cells(row, names)) for row in sweep.rows]
+        )
+        for names in groups[1:]
     ]
+    return [Table(caption, [*RESULTS, *first], lines), *more] if lines else []
+
+
+def metric_names(sweep: Sweep) -> list[str]:
+    """Returns the names of all metrics of rows and runs, in the order in which they come."""
+    of_rows = [name for row in sweep.rows for name in row.metrics]
+    of_runs = [name for it in sweep.records if it.measured for name in it.measured.metrics]
+    return list(dict.fromkeys(of_rows + of_runs))
+
+
+def time_tables(sweep: Sweep) -> list[Table]:
+    """Returns the table of what a step's time goes into, if any was measured."""
+    longest = max((step_ms(row) or 0.0 for row in sweep.rows), default=0.0)
+    lines = []
+    for row in sweep.rows:
+        if row.step_ms:
+            rates = numbers(row.steps_per_second, row.samples_per_second)
+            parts = numbers(row.forward_ms, row.backward_ms, row.update_ms, longest=longest)
+            lines.append((row, [*rates, Cell(TYPESET.ratio(row.speed_to_fastest)), *parts]))
+    caption = "Medians over the runs that finished; bars are parts of the slowest step."
+    return [Table(caption, TIMES, lines)] if lines else []
+
+
+def byte_tables(sweep: Sweep) -> list[Table]:
+    """Returns the table of bytes and of casts, if any were measured."""
+    runs = [(row, measured_of(row, sweep)) for row in sweep.rows]
+    sizes = [next((astuple(it.bytes) for it in own if it.bytes), ()) for _, own in runs]
+    largest = max((sum(kinds) / MIB for kinds in sizes), default=0.0)
+    lines = []
+    for (row, own), kinds in zip(runs, sizes, strict=True):
+        casts = [astuple(it.casts) for it in own if it.casts]
+        if kinds or casts:
+            mib = [count / MIB for count in (*kinds, sum(kinds))] if kinds else [None] * len(BYTES)
+            counts = map(fmean, zip(*casts, strict=True)) if casts else [None] * len(CASTS)
+            lines.append((row, [*numbers(*mib, longest=largest), *numbers(*counts)]))
     caption = (
-        "Under the time of a step stand its quartiles, under a loss or metric how much better (+) or worse "
-        "than that of O0 it is."
+        "Tensors that training keeps, before an optimizer's step, in MiB, and casts of arguments in a step; "
+        "a cast of a weight is reused while the weight stays."
     )
-    return table_of(sweep, looks, columns, caption)
+    return [Table(caption, [*BYTES, *CASTS], lines)] if lines else []
 
 
-def metric_tables(sweep: Sweep, looks: Mapping[str, Look]) -> list[Markup]:
-    """Returns tables of the metrics where those are too many for the table of results."""
-    names = metric_names(sweep.rows)
-    if len(names) <= METRICS_BESIDE:
-        return []
-    starts = range(0, len(names), METRICS_A_TABLE)
-    groups = [names[start : start + METRICS_A_TABLE] for start in starts]
-    caption = "Metrics, and how much better (+) or worse than those of O0 they are."
-    return [table_of(sweep, looks, [metric_column(name) for name in group], caption) for group in groups]
-
-
-def time_table(sweep: Sweep, looks: Mapping[str, Look]) -> Markup:
-    """Returns the table of what a step's time goes into."""
-    columns = [
-        Column("Steps a second", lambda row: cell(TYPESET.number(row.steps_per_second))),
-        Column("Samples a second", lambda row: cell(TYPESET.number(row.samples_per_second))),
-        Column("Forward, ms", lambda row: cell(TYPESET.number(row.forward_ms))),
-        Column("Backward, ms", lambda row: cell(TYPESET.number(row.backward_ms))),
-        Column("Update, ms", lambda row: cell(TYPESET.number(row.update_ms))),
-        Column("Speed vs fastest", lambda row: cell(TYPESET.ratio(row.speed_to_fastest))),
-    ]
-    timed = [row for row in sweep.rows if row.step_ms]
-    caption = "Medians over the runs that finished."
-    return table_of(sweep, looks, columns, caption, rows=timed, width=NARROW_COLUMN)
-
-
-def metric_names(rows: Sequence[Row]) -> list[str]:
-    """Returns the names of all metrics, in the order in which they come."""
-    return list(dict.fromkeys(name for row in rows for name in row.metrics))
-
-
-def metric_column(name: str) -> Column:
-    """Returns the column of a metric."""
-    return Column(name, lambda row: distance_cell(row.metrics.get(name), 4), is_name=True)
+def measured_of(row: Row, sweep: Sweep) -> list[Measured]:
+    """Returns what was measured in the runs of a row that finished, else in those that did not."""
+    own = [it for it in sweep.records if it.row == row.name and it.measured]
+    return [it.measured for it in own if not it.failed] or [it.measured for it in own]
 
 
 # ---- Cells ----
 
 
-def verdict_cell(row: Row) -> Markup:
-    """Returns what is said of a row's accuracy, and why."""
-    words = VERDICTS.get(row.verdict, row.verdict.value)
-    style = f"verdict {row.verdict.name.lower()}"
-    reason = element("small", row.reason, class_="reason") if row.reason else None
-    return element("span", element("span", words, class_=style), reason)
+def numbers(*values: float | None, longest: float | None = None) -> list[Cell]:
+    """Returns cells of plain numbers, with bars if one is the longest."""
+    return [Cell(TYPESET.number(value), bar=part_of(value, longest)) for value in values]
 
 
-def step_cell(row: Row) -> Markup:
-    """Returns the median and the quartiles of a step's time; a single time has none."""
-    it = row.step_ms
-    if it is None:
-        return cell(TYPESET.nothing)
-    quartiles = f"{TYPESET.number(it.low)}–{TYPESET.number(it.high)}"  # noqa: RUF001
-    return cell(TYPESET.number(it.median), quartiles if it.count > 1 else None)
+def part_of(value: float | None, longest: float | None) -> float | None:
+    """Returns the part that a value is of the longest, None if it is none."""
+    part = value / longest if value is not None and longest else None
+    return round(part, 3) if part is not None and 0 <= part <= 1 else None
 
 
-def memory_cell(row: Row) -> Markup:
-    """Returns the peak memory in MiB, and its ratio to that of O0."""
-    if row.peak_mib is None:
-        return cell(TYPESET.nothing)
-    below = f"{TYPESET.ratio(row.memory)} O0" if row.memory is not None else None
-    return cell(f"{TYPESET.number(row.peak_mib)} MiB", below)
+def result_cells(row: Row, largest: float) -> list[Cell]:
+    """Returns what the table of results says of a row."""
+    it, skipped = row.step_ms, row.skipped
+    quartiles = f"{TYPESET.number(it.low)}–{TYPESET.number(it.high)}" if it and it.count > 1 else ""  # noqa: RUF001
+    memory = TYPESET.nothing if row.peak_mib is None else f"{TYPESET.number(row.peak_mib)} MiB"
+    of_o0 = "" if row.memory is None else f"{TYPESET.ratio(row.memory)} O0"
+    overflows = "" if skipped is None else f"{TYPESET.count(skipped) if skipped else 'none'} skipped"
+    return [
+        Cell("not compared" if row.verdict is Verdict.UNKNOWN else row.verdict.value, row.reason),
+        Cell(TYPESET.number(it and it.median), quartiles),
+        Cell(TYPESET.ratio(row.speed), bar=part_of(row.speed_to_fastest, 1.0)),
+        Cell(memory, of_o0, part_of(row.peak_mib, largest)),
+        distance_cell(row.loss),
+        Cell(TYPESET.scale(row.loss_scale), overflows),
+        Cell(str(row.runs), f"{row.failed} failed" if row.failed else ""),
+    ]
 
 
-def distance_cell(distance: Distance | None, digits: int) -> Markup:
+def metric_cells(row: Row, names: Sequence[str]) -> list[Cell]:
+    """Returns the last values of these metrics."""
+    return [distance_cell(row.metrics.get(name)) for name in names]
+
+
+def distance_cell(distance: Distance | None) -> Cell:
     """Returns a loss or metric, and how far it is from that of O0."""
     if distance is None or distance.value is None:
-        return cell(TYPESET.nothing)
-    return cell(TYPESET.number(distance.value, digits), distance_text(distance))
+        return Cell(TYPESET.nothing)
+    return Cell(TYPESET.number(distance.value, 4), distance_text(distance))
 
 
-def distance_text(distance: Distance) -> str | None:
-    """Returns how far a value is from that of O0, in words; None for O0 itself."""
+def distance_text(distance: Distance) -> str:
+    """Returns how far a value is from that of O0, in words; nothing for O0 itself."""
     if distance.spreads is None:
-        return None
+        return ""
     if distance.unit != "percent":
         return f"{TYPESET.signed(distance.spreads)} spreads"
     # A spread of percents is a part of O0's value.
     if not distance.baseline or distance.spread is None:
         return f"{TYPESET.signed(distance.spreads)} units"
     percent = 100 * distance.spreads * (distance.spread / abs(distance.baseline))
-    return f"{TYPESET.signed(percent)} %" if math.isfinite(percent) else None
-
-
-def scale_cell(row: Row) -> Markup:
-    """Returns the last loss scale, and how many steps an overflow skipped."""
-    if row.loss_scale is None and row.skipped is None:
-        return cell(TYPESET.nothing)
-    skipped = None
-    if row.skipped is not None:
-        skipped = "none skipped" if not row.skipped else f"{TYPESET.count(row.skipped)} skipped"
-    return cell(TYPESET.scale(row.loss_scale), skipped)
-
-
-def runs_cell(row: Row) -> Markup:
-    """Returns how many runs there were, and how many of them failed."""
-    return cell(str(row.runs), f"{row.failed} failed" if row.failed else None)
+    return f"{TYPESET.signed(percent)} %" if math.isfinite(percent) else ""
