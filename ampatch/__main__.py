@@ -23,7 +23,7 @@ Parts = tuple[list[str], tuple[str, ...]]
 
 
 def split_at_dashes(argv: Sequence[str]) -> Parts:
-    """Parts our arguments from those of the script, which come after `--`.
+    """Separates our arguments from those of the script, which come after `--`.
 
     By hand: argparse gives up its optional positionals at the first option it meets.
 
@@ -41,7 +41,7 @@ class Command:
     """One subcommand: what it is called, what it accepts and what it does.
 
     `run` returns the exit status, or what runs a script and returns it: what a script raises is its
-    own. `split` parts our arguments from the script's; `hint` says where those go.
+    own. `split` separates our arguments from the script's; `hint` says where those go.
     """
 
     name: str
@@ -109,7 +109,7 @@ def run_command(arguments: argparse.Namespace) -> int | Callable[[], int]:
 
 
 def split(argv: Sequence[str]) -> Parts:
-    """Parts our arguments from those of the script, as the subcommand does."""
+    """Separates our arguments from those of the script, as the subcommand does."""
     command = next((command for command in COMMANDS if [command.name] == list(argv[:1])), None)
     return command.split(argv) if command else split_at_dashes(argv)
 

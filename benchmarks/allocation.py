@@ -109,7 +109,7 @@ class CudaMeter:
 
 
 def multiply() -> None:
-    """Has cuBLAS allocate what it keeps for each thread, which else the first product would pay for.
+    """Has cuBLAS allocate what it keeps for each thread, or the first product would pay for it.
 
     A backward runs on a thread of its own.
     """

@@ -10,7 +10,7 @@ KEPT = {"MALLOC_TRIM_THRESHOLD_": "8000000000", "MALLOC_MMAP_THRESHOLD_": "80000
 
 
 def keep_memory() -> None:
-    """Starts this process anew with these settings, unless it has them, or the user's own.
+    """Starts this process again with these settings, unless it has them, or the user's own.
 
     By default glibc returns large blocks to the system as soon as they are free. How often a step then waits
     for page faults depends on what ran before it, more than on who runs: from 0 to 7,000 times.

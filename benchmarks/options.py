@@ -187,7 +187,7 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_groups(text: str) -> tuple[str, ...]:
-    """Reads names of groups, parted by commas."""
+    """Reads names of groups, separated by commas."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in GROUPS:

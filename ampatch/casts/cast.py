@@ -89,14 +89,14 @@ class CastState:
             cache.clear()
 
     def end_iteration(self) -> None:
-        """Begins an iteration: casts of parameters that may be written unseen are made anew."""
+        """Begins an iteration: casts of parameters that may change unseen are made again."""
         self._graphs.clear()
         self.recheck_casts()
 
     def recheck_casts(self) -> None:
-        """Has the cached casts of parameters that may be written unseen made anew."""
+        """Has the cached casts of parameters that may change unseen made again."""
         if _is_distributed():
-            self.forget_casts()  # collectives leave no trace, and shards are put together anew
+            self.forget_casts()  # collectives leave no trace, and shards are put together again
             return
         for cache in self._caches.values():
             cache.recheck()

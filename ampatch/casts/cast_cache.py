@@ -119,7 +119,7 @@ class CastCache:
         return by_memory
 
     def recheck(self) -> None:
-        """Has each cast looked at anew before it is used again: its parameter may be written unseen.
+        """Has each cast checked before it is used again: its parameter may have changed unseen.
 
         That comes later, because most often a step comes first, and ends them all.
         """
@@ -181,7 +181,7 @@ class CastCache:
             return self._convert(parameter)
         device = _find_device(parameter)
         stream = None if device is None else find_stream(device)
-        # All of it is read before the conversion: another thread may write meanwhile.
+        # All of it is read before the conversion: another thread may write at the same time.
         state = version, parameter.data_ptr(), parameter.requires_grad, device, stream
         if is_grad_enabled():
             cast = self._convert(parameter)

@@ -62,7 +62,7 @@ def cast_tree(value: object, cast: TensorCast, other: Other = None, around: tupl
 def cast_listed(value: object, cast: TensorCast) -> object:
     """Casts what torch's own functions take: a tensor, or a list or a tuple of some.
 
-    Most lists and tuples are of numbers, such as the stride of a convolution, and soon found to be.
+    Most lists and tuples hold numbers, such as the stride of a convolution, and that is seen quickly.
     """
     if isinstance(value, Tensor):
         return cast(value)

@@ -66,7 +66,7 @@ class ThreadState(threading.local):
         self.disable(disables)
 
     def exit_autocast(self, block: object) -> None:
-        """Notes that it ended; one that began before the session is none of ours."""
+        """Notes that it ended; one that began before the session is not on record."""
         for index in reversed(range(len(self._autocasts))):  # those of generators may cross
             if self._autocasts[index][0] is block:
                 self.disable(-self._autocasts.pop(index)[1])

@@ -78,7 +78,7 @@ _COMPILED = "functions of torch.compile run as plain Python while torch is patch
 
 EAGER = (
     GRAPH_TASK := Private("_C._current_graph_task_id", _LATE_WRITES),
-    USE_COUNT := Private("_C._storage_Use_Count", "casts of weights are made anew in each iteration"),
+    USE_COUNT := Private("_C._storage_Use_Count", "casts of weights are made again in each iteration"),
     TRACING := Private("_C._get_tracing_state", _TRACES),
     MODE_COUNT := Private("_C._len_torch_dispatch_stack", _TRACES),
     MODE := Private("_C._get_dispatch_mode", _TRACES),

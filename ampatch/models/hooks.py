@@ -56,7 +56,7 @@ class CastInputs:
 class CastEntry(CastInputs):
     """Casts what comes to a half module inside of a model, where another one is kept in float32.
 
-    Objects of unknown classes stay: amid a model these are no batches.
+    Objects of unknown classes stay: inside a model these are no batches.
     """
 
     def __call__(self, module: Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:

@@ -126,7 +126,7 @@ class ModelCaster:
         self._parts: list[CastModule] = []
         asked = add_owners(models, kept)
         self._asked = inner_ids(asked)
-        self._returns_float32 = bool(asked) and policy.casts_model  # amid half modules, which cast it
+        self._returns_float32 = bool(asked) and policy.casts_model  # among half modules, which cast it
         lacking = select_without_kernel(models) if policy.casts_model else []
         self._without_kernel = {id(module) for module in lacking} - self._asked
         self._kept = select_outermost(add_sharers(models, list(dict.fromkeys([*asked, *lacking]))))
@@ -217,7 +217,7 @@ class ModelCaster:
         return tensor.dtype in HALF_TYPES and not _is_known(tensor, self._values)
 
     def _keep(self, kept: Module) -> None:
-        """Lets a module run in float32 amid a half model, or amid patched functions.
+        """Lets a module run in float32 inside a half model, or among patched functions.
 
         Its parts are hooked one by one, for a container that is never called itself. It returns float32,
         unless all that asked for it was a weight that is tied to a kept one.

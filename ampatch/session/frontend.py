@@ -248,7 +248,7 @@ def set_loss_scale(value: float, loss_id: int = 0) -> None:
 def clear_cache() -> None:
     """Forgets the casts of weights; they are made again when needed.
 
-    Frees their memory, which else the next step of an optimizer does. Needed only after writing to weights
+    Frees their memory; the next step of an optimizer would do that, too. Needed only after writing to weights
     in a way that leaves no trace: through a `.data` that was kept from earlier, between two forwards that
     share one backward, or through a pointer.
     """

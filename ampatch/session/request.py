@@ -54,7 +54,7 @@ class Call:
             self.members.clear()
 
     def close(self) -> None:
-        """Undoes it, on what is alive; that stays so meanwhile, though hooks of ours that it lives on go."""
+        """Undoes it on what is alive, and keeps that alive until the end: some of it lives on our own hooks."""
         alive = [reference() for reference in self.members]
         self.undo.close()
         alive.clear()

@@ -24,7 +24,7 @@ class MasterGrads:
     """Feeds the masters of one optimizer with the gradients of its half parameters.
 
     A half gradient counts once: each pair remembers which one has gone into the master's (`grad_used`).
-    Every step asks each pair several times, hence the loops without calls.
+    Every step asks each pair several times; that is why the loops make no calls.
     """
 
     def __init__(self, pairs: list[Weight]) -> None:
@@ -35,7 +35,7 @@ class MasterGrads:
     # Between blocks
 
     def follow(self, *, to_warn: bool = False) -> bool:
-        """Takes over what happened to half gradients since they were last seen, by whom so ever.
+        """Takes over what happened to half gradients since they were last seen, whoever did it.
 
         New ones, of a `backward` outside any block, are unscaled and count. For the rest see
         `drop_restarted`. Returns whether a model's gradient was changed in another way, which masters do

@@ -174,7 +174,7 @@ class AmpOptimizer:
         """Undoes a block that raised: drops its gradients. `restore_grads` must follow, for all optimizers.
 
         What accumulates in place, as in plain torch, stays as the exception left it: gradients of
-        float32 weights with a static scale of 1, and those that are yet to be averaged over ranks.
+        float32 weights with a static scale of 1, and those that are not averaged over ranks yet.
         """
         self.local.drop_coming()
         if self.delayed is None and scale.is_identity:

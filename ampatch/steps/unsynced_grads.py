@@ -1,4 +1,4 @@
-"""Gradients that DistributedDataParallel is yet to average: those of forwards under its `no_sync`."""
+"""Gradients that DistributedDataParallel has not averaged yet: those of forwards under its `no_sync`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LocalGrads:
 
 @torch.no_grad()
 def scale_again(own: Iterable[Tensor], pairs: Iterable[Weight], before: Scale, scale: Scale) -> None:
-    """Goes on as if nobody had read the gradients that wait: they are yet to be averaged."""
+    """Goes on as if nobody had read the gradients that wait: they are not averaged yet."""
     for param in own:
         param.grad = None if param.grad is None else scale.scale(param.grad)
     for pair in pairs:

@@ -12,7 +12,7 @@ from ampatch.casts.catalog import Catalog
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Finds a function anew whenever it is asked, since a session replaces it where it is looked up."""
+    """Finds a function again whenever it is asked, since a session replaces it where it is looked up."""
 
     name: str
     find: Callable[[], Callable]
