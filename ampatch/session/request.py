@@ -54,7 +54,7 @@ class Call:
             self.members.clear()
 
     def close(self) -> None:
-        """Undoes it on what is alive, and keeps that alive until the end: some of it lives on our own hooks."""
+        """Undoes it on what is alive, which stays so until the end: some of it lives on our own hooks."""
         alive = [reference() for reference in self.members]
         self.undo.close()
         alive.clear()
