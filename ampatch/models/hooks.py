@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.loss import _Loss
 
-from ampatch.casts.cast import CastState, PendingGraph
+from ampatch.casts.cast import CASTS, PendingGraph
 from ampatch.casts.cast_tree import cast_batch, cast_call, cast_object, cast_tree
 from ampatch.casts.thread import Forward
 from ampatch.errors import AmpValueError
@@ -72,17 +72,16 @@ class EnterForward:
     `off` says that nothing is cast inside, `dtype` what the module's weights have there.
     """
 
-    state: CastState
     off: bool
     dtype: torch.dtype | None
 
     def __call__(self, module: Module, args: tuple) -> None:
         if torch.compiler.is_dynamo_compiling():
-            self.state.thread.push(Forward(id(module), self.off, self.find_dtype(args), None))
+            CASTS.thread.push(Forward(id(module), self.off, self.find_dtype(args), None))
         else:
             frame = sys._getframe(1)
-            self.state.enter_forward(Forward(id(module), self.off, self.find_dtype(args), frame))
-        if not self.off and self.state.half is not None:
+            CASTS.enter_forward(Forward(id(module), self.off, self.find_dtype(args), frame))
+        if not self.off and CASTS.half is not None:
             for parameter in module.parameters():
                 self._note_device(parameter)
                 break
@@ -92,7 +91,7 @@ class EnterForward:
         return self.dtype
 
     def _note_device(self, parameter: Tensor) -> None:
-        device_types = self.state.device_types
+        device_types = CASTS.device_types
         # Asked before, because a part of a graph, such as a checkpoint, must not change what is outside it.
         if parameter.device.type not in device_types:
             device_types.add(parameter.device.type)
@@ -103,7 +102,7 @@ class EnterAsGiven(EnterForward):
     """Tells so of a module that, inside of another one's forward, returns the type of what it is given."""
 
     def find_dtype(self, args: tuple) -> torch.dtype | None:
-        outer = self.state.thread.forwards
+        outer = CASTS.thread.forwards
         if not outer:
             return None
         given = (arg.dtype for arg in args if isinstance(arg, Tensor) and arg.is_floating_point())
@@ -114,17 +113,15 @@ class EnterAsGiven(EnterForward):
 class ExitForward:
     """Tells the session that a module's forward ended; a forward hook that always runs."""
 
-    state: CastState
-
     def __call__(self, module: Module, args: tuple, output: object) -> None:
         if torch.compiler.is_dynamo_compiling():
-            self.state.thread.pop(id(module))
+            CASTS.thread.pop(id(module))
             return
-        if self.state.exit_forward(id(module)) and self.state.half is not None:
-            _end_outermost(output, self.state)
+        if CASTS.exit_forward(id(module)) and CASTS.half is not None:
+            _end_outermost(output)
 
 
-def _end_outermost(output: object, state: CastState) -> None:
+def _end_outermost(output: object) -> None:
     """Has the session notice whether the graph of an output still waits for its backward.
 
     Without a graph, the iteration is over: grad mode may be off, or the weights are frozen.
@@ -138,11 +135,11 @@ def _end_outermost(output: object, state: CastState) -> None:
 
     cast_tree(output, find_node)
     if not nodes:
-        state.recheck_casts()
+        CASTS.recheck_casts()
     fresh = [node for node in nodes if not _is_watched(node)]
     if fresh:
         graph = PendingGraph()
-        state.watch(graph)
+        CASTS.watch(graph)
         for node in fresh:
             node.metadata[PendingGraph] = graph
             node.register_prehook(graph)
@@ -164,7 +161,6 @@ class CastOutputs:
     numbers, half would keep three digits, or nothing above 65504.
     """
 
-    state: CastState
     alone: torch.dtype | None
     keeps_losses: bool = False
     inside: bool = True
@@ -177,7 +173,7 @@ class CastOutputs:
         return output if dtype is None else cast_batch(output, dtype)
 
     def _choose(self) -> torch.dtype | None:
-        outer = self.state.thread.forwards
+        outer = CASTS.thread.forwards
         if outer and not self.inside:
             return None
         return (outer[-1].dtype if outer else None) or self.alone

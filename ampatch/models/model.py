@@ -11,7 +11,6 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from ampatch.casts.cast import CastState
 from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.levels.policy import Policy
 from ampatch.levels.precision import HALF_TYPES
@@ -114,13 +113,11 @@ class ModelCaster:
         models: Sequence[Module],
         policy: Policy,
         kept: Sequence[Module],
-        state: CastState,
         values: ValuesById,
         undo: ExitStack,
     ) -> None:
         self._models = models
         self._policy = policy
-        self._state = state
         self._values = dict(values)
         self.by_module: dict[int, Float32Values] = {}
         self._parts: list[CastModule] = []
@@ -225,7 +222,7 @@ class ModelCaster:
         is_asked = not self._asked.isdisjoint(inner_ids([kept]))
         for module in kept.modules():
             self._hook_inputs(module, torch.float32)
-            self._hook_scope(module, EnterForward(self._state, True, torch.float32))
+            self._hook_scope(module, EnterForward(True, torch.float32))
             if not is_asked:
                 self._hook_outputs(module, None, keeps_losses=True)
 
@@ -233,7 +230,7 @@ class ModelCaster:
         """Lets a module that a CPU has no half kernel for take and return half there, as on a GPU."""
         # In this order, so that the forward is on record when its input is not cast yet, and its output is.
         self._hook_outputs(module, None, keeps_losses=True)
-        self._hook_scope(module, EnterAsGiven(self._state, True, torch.float32))
+        self._hook_scope(module, EnterAsGiven(True, torch.float32))
         self._hook_inputs(module, torch.float32)
 
     def _hook_entries(self) -> None:
@@ -251,13 +248,13 @@ class ModelCaster:
             if policy.cast_model_type is not None:
                 self._hook_inputs(model, policy.cast_model_type)
             patches = policy.patch_torch_functions
-            enter = EnterForward(self._state, not patches, None if patches else policy.cast_model_type)
+            enter = EnterForward(not patches, None if patches else policy.cast_model_type)
             self._hook_scope(model, enter)
         self._hook_outputs(model, policy.output_dtype, inside=not self._returns_float32)
 
     def _hook_scope(self, module: Module, enter: EnterForward) -> None:
         self._stack.callback(module.register_forward_pre_hook(enter).remove)
-        leave = ExitForward(self._state)
+        leave = ExitForward()
         # Always: a forward that raised must not stay on record, and its tensors alive with it.
         self._stack.callback(module.register_forward_hook(leave, always_call=True).remove)
 
@@ -267,5 +264,5 @@ class ModelCaster:
 
     def _hook_outputs(self, module: Module, alone: torch.dtype | None, **how: bool) -> None:
         if alone is not None or self._policy.casts_model:
-            hook = CastOutputs(self._state, alone, **how)
+            hook = CastOutputs(alone, **how)
             self._stack.callback(module.register_forward_hook(hook).remove)

@@ -111,7 +111,7 @@ class Session(StepListener):
             changes_state = policy.is_pure_half or (policy.master_weights and request.allow_half_params)
             states = [weakref.ref(amp.optimizer) for amp in amps] if changes_state else []
             call.undo.callback(fit_states, states)
-            caster = ModelCaster(request.models, policy, kept, self.casts, values, call.undo)
+            caster = ModelCaster(request.models, policy, kept, values, call.undo)
             caster.open()
             members.add_modules(parts, caster.by_module)
             self._open_optimizers(request, caster, amps, call)
