@@ -16,7 +16,7 @@ from ampatch.casts.table import Row
 from ampatch.casts.wrapper import wrap
 from ampatch.errors import AmpValueError
 from ampatch.levels.policy import Policy
-from ampatch.patching.bound_names.bound_names import BoundNames
+from ampatch.patching.bound_names import BoundNames
 from ampatch.patching.features.attention import allow_fast_path
 from ampatch.patching.features.autocast import patch_autocast
 from ampatch.patching.features.compiling import (
