@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from ampatch.levels.private import graph_task
-from ampatch.patching.features.scripting import ScriptNames
 from ampatch.patching.patcher import Patcher, SessionPatch
 from ampatch.session.misuse.warner import Line, Warner, find_line
 from ampatch.steps.grads import leads_to
@@ -85,14 +84,6 @@ class ScaleWatch(SessionPatch):
         self._outside: dict[int, Line] = {}  # the same, where no block was open
         self._looked_at: set[int] = set()  # optimizers, for a GradScaler that steps them
         self._has_judged_clipping = False
-
-    def open(self, undo: ExitStack) -> None:
-        """Patches, unless it is done; `undo` receives the way back."""
-        if self._patcher is None:
-            names = ScriptNames()
-            undo.callback(names.close)
-            super().open(undo)
-            names.add(torch.autograd.backward, torch.autograd.backward.__wrapped__)
 
     def patch(self, patcher: Patcher) -> None:
         """Replaces what gradients are made and clipped by; private names of torch only where they exist."""
