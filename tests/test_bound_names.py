@@ -159,7 +159,7 @@ def test_a_module_that_is_loaded_while_patched_has_its_own_names_back_afterwards
         del sys.modules["bound_names_user"]
 
 
-def test_a_name_that_was_bound_anew_while_patched_is_left(user):
+def test_a_name_that_was_bound_to_something_else_while_patched_is_left(user):
     open_session()
     user.exp = user.linear = mine = lambda *args: "mine"
     amp.uninitialize()
@@ -328,7 +328,7 @@ def test_a_name_bound_in_a_model_while_patched_is_put_back():
     assert model.many["later"] is F.softmax
 
 
-def test_an_entry_that_was_deleted_while_patched_is_not_made_anew(user):
+def test_an_entry_that_was_deleted_while_patched_stays_deleted(user):
     user.defaults = collections.defaultdict(list, exp=torch.exp)
     open_session()
     del user.defaults["exp"]
