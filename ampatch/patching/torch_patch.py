@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -16,8 +17,7 @@ from ampatch.casts.table import Row
 from ampatch.casts.wrapper import wrap
 from ampatch.errors import AmpValueError
 from ampatch.levels.policy import Policy
-from ampatch.patching.bound_names.bound_names import BoundNames
-from ampatch.patching.features.attention import allow_fast_path
+from ampatch.patching.bound_names import BoundNames
 from ampatch.patching.features.autocast import patch_autocast
 from ampatch.patching.features.compiling import (
     forget_graphs,
@@ -28,8 +28,8 @@ from ampatch.patching.features.compiling import (
     trace_methods,
 )
 from ampatch.patching.features.graph_names import GraphNames
-from ampatch.patching.features.recurrent import allow_half_input
-from ampatch.patching.features.scripting import ScriptNames
+from ampatch.patching.features.layers import allow_fast_path, allow_half_input
+from ampatch.patching.features.scripting import say_scripted
 from ampatch.patching.patcher import Patcher, Place, RetriedPatch, peel, place_rows, qualify
 from ampatch.patching.registration import Registration, bind
 
@@ -75,6 +75,7 @@ class TorchPatch(RetriedPatch):
         is_first = self._patcher is None
         if is_first:
             self._patch(policy, trace, undo)
+        say_scripted(models)
         undo.callback(self._names.follow(models, in_modules=is_first))
         undo.callback(self._graph_names.follow(models))
         for model in models:
@@ -95,15 +96,11 @@ class TorchPatch(RetriedPatch):
         # needs memory.
         for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
             undo.callback(register(lambda *_: casts.clear_cache()).remove)
-        names = ScriptNames()
-        undo.callback(names.close)
-        self._patch_rows(patcher, policy, trace, names)
+        self._patch_rows(patcher, policy, trace)
         patcher.replace(torch.nn.RNNBase, "check_input", allow_half_input(casts.thread))
         batch_norm = torch.nn.functional.batch_norm  # patched at the levels without tables as well
         self._names.add(peel(batch_norm), batch_norm)
-        fast_path = allow_fast_path(casts.thread)
-        names.add(fast_path, torch.backends.mha.get_fastpath_enabled)
-        patcher.replace(torch.backends.mha, "get_fastpath_enabled", fast_path)
+        patcher.replace(torch.backends.mha, "get_fastpath_enabled", allow_fast_path(casts.thread))
         self._graph_names.open(patcher)
         patch_autocast(patcher, casts)
         trace_methods(patcher, casts, policy.half)
@@ -113,9 +110,7 @@ class TorchPatch(RetriedPatch):
         for registration in self._registrations.values():
             self._bind(registration)
 
-    def _patch_rows(
-        self, patcher: Patcher, policy: Policy, trace: Callable[[str], None] | None, names: ScriptNames
-    ) -> None:
+    def _patch_rows(self, patcher: Patcher, policy: Policy, trace: Callable[[str], None] | None) -> None:
         for (parent, attribute), row in self._list_rows():
             if (id(parent), attribute) in self._registrations:
                 continue
@@ -125,8 +120,9 @@ class TorchPatch(RetriedPatch):
             wrapper = wrap(
                 original, row.cast, self._casts, policy.half, place=place, trace=trace, counter=counter
             )
+            # What TorchScript compiles in its place, where it is told to compile a function by itself.
+            wrapper.__prepare_scriptable__ = functools.partial(peel, original)  # type: ignore[attr-defined]
             patcher.replace(parent, attribute, wrapper)
-            names.add(wrapper, original)
             self._graph_names.add(original, place)
             self._names.add(original, wrapper)
 

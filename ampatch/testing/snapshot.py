@@ -34,6 +34,7 @@ PLACES = (
     "torch.cuda.CUDAGraph",
     "torch.compiler.config",
     "torch.fx.graph",
+    "torch.jit._builtins",
     "torch.jit._recursive",
     "torch._tensor",
     "torch._dynamo.eval_frame.OptimizedModule",

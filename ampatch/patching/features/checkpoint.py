@@ -51,19 +51,19 @@ def _repeat_generator(original: Function, casts: CastState) -> Function:
             # It counts operations, casts of weights among them, so that both runs must begin alike: with no
             # casts in the cache.
             casts.forget_casts()
-        return original(_repeat(function, casts, begin_anew=is_selective), *args, **kwargs)
+        return original(_repeat(function, casts, begins_empty=is_selective), *args, **kwargs)
 
     return generate
 
 
-def _repeat(function: Function, casts: CastState, *, begin_anew: bool = False) -> Function:
+def _repeat(function: Function, casts: CastState, *, begins_empty: bool = False) -> Function:
     """Returns `function` with casts on or off, and inside of the forward, as it is now."""
     thread = casts.thread
     switch = thread.disabled if thread.off and thread.is_off() else thread.enabled
     dtype = thread.forwards[-1].dtype if thread.forwards else None
 
     def run(*args: object, **kwargs: object) -> object:
-        if begin_anew:
+        if begins_empty:
             casts.forget_casts()
         with switch():
             if not is_inside:

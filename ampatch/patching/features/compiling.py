@@ -102,7 +102,7 @@ def _codes_in(code: CodeType) -> Iterator[CodeType]:
 
 
 def forget_graphs() -> None:
-    """Has every compiled function compiled anew when it is called next.
+    """Has every compiled function compiled again when it is called next.
 
     Graphs are guarded by what their Python code looks up, which methods and operators of tensors are not.
     """
@@ -123,7 +123,7 @@ def tag_caches(patcher: Patcher, half: torch.dtype) -> None:
 def restore_compiler() -> None:
     """Forgets graphs with casts, and takes wrappers out of Dynamo's tables.
 
-    They get there if the tables are made anew, as `torch.distributed.init_process_group` has it.
+    They get there if the tables are made again, as `torch.distributed.init_process_group` has it.
     """
     forget_graphs()
     if private.explain_missing(private.DYNAMO):

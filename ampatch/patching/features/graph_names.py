@@ -41,7 +41,7 @@ class GraphNames:
         patcher.replace(torch.fx.graph, "_get_qualified_name", name)
 
     def follow(self, models: Iterable[Module]) -> Callable[[], None]:
-        """Generates the code of models, and of their parts, anew; returns the undo."""
+        """Generates the code of models and their parts once more; returns the undo."""
         followed = []
         parts = [part for model in models for part in model.modules()]
         for module in [part for part in parts if isinstance(part, GraphModule)]:

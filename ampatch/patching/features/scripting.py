@@ -1,62 +1,32 @@
-"""Lets torch.jit.script take models with hooks, and patched functions for what they stand in for."""
+"""Lets torch.jit take models with hooks, and patched functions for what they stand in for."""
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
+import torch
 from torch.nn import Module
 
 from ampatch.casts.cast import CastState
 from ampatch.levels.precision import HALF_TYPES
-from ampatch.levels.private import BUILTINS, SCRIPT_MODULE
-from ampatch.patching.patcher import Patcher, SessionPatch
+from ampatch.levels.private import COMPILE_FUNCTION, FIND_BUILTIN, SCRIPT_MODULE
+from ampatch.patching.patcher import Patcher, SessionPatch, peel
+
+UNCAST = (
+    "%s: scripted code runs uncast, in the types that its weights and inputs have; "
+    "torch.jit.trace and torch.export of an initialized model keep the casts"
+)
 
 logger = logging.getLogger("ampatch")
 
 
-class StandsFor:
-    """Tells TorchScript what to compile in the place of something."""
-
-    def __init__(self, original: object) -> None:
-        self._original = original
-
-    def __call__(self) -> object:
-        return self._original
-
-
-class ScriptNames:
-    """Tells TorchScript what patched functions are: scripted code runs the originals, uncast.
+class ScriptModels(SessionPatch):
+    """Has scripted code run the originals, uncast, and leaves our hooks out of it; says so once a session.
 
     Torch itself scripts functions when they are first needed, those of forward-mode AD among them.
-    TorchScript knows builtins by identity, and would read the source of anything else.
     """
-
-    def __init__(self) -> None:
-        # The table is made on first use, from torch's namespace as it is then: before any patch.
-        self._table: dict[int, str] = BUILTINS.find(dict)()
-        self._added: list[int] = []
-
-    def add(self, wrapper: Callable[..., object], original: object) -> None:
-        """Makes `wrapper` stand for `original` in scripted code."""
-        name = self._table.get(id(original))
-        if name is not None:
-            self._table[id(wrapper)] = name
-            self._added.append(id(wrapper))
-        elif inspect.isfunction(original):
-            # What TorchScript asks anything for. Dynamo, unlike it, must see the wrapper.
-            wrapper.__prepare_scriptable__ = StandsFor(original)  # type: ignore[attr-defined]
-
-    def close(self) -> None:
-        """Takes it back."""
-        while self._added:
-            self._table.pop(self._added.pop(), None)
-
-
-class ScriptModels(SessionPatch):
-    """Has torch.jit.script leave our hooks out, whose source it would compile; says once what that means."""
 
     def __init__(self, casts: CastState) -> None:
         super().__init__()
@@ -64,47 +34,59 @@ class ScriptModels(SessionPatch):
         self._has_said = False
 
     def patch(self, patcher: Patcher) -> None:
-        """Replaces the function that scripts a module."""
-        if SCRIPT_MODULE.is_missing():
-            return
-        original = SCRIPT_MODULE.find()
-
-        def create_script_module(model: Module, *args: object, **kwargs: object) -> object:
-            self._say(model)
-            with _without_hooks(model):
-                return original(model, *args, **kwargs)
-
-        patcher.replace(*SCRIPT_MODULE.find_place(), create_script_module)
-
-    def forget(self) -> None:
-        """Lets the next session say it again."""
+        """Replaces the functions by which TorchScript gets to know another one, or a module."""
         self._has_said = False
+        FIND_BUILTIN.find(len)("")  # which makes a table of torch's namespace as it is now: before any patch
+        for name in (FIND_BUILTIN, COMPILE_FUNCTION):
+            if not name.is_missing():
+                patcher.replace(*name.find_place(), _take_original(name.find()))
+        if not SCRIPT_MODULE.is_missing():
+            patcher.replace(*SCRIPT_MODULE.find_place(), self._script_without_hooks(SCRIPT_MODULE.find()))
+
+    def _script_without_hooks(self, original: Callable[..., object]) -> Callable[..., object]:
+        def create_script_module(model: Module, *args: object, is_tracing: bool = False, **kwargs) -> object:
+            if not is_tracing:
+                self._say(model)
+            with _without_hooks(model):
+                return original(model, *args, is_tracing=is_tracing, **kwargs)
+
+        return create_script_module
 
     def _say(self, model: Module) -> None:
         has_half = any(param.dtype in HALF_TYPES for param in model.parameters())
-        is_traced = type(model).__module__.startswith("torch.jit.")  # which holds what a trace recorded
-        if not self._has_said and not is_traced and (has_half or self._casts.half is not None):
+        if not self._has_said and (has_half or self._casts.half is not None):
             self._has_said = True
-            logger.warning(
-                "torch.jit.script(%s): scripted code runs uncast, in the types that its weights and inputs "
-                "have; torch.jit.trace and torch.export keep the casts",
-                type(model).__name__,
-            )
+            logger.warning(UNCAST, f"torch.jit.script({type(model).__name__})")
+
+
+def say_scripted(models: Sequence[Module]) -> None:
+    """Says of models with scripted or traced parts that casts of torch's functions do not reach these."""
+    parts = [part for model in models for part in model.named_modules()]
+    scripted = [name for name, part in parts if isinstance(part, torch.jit.ScriptModule)]
+    if scripted:
+        logger.warning(UNCAST, f"module {scripted[0]!r} is scripted")
+
+
+def _take_original(look_up: Callable[..., object]) -> Callable[..., object]:
+    return lambda function, *args: look_up(peel(function), *args)
 
 
 @contextmanager
 def _without_hooks(model: Module) -> Iterator[None]:
     """Takes our forward hooks away from a model and its parts for a moment."""
-    with ExitStack() as stack:
-        for module in model.modules():
-            for hooks in (module._forward_hooks, module._forward_pre_hooks):
-                given = dict(hooks)
-                stack.callback(hooks.update, given)
-                stack.callback(hooks.clear)
-                hooks.clear()
-                hooks.update({key: hook for key, hook in given.items() if not _is_ours(hook)})
+    tables = [table for part in model.modules() for table in (part._forward_hooks, part._forward_pre_hooks)]
+    given = [dict(table) for table in tables]
+    for table in tables:
+        for key in [key for key, hook in table.items() if is_ours(hook)]:
+            del table[key]
+    try:
         yield
+    finally:
+        for table, hooks in zip(tables, given, strict=True):
+            table.clear()
+            table.update(hooks)
 
 
-def _is_ours(hook: object) -> bool:
+def is_ours(hook: object) -> bool:
+    """Whether a hook is one that `initialize` put on a module."""
     return type(hook).__module__.partition(".")[0] == "ampatch"

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from ampatch.levels.private import graph_task
-from ampatch.patching.features.scripting import ScriptNames
 from ampatch.patching.patcher import Patcher, SessionPatch
 from ampatch.session.misuse.warner import Line, Warner, find_line
 from ampatch.steps.grads import leads_to
@@ -36,6 +35,10 @@ INSIDE = (
 OUTSIDE = (
     "backward() outside of scale_loss made the gradients of a step at a dynamic loss scale: small ones may "
     f"be lost, and an overflow is not skipped: write {RIGHT}"
+)
+CLIPPED = (
+    "gradients are clipped at {:g} inside a block of scale_loss, where they are still multiplied by the loss "
+    "scale ({:g}), and masters have none yet: clip those of amp.master_params(optimizer) after the block"
 )
 TWO_SCALES = (
     "a GradScaler steps an optimizer whose gradients scale_loss scales and unscales: use one of the two; "
@@ -59,7 +62,7 @@ class ScaleWatch(SessionPatch):
     """Watches how gradients meet the loss scale, where that is no static 1.
 
     What a backward begins at shows whether its gradients are scaled: the scaled loss itself, as a rule, or
-    something that was computed from it. No hook tells of it, hence the patch of `torch.autograd.backward`.
+    something that was computed from it. No hook tells of it, so `torch.autograd.backward` is patched.
     Optimizers are known by id, so that none is kept alive. What is found is told at the step that would use
     it: a warning that is made an error then stops the step, with nothing half done.
     """
@@ -85,14 +88,6 @@ class ScaleWatch(SessionPatch):
         self._outside: dict[int, Line] = {}  # the same, where no block was open
         self._looked_at: set[int] = set()  # optimizers, for a GradScaler that steps them
         self._has_judged_clipping = False
-
-    def open(self, undo: ExitStack) -> None:
-        """Patches, unless it is done; `undo` receives the way back."""
-        if self._patcher is None:
-            names = ScriptNames()
-            undo.callback(names.close)
-            super().open(undo)
-            names.add(torch.autograd.backward, torch.autograd.backward.__wrapped__)
 
     def patch(self, patcher: Patcher) -> None:
         """Replaces what gradients are made and clipped by; private names of torch only where they exist."""
@@ -210,17 +205,10 @@ class ScaleWatch(SessionPatch):
                 not given and any(optimizer.masters.pairs for optimizer in block.optimizers)
             ):
                 self._has_judged_clipping = True
-                self._judge(float(limit), block.scale.scaler.get_scale())
+                scale = block.scale.scaler.get_scale()
+                if limit / scale < LEAST_LIMIT:
+                    self._warner.warn("clipping", CLIPPED.format(float(limit), scale))
                 return
-
-    def _judge(self, limit: float, scale: float) -> None:
-        if limit / scale < LEAST_LIMIT:
-            self._warner.warn(
-                "clipping",
-                f"gradients are clipped at {limit:g} inside a block of scale_loss, where they are still "
-                f"multiplied by the loss scale ({scale:g}), and masters have none yet: clip those of "
-                f"amp.master_params(optimizer) after the block",
-            )
 
     # A step
 
@@ -233,16 +221,10 @@ class ScaleWatch(SessionPatch):
             if key not in self._looked_at and _is_called_by_grad_scaler():
                 self._warner.warn("GradScaler", TWO_SCALES)
             self._looked_at.add(key)
-        if key in self._inside or key in self._outside:
-            found = self._inside.pop(key, None), self._outside.pop(key, None)
-            self._check_unscaled(optimizer, *found, had_block=had_block)
-
-    def _check_unscaled(
-        self, optimizer: AmpOptimizer, inside: Line | None, outside: Line | None, *, had_block: bool
-    ) -> None:
-        if all(param.grad is None for param in _all_params(optimizer)):
+        inside, outside = self._inside.pop(key, None), self._outside.pop(key, None)
+        if not (inside or outside) or all(param.grad is None for param in _all_params(optimizer)):
             return
-        if inside is not None:
+        if inside:
             self._warner.warn("inside", INSIDE, inside)
         elif not (had_block or _is_called_by_grad_scaler() or self._is_right(optimizer)):
             self._warner.warn("outside", OUTSIDE, outside)

@@ -1,0 +1,82 @@
+"""Has recurrent layers, attention and BatchNorm, which look at dtypes, work as under `torch.autocast`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ampatch.casts.thread import ThreadState
+from ampatch.levels.precision import ELIGIBLE, HALF_TYPES
+from ampatch.levels.private import forward_ad_level, is_transformed
+from ampatch.patching.patcher import Patcher
+
+Function = Callable[..., object]
+
+
+def allow_half_input(thread: ThreadState) -> Callable[..., None]:
+    """Returns what stands in for `torch.nn.RNNBase.check_input`, with every check but that of dtypes.
+
+    The module compares the dtypes of input and weights before it calls the recurrent function, which
+    is patched and casts both; it makes an exception for `torch.autocast`, but not for us.
+    """
+    original = torch.nn.RNNBase.check_input
+
+    @functools.wraps(original)
+    def check_input(self: torch.nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
+        weight = self._flat_weights[0]
+        casts = not (thread.off and thread.is_off())
+        if casts and {input.dtype, weight.dtype} <= ELIGIBLE and input.dtype != weight.dtype:
+            input = torch.empty_like(input, dtype=weight.dtype, device="meta")
+        return original(self, input, batch_sizes)
+
+    return check_input
+
+
+def allow_fast_path(thread: ThreadState) -> Callable[[], bool]:
+    """Returns what stands in for `torch.backends.mha.get_fastpath_enabled`: False where this thread casts.
+
+    In evaluation `nn.MultiheadAttention` and `nn.TransformerEncoder` may make one C++ call for a whole
+    layer, in the type of its weights. They make an exception for `torch.autocast`, but not for us.
+    """
+    original = torch.backends.mha.get_fastpath_enabled
+
+    @functools.wraps(original)
+    def get_fastpath_enabled() -> bool:
+        if thread.off and thread.is_off():
+            return original()
+        return False
+
+    return get_fastpath_enabled
+
+
+def patch_batch_norm(patcher: Patcher) -> None:
+    """Has `batch_norm` compute in float32 inside of a transform, and return the type of its input.
+
+    Its kernels take half input with float32 weights, but the formulas that torch has for `vmap`, `jvp` and
+    the derivatives of a derivative do not: they raise, or return float32.
+    """
+    functional = torch.nn.functional
+    patcher.replace(functional, "batch_norm", _widen_in_transforms(functional.batch_norm))
+
+
+def _widen_in_transforms(original: Function) -> Function:
+    @functools.wraps(original)
+    def batch_norm(input: Tensor, *args: object, **kwargs: object) -> object:
+        if torch.compiler.is_dynamo_compiling() or not _is_transformed():
+            return original(input, *args, **kwargs)
+        if input.dtype not in HALF_TYPES or not _has_float32((*args, *kwargs.values())):
+            return original(input, *args, **kwargs)
+        return original(input.float(), *args, **kwargs).to(input.dtype)
+
+    return batch_norm
+
+
+def _is_transformed() -> bool:
+    return is_transformed() or forward_ad_level() >= 0
+
+
+def _has_float32(values: tuple) -> bool:
+    return any(isinstance(value, Tensor) and value.dtype is torch.float32 for value in values)
