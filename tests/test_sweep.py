@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ampatch.sweeps.records.record import Outcome
+from ampatch.sweeps.records.record import Ending
 from ampatch.sweeps.records.sweep_file import from_json
 
 TRAIN = """
@@ -90,7 +90,7 @@ def records(folder, many_ways):
 def test_a_level_that_finished_is_measured(records, row):
     record = records[row]
     measured = record.measured
-    assert record.outcome is Outcome.FINISHED, record
+    assert record.outcome is Ending.FINISHED, record
     assert measured.steps == 12
     assert 0 < measured.step_ms.median < record.seconds * 1000
     assert 50 < measured.peak_mib < 5000
@@ -109,7 +109,7 @@ def test_a_script_that_calls_uninitialize_keeps_its_last_loss_scale(records):
 
 def test_a_level_that_crashes_keeps_its_measurements_and_the_sweep_goes_on(many_ways, records):
     record = records["O2"]
-    assert (record.outcome, record.cause) == (Outcome.CRASHED, "ValueError: bad weights")
+    assert (record.outcome, record.cause) == (Ending.CRASHED, "ValueError: bad weights")
     assert '    if run == 2: raise ValueError("bad weights\\nin layer 3")' in record.last_lines
     assert record.last_lines[-2:] == ("ValueError: bad weights", "in layer 3")
     assert record.measured.steps == 12
@@ -117,12 +117,12 @@ def test_a_level_that_crashes_keeps_its_measurements_and_the_sweep_goes_on(many_
 
 
 def test_a_process_that_a_signal_ends_is_named_by_the_signal(records):
-    assert records["O3"].outcome is Outcome.CRASHED
+    assert records["O3"].outcome is Ending.CRASHED
     assert records["O3"].cause.startswith("SIGKILL ")
 
 
 def test_a_level_that_never_steps_says_so(records):
-    assert records["O4"].outcome is Outcome.NO_STEPS
+    assert records["O4"].outcome is Ending.NO_STEPS
 
 
 def test_the_output_of_a_script_is_in_its_log_and_nowhere_else(folder, many_ways, records):
@@ -188,7 +188,7 @@ def test_ctrl_c_ends_the_children_and_keeps_what_they_measured(tmp_path):
     assert "interrupted" in shown
     assert said.endswith("ampatch sweep: interrupted (Ctrl-C)\n")
     record = records_in(tmp_path / "out")["O0"]
-    assert (record.outcome, record.measured.steps) == (Outcome.INTERRUPTED, 12)
+    assert (record.outcome, record.measured.steps) == (Ending.INTERRUPTED, 12)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 

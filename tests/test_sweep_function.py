@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 import ampatch as amp
-from ampatch.sweeps.records.record import Outcome
+from ampatch.sweeps.records.record import Ending
 from ampatch.sweeps.records.sweep_file import from_json
 
 
@@ -51,7 +51,7 @@ def test_every_level_is_trained_with_every_seed(here):
     assert {(it.row, it.seed) for it in here.records} == {
         (row, seed) for row in ("O0", "O4", "autocast") for seed in (0, 1)
     }
-    assert all(it.outcome is Outcome.FINISHED for it in here.records)
+    assert all(it.outcome is Ending.FINISHED for it in here.records)
     assert [row.name for row in here.rows] == ["O0", "O4", "autocast"]
 
 
@@ -131,7 +131,7 @@ def test_a_function_that_raises_is_a_failed_run_and_the_sweep_goes_on():
     result = sweep(fails, levels=["O0", "O4"], seeds=2)
     failed = [it for it in result.records if it.failed]
     assert {(it.seed, it.outcome, it.cause) for it in failed} == {
-        (1, Outcome.CRASHED, "ValueError: bad weights")
+        (1, Ending.CRASHED, "ValueError: bad weights")
     }
     assert failed[0].last_lines[-1] == "ValueError: bad weights"
     assert len(result.records) == 4

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampatch.sweeps.records.record import Curve, Measured, Outcome, Record, Spread
+from ampatch.sweeps.records.record import Curve, Ending, Measured, Record, Spread
 from ampatch.sweeps.records.sweep import Distance, Recommendation, Settings, Verdict
 from ampatch.sweeps.verdicts.distance import Sample, deviation, distance, mean
 from ampatch.sweeps.verdicts.metric_names import is_about_accuracy, is_lower_better, most_important
@@ -16,8 +16,8 @@ from ampatch.sweeps.verdicts.summary import pool, summarize
 from sweep_samples import ENVIRONMENT, sample_sweep
 
 NAN, INF = math.nan, math.inf
-DONE, CRASHED = Outcome.FINISHED, Outcome.CRASHED
-TIMED_OUT, INTERRUPTED = Outcome.TIMED_OUT, Outcome.INTERRUPTED
+DONE, CRASHED = Ending.FINISHED, Ending.CRASHED
+TIMED_OUT, INTERRUPTED = Ending.TIMED_OUT, Ending.INTERRUPTED
 
 
 def spread(ms):
@@ -484,7 +484,7 @@ def test_the_fastest_row_that_is_the_same_is_recommended():
     ).recommendation
     assert found.row == "O2 loss_scale=128"
     assert found.reason.startswith(
-        "O2 loss_scale=128 makes 4.00 times the steps a second of O0 (10.0 against 40.0 ms a step), and is "
+        "O2 loss_scale=128 runs at 4.00x the speed of O0 (10.0 against 40.0 ms a step), and is "
         "as accurate: loss 0.5 against 0.5. "
     )
 
@@ -493,7 +493,7 @@ def test_the_reason_has_the_metric_that_matters_and_the_memory_that_is_saved():
     origin = list(seeds("O0", [0.5, 0.52], f1=[0.1, 0.2], accuracy=[0.90, 0.92]))
     own = seeds("O1", [0.5, 0.52], ms=5.0, mib=60.0, f1=[0.1, 0.2], accuracy=[0.905, 0.925])
     assert reason(*origin, *own) == (
-        "O1 makes 2.00 times the steps a second of O0 (5.00 against 10.0 ms a step), with 40 % less memory, "
+        "O1 runs at 2.00x the speed of O0 (5.00 against 10.0 ms a step), with 40 % less memory, "
         "and is as accurate: accuracy 0.915 against 0.91 (+0.4 spreads)."
     )
 
@@ -512,15 +512,15 @@ def test_if_no_row_is_faster_o0_is_recommended():
     found = summary(run("O0"), run("O1", ms=20.0), run("O4", ms=12.5)).recommendation
     assert found.row == "O0"
     assert found.reason.startswith(
-        "No level with the accuracy of O0 is faster by 2 % or more: the fastest, O4, makes 0.80 times its"
+        "No level with the accuracy of O0 is faster by 2 % or more: the fastest, O4, runs at 0.80x the"
     )
 
 
 def test_a_row_of_autocast_that_is_faster_is_not_passed_over_in_silence():
     runs = [run("O0"), run("O4", ms=12.5), run("autocast", ms=11.0)]
-    assert "or more: the fastest but for autocast, O4, makes 0.80 times its" in reason(*runs)
+    assert "or more: the fastest but for autocast, O4, runs at 0.80x the" in reason(*runs)
     runs = [run("O0"), run("O4", ms=12.5), run("autocast", ms=13.0)]
-    assert "or more: the fastest, O4, makes 0.80 times its" in reason(*runs)
+    assert "or more: the fastest, O4, runs at 0.80x the" in reason(*runs)
 
 
 def test_if_no_row_is_as_accurate_o0_is_recommended():
@@ -535,7 +535,7 @@ def test_autocast_is_no_choice_and_is_named_if_it_is_faster():
     runs = [run("O0"), run("O1", ms=5.0), run("autocast", ms=4.0), run("autocast dtype=float16", ms=4.5)]
     found = summary(*runs).recommendation
     assert found.row == "O1"
-    assert "torch.autocast makes 1.25 times the steps a second of O1." in found.reason
+    assert "torch.autocast runs at 1.25x the speed of O1." in found.reason
     assert "autocast" not in reason(run("O0"), run("O1", ms=5.0), run("autocast", ms=4.95))
 
 
@@ -628,7 +628,7 @@ records = st.lists(
         ),
         st.sampled_from(["O0", "O1", "O3", "autocast", "O2 loss_scale=128"]),
         *[st.integers(0, 2)] * 2,
-        st.sampled_from([DONE, DONE, DONE, *Outcome]),
+        st.sampled_from([DONE, DONE, DONE, *Ending]),
         st.none() | any_float,
         st.none() | any_float,
         st.none() | st.floats(0, 1e6),

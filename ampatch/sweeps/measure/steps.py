@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from ampatch.sweeps.measure.clock import Clock, Mark
+from ampatch.sweeps.measure.clock import HostClock, Mark
 from ampatch.sweeps.records.record import Spread
 
 PROGRESS_SECONDS = 0.25
@@ -44,7 +44,7 @@ class StepTimes:
     the same optimizer before. The first one has no beginning, and no time.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: HostClock) -> None:
         self.clock = clock
         self.steps = 0
         self.present = Step(None, True)

@@ -16,7 +16,7 @@ from ampatch.sweeps.processes.child import conditions
 from ampatch.sweeps.processes.log_file import line_of, lines_of
 from ampatch.sweeps.processes.runner import NO_STEPS, Execute, judge
 from ampatch.sweeps.processes.stop import Stop
-from ampatch.sweeps.records.record import Outcome, Record
+from ampatch.sweeps.records.record import Ending, Record
 from ampatch.sweeps.variant import in_use
 
 Train = Callable[[str, int], object]
@@ -46,6 +46,7 @@ def execute_here(train: Train) -> Execute:
                 pass
             except Exception as raised:
                 error = raised
+                recorder.note_error(raised)
         seconds = time.monotonic() - start
         measured = recorder.measured(run.warmup)
         outcome = judge(0 if error is None else 1, measured)
@@ -63,11 +64,11 @@ def execute_here(train: Train) -> Execute:
     return execute
 
 
-def explain(outcome: Outcome, error: Exception | None) -> str:
+def explain(outcome: Ending, error: Exception | None) -> str:
     """Says in one line why a run failed, nothing of one that did not."""
     if error is not None:
         return line_of(error)
-    return "" if outcome is Outcome.FINISHED else NO_STEPS
+    return "" if outcome is Ending.FINISHED else NO_STEPS
 
 
 def train_here(train: Train, run: Run) -> None:

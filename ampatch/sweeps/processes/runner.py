@@ -19,7 +19,7 @@ from ampatch.sweeps.measure.steps import read_count
 from ampatch.sweeps.plan import Run
 from ampatch.sweeps.processes.log_file import last_lines
 from ampatch.sweeps.processes.stop import Stop
-from ampatch.sweeps.records.record import Measured, Outcome, Record
+from ampatch.sweeps.records.record import Ending, Measured, Record
 from ampatch.sweeps.records.sweep_file import read_measured
 
 POLL_SECONDS = 0.1
@@ -46,7 +46,7 @@ def execute(run: Run, timeout: float | None, on_steps: Callable[[int], None], st
         measured, raised = take_measured(inner), last_lines(inner.raised)
     outcome = ended or judge(process.returncode, measured)
     log = shorten(run.log)
-    if outcome is Outcome.FINISHED:
+    if outcome is Ending.FINISHED:
         return Record(run.row, run.seed, run.repeat, outcome, seconds, log=log, measured=measured)
     lines = last_lines(run.log)
     cause = explain(outcome, process.returncode, raised or lines, stop)
@@ -87,7 +87,7 @@ def environment_of(run: Run) -> dict[str, str]:
 
 def wait(
     process: subprocess.Popen[bytes], timeout: float | None, stop: Stop, on_poll: Callable[[], None]
-) -> Outcome | None:
+) -> Ending | None:
     """Waits for the child and polls meanwhile; says what it did not wait for the end for, if so."""
     deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
     while not stop:
@@ -97,8 +97,8 @@ def wait(
         except subprocess.TimeoutExpired:
             on_poll()
         if time.monotonic() >= deadline:
-            return Outcome.TIMED_OUT
-    return Outcome.INTERRUPTED
+            return Ending.TIMED_OUT
+    return Ending.INTERRUPTED
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -134,24 +134,24 @@ def take_measured(run: Run) -> Measured | None:
         return None
 
 
-def judge(status: int, measured: Measured | None) -> Outcome:
+def judge(status: int, measured: Measured | None) -> Ending:
     """Names how a run ended that ended by itself."""
     if status != 0 or measured is None:
-        return Outcome.CRASHED
-    return Outcome.FINISHED if measured.steps else Outcome.NO_STEPS
+        return Ending.CRASHED
+    return Ending.FINISHED if measured.steps else Ending.NO_STEPS
 
 
-def explain(outcome: Outcome, status: int, lines: tuple[str, ...], stop: Stop) -> str:
+def explain(outcome: Ending, status: int, lines: tuple[str, ...], stop: Stop) -> str:
     """Says in one line why a run failed: the last line of its log, and what that does not say.
 
     `lines` are the end of the log, or what the child said about its exception.
     """
-    if outcome is Outcome.INTERRUPTED:
+    if outcome is Ending.INTERRUPTED:
         return stop.name
     last = next((line.strip() for line in reversed(lines) if line.strip()), "its log is empty")
-    if outcome is Outcome.NO_STEPS:
+    if outcome is Ending.NO_STEPS:
         return f"{NO_STEPS} ({last})"
-    if outcome is Outcome.TIMED_OUT:
+    if outcome is Ending.TIMED_OUT:
         return last
     if last == NO_INPUT:
         last = f"{last} (a run has no standard input)"

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ampatch import AmpError, AmpValueError
+from ampatch.sweeps.faults import ArgumentFault, raise_faults
 from ampatch.sweeps.records.sweep import Sweep
 from ampatch.sweeps.records.sweep_file import from_json, to_json
 from ampatch.sweeps.records.table_file import to_csv
@@ -100,7 +101,7 @@ def make_results(out: str | None) -> Results:
     if out is None:
         return Results(None, Path(tempfile.mkdtemp(prefix="ampatch-sweep-")))
     if not out:
-        raise AmpValueError("out '' is empty: expected the name of a folder")
+        raise_faults([ArgumentFault("out", out, "expected the name of a folder")])
     folder = Path(out)
     try:
         holds_old = (folder / JSON).exists()
@@ -111,9 +112,8 @@ def make_results(out: str | None) -> Results:
         for path in logs.glob(OUR_LOGS):  # of a sweep that did not come to its first result
             path.unlink()
     except OSError as error:
-        raise AmpValueError(
-            f"out {out!r} cannot be written: {error.strerror}: expected a folder, or a place for a new one"
-        ) from None
+        expected = f"expected a folder, or a place for a new one ({error.strerror})"
+        raise_faults([ArgumentFault("out", out, expected)])
     return Results(folder, logs, holds_old=holds_old)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ampatch.sweeps.records.sweep import Environment, Sweep
-from ampatch.sweeps.verdicts.change import Change, Limits, find_regressions
+from ampatch.sweeps.verdicts.change import Limits, RowChange
 from ampatch.sweeps.verdicts.distance import distances
-from ampatch.sweeps.verdicts.summary import divide, finished, runs_of, step_ms
+from ampatch.sweeps.verdicts.summary import finished, runs_of
 
 SLOWER = 0.05  # how much slower is too slow, as a part of 1
 SETTINGS = ("script", "arguments", "seeds", "repeat", "steps", "warmup")
@@ -23,7 +23,7 @@ class Comparison:
     `sides` says of each of the two sweeps which it is.
     """
 
-    rows: tuple[Change, ...]
+    rows: tuple[RowChange, ...]
     notes: tuple[str, ...]
     limits: Limits
     sides: tuple[str, str]
@@ -103,22 +103,11 @@ def shorten_commit(commit: str) -> str:
     return commit[:10] + ("+" if len(commit) > 10 and commit.endswith("+") else "")
 
 
-def compare_row(name: str, before: Sweep, after: Sweep, limits: Limits) -> Change:
+def compare_row(name: str, before: Sweep, after: Sweep, limits: Limits) -> RowChange:
     """Compares the rows of a name."""
     old, new = before.row(name), after.row(name)
     runs = finished(runs_of(after.records, name)), finished(runs_of(before.records, name))
-    loss, metrics = distances(*runs)
-    change = Change(
-        name=name,
-        before=old,
-        after=new,
-        speed=divide(step_ms(old), step_ms(new)),
-        memory=divide(new and new.peak_mib, old and old.peak_mib),
-        loss=loss,
-        metrics=metrics,
-        regressions=(),
-    )
-    return replace(change, regressions=tuple(find_regressions(change, limits)))
+    return RowChange(name, old, new, *distances(*runs), limits)
 
 
 def differences(before: Sweep, after: Sweep) -> Iterator[str]:

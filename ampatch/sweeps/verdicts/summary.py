@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from ampatch.sweeps.measure.steps import spread_of
-from ampatch.sweeps.records.record import Measured, Outcome, Record, Spread
-from ampatch.sweeps.records.sweep import BASELINE, Environment, Row, Settings, Sweep, find_row
+from ampatch.sweeps.records.record import Ending, Measured, Record, Spread
+from ampatch.sweeps.records.sweep import BASELINE, Environment, Settings, Sweep, SweepRow, find_row
 from ampatch.sweeps.verdicts.distance import distances, mean
 from ampatch.sweeps.verdicts.recommendation import recommend
 from ampatch.sweeps.verdicts.verdict import judge
@@ -39,7 +39,7 @@ def finished(runs: Iterable[Record]) -> list[Record]:
     return [record for record in runs if not record.failed and record.measured]
 
 
-def make_row(name: str, own: Sequence[Record], baseline: Sequence[Record], tolerance: float) -> Row:
+def make_row(name: str, own: Sequence[Record], baseline: Sequence[Record], tolerance: float) -> SweepRow:
     """Sums up the runs of a row; without what compares it with the speed and memory of other rows."""
     done = baseline if name == BASELINE else finished(own)
     measured = [record.measured for record in done]
@@ -49,7 +49,7 @@ def make_row(name: str, own: Sequence[Record], baseline: Sequence[Record], toler
     rate = 1000 / step_ms.median if step_ms and step_ms.median else None
     samples = median(measured, lambda it: it.samples)
     scales = [it.loss_scale for it in measured if it.loss_scale is not None]
-    return Row(
+    return SweepRow(
         name=name,
         runs=len(own),
         failed=sum(record.failed for record in own),
@@ -104,15 +104,15 @@ def median(measured: Iterable[Measured], read: Callable[[Measured], float | None
     return statistics.median(values) if values else None
 
 
-def outcome_of(runs: Sequence[Record]) -> Outcome:
+def outcome_of(runs: Sequence[Record]) -> Ending:
     """Returns how a row ended: well if any run did, else as most of its runs; not run is interrupted."""
     outcomes = Counter(record.outcome for record in runs)
-    if Outcome.FINISHED in outcomes:
-        return Outcome.FINISHED
-    return max(outcomes, key=lambda it: (outcomes[it], it), default=Outcome.INTERRUPTED)
+    if Ending.FINISHED in outcomes:
+        return Ending.FINISHED
+    return max(outcomes, key=lambda it: (outcomes[it], it), default=Ending.INTERRUPTED)
 
 
-def add_ratios(rows: Sequence[Row]) -> tuple[Row, ...]:
+def add_ratios(rows: Sequence[SweepRow]) -> tuple[SweepRow, ...]:
     """Adds how fast the rows are and how much memory they need, compared with O0 and with the fastest."""
     baseline = find_row(rows)
     fastest = min((row for row in rows if row.step_ms), key=lambda row: row.step_ms.median, default=None)
@@ -128,7 +128,7 @@ def add_ratios(rows: Sequence[Row]) -> tuple[Row, ...]:
     )
 
 
-def step_ms(row: Row | None) -> float | None:
+def step_ms(row: SweepRow | None) -> float | None:
     """Returns the median of a row's steps, if it has one."""
     return row.step_ms.median if row and row.step_ms else None
 
