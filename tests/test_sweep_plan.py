@@ -80,7 +80,7 @@ def test_every_option_but_those_of_the_script_itself_can_vary():
     [
         (
             "",
-            "unknown opt_level '': expected a variant to begin with one of O0, O1, O2, O3, O4, O5, autocast",
+            "unknown opt_level '': expected one of O0, O1, O2, O3, O4, O5, autocast",
         ),
         ("02 loss_scale=1", r"unknown opt_level '02' \(did you mean 'O2'\?\)"),
         ("Autocast", r"unknown opt_level 'Autocast' \(did you mean 'autocast'\?\)"),

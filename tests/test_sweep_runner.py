@@ -16,7 +16,7 @@ from ampatch.commands.script import Script
 from ampatch.sweeps.plan import Run
 from ampatch.sweeps.processes import runner
 from ampatch.sweeps.processes.log_file import last_lines, line_of
-from ampatch.sweeps.processes.runner import environment_of, execute
+from ampatch.sweeps.processes.runner import execute
 from ampatch.sweeps.processes.stop import SIGNALS, Stop, noting_signals
 from ampatch.sweeps.records.record import Ending, Measured
 from ampatch.sweeps.records.sweep_file import to_plain
@@ -25,7 +25,8 @@ STEPPED = Measured(initialized=True, steps=12)
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     return Run("O1", 3, 0, Script("train.py"), {}, str(tmp_path))
 
 
@@ -67,12 +68,12 @@ def is_alive(pid):
 
 
 def test_a_run_that_ended_well_is_a_record_of_what_it_measured(child):
-    run = child("print('said'); measured()")
+    run = child("print('said', os.environ['PYTHONHASHSEED'], sys.stdin.read()); measured()")
     record = carry_out(run)
     assert (record.row, record.seed, record.repeat) == ("O1", 3, 0)
     assert (record.outcome, record.measured) == (Ending.FINISHED, STEPPED)
     assert (record.cause, record.last_lines) == ("", ())
-    assert Path(record.log).read_text() == "said\n"
+    assert Path(record.log).read_text() == "said 3 \n"
     assert record.seconds > 0
     assert not record.failed
 
@@ -131,13 +132,6 @@ def test_the_log_is_named_as_it_can_be_opened_from_here(child, tmp_path, monkeyp
     assert carry_out(run).log == str(run.log)
     monkeypatch.chdir(tmp_path.parent)
     assert carry_out(run).log == f"{tmp_path.name}/{run.log.name}"
-
-
-def test_sets_of_strings_have_the_order_of_the_seed_unless_the_user_says_otherwise(run, monkeypatch):
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    assert environment_of(run) == {**os.environ, "PYTHONHASHSEED": "3"}
-    monkeypatch.setenv("PYTHONHASHSEED", "random")
-    assert environment_of(run) == dict(os.environ)
 
 
 # ---- Runs that do not end ----

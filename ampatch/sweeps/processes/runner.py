@@ -26,7 +26,6 @@ POLL_SECONDS = 0.1
 GRACE_SECONDS = 5.0
 Execute = Callable[[Run, float | None, Callable[[int], None], Stop], Record]
 
-SIGNAL_HINTS = {9: " (the system does so when memory runs out)"}
 NO_STEPS = "no optimizer that initialize returned made a step"
 NO_INPUT = "EOFError: EOF when reading a line"  # what `input()` raises
 
@@ -45,12 +44,11 @@ def execute(run: Run, timeout: float | None, on_steps: Callable[[int], None], st
             seconds = time.monotonic() - start
         measured, raised = take_measured(inner), last_lines(inner.raised)
     outcome = ended or judge(process.returncode, measured)
-    log = shorten(run.log)
-    if outcome is Ending.FINISHED:
-        return Record(run.row, run.seed, run.repeat, outcome, seconds, log=log, measured=measured)
-    lines = last_lines(run.log)
-    cause = explain(outcome, process.returncode, raised or lines, stop)
-    return Record(run.row, run.seed, run.repeat, outcome, seconds, cause, lines, log, measured)
+    lines, cause = (), ""
+    if outcome is not Ending.FINISHED:
+        lines = last_lines(run.log)
+        cause = explain(outcome, process.returncode, raised or lines, stop)
+    return Record(run.row, run.seed, run.repeat, outcome, seconds, cause, lines, shorten(run.log), measured)
 
 
 @contextmanager
@@ -66,7 +64,8 @@ def child_process(run: Run, path: Path) -> Iterator[subprocess.Popen[bytes]]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=environment_of(run),
+            # Sets of strings have the order of the seed, unless the user says otherwise.
+            env={"PYTHONHASHSEED": str(run.seed), **os.environ},
             start_new_session=True,
         )
         try:
@@ -78,11 +77,6 @@ def child_process(run: Run, path: Path) -> Iterator[subprocess.Popen[bytes]]:
 def command_of(run: Run) -> list[str]:
     """Returns the child's command line."""
     return [sys.executable, "-u", "-m", "ampatch.sweeps.processes.child", run.to_json()]
-
-
-def environment_of(run: Run) -> dict[str, str]:
-    """Returns the child's environment: ours, with the seed of sets of strings where the user gave none."""
-    return {"PYTHONHASHSEED": str(run.seed), **os.environ}
 
 
 def wait(
@@ -165,11 +159,9 @@ def explain(outcome: Ending, status: int, lines: tuple[str, ...], stop: Stop) ->
 
 def name_of_signal(number: int) -> str:
     """Names a signal, with what it often means; real-time signals have numbers alone."""
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = f"signal {number}"
-    return name + SIGNAL_HINTS.get(number, "")
+    hint = " (the system does so when memory runs out)" if number == 9 else ""
+    known = {each.value: each.name for each in signal.Signals}
+    return known.get(number, f"signal {number}") + hint
 
 
 def shorten(path: Path) -> str:

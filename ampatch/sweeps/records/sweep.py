@@ -90,16 +90,16 @@ class SweepRow:
     steps_per_second: float | None
     samples_per_second: float | None
     peak_mib: float | None
-    speed: float | None
-    speed_to_fastest: float | None
-    memory: float | None
-    memory_to_fastest: float | None
     skipped: float | None  # steps, on average in a run
     loss_scale: float | None
     loss: Distance
     metrics: Mapping[str, Distance]
     verdict: Verdict
     reason: str  # why it is "worse", "diverged" or "failed", in a few words
+    speed: float | None = None
+    speed_to_fastest: float | None = None
+    memory: float | None = None
+    memory_to_fastest: float | None = None
 
     def describe(self, width: int = 0) -> str:
         """Writes the row in a line; its name takes so many characters."""
