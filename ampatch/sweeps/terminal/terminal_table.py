@@ -1,10 +1,10 @@
-"""The tables of the terminal: a sweep, and two sweeps side by side; columns that matter less go first."""
+"""The tables of the terminal: a sweep, and two sweeps side by side."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import TypeVar
 
 from rich.box import Box
 from rich.console import Console
@@ -24,41 +24,25 @@ WIDTH = 80
 # rich's own boxes that are this light are not in ASCII.
 RULES = "    \n    \n -- \n    \n    \n -- \n    \n    \n"
 
-
-@dataclass(frozen=True, slots=True)
-class TerminalColumn:
-    """One column of numbers: its heading, and its cells by row.
-
-    Where there is no room for all, those with the highest `rank` go first; those of rank 0 stay.
-    """
-
-    heading: str
-    cells: Sequence[str]
-    rank: int = 0
+Line = TypeVar("Line", SweepRow, RowChange)
 
 
-def build_table(sweep: Sweep, width: int = WIDTH) -> Table:
-    """Builds the table, one row a level; columns that matter less are left out where there is no room."""
-    rows = sweep.rows
-
-    def column(heading: str, write: Callable[[SweepRow], str], rank: int = 0) -> TerminalColumn:
-        return TerminalColumn(heading, [write(row) for row in rows], rank)
-
-    metric = most_important(dict.fromkeys(name for row in rows for name in row.metrics))
-    of_metric = [column(heading_of(metric), lambda row: value_of(row.metrics.get(metric)), 1)]
-    columns = (
-        column("ms a\nstep", lambda row: ASCII.number(step_ms(row), 4)),
-        column("+-", lambda row: ASCII.number(half_range(row), 2), 9),
-        column("speed\nto O0", lambda row: ASCII.ratio(row.speed), 2),
-        column("peak\nMiB", lambda row: ASCII.number(row.peak_mib), 6),
-        column("final\nloss", lambda row: ASCII.number(row.loss.value), 4),
-        *(of_metric if metric else ()),
-        column("from\nO0", lambda row: ASCII.signed(worst(row)), 3),
-        column("skip-\nped", lambda row: ASCII.count(row.skipped), 8),
-        column("loss\nscale", lambda row: ASCII.scale(row.loss_scale), 7),
-    )
-    verdicts = {row.name: row.verdict.value if row.runs else "not run" for row in rows}
-    return fit(printable(title(sweep)), columns, "verdict", verdicts, width)
+def build_table(sweep: Sweep) -> Table:
+    """Builds the table, one row a level."""
+    metric = most_important(dict.fromkeys(name for row in sweep.rows for name in row.metrics))
+    columns = {
+        "ms a\nstep": lambda row: ASCII.number(step_ms(row), 4),
+        "\n+-": lambda row: ASCII.number(half_range(row), 2),
+        "speed\nto O0": lambda row: ASCII.ratio(row.speed),
+        "peak\nMiB": lambda row: ASCII.number(row.peak_mib),
+        "final\nloss": lambda row: ASCII.number(row.loss.value),
+        **({heading_of(metric): lambda row: value_of(row.metrics.get(metric))} if metric else {}),
+        "from\nO0": lambda row: ASCII.signed(worst(row)),
+        "skip-\nped": lambda row: ASCII.count(row.skipped),
+        "loss\nscale": lambda row: ASCII.scale(row.loss_scale),
+    }
+    said = [row.verdict.value if row.runs else "not run" for row in sweep.rows]
+    return make_table(printable(title(sweep)), columns, sweep.rows, "verdict", said)
 
 
 def half_range(row: SweepRow) -> float | None:
@@ -73,15 +57,15 @@ def worst(row: SweepRow) -> float | None:
     return min(known, default=None)
 
 
-def heading_of(metric: str | None) -> str:
-    """Breaks the name of a metric into lines of 8 characters.
+def heading_of(metric: str) -> str:
+    """Breaks the name of a metric into lines of 8 characters, two at least.
 
-    >>> heading_of("val/top5_accuracy")
-    'val/\\ntop5_\\naccuracy'
+    >>> heading_of("val/top5_accuracy"), heading_of("f1")
+    ('val/\\ntop5_\\naccuracy', '\\nf1')
     """
-    split = printable(metric or "").replace("_", "_ ").replace("/", "/ ")
+    split = printable(metric).replace("_", "_ ").replace("/", "/ ")
     lines = textwrap.wrap(split, 8) or [ASCII.nothing]
-    return "\n".join(line.replace(" ", "") for line in lines[:4])
+    return "\n".join(line.replace(" ", "") for line in ["", *lines][-max(2, len(lines)) :][:4])
 
 
 def value_of(distance: Distance | None, field: str = "value") -> str:
@@ -89,26 +73,25 @@ def value_of(distance: Distance | None, field: str = "value") -> str:
     return ASCII.number(getattr(distance, field) if distance else None, 4)
 
 
-def build_comparison(comparison: Comparison, width: int = WIDTH) -> Table:
+def build_comparison(comparison: Comparison) -> Table:
     """Builds the table of a comparison; its results are those of a metric, without one of the loss."""
     rows = comparison.rows
     metric = most_important(dict.fromkeys(name for change in rows for name in change.metrics))
-    results = [change.metrics.get(metric) if metric else change.loss for change in rows]
-    what = heading_of(metric) if metric else "final\nloss"
+    what = heading_of(metric).strip() if metric else "final\nloss"
 
-    def column(heading: str, write: Callable[[RowChange], str], rank: int = 0) -> TerminalColumn:
-        return TerminalColumn(heading, [write(change) for change in rows], rank)
+    def result(change: RowChange) -> Distance | None:
+        return change.metrics.get(metric) if metric else change.loss
 
-    columns = (
-        column("ms\nbefore", lambda it: ASCII.number(step_ms(it.before), 4), 5),
-        column("ms\nafter", lambda it: ASCII.number(step_ms(it.after), 4), 4),
-        column("speed", lambda it: ASCII.ratio(it.speed)),
-        column("memory", lambda it: ASCII.ratio(it.memory), 6),
-        TerminalColumn(f"{what}\nbefore", [value_of(it, "baseline") for it in results], 3),
-        TerminalColumn("\nafter", [value_of(it) for it in results], 2),
-        TerminalColumn("spreads", [ASCII.signed(it.spreads if it else None) for it in results], 1),
-    )
-    return fit("before and after", columns, "got worse", {it.name: got_worse(it) for it in rows}, width)
+    columns = {
+        "ms\nbefore": lambda it: ASCII.number(step_ms(it.before), 4),
+        "ms\nafter": lambda it: ASCII.number(step_ms(it.after), 4),
+        "\nspeed": lambda it: ASCII.ratio(it.speed),
+        "\nmemory": lambda it: ASCII.ratio(it.memory),
+        f"{what}\nbefore": lambda it: value_of(result(it), "baseline"),
+        "\nafter ": lambda it: value_of(result(it)),
+        "\nspreads": lambda it: ASCII.signed(result(it).spreads if result(it) else None),
+    }
+    return make_table("before and after", columns, rows, "got worse", list(map(got_worse, rows)))
 
 
 def got_worse(change: RowChange) -> str:
@@ -119,40 +102,26 @@ def got_worse(change: RowChange) -> str:
     return "new" if change.before is None else "not compared"
 
 
-def fit(
-    heading: str, columns: Sequence[TerminalColumn], last: str, said: Mapping[str, str], width: int
+def make_table(
+    heading: str,
+    columns: Mapping[str, Callable[[Line], str]],
+    rows: Sequence[Line],
+    last: str,
+    said: Sequence[str],
 ) -> Table:
-    """Makes a table that fits, or else one of the columns that stay, which is wider than there is room.
+    """Makes a table with a column for the level, these by their headings, and one for what is said.
 
-    `said` stands in the `last` column, by the name of the row. Columns come in by their rank, as long as
-    there is room; a narrow one may where a wide one may not.
+    It is never narrower than its numbers: rich would cut them, and half a number is a wrong one.
     """
-    shown = [column for column in columns if column.rank == 0]
-    for added in sorted(columns, key=lambda it: it.rank):
-        wider = [column for column in columns if column in shown or column is added]
-        if width_needed(make_table(heading, wider, last, said)) <= width:
-            shown = wider
-    table = make_table(heading, shown, last, said)
-    # rich would cut cells off, and half a number is a wrong one.
-    table.width = needed if (needed := width_needed(table)) > width else None
-    return table
-
-
-def make_table(heading: str, columns: Sequence[TerminalColumn], last: str, said: Mapping[str, str]) -> Table:
-    """Makes a table with a column for the level, these, and one for what is said; no number is broken."""
     table = Table(title=heading, title_justify="left", box=Box(RULES, ascii=True), show_edge=False)
     table.pad_edge, table.padding = False, 0
     table.add_column("\nlevel", no_wrap=True)
-    for column in columns:
-        above = "\n" * (1 - column.heading.count("\n"))  # a heading stands right above its numbers
-        table.add_column(above + column.heading, justify="right", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column(f"\n{last}")
-    keys = keys_of(said)
-    for index, (name, text) in enumerate(said.items()):
-        table.add_row(keys[name], *(column.cells[index] for column in columns), text)
+    keys = keys_of(row.name for row in rows)
+    for row, text in zip(rows, said, strict=True):
+        table.add_row(keys[row.name], *(write(row) for write in columns.values()), text)
+    needed = Console(width=1000).measure(table)
+    table.width = min(needed.maximum, max(needed.minimum, WIDTH))
     return table
-
-
-def width_needed(table: Table) -> int:
-    """Returns how wide a table is at least."""
-    return Console(width=1000).measure(table).minimum

@@ -89,7 +89,7 @@ def tell(console: Console, text: str, *, style: str = "") -> None:
 def show(console: Console, sweep: Sweep) -> None:
     """Prints the table, what its columns mean, why rows failed, and the recommendation."""
     keys = keys_of(row.name for row in sweep.rows)
-    console.print(build_table(sweep, min(console.width, WIDTH)), crop=False)
+    console.print(build_table(sweep), crop=False)
     show_legend(console, keys)
     for row in sweep.rows:
         if said := said_of(row):
@@ -132,7 +132,7 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     for side, name in zip(("before", "after"), comparison.sides, strict=True):
         tell(console, f"{side}: {name}")
     console.print()
-    console.print(build_comparison(comparison, min(console.width, WIDTH)), crop=False)
+    console.print(build_comparison(comparison), crop=False)
     show_legend(console, keys)
     for line in [*comparison.notes, *comparison.gaps]:
         tell(console, abbreviate(line, keys))
