@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 
 from ampatch.sweeps.records.record import Bytes, Curve, Ending, Record
-from ampatch.sweeps.records.sweep import Distance, Recommendation, SweepRow, Sweep, Verdict
+from ampatch.sweeps.records.sweep import Distance, Recommendation, Sweep, SweepRow, Verdict
 from sweep_samples import (
     CRASHING,
     ENVIRONMENT,

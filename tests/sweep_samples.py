@@ -5,14 +5,14 @@ import random
 import statistics
 from dataclasses import dataclass, replace
 
-from ampatch.sweeps.records.record import Bytes, CastRate, Curve, Measured, Ending, Record, Spread
+from ampatch.sweeps.records.record import Bytes, CastRate, Curve, Ending, Measured, Record, Spread
 from ampatch.sweeps.records.sweep import (
     Distance,
     Environment,
     Recommendation,
-    SweepRow,
     Settings,
     Sweep,
+    SweepRow,
     Verdict,
 )
 

@@ -127,13 +127,6 @@ def test_a_script_that_clears_the_folder_of_the_logs_is_measured(child, tmp_path
         assert (record.outcome, record.measured) == (Ending.FINISHED, STEPPED)
 
 
-def test_the_log_is_named_as_it_can_be_opened_from_here(child, tmp_path, monkeypatch):
-    run = child("measured()")
-    assert carry_out(run).log == str(run.log)
-    monkeypatch.chdir(tmp_path.parent)
-    assert carry_out(run).log == f"{tmp_path.name}/{run.log.name}"
-
-
 # ---- Runs that do not end ----
 
 # Writes what it measured when it is told to end, as the real child does.

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampatch.sweeps.records.record import Curve, Ending, Measured, Record, Spread
-from ampatch.sweeps.records.sweep import Distance, Recommendation, Settings, Verdict
+from ampatch.sweeps.records.sweep import Distance, Settings, Verdict
 from ampatch.sweeps.verdicts.distance import Sample, deviation, distance, mean
 from ampatch.sweeps.verdicts.metric_names import is_about_accuracy, is_lower_better, most_important
 from ampatch.sweeps.verdicts.summary import pool, summarize
@@ -219,12 +219,6 @@ def test_a_metric_that_some_rows_lack_has_no_distance():
     assert found[1].metrics["bleu"] == Distance(0.3, None, None, None, "percent")
 
 
-def test_o0_is_no_distance_from_itself():
-    found = row("O0", run("O0", accuracy=0.9))
-    assert (found.loss.spreads, found.metrics["accuracy"].spreads) == (None, None)
-    assert (found.loss.value, found.loss.baseline) == (0.5, 0.5)
-
-
 # ---- Rows ----
 
 
@@ -385,14 +379,6 @@ def test_without_a_loss_or_a_metric_in_common_there_is_no_verdict():
     assert found == (Verdict.UNKNOWN, "nothing to compare: no loss and no metric")
 
 
-def test_a_child_that_measured_nothing_is_a_row():
-    empty = [Record(name, 0, 0, DONE, 1.0, measured=Measured()) for name in ("O0", "O1")]
-    missing = Record("O2", 0, 0, DONE, 1.0)
-    found = summary(*empty, missing)
-    assert [it.verdict for it in found.rows] == [Verdict.BASELINE, Verdict.UNKNOWN, Verdict.UNKNOWN]
-    assert found.recommendation.row is None
-
-
 # ---- The recommendation ----
 
 
@@ -419,14 +405,6 @@ def test_the_reason_has_the_metric_that_matters_and_the_memory_that_is_saved():
 @pytest.mark.parametrize(("ms", "expected"), [(9.81, "O0"), (9.79, "O1"), (20.0, "O0")])
 def test_a_row_has_to_be_faster_by_two_percent(ms, expected):
     assert summary(run("O0", ms=10.0), run("O1", ms=ms)).recommendation.row == expected
-
-
-def test_if_no_row_is_faster_o0_is_recommended():
-    found = summary(run("O0"), run("O1", ms=20.0), run("O4", ms=12.5)).recommendation
-    assert found.row == "O0"
-    assert found.reason.startswith(
-        "No level with the accuracy of O0 is faster by 2 % or more: the fastest, O4, runs at 0.80x the"
-    )
 
 
 def test_if_no_row_is_as_accurate_o0_is_recommended():
@@ -557,13 +535,3 @@ def test_the_order_of_the_records_changes_nothing(made, chance):
     one, other = summary(*made, rows=rows, seeds=3), summary(*shuffled, rows=rows, seeds=3)
     assert repr(one.rows) == repr(other.rows)
     assert one.recommendation == other.recommendation
-
-
-def test_a_sample_is_summed_up_as_was_expected_by_hand():
-    found = summarize(SAMPLE.settings, ENVIRONMENT, SAMPLE.records)
-    verdicts = {it.name: it.verdict for it in found.rows}
-    assert verdicts["O0"] is Verdict.BASELINE
-    assert verdicts["O3"] is Verdict.DIVERGED
-    assert verdicts["O5 cast_model_outputs=float16"] is Verdict.FAILED
-    assert verdicts["O2 keep_batchnorm_fp32=False loss_scale=128"] is Verdict.WORSE
-    assert isinstance(found.recommendation, Recommendation)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 import torch
@@ -114,7 +114,9 @@ class Recorder(amp.Observer):
     def on_step_begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Begins the time of an update, and once looks at what is in memory."""
         if self._times.steps < LOOKED_AT:
-            self._bytes = count_bytes(_alive(self._models), _alive(self._optimizers), self._cast_bytes)
+            models = [model for it in self._models if (model := it()) is not None]
+            optimizers = [optimizer for it in self._optimizers if (optimizer := it()) is not None]
+            self._bytes = count_bytes(models, optimizers, self._cast_bytes)
         if self._times.present.has_parts:
             self._update = self._times.clock.mark()
 
@@ -205,10 +207,6 @@ class Recorder(amp.Observer):
             device=torch.cuda.get_device_name() if memory == "device" else "cpu",
             threads=torch.get_num_threads(),
         )
-
-
-def _alive(references: Sequence[weakref.ref]) -> list:
-    return [item for item in (reference() for reference in references) if item is not None]
 
 
 def short_metric(curve: Curve) -> Curve:

@@ -45,16 +45,13 @@ class Comparison:
 
         Those of which a regression tells are left out.
         """
-        rows: dict[str, list[str]] = {}
-        accuracy: dict[str, list[str]] = {}
-        for change in self.rows:
-            if not change.regressions:
-                rows.setdefault(change.obstacle, []).append(change.name)
-            accuracy.setdefault(change.obstacle_to_accuracy, []).append(change.name)
-        return [
-            *(f"Not compared ({why}): {', '.join(names)}" for why, names in rows.items() if why),
-            *(f"Accuracy not compared ({why}): {', '.join(it)}" for why, it in accuracy.items() if why),
-        ]
+        rows = [("Not", it.obstacle, it.name) for it in self.rows if not it.regressions]
+        rows += [("Accuracy not", it.obstacle_to_accuracy, it.name) for it in self.rows]
+        gaps: dict[str, list[str]] = {}
+        for what, why, name in rows:
+            if why:
+                gaps.setdefault(f"{what} compared ({why})", []).append(name)
+        return [f"{gap}: {', '.join(names)}" for gap, names in gaps.items()]
 
 
 def compare(
@@ -89,18 +86,10 @@ def compare(
 
 def write_side(name: str, environment: Environment) -> str:
     """Says which sweep it is: its name, when it was made, of which commit, by which command."""
-    commit = environment.commit and f"commit {shorten_commit(environment.commit)}"
+    it = environment.commit or ""
+    commit = it and f"commit {it[:10]}{'+' if it.endswith('+') else ''}"
     parts = (name, environment.created, commit, environment.command)
     return ", ".join(part for part in parts if part)
-
-
-def shorten_commit(commit: str) -> str:
-    """Writes as much of a commit as people do, and whether there were changes.
-
-    >>> shorten_commit("659de88f1a2b3c4d5e6f708192a3b4c5d6e7f809+")
-    '659de88f1a+'
-    """
-    return commit[:10] + ("+" if len(commit) > 10 and commit.endswith("+") else "")
 
 
 def compare_row(name: str, before: Sweep, after: Sweep, limits: Limits) -> RowChange:
@@ -112,14 +101,12 @@ def compare_row(name: str, before: Sweep, after: Sweep, limits: Limits) -> RowCh
 
 def differences(before: Sweep, after: Sweep) -> Iterator[str]:
     """Yields a line for each thing besides the results in which the sweeps differ."""
-    for names, old, new in (
-        (SETTINGS, before.settings, after.settings),
-        (ENVIRONMENT, before.environment, after.environment),
-    ):
-        for name in names:
-            first, second = getattr(old, name), getattr(new, name)
-            if first != second:
-                yield f"{name}: {in_words(first)} before, {in_words(second)} after"
+    pairs = [(name, before.settings, after.settings) for name in SETTINGS]
+    pairs += [(name, before.environment, after.environment) for name in ENVIRONMENT]
+    for name, old, new in pairs:
+        first, second = getattr(old, name), getattr(new, name)
+        if first != second:
+            yield f"{name}: {in_words(first)} before, {in_words(second)} after"
 
 
 def in_words(value: object) -> str:
