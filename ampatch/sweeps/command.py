@@ -55,7 +55,7 @@ def add_of_a_sweep(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, metavar="N", help=steps)
     add("--timeout", type=float, metavar="S", help="end a run after so many seconds; default: never")
     add = parser.add_argument_group("what is made of it").add_argument
-    warmup = f"first steps of a run that are not timed; default: {DEFAULTS.warmup}, of short runs less"
+    warmup = f"first steps of a run that are not timed; default: {DEFAULTS.warmup}, of short runs half"
     add("--warmup", type=int, metavar="N", help=warmup)
     tolerance = "how far from O0 counts as the same, in spreads of O0 over the seeds; "
     add("--tolerance", type=float, metavar="T", help=f"{tolerance}default: {DEFAULTS.tolerance}, or A's")

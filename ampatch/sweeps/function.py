@@ -61,6 +61,7 @@ def sweep(
         raise AmpValueError("timeout needs processes: a function in this one cannot be ended")
     script = Script(CHILD, (describe(train, processes), LEVEL, SEED), is_module=True)
     rows = parse_rows(list(levels), list(variants))
+    warmup = DEFAULTS.warmup if warmup is None else warmup
     plan = Plan(script, rows, seeds, repeat, steps, warmup, timeout, tolerance, name_of(train))
     if not processes:
         require_closed()

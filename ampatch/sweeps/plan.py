@@ -77,17 +77,6 @@ class Run:
         return cls(**fields | {"script": Script(**script | {"arguments": tuple(script["arguments"])})})
 
 
-def choose_warmup(warmup: int | None, steps: int | None) -> int:
-    """Returns the warm-up that was asked for, or 5 steps, of short runs less than half.
-
-    >>> choose_warmup(None, None), choose_warmup(None, 6), choose_warmup(8, 20)
-    (5, 2, 8)
-    """
-    if warmup is not None:
-        return warmup
-    return DEFAULTS.warmup if steps is None else min(DEFAULTS.warmup, max(0, steps - 1) // 2)
-
-
 def slug(row: str) -> str:
     """Returns a row's name as it can stand in a file's name; no two rows share one.
 
@@ -108,7 +97,7 @@ class Plan:
     """A script with its arguments, the rows to train it at, how often, how long, and how to compare.
 
     Each of `rows` runs with each of so many `seeds`, and all of that `repeat` times, each time for so many
-    `steps` at the most and `timeout` seconds; `warmup` steps are not timed (None: see `choose_warmup`).
+    `steps` at the most and `timeout` seconds; `warmup` steps are not timed.
     `tolerance` is in spreads of O0. Raises AmpValueError for what cannot work, all of the numbers at once.
     """
 
@@ -117,7 +106,7 @@ class Plan:
     seeds: int = DEFAULTS.seeds
     repeat: int = DEFAULTS.repeat
     steps: int | None = None
-    warmup: int | None = None
+    warmup: int = DEFAULTS.warmup
     timeout: float | None = None
     tolerance: float = DEFAULTS.tolerance
     title: str = ""  # of what is run, if it is no script to its user
@@ -140,14 +129,9 @@ class Plan:
         if self.repeat < 1:
             yield ArgumentFault("repeat", self.repeat, "expected 1 or more")
         if self.steps is not None and self.steps < 2:
-            yield ArgumentFault(
-                "steps", self.steps, "expected 2 or more: times are from step to step"
-            )
-        if self.warmup is not None and self.warmup < 0:
+            yield ArgumentFault("steps", self.steps, "expected 2 or more: times are from step to step")
+        if self.warmup < 0:
             yield ArgumentFault("warmup", self.warmup, "expected a number of steps, 0 or more")
-        elif self.warmup and self.steps is not None and 2 <= self.steps <= self.warmup + 1:
-            more = f"expected more than {self.warmup + 1} with a warmup of {self.warmup}"
-            yield ArgumentFault("steps", self.steps, f"{more}, which leaves none to measure")
         if self.timeout is not None and not self.timeout > 0:
             yield ArgumentFault("timeout", self.timeout, "expected seconds, more than 0")
         if not self.tolerance >= 0:
@@ -185,7 +169,7 @@ class Plan:
             autocast_dtype=row.autocast_dtype,
             shift_seeds=not any(SEED in argument for argument in given),
             steps=self.steps,
-            warmup=choose_warmup(self.warmup, self.steps),
+            warmup=self.warmup,
         )
 
     def settings(self) -> Settings:
@@ -197,7 +181,7 @@ class Plan:
             seeds=self.seeds,
             repeat=self.repeat,
             steps=self.steps,
-            warmup=choose_warmup(self.warmup, self.steps),
+            warmup=self.warmup,
             timeout=self.timeout,
             tolerance=self.tolerance,
         )

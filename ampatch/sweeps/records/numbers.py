@@ -27,14 +27,10 @@ class Alphabet:
     def number(self, value: float | None, digits: int = 3) -> str:
         """Writes so many significant digits, and whole numbers in full.
 
-        >>> [ASCII.number(value) for value in (0.0012345, 21.449, 9.996, 12345.6, 0.0, -2.0, None)]
-        ['0.00123', '21.4', '10.0', '12346', '0', '-2.00', '-']
-        >>> [TYPESET.number(value) for value in (0.0012345, 21.449, 1234567.0, -2.0, None)]
-        ['0.00123', '21.4', '1,234,567', '−2.00', '–']
-        >>> [ASCII.number(value) for value in (1.5e-7, 3e12, math.nan, -math.inf)]
-        ['1.5e-7', '3e12', 'NaN', '-inf']
-        >>> [TYPESET.number(value) for value in (1.5e-7, 3e12, math.nan, -math.inf)]
-        ['1.5e−7', '3e12', 'NaN', '−∞']
+        >>> [ASCII.number(value) for value in (0.0012345, 9.996, 12345.6, 0.0, None, 1.5e-7, math.nan)]
+        ['0.00123', '10.0', '12346', '0', '-', '1.5e-7', 'NaN']
+        >>> [TYPESET.number(value) for value in (21.449, 1234567.0, -2.0, None, 1.5e-7, -math.inf)]
+        ['21.4', '1,234,567', '−2.00', '–', '1.5e−7', '−∞']
         """  # noqa: RUF002
         if value is None:
             return self.nothing
@@ -137,21 +133,13 @@ TYPESET = Alphabet("–", "−", "×", "∞", ",", "")  # noqa: RUF001
 
 
 def with_exponent(value: float, digits: int) -> str:
-    """Writes a number with an exponent, as short as it can be.
-
-    >>> with_exponent(-1.5e-7, 3), with_exponent(3e12, 3)
-    ('-1.5e-7', '3e12')
-    """
+    """Writes a number with an exponent, as short as it can be."""
     mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
     return f"{trim(mantissa)}e{int(exponent)}"
 
 
 def trim(text: str) -> str:
-    """Returns a decimal without zeros at its end.
-
-    >>> trim("2.50"), trim("100"), trim("1.0"), trim("1.5e10")
-    ('2.5', '100', '1', '1.5e10')
-    """
+    """Returns a decimal without zeros at its end."""
     return text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text
 
 
