@@ -137,6 +137,16 @@ def test_a_function_that_raises_is_a_failed_run_and_the_sweep_goes_on():
     assert len(result.records) == 4
 
 
+def is_refused(opt_level, seed):
+    amp.initialize(torch.nn.Linear(1, 1), opt_level=opt_level, keep_fp32=["head"], verbosity=0)
+
+
+def test_a_level_that_initialize_refuses_is_a_failed_run_of_a_script_that_called_it():
+    (record,) = sweep(is_refused, levels=["O2"]).records
+    assert (record.outcome, record.measured.initialized) == (Ending.CRASHED, True)
+    assert "'head'" in record.cause
+
+
 def never_initializes(opt_level, seed):
     raise ValueError("no data")
 
