@@ -251,5 +251,3 @@ def test_a_run_survives_json(script):
 def test_a_plan_refuses_numbers_that_cannot_work(script, settings, message):
     with pytest.raises(AmpValueError, match=message):
         Plan(script, parse_rows(["O0"]), **settings)
-
-

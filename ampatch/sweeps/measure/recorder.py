@@ -84,7 +84,7 @@ class Recorder(amp.Observer):
     def _begin_forward(self, model: Module, args: tuple, kwargs: dict) -> None:
         if not self._times.present.has_parts:
             return
-        # The outermost counts; one that raised never ended, and begins again or is forgotten at the next step.
+        # The outermost counts; one that raised never ended, and starts over or is forgotten at the next step.
         if (self._forward is None or self._outermost is model) and torch.is_grad_enabled():
             self._outermost = model
             self._samples.add(id(model), count_samples(args, kwargs))
