@@ -1,6 +1,6 @@
 """Casts of `torch.nn.functional`."""
 
-from ampatch.casts.table import BANNED, CUSTOM, FP32, LOWER, PROMOTE, CastTable, Row
+from ampatch.table import BANNED, CUSTOM, FP32, LOWER, PROMOTE, CastTable, Row
 
 FUNCTIONAL = CastTable(
     "torch.nn.functional",

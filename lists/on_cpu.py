@@ -3,7 +3,7 @@
 These rows hold on a CPU alone. On a GPU, where the kernels exist, nothing is cast.
 """
 
-from ampatch.casts.table import CUSTOM, FP32, CastTable, Row
+from ampatch.table import CUSTOM, FP32, CastTable, Row
 
 _MATRIX_EXP = Row("matrix_exp", CUSTOM, "float32 on a CPU, whose half kernel returns wrong numbers")
 _RRELU = Row("rrelu", CUSTOM, "float32 where a CPU refuses float16")

@@ -3,7 +3,7 @@
 The weights come as a list. `torch.lstm` is the same function as `torch._VF.lstm`, in a second place.
 """
 
-from ampatch.casts.table import LOWER, CastTable, Row
+from ampatch.table import LOWER, CastTable, Row
 
 _ROWS = (
     Row("lstm", LOWER, "cuDNN runs every gate's GEMM on tensor cores, over all time steps"),

@@ -4,7 +4,7 @@
 so torch is asked by a call, on a GPU as on a CPU.
 """
 
-from ampatch.casts.table import CUSTOM, CastTable, Row
+from ampatch.table import CUSTOM, CastTable, Row
 
 _FUNCTIONS_AND_METHODS = (
     Row("cholesky", CUSTOM, "float32 where torch refuses half: no kernel"),

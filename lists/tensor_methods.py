@@ -1,6 +1,6 @@
 """Casts of the methods and operators of `torch.Tensor`."""
 
-from ampatch.casts.table import CUSTOM, FP32, FP32_INPLACE, LOWER, MATCH_SELF, PROMOTE, CastTable, Row
+from ampatch.table import CUSTOM, FP32, FP32_INPLACE, LOWER, MATCH_SELF, PROMOTE, CastTable, Row
 
 TENSOR = CastTable(
     "torch.Tensor",

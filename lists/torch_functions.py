@@ -1,6 +1,6 @@
 """Casts of the functions of `torch`, `torch.functional`, `torch.linalg`, `torch.special` and `torch.fft`."""
 
-from ampatch.casts.table import CUSTOM, FP32, FP32_INPLACE, LOWER, MATCH_SELF, PROMOTE, CastTable, Row
+from ampatch.table import CUSTOM, FP32, FP32_INPLACE, LOWER, MATCH_SELF, PROMOTE, CastTable, Row
 
 TORCH = CastTable(
     "torch",

@@ -4,8 +4,8 @@ import math
 import random
 from dataclasses import replace
 
-from ampatch.sweeps.records.record import Bytes, Curve, Outcome, Record
-from ampatch.sweeps.records.sweep import Distance, Recommendation, Row, Sweep, Verdict
+from ampatch.sweeps.records.record import Bytes, Curve, Ending, Record
+from ampatch.sweeps.records.sweep import Distance, Recommendation, Sweep, SweepRow, Verdict
 from sweep_samples import (
     CRASHING,
     ENVIRONMENT,
@@ -80,7 +80,7 @@ def sample_records(kind: Kind) -> list[Record]:
             kind.name,
             seed,
             0,
-            Outcome.FINISHED,
+            Ending.FINISHED,
             9.0,
             measured=sample_measured(kind, random.Random(seed), 60, True),
         )
@@ -97,7 +97,7 @@ def hostile_record(name: str, record: Record) -> Record:
     return replace(record, row=name, measured=replace(it, losses=losses, loss_scales=scales, metrics=metrics))
 
 
-def hostile_row(row: Row) -> Row:
+def hostile_row(row: SweepRow) -> SweepRow:
     """Returns a row whose metrics have hostile names."""
     far = Distance(-1.234e-7, 0.9, -31_234_567.0, 1e-9, "percent")
     return replace(row, metrics=dict.fromkeys(METRICS, far), reason="because " + "<y>" * 60)
@@ -107,7 +107,7 @@ def failed_record(name: str) -> Record:
     """Returns a run whose log has colours, control characters and lines without an end."""
     lines = ("\x1b[31mred\x1b[0m \x00\x07", "z" * 5000, "</pre><script>alert(2)</script>", "\udcff lone")
     cause = "ValueError: " + "<" * 300
-    return Record(name, 0, 0, Outcome.TIMED_OUT, 1e6, cause, (*lines, *lines * 20), "/l" * 120 + ".log")
+    return Record(name, 0, 0, Ending.TIMED_OUT, 1e6, cause, (*lines, *lines * 20), "/l" * 120 + ".log")
 
 
 def huge_sweep() -> Sweep:
@@ -127,7 +127,7 @@ def huge_sweep() -> Sweep:
     return replace(sweep, records=tuple(records), rows=rows)
 
 
-def huge_row(row: Row) -> Row:
+def huge_row(row: SweepRow) -> SweepRow:
     """Returns a row with numbers of twenty digits."""
     far = Distance(1.23456e250, -1e250, math.inf, 0.0, "percent")
     return replace(

@@ -5,14 +5,14 @@ import random
 import statistics
 from dataclasses import dataclass, replace
 
-from ampatch.sweeps.records.record import Bytes, Casts, Curve, Measured, Outcome, Record, Spread
+from ampatch.sweeps.records.record import Bytes, CastRate, Curve, Ending, Measured, Record, Spread
 from ampatch.sweeps.records.sweep import (
     Distance,
     Environment,
     Recommendation,
-    Row,
     Settings,
     Sweep,
+    SweepRow,
     Verdict,
 )
 
@@ -122,7 +122,7 @@ def sample_sweep(
     )
 
 
-def recommend(rows: tuple[Row, ...]) -> Recommendation:
+def recommend(rows: tuple[SweepRow, ...]) -> Recommendation:
     """Returns the fastest of the rows that are the same as O0."""
     same = [row for row in rows if row.verdict is Verdict.SAME and row.step_ms]
     if not same:
@@ -145,14 +145,14 @@ def sample_record(kind: Kind, seed: int, steps: int, metrics: bool) -> Record:
     if kind.end == "crashes":
         return Record(
             **common,
-            outcome=Outcome.CRASHED,
+            outcome=Ending.CRASHED,
             seconds=4.2 + seed / 10,
             cause=TRACEBACK[-1],
             last_lines=TRACEBACK,
             measured=Measured(initialized=True, memory="device", device="cuda:0", threads=32),
         )
     measured = sample_measured(kind, random.Random(f"{kind.name}{seed}"), steps, metrics)
-    return Record(**common, outcome=Outcome.FINISHED, seconds=3 + steps * kind.ms / 1000, measured=measured)
+    return Record(**common, outcome=Ending.FINISHED, seconds=3 + steps * kind.ms / 1000, measured=measured)
 
 
 def sample_measured(kind: Kind, chance: random.Random, steps: int, metrics: bool) -> Measured:
@@ -173,7 +173,7 @@ def sample_measured(kind: Kind, chance: random.Random, steps: int, metrics: bool
         memory="device",
         peak_mib=kind.peak + chance.uniform(-2, 2),
         bytes=bytes_of(kind),
-        casts=kind.casts and Casts(*kind.casts),
+        casts=kind.casts and CastRate(*kind.casts),
         losses={"0": losses},
         first_loss=statistics.fmean(losses.values[:10]) if losses.values else None,
         final_loss=statistics.fmean(last) if last else None,
@@ -251,17 +251,17 @@ def metric_curves(kind: Kind, chance: random.Random, steps: int) -> dict[str, Cu
 # ---- One row ----
 
 
-def sample_row(kind: Kind, records: tuple[Record, ...], fastest: float | None) -> Row:
+def sample_row(kind: Kind, records: tuple[Record, ...], fastest: float | None) -> SweepRow:
     """Returns what the runs of a row came to."""
     own = [record for record in records if record.row == kind.name]
     measured = [record.measured for record in own if not record.failed and record.measured]
     done = bool(measured) and all(it.steps for it in measured)
     first = KINDS[0]
-    return Row(
+    return SweepRow(
         name=kind.name,
         runs=len(own),
         failed=sum(record.failed for record in own),
-        outcome=Outcome.FINISHED if measured else Outcome.CRASHED,
+        outcome=Ending.FINISHED if measured else Ending.CRASHED,
         step_ms=spread(kind.ms) if done else None,
         forward_ms=kind.ms * 0.31 if done else None,
         backward_ms=kind.ms * 0.55 if done else None,

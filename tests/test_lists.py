@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ampatch import lists
-from ampatch.casts.table import BANNED, FP32, FP32_INPLACE, MATCH_SELF, PROMOTE, validate
+from ampatch.table import BANNED, FP32, FP32_INPLACE, MATCH_SELF, PROMOTE, validate
 
 CASTS = {
     (table.target, row.name): row.cast

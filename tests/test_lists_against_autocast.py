@@ -11,7 +11,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ampatch import lists
-from ampatch.casts.table import FP32, LOWER, PROMOTE
+from ampatch.table import FP32, LOWER, PROMOTE
 from helpers import torch_is_before
 from op_samples import calls_of, full_name
 

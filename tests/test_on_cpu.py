@@ -9,8 +9,8 @@ from torch import nn
 
 import ampatch as amp
 from ampatch import lists
-from ampatch.casts.table import validate
 from ampatch.lists.on_cpu import FUNCTIONS_ON_CPU
+from ampatch.table import validate
 from helpers import torch_is_before
 from patched import FULL, HALF, LEVELS, half, open_session
 

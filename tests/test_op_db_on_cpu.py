@@ -8,7 +8,7 @@ import torch
 
 import ampatch as amp
 from ampatch import lists
-from ampatch.casts.table import CUSTOM, FP32, LOWER, MATCH_SELF, PROMOTE
+from ampatch.table import CUSTOM, FP32, LOWER, MATCH_SELF, PROMOTE
 from helpers import torch_is_before
 from op_samples import FULL, OPS, calls_of, forms_of, full_name, map_tensors, seed, tensors_in
 from patched import LEVELS, open_session

@@ -12,8 +12,8 @@ from torch import nn
 
 import ampatch as amp
 from ampatch import lists
-from ampatch.casts.table import FP32, LOWER, CastTable, Row
 from ampatch.patching.patcher import Patcher, place_rows
+from ampatch.table import FP32, LOWER, CastTable, Row
 from patched import open_session
 
 

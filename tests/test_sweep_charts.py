@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ampatch.sweeps.records.record import Curve, Measured, Outcome, Record
+from ampatch.sweeps.records.record import Curve, Ending, Measured, Record
 from ampatch.sweeps.web import charts as charts_module
 from ampatch.sweeps.web.charts import charts_of
 from ampatch.sweeps.web.curves import POINTS, Line, Points, lines_of, mean_of, value_range
@@ -87,7 +87,7 @@ def test_runs_that_failed_count_only_where_none_finished():
     sweep = sample_sweep(("O1",))
     records = [
         Record("O1", seed, 0, outcome, 1.0, measured=Measured(losses={"0": curve(value, value)}))
-        for seed, (outcome, value) in enumerate([(Outcome.FINISHED, 1.0), (Outcome.CRASHED, 9.0)])
+        for seed, (outcome, value) in enumerate([(Ending.FINISHED, 1.0), (Ending.CRASHED, 9.0)])
     ]
     for kept, value in [(records, 1.0), (records[1:], 9.0)]:
         (line,) = lines_of(replace(sweep, records=tuple(kept)), lambda it: it.losses["0"])

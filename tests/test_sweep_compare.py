@@ -6,10 +6,8 @@ from dataclasses import replace
 import pytest
 
 from ampatch import AmpValueError
-from ampatch.sweeps.records.record import Curve, Measured, Outcome, Record, Spread
+from ampatch.sweeps.records.record import Curve, Ending, Measured, Record, Spread
 from ampatch.sweeps.records.sweep import Settings
-from ampatch.sweeps.records.sweep_file import from_json, to_json
-from ampatch.sweeps.verdicts.change import Fault
 from ampatch.sweeps.verdicts.compare import compare
 from ampatch.sweeps.verdicts.summary import summarize
 from sweep_samples import ENVIRONMENT, sample_sweep
@@ -18,7 +16,7 @@ SETTINGS = Settings("train.py", ("--epochs", "3"), ("O0", "O1"))
 SAMPLE = sample_sweep(("O0", "O1", "O3", "autocast", "O5 cast_model_outputs=float16"), steps=60)
 
 
-def run(row="O1", loss=0.5, *, seed=0, outcome=Outcome.FINISHED, ms=10.0, mib=100.0, noise=None, **metrics):
+def run(row="O1", loss=0.5, *, seed=0, outcome=Ending.FINISHED, ms=10.0, mib=100.0, noise=None, **metrics):
     measured = Measured(
         steps=100,
         step_ms=None if ms is None else Spread(ms, 0.99 * ms, 1.01 * ms, 100),
@@ -54,25 +52,12 @@ def test_a_sweep_is_no_worse_than_itself_but_for_what_fails():
     assert [row.speed for row in comparison.rows] == [1, 1, 1, 1, None]
 
 
-def test_sweeps_that_were_read_from_files_compare_as_those_that_were_written():
-    old, new = sweep(run(f1=0.5)), sweep(run(ms=20.0, f1=0.4))
-    again = compare(from_json(to_json(old)), from_json(to_json(new)))
-    assert repr(again) == repr(compare(old, new))
-    assert len(again.regressions) == 2
-
-
 # ---- Speed and memory ----
-
-
-def test_a_row_has_the_ratios_of_time_and_memory():
-    found = change([run(ms=10.0, mib=100.0)], [run(ms=8.0, mib=150.0)])
-    assert (found.speed, found.memory) == (1.25, 1.5)
-    assert (found.before.step_ms.median, found.after.step_ms.median) == (10, 8)
 
 
 def test_a_row_that_is_slower_than_allowed_says_by_how_much():
     sentence = "O1 is 12.5 % slower: 11.25 ms a step against 10.00 before (5 % allowed)"
-    assert faults([run(ms=10.0)], [run(ms=11.25)]) == [(Fault.SLOWER, sentence)]
+    assert faults([run(ms=10.0)], [run(ms=11.25)]) == [("slower", sentence)]
 
 
 @pytest.mark.parametrize(
@@ -92,36 +77,23 @@ def test_memory_is_looked_at_if_there_is_a_limit():
     assert faults(old, new) == []
     assert faults(old, new, more_memory=0.3) == []
     sentence = "O1 needs 30 % more memory: 130 against 100 MiB before (20 % allowed)"
-    assert faults(old, new, more_memory=0.2) == [(Fault.MORE_MEMORY, sentence)]
-
-
-def test_a_row_that_was_not_timed_before_is_not_slower():
-    assert faults([run(ms=None)], [run(ms=99.0)]) == []
+    assert faults(old, new, more_memory=0.2) == [("more memory", sentence)]
 
 
 # ---- Accuracy ----
-
-
-def test_distances_are_in_spreads_of_the_rows_own_seeds():
-    old = [run(seed=seed, accuracy=value) for seed, value in enumerate([0.90, 0.91, 0.92])]
-    found = change(old, [run(seed=seed, accuracy=0.88) for seed in range(3)])
-    assert found.metrics["accuracy"].spreads == pytest.approx(-3.0)
-    assert (found.metrics["accuracy"].baseline, found.metrics["accuracy"].value) == pytest.approx(
-        (0.91, 0.88)
-    )
 
 
 def test_a_row_that_is_less_accurate_than_allowed_says_where():
     old = [run(seed=seed, accuracy=value) for seed, value in enumerate([0.90, 0.91, 0.92])]
     new = [run(seed=seed, accuracy=0.88) for seed in range(3)]
     sentence = "O1 is less accurate: accuracy 0.88, 3.0 spreads below 0.91 before (2 allowed)"
-    assert faults(old, new) == [(Fault.LESS_ACCURATE, sentence)]
+    assert faults(old, new) == [("less accurate", sentence)]
     assert faults(old, new, tolerance=3.1) == []
 
 
 def test_a_loss_that_rose_is_less_accurate_and_one_that_fell_is_not():
     ((fault, sentence),) = faults([run(noise=0.01)], [run(loss=0.55)])
-    assert fault is Fault.LESS_ACCURATE
+    assert fault == "less accurate"
     assert "loss 0.55, 5.0 spreads above 0.5 before" in sentence
     assert faults([run(noise=0.01)], [run(loss=0.1)]) == []
 
@@ -134,7 +106,7 @@ def test_the_tolerance_is_that_of_the_sweep_before_unless_it_is_given():
 
 
 def test_a_row_that_diverges_now_is_less_accurate():
-    assert faults([run()], [run(loss=math.nan)]) == [(Fault.LESS_ACCURATE, "O1 diverged: loss is NaN")]
+    assert faults([run()], [run(loss=math.nan)]) == [("less accurate", "O1 diverged: loss is NaN")]
     assert faults([run(loss=math.nan)], [run(loss=math.nan)]) == []
 
 
@@ -153,62 +125,48 @@ def test_a_row_that_is_gone_is_missing():
     comparison = compare(sweep(run()), sweep(rows=("O0",)))
     assert comparison.regressions == [sentence]
     assert comparison.rows[1].after is None
-    assert faults([run()], []) == [(Fault.MISSING, sentence)]
-    assert faults([run()], [run(outcome=Outcome.INTERRUPTED)]) == [(Fault.MISSING, sentence)]
-
-
-def test_a_row_that_is_new_is_not_worse():
-    comparison = compare(sweep(rows=("O0",)), sweep(run(loss=9.0, ms=99.0)))
-    assert comparison.regressions == []
-    assert (comparison.rows[1].name, comparison.rows[1].before) == ("O1", None)
+    assert faults([run()], []) == [("missing", sentence)]
+    assert faults([run()], [run(outcome=Ending.INTERRUPTED)]) == [("missing", sentence)]
 
 
 def test_a_row_that_fails_now_is_told_how():
-    crashed = [run(outcome=Outcome.CRASHED)]
-    assert faults([run()], crashed) == [(Fault.FAILED, "O1 failed: crashed")]
-    assert faults([run(), run(seed=1)], [run(), *crashed]) == [
-        (Fault.FAILED, "O1 failed: 1 of 2 runs crashed")
-    ]
+    crashed = [run(outcome=Ending.CRASHED)]
+    assert faults([run()], crashed) == [("failed", "O1 failed: crashed")]
+    assert faults([run(), run(seed=1)], [run(), *crashed]) == [("failed", "O1 failed: 1 of 2 runs crashed")]
 
 
 def test_a_row_that_fails_now_is_worse_also_if_it_failed_before_or_is_new():
-    crashed = [run(outcome=Outcome.CRASHED)]
-    assert faults(crashed, crashed) == [(Fault.FAILED, "O1 failed: crashed, as before")]
+    crashed = [run(outcome=Ending.CRASHED)]
+    assert faults(crashed, crashed) == [("failed", "O1 failed: crashed, as before")]
     (fault,) = compare(sweep(rows=("O0",)), sweep(*crashed)).regressions
     assert fault == "O1 failed: crashed"
 
 
 def test_a_row_that_failed_before_and_is_gone_is_missing():
-    crashed = [run(outcome=Outcome.CRASHED)]
+    crashed = [run(outcome=Ending.CRASHED)]
     sentence = "O1 is missing: it failed before and was not run now"
-    assert faults(crashed, []) == [(Fault.MISSING, sentence)]
+    assert faults(crashed, []) == [("missing", sentence)]
     assert faults([], []) == []
 
 
-def test_a_row_that_finished_after_it_had_failed_is_not_worse_and_not_compared():
-    comparison = compare(sweep(run(outcome=Outcome.CRASHED)), sweep(run(ms=99.0)))
-    assert comparison.regressions == []
-    assert comparison.gaps == ["Not compared (failed before): O1"]
-
-
 def test_a_row_that_fails_in_part_is_worse_and_its_other_runs_are_compared():
-    part, all_of_it = [run(), run(seed=1, outcome=Outcome.CRASHED)], [run(outcome=Outcome.CRASHED)]
-    assert [fault for fault, _ in faults(part, all_of_it)] == [Fault.FAILED]
-    assert [fault for fault, _ in faults(part, [run(ms=20.0), part[1]])] == [Fault.FAILED, Fault.SLOWER]
+    part, all_of_it = [run(), run(seed=1, outcome=Ending.CRASHED)], [run(outcome=Ending.CRASHED)]
+    assert [fault for fault, _ in faults(part, all_of_it)] == ["failed"]
+    assert [fault for fault, _ in faults(part, [run(ms=20.0), part[1]])] == ["failed", "slower"]
 
 
 def test_where_nothing_could_be_compared_all_is_not_well():
     def alone(outcome):
         return summarize(replace(SETTINGS, rows=("O0",)), ENVIRONMENT, [run("O0", outcome=outcome)])
 
-    comparison = compare(alone(Outcome.CRASHED), alone(Outcome.FINISHED))
+    comparison = compare(alone(Ending.CRASHED), alone(Ending.FINISHED))
     assert comparison.regressions == ["Nothing could be compared: no level finished in both sweeps"]
     assert comparison.gaps == ["Not compared (failed before): O0"]
 
 
 def test_it_is_said_once_why_rows_or_their_accuracy_were_not_compared():
-    old = sweep(run("O1", math.nan), run("O2"), run("O3", outcome=Outcome.CRASHED), run("O4"))
-    new = sweep(run("O1"), run("O2", outcome=Outcome.CRASHED), run("O3"), run("O5"))
+    old = sweep(run("O1", math.nan), run("O2"), run("O3", outcome=Ending.CRASHED), run("O4"))
+    new = sweep(run("O1"), run("O2", outcome=Ending.CRASHED), run("O3"), run("O5"))
     assert compare(old, new).gaps == [
         "Not compared (failed before): O3",
         "Not compared (new): O5",
@@ -227,14 +185,9 @@ def test_both_sweeps_are_named():
 
 def test_what_is_not_measured_any_more_is_missing():
     assert faults([run(f1=0.5)], [run(loss=None, ms=None)]) == [
-        (Fault.MISSING, f"O1 is missing {what}, which was measured before")
+        ("missing", f"O1 is missing {what}, which was measured before")
         for what in ("the time of a step", "the loss", "f1")
     ]
-
-
-def test_a_row_can_be_worse_in_several_ways():
-    found = faults([run(f1=0.5)], [run(loss=0.6, ms=20.0, mib=300.0, f1=0.4)], more_memory=1)
-    assert [fault for fault, _ in found] == [Fault.SLOWER, *[Fault.LESS_ACCURATE] * 2, Fault.MORE_MEMORY]
 
 
 # ---- Besides ----

@@ -22,15 +22,6 @@ def draw():
 # Seeds
 
 
-def test_a_seed_decides_what_python_numpy_and_torch_draw():
-    set_seeds(1)
-    first = draw()
-    set_seeds(1)
-    assert draw() == first
-    set_seeds(2)
-    assert all(one != other for one, other in zip(draw(), first, strict=True))
-
-
 SEEDING = {
     "random": lambda seed: random.seed(seed),
     "random, by name": lambda seed: random.seed(a=seed, version=2),
@@ -55,26 +46,10 @@ def test_the_seeds_that_a_script_sets_are_shifted(name, seed):
     assert draw() == expected
 
 
-def test_a_seed_of_a_script_is_unlike_that_without():
-    torch.manual_seed(3)
-    before = torch.rand(())
-    with shifted_seeds(1):
-        torch.manual_seed(3)
-    assert torch.rand(()) != before
-
-
 @pytest.mark.parametrize("seed", [2**32 - 1, 0])
 def test_a_shifted_seed_is_one_that_numpy_takes(seed):
     with shifted_seeds(5):
         numpy.random.seed(seed)
-
-
-def test_what_is_no_number_seeds_as_it_is():
-    with shifted_seeds(1):
-        random.seed("words")
-        shifted = random.random()
-    random.seed("words")
-    assert random.random() == shifted
 
 
 def test_generators_of_the_script_keep_their_seeds():
@@ -87,16 +62,12 @@ def test_generators_of_the_script_keep_their_seeds():
 
 def test_seeding_functions_are_themselves_again():
     before = torch.manual_seed, random.seed, numpy.random.seed, torch.cuda.manual_seed_all
+    with shifted_seeds(0):
+        assert torch.manual_seed is before[0]
     with shifted_seeds(1):
         assert torch.manual_seed is not before[0]
         assert torch.manual_seed.__name__ == "manual_seed"
     assert (torch.manual_seed, random.seed, numpy.random.seed, torch.cuda.manual_seed_all) == before
-
-
-def test_seed_0_leaves_everything_as_it_is():
-    before = torch.manual_seed
-    with shifted_seeds(0):
-        assert torch.manual_seed is before
 
 
 # The yardstick

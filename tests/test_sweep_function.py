@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 import ampatch as amp
-from ampatch.sweeps.records.record import Outcome
+from ampatch.sweeps.records.record import Ending
 from ampatch.sweeps.records.sweep_file import from_json
 
 
@@ -51,7 +51,7 @@ def test_every_level_is_trained_with_every_seed(here):
     assert {(it.row, it.seed) for it in here.records} == {
         (row, seed) for row in ("O0", "O4", "autocast") for seed in (0, 1)
     }
-    assert all(it.outcome is Outcome.FINISHED for it in here.records)
+    assert all(it.outcome is Ending.FINISHED for it in here.records)
     assert [row.name for row in here.rows] == ["O0", "O4", "autocast"]
 
 
@@ -131,20 +131,20 @@ def test_a_function_that_raises_is_a_failed_run_and_the_sweep_goes_on():
     result = sweep(fails, levels=["O0", "O4"], seeds=2)
     failed = [it for it in result.records if it.failed]
     assert {(it.seed, it.outcome, it.cause) for it in failed} == {
-        (1, Outcome.CRASHED, "ValueError: bad weights")
+        (1, Ending.CRASHED, "ValueError: bad weights")
     }
     assert failed[0].last_lines[-1] == "ValueError: bad weights"
     assert len(result.records) == 4
 
 
-def fails_at_length(opt_level, seed):
-    train("O0", seed)
-    raise ValueError("bad weights\nin layer 3")
+def is_refused(opt_level, seed):
+    amp.initialize(torch.nn.Linear(1, 1), opt_level=opt_level, keep_fp32=["head"], verbosity=0)
 
 
-def test_an_exception_of_many_lines_is_told_by_its_first():
-    (record,) = sweep(fails_at_length, levels=["O4"]).records
-    assert (record.cause, record.last_lines[-1]) == ("ValueError: bad weights", "in layer 3")
+def test_a_level_that_initialize_refuses_is_a_failed_run_of_a_script_that_called_it():
+    (record,) = sweep(is_refused, levels=["O2"]).records
+    assert (record.outcome, record.measured.initialized) == (Ending.CRASHED, True)
+    assert "'head'" in record.cause
 
 
 def never_initializes(opt_level, seed):

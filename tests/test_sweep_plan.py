@@ -1,4 +1,4 @@
-"""A sweep's plan: its rows, the runs that they make, and how long those will take."""
+"""A sweep's plan: its rows, and the runs that they make."""
 
 import json
 from collections import Counter
@@ -12,8 +12,6 @@ import ampatch as amp
 from ampatch import AmpValueError
 from ampatch.commands.script import Script
 from ampatch.sweeps.plan import Plan, Run, slug
-from ampatch.sweeps.records.sweep import Settings
-from ampatch.sweeps.time_left import Past, Present, estimate_seconds
 from ampatch.sweeps.variant import LEVELS, OPTIONS, parse_rows, parse_variant
 
 # What a script passes beside its own level would contradict another one.
@@ -38,10 +36,6 @@ def plan(script):
 
 
 # ---- Rows ----
-
-
-def test_the_levels_are_ours_and_the_yardstick():
-    assert list(LEVELS) == [*amp.OPT_LEVELS, "autocast"]
 
 
 def test_a_level_overrides_what_the_script_passes_beside_its_own():
@@ -81,18 +75,12 @@ def test_every_option_but_those_of_the_script_itself_can_vary():
     }
 
 
-def test_a_variant_is_named_by_its_text_with_single_spaces():
-    assert parse_variant(" O2   keep_batchnorm_fp32=False  loss_scale=128 ").name == (
-        "O2 keep_batchnorm_fp32=False loss_scale=128"
-    )
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (
             "",
-            "unknown opt_level '': expected a variant to begin with one of O0, O1, O2, O3, O4, O5, autocast",
+            "unknown opt_level '': expected one of O0, O1, O2, O3, O4, O5, autocast",
         ),
         ("02 loss_scale=1", r"unknown opt_level '02' \(did you mean 'O2'\?\)"),
         ("Autocast", r"unknown opt_level 'Autocast' \(did you mean 'autocast'\?\)"),
@@ -105,21 +93,6 @@ def test_a_variant_is_named_by_its_text_with_single_spaces():
         ("O2 'loss_scale=1", "No closing quotation"),
         ("autocast keep_batchnorm_fp32=True", "autocast has no option .*: expected loss_scale, .*, dtype"),
         ("autocast dtype=float64", "dtype 'float64': expected float16 or bfloat16"),
-    ],
-    ids=[
-        *(
-            "empty",
-            "zero",
-            "capital",
-            "unknown",
-            "enabled",
-            "no-sign",
-            "no-value",
-            "no-number",
-            "twice",
-            "quote",
-        ),
-        *("autocast", "autocast-dtype"),
     ],
 )
 def test_a_variant_that_cannot_be_read_says_what_was_expected(text, message):
@@ -146,14 +119,6 @@ def test_a_plan_refuses_what_initialize_would(script, text, message):
     assert torch.mm is before
 
 
-def test_a_plan_with_good_variants_leaves_torch_as_it_was(script):
-    before = torch.mm
-    Plan(script, parse_rows([], ["O1 dtype=bfloat16"]))
-    assert torch.mm is before
-    with pytest.raises(amp.NotInitializedError):
-        amp.get_loss_scale()
-
-
 def test_a_plan_leaves_an_initialize_alone_that_is_in_use(script):
     amp.initialize(torch.nn.Linear(1, 1), verbosity=0, loss_scale=8)
     Plan(script, parse_rows([], ["O1 loss_scale=4"]))
@@ -177,11 +142,6 @@ def test_a_plan_leaves_an_initialize_alone_that_is_in_use(script):
 def test_a_row_that_is_there_twice_is_refused(levels, variants, twice):
     with pytest.raises(AmpValueError, match=f"'{twice}' is there twice"):
         parse_rows(levels, variants)
-
-
-def test_the_yardstick_comes_last():
-    rows = parse_rows(["autocast", "O1", "O0"], ["autocast dtype=float16", "O2 loss_scale=1"])
-    assert [row.name for row in rows] == ["O1", "O0", "O2 loss_scale=1", "autocast", "autocast dtype=float16"]
 
 
 @pytest.mark.parametrize("has_gpu", [False, True], ids=["cpu", "gpu"])
@@ -253,29 +213,18 @@ def test_a_row_can_stand_in_the_name_of_a_file(value, tmp_path):
 def test_a_script_that_takes_the_seed_gets_that_of_the_run_and_keeps_its_own_seeds(script):
     given = replace(script, arguments=("--seed", "{seed}", "--out=run-{seed}", "{other}"))
     runs = list(Plan(given, parse_rows(["O0"]), seeds=2).runs(Path("logs")))
-    assert [run.script_arguments for run in runs] == [
+    assert [run.script.arguments for run in runs] == [
         ("--seed", "0", "--out=run-0", "{other}"),
         ("--seed", "1", "--out=run-1", "{other}"),
     ]
     assert [run.shift_seeds for run in runs] == [False, False]
 
 
-def test_a_script_that_is_not_told_the_seed_has_its_own_shifted(plan):
-    assert all(run.shift_seeds for run in plan.runs(Path("logs")))
-
-
 def test_a_run_is_told_what_the_plan_says(script):
     plan = Plan(script, parse_rows(["autocast"]), steps=100, warmup=7)
     (run,) = plan.runs(Path("logs"))
-    assert (run.script, run.script_arguments, run.steps, run.warmup) == (
-        script.name,
-        ("--epochs", "3"),
-        100,
-        7,
-    )
-    assert (run.autocast, run.autocast_dtype) == (True, plan.rows[0].autocast_dtype)
-    assert run.overrides == plan.rows[0].overrides
-    assert run.to_script() == script
+    assert (run.script, run.steps, run.warmup, run.shift_seeds) == (script, 100, 7, True)
+    assert (run.autocast_dtype, run.overrides) == (plan.rows[0].autocast_dtype, plan.rows[0].overrides)
 
 
 def test_a_run_survives_json(script):
@@ -284,122 +233,21 @@ def test_a_run_survives_json(script):
         assert Run.from_json(run.to_json()) == run
 
 
-def test_a_module_is_run_as_one(tmp_path, monkeypatch):
-    (tmp_path / "train.py").touch()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend("")
-    plan = Plan(Script("train", is_module=True), parse_rows(["O0"]))
-    (run,) = plan.runs(Path("logs"))
-    assert run.to_script() == Script("train", is_module=True)
-    assert plan.settings().script == "-m train"
-
-
-def test_the_settings_are_those_of_the_plan(script):
-    plan = Plan(script, parse_rows(["O0"], ["O1 loss_scale=8"]), 3, 2, 50, 4, 60.0, 1.5)
-    rows = ("O0", "O1 loss_scale=8")
-    assert plan.settings() == Settings(script.name, script.arguments, rows, 3, 2, 50, 4, 60.0, 1.5)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"seeds": 0}, "seeds 0: expected 1 or more"),
         ({"repeat": -1}, "repeat -1: expected 1 or more"),
         ({"warmup": -1}, "warmup -1: expected a number of steps, 0 or more"),
-        ({"steps": 1}, "steps 1: expected 2 or more, since times are taken from step to step"),
-        (
-            {"steps": 6, "warmup": 5},
-            "steps 6 with a warmup of 5 leaves no step to measure: expected more than 6",
-        ),
-        ({"seeds": 10**20}, f"{10**20} runs .*, repeat 1.: expected 10,000 at the most"),
-        ({"seeds": 101, "repeat": 100}, "10100 runs .levels 1, seeds 101, repeat 100.: expected 10,000"),
+        ({"steps": 1}, "steps 1: expected 2 or more: times are from step to step"),
+        ({"seeds": 10**20}, f"{10**20} runs: expected 10,000 at the most"),
         ({"timeout": 0}, "timeout 0: expected seconds, more than 0"),
         ({"timeout": float("nan")}, "timeout nan"),
         ({"tolerance": -0.1}, "tolerance -0.1: expected spreads of O0, 0 or more"),
         ({"tolerance": float("nan")}, "tolerance nan"),
         ({"seeds": 0, "repeat": 0}, "seeds 0: .*; repeat 0: "),
     ],
-    ids=[
-        "seeds",
-        "repeat",
-        "warmup",
-        "no-steps",
-        "few-steps",
-        "too-many-seeds",
-        "too-many-runs",
-        "timeout",
-        "timeout-nan",
-        "tolerance",
-        "nan",
-        "both",
-    ],
 )
 def test_a_plan_refuses_numbers_that_cannot_work(script, settings, message):
     with pytest.raises(AmpValueError, match=message):
         Plan(script, parse_rows(["O0"]), **settings)
-
-
-@pytest.mark.parametrize(
-    ("steps", "warmup", "used"), [(7, 5, 5), (6, None, 2), (2, None, 0), (None, None, 5), (2, 0, 0)]
-)
-def test_a_plan_of_as_many_steps_as_can_be_measured_is_taken(script, steps, warmup, used):
-    plan = Plan(script, parse_rows(["O0"]), steps=steps, warmup=warmup)
-    assert plan.settings().warmup == used
-    assert {run.warmup for run in plan.runs(Path("logs"))} == {used}
-
-
-def test_a_plan_of_as_many_runs_as_can_be_has_seeds_that_every_generator_takes(script):
-    plan = Plan(script, parse_rows(["O0"]), seeds=10_000)
-    assert max(run.seed for run in plan.runs(Path("logs"))) < 2**32
-    assert plan.count == 10_000
-
-
-def test_a_plan_refuses_the_standard_input_which_can_be_read_once():
-    with pytest.raises(AmpValueError, match="can be read once"):
-        Plan(Script("-"), parse_rows(["O0"]))
-
-
-def test_a_plan_refuses_a_script_that_is_not_there():
-    with pytest.raises(AmpValueError, match=r"'absent\.py' does not exist"):
-        Plan(Script("absent.py"), parse_rows(["O0"]))
-
-
-# ---- The time left ----
-
-
-def left(present, rows_to_come=(), past=(), **limits):
-    return estimate_seconds([Past(*run) for run in past], Present(*present), rows_to_come, **limits)
-
-
-def test_nothing_is_known_in_the_first_run_without_a_limit():
-    assert left(("O0", 10, 50), ["O1"]) is None
-
-
-def test_a_limit_of_steps_is_known_from_the_first_step():
-    assert left(("O0", 10, 0), ["O1"], steps=200) is None
-    assert left(("O0", 10, 50), ["O1"], steps=200) == 30 + 40
-
-
-def test_a_row_takes_what_it_took_before_however_fast_its_steps_go():
-    past = [("O0", 60, 100), ("O1", 40, 100), ("O1", 44, 100), ("O1", 90, 100)]
-    assert left(("O1", 14, 99), ["O0"], past) == 44 - 14 + 60
-
-
-def test_in_the_first_round_the_steps_tell_as_many_are_to_come_as_others_made():
-    assert left(("O1", 10, 25), [], [("O0", 60, 100)]) == 30
-
-
-def test_before_its_first_step_a_row_takes_what_the_others_took_on_average():
-    assert left(("O2", 5, 0), ["O3"], [("O0", 60, 100), ("O1", 40, 100)]) == 45 + 50
-
-
-def test_a_run_that_takes_longer_than_thought_is_nearly_over():
-    assert left(("O0", 70, 90), ["O0"], [("O0", 60, 100)]) == 60
-
-
-def test_a_run_that_makes_more_steps_than_others_is_nearly_over():
-    assert left(("O1", 30, 150), [], [("O0", 60, 100)]) == 0
-
-
-def test_no_run_takes_longer_than_the_timeout():
-    assert left(("O1", 10, 1), ["O2"], [("O0", 60, 100)], timeout=100) == 90 + 80

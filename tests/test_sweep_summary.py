@@ -2,22 +2,21 @@
 
 import math
 import statistics
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampatch.sweeps.records.record import Curve, Measured, Outcome, Record, Spread
-from ampatch.sweeps.records.sweep import Distance, Recommendation, Settings, Verdict
+from ampatch.sweeps.records.record import Curve, Ending, Measured, Record, Spread
+from ampatch.sweeps.records.sweep import Distance, Settings, Verdict
 from ampatch.sweeps.verdicts.distance import Sample, deviation, distance, mean
 from ampatch.sweeps.verdicts.metric_names import is_about_accuracy, is_lower_better, most_important
 from ampatch.sweeps.verdicts.summary import pool, summarize
 from sweep_samples import ENVIRONMENT, sample_sweep
 
 NAN, INF = math.nan, math.inf
-DONE, CRASHED = Outcome.FINISHED, Outcome.CRASHED
-TIMED_OUT, INTERRUPTED = Outcome.TIMED_OUT, Outcome.INTERRUPTED
+DONE, CRASHED = Ending.FINISHED, Ending.CRASHED
+TIMED_OUT, INTERRUPTED = Ending.TIMED_OUT, Ending.INTERRUPTED
 
 
 def spread(ms):
@@ -146,54 +145,37 @@ def test_the_deviation_is_that_of_the_statistics_module(values):
     assert mean(values) == pytest.approx(statistics.fmean(values), rel=1e-9, abs=1e-9)
 
 
-def test_with_several_seeds_the_unit_is_their_standard_deviation():
-    origin = Sample((0.50, 0.52, 0.54), noise=9.0)
-    found = distance(Sample((0.58, 0.58)), origin, lower_is_better=True)
-    assert found.spread == pytest.approx(0.02)
-    assert (found.unit, found.baseline) == ("seeds", 0.52)
-    assert found.spreads == pytest.approx(-3.0)
-
-
-def test_with_one_seed_the_unit_is_the_noise_of_the_loss():
-    found = distance(Sample((0.4,)), Sample((0.5,), noise=0.05), lower_is_better=True)
-    assert (found.unit, found.spread) == ("steps", 0.05)
-    assert found.spreads == pytest.approx(2.0)
-
-
-def test_where_nothing_is_known_about_chance_the_unit_is_half_a_percent():
-    found = distance(Sample((0.81,)), Sample((0.8,)), lower_is_better=False)
-    assert found.unit == "percent"
-    assert found.spread == pytest.approx(0.004)
-    assert found.spreads == pytest.approx(2.5)
-
-
-def test_seeds_that_came_to_the_same_say_as_little_as_one():
-    assert Sample((0.5, 0.5, 0.5)).spread() == Sample((0.5,)).spread() == (0.0025, "percent")
-    assert Sample((0.5, 0.5), noise=0.1).spread() == (0.1, "steps")
-
-
 @pytest.mark.parametrize(
-    "sample",
-    [Sample((100.0, 100.001)), Sample((100.0,), noise=1e-9), Sample((-100.0, -100.001), noise=0.0)],
-    ids=["seeds", "noise", "negative"],
-)
-def test_a_spread_is_never_below_a_thousandth_of_the_value(sample):
-    assert sample.spread()[0] == pytest.approx(0.1, rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("sample", "expected"),
+    ("sample", "spread", "unit"),
     [
-        (Sample((0.0,)), 0.005),
-        (Sample((0.0, 0.0)), 0.005),
-        (Sample((0.0,), noise=0.0), 0.001),
-        (Sample((0.0,), first=4.0, noise=0.0), 4e-6),
-        (Sample((1e-12,), first=2.0, noise=1e-13), 2e-6),
+        (Sample((0.50, 0.52, 0.54), noise=9.0), 0.02, "seeds"),
+        (Sample((0.5,), noise=0.05), 0.05, "steps"),
+        (Sample((0.5, 0.5), noise=0.1), 0.1, "steps"),
+        (Sample((0.5, 0.5, 0.5)), 0.0025, "percent"),
+        (Sample((-100.0, -100.001)), 0.1, "seeds"),
+        (Sample((100.0,), noise=1e-9), 0.1, "steps"),
+        (Sample((0.0, 0.0)), 0.005, "percent"),
+        (Sample((0.0,), noise=0.0), 0.001, "steps"),
+        (Sample((1e-12,), first=2.0, noise=1e-13), 2e-6, "steps"),
     ],
-    ids=["alone", "seeds", "noise", "from 4", "arrived"],
+    ids=[
+        "seeds",
+        "noise",
+        "equal-noise",
+        "equal",
+        "least-of-seeds",
+        "least",
+        "zero",
+        "zero-noise",
+        "arrived",
+    ],
 )
-def test_a_spread_is_more_than_zero_also_where_o0_arrived_at_zero(sample, expected):
-    assert sample.spread()[0] == pytest.approx(expected)
+def test_the_unit_is_what_chance_does_and_at_least_a_thousandth_of_the_value(sample, spread, unit):
+    assert sample.spread() == (pytest.approx(spread, rel=1e-4), unit)
+    mean = sample.value
+    found = distance(Sample((mean - 3 * spread,)), sample, lower_is_better=True)
+    assert found.spreads == pytest.approx(3, rel=1e-3)
+    assert distance(Sample((mean - 3 * spread,)), sample, lower_is_better=False).spreads == -found.spreads
 
 
 any_float = st.floats() | st.sampled_from([0.0, NAN, INF, -INF, 1e308, 5e-324])
@@ -213,13 +195,6 @@ def test_a_distance_is_there_exactly_if_both_values_are_finite(own, origin, lowe
     assert found.spread is None or found.spread > 0
 
 
-@given(samples, samples)
-def test_what_is_worse_if_less_is_better_is_better_if_more_is(own, origin):
-    lower = distance(own, origin, lower_is_better=True).spreads
-    higher = distance(own, origin, lower_is_better=False).spreads
-    assert lower is None or math.isnan(lower) or lower == -higher
-
-
 def test_repeats_of_a_seed_count_as_one():
     origin = [run("O0", 0.4, seed=0), run("O0", 0.6, seed=0, repeat=1), run("O0", 0.7, seed=1)]
     own = [run("O1", 0.9, seed=0), run("O1", 0.5, seed=1), run("O1", 0.7, seed=1, repeat=1)]
@@ -229,17 +204,13 @@ def test_repeats_of_a_seed_count_as_one():
     assert found.spreads == pytest.approx(-0.15 / found.spread)
 
 
-def test_the_distance_of_a_metric_is_positive_where_it_is_better():
-    runs = [*seeds("O0", [0.5, 0.5], accuracy=[0.8, 0.9], wer=[0.2, 0.1])]
+def test_the_distance_of_a_metrics_last_value_is_positive_where_it_is_better():
+    runs = [*seeds("O0", [0.5, 0.5], accuracy=[0.8, 0.9], wer=[0.2, (0.7, 0.1)], epoch=3)]
     found = row("O1", *runs, *seeds("O1", [0.5, 0.5], accuracy=0.9, wer=0.2)).metrics
     deviation = statistics.stdev([0.8, 0.9])
+    assert set(found) == {"accuracy", "wer"}
     assert found["accuracy"].spreads == pytest.approx(0.05 / deviation)
     assert found["wer"].spreads == pytest.approx(-0.05 / deviation)
-
-
-def test_a_metric_is_its_last_value():
-    found = row("O1", run("O0", accuracy=(0.1, 0.8)), run("O1", accuracy=(0.9, 0.4)))
-    assert (found.metrics["accuracy"].value, found.metrics["accuracy"].baseline) == (0.4, 0.8)
 
 
 def test_a_metric_that_some_rows_lack_has_no_distance():
@@ -248,40 +219,28 @@ def test_a_metric_that_some_rows_lack_has_no_distance():
     assert found[1].metrics["bleu"] == Distance(0.3, None, None, None, "percent")
 
 
-def test_a_metric_that_some_seeds_lack_is_the_mean_of_the_others():
-    origin = [run("O0", seed=0, f1=0.5), run("O0", seed=1), run("O0", seed=2, f1=0.7)]
-    assert row("O0", *origin).metrics["f1"].value == pytest.approx(0.6)
-    assert row("O0", *origin).metrics["f1"].unit == "seeds"
-
-
-def test_counters_are_no_metrics_of_a_row():
-    assert list(row("O1", run("O0", epoch=3, f1=0.5), run("O1", epoch=4, f1=0.5)).metrics) == ["f1"]
-
-
-def test_o0_is_no_distance_from_itself():
-    found = row("O0", run("O0", accuracy=0.9))
-    assert (found.loss.spreads, found.metrics["accuracy"].spreads) == (None, None)
-    assert (found.loss.value, found.loss.baseline) == (0.5, 0.5)
-
-
 # ---- Rows ----
 
 
-def test_a_row_has_the_medians_of_its_runs():
+def test_a_row_has_the_medians_of_its_runs_that_finished():
     runs = [
-        run("O1", seed=seed, ms=ms, mib=mib, forward_ms=spread(ms / 2), samples=32.0, skipped=(1,) * seed)
+        run(
+            "O1",
+            seed=seed,
+            ms=ms,
+            mib=mib,
+            forward_ms=spread(ms / 2),
+            samples=32.0,
+            skipped=(1,) * seed,
+            loss_scales={"0": Curve((1,), (2.0**seed,))},
+        )
         for seed, (ms, mib) in enumerate([(10.0, 300.0), (30.0, 100.0), (20.0, 200.0)])
     ]
-    found = row("O1", *runs)
+    found = row("O1", *runs, run("O1", ms=99.0, seed=3, outcome=CRASHED))
     assert (found.step_ms.median, found.peak_mib, found.forward_ms, found.backward_ms) == (20, 200, 10, None)
     assert (found.steps_per_second, found.samples_per_second) == (50, 1600)
-    assert (found.skipped, found.runs, found.failed, found.outcome) == (1.0, 3, 0, DONE)
-
-
-def test_runs_that_failed_are_counted_and_left_out():
-    runs = [run("O1", ms=10.0), run("O1", ms=99.0, seed=1, outcome=CRASHED)]
-    found = row("O1", *runs)
-    assert (found.step_ms.median, found.runs, found.failed, found.outcome) == (10, 2, 1, DONE)
+    assert (found.skipped, found.runs, found.failed, found.outcome) == (1.0, 4, 1, DONE)
+    assert found.loss_scale == 2.0
 
 
 def test_ratios_are_to_o0_and_to_the_fastest_row():
@@ -292,13 +251,6 @@ def test_ratios_are_to_o0_and_to_the_fastest_row():
     assert [it.memory for it in rows] == [1, 0.75, 0.5]
     assert [it.speed_to_fastest for it in rows] == [0.25, 0.5, 1]
     assert [it.memory_to_fastest for it in rows] == [2, 1.5, 1]
-
-
-def test_a_loss_scale_of_a_row_is_one_that_a_run_had():
-    scales = [
-        run("O1", seed=seed, loss_scales={"0": Curve((1,), (2.0**k,))}) for seed, k in enumerate([16, 8])
-    ]
-    assert row("O1", *scales).loss_scale == 2.0**8
 
 
 def test_rows_come_in_the_order_of_the_settings_with_those_that_were_not_run():
@@ -325,16 +277,13 @@ def test_the_spread_of_several_runs_holds_their_median_and_its_quartiles_are_in_
     assert found.high <= max(it.high for it in runs)
 
 
-def test_the_spread_of_one_run_is_its_own():
-    assert pool([Spread(3.0, 2.0, 5.0, 7)]) == Spread(3.0, 2.0, 5.0, 7)
-
-
 # ---- Verdicts ----
 
 
-def test_a_row_within_the_tolerance_is_the_same():
+def test_a_row_within_the_tolerance_or_better_is_the_same():
     origin = list(seeds("O0", [0.50, 0.52, 0.54], accuracy=[0.90, 0.91, 0.92]))
     assert verdict(*origin, *seeds("O1", [0.555] * 3, accuracy=0.892)) == (Verdict.SAME, "")
+    assert verdict(*origin, *seeds("O1", [0.1] * 3, accuracy=0.99)) == (Verdict.SAME, "")
     assert row("O0", *origin).verdict is Verdict.BASELINE
 
 
@@ -345,28 +294,12 @@ def test_a_row_beyond_the_tolerance_is_worse_and_says_what():
     assert verdict(*origin, *own, tolerance=4.2) == (Verdict.SAME, "")
 
 
-def test_a_row_that_is_better_is_the_same():
-    assert verdict(run("O0", 0.5, accuracy=0.5), run("O1", 0.1, accuracy=0.9))[0] is Verdict.SAME
-
-
-def test_a_reason_writes_numbers_of_any_size_short():
-    found = verdict(run("O0", 0.5, perplexity=123456.0), run("O1", 0.5, perplexity=1e30))[1]
-    assert found == "perplexity 1e30, 8.1e26 % above O0"
-
-
 def test_the_reason_names_the_worst_two():
     origin = run("O0", 0.5, noise=0.01, f1=0.5, bleu=0.5)
     assert verdict(origin, run("O1", 0.6, f1=0.4, bleu=0.48)) == (
         Verdict.WORSE,
         "f1 0.4, 20 % below O0; loss 0.6, 10.0 spreads above O0; and 1 more",
     )
-
-
-def test_a_metric_may_be_called_loss():
-    assert verdict(run("O0", 0.5, loss_=1.0), run("O1", 0.5, loss_=1.0))[0] is Verdict.SAME
-    runs = [replace(it, measured=replace(it.measured, metrics={"loss": Curve((1,), (value,))}))
-            for it, value in ((run("O0"), 0.5), (run("O1", 0.9), 0.5))]  # fmt: skip
-    assert verdict(*runs)[0] is Verdict.WORSE
 
 
 @pytest.mark.parametrize(("loss", "written"), [(NAN, "NaN"), (INF, "inf"), (-INF, "-inf")])
@@ -381,22 +314,10 @@ def test_a_divergence_says_since_when_and_in_how_many_runs():
     assert verdict(run("O0"), run("O1", seed=1), *runs) == (Verdict.DIVERGED, expected)
 
 
-def test_a_divergence_of_all_runs_is_counted_as_well():
-    runs = [run("O1", NAN, seed=seed) for seed in (0, 1)]
-    assert verdict(run("O0"), *runs) == (Verdict.DIVERGED, "loss is NaN (2 of 2 runs)")
-
-
-def test_a_metric_that_is_not_finite_diverged():
+def test_a_metric_that_is_not_finite_diverged_unless_it_is_not_at_o0_either():
     found = verdict(run("O0", f1=0.5), run("O1", f1=(0.4, NAN, NAN)))
     assert found == (Verdict.DIVERGED, "f1 is NaN from step 1 on")
-
-
-def test_a_metric_that_is_not_finite_at_o0_either_tells_nothing():
     assert verdict(run("O0", f1=NAN), run("O1", f1=NAN)) == (Verdict.SAME, "")
-    assert verdict(run("O0", f1=NAN), run("O1", f1=0.5)) == (Verdict.SAME, "")
-
-
-def test_a_counter_that_is_not_finite_is_no_divergence():
     assert verdict(run("O0", grad_norm=1.0), run("O1", grad_norm=INF))[0] is Verdict.SAME
 
 
@@ -404,9 +325,6 @@ def test_a_loss_that_rose_where_that_of_o0_fell_diverged():
     assert verdict(run("O0", 0.5), run("O1", 2.3)) == (Verdict.DIVERGED, "loss rose from 2 to 2.3")
     assert verdict(run("O0", 0.5), run("O1", 2.1))[0] is Verdict.WORSE
     assert verdict(run("O0", 0.5, noise=0.5), run("O1", 2.9))[0] is Verdict.WORSE
-
-
-def test_a_loss_that_rises_at_o0_as_well_is_no_divergence():
     assert verdict(run("O0", 3.0), run("O1", 3.0)) == (Verdict.SAME, "")
 
 
@@ -448,31 +366,17 @@ def test_a_run_that_was_interrupted_speaks_neither_for_a_row_nor_against_it():
     assert verdict(run("O0"), rows=("O0", "O1")) == (Verdict.UNKNOWN, "not run")
 
 
-def test_without_o0_there_is_no_verdict():
+def test_without_o0_there_is_no_verdict_and_what_is_left_of_it_is_compared_with():
     assert verdict(run("O1")) == (Verdict.UNKNOWN, "there is no O0 to compare with")
-    assert verdict(run("O0", outcome=CRASHED), run("O1"))[0] is Verdict.UNKNOWN
-
-
-def test_what_is_left_of_o0_is_compared_with():
-    origin = [run("O0", 0.5), run("O0", seed=1, outcome=CRASHED)]
-    assert verdict(*origin, run("O1", 0.9))[0] is Verdict.WORSE
+    crashed = run("O0", seed=1, outcome=CRASHED)
+    assert verdict(crashed, run("O1"))[0] is Verdict.UNKNOWN
+    assert verdict(crashed, run("O0", 0.5), run("O1", 0.9))[0] is Verdict.WORSE
+    assert verdict(run("O0", None, f1=0.5), run("O1", None, f1=0.4))[0] is Verdict.WORSE
 
 
 def test_without_a_loss_or_a_metric_in_common_there_is_no_verdict():
     found = verdict(run("O0", None, f1=0.5), run("O1", None, bleu=0.5))
     assert found == (Verdict.UNKNOWN, "nothing to compare: no loss and no metric")
-
-
-def test_metrics_alone_are_enough():
-    assert verdict(run("O0", None, f1=0.5), run("O1", None, f1=0.4))[0] is Verdict.WORSE
-
-
-def test_a_child_that_measured_nothing_is_a_row():
-    empty = [Record(name, 0, 0, DONE, 1.0, measured=Measured()) for name in ("O0", "O1")]
-    missing = Record("O2", 0, 0, DONE, 1.0)
-    found = summary(*empty, missing)
-    assert [it.verdict for it in found.rows] == [Verdict.BASELINE, Verdict.UNKNOWN, Verdict.UNKNOWN]
-    assert found.recommendation.row is None
 
 
 # ---- The recommendation ----
@@ -484,7 +388,7 @@ def test_the_fastest_row_that_is_the_same_is_recommended():
     ).recommendation
     assert found.row == "O2 loss_scale=128"
     assert found.reason.startswith(
-        "O2 loss_scale=128 makes 4.00 times the steps a second of O0 (10.0 against 40.0 ms a step), and is "
+        "O2 loss_scale=128 runs at 4.00x the speed of O0 (10.0 against 40.0 ms a step), and is "
         "as accurate: loss 0.5 against 0.5. "
     )
 
@@ -493,7 +397,7 @@ def test_the_reason_has_the_metric_that_matters_and_the_memory_that_is_saved():
     origin = list(seeds("O0", [0.5, 0.52], f1=[0.1, 0.2], accuracy=[0.90, 0.92]))
     own = seeds("O1", [0.5, 0.52], ms=5.0, mib=60.0, f1=[0.1, 0.2], accuracy=[0.905, 0.925])
     assert reason(*origin, *own) == (
-        "O1 makes 2.00 times the steps a second of O0 (5.00 against 10.0 ms a step), with 40 % less memory, "
+        "O1 runs at 2.00x the speed of O0 (5.00 against 10.0 ms a step), with 40 % less memory, "
         "and is as accurate: accuracy 0.915 against 0.91 (+0.4 spreads)."
     )
 
@@ -501,26 +405,6 @@ def test_the_reason_has_the_metric_that_matters_and_the_memory_that_is_saved():
 @pytest.mark.parametrize(("ms", "expected"), [(9.81, "O0"), (9.79, "O1"), (20.0, "O0")])
 def test_a_row_has_to_be_faster_by_two_percent(ms, expected):
     assert summary(run("O0", ms=10.0), run("O1", ms=ms)).recommendation.row == expected
-
-
-def test_memory_is_named_from_five_percent_up():
-    assert "memory" not in reason(run("O0", mib=100), run("O1", ms=5.0, mib=96))
-    assert "with 5 % less memory" in reason(run("O0", mib=100), run("O1", ms=5.0, mib=95))
-
-
-def test_if_no_row_is_faster_o0_is_recommended():
-    found = summary(run("O0"), run("O1", ms=20.0), run("O4", ms=12.5)).recommendation
-    assert found.row == "O0"
-    assert found.reason.startswith(
-        "No level with the accuracy of O0 is faster by 2 % or more: the fastest, O4, makes 0.80 times its"
-    )
-
-
-def test_a_row_of_autocast_that_is_faster_is_not_passed_over_in_silence():
-    runs = [run("O0"), run("O4", ms=12.5), run("autocast", ms=11.0)]
-    assert "or more: the fastest but for autocast, O4, makes 0.80 times its" in reason(*runs)
-    runs = [run("O0"), run("O4", ms=12.5), run("autocast", ms=13.0)]
-    assert "or more: the fastest, O4, makes 0.80 times its" in reason(*runs)
 
 
 def test_if_no_row_is_as_accurate_o0_is_recommended():
@@ -535,13 +419,12 @@ def test_autocast_is_no_choice_and_is_named_if_it_is_faster():
     runs = [run("O0"), run("O1", ms=5.0), run("autocast", ms=4.0), run("autocast dtype=float16", ms=4.5)]
     found = summary(*runs).recommendation
     assert found.row == "O1"
-    assert "torch.autocast makes 1.25 times the steps a second of O1." in found.reason
+    assert "torch.autocast runs at 1.25x the speed of O1." in found.reason
     assert "autocast" not in reason(run("O0"), run("O1", ms=5.0), run("autocast", ms=4.95))
-
-
-def test_autocast_that_is_worse_is_said_to_be():
     found = reason(run("O0", noise=0.1), run("O1", ms=5.0), run("autocast", 0.9, ms=4.0))
     assert "of O1, but is worse (loss 0.9, 4.0 spreads above O0)." in found
+    found = reason(run("O0"), run("O4", ms=12.5), run("autocast", ms=11.0))
+    assert "or more: the fastest but for autocast, O4, runs at 0.80x the" in found
 
 
 def test_times_that_overlap_are_pointed_at():
@@ -551,24 +434,14 @@ def test_times_that_overlap_are_pointed_at():
     assert said not in reason(run("O0", ms=10.0), run("O1", ms=11.0))
 
 
-def test_one_seed_is_said_to_leave_chance_out():
-    assert "With one seed, differences of accuracy by chance cannot be told apart: --seeds 3." in reason(
-        run("O0"), run("O1", ms=5.0)
-    )
-
-
-def test_a_seed_that_failed_is_none_to_compare_with():
-    origin = [run("O0"), run("O0", 0.6, seed=1, outcome=CRASHED)]
-    found = reason(*origin, run("O1", ms=5.0), run("O1", seed=1, ms=5.0))
-    assert "With one seed, differences of accuracy by chance cannot be told apart: let all seeds" in found
-
-
-def test_seeds_that_changed_nothing_are_pointed_at():
+def test_what_seeds_tell_about_chance_is_said():
     said = "The seeds changed nothing: does the script set its own?"
     own = list(seeds("O1", [0.5, 0.5], ms=5.0, f1=0.5))
     assert said in reason(*seeds("O0", [0.5, 0.5], f1=0.5), *own)
     assert said not in reason(*seeds("O0", [0.5, 0.5], f1=[0.5, 0.6]), *own)
-    assert said not in reason(*seeds("O0", [0.5, 0.6], f1=0.5), *own)
+    said = "With one seed, differences of accuracy by chance cannot be told apart: "
+    assert f"{said}--seeds 3." in reason(run("O0"), run("O1", ms=5.0))
+    assert f"{said}let all seeds" in reason(run("O0"), run("O0", 0.6, seed=1, outcome=CRASHED), *own)
 
 
 @pytest.mark.parametrize(
@@ -628,7 +501,7 @@ records = st.lists(
         ),
         st.sampled_from(["O0", "O1", "O3", "autocast", "O2 loss_scale=128"]),
         *[st.integers(0, 2)] * 2,
-        st.sampled_from([DONE, DONE, DONE, *Outcome]),
+        st.sampled_from([DONE, DONE, DONE, *Ending]),
         st.none() | any_float,
         st.none() | any_float,
         st.none() | st.floats(0, 1e6),
@@ -662,37 +535,3 @@ def test_the_order_of_the_records_changes_nothing(made, chance):
     one, other = summary(*made, rows=rows, seeds=3), summary(*shuffled, rows=rows, seeds=3)
     assert repr(one.rows) == repr(other.rows)
     assert one.recommendation == other.recommendation
-
-
-def slower(record, factor):
-    """The run on a machine that is slower by a factor."""
-    if record.measured is None or record.measured.step_ms is None:
-        return record
-    old = record.measured.step_ms
-    ms = Spread(old.median * factor, old.low * factor, old.high * factor, old.count)
-    return replace(record, measured=replace(record.measured, step_ms=ms))
-
-
-@pytest.mark.parametrize("factor", [0.25, 1000.0])
-def test_a_machine_that_is_slower_makes_the_same_verdicts(factor):
-    made = [slower(record, factor) for record in SAMPLE.records]
-    one, other = (summarize(SAMPLE.settings, ENVIRONMENT, it) for it in (SAMPLE.records, made))
-    assert [(it.verdict, it.reason) for it in one.rows] == [(it.verdict, it.reason) for it in other.rows]
-    assert one.recommendation.row == other.recommendation.row
-
-
-def test_a_sample_is_summed_up_as_was_expected_by_hand():
-    found = summarize(SAMPLE.settings, ENVIRONMENT, SAMPLE.records)
-    verdicts = {it.name: it.verdict for it in found.rows}
-    assert verdicts["O0"] is Verdict.BASELINE
-    assert verdicts["O3"] is Verdict.DIVERGED
-    assert verdicts["O5 cast_model_outputs=float16"] is Verdict.FAILED
-    assert verdicts["O2 keep_batchnorm_fp32=False loss_scale=128"] is Verdict.WORSE
-    assert isinstance(found.recommendation, Recommendation)
-
-
-def test_any_part_of_a_sample_is_summed_up():
-    for count in range(len(SAMPLE.records)):
-        found = summarize(SAMPLE.settings, ENVIRONMENT, SAMPLE.records[:count])
-        assert [it.name for it in found.rows] == list(SAMPLE.settings.rows)
-        assert f"Only {count} of {len(SAMPLE.records)} runs were made." in found.recommendation.reason

@@ -7,9 +7,10 @@ from io import BytesIO, StringIO, TextIOWrapper
 import pytest
 from rich.console import Console
 
-from ampatch.sweeps.records.record import Curve, Measured, Outcome, Record, Spread
+from ampatch.sweeps.records.record import Curve, Ending, Measured, Record, Spread
 from ampatch.sweeps.records.sweep import Settings
-from ampatch.sweeps.terminal.terminal_table import build_table, heading_of
+from ampatch.sweeps.terminal.stream import Stream
+from ampatch.sweeps.terminal.terminal_table import heading_of
 from ampatch.sweeps.terminal.view import progress_bar, show, show_comparison
 from ampatch.sweeps.verdicts.compare import compare
 from ampatch.sweeps.verdicts.summary import summarize
@@ -35,10 +36,10 @@ MEASURED = Measured(
 
 
 def record(row, **changes):
-    return Record(row, 0, 0, Outcome.FINISHED, 1.0, measured=replace(MEASURED, **changes))
+    return Record(row, 0, 0, Ending.FINISHED, 1.0, measured=replace(MEASURED, **changes))
 
 
-def failed(row, outcome=Outcome.CRASHED, cause="ValueError: bad [bold] value", **changes):
+def failed(row, outcome=Ending.CRASHED, cause="ValueError: bad [bold] value", **changes):
     return Record(row, 0, 0, outcome, 60.0, cause, log="/logs/O1.log", **changes)
 
 
@@ -85,18 +86,10 @@ def test_a_row_has_times_memory_loss_accuracy_distance_scale_and_verdict():
 @pytest.mark.parametrize("width", [80, 200])
 def test_the_widest_table_of_all_rows_fits_into_80_columns(width):
     names = (*LEVELS, "autocast", VARIANT, "autocast dtype=float16")
-    output = printed(sweep(*[record(name) for name in names], record("O1", final_loss=math.nan)), width)
-    assert max(map(len, output.splitlines())) <= 80
-    assert len([line for line in output.splitlines() if line.startswith(names)]) >= 7
-    assert "0.9812" in cells(output, "O5")
-
-
-@pytest.mark.parametrize("whole", [WHOLE, SAMPLE], ids=["summed up", "as made"])
-def test_a_sweep_of_every_kind_of_row_is_ascii_and_not_wider_than_80_but_for_logs(whole):
-    output = printed(whole)
-    assert output.isascii()
-    assert [line for line in output.splitlines() if len(line) > 80 and "(log: " not in line] == []
-    assert all(name in output for name in LEVELS)
+    whole = sweep(*[record(name) for name in names], record("O1", final_loss=math.nan))
+    for lines in (printed(whole, width).splitlines(), printed(WHOLE, width).splitlines()):
+        assert [line for line in lines if len(line) > 80 and "(log: " not in line] == []
+        assert len([line for line in lines if line.startswith(names)]) >= 7
 
 
 def test_a_variant_has_a_short_name_that_is_explained_below_the_table():
@@ -119,46 +112,20 @@ def test_a_variant_that_is_recommended_has_its_whole_name_once():
     name = "O2 keep_fp32=" + ",".join(f"layer{index}" for index in range(7))
     fast = record(name, step_ms=Spread(600.0, 590, 610, 195))
     said = sentence_of(printed(sweep(record("O0"), fast)))
-    assert f"Recommended: {name} (V1). V1 makes 2.06 times the steps a second of O0" in said
+    assert f"Recommended: {name} (V1). V1 runs at 2.06x the speed of O0" in said
     assert said.count(name) == 2  # once in the legend
 
 
-def test_a_single_time_has_no_range():
-    once = record("O1", steps=2, step_ms=Spread(1234.5, 1234.5, 1234.5, 1))
-    assert cells(printed(sweep(record("O0"), once)), "O1")[1:3] == ["1234", "-"]
-
-
-@pytest.mark.parametrize("width", [79, 70, 60, 50, 40, 30, 10])
-def test_a_narrow_terminal_breaks_no_number(width):
+def test_a_narrow_terminal_breaks_no_number():
     whole = sweep(record("O0"), record("O1"))
-    other = sweep(record("O0"), record("O1", step_ms=Spread(2469.134, 2400, 2500, 194)))
-    wide, narrow = cells(printed(whole), "O1"), cells(printed(whole, width), "O1")
-    assert [cell for cell in narrow if cell not in wide] == []
-    assert narrow[-1] == "same"
-    assert len(narrow) == {79: 11, 70: 11, 60: 9, 50: 7, 40: 6, 30: 4, 10: 3}[width]
-    wide, narrow = cells(compared(whole, other), "O1"), cells(compared(whole, other, width=width), "O1")
-    assert [cell for cell in narrow if cell not in wide] == []
-    assert narrow[-1] == "slower"
-
-
-@pytest.mark.parametrize("width", [79, 60, 50, 40, 30])
-def test_a_table_fits_into_a_narrow_terminal(width):
-    rows = [line for line in printed(WHOLE, width).splitlines() if line.startswith((*LEVELS, "V1 "))]
-    assert len(rows) >= 7
-    assert max(map(len, rows)) <= width
-
-
-def test_without_metrics_there_is_no_column_for_one():
-    output = printed(sweep(record("O0", metrics={}), record("O1", metrics={})))
-    assert len(cells(output, "O1")) == 10
-    assert "accuracy" not in output.partition("\nO0")[0]
+    assert cells(printed(whole, 40), "O1") == cells(printed(whole), "O1")
+    assert cells(compared(whole, whole, width=40), "O1") == cells(compared(whole, whole), "O1")
 
 
 def test_a_metric_is_headed_by_its_name_in_several_lines():
-    assert heading_of("val/top5_accuracy", "ascii").split("\n") == ["val/", "top5_", "accuracy"]
-    assert heading_of("f1", "ascii") == "f1"
-    assert heading_of("pr\u00e9cision", "ascii").isascii()
-    assert max(map(len, heading_of("x" * 100, "ascii").split("\n"))) <= 8
+    assert heading_of("val/top5_accuracy").split("\n") == ["val/", "top5_", "accuracy"]
+    assert heading_of("f1") == "\nf1"
+    assert max(map(len, heading_of("x" * 100).split("\n"))) <= 8
 
 
 def test_the_distance_is_that_of_what_did_worst():
@@ -172,10 +139,6 @@ def test_the_distance_is_that_of_what_did_worst():
 def test_a_row_that_was_not_run_says_so():
     found = summarize(Settings("train.py", (), ("O0", "O1")), ENVIRONMENT, [record("O0")])
     assert cells(printed(found), "O1")[-2:] == ["not", "run"]
-
-
-def test_a_row_that_failed_has_dashes():
-    assert cells(printed(sweep(record("O0"), failed("O1"))), "O1") == ["O1", *["-"] * 9, "failed"]
 
 
 def test_the_title_names_script_seeds_and_device():
@@ -195,34 +158,24 @@ def test_the_caption_says_how_the_columns_were_measured():
     assert "peak MiB: device memory." in said
     assert "final loss: mean of the last 10." in said
     assert "in spreads (the standard deviation of O0 over the seeds); below -2 is worse" in said
+    said = sentence_of(printed(sweep(record("O0"), record("O1"), tolerance=3.5)))
+    assert "(the standard error of O0's last 10 losses or 0.5 % of O0's value); below -3.5 is worse" in said
 
 
 @pytest.mark.parametrize(
-    ("warmup", "steps", "count", "expected"),
+    ("warmup", "steps", "expected"),
     [
-        (5, 15, 9, "without the first 5 steps,"),
-        (1, 15, 13, "without the first step,"),
-        (0, 15, 14, "of all steps,"),
-        (100, 15, 7, "without the first half of so short a run,"),
-        (5, 6, 3, "without the first half of so short a run,"),
-        (5, 2, 1, "of all steps,"),
+        (5, [15, 200], "without the first 5 steps,"),
+        (1, [15], "without the first step,"),
+        (0, [15], "of all steps,"),
+        (100, [15, 60], "without the first half of so short a run,"),
+        (5, [200, 4], "without the first 5 steps, or the first half of a run too short for that,"),
     ],
 )
-def test_the_caption_says_what_was_left_out_of_the_times(warmup, steps, count, expected):
-    timed = record("O0", steps=steps, step_ms=Spread(1.0, 0.9, 1.1, count))
-    said = sentence_of(printed(sweep(timed, warmup=warmup)))
+def test_the_caption_says_what_was_left_out_of_the_times(warmup, steps, expected):
+    runs = [record(f"O{number}", steps=count) for number, count in enumerate(steps)]
+    said = sentence_of(printed(sweep(*runs, warmup=warmup)))
     assert f"ms a step: median {expected} +- half the range" in said
-
-
-def test_the_caption_says_what_was_left_out_where_only_some_runs_are_short():
-    short = record("O1", steps=4, step_ms=Spread(1.0, 0.9, 1.1, 2))
-    said = sentence_of(printed(sweep(record("O0"), short)))
-    assert "without the first 5 steps, or the first half of a run too short for that, +- half" in said
-
-
-def test_the_caption_names_the_unit_of_one_seed():
-    said = sentence_of(printed(sweep(record("O0"), record("O1"), tolerance=3.5)))
-    assert "(the standard error of O0's last 10 losses or 0.5 % of O0's value); below -3.5 is worse" in said
 
 
 def test_the_recommendation_is_the_end():
@@ -231,21 +184,16 @@ def test_the_recommendation_is_the_end():
     assert "Nothing is recommended. Without O0 there is nothing to compare with" in sentence_of(nothing)
 
 
-def test_a_verdict_is_explained():
-    said = sentence_of(printed(sweep(record("O0"), record("O1", final_loss=math.nan))))
-    assert "O1 diverged: loss is NaN" in said
-
-
 @pytest.mark.parametrize(
     ("one", "expected"),
     [
         (failed("O1"), "O1 seed 0 crashed: ValueError: bad [bold] value (log: /logs/O1.log)"),
         (
-            failed("O1", Outcome.TIMED_OUT),
+            failed("O1", Ending.TIMED_OUT),
             "O1 seed 0 timed out after 60 s: ValueError: bad [bold] value (log: ",
         ),
         (failed("O1", measured=MEASURED), "O1 seed 0 crashed (step 200): ValueError: "),
-        (failed("O1", Outcome.INTERRUPTED, cause=""), "O1 seed 0 interrupted (log: /logs/O1.log)"),
+        (failed("O1", Ending.INTERRUPTED, cause=""), "O1 seed 0 interrupted (log: /logs/O1.log)"),
     ],
     ids=["crashed", "timed out", "late", "interrupted"],
 )
@@ -257,13 +205,8 @@ def test_a_run_that_failed_has_a_line_with_its_cause_and_its_log(one, expected):
 def test_a_row_that_failed_is_told_once():
     lines = printed(sweep(record("O0"), failed("O1"))).splitlines()
     assert len([line for line in lines if line.startswith("O1 ") and "crashed" in line]) == 1
-    lines = printed(sweep(record("O0"), failed("O1", Outcome.INTERRUPTED, cause=""))).splitlines()
+    lines = printed(sweep(record("O0"), failed("O1", Ending.INTERRUPTED, cause=""))).splitlines()
     assert len([line for line in lines if line.startswith("O1 ") and "interrupted" in line]) == 1
-
-
-def test_the_line_of_a_failed_run_is_not_broken():
-    one = failed("O1", cause="x" * 100)
-    assert f"O1 seed 0 crashed: {'x' * 100} (log: /logs/O1.log)\n" in printed(sweep(record("O0"), one))
 
 
 def test_what_a_log_says_cannot_steer_the_terminal():
@@ -277,25 +220,12 @@ def test_any_text_can_be_written_in_any_encoding(encoding):
     file = TextIOWrapper(BytesIO(), encoding=encoding)
     text = "\u5931\u6557 \udcff \u00e9"
     whole = sweep(record("O0"), failed(f"O1 {text}", cause=text), script=f"{text}.py")
-    console = Console(file=file, width=80)
+    console = Console(file=Stream(file), width=80)
     show(console, whole)
     show_comparison(console, compare(whole, whole))
     file.flush()
     written = file.buffer.getvalue().decode(encoding)
     assert ("\u5931\u6557" if encoding == "utf-8" else "\\u5931\\u6557") in written
-
-
-def test_a_table_alone_is_in_ascii():
-    console = Console(file=StringIO(), width=80)
-    console.print(build_table(sweep(record("O0"), failed("O1 \u5931"), script="\u5931.py")))
-    assert console.file.getvalue().isascii()
-
-
-@pytest.mark.parametrize("count", [0, 1, 5, 20])
-def test_any_part_of_a_sweep_can_be_shown(count):
-    part = summarize(SAMPLE.settings, SAMPLE.environment, SAMPLE.records[:count])
-    output = printed(part)
-    assert f"Only {count} of 27 runs were made." in sentence_of(output)
 
 
 # ---- Comparisons ----
@@ -341,40 +271,17 @@ def test_a_comparison_of_failures_does_not_say_that_all_is_well():
     assert better.endswith("O0, O1 Nothing could be compared: no level finished in both sweeps")
 
 
-def test_a_comparison_tells_new_rows_and_missing_ones():
-    output = compared(sweep(record("O0"), record("O1")), sweep(record("O0"), record("O4")))
-    assert cells(output, "O4")[-1] == "new"
-    assert cells(output, "O1")[-1] == "missing"
-
-
-def test_a_comparison_without_metrics_shows_the_loss():
-    old = sweep(record("O0", metrics={}), record("O1", metrics={}))
-    assert cells(compared(old, old), "O1")[5:7] == ["0.0001234", "0.0001234"]
-
-
-def test_a_comparison_of_every_kind_of_row_fits_into_80_columns():
-    half = replace(WHOLE, records=WHOLE.records[:14])
-    other = summarize(half.settings, replace(ENVIRONMENT, torch="2.14.0"), half.records)
-    output = compared(WHOLE, other)
-    assert output.isascii()
-    assert max(map(len, output.splitlines())) <= 80
-    assert "torch: 2.13.0+cu130 before, 2.14.0 after" in output
-
-
 # ---- The progress bar ----
 
 
 def progress(*, terminal):
     """What a bar shows of two runs out of three."""
     console = Console(file=StringIO(), width=100, force_terminal=terminal, color_system=None)
-    with progress_bar(console, 3) as bar:
+    with progress_bar(console, 4, 200) as bar:
         bar.start("O0 seed 1")
-        bar.show_steps(40)
-        bar.show_time_left(None)
         bar.finish("finished")
         bar.start("O1 seed 2")
-        bar.show_steps(60, 200)
-        bar.show_time_left(750)
+        bar.show_steps(60)
         bar._progress.refresh()
         bar.finish("timed out")
         bar.finish()
@@ -384,19 +291,11 @@ def progress(*, terminal):
 def test_a_bar_shows_the_run_its_steps_and_the_time_left():
     shown = progress(terminal=True)
     assert "O1 seed 2" in shown
-    assert "1 of 3 runs step 60 of 200" in shown
-    assert "12 min left" in shown
+    assert "1 of 4 runs step 60 of 200 0:00:00" in shown
+    assert shown.rstrip().endswith("\x1b[2K")  # it leaves nothing behind
 
 
 def test_where_nobody_watches_there_is_a_line_for_each_run():
     lines = progress(terminal=False).splitlines()
     assert [line.partition(" after ")[0] for line in lines] == ["O0 seed 1: finished", "O1 seed 2: timed out"]
-    assert [line[-8:] for line in lines] == ["(1 of 3)", "(2 of 3)"]
-
-
-def test_a_bar_is_gone_when_all_is_over():
-    with progress_bar(Console(file=StringIO(), force_terminal=True), 1) as bar:
-        bar.start("x" * 200)
-        bar.finish("finished")
-        console = bar._progress.console
-    assert console.file.getvalue().rstrip().endswith("\x1b[2K")
+    assert [line[-8:] for line in lines] == ["(1 of 4)", "(2 of 4)"]

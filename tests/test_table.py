@@ -5,8 +5,8 @@ import types
 
 import pytest
 
-from ampatch.casts.table import FP32, FP32_INPLACE, LOWER, PROMOTE, CastTable, Row, validate
 from ampatch.errors import TableError
+from ampatch.table import FP32, FP32_INPLACE, LOWER, PROMOTE, CastTable, Row, validate
 
 
 def table(*rows, target="torch"):

@@ -14,9 +14,9 @@ from torch import nn
 
 import ampatch as amp
 from ampatch import lists
-from ampatch.casts.table import BANNED, CUSTOM, FP32, FP32_INPLACE, LOWER, MATCH_SELF, PROMOTE, CastTable, Row
 from ampatch.patching.patcher import Patcher
 from ampatch.session.session import SESSION
+from ampatch.table import BANNED, CUSTOM, FP32, FP32_INPLACE, LOWER, MATCH_SELF, PROMOTE, CastTable, Row
 from ampatch.testing import TorchSnapshot, assert_casts, parametrize_rows, session
 from ampatch.testing.opening import is_open
 

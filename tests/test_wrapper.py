@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import ampatch as amp
-from ampatch.casts.table import BANNED, FP32, FP32_INPLACE, LOWER, MATCH_SELF
+from ampatch.table import BANNED, FP32, FP32_INPLACE, LOWER, MATCH_SELF
 from ampatch.testing import assert_casts, parametrize_rows
 from patched import FULL, HALF, LEVELS, full, half, open_session
 

@@ -14,8 +14,8 @@ import torch
 from ampatch import lists
 from ampatch.casts.explanation import Explanation, Name
 from ampatch.casts.promotion import promotes
-from ampatch.casts.table import CastTable, Row
 from ampatch.errors import AmpValueError
+from ampatch.table import CastTable, Row
 
 # How people write the places, longest first where one begins with another.
 SHORT = {

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ampatch.casts.table import Cast
 from ampatch.levels.policy import OPT_LEVELS, Policy
 from ampatch.levels.precision import name_dtype
+from ampatch.table import Cast
 
 MEANING = {
     Cast.LOWER: "its floating arguments are cast to the half type of the level",

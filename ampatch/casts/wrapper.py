@@ -15,10 +15,10 @@ from ampatch.casts.cast_counter import CastCounter
 from ampatch.casts.cast_tree import TensorCast, cast_listed, cast_tree, may_hold_tensors
 from ampatch.casts.custom import CUSTOM_CASTS, where_refused
 from ampatch.casts.in_graph import keep_uncast
-from ampatch.casts.table import Cast
 from ampatch.errors import BannedFunctionError
 from ampatch.levels.precision import ELIGIBLE, HALF_TYPES
 from ampatch.levels.private import count_modes, tracing_state
+from ampatch.table import Cast
 
 is_compiling = torch.compiler.is_dynamo_compiling
 

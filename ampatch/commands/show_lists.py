@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from ampatch import AmpError, AmpValueError, explain, lists
 from ampatch.casts.catalog import SHORT, Catalog
 from ampatch.casts.explanation import COLUMNS, Explanation, align
-from ampatch.casts.table import Cast, CastTable, Row
+from ampatch.table import Cast, CastTable, Row
 
 SUMMARY = "print the cast tables, or say what happens to one op at each level, and why"
 HEADINGS = ("function", "cast", "reason")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import wrapt
 
-from ampatch.casts.table import CastTable, Row
 from ampatch.errors import PatchConflictError
+from ampatch.table import CastTable, Row
 
 logger = logging.getLogger("ampatch")
 

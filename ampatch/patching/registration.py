@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from ampatch.casts.cast import CastState
-from ampatch.casts.table import Cast
 from ampatch.casts.wrapper import wrap
 from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.patching.patcher import qualify
+from ampatch.table import Cast
 
 
 @dataclass(frozen=True, slots=True)

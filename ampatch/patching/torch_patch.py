@@ -13,7 +13,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ampatch import lists
 from ampatch.casts.cast import CastState
 from ampatch.casts.cast_counter import CastCounter
-from ampatch.casts.table import Row
 from ampatch.casts.wrapper import wrap
 from ampatch.errors import AmpValueError
 from ampatch.levels.policy import Policy
@@ -32,6 +31,7 @@ from ampatch.patching.features.layers import allow_fast_path, allow_half_input
 from ampatch.patching.features.scripting import say_scripted
 from ampatch.patching.patcher import Patcher, Place, RetriedPatch, peel, place_rows, qualify
 from ampatch.patching.registration import Registration, bind
+from ampatch.table import Row
 
 
 class TorchPatch(RetriedPatch):

@@ -8,10 +8,10 @@ import torch
 
 from ampatch.casts.catalog import Catalog
 from ampatch.casts.explanation import Explanation, Name
-from ampatch.casts.table import Cast
 from ampatch.patching.patcher import qualify
 from ampatch.patching.registration import Registration, decorate, validate_place
 from ampatch.session.session import SESSION
+from ampatch.table import Cast
 
 
 def half_function(function: Callable) -> Callable:

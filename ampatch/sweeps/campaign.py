@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -14,29 +12,23 @@ from ampatch.sweeps.environment import collect, with_device
 from ampatch.sweeps.plan import Plan, Run
 from ampatch.sweeps.processes.runner import Execute, execute, shorten
 from ampatch.sweeps.processes.stop import Stop
-from ampatch.sweeps.records.record import Outcome, Record
+from ampatch.sweeps.records.record import Ending, Record
 from ampatch.sweeps.records.results import Results
 from ampatch.sweeps.records.sweep import Sweep
-from ampatch.sweeps.time_left import Past, Present, estimate_seconds, expect_steps
 from ampatch.sweeps.verdicts.summary import summarize
 
-OF_INITIALIZE = "ampatch.errors."  # how the last line of a traceback begins
 
-
-class Bar(Protocol):
-    """Shows how far a sweep is."""
+class SweepProgress(Protocol):
+    """Is told how far a sweep is."""
 
     def start(self, name: str) -> None:
-        """Shows which run is on."""
+        """Takes which run is on."""
 
-    def show_steps(self, steps: int, of: int | None = None) -> None:
-        """Shows how many steps the run has made, of how many if that is known."""
-
-    def show_time_left(self, seconds: float | None) -> None:
-        """Shows how long the sweep will go on, None where that is not known."""
+    def show_steps(self, steps: int) -> None:
+        """Takes how many steps the run has made."""
 
     def finish(self, outcome: str = "") -> None:
-        """Counts a run as over; without an outcome it was left out."""
+        """Takes how a run ended; without an outcome it was left out."""
 
 
 class Campaign:
@@ -50,7 +42,7 @@ class Campaign:
         self._stop = stop
         self._environment = collect(plan.script)
 
-    def carry_out(self, bar: Bar) -> None:
+    def carry_out(self, progress: SweepProgress) -> None:
         """Executes run after run until the last one or until it is stopped, and saves what was measured.
 
         A row that timed out is not run again. A sweep that is in the folder is replaced when a run has
@@ -60,17 +52,17 @@ class Campaign:
         ahead = deque(self._plan.runs(self._results.logs))
         while ahead and not self._stop:
             run = replace(ahead.popleft(), directory=str(self._results.logs.absolute()))
-            bar.start(self._title(run))
-            record = self._execute(run, self._plan.timeout, self._watch(run, ahead, bar), self._stop)
+            progress.start(self._title(run))
+            record = self._execute(run, self._plan.timeout, progress.show_steps, self._stop)
             if not self.records:
                 validate_first(record, self._plan)
             left_out = leave_out(record, ahead)
             if left_out:
                 record = replace(record, cause=f"{record.cause}; {left_out} more of its runs are left out")
             self._keep(record)
-            bar.finish(record.outcome)
+            progress.finish(record.outcome)
             for _ in range(left_out):
-                bar.finish()
+                progress.finish()
         if not self._stop:
             self._results.replace_old()
 
@@ -97,34 +89,10 @@ class Campaign:
         repeat = f" repeat {run.repeat}" if self._plan.repeat > 1 else ""
         return f"{run.row}{seed}{repeat}"
 
-    def _watch(self, run: Run, ahead: Iterable[Run], bar: Bar) -> Callable[[int], None]:
-        finished = [record for record in self.records if not record.failed and record.measured]
-        past = tuple(Past(record.row, record.seconds, record.measured.steps) for record in finished)
-        return Watch(self._plan, bar, run.row, past, tuple(later.row for later in ahead), time.monotonic())
-
-
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """Shows the steps of the run that is on, and how long the sweep will go on."""
-
-    plan: Plan
-    bar: Bar
-    row: str
-    past: tuple[Past, ...]
-    ahead: tuple[str, ...]
-    start: float
-
-    def __call__(self, steps: int) -> None:
-        """Takes how many steps the run has made."""
-        self.bar.show_steps(steps, expect_steps(self.past, self.plan.steps))
-        present = Present(self.row, time.monotonic() - self.start, steps)
-        left = estimate_seconds(self.past, present, self.ahead, self.plan.steps, self.plan.timeout)
-        self.bar.show_time_left(left)
-
 
 def leave_out(record: Record, ahead: deque[Run]) -> int:
     """Takes the other runs of a row that took too long from those to come, and returns how many they are."""
-    if record.outcome is not Outcome.TIMED_OUT:
+    if record.outcome is not Ending.TIMED_OUT:
         return 0
     count, others = len(ahead), [run for run in ahead if run.row != record.row]
     ahead.clear()
@@ -136,13 +104,14 @@ def validate_first(record: Record, plan: Plan) -> None:
     """Raises AmpValueError if the script failed before a level could matter, or had nothing to measure."""
     name = plan.settings().script
     log = f" (log: {record.log})" if record.log else ""
-    if failed_by_itself(record):
+    called = record.measured is not None and record.measured.initialized
+    if record.outcome is Ending.CRASHED and record.measured is not None and not called:
         raise AmpValueError(
             f"'{name}' failed before it called initialize, as it would at every level: {record.cause}{log}"
         )
-    if record.outcome is not Outcome.NO_STEPS:
+    if record.outcome is not Ending.NO_STEPS:
         return
-    if record.measured is None or not record.measured.initialized:
+    if not called:
         raise AmpValueError(
             f"'{name}' never called initialize (or did so with enabled=False, or in another process), so "
             f"every level would be the same: add the line `amp.initialize(model, optimizer)`{log}"
@@ -151,10 +120,3 @@ def validate_first(record: Record, plan: Plan) -> None:
         f"'{name}' called initialize, and no optimizer that it was given made a step at {record.row}, so "
         f"there is nothing to measure: expected calls of optimizer.step(){log}"
     )
-
-
-def failed_by_itself(record: Record) -> bool:
-    """Says whether a script raised before it called `initialize`, and not in it."""
-    if record.outcome is not Outcome.CRASHED or record.measured is None or record.measured.initialized:
-        return False
-    return not record.cause.startswith(OF_INITIALIZE)

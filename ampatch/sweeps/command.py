@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from ampatch import AmpError, AmpValueError
 from ampatch.commands.script import Script
+from ampatch.sweeps.faults import ArgumentError
 from ampatch.sweeps.plan import DEFAULTS, Plan
-from ampatch.sweeps.precheck import validate_source
 from ampatch.sweeps.processes.stop import noting_signals
 from ampatch.sweeps.terminal.stream import Stream
 from ampatch.sweeps.variant import LEVELS, parse_rows
@@ -32,9 +31,6 @@ OF_A_PLAN = ("seeds", "repeat", "steps", "warmup", "timeout", "tolerance")
 OF_A_SWEEP = ("script", "module", "levels", "variant", "seeds", "repeat", "steps", "warmup", "timeout", "out")
 OF_A_COMPARISON = ("slower", "more_memory")
 FLAGS = {"script": "SCRIPT", "module": "-m"}
-# Names of arguments where an error begins with them and a value.
-NUMBERS = ("seeds", "repeat", "steps", "warmup", "timeout", "tolerance", "slower", "more_memory")
-ARGUMENT = re.compile(rf"(?:^|(?<=; ))({'|'.join((*NUMBERS, 'out'))})(?= [-+'\d.in])")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,37 +38,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage, parser.epilog = USAGE, EPILOG
     parser.add_argument("script", metavar="SCRIPT", nargs="?", help="a script that calls initialize")
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as `python -m` does")
-    what = parser.add_argument_group("what is run")
-    what.add_argument("--levels", metavar="L,...", help=f"parted by commas; default: {','.join(LEVELS)}")
-    what.add_argument(
-        "--variant",
-        action="append",
-        metavar="'L NAME=VALUE...'",
-        help="a level with arguments of initialize, such as 'O2 loss_scale=128'; may be repeated",
-    )
+    add_of_a_sweep(parser)
+    add_of_a_comparison(parser)
+
+
+def add_of_a_sweep(parser: argparse.ArgumentParser) -> None:
+    """Adds what says which runs are made, and what is made of them."""
+    add = parser.add_argument_group("what is run").add_argument
+    add("--levels", metavar="L,...", help=f"separated by commas; default: {','.join(LEVELS)}")
+    variant = "a level with arguments of initialize, such as 'O2 loss_scale=128'; may be repeated"
+    add("--variant", action="append", metavar="'L NAME=VALUE...'", help=variant)
     seeds = f"train each with the seeds 0 to N-1; default: {DEFAULTS.seeds}"
-    add_number(what, "--seeds", "N", whole, seeds)
-    add_number(what, "--repeat", "N", whole, f"run all that N times; default: {DEFAULTS.repeat}")
+    add("--seeds", type=int, metavar="N", help=seeds)
+    add("--repeat", type=int, metavar="N", help=f"run all that N times; default: {DEFAULTS.repeat}")
     steps = "end a run after so many optimizer steps; default: where the script ends"
-    add_number(what, "--steps", "N", whole, steps)
-    add_number(what, "--timeout", "S", real, "end a run after so many seconds; default: never")
-    how = parser.add_argument_group("what is made of it")
-    warmup = f"first steps of a run that are not timed; default: {DEFAULTS.warmup}, of short runs less"
-    add_number(how, "--warmup", "N", whole, warmup)
+    add("--steps", type=int, metavar="N", help=steps)
+    add("--timeout", type=float, metavar="S", help="end a run after so many seconds; default: never")
+    add = parser.add_argument_group("what is made of it").add_argument
+    warmup = f"first steps of a run that are not timed; default: {DEFAULTS.warmup}, of short runs half"
+    add("--warmup", type=int, metavar="N", help=warmup)
     tolerance = "how far from O0 counts as the same, in spreads of O0 over the seeds; "
-    add_number(how, "--tolerance", "T", real, f"{tolerance}default: {DEFAULTS.tolerance}, or A's")
-    how.add_argument("--out", metavar="DIR", help="write sweep.json, sweep.csv, sweep.html and logs there")
-    compare = parser.add_argument_group("two sweeps")
-    compare.add_argument(
-        *("--compare",),
-        nargs=2,
-        metavar=("A", "B"),
-        help="compare two sweep.json, or folders with one: B with A",
-    )
+    add("--tolerance", type=float, metavar="T", help=f"{tolerance}default: {DEFAULTS.tolerance}, or A's")
+    add("--out", metavar="DIR", help="write sweep.json, sweep.csv, sweep.html and logs there")
+
+
+def add_of_a_comparison(parser: argparse.ArgumentParser) -> None:
+    """Adds what compares two sweeps."""
+    add = parser.add_argument_group("two sweeps").add_argument
+    compare = "compare two sweep.json, or folders with one: B with A"
+    add("--compare", nargs=2, metavar=("A", "B"), help=compare)
     slower = f"with --compare: how much slower than A is too slow, as a part of 1; default: {SLOWER}"
-    add_number(compare, "--slower", "PART", real, slower)
+    add("--slower", type=float, metavar="PART", help=slower)
     memory = "with --compare: how much more memory than A is too much; default: no limit"
-    add_number(compare, "--more-memory", "PART", real, memory)
+    add("--more-memory", type=float, metavar="PART", help=memory)
 
 
 def given_of(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, object]:
@@ -85,44 +83,13 @@ def flags(names: Iterable[str]) -> str:
     return ", ".join(FLAGS.get(name, f"--{name.replace('_', '-')}") for name in names)
 
 
-def name_flags(message: str) -> str:
-    """Names arguments in an error as they are typed.
-
-    >>> name_flags("seeds 0: expected 1 or more; more_memory -1: expected a part")
-    '--seeds 0: expected 1 or more; --more-memory -1: expected a part'
-    """
-    return ARGUMENT.sub(lambda match: flags([match[1]]), message)
-
-
-def add_number(
-    group: argparse._ArgumentGroup, flag: str, name: str, read: Callable[[str], float], text: str
-) -> None:
-    """Adds an option that takes a number; without it there is None, so that it can be told who gave it."""
-    group.add_argument(flag, type=read, metavar=name, help=text)
-
-
-def whole(text: str) -> int:
-    """Reads a whole number."""
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number") from None
-
-
-def real(text: str) -> float:
-    """Reads a number."""
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number") from None
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Compares two sweeps, or runs one and shows it; returns the exit status."""
     try:
         return run_sweep(arguments) if arguments.compare is None else compare(arguments)
-    except AmpValueError as error:
-        raise AmpValueError(name_flags(str(error))) from None
+    except ArgumentError as error:
+        faults = (f"{flags([it.name])} {it.value!r}: {it.expected}" for it in error.faults)
+        raise AmpValueError("; ".join(faults)) from None
 
 
 def run_sweep(arguments: argparse.Namespace) -> int:
@@ -130,35 +97,23 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     given = given_of(arguments, OF_A_COMPARISON)
     if given:
         raise AmpValueError(f"{flags(given)} without --compare: expected the two sweeps that are compared")
-    plan = read_plan(arguments)
-    require_rich()
-    validate_source(plan.script)
-    return sweep(plan, arguments.out)
-
-
-def read_plan(arguments: argparse.Namespace) -> Plan:
-    """Reads what is to be run; raises AmpValueError for what cannot be."""
     levels = ",".join(LEVELS) if arguments.levels is None else arguments.levels
     rows = parse_rows([level.strip() for level in levels.split(",")], arguments.variant or ())
-    return Plan(
-        script=find_script(arguments),
-        rows=rows,
-        **given_of(arguments, OF_A_PLAN),
-    )
+    plan = Plan(script=find_script(arguments), rows=rows, **given_of(arguments, OF_A_PLAN))
+    require_rich()
+    return sweep(plan, arguments.out)
 
 
 def find_script(arguments: argparse.Namespace) -> Script:
     """Says which script was named; raises AmpValueError if there is none, or two."""
-    if arguments.module is None and arguments.script is None:
+    named = [name for name in (arguments.module, arguments.script) if name is not None]
+    if len(named) > 1:
+        raise AmpValueError(f"-m {arguments.module} and {arguments.script!r}: expected one of them{HINT}")
+    if not named or not named[0]:
         raise AmpValueError(
             "no script: expected a Python script, or -m and a module, or --compare and two sweeps"
         )
-    if arguments.module is not None and arguments.script is not None:
-        raise AmpValueError(f"-m {arguments.module} and {arguments.script!r}: expected one of them{HINT}")
-    name = arguments.script if arguments.module is None else arguments.module
-    if not name:
-        raise AmpValueError("the name of the script is empty: expected a Python script, or -m and a module")
-    return Script(name, arguments.script_arguments, is_module=arguments.module is not None)
+    return Script(named[0], arguments.script_arguments, is_module=arguments.module is not None)
 
 
 def sweep(plan: Plan, out: str | None) -> int:
@@ -173,7 +128,7 @@ def sweep(plan: Plan, out: str | None) -> int:
         if results.holds_old:
             view.say(errors, f"'{out}' holds a sweep already: it is replaced when a run has finished")
         campaign = Campaign(plan, results, stop)
-        with view.progress_bar(errors, plan.count) as bar:
+        with view.progress_bar(errors, plan.count, plan.steps) as bar:
             campaign.carry_out(bar)
         if campaign.records:
             result = campaign.sweep()
@@ -197,14 +152,13 @@ def compare(arguments: argparse.Namespace) -> int:
             f"{flags(given) or '--'} beside --compare, which runs nothing: "
             "expected --slower, --more-memory and --tolerance alone"
         )
+    require_rich()
     from ampatch.sweeps.records.results import read_sweep
+    from ampatch.sweeps.terminal import view
 
     before, after = map(read_sweep, arguments.compare)
     limits = given_of(arguments, ("tolerance", *OF_A_COMPARISON))
     comparison = compare_sweeps(before, after, names=tuple(arguments.compare), **limits)
-    require_rich()
-    from ampatch.sweeps.terminal import view
-
     shown = Stream(sys.stdout)
     view.show_comparison(view.Console(file=shown), comparison)
     shown.raise_error()

@@ -33,7 +33,7 @@ def collect(script: Script) -> Environment:
         python=platform.python_version(),
         platform=platform.platform(),
         cpu=find_cpu(),
-        cores=count_cores(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         device="cpu",
     )
@@ -101,10 +101,3 @@ def find_cpu(path: Path = Path("/proc/cpuinfo")) -> str:
         lines = []
     names = [value.strip() for name, _, value in lines if name.strip() in ("model name", "Model", "cpu")]
     return next(filter(None, [*names, platform.processor(), platform.machine()]), "unknown")
-
-
-def count_cores() -> int:
-    """Returns how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

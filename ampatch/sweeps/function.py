@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ampatch import AmpError, AmpValueError
 from ampatch.commands.script import Script
-from ampatch.sweeps.campaign import Bar, Campaign
+from ampatch.sweeps.campaign import Campaign, SweepProgress
 from ampatch.sweeps.plan import DEFAULTS, LEVEL, SEED, Plan
 from ampatch.sweeps.processes.in_process import Train, execute_here, require_closed
 from ampatch.sweeps.processes.stop import Stop
@@ -19,6 +19,7 @@ from ampatch.sweeps.records.results import open_results
 from ampatch.sweeps.records.sweep import Sweep
 from ampatch.sweeps.variant import LEVELS, parse_rows
 
+CHILD = "ampatch.sweeps.processes.child_call"
 IN_CHILD = "AMPATCH_SWEEP_CHILD"  # set in the environment while a child loads the function
 logger = logging.getLogger("ampatch")
 
@@ -55,26 +56,30 @@ def sweep(
     Returns a `Sweep`, with `records` of the runs, `rows` and a `recommendation`. Raises AmpValueError for
     arguments that cannot work, among them a `train` that never calls `initialize`.
     """
-    if os.environ.get(IN_CHILD):
-        raise AmpError(
-            "sweep() is called while a process of its own loads the module of train: put the call under "
-            "if __name__ == '__main__'"
-        )
-    script = Script(
-        "ampatch.sweeps.processes.child_call", (describe(train, processes), LEVEL, SEED), is_module=True
-    )
-    rows = parse_rows(list(levels), list(variants))
+    require_no_child()
     if not processes and timeout is not None:
         raise AmpValueError("timeout needs processes: a function in this one cannot be ended")
+    script = Script(CHILD, (describe(train, processes), LEVEL, SEED), is_module=True)
+    rows = parse_rows(list(levels), list(variants))
+    warmup = DEFAULTS.warmup if warmup is None else warmup
     plan = Plan(script, rows, seeds, repeat, steps, warmup, timeout, tolerance, name_of(train))
     if not processes:
         require_closed()
     with open_results(None if out is None else str(out)) as results:
         campaign = Campaign(plan, results, Stop(), None if processes else execute_here(train))
-        campaign.carry_out(LogBar())
+        campaign.carry_out(ProgressLog())
         result = campaign.sweep()
         results.save(result)
     return result
+
+
+def require_no_child() -> None:
+    """Raises AmpError in a process that loads the module of the function in order to call it."""
+    if os.environ.get(IN_CHILD):
+        raise AmpError(
+            "sweep() is called while a process of its own loads the module of train: put the call under "
+            "if __name__ == '__main__'"
+        )
 
 
 def name_of(train: Train) -> str:
@@ -100,7 +105,7 @@ def describe(train: Train, processes: bool) -> str:
     return json.dumps({"path": path, "file": file, "module": module, "name": name})
 
 
-class LogBar(Bar):
+class ProgressLog(SweepProgress):
     """Says to the log how far a sweep is."""
 
     def __init__(self) -> None:
@@ -109,6 +114,9 @@ class LogBar(Bar):
     def start(self, name: str) -> None:
         """Notes which run is on."""
         self._name = name
+
+    def show_steps(self, steps: int) -> None:
+        """Leaves the steps of a run out."""
 
     def finish(self, outcome: str = "") -> None:
         """Says how a run ended."""

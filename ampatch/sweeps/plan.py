@@ -7,11 +7,12 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ampatch import AmpValueError
 from ampatch.commands.script import STDIN, Script
+from ampatch.sweeps.faults import ArgumentFault, raise_faults
 from ampatch.sweeps.records.sweep import Settings
 from ampatch.sweeps.variant import Value, Variant
 
@@ -23,7 +24,7 @@ DEFAULTS = Settings(script="", arguments=(), rows=())
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One process to come: a script, its arguments, and what `initialize` is made to use.
+    """One process to come: a script with its arguments, and what `initialize` is made to use.
 
     `directory` takes its files, of which the child writes all but the log. `shift_seeds` says that the seeds
     which the script sets itself are to be moved by `seed`: it has not been told the seed. `autocast_dtype` is
@@ -33,45 +34,36 @@ class Run:
     row: str
     seed: int
     repeat: int
-    script: str
-    script_arguments: tuple[str, ...]
+    script: Script
     overrides: dict[str, Value]
     directory: str
-    is_module: bool = False
-    autocast: bool = False
     autocast_dtype: str | None = None
     shift_seeds: bool = True
     steps: int | None = None
     warmup: int = DEFAULTS.warmup
 
     @property
-    def name(self) -> str:
-        """Returns what the files of the run are called, without their endings."""
-        return f"{slug(self.row)}-seed{self.seed}-repeat{self.repeat}"
-
-    @property
     def log(self) -> Path:
         """Returns the file that takes what the script prints."""
-        return Path(self.directory, f"{self.name}.log")
+        return self._file("log")
 
     @property
     def progress(self) -> Path:
         """Returns the file in which the child counts its steps."""
-        return Path(self.directory, f"{self.name}.steps")
+        return self._file("steps")
 
     @property
     def measured(self) -> Path:
         """Returns the file in which the child leaves what it measured."""
-        return Path(self.directory, f"{self.name}.json")
+        return self._file("json")
 
     @property
     def raised(self) -> Path:
         """Returns the file in which the child leaves a line about the exception that ended it."""
-        return Path(self.directory, f"{self.name}.raised")
+        return self._file("raised")
 
-    def to_script(self) -> Script:
-        """Returns what is to be run."""
-        return Script(self.script, self.script_arguments, self.is_module)
+    def _file(self, ending: str) -> Path:
+        return Path(self.directory, f"{slug(self.row)}-seed{self.seed}-repeat{self.repeat}.{ending}")
 
     def to_json(self) -> str:
         """Writes the run as one line of JSON."""
@@ -81,18 +73,8 @@ class Run:
     def from_json(cls, text: str) -> Run:
         """Reads what `to_json` wrote."""
         fields = json.loads(text)
-        return cls(**fields | {"script_arguments": tuple(fields["script_arguments"])})
-
-
-def choose_warmup(warmup: int | None, steps: int | None) -> int:
-    """Returns the warm-up that was asked for, or 5 steps, of short runs less than half.
-
-    >>> choose_warmup(None, None), choose_warmup(None, 6), choose_warmup(8, 20)
-    (5, 2, 8)
-    """
-    if warmup is not None:
-        return warmup
-    return DEFAULTS.warmup if steps is None else min(DEFAULTS.warmup, max(0, steps - 1) // 2)
+        script = fields["script"]
+        return cls(**fields | {"script": Script(**script | {"arguments": tuple(script["arguments"])})})
 
 
 def slug(row: str) -> str:
@@ -115,7 +97,7 @@ class Plan:
     """A script with its arguments, the rows to train it at, how often, how long, and how to compare.
 
     Each of `rows` runs with each of so many `seeds`, and all of that `repeat` times, each time for so many
-    `steps` at the most and `timeout` seconds; `warmup` steps are not timed (None: see `choose_warmup`).
+    `steps` at the most and `timeout` seconds; `warmup` steps are not timed.
     `tolerance` is in spreads of O0. Raises AmpValueError for what cannot work, all of the numbers at once.
     """
 
@@ -124,7 +106,7 @@ class Plan:
     seeds: int = DEFAULTS.seeds
     repeat: int = DEFAULTS.repeat
     steps: int | None = None
-    warmup: int | None = None
+    warmup: int = DEFAULTS.warmup
     timeout: float | None = None
     tolerance: float = DEFAULTS.tolerance
     title: str = ""  # of what is run, if it is no script to its user
@@ -135,35 +117,25 @@ class Plan:
                 "the standard input can be read once, and a sweep runs it often: save the script"
             )
         self.script.validate()
-        faults = list(self._find_faults())
-        if faults:
-            raise AmpValueError("; ".join(faults))
+        raise_faults(self._find_faults())
+        if self.count > MOST_RUNS:
+            raise AmpValueError(f"{self.count} runs: expected {MOST_RUNS:,} at the most")
         for row in self.rows:
             row.validate()
 
-    def _find_faults(self) -> Iterator[str]:
+    def _find_faults(self) -> Iterator[ArgumentFault]:
         if self.seeds < 1:
-            yield f"seeds {self.seeds}: expected 1 or more"
+            yield ArgumentFault("seeds", self.seeds, "expected 1 or more")
         if self.repeat < 1:
-            yield f"repeat {self.repeat}: expected 1 or more"
-        if min(self.seeds, self.repeat) >= 1 and self.count > MOST_RUNS:
-            yield (
-                f"{self.count} runs (levels {len(self.rows)}, seeds {self.seeds}, repeat {self.repeat}): "
-                f"expected {MOST_RUNS:,} at the most"
-            )
+            yield ArgumentFault("repeat", self.repeat, "expected 1 or more")
         if self.steps is not None and self.steps < 2:
-            yield f"steps {self.steps}: expected 2 or more, since times are taken from step to step"
-        if self.warmup is not None and self.warmup < 0:
-            yield f"warmup {self.warmup}: expected a number of steps, 0 or more"
-        elif self.warmup and self.steps is not None and 2 <= self.steps <= self.warmup + 1:
-            yield (
-                f"steps {self.steps} with a warmup of {self.warmup} leaves no step to measure: "
-                f"expected more than {self.warmup + 1}, or less warmup"
-            )
+            yield ArgumentFault("steps", self.steps, "expected 2 or more: times are from step to step")
+        if self.warmup < 0:
+            yield ArgumentFault("warmup", self.warmup, "expected a number of steps, 0 or more")
         if self.timeout is not None and not self.timeout > 0:
-            yield f"timeout {self.timeout:g}: expected seconds, more than 0"
+            yield ArgumentFault("timeout", self.timeout, "expected seconds, more than 0")
         if not self.tolerance >= 0:
-            yield f"tolerance {self.tolerance:g}: expected spreads of O0, 0 or more"
+            yield ArgumentFault("tolerance", self.tolerance, "expected spreads of O0, 0 or more")
 
     @property
     def count(self) -> int:
@@ -183,25 +155,21 @@ class Plan:
                 yield self._run(row, seed, repeat, directory)
 
     def _run(self, row: Variant, seed: int, repeat: int, directory: Path) -> Run:
-        arguments = self.script.arguments
+        given = self.script.arguments
+        level = str(row.overrides["opt_level"])
+        arguments = tuple(it.replace(SEED, str(seed)).replace(LEVEL, level) for it in given)
         return Run(
             row=row.name,
             seed=seed,
             repeat=repeat,
-            script=self.script.name,
-            script_arguments=tuple(
-                argument.replace(SEED, str(seed)).replace(LEVEL, str(row.overrides["opt_level"]))
-                for argument in arguments
-            ),
+            script=replace(self.script, arguments=arguments),
             overrides=row.overrides,
             # A script may change the working directory.
             directory=str(directory.absolute()),
-            is_module=self.script.is_module,
-            autocast=row.autocast,
             autocast_dtype=row.autocast_dtype,
-            shift_seeds=not any(SEED in argument for argument in arguments),
+            shift_seeds=not any(SEED in argument for argument in given),
             steps=self.steps,
-            warmup=choose_warmup(self.warmup, self.steps),
+            warmup=self.warmup,
         )
 
     def settings(self) -> Settings:
@@ -213,7 +181,7 @@ class Plan:
             seeds=self.seeds,
             repeat=self.repeat,
             steps=self.steps,
-            warmup=choose_warmup(self.warmup, self.steps),
+            warmup=self.warmup,
             timeout=self.timeout,
             tolerance=self.tolerance,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,6 @@ from ampatch.commands.script import level_overrides
 from ampatch.sweeps.records.sweep import AUTOCAST
 
 LEVELS = (*OPT_LEVELS, AUTOCAST)
-NAMES = ", ".join(LEVELS)
 # Of `initialize`: what the script alone can give, and what changes nothing that is measured.
 NO_OPTIONS = ("models", "optimizers", "enabled", "opt_level", "num_losses", "verbosity")
 OPTIONS = tuple(name for name in inspect.signature(amp.initialize).parameters if name not in NO_OPTIONS)
@@ -74,18 +73,13 @@ def parse_rows(levels: Sequence[str], variants: Sequence[str] = ()) -> tuple[Var
     >>> [row.name for row in parse_rows(["autocast", "O0"], ["O2  loss_scale=128"])]
     ['O0', 'O2 loss_scale=128', 'autocast']
     """
-    rows = [parse_level(level) for level in levels] + [parse_variant(text) for text in variants]
+    rows = [parse_variant(text) for text in (*levels, *variants)]
     if not rows:
-        raise AmpValueError(f"no levels: expected one or more of {NAMES}")
+        raise AmpValueError(f"no levels: expected one or more of {', '.join(LEVELS)}")
     for place, row in enumerate(rows):
         if any((row.level, row.options) == (other.level, other.options) for other in rows[:place]):
             raise AmpValueError(f"{row.name!r} is there twice: name each level and each variant once")
     return tuple(sorted(rows, key=lambda row: row.autocast))
-
-
-def parse_level(name: str) -> Variant:
-    """Reads a level's name, or "autocast"."""
-    return make_variant(require_level(name, "one or more"), [])
 
 
 def parse_variant(text: str) -> Variant:
@@ -97,23 +91,11 @@ def parse_variant(text: str) -> Variant:
     try:
         level, *words = shlex.split(text) or [""]
     except ValueError as error:
-        raise AmpValueError(
-            f"variant {text!r}: {error}: expected a level and NAME=VALUE, quoted as in a shell"
-        ) from None
-    return make_variant(require_level(level, "a variant to begin with one"), words)
-
-
-def require_level(name: str, expected: str) -> str:
-    """Returns the name of a level, and raises for what is none."""
-    if name in LEVELS:
-        return name
-    meant = AUTOCAST if name.lower() == AUTOCAST else name.upper().replace("0", "O", 1)
-    hint = f" (did you mean {meant!r}?)" if meant in LEVELS else ""
-    raise AmpValueError(f"unknown opt_level {name!r}{hint}: expected {expected} of {NAMES}")
-
-
-def make_variant(level: str, words: Sequence[str]) -> Variant:
-    """Puts a level and its options together."""
+        raise AmpValueError(f"variant {text!r}: {error}: expected a level and NAME=VALUE") from None
+    if level not in LEVELS:
+        meant = AUTOCAST if level.lower() == AUTOCAST else level.upper().replace("0", "O", 1)
+        hint = f" (did you mean {meant!r}?)" if meant in LEVELS else ""
+        raise AmpValueError(f"unknown opt_level {level!r}{hint}: expected one of {', '.join(LEVELS)}")
     name = " ".join([level, *words])
     options: dict[str, Value] = {}
     for word in words:
@@ -155,24 +137,15 @@ def parse_option(name: str, level: str, word: str) -> tuple[str, Value]:
     if not sign or not value:
         raise AmpValueError(f"variant {name!r}: {word!r} has no value: expected {option}=VALUE")
     try:
-        return option, READERS.get(option, str)(value)
+        return option, read_value(option, value)
     except ValueError:
         raise AmpValueError(f"variant {name!r}: {word!r}: expected a number") from None
 
 
-def read_bound(text: str) -> float | None:
-    """Reads a bound of the loss scale; "None" is no bound."""
-    return None if text == "None" else float(text)
-
-
-def read_patterns(text: str) -> list[str]:
-    """Reads names of modules, parted by commas."""
-    return [pattern.strip() for pattern in text.split(",") if pattern.strip()]
-
-
-# `initialize` reads strings as scripts get them from argparse, but for these.
-READERS: dict[str, Callable[[str], Value]] = {
-    "min_loss_scale": read_bound,
-    "max_loss_scale": read_bound,
-    "keep_fp32": read_patterns,
-}
+def read_value(option: str, text: str) -> Value:
+    """Reads what `initialize` does not read from a string, as scripts get them from argparse."""
+    if option == "keep_fp32":
+        return [pattern.strip() for pattern in text.split(",") if pattern.strip()]
+    if option in ("min_loss_scale", "max_loss_scale"):
+        return None if text == "None" else float(text)
+    return text

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import ampatch as amp
-from ampatch.casts.table import Cast
 from ampatch.patching.patcher import peel
+from ampatch.table import Cast
 from ampatch.testing.opening import is_open, make_model, session
 from ampatch.testing.outcome import Arguments, Outcome, observe
 from ampatch.testing.place import locate

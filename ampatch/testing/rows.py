@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ampatch import lists
-from ampatch.casts.table import Cast, CastTable
+from ampatch.table import Cast, CastTable
 
 if TYPE_CHECKING:
     import pytest

@@ -3,52 +3,37 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
 import torch
 
 Mark = object  # a point in time, which only its clock can read
 
 
-class Clock(Protocol):
-    """Marks points in time, and says later how far they are apart."""
-
-    def mark(self) -> Mark:
-        """Marks this point in time, without waiting for the device."""
-
-    def is_over(self, mark: Mark) -> bool:
-        """Whether the device has come to the mark."""
-
-    def milliseconds(self, start: Mark, end: Mark) -> float:
-        """Returns the time between two marks that are over."""
-
-    def synchronize(self) -> None:
-        """Waits until every mark is over."""
-
-
 class HostClock:
-    """The clock of a CPU, where an operation is over when it returns."""
+    """The clock of a CPU, where an operation is over when it returns; marks are seconds."""
 
     def __init__(self) -> None:
         self.mark = time.perf_counter  # a call less than a method
 
     def is_over(self, mark: Mark) -> bool:
-        """Whether a mark is over: always."""
+        """Whether the device has come to a mark: always."""
         return True
 
-    def milliseconds(self, start: float, end: float) -> float:
-        """Returns the time between two marks."""
+    def milliseconds(self, start: Mark, end: Mark) -> float:
+        """Returns the time between two marks that are over."""
         return (end - start) * 1000
 
     def synchronize(self) -> None:
         """Has nothing to wait for."""
 
 
-class DeviceClock:
+class DeviceClock(HostClock):
     """Marks are CUDA events in the current stream: they cost the loop no host sync."""
 
-    def mark(self) -> torch.cuda.Event:
-        """Records an event."""
+    def __init__(self) -> None:
+        self.mark = self._record
+
+    def _record(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

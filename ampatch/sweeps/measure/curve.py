@@ -1,8 +1,9 @@
-"""Curves that stay short, however long a run is: when there are too many points, neighbours are averaged."""
+"""Curves that are kept whole while a run goes on, and stay short when it is over: neighbours are averaged."""
 
 from __future__ import annotations
 
 from array import array
+from itertools import groupby
 
 from ampatch.sweeps.records.record import Curve
 
@@ -10,87 +11,54 @@ LIMIT = 1000
 
 
 class CurveBuilder:
-    """Builds a curve of at most `limit` points out of values that come step by step.
+    """Collects the values of a curve, 16 bytes each."""
 
-    >>> builder = CurveBuilder(limit=2)
-    >>> for step in (1, 2, 3, 4):
-    ...     builder.add(step, 10.0 * step)
-    >>> builder.build()
-    Curve(steps=(2, 4), values=(15.0, 35.0))
-    """
-
-    def __init__(self, limit: int = LIMIT) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._steps = array("q")
         self._values = array("d")
-        self._width = 1  # values that make a point
-        self._sum = 0.0
-        self._count = 0
-        self._last = 0
-        self._last_value = 0.0
 
     def add(self, step: int, value: float) -> None:
         """Takes the next value."""
-        self._last, self._last_value = step, value
-        self._sum += value
-        self._count += 1
-        if self._count == self._width:
-            self._close()
-            if len(self._steps) > self._limit:
-                self._merge()
+        self._steps.append(step)
+        self._values.append(value)
 
     def build(self) -> Curve:
-        """Returns the curve as it is now; the last point may be of fewer values."""
-        if self._count:
-            self._close()
+        """Returns all values."""
         return Curve(tuple(self._steps), tuple(self._values))
 
-    def build_with_last(self) -> Curve:
-        """Returns the curve with the last value as its last point, in the place of a mean."""
-        curve = self.build()
-        return Curve(curve.steps, (*curve.values[:-1], self._last_value)) if curve.steps else curve
 
-    def _close(self) -> None:
-        self._steps.append(self._last)
-        self._values.append(self._sum / self._count)
-        self._sum, self._count = 0.0, 0
+def mean_by_step(curve: Curve) -> Curve:
+    """Makes one value of several that follow each other in a step.
 
-    def _merge(self) -> None:
-        """Averages the points two by two; an odd last one goes on being collected."""
-        steps, values, width = self._steps, self._values, self._width
-        if len(steps) % 2:
-            self._sum, self._count = values.pop() * width, width
-            steps.pop()
-        pairs = zip(values[::2], values[1::2], strict=True)
-        self._values = array("d", [(first + second) / 2 for first, second in pairs])
-        self._steps = steps[1::2]
-        self._width = 2 * width
-
-
-class ChangeBuilder:
-    """Builds the curve of a value that changes seldom: its first value, and each that is another.
-
-    Past `limit` changes, every second of those between is left out.
-
-    >>> builder = ChangeBuilder()
-    >>> for step, value in enumerate((8.0, 8.0, 4.0, 4.0)):
-    ...     builder.add(step, value)
-    >>> builder.build()
-    Curve(steps=(0, 2), values=(8.0, 4.0))
+    >>> mean_by_step(Curve((1, 1, 2), (1.0, 3.0, 5.0)))
+    Curve(steps=(1, 2), values=(2.0, 5.0))
     """
+    points = groupby(zip(curve.steps, curve.values, strict=True), key=lambda point: point[0])
+    values = {step: [value for _, value in group] for step, group in points}
+    return Curve(tuple(values), tuple(sum(it) / len(it) for it in values.values()))
 
-    def __init__(self, limit: int = LIMIT) -> None:
-        self._limit = limit
-        self._points: list[tuple[int, float]] = []
 
-    def add(self, step: int, value: float) -> None:
-        """Takes the next value."""
-        if self._points and self._points[-1][1] == value:
-            return
-        self._points.append((step, value))
-        if len(self._points) > self._limit:
-            del self._points[1:-1:2]
+def averaged(curve: Curve, limit: int = LIMIT) -> Curve:
+    """Returns a curve of at most `limit` points, each the mean of neighbours at the step of the last of them.
 
-    def build(self) -> Curve:
-        """Returns the curve as it is now."""
-        return Curve(tuple(step for step, _ in self._points), tuple(value for _, value in self._points))
+    >>> averaged(Curve((1, 2, 3, 4, 5), (10.0, 20.0, 30.0, 40.0, 50.0)), limit=3)
+    Curve(steps=(2, 4, 5), values=(15.0, 35.0, 50.0))
+    """
+    steps, values = curve.steps, curve.values
+    width = max(1, -(-len(steps) // limit))
+    parts = [values[at : at + width] for at in range(0, len(values), width)]
+    ends = [*steps[width - 1 :: width], *(steps[-1:] if len(steps) % width else ())]
+    return Curve(tuple(ends), tuple(sum(part) / len(part) for part in parts))
+
+
+def changes(curve: Curve, limit: int = LIMIT) -> Curve:
+    """Returns the first value and each that differs from the one before; of too many, some.
+
+    >>> changes(Curve((1, 2, 3, 4), (8.0, 8.0, 4.0, 4.0)))
+    Curve(steps=(1, 3), values=(8.0, 4.0))
+    """
+    points = list(zip(curve.steps, curve.values, strict=True))
+    points = [point for at, point in enumerate(points) if at == 0 or point[1] != points[at - 1][1]]
+    width = max(1, -(-(len(points) - 1) // max(1, limit - 1)))
+    kept = [*points[:-1:width], *points[-1:]]
+    return Curve(tuple(step for step, _ in kept), tuple(value for _, value in kept))

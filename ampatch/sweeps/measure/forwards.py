@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -13,45 +14,25 @@ from torch.utils.hooks import RemovableHandle
 
 from ampatch.sweeps.measure.bytes import tensors_in
 
-Begin = Callable[[Module, tuple, dict], None]
-End = Callable[[Module], None]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ForwardBegins:
-    """Tells that a forward begins; a forward pre-hook with kwargs.
+class ForwardHook:
+    """Tells of a forward: a hook, or a pre-hook with kwargs.
 
     Does nothing under Dynamo, on other threads, and on a copy of the model, which has a hook of nobody's.
     """
 
-    tell: Begin | None
+    tell: Callable[..., None] | None
     thread: int
 
-    def __call__(self, module: Module, args: tuple, kwargs: dict) -> None:
+    def __call__(self, module: Module, *given: object) -> None:
         if torch.compiler.is_dynamo_compiling() or self.tell is None:
             return
         if threading.get_ident() == self.thread:
-            self.tell(module, args, kwargs)
+            self.tell(module, *given)
 
     def __reduce__(self) -> tuple:
-        return ForwardBegins, (None, 0)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ForwardEnds:
-    """Tells that a forward ended well; a forward hook."""
-
-    tell: End | None
-    thread: int
-
-    def __call__(self, module: Module, args: tuple, output: object) -> None:
-        if torch.compiler.is_dynamo_compiling() or self.tell is None:
-            return
-        if threading.get_ident() == self.thread:
-            self.tell(module)
-
-    def __reduce__(self) -> tuple:
-        return ForwardEnds, (None, 0)
+        return ForwardHook, (None, 0)
 
 
 def register_first(model: Module, hook: Callable[..., object], **options: bool) -> RemovableHandle:
@@ -66,13 +47,15 @@ def register_first(model: Module, hook: Callable[..., object], **options: bool) 
     return handle
 
 
-def watch_forwards(model: Module, begin: Begin, end: End) -> Iterator[Callable[[], None]]:
-    """Puts the hooks on a model, around all others, and yields what removes each; none on a scripted one."""
+def watch_forwards(
+    model: Module, begin: Callable[..., None], end: Callable[..., None], undo: ExitStack
+) -> None:
+    """Puts the hooks on a model, around all others, until `undo` is closed; none on a scripted one."""
     if isinstance(model, torch.jit.ScriptModule):
         return
     thread = threading.get_ident()
-    yield register_first(model, ForwardBegins(begin, thread), with_kwargs=True).remove
-    yield model.register_forward_hook(ForwardEnds(end, thread)).remove
+    undo.callback(register_first(model, ForwardHook(begin, thread), with_kwargs=True).remove)
+    undo.callback(model.register_forward_hook(ForwardHook(end, thread)).remove)
 
 
 def count_samples(args: tuple, kwargs: Mapping[str, object]) -> int:

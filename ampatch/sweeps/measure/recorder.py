@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 import torch
@@ -14,14 +15,14 @@ from torch.nn import Module
 import ampatch as amp
 from ampatch.sweeps.measure.bytes import count_bytes
 from ampatch.sweeps.measure.clock import DeviceClock, HostClock, Mark
-from ampatch.sweeps.measure.curve import CurveBuilder
+from ampatch.sweeps.measure.curve import CurveBuilder, averaged
 from ampatch.sweeps.measure.forwards import count_samples, watch_forwards
-from ampatch.sweeps.measure.losses import Losses
+from ampatch.sweeps.measure.losses import Losses, final_loss, first_loss, loss_noise
 from ampatch.sweeps.measure.memory import peak_memory
 from ampatch.sweeps.measure.samples import Samples
 from ampatch.sweeps.measure.scales import ScaleHistory
 from ampatch.sweeps.measure.steps import StepCounter, StepTimes
-from ampatch.sweeps.records.record import Bytes, Casts, Measured
+from ampatch.sweeps.records.record import Bytes, CastRate, Curve, Measured
 
 LARGEST_STEP = 2**53  # up to which floats are whole numbers
 LOOKED_AT = 2  # the step before which bytes are counted: the first with all of the optimizer's state
@@ -52,11 +53,12 @@ class Recorder(amp.Observer):
         self._tell_limit = tell_limit
         self._is_over = False
         self._initialized = False
+        self._refused = False
         self._times = StepTimes(HostClock())
         self._samples = Samples()
         self._losses = Losses()
         self._scales = ScaleHistory()
-        self._metrics: dict[str, CurveBuilder] = {}
+        self._metrics: dict[str, CurveBuilder] = defaultdict(CurveBuilder)
         self._bytes: Bytes | None = None
         self._cast_bytes = 0  # after a backward: a step forgets casts before it begins
         self._casts = (0, 0)
@@ -77,19 +79,18 @@ class Recorder(amp.Observer):
             self._times = StepTimes(DeviceClock())
         self._scales.note_scalers()
         for model in models:
-            for remove in watch_forwards(model, self._begin_forward, self._end_forward):
-                self._hooks.callback(remove)
+            watch_forwards(model, self._begin_forward, self._end_forward, self._hooks)
 
     def _begin_forward(self, model: Module, args: tuple, kwargs: dict) -> None:
         if not self._times.present.has_parts:
             return
-        # The outermost counts; one that raised never ended, and begins anew or is forgotten at the next step.
+        # The outermost counts; one that raised never ended, and starts over or is forgotten at the next step.
         if (self._forward is None or self._outermost is model) and torch.is_grad_enabled():
             self._outermost = model
             self._samples.add(id(model), count_samples(args, kwargs))
             self._forward = self._times.clock.mark()
 
-    def _end_forward(self, model: Module) -> None:
+    def _end_forward(self, model: Module, args: tuple, output: object) -> None:
         if self._outermost is model and self._forward is not None:
             self._times.present.forward.append((self._forward, self._times.clock.mark()))
             self._forward = self._outermost = None
@@ -113,7 +114,9 @@ class Recorder(amp.Observer):
     def on_step_begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Begins the time of an update, and once looks at what is in memory."""
         if self._times.steps < LOOKED_AT:
-            self._bytes = count_bytes(_alive(self._models), _alive(self._optimizers), self._cast_bytes)
+            models = [model for it in self._models if (model := it()) is not None]
+            optimizers = [optimizer for it in self._optimizers if (optimizer := it()) is not None]
+            self._bytes = count_bytes(models, optimizers, self._cast_bytes)
         if self._times.present.has_parts:
             self._update = self._times.clock.mark()
 
@@ -152,9 +155,11 @@ class Recorder(amp.Observer):
         if "samples" in numbers:
             self._samples.report(numbers.pop("samples"))
         for name, value in numbers.items():
-            if name not in self._metrics:
-                self._metrics[name] = CurveBuilder()
             self._metrics[name].add(step, value)
+
+    def note_error(self, error: Exception) -> None:
+        """Takes what ended the script: if `initialize` refused its arguments, the script did call it."""
+        self._refused = isinstance(error, amp.AmpError)
 
     def on_uninitialize(self) -> None:
         """Reads what the session knows, while there is one."""
@@ -179,8 +184,9 @@ class Recorder(amp.Observer):
         steps = self._times.steps
         self._losses.end_step(steps + 1)  # of a step that was never made
         part = self._times.spread_of_part
+        losses = self._losses.build()
         return Measured(
-            initialized=self._initialized,
+            initialized=self._initialized or self._refused,
             steps=steps,
             skipped=self._scales.skipped(),
             step_ms=self._times.spread(warmup),
@@ -191,20 +197,22 @@ class Recorder(amp.Observer):
             memory=memory,
             peak_mib=peak_mib,
             bytes=self._bytes,
-            casts=Casts(*[count / steps for count in self._casts]) if steps and any(self._casts) else None,
-            losses=self._losses.build(),
-            first_loss=self._losses.first(),
-            final_loss=self._losses.final(),
-            loss_noise=self._losses.noise(),
+            casts=CastRate(*[count / steps for count in self._casts]) if steps and any(self._casts) else None,
+            losses={loss_id: averaged(curve) for loss_id, curve in losses.items()},
+            first_loss=first_loss(losses.values()),
+            final_loss=final_loss(losses.values()),
+            loss_noise=loss_noise(losses.values()),
             loss_scales=self._scales.build(),
-            metrics={name: builder.build_with_last() for name, builder in self._metrics.items()},
+            metrics={name: short_metric(builder.build()) for name, builder in self._metrics.items()},
             device=torch.cuda.get_device_name() if memory == "device" else "cpu",
             threads=torch.get_num_threads(),
         )
 
 
-def _alive(references: Sequence[weakref.ref]) -> list:
-    return [item for item in (reference() for reference in references) if item is not None]
+def short_metric(curve: Curve) -> Curve:
+    """Returns the curve of a metric at its length in files, with its last value in the place of a mean."""
+    short = averaged(curve)
+    return Curve(short.steps, (*short.values[:-1], *curve.values[-1:]))
 
 
 def numbers_in(metrics: Mapping[str, object]) -> dict[str, float]:

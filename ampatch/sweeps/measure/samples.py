@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from array import array
+from collections import Counter
 
 
 class Samples:
@@ -14,18 +15,16 @@ class Samples:
     """
 
     def __init__(self) -> None:
-        self._present: dict[int, int] = {}
+        self._present: Counter[int] = Counter()
         self._counted = array("q")
         self._reported = array("d")
 
     def add(self, model: int, samples: int) -> None:
         """Takes the samples of a forward."""
-        self._present[model] = self._present.get(model, 0) + samples
+        self._present[model] += samples
 
     def end_step(self) -> None:
         """Ends a step; one in which nobody looked has none."""
-        if not self._present:
-            return
         counts = [count for count in self._present.values() if count]
         if counts:
             self._counted.append(min(counts))

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 
 import ampatch as amp
-from ampatch.sweeps.measure.curve import ChangeBuilder
+from ampatch.sweeps.measure.curve import CurveBuilder, changes
 from ampatch.sweeps.records.record import Curve
 
 BATCH = 64  # outcomes that are looked at together
-
-Pending = tuple[int, amp.BackwardOutcome]
 
 
 class ScaleHistory:
     """Follows every scaler; costs no host sync before `settle`."""
 
     def __init__(self) -> None:
-        self._curves: dict[int, ChangeBuilder] = {}
+        self._curves: dict[int, CurveBuilder] = defaultdict(CurveBuilder)
         self._last: dict[int, tuple[int, float]] = {}  # what follows the last step, by the id of the loss
         self._skipped = array("q")
-        self._pending: deque[Pending] = deque()
+        self._pending: deque[tuple[int, amp.BackwardOutcome]] = deque()
         self._is_dynamic = False
         self._static: list[amp.LossScaler] = []  # those that follow no overflows; a script may set them
 
@@ -34,7 +32,7 @@ class ScaleHistory:
     def add_step(self, step: int, optimizer: object) -> None:
         """Takes the scales of a step, and what the backward passes did that led to it."""
         for scaler in self._static:
-            self._curve(scaler.loss_id).add(step, scaler.get_scale())
+            self._curves[scaler.loss_id].add(step, scaler.get_scale())
         if not self._is_dynamic:
             return
         for outcome in amp.backward_outcomes(optimizer):
@@ -42,23 +40,17 @@ class ScaleHistory:
         if len(self._pending) >= BATCH:
             self._poll()
 
-    def _curve(self, loss_id: int) -> ChangeBuilder:
-        if loss_id not in self._curves:
-            self._curves[loss_id] = ChangeBuilder()
-        return self._curves[loss_id]
-
     def _poll(self) -> None:
-        pending = self._pending
-        while pending:
-            step, outcome = pending[0]
+        while self._pending:
+            step, outcome = self._pending[0]
             values = outcome.poll()
             if values is None:
                 return
-            pending.popleft()
+            self._pending.popleft()
             self._take(step, outcome.loss_id, *values)
 
     def _take(self, step: int, loss_id: int, overflowed: bool, before: float, after: float) -> None:
-        self._curve(loss_id).add(step, before)
+        self._curves[loss_id].add(step, before)
         self._last[loss_id] = step + 1, after
         if overflowed and step not in self._skipped[-1:]:
             self._skipped.append(step)
@@ -74,7 +66,7 @@ class ScaleHistory:
         return tuple(self._skipped)
 
     def build(self) -> dict[str, Curve]:
-        """Returns the curves of the scales: what each step used, and what is left after the last."""
+        """Returns the curves of the scales, where they changed, and what is left after the last step."""
         for loss_id, (step, scale) in self._last.items():
-            self._curve(loss_id).add(step, scale)
-        return {str(loss_id): curve.build() for loss_id, curve in sorted(self._curves.items())}
+            self._curves[loss_id].add(step, scale)
+        return {str(loss_id): changes(it.build()) for loss_id, it in sorted(self._curves.items())}

@@ -60,9 +60,9 @@ def shifted_seeds(seed: int) -> Iterator[None]:
 
 def _places() -> list[tuple[ModuleType, str]]:
     # On a GPU torch.manual_seed calls torch.cuda.manual_seed_all, and is shifted twice: as different as once.
-    names = ("manual_seed", "manual_seed_all")
     places = [(torch, "manual_seed"), (torch.random, "manual_seed"), (random, "seed")]
-    places += [(torch.cuda, name) for name in names] + [(torch.cuda.random, name) for name in names]
+    for module in (torch.cuda, torch.cuda.random):
+        places += [(module, "manual_seed"), (module, "manual_seed_all")]
     return places if numpy is None else [*places, (numpy.random, "seed")]
 
 
@@ -71,9 +71,9 @@ def _shifted(original: Seed, shift: int) -> Seed:
 
     @functools.wraps(original)
     def seed(*args, **kwargs):
-        args = [_shift(value, shift) for value in args[:1]] + list(args[1:])
-        named = {name: _shift(kwargs[name], shift) for name in ("seed", "a") if name in kwargs}
-        return original(*args, **kwargs | named)
+        first = [_shift(value, shift) for value in args[:1]]
+        named = {name: _shift(value, shift) for name, value in kwargs.items() if name in ("seed", "a")}
+        return original(*first, *args[1:], **kwargs | named)
 
     return seed
 

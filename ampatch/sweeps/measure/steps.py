@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from ampatch.sweeps.measure.clock import Clock, Mark
+from ampatch.sweeps.measure.clock import HostClock, Mark
 from ampatch.sweeps.records.record import Spread
 
 PROGRESS_SECONDS = 0.25
@@ -44,7 +44,7 @@ class StepTimes:
     the same optimizer before. The first one has no beginning, and no time.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: HostClock) -> None:
         self.clock = clock
         self.steps = 0
         self.present = Step(None, True)
@@ -99,13 +99,17 @@ class StepTimes:
         return spread_of(values) if any(values) else None
 
     def _in_rounds(self, values: Sequence[float], warmup: int) -> Sequence[float]:
-        """Leaves out the warm-up, and averages over rounds where optimizers step unlike often.
+        """Leaves out the warm-up, and averages over rounds of optimizers, if some step more often.
 
         With five steps of a critic for one of the generator the median step would be one without the latter.
         """
+        values = after_warmup(values, warmup)
         counts = self._counts.values()
         length = round(max(counts) / min(counts)) if counts else 1
-        return in_rounds(after_warmup(values, warmup), length if length <= LONGEST_ROUND else 1)
+        if not 1 < length <= min(LONGEST_ROUND, len(values)):
+            return values
+        ends = range(length, len(values) + 1, length)
+        return [sum(values[end - length : end]) / length for end in ends]
 
 
 def count_timed(steps: int) -> int:
@@ -115,17 +119,6 @@ def count_timed(steps: int) -> int:
     (5, 16, 22)
     """
     return steps // PERIOD * TIMED + min(steps % PERIOD, TIMED)
-
-
-def in_rounds(values: Sequence[float], length: int) -> Sequence[float]:
-    """Returns the means of so many values each; a round that is not whole is left out, unless it is all.
-
-    >>> in_rounds([1.0, 1.0, 4.0, 1.0, 1.0, 7.0, 1.0], 3)
-    [2.0, 3.0]
-    """
-    if length == 1 or len(values) < length:
-        return values
-    return [sum(values[at : at + length]) / length for at in range(0, len(values) - length + 1, length)]
 
 
 def after_warmup(values: Sequence[float], warmup: int) -> Sequence[float]:

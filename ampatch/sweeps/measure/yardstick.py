@@ -15,7 +15,7 @@ from ampatch.sweeps.measure.forwards import register_first
 
 
 class Autocast(amp.Observer):
-    """Casts as a script would that was rewritten for torch.amp.
+    """Casts as a script would if it had been rewritten for torch.amp.
 
     `torch.autocast` is on from the first forward of an initialized model until the block of `scale_loss`
     begins, so that the loss function is in it, and the backward is not; without gradients it is on during a

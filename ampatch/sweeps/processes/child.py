@@ -34,10 +34,11 @@ def main(run: Run) -> None:
     try:
         apex.install(**run.overrides)
         with conditions(run, recorder):
-            run.to_script().run()
+            run.script.run()
     except EnoughSteps:
         return
     except Exception as error:
+        recorder.note_error(error)
         if os.getpid() == process:
             run.raised.write_text(line_of(error), encoding="utf-8", errors="backslashreplace")
         raise

@@ -7,11 +7,12 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from operator import attrgetter
+from types import SimpleNamespace
 
 from ampatch import AmpError
 from ampatch.sweeps.function import IN_CHILD
-from ampatch.sweeps.processes.in_process import call
+from ampatch.sweeps.processes.in_process import Train, call
 
 
 def main(where: str, level: str, seed: str) -> None:
@@ -27,18 +28,11 @@ def main(where: str, level: str, seed: str) -> None:
     call(train, level, int(seed))
 
 
-def find(file: str | None, module: str, name: str) -> Callable[[str, int], object]:
+def find(file: str | None, module: str, name: str) -> Train:
     """Imports the module, or runs the file without what it guards by `__name__`, and returns the function."""
     if file is None:
-        found: object = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-        return found
-    first, *rest = name.split(".")
-    found = runpy.run_path(file, run_name="__mp_main__")[first]
-    for part in rest:
-        found = getattr(found, part)
-    return found
+        return attrgetter(name)(importlib.import_module(module))
+    return attrgetter(name)(SimpleNamespace(**runpy.run_path(file, run_name="__mp_main__")))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from ampatch.sweeps.processes.child import conditions
 from ampatch.sweeps.processes.log_file import line_of, lines_of
 from ampatch.sweeps.processes.runner import NO_STEPS, Execute, judge
 from ampatch.sweeps.processes.stop import Stop
-from ampatch.sweeps.records.record import Outcome, Record
+from ampatch.sweeps.records.record import Ending, Record
 from ampatch.sweeps.variant import in_use
 
 Train = Callable[[str, int], object]
@@ -37,45 +37,35 @@ def execute_here(train: Train) -> Execute:
         reset_peak()
         recorder = Recorder(limit=run.steps)
         start = time.monotonic()
-        error = None
-        with kept_seeds():
-            try:
-                with amp.override(**run.overrides), conditions(run, recorder):
-                    train_here(train, run)
-            except EnoughSteps:
-                pass
-            except Exception as raised:
-                error = raised
+        error = train_here(train, run, recorder)
         seconds = time.monotonic() - start
         measured = recorder.measured(run.warmup)
-        outcome = judge(0 if error is None else 1, measured)
-        return Record(
-            row=run.row,
-            seed=run.seed,
-            repeat=run.repeat,
-            outcome=outcome,
-            seconds=seconds,
-            cause=explain(outcome, error),
-            last_lines=() if error is None else lines_of("".join(traceback.format_exception(error))),
-            measured=measured,
-        )
+        outcome, cause, lines = judge(0, measured), "", ()
+        if error is not None:
+            outcome, cause = Ending.CRASHED, line_of(error)
+            lines = lines_of("".join(traceback.format_exception(error)))
+        elif outcome is Ending.NO_STEPS:
+            cause = NO_STEPS
+        return Record(run.row, run.seed, run.repeat, outcome, seconds, cause, lines, "", measured)
 
     return execute
 
 
-def explain(outcome: Outcome, error: Exception | None) -> str:
-    """Says in one line why a run failed, nothing of one that did not."""
-    if error is not None:
-        return line_of(error)
-    return "" if outcome is Outcome.FINISHED else NO_STEPS
-
-
-def train_here(train: Train, run: Run) -> None:
-    """Calls the function, and ends its session while observers watch."""
-    try:
-        call(train, run.overrides["opt_level"], run.seed)
-    finally:
-        amp.uninitialize()
+def train_here(train: Train, run: Run, recorder: Recorder) -> Exception | None:
+    """Calls the function, and ends its session while observers watch; returns what it raised."""
+    with kept_seeds():
+        try:
+            with amp.override(**run.overrides), conditions(run, recorder):
+                try:
+                    call(train, run.overrides["opt_level"], run.seed)
+                finally:
+                    amp.uninitialize()
+        except EnoughSteps:
+            return None
+        except Exception as error:
+            recorder.note_error(error)
+            return error
+    return None
 
 
 def call(train: Train, level: str, seed: int) -> None:

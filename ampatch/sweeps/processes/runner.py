@@ -19,14 +19,13 @@ from ampatch.sweeps.measure.steps import read_count
 from ampatch.sweeps.plan import Run
 from ampatch.sweeps.processes.log_file import last_lines
 from ampatch.sweeps.processes.stop import Stop
-from ampatch.sweeps.records.record import Measured, Outcome, Record
+from ampatch.sweeps.records.record import Ending, Measured, Record
 from ampatch.sweeps.records.sweep_file import read_measured
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 5.0
 Execute = Callable[[Run, float | None, Callable[[int], None], Stop], Record]
 
-SIGNAL_HINTS = {9: " (the system does so when memory runs out)"}
 NO_STEPS = "no optimizer that initialize returned made a step"
 NO_INPUT = "EOFError: EOF when reading a line"  # what `input()` raises
 
@@ -45,12 +44,11 @@ def execute(run: Run, timeout: float | None, on_steps: Callable[[int], None], st
             seconds = time.monotonic() - start
         measured, raised = take_measured(inner), last_lines(inner.raised)
     outcome = ended or judge(process.returncode, measured)
-    log = shorten(run.log)
-    if outcome is Outcome.FINISHED:
-        return Record(run.row, run.seed, run.repeat, outcome, seconds, log=log, measured=measured)
-    lines = last_lines(run.log)
-    cause = explain(outcome, process.returncode, raised or lines, stop)
-    return Record(run.row, run.seed, run.repeat, outcome, seconds, cause, lines, log, measured)
+    lines, cause = (), ""
+    if outcome is not Ending.FINISHED:
+        lines = last_lines(run.log)
+        cause = explain(outcome, process.returncode, raised or lines, stop)
+    return Record(run.row, run.seed, run.repeat, outcome, seconds, cause, lines, shorten(run.log), measured)
 
 
 @contextmanager
@@ -66,7 +64,8 @@ def child_process(run: Run, path: Path) -> Iterator[subprocess.Popen[bytes]]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=environment_of(run),
+            # Sets of strings have the order of the seed, unless the user says otherwise.
+            env={"PYTHONHASHSEED": str(run.seed), **os.environ},
             start_new_session=True,
         )
         try:
@@ -80,14 +79,9 @@ def command_of(run: Run) -> list[str]:
     return [sys.executable, "-u", "-m", "ampatch.sweeps.processes.child", run.to_json()]
 
 
-def environment_of(run: Run) -> dict[str, str]:
-    """Returns the child's environment: ours, with the seed of sets of strings where the user gave none."""
-    return {"PYTHONHASHSEED": str(run.seed), **os.environ}
-
-
 def wait(
     process: subprocess.Popen[bytes], timeout: float | None, stop: Stop, on_poll: Callable[[], None]
-) -> Outcome | None:
+) -> Ending | None:
     """Waits for the child and polls meanwhile; says what it did not wait for the end for, if so."""
     deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
     while not stop:
@@ -97,8 +91,8 @@ def wait(
         except subprocess.TimeoutExpired:
             on_poll()
         if time.monotonic() >= deadline:
-            return Outcome.TIMED_OUT
-    return Outcome.INTERRUPTED
+            return Ending.TIMED_OUT
+    return Ending.INTERRUPTED
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -134,24 +128,24 @@ def take_measured(run: Run) -> Measured | None:
         return None
 
 
-def judge(status: int, measured: Measured | None) -> Outcome:
+def judge(status: int, measured: Measured | None) -> Ending:
     """Names how a run ended that ended by itself."""
     if status != 0 or measured is None:
-        return Outcome.CRASHED
-    return Outcome.FINISHED if measured.steps else Outcome.NO_STEPS
+        return Ending.CRASHED
+    return Ending.FINISHED if measured.steps else Ending.NO_STEPS
 
 
-def explain(outcome: Outcome, status: int, lines: tuple[str, ...], stop: Stop) -> str:
+def explain(outcome: Ending, status: int, lines: tuple[str, ...], stop: Stop) -> str:
     """Says in one line why a run failed: the last line of its log, and what that does not say.
 
     `lines` are the end of the log, or what the child said about its exception.
     """
-    if outcome is Outcome.INTERRUPTED:
+    if outcome is Ending.INTERRUPTED:
         return stop.name
     last = next((line.strip() for line in reversed(lines) if line.strip()), "its log is empty")
-    if outcome is Outcome.NO_STEPS:
+    if outcome is Ending.NO_STEPS:
         return f"{NO_STEPS} ({last})"
-    if outcome is Outcome.TIMED_OUT:
+    if outcome is Ending.TIMED_OUT:
         return last
     if last == NO_INPUT:
         last = f"{last} (a run has no standard input)"
@@ -165,11 +159,9 @@ def explain(outcome: Outcome, status: int, lines: tuple[str, ...], stop: Stop) -
 
 def name_of_signal(number: int) -> str:
     """Names a signal, with what it often means; real-time signals have numbers alone."""
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = f"signal {number}"
-    return name + SIGNAL_HINTS.get(number, "")
+    hint = " (the system does so when memory runs out)" if number == 9 else ""
+    known = {each.value: each.name for each in signal.Signals}
+    return known.get(number, f"signal {number}") + hint
 
 
 def shorten(path: Path) -> str:

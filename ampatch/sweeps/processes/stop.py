@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -43,11 +44,8 @@ def noting_signals() -> Iterator[Stop]:
     with ExitStack() as stack:
         for number in SIGNALS:
             before = signal.getsignal(number)
-            if before is signal.SIG_IGN:
-                continue
-            try:
+            # Python allows handlers in the main thread alone.
+            if before is not signal.SIG_IGN and threading.current_thread() is threading.main_thread():
                 signal.signal(number, stop)
-            except ValueError:  # not in the main thread, where Python allows no handlers
-                break
-            stack.callback(signal.signal, number, before)
+                stack.callback(signal.signal, number, before)
         yield stop

@@ -15,7 +15,7 @@ class Word(str, Enum):
     __format__ = str.__format__
 
 
-class Outcome(Word):
+class Ending(Word):
     """How a run ended."""
 
     FINISHED = "finished"
@@ -58,7 +58,7 @@ class Bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Casts:
+class CastRate:
     """Casts of patched functions' arguments, on average in a step: `made`, and `reused` casts of weights."""
 
     made: float
@@ -88,7 +88,7 @@ class Measured:
     memory: str = "resident"
     peak_mib: float | None = None
     bytes: Bytes | None = None
-    casts: Casts | None = None
+    casts: CastRate | None = None
     losses: dict[str, Curve] = field(default_factory=dict)
     first_loss: float | None = None
     final_loss: float | None = None
@@ -131,7 +131,7 @@ class Record:
     row: str
     seed: int
     repeat: int
-    outcome: Outcome
+    outcome: Ending
     seconds: float
     cause: str = ""
     last_lines: tuple[str, ...] = ()
@@ -141,4 +141,4 @@ class Record:
     @property
     def failed(self) -> bool:
         """Says whether the run has nothing to compare."""
-        return self.outcome is not Outcome.FINISHED
+        return self.outcome is not Ending.FINISHED

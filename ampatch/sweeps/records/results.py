@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ampatch import AmpError, AmpValueError
+from ampatch.sweeps.faults import ArgumentFault, raise_faults
 from ampatch.sweeps.records.sweep import Sweep
 from ampatch.sweeps.records.sweep_file import from_json, to_json
 from ampatch.sweeps.records.table_file import to_csv
@@ -23,7 +24,7 @@ class Results:
     """Where a sweep goes: `folder` is None if only the logs are kept.
 
     A sweep that is in the folder already stays, with its logs, until `replace_old`; those of the new one are
-    beside them as long.
+    beside them until then.
     """
 
     def __init__(self, folder: Path | None, logs: Path, *, holds_old: bool = False) -> None:
@@ -37,29 +38,25 @@ class Results:
         if self.folder is None or not self.holds_old:
             return
         self.holds_old = False
+        old, new, self.logs = self.folder / LOGS, self.logs, self.folder / LOGS
         # sweep.json is replaced in one go when it is written.
-        for path in (self.folder / TABLE, self.folder / PAGE, *(self.folder / LOGS).glob(OUR_LOGS)):
+        for path in (self.folder / TABLE, self.folder / PAGE, *old.glob(OUR_LOGS)):
             with suppress(OSError):
                 path.unlink()
         with suppress(OSError):
-            (self.folder / LOGS).mkdir(parents=True, exist_ok=True)
-            for path in self.logs.glob(OUR_LOGS):
-                path.replace(self.folder / LOGS / path.name)
-            self.logs.rmdir()
-        self.logs = self.folder / LOGS
+            old.mkdir(parents=True, exist_ok=True)
+            for path in new.glob(OUR_LOGS):
+                path.replace(old / path.name)
+            new.rmdir()
 
     def save_measured(self, make: Callable[[], Sweep]) -> None:
         """Writes sweep.json, but not over an old one; a disk that is full for a while is no reason to end."""
-        if self.folder is None or self.holds_old:
-            return
-        with suppress(OSError):
-            write(self.folder / JSON, to_json(make()))
+        if self.folder is not None and not self.holds_old:
+            with suppress(OSError):
+                write(self.folder / JSON, to_json(make()))
 
     def save(self, sweep: Sweep) -> None:
-        """Writes all the files; raises AmpError if one cannot be.
-
-        An old sweep stays if `replace_old` was not called.
-        """
+        """Writes all the files, but not over an old sweep; raises AmpError if one cannot be written."""
         if self.folder is None or self.holds_old:
             return
         for name, write_sweep in WRITERS.items():
@@ -87,7 +84,7 @@ def open_results(out: str | None) -> Iterator[Results]:
 
     Raises AmpValueError if files cannot be written there.
     """
-    results = make_results(out)
+    results = Results(None, Path(tempfile.mkdtemp(prefix="ampatch-sweep-"))) if out is None else prepare(out)
     try:
         yield results
     finally:
@@ -95,25 +92,19 @@ def open_results(out: str | None) -> Iterator[Results]:
             results.logs.rmdir()
 
 
-def make_results(out: str | None) -> Results:
+def prepare(out: str) -> Results:
     """Makes the folders, and tries whether files can be written there; raises AmpValueError if not."""
-    if out is None:
-        return Results(None, Path(tempfile.mkdtemp(prefix="ampatch-sweep-")))
-    if not out:
-        raise AmpValueError("out '' is empty: expected the name of a folder")
-    folder = Path(out)
+    folder, expected = Path(out), "expected a folder, or a place for a new one"
+    holds_old = (folder / JSON).exists()
+    logs = folder / (NEW_LOGS if holds_old else LOGS)
     try:
-        holds_old = (folder / JSON).exists()
-        logs = folder / (NEW_LOGS if holds_old else LOGS)
         logs.mkdir(parents=True, exist_ok=True)
         for place in (folder, logs):
             tempfile.TemporaryFile(dir=place).close()
         for path in logs.glob(OUR_LOGS):  # of a sweep that did not come to its first result
             path.unlink()
     except OSError as error:
-        raise AmpValueError(
-            f"out {out!r} cannot be written: {error.strerror}: expected a folder, or a place for a new one"
-        ) from None
+        raise_faults([ArgumentFault("out", out, f"{expected} ({error.strerror})")])
     return Results(folder, logs, holds_old=holds_old)
 
 
@@ -130,16 +121,9 @@ def write(path: Path, text: str) -> None:
 
 def read_sweep(name: str) -> Sweep:
     """Reads a sweep.json, or the one in a folder; raises AmpValueError if there is none."""
-    path = Path(name)
-    if not path.exists():
-        raise AmpValueError(f"{name!r} does not exist: expected a sweep.json, or a folder with one")
-    if path.is_dir():
-        path /= JSON
-        if not path.exists():
-            raise AmpValueError(
-                f"{name!r} holds no {JSON}: expected a folder that `ampatch sweep --out` wrote"
-            )
+    path = Path(name) / JSON if Path(name).is_dir() else Path(name)
     try:
         return from_json(path.read_text(encoding="utf-8"), repr(str(path)))
     except (OSError, UnicodeDecodeError) as error:
-        raise AmpValueError(f"{str(path)!r} cannot be read: {error}") from None
+        expected = "expected a sweep.json, or a folder that `ampatch sweep --out` wrote"
+        raise AmpValueError(f"{str(path)!r} cannot be read ({error}): {expected}") from None

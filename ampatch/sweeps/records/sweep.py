@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ampatch.sweeps.records.numbers import ASCII
-from ampatch.sweeps.records.record import Outcome, Record, Spread, Word
+from ampatch.sweeps.records.record import Ending, Record, Spread, Word
 
 AUTOCAST = "autocast"
 BASELINE = "O0"
@@ -72,7 +72,7 @@ class Distance:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SweepRow:
     """One line of the table: what the runs of a level or variant came to.
 
     Times and memory are medians over the runs that finished, `spread` of the step from all of them; `speed`
@@ -82,7 +82,7 @@ class Row:
     name: str
     runs: int
     failed: int
-    outcome: Outcome  # FINISHED if any run did
+    outcome: Ending  # FINISHED if any run did
     step_ms: Spread | None
     forward_ms: float | None
     backward_ms: float | None
@@ -90,16 +90,16 @@ class Row:
     steps_per_second: float | None
     samples_per_second: float | None
     peak_mib: float | None
-    speed: float | None
-    speed_to_fastest: float | None
-    memory: float | None
-    memory_to_fastest: float | None
     skipped: float | None  # steps, on average in a run
     loss_scale: float | None
     loss: Distance
     metrics: Mapping[str, Distance]
     verdict: Verdict
     reason: str  # why it is "worse", "diverged" or "failed", in a few words
+    speed: float | None = None
+    speed_to_fastest: float | None = None
+    memory: float | None = None
+    memory_to_fastest: float | None = None
 
     def describe(self, width: int = 0) -> str:
         """Writes the row in a line; its name takes so many characters."""
@@ -113,7 +113,7 @@ class Row:
         return "  ".join([*parts, ": ".join(filter(None, (self.verdict, self.reason)))])
 
 
-def find_row(rows: Iterable[Row], name: str | None = BASELINE) -> Row | None:
+def find_row(rows: Iterable[SweepRow], name: str | None = BASELINE) -> SweepRow | None:
     """Returns the row of a name, None if there is none."""
     return next((row for row in rows if row.name == name), None)
 
@@ -133,10 +133,10 @@ class Sweep:
     settings: Settings
     environment: Environment
     records: tuple[Record, ...] = field(repr=False)
-    rows: tuple[Row, ...]
+    rows: tuple[SweepRow, ...]
     recommendation: Recommendation
 
-    def row(self, name: str | None = BASELINE) -> Row | None:
+    def row(self, name: str | None = BASELINE) -> SweepRow | None:
         """Returns the row of a name, None if there is none."""
         return find_row(self.rows, name)
 

@@ -11,17 +11,17 @@ import json
 import math
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import get_args, get_origin, get_type_hints
 
 from ampatch import AmpValueError
-from ampatch.sweeps.records.record import Measured, Word
+from ampatch.sweeps.records.record import Measured
 from ampatch.sweeps.records.sweep import Sweep
 
 FORMAT = "ampatch sweep"
 VERSION = 1
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
-WORDS = {str: "a text", bool: "true or false", int: "a whole number", type(None): "null"}
+EXPECTED = "expected the sweep.json that `ampatch sweep --out` writes"
 
 
 def to_json(sweep: Sweep) -> str:
@@ -36,30 +36,29 @@ def from_json(text: str, name: str = "sweep.json") -> Sweep:
 
     Raises AmpValueError for what is no sweep, for a newer version, and for fields missing or of a wrong type.
     """
-    expected = "expected the sweep.json that `ampatch sweep --out` writes"
     try:
         parts = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise AmpValueError(f"{name}: not JSON ({error}): {expected}") from None
+        raise AmpValueError(f"{name}: not JSON ({error}): {EXPECTED}") from None
     if not isinstance(parts, dict) or parts.get("format") != FORMAT:
-        raise AmpValueError(f"{name}: JSON, but not of the format {FORMAT!r}: {expected}")
+        raise AmpValueError(f"{name}: JSON, but not of the format {FORMAT!r}: {EXPECTED}")
     version = parts.get("version")
     if type(version) is not int or version < 1:
-        raise AmpValueError(f"{name}: version {version!r}, expected a whole number from 1 up: {expected}")
+        raise AmpValueError(f"{name}: version {version!r}, expected a whole number from 1 up: {EXPECTED}")
     if version > VERSION:
         raise AmpValueError(
             f"{name}: version {version}, and this ampatch reads versions up to {VERSION}: "
             "upgrade ampatch, or make the file with this one"
         )
     try:
-        return read_object(Sweep, parts, "")
+        return read(Sweep, parts, "sweep")
     except AmpValueError as error:
-        raise AmpValueError(f"{name}: {error}: write it anew with `ampatch sweep --out`") from None
+        raise AmpValueError(f"{name}: {error}: {EXPECTED}") from None
 
 
 def read_measured(parts: dict) -> Measured:
-    """Makes a `Measured` of what `dataclasses.asdict` made of one, after a way through JSON."""
-    return read_object(Measured, parts, "measured")
+    """Makes a `Measured` of what `to_plain` made of one, after a way through JSON."""
+    return read(Measured, parts, "measured")
 
 
 def to_plain(value: object) -> object:
@@ -80,66 +79,42 @@ def to_plain(value: object) -> object:
 
 
 def read(kind: object, value: object, where: str) -> object:
-    """Makes a value of the annotated type `kind` of what JSON gave; `where` is said in errors."""
+    """Makes a value of the annotated type `kind` of what JSON gave.
+
+    Raises AmpValueError for what has another type, with `where` it is.
+    """
     if isinstance(kind, types.UnionType):  # X | None is the only one there is
         return None if value is None else read(get_args(kind)[0], value, where)
+    try:
+        return make(kind, value, where)
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        if isinstance(error, AmpValueError):
+            raise
+        raise AmpValueError(f"{where} is {repr(value)[:40]} ({error})") from None
+
+
+def make(kind: object, value: object, where: str) -> object:
+    """Makes the value, and raises whatever Python raises where it cannot be made."""
     if get_origin(kind) is tuple:
         item = get_args(kind)[0]
-        items = require(list, value, where, "a list")
-        return tuple(read(item, each, f"{where}[{index}]") for index, each in enumerate(items))
+        return tuple(read(item, each, f"{where}[{at}]") for at, each in enumerate(require(list, value)))
     if get_origin(kind) in (dict, Mapping):
         item = get_args(kind)[1]
-        items = require(dict, value, where, "an object")
-        return {name: read(item, each, f"{where}[{name!r}]") for name, each in items.items()}
+        return {name: read(item, each, f"{where}[{name!r}]") for name, each in value.items()}
     if is_dataclass(kind):
-        return read_object(kind, value, where)
-    if issubclass(kind, Word):
-        return read_word(kind, value, where)
-    return read_number(value, where) if kind is float else require(kind, value, where, WORDS[kind])
+        kinds = get_type_hints(kind)
+        known = {name: each for name, each in require(dict, value).items() if name in kinds}
+        return kind(**{name: read(kinds[name], each, f"{where}.{name}") for name, each in known.items()})
+    if kind is float:
+        is_name = isinstance(value, str) and value in NOT_FINITE
+        return float(value if is_name or type(value) is float else require(int, value))
+    if kind in (str, int, bool):
+        return require(kind, value)
+    return kind(value)  # of an enum
 
 
-def read_object(kind: type, value: object, where: str) -> object:
-    """Makes a dataclass; a field that the JSON lacks takes its default if it has one."""
-    parts = require(dict, value, where or "the file", "an object")
-    kinds = get_type_hints(kind)
-    required = [it.name for it in fields(kind) if it.default is MISSING and it.default_factory is MISSING]
-    missing = [name for name in required if name not in parts]
-    if missing:
-        raise AmpValueError(f"{where or 'the file'} has no {', '.join(map(repr, missing))}")
-    known = [it.name for it in fields(kind) if it.name in parts]
-    return kind(**{name: read(kinds[name], parts[name], f"{where}.{name}".strip(".")) for name in known})
-
-
-def read_word(kind: type[Word], value: object, where: str) -> Word:
-    """Reads one of the values of an enum."""
-    if value not in list(kind):
-        expected = ", ".join(repr(each.value) for each in kind)
-        raise AmpValueError(f"{where} is {in_brief(value)}, expected one of {expected}")
-    return kind(value)
-
-
-def read_number(value: object, where: str) -> float:
-    """Reads a float: a number, or the name of one that is not finite."""
-    if type(value) is float or (isinstance(value, str) and value in NOT_FINITE):
-        return float(value)
-    try:
-        return float(require(int, value, where, "a number"))
-    except OverflowError:
-        raise AmpValueError(f"{where} is {in_brief(value)}, expected a number that fits a float") from None
-
-
-def require(kind: type, value: object, where: str, expected: str) -> object:
+def require(kind: type, value: object) -> object:
     """Returns the value if its type is exactly `kind`: in JSON, `true` is no number."""
     if type(value) is not kind:
-        raise AmpValueError(f"{where} is {in_brief(value)}, expected {expected}")
+        raise TypeError(f"expected {kind.__name__}")
     return value
-
-
-def in_brief(value: object) -> str:
-    """Writes what was found, at a length that leaves an error readable.
-
-    >>> in_brief([0] * 100)
-    '[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0...'
-    """
-    text = repr(value)
-    return text if len(text) <= 40 else text[:38] + "..."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ampatch.sweeps.processes.warmup import said_of_warmup
 from ampatch.sweeps.records.numbers import ASCII, duration
-from ampatch.sweeps.records.record import LAST_LOSSES, Outcome, Record
+from ampatch.sweeps.records.record import LAST_LOSSES, Ending, Record
 from ampatch.sweeps.records.sweep import Sweep
 from ampatch.sweeps.verdicts.distance import GUESSED_SPREAD
 
@@ -58,7 +58,7 @@ def said_of_distances(sweep: Sweep) -> str:
 def failure_of(record: Record, name: str) -> str:
     """Says in one line how a run of a row of this name failed, and where its log is."""
     seed = f" seed {record.seed}" + (f" repeat {record.repeat}" if record.repeat else "")
-    after = f" after {duration(record.seconds)}" if record.outcome is Outcome.TIMED_OUT else ""
+    after = f" after {duration(record.seconds)}" if record.outcome is Ending.TIMED_OUT else ""
     steps = record.measured.steps if record.measured else 0
     made = f" (step {steps})" if steps else ""
     cause = f": {record.cause}" if record.cause else ""

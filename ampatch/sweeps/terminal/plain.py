@@ -1,21 +1,15 @@
-"""Text that a terminal can show: nothing that it would obey, nothing that its encoding cannot write."""
+"""Text that a terminal can show: nothing that it would obey."""
 
 from __future__ import annotations
 
 
-def printable(text: str, encoding: str = "ascii") -> str:
-    """Escapes what a terminal would obey, and what an encoding cannot write.
+def printable(text: str) -> str:
+    """Escapes what a terminal would obey, and halves of characters, which no encoding can write.
 
     >>> print(printable("caf\\u00e9 \\x1b[31m"))
-    caf\\xe9 \\x1b[31m
+    café \\x1b[31m
     """
-    obeyed = "".join(char if char.isprintable() else escape(char) for char in text)
-    return obeyed.encode(encoding, "backslashreplace").decode(encoding)
-
-
-def escape(char: str) -> str:
-    """Writes a character as Python does in a string."""
-    return char.encode("unicode_escape").decode("ascii")
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def cut_middle(text: str, length: int) -> str:

@@ -1,4 +1,4 @@
-"""A standard stream that may fail, as a closed pipe or a full disk does, without an end to the sweep."""
+"""A standard stream that takes any text, and may fail, as a full disk does, without an end to the sweep."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Stream:
         """Writes text, and says that all of it was taken."""
         if self._stream is not None and self._error is None:
             try:
-                self._stream.write(text)
+                encoding = self._stream.encoding or "utf-8"
+                self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             except OSError as error:
                 self._fail(error)
         return len(text)

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ampatch.sweeps.records.numbers import ASCII, duration
 from ampatch.sweeps.records.row_names import abbreviate, keys_of
-from ampatch.sweeps.records.sweep import Recommendation, Row, Sweep, Verdict
+from ampatch.sweeps.records.sweep import Recommendation, Sweep, SweepRow, Verdict
 from ampatch.sweeps.terminal.caption import failure_of, said_of_columns
 from ampatch.sweeps.terminal.plain import cut_middle, printable
 from ampatch.sweeps.terminal.terminal_table import WIDTH, build_comparison, build_table
@@ -20,15 +20,16 @@ from ampatch.sweeps.verdicts.compare import Comparison
 LONGEST_TITLE = 24
 
 
-class Bar:
+class ProgressBar:
     """The progress of a sweep: runs that are over, the steps that the present one has made, the time left.
 
     Where nobody watches it, in a log, it says a line for each run that is over instead.
     """
 
-    def __init__(self, progress: Progress, total: int) -> None:
+    def __init__(self, progress: Progress, total: int, limit: int | None = None) -> None:
         self._progress = progress
-        self._task = progress.add_task("", total=total, steps="", left="")
+        self._task = progress.add_task("", total=total, steps="")
+        self._limit = "" if limit is None else f" of {limit}"
         self._name = ""
         self._started = time.monotonic()
 
@@ -36,17 +37,12 @@ class Bar:
         """Shows which run is on."""
         self._name = name
         self._started = time.monotonic()
-        text = printable(cut_middle(self._name, LONGEST_TITLE), self._progress.console.encoding)
+        text = printable(cut_middle(name, LONGEST_TITLE))
         self._progress.update(self._task, description=text, steps="")
 
-    def show_steps(self, steps: int, of: int | None = None) -> None:
-        """Shows how many steps the run has made, of how many if that is known."""
-        self._progress.update(self._task, steps=f"step {steps}" + (f" of {of}" if of else ""))
-
-    def show_time_left(self, seconds: float | None) -> None:
-        """Shows how long the sweep will go on, None where that is not known."""
-        left = "" if seconds is None else f"{duration(seconds)} left"
-        self._progress.update(self._task, left=left)
+    def show_steps(self, steps: int) -> None:
+        """Shows how many steps the run has made, of how many if there is a limit."""
+        self._progress.update(self._task, steps=f"step {steps}{self._limit}")
 
     def finish(self, outcome: str = "") -> None:
         """Counts a run as over; a log is told how it ended, if that is said."""
@@ -60,37 +56,40 @@ class Bar:
 
 
 @contextmanager
-def progress_bar(console: Console, total: int) -> Iterator[Bar]:
-    """Shows a bar for so many runs while the block runs; it leaves nothing behind."""
+def progress_bar(console: Console, total: int, limit: int | None = None) -> Iterator[ProgressBar]:
+    """Shows a bar for so many runs, of so many steps, while the block runs; it leaves nothing behind."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
         TextColumn("{task.completed} of {task.total} runs"),
         TextColumn("{task.fields[steps]}"),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}"),
+        TimeRemainingColumn(),
     )
     shown = console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
-        yield Bar(progress, total)
+    # The time left is that of the runs that are over: they take minutes, and all of them count.
+    week = 7 * 24 * 3600
+    with Progress(
+        *columns, console=console, transient=True, disable=not shown, speed_estimate_period=week
+    ) as progress:
+        yield ProgressBar(progress, total, limit)
 
 
 def say(console: Console, text: str) -> None:
     """Prints a line as it is; it is not broken, so that paths can be copied."""
-    console.print(printable(text, console.encoding), soft_wrap=True, markup=False, highlight=False)
+    console.print(printable(text), soft_wrap=True, markup=False, highlight=False)
 
 
 def tell(console: Console, text: str, *, style: str = "") -> None:
     """Prints a paragraph, broken at the width of the table."""
     width = min(console.width, WIDTH)
-    console.print(printable(text, console.encoding), width=width, markup=False, highlight=False, style=style)
+    console.print(printable(text), width=width, markup=False, highlight=False, style=style)
 
 
 def show(console: Console, sweep: Sweep) -> None:
     """Prints the table, what its columns mean, why rows failed, and the recommendation."""
     keys = keys_of(row.name for row in sweep.rows)
-    width = min(console.width, WIDTH)
-    console.print(build_table(sweep, encoding=console.encoding, width=width), crop=False)
+    console.print(build_table(sweep), crop=False)
     show_legend(console, keys)
     for row in sweep.rows:
         if said := said_of(row):
@@ -111,7 +110,7 @@ def show_legend(console: Console, keys: Mapping[str, str]) -> None:
             tell(console, f"{key}: {name}")
 
 
-def said_of(row: Row) -> str:
+def said_of(row: SweepRow) -> str:
     """Writes a verdict with its reason; nothing where the lines of its runs that failed say as much."""
     if not row.reason or not row.runs or row.verdict is Verdict.FAILED or row.failed == row.runs:
         return ""
@@ -133,8 +132,7 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     for side, name in zip(("before", "after"), comparison.sides, strict=True):
         tell(console, f"{side}: {name}")
     console.print()
-    width = min(console.width, WIDTH)
-    console.print(build_comparison(comparison, encoding=console.encoding, width=width), crop=False)
+    console.print(build_comparison(comparison), crop=False)
     show_legend(console, keys)
     for line in [*comparison.notes, *comparison.gaps]:
         tell(console, abbreviate(line, keys))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ampatch.sweeps.records.sweep import Environment, Sweep
-from ampatch.sweeps.verdicts.change import Change, Limits, find_regressions
+from ampatch.sweeps.verdicts.change import Limits, RowChange
 from ampatch.sweeps.verdicts.distance import distances
-from ampatch.sweeps.verdicts.summary import divide, finished, runs_of, step_ms
+from ampatch.sweeps.verdicts.summary import finished, runs_of
 
 SLOWER = 0.05  # how much slower is too slow, as a part of 1
 SETTINGS = ("script", "arguments", "seeds", "repeat", "steps", "warmup")
@@ -23,7 +23,7 @@ class Comparison:
     `sides` says of each of the two sweeps which it is.
     """
 
-    rows: tuple[Change, ...]
+    rows: tuple[RowChange, ...]
     notes: tuple[str, ...]
     limits: Limits
     sides: tuple[str, str]
@@ -45,16 +45,13 @@ class Comparison:
 
         Those of which a regression tells are left out.
         """
-        rows: dict[str, list[str]] = {}
-        accuracy: dict[str, list[str]] = {}
-        for change in self.rows:
-            if not change.regressions:
-                rows.setdefault(change.obstacle, []).append(change.name)
-            accuracy.setdefault(change.obstacle_to_accuracy, []).append(change.name)
-        return [
-            *(f"Not compared ({why}): {', '.join(names)}" for why, names in rows.items() if why),
-            *(f"Accuracy not compared ({why}): {', '.join(it)}" for why, it in accuracy.items() if why),
-        ]
+        rows = [("Not", it.obstacle, it.name) for it in self.rows if not it.regressions]
+        rows += [("Accuracy not", it.obstacle_to_accuracy, it.name) for it in self.rows]
+        gaps: dict[str, list[str]] = {}
+        for what, why, name in rows:
+            if why:
+                gaps.setdefault(f"{what} compared ({why})", []).append(name)
+        return [f"{gap}: {', '.join(names)}" for gap, names in gaps.items()]
 
 
 def compare(
@@ -89,48 +86,27 @@ def compare(
 
 def write_side(name: str, environment: Environment) -> str:
     """Says which sweep it is: its name, when it was made, of which commit, by which command."""
-    commit = environment.commit and f"commit {shorten_commit(environment.commit)}"
+    it = environment.commit or ""
+    commit = it and f"commit {it[:10]}{'+' if it.endswith('+') else ''}"
     parts = (name, environment.created, commit, environment.command)
     return ", ".join(part for part in parts if part)
 
 
-def shorten_commit(commit: str) -> str:
-    """Writes as much of a commit as people do, and whether there were changes.
-
-    >>> shorten_commit("659de88f1a2b3c4d5e6f708192a3b4c5d6e7f809+")
-    '659de88f1a+'
-    """
-    return commit[:10] + ("+" if len(commit) > 10 and commit.endswith("+") else "")
-
-
-def compare_row(name: str, before: Sweep, after: Sweep, limits: Limits) -> Change:
+def compare_row(name: str, before: Sweep, after: Sweep, limits: Limits) -> RowChange:
     """Compares the rows of a name."""
     old, new = before.row(name), after.row(name)
     runs = finished(runs_of(after.records, name)), finished(runs_of(before.records, name))
-    loss, metrics = distances(*runs)
-    change = Change(
-        name=name,
-        before=old,
-        after=new,
-        speed=divide(step_ms(old), step_ms(new)),
-        memory=divide(new and new.peak_mib, old and old.peak_mib),
-        loss=loss,
-        metrics=metrics,
-        regressions=(),
-    )
-    return replace(change, regressions=tuple(find_regressions(change, limits)))
+    return RowChange(name, old, new, *distances(*runs), limits)
 
 
 def differences(before: Sweep, after: Sweep) -> Iterator[str]:
     """Yields a line for each thing besides the results in which the sweeps differ."""
-    for names, old, new in (
-        (SETTINGS, before.settings, after.settings),
-        (ENVIRONMENT, before.environment, after.environment),
-    ):
-        for name in names:
-            first, second = getattr(old, name), getattr(new, name)
-            if first != second:
-                yield f"{name}: {in_words(first)} before, {in_words(second)} after"
+    pairs = [(name, before.settings, after.settings) for name in SETTINGS]
+    pairs += [(name, before.environment, after.environment) for name in ENVIRONMENT]
+    for name, old, new in pairs:
+        first, second = getattr(old, name), getattr(new, name)
+        if first != second:
+            yield f"{name}: {in_words(first)} before, {in_words(second)} after"
 
 
 def in_words(value: object) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ampatch.sweeps.records.record import Measured, Record
+from ampatch.sweeps.records.record import Curve, Measured, Record
 from ampatch.sweeps.records.sweep import Distance
 from ampatch.sweeps.verdicts.metric_names import is_about_accuracy, is_lower_better
 
@@ -57,27 +57,28 @@ class Sample:
 def distance(sample: Sample, baseline: Sample, *, lower_is_better: bool) -> Distance:
     """Returns how far a sample is from the baseline in the spreads of the latter; positive is better.
 
-    Without spreads if one of the two has no finite value, or both are one and the same object.
+    Without spreads if one of the two has no finite value.
     """
     spread, unit = baseline.spread()
     value, origin = sample.value, baseline.value
-    if sample is baseline or spread is None or value is None or not math.isfinite(value):
+    if spread is None or value is None or not math.isfinite(value):
         return Distance(value, origin, None, spread, unit)
     spreads = (origin - value if lower_is_better else value - origin) / spread
     return Distance(value, origin, spreads, spread, unit)
 
 
 def distances(own: Sequence[Record], baseline: Sequence[Record]) -> tuple[Distance, dict[str, Distance]]:
-    """Returns the distances of the final loss and of each metric about accuracy, from runs that finished."""
-    is_baseline = own is baseline
-    loss, origin = loss_sample(own), loss_sample(baseline)
-    of_loss = distance(origin if is_baseline else loss, origin, lower_is_better=True)
-    of_metrics = {}
+    """Returns the distances of the final loss and of each metric about accuracy, from runs that finished.
+
+    O0 has no distance from itself.
+    """
+    samples = {"": (loss_sample(own), loss_sample(baseline), True)}
     for name in compared_metrics([*baseline, *own]):
-        origin = metric_sample(baseline, name)
-        sample = origin if is_baseline else metric_sample(own, name)
-        of_metrics[name] = distance(sample, origin, lower_is_better=is_lower_better(name))
-    return of_loss, of_metrics
+        samples[name] = metric_sample(own, name), metric_sample(baseline, name), is_lower_better(name)
+    found = {name: distance(own, origin, lower_is_better=low) for name, (own, origin, low) in samples.items()}
+    if own is baseline:
+        found = {name: replace(it, spreads=None) for name, it in found.items()}
+    return found.pop(""), found
 
 
 def compared_metrics(records: Iterable[Record]) -> list[str]:
@@ -96,15 +97,9 @@ def loss_sample(records: Sequence[Record]) -> Sample:
 
 
 def metric_sample(records: Sequence[Record], name: str) -> Sample:
-    """Returns the last values of a metric."""
-    first = mean(by_seed(records, lambda it: first_value(it, name)))
+    """Returns the last values of a metric, and what it was when it was first reported."""
+    first = mean(by_seed(records, lambda it: next(iter(it.metrics.get(name, Curve()).values), None)))
     return Sample(by_seed(records, lambda it: it.final(name)), finite(first))
-
-
-def first_value(measured: Measured, name: str) -> float | None:
-    """Returns what a metric was when it was first reported."""
-    curve = measured.metrics.get(name)
-    return curve.values[0] if curve and curve.values else None
 
 
 def by_seed(records: Sequence[Record], read: Callable[[Measured], float | None]) -> tuple[float, ...]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ampatch.sweeps.records.numbers import ASCII
-from ampatch.sweeps.records.record import Outcome, Record
+from ampatch.sweeps.records.record import Ending, Record
 from ampatch.sweeps.records.sweep import (
     AUTOCAST,
     BASELINE,
-    Distance,
     Recommendation,
-    Row,
     Settings,
+    SweepRow,
     Verdict,
     find_row,
 )
@@ -24,24 +23,21 @@ FASTER = 1.02
 LESS_MEMORY = 0.05
 
 
-def recommend(settings: Settings, records: Sequence[Record], rows: Sequence[Row]) -> Recommendation:
+def recommend(settings: Settings, records: Sequence[Record], rows: Sequence[SweepRow]) -> Recommendation:
     """Recommends the fastest row that is the same as O0, if it is faster by 2 % at least, or else O0.
 
     Rows of `autocast` are there to compare with and are not recommended.
     """
     name, reason = choose(rows)
     chosen = find_row(rows, name)
-    remarks = [
-        about_times(chosen, rows),
-        about_autocast(chosen, rows),
-        about_seeds(settings, records) if chosen else "",
-        about_the_rest(settings, records),
-    ]
-    sentences = [reason, *remarks]
-    return Recommendation(name, " ".join(sentence for sentence in sentences if sentence))
+    sentences = [reason]
+    if chosen:
+        sentences += [about_times(chosen, rows), about_autocast(chosen, rows), about_seeds(settings, records)]
+    sentences.append(about_the_rest(settings, records))
+    return Recommendation(name, " ".join(filter(None, sentences)))
 
 
-def choose(rows: Sequence[Row]) -> tuple[str | None, str]:
+def choose(rows: Sequence[SweepRow]) -> tuple[str | None, str]:
     """Returns the name of the row to take, None if there is none, and why."""
     baseline = find_row(rows)
     obstacle = why_none(baseline, rows)
@@ -54,44 +50,39 @@ def choose(rows: Sequence[Row]) -> tuple[str | None, str]:
     if baseline.verdict is Verdict.FAILED:
         return None, f"O0 cannot be relied on ({baseline.reason}), and no level of its accuracy is faster."
     if best:
+        yardsticks = [row.speed for row in rows if is_autocast(row) and row.speed]
+        but = " but for autocast" if max(yardsticks, default=0) > best.speed else ""
         return BASELINE, (
             f"No level with the accuracy of O0 is faster by {ASCII.percent(FASTER - 1)} or more: "
-            f"{of_the_fastest(best, rows)}, {best.name}, makes {ASCII.factor(best.speed)} times its steps a "
-            "second."
+            f"the fastest{but}, {best.name}, runs at {ASCII.ratio(best.speed)} the speed of O0."
         )
-    said = ", ".join(f"{row.name} {said_of(row)}" for row in levels(rows))
-    return BASELINE, f"No other level has the accuracy of O0: {said}."
+    said = (f"{row.name} {unknown_or(row)}" for row in levels(rows))
+    return BASELINE, f"No other level has the accuracy of O0: {', '.join(said)}."
 
 
-def of_the_fastest(best: Row, rows: Sequence[Row]) -> str:
-    """Names the fastest row that may be recommended; one of autocast that is faster stands in the table."""
-    speeds = [row.speed for row in rows if is_autocast(row) and row.speed]
-    return "the fastest but for autocast" if max(speeds, default=0) > best.speed else "the fastest"
-
-
-def said_of(row: Row) -> str:
+def unknown_or(row: SweepRow) -> str:
     """Writes the verdict about a row in a sentence."""
     return f"unknown ({row.reason})" if row.verdict is Verdict.UNKNOWN else row.verdict.value
 
 
-def levels(rows: Sequence[Row]) -> list[Row]:
+def levels(rows: Sequence[SweepRow]) -> list[SweepRow]:
     """Returns the rows that may be recommended in the place of O0."""
     return [row for row in rows if row.name != BASELINE and not is_autocast(row)]
 
 
-def is_autocast(row: Row) -> bool:
+def is_autocast(row: SweepRow) -> bool:
     """Says whether a row is the yardstick, or a variant of it."""
     return row.name.split()[:1] == [AUTOCAST]
 
 
-def why_none(baseline: Row | None, rows: Sequence[Row]) -> str:
+def why_none(baseline: SweepRow | None, rows: Sequence[SweepRow]) -> str:
     """Says why no row can be recommended, empty if one can."""
     without = "Without O0 there is nothing to compare with"
     if baseline is None:
         return f"{without}: add it to --levels."
     if baseline.verdict is Verdict.UNKNOWN:
         return f"{without}, and it was {baseline.reason}."
-    if baseline.outcome is not Outcome.FINISHED:
+    if baseline.outcome is not Ending.FINISHED:
         return f"{without}, and it failed: {baseline.reason}."
     if baseline.verdict is Verdict.DIVERGED:
         return f"O0 itself diverged ({baseline.reason}): training in float32 has to work first."
@@ -105,79 +96,60 @@ def why_none(baseline: Row | None, rows: Sequence[Row]) -> str:
     return ""
 
 
-def praise(row: Row, baseline: Row) -> str:
+def praise(row: SweepRow, baseline: SweepRow) -> str:
     """Says in a sentence what speaks for a row that is as accurate as O0."""
     times = f"{ASCII.number(row.step_ms.median)} against {ASCII.number(baseline.step_ms.median)} ms a step"
-    memory = f", with {100 * (1 - row.memory):.0f} % less memory" if saves_memory(row) else ""
+    saves = row.memory is not None and row.memory <= 1 - LESS_MEMORY
+    memory = f", with {100 * (1 - row.memory):.0f} % less memory" if saves else ""
     return (
-        f"{row.name} makes {ASCII.factor(row.speed)} times the steps a second of O0 ({times}){memory}, "
+        f"{row.name} runs at {ASCII.ratio(row.speed)} the speed of O0 ({times}){memory}, "
         f"and is as accurate: {accuracy(row)}."
     )
 
 
-def saves_memory(row: Row) -> bool:
-    """Says whether a row needs so much less memory than O0 that it is worth a word."""
-    return row.memory is not None and row.memory <= 1 - LESS_MEMORY
-
-
-def accuracy(row: Row) -> str:
+def accuracy(row: SweepRow) -> str:
     """Writes the metric that matters most, or the loss where none is reported, beside that of O0."""
     compared = [name for name, it in row.metrics.items() if it.spreads is not None]
-    name = most_important(compared)
-    return beside_baseline("loss", row.loss) if name is None else beside_baseline(name, row.metrics[name])
+    name = most_important(compared) or "loss"
+    it = row.metrics[name] if compared else row.loss
+    far = "" if it.unit == "percent" else f" ({ASCII.signed(it.spreads)} spreads)"
+    return f"{name} {ASCII.short(it.value)} against {ASCII.short(it.baseline)}{far}"
 
 
-def beside_baseline(name: str, distance: Distance) -> str:
-    """Writes a value beside that of O0.
-
-    >>> beside_baseline("accuracy", Distance(0.95124, 0.95, 0.4, 0.003, "seeds"))
-    'accuracy 0.9512 against 0.95 (+0.4 spreads)'
-    """
-    far = "" if distance.unit == "percent" else f" ({ASCII.signed(distance.spreads)} spreads)"
-    return f"{name} {ASCII.short(distance.value)} against {ASCII.short(distance.baseline)}{far}"
-
-
-def about_times(chosen: Row | None, rows: Sequence[Row]) -> str:
+def about_times(chosen: SweepRow, rows: Sequence[SweepRow]) -> str:
     """Warns where steps of the chosen row were no faster than some of O0."""
     baseline = find_row(rows)
-    if chosen is None or chosen is baseline or chosen.step_ms.high < baseline.step_ms.low:
+    if chosen is baseline or chosen.step_ms.high < baseline.step_ms.low:
         return ""
     return "The quartiles of their times overlap: --repeat, on a machine that does nothing else, tells more."
 
 
-def about_autocast(chosen: Row | None, rows: Sequence[Row]) -> str:
+def about_autocast(chosen: SweepRow, rows: Sequence[SweepRow]) -> str:
     """Says so if torch.autocast is faster than what is recommended."""
-    timed = [row for row in rows if is_autocast(row) and row.step_ms]
+    timed = [row for row in rows if is_autocast(row) and row.step_ms and row.step_ms.median]
     best = min(timed, key=lambda row: row.step_ms.median, default=None)
-    if best is None or chosen is None or chosen.step_ms is None or not best.step_ms.median:
+    speed = chosen.step_ms.median / best.step_ms.median if best and chosen.step_ms else 0
+    if speed < FASTER:
         return ""
-    speed = chosen.step_ms.median / best.step_ms.median
     but = "" if best.verdict is Verdict.SAME else f", but is {best.verdict} ({best.reason})"
     name = "torch.autocast" if best.name == AUTOCAST else f"torch.autocast ({best.name})"
-    return (
-        f"{name} makes {ASCII.factor(speed)} times the steps a second of {chosen.name}{but}."
-        if speed >= FASTER
-        else ""
-    )
+    return f"{name} runs at {ASCII.ratio(speed)} the speed of {chosen.name}{but}."
 
 
 def about_seeds(settings: Settings, records: Sequence[Record]) -> str:
     """Warns where nothing is known about chance: with one seed, or with seeds that changed nothing."""
     runs = [it for it in records if it.row == BASELINE and not it.failed and it.measured]
-    seeds = {record.seed for record in runs}
-    if len(seeds) < 2:
+    if len({record.seed for record in runs}) < 2:
         more = "--seeds 3" if settings.seeds < 2 else "let all seeds finish"
         return f"With one seed, differences of accuracy by chance cannot be told apart: {more}."
     names = compared_metrics(runs)
-    results = {
-        (it.measured.final_loss, it.measured.first_loss, *(it.measured.final(name) for name in names))
-        for it in runs
-    }
+    measured = [it.measured for it in runs]
+    results = {(it.final_loss, it.first_loss, *map(it.final, names)) for it in measured}
     return "The seeds changed nothing: does the script set its own?" if len(results) == 1 else ""
 
 
 def about_the_rest(settings: Settings, records: Sequence[Record]) -> str:
     """Says so if not all of the runs were made."""
     planned = len(settings.rows) * settings.seeds * settings.repeat
-    made = sum(record.outcome is not Outcome.INTERRUPTED for record in records)
+    made = sum(record.outcome is not Ending.INTERRUPTED for record in records)
     return f"Only {made} of {planned} runs were made." if made < planned else ""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ampatch.sweeps.measure.steps import spread_of
-from ampatch.sweeps.records.record import Measured, Outcome, Record, Spread
-from ampatch.sweeps.records.sweep import BASELINE, Environment, Row, Settings, Sweep, find_row
+from ampatch.sweeps.records.record import Ending, Record, Spread
+from ampatch.sweeps.records.sweep import BASELINE, Environment, Settings, Sweep, SweepRow, find_row
 from ampatch.sweeps.verdicts.distance import distances, mean
 from ampatch.sweeps.verdicts.recommendation import recommend
 from ampatch.sweeps.verdicts.verdict import judge
@@ -24,8 +24,7 @@ def summarize(settings: Settings, environment: Environment, records: Sequence[Re
     names = dict.fromkeys([*settings.rows, *(record.row for record in records)])
     runs = {name: runs_of(records, name) for name in names}
     baseline = finished(runs.get(BASELINE, []))
-    rows = [make_row(name, own, baseline, settings.tolerance) for name, own in runs.items()]
-    rows = add_ratios(rows)
+    rows = add_ratios([make_row(name, own, baseline, settings.tolerance) for name, own in runs.items()])
     return Sweep(settings, environment, records, rows, recommend(settings, records, rows))
 
 
@@ -39,32 +38,28 @@ def finished(runs: Iterable[Record]) -> list[Record]:
     return [record for record in runs if not record.failed and record.measured]
 
 
-def make_row(name: str, own: Sequence[Record], baseline: Sequence[Record], tolerance: float) -> Row:
+def make_row(name: str, own: Sequence[Record], baseline: Sequence[Record], tolerance: float) -> SweepRow:
     """Sums up the runs of a row; without what compares it with the speed and memory of other rows."""
     done = baseline if name == BASELINE else finished(own)
     measured = [record.measured for record in done]
     loss, metrics = distances(done, baseline)
     verdict, reason = judge(name, own, baseline, loss, metrics, tolerance)
     step_ms = pool([it.step_ms for it in measured if it.step_ms])
-    rate = 1000 / step_ms.median if step_ms and step_ms.median else None
-    samples = median(measured, lambda it: it.samples)
+    rate = divide(1000, step_ms and step_ms.median)
+    samples = median(it.samples for it in measured)
     scales = [it.loss_scale for it in measured if it.loss_scale is not None]
-    return Row(
+    return SweepRow(
         name=name,
         runs=len(own),
         failed=sum(record.failed for record in own),
         outcome=outcome_of(own),
         step_ms=step_ms,
-        forward_ms=median(measured, lambda it: it.forward_ms and it.forward_ms.median),
-        backward_ms=median(measured, lambda it: it.backward_ms and it.backward_ms.median),
-        update_ms=median(measured, lambda it: it.update_ms and it.update_ms.median),
+        forward_ms=median(it.forward_ms and it.forward_ms.median for it in measured),
+        backward_ms=median(it.backward_ms and it.backward_ms.median for it in measured),
+        update_ms=median(it.update_ms and it.update_ms.median for it in measured),
         steps_per_second=rate,
         samples_per_second=None if rate is None or samples is None else rate * samples,
-        peak_mib=median(measured, lambda it: it.peak_mib),
-        speed=None,
-        speed_to_fastest=None,
-        memory=None,
-        memory_to_fastest=None,
+        peak_mib=median(it.peak_mib for it in measured),
         skipped=mean([len(it.skipped) for it in measured]),
         # A scale that was in use, not one between two: they are powers of 2.
         loss_scale=statistics.median_low(scales) if scales else None,
@@ -82,8 +77,6 @@ def pool(spreads: Sequence[Spread]) -> Spread | None:
     typical run (the median of the runs' own) or that of the runs' medians, whichever is farther out. `count`
     is of all the steps.
 
-    >>> pool([Spread(10, 9, 11, 100), Spread(20, 19, 21, 100), Spread(30, 29, 32, 100)])
-    Spread(median=20, low=15.0, high=25.0, count=300)
     >>> pool([Spread(10, 7, 12, 100), Spread(10, 8, 14, 100)])
     Spread(median=10.0, low=7.5, high=13.0, count=200)
     """
@@ -98,21 +91,21 @@ def pool(spreads: Sequence[Spread]) -> Spread | None:
     )
 
 
-def median(measured: Iterable[Measured], read: Callable[[Measured], float | None]) -> float | None:
-    """Returns the median over the runs that have the value, None if none has."""
-    values = [value for each in measured if (value := read(each)) is not None]
-    return statistics.median(values) if values else None
+def median(values: Iterable[float | None]) -> float | None:
+    """Returns the median of the values that are there, None if none is."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
-def outcome_of(runs: Sequence[Record]) -> Outcome:
+def outcome_of(runs: Sequence[Record]) -> Ending:
     """Returns how a row ended: well if any run did, else as most of its runs; not run is interrupted."""
     outcomes = Counter(record.outcome for record in runs)
-    if Outcome.FINISHED in outcomes:
-        return Outcome.FINISHED
-    return max(outcomes, key=lambda it: (outcomes[it], it), default=Outcome.INTERRUPTED)
+    if Ending.FINISHED in outcomes:
+        return Ending.FINISHED
+    return max(outcomes, key=lambda it: (outcomes[it], it), default=Ending.INTERRUPTED)
 
 
-def add_ratios(rows: Sequence[Row]) -> tuple[Row, ...]:
+def add_ratios(rows: Sequence[SweepRow]) -> tuple[SweepRow, ...]:
     """Adds how fast the rows are and how much memory they need, compared with O0 and with the fastest."""
     baseline = find_row(rows)
     fastest = min((row for row in rows if row.step_ms), key=lambda row: row.step_ms.median, default=None)
@@ -128,7 +121,7 @@ def add_ratios(rows: Sequence[Row]) -> tuple[Row, ...]:
     )
 
 
-def step_ms(row: Row | None) -> float | None:
+def step_ms(row: SweepRow | None) -> float | None:
     """Returns the median of a row's steps, if it has one."""
     return row.step_ms.median if row and row.step_ms else None
 

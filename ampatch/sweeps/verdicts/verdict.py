@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from ampatch.sweeps.records.numbers import ASCII
-from ampatch.sweeps.records.record import Curve, Measured, Outcome, Record
+from ampatch.sweeps.records.record import Curve, Ending, Measured, Record
 from ampatch.sweeps.records.sweep import BASELINE, Distance, Verdict
-from ampatch.sweeps.verdicts.distance import compared_metrics, finite, loss_sample, mean
+from ampatch.sweeps.verdicts.distance import compared_metrics, finite, loss_sample
 
 LAST_STEPS = 20
 # A loss that ends above where it began by more than this part of it has not been trained.
@@ -30,7 +30,7 @@ def judge(
     `own` are all the runs of the row in the order of their seeds, `baseline` those of O0 that finished. Runs
     that were interrupted count neither for the row nor against it.
     """
-    runs = [record for record in own if record.outcome is not Outcome.INTERRUPTED]
+    runs = [record for record in own if record.outcome is not Ending.INTERRUPTED]
     if not runs:
         return Verdict.UNKNOWN, "interrupted" if own else "not run"
     if failure := why_failed(runs):
@@ -39,7 +39,7 @@ def judge(
         return Verdict.DIVERGED, divergence
     if name == BASELINE:
         return Verdict.BASELINE, ""
-    if obstacle := why_not_compared(baseline, [loss, *metrics.values()]):
+    if obstacle := why_not_compared(baseline, loss, metrics):
         return Verdict.UNKNOWN, obstacle
     inferiority = why_worse([("loss", loss), *metrics.items()], tolerance)
     return (Verdict.WORSE, inferiority) if inferiority else (Verdict.SAME, "")
@@ -58,26 +58,35 @@ def why_failed(runs: Sequence[Record]) -> str:
 def why_diverged(runs: Sequence[Record], baseline: Sequence[Record], loss: Distance, tolerance: float) -> str:
     """Says what of a run went out of bounds: a loss or a metric, or the gradients so that no step was made.
 
-    The loss may rise by 10 % or by `tolerance` spreads; what O0's loss does as well is no divergence.
+    The loss may rise by 10 % or by `tolerance` spreads; what O0's loss does as well is no divergence, and a
+    metric that is not finite at O0 tells nothing.
     """
-    metrics = [name for name in compared_metrics(runs) if not is_undefined(baseline, name)]
-    most = most_of_rise(baseline, loss, tolerance)
-    reasons = [why_run_diverged(it.measured, metrics, most) for it in runs if it.measured]
+    defined = [name for name in compared_metrics(runs) if all(map(math.isfinite, finals(baseline, name)))]
+    first, final = loss_sample(baseline).first, finite(loss.baseline)
+    rises = first is None or final is None or final > first
+    most = None if rises else tolerance * (loss.spread or 0)
+    reasons = [why_run_diverged(it.measured, defined, most) for it in runs if it.measured]
     found = [reason for reason in reasons if reason]
     if len(runs) > 1 and found:
         return f"{found[0]} ({len(found)} of {len(runs)} runs)"
     return "".join(found)
 
 
+def finals(records: Sequence[Record], metric: str) -> list[float]:
+    """Returns the last values of a metric, of the runs that reported it."""
+    values = [record.measured.final(metric) for record in records if record.measured]
+    return [value for value in values if value is not None]
+
+
 def why_run_diverged(measured: Measured, metrics: Sequence[str], most: float | None) -> str:
     """Says in which way one run diverged, empty if in none; `most` is how far its loss may have risen."""
     first, final = measured.first_loss, measured.final_loss
-    if final is not None and not math.isfinite(final):
-        return f"loss is {ASCII.number(final)}{since(measured.losses.values())}"
-    for name in metrics:
-        value = measured.final(name)
+    curves = {name: [measured.metrics[name]] for name in metrics if name in measured.metrics}
+    values = [("loss", final, measured.losses.values())]
+    values += [(name, measured.final(name), own) for name, own in curves.items()]
+    for name, value, own in values:
         if value is not None and not math.isfinite(value):
-            return f"{name} is {ASCII.number(value)}{since([measured.metrics[name]])}"
+            return f"{name} is {ASCII.number(value)}{since(own)}"
     last = min(measured.steps, LAST_STEPS)
     if last and set(range(measured.steps - last + 1, measured.steps + 1)) <= set(measured.skipped):
         return f"all of the last {last} steps were skipped"
@@ -86,48 +95,26 @@ def why_run_diverged(measured: Measured, metrics: Sequence[str], most: float | N
     return ""
 
 
-def is_undefined(baseline: Sequence[Record], metric: str) -> bool:
-    """Says whether O0's own value of a metric is not finite: then the metric tells nothing."""
-    values = [record.measured.final(metric) for record in baseline if record.measured]
-    return any(value is not None and not math.isfinite(value) for value in values)
-
-
-def most_of_rise(baseline: Sequence[Record], loss: Distance, tolerance: float) -> float | None:
-    """Returns by how much a loss may rise by chance; None if there is no O0, or its loss rises as well."""
-    first, final = loss_sample(baseline).first, finite(loss.baseline)
-    if first is None or final is None or final > first:
-        return None
-    return tolerance * (loss.spread or 0)
-
-
 def since(curves: Iterable[Curve]) -> str:
-    """Says since which step the values are no longer finite, as far as the curves know."""
-    starts = [step for curve in curves if (step := start_of_ruin(curve)) is not None]
+    """Says since which step the values are no longer finite, as far as the curves know.
+
+    >>> since([Curve((1, 2, 3, 4), (math.inf, 0.5, math.nan, math.nan))])
+    ' from step 3 on'
+    """
+    starts = []
+    for curve in curves:
+        good = [at for at, value in enumerate(curve.values, 1) if math.isfinite(value)]
+        starts += curve.steps[good[-1] if good else 0 :][:1]
     return f" from step {min(starts)} on" if starts else ""
 
 
-def start_of_ruin(curve: Curve) -> int | None:
-    """Returns the step from which on no value is finite, None if the last one is.
-
-    >>> start_of_ruin(Curve((1, 2, 3, 4), (math.inf, 0.5, math.nan, math.nan)))
-    3
-    """
-    start = None
-    for step, value in zip(reversed(curve.steps), reversed(curve.values), strict=False):
-        if math.isfinite(value):
-            return start
-        start = step
-    return start
-
-
-def why_not_compared(baseline: Sequence[Record], distances: Sequence[Distance]) -> str:
+def why_not_compared(baseline: Sequence[Record], loss: Distance, metrics: Mapping[str, Distance]) -> str:
     """Says why nothing can be said about accuracy; empty if something can."""
     if not baseline:
         return "there is no O0 to compare with"
-    losses = loss_sample(baseline).values
-    if losses and not math.isfinite(mean(losses)):
+    if loss.baseline is not None and not math.isfinite(loss.baseline):
         return "the loss of O0 is not finite either"
-    if all(distance.spreads is None for distance in distances):
+    if all(distance.spreads is None for distance in (loss, *metrics.values())):
         return "nothing to compare: no loss and no metric"
     return ""
 
@@ -148,8 +135,6 @@ def write_distance(distance: Distance, origin: str = BASELINE) -> str:
     '0.9512, 4.1 spreads below O0'
     >>> write_distance(Distance(0.231, 0.2, -31.0, 0.001, "percent"))
     '0.231, 15.5 % above O0'
-    >>> write_distance(Distance(1e30, 2.0, -1e32, 0.01, "seeds"))
-    '1e30, 1e32 spreads above O0'
     """
     side = "above" if distance.value > distance.baseline else "below"
     if distance.unit == "percent" and distance.baseline:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ampatch.sweeps.records.numbers import TYPESET
 from ampatch.sweeps.records.record import Curve, Measured
-from ampatch.sweeps.records.sweep import Row, Sweep, Verdict
+from ampatch.sweeps.records.sweep import Sweep, SweepRow, Verdict
 
 POINTS = 120  # of a curve, at most: a chart is 360 wide
 SEEDS_DRAWN = 8  # the file stays small with a hundred of them
@@ -61,7 +61,7 @@ class Points:
 class Line:
     """The curves of one row: the mean over its runs, and each run by itself where there are several."""
 
-    row: Row
+    row: SweepRow
     mean: Points
     runs: tuple[Points, ...] = ()
 

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from ampatch.sweeps.records.numbers import TYPESET
 from ampatch.sweeps.records.record import Measured
-from ampatch.sweeps.records.sweep import Distance, Row, Sweep, Verdict
+from ampatch.sweeps.records.sweep import Distance, Sweep, SweepRow, Verdict
 from ampatch.sweeps.verdicts.summary import step_ms
 
 MIB = 2**20
@@ -42,7 +42,7 @@ class Table:
 
     caption: str
     headings: Sequence[str]
-    lines: Sequence[tuple[Row, Sequence[Cell]]]
+    lines: Sequence[tuple[SweepRow, Sequence[Cell]]]
 
 
 def result_tables(sweep: Sweep) -> list[Table]:
@@ -102,7 +102,7 @@ def byte_tables(sweep: Sweep) -> list[Table]:
     return [Table(caption, [*BYTES, *CASTS], lines)] if lines else []
 
 
-def measured_of(row: Row, sweep: Sweep) -> list[Measured]:
+def measured_of(row: SweepRow, sweep: Sweep) -> list[Measured]:
     """Returns what was measured in the runs of a row that finished, else in those that did not."""
     own = [it for it in sweep.records if it.row == row.name and it.measured]
     return [it.measured for it in own if not it.failed] or [it.measured for it in own]
@@ -122,7 +122,7 @@ def part_of(value: float | None, longest: float | None) -> float | None:
     return round(part, 3) if part is not None and 0 <= part <= 1 else None
 
 
-def result_cells(row: Row, largest: float) -> list[Cell]:
+def result_cells(row: SweepRow, largest: float) -> list[Cell]:
     """Returns what the table of results says of a row."""
     it, skipped = row.step_ms, row.skipped
     quartiles = f"{TYPESET.number(it.low)}–{TYPESET.number(it.high)}" if it and it.count > 1 else ""  # noqa: RUF001
@@ -140,7 +140,7 @@ def result_cells(row: Row, largest: float) -> list[Cell]:
     ]
 
 
-def metric_cells(row: Row, names: Sequence[str]) -> list[Cell]:
+def metric_cells(row: SweepRow, names: Sequence[str]) -> list[Cell]:
     """Returns the last values of these metrics."""
     return [distance_cell(row.metrics.get(name)) for name in names]
 

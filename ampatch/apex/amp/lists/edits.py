@@ -9,7 +9,7 @@ import torch
 
 import ampatch as amp
 from ampatch import lists
-from ampatch.casts.table import Cast
+from ampatch.table import Cast
 
 REGISTER: dict[str, Callable[[object, str], None]] = {
     "FP16_FUNCS": amp.register_half_function,
