@@ -57,7 +57,7 @@ class CastState:
     def get_cache(self, dtype: torch.dtype) -> CastCache:
         """Returns the cache of casts to `dtype`, made on first use."""
         if dtype not in self._caches:
-            is_eligible = _select_eligible(self, dtype)
+            is_eligible = _select_eligible(dtype)
             self._caches[dtype] = CastCache(dtype, self.thread, is_eligible)
         return self._caches[dtype]
 
@@ -157,8 +157,8 @@ class CastState:
 CASTS = CastState()
 
 
-def _select_eligible(state: CastState, dtype: torch.dtype) -> Callable[[Tensor], bool]:
-    sources, devices, is_on_device = ELIGIBLE - {dtype}, state.devices, state.is_on_device
+def _select_eligible(dtype: torch.dtype) -> Callable[[Tensor], bool]:
+    sources, devices, is_on_device = ELIGIBLE - {dtype}, CASTS.devices, CASTS.is_on_device
 
     def is_eligible(tensor: Tensor) -> bool:
         """Whether a tensor is cast to the dtype: it has another one of ours, and is on a device of ours."""
@@ -179,10 +179,10 @@ class Casts(NamedTuple):
     plain_parameter: TensorCast
 
 
-def cast_eligible(state: CastState, dtype: torch.dtype) -> Casts:
+def cast_eligible(dtype: torch.dtype) -> Casts:
     """Returns the casts of a patched function's arguments to `dtype`: parameters through the cache."""
-    sources, devices, is_on_device = ELIGIBLE - {dtype}, state.devices, state.is_on_device
-    convert, cache = CONVERT[dtype], state.get_cache(dtype)
+    sources, devices, is_on_device = ELIGIBLE - {dtype}, CASTS.devices, CASTS.is_on_device
+    convert, cache = CONVERT[dtype], CASTS.get_cache(dtype)
     is_compiling, cached = torch.compiler.is_dynamo_compiling, cache.cast
 
     def cast(tensor: Tensor) -> Tensor:

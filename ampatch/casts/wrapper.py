@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampatch.casts.cast import Casts, CastState, cast_eligible
+from ampatch.casts.cast import CASTS, Casts, cast_eligible
 from ampatch.casts.cast_cache import is_grad_enabled
 from ampatch.casts.cast_counter import CastCounter
 from ampatch.casts.cast_tree import TensorCast, cast_listed, cast_tree, may_hold_tensors
@@ -32,7 +32,6 @@ GetCast = Callable[[torch.dtype], TensorCast]
 def wrap(
     original: Function,
     kind: Cast,
-    state: CastState,
     half: torch.dtype,
     *,
     place: tuple[str | None, str],
@@ -54,23 +53,23 @@ def wrap(
     uncast = keep_uncast(original, place)
 
     def watch(cast: TensorCast, dtype: torch.dtype) -> TensorCast:
-        cast = counter.watch(cast, state.get_cache(dtype)) if counter else cast
+        cast = counter.watch(cast, CASTS.get_cache(dtype)) if counter else cast
         return _traced(cast, name, trace) if trace else cast
 
     def get_cast(dtype: torch.dtype) -> TensorCast:
-        cast = cast_eligible(state, dtype).any
+        cast = cast_eligible(dtype).any
         return watch(_without_grad(cast) if is_users else cast, dtype)
 
     dtype = half if kind is Cast.LOWER else torch.float32
     if kind not in (Cast.LOWER, Cast.FP32):
-        wrapper = _guard(uncast, state, _CALLS[kind](original, state, name, get_cast))
+        wrapper = _guard(uncast, _CALLS[kind](original, name, get_cast))
     elif is_users:
-        wrapper = _guard(uncast, state, _call_users(original, get_cast(dtype)))
+        wrapper = _guard(uncast, _call_users(original, get_cast(dtype)))
     else:
-        casts = cast_eligible(state, dtype)
-        casts = counter.watch_all(casts, state.get_cache(dtype)) if counter else casts
+        casts = cast_eligible(dtype)
+        casts = counter.watch_all(casts, CASTS.get_cache(dtype)) if counter else casts
         casts = Casts(*[_traced(cast, name, trace) for cast in casts]) if trace else casts
-        wrapper = _wrap_listed(original, uncast, state, dtype, casts, has_dtype=kind is Cast.FP32)
+        wrapper = _wrap_listed(original, uncast, dtype, casts, has_dtype=kind is Cast.FP32)
     functools.update_wrapper(wrapper, original)
     wrapper.__module__, wrapper.__qualname__ = place
     return wrapper
@@ -97,9 +96,9 @@ def _without_grad(cast: TensorCast) -> TensorCast:
     return cast_without_grad
 
 
-def _guard(uncast: Function, state: CastState, call: Call) -> Function:
+def _guard(uncast: Function, call: Call) -> Function:
     """Returns a wrapper that goes through uncast while casts are off, and else does what `call` does."""
-    thread = state.thread
+    thread = CASTS.thread
 
     def wrapper(*args, **kwargs):
         if thread.off and thread.is_off():
@@ -122,14 +121,13 @@ def _call_users(original: Function, cast: TensorCast) -> Call:
 def _wrap_listed(
     original: Function,
     uncast: Function,
-    state: CastState,
     dtype: torch.dtype,
     casts: Casts,
     *,
     has_dtype: bool,
 ) -> Function:
     """Wraps a function of torch's that has LOWER or FP32 in the tables: nearly every call that is cast."""
-    thread, sources = state.thread, ELIGIBLE - {dtype}
+    thread, sources = CASTS.thread, ELIGIBLE - {dtype}
     cast, cast_tensor, cast_parameter = casts
     if dtype is torch.float32:
         cast_parameter = cast  # most weights are float32: their type is looked at first
@@ -177,12 +175,12 @@ def _have_one_dtype(args: tuple) -> bool:
     return True
 
 
-def _eligible_tensors(state: CastState, values: object) -> list[Tensor]:
+def _eligible_tensors(values: object) -> list[Tensor]:
     """The tensors in a tree that a cast may touch."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
-        if tensor.dtype in ELIGIBLE and tensor.device.type in state.device_types:
+        if tensor.dtype in ELIGIBLE and tensor.device.type in CASTS.device_types:
             found.append(tensor)
         return tensor
 
@@ -190,13 +188,13 @@ def _eligible_tensors(state: CastState, values: object) -> list[Tensor]:
     return found
 
 
-def _call_promote(original: Function, state: CastState, name: str, get_cast: GetCast) -> Call:
+def _call_promote(original: Function, name: str, get_cast: GetCast) -> Call:
     widen = get_cast(torch.float32)
 
     def call(args: tuple, kwargs: dict) -> object:
         if (not kwargs and _have_one_dtype(args)) or kwargs.get("out") is not None:
             return original(*args, **kwargs)
-        dtypes = {tensor.dtype for tensor in _eligible_tensors(state, (args, kwargs))}
+        dtypes = {tensor.dtype for tensor in _eligible_tensors((args, kwargs))}
         if len(dtypes) < 2:
             return original(*args, **kwargs)
         # Any two of float32, float16 and bfloat16 have float32 as their widest type.
@@ -206,7 +204,7 @@ def _call_promote(original: Function, state: CastState, name: str, get_cast: Get
     return call
 
 
-def _call_match_self(original: Function, state: CastState, name: str, get_cast: GetCast) -> Call:
+def _call_match_self(original: Function, name: str, get_cast: GetCast) -> Call:
     casts = {dtype: get_cast(dtype) for dtype in ELIGIBLE}
 
     def call(args: tuple, kwargs: dict) -> object:
@@ -220,13 +218,13 @@ def _call_match_self(original: Function, state: CastState, name: str, get_cast: 
     return call
 
 
-def _call_in_place(original: Function, state: CastState, name: str, get_cast: GetCast) -> Call:
+def _call_in_place(original: Function, name: str, get_cast: GetCast) -> Call:
     functional = name.rpartition(".")[2].rstrip("_")
 
     def call(args: tuple, kwargs: dict) -> object:
         target = args[0] if args else kwargs.get("input")
         is_half = isinstance(target, Tensor) and target.dtype in HALF_TYPES
-        if is_half and target.device.type in state.device_types:
+        if is_half and target.device.type in CASTS.device_types:
             raise BannedFunctionError(
                 f"{name} was called on a {target.dtype} tensor: it runs in float32, and the result "
                 f"cannot be written into a half tensor; use {functional}, which returns a new one"
@@ -236,13 +234,13 @@ def _call_in_place(original: Function, state: CastState, name: str, get_cast: Ge
     return call
 
 
-def _call_banned(original: Function, state: CastState, name: str, get_cast: GetCast) -> Call:
+def _call_banned(original: Function, name: str, get_cast: GetCast) -> Call:
     widen = get_cast(torch.float32)
 
     def call(args: tuple, kwargs: dict) -> object:
-        dtypes = {tensor.dtype for tensor in _eligible_tensors(state, (args, kwargs))}
+        dtypes = {tensor.dtype for tensor in _eligible_tensors((args, kwargs))}
         halves = dtypes & set(HALF_TYPES)
-        if halves and not state.allow_banned:
+        if halves and not CASTS.allow_banned:
             raise BannedFunctionError(
                 f"{name} was called on a {halves.pop()} tensor, where its logarithm is not safe: use "
                 f"binary_cross_entropy_with_logits on the logits, or have it cast to float32 with "
@@ -254,7 +252,7 @@ def _call_banned(original: Function, state: CastState, name: str, get_cast: GetC
     return call
 
 
-def _call_custom(original: Function, state: CastState, name: str, get_cast: GetCast) -> Call:
+def _call_custom(original: Function, name: str, get_cast: GetCast) -> Call:
     custom = CUSTOM_CASTS.get(name.rpartition(".")[2], where_refused)
     widen = get_cast(torch.float32)
 

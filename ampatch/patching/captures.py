@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ampatch.casts.cast import CastState
+from ampatch.casts.cast import CASTS
 from ampatch.patching.patcher import Patcher, SessionPatch, get_raw
 
 Repeats = list[Callable[[], None]]
@@ -24,9 +24,8 @@ class Captures(SessionPatch):
     the graph, what a capture casts is computed by replays alone, and a graph may hold an optimizer's step.
     """
 
-    def __init__(self, casts: CastState) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._casts = casts
         self._open: dict[int, Repeats] = {}  # by thread
         self._repeats: WeakKeyDictionary[torch.cuda.CUDAGraph, Repeats] = WeakKeyDictionary()
 
@@ -46,7 +45,7 @@ class Captures(SessionPatch):
 
     def _watch_begin(self, original: Callable[..., None]) -> Callable[..., None]:
         def capture_begin(graph: torch.cuda.CUDAGraph, *args: object, **kwargs: object) -> None:
-            self._casts.forget_casts()  # first: it may raise
+            CASTS.forget_casts()  # first: it may raise
             original(graph, *args, **kwargs)
             self._open[get_ident()] = self._repeats[graph] = []
 
@@ -55,7 +54,7 @@ class Captures(SessionPatch):
     def _watch_end(self, original: Callable[..., None]) -> Callable[..., None]:
         def capture_end(graph: torch.cuda.CUDAGraph) -> None:
             self._open.pop(get_ident(), None)
-            self._casts.forget_casts()
+            CASTS.forget_casts()
             original(graph)
 
         return capture_end
@@ -63,7 +62,7 @@ class Captures(SessionPatch):
     def _watch_replay(self, original: Callable[..., None]) -> Callable[..., None]:
         def replay(graph: torch.cuda.CUDAGraph) -> None:
             original(graph)
-            self._casts.forget_casts()
+            CASTS.forget_casts()
             for repeat in self._repeats.get(graph, ()):
                 repeat()
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampatch.casts.cast import CastState
+from ampatch.casts.cast import CASTS
 from ampatch.patching.patcher import Patcher, SessionPatch, get_raw
 
 
@@ -20,9 +20,8 @@ class WatchedView:
     No function, so that Dynamo does not take it for a wrapper that casts.
     """
 
-    def __init__(self, original: Callable[..., object], casts: CastState) -> None:
+    def __init__(self, original: Callable[..., object]) -> None:
         self._original = original
-        self._casts = casts
         functools.update_wrapper(self, original)
 
     def __get__(self, tensor: Tensor | None, kind: type | None = None) -> object:
@@ -30,7 +29,7 @@ class WatchedView:
 
     def __call__(self, tensor: Tensor, *args: object, **kwargs: object) -> object:
         view = self._original(tensor, *args, **kwargs)
-        self._casts.forget_memory(tensor)
+        CASTS.forget_memory(tensor)
         return view
 
 
@@ -44,9 +43,8 @@ class DataWatch(SessionPatch):
     `Captures` to see.
     """
 
-    def __init__(self, casts: CastState) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._casts = casts
         self.watched: set[int] = set()
         self.touched: set[int] = set()
 
@@ -64,23 +62,23 @@ class DataWatch(SessionPatch):
 
         patcher.replace(Tensor, "data", property(read, write, doc=original.__doc__))
         for name in ("numpy", "__dlpack__"):
-            patcher.replace(Tensor, name, WatchedView(get_raw(Tensor, name), self._casts))
+            patcher.replace(Tensor, name, WatchedView(get_raw(Tensor, name)))
         patcher.replace(torch.utils, "swap_tensors", self._watch_swap(torch.utils.swap_tensors))
 
     def _watch_swap(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def swap_tensors(t1: Tensor, t2: Tensor) -> None:
             for tensor in (t1, t2):
-                self._casts.forget(tensor)
+                CASTS.forget(tensor)
             original(t1, t2)
 
         return swap_tensors
 
     def _note(self, tensor: Tensor) -> None:
         if isinstance(tensor, Parameter):
-            self._casts.forget(tensor)
+            CASTS.forget(tensor)
         else:
-            self._casts.forget_memory(tensor)
+            CASTS.forget_memory(tensor)
         if id(tensor) in self.watched:
             self.touched.add(id(tensor))
 

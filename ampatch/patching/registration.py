@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ampatch.casts.cast import CastState
+from ampatch.casts.cast import CASTS
 from ampatch.casts.wrapper import wrap
 from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.levels.precision import HALF_TYPES
@@ -38,22 +38,22 @@ def validate_place(module: object, name: str) -> None:
         raise AmpValueError(f"{owner}.{name} is a {found}: expected a function")
 
 
-def decorate(function: Callable, cast: Cast, state: CastState, dtype: torch.dtype | None = None) -> Callable:
+def decorate(function: Callable, cast: Cast, dtype: torch.dtype | None = None) -> Callable:
     """Returns a function whose floating arguments are cast while a session patches torch.
 
     Works on plain functions, builtins, bound methods, staticmethods and classmethods.
     """
     if isinstance(function, (staticmethod, classmethod)):
-        return type(function)(decorate(function.__func__, cast, state, dtype))
+        return type(function)(decorate(function.__func__, cast, dtype))
     if not callable(function):
         raise AmpTypeError(f"{function!r} is a {type(function).__name__}: expected a function to decorate")
     place = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__name__)
     halves = HALF_TYPES if dtype is None else (dtype,)
-    wrappers = {half: wrap(function, cast, state, half, place=place, is_users=True) for half in halves}
+    wrappers = {half: wrap(function, cast, half, place=place, is_users=True) for half in halves}
 
     @functools.wraps(function)
     def decorated(*args, **kwargs):
-        half = state.half
+        half = CASTS.half
         if half is None:
             return function(*args, **kwargs)
         return wrappers[dtype or half](*args, **kwargs)
@@ -61,15 +61,14 @@ def decorate(function: Callable, cast: Cast, state: CastState, dtype: torch.dtyp
     return decorated
 
 
-def bind(registration: Registration, original: object, state: CastState) -> object:
+def bind(registration: Registration, original: object) -> object:
     """Returns what stands in for a registered function while torch is patched."""
-    half = registration.dtype or state.half
+    half = registration.dtype or CASTS.half
     assert half is not None, "bound while torch is not patched"
     binding = type(original) if isinstance(original, (staticmethod, classmethod)) else None
     wrapper = wrap(
         original.__func__ if binding else original,
         registration.cast,
-        state,
         half,
         place=qualify(registration.parent, registration.attribute),
         is_users=True,

@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampatch import lists
-from ampatch.casts.cast import CastState
+from ampatch.casts.cast import CASTS
 from ampatch.casts.cast_counter import CastCounter
 from ampatch.casts.wrapper import wrap
 from ampatch.errors import AmpValueError
@@ -37,9 +37,8 @@ from ampatch.table import Row
 class TorchPatch(RetriedPatch):
     """Patches torch once a session, and keeps what users registered for the next one."""
 
-    def __init__(self, casts: CastState) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._casts = casts
         self._registrations: dict[tuple[int, str], Registration] = {}
         self._names = BoundNames()
         self._rows: tuple[object, list[tuple[Place, Row]]] = (None, [])
@@ -48,7 +47,7 @@ class TorchPatch(RetriedPatch):
 
     def validate(self, policy: Policy) -> None:
         """Raises if torch is patched for another half type already."""
-        half = self._casts.half
+        half = CASTS.half
         if half is not None and policy.patch_torch_functions and policy.half is not half:
             raise AmpValueError(
                 f"{policy.opt_level} in {policy.half}, but an earlier initialize patched torch for {half}: "
@@ -68,10 +67,9 @@ class TorchPatch(RetriedPatch):
         Functions that the models keep by names of their own are patched there as well. `undo` receives
         the way back, step by step.
         """
-        casts = self._casts
-        undo.callback(casts.narrow, set(casts.device_types), casts.allow_banned)
-        casts.device_types.update(device_types)
-        casts.allow_banned |= policy.allow_banned
+        undo.callback(CASTS.narrow, set(CASTS.device_types), CASTS.allow_banned)
+        CASTS.device_types.update(device_types)
+        CASTS.allow_banned |= policy.allow_banned
         is_first = self._patcher is None
         if is_first:
             self._patch(policy, trace, undo)
@@ -80,33 +78,32 @@ class TorchPatch(RetriedPatch):
         undo.callback(self._graph_names.follow(models))
         for model in models:
             # The casts of its weights keep these alive; of models that nobody gave us, until the next step.
-            finalizer = weakref.finalize(model, casts.forget_casts)
+            finalizer = weakref.finalize(model, CASTS.forget_casts)
             finalizer.atexit = False
             undo.callback(finalizer.detach)
 
     def _patch(self, policy: Policy, trace: Callable[[str], None] | None, undo: ExitStack) -> None:
-        casts = self._casts
         prepare_compiler()
         undo.callback(restore_compiler)
         undo.callback(self._graph_names.close)
         undo.callback(self._names.close)
         patcher = self._begin(undo)
-        casts.half = policy.half
+        CASTS.half = policy.half
         # Weights change in a step, and fused optimizers do not bump their version. Before it as well: a step
         # needs memory.
         for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
-            undo.callback(register(lambda *_: casts.clear_cache()).remove)
+            undo.callback(register(lambda *_: CASTS.clear_cache()).remove)
         self._patch_rows(patcher, policy, trace)
-        patcher.replace(torch.nn.RNNBase, "check_input", allow_half_input(casts.thread))
+        patcher.replace(torch.nn.RNNBase, "check_input", allow_half_input(CASTS.thread))
         batch_norm = torch.nn.functional.batch_norm  # patched at the levels without tables as well
         self._names.add(peel(batch_norm), batch_norm)
-        patcher.replace(torch.backends.mha, "get_fastpath_enabled", allow_fast_path(casts.thread))
+        patcher.replace(torch.backends.mha, "get_fastpath_enabled", allow_fast_path(CASTS.thread))
         self._graph_names.open(patcher)
-        patch_autocast(patcher, casts)
-        trace_methods(patcher, casts, policy.half)
+        patch_autocast(patcher)
+        trace_methods(patcher, policy.half)
         tag_caches(patcher, policy.half)
         forget_graphs()
-        guard_compiler(casts, policy.half, undo)
+        guard_compiler(policy.half, undo)
         for registration in self._registrations.values():
             self._bind(registration)
 
@@ -117,9 +114,7 @@ class TorchPatch(RetriedPatch):
             original = patcher.find_original(parent, attribute)
             place = qualify(parent, attribute)
             counter = self.counter
-            wrapper = wrap(
-                original, row.cast, self._casts, policy.half, place=place, trace=trace, counter=counter
-            )
+            wrapper = wrap(original, row.cast, policy.half, place=place, trace=trace, counter=counter)
             # What TorchScript compiles in its place, where it is told to compile a function by itself.
             wrapper.__prepare_scriptable__ = functools.partial(peel, original)  # type: ignore[attr-defined]
             patcher.replace(parent, attribute, wrapper)
@@ -139,7 +134,7 @@ class TorchPatch(RetriedPatch):
     def forget(self) -> None:
         """Stops casting."""
         self.counter = None
-        self._casts.close()
+        CASTS.close()
 
     @property
     def registrations(self) -> tuple[Registration, ...]:
@@ -157,7 +152,7 @@ class TorchPatch(RetriedPatch):
         assert self._patcher is not None, "bound while torch is not patched"
         parent, attribute = registration.parent, registration.attribute
         original = self._patcher.find_original(parent, attribute)
-        bound = bind(registration, original, self._casts)
+        bound = bind(registration, original)
         self._patcher.replace(parent, attribute, bound)
         if not isinstance(parent, type):  # what a class inherits is registered for it alone
             self._names.add(original, bound)

@@ -53,11 +53,11 @@ class Session(StepListener):
 
     def __init__(self) -> None:
         self.casts = CASTS
-        self.torch_patch = TorchPatch(self.casts)
-        self._data_watch = DataWatch(self.casts)
-        self._script_models = ScriptModels(self.casts)
-        self._features = TorchFeatures(self.casts)
-        self._captures = Captures(self.casts)
+        self.torch_patch = TorchPatch()
+        self._data_watch = DataWatch()
+        self._script_models = ScriptModels()
+        self._features = TorchFeatures()
+        self._captures = Captures()
         self.misuse = Misuse(self._list_optimizers, self.scalers)
         self._unframed: set[str] = set()  # modules of ours that Dynamo knows not to compile
         self._said_torch = False

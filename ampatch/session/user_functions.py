@@ -16,22 +16,22 @@ from ampatch.table import Cast
 
 def half_function(function: Callable) -> Callable:
     """Decorates a function to run in the half type of the level, while O1 or O4 is on."""
-    return decorate(function, Cast.LOWER, SESSION.casts)
+    return decorate(function, Cast.LOWER)
 
 
 def bfloat16_function(function: Callable) -> Callable:
     """Decorates a function to run in bfloat16, while O1 or O4 is on."""
-    return decorate(function, Cast.LOWER, SESSION.casts, torch.bfloat16)
+    return decorate(function, Cast.LOWER, torch.bfloat16)
 
 
 def float_function(function: Callable) -> Callable:
     """Decorates a function to run in float32, while O1 or O4 is on."""
-    return decorate(function, Cast.FP32, SESSION.casts)
+    return decorate(function, Cast.FP32)
 
 
 def promote_function(function: Callable) -> Callable:
     """Decorates a function to run in the widest type of its arguments, while O1 or O4 is on."""
-    return decorate(function, Cast.PROMOTE, SESSION.casts)
+    return decorate(function, Cast.PROMOTE)
 
 
 def register_half_function(module: object, name: str) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import torch.utils.checkpoint
 
-from ampatch.casts.cast import CastState
+from ampatch.casts.cast import CASTS
 from ampatch.casts.thread import Forward
 from ampatch.levels.private import REENTRANT
 from ampatch.patching.patcher import Patcher
@@ -20,7 +20,7 @@ Function = Callable[..., object]
 _GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
 
 
-def patch_checkpoint(patcher: Patcher, casts: CastState) -> None:
+def patch_checkpoint(patcher: Patcher) -> None:
     """Has both kinds of checkpointing repeat what was around the checkpoint: models, disabled casts.
 
     The recomputation runs inside backward, where neither is around it. What is replaced are two names
@@ -30,17 +30,17 @@ def patch_checkpoint(patcher: Patcher, casts: CastState) -> None:
     module = torch.utils.checkpoint
     name = next((name for name in _GENERATORS if hasattr(module, name)), None)
     if name is not None:
-        patcher.replace(module, name, _repeat_generator(getattr(module, name), casts))
+        patcher.replace(module, name, _repeat_generator(getattr(module, name)))
     reentrant = REENTRANT.find()
 
     def apply(function: Function, *args: object) -> object:
-        return reentrant.apply(_repeat(function, casts), *args)
+        return reentrant.apply(_repeat(function), *args)
 
     if reentrant is not None:
         patcher.replace(*REENTRANT.find_place(), SimpleNamespace(apply=apply))
 
 
-def _repeat_generator(original: Function, casts: CastState) -> Function:
+def _repeat_generator(original: Function) -> Function:
     no_context = torch.utils.checkpoint.noop_context_fn
 
     @functools.wraps(original)
@@ -50,21 +50,21 @@ def _repeat_generator(original: Function, casts: CastState) -> Function:
         if is_selective:
             # It counts operations, casts of weights among them, so that both runs must begin alike: with no
             # casts in the cache.
-            casts.forget_casts()
-        return original(_repeat(function, casts, begins_empty=is_selective), *args, **kwargs)
+            CASTS.forget_casts()
+        return original(_repeat(function, begins_empty=is_selective), *args, **kwargs)
 
     return generate
 
 
-def _repeat(function: Function, casts: CastState, *, begins_empty: bool = False) -> Function:
+def _repeat(function: Function, *, begins_empty: bool = False) -> Function:
     """Returns `function` with casts on or off, and inside of the forward, as it is now."""
-    thread = casts.thread
+    thread = CASTS.thread
     switch = thread.disabled if thread.off and thread.is_off() else thread.enabled
     dtype = thread.forwards[-1].dtype if thread.forwards else None
 
     def run(*args: object, **kwargs: object) -> object:
         if begins_empty:
-            casts.forget_casts()
+            CASTS.forget_casts()
         with switch():
             if not is_inside:
                 return function(*args, **kwargs)

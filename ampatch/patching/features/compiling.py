@@ -16,7 +16,7 @@ import wrapt
 from torch import Tensor
 
 from ampatch import lists
-from ampatch.casts.cast import CastState
+from ampatch.casts.cast import CASTS
 from ampatch.casts.in_graph import call_uncast
 from ampatch.casts.wrapper import wrap
 from ampatch.levels import private
@@ -134,7 +134,7 @@ def restore_compiler() -> None:
     private.TENSOR_METHODS.find().cache_clear()
 
 
-def trace_methods(patcher: Patcher, casts: CastState, half: torch.dtype) -> None:
+def trace_methods(patcher: Patcher, half: torch.dtype) -> None:
     """Has Dynamo trace the wrappers of methods and operators where it would put their names into the graph.
 
     So the casts stand in the graph, which is guarded by what the wrappers look at. A wrapper that is
@@ -142,7 +142,7 @@ def trace_methods(patcher: Patcher, casts: CastState, half: torch.dtype) -> None
     """
     if private.explain_missing(private.DYNAMO):
         return
-    _wrap_operators(casts, half)
+    _wrap_operators(half)
     insert_method, insert_operator = private.CALL_METHOD.find(), private.INSERT.find()
 
     def trace_method(variable, tx, name, args, kwargs):
@@ -165,14 +165,14 @@ def trace_methods(patcher: Patcher, casts: CastState, half: torch.dtype) -> None
         patcher.replace(*name.find_place(), replacement)
 
 
-def guard_compiler(casts: CastState, half: torch.dtype, undo: ExitStack) -> None:
+def guard_compiler(half: torch.dtype, undo: ExitStack) -> None:
     """Has functions of torch.compile run as plain Python, and says so, where Dynamo would cast wrongly.
 
     Called while torch is patched. Of a torch that was never tested a few operations are traced to see.
     """
     (*_, fault) = [None, *private.explain_missing(private.DYNAMO)]
     if fault is None and not private.is_tested():
-        fault = find_fault(casts, half)
+        fault = find_fault(half)
     if fault is not None:
         logger.warning(
             "torch %s: torch.compile runs functions as plain Python until uninitialize(), because it would "
@@ -182,13 +182,13 @@ def guard_compiler(casts: CastState, half: torch.dtype, undo: ExitStack) -> None
         undo.enter_context(torch.compiler.set_stance("force_eager"))
 
 
-def find_fault(casts: CastState, half: torch.dtype) -> str | None:
+def find_fault(half: torch.dtype) -> str | None:
     """Says what Dynamo does wrong in this torch, None if it casts as plain Python does; without Inductor."""
-    device = next(iter(casts.device_types), "cpu")
+    device = next(iter(CASTS.device_types), "cpu")
     x, y = torch.ones(2, 2, device=device), torch.ones(2, 2, dtype=half, device=device)
 
     def compute(is_off: bool) -> list[torch.dtype]:
-        with casts.thread.disabled() if is_off else nullcontext():
+        with CASTS.thread.disabled() if is_off else nullcontext():
             return [(y**2).dtype, torch.mm(x, x).dtype, (x @ x).dtype]
 
     # Code of ours is not compiled, and so this is given another file.
@@ -204,13 +204,13 @@ def find_fault(casts: CastState, half: torch.dtype) -> str | None:
     return None
 
 
-def _wrap_operators(casts: CastState, half: torch.dtype) -> None:
+def _wrap_operators(half: torch.dtype) -> None:
     """Gives the wrappers of operators' methods one of the operator itself, which graphs hold."""
     kinds = {row.name: row.cast for row in lists.TENSOR.select(torch.__version__).rows}
     for function, (name, equal) in OPERATORS.items():
         method = vars(Tensor).get(name)
         if name in kinds and _is_wrapper(method):
-            wrapper = wrap(CALLS[function], kinds[name], casts, half, place=("torch", equal))
+            wrapper = wrap(CALLS[function], kinds[name], half, place=("torch", equal))
             setattr(method, function.__name__, wrapper)
 
 

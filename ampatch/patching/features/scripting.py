@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch.nn import Module
 
-from ampatch.casts.cast import CastState
+from ampatch.casts.cast import CASTS
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.private import COMPILE_FUNCTION, FIND_BUILTIN, SCRIPT_MODULE
 from ampatch.patching.patcher import Patcher, SessionPatch, peel
@@ -28,9 +28,8 @@ class ScriptModels(SessionPatch):
     Torch itself scripts functions when they are first needed, those of forward-mode AD among them.
     """
 
-    def __init__(self, casts: CastState) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._casts = casts
         self._has_said = False
 
     def patch(self, patcher: Patcher) -> None:
@@ -54,7 +53,7 @@ class ScriptModels(SessionPatch):
 
     def _say(self, model: Module) -> None:
         has_half = any(param.dtype in HALF_TYPES for param in model.parameters())
-        if not self._has_said and (has_half or self._casts.half is not None):
+        if not self._has_said and (has_half or CASTS.half is not None):
             self._has_said = True
             logger.warning(UNCAST, f"torch.jit.script({type(model).__name__})")
 

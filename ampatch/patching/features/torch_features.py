@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.nn import Module
 
-from ampatch.casts.cast import CastState
 from ampatch.errors import AmpValueError
 from ampatch.patching.features.checkpoint import patch_checkpoint
 from ampatch.patching.features.layers import patch_batch_norm
@@ -30,13 +29,12 @@ class BeforeGraph:
 class TorchFeatures(SessionPatch):
     """Has checkpointing, transforms, overrides and compiled models work at every level but O0."""
 
-    def __init__(self, casts: CastState) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._casts = casts
 
     def patch(self, patcher: Patcher) -> None:
         """Patches what these features look up."""
-        patch_checkpoint(patcher, self._casts)
+        patch_checkpoint(patcher)
         patch_batch_norm(patcher)
         name_originals(patcher)
         refresh_compiled(patcher)
