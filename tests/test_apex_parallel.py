@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 import ampatch as amp
 from ampatch.apex.parallel import LARC, DistributedDataParallel, Reducer, convert_syncbn_model
-from ampatch.apex.parallel.buckets import Averaging, make_buckets
 from ampatch.apex.parallel.distributed import apply_flat_dist_call, flat_dist_call, flatten, unflatten
 from helpers import without_chatter
 from ranks import Ranks, gather, is_equal_on_ranks
@@ -213,10 +212,8 @@ WAYS = [
     evaluation_in_between,
 ]
 SETTINGS = {
-    "one bucket": {},
-    "a bucket for each parameter": {"message_size": 1},
-    "delayed": {"delay_allreduce": True},
-    "sum": {"gradient_average": False, "message_size": 5},
+    "mean": {},
+    "sum": {"gradient_average": False},
     "predivided": {"gradient_predivide_factor": 2.0, "allreduce_always_fp32": True},
 }
 
@@ -351,7 +348,7 @@ def test_a_compiled_model_averages_too(ranks):
 
 
 def average_copies():
-    wrapped, x = DistributedDataParallel(Branches(), message_size=1), make_input()
+    wrapped, x = DistributedDataParallel(Branches()), make_input()
     copies = [copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))]
     for each in copies:
         each(x, 0).sum().backward()
@@ -430,44 +427,13 @@ def test_no_process_group_is_an_error_that_says_what_to_call(make):
 
 
 def test_keywords_without_a_meaning_are_named_in_one_warning(one_rank):
-    with pytest.warns(UserWarning, match="retain_allreduce_buffers, num_allreduce_streams, prof has") as seen:
-        DistributedDataParallel(
-            nn.Linear(2, 2), num_allreduce_streams=2, retain_allreduce_buffers=True, prof=True
+    model = nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match="message_size, retain_allreduce_buffers, prof has no") as seen:
+        wrapped = DistributedDataParallel(
+            model, 1000, shared_param=True, retain_allreduce_buffers=True, prof=True, gradient_average=True
         )
     assert [warning.filename for warning in seen] == [__file__]
-
-
-def test_keywords_with_a_meaning_and_defaults_cause_no_warning(one_rank):
-    model = nn.Linear(2, 2)
-    wrapped = DistributedDataParallel(
-        model,
-        1000,
-        shared_param=True,
-        allreduce_trigger_params=[model.bias],
-        retain_allreduce_buffers=False,
-        gradient_average=True,
-    )
     assert wrapped.delay_allreduce
-    assert wrapped.message_size == 1000
-
-
-@pytest.mark.parametrize(
-    ("averaging", "expected"),
-    [
-        ({}, [[3, 2, 1, 0]]),
-        ({"message_size": 6}, [[3, 2], [1, 0]]),
-        ({"message_size": 1}, [[3], [2], [1], [0]]),
-        ({"message_size": 1, "is_delayed": True}, [[3, 2, 1, 0]]),
-        ({"message_size": 1, "trigger_params": [2]}, [[3, 2], [1, 0]]),
-    ],
-    ids=str,
-)
-def test_buckets_hold_the_last_parameters_first(averaging, expected):
-    params = [torch.zeros(4), torch.zeros(2), torch.zeros(4), torch.zeros(2)]
-    triggers = frozenset(id(params[index]) for index in averaging.pop("trigger_params", ()))
-    buckets = make_buckets(params, Averaging(**averaging, trigger_params=triggers))
-    order = {id(param): index for index, param in enumerate(params)}
-    assert [[order[id(param)] for param in bucket.params] for bucket in buckets] == expected
 
 
 # ---- DistributedDataParallel under ampatch ----
