@@ -18,7 +18,6 @@ from ampatch.apex.optimizers import (
     FusedAdagrad,
     FusedAdam,
     FusedLAMB,
-    FusedMixedPrecisionLamb,
     FusedNovoGrad,
     FusedSGD,
 )
@@ -50,7 +49,6 @@ EVERY = pytest.mark.parametrize(
         named(FusedAdagrad, lr=0.1, weight_decay=0.1, adagrad_w_mode=True),
         named(FusedLAMB, lr=0.05),
         named(FusedNovoGrad, lr=0.05),
-        named(FusedMixedPrecisionLamb, lr=0.05),
     ],
 )
 
@@ -250,8 +248,7 @@ def test_adagrad_that_decays_weights_apart():
 @pytest.mark.parametrize("max_grad_norm", [1.0, 1e6, 0.0, None])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("adam_w_mode", [True, False])
-@pytest.mark.parametrize("kind", [FusedLAMB, FusedMixedPrecisionLamb])
-def test_lamb(kind, adam_w_mode, weight_decay, max_grad_norm, use_nvlamb):
+def test_lamb(adam_w_mode, weight_decay, max_grad_norm, use_nvlamb):
     def update(w, g, state, t, norm):
         g = g / max(norm / max_grad_norm, 1.0) if max_grad_norm else g
         m, v = adam_moments(g if adam_w_mode else g + weight_decay * w, state, (0.9, 0.95))
@@ -263,7 +260,7 @@ def test_lamb(kind, adam_w_mode, weight_decay, max_grad_norm, use_nvlamb):
 
     options = LAMB_OPTIONS | {"weight_decay": weight_decay, "adam_w_mode": adam_w_mode}
     options |= {"max_grad_norm": max_grad_norm, "use_nvlamb": use_nvlamb}
-    assert_like(functools.partial(kind, **options), update)
+    assert_like(functools.partial(FusedLAMB, **options), update)
 
 
 @pytest.mark.parametrize("grad_averaging", [True, False])
@@ -439,8 +436,6 @@ SIGNATURES = {
     "max_grad_norm use_nvlamb",
     FusedNovoGrad: "lr bias_correction betas eps weight_decay amsgrad reg_inside_moment grad_averaging "
     "norm_type init_zero set_grad_none",
-    FusedMixedPrecisionLamb: "lr step bias_correction betas eps weight_decay amsgrad adam_w_mode "
-    "grad_averaging max_grad_norm use_nvlamb reduced_precision_dtype",
 }
 
 
@@ -484,7 +479,7 @@ def test_bad_arguments_are_refused(make, message):
         make(make_params())
 
 
-@pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad, FusedMixedPrecisionLamb])
+@pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad])
 def test_amsgrad_is_refused_where_there_is_none(kind):
     with pytest.raises(RuntimeError, match=f"{kind.__name__} takes no amsgrad=True"):
         kind(make_params(), amsgrad=True)
@@ -511,13 +506,6 @@ def test_the_first_arguments_of_adam_still_work():
     run(FusedAdam(expected, lr=0.1, bias_correction=False), expected, clipped)
     # The two divide in another order.
     torch.testing.assert_close(params, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_mixed_precision_lamb_begins_at_a_step():
-    params = make_params()
-    optimizer = FusedMixedPrecisionLamb(params, step=7, reduced_precision_dtype=torch.float16)
-    run(optimizer, params, make_grads(params, 1))
-    assert optimizer.param_groups[0]["step"] == 8
 
 
 # What every optimizer of torch does
@@ -764,9 +752,8 @@ def test_a_checkpoint_of_novograd_with_too_few_norms_is_refused():
         functools.partial(FusedAdam, eps=1.0),
         functools.partial(FusedSGD, lr=0.1, momentum=0.9),
         FusedAdagrad,
-        functools.partial(FusedMixedPrecisionLamb, eps=1.0, max_grad_norm=0.0),
     ],
-    ids=["adam", "sgd", "adagrad", "lamb"],
+    ids=["adam", "sgd", "adagrad"],
 )
 def test_a_grad_scaler_has_the_step_unscale_and_skip(kind, dtype):
     (param,) = make_params(dtype, [(3,)])

@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 
 from ampatch.apex.fp16_utils.fp16util import master_params_to_model_params
 from ampatch.apex.fp16_utils.optimizer_wrapper import OptimizerWrapper
-from ampatch.apex.halves import HALF_TYPES, refine
+from ampatch.levels.precision import HALF_TYPES
+from ampatch.steps.masters import refine
 
 
 class MasterOptimizer(OptimizerWrapper):

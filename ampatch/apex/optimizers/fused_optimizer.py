@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import ampatch as amp
-from ampatch.apex.halves import HALF_TYPES, refine
 from ampatch.apex.optimizers.batch import (
     Batch,
     align,
@@ -19,6 +18,8 @@ from ampatch.apex.optimizers.batch import (
     group_by_kind,
     working_copy,
 )
+from ampatch.levels.precision import HALF_TYPES
+from ampatch.steps.masters import refine
 
 Group = dict[str, object]
 
