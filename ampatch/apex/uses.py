@@ -12,7 +12,7 @@ from ampatch.apex.drop_in.missing import EXTENSION_NAMES
 ROOTS = frozenset({"apex", "amp_C", "apex_C", *EXTENSION_NAMES})
 # Nodes that bind a name in their own attribute `name`.
 NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
-IMPORTERS = ("__import__", "import_module", "importlib.import_module")
+IMPORTERS = ("import_module", "importlib.import_module")
 # `amp = None` is what scripts say where the import failed.
 NOTHING = (None, False)
 
@@ -24,13 +24,12 @@ StarNames = Callable[[str], tuple[str, ...]]
 class Use:
     """A name of apex at a line of a script.
 
-    `keywords` are what a call passes by name. It is not `sure` where the script may mean another
-    module by the same name, as after `except ImportError: from torch.cuda import amp`.
+    It is not `sure` where the script may mean another module by the same name, as after
+    `except ImportError: from torch.cuda import amp`.
     """
 
     name: str
     line: int
-    keywords: tuple[str, ...] = ()
     sure: bool = True
 
 
@@ -39,17 +38,14 @@ def find_uses(tree: ast.Module, star_names: StarNames) -> list[Use]:
     names = Names(tree, star_names)
     uses: set[Use] = set()
     inner: set[ast.AST] = set()
-    keywords: dict[ast.AST, tuple[str, ...]] = {}
     for node in ast.walk(tree):  # what is around comes before what is inside
-        if isinstance(node, ast.Call):
-            keywords[node.func] = tuple(keyword.arg for keyword in node.keywords if keyword.arg)
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             uses.update(Use(name, node.lineno) for name in imported(node))
         elif node not in inner and is_loaded(node):
             found = set(names.resolve(node))
             inner.update(bases(node) if found - {None} else ())
             for name in found - {None}:
-                uses.add(Use(name, node.lineno, keywords.get(node, ()), sure=len(found) == 1))
+                uses.add(Use(name, node.lineno, sure=len(found) == 1))
     return sorted(uses, key=lambda use: (use.line, use.name))
 
 
@@ -71,12 +67,8 @@ def is_loaded(node: ast.AST) -> bool:
 
 def bases(node: ast.AST) -> Iterator[ast.AST]:
     """Yields what an attribute is taken of, and so on."""
-    while isinstance(node, (ast.Attribute, ast.Call)):
-        if isinstance(node, ast.Attribute):
-            node = node.value
-        else:
-            yield node.func
-            node = node.args[0]
+    while isinstance(node, ast.Attribute):
+        node = node.value
         yield node
 
 
@@ -128,11 +120,7 @@ class Names:
             return [found for way in ways for found in way]
         if isinstance(node, ast.Attribute):
             return [base and f"{base}.{node.attr}" for base in self.resolve(node.value, seen)]
-        if not isinstance(node, ast.Call):
-            return [None]
-        if is_getattr(node):
-            return [base and f"{base}.{node.args[1].value}" for base in self.resolve(node.args[0], seen)]
-        return [imported_by_call(node)]
+        return [imported_by_call(node) if isinstance(node, ast.Call) else None]
 
 
 def is_apex_name(name: str | None) -> bool:
@@ -175,18 +163,4 @@ def imported_by_call(node: ast.Call) -> str | None:
     first = node.args[0] if node.args else None
     if ast.unparse(node.func) not in IMPORTERS or not isinstance(first, ast.Constant):
         return None
-    if not isinstance(first.value, str) or not is_apex_name(first.value):
-        return None
-    return first.value.partition(".")[0] if len(node.args) == 1 and is_builtin(node) else first.value
-
-
-def is_builtin(node: ast.Call) -> bool:
-    """Says whether a call is of `__import__`, which returns the first package of a name."""
-    return ast.unparse(node.func) == "__import__" and not node.keywords
-
-
-def is_getattr(node: ast.Call) -> bool:
-    """Says whether a call is a `getattr` without a default of a name that is written there."""
-    if not isinstance(node.func, ast.Name) or node.func.id != "getattr" or len(node.args) != 2:
-        return False
-    return isinstance(node.args[1], ast.Constant) and isinstance(node.args[1].value, str)
+    return first.value if isinstance(first.value, str) and is_apex_name(first.value) else None
