@@ -13,6 +13,7 @@ import ampatch.apex
 from ampatch.apex.drop_in.mirror import PARTS, tree
 from ampatch.apex.drop_in.missing import EXTENSION_NAMES, MISSING, explain
 from ampatch.apex.drop_in.real import public_names
+from apex_rows import shows
 from fresh import fresh_processes
 
 
@@ -58,6 +59,7 @@ def package(tmp_path):
 # ---- Without a real apex ----
 
 
+@shows("patterns-imports")
 @pytest.mark.parametrize(
     "code",
     [
@@ -217,6 +219,7 @@ def test_an_unknown_override_is_refused():
 # ---- Names that apex had ----
 
 
+@shows("patterns-imports")
 @pytest.mark.parametrize(
     ("code", "error", "message"),
     [

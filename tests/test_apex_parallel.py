@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import ampatch as amp
 from ampatch.apex.parallel import LARC, DistributedDataParallel, Reducer, convert_syncbn_model
 from ampatch.apex.parallel.distributed import apply_flat_dist_call, flat_dist_call, flatten, unflatten
+from apex_rows import shows
 from helpers import without_chatter
 from ranks import Ranks, gather, is_equal_on_ranks
 
@@ -251,6 +252,7 @@ def compare_with_single_processes(way, settings):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+@shows("companions-ddp")
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_gradients_are_the_mean_over_ranks_of_what_each_rank_adds_up(ranks, way, settings):
@@ -426,6 +428,7 @@ def test_no_process_group_is_an_error_that_says_what_to_call(make):
         make(nn.Linear(2, 2))
 
 
+@shows("companions-ddp")
 def test_keywords_without_a_meaning_are_named_in_one_warning(one_rank):
     model = nn.Linear(2, 2)
     with pytest.warns(UserWarning, match="message_size, retain_allreduce_buffers, prof has no") as seen:
@@ -693,6 +696,7 @@ def reduce_module():
     return all(torch.equal(a, b) for a, b in zip(find_grads(model), expected, strict=True))
 
 
+@shows("companions-reducer")
 def test_a_reducer_averages_when_it_is_told_to(ranks):
     assert ranks(reduce_module) == [True] * 2
 
@@ -769,6 +773,7 @@ def run_multiproc(tmp_path, *words):
     )
 
 
+@shows("companions-multiproc")
 def test_multiproc_starts_ranks_that_have_apex_and_the_options_of_the_run(tmp_path):
     words = ["--opt-level", "O5", "-m", "apex.parallel.multiproc", "train.py", "--world-size", "2"]
     result = run_multiproc(tmp_path, *words)

@@ -19,7 +19,7 @@ def rows_shown_by(function):
 # (file, test) -> the rows that it shows
 SHOWN = {
     (path.name, node.name): rows_shown_by(node)
-    for path in sorted(TESTS.glob("test_apex_rows_*.py"))
+    for path in sorted(TESTS.glob("test_*.py"))
     for node in ast.parse(path.read_text()).body
     if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
 }
@@ -39,5 +39,6 @@ def test_every_row_has_a_test_and_every_row_that_a_test_shows_is_on_the_page():
     assert {row for rows in SHOWN.values() for row in rows} == {name for name, *_ in ROWS}
 
 
-def test_every_test_of_these_files_shows_a_row():
-    assert [test for test, rows in SHOWN.items() if not rows] == []
+def test_every_test_of_the_files_that_go_by_rows_shows_one():
+    bare = [test for test, rows in SHOWN.items() if not rows]
+    assert [test for test in bare if test[0].startswith("test_apex_rows_")] == []

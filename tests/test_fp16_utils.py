@@ -27,6 +27,7 @@ from ampatch.apex.fp16_utils import (
     to_python_float,
     tofp16,
 )
+from apex_rows import shows
 from helpers import assert_same_bits, snapshot
 
 HALF, FLOAT = torch.float16, torch.float32
@@ -50,6 +51,7 @@ def dtypes(module):
 # ---- Networks in half ----
 
 
+@shows("companions-fp16-utils")
 def test_a_half_network_is_a_cast_and_the_network_with_batch_norm_in_float32():
     net = make_net()
     half = network_to_half(net)
@@ -170,6 +172,7 @@ def test_a_flat_master_holds_all_values_and_begins_with_a_gradient_of_zero():
     assert_same_bits([master.grad], [torch.zeros_like(master)])
 
 
+@shows("companions-fp16-utils")
 @pytest.mark.parametrize("flat", [False, True], ids=["single", "flat"])
 def test_gradients_go_to_the_masters_and_values_come_back(flat):
     net = BN_convert_float(make_net().half())
@@ -278,6 +281,7 @@ def test_a_sparse_gradient_is_looked_at():
     assert DynamicLossScaler().has_overflow([table.weight])
 
 
+@shows("companions-fp16-utils")
 def test_a_scale_follows_overflows_as_torchs_does():
     generator = torch.Generator().manual_seed(0)
     overflows = (torch.rand(500, generator=generator) < 0.1).tolist()

@@ -8,6 +8,7 @@ import ampatch as amp
 from ampatch.apex import amp_C, apex_C
 from ampatch.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
 from ampatch.apex.optimizers import FusedLAMB, FusedNovoGrad
+from apex_rows import shows
 from helpers import assert_same_bits, snapshot
 
 INF, NAN = float("inf"), float("nan")
@@ -51,6 +52,7 @@ def test_the_applier_is_available_as_scripts_check_it():
 # Scale and axpby
 
 
+@shows("companions-multi-tensor")
 @PAIRS
 def test_scale_rounds_once_from_float32(source, target):
     sources, targets = make(source), make(target)
@@ -63,6 +65,7 @@ def test_scale_rounds_once_from_float32(source, target):
     assert buffer.tolist() == [0]
 
 
+@shows("companions-multi-tensor")
 @PAIRS
 def test_axpby_rounds_once_from_float32(source, target):
     xs, ys, targets = make(source), make(target), make(target)
@@ -189,6 +192,7 @@ def test_lists_that_do_not_fit_are_refused(lists, message):
 # Past autograd
 
 
+@shows("patterns-amp-c")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_live_leaf_parameters_are_written_without_a_graph_or_a_version(dtype):
     weight = Parameter(torch.tensor([1.0, 2.0], dtype=dtype))
@@ -236,6 +240,7 @@ def test_a_half_weight_written_at_o2_reaches_its_master():
 # Norms
 
 
+@shows("companions-multi-tensor")
 @pytest.mark.parametrize("norm", [amp_C.multi_tensor_l2norm, amp_C.multi_tensor_l2norm_mp])
 def test_l2norm_is_that_of_everything_and_of_each(norm):
     tensors, buffer = make(), flag()
