@@ -27,8 +27,6 @@ class FusedNovoGrad(GroupCountingOptimizer):
     Source: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments", 2019.
     """
 
-    flags = (*GroupCountingOptimizer.flags, "reg_inside_moment", "norm_type", "init_zero", "moment_mode")
-
     multi_tensor_novograd = staticmethod(multi_tensor_novograd)
 
     def __init__(

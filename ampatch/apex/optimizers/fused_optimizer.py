@@ -32,7 +32,6 @@ class FusedOptimizer(Optimizer):
     """
 
     fused_devices: ClassVar[tuple[str, ...]] = ()  # for torch's fused kernel, where the class has one
-    flags: ClassVar[tuple[str, ...]] = ("set_grad_none", "master_weights")  # that copies keep
 
     def __init__(
         self,
@@ -120,7 +119,9 @@ class FusedOptimizer(Optimizer):
                 self.state[param][name] = value.to(param.device, copy=True)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.flags}}
+        public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        options = {name: value for name, value in public.items() if isinstance(value, (bool, int, float))}
+        return {**super().__getstate__(), **options}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
