@@ -78,16 +78,6 @@ def test_the_return_value_may_be_dropped_or_misspelt(level):
 
 
 @shows("patterns-return")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_lists_come_back_as_lists_also_empty_ones_and_those_of_one(level):
-    (a, o), (b, p), (c, q) = make(), make(), make()
-    (one, two), (first, second) = amp.initialize([a, b], [o, p], opt_level=level, verbosity=0)
-    assert (one, two, first, second) == (a, b, o, p)
-    assert amp.initialize(Net(), [], opt_level=level, verbosity=0)[1] == []
-    assert amp.initialize([c], q, opt_level=level, verbosity=0) == ([c], q)
-
-
-@shows("patterns-return")
 @pytest.mark.parametrize("level", ["01", "o1", "1", 1, "O6", None])
 def test_a_level_that_is_none_raises(level):
     net, optimizer = make()
