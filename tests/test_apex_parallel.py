@@ -511,26 +511,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both(ranks, level, overflow):
     assert skipped[0][1]
 
 
-def accumulate(level):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=128.0)
-    wrapped = DistributedDataParallel(model)
-    for step in range(3):
-        loss = wrapped(make_batch(step, dist.get_rank())[0]).float().pow(2).mean()
-        with amp.scale_loss(loss, optimizer, delay_unscale=step < 2) as scaled:
-            scaled.backward()
-    grads = [param.grad for param in amp.master_params(optimizer)]
-    optimizer.step()
-    return is_equal_on_ranks([*grads, *amp.master_params(optimizer)])
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_accumulated_gradients_are_equal_on_ranks(ranks, level):
-    assert ranks(accumulate, level) == [True] * 2
-
-
 def train_gan(level):
     """Generator and discriminator, each with its loss; D is called twice and frozen for G."""
     torch.manual_seed(dist.get_rank())
@@ -632,25 +612,6 @@ def test_reading_after_an_overflow_on_one_rank_leaves_the_ranks_equal(ranks, lev
     one, other = ranks(read_after_an_overflow_on_one_rank, level)
     assert one == other
     assert [(scale, skipped) for scale, skipped, _ in one] == [(256, True), (256, False), (256, False)]
-
-
-def clip_without_averaging(level):
-    torch.manual_seed(0)
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
-    wrapped = DistributedDataParallel(model)
-    with wrapped.no_sync(), amp.scale_loss(wrapped(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 100.0).item()
-    amp.uninitialize()
-    return norm
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_who_reads_the_masters_gets_unscaled_gradients_though_nothing_was_averaged(ranks, level):
-    # Three gradients of 1; the norm is computed in float32.
-    assert ranks(clip_without_averaging, level) == [torch.tensor(3.0).sqrt().item()] * 2
 
 
 def train_beside_an_unsynchronized_model(level):
