@@ -4,7 +4,6 @@ import copy
 import gc
 import inspect
 import pickle
-import threading
 import weakref
 from collections import OrderedDict
 from typing import NamedTuple
@@ -625,21 +624,7 @@ def test_a_wrapped_optimizer_is_the_optimizer_otherwise():
         wrapped.no_such_name
 
 
-def test_banned_functions_are_allowed_from_init():
-    amp.init(allow_banned=True)
-    assert F.binary_cross_entropy(torch.full((2,), 0.5).half(), torch.ones(2)).dtype is torch.float32
-
-
-# ---- Threads, messages ----
-
-
-def test_another_thread_sees_the_same_state():
-    start(num_losses=3)
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append(len(amp._amp_state.loss_scalers)))
-    thread.start()
-    thread.join()
-    assert seen == [3]
+# ---- Messages ----
 
 
 def test_a_script_may_print_by_maybe_print(capsys):

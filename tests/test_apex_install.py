@@ -11,7 +11,7 @@ import pytest
 
 import ampatch.apex
 from ampatch.apex.drop_in.mirror import PARTS, tree
-from ampatch.apex.drop_in.missing import EXTENSION_NAMES, MISSING, explain
+from ampatch.apex.drop_in.missing import EXTENSION_NAMES, MISSING
 from ampatch.apex.drop_in.real import public_names
 from apex_rows import shows
 from fresh import fresh_processes
@@ -186,15 +186,6 @@ def test_uninstall_leaves_no_trace():
         importlib.import_module("apex")
 
 
-def test_install_works_again_after_uninstall():
-    for _ in range(2):
-        ampatch.apex.install()
-        from apex import amp
-
-        assert amp is ampatch.apex.amp
-        ampatch.apex.uninstall()
-
-
 def test_overrides_hold_until_uninstall():
     ampatch.apex.install(opt_level="O4")
     from apex import amp
@@ -251,12 +242,6 @@ def test_a_script_may_try_an_extension_and_go_on_without(name, installed):
     with pytest.raises(ImportError, match=re.escape(f"{name} was")) as raised:
         importlib.import_module(name)
     assert raised.value.name == name
-
-
-def test_names_below_a_row_get_its_text():
-    assert explain("apex.contrib.sparsity.asp_module.ASP").startswith("apex.contrib.sparsity was ASP")
-    assert explain("apex.contribution") is None
-    assert explain("torch.nn") is None
 
 
 def test_every_name_is_there_once():

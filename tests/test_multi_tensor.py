@@ -433,11 +433,6 @@ def test_unflattened_views_share_memory():
     assert first.data_ptr() == flat.data_ptr()
 
 
-def test_flatten_nothing():
-    assert apex_C.flatten([]).numel() == 0
-    assert list(apex_C.unflatten(torch.empty(0), [])) == []
-
-
 @pytest.mark.cuda
 def test_no_host_sync_on_a_gpu():
     tensors = [torch.randn(5, device="cuda") for _ in range(3)]
