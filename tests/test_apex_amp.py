@@ -4,7 +4,6 @@ import copy
 import gc
 import inspect
 import pickle
-import threading
 import weakref
 from collections import OrderedDict
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from ampatch.apex.amp import _amp_state as state_object
 from ampatch.apex.amp._initialize import applier
 from ampatch.apex.amp.frontend import OVERRIDES
 from ampatch.apex.amp.scaler import LossScaler
+from apex_rows import shows
 from helpers import assert_same_bits, snapshot
 
 INF = float("inf")
@@ -52,6 +52,7 @@ def run_step(model, optimizer, factor=1.0, seed=1, **arguments):
 # ---- The package ----
 
 
+@shows("patterns-probes", "private-frontend")
 def test_the_functions_are_real_attributes_of_a_real_package():
     assert {"initialize", "scale_loss", "master_params", "state_dict", "load_state_dict", "init"} <= set(
         amp.__dict__
@@ -119,6 +120,7 @@ def test_after_uninitialize_nothing_is_left_of_it():
     assert kept <= set(vars(optimizer))
 
 
+@shows("patterns-initialize-twice")
 def test_a_call_that_raises_leaves_no_trace_of_it():
     model, optimizer = make()
     with pytest.raises(ValueError, match="unknown opt_level"):
@@ -131,6 +133,7 @@ def test_a_call_that_raises_leaves_no_trace_of_it():
     assert amp._amp_state.opt_properties.opt_level == "O2"
 
 
+@shows("private-options")
 def test_a_disabled_call_shows_options_that_are_off():
     model, optimizer = make()
     amp.initialize(model, optimizer, enabled=False, opt_level="O2")
@@ -292,16 +295,14 @@ def test_a_banned_function_that_is_taken_out_is_allowed(lists):
 # ---- What is on the optimizer ----
 
 
+@shows("private-stash")
 def test_the_stash_lists_half_params_masters_and_the_others():
     model, optimizer = start()
     stash = optimizer._amp_stash
     assert [id(param) for param in stash.all_fp16_params] == [
         id(param) for param in model.parameters() if param.dtype is torch.float16
     ]
-    masters = [param.float() for param in stash.all_fp16_params]
-    assert [tuple(param.shape) for param in stash.all_fp32_from_fp16_params] == [
-        tuple(param.shape) for param in masters
-    ]
+    assert_same_bits(stash.all_fp16_params, [param.half() for param in stash.all_fp32_from_fp16_params])
     assert [id(param) for param in stash.all_fp32_from_fp32_params] == [
         id(param) for param in model[1].parameters()
     ]
@@ -352,6 +353,7 @@ def run_by_hand(model, optimizer, factor=1.0, seed=1):
     return should_skip
 
 
+@shows("patterns-by-hand")
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 @pytest.mark.parametrize("loss_scale", ["dynamic", 8.0])
 def test_a_loop_by_hand_does_what_scale_loss_does(level, loss_scale):
@@ -380,6 +382,7 @@ def test_gradients_from_before_a_backward_by_hand_are_added_to():
     assert_same_bits(twice, [param.grad * 2 for param in model.parameters()])
 
 
+@shows("patterns-by-hand")
 def test_a_loop_that_checks_overflows_with_a_buffer_of_its_own_skips_by_itself():
     """All-reduce after accumulation: no check in scale_loss, an own overflow buffer, own skipping."""
     model, optimizer = start()
@@ -411,6 +414,7 @@ def test_a_loop_that_checks_overflows_with_a_buffer_of_its_own_skips_by_itself()
 # ---- The handle ----
 
 
+@shows("private-handle")
 def test_casts_stop_where_a_script_says_that_the_handle_is_not_active():
     start("O4")
     handle = amp._amp_state.handle
@@ -431,6 +435,7 @@ def test_casts_stop_where_a_script_says_that_the_handle_is_not_active():
     assert F.linear(ONE, ONE).dtype is torch.bfloat16, "the next session casts"
 
 
+@shows("private-handle")
 @pytest.mark.parametrize("level", ["O0", "O2", "O5"])
 def test_where_no_function_is_patched_the_handle_is_not_active(level):
     start(level)
@@ -500,6 +505,7 @@ def test_a_handle_keeps_no_optimizer_that_it_wrapped():
 # ---- Several calls ----
 
 
+@shows("private-last-call")
 def test_scalers_states_and_loss_ids_are_those_of_the_last_call():
     start(loss_scale="dynamic")
     earlier = amp._amp_state.loss_scalers[0]
@@ -517,6 +523,7 @@ def test_scalers_states_and_loss_ids_are_those_of_the_last_call():
     assert (earlier.loss_scale(), scalers[0].loss_scale()) == (65536.0, 4.0)
 
 
+@shows("patterns-initialize-twice", "private-last-call")
 def test_an_optimizer_of_an_earlier_call_goes_on_with_the_scalers_of_the_last():
     model, optimizer = start(loss_scale="dynamic")
     earlier = amp._amp_state.loss_scalers[0]
@@ -556,6 +563,7 @@ def fit(handle, wrap, steps=30):
     return losses
 
 
+@shows("patterns-old-init")
 @pytest.mark.parametrize("wrap", [True, False], ids=["wrapped", "plain"])
 def test_init_patches_torch_for_every_model_and_its_handle_scales(wrap):
     handle = amp.init()
@@ -568,6 +576,7 @@ def test_init_patches_torch_for_every_model_and_its_handle_scales(wrap):
     assert F.linear(ONE, ONE).dtype is torch.float32
 
 
+@shows("patterns-old-init")
 def test_a_disabled_init_lets_everything_pass():
     handle = amp.init(enabled=False)
     ampatch.uninitialize()
@@ -615,21 +624,7 @@ def test_a_wrapped_optimizer_is_the_optimizer_otherwise():
         wrapped.no_such_name
 
 
-def test_banned_functions_are_allowed_from_init():
-    amp.init(allow_banned=True)
-    assert F.binary_cross_entropy(torch.full((2,), 0.5).half(), torch.ones(2)).dtype is torch.float32
-
-
-# ---- Threads, messages ----
-
-
-def test_another_thread_sees_the_same_state():
-    start(num_losses=3)
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append(len(amp._amp_state.loss_scalers)))
-    thread.start()
-    thread.join()
-    assert seen == [3]
+# ---- Messages ----
 
 
 def test_a_script_may_print_by_maybe_print(capsys):

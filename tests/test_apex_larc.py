@@ -9,6 +9,7 @@ from torch import nn
 
 import ampatch as amp
 from ampatch.apex.parallel import LARC
+from apex_rows import shows
 
 
 def make_batch(step):
@@ -110,6 +111,7 @@ def test_a_closure_and_a_step_that_calls_the_base_scale_once():
     assert torch.equal(step_once(Twice), expected)
 
 
+@shows("companions-larc")
 def test_larc_shows_what_is_inside_and_is_no_optimizer():
     param = nn.Parameter(torch.ones(2))
     inner_optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9)
@@ -182,6 +184,7 @@ def train_with_larc(level, loss_scale, overflow=False):
     return states
 
 
+@shows("companions-larc", "optimizers-larc")
 @pytest.mark.parametrize("loss_scale", [None, 1.0, 1024.0], ids=str)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 def test_larc_under_every_level_trains_as_in_float32(level, loss_scale):

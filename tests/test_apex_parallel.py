@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ampatch as amp
 from ampatch.apex.parallel import LARC, DistributedDataParallel, Reducer, convert_syncbn_model
-from ampatch.apex.parallel.buckets import Averaging, make_buckets
 from ampatch.apex.parallel.distributed import apply_flat_dist_call, flat_dist_call, flatten, unflatten
+from apex_rows import shows
 from helpers import without_chatter
 from ranks import Ranks, gather, is_equal_on_ranks
 
@@ -213,10 +213,8 @@ WAYS = [
     evaluation_in_between,
 ]
 SETTINGS = {
-    "one bucket": {},
-    "a bucket for each parameter": {"message_size": 1},
-    "delayed": {"delay_allreduce": True},
-    "sum": {"gradient_average": False, "message_size": 5},
+    "mean": {},
+    "sum": {"gradient_average": False},
     "predivided": {"gradient_predivide_factor": 2.0, "allreduce_always_fp32": True},
 }
 
@@ -254,6 +252,7 @@ def compare_with_single_processes(way, settings):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+@shows("companions-ddp")
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_gradients_are_the_mean_over_ranks_of_what_each_rank_adds_up(ranks, way, settings):
@@ -351,7 +350,7 @@ def test_a_compiled_model_averages_too(ranks):
 
 
 def average_copies():
-    wrapped, x = DistributedDataParallel(Branches(), message_size=1), make_input()
+    wrapped, x = DistributedDataParallel(Branches()), make_input()
     copies = [copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))]
     for each in copies:
         each(x, 0).sum().backward()
@@ -429,45 +428,15 @@ def test_no_process_group_is_an_error_that_says_what_to_call(make):
         make(nn.Linear(2, 2))
 
 
+@shows("companions-ddp")
 def test_keywords_without_a_meaning_are_named_in_one_warning(one_rank):
-    with pytest.warns(UserWarning, match="retain_allreduce_buffers, num_allreduce_streams, prof has") as seen:
-        DistributedDataParallel(
-            nn.Linear(2, 2), num_allreduce_streams=2, retain_allreduce_buffers=True, prof=True
+    model = nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match="message_size, retain_allreduce_buffers, prof has no") as seen:
+        wrapped = DistributedDataParallel(
+            model, 1000, shared_param=True, retain_allreduce_buffers=True, prof=True, gradient_average=True
         )
     assert [warning.filename for warning in seen] == [__file__]
-
-
-def test_keywords_with_a_meaning_and_defaults_cause_no_warning(one_rank):
-    model = nn.Linear(2, 2)
-    wrapped = DistributedDataParallel(
-        model,
-        1000,
-        shared_param=True,
-        allreduce_trigger_params=[model.bias],
-        retain_allreduce_buffers=False,
-        gradient_average=True,
-    )
     assert wrapped.delay_allreduce
-    assert wrapped.message_size == 1000
-
-
-@pytest.mark.parametrize(
-    ("averaging", "expected"),
-    [
-        ({}, [[3, 2, 1, 0]]),
-        ({"message_size": 6}, [[3, 2], [1, 0]]),
-        ({"message_size": 1}, [[3], [2], [1], [0]]),
-        ({"message_size": 1, "is_delayed": True}, [[3, 2, 1, 0]]),
-        ({"message_size": 1, "trigger_params": [2]}, [[3, 2], [1, 0]]),
-    ],
-    ids=str,
-)
-def test_buckets_hold_the_last_parameters_first(averaging, expected):
-    params = [torch.zeros(4), torch.zeros(2), torch.zeros(4), torch.zeros(2)]
-    triggers = frozenset(id(params[index]) for index in averaging.pop("trigger_params", ()))
-    buckets = make_buckets(params, Averaging(**averaging, trigger_params=triggers))
-    order = {id(param): index for index, param in enumerate(params)}
-    assert [[order[id(param)] for param in bucket.params] for bucket in buckets] == expected
 
 
 # ---- DistributedDataParallel under ampatch ----
@@ -540,26 +509,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both(ranks, level, overflow):
     skipped = ranks(train_with_overflow, level, overflow)
     assert skipped[0] == skipped[1]
     assert skipped[0][1]
-
-
-def accumulate(level):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=128.0)
-    wrapped = DistributedDataParallel(model)
-    for step in range(3):
-        loss = wrapped(make_batch(step, dist.get_rank())[0]).float().pow(2).mean()
-        with amp.scale_loss(loss, optimizer, delay_unscale=step < 2) as scaled:
-            scaled.backward()
-    grads = [param.grad for param in amp.master_params(optimizer)]
-    optimizer.step()
-    return is_equal_on_ranks([*grads, *amp.master_params(optimizer)])
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_accumulated_gradients_are_equal_on_ranks(ranks, level):
-    assert ranks(accumulate, level) == [True] * 2
 
 
 def train_gan(level):
@@ -665,25 +614,6 @@ def test_reading_after_an_overflow_on_one_rank_leaves_the_ranks_equal(ranks, lev
     assert [(scale, skipped) for scale, skipped, _ in one] == [(256, True), (256, False), (256, False)]
 
 
-def clip_without_averaging(level):
-    torch.manual_seed(0)
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
-    wrapped = DistributedDataParallel(model)
-    with wrapped.no_sync(), amp.scale_loss(wrapped(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 100.0).item()
-    amp.uninitialize()
-    return norm
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_who_reads_the_masters_gets_unscaled_gradients_though_nothing_was_averaged(ranks, level):
-    # Three gradients of 1; the norm is computed in float32.
-    assert ranks(clip_without_averaging, level) == [torch.tensor(3.0).sqrt().item()] * 2
-
-
 def train_beside_an_unsynchronized_model(level):
     torch.manual_seed(0)
     models = [nn.Linear(2, 1), nn.Linear(2, 1)]
@@ -727,6 +657,7 @@ def reduce_module():
     return all(torch.equal(a, b) for a, b in zip(find_grads(model), expected, strict=True))
 
 
+@shows("companions-reducer")
 def test_a_reducer_averages_when_it_is_told_to(ranks):
     assert ranks(reduce_module) == [True] * 2
 
@@ -803,6 +734,7 @@ def run_multiproc(tmp_path, *words):
     )
 
 
+@shows("companions-multiproc")
 def test_multiproc_starts_ranks_that_have_apex_and_the_options_of_the_run(tmp_path):
     words = ["--opt-level", "O5", "-m", "apex.parallel.multiproc", "train.py", "--world-size", "2"]
     result = run_multiproc(tmp_path, *words)

@@ -5,7 +5,6 @@ import io
 import pickle
 import subprocess
 import sys
-import warnings
 from collections import namedtuple
 from importlib.metadata import requires
 
@@ -34,20 +33,6 @@ from apex_rows import (
 
 FULL, HALF = torch.float32, torch.bfloat16
 Pair = namedtuple("Pair", "image label")
-
-
-@shows("never-way-back", "never-second-initialize")
-def test_levels_can_be_tried_one_after_the_other_in_one_process(check_torch):
-    net, optimizer = make()
-    for level in EVERY_LEVEL * 2:
-        amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
-        optimizer.zero_grad()
-        before = copy_of(net)
-        backward(net, optimizer)
-        optimizer.step()
-        assert not is_same(copy_of(net), before)
-        ampatch.uninitialize()
-        check_torch()
 
 
 @shows("never-cpu", "patterns-cpu")
@@ -211,22 +196,6 @@ def test_einsum_index_add_and_fourier_transforms_take_what_o1_gives_them(level):
     assert torch.fft.rfft(X.to(half)).dtype is torch.complex64
 
 
-@shows("never-namedtuple")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_a_namedtuple_batch_trains(level):
-    class OfPairs(Net):
-        def forward(self, batch):
-            return super().forward(batch.image)
-
-    net = OfPairs()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
-    before = copy_of(net)
-    backward(net, optimizer, x=Pair(X, torch.tensor([0, 1, 0])))
-    optimizer.step()
-    assert not is_same(copy_of(net), before)
-
-
 @shows("never-build-step")
 def test_it_needs_torch_and_wrapt_and_no_compiler():
     needed = {item.split(">")[0].split("=")[0] for item in requires("ampatch") if "extra" not in item}
@@ -269,18 +238,3 @@ def test_a_half_model_keeps_half_the_bytes_for_its_backward(level):
     # All but the float32 input, which is cast, and the float32 output.
     assert half < 0.6 * full
     assert half < bytes_kept("O4")
-
-
-@shows("never-schedulers")
-def test_a_whole_training_with_a_scheduler_warns_of_nothing():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        net, optimizer = make()
-        amp.initialize(net, optimizer, opt_level="O4", loss_scale="dynamic", verbosity=0)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
-        for _ in range(5):
-            optimizer.zero_grad()
-            backward(net, optimizer)
-            optimizer.step()
-            scheduler.step()
-    assert optimizer.param_groups[0]["lr"] < 1e-6

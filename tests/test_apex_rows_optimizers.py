@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-import ampatch
 from ampatch.apex import amp
 from apex_rows import (
-    CAST,
     EVERY_LEVEL,
     INF,
     MASTERED,
@@ -19,7 +17,6 @@ from apex_rows import (
     copy_of,
     initialized,
     is_same,
-    loss_of,
     make,
     shows,
 )
@@ -43,25 +40,6 @@ def test_half_parameters_are_replaced_by_masters_in_the_param_groups(level):
         assert (master is param) != is_half
         assert master.is_leaf
         assert master.requires_grad
-
-
-@shows("optimizers-masters")
-@pytest.mark.parametrize("level", MASTERED)
-def test_the_step_is_that_of_float32_weights_fed_the_same_gradients(level):
-    net, optimizer = initialized(level, torch.optim.Adam, loss_scale=64.0)
-    by_hand = [param.detach().clone().requires_grad_() for param in amp.master_params(optimizer)]
-    plain = torch.optim.Adam(by_hand, lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        backward(net, optimizer)
-        for copy, master in zip(by_hand, amp.master_params(optimizer), strict=True):
-            copy.grad = master.grad.clone()
-        optimizer.step()
-        plain.step()
-        assert is_same(
-            [master.detach() for master in amp.master_params(optimizer)], [*map(torch.Tensor.detach, by_hand)]
-        )
-        assert torch.equal(net.first.weight, by_hand[0].to(MASTERED[level]))
 
 
 @shows("optimizers-master-params")
@@ -119,21 +97,6 @@ def test_masters_begin_with_the_values_that_the_model_had_unrounded(level):
     amp.initialize(net, optimizer, opt_level=level, verbosity=0)
     assert is_same([master.detach() for master in amp.master_params(optimizer)], before)
     assert torch.equal(net.first.weight, torch.ones_like(net.first.weight))
-
-
-@shows("optimizers-frozen")
-@pytest.mark.parametrize("level", MASTERED)
-def test_a_thawed_parameter_takes_the_step_of_float32_weights(level):
-    net, optimizer = make(0.5)
-    net.first.requires_grad_(False)
-    amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
-    net.first.requires_grad_(True)
-    master = next(amp.master_params(optimizer))
-    before = master.detach().clone()
-    backward(net, optimizer)
-    expected = before - 0.5 * (net.first.weight.grad.float() / 4.0)  # which is still scaled, in half
-    optimizer.step()
-    assert torch.equal(master, expected)
 
 
 @shows("optimizers-frozen")
@@ -201,35 +164,6 @@ def test_the_options_can_be_read(level):
     assert options.options["patch_torch_functions"] == (level in PATCHED)
 
 
-@shows("private-options")
-def test_the_options_of_a_disabled_session_say_so():
-    net, optimizer = make()
-    amp.initialize(net, optimizer, enabled=False)
-    assert not amp._amp_state.opt_properties.enabled
-
-
-@shows("private-handle")
-def test_the_handle_says_whether_it_is_active_clears_and_deactivates():
-    initialized("O4")
-    handle, x = amp._amp_state.handle, torch.rand(2, 2)
-    assert handle._is_active
-    handle._clear_cache()
-    assert (x @ x).dtype is torch.bfloat16
-    handle._is_active = False
-    assert (x @ x).dtype is torch.float32
-    handle._is_active = True
-    assert (x @ x).dtype is torch.bfloat16
-    handle._deactivate()
-    assert (x @ x).dtype is torch.float32
-
-
-@shows("private-handle")
-@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-def test_the_handle_of_a_level_that_patches_nothing_is_not_active(level):
-    initialized(level)
-    assert not amp._amp_state.handle._is_active
-
-
 @shows("private-half-models")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_half_models_are_taken_where_the_script_allows_them(level, monkeypatch):
@@ -267,23 +201,6 @@ def test_the_levels_are_listed_in_frontend():
 # ---- What apex put on an optimizer ----
 
 
-@shows("private-stash")
-@pytest.mark.parametrize("level", MASTERED)
-def test_the_stash_lists_half_parameters_and_their_masters(level):
-    net, optimizer = initialized(level)
-    stash = optimizer._amp_stash
-    assert {id(param) for param in stash.all_fp16_params} == {
-        id(param) for param in net.parameters() if param.dtype is MASTERED[level]
-    }
-    for half, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
-        assert torch.equal(half, master.to(half.dtype))
-    assert {id(param) for param in stash.all_fp32_from_fp16_params} < {
-        id(param) for param in amp.master_params(optimizer)
-    }
-    assert stash.lazy_init_called in (True, False)
-    stash.lazy_init_called = True
-
-
 @shows("private-lazy-init", "patterns-by-hand")
 @pytest.mark.parametrize("level", EVERY_LEVEL)
 def test_masters_may_be_asked_for_by_hand(level):
@@ -313,60 +230,6 @@ def test_masters_are_copied_into_the_model_by_hand(level):
         assert torch.equal(param, torch.full_like(param, 0.3))
 
 
-@shows("patterns-by-hand")
-@pytest.mark.parametrize("level", [level for level in EVERY_LEVEL if level != "O3"])
-def test_a_backward_by_hand_does_what_scale_loss_does(level):
-    def start():
-        torch.manual_seed(0)
-        return initialized(level, loss_scale=8.0)
-
-    net, optimizer = start()
-    backward(net, optimizer)
-    optimizer.step()
-    expected = copy_of(net)
-    ampatch.uninitialize()
-    net, optimizer = start()
-    scaler = amp._amp_state.loss_scalers[0]
-    loss = loss_of(net)
-    optimizer._prepare_amp_backward()
-    (loss.float() * scaler.loss_scale()).backward()
-    scaler.clear_overflow_state()
-    optimizer._post_amp_backward(scaler)
-    scaler.update_scale()
-    optimizer.step()
-    assert is_same(copy_of(net), expected)
-
-
-@shows("patterns-by-hand")
-def test_an_overflow_buffer_of_the_scripts_own_steers_update_scale():
-    net, optimizer = initialized("O1")
-    scaler = amp._amp_state.loss_scalers[0]
-    shared = torch.zeros(1, dtype=torch.int32)
-    own, scaler._overflow_buf = scaler._overflow_buf, shared
-    backward(net, optimizer, 0.0, delay_overflow_check=True)
-    shared.fill_(1)  # another process overflowed
-    assert scaler.update_scale()
-    assert scaler.loss_scale() == 32768.0
-    shared.zero_()
-    scaler._overflow_buf = own
-    backward(net, optimizer, 0.0, delay_overflow_check=True)
-    assert not scaler.update_scale()
-    assert scaler._unskipped == 1
-
-
-@shows("patterns-initialize-twice", "private-last-call")
-def test_a_generator_and_then_a_discriminator_may_be_initialized():
-    (g, first), (d, second) = make(), make()
-    amp.initialize(g, first, opt_level="O5", verbosity=0)
-    amp.initialize(d, second, opt_level="O5", num_losses=2, verbosity=0)
-    for net, optimizer in ((g, first), (d, second)):
-        before = copy_of(net)
-        backward(net, optimizer)
-        optimizer.step()
-        assert not is_same(copy_of(net), before)
-    assert len(amp._amp_state.loss_scalers) == 2, "those of the last call"
-
-
 @shows("patterns-initialize-twice")
 @pytest.mark.parametrize("level", EVERY_LEVEL)
 def test_a_second_model_may_have_a_frozen_optimizer(level):
@@ -377,12 +240,3 @@ def test_a_second_model_may_have_a_frozen_optimizer(level):
     before = copy_of(net)
     optimizer.step()
     assert is_same(copy_of(net), before)
-
-
-@shows("patterns-initialize-twice")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_the_same_optimizer_twice_raises_runtime_error(level):
-    net, optimizer = initialized(level)
-    with pytest.raises(RuntimeError, match="twice"):
-        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
-    assert net.first.weight.dtype is CAST.get(level, torch.float32)

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import types
 
 import pytest
 import torch
@@ -62,27 +61,6 @@ def run_installed(code):
     return done.stdout
 
 
-@shows("patterns-imports")
-@pytest.mark.parametrize("code", [FIRST, OTHERS], ids=["apex alone", "other ways"])
-def test_the_ways_to_import_apex_work(code):
-    run_installed(code)
-
-
-@shows("patterns-imports")
-def test_a_name_that_is_missing_raises_what_guards_catch():
-    lines = ["from apex.contrib.no_such_module import NoSuchName", "from apex.amp import no_such_name"]
-    assert run_installed("".join(GUARDED.format(line=line) for line in lines)) == "caught\n" * 2
-
-
-@shows("patterns-probes")
-def test_amp_is_a_real_package_with_real_attributes():
-    assert "state_dict" in amp.__dict__
-    assert isinstance(amp, types.ModuleType)
-    assert list(amp.__path__)
-    assert "__getattr__" not in vars(amp)
-    assert not hasattr(amp, "no_such_name")
-
-
 # ---- The return value of initialize ----
 
 
@@ -97,16 +75,6 @@ def test_the_return_value_may_be_dropped_or_misspelt(level):
     optimizer.step()
     assert not is_same(copy_of(net), before)
     assert net.first.weight.dtype is CAST.get(level, FULL)
-
-
-@shows("patterns-return")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_lists_come_back_as_lists_also_empty_ones_and_those_of_one(level):
-    (a, o), (b, p), (c, q) = make(), make(), make()
-    (one, two), (first, second) = amp.initialize([a, b], [o, p], opt_level=level, verbosity=0)
-    assert (one, two, first, second) == (a, b, o, p)
-    assert amp.initialize(Net(), [], opt_level=level, verbosity=0)[1] == []
-    assert amp.initialize([c], q, opt_level=level, verbosity=0) == ([c], q)
 
 
 @shows("patterns-return")
@@ -297,41 +265,6 @@ def test_an_optimizer_around_another_one_does_what_it_does_in_float32(level):
 
 
 # ---- The way in before there was initialize ----
-
-
-@shows("patterns-old-init")
-def test_the_handle_of_init_wraps_an_optimizer_and_scales():
-    net, plain = make()
-    before = copy_of(net)
-    handle = amp.init(enabled=True)
-    optimizer = handle.wrap_optimizer(plain)
-    with optimizer.scale_loss(loss_of(net)) as scaled_loss:
-        assert scaled_loss.item() > 1000
-        scaled_loss.backward()
-    optimizer.step()
-    assert torch.mm(X, X.T).dtype is torch.float16
-    assert not is_same(copy_of(net), before)
-
-
-@shows("patterns-old-init")
-def test_the_handle_of_init_scales_for_an_optimizer_as_it_is():
-    net, optimizer = make()
-    before = copy_of(net)
-    handle = amp.init()
-    with handle.scale_loss(loss_of(net), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    assert not is_same(copy_of(net), before)
-
-
-@shows("patterns-old-init")
-def test_a_disabled_init_lets_everything_pass():
-    net, plain = make()
-    optimizer = amp.init(enabled=False).wrap_optimizer(plain)
-    loss = net(X).sum()
-    with optimizer.scale_loss(loss) as scaled_loss:
-        assert scaled_loss is loss
-    assert net(X).dtype is FULL
 
 
 # ---- Casts by hand ----
@@ -598,23 +531,6 @@ def test_both_directions_of_an_autograd_function_are_decorated(level):
 
 
 # ---- amp_C ----
-
-
-@shows("patterns-amp-c")
-def test_multi_tensor_scale_writes_into_leaves_and_sets_the_buffer_in_place():
-    from ampatch.apex import amp_C
-    from ampatch.apex.multi_tensor_apply import multi_tensor_applier
-
-    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
-    half = [param.detach().half() * 4 for param in params]
-    buffer = torch.zeros(1, dtype=torch.int32)
-    multi_tensor_applier(amp_C.multi_tensor_scale, buffer, [half, params], 0.5)
-    assert all(torch.equal(param, torch.full_like(param, 2.0)) for param in params)
-    assert all(param.is_leaf and param.requires_grad and param.grad_fn is None for param in params)
-    assert buffer.item() == 0
-    half[1][0] = INF
-    multi_tensor_applier(amp_C.multi_tensor_scale, buffer, [half, params], 0.5)
-    assert buffer.item() == 1
 
 
 # ---- On a box with a CPU, and beside a GPU ----

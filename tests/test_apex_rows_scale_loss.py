@@ -113,18 +113,6 @@ def test_a_skipped_step_says_which_scaler_and_its_new_scale(capsys):
     assert "32768.0" in lines[0]
 
 
-@shows("scale-delay-unscale")
-@pytest.mark.parametrize("level", STATIC)
-def test_delayed_gradients_stay_scaled_until_a_later_exit(level):
-    net, optimizer = initialized(level, loss_scale=16.0)
-    backward(net, optimizer, delay_unscale=True)
-    scaled = [param.grad.clone().float() for param in net.parameters()]
-    backward(net, optimizer)
-    for total, grad in zip(grads_of(optimizer), scaled, strict=True):
-        # Two equal micro-batches, but for BatchNorm's rounding in half: twice the unscaled gradient.
-        torch.testing.assert_close(total, grad / 8, rtol=1e-2, atol=1e-5)
-
-
 @shows("scale-delay-unscale", "patterns-delay-unscale")
 @pytest.mark.parametrize("level", EVERY_LEVEL)
 def test_a_delayed_block_neither_checks_nor_counts_and_a_later_exit_settles_it(level):

@@ -10,6 +10,7 @@ from torch import nn
 import ampatch as amp
 from ampatch.apex import parallel
 from ampatch.apex.parallel import SyncBatchNorm, convert_syncbn_model
+from apex_rows import shows
 from ranks import Ranks, is_equal_on_ranks
 
 
@@ -131,6 +132,7 @@ def compare_relu_and_channels():
     assert torch.equal(moved, fused)
 
 
+@shows("companions-syncbn")
 def test_relu_sum_and_channels_in_the_last_place(ranks):
     ranks(compare_relu_and_channels)
 
@@ -193,6 +195,7 @@ def test_other_devices_run_the_forward_of_torch():
     assert (found.shape, found.device.type) == ((4, 3), "meta")
 
 
+@shows("companions-syncbn")
 def test_converting_keeps_parameters_buffers_flags_and_hooks():
     shared = nn.BatchNorm1d(2)
     model = nn.Sequential(

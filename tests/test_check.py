@@ -24,7 +24,6 @@ def check(tmp_path):
 
 
 INITIALIZE = "apex.amp.initialize"
-SCALERS = "apex.amp._amp_state.loss_scalers"
 DDP = "apex.parallel.DistributedDataParallel"
 
 
@@ -41,14 +40,11 @@ DDP = "apex.parallel.DistributedDataParallel"
         ("from apex.amp.frontend import initialize as i; i()", "apex.amp.frontend.initialize"),
         ("from apex.fp16_utils import *; network_to_half(1)", "apex.fp16_utils.network_to_half"),
         ("import amp_C; amp_C.multi_tensor_scale(1)", "amp_C.multi_tensor_scale"),
-        ("from apex import amp; amp._amp_state.opt_properties", "apex.amp._amp_state.opt_properties"),
         ("from apex.amp._amp_state import maybe_print; maybe_print(1)", "apex.amp._amp_state.maybe_print"),
         ("import apex; Wrapper = apex.parallel.DistributedDataParallel; Wrapper(1)", DDP),
         ("import apex; parallel = apex.parallel; parallel.DistributedDataParallel(1)", DDP),
         ("from importlib import import_module; import_module('apex.amp').initialize()", INITIALIZE),
         ("import importlib; amp = importlib.import_module('apex.amp'); amp.initialize()", INITIALIZE),
-        ("__import__('apex.amp').amp.initialize()", INITIALIZE),
-        ("from apex import amp; getattr(amp, 'initialize')()", INITIALIZE),
         ("from apex import amp\ndef f(x=amp.initialize): pass", INITIALIZE),
         ("from apex import amp\ndef f(x: amp.initialize): pass", INITIALIZE),
         ("from apex import amp\nclass A(amp.initialize): pass", INITIALIZE),
@@ -62,10 +58,7 @@ DDP = "apex.parallel.DistributedDataParallel"
         ("if True:\n    import apex\nwith apex.amp.initialize() as x: pass", INITIALIZE),
         ("from apex import amp\nasync def f():\n    await amp.initialize()", INITIALIZE),
         ("from apex import amp\nmatch 1:\n    case 1: amp.initialize()", INITIALIZE),
-        (
-            "from apex import amp\namp._amp_state.loss_scalers[0]._loss_scale = 1",
-            "apex.amp._amp_state.loss_scalers",
-        ),
+        ("from apex import amp\namp._amp_state.loss_scalers[0]._loss_scale = 1", "apex.amp._amp_state"),
     ],
 )
 def test_every_way_of_using_a_name_is_seen(text, name, check):
@@ -125,14 +118,9 @@ def test_a_name_that_may_be_of_another_module_is_not_held_against_the_script(che
         ("from apex.parallel import no_such", "apex.parallel.no_such"),
         ("import apex.amp.no_such", "apex.amp.no_such"),
         ("import amp_C; amp_C.no_such", "amp_C.no_such"),
-        ("from apex import amp; amp._amp_state.no_such", "apex.amp._amp_state.no_such"),
         ("import apex; apex.parallel.LARC.no_such", "apex.parallel.LARC.no_such"),
         ("import apex; apex.finder", "apex.finder"),
         ("import importlib; importlib.import_module('apex.RNN')", "apex.RNN"),
-        (
-            "from apex import amp; amp.initialize(1, opt_level='O1', no_such=1)",
-            "apex.amp.initialize(no_such=)",
-        ),
     ],
 )
 def test_what_is_not_provided_is_told(text, name, check):

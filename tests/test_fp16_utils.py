@@ -3,7 +3,6 @@
 import copy
 import io
 import itertools
-import pickle
 import sys
 import types
 
@@ -27,6 +26,7 @@ from ampatch.apex.fp16_utils import (
     to_python_float,
     tofp16,
 )
+from apex_rows import shows
 from helpers import assert_same_bits, snapshot
 
 HALF, FLOAT = torch.float16, torch.float32
@@ -50,6 +50,7 @@ def dtypes(module):
 # ---- Networks in half ----
 
 
+@shows("companions-fp16-utils")
 def test_a_half_network_is_a_cast_and_the_network_with_batch_norm_in_float32():
     net = make_net()
     half = network_to_half(net)
@@ -170,6 +171,7 @@ def test_a_flat_master_holds_all_values_and_begins_with_a_gradient_of_zero():
     assert_same_bits([master.grad], [torch.zeros_like(master)])
 
 
+@shows("companions-fp16-utils")
 @pytest.mark.parametrize("flat", [False, True], ids=["single", "flat"])
 def test_gradients_go_to_the_masters_and_values_come_back(flat):
     net = BN_convert_float(make_net().half())
@@ -278,6 +280,7 @@ def test_a_sparse_gradient_is_looked_at():
     assert DynamicLossScaler().has_overflow([table.weight])
 
 
+@shows("companions-fp16-utils")
 def test_a_scale_follows_overflows_as_torchs_does():
     generator = torch.Generator().manual_seed(0)
     overflows = (torch.rand(500, generator=generator) < 0.1).tolist()
@@ -363,12 +366,6 @@ def test_a_scaler_from_a_checkpoint_of_apex_goes_on(monkeypatch):
     assert (scaler.loss_scale, scaler.last_overflow_iter, scaler.cur_iter) == (2048.0, 71, 72)
 
 
-def test_a_scaler_pickles():
-    scaler = DynamicLossScaler(2.0**10)
-    scaler.update_scale(True)
-    assert vars(pickle.loads(pickle.dumps(scaler))) == vars(scaler)
-
-
 # ---- The loops of published scripts ----
 
 
@@ -421,59 +418,6 @@ def test_an_image_classifier_learns_with_masters_by_hand(flat, scale):
     assert losses[-1] < 0.05 * losses[0]
     # Weights and activations have 11 bits; 30 steps with momentum carry their rounding along.
     torch.testing.assert_close(losses, expected, rtol=0.05, atol=2e-3)
-
-
-class LanguageModel(nn.Module):
-    """A word language model with tied nothing: embedding, LSTM, decoder."""
-
-    def __init__(self, words=7, width=16):
-        super().__init__()
-        self.encoder = nn.Embedding(words, width)
-        self.rnn = nn.LSTM(width, width)
-        self.decoder = nn.Linear(width, words)
-
-    def forward(self, ids, hidden):
-        output, hidden = self.rnn(self.encoder(ids), hidden)
-        return self.decoder(output), hidden
-
-
-def train_language_model(fp16):
-    """A loop in the manner of the word language model: clipping of masters, updates by hand."""
-    torch.manual_seed(0)
-    model = LanguageModel()
-    if fp16:
-        model.half()
-        model_params, master_params = prep_param_lists(model)
-    else:
-        model_params = master_params = list(model.parameters())
-    text = torch.arange(400).remainder(7).view(4, 100).t()
-    dtype, scale, losses = next(model.parameters()).dtype, 128.0 if fp16 else 1.0, []
-    for _ in range(3):
-        hidden = tuple(torch.zeros(1, 4, 16, dtype=dtype) for _ in range(2))
-        for start in range(0, 90, 10):
-            hidden = tuple(state.detach() for state in hidden)
-            model.zero_grad()
-            output, hidden = model(text[start : start + 10], hidden)
-            loss = F.cross_entropy(output.float().flatten(0, 1), text[start + 1 : start + 11].flatten())
-            (loss * scale).backward()
-            if fp16:
-                model_grads_to_master_grads(model_params, master_params)
-                for param in master_params:
-                    param.grad.data = param.grad.data * (1.0 / scale)
-            clip_grad_norm(master_params, 0.25)
-            for param in master_params:
-                param.data.add_(param.grad.data, alpha=-4.0)
-            if fp16:
-                master_params_to_model_params(model_params, master_params)
-            losses.append(to_python_float(loss.detach()))
-    return losses
-
-
-def test_a_language_model_learns_with_masters_by_hand():
-    losses, expected = train_language_model(True), train_language_model(False)
-    assert losses[-1] < 0.3 * losses[0]
-    # Clipping keeps steps small; float16 rounding of 27 steps through an LSTM.
-    torch.testing.assert_close(losses, expected, rtol=0.05, atol=0.02)
 
 
 def test_a_loop_with_a_dynamic_scale_by_hand_skips_what_overflows():

@@ -17,6 +17,7 @@ from ampatch.apex.normalization import (
     MixedFusedRMSNorm,
 )
 from ampatch.apex.normalization import fused_layer_norm as module
+from apex_rows import shows
 from helpers import assert_same_bits
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -57,6 +58,7 @@ def run(layer, x, dtype=None):
 # Modules
 
 
+@shows("companions-normalization")
 @KINDS
 def test_a_module_is_that_of_torch_bit_for_bit(kind):
     layer, x = make(kind), batch()
@@ -141,6 +143,7 @@ def test_half_input_with_float32_weights_gives_half(kind, half):
     assert [grad.dtype for grad in found[1:]] == [half] + [torch.float32] * len(list(layer.parameters()))
 
 
+@shows("companions-normalization")
 @HALF
 @pytest.mark.parametrize("kind", [MixedFusedLayerNorm, MixedFusedRMSNorm])
 def test_mixed_modules_give_the_type_of_their_weight(kind, half):

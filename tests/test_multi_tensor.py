@@ -1,7 +1,5 @@
 """amp_C, apex_C and multi_tensor_applier: lists of tensors, written past autograd, with an overflow flag."""
 
-import copy
-
 import pytest
 import torch
 from torch.nn import Parameter
@@ -9,6 +7,8 @@ from torch.nn import Parameter
 import ampatch as amp
 from ampatch.apex import amp_C, apex_C
 from ampatch.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
+from ampatch.apex.optimizers import FusedLAMB, FusedNovoGrad
+from apex_rows import shows
 from helpers import assert_same_bits, snapshot
 
 INF, NAN = float("inf"), float("nan")
@@ -52,6 +52,7 @@ def test_the_applier_is_available_as_scripts_check_it():
 # Scale and axpby
 
 
+@shows("companions-multi-tensor")
 @PAIRS
 def test_scale_rounds_once_from_float32(source, target):
     sources, targets = make(source), make(target)
@@ -64,6 +65,7 @@ def test_scale_rounds_once_from_float32(source, target):
     assert buffer.tolist() == [0]
 
 
+@shows("companions-multi-tensor")
 @PAIRS
 def test_axpby_rounds_once_from_float32(source, target):
     xs, ys, targets = make(source), make(target), make(target)
@@ -190,6 +192,7 @@ def test_lists_that_do_not_fit_are_refused(lists, message):
 # Past autograd
 
 
+@shows("patterns-amp-c")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_live_leaf_parameters_are_written_without_a_graph_or_a_version(dtype):
     weight = Parameter(torch.tensor([1.0, 2.0], dtype=dtype))
@@ -223,13 +226,6 @@ def test_under_o1_nothing_is_cast():
     assert buffer.tolist() == [0]
 
 
-def test_what_the_script_registered_is_not_cast_inside():
-    amp.register_half_function(torch, "stack")
-    open_o1()
-    total, _ = amp_C.multi_tensor_l2norm(1, flag(), [[torch.full((4,), 1e6)]])
-    assert total.item() == 2e6
-
-
 def test_a_half_weight_written_at_o2_reaches_its_master():
     model = torch.nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -244,6 +240,7 @@ def test_a_half_weight_written_at_o2_reaches_its_master():
 # Norms
 
 
+@shows("companions-multi-tensor")
 @pytest.mark.parametrize("norm", [amp_C.multi_tensor_l2norm, amp_C.multi_tensor_l2norm_mp])
 def test_l2norm_is_that_of_everything_and_of_each(norm):
     tensors, buffer = make(), flag()
@@ -278,54 +275,6 @@ def test_a_norm_that_is_not_finite_sets_the_flag(bad):
     total, _ = amp_C.multi_tensor_l2norm(1, buffer, [[torch.ones(2), torch.tensor([bad])]])
     assert not total.isfinite().item()
     assert buffer.tolist() == [1]
-
-
-def test_l2norm_scale_writes_and_measures_what_it_wrote():
-    sources, targets, buffer = make(), make(torch.float16), flag()
-    total, parts = amp_C.multi_tensor_l2norm_scale(1, buffer, [sources, targets], 0.5, True)
-    expected, each = amp_C.multi_tensor_l2norm(1, flag(), [sources], True)
-    assert_same_bits(targets, [(tensor * 0.5).half() for tensor in sources])
-    assert_same_bits([total, parts], [expected * 0.5, each * 0.5])  # a power of two is exact
-
-
-def test_unscale_l2norm_writes_nothing():
-    tensors, buffer = make(torch.float16), flag()
-    before = snapshot(tensors)
-    total, parts = amp_C.multi_tensor_unscale_l2norm(1, buffer, [tensors], torch.tensor([0.25]), True)
-    expected, each = amp_C.multi_tensor_l2norm(1, flag(), [tensors], True)
-    assert snapshot(tensors) == before
-    assert_same_bits([total, parts], [expected * 0.25, each * 0.25])
-
-
-# The scale
-
-
-@pytest.mark.parametrize("shape", [(), (1,)], ids=["scalar", "vector"])
-@pytest.mark.parametrize("hysteresis", [1, 2, 3])
-def test_the_scale_follows_overflows_as_it_does_by_hand(hysteresis, shape):
-    scale = torch.full(shape, 2.0**10)
-    growth = torch.zeros(shape, dtype=torch.int32)
-    left = torch.full(shape, hysteresis, dtype=torch.int32)
-    expected, clean, remaining = 2.0**10, 0, hysteresis
-    for overflowed in [0, 1, 1, 1, 0, 0, 0, 0, 1, 0, 1, 1, 0, 0, 0]:
-        found_inf = torch.full((1,), float(overflowed))
-        result = amp_C.update_scale_hysteresis(scale, growth, left, found_inf, 2.0, 0.5, 3, hysteresis)
-        if overflowed:
-            remaining, clean = remaining - 1, 0
-            expected *= 0.5 if remaining <= 0 else 1.0
-        else:
-            remaining, clean = hysteresis, clean + 1
-            if clean == 3:
-                expected, clean = expected * 2, 0
-        assert result is scale
-        assert (scale.item(), growth.item(), left.item()) == (expected, clean, remaining)
-
-
-def test_the_scale_does_not_grow_to_infinity():
-    scale = torch.tensor([3e38])
-    trackers = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-    amp_C.update_scale_hysteresis(scale, *trackers, torch.zeros(1), 2.0, 0.5, 1, 1)
-    assert scale.item() == torch.tensor(3e38).item()
 
 
 # Optimizers
@@ -417,32 +366,40 @@ def call_novograd(buffer, lists):
     amp_C.multi_tensor_novograd(1, buffer, lists[:3], norms, 0.1, 0.9, 0.99, 1e-8, 1, 1, 0.1, 1, 1, 2)
 
 
-def call_stages(buffer, lists):
-    decay, norms = torch.full((3,), 0.1), torch.ones(3)
-    updates = lists[4]
-    amp_C.multi_tensor_lamb_stage1_cuda(1, buffer, lists, decay, 1, 0.9, 0.99, 1e-6, torch.ones(1), 1.0)
-    amp_C.multi_tensor_lamb_stage2_cuda(1, buffer, [lists[1], updates], norms, norms, 0.1, 0.1, False)
-
-
 def call_adam(buffer, lists):
     run_adam(lists, buffer)
 
 
-STEPS = pytest.mark.parametrize(
-    "call", [call_adam, call_sgd, call_adagrad, call_lamb, call_novograd, call_stages]
-)
+STEPS = pytest.mark.parametrize("call", [call_adam, call_sgd, call_adagrad, call_lamb, call_novograd])
 
 
-def step_lists(call):
+def step_lists():
     lists = [*moments(), *moments()]
     lists[2:] = [[tensor.abs() for tensor in tensors] for tensors in lists[2:]]
-    return [*lists, make(shapes=[(3, 2)] * 3)] if call is call_stages else lists
+    return lists
+
+
+def test_lamb_and_novograd_are_those_of_the_optimizers():
+    grads, params = moments()
+    norm = amp_C.multi_tensor_l2norm(1, flag(), [grads])[0]
+    for kind in (FusedLAMB, FusedNovoGrad):
+        expected = [Parameter(param.clone()) for param in params]
+        optimizer = kind(expected, lr=0.1, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1)
+        run_torch(optimizer, expected, grads)
+        found = [param.clone() for param in params]
+        lists = [grads, found, *[[torch.zeros_like(param) for param in params] for _ in range(2)]]
+        if kind is FusedLAMB:
+            amp_C.multi_tensor_lamb(1, flag(), lists, 0.1, 0.9, 0.99, 1e-6, 1, 1, 0.1, 1, 1, norm, 1.0)
+        else:
+            norms = amp_C.multi_tensor_l2norm(1, flag(), [grads], True)[1]  # as at a first step
+            amp_C.multi_tensor_novograd(1, flag(), lists[:3], norms, 0.1, 0.9, 0.99, 1e-6, 1, 1, 0.1, 1, 1, 2)
+        assert_same_bits(found, expected)
 
 
 @STEPS
 @pytest.mark.parametrize("is_set", [False, True])
 def test_a_step_is_a_no_op_while_the_flag_is_set(call, is_set):
-    lists = step_lists(call)
+    lists = step_lists()
     before = snapshot(lists)
     call(flag().fill_(int(is_set)), lists)
     assert (snapshot(lists) == before) is is_set
@@ -450,27 +407,11 @@ def test_a_step_is_a_no_op_while_the_flag_is_set(call, is_set):
 
 @STEPS
 def test_a_step_of_empty_lists_does_nothing(call):
-    lists = [[] for _ in step_lists(call)]
+    lists = [[] for _ in step_lists()]
     if call is call_novograd:
         lists[3] = [torch.ones(3)]
     call(flag(), lists)
     assert lists[:3] == [[], [], []]
-
-
-def test_both_stages_of_lamb_are_lamb():
-    grads, params, first, second = step_lists(call_lamb)
-    whole = copy.deepcopy([grads, params, first, second])
-    norm = amp_C.multi_tensor_l2norm(1, flag(), [grads])[0]
-    amp_C.multi_tensor_lamb(1, flag(), whole, 0.1, 0.9, 0.99, 1e-6, 2, 1, 0.1, 1, 1, norm, 1.0, False)
-    updates = [torch.zeros_like(param) for param in params]
-    lists = [grads, params, first, second, updates]
-    decay = torch.full((3,), 0.1)
-    amp_C.multi_tensor_lamb_stage1_cuda(1, flag(), lists, decay, 2, 0.9, 0.99, 1e-6, norm, 1.0)
-    norms = [amp_C.multi_tensor_l2norm(1, flag(), [tensors], True)[1] for tensors in (params, updates)]
-    amp_C.multi_tensor_lamb_stage2_cuda(1, flag(), [params, updates], *norms, 0.1, 0.1, False)
-    # The two multiply by the learning rate in another place.
-    torch.testing.assert_close(params, whole[1], rtol=1e-6, atol=1e-7)
-    assert_same_bits([*first, *second], [*whole[2], *whole[3]])
 
 
 # apex_C
@@ -490,11 +431,6 @@ def test_unflattened_views_share_memory():
     second.fill_(7.0)
     assert flat.tolist() == [0.0, 0.0, 7.0, 7.0, 7.0]
     assert first.data_ptr() == flat.data_ptr()
-
-
-def test_flatten_nothing():
-    assert apex_C.flatten([]).numel() == 0
-    assert list(apex_C.unflatten(torch.empty(0), [])) == []
 
 
 @pytest.mark.cuda

@@ -283,13 +283,6 @@ def test_torchrun_runs_a_script_through_us(tmp_path):
     ], done.stderr
 
 
-def test_the_module_of_apex_that_starts_processes_can_be_found(tmp_path):
-    """`python -m apex.parallel.multiproc` was how such scripts were started."""
-    code = "from ampatch.commands.script import Script; import ampatch.apex; ampatch.apex.install()\n"
-    code += "Script('apex.parallel.multiproc', is_module=True).validate()"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
-
-
 # ---- Sweeps ----
 
 

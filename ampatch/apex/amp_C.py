@@ -19,8 +19,6 @@ from ampatch.apex.multi_tensor_apply.optimizer_kernels import (
     multi_tensor_adagrad,
     multi_tensor_adam,
     multi_tensor_lamb,
-    multi_tensor_lamb_stage1_cuda,
-    multi_tensor_lamb_stage2_cuda,
     multi_tensor_novograd,
     multi_tensor_sgd,
 )
@@ -30,16 +28,11 @@ __all__ = [
     "multi_tensor_axpby",
     "multi_tensor_l2norm",
     "multi_tensor_l2norm_mp",
-    "multi_tensor_l2norm_scale",
-    "multi_tensor_unscale_l2norm",
     "multi_tensor_adam",
     "multi_tensor_adagrad",
     "multi_tensor_sgd",
     "multi_tensor_lamb",
-    "multi_tensor_lamb_stage1_cuda",
-    "multi_tensor_lamb_stage2_cuda",
     "multi_tensor_novograd",
-    "update_scale_hysteresis",
 ]
 
 TensorLists = Sequence[Sequence[Tensor]]
@@ -90,19 +83,6 @@ def _multiply(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]
     return list(torch._foreach_mul(widen(tensors), float(factor))) if tensors else []
 
 
-def _norms(
-    flag: Tensor | None, tensors: Sequence[Tensor], per_tensor: bool | None, factor: Tensor | float = 1.0
-) -> tuple[Tensor, Tensor]:
-    # As apex did, the norm of each tensor comes in one vector, on the device of the first.
-    parts = norms(tensors)
-    device = next((part.device for part in parts), None if flag is None else flag.device)
-    total = total_norm(parts, device) * factor
-    set_flag_(flag, total.isfinite())
-    if not per_tensor or not parts:
-        return total.reshape(1), torch.empty(0, device=device)
-    return total.reshape(1), torch.stack([part.to(device, torch.float32) for part in parts]) * factor
-
-
 @past_autograd
 def multi_tensor_l2norm(
     chunk_size: int,
@@ -115,69 +95,14 @@ def multi_tensor_l2norm(
     Sets the flag to 1 if the norm is not finite.
     """
     (tensors,) = check_lists("multi_tensor_l2norm", tensor_lists, 1)
-    return _norms(noop_flag, tensors, per_tensor)
+    parts = norms(tensors)
+    # As apex did, the norm of each tensor comes in one vector, on the device of the first.
+    device = next((part.device for part in parts), None if noop_flag is None else noop_flag.device)
+    total = total_norm(parts, device)
+    set_flag_(noop_flag, total.isfinite())
+    if not per_tensor or not parts:
+        return total.reshape(1), torch.empty(0, device=device)
+    return total.reshape(1), torch.stack([part.to(device, torch.float32) for part in parts])
 
 
-@past_autograd
-def multi_tensor_l2norm_mp(
-    chunk_size: int,
-    noop_flag: Tensor | None,
-    tensor_lists: TensorLists,
-    per_tensor: bool | None = False,
-) -> tuple[Tensor, Tensor]:
-    """Returns what `multi_tensor_l2norm` does, which takes lists of mixed types as well."""
-    (tensors,) = check_lists("multi_tensor_l2norm_mp", tensor_lists, 1)
-    return _norms(noop_flag, tensors, per_tensor)
-
-
-@past_autograd
-def multi_tensor_l2norm_scale(
-    chunk_size: int,
-    noop_flag: Tensor | None,
-    tensor_lists: TensorLists,
-    scale: float,
-    per_tensor: bool | None = False,
-) -> tuple[Tensor, Tensor]:
-    """Scales as `multi_tensor_scale` does, and returns the norms of the results before they are rounded."""
-    sources, targets = check_lists("multi_tensor_l2norm_scale", tensor_lists, 2)
-    products = _multiply(sources, scale)
-    write_(targets, products)
-    return _norms(noop_flag, products, per_tensor)
-
-
-@past_autograd
-def multi_tensor_unscale_l2norm(
-    chunk_size: int,
-    noop_flag: Tensor | None,
-    tensor_lists: TensorLists,
-    inv_scale: Tensor | float,
-    per_tensor: bool | None = False,
-) -> tuple[Tensor, Tensor]:
-    """Returns the norms that the tensors would have times `inv_scale`; writes nothing but the flag."""
-    (tensors,) = check_lists("multi_tensor_unscale_l2norm", tensor_lists, 1)
-    return _norms(noop_flag, _multiply(tensors, inv_scale), per_tensor)
-
-
-@past_autograd
-def update_scale_hysteresis(
-    current_scale: Tensor,
-    growth_tracker: Tensor,
-    hysteresis_tracker: Tensor,
-    found_inf: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    hysteresis: int,
-) -> Tensor:
-    """Updates a loss scale in place, and returns it: it falls with the `hysteresis`-th overflow in a row."""
-    trackers = (current_scale, growth_tracker, hysteresis_tracker)
-    scale, clean, left = (tracker.data.reshape(()) for tracker in trackers)  # views: of shape [] or [1]
-    overflowed = (found_inf.data > 0).to(scale.device).reshape(())
-    remaining = torch.where(overflowed, left - 1, hysteresis)
-    grows = ~overflowed & (clean + 1 == growth_interval)
-    grown = scale * growth_factor
-    new = torch.where(overflowed & (remaining <= 0), scale * backoff_factor, scale)
-    scale.copy_(torch.where(grows & grown.isfinite(), grown, new))
-    clean.copy_(torch.where(overflowed | grows, 0, clean + 1))
-    left.copy_(remaining)
-    return current_scale
+multi_tensor_l2norm_mp = multi_tensor_l2norm  # which takes lists of mixed types as well

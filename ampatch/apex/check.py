@@ -6,20 +6,15 @@ import ast
 import difflib
 import importlib
 import importlib.util
-import inspect
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-import torch
-
 import ampatch
 import ampatch as amp
 import ampatch.apex
-from ampatch.apex import amp as apex_amp
 from ampatch.apex.drop_in.mirror import EXTENSIONS, OURS, PARTS, own_name
 from ampatch.apex.drop_in.missing import explain
 from ampatch.apex.drop_in.real import public_names
@@ -62,24 +57,12 @@ def check_file(path: Path) -> Report:
         said = getattr(error, "msg", error)
         raise amp.AmpValueError(f"{place}: {said}; expected a script for this Python") from None
     lines: dict[tuple[str, str | None], list[int]] = defaultdict(list)
-    with live_state():
-        for use in find_uses(tree, star_names):
-            for name, fault in judge(use):
-                lines[name, fault].append(use.line)
+    for use in find_uses(tree, star_names):
+        judged = judge(use)
+        if judged is not None:
+            lines[judged].append(use.line)
     names = (Name(name, tuple(dict.fromkeys(at)), fault) for (name, fault), at in lines.items())
     return Report(path, tuple(sorted(names, key=lambda name: name.name)))
-
-
-@contextmanager
-def live_state() -> Iterator[None]:
-    """Opens a session while the context is open: some attributes of `amp._amp_state` are there only then."""
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    apex_amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
-    try:
-        yield
-    finally:
-        amp.uninitialize()
 
 
 def star_names(module: str) -> tuple[str, ...]:
@@ -88,20 +71,16 @@ def star_names(module: str) -> tuple[str, ...]:
     return tuple(name for name, _ in public_names(own.__name__)) if isinstance(own, ModuleType) else ()
 
 
-def judge(use: Use) -> Iterator[tuple[str, str | None]]:
-    """Yields the name that a use is of, and why it is not provided, if so; then its bad keywords."""
+def judge(use: Use) -> tuple[str, str | None] | None:
+    """Returns the name that a use is of, and why it is not provided, if so; None if nobody can say."""
     known, value, rest = walk(use.name)
     if not rest:
-        yield known, None
-        for word in bad_keywords(value, use.keywords):
-            yield f"{known}({word}=)", f"{known} takes no argument {word!r}"
-        return
+        return known, None
     fault = explain(use.name)
-    if fault is not None:
-        yield use.name, fault
-    elif use.sure:
+    if fault is None and use.sure:
         close = difflib.get_close_matches(rest[0], dir(value), 1)
-        yield use.name, f"{known} has no {rest[0]!r}" + "".join(f"; close: {each}" for each in close)
+        fault = f"{known} has no {rest[0]!r}" + "".join(f"; close: {each}" for each in close)
+    return (use.name, fault) if fault else None
 
 
 def find(name: str) -> object:
@@ -126,7 +105,7 @@ def follow(known: str, value: object, rest: tuple[str, ...]) -> tuple[str, objec
         return known, value, ()
     # `apex.amp._amp_state` is an object, and in `from apex.amp._amp_state import ...` a module.
     ways = [follow(f"{known}.{rest[0]}", each, rest[1:]) for each in step(value, rest[0])]
-    return min(ways, key=lambda way: len(way[2]), default=(known, value, rest))
+    return min(ways, key=lambda way: (len(way[2]), -len(way[0])), default=(known, value, rest))
 
 
 def is_special(name: str) -> bool:
@@ -135,11 +114,8 @@ def is_special(name: str) -> bool:
 
 
 def can_look_into(value: object) -> bool:
-    """Says whether the attributes of a value can be told: those of our modules, classes and objects."""
-    if isinstance(value, ModuleType):
-        return True
-    cls = value if isinstance(value, type) else type(value)
-    return cls.__module__.startswith(OURS)
+    """Says whether the attributes of a value can be told: those of modules and of our classes."""
+    return isinstance(value, ModuleType) or (isinstance(value, type) and value.__module__.startswith(OURS))
 
 
 def step(value: object, name: str) -> Iterator[object]:
@@ -148,22 +124,9 @@ def step(value: object, name: str) -> Iterator[object]:
         if name in PARTS:
             yield importlib.import_module(own_name(f"apex.{name}"))
         return
-    if name in vars(value) or (not isinstance(value, ModuleType) and hasattr(value, name)):
+    if name in vars(value) or (isinstance(value, type) and hasattr(value, name)):
         yield getattr(value, name)
     if isinstance(value, ModuleType) and hasattr(value, "__path__"):
         whole = f"{value.__name__}.{name}"
         if importlib.util.find_spec(whole) is not None:
             yield importlib.import_module(whole)
-
-
-def bad_keywords(value: object, given: tuple[str, ...]) -> list[str]:
-    """Returns the keywords that a function or class of ours does not take."""
-    if not given or not callable(value):
-        return []
-    try:
-        taken = inspect.signature(value).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken):
-        return []
-    return [word for word in given if word not in {parameter.name for parameter in taken}]

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from ampatch.apex.drop_in.missing import EXTENSION_NAMES
 
 ROOTS = frozenset({"apex", "amp_C", "apex_C", *EXTENSION_NAMES})
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-SCOPES = (*FUNCTIONS, ast.ClassDef)
-NAMED = (*FUNCTIONS[:2], ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
-IMPORTERS = ("__import__", "import_module", "importlib.import_module")
+# Nodes that bind a name in their own attribute `name`.
+NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
+IMPORTERS = ("import_module", "importlib.import_module")
 # `amp = None` is what scripts say where the import failed.
 NOTHING = (None, False)
 
@@ -25,39 +24,29 @@ StarNames = Callable[[str], tuple[str, ...]]
 class Use:
     """A name of apex at a line of a script.
 
-    `keywords` are what a call passes by name. It is not `sure` where the script may mean another
-    module by the same name, as after `except ImportError: from torch.cuda import amp`.
+    It is not `sure` where the script may mean another module by the same name, as after
+    `except ImportError: from torch.cuda import amp`.
     """
 
     name: str
     line: int
-    keywords: tuple[str, ...] = ()
     sure: bool = True
 
 
 def find_uses(tree: ast.Module, star_names: StarNames) -> list[Use]:
-    """Lists the names of apex that a script uses, in the order of its lines."""
-    uses = set(uses_in(Scope(tree, None, star_names), star_names))
-    return sorted(uses, key=lambda use: (use.line, use.name))
-
-
-def uses_in(scope: Scope, star_names: StarNames) -> Iterator[Use]:
-    """Yields the names that a scope and those in it use; of `a.b.c` the whole, not its parts."""
+    """Lists the names of apex that a script uses, in the order of its lines; of `a.b.c` the whole."""
+    names = Names(tree, star_names)
+    uses: set[Use] = set()
     inner: set[ast.AST] = set()
-    keywords: dict[ast.AST, tuple[str, ...]] = {}
-    for node in inside(scope.node):
-        if isinstance(node, ast.Call):
-            keywords[node.func] = tuple(keyword.arg for keyword in node.keywords if keyword.arg)
+    for node in ast.walk(tree):  # what is around comes before what is inside
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            yield from (Use(name, node.lineno) for name in imported(node))
-        elif isinstance(node, SCOPES):
-            parent = scope if isinstance(node, ast.ClassDef) else scope.enclosing
-            yield from uses_in(Scope(node, parent, star_names), star_names)
+            uses.update(Use(name, node.lineno) for name in imported(node))
         elif node not in inner and is_loaded(node):
-            found = scope.resolve(node)
-            for name in set(found) - {None}:
-                inner.update(bases(node))
-                yield Use(name, node.lineno, keywords.get(node, ()), sure=len(set(found)) == 1)
+            found = set(names.resolve(node))
+            inner.update(bases(node) if found - {None} else ())
+            for name in found - {None}:
+                uses.add(Use(name, node.lineno, sure=len(found) == 1))
+    return sorted(uses, key=lambda use: (use.line, use.name))
 
 
 def imported(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
@@ -78,34 +67,24 @@ def is_loaded(node: ast.AST) -> bool:
 
 def bases(node: ast.AST) -> Iterator[ast.AST]:
     """Yields what an attribute is taken of, and so on."""
-    while isinstance(node, (ast.Attribute, ast.Call)):
-        if isinstance(node, ast.Attribute):
-            node = node.value
-        else:
-            yield node.func
-            node = node.args[0]
+    while isinstance(node, ast.Attribute):
+        node = node.value
         yield node
 
 
-class Scope:
-    """What the names in a module, a class or a function may stand for."""
+class Names:
+    """What the names in a script may stand for, wherever in it they are bound."""
 
-    def __init__(self, node: ast.AST, parent: Scope | None, star_names: StarNames) -> None:
-        self.node = node
-        self.parent = parent
+    def __init__(self, tree: ast.Module, star_names: StarNames) -> None:
         self._star_names = star_names
         # Names of apex as strings, other values as what the script assigns, None for anything else.
         self._names: dict[str, list[str | ast.expr | None]] = defaultdict(list)
-        nodes = list(inside(node))
-        assigned = {target for child in nodes if is_plain(child) for target in child.targets}
-        for child in nodes:
-            if child not in assigned:
-                self._bind(child)
-
-    @property
-    def enclosing(self) -> Scope:
-        """The scope that functions in this one look into: methods do not see the names of their class."""
-        return self.parent if isinstance(self.node, ast.ClassDef) and self.parent else self
+        assigned: set[ast.AST] = set()
+        for node in ast.walk(tree):
+            if is_plain(node):
+                assigned.update(node.targets)
+            if node not in assigned:
+                self._bind(node)
 
     def _bind(self, node: ast.AST) -> None:
         if isinstance(node, ast.Import):
@@ -128,39 +107,20 @@ class Scope:
             if alias.name != "*":
                 yield alias.asname or alias.name, f"{node.module}.{alias.name}" if is_apex else None
             elif is_apex:
-                for name in self._star_names(node.module):
-                    yield name, f"{node.module}.{name}"
-
-    def find(self, name: str, seen: frozenset[ast.expr] = frozenset()) -> list[str | None]:
-        """Returns what a name may stand for: names of apex, and None for anything else."""
-        scope = self
-        while scope is not None and name not in scope._names:
-            scope = scope.parent
-        found = []
-        for bound in scope._names[name] if scope else ():
-            found += scope.resolve(bound, seen) if isinstance(bound, ast.expr) else [bound]
-        return found
+                yield from ((name, f"{node.module}.{name}") for name in self._star_names(node.module))
 
     def resolve(self, node: ast.expr, seen: frozenset[ast.expr] = frozenset()) -> list[str | None]:
-        """Returns what an expression may stand for."""
+        """Returns what an expression may stand for: names of apex, and None for anything else."""
         if node in seen:
             return []
         seen |= {node}
         if isinstance(node, ast.Name):
-            return self.find(node.id, seen)
+            bound = self._names.get(node.id, ())
+            ways = (self.resolve(way, seen) if isinstance(way, ast.expr) else [way] for way in bound)
+            return [found for way in ways for found in way]
         if isinstance(node, ast.Attribute):
             return [base and f"{base}.{node.attr}" for base in self.resolve(node.value, seen)]
-        if isinstance(node, ast.Call):
-            return self._resolve_call(node, seen)
-        return [None]
-
-    def _resolve_call(self, node: ast.Call, seen: frozenset[ast.expr]) -> list[str | None]:
-        module = imported_by_call(node)
-        if module is not None:
-            return [module]
-        if is_getattr(node):
-            return [base and f"{base}.{node.args[1].value}" for base in self.resolve(node.args[0], seen)]
-        return [None]
+        return [imported_by_call(node) if isinstance(node, ast.Call) else None]
 
 
 def is_apex_name(name: str | None) -> bool:
@@ -170,45 +130,6 @@ def is_apex_name(name: str | None) -> bool:
     (True, False)
     """
     return name is not None and name.partition(".")[0] in ROOTS
-
-
-def inside(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields the nodes of a scope; of the scopes in it only the nodes that open them."""
-    waiting = list(reversed(own_children(node)))
-    while waiting:
-        child = waiting.pop()
-        yield child
-        if isinstance(child, SCOPES):
-            waiting += reversed(outer_children(child))
-        else:
-            waiting += reversed(list(ast.iter_child_nodes(child)))
-
-
-def own_children(node: ast.AST) -> list[ast.AST]:
-    """The nodes below one that opens a scope that are looked up in this scope."""
-    if isinstance(node, ast.Lambda):
-        return [*arguments(node), node.body]
-    if isinstance(node, FUNCTIONS):
-        return [*arguments(node), *node.body]
-    return list(node.body)
-
-
-def outer_children(node: ast.AST) -> list[ast.AST]:
-    """The nodes of a function or class that are looked up around it: decorators, defaults, bases."""
-    if isinstance(node, ast.ClassDef):
-        return [*node.decorator_list, *node.bases, *node.keywords]
-    defaults = [default for default in (*node.args.defaults, *node.args.kw_defaults) if default]
-    if isinstance(node, ast.Lambda):
-        return defaults
-    hints = [argument.annotation for argument in arguments(node) if argument.annotation]
-    return [*node.decorator_list, *defaults, *hints, *([node.returns] if node.returns else ())]
-
-
-def arguments(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[ast.arg]:
-    """The parameters of a function."""
-    given = node.args
-    single = [argument for argument in (given.vararg, given.kwarg) if argument]
-    return [*given.posonlyargs, *given.args, *given.kwonlyargs, *single]
 
 
 def is_plain(node: ast.AST) -> bool:
@@ -242,18 +163,4 @@ def imported_by_call(node: ast.Call) -> str | None:
     first = node.args[0] if node.args else None
     if ast.unparse(node.func) not in IMPORTERS or not isinstance(first, ast.Constant):
         return None
-    if not isinstance(first.value, str) or not is_apex_name(first.value):
-        return None
-    return first.value.partition(".")[0] if len(node.args) == 1 and is_builtin(node) else first.value
-
-
-def is_builtin(node: ast.Call) -> bool:
-    """Says whether a call is of `__import__`, which returns the first package of a name."""
-    return ast.unparse(node.func) == "__import__" and not node.keywords
-
-
-def is_getattr(node: ast.Call) -> bool:
-    """Says whether a call is a `getattr` without a default of a name that is written there."""
-    if not isinstance(node.func, ast.Name) or node.func.id != "getattr" or len(node.args) != 2:
-        return False
-    return isinstance(node.args[1], ast.Constant) and isinstance(node.args[1].value, str)
+    return first.value if isinstance(first.value, str) and is_apex_name(first.value) else None

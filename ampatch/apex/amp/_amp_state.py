@@ -72,11 +72,11 @@ class AmpState(amp.Observer):
             handle = AmpHandle()
         self._show(Properties(list_options(policy)), handle)
 
-    def _show(self, properties: Properties, handle: AmpHandle | NoOpHandle) -> None:
+    def _show(self, properties: Properties, handle: AmpHandle) -> None:
         self.opt_properties = properties
         self.switch_to(handle)
 
-    def switch_to(self, handle: AmpHandle | NoOpHandle) -> None:
+    def switch_to(self, handle: AmpHandle) -> None:
         """Puts a handle in the place of an earlier one, which turns casts off no more."""
         before = getattr(self, "handle", handle)
         if before is not handle:

@@ -40,7 +40,7 @@ def init(
     enable_caching: bool = True,
     verbose: bool = False,
     allow_banned: bool = False,
-) -> AmpHandle | NoOpHandle:
+) -> AmpHandle:
     """Patches torch as O1 does, for all models; returns a handle that scales losses.
 
     Functions cast tensors on the GPU, and on the CPU where there is none. `enable_caching` has no

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from weakref import WeakSet
 
 import torch
@@ -34,7 +33,7 @@ class AmpHandle:
 
     has_cache = True
 
-    def __init__(self, loss_scale: float | str = "dynamic", verbose: bool = False) -> None:
+    def __init__(self, loss_scale: float | str | None = "dynamic", verbose: bool = False) -> None:
         self.verbose = verbose
         self._loss_scale = loss_scale
         self._wrappers: WeakSet[OptimWrapper] = WeakSet()
@@ -88,35 +87,17 @@ class AmpHandle:
         return wrapper.scale_loss(loss, turn=optimizer is wrapper)
 
 
-class NoOpHandle:
+class NoOpHandle(AmpHandle):
     """Stands for a handle where amp is disabled: everything passes."""
 
     has_cache = False
-    verbose = False
-    _is_active = False
 
-    def is_active(self) -> bool:
-        """Returns False."""
-        return False
-
-    @contextmanager
-    def _disable_casts(self) -> Iterator[None]:
-        yield
+    def __init__(self) -> None:
+        super().__init__(loss_scale=None)
+        self._is_over = True
 
     def _clear_cache(self) -> None:
         """Does nothing."""
 
     def _deactivate(self) -> None:
         """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""
-
-    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """Returns a wrapper whose losses stay what they are."""
-        return OptimWrapper(optimizer, num_loss, None)
-
-    @contextmanager
-    def scale_loss(self, loss: Tensor, optimizer: object) -> Iterator[Tensor]:
-        """Yields the loss itself."""
-        yield loss

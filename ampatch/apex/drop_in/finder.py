@@ -9,17 +9,17 @@ from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
 from multiprocessing import spawn
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 import ampatch as amp
 from ampatch.apex.changes import Changes
 from ampatch.apex.drop_in.children import Preparation
-from ampatch.apex.drop_in.importing import current_import
-from ampatch.apex.drop_in.mirror import EXTENSIONS, PARTS, VERSION, apex_name, mirror_spec
+from ampatch.apex.drop_in.mirror import EXTENSIONS, PARTS, VERSION, mirror_spec
 from ampatch.apex.drop_in.missing import EXTENSION_NAMES, explain
 from ampatch.apex.drop_in.real import LOG, WatchingLoader, fill_loaded, find_elsewhere, find_fault
 
 ROOTS = frozenset({"apex", *EXTENSIONS, *EXTENSION_NAMES})
+BOOTSTRAP = "<frozen importlib._bootstrap>"
 WATCHED = frozenset({"apex", *(f"apex.{part}" for part in PARTS), *EXTENSIONS})
 
 
@@ -74,15 +74,16 @@ class ApexFinder(MetaPathFinder):
         if real is not None:
             return self._watch(real)
         own = mirror_spec(name, self._changes)
-        if own is None:
-            refuse(name)
+        text = explain(name) if own is None and is_import() else None
+        if text is not None:
+            raise ModuleNotFoundError(text, name=name)
         return own
 
     def _check(self, real: ModuleSpec) -> ModuleSpec | None:
         fault = find_fault(real)
         if fault is None:
             return real
-        if current_import("apex") is not None:
+        if is_import():
             LOG.warning("%s; ampatch's apex takes its place", fault)
         return None
 
@@ -97,18 +98,17 @@ class ApexFinder(MetaPathFinder):
             yield ApexDistribution()
 
 
-def refuse(name: str) -> None:
-    """Raises ImportError if a module that apex had and nobody provides is being imported."""
-    request = current_import(name)
-    if request is None:
-        return
-    text = explain(apex_name(request.name)) or explain(apex_name(name))
-    if text is None:
-        return
-    # What Python raises. After `from`, it would drop a ModuleNotFoundError and say less.
-    if request.is_from:
-        raise ImportError(text, name=apex_name(name).rpartition(".")[0])
-    raise ModuleNotFoundError(text, name=name)
+def is_import() -> bool:
+    """Says whether a finder is asked for an import, and not by `importlib.util.find_spec`.
+
+    The one must raise for what is not there, the other answer None, and a finder is told nothing that
+    would part them: only its callers in the import system do.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_find_and_load_unlocked":
+        is_inside = frame.f_code.co_filename in (__file__, BOOTSTRAP)
+        frame = frame.f_back if is_inside else None
+    return frame is not None
 
 
 def distributions_elsewhere() -> Iterator[Distribution]:

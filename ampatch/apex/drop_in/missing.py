@@ -52,8 +52,15 @@ INSIDE = (
     Missing("apex.parallel.distributed.split_half_float_double", "a sort by dtype", f"{DIST}.split_by_type"),
     Missing("amp_C.multi_tensor_adam_capturable", "Adam for CUDA graphs", f"{ADAM}(capturable=True)"),
     Missing("amp_C.multi_tensor_adam_capturable_master", "Adam for CUDA graphs", f"{ADAM}(capturable=True)"),
+    Missing("amp_C.multi_tensor_l2norm_scale", "scaling and a norm", "amp_C.multi_tensor_scale, then l2norm"),
     Missing("amp_C.multi_tensor_lamb_mp", "LAMB with half parameters", f"{LAMB} at O2"),
+    Missing("amp_C.multi_tensor_lamb_stage1_cuda", "the first half of LAMB", "amp_C.multi_tensor_lamb"),
+    Missing("amp_C.multi_tensor_lamb_stage2_cuda", "the second half of LAMB", "amp_C.multi_tensor_lamb"),
     Missing("amp_C.multi_tensor_lars", "LARS", "apex.parallel.LARC"),
+    Missing("amp_C.multi_tensor_unscale_l2norm", "a norm divided by a scale", "amp_C.multi_tensor_l2norm"),
+    Missing("amp_C.update_scale_hysteresis", "a loss scale", "ampatch.DynamicLossScale(hysteresis=2)"),
+    Missing("apex.optimizers.FusedMixedPrecisionLamb", "LAMB with half parameters", f"{LAMB} at O2"),
+    Missing("apex.optimizers.fused_mixed_precision_lamb", "LAMB with half parameters", f"{LAMB} at O2"),
 )
 CONTRIB = (
     Missing("apex.contrib.bottleneck", "ResNet blocks on cuDNN", f"torchvision's, {CHANNELS_LAST}"),

@@ -17,8 +17,7 @@ import ampatch as amp
 from ampatch.apex.fp16_utils.checkpoint import read_loss_scaler, read_masters
 from ampatch.apex.fp16_utils.fp16util import clip_grad_norm, model_grads_to_master_grads
 from ampatch.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
-from ampatch.apex.fp16_utils.master_optimizer import MasterOptimizer
-from ampatch.apex.fp16_utils.optimizer_wrapper import validate_no_masters_of_amp
+from ampatch.apex.fp16_utils.master_optimizer import MasterOptimizer, validate_no_masters_of_amp
 from ampatch.steps.foreign_step import list_wrapped
 
 logger = logging.getLogger("ampatch")
@@ -189,7 +188,7 @@ class FP16_Optimizer(MasterOptimizer):
             )
 
     def _update(self, step: Closure) -> object:
-        self._take_edits()
+        self._masters.take_edits()
         result = step()
         self.loss_scaler.update_scale(False)
         self._are_scaled = None

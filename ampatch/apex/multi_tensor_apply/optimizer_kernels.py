@@ -18,9 +18,7 @@ from ampatch.apex.multi_tensor_apply.updates import (
     blend_norms,
     clip_divisor,
     lamb_,
-    lamb_direction,
     novograd_,
-    trust_ratios,
 )
 
 TensorLists = Sequence[Sequence[Tensor]]
@@ -178,54 +176,6 @@ def multi_tensor_lamb(
 
 def _scalar(value: Tensor | float, like: Tensor) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float32, device=like.device).reshape(())
-
-
-@past_autograd
-def multi_tensor_lamb_stage1_cuda(
-    chunk_size: int,
-    noop_flag: Tensor | None,
-    tensor_lists: TensorLists,
-    per_tensor_decay: Tensor,
-    step: int,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    global_grad_norm: Tensor | float,
-    max_global_grad_norm: float,
-) -> None:
-    """Computes LAMB's updates, on lists of gradients, parameters, both running means and updates."""
-    moments = Moments(beta1, beta2, epsilon, int(step))
-
-    def run(grads: list, params: list, exp_avgs: list, exp_avg_sqs: list, updates: list) -> None:
-        divisor = clip_divisor(_scalar(global_grad_norm, grads[0]), max_global_grad_norm)
-        found = lamb_direction(params, grads, exp_avgs, exp_avg_sqs, moments, True, divisor)
-        decays = per_tensor_decay.data.to(params[0].device).unbind()
-        torch._foreach_add_(found, torch._foreach_mul(params, list(decays)))
-        write_(updates, found)
-
-    _update(noop_flag, check_lists("multi_tensor_lamb_stage1_cuda", tensor_lists, 5), (2, 3, 4), run)
-
-
-@past_autograd
-def multi_tensor_lamb_stage2_cuda(
-    chunk_size: int,
-    noop_flag: Tensor | None,
-    tensor_lists: TensorLists,
-    per_tensor_param_norm: Tensor,
-    per_tensor_update_norm: Tensor,
-    learning_rate: float,
-    weight_decay: float,
-    use_nvlamb_python: bool | None = False,
-) -> None:
-    """Steps parameters by LAMB's updates, on lists of both, scaled by layer."""
-
-    def run(params: list, updates: list) -> None:
-        if use_nvlamb_python or weight_decay:
-            norms = per_tensor_param_norm.data.unbind(), per_tensor_update_norm.data.unbind()
-            torch._foreach_mul_(updates, trust_ratios(*norms))
-        torch._foreach_sub_(params, updates, alpha=learning_rate)
-
-    _update(noop_flag, check_lists("multi_tensor_lamb_stage2_cuda", tensor_lists, 2), (0,), run)
 
 
 @past_autograd

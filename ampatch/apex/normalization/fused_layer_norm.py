@@ -2,49 +2,174 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import ampatch as amp
-from ampatch.apex.normalization.functional import (
-    Shape,
-    fused_layer_norm,
-    fused_layer_norm_affine,
-    fused_rms_norm,
-    fused_rms_norm_affine,
-    manual_rms_norm,
-    mixed_dtype_fused_layer_norm_affine,
-    mixed_dtype_fused_rms_norm_affine,
-)
-from ampatch.apex.normalization.functions import (
-    FusedLayerNormAffineFunction,
-    FusedLayerNormAffineMixedDtypesFunction,
-    FusedLayerNormFunction,
-    FusedRMSNormAffineFunction,
-    FusedRMSNormAffineMixedDtypesFunction,
-    FusedRMSNormFunction,
-)
+from ampatch.levels.precision import HALF_TYPES
 
 __all__ = [
-    "FusedLayerNorm",
-    "FusedLayerNormAffineFunction",
-    "FusedLayerNormAffineMixedDtypesFunction",
-    "FusedLayerNormFunction",
-    "FusedRMSNorm",
-    "FusedRMSNormAffineFunction",
-    "FusedRMSNormAffineMixedDtypesFunction",
-    "FusedRMSNormFunction",
-    "MixedFusedLayerNorm",
-    "MixedFusedRMSNorm",
-    "fused_layer_norm",
-    "fused_layer_norm_affine",
-    "fused_rms_norm",
-    "fused_rms_norm_affine",
-    "manual_rms_norm",
-    "mixed_dtype_fused_layer_norm_affine",
-    "mixed_dtype_fused_rms_norm_affine",
+    *("FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"),
+    *("FusedLayerNormFunction", "FusedLayerNormAffineFunction", "FusedLayerNormAffineMixedDtypesFunction"),
+    *("FusedRMSNormFunction", "FusedRMSNormAffineFunction", "FusedRMSNormAffineMixedDtypesFunction"),
+    *("fused_layer_norm", "fused_layer_norm_affine", "mixed_dtype_fused_layer_norm_affine"),
+    *("fused_rms_norm", "fused_rms_norm_affine", "mixed_dtype_fused_rms_norm_affine", "manual_rms_norm"),
 ]
+
+Shape = int | Sequence[int]
+
+
+# ---- Functions ----
+
+# At O1 and O4 the casts of a session make everything float32, as they do for F.layer_norm. The
+# arguments after `eps` are there for apex's signatures: `memory_efficient` changes no result.
+
+
+def _normalize(
+    function: Callable[..., Tensor],
+    input: Tensor,
+    weights: Sequence[Tensor | None],
+    normalized_shape: Shape,
+    eps: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Calls a normalization of torch; mixed types are computed in the widest, at least float32."""
+    shape = _as_shape(normalized_shape)
+    types = {tensor.dtype for tensor in (input, *weights) if tensor is not None}
+    if len(types) == 1:
+        return function(input, shape, *weights, eps)
+    wide = torch.float32
+    for each in types:
+        wide = torch.promote_types(wide, each)
+    weights = [None if weight is None else weight.to(wide) for weight in weights]
+    return function(input.to(wide), shape, *weights, eps).to(dtype)
+
+
+def _as_shape(normalized_shape: Shape) -> list[int]:
+    is_whole = isinstance(normalized_shape, int)
+    return [normalized_shape] if is_whole else list(normalized_shape)  # type: ignore[list-item, arg-type]
+
+
+@amp.float_function
+def fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Returns F.layer_norm in the type of the input."""
+    return _normalize(F.layer_norm, input, (weight, bias), normalized_shape, eps, input.dtype)
+
+
+@amp.float_function
+def fused_layer_norm(
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """Returns F.layer_norm without weights."""
+    return _normalize(F.layer_norm, input, (None, None), normalized_shape, eps, input.dtype)
+
+
+@amp.float_function
+def mixed_dtype_fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Returns F.layer_norm in the type of the weight."""
+    return _normalize(F.layer_norm, input, (weight, bias), normalized_shape, eps, weight.dtype)
+
+
+@amp.float_function
+def fused_rms_norm_affine(
+    input: Tensor,
+    weight: Tensor | None,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Returns F.rms_norm in the type of the input."""
+    return _normalize(F.rms_norm, input, (weight,), normalized_shape, eps, input.dtype)
+
+
+@amp.float_function
+def fused_rms_norm(
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """Returns F.rms_norm without a weight."""
+    return _normalize(F.rms_norm, input, (None,), normalized_shape, eps, input.dtype)
+
+
+@amp.float_function
+def mixed_dtype_fused_rms_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """Returns F.rms_norm in the type of the weight."""
+    return _normalize(F.rms_norm, input, (weight,), normalized_shape, eps, weight.dtype)
+
+
+def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
+    """Returns the RMS normalization in float32, or in the type of a half weight."""
+    dims = tuple(range(-len(_as_shape(normalized_shape)), 0))
+    wide = input.to(torch.promote_types(input.dtype, torch.float32))
+    normalized = input * torch.rsqrt(wide.square().mean(dims, keepdim=True) + eps)
+    if weight is None:
+        return normalized
+    is_half = weight.dtype in HALF_TYPES
+    return weight * (normalized.to(weight.dtype) if is_half else normalized)
+
+
+# Torch knows the gradients: what apex had as autograd functions only has their `apply`.
+
+
+class FusedLayerNormFunction:
+    """`apply(input, normalized_shape, eps)`."""
+
+    apply = staticmethod(fused_layer_norm)
+
+
+class FusedLayerNormAffineFunction:
+    """`apply(input, weight, bias, normalized_shape, eps)`, in the type of the input."""
+
+    apply = staticmethod(fused_layer_norm_affine)
+
+
+class FusedLayerNormAffineMixedDtypesFunction:
+    """`apply(input, weight, bias, normalized_shape, eps)`, in the type of the weight."""
+
+    apply = staticmethod(mixed_dtype_fused_layer_norm_affine)
+
+
+class FusedRMSNormFunction:
+    """`apply(input, normalized_shape, eps)`."""
+
+    apply = staticmethod(fused_rms_norm)
+
+
+class FusedRMSNormAffineFunction:
+    """`apply(input, weight, normalized_shape, eps)`, in the type of the input."""
+
+    apply = staticmethod(fused_rms_norm_affine)
+
+
+class FusedRMSNormAffineMixedDtypesFunction:
+    """`apply(input, weight, normalized_shape, eps)`, in the type of the weight."""
+
+    apply = staticmethod(mixed_dtype_fused_rms_norm_affine)
+
+
+# ---- Modules ----
 
 
 class _TakesMemoryEfficient(nn.Module):
@@ -81,14 +206,26 @@ class FusedRMSNorm(_TakesMemoryEfficient, nn.RMSNorm):
         return fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps)
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
-    """A FusedLayerNorm whose output has the type of its weight. It always has one."""
+class _AlwaysAffine(nn.Module):
+    """Takes no `elementwise_affine=False`: the weight decides the type of the output."""
 
     def __init__(
         self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: object
     ) -> None:
-        _check_affine("MixedFusedLayerNorm", kwargs)
+        name = type(self).__name__
+        is_affine = kwargs.pop("elementwise_affine", True)
+        if kwargs:
+            raise amp.AmpTypeError(f"{name}: unknown argument {', '.join(map(repr, sorted(kwargs)))}")
+        if not is_affine:
+            raise amp.AmpValueError(
+                f"{name} does not support elementwise_affine=False: its weight decides the type of its "
+                f"output; use {name.removeprefix('Mixed')}"
+            )
         super().__init__(normalized_shape, eps, True, memory_efficient)
+
+
+class MixedFusedLayerNorm(_AlwaysAffine, FusedLayerNorm):
+    """A FusedLayerNorm whose output has the type of its weight. It always has one."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalizes the last dimensions of the input."""
@@ -97,27 +234,9 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         )
 
 
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_AlwaysAffine, FusedRMSNorm):
     """A FusedRMSNorm whose output has the type of its weight. It always has one."""
-
-    def __init__(
-        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: object
-    ) -> None:
-        _check_affine("MixedFusedRMSNorm", kwargs)
-        super().__init__(normalized_shape, eps, True, memory_efficient)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalizes the last dimensions of the input."""
         return mixed_dtype_fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps)
-
-
-def _check_affine(name: str, kwargs: dict[str, object]) -> None:
-    is_affine = kwargs.pop("elementwise_affine", True)
-    unknown: Sequence[str] = sorted(kwargs)
-    if unknown:
-        raise amp.AmpTypeError(f"{name}: unknown argument {', '.join(map(repr, unknown))}")
-    if not is_affine:
-        raise amp.AmpValueError(
-            f"{name} does not support elementwise_affine=False: its weight decides the type of its output; "
-            f"use {name.removeprefix('Mixed')}"
-        )

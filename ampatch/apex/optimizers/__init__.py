@@ -4,7 +4,6 @@ from ampatch.apex.optimizers.fp16_optimizer import FP16_Optimizer
 from ampatch.apex.optimizers.fused_adagrad import FusedAdagrad
 from ampatch.apex.optimizers.fused_adam import FusedAdam
 from ampatch.apex.optimizers.fused_lamb import FusedLAMB
-from ampatch.apex.optimizers.fused_mixed_precision_lamb import FusedMixedPrecisionLamb
 from ampatch.apex.optimizers.fused_novograd import FusedNovoGrad
 from ampatch.apex.optimizers.fused_sgd import FusedSGD
 
@@ -13,7 +12,6 @@ __all__ = [
     "FusedAdagrad",
     "FusedAdam",
     "FusedLAMB",
-    "FusedMixedPrecisionLamb",
     "FusedNovoGrad",
     "FusedSGD",
 ]

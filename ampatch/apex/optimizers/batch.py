@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import ampatch as amp
-from ampatch.apex.halves import HALF_TYPES
 from ampatch.apex.multi_tensor_apply.norms import Kind, is_plain, kind_of
+from ampatch.levels.precision import HALF_TYPES
 
 # The fused kernels take these alone, and no subclasses.
 FUSED_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -17,8 +17,6 @@ class FusedAdagrad(CountingOptimizer):
     """Adagrad with the arguments that apex's FusedAdagrad had; `adagrad_w_mode` decays weights apart."""
 
     fused_devices = ("cpu", "cuda")
-    flags = (*CountingOptimizer.flags, "adagrad_w_mode")
-
     multi_tensor_adagrad = staticmethod(multi_tensor_adagrad)
 
     def __init__(

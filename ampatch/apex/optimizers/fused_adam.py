@@ -25,8 +25,6 @@ class FusedAdam(CountingOptimizer):
     """
 
     fused_devices = ("cpu", "cuda", "xpu", "mps")
-    flags = (*CountingOptimizer.flags, "adam_w_mode", "amsgrad", "capturable", "max_grad_norm")
-
     multi_tensor_adam = staticmethod(multi_tensor_adam)
 
     def __init__(

@@ -53,8 +53,6 @@ class FusedLAMB(GroupCountingOptimizer):
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2019.
     """
 
-    flags = (*FusedOptimizer.flags, "adam_w_mode", "use_nvlamb")
-
     multi_tensor_lamb = staticmethod(multi_tensor_lamb)
     multi_tensor_l2norm = staticmethod(multi_tensor_l2norm)
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 import ampatch as amp
-from ampatch.apex.halves import HALF_TYPES
 from ampatch.apex.multi_tensor_apply.norms import compute_type, norms
 from ampatch.apex.multi_tensor_apply.optimizer_kernels import multi_tensor_novograd
 from ampatch.apex.multi_tensor_apply.updates import blend_norms, novograd_
 from ampatch.apex.optimizers.batch import Batch
 from ampatch.apex.optimizers.fused_lamb import GroupCountingOptimizer
 from ampatch.apex.optimizers.fused_optimizer import Group, check_positive, refuse_amsgrad
+from ampatch.levels.precision import HALF_TYPES
 
 
 class FusedNovoGrad(GroupCountingOptimizer):
@@ -26,8 +26,6 @@ class FusedNovoGrad(GroupCountingOptimizer):
 
     Source: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments", 2019.
     """
-
-    flags = (*GroupCountingOptimizer.flags, "reg_inside_moment", "norm_type", "init_zero", "moment_mode")
 
     multi_tensor_novograd = staticmethod(multi_tensor_novograd)
 

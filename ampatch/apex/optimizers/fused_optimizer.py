@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import ampatch as amp
-from ampatch.apex.halves import HALF_TYPES, refine
 from ampatch.apex.optimizers.batch import (
     Batch,
     align,
@@ -19,6 +18,8 @@ from ampatch.apex.optimizers.batch import (
     group_by_kind,
     working_copy,
 )
+from ampatch.levels.precision import HALF_TYPES
+from ampatch.steps.weight import refine
 
 Group = dict[str, object]
 
@@ -31,7 +32,6 @@ class FusedOptimizer(Optimizer):
     """
 
     fused_devices: ClassVar[tuple[str, ...]] = ()  # for torch's fused kernel, where the class has one
-    flags: ClassVar[tuple[str, ...]] = ("set_grad_none", "master_weights")  # that copies keep
 
     def __init__(
         self,
@@ -119,7 +119,9 @@ class FusedOptimizer(Optimizer):
                 self.state[param][name] = value.to(param.device, copy=True)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.flags}}
+        public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        options = {name: value for name, value in public.items() if isinstance(value, (bool, int, float))}
+        return {**super().__getstate__(), **options}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)

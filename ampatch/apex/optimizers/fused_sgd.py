@@ -23,8 +23,6 @@ class FusedSGD(FusedOptimizer):
     """
 
     fused_devices = ("cpu", "cuda", "xpu", "mps")
-    flags = (*FusedOptimizer.flags, "wd_after_momentum", "materialize_master_grads")
-
     multi_tensor_sgd = staticmethod(multi_tensor_sgd)
 
     def __init__(

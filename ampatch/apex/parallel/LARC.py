@@ -36,15 +36,11 @@ class LARC:
     def __repr__(self) -> str:
         return repr(self.optim)
 
-    @property
-    def state(self) -> dict:
-        """The state of the optimizer inside."""
-        return self.optim.state
-
-    @property
-    def defaults(self) -> dict:
-        """The default options of the optimizer inside."""
-        return self.optim.defaults
+    def __getattr__(self, name: str) -> object:
+        """Returns what the optimizer inside has: `state`, `state_dict`, `zero_grad` and so on."""
+        if name == "optim" or name.startswith("_"):  # unpickling asks before there is an optimizer
+            raise AttributeError(name)
+        return getattr(self.optim, name)
 
     @property
     def param_groups(self) -> list[dict]:
@@ -54,22 +50,6 @@ class LARC:
     @param_groups.setter
     def param_groups(self, value: list[dict]) -> None:
         self.optim.param_groups = value
-
-    def state_dict(self) -> dict:
-        """Returns the state of the optimizer inside."""
-        return self.optim.state_dict()
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Loads the state of the optimizer inside."""
-        self.optim.load_state_dict(state_dict)
-
-    def zero_grad(self, *args: object, **kwargs: object) -> None:
-        """Clears the gradients."""
-        self.optim.zero_grad(*args, **kwargs)
-
-    def add_param_group(self, param_group: dict) -> None:
-        """Adds a group to the optimizer inside."""
-        self.optim.add_param_group(param_group)
 
     def step(self, closure: Callable[[], object] | None = None) -> object:
         """Scales the gradients and steps; waits for no device.

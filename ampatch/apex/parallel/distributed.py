@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from ampatch.apex.parallel.buckets import Averaging
 from ampatch.apex.parallel.flat import (
     apply_flat_dist_call,
     broadcast_params,
@@ -25,7 +24,7 @@ from ampatch.apex.parallel.flat import (
     unflatten,
     wait_for_gloo_at_exit,
 )
-from ampatch.apex.parallel.grad_reducer import GradReducer, average_grads
+from ampatch.apex.parallel.grad_reducer import Averaging, GradReducer
 
 __all__ = [
     "DistributedDataParallel",
@@ -51,23 +50,19 @@ def _init_unsynchronized(init: Callable[..., None], module: Module) -> None:
 
 
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
-    """Averages the gradients of a model over all ranks in each backward, as apex did.
+    """Averages the gradients of a model over all ranks at the end of each backward.
 
-    Parameters come from rank 0 at the start; buffers stay what each rank makes of them. Gradients are
-    sent in buckets while backward still runs. Any number of forwards and backwards may follow one
-    another; a parameter that no rank used keeps its gradient, or None.
+    Parameters come from rank 0 at the start; buffers stay what each rank makes of them. Any number of
+    forwards and backwards may follow one another; a parameter that no rank used keeps its gradient, or
+    None. All gradients travel in one message, which is what apex did with `delay_allreduce`.
 
-    - `message_size`: elements that fill a bucket. `allreduce_trigger_params`: parameters that end one
-      instead. `delay_allreduce`: nothing is sent before backward is over, which is the way for a model
-      that takes different branches on different ranks and has other collectives in its backward.
     - `allreduce_always_fp32`: half gradients are added up in float32.
-    - `gradient_average=False` sums instead. `gradient_predivide_factor` divides before gradients are added
-      up, and an average is multiplied by it afterwards: float16 gradients of many ranks overflow otherwise.
-    - `shared_param` and `gradient_average_split_factor` are what `delay_allreduce` and
-      `gradient_predivide_factor` were called at first.
+    - `gradient_average=False` sums instead. `gradient_predivide_factor` (at first called
+      `gradient_average_split_factor`) divides before gradients are added up, and an average is multiplied
+      by it afterwards: float16 gradients of many ranks overflow otherwise.
 
-    What is left of apex's keywords steered its CUDA streams and buffers, and is named in a warning.
-    Raises AmpValueError without a process group, and where ranks have different parameters.
+    What is left of apex's keywords steered when its buckets were sent, and its CUDA streams: a warning
+    names them. Raises AmpValueError without a process group, and where ranks have different parameters.
     """
 
     def __init__(
@@ -88,6 +83,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     ) -> None:
         require_process_group("DistributedDataParallel")
         _warn_of_keywords(
+            message_size=message_size != 10000000,
+            allreduce_trigger_params=bool(allreduce_trigger_params),
             retain_allreduce_buffers=retain_allreduce_buffers,
             num_allreduce_streams=num_allreduce_streams != 1,
             allreduce_communicators=allreduce_communicators is not None,
@@ -98,7 +95,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self.allreduce_always_fp32 = allreduce_always_fp32
         self.gradient_average = gradient_average
         self.gradient_predivide_factor = gradient_average_split_factor or gradient_predivide_factor
-        self._trigger_params = list(allreduce_trigger_params or ())
         broadcast_params(module, "DistributedDataParallel")
         with _some_param_trainable(module):
             _init_unsynchronized(super().__init__, module)
@@ -108,15 +104,13 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     def _make_reducer(self, *args: object, **kwargs: object) -> None:
         averaging = Averaging(
-            message_size=self.message_size,
-            trigger_params=frozenset(map(id, self._trigger_params)),
-            is_delayed=self.delay_allreduce,
+            self.process_group,
             always_fp32=self.allreduce_always_fp32,
             average=self.gradient_average,
             predivide_factor=self.gradient_predivide_factor,
         )
         self.logger = None
-        self.reducer = GradReducer(self.process_group, averaging, _SyncsGrads(weakref.ref(self)))
+        self.reducer = GradReducer(averaging, _SyncsGrads(weakref.ref(self)))
         self.reducer.watch(self.module.parameters())
 
     # What torch calls to make its own reducer, at construction and for a copy.
@@ -200,7 +194,8 @@ class Reducer:
         if self.module is None:
             flat_dist_call(self.grads, dist.all_reduce)
         else:
-            average_grads(self.module.parameters())
+            params = [param for param in self.module.parameters() if param.requires_grad]
+            Averaging().apply(params, {id(param) for param in params if param.grad is not None})
 
 
 def _extract_tensors(nested: object) -> list[Tensor]:

@@ -36,8 +36,8 @@ def main() -> int:
         stack.callback(end, workers)
         for rank in range(processes):
             log = None if rank == 0 else stack.enter_context(open(f"GPU_{rank}.log", "w"))
-            arguments = set_option(script, "--world-size", processes)
-            arguments = set_option(arguments, "--rank", rank)
+            # At the end they count: argparse takes the last.
+            arguments = [*script, "--world-size", str(processes), "--rank", str(rank)]
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
             workers.append(subprocess.Popen([*command, *arguments], stdout=log, env=environment | place))
         return wait(workers)
@@ -67,25 +67,6 @@ def find_option(arguments: Sequence[str], name: str) -> str | None:
         if word.startswith(f"{name}="):
             return word.removeprefix(f"{name}=")
     return None
-
-
-def set_option(arguments: Sequence[str], name: str, value: int) -> list[str]:
-    """Gives an option a value, at the end if it is not there.
-
-    >>> set_option(["train.py", "--rank", "0", "-v"], "--rank", 1)
-    ['train.py', '--rank', '1', '-v']
-    >>> set_option(["train.py"], "--rank", 1)
-    ['train.py', '--rank', '1']
-    """
-    changed = list(arguments)
-    for place, word in enumerate(arguments):
-        if word == name:
-            changed[place : place + 2] = [name, str(value)]
-            return changed
-        if word.startswith(f"{name}="):
-            changed[place] = f"{name}={value}"
-            return changed
-    return [*changed, name, str(value)]
 
 
 def child_command(own: Sequence[str]) -> list[str]:

@@ -1,0 +1,72 @@
+"""A half net, optimizers inside FP16_Optimizer, and a loop that trains them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
+
+import ampatch as amp
+from ampatch.apex.fp16_utils import FP16_Optimizer, network_to_half
+from helpers import snapshot
+
+HALF, FLOAT, BF16 = torch.float16, torch.float32, torch.bfloat16
+OPTIMIZERS = {
+    "SGD": (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    "SGD, fused": (SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    "Adam": (Adam, {"lr": 0.01}),
+    "Adam, foreach": (Adam, {"lr": 0.01, "foreach": True, "amsgrad": True}),
+    "Adam, fused": (Adam, {"lr": 0.01, "fused": True}),
+    "AdamW": (AdamW, {"lr": 0.01}),
+    "AdamW, fused": (AdamW, {"lr": 0.01, "fused": True}),
+    "Adagrad, fused": (Adagrad, {"lr": 0.1, "fused": True}),
+    "RMSprop": (RMSprop, {"lr": 0.01, "momentum": 0.9}),
+}
+each_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def make_net():
+    """Half linear layers with a float32 BatchNorm between them."""
+    torch.manual_seed(0)
+    return network_to_half(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)))
+
+
+def make(name="SGD", **options):
+    net = make_net()
+    kind, arguments = OPTIMIZERS[name]
+    return net, FP16_Optimizer(kind(net.parameters(), **arguments), **options)
+
+
+def batches(count):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        x = torch.randn(16, 4, generator=generator)
+        yield x, x[:, :3].argmax(1)
+
+
+def loss_of(net, x, y):
+    return F.cross_entropy(net(x).float(), y)
+
+
+def train(net, optimizer, data):
+    for x, y in data:
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(net, x, y))
+        optimizer.step()
+
+
+def overflow(net, optimizer):
+    """Runs a backward pass whose gradients are not finite."""
+    optimizer.zero_grad()
+    x, y = next(batches(1))
+    optimizer.backward(loss_of(net, x, y) * float("inf"))
+
+
+def states(optimizer):
+    """The state of each parameter in bits, in the order of the parameters."""
+    return [snapshot(optimizer.state.get(param)) for param in amp.master_params(optimizer)]
+
+
+def freeze(net, optimizer):
+    """Everything that a step changes, in bits."""
+    return snapshot([list(net.parameters()), optimizer.param_groups]), states(optimizer)
