@@ -139,6 +139,36 @@ def test_an_edit_between_two_evaluations_is_seen(linear, edit, mode):
         assert_fresh(linear)
 
 
+# These take no tensor that a graph holds.
+WITH_A_GRAPH = [edit for edit in EDITS if edit not in (swap_tensors, convert_by_swapping)]
+
+
+@pytest.mark.parametrize("edit", WITH_A_GRAPH)
+def test_an_edit_is_seen_while_a_graph_from_before_it_waits_for_its_backward(linear, edit):
+    """The iteration goes on meanwhile, and its casts are used without a second look."""
+    waiting = linear(X)
+    edit(linear)
+    assert_fresh(linear)
+    assert waiting.requires_grad
+
+
+class WritesMidway(nn.Linear):
+    """Writes its weight between two uses of it, as codebooks do that follow their inputs."""
+
+    def forward(self, x):
+        super().forward(x)
+        edit_in_place(self)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_an_edit_between_two_uses_in_one_forward_is_seen(mode):
+    model = open_session(WritesMidway(3, 5))
+    with mode():
+        found = model(X).detach()
+    assert torch.equal(found, by_hand(model))
+
+
 @pytest.mark.parametrize("edit", [edit_in_place, assign_data])
 def test_an_edit_by_a_hook_in_the_middle_of_a_forward_is_seen(edit):
     model = nn.Sequential(nn.Linear(3, 5), nn.Identity())
