@@ -438,6 +438,20 @@ def test_a_closure_that_raises_leaves_optimizer_and_casts_usable(level):
 
 
 @DYNAMIC_LEVELS
+@pytest.mark.parametrize("variant", [ADAM, FUSED_ADAM, MOMENTUM, FUSED_MOMENTUM], ids=str)
+@pytest.mark.parametrize("factors", [(INF, 1.0), (1.0, INF)], ids=["before", "inside"])
+def test_an_overflow_before_a_step_or_in_its_closure_skips_it(level, variant, factors):
+    model, optimizer, *_ = open_scalar(level, variant)
+    run_block(model, optimizer, BATCHES[0])
+    optimizer.step()
+    before = param_bits(optimizer)
+    run_block(model, optimizer, BATCHES[0], factors[0])
+    optimizer.step(lambda: run_block(model, optimizer, BATCHES[1], factors[1]))  # accumulates
+    assert amp.step_was_skipped(optimizer)
+    assert param_bits(optimizer) == before
+
+
+@DYNAMIC_LEVELS
 def test_lbfgs_is_refused_with_a_dynamic_scale(level):
     model = Scalar()
     optimizer = torch.optim.LBFGS(model.parameters())

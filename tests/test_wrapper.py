@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch as amp
 from ampatch.casts.table import BANNED, FP32, FP32_INPLACE, LOWER, MATCH_SELF
@@ -143,6 +144,49 @@ def test_out_of_a_promoting_function_is_left_alone(function):
 def test_out_none_is_no_out():
     open_session()
     assert torch.mm(full(2, 3), full(3, 4), out=None).dtype is HALF
+
+
+# ---- dtype= ----
+
+
+class Ops(TorchDispatchMode):
+    """Notes the ops that run, casts among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+WITH_DTYPE = {
+    "softmax": lambda x, dtype: F.softmax(x, -1, dtype=dtype),
+    "log_softmax": lambda x, dtype: torch.log_softmax(x, -1, dtype=dtype),
+    "sum": lambda x, dtype: x.sum(dtype=dtype),
+    "cumsum": lambda x, dtype: torch.cumsum(x, 0, dtype=dtype),
+    "vector_norm": lambda x, dtype: torch.linalg.vector_norm(x, dtype=dtype),
+}
+
+
+@pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
+@pytest.mark.parametrize("call", WITH_DTYPE.values(), ids=WITH_DTYPE)
+def test_a_call_that_says_its_dtype_is_left_alone(call, dtype):
+    x = half(2, 3)
+    with Ops() as plain:
+        expected = call(x, dtype)
+    open_session()
+    with Ops() as patched:
+        found = call(x, dtype)
+    assert patched.names == plain.names
+    assert found.dtype is expected.dtype is dtype
+    assert torch.equal(found, expected)
+
+
+def test_dtype_none_is_no_dtype():
+    open_session()
+    assert F.softmax(half(2, 3), -1, dtype=None).dtype is FULL
 
 
 # ---- In place ----
