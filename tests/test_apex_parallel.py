@@ -22,6 +22,8 @@ from ampatch.apex.parallel.distributed import apply_flat_dist_call, flat_dist_ca
 from helpers import without_chatter
 from ranks import Ranks, gather, is_equal_on_ranks
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parent.parent
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
@@ -557,6 +559,7 @@ def accumulate(level):
     return is_equal_on_ranks([*grads, *amp.master_params(optimizer)])
 
 
+@pytest.mark.process(keep=1)
 @pytest.mark.parametrize("level", LEVELS)
 def test_accumulated_gradients_are_equal_on_ranks(ranks, level):
     assert ranks(accumulate, level) == [True] * 2

@@ -227,6 +227,7 @@ def test_a_namedtuple_batch_trains(level):
     assert not is_same(copy_of(net), before)
 
 
+@pytest.mark.process
 @shows("never-build-step")
 def test_it_needs_torch_and_wrapt_and_no_compiler():
     needed = {item.split(">")[0].split("=")[0] for item in requires("ampatch") if "extra" not in item}

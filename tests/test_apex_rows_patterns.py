@@ -62,12 +62,14 @@ def run_installed(code):
     return done.stdout
 
 
+@pytest.mark.process
 @shows("patterns-imports")
 @pytest.mark.parametrize("code", [FIRST, OTHERS], ids=["apex alone", "other ways"])
 def test_the_ways_to_import_apex_work(code):
     run_installed(code)
 
 
+@pytest.mark.process
 @shows("patterns-imports")
 def test_a_name_that_is_missing_raises_what_guards_catch():
     lines = ["from apex.contrib.no_such_module import NoSuchName", "from apex.amp import no_such_name"]

@@ -12,6 +12,8 @@ from ampatch.apex import parallel
 from ampatch.apex.parallel import SyncBatchNorm, convert_syncbn_model
 from ranks import Ranks, is_equal_on_ranks
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):

@@ -512,6 +512,7 @@ assert call() == [torch.bfloat16] * 3, call()
 """
 
 
+@pytest.mark.process
 def test_a_process_whose_first_compilation_is_while_patched_compiles_after_uninitialize():
     # Dynamo makes its tables of functions when it is first needed.
     subprocess.run([sys.executable, "-c", FRESH], check=True)

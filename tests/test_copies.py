@@ -164,6 +164,7 @@ assert "ampatch" not in sys.modules
 """
 
 
+@pytest.mark.process
 @PATCHED
 def test_functions_taken_while_patched_are_torchs_own_in_a_process_without_ampatch(level):
     open_session(nn.Linear(1, 1), opt_level=level)

@@ -120,6 +120,7 @@ def test_the_counter_of_host_reads_sees_every_way_to_read():
     assert reads.count == 1
 
 
+@pytest.mark.exhaustive(keep=12)
 @DYNAMIC_LEVELS
 @pytest.mark.parametrize("factor", [1.0, INF], ids=["clean", "overflow"])
 @pytest.mark.parametrize("variant", [v for v in SKIPPING_VARIANTS if not v.is_fused], ids=str)
@@ -133,6 +134,7 @@ def test_accumulation_costs_one_host_sync_an_iteration_all_the_same(variant, lev
     assert count_reads_of(variant, level, accumulate=4, verbosity=1) <= 1
 
 
+@pytest.mark.exhaustive(keep=12)
 @DYNAMIC_LEVELS
 @pytest.mark.parametrize("factor", [1.0, INF], ids=["clean", "overflow"])
 @pytest.mark.parametrize("variant", [v for v in SKIPPING_VARIANTS if v.takes_found_inf], ids=str)

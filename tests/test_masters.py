@@ -27,6 +27,7 @@ def test_the_variants_hold_every_class_of_torch_optim():
     assert len(OPTIMIZER_CLASSES) >= (14 if torch_is_before("2.9") else 15)
 
 
+@pytest.mark.exhaustive(keep=12)
 @LEVELS
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_weights_are_bit_equal_to_a_float32_optimizer_fed_the_same_gradients(variant, level):

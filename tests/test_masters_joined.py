@@ -34,6 +34,7 @@ from mastering import (
 # What an optimizer brings along, and gets later
 
 
+@pytest.mark.exhaustive(keep=12)
 @LEVELS
 @pytest.mark.parametrize("variant", SKIPPING_VARIANTS, ids=str)
 def test_state_from_before_initialize_is_kept_bit_for_bit(variant, level):
@@ -213,6 +214,7 @@ def test_two_optimizers_that_share_a_parameter_both_step_one_gradient(level):
 # The way back
 
 
+@pytest.mark.exhaustive(keep=12)
 @LEVELS
 @pytest.mark.parametrize("variant", SKIPPING_VARIANTS, ids=str)
 def test_uninitialize_puts_the_models_parameters_back_and_training_goes_on(variant, level):

@@ -130,6 +130,7 @@ ORDERS = [
 ]
 
 
+@pytest.mark.exhaustive(keep=12)
 @LEVELS
 @pytest.mark.parametrize("variant", SKIPPING_VARIANTS, ids=str)
 def test_a_resumed_run_is_bit_equal_to_the_one_that_never_stopped(variant, level):

@@ -38,6 +38,7 @@ from stepping import (
 )
 
 
+@pytest.mark.exhaustive(keep=12)
 @DYNAMIC_LEVELS
 @pytest.mark.parametrize("variant", SKIPPING_VARIANTS, ids=str)
 def test_a_step_after_overflow_changes_neither_params_nor_state(variant, level):
@@ -60,6 +61,7 @@ def fill_free_memory():
         torch.full((6, 6), 7.0), [torch.full((size,), 7.0) for size in range(1, 40)]
 
 
+@pytest.mark.exhaustive(keep=12)
 @DYNAMIC_LEVELS
 @pytest.mark.parametrize("variant", SKIPPING_VARIANTS, ids=str)
 def test_a_first_step_that_is_skipped_leaves_no_trace_in_what_follows(variant, level):
@@ -80,6 +82,7 @@ def test_a_first_step_that_is_skipped_leaves_no_trace_in_what_follows(variant, l
     assert_same_bits(model.state_dict().values(), expected_weights.values())
 
 
+@pytest.mark.exhaustive(keep=12)
 @DYNAMIC_LEVELS
 @pytest.mark.parametrize(
     "variant", [variant for variant in SKIPPING_VARIANTS if not variant.is_fused], ids=str

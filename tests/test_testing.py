@@ -500,6 +500,7 @@ def test_a_row_of_ours_resolves_to_a_function(path, row):
 # ---- The fixture ----
 
 
+@pytest.mark.process
 def test_the_helpers_need_no_pytest():
     code = "import sys, ampatch.testing; print('pytest' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"
