@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ampatch import AmpValueError
-from ampatch.sweeps.processes import runner
 from ampatch.sweeps.plan import Run
+from ampatch.sweeps.processes import runner
 from ampatch.sweeps.processes.log_file import LINES, last_lines, line_of
 from ampatch.sweeps.processes.runner import environment_of, execute
 from ampatch.sweeps.processes.stop import SIGNALS, Stop, noting_signals
