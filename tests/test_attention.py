@@ -95,6 +95,7 @@ def test_attention_takes_masks_of_any_type(given, mask):
     assert model(x, x, x, attn_mask=torch.zeros(5, 5, dtype=mask))[0].dtype is HALF
 
 
+@pytest.mark.exhaustive(keep=12)
 @pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("opt_level", ["O1", "O2", "O4", "O5"])
@@ -115,6 +116,7 @@ def test_attention_trains_at_every_level(opt_level, name, masks):
 # ---- Evaluation, where torch has fast paths ----
 
 
+@pytest.mark.exhaustive(keep=8)
 @pytest.mark.parametrize(
     ("masks", "mode"),
     [*((masks, "no_grad") for masks in MASKS), ("padding", "inference_mode"), ("padding", "frozen")],

@@ -39,6 +39,7 @@ INITIALIZERS = [
 ]
 
 
+@pytest.mark.exhaustive(keep=10)
 @LEVELS
 @pytest.mark.parametrize("name", INITIALIZERS)
 def test_a_weight_is_initialized_anew_with_the_numbers_that_torch_draws(name, level):
@@ -111,6 +112,7 @@ DRAWS = {
 }
 
 
+@pytest.mark.exhaustive(keep=10)
 @LEVELS
 @pytest.mark.parametrize("name", DRAWS)
 def test_distributions_of_a_models_output_draw_and_score(name, level):

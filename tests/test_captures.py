@@ -128,6 +128,7 @@ def run_eagerly_after(factors, level, device, adam, rule):
     return run_eagerly([*factors, 1], level, device, adam=adam, loss_scale=rule)[-1:]
 
 
+@pytest.mark.exhaustive(keep=12)
 @pytest.mark.parametrize("how", list(OPTIMIZERS))
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("clears", [False, True])

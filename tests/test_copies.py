@@ -71,6 +71,7 @@ def copy_a_copy(model, optimizer):
     return copy.deepcopy(copy_pair(model, optimizer))
 
 
+@pytest.mark.exhaustive(keep=10)
 @LEVELS
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam], ids=["sgd", "adam"])
 @pytest.mark.parametrize("clone", [copy_pair, copy_reversed, copy_trainer, copy_a_copy])

@@ -175,6 +175,7 @@ FOLDS += [failed_in_forward, failed_in_backward]
 MODULES = [pytest.param(amp, id="native"), pytest.param(apex_amp, id="drop-in")]
 
 
+@pytest.mark.exhaustive(keep=16)
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("fold", FOLDS, ids=lambda fold: fold.__name__)
 @pytest.mark.parametrize("level", EVERY_LEVEL)

@@ -822,6 +822,7 @@ def iterate(model, optimizer, batch, factor=1.0):
     return float(loss.detach())
 
 
+@pytest.mark.exhaustive(keep=16)
 @EVERY
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 @pytest.mark.parametrize("first", [0, 2])
@@ -862,6 +863,7 @@ def test_the_trajectory_is_that_of_a_float32_optimizer(make, level):
         assert_same_bits(amp.master_params(optimizer), [expected])
 
 
+@pytest.mark.exhaustive(keep=8)
 @EVERY
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 def test_a_regression_learns(make, level):

@@ -162,6 +162,7 @@ def leaves_of(output):
     return [output.data if isinstance(output, PackedSequence) else output, *leaves(state)]
 
 
+@pytest.mark.exhaustive(keep=24)
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("opt_level", EVERY_LEVEL)
@@ -192,6 +193,7 @@ def test_a_recurrent_network_computes_what_it_does_in_half(opt_level, name, inpu
     optimizer.step()
 
 
+@pytest.mark.exhaustive(keep=16)
 @pytest.mark.parametrize("given", [FULL, HALF], ids=str)
 @pytest.mark.parametrize("state", [None, FULL, HALF], ids=str)
 @pytest.mark.parametrize("name", CELLS)

@@ -335,6 +335,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.exhaustive(keep=12)
 @DYNAMIC_LEVELS
 @pytest.mark.parametrize("made", ["before", "after", "after a skipped step"])
 @pytest.mark.parametrize("make_scheduler", SCHEDULERS.values(), ids=SCHEDULERS)

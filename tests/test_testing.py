@@ -80,6 +80,7 @@ def test_a_registered_function_is_found_by_its_own_name(my_ops):
     assert_casts(my_ops.scale, X, weight=W, expect=HALF, opt_level="O4")
 
 
+@pytest.mark.exhaustive(keep=8)
 @pytest.mark.parametrize(
     ("function", "args", "cast"),
     [

@@ -104,6 +104,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.exhaustive(keep=16)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("transform", ["vmap", "grad", "vjp", "jacrev"])
@@ -111,6 +112,7 @@ def test_a_transform_gives_what_it_gives_in_float32(transform, name, level):
     assert_as_in_float32(TRANSFORMS[transform], name, level)
 
 
+@pytest.mark.exhaustive(keep=8)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", FORWARD_MODE)
 @pytest.mark.parametrize("transform", ["jacfwd", "jvp", "hessian"])

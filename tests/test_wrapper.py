@@ -206,6 +206,7 @@ def test_there_are_blacklisted_functions_in_place():
     )
 
 
+@pytest.mark.exhaustive(keep=6)
 @each_blacklisted
 def test_a_blacklisted_function_in_place_works_on_full_tensors_and_raises_on_half(path, row):
     for opt_level in LEVELS:
@@ -213,6 +214,7 @@ def test_a_blacklisted_function_in_place_works_on_full_tensors_and_raises_on_hal
         assert_casts(path, *given, expect=row.cast, opt_level=opt_level, gradients=False)
 
 
+@pytest.mark.exhaustive(keep=6)
 @each_blacklisted
 def test_a_blacklisted_function_in_place_names_itself_and_changes_nothing(path, row):
     open_session()
@@ -317,6 +319,7 @@ PROMOTED_BY_TORCH = {
 }
 
 
+@pytest.mark.exhaustive(keep=10)
 @pytest.mark.parametrize("opt_level", LEVELS)
 @pytest.mark.parametrize("name", MATCHING)
 @pytest.mark.filterwarnings("ignore:index_reduce.. is in beta")
