@@ -161,6 +161,7 @@ def test_a_model_compiled_in_place_trains_to_the_same_bits(level):
     assert_equal(train(Mlp, level, compile_in_place), train(Mlp, level))
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")  # torch's own use
 @pytest.mark.filterwarnings("ignore:Skipping serialization of skipfiles_inline_module_allowlist")  # torch 2.6
 def test_inductor_compiles_casts():
