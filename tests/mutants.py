@@ -215,7 +215,7 @@ class Campaign:
         if done.returncode in (0, 5):
             return None
         failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-        return failed[0].split(" ")[1] if failed else "the start of pytest"
+        return failed[0].split()[1].partition("[")[0] if failed else "the start of pytest"
 
 
 def main():
