@@ -14,6 +14,7 @@ from patched import FULL, HALF, LEVELS, open_session
 
 # Of the samples here on purpose, and of nested tensors, which torch itself makes in evaluation.
 pytestmark = [
+    pytest.mark.exhaustive(keep=6),  # of each test
     pytest.mark.filterwarnings("ignore:Support for mismatched"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage"),
 ]

@@ -10,6 +10,8 @@ from torch import distributions, nn
 import ampatch as amp
 from nets import open_session
 
+pytestmark = pytest.mark.exhaustive(keep=6)  # of each test
+
 LEVELS = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 PATCHED = pytest.mark.parametrize("level", ["O1", "O4"])
 HALF = {"O1": torch.float16, "O2": torch.float16, "O4": torch.bfloat16, "O5": torch.bfloat16}

@@ -9,6 +9,8 @@ from torch.nn import functional as F
 
 import ampatch as amp
 
+pytestmark = pytest.mark.exhaustive(keep=6)  # of each test
+
 INF = float("inf")
 WARM = 3
 LEVELS = ["O0", "O1", "O2", "O4", "O5"]

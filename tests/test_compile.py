@@ -20,6 +20,8 @@ from helpers import needs_torch
 from nets import EVERY_LEVEL, HALVES
 from patched import FULL, HALF, LEVELS, open_session
 
+pytestmark = pytest.mark.exhaustive(keep=6)  # of each test
+
 optimizer_module = sys.modules["torch.optim.optimizer"]
 BACKENDS = ["eager", "aot_eager"]
 THREAD = amp.session.session.SESSION.casts.thread

@@ -13,6 +13,8 @@ import ampatch as amp
 from ampatch.apex import amp as apex_amp
 from nets import EVERY_LEVEL, HALVES, MASTERED, X, assert_same_state, clone_state
 
+pytestmark = pytest.mark.exhaustive(keep=6)  # of each test
+
 
 class Net(nn.Module):
     """A recurrent net, a norm, tied weights, a buffer, functions bound early; a cycle, as users have them."""

@@ -12,7 +12,10 @@ import ampatch as amp
 from nets import sgd
 from patched import DOUBLE, FULL, HALF, LEVELS, full, half, open_session
 
-pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+pytestmark = [
+    pytest.mark.exhaustive(keep=6),  # of each test
+    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
+]
 
 RECURRENT = {
     "lstm": lambda: nn.LSTM(4, 6),

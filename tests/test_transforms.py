@@ -25,6 +25,7 @@ LEVELS = {"O1": torch.float16, "O2": torch.float16, "O4": torch.bfloat16, "O5": 
 # Torch compiles the rules of some operations with TorchScript when forward-mode AD first needs them, and
 # attention on a CPU has no rule for vmap, which then goes through the batch one by one.
 pytestmark = [
+    pytest.mark.exhaustive(keep=6),  # of each test
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
 ]
