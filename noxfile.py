@@ -1,22 +1,66 @@
-"""The tests on every torch that ampatch supports: `nox -s tests-2.6`, and so on; `nox -l` lists them."""
+"""The one entry to every check: `nox` runs lint, types, docs and the short suite; `nox -l` lists more."""
 
 import nox
 
 nox.options.default_venv_backend = "venv"
-nox.options.sessions = ["tests-2.13"]
+nox.options.sessions = ["lint", "types", "docs", "tests"]
 
+PINNED = "constraints.txt"
+SHARED = ("-n", "2", "--dist", "loadfile")
 # Of each the oldest or newest Python that it goes with, such that all from 3.10 on have their turn.
 RELEASES = {"2.6": "3.10", "2.8": "3.10", "2.11": "3.12", "2.13": "3.11", "2.15": "3.13"}
 
 
+def install(session: nox.Session, extras: str) -> None:
+    """Installs ampatch from this folder, in the versions that CI runs."""
+    session.install("-c", PINNED, "-e", f".[{extras}]")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Says what ruff finds, and whether files are formatted."""
+    session.install("-c", PINNED, "ruff")
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Checks the public names by mypy, and README's blocks by pyright, which needs node."""
+    install(session, "test,checks")
+    session.run("mypy")
+    session.run("pytest", "tests/test_readme.py", "-k", "type_checker")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Runs the blocks and checks the links of README and the pages; runs the examples in docstrings."""
+    install(session, "test")
+    session.run("pytest", "tests/test_readme.py", "ampatch")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Runs the short suite; `nox -s tests -- --all` runs all of it."""
+    install(session, "test")
+    session.run("pytest", *SHARED, *session.posargs)
+
+
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """Plants faults in the engine and counts those that no test catches: `nox -s mutants -- --count 300`."""
+    install(session, "test")
+    session.run("python", "tests/mutants.py", *session.posargs)
+
+
 def add_tests(release: str, python: str) -> None:
-    """Adds the session of one torch, in a fresh environment of pinned versions."""
+    """Adds the session of one torch, which runs the whole suite in a fresh environment of pinned versions."""
 
     @nox.session(name=f"tests-{release}", python=python)
     def tests(session: nox.Session) -> None:
-        pinned = "constraints.txt" if release == "2.13" else f"constraints/torch-{release}.txt"
+        pinned = PINNED if release == "2.13" else f"constraints/torch-{release}.txt"
         session.install("-c", pinned, f"torch=={release}.*", "-e", ".[test]")
-        session.run("pytest", "-n", "2", "--dist", "loadfile", *session.posargs)
+        session.run("pytest", *SHARED, "--all", *session.posargs)
 
 
 for release, python in RELEASES.items():

@@ -52,8 +52,43 @@ def fixed_seed():
     torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items):
-    """Skips tests marked `cuda` where there is no GPU."""
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all", action="store_true", help="run every case of what is marked process or exhaustive"
+    )
+
+
+def is_whole(config):
+    """Whether the long tests run as well: with `--all`, and when tests are chosen by `-k`, `-m` or name."""
+    chosen = config.option.keyword or config.option.markexpr or any("::" in arg for arg in config.args)
+    return config.option.all or bool(chosen)
+
+
+def pytest_report_header(config):
+    return (
+        None if is_whole(config) else "the short suite: --all also runs what is marked process or exhaustive"
+    )
+
+
+def find_long(items):
+    """Yields what the short suite leaves out: all cases of a marked test but `keep`, evenly spread."""
+    tests = {}
+    for item in items:
+        mark = item.get_closest_marker("process") or item.get_closest_marker("exhaustive")
+        if mark:
+            tests.setdefault(item.nodeid.partition("[")[0], (mark, []))[1].append(item)
+    for mark, cases in tests.values():
+        keep = mark.kwargs.get("keep", int(mark.name == "exhaustive"))
+        kept = {int((index + 0.5) * len(cases) / keep) for index in range(keep)}
+        yield from (case for index, case in enumerate(cases) if index not in kept)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out the long tests unless asked for, and skips those marked `cuda` where there is no GPU."""
+    if not is_whole(config):
+        left_out = set(find_long(items))
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
     if torch.cuda.is_available():
         return
     for item in items:

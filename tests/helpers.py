@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from dataclasses import dataclass, field
 
@@ -204,7 +203,3 @@ def make_batches(variant, count):
     if variant.is_sparse:
         return [torch.randint(0, 6, (5,)) for _ in range(count)]  # with repetitions
     return [torch.randn(5, 4) for _ in range(count)]
-
-
-def parametrize_variants(variants):
-    return functools.partial(map, lambda variant: (variant, str(variant)))(variants)

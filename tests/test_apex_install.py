@@ -127,6 +127,7 @@ def test_the_state_stays_an_object_after_the_import_of_its_module(installed):
     assert not isinstance(before, ModuleType)
 
 
+@pytest.mark.process
 def test_a_program_can_ask_for_apex_without_importing_it(run):
     said = run(
         """
@@ -287,6 +288,7 @@ def show(*values):
 """
 
 
+@pytest.mark.process(keep=1)
 def test_what_a_real_apex_has_stays_its_own_and_the_rest_is_filled_in(run, package):
     package(MODERN)
     said = run(
@@ -307,6 +309,7 @@ def test_what_a_real_apex_has_stays_its_own_and_the_rest_is_filled_in(run, packa
     assert said.split() == ["real"] * 3 + ["ours"] * 3 + ["real", "ours"]
 
 
+@pytest.mark.process
 def test_a_real_apex_that_was_imported_before_is_filled_in(run, package):
     package(MODERN)
     said = run(
@@ -329,6 +332,7 @@ def test_a_real_apex_that_was_imported_before_is_filled_in(run, package):
     ]
 
 
+@pytest.mark.process
 def test_an_apex_that_was_made_by_hand_is_filled_in(run):
     said = run(
         """
@@ -346,11 +350,13 @@ def test_an_apex_that_was_made_by_hand_is_filled_in(run):
     assert said == "their own True\n['parallel']\n"
 
 
+@pytest.mark.process
 def test_a_missing_part_can_be_imported_from_inside_a_real_apex(run, package):
     package(MODERN | {"apex/__init__.py": "from apex import amp\nfrom apex.parallel import SyncBatchNorm\n"})
     assert run("ampatch.apex.install(); import apex; print(apex.amp is ampatch.apex.amp)") == "True\n"
 
 
+@pytest.mark.process
 def test_a_real_module_keeps_its_loader_and_class(run, package):
     package(MODERN)
     said = run(
@@ -364,6 +370,7 @@ def test_a_real_module_keeps_its_loader_and_class(run, package):
     assert said == "True SourceFileLoader\nTrue\n"
 
 
+@pytest.mark.process
 def test_a_whole_real_amp_gets_nothing_of_ours(run, package):
     package({"apex/__init__.py": "", "apex/amp/__init__.py": "REAL = True\n"})
     said = run(
@@ -376,6 +383,7 @@ def test_a_whole_real_amp_gets_nothing_of_ours(run, package):
     assert said == "True ['REAL']\n"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "fault",
     ["import no_such_extension", "from torch._six import container_abcs", "import torch; torch.no_such"],
@@ -402,6 +410,7 @@ def test_a_part_that_cannot_be_imported_is_replaced_and_says_why(fault, run, pac
     assert "ampatch's takes its place" in said
 
 
+@pytest.mark.process
 def test_a_broken_extension_is_replaced(run, package):
     package({"amp_C.py": "raise ImportError('undefined symbol: _ZN3c10')\n"})
     said = run("ampatch.apex.install(); import amp_C; print(amp_C.__name__, amp_C is ampatch.apex.amp_C)")
@@ -409,6 +418,7 @@ def test_a_broken_extension_is_replaced(run, package):
     assert "undefined symbol: _ZN3c10" in said
 
 
+@pytest.mark.process
 def test_the_other_apex_of_pypi_is_recognized(run, package, tmp_path):
     site = tmp_path / "lib/site-packages"
     package(
@@ -429,6 +439,7 @@ def test_the_other_apex_of_pypi_is_recognized(run, package, tmp_path):
     assert said.count("is another project of that name on PyPI, not NVIDIA's apex; ampatch's apex takes") == 1
 
 
+@pytest.mark.process
 def test_a_folder_that_is_no_package_is_not_taken_for_apex(run, package):
     # A clone of apex's repository in the working directory.
     package(
@@ -439,6 +450,7 @@ def test_a_folder_that_is_no_package_is_not_taken_for_apex(run, package):
     assert said.count("is no package: it has no __init__.py; ampatch's apex takes its place") == 1
 
 
+@pytest.mark.process
 def test_a_real_apex_that_fails_as_a_whole_is_replaced(run, package):
     package(
         MODERN | {"apex/__init__.py": "from . import optimizers\nraise ImportError('built for CUDA 9')\n"}
@@ -454,6 +466,7 @@ def test_a_real_apex_that_fails_as_a_whole_is_replaced(run, package):
     assert "built for CUDA 9" in said
 
 
+@pytest.mark.process
 def test_a_package_of_the_users_own_called_apex_keeps_its_errors(run, package):
     package({"apex/__init__.py": "raise ValueError('my own')\n", "apex/config.py": ""})
     said = run(
@@ -468,6 +481,7 @@ def test_a_package_of_the_users_own_called_apex_keeps_its_errors(run, package):
     assert said == "my own\n"
 
 
+@pytest.mark.process
 def test_the_version_of_a_real_apex_is_its_own(run, package):
     package(MODERN | {"apex-0.9.dist-info/METADATA": "Metadata-Version: 2.1\nName: apex\nVersion: 0.9\n"})
     said = run("ampatch.apex.install(); import importlib.metadata as m; print(m.version('apex'))")

@@ -22,6 +22,8 @@ from apex_rows import shows
 from helpers import without_chatter
 from ranks import Ranks, gather, is_equal_on_ranks
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parent.parent
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 

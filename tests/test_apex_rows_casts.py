@@ -61,6 +61,7 @@ LOWER = {
 }
 
 
+@pytest.mark.exhaustive(keep=12)
 @shows("o1-whitelist")
 @pytest.mark.parametrize("level", PATCHED)
 @pytest.mark.parametrize("name", LOWER)
@@ -121,6 +122,7 @@ FP32 = {
 }
 
 
+@pytest.mark.exhaustive(keep=12)
 @shows("o1-blacklist")
 @pytest.mark.parametrize("name", FP32)
 def test_what_leaves_the_half_range_runs_in_float32(name):

@@ -196,6 +196,7 @@ def test_einsum_index_add_and_fourier_transforms_take_what_o1_gives_them(level):
     assert torch.fft.rfft(X.to(half)).dtype is torch.complex64
 
 
+@pytest.mark.process
 @shows("never-build-step")
 def test_it_needs_torch_and_wrapt_and_no_compiler():
     needed = {item.split(">")[0].split("=")[0] for item in requires("ampatch") if "extra" not in item}

@@ -37,6 +37,7 @@ def scale_of(loss_id=0):
 # ---- What it yields ----
 
 
+@pytest.mark.exhaustive(keep=12)
 @shows("scale-yields")
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

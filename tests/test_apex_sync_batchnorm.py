@@ -13,6 +13,8 @@ from ampatch.apex.parallel import SyncBatchNorm, convert_syncbn_model
 from apex_rows import shows
 from ranks import Ranks, is_equal_on_ranks
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):

@@ -14,6 +14,7 @@ from patched import FULL, HALF, LEVELS, open_session
 
 # Of the samples here on purpose, and of nested tensors, which torch itself makes in evaluation.
 pytestmark = [
+    pytest.mark.exhaustive(keep=6),  # of each test
     pytest.mark.filterwarnings("ignore:Support for mismatched"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage"),
 ]
@@ -95,6 +96,7 @@ def test_attention_takes_masks_of_any_type(given, mask):
     assert model(x, x, x, attn_mask=torch.zeros(5, 5, dtype=mask))[0].dtype is HALF
 
 
+@pytest.mark.exhaustive(keep=12)
 @pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("opt_level", ["O1", "O2", "O4", "O5"])
@@ -115,6 +117,7 @@ def test_attention_trains_at_every_level(opt_level, name, masks):
 # ---- Evaluation, where torch has fast paths ----
 
 
+@pytest.mark.exhaustive(keep=8)
 @pytest.mark.parametrize(
     ("masks", "mode"),
     [*((masks, "no_grad") for masks in MASKS), ("padding", "inference_mode"), ("padding", "frozen")],

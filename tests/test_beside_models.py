@@ -10,6 +10,8 @@ from torch import distributions, nn
 import ampatch as amp
 from nets import open_session
 
+pytestmark = pytest.mark.exhaustive(keep=6)  # of each test
+
 LEVELS = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 PATCHED = pytest.mark.parametrize("level", ["O1", "O4"])
 HALF = {"O1": torch.float16, "O2": torch.float16, "O4": torch.bfloat16, "O5": torch.bfloat16}
@@ -39,6 +41,7 @@ INITIALIZERS = [
 ]
 
 
+@pytest.mark.exhaustive(keep=10)
 @LEVELS
 @pytest.mark.parametrize("name", INITIALIZERS)
 def test_a_weight_is_initialized_anew_with_the_numbers_that_torch_draws(name, level):
@@ -111,6 +114,7 @@ DRAWS = {
 }
 
 
+@pytest.mark.exhaustive(keep=10)
 @LEVELS
 @pytest.mark.parametrize("name", DRAWS)
 def test_distributions_of_a_models_output_draw_and_score(name, level):

@@ -9,6 +9,8 @@ from torch.nn import functional as F
 
 import ampatch as amp
 
+pytestmark = pytest.mark.exhaustive(keep=6)  # of each test
+
 INF = float("inf")
 WARM = 3
 LEVELS = ["O0", "O1", "O2", "O4", "O5"]
@@ -128,6 +130,7 @@ def run_eagerly_after(factors, level, device, adam, rule):
     return run_eagerly([*factors, 1], level, device, adam=adam, loss_scale=rule)[-1:]
 
 
+@pytest.mark.exhaustive(keep=12)
 @pytest.mark.parametrize("how", list(OPTIMIZERS))
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("clears", [False, True])

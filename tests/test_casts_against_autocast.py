@@ -250,6 +250,7 @@ def open_session(opt_level, **kwargs):
     amp.initialize(nn.Linear(1, 1), opt_level=opt_level, verbosity=0, **kwargs)
 
 
+@pytest.mark.exhaustive(keep=24)
 @pytest.mark.parametrize("opt_level", LEVELS)
 @pytest.mark.parametrize("name", CALLS)
 def test_results_have_the_dtypes_that_autocast_gives(name, opt_level):
@@ -279,6 +280,7 @@ def cast_by_hand(cast, dtypes, half):
     return None
 
 
+@pytest.mark.exhaustive(keep=24)
 @pytest.mark.parametrize("name", EVERY_CALL)
 def test_results_are_those_of_the_function_on_arguments_cast_by_hand(name):
     half = torch.bfloat16
@@ -292,6 +294,7 @@ def test_results_are_those_of_the_function_on_arguments_cast_by_hand(name):
         assert_same(call(Make(dtypes)), expected[kind])
 
 
+@pytest.mark.exhaustive(keep=24)
 @pytest.mark.parametrize("name", [name for name, (cast, _) in EVERY_CALL.items() if cast != NATIVE])
 def test_float64_arguments_give_what_they_give_without_ampatch(name):
     _, call = EVERY_CALL[name]

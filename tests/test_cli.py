@@ -97,6 +97,7 @@ def test_help_lists_every_command(capsys):
     assert all(command.name in said for command in COMMANDS)
 
 
+@pytest.mark.process(keep=1)
 def test_python_m_ampatch_is_the_command_line():
     command = [sys.executable, "-m", "ampatch", "sweep", "absent.py"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -104,6 +105,7 @@ def test_python_m_ampatch_is_the_command_line():
     assert done.stderr.startswith("ampatch sweep: 'absent.py' does not exist")
 
 
+@pytest.mark.process
 def test_the_command_line_itself_does_not_import_what_is_slow():
     # ampatch's own __init__ needs torch; what the commands add must not cost anything.
     code = (
@@ -255,6 +257,7 @@ def test_lists_works_without_rich(capsys, monkeypatch):
     assert "binary_cross_entropy  BANNED" in show(capsys, "--cast", "banned")
 
 
+@pytest.mark.process
 def test_a_reader_that_has_enough_is_no_error():
     command = f"{sys.executable} -m ampatch lists | head -n 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)

@@ -20,6 +20,8 @@ from helpers import needs_torch
 from nets import EVERY_LEVEL, HALVES
 from patched import FULL, HALF, LEVELS, open_session
 
+pytestmark = pytest.mark.exhaustive(keep=6)  # of each test
+
 optimizer_module = sys.modules["torch.optim.optimizer"]
 BACKENDS = ["eager", "aot_eager"]
 THREAD = amp.session.session.SESSION.casts.thread
@@ -161,6 +163,7 @@ def test_a_model_compiled_in_place_trains_to_the_same_bits(level):
     assert_equal(train(Mlp, level, compile_in_place), train(Mlp, level))
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")  # torch's own use
 @pytest.mark.filterwarnings("ignore:Skipping serialization of skipfiles_inline_module_allowlist")  # torch 2.6
 def test_inductor_compiles_casts():
@@ -512,6 +515,7 @@ assert call() == [torch.bfloat16] * 3, call()
 """
 
 
+@pytest.mark.process
 def test_a_process_whose_first_compilation_is_while_patched_compiles_after_uninitialize():
     # Dynamo makes its tables of functions when it is first needed.
     subprocess.run([sys.executable, "-c", FRESH], check=True)

@@ -71,6 +71,7 @@ def copy_a_copy(model, optimizer):
     return copy.deepcopy(copy_pair(model, optimizer))
 
 
+@pytest.mark.exhaustive(keep=10)
 @LEVELS
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam], ids=["sgd", "adam"])
 @pytest.mark.parametrize("clone", [copy_pair, copy_reversed, copy_trainer, copy_a_copy])
@@ -164,6 +165,7 @@ assert "ampatch" not in sys.modules
 """
 
 
+@pytest.mark.process
 @PATCHED
 def test_functions_taken_while_patched_are_torchs_own_in_a_process_without_ampatch(level):
     open_session(nn.Linear(1, 1), opt_level=level)

@@ -13,6 +13,8 @@ import ampatch as amp
 from ampatch.apex import amp as apex_amp
 from nets import EVERY_LEVEL, HALVES, MASTERED, X, assert_same_state, clone_state
 
+pytestmark = pytest.mark.exhaustive(keep=6)  # of each test
+
 
 class Net(nn.Module):
     """A recurrent net, a norm, tied weights, a buffer, functions bound early; a cycle, as users have them."""
@@ -175,6 +177,7 @@ FOLDS += [failed_in_forward, failed_in_backward]
 MODULES = [pytest.param(amp, id="native"), pytest.param(apex_amp, id="drop-in")]
 
 
+@pytest.mark.exhaustive(keep=16)
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("fold", FOLDS, ids=lambda fold: fold.__name__)
 @pytest.mark.parametrize("level", EVERY_LEVEL)

@@ -102,6 +102,7 @@ def test_every_example_is_tested():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(CHECKS)
 
 
+@pytest.mark.process(keep=1)
 @pytest.mark.parametrize("name", CHECKS)
 def test_an_example_does_what_it_says_at_its_default_level(name, tmp_path):
     CHECKS[name](run_process(name, tmp_path=tmp_path))

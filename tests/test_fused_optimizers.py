@@ -490,6 +490,7 @@ def iterate(model, optimizer, batch, factor=1.0):
     return float(loss.detach())
 
 
+@pytest.mark.exhaustive(keep=16)
 @EVERY
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 @pytest.mark.parametrize("first", [0, 2])

@@ -273,6 +273,7 @@ SEQUENCES = [
 ]
 
 
+@pytest.mark.exhaustive(keep=30)
 @pytest.mark.parametrize("sequence", SEQUENCES, ids=range(len(SEQUENCES)))
 @pytest.mark.parametrize("order", [(0,), (0, 1), (1, 0)], ids=["alone", "shared", "shared, turned"])
 @pytest.mark.parametrize("loss_scale", [1.0, 128.0, amp.DynamicLossScale(init_scale=128.0)], ids=str)

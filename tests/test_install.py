@@ -11,6 +11,8 @@ import pytest
 
 import ampatch as amp
 
+pytestmark = pytest.mark.process
+
 DIST_INFO = f"ampatch-{amp.__version__}.dist-info"
 ROOT = Path(__file__).parents[1]
 

@@ -13,6 +13,8 @@ import torch
 from helpers import snapshot
 from legacy import FOLDER, ampatch_run, numbers, selected_level
 
+pytestmark = pytest.mark.process
+
 SCRIPTS = {"adversarial", "classify", "dcgan", "distributed", "language_model", "segment", "trainer"}
 # What scripts of the folder import from it: `ampatch run` finds it next to the script, as `python` does.
 MODULES = {"lookahead"}

@@ -12,6 +12,8 @@ import torch
 from helpers import snapshot
 from legacy import ampatch_run, numbers, selected_level
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -133,6 +133,7 @@ WRONG = [
 STATIC = {"loss_scale": 65536.0}
 
 
+@pytest.mark.exhaustive(keep=16)
 @pytest.mark.parametrize("options", [{"loss_scale": "dynamic"}, STATIC], ids=["dynamic", "static"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 @pytest.mark.parametrize(("script", "message"), WRONG)
@@ -355,6 +356,7 @@ RIGHT = [
 ]
 
 
+@pytest.mark.exhaustive(keep=32)
 @pytest.mark.parametrize("options", [{"loss_scale": "dynamic"}, STATIC], ids=["dynamic", "static"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 @pytest.mark.parametrize("script", RIGHT)

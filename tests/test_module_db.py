@@ -286,17 +286,20 @@ def test_every_module_of_torch_nn_is_run_or_has_a_reason_not_to_be():
     assert {cls.__name__ for cls in known ^ named} == set()
 
 
+@pytest.mark.exhaustive(keep=4)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_sample_trains_in_float32(name):
     assert [found for found in run_in_float32(name) if found.error] == []
 
 
+@pytest.mark.exhaustive(keep=4)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_a_module_trains_at_every_level(opt_level, name):
     assert [(str(given), found) for given, found, _ in run(name, opt_level) if found.error] == []
 
 
+@pytest.mark.exhaustive(keep=0)
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_gradients_that_are_stepped_are_float32_and_finite(opt_level):
     for name, given, found, plain in run_all(opt_level):
@@ -304,6 +307,7 @@ def test_gradients_that_are_stepped_are_float32_and_finite(opt_level):
         assert found.is_finite or not plain.is_finite, (name, given, found)
 
 
+@pytest.mark.exhaustive(keep=0)
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_a_step_moves_every_parameter_that_has_a_gradient(opt_level):
     assert [(name, given, found) for name, given, found, _ in run_all(opt_level) if found.unmoved] == []
@@ -314,6 +318,7 @@ def test_a_step_moves_every_parameter_that_has_a_gradient(opt_level):
 TOLERANCES = {"O4": 0.02, "O5": 0.05}
 
 
+@pytest.mark.exhaustive(keep=0)
 @pytest.mark.parametrize("opt_level", TOLERANCES)
 def test_the_loss_is_close_to_that_of_float32(opt_level):
     for name, given, found, plain in run_all(opt_level):
@@ -321,6 +326,7 @@ def test_the_loss_is_close_to_that_of_float32(opt_level):
             assert abs(found.loss - plain.loss) <= TOLERANCES[opt_level] * plain.size + 1e-3, (name, found)
 
 
+@pytest.mark.exhaustive(keep=4)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("opt_level", ["O2", "O5"])
 def test_a_module_that_was_not_stepped_is_as_it_was(opt_level, name):

@@ -22,7 +22,10 @@ from ampatch import lists
 from helpers import torch_is_before
 from op_samples import FULL, OPS, calls_of, forms_of, full_name, map_tensors
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*:")  # ops that warn of their age or of their experiments
+pytestmark = [
+    pytest.mark.exhaustive(keep=0),  # test_casts_against_autocast and others stand for it in the short suite
+    pytest.mark.filterwarnings("ignore:.*:"),  # ops that warn of their age or of their experiments
+]
 COUNT = 3  # calls of an op: all of them take minutes, and differ in few ops
 LEVELS = {"O1": torch.float16, "O4": torch.bfloat16}
 RAISES = "raises"

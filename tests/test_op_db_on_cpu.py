@@ -13,7 +13,10 @@ from helpers import torch_is_before
 from op_samples import FULL, OPS, calls_of, forms_of, full_name, map_tensors, seed, tensors_in
 from patched import LEVELS, open_session
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*:")  # ops that warn of their age or of their experiments
+pytestmark = [
+    pytest.mark.exhaustive(keep=0),  # test_casts_against_autocast and others stand for it in the short suite
+    pytest.mark.filterwarnings("ignore:.*:"),  # ops that warn of their age or of their experiments
+]
 COUNT = 8
 EMPTY = "takes an empty half matrix, whose gradient then has no kernel"
 REFUSES_HALF = {

@@ -59,6 +59,7 @@ def test_each_private_name_is_there_in_the_releases_that_were_tested():
     assert private.explain_missing([*private.EAGER, *private.DYNAMO]) == []
 
 
+@pytest.mark.process
 def test_torch_without_any_private_name_trains_and_one_line_tells_each_loss():
     scale = [private.CHECK_AND_UNSCALE, private.UPDATE_SCALE, private.GROUP]
     names = [name for name in private.EAGER if name not in scale]
@@ -68,6 +69,7 @@ def test_torch_without_any_private_name_trains_and_one_line_tells_each_loss():
     assert all(line.startswith(f"torch {torch.__version__} has no torch.") for line in lines)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", private.DYNAMO, ids=lambda name: name.path)
 def test_without_a_name_of_dynamo_compiled_functions_run_as_plain_python(name):
     (line, *_) = lines = run_without(name)

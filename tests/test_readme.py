@@ -2,6 +2,9 @@
 
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 import textwrap
 from io import StringIO
 from pathlib import Path
@@ -72,6 +75,20 @@ def test_the_python_blocks_run_one_after_the_other(page):
         exec(compile("\n" * line + code, str(page), "exec"), namespace)
 
 
+@pytest.mark.process
+@pytest.mark.skipif(None in map(shutil.which, ("pyright", "node")), reason="the extra `checks` has pyright")
+def test_a_type_checker_finds_no_fault_in_the_python_blocks_of_readme(tmp_path):
+    lines = [""] * len(read(README).splitlines())
+    for first, code in blocks(README, "python"):
+        code = code.splitlines()
+        lines[first : first + len(code)] = code
+    file = tmp_path / "README.py"  # whose lines are those of README
+    file.write_text("\n".join(lines))
+    command = ["pyright", "--pythonpath", sys.executable, str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
 def test_readme_says_the_two_commands_in_a_block_each():
     assert [code.strip() for _, code in blocks(README, "bash")] == [SWEEP, TEST]
 
@@ -103,10 +120,9 @@ def check_command(words):
     assert words[0] in ("ampatch", "pip", "pytest", "python"), shlex.join(words)
 
 
-@pytest.mark.parametrize("name", amp.__all__)
-def test_every_public_name_is_documented(name):
+def test_every_public_name_is_documented():
     text = "\n".join(read(page) for page in PAGES)
-    assert re.search(rf"\bamp\.{name}\b|`{name}[`(]", text), f"{name} is on no page"
+    assert [name for name in amp.__all__ if not re.search(rf"\bamp\.{name}\b|`{name}[`(]", text)] == []
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)

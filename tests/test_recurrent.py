@@ -12,7 +12,10 @@ import ampatch as amp
 from nets import sgd
 from patched import DOUBLE, FULL, HALF, LEVELS, full, half, open_session
 
-pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+pytestmark = [
+    pytest.mark.exhaustive(keep=6),  # of each test
+    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
+]
 
 CELLS = {
     "lstm cell": lambda: nn.LSTMCell(4, 6),
@@ -102,6 +105,7 @@ def leaves_of(output):
     return [output.data if isinstance(output, PackedSequence) else output, *leaves(state)]
 
 
+@pytest.mark.exhaustive(keep=24)
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("opt_level", EVERY_LEVEL)
@@ -132,6 +136,7 @@ def test_a_recurrent_network_computes_what_it_does_in_half(opt_level, name, inpu
     optimizer.step()
 
 
+@pytest.mark.exhaustive(keep=16)
 @pytest.mark.parametrize("given", [FULL, HALF], ids=str)
 @pytest.mark.parametrize("state", [None, FULL, HALF], ids=str)
 @pytest.mark.parametrize("name", CELLS)

@@ -15,6 +15,8 @@ from ampatch.apex.run_command import split
 from fresh import fresh_processes
 from helpers import without_chatter
 
+pytestmark = pytest.mark.process
+
 # Prints the options that `initialize` used, whatever the script was told.
 TRAIN = """
 import argparse

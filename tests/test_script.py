@@ -11,6 +11,8 @@ import pytest
 
 from fresh import Ended, fresh_processes
 
+pytestmark = pytest.mark.process
+
 # What a script finds in its own names, in sys and in the stack; addresses differ from run to run.
 LOOK = """
 import re, sys
@@ -82,6 +84,7 @@ def processes():
         yield started
 
 
+@pytest.mark.process(keep=1)
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_script_ends_as_it_does_under_python(ending, processes, tmp_path):
     (tmp_path / "broken.py").write_text("def f(:")

@@ -14,6 +14,8 @@ import pytest
 from ampatch.sweeps.records.record import Ending
 from ampatch.sweeps.records.sweep_file import from_json
 
+pytestmark = pytest.mark.process
+
 TRAIN = """
 import sys, time, torch
 import ampatch as amp
@@ -151,6 +153,7 @@ print(*sys.argv[1:], torch.initial_seed())
     assert logs == ["--epochs 3 -- --seed=0 -x 5", "--epochs 3 -- --seed=1 -x 5"]
 
 
+@pytest.mark.process(keep=1)
 def test_a_module_runs_as_python_runs_it(tmp_path, sweep):
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "train.py").write_text(TRAIN + "assert __spec__.name == 'project.train'")

@@ -230,6 +230,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.process
 def test_a_function_of_a_script_is_found_by_processes_of_their_own(tmp_path, here):
     (tmp_path / "trainer.py").write_text(Path(__file__).read_text())
     done = run_script(tmp_path, PROGRAM)
@@ -240,6 +241,7 @@ def test_a_function_of_a_script_is_found_by_processes_of_their_own(tmp_path, her
     assert losses(result, "O4")[:6] == losses(here, "O4")[:6]
 
 
+@pytest.mark.process
 def test_a_script_without_a_guard_is_told_to_have_one(tmp_path):
     done = run_script(
         tmp_path,

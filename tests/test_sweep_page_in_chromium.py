@@ -8,7 +8,7 @@ from colour_vision import contrast
 from sweep_extremes import extreme_sweeps
 from sweep_samples import sample_sweep
 
-pytestmark = needs_chromium
+pytestmark = [pytest.mark.process, needs_chromium]
 
 WIDTHS = [320, 390, 768, 1020, 1280]
 BROWSED = ("one step", "no O0", "nothing", "all failed", "hostile", "huge")

@@ -80,6 +80,7 @@ def test_a_registered_function_is_found_by_its_own_name(my_ops):
     assert_casts(my_ops.scale, X, weight=W, expect=HALF, opt_level="O4")
 
 
+@pytest.mark.exhaustive(keep=8)
 @pytest.mark.parametrize(
     ("function", "args", "cast"),
     [
@@ -500,6 +501,7 @@ def test_a_row_of_ours_resolves_to_a_function(path, row):
 # ---- The fixture ----
 
 
+@pytest.mark.process
 def test_the_helpers_need_no_pytest():
     code = "import sys, ampatch.testing; print('pytest' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"

@@ -25,6 +25,7 @@ LEVELS = {"O1": torch.float16, "O2": torch.float16, "O4": torch.bfloat16, "O5": 
 # Torch compiles the rules of some operations with TorchScript when forward-mode AD first needs them, and
 # attention on a CPU has no rule for vmap, which then goes through the batch one by one.
 pytestmark = [
+    pytest.mark.exhaustive(keep=6),  # of each test
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
 ]
@@ -104,6 +105,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.exhaustive(keep=16)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("transform", ["vmap", "grad", "vjp", "jacrev"])
@@ -111,6 +113,7 @@ def test_a_transform_gives_what_it_gives_in_float32(transform, name, level):
     assert_as_in_float32(TRANSFORMS[transform], name, level)
 
 
+@pytest.mark.exhaustive(keep=8)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", FORWARD_MODE)
 @pytest.mark.parametrize("transform", ["jacfwd", "jvp", "hessian"])

@@ -157,6 +157,7 @@ def load(dataset, context, **kwargs):
     return DataLoader(dataset, 2, num_workers=1, multiprocessing_context=context, **kwargs)
 
 
+@pytest.mark.process(keep=1)
 @pytest.mark.parametrize("level", HALF)
 def test_forked_workers_cast_as_the_process_that_forked_them(level):
     open_session(make_net(), opt_level=level)
@@ -168,6 +169,7 @@ def test_forked_workers_cast_as_the_process_that_forked_them(level):
     assert next(iter(load(Stream(), "fork"))).dtype is HALF[level]
 
 
+@pytest.mark.process
 def test_spawned_workers_run_plain_torch():
     """They import torch anew, and what they are sent pickles as what it stands for."""
     open_session(make_net(), opt_level="O4")
@@ -177,6 +179,7 @@ def test_spawned_workers_run_plain_torch():
             assert {value.dtype for value in batch.values()} == {torch.float32}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("level", ["O4", "O5"])
 def test_a_model_in_a_forked_worker_gives_what_it_gives_here(level):
     model = open_session(make_net(), opt_level=level)
@@ -185,6 +188,7 @@ def test_a_model_in_a_forked_worker_gives_what_it_gives_here(level):
     assert torch.equal(next(iter(load(Outputs(model), "fork"))), expected)
 
 
+@pytest.mark.process
 def test_a_half_model_in_a_spawned_worker_casts_its_inputs_and_outputs():
     model = open_session(make_net(), opt_level="O5")
     with torch.no_grad():

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch as amp
 from ampatch.table import BANNED, FP32, FP32_INPLACE, LOWER, MATCH_SELF
@@ -145,6 +146,49 @@ def test_out_none_is_no_out():
     assert torch.mm(full(2, 3), full(3, 4), out=None).dtype is HALF
 
 
+# ---- dtype= ----
+
+
+class Ops(TorchDispatchMode):
+    """Notes the ops that run, casts among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+WITH_DTYPE = {
+    "softmax": lambda x, dtype: F.softmax(x, -1, dtype=dtype),
+    "log_softmax": lambda x, dtype: torch.log_softmax(x, -1, dtype=dtype),
+    "sum": lambda x, dtype: x.sum(dtype=dtype),
+    "cumsum": lambda x, dtype: torch.cumsum(x, 0, dtype=dtype),
+    "vector_norm": lambda x, dtype: torch.linalg.vector_norm(x, dtype=dtype),
+}
+
+
+@pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
+@pytest.mark.parametrize("call", WITH_DTYPE.values(), ids=WITH_DTYPE)
+def test_a_call_that_says_its_dtype_is_left_alone(call, dtype):
+    x = half(2, 3)
+    with Ops() as plain:
+        expected = call(x, dtype)
+    open_session()
+    with Ops() as patched:
+        found = call(x, dtype)
+    assert patched.names == plain.names
+    assert found.dtype is expected.dtype is dtype
+    assert torch.equal(found, expected)
+
+
+def test_dtype_none_is_no_dtype():
+    open_session()
+    assert F.softmax(half(2, 3), -1, dtype=None).dtype is FULL
+
+
 # ---- In place ----
 
 ARGUMENTS = {
@@ -162,6 +206,7 @@ def test_there_are_blacklisted_functions_in_place():
     )
 
 
+@pytest.mark.exhaustive(keep=6)
 @each_blacklisted
 def test_a_blacklisted_function_in_place_works_on_full_tensors_and_raises_on_half(path, row):
     for opt_level in LEVELS:
@@ -169,6 +214,7 @@ def test_a_blacklisted_function_in_place_works_on_full_tensors_and_raises_on_hal
         assert_casts(path, *given, expect=row.cast, opt_level=opt_level, gradients=False)
 
 
+@pytest.mark.exhaustive(keep=6)
 @each_blacklisted
 def test_a_blacklisted_function_in_place_names_itself_and_changes_nothing(path, row):
     open_session()
@@ -273,6 +319,7 @@ PROMOTED_BY_TORCH = {
 }
 
 
+@pytest.mark.exhaustive(keep=10)
 @pytest.mark.parametrize("opt_level", LEVELS)
 @pytest.mark.parametrize("name", MATCHING)
 @pytest.mark.filterwarnings("ignore:index_reduce.. is in beta")

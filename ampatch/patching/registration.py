@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -14,6 +15,8 @@ from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.patching.patcher import qualify
 from ampatch.table import Cast
+
+Function = TypeVar("Function", bound=Callable[..., object])
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ def validate_place(module: object, name: str) -> None:
         raise AmpValueError(f"{owner}.{name} is a {found}: expected a function")
 
 
-def decorate(function: Callable, cast: Cast, dtype: torch.dtype | None = None) -> Callable:
+def decorate(function: Function, cast: Cast, dtype: torch.dtype | None = None) -> Function:
     """Returns a function whose floating arguments are cast while a session patches torch.
 
     Works on plain functions, builtins, bound methods, staticmethods and classmethods.

@@ -13,13 +13,14 @@ from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.levels.loss_scale import DynamicLossScale
 from ampatch.levels.policy import Overrides, parse_flag, resolve
 from ampatch.models.kept import normalize_keep
-from ampatch.session.request import Request
+from ampatch.session.request import Request, returns_what_it_is_given
 from ampatch.session.scaler_state import load_scalers, save_scalers
 from ampatch.session.session import SESSION
 from ampatch.steps.block import ScaledLoss
 from ampatch.steps.scaler import LossScaler
 
 
+@returns_what_it_is_given
 def initialize(
     models: object,
     optimizers: object = None,
@@ -87,7 +88,7 @@ def _initialize(
     if not parse_flag("enabled", enabled):
         SESSION.disable(optimizer_list)
         return returned
-    policy = resolve(opt_level, Overrides(**overrides))
+    policy = resolve(opt_level, Overrides(**overrides))  # type: ignore[arg-type]  # checked there
     _validate_num_losses(num_losses)
     if not isinstance(verbosity, int):  # True and False are 1 and 0, as scripts write
         raise AmpTypeError(f"verbosity is {verbosity!r}: expected 0 (silent), 1 or 2")
@@ -104,7 +105,7 @@ def _initialize(
     return returned
 
 
-def _as_tuple(given: object, single: type) -> tuple:
+def _as_tuple(given: object, single: type) -> tuple:  # type: ignore[type-arg]  # Request checks what is in it
     if isinstance(given, (list, tuple)):
         return tuple(given)
     if single is torch.nn.Module and not isinstance(given, single):

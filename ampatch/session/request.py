@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -20,6 +21,28 @@ from ampatch.models.kept import Keep
 from ampatch.steps.foreign_step import list_wrapped
 from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.scaler import LossScaler
+
+Models, Optimizers, Rest = TypeVar("Models"), TypeVar("Optimizers"), ParamSpec("Rest")
+
+
+class Initialize(Protocol[Rest]):
+    """What type checkers make of `initialize`: it returns what it is given, models alone or both."""
+
+    @overload
+    def __call__(
+        self, models: Models, optimizers: None = None, *args: Rest.args, **kwargs: Rest.kwargs
+    ) -> Models: ...
+    @overload
+    def __call__(
+        self, models: Models, optimizers: Optimizers, *args: Rest.args, **kwargs: Rest.kwargs
+    ) -> tuple[Models, Optimizers]: ...
+
+
+def returns_what_it_is_given(
+    initialize: Callable[Concatenate[object, object, Rest], object],
+) -> Initialize[Rest]:
+    """Tells type checkers so, without the other arguments being written three times."""
+    return cast(Initialize[Rest], initialize)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from ampatch.casts.catalog import Catalog
 from ampatch.casts.explanation import Explanation, Name
 from ampatch.patching.patcher import qualify
-from ampatch.patching.registration import Registration, decorate, validate_place
+from ampatch.patching.registration import Function, Registration, decorate, validate_place
 from ampatch.session.session import SESSION
 from ampatch.table import Cast
 
 
-def half_function(function: Callable) -> Callable:
+def half_function(function: Function) -> Function:
     """Decorates a function to run in the half type of the level, while O1 or O4 is on."""
     return decorate(function, Cast.LOWER)
 
 
-def bfloat16_function(function: Callable) -> Callable:
+def bfloat16_function(function: Function) -> Function:
     """Decorates a function to run in bfloat16, while O1 or O4 is on."""
     return decorate(function, Cast.LOWER, torch.bfloat16)
 
 
-def float_function(function: Callable) -> Callable:
+def float_function(function: Function) -> Function:
     """Decorates a function to run in float32, while O1 or O4 is on."""
     return decorate(function, Cast.FP32)
 
 
-def promote_function(function: Callable) -> Callable:
+def promote_function(function: Function) -> Function:
     """Decorates a function to run in the widest type of its arguments, while O1 or O4 is on."""
     return decorate(function, Cast.PROMOTE)
 

@@ -1,0 +1,324 @@
+"""What a block of scale_loss holds: gradients of gradients, several models, and an end before its end."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import ampatch as amp
+from helpers import (
+    Scalar,
+    snapshot,
+)
+from stepping import (
+    ADAM,
+    BATCHES,
+    FLOAT32_LEVELS,
+    INF,
+    LEVELS,
+    MOMENTUM,
+    SCALE,
+    open_scalar,
+    param_bits,
+    run_block,
+    run_block_that_raises,
+    step_by_hand,
+)
+
+
+class Critic(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(4, 8)
+        self.second = torch.nn.Linear(8, 1)
+
+    def forward(self, batch):
+        return self.second(torch.tanh(self.first(batch)))
+
+
+def penalty_of_inputs(model, batch, scale):
+    batch = batch.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(model(batch).float().sum(), batch, create_graph=True)
+    return (grad.norm(2, dim=1) - 1).square().mean()
+
+
+def penalty_of_params(model, batch, scale):
+    loss = model(batch).float().square().mean()
+    grads = torch.autograd.grad(loss * scale, list(model.parameters()), create_graph=True)
+    return sum((grad.float() / scale).square().sum() for grad in grads)
+
+
+@LEVELS
+@pytest.mark.parametrize("compute_penalty", [penalty_of_inputs, penalty_of_params])
+def test_a_gradient_penalty_has_the_gradients_of_float32(level, compute_penalty):
+    batch = torch.randn(6, 4)
+    model = Critic()
+    oracle = copy.deepcopy(model)
+    (oracle(batch).square().mean() + compute_penalty(oracle, batch, 1.0)).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=amp.DynamicLossScale(SCALE), verbosity=0)
+    loss = model(batch).float().square().mean()
+    penalty = compute_penalty(model, batch, amp.get_loss_scale())
+    with amp.scale_loss(loss + penalty, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    # 8 bits of bfloat16 and 11 of float16, through four products forward and four backward.
+    tolerance = {"O0": 1e-6, "O1": 2e-2, "O2": 2e-2, "O4": 1e-1, "O5": 1e-1}[level]
+    for param, expected in zip(amp.master_params(optimizer), oracle.parameters(), strict=True):
+        assert param.grad.dtype is torch.float32
+        assert (param.grad - expected.grad).norm() <= tolerance * expected.grad.norm() + tolerance * 1e-2
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)
+
+
+@LEVELS
+def test_a_penalty_made_inside_the_block_is_unscaled_with_the_loss(level):
+    model, optimizer, oracle, _ = open_scalar(level)
+    batch = BATCHES[0]
+    with amp.scale_loss((model(batch).float() ** 2).sum(), optimizer) as scaled_loss:
+        scale = amp.get_loss_scale()
+        (grad,) = torch.autograd.grad(scaled_loss, model.weight, create_graph=True)
+        (scaled_loss + (grad.float() / scale).sum() * scale).backward()
+    if level in ("O2", "O5"):
+        oracle = Parameter(model.weight.detach().float())
+    loss = ((oracle * batch) ** 2).sum()
+    (grad,) = torch.autograd.grad(loss, oracle, create_graph=True)
+    (loss + grad.sum()).backward()
+    tolerance = 1e-6 if level in FLOAT32_LEVELS else 2e-2
+    torch.testing.assert_close(next(amp.master_params(optimizer)).grad, oracle.grad, rtol=tolerance, atol=0.0)
+
+
+@LEVELS
+def test_autograd_grad_inside_the_block_without_a_parameter_gradient_counts_as_clean(level):
+    model, optimizer, *_ = open_scalar(level)
+    delta = torch.zeros(3, requires_grad=True)
+    with amp.scale_loss(model(BATCHES[0] + delta).float().sum(), optimizer) as scaled_loss:
+        (grad,) = torch.autograd.grad(scaled_loss, delta)
+    assert grad.isfinite().all()
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": SCALE, "unskipped": 1}}
+    before = param_bits(optimizer)
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)
+    assert param_bits(optimizer) == before
+
+
+@LEVELS
+def test_gradients_of_inputs_stay_scaled(level):
+    model, optimizer, *_ = open_scalar(level)
+    batch = BATCHES[0].clone().requires_grad_()
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    run_block(model, optimizer, batch)
+    assert batch.grad.tolist() == [2.0 * SCALE] * 3
+
+
+@LEVELS
+def test_the_scaled_loss_divided_by_the_loss_is_the_scale_inside_the_graph(level):
+    model, optimizer, *_ = open_scalar(level)
+    loss = model(BATCHES[0]).float().square().sum()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert (scaled_loss / loss).item() == SCALE
+        assert scaled_loss.requires_grad
+        scaled_loss.backward()
+
+
+# Several models, optimizers and losses
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_a_gan_with_two_models_two_optimizers_and_three_losses_trains_as_by_hand(level):
+    models = [Scalar(), Scalar()]
+    makes = [ADAM, MOMENTUM]
+    optimizers = [make(model.parameters()) for make, model in zip(makes, models, strict=True)]
+    oracles = [Parameter(model.weight.detach().clone()) for model in models]
+    by_hand = [make([oracle]) for make, oracle in zip(makes, oracles, strict=True)]
+    (generator, critic), (generator_optimizer, critic_optimizer) = amp.initialize(
+        models, optimizers, opt_level=level, num_losses=3, loss_scale=amp.DynamicLossScale(SCALE), verbosity=0
+    )
+    half = {"O2": torch.float16, "O5": torch.bfloat16}.get(level, torch.float32)
+
+    def forward_by_hand(index, batch):
+        return (oracles[index].to(half) * batch.to(half)).float()
+
+    def update_by_hand(index, *losses):
+        grads = [torch.autograd.grad(loss * SCALE, oracles[index])[0] / SCALE for loss in losses]
+        oracles[index].grad = sum(grads)
+        by_hand[index].step()
+
+    for batch in BATCHES:
+        critic_optimizer.zero_grad()
+        run_block(critic, critic_optimizer, batch, -1.0, loss_id=0)
+        fake = generator(batch).detach()
+        run_block(critic, critic_optimizer, fake, 1.0, loss_id=1)
+        critic_optimizer.step()
+        fake_by_hand = forward_by_hand(0, batch).detach()
+        update_by_hand(1, -forward_by_hand(1, batch).sum(), forward_by_hand(1, fake_by_hand).sum())
+        generator_optimizer.zero_grad()
+        with amp.scale_loss(
+            -critic(generator(batch)).float().sum(), generator_optimizer, loss_id=2
+        ) as scaled_loss:
+            scaled_loss.backward()
+        generator_optimizer.step()
+        update_by_hand(0, -forward_by_hand(1, forward_by_hand(0, batch)).sum())
+        assert param_bits(critic_optimizer) == [snapshot(oracles[1])]
+        assert param_bits(generator_optimizer) == [snapshot(oracles[0])]
+    assert {state["unskipped"] for state in amp.state_dict().values()} == {len(BATCHES)}
+
+
+@LEVELS
+def test_two_calls_of_initialize_have_scalers_of_their_own(level):
+    first, optimizer, oracle, _ = open_scalar(level)
+    second, other_optimizer, other_oracle, other_oracle_optimizer = open_scalar(level)
+    run_block(first, optimizer, BATCHES[0], INF)
+    run_block(second, other_optimizer, BATCHES[1])
+    optimizer.step()
+    other_optimizer.step()
+    step_by_hand(other_oracle, other_oracle_optimizer, BATCHES[1])
+    assert param_bits(optimizer) == [snapshot(oracle)]
+    assert param_bits(other_optimizer) == [snapshot(other_oracle)]
+    assert [amp.get_loss_scale(index) for index in range(2)] == [SCALE / 2, SCALE]
+
+
+@LEVELS
+def test_one_loss_may_name_several_optimizers(level):
+    model = torch.nn.ModuleList([Scalar(), Scalar()])
+    optimizers = [MOMENTUM([one.weight]) for one in model]
+    oracles = [Parameter(one.weight.detach().clone()) for one in model]
+    amp.initialize(model, optimizers, opt_level=level, loss_scale=amp.DynamicLossScale(SCALE), verbosity=0)
+    loss = model[0](BATCHES[0]).float().sum() + model[1](BATCHES[1]).float().sum()
+    with amp.scale_loss(loss, tuple(optimizers)) as scaled_loss:
+        scaled_loss.backward()
+    for optimizer, oracle, batch in zip(optimizers, oracles, BATCHES, strict=False):
+        optimizer.step()
+        step_by_hand(oracle, MOMENTUM([oracle]), batch)
+        assert param_bits(optimizer) == [snapshot(oracle)]
+    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1
+
+
+@LEVELS
+def test_an_optimizer_that_is_named_twice_is_unscaled_once(level):
+    model, optimizer, oracle, oracle_optimizer = open_scalar(level)
+    run_block(model, [optimizer, optimizer], BATCHES[0])
+    run_block(model, [optimizer, optimizer], BATCHES[1])
+    optimizer.step()
+    step_by_hand(oracle, oracle_optimizer, BATCHES[0] + BATCHES[1])
+    assert param_bits(optimizer) == [snapshot(oracle)]
+    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 2
+
+
+@LEVELS
+@pytest.mark.parametrize("factor", [1.0, INF], ids=["growth", "overflow"])
+def test_blocks_of_two_optimizers_can_be_nested(level, factor):
+    model = torch.nn.ModuleList([Scalar(), Scalar()])
+    optimizers = [MOMENTUM([one.weight]) for one in model]
+    oracle = Parameter(model[0].weight.detach().clone())
+    scale = amp.DynamicLossScale(SCALE, growth_interval=1)
+    amp.initialize(model, optimizers, opt_level=level, loss_scale=scale, verbosity=0)
+    # The inner block changes the scale that the outer one began with.
+    with amp.scale_loss(model[0](BATCHES[0]).float().sum(), optimizers[0]) as scaled_loss:
+        run_block(model[1], optimizers[1], BATCHES[1], factor)
+        scaled_loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    step_by_hand(oracle, MOMENTUM([oracle]), BATCHES[0])
+    assert param_bits(optimizers[0]) == [snapshot(oracle)]
+    assert [amp.step_was_skipped(optimizer) for optimizer in optimizers] == [False, factor == INF]
+
+
+# Interrupted blocks
+
+
+class Interruption(BaseException):
+    """As KeyboardInterrupt is, no Exception."""
+
+
+@LEVELS
+@pytest.mark.parametrize("scale", [amp.DynamicLossScale(SCALE), 128.0], ids=str)
+@pytest.mark.parametrize("error", [ValueError, Interruption])
+def test_a_block_that_raises_leaves_the_gradients_as_they_were(level, scale, error):
+    model, optimizer, oracle, oracle_optimizer = open_scalar(level, loss_scale=scale)
+    run_block(model, optimizer, BATCHES[0])
+    state = amp.state_dict()
+    with pytest.raises(error, match="no more"):
+        run_block_that_raises(model, optimizer, BATCHES[1], error)
+    assert snapshot(next(amp.master_params(optimizer)).grad) == snapshot(BATCHES[0])
+    assert amp.state_dict() == state
+    run_block(model, optimizer, BATCHES[2])
+    optimizer.step()
+    step_by_hand(oracle, oracle_optimizer, BATCHES[0] + BATCHES[2])
+    assert param_bits(optimizer) == [snapshot(oracle)]
+
+
+@LEVELS
+@pytest.mark.parametrize("scale", [amp.DynamicLossScale(SCALE), 128.0], ids=str)
+def test_a_block_that_raises_leaves_no_gradient_where_none_was(level, scale):
+    model, optimizer, oracle, oracle_optimizer = open_scalar(level, loss_scale=scale)
+    with pytest.raises(ValueError, match="no more"):
+        run_block_that_raises(model, optimizer, BATCHES[1])
+    assert next(amp.master_params(optimizer)).grad is None
+    assert model.weight.grad is None
+    run_block(model, optimizer, BATCHES[2])
+    optimizer.step()
+    step_by_hand(oracle, oracle_optimizer, BATCHES[2])
+    assert param_bits(optimizer) == [snapshot(oracle)]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_a_block_that_raises_at_a_static_scale_of_1_leaves_what_plain_torch_leaves(level):
+    model, optimizer, _, _ = open_scalar(level, loss_scale=1.0)
+    run_block(model, optimizer, BATCHES[0])
+    with pytest.raises(ValueError, match="no more"):
+        run_block_that_raises(model, optimizer, BATCHES[1])
+    assert snapshot(model.weight.grad) == snapshot(BATCHES[0] + BATCHES[1])
+
+
+@LEVELS
+def test_a_block_that_raises_after_a_delayed_one_leaves_what_was_delayed(level):
+    model, optimizer, oracle, oracle_optimizer = open_scalar(level)
+    run_block(model, optimizer, BATCHES[0], delay_unscale=True)
+    with pytest.raises(ValueError, match="no more"):
+        run_block_that_raises(model, optimizer, BATCHES[1])
+    run_block(model, optimizer, BATCHES[2])
+    optimizer.step()
+    step_by_hand(oracle, oracle_optimizer, BATCHES[0] + BATCHES[2])
+    assert param_bits(optimizer) == [snapshot(oracle)]
+
+
+@LEVELS
+def test_continue_break_and_return_leave_the_block_as_its_end_does(level):
+    model, optimizer, oracle, oracle_optimizer = open_scalar(level)
+
+    def iterate():
+        for batch in BATCHES[:2]:
+            with amp.scale_loss(model(batch).float().sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+                continue
+        for batch in BATCHES[2:]:
+            with amp.scale_loss(model(batch).float().sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+                break
+        with amp.scale_loss(model(BATCHES[3]).float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            return
+
+    iterate()
+    optimizer.step()
+    step_by_hand(oracle, oracle_optimizer, sum(BATCHES))
+    assert param_bits(optimizer) == [snapshot(oracle)]
+    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 4
+
+
+@LEVELS
+def test_a_batch_that_is_given_up_inside_the_block_costs_no_step(level):
+    model, optimizer, oracle, oracle_optimizer = open_scalar(level)
+    for batch, bad in zip(BATCHES[:3], [False, True, False], strict=True):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(batch).float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            if bad:
+                for param in model.parameters():
+                    param.grad.zero_()
+                continue
+        optimizer.step()
+        step_by_hand(oracle, oracle_optimizer, batch)
+    assert param_bits(optimizer) == [snapshot(oracle)]

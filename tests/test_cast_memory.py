@@ -1,0 +1,326 @@
+"""The memory that casts take, and the streams and threads that share them."""
+
+import gc
+import random
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ampatch as amp
+from ampatch.casts import cast_cache
+from ampatch.casts.cast_cache import SWEEP
+from caching import HALF, CountCasts, Tied, X, assert_fresh, by_hand, open_session
+
+
+@pytest.fixture
+def linear():
+    return open_session(nn.Linear(3, 5))
+
+
+def count_half_tensors():
+    gc.collect()
+    return sum(type(item) is Tensor and item.dtype is HALF for item in gc.get_objects())
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["given to initialize", "not given"])
+def test_the_casts_are_freed_before_the_step(known):
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    open_session(model, optimizer if known else None)
+    before, inside = count_half_tensors(), []
+    loss = model(X).sum()
+    assert count_half_tensors() > before
+    loss.backward()
+    del loss
+    optimizer.register_step_pre_hook(lambda *_: inside.append(count_half_tensors()))
+    optimizer.step()
+    assert inside == [before]
+    assert count_half_tensors() == before
+
+
+def evaluate_for_long(model):
+    """Until the cache looks for parameters that are gone, which it does now and then."""
+    with torch.no_grad():
+        for _ in range(SWEEP + 1):
+            model(X)
+    gc.collect()
+
+
+def test_the_casts_of_parameters_that_are_gone_are_freed_in_an_evaluation(linear):
+    with torch.no_grad():
+        linear(X)
+        before = count_half_tensors()
+        passing = nn.Linear(3, 5)
+        with torch.enable_grad():
+            torch.nn.functional.linear(X, passing.weight)
+        assert count_half_tensors() == before + 1
+        del passing
+    evaluate_for_long(linear)
+    assert count_half_tensors() == before
+
+
+class OwnSGD:
+    """An optimizer of no class of torch's, whose kernel leaves no trace."""
+
+    def __init__(self, params):
+        self.params = list(params)
+
+    def step(self):
+        torch._fused_sgd_(
+            [param.detach() for param in self.params],
+            [param.grad for param in self.params],
+            [],
+            weight_decay=0.0,
+            momentum=0.0,
+            lr=0.5,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+        )
+
+
+@pytest.mark.parametrize("zero_late", [False, True], ids=["zeroed after", "zeroed before backward"])
+def test_a_step_of_no_optimizer_of_torch_is_seen_after_a_plain_backward(zero_late):
+    model = open_session(nn.Linear(3, 5))
+    optimizer = OwnSGD(model.parameters())
+    for _ in range(3):
+        loss = model(X).sum()
+        if zero_late:
+            model.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if not zero_late:
+            model.zero_grad()
+        assert_fresh(model)
+        with torch.no_grad():
+            assert_fresh(model)
+    for _ in range(2):
+        loss = model(X).sum()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            assert_fresh(model)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_weights_that_moved_or_were_replaced_are_freed(mode):
+    model = open_session(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4)))
+    with mode():
+        model(X)
+    moved = weakref.ref(model[0].weight.untyped_storage())
+    model[0].weight.data = torch.zeros(5, 3)
+    assert moved() is None
+    replaced = weakref.ref(model[1])
+    model[1] = nn.Linear(5, 4)
+    evaluate_for_long(model)
+    assert replaced() is None
+
+
+def test_the_casts_are_freed_by_clear_cache(linear):
+    before = count_half_tensors()
+    linear(X)
+    assert count_half_tensors() > before
+    amp.clear_cache()
+    assert count_half_tensors() == before
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_keeps_one_cast_of_each_weight(linear, mode):
+    before = count_half_tensors()
+    for _ in range(3):
+        with mode():
+            linear(X)
+        assert count_half_tensors() == before + 2
+
+
+def test_many_iterations_leave_no_growth():
+    model = nn.Linear(3, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    open_session(model, optimizer)
+
+    def iterate():
+        for _ in range(20):
+            with amp.scale_loss(model(X).sum(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            with torch.no_grad():
+                model(X)
+
+    def count():
+        gc.collect()
+        return len(gc.get_objects())
+
+    iterate()
+    before = count()
+    iterate()
+    assert count() - before <= 2
+
+
+def test_a_model_that_returns_what_it_is_given_leaves_no_growth():
+    model = open_session(nn.Identity())
+    x = torch.ones(2, requires_grad=True) * 2
+
+    def count():
+        gc.collect()
+        return len(gc.get_objects())
+
+    model(x)
+    before = count()
+    for _ in range(50):
+        model(x)
+    assert count() - before <= 2
+
+
+def test_weights_replaced_again_and_again_do_not_pile_up_their_casts():
+    model = nn.Linear(3, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    open_session(model, optimizer)
+
+    def replace():
+        for _ in range(10):
+            model.weight = nn.Parameter(torch.randn(5, 3))
+            model(X).sum().backward()
+        optimizer.step()
+
+    replace()
+    before = count_half_tensors()
+    replace()
+    assert count_half_tensors() <= before
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Has the CPU pass for a CUDA device; returns a function that changes its current stream."""
+    current = [0]
+    monkeypatch.setattr(cast_cache, "_find_device", lambda parameter: 1)
+    monkeypatch.setattr(cast_cache, "find_stream", lambda device: current[device - 1])
+    return lambda stream: current.__setitem__(0, stream)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_a_cast_that_one_stream_made_is_not_read_by_another(streams, mode):
+    """Which waits for the weight, and not for a cast of it, nor is the memory kept until it is done."""
+    model, outputs, counts = open_session(nn.Linear(3, 5)), [], []
+    for stream in (1, 1, 2, 2, 1):
+        streams(stream)
+        with CountCasts((5, 3)) as casts, mode():
+            outputs.append(model(torch.ones(2, 3)))
+        counts.append(casts.count)
+    assert counts == [1, 0, 1, 0, 1]
+
+
+def test_a_forward_that_changes_streams_midway_casts_a_weight_on_each(streams):
+    class Changes(Tied):
+        def forward(self, x):
+            streams(1)
+            hidden = torch.nn.functional.linear(x, self.weight)
+            streams(2)
+            return hidden @ self.weight + torch.mm(hidden, self.weight)
+
+    model = open_session(Changes())
+    with CountCasts((5, 3)) as casts:
+        model(torch.ones(2, 3))
+    assert casts.count == 2
+
+
+@pytest.mark.cuda
+def test_two_streams_that_share_a_weight_and_wait_for_it_alone_get_right_results():
+    model = nn.Linear(2048, 2048).cuda()
+    x = torch.randn(64, 2048, device="cuda")
+    open_session(model)
+    for _ in range(3):
+        with torch.no_grad():
+            model.weight.neg_()  # or memory that is used again holds the right cast from before
+        expected = torch.ops.aten.linear(x.to(HALF), model.weight.to(HALF), model.bias.to(HALF))
+        torch.cuda.synchronize()
+        amp.clear_cache()
+        streams, outputs = [torch.cuda.Stream(), torch.cuda.Stream()], []
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        for index, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                if index == 0:
+                    torch.cuda._sleep(50_000_000)
+                outputs.append(model(x))
+        torch.cuda.synchronize()
+        for output in outputs:
+            torch.testing.assert_close(output, expected, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_training_on_a_side_stream_gives_what_the_default_stream_gives(level):
+    def train(stream):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        x = torch.randn(16, 32, device="cuda")
+        open_session(model, optimizer, level)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for step in range(8):
+                factor = torch.tensor(float("inf") if step == 4 and level in ("O1", "O2") else 1.0)
+                with amp.scale_loss(model(x).float().sum() * factor.cuda(), optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.cuda.synchronize()
+        weights = [param.detach().clone() for param in model.parameters()]
+        amp.uninitialize()
+        return weights
+
+    default, side = train(torch.cuda.current_stream()), train(torch.cuda.Stream())
+    assert all(map(torch.equal, default, side))
+
+
+def run_in_threads(work, count=4):
+    """Runs `work(index)` in several threads; raises what any of them raised."""
+    errors = []
+
+    def run(index):
+        try:
+            work(index)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_threads_that_share_a_model_get_right_results(linear):
+    expected = by_hand(linear)
+
+    def work(index):
+        choose = random.Random(index)
+        for _ in range(30):
+            with choose.choice([torch.no_grad, torch.inference_mode, torch.enable_grad])():
+                assert torch.equal(linear(X).detach(), expected)
+            if choose.random() < 0.2:
+                amp.clear_cache()
+
+    run_in_threads(work)
+
+
+def test_threads_that_train_their_own_models_do_not_disturb_each_other():
+    models = [nn.Linear(3, 5) for _ in range(4)]
+    sgds = [torch.optim.SGD(model.parameters(), lr=0.01, fused=True) for model in models]
+    open_session(models, sgds)
+
+    def work(index):
+        for _ in range(10):
+            with amp.scale_loss(models[index](X).sum(), sgds[index]) as scaled:
+                scaled.backward()
+            sgds[index].step()
+            sgds[index].zero_grad()
+            assert_fresh(models[index])
+
+    run_in_threads(work)

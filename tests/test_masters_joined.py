@@ -1,0 +1,297 @@
+"""What an optimizer brings along to its masters, gets later, and has again after uninitialize."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.nn.functional import linear
+
+import ampatch as amp
+from helpers import (
+    SKIPPING_VARIANTS,
+    Dense,
+    assert_same_bits,
+    make_batches,
+    make_net,
+    snapshot,
+)
+from mastering import (
+    ADAM,
+    HALF,
+    LEVELS,
+    MOMENTUM,
+    SCALE,
+    ByHand,
+    backward,
+    iterate,
+    open_both,
+    optimizer_bits,
+    train,
+    train_plainly,
+)
+
+# What an optimizer brings along, and gets later
+
+
+@pytest.mark.exhaustive(keep=12)
+@LEVELS
+@pytest.mark.parametrize("variant", SKIPPING_VARIANTS, ids=str)
+def test_state_from_before_initialize_is_kept_bit_for_bit(variant, level):
+    model = make_net(variant)
+    optimizer = variant(model.parameters())
+    train_plainly(model, optimizer, make_batches(variant, 2))
+    by_hand = ByHand(list(model.parameters()), variant, HALF[level])
+    by_hand.optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    before = optimizer_bits(optimizer)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=SCALE, verbosity=0)
+    assert optimizer_bits(optimizer) == before
+    batches = make_batches(variant, 2)
+    train(model, optimizer, batches)
+    by_hand.train(batches)
+    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
+    assert optimizer_bits(optimizer) == optimizer_bits(by_hand.optimizer)
+
+
+@LEVELS
+def test_a_group_that_is_added_later_gets_masters(level):
+    model = Dense()
+    by_hand = ByHand(list(model.parameters()), ADAM, HALF[level])
+    groups = [{"params": [by_hand.masters[0]]}, {"params": [by_hand.masters[1]], "lr": 0.5}]
+    by_hand.optimizer = ADAM(groups)
+    optimizer = ADAM([model.first.weight])
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=SCALE, verbosity=0)
+    optimizer.add_param_group({"params": model.second.parameters(), "lr": 0.5})
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1]
+    assert optimizer.param_groups[1]["lr"] == 0.5
+    batches = make_batches(ADAM, 3)
+    train(model, optimizer, batches)
+    by_hand.train(batches)
+    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
+
+
+@LEVELS
+def test_a_float32_parameter_of_no_model_can_be_added_and_is_stepped_itself(level):
+    model, optimizer, _ = open_both(level, MOMENTUM)
+    extra = Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": extra})
+    assert list(amp.master_params(optimizer))[-1] is extra
+    oracle = Parameter(torch.ones(2))
+    oracle_optimizer = MOMENTUM([oracle])
+    for batch in make_batches(ADAM, 3):
+        optimizer.zero_grad()
+        oracle_optimizer.zero_grad()
+        loss = (model(batch) * extra).square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        oracle.grad = extra.grad.clone()
+        assert extra.grad.any()
+        optimizer.step()
+        oracle_optimizer.step()
+        assert snapshot(extra) == snapshot(oracle)
+
+
+@LEVELS
+@pytest.mark.parametrize("which", ["half", "master"])
+def test_a_parameter_that_is_in_a_group_already_cannot_be_added_again(level, which):
+    model, optimizer, by_hand = open_both(level)
+    param = model.first.weight if which == "half" else next(amp.master_params(optimizer))
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [param]})
+    assert len(optimizer.param_groups) == 1
+    (batch,) = make_batches(ADAM, 1)
+    iterate(model, optimizer, batch)
+    by_hand.iterate(batch)
+    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
+
+
+@LEVELS
+def test_frozen_parameters_get_masters_and_stay_as_they_are(level):
+    model = Dense()
+    model.first.weight.requires_grad_(False)
+    frozen = model.first.weight.clone()
+    optimizer = ADAM(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    masters = list(amp.master_params(optimizer))
+    assert [master.requires_grad for master in masters] == [False, True]
+    train(model, optimizer, make_batches(ADAM, 2))
+    assert_same_bits([masters[0], model.state_dict()["first.weight"]], [frozen, frozen])
+    assert model.first.weight.grad is None
+
+
+@LEVELS
+def test_a_parameter_that_is_unfrozen_later_is_trained_from_its_float32_values(level):
+    model = Dense()
+    by_hand = ByHand(list(model.parameters()), ADAM, HALF[level])
+    model.first.weight.requires_grad_(False)
+    optimizer = ADAM(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=SCALE, verbosity=0)
+    model.first.weight.requires_grad_(True)
+    batches = make_batches(ADAM, 2)
+    train(model, optimizer, batches)
+    by_hand.train(batches)
+    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
+
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encode = torch.nn.Linear(4, 4, bias=False)
+        self.decode = torch.nn.Linear(4, 4, bias=False)
+        self.decode.weight = self.encode.weight
+
+    def forward(self, batch):
+        return self.decode(torch.relu(self.encode(batch)))
+
+
+@LEVELS
+def test_tied_weights_have_one_master_and_both_gradients(level):
+    model = Tied()
+    by_hand = ByHand([model.encode.weight], MOMENTUM, HALF[level])
+    by_hand.compute = lambda halves, batch: linear(
+        torch.relu(linear(batch.to(HALF[level]), halves[0])), halves[0]
+    )
+    optimizer = MOMENTUM(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=SCALE, verbosity=0)
+    batches = make_batches(ADAM, 3)
+    train(model, optimizer, batches)
+    by_hand.train(batches)
+    assert model.encode.weight is model.decode.weight
+    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
+    assert_same_bits(model.state_dict().values(), by_hand.masters * 2)
+
+
+class SharedByHand(ByHand):
+    """Two float32 optimizers over the same weights."""
+
+    def __init__(self, model, level):
+        super().__init__(list(model.parameters()), MOMENTUM, HALF[level])
+        self.others = [self.optimizer, ADAM(self.masters[1:])]
+
+
+def open_shared(level):
+    model = Dense()
+    by_hand = SharedByHand(model, level)
+    optimizers = [MOMENTUM(model.parameters()), ADAM(model.second.parameters())]
+    amp.initialize(model, optimizers, opt_level=level, loss_scale=SCALE, verbosity=0)
+    return model, optimizers, by_hand
+
+
+@LEVELS
+def test_two_optimizers_that_share_a_parameter_share_its_master(level):
+    _, optimizers, _ = open_shared(level)
+    first, second = [list(amp.master_params(optimizer)) for optimizer in optimizers]
+    assert first[1] is second[0]
+
+
+@LEVELS
+def test_two_optimizers_that_share_a_parameter_take_turns(level):
+    model, optimizers, by_hand = open_shared(level)
+    for turn, batch in enumerate(make_batches(ADAM, 4)):
+        one, other = optimizers[turn % 2], by_hand.others[turn % 2]
+        for optimizer in [*optimizers, *by_hand.others]:
+            optimizer.zero_grad()
+        backward(model, one, batch)
+        by_hand.backward(batch)
+        one.step()
+        other.step()
+        assert_same_bits(amp.master_params(optimizers[0]), by_hand.masters)
+
+
+@LEVELS
+def test_two_optimizers_that_share_a_parameter_both_step_one_gradient(level):
+    model, optimizers, by_hand = open_shared(level)
+    for batch in make_batches(ADAM, 3):
+        for optimizer in [*optimizers, *by_hand.others]:
+            optimizer.zero_grad()
+        backward(model, optimizers, batch)
+        by_hand.backward(batch)
+        for optimizer in [*optimizers, *by_hand.others]:
+            optimizer.step()
+        assert_same_bits(amp.master_params(optimizers[0]), by_hand.masters)
+
+
+# The way back
+
+
+@pytest.mark.exhaustive(keep=12)
+@LEVELS
+@pytest.mark.parametrize("variant", SKIPPING_VARIANTS, ids=str)
+def test_uninitialize_puts_the_models_parameters_back_and_training_goes_on(variant, level):
+    model = make_net(variant)
+    optimizer = variant(model.parameters())
+    attributes = set(vars(optimizer))
+    lists = [id(optimizer.param_groups), *(id(group["params"]) for group in optimizer.param_groups)]
+    params = [*map(id, model.parameters())]
+    by_hand = ByHand(list(model.parameters()), variant, HALF[level])
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=SCALE, verbosity=0)
+    batches = make_batches(variant, 4)
+    train(model, optimizer, batches[:2])
+    by_hand.train(batches[:2])
+    amp.uninitialize()
+    assert [*map(id, model.parameters())] == params
+    assert [id(param) for group in optimizer.param_groups for param in group["params"]] == params
+    assert [id(optimizer.param_groups), *(id(group["params"]) for group in optimizer.param_groups)] == lists
+    assert {id(param) for param in optimizer.state} <= set(params)
+    assert set(vars(optimizer)) == attributes
+    assert_same_bits(model.parameters(), by_hand.masters)
+    assert optimizer_bits(optimizer) == optimizer_bits(by_hand.optimizer)
+    plain_model = make_net(variant)
+    plain_model.load_state_dict(model.state_dict())
+    plain_optimizer = variant(plain_model.parameters())
+    plain_optimizer.load_state_dict(by_hand.optimizer.state_dict())
+    train_plainly(model, optimizer, batches[2:])
+    train_plainly(plain_model, plain_optimizer, batches[2:])
+    assert_same_bits(model.parameters(), plain_model.parameters())
+
+
+@LEVELS
+def test_uninitialize_between_backward_and_step_keeps_the_unscaled_gradients(level):
+    model, optimizer, by_hand = open_both(level)
+    (batch,) = make_batches(ADAM, 1)
+    backward(model, optimizer, batch)
+    by_hand.backward(batch)
+    amp.uninitialize()
+    assert_same_bits(
+        [param.grad for param in model.parameters()], [master.grad for master in by_hand.masters]
+    )
+    optimizer.step()
+    by_hand.optimizer.step()
+    assert_same_bits(model.parameters(), by_hand.masters)
+
+
+@LEVELS
+def test_cycles_of_initialize_and_uninitialize_lose_no_bit(level):
+    model = Dense()
+    optimizer = ADAM(model.parameters())
+    by_hand = ByHand(list(model.parameters()), ADAM, HALF[level])
+    for batch in make_batches(ADAM, 4):
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=SCALE, verbosity=0)
+        iterate(model, optimizer, batch)
+        by_hand.iterate(batch)
+        amp.uninitialize()
+        assert_same_bits(model.parameters(), by_hand.masters)
+        assert optimizer_bits(optimizer) == optimizer_bits(by_hand.optimizer)
+
+
+@LEVELS
+def test_a_group_that_was_added_meanwhile_holds_the_models_parameters_afterwards(level):
+    model = Dense()
+    optimizer = ADAM([model.first.weight])
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    optimizer.add_param_group({"params": model.second.parameters()})
+    amp.uninitialize()
+    assert [group["params"][0] for group in optimizer.param_groups][1] is model.second.weight
+
+
+@LEVELS
+def test_schedulers_and_zero_grad_work_after_uninitialize(level):
+    model, optimizer, _ = open_both(level)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    iterate(model, optimizer, torch.randn(5, 4))
+    scheduler.step()
+    amp.uninitialize()
+    train_plainly(model, optimizer, make_batches(ADAM, 1))
+    scheduler.step()
+    optimizer.zero_grad(set_to_none=False)
+    assert not any(param.grad.any() for param in model.parameters())
