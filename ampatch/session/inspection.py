@@ -22,8 +22,9 @@ def master_pairs(optimizer: object) -> Iterator[tuple[Tensor, Tensor]]:
     """
     SESSION.require_open()
     if not SESSION.is_passive((optimizer,)):
-        for pair in SESSION.find(optimizer)[0].masters:
-            yield pair.half, pair.master
+        for weight in SESSION.find(optimizer)[0].masters:
+            if weight.master is not None:
+                yield weight.half, weight.master
 
 
 def loss_scalers(*, of_last_call: bool = False) -> tuple[LossScaler, ...]:
