@@ -58,6 +58,11 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_configure(config):
+    """Has xdist hand out files in the order of collection: else it starts with those of the most tests."""
+    config.option.loadscopereorder = False
+
+
 def is_whole(config):
     """Whether the long tests run as well: with `--all`, and when tests are chosen by `-k`, `-m` or name."""
     chosen = config.option.keyword or config.option.markexpr or any("::" in arg for arg in config.args)
@@ -84,11 +89,16 @@ def find_long(items):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out the long tests unless asked for, and skips those marked `cuda` where there is no GPU."""
+    """Leaves out the long tests unless asked for, and skips those marked `cuda` where there is no GPU.
+
+    Files that start processes come first: what takes minutes must not be what one process does at the end.
+    """
     if not is_whole(config):
         left_out = set(find_long(items))
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+    slow = {item.path for item in items if item.get_closest_marker("process")}
+    items.sort(key=lambda item: item.path not in slow)
     if torch.cuda.is_available():
         return
     for item in items:
