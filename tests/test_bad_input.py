@@ -220,6 +220,13 @@ def test_what_is_no_model_is_refused(refused, level, models):
 
 
 @BOTH_LEVELS
+def test_an_optimizer_in_the_place_of_the_model_is_told_the_order(refused, level):
+    model, optimizer = make_pair()
+    message = "models is a Adam: .* a list of them: models come first, then optimizers"
+    refused(message, optimizer, model, objects=(model, optimizer), error=amp.AmpTypeError, opt_level=level)
+
+
+@BOTH_LEVELS
 def test_a_list_with_something_that_is_no_model_is_refused_by_its_index(refused, level):
     model, optimizer = make_pair()
     message = r"models\[1\] is a Adam: expected a torch.nn.Module or a list of them"

@@ -288,3 +288,35 @@ def test_an_average_that_is_swapped_in_for_evaluation_and_out_again_leaves_no_tr
     iterate(model, optimizer, second)
     by_hand.iterate(second)
     assert_same_bits(amp.master_params(optimizer), by_hand.masters)
+
+
+CLEAR = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "optimizer, to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "model, to zero": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "never": lambda model, optimizer: None,
+}
+
+
+@LEVELS
+@pytest.mark.parametrize("when", ["before backward", "after step"])
+@pytest.mark.parametrize("clear", CLEAR)
+def test_steps_without_scale_loss_are_those_of_float32_however_gradients_are_cleared(level, when, clear):
+    weights = {}
+    for opt_level in ("O0", level):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+        amp.initialize(model, optimizer, opt_level=opt_level, loss_scale=1.0, verbosity=0)
+        for _ in range(4):  # of the same gradient each
+            if when == "before backward":
+                CLEAR[clear](model, optimizer)
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            if when == "after step":
+                CLEAR[clear](model, optimizer)
+        weights[opt_level] = model.state_dict()["weight"].float().clone()
+        amp.uninitialize()
+    assert torch.equal(weights[level], weights["O0"])

@@ -109,8 +109,9 @@ def _as_tuple(given: object, single: type) -> tuple:  # type: ignore[type-arg]  
     if isinstance(given, (list, tuple)):
         return tuple(given)
     if single is torch.nn.Module and not isinstance(given, single):
+        hint = ": models come first, then optimizers" if hasattr(given, "param_groups") else ""
         raise AmpTypeError(
-            f"models is a {type(given).__name__}: expected a torch.nn.Module or a list of them"
+            f"models is a {type(given).__name__}: expected a torch.nn.Module or a list of them{hint}"
         )
     return (given,)
 

@@ -34,22 +34,26 @@ class MasterGrads:
 
     # Between blocks
 
-    def follow(self, *, to_warn: bool = False) -> bool:
+    def follow(self, *, is_step: bool = False, to_warn: bool = False) -> bool:
         """Takes over what happened to half gradients since they were last seen, whoever did it.
 
-        New ones, of a `backward` outside any block, are unscaled and count. For the rest see
-        `drop_restarted`. Returns whether a model's gradient was changed in another way, which masters do
+        New ones, of a `backward` outside any block, are unscaled and count. At a step so does one that was
+        changed in place since the last step, as where gradients are cleared to zero or never, if no block
+        has scaled it. For the rest see `drop_restarted`. Returns whether a model's gradient was changed in another way, which masters do
         not follow: for certain only `to_warn`, which costs a host sync if one was changed in place.
         """
         changed = self._find_changed()
         if not changed:
             return False
+        for pair in changed if is_step else ():
+            if pair.master.grad is None and not pair.grad_scaled:
+                pair.grad_used = None
         self._feed_fresh(changed, None)
         return _drop_restarted(changed, to_warn)
 
     def follow_and_warn(self) -> None:
         """Does so before a step, and warns once of what the step does not see."""
-        if self.follow(to_warn=not self._warned) and not self._warned:
+        if self.follow(is_step=True, to_warn=not self._warned) and not self._warned:
             self._warned = True
             logger.warning(
                 "gradients of the half model changed after the block of scale_loss that made them, and the "
@@ -151,6 +155,7 @@ class MasterGrads:
             half = pair.half
             if not set_to_none and half.grad is not None:
                 half.grad = half.grad.detach().zero_()
+                pair.grad_scaled = False
                 mark_grad_used(pair)
             else:
                 half.grad = pair.grad_used = pair.grad_seen = None
@@ -204,7 +209,7 @@ def _feed(pairs: list[Weight], unscale: Unscale | None) -> None:
     first, others = [], []
     for pair in pairs:
         pair.grad_used = pair.grad_seen = grad = pair.half.grad
-        pair.grad_version = grad._version
+        pair.grad_version, pair.grad_scaled = grad._version, unscale is not None
         (first if pair.master.grad is None else others).append(pair)
     for pair, grad in zip(first, _cast(first, unscale), strict=True):
         pair.master.grad = grad
