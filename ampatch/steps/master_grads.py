@@ -39,8 +39,9 @@ class MasterGrads:
 
         New ones, of a `backward` outside any block, are unscaled and count. At a step so does one that was
         changed in place since the last step, as where gradients are cleared to zero or never, if no block
-        has scaled it. For the rest see `drop_restarted`. Returns whether a model's gradient was changed in another way, which masters do
-        not follow: for certain only `to_warn`, which costs a host sync if one was changed in place.
+        has scaled it. For the rest see `drop_restarted`. Returns whether a model's gradient was changed in
+        another way, which masters do not follow: for certain only `to_warn`, which costs a host sync if one
+        was changed in place.
         """
         changed = self._find_changed()
         if not changed:
