@@ -22,7 +22,7 @@ from ampatch.apex.uses import Use, find_uses
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class UsedName:
     """A name of apex, the lines of a script that use it, and why it is not provided, if so."""
 
     name: str
@@ -35,10 +35,10 @@ class Report:
     """The names of apex that one script uses."""
 
     path: Path
-    names: tuple[Name, ...]
+    names: tuple[UsedName, ...]
 
     @property
-    def missing(self) -> tuple[Name, ...]:
+    def missing(self) -> tuple[UsedName, ...]:
         """Those that are not provided."""
         return tuple(name for name in self.names if name.fault)
 
@@ -61,7 +61,7 @@ def check_file(path: Path) -> Report:
         judged = judge(use)
         if judged is not None:
             lines[judged].append(use.line)
-    names = (Name(name, tuple(dict.fromkeys(at)), fault) for (name, fault), at in lines.items())
+    names = (UsedName(name, tuple(dict.fromkeys(at)), fault) for (name, fault), at in lines.items())
     return Report(path, tuple(sorted(names, key=lambda name: name.name)))
 
 
