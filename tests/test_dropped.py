@@ -1,7 +1,6 @@
 """What a script drops is freed: models, optimizers, masters and gradients, though nothing was undone."""
 
 import gc
-import sys
 import weakref
 
 import pytest
@@ -330,19 +329,17 @@ def test_a_wrapper_that_is_dropped_is_freed_though_its_optimizer_is_kept():
     run(amp, model, inner)
 
 
-def test_an_optimizer_that_has_the_id_of_one_that_is_gone_is_unknown():
+def test_an_optimizer_that_has_the_id_of_one_that_is_gone_is_unknown(monkeypatch):
     _, optimizer = start(amp, "O4", Wrapper)
     inner, gone = optimizer.optim, id(optimizer)
     del optimizer
     gc.collect()
-    others = []
-    while not any(id(other) == gone for other in others):
-        others.append(Wrapper(inner))
-        if sys.version_info < (3, 11) and len(others) > 9_000:
-            pytest.skip("Python 3.10 may make nothing at the address of the one that is gone")
-        assert len(others) < 10_000
+    other = Wrapper(inner)
+    # Python gives the id of what is gone to something new sooner or later; nothing can make it do so now.
+    ids = {id(other): gone}
+    monkeypatch.setattr("ampatch.session.members.id", lambda it: ids.get(id(it), id(it)), raising=False)
     with pytest.raises(amp.AmpValueError, match="not one that initialize"):
-        amp.scale_loss(torch.ones(()), others[-1])
+        amp.scale_loss(torch.ones(()), other)
 
 
 def test_numbers_of_scalers_do_not_depend_on_what_is_freed():
