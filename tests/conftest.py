@@ -20,6 +20,9 @@ hypothesis.settings.load_profile("suite")
 # The tensors of tests are tiny. On busy cores the threads that share one wait 10 ms for each other.
 torch.set_num_threads(1)
 
+# The default, said aloud: torch warns at the first sparse tensor of a process that leaves it unsaid.
+torch.sparse.check_sparse_tensor_invariants.disable()
+
 # What a shell starts in the background ignores Ctrl-C, and so would the processes that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

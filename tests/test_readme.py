@@ -61,6 +61,8 @@ def test_the_example_of_a_sweep_is_the_one_that_is_kept():
     pages = read(folder / "sweep.html"), write_page(sweep)
     without_charts = [re.sub(r"<svg.*?</svg>", "", page, flags=re.DOTALL) for page in pages]
     assert without_charts[0] == without_charts[1]  # each matplotlib draws a little otherwise
+    said = [re.findall(r"<svg|<title.*?</title>|<desc.*?</desc>", page, flags=re.DOTALL) for page in pages]
+    assert said[0] == said[1]  # of each chart
     assert read(folder / "sweep.csv") == to_csv(sweep).replace("\r\n", "\n")
 
 

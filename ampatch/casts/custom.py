@@ -110,8 +110,8 @@ def cpu(original: Function, widen: TensorCast, input: Tensor, *args: object, **k
     compiles is a program's own call.
     """
     is_ours = input.dtype in HALF_TYPES and input.device.type in CASTS.device_types
-    caller = None if torch.compiler.is_dynamo_compiling() else sys._getframe(2).f_back  # of the wrapper
-    if is_ours and not _is_internal(caller):
+    # 2: the wrapper, which the caller called.
+    if is_ours and (torch.compiler.is_dynamo_compiling() or not _is_internal(sys._getframe(2).f_back)):
         # Never the cached cast of a parameter: who asked for a copy may write into it.
         input = widen(input.view_as(input) if isinstance(input, Parameter) else input)
     return original(input, *args, **kwargs)

@@ -94,10 +94,10 @@ class TorchPatch(RetriedPatch):
         for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
             undo.callback(register(lambda *_: CASTS.clear_cache()).remove)
         self._patch_rows(patcher, policy, trace)
-        patcher.replace(torch.nn.RNNBase, "check_input", allow_half_input(CASTS.thread))
+        patcher.replace(torch.nn.RNNBase, "check_input", allow_half_input())
         batch_norm = torch.nn.functional.batch_norm  # patched at the levels without tables as well
         self._names.add(peel(batch_norm), batch_norm)
-        patcher.replace(torch.backends.mha, "get_fastpath_enabled", allow_fast_path(CASTS.thread))
+        patcher.replace(torch.backends.mha, "get_fastpath_enabled", allow_fast_path())
         self._graph_names.open(patcher)
         patch_autocast(patcher)
         trace_methods(patcher, policy.half)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ampatch.casts.thread import ThreadState
+from ampatch.casts.cast import CASTS
 from ampatch.levels.precision import ELIGIBLE, HALF_TYPES
 from ampatch.levels.private import forward_ad_level, is_transformed
 from ampatch.patching.patcher import Patcher
@@ -16,13 +16,13 @@ from ampatch.patching.patcher import Patcher
 Function = Callable[..., object]
 
 
-def allow_half_input(thread: ThreadState) -> Callable[..., None]:
+def allow_half_input() -> Callable[..., None]:
     """Returns what stands in for `torch.nn.RNNBase.check_input`, with every check but that of dtypes.
 
     The module compares the dtypes of input and weights before it calls the recurrent function, which
     is patched and casts both; it makes an exception for `torch.autocast`, but not for us.
     """
-    original = torch.nn.RNNBase.check_input
+    original, thread = torch.nn.RNNBase.check_input, CASTS.thread
 
     @functools.wraps(original)
     def check_input(self: torch.nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
@@ -35,13 +35,13 @@ def allow_half_input(thread: ThreadState) -> Callable[..., None]:
     return check_input
 
 
-def allow_fast_path(thread: ThreadState) -> Callable[[], bool]:
+def allow_fast_path() -> Callable[[], bool]:
     """Returns what stands in for `torch.backends.mha.get_fastpath_enabled`: False where this thread casts.
 
     In evaluation `nn.MultiheadAttention` and `nn.TransformerEncoder` may make one C++ call for a whole
     layer, in the type of its weights. They make an exception for `torch.autocast`, but not for us.
     """
-    original = torch.backends.mha.get_fastpath_enabled
+    original, thread = torch.backends.mha.get_fastpath_enabled, CASTS.thread
 
     @functools.wraps(original)
     def get_fastpath_enabled() -> bool:

@@ -29,9 +29,6 @@ class BeforeGraph:
 class TorchFeatures(SessionPatch):
     """Has checkpointing, transforms, overrides and compiled models work at every level but O0."""
 
-    def __init__(self) -> None:
-        super().__init__()
-
     def patch(self, patcher: Patcher) -> None:
         """Patches what these features look up."""
         patch_checkpoint(patcher)
