@@ -1,4 +1,4 @@
-"""Follows every operation of some steps, forward and backward, and finds those that made the first bad numbers.
+"""Follows every operation of some steps, forward and backward, and finds those that made bad numbers.
 
 An operation is an origin if what it takes is finite and what it gives is not, or if it makes NaN out of an
 infinity that is no fault. What comes of an origin carries its mark, by the memory that it lies in, so that
@@ -21,6 +21,7 @@ from ampatch.doctor.graph import Graph, is_cured_by_scale
 from ampatch.doctor.origins import Call, Origin, name_of
 from ampatch.doctor.places import Models, is_called_by_us, user_line
 from ampatch.doctor.values import (
+    Damage,
     examine,
     holds_no_number,
     is_finite,
@@ -208,7 +209,7 @@ class Trace(TorchFunctionMode, Listener):
             elif damage.kind == "inf":
                 return  # of a constant
         if not bad_marks:
-            self._add(call, damage, (), input_largest=largest)
+            self._add(call, damage, [], input_largest=largest)
             marks = marks | {len(self.origins) - 1}
         call.origins |= marks
         for tensor in given:
@@ -231,7 +232,7 @@ class Trace(TorchFunctionMode, Listener):
             return "optimizer"
         return "forward" if self._models.is_inside else self._part
 
-    def _add(self, call: Call, damage: Damage, tensors, **more) -> None:
+    def _add(self, call: Call, damage: Damage, tensors: list[Tensor], **more: object) -> None:
         more |= {"attempt": self.attempt, "batch_size": self.batch_size}
         self.origins.append(Origin(call, call.phase, damage, self._micro_step, **more))
         for tensor in tensors:

@@ -29,7 +29,7 @@ class Damage:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Returns the values of a tensor, detached: of a sparse one those it holds, of a DTensor the local ones."""
+    """Returns the values of a tensor: of a sparse one those that it holds, of a DTensor the local ones."""
     tensor = tensor.detach()
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()

@@ -138,7 +138,7 @@ def describe(report: Report) -> Iterator[str]:
     if len(report.findings) > MOST_SHOWN:
         yield f"... and {len(report.findings) - MOST_SHOWN} more (--json OUT has them all)"
     if report.scale.get("search"):
-        yield f"The loss scale looked for its size in the first {len(report.scale['skipped'])} steps: no fault."
+        yield f"The loss scale looked for its size in {len(report.scale['skipped'])} steps: no fault."
     if report.harmless:
         yield f"{len(report.harmless)} other operations made inf or NaN that reached nothing."
     for line in report.unknown:
@@ -152,7 +152,8 @@ def describe_finding(finding: Finding) -> Iterator[str]:
         if finding.module
         else finding.model or "the script"
     )
-    yield f"Step {finding.step}, {finding.phase}: {finding.op or 'the data'} in {module}, {finding.where or 'line unknown'}"
+    where = finding.where or "line unknown"
+    yield f"Step {finding.step}, {finding.phase}: {finding.op or 'the data'} in {module}, {where}"
     yield f"  {finding.why}"
     element = f" at {list(finding.element)}" if finding.element else ""
     sample = f", sample {finding.sample} of the batch" if finding.sample is not None else ""
