@@ -17,8 +17,8 @@ from ampatch.sweeps.processes.in_process import Train, execute_here, require_her
 from ampatch.sweeps.processes.runner import Execute
 from ampatch.sweeps.processes.stop import Stop
 from ampatch.sweeps.records.results import open_results
-from ampatch.sweeps.records.sweep import Sweep
-from ampatch.sweeps.variant import LEVELS, parse_rows
+from ampatch.sweeps.records.sweep import LEVELS, Sweep
+from ampatch.sweeps.variant import parse_rows
 
 CHILD = "ampatch.sweeps.processes.child_call"
 IN_CHILD = "AMPATCH_SWEEP_CHILD"  # set in the environment while a child loads the function
@@ -110,7 +110,7 @@ def describe(train: Train, processes: bool) -> str:
 
 
 class ProgressLog(SweepProgress):
-    """Says to the log how far a sweep is."""
+    """Says to the log how each run ended."""
 
     def __init__(self) -> None:
         self._name = ""
