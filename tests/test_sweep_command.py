@@ -187,14 +187,6 @@ def test_without_a_folder_nothing_but_logs_is_kept(folder, runs, capsys):
     assert str(logs) == runs.made[0].directory
 
 
-@pytest.mark.parametrize("outcome", [Ending.NO_STEPS, signal.SIGINT], ids=["refused", "interrupted"])
-def test_a_sweep_without_logs_leaves_no_folder_for_them(folder, runs, monkeypatch, outcome):
-    monkeypatch.setattr(Path, "write_text", lambda *given, **named: 0)
-    runs.ways = {"O0": outcome}
-    assert sweep("train.py") in (2, 130)
-    assert [path.name for path in folder.iterdir()] == ["train.py"]
-
-
 def test_a_sweep_that_is_there_is_overwritten_and_that_is_said(folder, runs, capsys):
     notice = "'out' holds a sweep already: it is replaced when a run has finished"
     assert sweep_into("out") == 0
