@@ -2,6 +2,7 @@
 
 import operator
 import threading
+from operator import methodcaller
 from pathlib import Path
 
 import pytest
@@ -12,52 +13,53 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch
 from ampatch.apex import amp
-from apex_rows import PATCHED, Net, X, make, shows
+from apex_rows import EVERY_LEVEL, PATCHED, X, initialized, shows, step
 
 FULL, HALF = torch.float32, torch.bfloat16
 CASTS = (Path(__file__).parents[1] / "docs/casts.md").read_text()
 
 
-def open_o1(level="O4"):
+def open_o1(level="O4", **kwargs):
     """Opens a session that patches; O4, as most tests: float16 is slow on a CPU."""
-    return amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
+    return amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0, **kwargs)
 
 
 def half(*shape):
     return torch.rand(shape).to(HALF)
 
 
+def later(module, name, *args, **kwargs):
+    """Calls a function that is looked up then, when a session has patched it."""
+    return lambda *x: getattr(module, name)(*x, *args, **kwargs)
+
+
 # ---- Whitelist and blacklist ----
 
 M, V, B = torch.rand(3, 3), torch.rand(3), torch.rand(2, 3, 3)
-SIGNAL, IMAGE, VOLUME = torch.rand(1, 2, 5), torch.rand(1, 2, 5, 5), torch.rand(1, 2, 5, 5, 5)
+OF_MATRICES = {
+    "addmm": (M, M, M),
+    "addmv": (V, M, V),
+    "addr": (M, V, V),
+    "matmul": (M, M),
+    "mm": (M, M),
+    "mv": (M, V),
+    "bmm": (B, B),
+    "addbmm": (M, B, B),
+    "baddbmm": (B, B, B),
+    "conv_tbc": (B, torch.rand(1, 3, 2), torch.rand(2)),
+}
 LOWER = {
-    "conv1d": lambda: F.conv1d(SIGNAL, torch.rand(3, 2, 3)),
-    "conv2d": lambda: F.conv2d(IMAGE, torch.rand(3, 2, 3, 3)),
-    "conv3d": lambda: F.conv3d(VOLUME, torch.rand(3, 2, 3, 3, 3)),
-    "conv_transpose1d": lambda: F.conv_transpose1d(SIGNAL, torch.rand(2, 3, 3)),
-    "conv_transpose2d": lambda: F.conv_transpose2d(IMAGE, torch.rand(2, 3, 3, 3)),
-    "conv_transpose3d": lambda: F.conv_transpose3d(VOLUME, torch.rand(2, 3, 3, 3, 3)),
-    "conv_tbc": lambda: torch.conv_tbc(B, torch.rand(1, 3, 2), torch.rand(2)),
-    "linear": lambda: F.linear(M, M),
-    "addmm": lambda: torch.addmm(M, M, M),
-    "addmv": lambda: torch.addmv(V, M, V),
-    "addr": lambda: torch.addr(M, V, V),
-    "matmul": lambda: torch.matmul(M, M),
-    "mm": lambda: torch.mm(M, M),
-    "mv": lambda: torch.mv(M, V),
-    "bmm": lambda: torch.bmm(B, B),
-    "addbmm": lambda: torch.addbmm(M, B, B),
-    "baddbmm": lambda: torch.baddbmm(B, B, B),
-    "Tensor.matmul": lambda: M.matmul(M),
-    "a @ b": lambda: M @ M,
-    "prelu": lambda: F.prelu(M, torch.tensor([0.1])),
-    "RNN": lambda: nn.RNN(3, 2)(B)[0],
-    "LSTM": lambda: nn.LSTM(3, 2)(B)[0],
-    "GRU": lambda: nn.GRU(3, 2)(B)[0],
-    "RNNCell": lambda: nn.RNNCell(3, 2)(M),
-    "LSTMCell": lambda: nn.LSTMCell(3, 2)(M)[0],
-    "GRUCell": lambda: nn.GRUCell(3, 2)(M),
+    **{f"conv{n}d": (torch.rand(1, 2, *[5] * n), torch.rand(3, 2, *[3] * n)) for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": (torch.rand(1, 2, *[5] * n), torch.rand(2, 3, *[3] * n)) for n in (1, 2, 3)},
+    "linear": (M, M),
+    "prelu": (M, torch.tensor([0.1])),
+}
+LOWER = {name: later(F, name, *args) for name, args in LOWER.items()}
+LOWER |= {name: later(torch, name, *args) for name, args in OF_MATRICES.items()}
+LOWER |= {"Tensor.matmul": lambda: M.matmul(M), "a @ b": lambda: M @ M}
+LOWER |= {name: lambda name=name: getattr(nn, name)(3, 2)(B)[0] for name in ("RNN", "LSTM", "GRU")}
+LOWER |= {
+    name: lambda name=name: getattr(nn, name)(3, 2)(M)[0] for name in ("RNNCell", "LSTMCell", "GRUCell")
 }
 
 
@@ -71,47 +73,30 @@ def test_what_is_fast_in_half_runs_in_half(name, level):
 
 
 LABELS = torch.tensor([0, 2, 1])
+METHODS = (
+    *("exp", "expm1", "log", "log10", "log1p", "log2", "reciprocal", "rsqrt"),
+    *("acos", "asin", "cosh", "sinh", "tan", "sum", "prod", "norm"),
+)
+OF_TWO = ("cosine_similarity", "mse_loss", "l1_loss", "smooth_l1_loss", "poisson_nll_loss")
 FP32 = {
-    "exp": lambda x: x.exp(),
-    "expm1": lambda x: x.expm1(),
-    "log": lambda x: x.log(),
-    "log10": lambda x: x.log10(),
-    "log1p": lambda x: x.log1p(),
-    "log2": lambda x: x.log2(),
-    "reciprocal": lambda x: x.reciprocal(),
-    "rsqrt": lambda x: x.rsqrt(),
-    "acos": lambda x: x.acos(),
-    "asin": lambda x: x.asin(),
-    "cosh": lambda x: x.cosh(),
-    "sinh": lambda x: x.sinh(),
-    "tan": lambda x: x.tan(),
+    **{name: methodcaller(name) for name in METHODS},
+    **{name: lambda x, name=name: getattr(F, name)(x, x) for name in OF_TWO},
+    **{name: later(F, name, dim=1) for name in ("softmax", "log_softmax", "softmin")},
+    **{name: later(F, name, target=LABELS) for name in ("cross_entropy", "nll_loss")},
     "pow": lambda x: torch.pow(x, 2),
     "x ** 2": lambda x: x**2,
     "2 ** x": lambda x: 2**x,
-    "sum": lambda x: x.sum(),
-    "prod": lambda x: x.prod(),
     "cumsum": lambda x: x.cumsum(0),
     "cumprod": lambda x: x.cumprod(0),
-    "norm": lambda x: x.norm(),
     "dist": lambda x: torch.dist(x, x),
     "renorm": lambda x: torch.renorm(x, 2, 0, 1.0),
-    "softmax": lambda x: F.softmax(x, dim=1),
-    "log_softmax": lambda x: F.log_softmax(x, dim=1),
-    "softmin": lambda x: F.softmin(x, dim=1),
     "layer_norm": lambda x: F.layer_norm(x, [3]),
     "group_norm": lambda x: F.group_norm(x, 3),
     "local_response_norm": lambda x: F.local_response_norm(x[None], 2),
-    "normalize": lambda x: F.normalize(x),
-    "cosine_similarity": lambda x: F.cosine_similarity(x, x),
-    "softplus": lambda x: F.softplus(x),
+    "normalize": later(F, "normalize"),
+    "softplus": later(F, "softplus"),
     "interpolate": lambda x: F.interpolate(x[None], scale_factor=2),
-    "cross_entropy": lambda x: F.cross_entropy(x, LABELS),
-    "nll_loss": lambda x: F.nll_loss(x, LABELS),
-    "mse_loss": lambda x: F.mse_loss(x, x),
-    "l1_loss": lambda x: F.l1_loss(x, x),
-    "smooth_l1_loss": lambda x: F.smooth_l1_loss(x, x),
     "kl_div": lambda x: F.kl_div(x, x, reduction="sum"),
-    "poisson_nll_loss": lambda x: F.poisson_nll_loss(x, x),
     "cosine_embedding_loss": lambda x: F.cosine_embedding_loss(x, x, torch.ones(3)),
     "hinge_embedding_loss": lambda x: F.hinge_embedding_loss(x, torch.ones(3, 3)),
     "margin_ranking_loss": lambda x: F.margin_ranking_loss(x, x, torch.ones(3, 3)),
@@ -134,6 +119,7 @@ def test_what_leaves_the_half_range_runs_in_float32(name):
     assert torch.equal(found, expected)
 
 
+DIFFERENCES = CASTS.partition("## Differences from apex.amp")[2].partition("\n## ")[0]
 KERNELS = {"gelu": F.gelu, "std": torch.std, "var": torch.var}
 
 
@@ -146,8 +132,7 @@ def test_what_computes_in_float32_inside_stays_half_and_is_listed(name):
     found = KERNELS[name](x)
     assert found.dtype is HALF
     assert torch.equal(found, expected)
-    differences = CASTS.partition("## Differences from apex.amp")[2].partition("\n## ")[0]
-    assert f"`{name}`" in differences
+    assert f"`{name}`" in DIFFERENCES
 
 
 @shows("o1-differences")
@@ -156,17 +141,22 @@ def test_grid_sample_follows_the_wider_type_and_is_listed(grid_type):
     open_o1()
     grid = torch.zeros(1, 2, 2, 2, dtype=grid_type)
     assert F.grid_sample(half(1, 1, 3, 3), grid, align_corners=False).dtype is grid_type
-    assert "`grid_sample`" in CASTS.partition("## Differences from apex.amp")[2]
+    assert "`grid_sample`" in DIFFERENCES
+
+
+WIDENED = {
+    "cat": lambda x, y: torch.cat([x, y]),
+    "stack": lambda x, y: torch.stack([x, y]),
+    "add": later(torch, "add"),
+    "mul": later(torch, "mul"),
+}
 
 
 @shows("o1-differences")
-@pytest.mark.parametrize("name", ["cat", "stack", "add", "mul"])
+@pytest.mark.parametrize("name", WIDENED)
 def test_what_torch_promotes_by_itself_has_the_widest_type(name):
     open_o1()
-    x, y = half(2), torch.rand(2)
-    function = getattr(torch, name)
-    found = function([x, y]) if name in ("cat", "stack") else function(x, y)
-    assert found.dtype is FULL
+    assert WIDENED[name](half(2), torch.rand(2)).dtype is FULL
 
 
 # ---- In place, banned, copies ----
@@ -186,20 +176,25 @@ def test_a_blacklisted_op_in_place_raises_by_its_name_and_leaves_the_tensor(name
     assert getattr(torch.full((2,), 0.5), name)().dtype is FULL
 
 
+# The arguments of each, for an x of ones and a y of halves, and what it makes of x.
+IN_PLACE_METHODS = {
+    "add_": (lambda y: (y,), 1.5),
+    "mul_": (lambda y: (y,), 0.5),
+    "addmm_": (lambda y: (y, y), 1.5),
+    "index_add_": (lambda y: (0, torch.tensor([0, 1]), y), 1.5),
+    "lerp_": (lambda y: (y, 0.5), 0.75),
+}
+
+
 @shows("o1-in-place-mixed")
-@pytest.mark.parametrize("own", [FULL, HALF], ids=str)
-@pytest.mark.parametrize("name", ["add_", "mul_", "addmm_", "index_add_", "lerp_"])
-def test_an_op_in_place_on_mixed_types_follows_self(name, own):
-    other = FULL if own is HALF else HALF
+@pytest.mark.parametrize(("own", "other"), [(FULL, HALF), (HALF, FULL)], ids=str)
+@pytest.mark.parametrize("name", IN_PLACE_METHODS)
+def test_an_op_in_place_on_mixed_types_follows_self(name, own, other):
+    arguments, expected = IN_PLACE_METHODS[name]
     x, y = torch.ones(2, 2, dtype=own), torch.full((2, 2), 0.5, dtype=other)
     open_o1()
-    arguments = {"addmm_": (y, y), "index_add_": (0, torch.tensor([0, 1]), y), "lerp_": (y, 0.5)}.get(
-        name, (y,)
-    )
-    result = getattr(x, name)(*arguments)
-    assert result is x
+    assert getattr(x, name)(*arguments(y)) is x
     assert x.dtype is own
-    expected = {"mul_": 0.5, "lerp_": 0.75}.get(name, 1.5)
     assert torch.equal(x, torch.full((2, 2), expected, dtype=own))
 
 
@@ -252,32 +247,25 @@ def test_a_number_in_a_tensor_without_dimensions_does_not_promote(operate):
     assert operate(*arguments).dtype is HALF
 
 
-@shows("o1-banned")
+@shows("o1-banned", "o1-allow-banned", "never-allow-banned")
 @pytest.mark.parametrize("level", PATCHED)
-def test_binary_cross_entropy_on_half_raises_and_points_to_the_logits_form(level):
+def test_binary_cross_entropy_on_half_raises_and_points_to_the_logits_form_unless_allowed(level):
+    half, y = torch.rand(3).to(PATCHED[level]), torch.ones(3)
+    expected = F.binary_cross_entropy(half.float(), y)
     open_o1(level)
-    p, y = torch.rand(3).to(PATCHED[level]), torch.ones(3)
-    with pytest.raises(NotImplementedError, match="binary_cross_entropy_with_logits"):
-        F.binary_cross_entropy(p, y.to(p.dtype))
-    with pytest.raises(NotImplementedError, match="logits"):
-        nn.BCELoss()(p, y.to(p.dtype))
-    assert F.binary_cross_entropy(p.float(), y).dtype is FULL
-
-
-@shows("o1-allow-banned", "never-allow-banned")
-@pytest.mark.parametrize("level", PATCHED)
-def test_allow_banned_runs_binary_cross_entropy_in_float32(level):
-    p, y = torch.rand(3).to(PATCHED[level]), torch.ones(3)
-    expected = F.binary_cross_entropy(p.float(), y)
-    amp.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0, allow_banned=True)
-    assert torch.equal(F.binary_cross_entropy(p, y.to(p.dtype)), expected)
+    for banned in (F.binary_cross_entropy, nn.BCELoss()):
+        with pytest.raises(NotImplementedError, match="binary_cross_entropy_with_logits"):
+            banned(half, y.to(half.dtype))
+    assert F.binary_cross_entropy(half.float(), y).dtype is FULL
+    ampatch.uninitialize()
+    open_o1(level, allow_banned=True)
+    assert torch.equal(F.binary_cross_entropy(half, y.to(half.dtype)), expected)
 
 
 @shows("o1-cpu")
 @pytest.mark.parametrize("level", PATCHED)
 def test_a_half_output_on_the_cpu_is_float32_for_numpy(level):
-    net, _ = make()
-    amp.initialize(net, opt_level=level, verbosity=0)
+    net, _ = initialized(level)
     with torch.no_grad():
         output = net(X)
         assert output.dtype is PATCHED[level]
@@ -378,42 +366,26 @@ def promoted(x, y):
 
 
 @shows("o1-decorators", "never-early-names")
-@pytest.mark.parametrize("level", PATCHED)
-def test_decorators_applied_at_import_act_while_a_session_is_open(level):
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_decorators_applied_at_import_act_while_a_session_that_patches_is_open(level):
     def found():
         x = torch.ones(2)
         return halved(x), widened(x.to(lower)), promoted(x, x.to(lower))
 
-    lower = PATCHED[level]
+    lower = PATCHED.get(level, HALF)
     outside = (FULL, lower, (FULL, lower))
     assert found() == outside
     open_o1(level)
-    assert found() == (lower, FULL, (FULL, FULL))
+    assert found() == ((lower, FULL, (FULL, FULL)) if level in PATCHED else outside)
     ampatch.uninitialize()
     assert found() == outside
 
 
-@shows("o1-decorators")
-@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-def test_decorators_do_nothing_where_functions_are_not_patched(level):
-    amp.initialize(Net(), opt_level=level, verbosity=0)
-    assert halved(torch.ones(2)) is FULL
-
-
 @shows("o1-register-missing")
-@pytest.mark.parametrize(
-    "register",
-    [
-        amp.register_half_function,
-        amp.register_bfloat16_function,
-        amp.register_float_function,
-        amp.register_promote_function,
-    ],
-    ids=["half", "bfloat16", "float", "promote"],
-)
-def test_registering_a_missing_name_raises_value_error(register):
+@pytest.mark.parametrize("kind", ["half", "bfloat16", "float", "promote"])
+def test_registering_a_missing_name_raises_value_error(kind):
     with pytest.raises(ValueError, match="no_such_function"):
-        register(torch, "no_such_function")
+        getattr(amp, f"register_{kind}_function")(torch, "no_such_function")
 
 
 @shows("o1-register-einsum", "never-more-functions")
@@ -429,20 +401,12 @@ def test_einsum_is_registered_before_initialize(level):
 
 
 @shows("o1-disable-casts-defect")
-def test_blocks_of_disabled_casts_nest():
+def test_blocks_of_disabled_casts_nest_and_end_by_an_exception_too():
     open_o1()
     with amp.disable_casts():
-        with amp.disable_casts():
-            assert (M @ M).dtype is FULL
+        with pytest.raises(KeyError, match="float32"), amp.disable_casts():
+            raise KeyError((M @ M).dtype)
         assert (M @ M).dtype is FULL
-    assert (M @ M).dtype is HALF
-
-
-@shows("o1-disable-casts-defect")
-def test_an_exception_ends_a_block_of_disabled_casts():
-    open_o1()
-    with pytest.raises(KeyError), amp.disable_casts():
-        raise KeyError
     assert (M @ M).dtype is HALF
 
 
@@ -470,10 +434,7 @@ class Norms(torch.optim.SGD):
 @pytest.mark.parametrize("level", PATCHED)
 def test_a_step_runs_with_casts_off(level):
     net = nn.Linear(3, 3, bias=False)
-    optimizer = Norms(net.parameters(), lr=0.1)
-    amp.initialize(net, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
-    with amp.scale_loss(net(M).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    net, optimizer = initialized(level, Norms, net, loss_scale=8.0)
+    step(net, optimizer, x=M)
     assert optimizer.seen == [FULL]
     assert (M @ M).dtype is PATCHED[level]

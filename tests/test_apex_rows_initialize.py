@@ -25,7 +25,6 @@ from apex_rows import (
     copy_of,
     initialized,
     is_same,
-    loss_of,
     make,
     scaler_state,
     set_scale,
@@ -151,17 +150,9 @@ OFTEN_NONE = (
 @pytest.mark.parametrize("level", EVERY_LEVEL)
 def test_every_keyword_may_be_passed_at_once(level):
     net, optimizer = make()
-    defaults = dict.fromkeys(OFTEN_NONE)
-    back = amp.initialize(
-        net,
-        optimizer,
-        enabled=True,
-        opt_level=level,
-        num_losses=1,
-        verbosity=0,
-        max_loss_scale=2.0**24,
-        **defaults,
-    )
+    unset = dict.fromkeys(OFTEN_NONE)
+    numbers = {"num_losses": 1, "verbosity": 0, "max_loss_scale": 2.0**24}
+    back = amp.initialize(net, optimizer, enabled=True, opt_level=level, **unset, **numbers)
     assert back == (net, optimizer)
 
 
