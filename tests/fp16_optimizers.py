@@ -1,5 +1,10 @@
 """A half net, optimizers inside FP16_Optimizer, and a loop that trains them."""
 
+import itertools
+import sys
+import types
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
@@ -70,3 +75,16 @@ def states(optimizer):
 def freeze(net, optimizer):
     """Everything that a step changes, in bits."""
     return snapshot([list(net.parameters()), optimizer.param_groups]), states(optimizer)
+
+
+@contextmanager
+def names_of_apex(monkeypatch, module, name, values):
+    """Has a class of apex in its place, to save and load an object of it, which is yielded."""
+    kind = type(name, (), {"__module__": module})
+    item = kind()
+    vars(item).update(values)
+    with monkeypatch.context() as patch:
+        for parent in itertools.accumulate(module.split("."), "{}.{}".format):
+            patch.setitem(sys.modules, parent, types.ModuleType(parent))
+        setattr(sys.modules[module], name, kind)
+        yield item

@@ -113,11 +113,11 @@ def test_after_uninitialize_nothing_is_left_of_it():
     assert {"param_groups", "state", "defaults"} <= set(vars(optimizer))
 
 
-@shows("patterns-initialize-twice")
+@shows("patterns-initialize-twice", "patterns-return")
 def test_a_call_that_raises_leaves_no_trace_of_it():
     model, optimizer = make()
     with pytest.raises(ValueError, match="unknown opt_level"):
-        amp.initialize(model, optimizer, opt_level="02")
+        amp.initialize(model, optimizer, opt_level="02")  # a zero
     assert not hasattr(amp._amp_state, "opt_properties")
     assert not hasattr(optimizer, "_amp_stash")
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0)

@@ -144,21 +144,6 @@ def test_grid_sample_follows_the_wider_type_and_is_listed(grid_type):
     assert "`grid_sample`" in DIFFERENCES
 
 
-WIDENED = {
-    "cat": lambda x, y: torch.cat([x, y]),
-    "stack": lambda x, y: torch.stack([x, y]),
-    "add": later(torch, "add"),
-    "mul": later(torch, "mul"),
-}
-
-
-@shows("o1-differences")
-@pytest.mark.parametrize("name", WIDENED)
-def test_what_torch_promotes_by_itself_has_the_widest_type(name):
-    open_o1()
-    assert WIDENED[name](half(2), torch.rand(2)).dtype is FULL
-
-
 # ---- In place, banned, copies ----
 
 
@@ -333,18 +318,6 @@ def test_a_weight_is_cast_once_an_iteration_and_has_one_gradient():
             scaled_loss.backward()
         assert torch.equal(net.weight.grad, by_hand.grad.float())  # small integers, which bfloat16 holds
         optimizer.step()
-
-
-@shows("o1-cache", "patterns-edited-weights", "patterns-reversible", "patterns-retain-graph")
-def test_several_backward_passes_share_a_cast():
-    net = Tied()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    amp.initialize(net, optimizer, opt_level="O4", verbosity=0)
-    loss = net(M).float().sum()
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward(retain_graph=True)
-    (again,) = torch.autograd.grad(loss, net.weight)
-    assert torch.equal(again, net.weight.grad)
 
 
 # ---- Functions of the user's ----

@@ -134,16 +134,6 @@ def test_an_average_by_hand_over_state_dicts_has_float32_precision(level):
     assert is_same(average, expected)
 
 
-@shows("never-closures")
-@pytest.mark.parametrize("level", [level for level in EVERY_LEVEL if level != "O3"])  # its history overflows
-def test_lbfgs_trains_with_a_static_scale(level):
-    net, optimizer = initialized(level, torch.optim.LBFGS, loss_scale=1.0)
-    net.eval()
-    closure = closure_of(net, optimizer)
-    first = optimizer.step(closure).item()
-    assert optimizer.step(closure).item() < first
-
-
 # Bound before any patch, as `from torch.nn.functional import softmax` in a script's first lines.
 EARLY_SOFTMAX, EARLY_LINEAR = F.softmax, F.linear
 

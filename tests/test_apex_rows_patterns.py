@@ -1,7 +1,5 @@
 """What published scripts do that a drop-in for apex easily breaks, row by row of docs/apex-behaviour.md."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -45,13 +43,6 @@ def test_the_return_value_may_be_dropped_or_misspelt(level):
     with changed(net):
         step(net, optimizer)
     assert net.first.weight.dtype is CAST.get(level, FULL)
-
-
-@shows("patterns-return")
-@pytest.mark.parametrize("level", ["01", "o1", "1", 1, "O6", None])
-def test_a_level_that_is_none_raises(level):
-    with pytest.raises(RuntimeError, match="unknown opt_level"):
-        initialized(level)
 
 
 # ---- Steps ----
@@ -232,6 +223,7 @@ def test_isinstance_of_a_half_tensor_type_still_answers():
 
 # As torch promotes, by a rule of ours, in place, and by the widest of several.
 MIXED = {
+    "cat": lambda x, y: torch.cat([x, y]),
     "maximum": lambda x, y: torch.maximum(x, y),
     "dot": lambda x, y: torch.dot(x, y),
     "x[mask] = y": lambda x, y: assign(x, y).float(),
@@ -442,18 +434,6 @@ def test_both_directions_of_an_autograd_function_are_decorated(level):
 
 
 # ---- On a box with a CPU, and beside a GPU ----
-
-
-@shows("patterns-cpu")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_disabled_a_cpu_script_is_plain_torch(level):
-    plain, optimizer = make()
-    net = copy.deepcopy(plain)
-    loss_of(plain).backward()
-    optimizer.step()
-    _, optimizer = initialized(level, net=net, enabled=False)
-    step(net, optimizer)
-    assert is_same(copy_of(net), copy_of(plain))
 
 
 @shows("patterns-cpu")
