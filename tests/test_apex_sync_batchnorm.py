@@ -72,24 +72,21 @@ def compare_batch_norm(shape, first, dtype, **kwargs):
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("first", [3, 1, 0], ids=["even", "uneven", "empty"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_synced_statistics_are_those_of_the_joined_batch(ranks, shape, first):
-    ranks(compare_batch_norm, shape, first, torch.float32)
+PLANE = (6, 3, 2, 2)
+CASES = [
+    *((shape, first, torch.float32, {}) for shape in SHAPES.values() for first in (3, 1, 0)),
+    # Statistics have the precision of the input, or float32.
+    *((PLANE, 2, dtype, {}) for dtype in (torch.float64, torch.bfloat16)),
+    (PLANE, 4, torch.float32, {"momentum": None}),
+    (PLANE, 4, torch.float32, {"track_running_stats": False}),
+    (PLANE, 4, torch.float32, {"affine": False}),
+    (PLANE, 4, torch.float32, {"eps": 0.1, "momentum": 0.5}),
+]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_statistics_have_the_precision_of_the_input_or_float32(ranks, dtype):
-    ranks(compare_batch_norm, (6, 3, 2, 2), 2, dtype)
-
-
-@pytest.mark.parametrize(
-    "kwargs",
-    [{"momentum": None}, {"track_running_stats": False}, {"affine": False}, {"eps": 0.1, "momentum": 0.5}],
-    ids=str,
-)
-def test_every_option_does_what_it_does_in_batch_norm(ranks, kwargs):
-    ranks(compare_batch_norm, (6, 3, 2, 2), 4, torch.float32, **kwargs)
+@pytest.mark.parametrize(("shape", "first", "dtype", "options"), CASES, ids=str)
+def test_synced_statistics_are_those_of_the_joined_batch(ranks, shape, first, dtype, options):
+    ranks(compare_batch_norm, shape, first, dtype, **options)
 
 
 def compare_half_statistics():
