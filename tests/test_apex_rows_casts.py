@@ -2,18 +2,16 @@
 
 import operator
 import threading
-from operator import methodcaller
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch
 from ampatch.apex import amp
-from apex_rows import EVERY_LEVEL, PATCHED, X, initialized, shows, step
+from apex_rows import EVERY_LEVEL, PATCHED, Recorder, X, initialized, shows, step
 
 FULL, HALF = torch.float32, torch.bfloat16
 CASTS = (Path(__file__).parents[1] / "docs/casts.md").read_text()
@@ -28,42 +26,52 @@ def half(*shape):
     return torch.rand(shape).to(HALF)
 
 
-def later(module, name, *args, **kwargs):
-    """Calls a function that is looked up then, when a session has patched it."""
-    return lambda *x: getattr(module, name)(*x, *args, **kwargs)
+# ---- Whitelist and blacklist: test_casts_against_autocast.py runs every function of both ----
 
-
-# ---- Whitelist and blacklist ----
-
-M, V, B = torch.rand(3, 3), torch.rand(3), torch.rand(2, 3, 3)
-OF_MATRICES = {
-    "addmm": (M, M, M),
-    "addmv": (V, M, V),
-    "addr": (M, V, V),
-    "matmul": (M, M),
-    "mm": (M, M),
-    "mv": (M, V),
-    "bmm": (B, B),
-    "addbmm": (M, B, B),
-    "baddbmm": (B, B, B),
-    "conv_tbc": (B, torch.rand(1, 3, 2), torch.rand(2)),
+WHITELIST = {
+    *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc"),
+    *("linear", "addmm", "addmv", "addr", "matmul", "mm", "mv", "bmm", "addbmm", "baddbmm", "__matmul__"),
+    *("prelu", "rnn_tanh", "rnn_relu", "lstm", "gru", "rnn_tanh_cell", "lstm_cell", "gru_cell"),
 }
+BLACKLIST = {
+    *("exp", "expm1", "log", "log10", "log1p", "log2", "reciprocal", "rsqrt", "acos", "asin", "cosh", "sinh"),
+    *("tan", "pow", "__pow__", "__rpow__", "sum", "prod", "cumsum", "cumprod", "norm", "dist", "renorm"),
+    *("softmax", "log_softmax", "softmin", "layer_norm", "group_norm", "normalize", "cosine_similarity"),
+    *("softplus", "interpolate", "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss"),
+    *("kl_div", "poisson_nll_loss", "cosine_embedding_loss", "hinge_embedding_loss", "margin_ranking_loss"),
+    *("soft_margin_loss", "multi_margin_loss", "triplet_margin_loss", "binary_cross_entropy_with_logits"),
+}
+M, B = torch.rand(3, 3), torch.rand(2, 3, 3)
 LOWER = {
-    **{f"conv{n}d": (torch.rand(1, 2, *[5] * n), torch.rand(3, 2, *[3] * n)) for n in (1, 2, 3)},
-    **{f"conv_transpose{n}d": (torch.rand(1, 2, *[5] * n), torch.rand(2, 3, *[3] * n)) for n in (1, 2, 3)},
-    "linear": (M, M),
-    "prelu": (M, torch.tensor([0.1])),
+    "conv2d": lambda: F.conv2d(torch.rand(1, 2, 5, 5), torch.rand(3, 2, 3, 3)),
+    "linear": lambda: F.linear(M, M),
+    "a @ b": lambda: M @ M,
+    "prelu": lambda: F.prelu(M, torch.tensor([0.1])),
+    "LSTM": lambda: nn.LSTM(3, 2)(B)[0],
+    "GRUCell": lambda: nn.GRUCell(3, 2)(M),
 }
-LOWER = {name: later(F, name, *args) for name, args in LOWER.items()}
-LOWER |= {name: later(torch, name, *args) for name, args in OF_MATRICES.items()}
-LOWER |= {"Tensor.matmul": lambda: M.matmul(M), "a @ b": lambda: M @ M}
-LOWER |= {name: lambda name=name: getattr(nn, name)(3, 2)(B)[0] for name in ("RNN", "LSTM", "GRU")}
-LOWER |= {
-    name: lambda name=name: getattr(nn, name)(3, 2)(M)[0] for name in ("RNNCell", "LSTMCell", "GRUCell")
+FP32 = {
+    "exp": lambda x: x.exp(),
+    "2 ** x": lambda x: 2**x,
+    "norm": lambda x: x.norm(),
+    "softmax": lambda x: F.softmax(x, dim=1),
+    "local_response_norm": lambda x: F.local_response_norm(x[None], 2),
+    "mse_loss": lambda x: F.mse_loss(x, x),
 }
 
 
-@pytest.mark.exhaustive(keep=12)
+def listed(kind):
+    """The functions of a list, as scripts read and edit it."""
+    modules = (amp.lists.functional_overrides, amp.lists.torch_overrides, amp.lists.tensor_overrides)
+    return {name for module in modules for name in getattr(module, kind)}
+
+
+@shows("o1-whitelist", "o1-blacklist")
+def test_the_functions_that_apex_cast_are_in_its_lists():
+    assert WHITELIST - listed("FP16_FUNCS") == WHITELIST - listed("BFLOAT16_FUNCS") == set()
+    assert BLACKLIST - listed("FP32_FUNCS") == set()
+
+
 @shows("o1-whitelist")
 @pytest.mark.parametrize("level", PATCHED)
 @pytest.mark.parametrize("name", LOWER)
@@ -72,46 +80,10 @@ def test_what_is_fast_in_half_runs_in_half(name, level):
     assert LOWER[name]().dtype is PATCHED[level]
 
 
-LABELS = torch.tensor([0, 2, 1])
-METHODS = (
-    *("exp", "expm1", "log", "log10", "log1p", "log2", "reciprocal", "rsqrt"),
-    *("acos", "asin", "cosh", "sinh", "tan", "sum", "prod", "norm"),
-)
-OF_TWO = ("cosine_similarity", "mse_loss", "l1_loss", "smooth_l1_loss", "poisson_nll_loss")
-FP32 = {
-    **{name: methodcaller(name) for name in METHODS},
-    **{name: lambda x, name=name: getattr(F, name)(x, x) for name in OF_TWO},
-    **{name: later(F, name, dim=1) for name in ("softmax", "log_softmax", "softmin")},
-    **{name: later(F, name, target=LABELS) for name in ("cross_entropy", "nll_loss")},
-    "pow": lambda x: torch.pow(x, 2),
-    "x ** 2": lambda x: x**2,
-    "2 ** x": lambda x: 2**x,
-    "cumsum": lambda x: x.cumsum(0),
-    "cumprod": lambda x: x.cumprod(0),
-    "dist": lambda x: torch.dist(x, x),
-    "renorm": lambda x: torch.renorm(x, 2, 0, 1.0),
-    "layer_norm": lambda x: F.layer_norm(x, [3]),
-    "group_norm": lambda x: F.group_norm(x, 3),
-    "local_response_norm": lambda x: F.local_response_norm(x[None], 2),
-    "normalize": later(F, "normalize"),
-    "softplus": later(F, "softplus"),
-    "interpolate": lambda x: F.interpolate(x[None], scale_factor=2),
-    "kl_div": lambda x: F.kl_div(x, x, reduction="sum"),
-    "cosine_embedding_loss": lambda x: F.cosine_embedding_loss(x, x, torch.ones(3)),
-    "hinge_embedding_loss": lambda x: F.hinge_embedding_loss(x, torch.ones(3, 3)),
-    "margin_ranking_loss": lambda x: F.margin_ranking_loss(x, x, torch.ones(3, 3)),
-    "soft_margin_loss": lambda x: F.soft_margin_loss(x, torch.ones(3, 3)),
-    "multi_margin_loss": lambda x: F.multi_margin_loss(x, LABELS),
-    "triplet_margin_loss": lambda x: F.triplet_margin_loss(x, x, x),
-    "binary_cross_entropy_with_logits": lambda x: F.binary_cross_entropy_with_logits(x, x.float()),
-}
-
-
-@pytest.mark.exhaustive(keep=12)
 @shows("o1-blacklist")
 @pytest.mark.parametrize("name", FP32)
 def test_what_leaves_the_half_range_runs_in_float32(name):
-    x = torch.rand(3, 3).mul(0.5).add(0.25).to(HALF)
+    x = half(3, 3)
     expected = FP32[name](x.float())
     open_o1()
     found = FP32[name](x)
@@ -148,39 +120,26 @@ def test_grid_sample_follows_the_wider_type_and_is_listed(grid_type):
 
 
 @shows("o1-in-place")
-@pytest.mark.parametrize("name", ["exp_", "log_", "rsqrt_", "acos_", "tan_"])
 @pytest.mark.parametrize("level", PATCHED)
-def test_a_blacklisted_op_in_place_raises_by_its_name_and_leaves_the_tensor(name, level):
+def test_a_blacklisted_op_in_place_raises_by_its_name_and_leaves_the_tensor(level):
     x = torch.full((2,), 0.5, dtype=PATCHED[level])
     open_o1(level)
-    with pytest.raises(NotImplementedError, match=name):
-        getattr(x, name)()
-    with pytest.raises(NotImplementedError, match=name):
-        getattr(torch, name)(x)
+    for name in ("exp_", "rsqrt_"):
+        for function in (getattr(torch.Tensor, name), getattr(torch, name)):
+            with pytest.raises(NotImplementedError, match=name):
+                function(x)
+        assert getattr(torch.full((2,), 0.5), name)().dtype is FULL
     assert torch.equal(x, torch.full_like(x, 0.5))
-    assert getattr(torch.full((2,), 0.5), name)().dtype is FULL
-
-
-# The arguments of each, for an x of ones and a y of halves, and what it makes of x.
-IN_PLACE_METHODS = {
-    "add_": (lambda y: (y,), 1.5),
-    "mul_": (lambda y: (y,), 0.5),
-    "addmm_": (lambda y: (y, y), 1.5),
-    "index_add_": (lambda y: (0, torch.tensor([0, 1]), y), 1.5),
-    "lerp_": (lambda y: (y, 0.5), 0.75),
-}
 
 
 @shows("o1-in-place-mixed")
 @pytest.mark.parametrize(("own", "other"), [(FULL, HALF), (HALF, FULL)], ids=str)
-@pytest.mark.parametrize("name", IN_PLACE_METHODS)
-def test_an_op_in_place_on_mixed_types_follows_self(name, own, other):
-    arguments, expected = IN_PLACE_METHODS[name]
+def test_an_op_in_place_on_mixed_types_follows_self(own, other):
     x, y = torch.ones(2, 2, dtype=own), torch.full((2, 2), 0.5, dtype=other)
     open_o1()
-    assert getattr(x, name)(*arguments(y)) is x
-    assert x.dtype is own
-    assert torch.equal(x, torch.full((2, 2), expected, dtype=own))
+    for result in (x.add_(y), x.mul_(y), x.index_add_(0, torch.tensor([0, 1]), y), x.lerp_(y, 0.5)):
+        assert result is x
+    assert torch.equal(x, torch.full((2, 2), 0.875, dtype=own))  # ((1 + 0.5) * 0.5 + 0.5 + 0.5) / 2
 
 
 @shows("o1-in-place-power")
@@ -274,50 +233,29 @@ def test_batchnorm_takes_half_with_float32_weights_and_gives_half(level):
 # ---- The cache ----
 
 
-class CountCasts(TorchDispatchMode):
-    """Counts the copies of float32 tensors of one shape to bfloat16."""
-
-    def __init__(self, shape):
-        super().__init__()
-        self.shape, self.count = torch.Size(shape), 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and result.dtype is HALF:
-            self.count += args[0].shape == self.shape
-        return result
-
-
-class Tied(nn.Module):
-    """Uses one weight in several ops."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([[0.0, 1, 2], [1, 1, 0], [2, 0, 1]]))
-
-    def forward(self, x):
-        return F.linear(x, self.weight) @ self.weight + torch.mm(x, self.weight)
+class CountsCasts(ampatch.Observer):
+    counts_casts = True
 
 
 @shows("o1-cache", "o1-one-gradient")
 def test_a_weight_is_cast_once_an_iteration_and_has_one_gradient():
-    net = Tied()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    amp.initialize(net, optimizer, opt_level="O4", verbosity=0)
+    def run(x, weight):
+        return (F.linear(x, weight) @ weight + torch.mm(x, weight)).float().sum()
+
+    # Small integers, which bfloat16 holds.
+    net = Recorder()
+    net.weight = nn.Parameter(torch.tensor([[0.0, 1, 2], [1, 1, 0], [2, 0, 1]]))
+    with ampatch.observe(CountsCasts()):
+        _, optimizer = initialized("O4", net=net)
     inputs = [torch.ones(2, 3).to(HALF), torch.tensor([[0.0, 1, 2]]).to(HALF)]
-    for _ in range(2):
-        by_hand = net.weight.detach().to(HALF).requires_grad_()
-        with amp.disable_casts():
-            for x in inputs:
-                (F.linear(x, by_hand) @ by_hand + torch.mm(x, by_hand)).float().sum().backward()
-        optimizer.zero_grad()
-        with CountCasts((3, 3)) as casts:
-            outputs = [net(x) for x in inputs]
-        assert casts.count == 1
-        with amp.scale_loss(sum(output.float().sum() for output in outputs), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        assert torch.equal(net.weight.grad, by_hand.grad.float())  # small integers, which bfloat16 holds
-        optimizer.step()
+    by_hand = net.weight.detach().to(HALF).requires_grad_()
+    with amp.disable_casts():
+        sum(run(x, by_hand) for x in inputs).backward()
+    with amp.scale_loss(sum(run(x, net.weight) for x in inputs), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert torch.equal(net.weight.grad, by_hand.grad.float())
+    counts = ampatch.cast_counts()
+    assert (counts.made, counts.reused) == (1, 5)
 
 
 # ---- Functions of the user's ----
