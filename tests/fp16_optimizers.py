@@ -60,11 +60,16 @@ def train(net, optimizer, data):
         optimizer.step()
 
 
+def backward(net, optimizer, factor=1.0, **kwargs):
+    """The backward pass of a loss, always of the same batch."""
+    x, y = next(batches(1))
+    optimizer.backward(loss_of(net, x, y) * factor, **kwargs)
+
+
 def overflow(net, optimizer):
     """Runs a backward pass whose gradients are not finite."""
     optimizer.zero_grad()
-    x, y = next(batches(1))
-    optimizer.backward(loss_of(net, x, y) * float("inf"))
+    backward(net, optimizer, float("inf"))
 
 
 def states(optimizer):

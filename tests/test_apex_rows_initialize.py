@@ -1,6 +1,5 @@
 """What scripts written for apex expect of `amp.initialize`, row by row of docs/apex-behaviour.md."""
 
-import copy
 from collections import OrderedDict, namedtuple
 
 import numpy as np
@@ -92,19 +91,15 @@ def test_the_objects_passed_in_are_the_ones_that_change(level):
 @shows("initialize-batchnorm-buffers")
 @pytest.mark.parametrize("level", MASTERED)
 def test_a_batchnorm_without_weights_keeps_its_statistics_in_float32(level):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 2))
     amp.initialize(model, opt_level=level, verbosity=0)
     x = (1000 * torch.randn(64, 4)).to(MASTERED[level])
-    expected = nn.BatchNorm1d(4, affine=False)
+    norm, expected = model[0], nn.BatchNorm1d(4, affine=False)
     for _ in range(5):
         model(x)
         expected(x.float())
-    norm = model[0]
-    assert norm.running_var.dtype is norm.running_mean.dtype is torch.float32
     assert norm.running_var.min() > 65504  # inf in float16
-    torch.testing.assert_close(norm.running_var, expected.running_var)
-    torch.testing.assert_close(norm.running_mean, expected.running_mean)
+    torch.testing.assert_close([*norm.buffers()], [*expected.buffers()])
 
 
 # ---- Keywords and their values ----
@@ -335,32 +330,22 @@ class HalfFirst(Net):
 
 @shows("initialize-model-false")
 @pytest.mark.parametrize("level", MASTERED)
-@pytest.mark.parametrize("scale", [None, 8.0, 1.0])
-def test_half_parameters_of_the_scripts_own_have_masters_beside_a_model_type_of_false(level, scale):
+def test_half_parameters_of_the_scripts_own_have_masters_beside_a_model_type_of_false(level):
     half, net = MASTERED[level], HalfFirst()
     net.first.to(half)
-    reference = copy.deepcopy(net).float()
-    optimizer, expected = (
-        torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (net, reference)
-    )
     options = {"cast_model_type": False, "master_weights": True, "allow_half_params": True}
-    amp.initialize(net, optimizer, opt_level=level, loss_scale=scale, verbosity=0, **options)
-    for _ in range(2):
-        backward(net, optimizer, x=X.to(half))
-        for param, master in zip(reference.parameters(), amp.master_params(optimizer), strict=True):
-            param.grad = master.grad.clone()
-        optimizer.step()
-        expected.step()
-        optimizer.zero_grad()
+    _, optimizer = initialized(level, net=net, loss_scale=8.0, **options)
     masters = [*amp.master_params(optimizer)]
-    assert is_same(masters, reference.parameters())
+    assert {master.dtype for master in masters} == {torch.float32}
+    before = [master.detach().clone() for master in masters]
+    backward(net, optimizer, x=X.to(half))
+    grads = [master.grad.clone() for master in masters]
+    optimizer.step()
+    expected = torch._foreach_add(before, grads, alpha=-0.1)
+    assert is_same(masters, expected)
     assert types_of(net) == [half] * 2 + [torch.float32] * 4
     assert torch.equal(net.first.weight, masters[0].to(half))
     assert torch.equal(net.state_dict()["first.weight"], masters[0])
-    with torch.no_grad():
-        masters[0].fill_(2.0)
-    net(X.to(half))
-    assert torch.equal(net.first.weight, torch.full_like(net.first.weight, 2.0))
     ampatch.uninitialize()
     assert [*amp.master_params(optimizer)] == [*net.parameters()]
 

