@@ -53,23 +53,28 @@ def loss_of(net, x, y):
     return F.cross_entropy(net(x).float(), y)
 
 
-def train(net, optimizer, data):
-    for x, y in data:
-        optimizer.zero_grad()
-        optimizer.backward(loss_of(net, x, y))
-        optimizer.step()
-
-
-def backward(net, optimizer, factor=1.0, **kwargs):
+def backward(net, optimizer, **kwargs):
     """The backward pass of a loss, always of the same batch."""
-    x, y = next(batches(1))
-    optimizer.backward(loss_of(net, x, y) * factor, **kwargs)
+    optimizer.backward(loss_of(net, *next(batches(1))), **kwargs)
+
+
+def evaluate(net, optimizer, batch, factor=1.0):
+    """What closures do: clears the gradients, makes those of a loss, and returns it."""
+    optimizer.zero_grad()
+    loss = loss_of(net, *batch)
+    optimizer.backward(loss * factor)
+    return loss.detach()
+
+
+def train(net, optimizer, data):
+    for batch in data:
+        evaluate(net, optimizer, batch)
+        optimizer.step()
 
 
 def overflow(net, optimizer):
     """Runs a backward pass whose gradients are not finite."""
-    optimizer.zero_grad()
-    backward(net, optimizer, float("inf"))
+    evaluate(net, optimizer, next(batches(1)), float("inf"))
 
 
 def states(optimizer):

@@ -17,6 +17,7 @@ from fp16_optimizers import (
     HALF,
     batches,
     each_optimizer,
+    evaluate,
     freeze,
     loss_of,
     make,
@@ -34,17 +35,10 @@ from helpers import assert_same_bits, snapshot
 def test_a_step_with_a_closure_is_a_step(name):
     (net, optimizer), (other, expected) = make(name, dynamic_loss_scale=True), make(name)
     expected.loss_scale = 2**16
-    for x, y in batches(3):
-
-        def closure(x=x, y=y):
-            optimizer.zero_grad()
-            loss = loss_of(net, x, y)
-            optimizer.backward(loss)
-            return loss.detach()
-
+    for batch in batches(3):
         with torch.no_grad():
-            wanted = loss_of(copy.deepcopy(net), x, y)
-        assert optimizer.step(closure) == wanted
+            wanted = loss_of(copy.deepcopy(net), *batch)
+        assert optimizer.step(partial(evaluate, net, optimizer, batch)) == wanted
     train(other, expected, batches(3))
     assert freeze(net, optimizer) == freeze(other, expected)
     assert optimizer.loss_scaler.cur_iter == 3
@@ -53,14 +47,10 @@ def test_a_step_with_a_closure_is_a_step(name):
 def test_a_closure_that_overflows_is_called_again_with_a_smaller_scale():
     net, optimizer = make(dynamic_loss_scale=True)
     scales = []
-    x, y = next(batches(1))
 
     def closure():
         scales.append(optimizer.loss_scale)
-        optimizer.zero_grad()
-        loss = loss_of(net, x, y)
-        optimizer.backward(loss * (float("inf") if scales[-1] > 2**13 else 1.0))
-        return loss.detach()
+        return evaluate(net, optimizer, next(batches(1)), float("inf") if scales[-1] > 2**13 else 1.0)
 
     before = freeze(net, optimizer)
     optimizer.step(closure)
@@ -88,10 +78,7 @@ def test_a_closure_sees_the_weights_that_lbfgs_tries():
         assert_same_bits(
             params, [m.to(p.dtype) for p, m in zip(params, amp.master_params(optimizer), strict=True)]
         )
-        optimizer.zero_grad()
-        loss = loss_of(net, *next(batches(1)))
-        optimizer.backward(loss)
-        seen.append(loss.detach())
+        seen.append(evaluate(net, optimizer, next(batches(1))))
         return seen[-1]
 
     for _ in range(3):
