@@ -456,49 +456,26 @@ def test_outputs_in_dicts_and_tuples_are_float32(level):
     assert found["extras"][2:] == ("text", None)
 
 
-@shows("initialize-inputs", "patterns-inputs")
+@shows("initialize-inputs", "initialize-inputs-defects", "patterns-inputs", "never-namedtuple")
 @pytest.mark.parametrize("level", CAST)
 def test_floats_in_any_container_are_cast_and_the_rest_stays(level):
-    model = Recorder()
-    amp.initialize(model, opt_level=level, verbosity=0)
-    array, ids = np.ones(2), torch.arange(3)
-    model("train", {"x": X, "ids": ids}, [X, (X, 3)], array, scale=X, name="net")
-    mode, batch, nested, given, half = *model.args, CAST[level]
-    assert mode == "train"
-    assert batch["x"].dtype is nested[0].dtype is nested[1][0].dtype is model.kwargs["scale"].dtype is half
-    assert torch.equal(batch["x"], X.to(half))
-    assert batch["ids"] is ids
-    assert nested[1][1] == 3
-    assert given is array
-    assert model.kwargs["name"] == "net"
-
-
-@shows("initialize-inputs-defects", "never-namedtuple")
-@pytest.mark.parametrize("level", CAST)
-def test_named_tuples_ranges_and_ordered_dicts_stay_what_they_are(level):
     model = Recorder(Pair(X, 1))
     amp.initialize(model, opt_level=level, verbosity=0)
-    result = model(Pair(X, torch.tensor(7)), range(3), OrderedDict(b=X, a=2))
-    pair, numbers, ordered = model.args
+    array, ids = np.ones(2), torch.tensor([50257, 2**24 + 1])  # float16 holds neither
+    own, ordered = Batch(ids=ids, mask=torch.ones(2)), OrderedDict(b=X, a=2)
+    inputs = [{"x": X, "ids": ids}, [X, (X, 3)], Pair(X, ids), ordered, own, Graph(X)]
+    result = model("train", array, range(3), *inputs, scale=X, name="net")
+    mode, same, numbers, batch, nested, pair, ordered, own, graph = model.args
+    assert (mode, numbers, nested[1][1], model.kwargs["name"]) == ("train", range(3), 3, "net")
+    assert same is array
+    assert batch["ids"] is pair.label is ids
+    assert torch.equal(own["ids"], ids)
+    found = [nested[0], nested[1][0], pair.image, ordered["b"], graph.nodes, model.kwargs["scale"]]
+    assert is_same([batch["x"], *found], [X.to(CAST[level])] * 7)
+    assert own["mask"].dtype is CAST[level]
     assert type(pair) is type(result) is Pair
-    assert pair.image.dtype is ordered["b"].dtype is CAST[level]
-    assert pair.label.dtype is torch.int64
-    assert numbers == range(3)
     assert type(ordered) is OrderedDict
     assert [*ordered] == ["b", "a"]
-
-
-@shows("initialize-inputs", "initialize-inputs-defects", "patterns-inputs")
-@pytest.mark.parametrize("level", CAST)
-def test_an_object_with_a_to_casts_itself_and_integer_ids_in_it_stay_exact(level):
-    model = Recorder()
-    amp.initialize(model, opt_level=level, verbosity=0)
-    ids = torch.tensor([50257, 2**24 + 1])  # float16 holds neither
-    model(Batch(ids=ids, mask=torch.ones(2)), Graph(X))
-    batch, graph = model.args
-    assert torch.equal(batch["ids"], ids)
-    assert batch["ids"].dtype is torch.int64
-    assert batch["mask"].dtype is graph.nodes.dtype is CAST[level]
 
 
 # ---- What was wrong ----
