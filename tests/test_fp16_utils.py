@@ -114,6 +114,13 @@ def test_a_module_is_converted_without_its_parts():
     assert net[0].weight.dtype == FLOAT
 
 
+def test_a_converted_recurrent_network_runs():
+    net = convert_network(nn.LSTM(3, 4), HALF)
+    output, _ = net(torch.randn(5, 2, 3).half())
+    output.float().sum().backward()
+    assert output.dtype == net.weight_hh_l0.grad.dtype == HALF
+
+
 def test_an_fp16_model_casts_its_inputs():
     class Sum(nn.Module):
         def __init__(self):
