@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import ampatch as amp
-from caching import HALF, X, assert_fresh, by_hand, open_session
+from caching import HALF, MODES, X, assert_fresh, by_hand, open_session
 
 
 @pytest.fixture
@@ -13,43 +13,34 @@ def linear():
     return open_session(nn.Linear(3, 5))
 
 
-MODES = {
-    "grad": torch.enable_grad,
-    "no_grad": torch.no_grad,
-    "inference": torch.inference_mode,
-}
-
-
-@pytest.mark.parametrize("second", MODES)
 @pytest.mark.parametrize("first", MODES)
-def test_a_result_is_of_the_mode_that_it_was_computed_in(linear, first, second):
-    with MODES[first]():
-        linear(X)
-    with MODES[second]():
-        result = linear(X)
-    assert result.requires_grad == (second == "grad")
-    assert result.is_inference() == (second == "inference")
-    assert torch.equal(result, by_hand(linear))
-    linear(X).sum().backward()
-    assert linear.weight.grad is not None
+def test_a_result_is_of_the_mode_that_it_was_computed_in(first):
+    models = [nn.Linear(3, 5) for _ in MODES]
+    open_session(models)
+    for model, second in zip(models, MODES, strict=True):
+        with first():
+            model(X)
+        with second():
+            result = model(X)
+        assert result.requires_grad == (second is torch.enable_grad)
+        assert result.is_inference() == (second is torch.inference_mode)
+        assert torch.equal(result, by_hand(model))
+        model(X).sum().backward()
+        assert model.weight.grad is not None
 
 
 def test_no_grad_inside_a_forward_and_grad_again_in_the_same_forward_gives_a_gradient():
-    class Reversible(nn.Module):
+    class Reversible(nn.Linear):
         """Runs under no_grad first, and again with grad."""
-
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(3, 5)
 
         def forward(self, x):
             with torch.no_grad():
-                first = self.linear(x)
-            return self.linear(x) + first
+                first = super().forward(x)
+            return super().forward(x) + first
 
-    model = open_session(Reversible())
+    model = open_session(Reversible(3, 5))
     model(X).sum().backward()
-    assert model.linear.weight.grad is not None
+    assert model.weight.grad is not None
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["frozen first", "trained first"])
@@ -122,21 +113,18 @@ def test_a_transform_over_the_input_leaves_no_dead_cast_behind(linear, transform
 
 
 def test_a_transform_inside_of_a_forward_leaves_no_dead_cast_behind():
-    class Energy(nn.Module):
+    class Energy(nn.Linear):
         """As models of forces are: the derivative of one layer, and then the layer itself."""
 
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(3, 5)
-
         def forward(self, x):
-            forces = torch.func.grad(lambda y: self.linear(y).float().sum())(x)
-            return self.linear(x).float().sum() + forces.sum()
+            layer = super().forward
+            forces = torch.func.grad(lambda y: layer(y).float().sum())(x)
+            return layer(x).float().sum() + forces.sum()
 
-    model = open_session(Energy())
+    model = open_session(Energy(3, 5))
     model(X).backward()
     expected = X.to(HALF).float().sum(0).expand(5, 3) + float(len(X))
-    assert torch.equal(model.linear.weight.grad, expected)
+    assert torch.equal(model.weight.grad, expected)
 
 
 @amp.half_function
@@ -146,9 +134,9 @@ def show_half(tensor):
 
 @pytest.mark.parametrize("first", MODES)
 def test_a_users_function_that_returns_the_cast_of_a_weight_returns_one_of_its_mode(linear, first):
-    with MODES[first]():
+    with first():
         linear(X)
-        assert show_half(linear.weight).requires_grad == (first == "grad")
+        assert show_half(linear.weight).requires_grad == (first is torch.enable_grad)
     with torch.no_grad():
         assert not show_half(linear.weight).requires_grad
     show_half(linear.weight).sum().backward()
