@@ -1,4 +1,4 @@
-"""Tensors that are not plain, dense and float32: subclasses, formats, modes, `out=` and keywords."""
+"""Tensors that are not plain, dense and float32: subclasses, formats and modes."""
 
 import contextlib
 import functools
@@ -315,54 +315,6 @@ def test_channels_last_is_kept_by_casts_of_weights_inputs_and_masters(when, leve
         assert is_last(model.state_dict()["0.weight"])
         amp.uninitialize()
         assert is_last(model[0].weight)
-
-
-# ---- Keywords and out= ----
-
-A = torch.tensor([[0.5, 1.0], [-1.0, 0.25]])
-WITH_OUT = {
-    "matmul": lambda out: torch.matmul(A, A, out=out),
-    "mm by keywords": lambda out: torch.mm(input=A, mat2=A, out=out),
-    "exp": lambda out: torch.exp(A, out=out),
-    "exp by keyword": lambda out: torch.exp(input=A, out=out),
-    "addmm": lambda out: torch.addmm(A, A, A, beta=0.5, alpha=2.0, out=out),
-    "cumsum": lambda out: torch.cumsum(A, dim=0, out=out),
-    "pow": lambda out: torch.pow(A, 2, out=out),
-    "lerp": lambda out: torch.lerp(A, A + 1, 0.5, out=out),
-}
-
-
-@PATCHED
-@pytest.mark.parametrize("name", WITH_OUT)
-def test_a_result_is_written_into_out(name, level):
-    expected = WITH_OUT[name](torch.empty(2, 2))
-    open_session(nn.Linear(1, 1), opt_level=level)
-    out = torch.empty(2, 2)
-    assert WITH_OUT[name](out) is out
-    assert torch.equal(out, expected)
-
-
-F = torch.nn.functional
-BY_KEYWORD = {
-    "linear": (lambda: F.linear(input=A, weight=A, bias=None), "half"),
-    "conv1d": (lambda: F.conv1d(input=A[None], weight=A[None]), "half"),
-    "matmul": (lambda: torch.matmul(input=A, other=A), "half"),
-    "Tensor.matmul": (lambda: A.matmul(other=A), "half"),
-    "einsum in a list": (lambda: torch.einsum("ij,jk->ik", [A, A]), "half"),
-    "baddbmm": (lambda: torch.baddbmm(input=A[None], batch1=A[None], batch2=A[None]), "half"),
-    "softmax": (lambda: torch.softmax(input=A.bfloat16(), dim=0), "full"),
-    "sum": (lambda: A.bfloat16().sum(dim=0, keepdim=True), "full"),
-    "norm": (lambda: torch.norm(input=A.bfloat16(), p=2), "full"),
-    "dot": (lambda: torch.dot(input=A[0], tensor=A[0].bfloat16()), "full"),
-}
-
-
-@PATCHED
-@pytest.mark.parametrize("name", BY_KEYWORD)
-def test_arguments_by_keyword_are_cast(name, level):
-    open_session(nn.Linear(1, 1), opt_level=level)
-    call, expected = BY_KEYWORD[name]
-    assert call().dtype is (HALF[level] if expected == "half" else torch.float32)
 
 
 # ---- Containers that hold themselves ----
