@@ -11,7 +11,8 @@ HALF = torch.bfloat16
 
 
 def open_session(model=None, opt_level="O4", **kwargs):
-    return amp.initialize(model or nn.Linear(2, 2), opt_level=opt_level, verbosity=0, **kwargs)
+    model = nn.Linear(2, 2) if model is None else model  # a compiled one cannot say whether it is true
+    return amp.initialize(model, opt_level=opt_level, verbosity=0, **kwargs)
 
 
 def half(*shape):
