@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import ampatch as amp
 from helpers import needs_torch
 from nets import EVERY_LEVEL, MASTERED
-from patched import HALF, LEVELS, open_session
+from patched import HALF, LEVELS, backward, open_session
 
 # torch 2.13 calls them deprecated; scripts that use them are what is tested here.
 SCRIPTS = pytest.mark.filterwarnings("ignore:.*torch.jit.* (is|are) (deprecated|not supported).*")
@@ -343,8 +343,7 @@ def test_a_model_that_is_scripted_as_a_whole_trains_uncast(level, make):
     amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
     assert torch.equal(model(x_of()), expected)
     before = model.weight.detach().clone()
-    with amp.scale_loss(model(x_of()).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(model(x_of()).sum(), optimizer)
     optimizer.step()
     assert torch.equal(model.weight, before - 0.5 * x_of().sum(0))
 

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import ampatch as amp
 from nets import sgd
-from patched import DOUBLE, FULL, HALF, LEVELS, full, half, open_session
+from patched import DOUBLE, FULL, HALF, LEVELS, backward, full, half, open_session
 
 pytestmark = [
     pytest.mark.exhaustive(keep=6),  # of each test
@@ -128,8 +128,7 @@ def test_a_recurrent_network_computes_what_it_does_in_half(opt_level, name, inpu
     found = call(model, given, state)
     assert {tensor.dtype for tensor in found} == {dtype if opt_level in LEVELS else FULL}
     assert_equal(found, expected)
-    with amp.scale_loss(mean_square(found), optimizer) as loss:
-        loss.backward()
+    backward(mean_square(found), optimizer)
     for master, param in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
         assert master.grad.dtype is FULL
         assert torch.equal(master.grad, param.grad.float())
@@ -160,8 +159,7 @@ def test_a_recurrent_cell_trains_over_several_steps(opt_level, name, state, give
     assert all(
         torch.equal(mine.float(), theirs.float()) for mine, theirs in zip(found, expected, strict=True)
     )
-    with amp.scale_loss(mean_square(found), optimizer) as loss:
-        loss.backward()
+    backward(mean_square(found), optimizer)
     for master, param in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
         assert master.grad.dtype is FULL
         # The plain cell adds the gradients of its three uses in half, as a cast weight does.
@@ -197,8 +195,7 @@ def train(network, x, opt_level, keep_fp32=()):
         optimizer.zero_grad()
         loss = mean_square(network(x)[0])
         if opt_level:
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            backward(loss, optimizer)
         else:
             loss.backward()
         optimizer.step()
@@ -295,8 +292,7 @@ def test_a_kept_network_runs_in_float32_and_its_neighbours_do_not(opt_level, mak
     assert seen[0].dtype is FULL
     assert torch.equal(seen[0], expected)
     assert model.seen is FULL
-    with amp.scale_loss(mean_square(output), optimizer) as loss:
-        loss.backward()
+    backward(mean_square(output), optimizer)
     assert {param.grad.dtype for param in model.recurrent.parameters()} == {FULL}
     optimizer.step()
 
@@ -320,7 +316,6 @@ def test_a_recurrent_network_trains_on_a_gpu(opt_level, name):
     if "dropout" not in name:
         # Outputs are between -1 and 1, or of order 1; bfloat16 rounds by 0.4 % in each of a few steps.
         assert (found.float() - expected).abs().max() < 0.05
-    with amp.scale_loss(mean_square(found), optimizer) as loss:
-        loss.backward()
+    backward(mean_square(found), optimizer)
     assert all(param.grad.dtype is FULL for param in amp.master_params(optimizer))
     optimizer.step()
