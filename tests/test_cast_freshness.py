@@ -15,18 +15,8 @@ def linear():
     return open_session(nn.Linear(3, 5))
 
 
-def edit_a_view(model):
-    with torch.no_grad():
-        model.weight[0].fill_(7)
-
-
-def load(model):
-    model.load_state_dict({name: value - 2 for name, value in model.state_dict().items()})
-
-
-def load_by_assignment(model):
-    state = {name: value - 2 for name, value in model.state_dict().items()}
-    model.load_state_dict(state, assign=True)
+def load(model, **kwargs):
+    model.load_state_dict({name: value - 2 for name, value in model.state_dict().items()}, **kwargs)
 
 
 def assign_data(model):
@@ -37,22 +27,9 @@ def assign_parameter(model):
     model.weight = nn.Parameter(model.weight.detach() - 2)
 
 
-def initialize_again(model):
-    torch.nn.init.constant_(model.weight, 3.0)
-
-
-def swap_tensors(model):
-    torch.utils.swap_tensors(model.weight, nn.Parameter(model.weight.detach() - 2))
-
-
 def flatten_and_back(model):
     vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
     torch.nn.utils.vector_to_parameters(vector - 2, model.parameters())
-
-
-def foreach_edit(model):
-    with torch.no_grad():
-        torch._foreach_add_(list(model.parameters()), 2.0)
 
 
 def move_memory_and_edit(model):
@@ -62,8 +39,7 @@ def move_memory_and_edit(model):
 
 def move_there_and_back(model):
     model.double()
-    with torch.no_grad():
-        model.weight.sub_(2)
+    model.weight.sub_(2)
     model.float()
 
 
@@ -77,11 +53,6 @@ def convert_by_swapping(model):
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-def set_memory(model):
-    with torch.no_grad():
-        model.weight.set_(model.weight.detach() - 2)
-
-
 def load_average(model):
     average = torch.optim.swa_utils.AveragedModel(model)
     average.update_parameters(model)
@@ -90,51 +61,48 @@ def load_average(model):
     model.load_state_dict(average.module.state_dict())
 
 
-def edit_in_place(model):
-    with torch.no_grad():
-        model.weight.mul_(-3)
+# Each runs under no_grad.
+EDITS = {
+    "in place": lambda model: model.weight.mul_(-3),
+    "a view": lambda model: model.weight[0].fill_(7),
+    "foreach": lambda model: torch._foreach_add_(list(model.parameters()), 2.0),
+    "other memory": lambda model: model.weight.set_(model.weight.detach() - 2),
+    "initialized": lambda model: torch.nn.init.constant_(model.weight, 3.0),
+    "loaded": load,
+    "loaded by assignment": lambda model: load(model, assign=True),
+    "loaded from an average": load_average,
+    "assigned data": assign_data,
+    "assigned parameter": assign_parameter,
+    "flattened and back": flatten_and_back,
+    "moved memory": move_memory_and_edit,
+    "moved there and back": move_there_and_back,
+}
+# These take no tensor that a graph holds.
+SWAPS = {
+    "swapped": lambda model: torch.utils.swap_tensors(model.weight, nn.Parameter(model.weight.detach() - 2)),
+    "converted by swapping": convert_by_swapping,
+}
 
 
-EDITS = [
-    edit_in_place,
-    move_there_and_back,
-    convert_by_swapping,
-    set_memory,
-    load_average,
-    edit_a_view,
-    load,
-    load_by_assignment,
-    assign_data,
-    assign_parameter,
-    initialize_again,
-    swap_tensors,
-    flatten_and_back,
-    foreach_edit,
-    move_memory_and_edit,
-]
-
-
-@pytest.mark.parametrize("edit", EDITS)
-def test_an_edit_between_two_forwards_is_seen(edit):
+@pytest.mark.parametrize("name", [*EDITS, *SWAPS])
+def test_an_edit_between_two_forwards_is_seen(name):
     models = [nn.Linear(3, 5).requires_grad_(trained) for _ in MODES for trained in (True, False)]
     open_session(models)
     for model, mode in zip(models, [mode for mode in MODES for _ in range(2)], strict=True):
         with mode():
             assert_fresh(model)
-        edit(model)
+        with torch.no_grad():
+            {**EDITS, **SWAPS}[name](model)
         with mode():
             assert_fresh(model)
 
 
-# These take no tensor that a graph holds.
-WITH_A_GRAPH = [edit for edit in EDITS if edit not in (swap_tensors, convert_by_swapping)]
-
-
-@pytest.mark.parametrize("edit", WITH_A_GRAPH)
-def test_an_edit_is_seen_while_a_graph_from_before_it_waits_for_its_backward(linear, edit):
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_is_seen_while_a_graph_from_before_it_waits_for_its_backward(linear, name):
     """The iteration goes on meanwhile, and its casts are used without a second look."""
     waiting = linear(X)
-    edit(linear)
+    with torch.no_grad():
+        EDITS[name](linear)
     assert_fresh(linear)
     assert waiting.requires_grad
 
@@ -142,19 +110,18 @@ def test_an_edit_is_seen_while_a_graph_from_before_it_waits_for_its_backward(lin
 class WritesMidway(nn.Linear):
     """Writes its weight between two uses of it, as codebooks do that follow their inputs."""
 
-    write = staticmethod(edit_in_place)
-
     def forward(self, x):
         super().forward(x)
-        self.write(self)
+        with torch.no_grad():
+            EDITS[self.name](self)
         return super().forward(x)
 
 
-@pytest.mark.parametrize("edit", [edit_in_place, assign_data])
+@pytest.mark.parametrize("name", ["in place", "assigned data"])
 @pytest.mark.parametrize("mode", MODES)
-def test_an_edit_between_two_uses_in_one_forward_is_seen(mode, edit):
+def test_an_edit_between_two_uses_in_one_forward_is_seen(mode, name):
     model = open_session(WritesMidway(3, 5))
-    model.write = edit
+    model.name = name
     with mode():
         found = model(X).detach()
     assert torch.equal(found, by_hand(model))
@@ -200,15 +167,13 @@ def test_a_weight_that_functions_use_outside_of_any_model_is_seen_after_a_step_b
 def test_an_attack_on_the_weights_between_two_forwards_is_seen(linear):
     """As sharpness-aware minimization does: up along the gradient, and back again, through `.data`."""
     for _ in range(2):
-        linear(X).sum().backward()
-        for param in linear.parameters():
-            param.data.add_(param.grad)
-        loss = linear(X)
-        assert torch.equal(loss.detach(), by_hand(linear))
-        loss.sum().backward()
-        for param in linear.parameters():
-            param.data.sub_(param.grad)
-        assert_fresh(linear)
+        for sign in (1, -1):
+            loss = linear(X)
+            assert torch.equal(loss.detach(), by_hand(linear))
+            loss.sum().backward()
+            for param in linear.parameters():
+                param.data.add_(sign * param.grad)
+    assert_fresh(linear)
 
 
 OPTIMIZERS = {
@@ -282,18 +247,6 @@ def test_an_average_swapped_in_for_an_evaluation_and_out_again_is_seen(mode):
         assert_fresh(model)
 
 
-def keep_data(model):
-    return model.weight.data.fill_
-
-
-def keep_array(model):
-    return model.weight.detach().numpy().fill
-
-
-def keep_a_row_of_data(model):
-    return model.weight.data[1].fill_
-
-
 def flatten(model):
     """All weights lie in one tensor."""
     flat = torch.cat([param.detach().flatten() for param in model.parameters()])
@@ -319,21 +272,21 @@ def take_from_bytes(model):
     return array.fill
 
 
-KEEPERS = [
-    keep_data,
-    keep_array,
-    keep_a_row_of_data,
-    flatten,
-    take_from_numpy,
-    take_from_dlpack,
-    take_from_bytes,
-]
+KEEPERS = {
+    "data": lambda model: model.weight.data.fill_,
+    "an array": lambda model: model.weight.detach().numpy().fill,
+    "a row of data": lambda model: model.weight.data[1].fill_,
+    "flat memory": flatten,
+    "numpy's": take_from_numpy,
+    "dlpack's": take_from_dlpack,
+    "bytes": take_from_bytes,
+}
 
 
-@pytest.mark.parametrize("keep", KEEPERS)
-def test_a_write_to_memory_that_others_hold_is_seen(keep):
+@pytest.mark.parametrize("name", KEEPERS)
+def test_a_write_to_memory_that_others_hold_is_seen(name):
     models = [nn.Linear(3, 5) for _ in MODES]
-    writers = [keep(model) for model in models]
+    writers = [KEEPERS[name](model) for model in models]
     open_session(models)
     for model, write, mode in zip(models, writers, MODES, strict=True):
         for value in (1.0, -2.0, 3.0):
@@ -359,8 +312,7 @@ def test_a_write_by_another_process_is_seen_by_the_next_evaluation(when):
     open_session(model)
     with torch.no_grad():
         assert_fresh(model)
-        if when == "after":
-            model.share_memory()
+        model.share_memory()
         assert_fresh(model)
         handle = model.weight.untyped_storage()._share_fd_cpu_()
         there = torch.UntypedStorage._new_shared_fd_cpu(*handle)  # what another process would open
@@ -370,49 +322,24 @@ def test_a_write_by_another_process_is_seen_by_the_next_evaluation(when):
             assert_fresh(model)
 
 
-def write_state_dict(model):
-    for value in model.state_dict().values():
-        value.data.mul_(-3)
+WRITES = {
+    "all": write_data,
+    "state_dict": lambda model: [value.data.mul_(-3) for value in model.state_dict().values()],
+    "a row": lambda model: model.weight[1].data.add_(2.0),
+    "a slice of the bias": lambda model: model.bias[1:3].data.add_(2.0),  # as of a forget gate
+    "a view": lambda model: model.weight.view(-1).data.mul_(-3),
+    "a transpose": lambda model: model.weight.t().data.add_(1),
+    "a chunk": lambda model: model.weight.chunk(2)[0].data.add_(1),
+    "what is detached": lambda model: model.weight.detach().data.mul_(-3),
+}
 
 
-def write_a_row(model):
-    model.weight[1].data.fill_(2.0)
-
-
-def write_a_slice_of_the_bias(model):
-    model.bias[1:3].data.fill_(2.0)  # as the bias of a forget gate is set
-
-
-def write_a_view(model):
-    model.weight.view(-1).data.mul_(-3)
-    model.weight.t().data.add_(1)
-
-
-def write_a_chunk(model):
-    model.weight.chunk(2)[0].data.zero_()
-
-
-def write_what_is_detached(model):
-    model.weight.detach().data.mul_(-3)
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        write_data,
-        write_state_dict,
-        write_a_row,
-        write_a_slice_of_the_bias,
-        write_a_view,
-        write_a_chunk,
-        write_what_is_detached,
-    ],
-)
-def test_a_write_through_data_between_two_evaluations_is_seen(linear, write):
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_through_data_between_two_evaluations_is_seen(linear, name):
     for mode in [*MODES, *MODES]:
         with mode():
             assert_fresh(linear)
-        write(linear)
+        WRITES[name](linear)
         with mode():
             assert_fresh(linear)
 
