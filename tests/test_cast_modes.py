@@ -54,17 +54,6 @@ def test_requires_grad_toggled_between_two_uses_counts_at_once(linear, before):
     assert linear.weight.grad is not None
 
 
-def test_a_discriminator_frozen_for_the_generators_turn_gets_no_gradient():
-    generator, discriminator = nn.Linear(3, 3), nn.Linear(3, 5)
-    open_session([generator, discriminator])
-    discriminator(generator(X).detach()).sum().backward()
-    expected = discriminator.weight.grad.clone()
-    discriminator.requires_grad_(False)
-    discriminator(generator(X)).sum().backward()
-    assert torch.equal(discriminator.weight.grad, expected)
-    assert generator.weight.grad is not None
-
-
 def test_parameters_made_in_inference_mode_are_cast():
     with torch.inference_mode():
         model = nn.Linear(3, 5)
@@ -80,17 +69,6 @@ def test_a_sparse_parameter_is_cast():
     for _ in range(2):
         result = torch.sparse.mm(weight, torch.ones(3, 2))
         assert torch.equal(result.float(), torch.ones(3, 2))
-
-
-def test_weights_swapped_by_functional_call_are_cast_themselves(linear):
-    other = {name: nn.Parameter(param.detach() - 2) for name, param in linear.named_parameters()}
-    linear(X)
-    result = torch.func.functional_call(linear, other, (X,))
-    expected = torch.ops.aten.linear(X.to(HALF), other["weight"].to(HALF), other["bias"].to(HALF))
-    assert torch.equal(result, expected)
-    result.sum().backward()
-    assert other["weight"].grad is not None
-    assert linear.weight.grad is None
 
 
 def test_a_transform_of_torch_func_leaves_no_dead_cast_behind(linear):

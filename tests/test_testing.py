@@ -176,55 +176,54 @@ def test_a_decorated_function_fails_for_another_cast(cast, other):
     fails(r"\n- ", DECORATORS[cast](scale), X, W, expect=other, opt_level="O4")
 
 
-def casts_float64(x):
-    return x.to(HALF) if is_open() and not off() else x
-
-
 def off():
     return SESSION.casts.thread.is_off()
 
 
-def ignores_disable_casts(x):
-    return x.to(HALF) if is_open() and x.dtype is FULL else x
-
-
-def loses_the_gradient(x):
-    return amp.half_function(lambda x: x * 2)(x.detach() + 0 * x if is_open() and not off() else x)
-
-
-def rounds(x):
-    return amp.half_function(lambda x: x * (1.01 if is_open() and not off() else 1))(x)
+def is_casting():
+    return is_open() and not off()
 
 
 def writes(x):
-    if is_open() and not off():
+    if is_casting():
         with torch.no_grad():
             x.mul_(2)
         return amp.half_function(lambda x: x / 2)(x)
     return amp.half_function(lambda x: x * 1)(x)
 
 
-def returns_more(x):
-    return [x.to(HALF)] * 2 if is_open() and not off() else x
+FAULTS = {
+    "casts float64": (
+        lambda x: x.to(HALF) if is_casting() else x,
+        "float64 arguments: result is torch.bfloat16, expected torch.float64",
+    ),
+    "ignores disable_casts": (
+        lambda x: x.to(HALF) if is_open() and x.dtype is FULL else x,
+        r"float32 arguments in disable_casts\(\): result is torch.bfloat16",
+    ),
+    "loses the gradient": (
+        lambda x: amp.half_function(lambda x: x * 2)(x.detach() + 0 * x if is_casting() else x),
+        "float32 arguments: gradients has other values than expected",
+    ),
+    "rounds": (
+        lambda x: amp.half_function(lambda x: x * (1.01 if is_casting() else 1))(x),
+        "float32 arguments: result has other values than expected, in torch.bfloat16",
+    ),
+    "writes": (writes, "float32 arguments: arguments has other values than expected"),
+    "returns more": (
+        lambda x: [x.to(HALF)] * 2 if is_casting() else x,
+        "float32 arguments: result has 2 parts, expected 1",
+    ),
+    "returns None": (
+        lambda x: None if is_casting() else x,
+        "float32 arguments: result is None, expected torch.bfloat16",
+    ),
+}
 
 
-def returns_none(x):
-    return None if is_open() and not off() else x
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (casts_float64, "float64 arguments: result is torch.bfloat16, expected torch.float64"),
-        (ignores_disable_casts, r"float32 arguments in disable_casts\(\): result is torch.bfloat16"),
-        (loses_the_gradient, "float32 arguments: gradients has other values than expected"),
-        (rounds, "float32 arguments: result has other values than expected, in torch.bfloat16"),
-        (writes, "float32 arguments: arguments has other values than expected"),
-        (returns_more, "float32 arguments: result has 2 parts, expected 1"),
-        (returns_none, "float32 arguments: result is None, expected torch.bfloat16"),
-    ],
-)
-def test_a_fault_of_each_kind_is_named(function, message):
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_each_kind_is_named(name):
+    function, message = FAULTS[name]
     fails(message, function, X, expect=HALF, opt_level="O4")
 
 
