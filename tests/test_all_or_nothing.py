@@ -71,27 +71,19 @@ def test_an_initialize_that_fails_half_way_leaves_everything_as_it_was(
 
 
 @pytest.mark.parametrize("opt_level", EVERY_LEVEL)
-def test_an_initialize_that_fails_leaves_gradients_bit_for_bit(opt_level):
+def test_an_observer_that_raises_leaves_everything_as_it_was(opt_level):
     model, optimizer = make_trained()
-    before = picture_gradients(model)
+    before, grads, torch_before = picture(model, optimizer), picture_gradients(model), picture_torch()
     with amp.observe(Raises()), pytest.raises(Boom):
         amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
-    assert picture_gradients(model) == before
+    assert picture_torch() == torch_before
+    assert_same_picture(picture(model, optimizer), before)
+    assert picture_gradients(model) == grads
 
 
 class Raises(amp.Observer):
     def on_initialize(self, policy):
         raise Boom
-
-
-@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
-def test_an_observer_that_raises_leaves_everything_as_it_was(opt_level):
-    model, optimizer = make_trained()
-    before, torch_before = picture(model, optimizer), picture_torch()
-    with amp.observe(Raises()), pytest.raises(Boom):
-        amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
-    assert picture_torch() == torch_before
-    assert_same_picture(picture(model, optimizer), before)
 
 
 @pytest.mark.parametrize("opt_level", EVERY_LEVEL)
@@ -153,12 +145,3 @@ def test_allowed_banned_functions_are_banned_again_in_the_next_session():
     half = torch.tensor([0.5], dtype=torch.bfloat16)
     with pytest.raises(amp.BannedFunctionError):
         F.binary_cross_entropy(half, half)
-
-
-def test_two_half_types_of_patched_functions_are_refused():
-    first = amp.initialize(nn.Linear(3, 2), opt_level="O4", verbosity=0)
-    second = nn.Linear(3, 2)
-    with pytest.raises(amp.AmpValueError, match=r"O1 in torch\.float16.*patched torch for torch\.bfloat16"):
-        amp.initialize(second, opt_level="O1", verbosity=0)
-    assert not second._forward_hooks
-    assert first(X).dtype is torch.bfloat16

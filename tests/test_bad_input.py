@@ -2,7 +2,6 @@
 
 import copy
 import math
-import os
 
 import pytest
 import torch
@@ -162,22 +161,6 @@ def test_a_model_in_data_parallel_is_refused(refused, level):
     model, optimizer = make_pair()
     message = r"models\[1\] is wrapped in DataParallel already: call initialize on the bare model, then wrap"
     refused(message, [Dense(), DataParallel(model)], optimizer, objects=(model, optimizer), opt_level=level)
-
-
-@pytest.fixture
-def process_group(tmp_path):
-    if not torch.distributed.is_available():
-        pytest.skip("this torch is built without torch.distributed")
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def test_a_model_in_distributed_data_parallel_is_refused(process_group, refused):
-    model, optimizer = make_pair()
-    wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    message = r"models\[0\] is wrapped in DistributedDataParallel already: call initialize on the bare model"
-    refused(message, wrapped, optimizer, objects=(model, optimizer), opt_level="O2")
 
 
 @BOTH_LEVELS
@@ -341,7 +324,7 @@ def test_the_same_optimizer_in_a_second_call_is_refused_and_the_first_call_stays
     amp.uninitialize()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", ["O1", "O2"])  # O4 and O5 have a static scale, as it needs
 def test_an_lbfgs_with_a_dynamic_scale_is_refused(refused, level):
     model, _ = make_pair()
     optimizer = torch.optim.LBFGS(model.parameters())
@@ -359,61 +342,6 @@ def test_two_half_types_of_patched_functions_are_refused_and_the_first_stays():
         amp.initialize(second, opt_level="O4", verbosity=0)
     assert freeze_model(second) == before
     assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float16
-
-
-# A failure halfway
-
-
-class Faulty(torch.nn.Module):
-    """A model whose hooks cannot be registered."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = Linear(2, 2)
-
-    def register_forward_pre_hook(self, *args, **kwargs):
-        raise RuntimeError("no hooks here")
-
-
-@BOTH_LEVELS
-def test_a_failure_of_the_model_halfway_undoes_what_was_done(untouched, level):
-    model, optimizer = make_pair()
-    faulty = Faulty()
-    untouched(model, faulty, optimizer)
-    with pytest.raises(RuntimeError, match="no hooks here"):
-        amp.initialize([model, faulty], optimizer, opt_level=level, verbosity=0)
-
-
-class FaultyOptimizer(torch.optim.SGD):
-    """An optimizer whose hooks cannot be registered."""
-
-    def register_step_post_hook(self, hook):
-        raise RuntimeError("no hooks here")
-
-
-@BOTH_LEVELS
-def test_a_failure_of_the_last_optimizer_halfway_undoes_what_was_done(untouched, level):
-    model, optimizer = make_pair()
-    faulty = FaultyOptimizer(model.parameters(), lr=1.0, momentum=0.9)
-    faulty.step()
-    untouched(model, optimizer, faulty)
-    with pytest.raises(RuntimeError, match="no hooks here"):
-        amp.initialize(model, [optimizer, faulty], opt_level=level, verbosity=0)
-
-
-@BOTH_LEVELS
-def test_after_a_refusal_the_next_call_works_as_the_first(level):
-    model, optimizer = make_pair()
-    twin, twin_optimizer = copy.deepcopy((model, optimizer))
-    with pytest.raises(amp.AmpError):
-        amp.initialize(model, [optimizer, 3], opt_level=level, verbosity=0)
-    batch = torch.randn(5, 3)
-    outputs = []
-    for one, its_optimizer in [(model, optimizer), (twin, twin_optimizer)]:
-        amp.initialize(one, its_optimizer, opt_level=level, verbosity=0)
-        outputs.append(one(batch))
-        amp.uninitialize()
-    assert torch.equal(*outputs)
 
 
 # Calls before initialize
@@ -451,11 +379,6 @@ def test_a_call_before_initialize_says_so(untouched, call, closed_before):
         call(optimizer)
     assert isinstance(e.value, AttributeError)
     assert isinstance(e.value, RuntimeError)
-
-
-def test_uninitialize_before_initialize_and_twice_does_nothing():
-    amp.uninitialize()
-    amp.uninitialize()
 
 
 # Arguments of scale_loss
@@ -528,25 +451,6 @@ def test_a_loss_that_is_no_tensor_is_refused(opened, wrong):
         amp.scale_loss(wrong, opened[1])
 
 
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        (
-            {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}, "model": {}},
-            "unknown key 'model'.*nothing is loaded",
-        ),
-        (
-            {"loss_scaler0": {"scale": 2.0}},
-            r"loss_scaler0.*\['scale'\].*expected \['loss_scale', 'unskipped'\]",
-        ),
-        (None, "state_dict is a NoneType: expected what amp.state_dict"),
-    ],
-)
-def test_a_faulty_state_dict_is_refused_and_nothing_is_loaded(opened, state, message):
-    with pytest.raises(amp.AmpError, match=message):
-        amp.load_state_dict(state)
-
-
 # Registrations
 
 
@@ -600,7 +504,3 @@ def test_no_message_of_an_error_is_longer_than_a_screen():
     with pytest.raises(amp.AmpError) as error:
         amp.initialize(model, keep_fp32=model.__class__(Linear(1, 1)), verbosity=0)
     assert len(str(error.value)) < 500
-
-
-def test_the_tests_of_bad_input_leave_no_process_group_behind():
-    assert not torch.distributed.is_initialized() or os.environ.get("RANK")

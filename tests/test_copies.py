@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import ampatch as amp
 from nets import assert_same_state, clone_state, open_session
@@ -211,24 +210,6 @@ def test_an_average_of_state_dicts_has_float32_precision(average, level):
     for name in ("0.weight", "1.weight", "3.bias", "1.running_mean"):
         assert shadow[name].dtype is torch.float32
         torch.testing.assert_close(shadow[name].double(), exact[name], atol=1e-6, rtol=1e-6)
-
-
-@LEVELS
-@pytest.mark.parametrize("average", [None, get_ema_multi_avg_fn(0.75)], ids=["mean", "exponential"])
-def test_an_averaged_model_is_near_the_average_and_gives_the_levels_outputs(average, level):
-    model, optimizer = open_training(level)
-    averaged = AveragedModel(model, multi_avg_fn=average).float()
-    states = []
-    for _ in range(3):
-        train(model, optimizer)
-        averaged.update_parameters(model)
-        states.append(clone_state(model))
-    update_bn([X, X], averaged)
-    weights = [1 / 3] * 3 if average is None else [0.5625, 0.1875, 0.25]
-    expected = sum(w * state["0.weight"] for w, state in zip(weights, states, strict=True))
-    found = averaged.module.state_dict()["0.weight"]
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
-    assert averaged.eval()(X).dtype is model.eval()(X).dtype
 
 
 def swap_by_copy(model, shadow):

@@ -121,19 +121,6 @@ def test_forward_is_not_assigned(opt_level):
     assert type(model) is Net
 
 
-@pytest.mark.parametrize("opt_level", ["O2", "O3", "O5"])
-def test_a_lazy_model_is_refused_where_its_weights_would_be_cast(opt_level):
-    with pytest.raises(amp.AmpValueError, match="'weight' is not initialized yet: run one forward"):
-        open_session(nn.LazyLinear(3), opt_level=opt_level)
-
-
-@pytest.mark.parametrize("opt_level", ["O0", "O1", "O4"])
-def test_a_lazy_model_is_taken_where_its_weights_stay(opt_level):
-    model = open_session(nn.LazyLinear(3), opt_level=opt_level)
-    model(X)
-    assert model.weight.dtype is FULL
-
-
 @pytest.mark.parametrize("opt_level", HALVES)
 def test_recurrent_networks_run_in_half(opt_level):
     model = open_session(nn.LSTM(3, 2), opt_level=opt_level)
