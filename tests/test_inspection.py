@@ -104,15 +104,6 @@ def test_an_update_by_hand_counts_delayed_overflows_and_takes_the_skip_over():
     assert not amp.step_was_skipped(optimizer), "the loop that updates by hand skips by itself"
 
 
-def test_without_an_update_by_hand_a_delayed_overflow_skips_the_step():
-    model, optimizer = start()
-    before = snapshot(list(amp.master_params(optimizer)))
-    run_block(model, optimizer, INF, delay_overflow_check=True)
-    optimizer.step()
-    assert amp.step_was_skipped(optimizer)
-    assert snapshot(list(amp.master_params(optimizer))) == before
-
-
 def test_a_static_scale_is_not_updated_by_hand():
     start(loss_scale=8.0)
     (scaler,) = amp.loss_scalers()

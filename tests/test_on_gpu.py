@@ -121,24 +121,6 @@ def test_scale_skips_and_weights_are_those_of_autocast_and_grad_scaler(kind, how
         torch.testing.assert_close(one, two, rtol=0, atol=2e-2)  # 20 float16 steps, atomics in convolutions
 
 
-@pytest.mark.parametrize("verbosity", [0, 1])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("level", HALF)
-def test_a_fused_step_waits_for_nothing(level, kind, verbosity):
-    model, optimizer, data = make(Conv, kind, **FUSED)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=verbosity)
-    factors = [torch.tensor(factor, device=DEVICE) for factor in (1.0, INF if level in ("O1", "O2") else 1.0)]
-    for _ in range(3):
-        train_step(model, optimizer, data)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for factor in factors:
-            train_step(model, optimizer, data, factor)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_overflows_are_told_without_a_wait_each_once_and_in_order(level, capsys):
     model, optimizer, data = make(Conv, "adamw", **FUSED)
