@@ -24,8 +24,8 @@ def test_uninitialize_restores_everything_bit_for_bit_any_number_of_times(opt_le
     model, optimizer = make_trained()
     model.eval()
     before, grads = picture(model, optimizer), picture_gradients(model)
-    for evaluated in (False, True, False):
-        amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    for evaluated, kept in [(False, ()), (True, ()), (True, "out"), (False, "*")]:
+        amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, keep_fp32=kept)
         if evaluated:
             model(X)
             with torch.no_grad():
