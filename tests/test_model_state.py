@@ -50,19 +50,6 @@ def test_state_dict_has_the_unrounded_values_of_what_the_optimizer_does_not_step
 
 
 @pytest.mark.parametrize("opt_level", MASTERED)
-def test_state_dict_after_training_has_the_masters_values(opt_level):
-    model = Net()
-    optimizer = sgd(model)
-    open_session(model, optimizer, opt_level, loss_scale=1.0)
-    train(model, optimizer, X, steps=3)
-    masters = list(amp.master_params(optimizer))
-    names = [name for name, _ in model.named_parameters()]
-    state = model.state_dict()
-    for name, master in zip(names, masters, strict=True):
-        assert torch.equal(state[name], master.detach()), name
-
-
-@pytest.mark.parametrize("opt_level", MASTERED)
 def test_an_edit_of_the_half_weights_shows_in_state_dict(opt_level):
     model = Net()
     open_session(model, sgd(model), opt_level)
