@@ -58,12 +58,13 @@ class Beside:
         run_block(self.model, self.optimizer, batch, factor, **options)
 
     def raise_in_block(self, batch=BATCHES[1], error=ValueError):
-        with (
-            pytest.raises(error, match="no more"),
-            amp.scale_loss(self.model(batch).float().sum(), self.optimizer) as scaled_loss,
-        ):
-            scaled_loss.backward()
-            raise error("no more")
+        def run():
+            with amp.scale_loss(self.model(batch).float().sum(), self.optimizer) as scaled_loss:
+                scaled_loss.backward()
+                raise error("no more")
+
+        with pytest.raises(error, match="no more"):
+            run()
 
     def step_by_hand(self, grad):
         """Steps the weight by hand with this gradient, and compares with what the optimizer did."""

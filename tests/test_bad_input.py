@@ -9,7 +9,8 @@ import torch
 from torch.nn import BatchNorm1d, DataParallel, Linear, Parameter, Sequential
 
 import ampatch as amp
-from helpers import Dense, Scalar, Sparse, freeze_model, freeze_optimizer
+from helpers import Dense, Scalar, Sparse
+from pictures import assert_same_picture, picture
 
 LEVELS = ["O1", "O2"]  # one that patches torch and one that casts the model: no check asks for more
 BOTH_LEVELS = pytest.mark.parametrize("level", LEVELS)
@@ -38,15 +39,13 @@ def untouched(check_torch):
     noted = []
 
     def note(*objects):
-        for one in objects:
-            freeze = freeze_model if isinstance(one, torch.nn.Module) else freeze_optimizer
-            noted.append((one, freeze, freeze(one)))
+        noted.append((objects, picture(*objects)))
 
     yield note
     check_torch()
     assert noted
-    for one, freeze, before in noted:
-        assert freeze(one) == before
+    for objects, before in noted:
+        assert_same_picture(picture(*objects), before)
 
 
 @pytest.fixture
@@ -261,14 +260,14 @@ def test_a_keep_fp32_entry_that_matches_nothing_is_refused(refused, level, keep,
 def test_the_same_optimizer_in_a_second_call_is_refused_and_the_first_call_stays(untouched, level):
     model, optimizer = make_pair()
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    before = freeze_model(model), freeze_optimizer(optimizer)
+    before = picture(model, optimizer)
     extra = Dense()
     untouched(extra)
     with pytest.raises(
         RuntimeError, match=r"optimizers\[0\] \(Adam\) is given to initialize twice: .*uninitialize"
     ):
         amp.initialize(extra, optimizer, opt_level=level, verbosity=0)
-    assert (freeze_model(model), freeze_optimizer(optimizer)) == before
+    assert_same_picture(picture(model, optimizer), before)
     assert len(amp.state_dict()) == 1
     with amp.scale_loss(model(torch.randn(5, 3)).float().sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
@@ -279,12 +278,12 @@ def test_the_same_optimizer_in_a_second_call_is_refused_and_the_first_call_stays
 def test_two_half_types_of_patched_functions_are_refused_and_the_first_stays():
     first, second = Scalar(), Dense()
     amp.initialize(first, opt_level="O1", verbosity=0)
-    before = freeze_model(second)
+    before = picture(second)
     with pytest.raises(
         amp.AmpValueError, match=r"O4 in torch.bfloat16, but .*torch.float16: use one half type"
     ):
         amp.initialize(second, opt_level="O4", verbosity=0)
-    assert freeze_model(second) == before
+    assert picture(second) == before
     assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float16
 
 
@@ -324,9 +323,9 @@ def test_a_call_before_initialize_says_so(untouched, call, closed_before):
 def opened(request):
     model, optimizer = make_pair()
     amp.initialize(model, optimizer, opt_level=request.param, num_losses=2, loss_scale="dynamic", verbosity=0)
-    before = freeze_model(model), freeze_optimizer(optimizer), amp.state_dict()
+    before = picture(model, optimizer), amp.state_dict()
     yield model, optimizer
-    assert (freeze_model(model), freeze_optimizer(optimizer), amp.state_dict()) == before
+    assert (picture(model, optimizer), amp.state_dict()) == before
 
 
 @pytest.mark.parametrize("loss_id", [2, 100, -1, "0", 0.0, None, True])
@@ -346,7 +345,7 @@ def test_a_loss_id_that_is_no_whole_number_in_the_range_is_refused(opened, loss_
 
 def test_an_optimizer_that_initialize_did_not_return_is_refused(opened):
     model, optimizer = make_pair()
-    before = freeze_model(model), freeze_optimizer(optimizer)
+    before = picture(model, optimizer)
     message = (
         r"optimizers\[{}\] \(Adam\) is not one that initialize\(\) returned: pass it to initialize first"
     )
@@ -356,7 +355,7 @@ def test_an_optimizer_that_initialize_did_not_return_is_refused(opened):
         amp.scale_loss(torch.ones(()), [opened[1], optimizer])
     with pytest.raises(amp.AmpValueError, match=message.format(0)):
         amp.step_was_skipped(optimizer)
-    assert (freeze_model(model), freeze_optimizer(optimizer)) == before
+    assert_same_picture(picture(model, optimizer), before)
 
 
 def test_an_optimizer_of_a_session_that_was_closed_is_refused():

@@ -6,7 +6,7 @@ from torch import nn
 
 import ampatch as amp
 from nets import EVERY_LEVEL, FULL, X, make_trained, train
-from pictures import assert_same_picture, picture, picture_gradients
+from pictures import assert_same_picture, picture
 
 UNROUNDED = ["O0", "O1", "O2", "O4", "O5"]  # O3 keeps no float32 values
 
@@ -23,7 +23,7 @@ def make():
 def test_uninitialize_restores_everything_bit_for_bit_any_number_of_times(opt_level):
     model, optimizer = make_trained()
     model.eval()
-    before, grads = picture(model, optimizer), picture_gradients(model)
+    before = picture(model, optimizer)
     for evaluated, kept in [(False, ()), (True, ()), (True, "out"), (False, "*")]:
         amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, keep_fp32=kept)
         if evaluated:
@@ -32,7 +32,6 @@ def test_uninitialize_restores_everything_bit_for_bit_any_number_of_times(opt_le
                 model(X)
         amp.uninitialize()
         assert_same_picture(picture(model, optimizer), before)
-        assert picture_gradients(model) == grads
 
 
 @pytest.mark.parametrize("opt_level", EVERY_LEVEL)
@@ -62,8 +61,8 @@ def test_uninitialize_at_o3_restores_everything_but_the_rounding():
     amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
     amp.uninitialize()
     found = picture(model, optimizer)
-    for part in ("attributes", "optimizer", "groups"):
-        assert found[part] == expected[part]
+    assert found[0]["modules"] == expected[0]["modules"]
+    assert found[1] == expected[1]
     assert {param.dtype for param in model.parameters()} == {FULL}
     assert [param.tolist() for param in model.parameters()] == rounded
 
