@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+import ampatch as amp
+
 
 def torch_is_before(version):
     """Whether the torch that is installed is older."""
@@ -41,6 +43,12 @@ def snapshot(value):
     if isinstance(value, list | tuple):
         return [snapshot(item) for item in value]
     return value
+
+
+def scaled_backward(loss, optimizers, **options):
+    """What most blocks of `scale_loss` are."""
+    with amp.scale_loss(loss, optimizers, **options) as scaled_loss:
+        scaled_loss.backward()
 
 
 def assert_same_bits(actual, expected):

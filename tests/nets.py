@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import ampatch as amp
+from helpers import scaled_backward
 
 EVERY_LEVEL = ["O0", "O1", "O2", "O3", "O4", "O5"]
 FULL = torch.float32
@@ -40,8 +41,7 @@ def train(model, optimizer, x=X, steps=1):
     """A training loop, as users write it."""
     for _ in range(steps):
         optimizer.zero_grad()
-        with amp.scale_loss(model(x).float().pow(2).mean(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(model(x).float().pow(2).mean(), optimizer)
         optimizer.step()
 
 

@@ -9,6 +9,7 @@ from helpers import (
     Scalar,
     Variant,
     make_net,
+    scaled_backward,
     snapshot,
 )
 
@@ -34,8 +35,7 @@ def param_bits(optimizer):
 
 def run_block(model, optimizers, batch, factor=1.0, **options):
     loss = model(batch).float().sum() * factor
-    with amp.scale_loss(loss, optimizers, **options) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(loss, optimizers, **options)
 
 
 class Beside:
@@ -110,7 +110,6 @@ def open_net(level, variant, scale=SCALE, weights=None):
 def run_iteration(model, optimizer, batch, factor=1.0):
     optimizer.zero_grad()
     loss = model(batch).float().square().mean() * factor
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(loss, optimizer)
     optimizer.step()
     return loss.detach()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ampatch as amp
-from helpers import Scalar, Sparse, Variant, snapshot
+from helpers import Scalar, Sparse, Variant, scaled_backward, snapshot
 from stepping import (
     BATCHES,
     DYNAMIC_LEVELS,
@@ -214,6 +214,5 @@ def test_sparse_and_dense_gradients_of_one_weight_add_up(level, scale, kinds):
     ids, weight = torch.tensor([1, 3, 3]), run.model.weight
     for sparse in kinds:
         rows = torch.nn.functional.embedding(ids, weight, sparse=True) if sparse else weight[ids]
-        with amp.scale_loss(rows.float().sum(), run.optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(rows.float().sum(), run.optimizer)
     run.step(torch.tensor([[0.0] * 2, [1.0] * 2, [0.0] * 2, [2.0] * 2]) * len(kinds))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import ampatch as amp
+from helpers import scaled_backward
 from nets import EVERY_LEVEL, X
 
 
@@ -18,8 +19,7 @@ def make():
 def test_verbosity_0_is_silent(capsys):
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level="O1", verbosity=0, loss_scale="dynamic")
-    with amp.scale_loss(model(X).sum() * float("inf"), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(model(X).sum() * float("inf"), optimizer)
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
     assert capsys.readouterr() == ("", "")
@@ -89,8 +89,7 @@ def test_other_types_on_a_cpu_warn_of_nothing(caplog, kwargs):
 def skip(optimizer, loss, times):
     for _ in range(times):
         optimizer.zero_grad()
-        with amp.scale_loss(loss(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(loss(), optimizer)
         optimizer.step()
 
 
@@ -134,7 +133,6 @@ def test_skipped_steps_of_several_losses_do_not_say_that_a_loss_is_finite(caplog
     for _ in range(5):
         optimizer.zero_grad()
         for factor, delays in [(float("nan"), True), (1e-6, False)]:
-            with amp.scale_loss(model(X).sum() * factor, optimizer, delay_unscale=delays) as scaled:
-                scaled.backward()
+            scaled_backward(model(X).sum() * factor, optimizer, delay_unscale=delays)
         optimizer.step()
     assert "5 steps in a row were skipped: gradients overflow" in caplog.text

@@ -9,7 +9,7 @@ import torch
 from torch.nn import BatchNorm1d, DataParallel, Linear, Parameter, Sequential
 
 import ampatch as amp
-from helpers import Dense, Scalar, Sparse
+from helpers import Dense, Scalar, Sparse, scaled_backward
 from pictures import assert_same_picture, picture
 
 LEVELS = ["O1", "O2"]  # one that patches torch and one that casts the model: no check asks for more
@@ -269,8 +269,7 @@ def test_the_same_optimizer_in_a_second_call_is_refused_and_the_first_call_stays
         amp.initialize(extra, optimizer, opt_level=level, verbosity=0)
     assert_same_picture(picture(model, optimizer), before)
     assert len(amp.state_dict()) == 1
-    with amp.scale_loss(model(torch.randn(5, 3)).float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(model(torch.randn(5, 3)).float().sum(), optimizer)
     optimizer.step()
     amp.uninitialize()
 

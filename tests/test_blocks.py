@@ -9,6 +9,7 @@ from torch.nn import Parameter
 import ampatch as amp
 from helpers import (
     Scalar,
+    scaled_backward,
     snapshot,
 )
 from stepping import (
@@ -58,8 +59,7 @@ def test_a_gradient_penalty_has_the_gradients_of_float32(level, compute_penalty)
     amp.initialize(model, optimizer, opt_level=level, loss_scale=amp.DynamicLossScale(SCALE), verbosity=0)
     loss = model(batch).float().square().mean()
     penalty = compute_penalty(model, batch, amp.get_loss_scale())
-    with amp.scale_loss(loss + penalty, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(loss + penalty, optimizer)
     # 8 bits of bfloat16 and 11 of float16, through four products forward and four backward.
     tolerance = {"O0": 1e-6, "O1": 2e-2, "O2": 2e-2, "O4": 1e-1, "O5": 1e-1}[level]
     for param, expected in zip(amp.master_params(optimizer), oracle.parameters(), strict=True):
@@ -172,8 +172,7 @@ def test_one_loss_may_name_several_optimizers(level):
     oracles = [Parameter(one.weight.detach().clone()) for one in model]
     amp.initialize(model, optimizers, opt_level=level, loss_scale=amp.DynamicLossScale(SCALE), verbosity=0)
     loss = model[0](BATCHES[0]).float().sum() + model[1](BATCHES[1]).float().sum()
-    with amp.scale_loss(loss, tuple(optimizers)) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(loss, tuple(optimizers))
     for optimizer, oracle, batch in zip(optimizers, oracles, BATCHES, strict=False):
         optimizer.step()
         oracle.grad = batch.clone()

@@ -32,7 +32,7 @@ from fused import (
     step_with,
     twins,
 )
-from helpers import Dense, Scalar, assert_same_bits, snapshot
+from helpers import Dense, Scalar, assert_same_bits, scaled_backward, snapshot
 
 # Against torch, bit for bit
 
@@ -484,8 +484,7 @@ def open_level(make, level, **options):
 def iterate(model, optimizer, batch, factor=1.0):
     optimizer.zero_grad()
     loss = model(batch).float().square().mean() * factor
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(loss, optimizer)
     optimizer.step()
     return float(loss.detach())
 
@@ -524,8 +523,7 @@ def test_the_trajectory_is_that_of_a_float32_optimizer(make, level):
     for batch in ([1.0, -2.0, 3.0], [4.0, 1.0, -1.0], [-2.0, 5.0, 2.0]):
         batch = torch.tensor(batch)
         optimizer.zero_grad()
-        with amp.scale_loss(model(batch).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(model(batch).float().sum(), optimizer)
         optimizer.step()
         step_with(oracle, [expected], [batch])
         assert_same_bits(amp.master_params(optimizer), [expected])
@@ -582,8 +580,7 @@ def test_a_subclass_may_hand_the_kernel_of_its_class_to_the_applier(level):
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
         for _ in range(3):
             optimizer.zero_grad()
-            with amp.scale_loss(model(torch.ones(2, 3)).square().sum(), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(model(torch.ones(2, 3)).square().sum(), optimizer)
             optimizer.step()
         ends.append([param.detach().clone() for param in amp.master_params(optimizer)])
         amp.uninitialize()

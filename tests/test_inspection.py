@@ -6,7 +6,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 import ampatch as amp
-from helpers import assert_same_bits, snapshot
+from helpers import assert_same_bits, scaled_backward, snapshot
 
 INF = float("inf")
 
@@ -22,8 +22,7 @@ def start(opt_level="O2", **arguments):
 def run_block(model, optimizer, factor=1.0, **arguments):
     torch.manual_seed(1)
     loss = model(torch.randn(8, 4)).square().mean() * factor
-    with amp.scale_loss(loss, optimizer, **arguments) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(loss, optimizer, **arguments)
 
 
 # ---- loss_scalers ----

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampatch as amp
+from helpers import scaled_backward
 
 FULL = torch.float32
 HALVES = dict.fromkeys(["O1", "O2", "O3"], torch.float16) | dict.fromkeys(["O4", "O5"], torch.bfloat16)
@@ -157,8 +158,7 @@ def test_keeping_something_at_o0_and_everywhere_else_trains(opt_level):
     open_session(model, opt_level, optimizer, keep_fp32="decoder", loss_scale=1.0)
     before = model.state_dict()["decoder.first.weight"].clone()
     for _ in range(2):
-        with amp.scale_loss(model(X).float().pow(2).mean(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(model(X).float().pow(2).mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
     assert not torch.equal(model.state_dict()["decoder.first.weight"], before)

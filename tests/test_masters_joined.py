@@ -14,6 +14,7 @@ from helpers import (
     assert_same_bits,
     make_batches,
     make_net,
+    scaled_backward,
     snapshot,
 )
 from mastering import (
@@ -82,8 +83,7 @@ def test_a_float32_parameter_of_no_model_can_be_added_and_is_stepped_itself(leve
         optimizer.zero_grad()
         oracle_optimizer.zero_grad()
         loss = (model(batch) * extra).square().mean()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(loss, optimizer)
         oracle.grad = extra.grad.clone()
         assert extra.grad.any()
         optimizer.step()

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import ampatch as amp
 from ampatch.steps.step import SkipStreak, explain_skips
-from helpers import assert_same_bits, needs_torch
+from helpers import assert_same_bits, needs_torch, scaled_backward
 from nets import HALVES, MASTERED, Net, X, open_session, sgd
 from test_readme import explained
 
@@ -47,8 +47,7 @@ def make(level="O1", **options):
 
 def scaled_step(model, optimizer):
     optimizer.zero_grad()
-    with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(model(X).pow(2).mean(), optimizer)
     optimizer.step()
 
 
@@ -166,8 +165,7 @@ def attack(model, optimizer):
 
 def backward_beside_a_block(model, optimizer):
     """Plain gradients that are added to those of a block, as apex took them."""
-    with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(model(X).pow(2).mean(), optimizer)
     model(X).abs().mean().backward()
     optimizer.step()
 
@@ -231,11 +229,9 @@ def gradients_of_ones_own(model, optimizer):
 
 def delayed_and_several(model, optimizer):
     for delay in (True, True, False):
-        with amp.scale_loss(model(X).pow(2).mean(), optimizer, delay_unscale=delay) as scaled:
-            scaled.backward()
+        scaled_backward(model(X).pow(2).mean(), optimizer, delay_unscale=delay)
     optimizer.step()
-    with amp.scale_loss(model(X).pow(2).mean(), optimizer, delay_unscale=True) as scaled:
-        scaled.backward()
+    scaled_backward(model(X).pow(2).mean(), optimizer, delay_unscale=True)
     optimizer.step()
 
 
@@ -253,8 +249,7 @@ def closure_and_step_inside(model, optimizer):
 
     def closure():
         optimizer.zero_grad()
-        with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(model(X).pow(2).mean(), optimizer)
 
     for _ in range(2):
         optimizer.step(closure)
@@ -293,8 +288,7 @@ def checkpointed(model, optimizer):
     for reentrant in (True, False):
         x = X.clone().requires_grad_()
         out = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant)
-        with amp.scale_loss(out.pow(2).mean(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(out.pow(2).mean(), optimizer)
     optimizer.step()
 
 
@@ -385,8 +379,7 @@ def test_clipping_and_backward_compile_in_one_piece_as_before(level):
     model, optimizer = make(level)
     clip = torch.compile(torch.nn.utils.clip_grad_norm_, backend="eager", fullgraph=True)
     for _ in range(2):
-        with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(model(X).pow(2).mean(), optimizer)
         clip(list(amp.master_params(optimizer)), 1.0)
         optimizer.step()
 

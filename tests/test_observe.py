@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import ampatch as amp
+from helpers import scaled_backward
 from nets import FULL, X, make_trained, train
 from pictures import unchanged
 
@@ -54,8 +55,7 @@ def test_an_observer_is_told_what_happens_in_order():
     with amp.observe(recorder):
         amp.initialize(model, optimizer, opt_level="O1", num_losses=2, verbosity=0)
         loss = model(X).float().sum()
-        with amp.scale_loss(loss, optimizer, loss_id=1) as scaled:
-            scaled.backward()
+        scaled_backward(loss, optimizer, loss_id=1)
         optimizer.step()
         amp.report(accuracy=0.5)
         amp.uninitialize()
@@ -76,8 +76,7 @@ def test_an_observer_is_told_of_skipped_steps_too():
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
     with amp.observe(recorder):
-        with amp.scale_loss(model(X).sum() * float("inf"), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(model(X).sum() * float("inf"), optimizer)
         optimizer.step()
     assert [event[0] for event in recorder.events] == ["loss", "backward", "step begins", "step"]
 
@@ -97,8 +96,7 @@ def test_losses_of_several_calls_have_numbers_of_their_own():
         for _ in range(2):
             model, optimizer = make()
             amp.initialize(model, optimizer, opt_level="O0", num_losses=2, verbosity=0)
-        with amp.scale_loss(model(X).sum(), optimizer, loss_id=1) as scaled:
-            scaled.backward()
+        scaled_backward(model(X).sum(), optimizer, loss_id=1)
     assert [event[-1] for event in recorder.events if event[0] in ("loss", "backward")] == [3, 3]
 
 
@@ -111,8 +109,7 @@ def test_the_step_begins_before_gradients_are_looked_at():
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level="O1", loss_scale=4.0, verbosity=0)
     with amp.observe(observer):
-        with amp.scale_loss(model(X).float().sum(), optimizer, delay_unscale=True) as scaled:
-            scaled.backward()
+        scaled_backward(model(X).float().sum(), optimizer, delay_unscale=True)
         optimizer.step()
     assert torch.equal(observer.grad, 4 * model.weight.grad)
 
@@ -121,8 +118,7 @@ def test_outcomes_of_a_step_say_what_its_backward_passes_did():
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level="O1", num_losses=2, verbosity=0)
     for loss_id, factor in ((0, 0.01), (1, float("inf"))):
-        with amp.scale_loss(model(X).float().sum() * factor, optimizer, loss_id=loss_id) as scaled:
-            scaled.backward()
+        scaled_backward(model(X).float().sum() * factor, optimizer, loss_id=loss_id)
     optimizer.step()
     outcomes = amp.backward_outcomes(optimizer)
     assert [(it.loss_id, it.poll()) for it in outcomes] == [

@@ -11,7 +11,7 @@ import ampatch as amp
 from ampatch import lists
 from ampatch.lists.on_cpu import FUNCTIONS_ON_CPU
 from ampatch.table import validate
-from helpers import torch_is_before
+from helpers import scaled_backward, torch_is_before
 from patched import FULL, HALF, LEVELS, half, open_session
 
 CASTING = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
@@ -186,8 +186,7 @@ def test_a_module_runs_in_float32_amid_a_half_model(opt_level, name):
     expected = module(hidden(x.to(dtype)).float(), *model.targets).to(returned).float()
     assert model.seen is returned
     assert torch.equal(found, expected)
-    with amp.scale_loss(found.sum(), optimizer) as loss:
-        loss.backward()
+    scaled_backward(found.sum(), optimizer)
     assert model.linear.weight.grad.dtype is dtype
     assert all(param.grad.isfinite().all() for param in amp.master_params(optimizer))
 
@@ -249,7 +248,6 @@ def test_an_optimizer_steps_after_losses_on_half_outputs():
     _, shape, targets = MODULES["CTCLoss"]
     logits = model(torch.rand(shape))
     assert logits.dtype is HALF
-    with amp.scale_loss(loss(logits.log_softmax(-1), *targets), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(loss(logits.log_softmax(-1), *targets), optimizer)
     optimizer.step()
     assert not torch.equal(model.weight, before)

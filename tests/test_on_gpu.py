@@ -12,6 +12,7 @@ from torch.testing._internal.autocast_test_lists import AutocastTestLists
 from torch.utils.checkpoint import checkpoint
 
 import ampatch as amp
+from helpers import scaled_backward
 from nets import EVERY_LEVEL
 
 DEVICE = "cuda"
@@ -75,8 +76,7 @@ def make(net, optimizer="adamw", **how):
 def train_step(model, optimizer, data, factor=1.0):
     optimizer.zero_grad()
     loss = F.cross_entropy(model(data[0]).float(), data[1]) * factor
-    with amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(loss, optimizer)
     optimizer.step()
     return loss.detach()
 
@@ -229,8 +229,7 @@ def test_checkpointing_with_dropout_has_the_gradients_of_a_run_without(level):
         x = torch.randn(8, 32, device=DEVICE, requires_grad=True)
         amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
         torch.manual_seed(3)
-        with amp.scale_loss(model(x).float().pow(2).mean(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(model(x).float().pow(2).mean(), optimizer)
         grads.append([param.grad.clone() for param in amp.master_params(optimizer)])
         amp.uninitialize()
     for others in grads[1:]:

@@ -13,7 +13,7 @@ import ampatch as amp
 from ampatch.levels.loss_scale import StaticLossScale
 from ampatch.steps.outcome import BackwardOutcome
 from ampatch.steps.scaler import LossScaler
-from helpers import Scalar, snapshot
+from helpers import Scalar, scaled_backward, snapshot
 
 CPU = torch.device("cpu")
 INF = float("inf")
@@ -114,8 +114,7 @@ def test_through_scale_loss_the_scale_follows_overflows_as_grad_scaler_does(leve
             # A float16 gradient of ones times the scale overflows by itself from 2**16 on.
             overflow = chance.random() < 0.3
             factor = INF if overflow else 2.0**-12
-            with amp.scale_loss(model(torch.ones(3)).sum() * factor, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(model(torch.ones(3)).sum() * factor, optimizer)
             optimizer.step()
             assert amp.step_was_skipped(optimizer) == overflow
             expected, unskipped = oracle.run(overflow)
@@ -247,8 +246,7 @@ def open_session(level="O1", **options):
 
 
 def run_iteration(model, optimizer, factor=1.0, **options):
-    with amp.scale_loss(model(torch.ones(3)).sum() * factor, optimizer, **options) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(model(torch.ones(3)).sum() * factor, optimizer, **options)
     optimizer.step()
 
 
@@ -435,8 +433,7 @@ def test_overflows_are_told_where_cuda_is_the_default_device(capsys):
     try:
         amp.initialize(model, optimizer, opt_level="O2", verbosity=1)
         for factor in (1.0, INF, 1.0):
-            with amp.scale_loss(model(torch.ones(2, 3)).sum() * factor, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(model(torch.ones(2, 3)).sum() * factor, optimizer)
             optimizer.step()
             torch.cuda.synchronize()
         optimizer.step()

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import ampatch as amp
+from helpers import scaled_backward
 from nets import EVERY_LEVEL, FULL, X, make_trained, train
 from pictures import assert_same_picture, picture
 
@@ -43,8 +44,7 @@ def test_gradients_that_were_there_before_count_in_the_next_step(opt_level):
         model(X).sum().backward()
         if initialize:
             amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, loss_scale=4.0)
-            with amp.scale_loss(model(X).float().sum(), optimizer) as scaled:
-                scaled.backward()
+            scaled_backward(model(X).float().sum(), optimizer)
         else:
             model(X).sum().backward()
         return torch.cat([param.grad.float().flatten() for param in amp.master_params(optimizer)])
@@ -120,8 +120,7 @@ def test_the_scales_of_a_session_end_with_it():
 def test_an_unfinished_block_does_not_keep_uninitialize_from_undoing():
     model, optimizer = make_trained()
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=4.0)
-    with amp.scale_loss(model(X).sum(), optimizer, delay_unscale=True) as scaled:
-        scaled.backward()
+    scaled_backward(model(X).sum(), optimizer, delay_unscale=True)
     amp.uninitialize()
     assert {param.dtype for param in model.parameters()} == {FULL}
     assert {param.grad.dtype for param in model.parameters()} == {FULL}

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ampatch as amp
-from helpers import needs_torch
+from helpers import needs_torch, scaled_backward
 from nets import (
     EVERY_LEVEL,
     FULL,
@@ -102,8 +102,7 @@ def test_a_model_shared_by_two_calls_is_stepped_by_both_optimizers(opt_level):
     open_session(model, first, opt_level, loss_scale=1.0)
     open_session(model, second, opt_level, loss_scale=1.0)
     before = clone_state(model)
-    with amp.scale_loss(model(X).sum(), [first, second]) as scaled:
-        scaled.backward()
+    scaled_backward(model(X).sum(), [first, second])
     first.step()
     second.step()
     after = clone_state(model)
@@ -187,8 +186,7 @@ def accumulate_and_step(wrap, opt_level):
     wrapped = wrap(model)
     for _ in range(2):
         for x in (X, 2 * X):
-            with amp.scale_loss(wrapped(x).pow(2).mean(), optimizer) as scaled:
-                scaled.backward()
+            scaled_backward(wrapped(x).pow(2).mean(), optimizer)
         grads = [param.grad.clone() for param in amp.master_params(optimizer)]
         optimizer.step()
         optimizer.zero_grad()

@@ -15,6 +15,7 @@ from helpers import (
     assert_same_bits,
     make_batches,
     make_net,
+    scaled_backward,
 )
 from stepping import (
     ADAM,
@@ -138,8 +139,7 @@ def test_an_overflow_skips_one_step_of_every_optimizer_named(level):
     ]:
         before = [param_bits(optimizer) for optimizer in optimizers]
         loss = sum(one(BATCHES[0]).float().sum() for one in model) * factor
-        with amp.scale_loss(loss, [optimizers[index] for index in named]) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(loss, [optimizers[index] for index in named])
         for index in named:
             optimizers[index].step()
         assert [index for index in range(3) if param_bits(optimizers[index]) != before[index]] == stepped
@@ -256,8 +256,7 @@ def test_each_optimizer_that_skips_a_step_prints_its_line(capsys):
     optimizers = [ADAM([one.weight]) for one in model]
     amp.initialize(model, optimizers, opt_level="O1")
     capsys.readouterr()
-    with amp.scale_loss(sum(one(BATCHES[0]).sum() for one in model) * INF, optimizers) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(sum(one(BATCHES[0]).sum() for one in model) * INF, optimizers)
     for optimizer in optimizers:
         optimizer.step()
     assert capsys.readouterr().out.count("Gradient overflow") == 2
@@ -343,8 +342,7 @@ def test_functions_are_cast_inside_a_closure_and_not_inside_the_step(level):
         optimizer.zero_grad()
         output = model(torch.ones(1, 4))
         seen.append(output.dtype)
-        with amp.scale_loss(output.float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(output.float().sum(), optimizer)
 
     optimizer.step(closure)
     seen.append(model(torch.ones(1, 4)).dtype)
@@ -390,8 +388,7 @@ def test_lbfgs_works_with_a_static_scale(level, scale):
     def closure():
         run.optimizer.zero_grad()
         loss = (run.model(torch.ones(3)) - target).square().sum()
-        with amp.scale_loss(loss, run.optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(loss, run.optimizer)
         return loss
 
     first = run.optimizer.step(closure)
