@@ -177,6 +177,7 @@ def test_adagrad_that_decays_weights_apart():
     assert_like(named(FusedAdagrad, lr=0.1, weight_decay=0.2, adagrad_w_mode=True), update)
 
 
+@pytest.mark.exhaustive(keep=24)
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("correct", [True, False])
 @pytest.mark.parametrize("use_nvlamb", [False, True])
@@ -199,6 +200,7 @@ def test_lamb(adam_w_mode, weight_decay, max_grad_norm, use_nvlamb, correct, ave
     assert_like(named(FusedLAMB, lr=0.1, betas=(0.9, 0.95), eps=1e-6, **options), update)
 
 
+@pytest.mark.exhaustive(keep=16)
 @pytest.mark.parametrize("reg_inside_moment", [False, True])
 @pytest.mark.parametrize("norm_type", [2, 0])
 @pytest.mark.parametrize("init_zero", [False, True])
@@ -244,6 +246,7 @@ def channels_last(param):
     return Parameter(param.detach().contiguous(memory_format=torch.channels_last))
 
 
+@pytest.mark.exhaustive(keep=15)
 @EVERY
 @pytest.mark.parametrize(
     ("shape", "lay_out"), [((3, 4), transposed), ((3, 4), with_gaps), ((2, 3, 4, 5), channels_last)]
@@ -510,6 +513,7 @@ def test_a_skipped_step_changes_no_parameter_and_no_state(make, level, first):
     assert snapshot(list(model.parameters())) != before[0][0]
 
 
+@pytest.mark.exhaustive(keep=25)
 @EVERY
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 def test_the_trajectory_is_that_of_a_float32_optimizer(make, level):

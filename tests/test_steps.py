@@ -82,6 +82,7 @@ def test_a_first_step_that_is_skipped_leaves_no_trace_in_what_follows(variant, l
     assert_same_bits(model.state_dict().values(), expected_weights.values())
 
 
+@pytest.mark.exhaustive(keep=16)
 @DYNAMIC_LEVELS
 @pytest.mark.parametrize("bad", [INF, -INF, float("nan")])
 @pytest.mark.parametrize("variant", [ADAM, FUSED_ADAM, MOMENTUM, FUSED_MOMENTUM], ids=str)
@@ -148,6 +149,7 @@ def test_an_overflow_skips_one_step_of_every_optimizer_named(level):
             optimizer.zero_grad()
 
 
+@pytest.mark.exhaustive(keep=24)
 @DYNAMIC_LEVELS
 @pytest.mark.parametrize("variant", [ADAM, FUSED_ADAM, FUSED_MOMENTUM], ids=str)
 @pytest.mark.parametrize("bad", [{0}, {1}, {2}, {0, 2}], ids=str)
@@ -207,6 +209,7 @@ STEPS = {
 }
 
 
+@pytest.mark.exhaustive(keep=30)
 @LEVELS
 @pytest.mark.parametrize("way", STEPS)
 @pytest.mark.parametrize(
@@ -364,6 +367,7 @@ def test_a_closure_that_raises_leaves_optimizer_and_casts_usable(level):
         assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is HALF[level]
 
 
+@pytest.mark.exhaustive(keep=16)
 @DYNAMIC_LEVELS
 @pytest.mark.parametrize("variant", [ADAM, FUSED_ADAM, MOMENTUM, FUSED_MOMENTUM], ids=str)
 @pytest.mark.parametrize("factors", [(INF, 1.0), (1.0, INF)], ids=["before", "inside"])
