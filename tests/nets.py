@@ -1,5 +1,9 @@
 """Small models, and what several test files do with them."""
 
+import copy
+import io
+import pickle
+
 import torch
 from torch import nn
 
@@ -64,3 +68,17 @@ def make_trained():
     model(X).sum().backward()
     optimizer.step()
     return model, optimizer
+
+
+def copy_by_saving(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": copy_by_saving,
+}

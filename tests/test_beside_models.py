@@ -192,18 +192,6 @@ def test_sparse_matrices_are_multiplied_and_summed(level):
 
 
 @LEVELS
-def test_an_embedding_with_sparse_gradients_trains(level):
-    model = nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    open_session(model, optimizer, opt_level=level, loss_scale=1.0)
-    before = model[0].weight.detach().clone()
-    scaled_backward(model(torch.arange(3)).float().sum(), optimizer)
-    optimizer.step()
-    changed = (model[0].weight != before).any(1)
-    assert changed.tolist() == [True] * 3 + [False] * 3
-
-
-@LEVELS
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
 @pytest.mark.filterwarnings("ignore:.*quantize.*deprecated", "ignore:TypedStorage is deprecated")
 def test_a_quantized_model_beside_ours_gives_what_it_gave(level):

@@ -33,6 +33,7 @@ from fused import (
     twins,
 )
 from helpers import Dense, Scalar, assert_same_bits, scaled_backward, snapshot
+from stepping import run_iteration
 
 # Against torch, bit for bit
 
@@ -484,14 +485,6 @@ def open_level(make, level, **options):
     return model, optimizer
 
 
-def iterate(model, optimizer, batch, factor=1.0):
-    optimizer.zero_grad()
-    loss = model(batch).float().square().mean() * factor
-    scaled_backward(loss, optimizer)
-    optimizer.step()
-    return float(loss.detach())
-
-
 @pytest.mark.exhaustive(keep=16)
 @EVERY
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
@@ -500,15 +493,15 @@ def test_a_skipped_step_changes_no_parameter_and_no_state(make, level, first):
     model, optimizer = open_level(make, level, loss_scale=amp.DynamicLossScale(2.0**8))
     batches = [torch.randn(5, 4) for _ in range(4)]
     for batch in batches[:first]:
-        iterate(model, optimizer, batch)
+        run_iteration(model, optimizer, batch)
     before = snapshot([list(model.parameters()), list(amp.master_params(optimizer))]), state_of(optimizer)
-    iterate(model, optimizer, batches[2], INF)
+    run_iteration(model, optimizer, batches[2], INF)
     assert amp.step_was_skipped(optimizer)
     assert before == (
         snapshot([list(model.parameters()), list(amp.master_params(optimizer))]),
         state_of(optimizer),
     )
-    iterate(model, optimizer, batches[3])
+    run_iteration(model, optimizer, batches[3])
     assert not amp.step_was_skipped(optimizer)
     assert snapshot(list(model.parameters())) != before[0][0]
 

@@ -34,11 +34,11 @@ from mastering import (
 )
 
 
-def resume(level, variant, checkpoint, order, make_scheduler=None, scale=SCALE):
+def resume(level, variant, checkpoint, order, make_scheduler, scale=SCALE):
     """Fresh objects, loaded in the given order; "initialize" is one of the steps."""
     model = make_net(variant)
     optimizer = variant(model.parameters())
-    scheduler = make_scheduler(optimizer) if make_scheduler else None
+    scheduler = make_scheduler(optimizer)
     config = amp.DynamicLossScale(scale) if level == "O2" and not variant.needs_closure else scale
     steps = {
         "initialize": lambda: amp.initialize(
@@ -47,7 +47,7 @@ def resume(level, variant, checkpoint, order, make_scheduler=None, scale=SCALE):
         "model": lambda: model.load_state_dict(checkpoint[0]),
         "optimizer": lambda: optimizer.load_state_dict(checkpoint[1]),
         "amp": lambda: amp.load_state_dict(checkpoint[2]),
-        "scheduler": lambda: scheduler.load_state_dict(checkpoint[3]) if scheduler else None,
+        "scheduler": lambda: scheduler.load_state_dict(checkpoint[3]),
     }
     for name in order.split():
         steps[name]()
@@ -63,24 +63,14 @@ ORDERS = [
 ]
 
 
-@pytest.mark.exhaustive(keep=12)
-@LEVELS
-@pytest.mark.parametrize("variant", SKIPPING_VARIANTS, ids=str)
-def test_a_resumed_run_is_bit_equal_to_the_one_that_never_stopped(variant, level):
-    model, optimizer, _ = open_both(level, variant)
-    train(model, optimizer, make_batches(variant, 3))
-    checkpoint = saved(all_state(model, optimizer))
-    batches = make_batches(variant, 3)
-    expected = [train(model, optimizer, batches), *all_state(model, optimizer)]
-    amp.uninitialize()
-    model, optimizer, _ = resume(level, variant, checkpoint, ORDERS[0])
-    assert snapshot([train(model, optimizer, batches), *all_state(model, optimizer)]) == snapshot(expected)
+RESUMED = [(variant, ORDERS[0]) for variant in SKIPPING_VARIANTS]
+RESUMED += [(variant, order) for variant in (ADAM, MOMENTUM) for order in ORDERS]
 
 
+@pytest.mark.exhaustive(keep=24)
 @LEVELS
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("variant", [ADAM, MOMENTUM], ids=str)
-def test_resuming_works_in_any_order_with_a_scheduler_and_after_overflows(variant, level, order):
+@pytest.mark.parametrize(("variant", "order"), RESUMED, ids=str)
+def test_a_resumed_run_is_bit_equal_to_the_one_that_never_stopped(variant, level, order):
     def make_scheduler(optimizer):
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
 
@@ -94,7 +84,7 @@ def test_resuming_works_in_any_order_with_a_scheduler_and_after_overflows(varian
     model, optimizer, _ = open_both(level, variant)
     scheduler = make_scheduler(optimizer)
     batches = make_batches(variant, 3)
-    if level == "O2":
+    if level == "O2" and not variant.is_sparse:
         batches.insert(1, batches[0] * 1e30)  # a step that is skipped
     run(model, optimizer, scheduler, batches)
     checkpoint = saved(all_state(model, optimizer, scheduler))

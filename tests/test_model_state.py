@@ -1,15 +1,25 @@
 """What a model saves and loads at every level, and what its copies are."""
 
 import copy
-import io
-import pickle
 
 import pytest
 import torch
 from torch import nn
 
 import ampatch as amp
-from nets import EVERY_LEVEL, FULL, MASTERED, Net, X, assert_same_state, clone_state, open_session, sgd, train
+from nets import (
+    COPIES,
+    EVERY_LEVEL,
+    FULL,
+    MASTERED,
+    Net,
+    X,
+    assert_same_state,
+    clone_state,
+    open_session,
+    sgd,
+    train,
+)
 
 # ---- state_dict ----
 
@@ -145,37 +155,23 @@ def test_a_deep_copy_shows_its_own_weights(opt_level):
     assert not torch.equal(model.state_dict()["linear.weight"], twin.state_dict()["linear.weight"])
 
 
-def duplicate(model, how):
-    if how == "deepcopy":
-        return copy.deepcopy(model)
-    if how == "pickle":
-        return pickle.loads(pickle.dumps(model))
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-HOW = ["deepcopy", "pickle", "torch.save"]
-
-
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("opt_level", EVERY_LEVEL)
-def test_a_copy_works_within_the_session(how, opt_level):
+def test_a_copy_works_within_the_session(duplicate, opt_level):
     model = open_session(Net().eval(), opt_level=opt_level)
-    twin = duplicate(model, how)
+    twin = duplicate(model)
     assert torch.equal(twin(X), model(X))
     twin(X).sum().backward()
     assert twin.linear.weight.grad is not None
     assert model.linear.weight.grad is None
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("opt_level", EVERY_LEVEL)
-def test_a_copy_works_after_uninitialize(how, opt_level):
+def test_a_copy_works_after_uninitialize(duplicate, opt_level):
     model = open_session(Net().eval(), opt_level=opt_level)
     expected = model(X)
-    twin = duplicate(model, how)
+    twin = duplicate(model)
     amp.uninitialize()
     found = twin(X)
     if opt_level in ("O1", "O4"):  # functions are patched no longer
@@ -185,18 +181,18 @@ def test_a_copy_works_after_uninitialize(how, opt_level):
     assert twin.state_dict()["linear.weight"].dtype is FULL
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("opt_level", ["O2", "O4", "O5"])
-def test_a_copy_made_with_a_kept_module_keeps_it(how, opt_level):
+def test_a_copy_made_with_a_kept_module_keeps_it(duplicate, opt_level):
     model = open_session(Net().eval(), opt_level=opt_level, keep_fp32="linear")
-    twin = duplicate(model, how)
+    twin = duplicate(model)
     assert twin.linear.weight.dtype is FULL
     assert torch.equal(twin(X), model(X))
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_a_pickled_model_does_not_switch_casts_off_or_on(how):
-    plain = duplicate(open_session(nn.Linear(3, 2), opt_level="O0"), how)
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
+def test_a_pickled_model_does_not_switch_casts_off_or_on(duplicate):
+    plain = duplicate(open_session(nn.Linear(3, 2), opt_level="O0"))
     amp.uninitialize()
     model = open_session(nn.Linear(3, 2), opt_level="O4")
     plain(X)
