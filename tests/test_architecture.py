@@ -289,15 +289,8 @@ def test_only_the_announcements_and_the_command_line_print(path):
 
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 MAKERS = {
-    "list",
-    "dict",
-    "set",
-    "defaultdict",
-    "OrderedDict",
-    "deque",
-    "Counter",
-    "WeakKeyDictionary",
-    "local",
+    *("list", "dict", "set", "defaultdict", "OrderedDict", "deque", "Counter"),
+    *("WeakKeyDictionary", "local"),
 }
 
 
