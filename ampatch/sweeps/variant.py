@@ -11,7 +11,7 @@ import torch
 
 import ampatch as amp
 from ampatch import OPT_LEVELS, AmpError, AmpValueError
-from ampatch.commands.script import level_overrides
+from ampatch.apex.script import level_overrides
 from ampatch.sweeps.records.sweep import AUTOCAST
 
 LEVELS = (*OPT_LEVELS, AUTOCAST)
