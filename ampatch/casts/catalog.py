@@ -12,8 +12,7 @@ from functools import cached_property
 import torch
 
 from ampatch import lists
-from ampatch.casts.explanation import Explanation, Name
-from ampatch.casts.promotion import promotes
+from ampatch.casts.explanation import Explanation, Name, promotes
 from ampatch.errors import AmpValueError
 from ampatch.table import CastTable, Row
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ampatch import lists
 from ampatch.casts.cast import CASTS
-from ampatch.casts.in_graph import call_uncast
-from ampatch.casts.wrapper import wrap
+from ampatch.casts.wrapper import call_uncast, wrap
 from ampatch.levels import private
 from ampatch.levels.stack import PACKAGE
 from ampatch.patching.patcher import Patcher, peel
