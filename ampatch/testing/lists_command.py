@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from ampatch import AmpError, AmpValueError, explain, lists
+from ampatch import AmpError, AmpValueError, explain
 from ampatch.casts.catalog import SHORT, Catalog
 from ampatch.casts.explanation import COLUMNS, Explanation, align
+from ampatch.lists import MODULES_ON_CPU
 from ampatch.table import Cast, CastTable, Row
 
 SUMMARY = "print the cast tables, or say what happens to one op at each level, and why"
@@ -38,9 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def select(cast: str | None, target: str | None) -> tuple[CastTable, ...]:
     """The tables, narrowed to a cast and a place; raises AmpValueError for what there is not."""
-    on_cpu = lists.MODULES_ON_CPU
-    said = [replace(row, reason=f"in a half model on a CPU: {row.reason}") for row in on_cpu.rows]
-    tables = merge((*Catalog().tables, CastTable(on_cpu.target, tuple(said))))
+    said = [replace(row, reason=f"in a half model on a CPU: {row.reason}") for row in MODULES_ON_CPU.rows]
+    tables = merge((*Catalog().tables, CastTable(MODULES_ON_CPU.target, tuple(said))))
     if cast is not None and cast.upper() not in Cast.__members__:
         raise AmpValueError(f"unknown cast {cast!r}: expected one of {', '.join(Cast.__members__)}")
     if target is not None:
@@ -102,7 +102,7 @@ def versions(row: Row) -> str:
 def show_op(explanation: Explanation, as_json: bool) -> None:
     """Prints what happens to an op."""
     if as_json:
-        names = [
+        said = [
             {
                 "name": name.path,
                 "cast": name.cast and name.cast.name,
@@ -111,7 +111,7 @@ def show_op(explanation: Explanation, as_json: bool) -> None:
             }
             for name in explanation.names
         ]
-        print(json.dumps({"op": explanation.op, "names": names}, indent=2))
+        print(json.dumps({"op": explanation.op, "names": said}, indent=2))
     elif is_rich():
         for names in explanation.groups():
             reasons = [(name.path, name.reason) for name in names]
