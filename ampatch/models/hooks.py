@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import sys
 from collections.abc import Sequence
@@ -18,8 +17,7 @@ from ampatch.casts.cast_tree import cast_batch, cast_call, cast_object, cast_tre
 from ampatch.casts.thread import Forward
 from ampatch.errors import AmpValueError
 from ampatch.levels.precision import HALF_TYPES
-from ampatch.models.cast_tensor import CastModule, own_tensors
-from ampatch.models.float32_values import Float32Values
+from ampatch.models.cast_tensor import CastModule, Float32Values, own_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +29,6 @@ class CastInputs:
 
     dtype: torch.dtype
     is_copy: bool = False
-
-    def __deepcopy__(self, memo: dict) -> CastInputs:
-        return type(self)(self.dtype, is_copy=True)
 
     def __reduce__(self) -> tuple:
         return type(self), (self.dtype, True)
@@ -207,9 +202,6 @@ class _StateDictHook:
         if self._part is not None:
             self._part.find(module)
         return {name: item for name, item in own_tensors(module) if item.dtype in HALF_TYPES}
-
-    def __deepcopy__(self, memo: dict) -> _StateDictHook:
-        return type(self)(copy.deepcopy(self._values, memo), copy.deepcopy(self._others, memo))
 
     def __reduce__(self) -> tuple:
         return type(self), (self._values, self._others)

@@ -15,8 +15,7 @@ from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.levels.policy import Policy
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.undo import weakly
-from ampatch.models.cast_tensor import CastModule, CastTensor, list_parts, own_tensors
-from ampatch.models.float32_values import Float32Values, Shown
+from ampatch.models.cast_tensor import CastModule, CastTensor, Float32Values, Shown, list_parts, own_tensors
 from ampatch.models.hooks import (
     CastEntry,
     CastInputs,
