@@ -1,8 +1,9 @@
-"""Has recurrent layers, attention and BatchNorm, which look at dtypes, work as under `torch.autocast`."""
+"""Has layers that look at dtypes, and blocks of `torch.autocast(enabled=False)`, work as under autocast."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from ampatch.casts.cast import CASTS
 from ampatch.levels.precision import ELIGIBLE, HALF_TYPES
-from ampatch.levels.private import forward_ad_level, is_transformed
+from ampatch.levels.private import ENTER_AUTOCAST, forward_ad_level, is_transformed
+from ampatch.levels.stack import is_running
 from ampatch.patching.patcher import Patcher
 
 Function = Callable[..., object]
@@ -65,18 +67,51 @@ def patch_batch_norm(patcher: Patcher) -> None:
 def _widen_in_transforms(original: Function) -> Function:
     @functools.wraps(original)
     def batch_norm(input: Tensor, *args: object, **kwargs: object) -> object:
-        if torch.compiler.is_dynamo_compiling() or not _is_transformed():
-            return original(input, *args, **kwargs)
-        if input.dtype not in HALF_TYPES or not _has_float32((*args, *kwargs.values())):
+        is_plain = torch.compiler.is_dynamo_compiling() or not (is_transformed() or forward_ad_level() >= 0)
+        if is_plain or input.dtype not in HALF_TYPES or not _has_float32((*args, *kwargs.values())):
             return original(input, *args, **kwargs)
         return original(input.float(), *args, **kwargs).to(input.dtype)
 
     return batch_norm
 
 
-def _is_transformed() -> bool:
-    return is_transformed() or forward_ad_level() >= 0
-
-
 def _has_float32(values: tuple) -> bool:
     return any(isinstance(value, Tensor) and value.dtype is torch.float32 for value in values)
+
+
+def patch_autocast(patcher: Patcher) -> None:
+    """Has `with torch.autocast(device, enabled=False)` mean float32 here as it does under autocast.
+
+    Authors of models write it around what must not be rounded, such as rotary embeddings. Outside of a
+    forward it says nothing: there it is how scripts turn torch's own mixed precision off.
+    """
+    block = torch.amp.autocast_mode.autocast
+    patcher.replace(block, "__enter__", _enter_uncast(block.__enter__))
+    patcher.replace(block, "__exit__", _exit_uncast(block.__exit__))
+
+
+def _enter_uncast(original: Function) -> Function:
+    thread = CASTS.thread
+    in_graph = getattr(ENTER_AUTOCAST.find(), "__code__", None)
+
+    def enter(self: torch.autocast) -> object:
+        result = original(self)
+        forwards = thread.forwards
+        is_off = not self._enabled and self.device in CASTS.device_types
+        # Dynamo enters one to trace what is inside, and would take our state for that of the whole graph.
+        is_traced = sys._getframe(1).f_code is in_graph
+        is_inside = bool(forwards) and is_running(forwards[-1].frame)
+        thread.enter_autocast(self, is_off and is_inside and not is_traced)
+        return result
+
+    return enter
+
+
+def _exit_uncast(original: Function) -> Function:
+    thread = CASTS.thread
+
+    def leave(self: torch.autocast, *error: object) -> object:
+        thread.exit_autocast(self)
+        return original(self, *error)
+
+    return leave
