@@ -138,19 +138,15 @@ class CastState:
         """Casts no more than before: on these devices, banned functions or not."""
         self.device_types.intersection_update(device_types)
         self.allow_banned = allow_banned
-        self._forget_devices()
-
-    def _forget_devices(self) -> None:
         self.devices.clear()
         self.forget_casts()
 
     def close(self) -> None:
         """Forgets the casts, the devices, the half type and what this thread is doing."""
         self.thread.reset()
-        self.clear_cache()
-        self.half, self.allow_banned = None, False
-        self.device_types.clear()
-        self._forget_devices()
+        self.half = None
+        self._graphs.clear()
+        self.narrow(set(), allow_banned=False)
 
 
 # The one of this process, as torch's namespace is one. Hooks on modules pickle it by this name.

@@ -179,7 +179,7 @@ class CastCache:
             version = parameter._version
         except RuntimeError:  # made in inference mode, where tensors have none
             return self._convert(parameter)
-        device = _find_device(parameter)
+        device = parameter.get_device() if parameter.is_cuda else None  # elsewhere there are no streams
         stream = None if device is None else find_stream(device)
         # All of it is read before the conversion: another thread may write at the same time.
         state = version, parameter.data_ptr(), parameter.requires_grad, device, stream
@@ -222,11 +222,6 @@ def _find_memory(parameter: Tensor) -> torch.UntypedStorage | None:
     if _is_shared(memory) or not (memory.resizable() and parameter.is_leaf):
         return None
     return memory if parameter.is_cuda or not memory.is_shared() else None
-
-
-def _find_device(parameter: Tensor) -> int | None:
-    """Returns the index of the CUDA device that a parameter is on; elsewhere there are no streams."""
-    return parameter.get_device() if parameter.is_cuda else None
 
 
 def _is_recorded() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -37,10 +37,6 @@ class Effect:
     half: str
     mixed: str
     because: str
-
-    def cells(self) -> tuple[str, ...]:
-        """The fields in the order of a table's columns."""
-        return self.opt_level, self.float32, self.half, self.mixed, self.because
 
 
 COLUMNS = ("level", "float32 input", "half input", "mixed inputs", "because")
@@ -105,7 +101,7 @@ class Explanation:
         blocks = [f"{self.op}, at each level"]
         for names in self.groups():
             reasons = align([(name.path, name.reason) for name in names])
-            table = align([COLUMNS, *(effect.cells() for effect in names[0].effects())])
+            table = align([COLUMNS, *map(astuple, names[0].effects())])
             blocks.append("\n".join([names[0].heading(), *(f"  {line}" for line in reasons)]))
             blocks.append("\n".join(f"  {line}" for line in table))
         return "\n\n".join(blocks)

@@ -197,13 +197,13 @@ def _have_one_dtype(args: tuple) -> bool:
     return True
 
 
-def _eligible_tensors(values: object) -> list[Tensor]:
-    """The tensors in a tree that a cast may touch."""
-    found: list[Tensor] = []
+def _eligible_dtypes(values: object) -> set[torch.dtype]:
+    """The types of the tensors in a tree that a cast may touch."""
+    found: set[torch.dtype] = set()
 
     def note(tensor: Tensor) -> Tensor:
         if tensor.dtype in ELIGIBLE and tensor.device.type in CASTS.device_types:
-            found.append(tensor)
+            found.add(tensor.dtype)
         return tensor
 
     cast_tree(values, note)
@@ -216,8 +216,7 @@ def _call_promote(original: Function, name: str, get_cast: GetCast) -> Call:
     def call(args: tuple, kwargs: dict) -> object:
         if (not kwargs and _have_one_dtype(args)) or kwargs.get("out") is not None:
             return original(*args, **kwargs)
-        dtypes = {tensor.dtype for tensor in _eligible_tensors((args, kwargs))}
-        if len(dtypes) < 2:
+        if len(_eligible_dtypes((args, kwargs))) < 2:
             return original(*args, **kwargs)
         # Any two of float32, float16 and bfloat16 have float32 as their widest type.
         args, kwargs = cast_tree((args, kwargs), widen)  # type: ignore[misc,assignment]
@@ -260,8 +259,7 @@ def _call_banned(original: Function, name: str, get_cast: GetCast) -> Call:
     widen = get_cast(torch.float32)
 
     def call(args: tuple, kwargs: dict) -> object:
-        dtypes = {tensor.dtype for tensor in _eligible_tensors((args, kwargs))}
-        halves = dtypes & set(HALF_TYPES)
+        halves = _eligible_dtypes((args, kwargs)) & set(HALF_TYPES)
         if halves and not CASTS.allow_banned:
             raise BannedFunctionError(
                 f"{name} was called on a {halves.pop()} tensor, where its logarithm is not safe: use "
