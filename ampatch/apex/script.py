@@ -12,18 +12,8 @@ from dataclasses import dataclass
 from importlib.machinery import BuiltinImporter, ModuleSpec, SourceFileLoader, SourcelessFileLoader
 from types import CodeType, ModuleType, TracebackType
 
-from ampatch import AmpValueError
+from ampatch import OPT_LEVELS, AmpValueError
 
-# What a script passes beside its own level would contradict another level: that is used as it stands.
-PURE = (
-    "cast_model_type",
-    "patch_torch_functions",
-    "patch_torch_functions_type",
-    "keep_batchnorm_fp32",
-    "master_weights",
-    "loss_scale",
-    "cast_model_outputs",
-)
 STDIN = "-"
 OURS = (__file__, importlib.util.__file__, "<frozen importlib", "<frozen zipimport>")
 
@@ -31,8 +21,9 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 
 def level_overrides(level: str) -> dict[str, str | None]:
-    """Returns what makes `initialize` use a level, whatever the script passes."""
-    return {**dict.fromkeys(PURE), "opt_level": level}
+    """Returns what makes `initialize` use a level as it stands: other options might contradict it."""
+    options = [name for name in OPT_LEVELS["O0"].options() if name != "allow_banned"]
+    return {**dict.fromkeys(options), "opt_level": level}
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,19 +29,6 @@ class Patch:
     replacement: object
     original: object  # what a look-up found, inherited or not
 
-    @property
-    def place(self) -> str:
-        """The dotted name of the attribute, for messages."""
-        return ".".join(filter(None, qualify(self.parent, self.attribute)))
-
-    def is_in_place(self) -> bool:
-        """Whether the attribute still is what was put there."""
-        return vars(self.parent).get(self.attribute, _ABSENT) is self.replacement
-
-    def is_undone(self) -> bool:
-        """Whether somebody put back what was there before us."""
-        return vars(self.parent).get(self.attribute, _ABSENT) is self.previous
-
     def revert(self) -> None:
         """Puts back what was there before."""
         if self.previous is _ABSENT:
@@ -85,9 +72,9 @@ class Patcher:
         Raises PatchConflictError, after the others are undone, for attributes that somebody else
         has replaced since; theirs stay, and `retry` undoes ours when theirs are gone.
         """
-        taken = self.retry()
+        taken = [".".join(filter(None, qualify(patch.parent, patch.attribute))) for patch in self.retry()]
         if taken:
-            places = ", ".join(dict.fromkeys(patch.place for patch in taken))
+            places = ", ".join(dict.fromkeys(taken))
             raise PatchConflictError(
                 f"{places}: replaced by somebody else after ampatch had patched it, and left as it is; "
                 f"undo that patch, then call uninitialize again"
@@ -97,9 +84,10 @@ class Patcher:
         """Undoes what can be undone, and returns what others have replaced."""
         taken = []
         for patch in reversed(self._patches):
-            if patch.is_in_place():
+            found = vars(patch.parent).get(patch.attribute, _ABSENT)
+            if found is patch.replacement:
                 patch.revert()
-            elif not patch.is_undone():
+            elif found is not patch.previous:  # nor has somebody put that back
                 taken.append(patch)
         self._patches = taken[::-1]
         return taken
