@@ -10,7 +10,7 @@ import torch
 from torch.nn import Module
 
 from ampatch.models.cast_tensor import Float32Values
-from ampatch.patching.features.torch_features import BeforeGraph
+from ampatch.patching.torch_features import BeforeGraph
 from ampatch.steps.masters import MasterParams
 from ampatch.steps.weight import Weight
 
