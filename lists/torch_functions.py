@@ -37,6 +37,15 @@ TORCH = CastTable(
         Row("einsum", LOWER, "ends in bmm inside ATen, out of a patch's sight"),
         Row("matrix_power", CUSTOM, "multiplies in half; inverts first for a negative power, as half has no inverse"),
         Row("prelu", LOWER, "refuses mixed types; follows the half activations, and a slope needs little precision"),
+        # Recurrent networks, whose weights come as a list.
+        Row("lstm", LOWER, "cuDNN runs every gate's GEMM on tensor cores, over all time steps"),
+        Row("gru", LOWER, "cuDNN runs every gate's GEMM on tensor cores, over all time steps"),
+        Row("rnn_tanh", LOWER, "one GEMM a time step; tanh keeps the state between -1 and 1"),
+        Row("rnn_relu", LOWER, "one GEMM a time step"),
+        Row("lstm_cell", LOWER, "two GEMMs and one fused kernel for the gates"),
+        Row("gru_cell", LOWER, "two GEMMs and one fused kernel for the gates"),
+        Row("rnn_tanh_cell", LOWER, "two GEMMs; tanh keeps the state between -1 and 1"),
+        Row("rnn_relu_cell", LOWER, "two GEMMs"),
         # Arguments of several dtypes, which torch refuses here.
         Row("bilinear", PROMOTE, "refuses mixed types; both inputs and the weight multiply in one product"),
         Row("cross", PROMOTE, "refuses mixed types; differences of products cancel, so the wider type counts"),
@@ -130,6 +139,12 @@ TORCH = CastTable(
 TORCH_FUNCTIONAL = CastTable(
     "torch.functional",
     TORCH.take("chain_matmul", "einsum", "tensordot", "meshgrid", "cartesian_prod", "cdist", "norm", "stft"),
+)
+
+# Where `torch.nn.LSTM` and its siblings look their functions up.
+VF = CastTable(
+    "torch._VF",
+    TORCH.take("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
 )
 
 LINALG = CastTable(
