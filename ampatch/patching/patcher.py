@@ -155,23 +155,23 @@ def qualify(parent: object, attribute: str) -> tuple[str | None, str]:
 Place = tuple[object, str]  # parent, attribute
 
 
-def locate(target: str, name: str) -> Place | None:
-    """Finds the place of a row; None, with a warning logged, if this torch has no such function."""
-    module, _, rest = f"{target}.{name}".partition(".")
-    try:
-        pkgutil.resolve_name(target)  # imports it, where torch does so on first use
-        parent, attribute, _ = wrapt.resolve_path(module, rest)
-    except (AttributeError, ImportError):
-        logger.warning("%s.%s: no such function in this torch; its row is passed over", target, name)
-        return None
-    return parent, attribute
-
-
 def place_rows(tables: Iterable[CastTable], version: str) -> list[tuple[Place, Row]]:
-    """Lists the rows of a torch version with their places, in patch order."""
-    rows = [(table.target, row) for table in tables for row in table.select(version).rows]
-    placed = [(locate(target, row.name), row) for target, row in rows]
-    return [(place, row) for place, row in placed if place is not None]
+    """Lists the rows of a torch version with their places, in patch order.
+
+    A row of which this torch has no function is passed over, with a warning logged.
+    """
+    placed: list[tuple[Place, Row]] = []
+    for target, row in [(table.target, row) for table in tables for row in table.select(version).rows]:
+        module, _, rest = f"{target}.{row.name}".partition(".")
+        try:
+            pkgutil.resolve_name(target)  # imports it, where torch does so on first use
+            parent, attribute, _ = wrapt.resolve_path(module, rest)
+        except (AttributeError, ImportError):
+            said = "%s.%s: no such function in this torch; its row is passed over"
+            logger.warning(said, target, row.name)
+        else:
+            placed.append(((parent, attribute), row))
+    return placed
 
 
 def peel(function: Callable) -> Callable:
