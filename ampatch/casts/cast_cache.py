@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampatch.casts.thread import ThreadState
+from ampatch.levels.precision import ELIGIBLE
 from ampatch.levels.private import (
     PROXY,
     count_users,
@@ -61,12 +62,13 @@ class CastCache:
     """
 
     def __init__(
-        self, dtype: torch.dtype, thread: ThreadState, is_eligible: Callable[[Tensor], bool]
+        self, dtype: torch.dtype, thread: ThreadState, is_on_device: Callable[[Tensor], bool]
     ) -> None:
         self.dtype = dtype
         self._convert = CONVERT[dtype]
         self._thread = thread
-        self._is_eligible = is_eligible
+        self._sources = ELIGIBLE - {dtype}
+        self._is_on_device = is_on_device
         # Other threads may add some at any time, and the garbage collector clears them all when it frees a
         # model: who goes through them goes through a copy.
         # By id: cast, version, pointer, requires_grad, device and stream (None but on CUDA), the parameter
@@ -145,6 +147,9 @@ class CastCache:
         self.made += 1
         return self._convert(parameter)
 
+    def _is_eligible(self, parameter: Tensor) -> bool:
+        return parameter.dtype in self._sources and self._is_on_device(parameter)
+
     def _make_cast_plain(self) -> Callable[[Tensor], Tensor]:
         find, make = self._entries.get, self._make
 
@@ -179,7 +184,7 @@ class CastCache:
             version = parameter._version
         except RuntimeError:  # made in inference mode, where tensors have none
             return self._convert(parameter)
-        device = parameter.get_device() if parameter.is_cuda else None  # elsewhere there are no streams
+        device = _find_device(parameter)
         stream = None if device is None else find_stream(device)
         # All of it is read before the conversion: another thread may write at the same time.
         state = version, parameter.data_ptr(), parameter.requires_grad, device, stream
@@ -222,6 +227,11 @@ def _find_memory(parameter: Tensor) -> torch.UntypedStorage | None:
     if _is_shared(memory) or not (memory.resizable() and parameter.is_leaf):
         return None
     return memory if parameter.is_cuda or not memory.is_shared() else None
+
+
+def _find_device(parameter: Tensor) -> int | None:
+    """Returns the index of the CUDA device that a parameter is on; elsewhere there are no streams."""
+    return parameter.get_device() if parameter.is_cuda else None
 
 
 def _is_recorded() -> bool:

@@ -129,9 +129,8 @@ def find_level(opt_level: object) -> Policy:
     if isinstance(opt_level, str) and opt_level in OPT_LEVELS:
         return OPT_LEVELS[opt_level]
     expected = ", ".join(repr(name) for name in OPT_LEVELS)
-    hint = ""
-    if isinstance(opt_level, str) and opt_level.upper().replace("0", "O", 1) in OPT_LEVELS:
-        hint = f" (the letter O: {opt_level.upper().replace('0', 'O', 1)!r})"
+    meant = opt_level.upper().replace("0", "O", 1) if isinstance(opt_level, str) else None
+    hint = f" (the letter O: {meant!r})" if meant in OPT_LEVELS else ""
     raise AmpValueError(f"unknown opt_level {opt_level!r}: expected one of {expected}{hint}")
 
 

@@ -78,18 +78,14 @@ class EnterForward:
             CASTS.enter_forward(Forward(id(module), self.off, self.find_dtype(args), frame))
         if not self.off and CASTS.half is not None:
             for parameter in module.parameters():
-                self._note_device(parameter)
+                # Asked before: a part of a graph, such as a checkpoint, must not change what is outside it.
+                if parameter.device.type not in CASTS.device_types:
+                    CASTS.device_types.add(parameter.device.type)
                 break
 
     def find_dtype(self, args: tuple) -> torch.dtype | None:
         """What the activations in the forward have."""
         return self.dtype
-
-    def _note_device(self, parameter: Tensor) -> None:
-        device_types = CASTS.device_types
-        # Asked before, because a part of a graph, such as a checkpoint, must not change what is outside it.
-        if parameter.device.type not in device_types:
-            device_types.add(parameter.device.type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +160,11 @@ class CastOutputs:
         is_number = isinstance(output, Tensor) and output.dim() == 0
         if self.keeps_losses and (is_number or isinstance(module, _Loss)):
             return output
-        dtype = self._choose()
-        return output if dtype is None else cast_batch(output, dtype)
-
-    def _choose(self) -> torch.dtype | None:
         outer = CASTS.thread.forwards
         if outer and not self.inside:
-            return None
-        return (outer[-1].dtype if outer else None) or self.alone
+            return output
+        dtype = (outer[-1].dtype if outer else None) or self.alone
+        return output if dtype is None else cast_batch(output, dtype)
 
 
 class _StateDictHook:
