@@ -15,8 +15,6 @@ from ampatch.levels.private import ENTER_AUTOCAST, forward_ad_level, is_transfor
 from ampatch.levels.stack import is_running
 from ampatch.patching.patcher import Patcher
 
-Function = Callable[..., object]
-
 
 def allow_half_input() -> Callable[..., None]:
     """Returns what stands in for `torch.nn.RNNBase.check_input`, with every check but that of dtypes.
@@ -60,11 +58,8 @@ def patch_batch_norm(patcher: Patcher) -> None:
     Its kernels take half input with float32 weights, but the formulas that torch has for `vmap`, `jvp` and
     the derivatives of a derivative do not: they raise, or return float32.
     """
-    functional = torch.nn.functional
-    patcher.replace(functional, "batch_norm", _widen_in_transforms(functional.batch_norm))
+    original = torch.nn.functional.batch_norm
 
-
-def _widen_in_transforms(original: Function) -> Function:
     @functools.wraps(original)
     def batch_norm(input: Tensor, *args: object, **kwargs: object) -> object:
         is_plain = torch.compiler.is_dynamo_compiling() or not (is_transformed() or forward_ad_level() >= 0)
@@ -72,7 +67,7 @@ def _widen_in_transforms(original: Function) -> Function:
             return original(input, *args, **kwargs)
         return original(input.float(), *args, **kwargs).to(input.dtype)
 
-    return batch_norm
+    patcher.replace(torch.nn.functional, "batch_norm", batch_norm)
 
 
 def _has_float32(values: tuple) -> bool:
@@ -85,17 +80,12 @@ def patch_autocast(patcher: Patcher) -> None:
     Authors of models write it around what must not be rounded, such as rotary embeddings. Outside of a
     forward it says nothing: there it is how scripts turn torch's own mixed precision off.
     """
-    block = torch.amp.autocast_mode.autocast
-    patcher.replace(block, "__enter__", _enter_uncast(block.__enter__))
-    patcher.replace(block, "__exit__", _exit_uncast(block.__exit__))
-
-
-def _enter_uncast(original: Function) -> Function:
-    thread = CASTS.thread
+    block, thread = torch.amp.autocast_mode.autocast, CASTS.thread
+    original_enter, original_exit = block.__enter__, block.__exit__
     in_graph = getattr(ENTER_AUTOCAST.find(), "__code__", None)
 
     def enter(self: torch.autocast) -> object:
-        result = original(self)
+        result = original_enter(self)
         forwards = thread.forwards
         is_off = not self._enabled and self.device in CASTS.device_types
         # Dynamo enters one to trace what is inside, and would take our state for that of the whole graph.
@@ -104,14 +94,9 @@ def _enter_uncast(original: Function) -> Function:
         thread.enter_autocast(self, is_off and is_inside and not is_traced)
         return result
 
-    return enter
-
-
-def _exit_uncast(original: Function) -> Function:
-    thread = CASTS.thread
-
     def leave(self: torch.autocast, *error: object) -> object:
         thread.exit_autocast(self)
-        return original(self, *error)
+        return original_exit(self, *error)
 
-    return leave
+    patcher.replace(block, "__enter__", enter)
+    patcher.replace(block, "__exit__", leave)

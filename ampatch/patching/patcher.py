@@ -29,13 +29,6 @@ class Patch:
     replacement: object
     original: object  # what a look-up found, inherited or not
 
-    def revert(self) -> None:
-        """Puts back what was there before."""
-        if self.previous is _ABSENT:
-            delattr(self.parent, self.attribute)
-        else:
-            setattr(self.parent, self.attribute, self.previous)
-
 
 class Patcher:
     """Replaces attributes, and undoes it last-in first-out."""
@@ -85,8 +78,10 @@ class Patcher:
         taken = []
         for patch in reversed(self._patches):
             found = vars(patch.parent).get(patch.attribute, _ABSENT)
-            if found is patch.replacement:
-                patch.revert()
+            if found is patch.replacement and patch.previous is _ABSENT:
+                delattr(patch.parent, patch.attribute)
+            elif found is patch.replacement:
+                setattr(patch.parent, patch.attribute, patch.previous)
             elif found is not patch.previous:  # nor has somebody put that back
                 taken.append(patch)
         self._patches = taken[::-1]
