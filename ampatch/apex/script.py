@@ -73,11 +73,12 @@ class Script:
             put_first("")
             return Start(compile_source(sys.stdin.buffer.read(), "<stdin>"), "<stdin>", BuiltinImporter)
         path = os.path.join(os.getcwd(), self.name)
-        if pkgutil.get_importer(path) is None:
+        importer = pkgutil.get_importer(path)
+        if importer is None:
             put_first(os.path.dirname(os.path.realpath(path)))
             return start_of_file(path)
         put_first(path, always=True)
-        return start_of_folder(path)
+        return start_of_spec(importer.find_spec("__main__"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +169,6 @@ def start_of_file(path: str) -> Start:
 def compile_source(source: bytes, name: str) -> CodeType:
     """Compiles a script's text, with no `from __future__ import` of ours."""
     return compile(source, name, "exec", dont_inherit=True)
-
-
-def start_of_folder(path: str) -> Start:
-    """Finds and compiles the `__main__.py` of a folder or an archive."""
-    spec = pkgutil.get_importer(path).find_spec("__main__")
-    return start_of_spec(spec)
 
 
 def start_of_spec(spec: ModuleSpec) -> Start:

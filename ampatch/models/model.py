@@ -61,15 +61,14 @@ def _validate_dtypes(index: int, model: Module, policy: Policy, values: ValuesBy
                 f"models[{index}]: parameter {name!r} is not initialized yet: run one forward first, so "
                 f"that {policy.opt_level} has a weight to cast"
             )
-        if param.dtype in HALF_TYPES and not _is_known(param, values):
-            if allow_half:
-                continue
+        is_half, is_known = param.dtype in HALF_TYPES, _is_known(param, values)
+        if is_half and not is_known and not allow_half:
             raise AmpValueError(
                 f"models[{index}]: parameter {name!r} is {param.dtype} already: expected float32; remove "
                 f".half() or .bfloat16() from the model, the opt level casts it (a copy of an initialized "
                 f"model must be made before initialize; allow_half_params=True takes it as it is)"
             )
-        if param.dtype in HALF_TYPES and not policy.casts_model:
+        if is_half and is_known and not policy.casts_model:
             raise AmpValueError(
                 f"models[{index}]: parameter {name!r} was cast to {param.dtype} by an earlier initialize: "
                 f"use that opt level for both, or uninitialize first"

@@ -11,17 +11,9 @@ from dataclasses import dataclass
 
 from ampatch.lists import TABLES
 
-# Where ampatch patches, or might: the places of the tables come on top.
+# Where ampatch patches, or might, beside the places of the tables.
 PLACES = (
-    "torch",
-    "torch.Tensor",
-    "torch._VF",
-    "torch.functional",
-    "torch.fft",
-    "torch.linalg",
-    "torch.special",
     "torch.nn",
-    "torch.nn.functional",
     "torch.nn.init",
     "torch.nn.Module",
     "torch.nn.Parameter",
