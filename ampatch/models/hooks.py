@@ -170,25 +170,19 @@ class CastOutputs:
 class _StateDictHook:
     """Finds the half tensors of one module, and keeps alive what is known of them.
 
-    `others` are the values of modules that share a tensor with this one, `part` is what this call cast.
+    `values` are its own, and those of modules that share a tensor with it; `part` is what this call cast.
     Registered on every module with cast tensors, so that a part of a model, or a wrapper such as
     DistributedDataParallel, saves and loads float32 too. A deep copy or a pickled model has values of its
     own: those of its half weights, and what is written into its state_dict.
     """
 
-    def __init__(
-        self,
-        values: Float32Values,
-        others: Sequence[Float32Values] = (),
-        part: CastModule | None = None,
-    ) -> None:
+    def __init__(self, values: Sequence[Float32Values], part: CastModule | None = None) -> None:
         self._values = values
-        self._others = others
         self._part = part
 
     def find_values(self, tensor: Tensor) -> Float32Values:
         """Returns those that know a tensor."""
-        return next((values for values in self._others if tensor in values), self._values)
+        return next((values for values in self._values if tensor in values), self._values[0])
 
     def find_tensors(self, module: Module) -> dict[str, Tensor]:
         """The module's own half tensors, by name."""
@@ -197,7 +191,7 @@ class _StateDictHook:
         return {name: item for name, item in own_tensors(module) if item.dtype in HALF_TYPES}
 
     def __reduce__(self) -> tuple:
-        return type(self), (self._values, self._others)
+        return type(self), (self._values,)
 
 
 class SaveFloat32(_StateDictHook):

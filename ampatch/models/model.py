@@ -203,8 +203,8 @@ class ModelCaster:
             # A model as a whole as well: its hooks keep what finds the newcomers among its parts.
             is_model = any(module is model for model in self._models)
             if is_model or part.casts or any(self._came_half(tensor) for _, tensor in own_tensors(module)):
-                own, others = self.by_module[id(module)], self.list_values([module])
-                save, load = SaveFloat32(own, others, part), LoadFloat32(own, others, part)
+                values = [self.by_module[id(module)], *self.list_values([module])]
+                save, load = SaveFloat32(values, part), LoadFloat32(values, part)
                 self._stack.callback(module.register_state_dict_post_hook(save).remove)
                 self._stack.callback(module.register_load_state_dict_pre_hook(load).remove)
 

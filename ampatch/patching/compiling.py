@@ -43,8 +43,8 @@ def _ipow(base: object, exponent: object) -> object:
     return base
 
 
-# By what method and function a tensor has an operator (`a @= b` finds no method of its own), and what a wrapper
-# of it calls, of our own: from torch 2.15 on Dynamo traces another function of Python in the place of
+# By what method and function a tensor has an operator (`a @= b` finds no method of its own), and what of ours
+# a wrapper of it calls: from torch 2.15 on Dynamo traces another function of Python in the place of
 # `operator.pow`, which would find the wrapper again, and again.
 OPERATORS: dict[object, tuple[str, str, Callable[[object, object], object]]] = {
     operator.matmul: ("__matmul__", "matmul", _matmul),
