@@ -11,8 +11,8 @@ from typing import NoReturn
 from ampatch import AmpError, __version__
 from ampatch.apex import check_command as check
 from ampatch.apex import run_command as run
-from ampatch.commands import show_lists
 from ampatch.sweeps import command as sweep
+from ampatch.testing import lists_command as lists
 
 BAD_INPUT = 2
 INTERRUPTED = 130
@@ -56,7 +56,7 @@ COMMANDS = (
     Command("run", run.SUMMARY, run.add_arguments, run.run, run.split, run.HINT),
     Command("check", check.SUMMARY, check.add_arguments, check.run),
     Command("sweep", sweep.SUMMARY, sweep.add_arguments, sweep.run, hint=sweep.HINT),
-    Command("lists", show_lists.SUMMARY, show_lists.add_arguments, show_lists.run),
+    Command("lists", lists.SUMMARY, lists.add_arguments, lists.run),
 )
 
 

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 import ampatch as amp
 from ampatch import lists
 from ampatch.casts.catalog import Catalog, expand
-from ampatch.casts.explanation import AS_TORCH, RAISES, Name
-from ampatch.casts.promotion import promotes
+from ampatch.casts.explanation import AS_TORCH, RAISES, Name, promotes
 from ampatch.table import BANNED, CUSTOM, FP32, LOWER, PROMOTE, CastTable, Row
 from ampatch.testing import parametrize_rows, session
 from patched import open_session

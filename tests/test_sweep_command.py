@@ -16,7 +16,7 @@ import torch
 
 import ampatch as amp
 from ampatch.__main__ import main
-from ampatch.commands.script import Script
+from ampatch.apex.script import Script
 from ampatch.sweeps import campaign
 from ampatch.sweeps.environment import collect, command_as_typed, find_commit, with_device
 from ampatch.sweeps.records.record import Curve, Ending, Measured, Record, Spread

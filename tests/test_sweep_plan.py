@@ -10,7 +10,7 @@ import torch
 
 import ampatch as amp
 from ampatch import AmpValueError
-from ampatch.commands.script import Script
+from ampatch.apex.script import Script
 from ampatch.sweeps.plan import Plan, Run, slug
 from ampatch.sweeps.variant import LEVELS, OPTIONS, parse_rows, parse_variant
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ampatch import AmpValueError
-from ampatch.commands.script import Script
+from ampatch.apex.script import Script
 from ampatch.sweeps.plan import Run
 from ampatch.sweeps.processes import runner
 from ampatch.sweeps.processes.log_file import last_lines, line_of

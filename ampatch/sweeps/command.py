@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from ampatch import AmpError, AmpValueError
-from ampatch.commands.script import Script
+from ampatch.apex.script import Script
 from ampatch.sweeps.faults import ArgumentError
 from ampatch.sweeps.plan import DEFAULTS, Plan
 from ampatch.sweeps.processes.stop import noting_signals

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ampatch import AmpError, AmpValueError
-from ampatch.commands.script import Script
+from ampatch.apex.script import Script
 from ampatch.sweeps.campaign import Campaign, SweepProgress
 from ampatch.sweeps.plan import DEFAULTS, LEVEL, SEED, Plan
 from ampatch.sweeps.processes.in_process import Train, execute_here, require_here

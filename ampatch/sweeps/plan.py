@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ampatch import AmpValueError
-from ampatch.commands.script import STDIN, Script
+from ampatch.apex.script import STDIN, Script
 from ampatch.sweeps.faults import check_arguments
 from ampatch.sweeps.records.sweep import Settings
 from ampatch.sweeps.variant import Value, Variant

@@ -11,7 +11,7 @@ import torch
 
 import ampatch as amp
 from ampatch import AmpError, AmpValueError
-from ampatch.commands.script import level_overrides
+from ampatch.apex.script import level_overrides
 from ampatch.sweeps.records.sweep import AUTOCAST, LEVELS
 
 # Of `initialize`: what the script alone can give, and what changes nothing that is measured.
