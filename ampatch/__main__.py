@@ -11,9 +11,9 @@ from typing import NoReturn
 from ampatch import AmpError, __version__
 from ampatch.apex import check_command as check
 from ampatch.apex import run_command as run
-from ampatch.commands import show_lists
 from ampatch.doctor import command as doctor
 from ampatch.sweeps import command as sweep
+from ampatch.testing import lists_command as lists
 
 BAD_INPUT = 2
 INTERRUPTED = 130
@@ -58,7 +58,7 @@ COMMANDS = (
     Command("check", check.SUMMARY, check.add_arguments, check.run),
     Command("sweep", sweep.SUMMARY, sweep.add_arguments, sweep.run, hint=sweep.HINT),
     Command("doctor", doctor.SUMMARY, doctor.add_arguments, doctor.run, hint=doctor.HINT),
-    Command("lists", show_lists.SUMMARY, show_lists.add_arguments, show_lists.run),
+    Command("lists", lists.SUMMARY, lists.add_arguments, lists.run),
 )
 
 

@@ -67,6 +67,11 @@ class CastTable:
         now = _release(version)
         return CastTable(self.target, tuple(row for row in self.rows if _holds(row, now)))
 
+    def take(self, *names: str) -> tuple[Row, ...]:
+        """Returns the rows of some functions, for another place that has these as well."""
+        rows = {row.name: row for row in self.rows}
+        return tuple(rows[name] for name in names)
+
 
 def validate(
     tables: Iterable[CastTable],
@@ -78,20 +83,20 @@ def validate(
     `resolve` maps a target's dotted path to the object that has the ops. It must see torch
     unpatched: two wrappers of one function are two functions.
     """
-    tables = tuple(tables)
     now = _release(version)
-    faults = [
-        f"{table.target}.{row.name}: {fault}"
-        for table in tables
-        for row in table.rows
-        for fault in _faults(row)
+    faults: list[str] = []
+    held: list[tuple[str, Row]] = []  # the rows that hold in this torch, with their targets
+    for target, row in [(table.target, row) for table in tables for row in table.rows]:
+        faults += [f"{target}.{row.name}: {fault}" for fault in _faults(row)]
+        if not _version_faults(row) and _holds(row, now):
+            held.append((target, row))
+    counts = Counter(f"{target}.{row.name}" for target, row in held)
+    faults += [
+        f"{path}: {count} rows hold in torch {version}; keep one, or part them with since= and until="
+        for path, count in counts.items()
+        if count > 1
     ]
-    selected = [
-        (table.target, [row for row in table.rows if not _version_faults(row) and _holds(row, now)])
-        for table in tables
-    ]
-    faults += _repetitions(selected, version)
-    faults += _torch_faults(selected, version, resolve)
+    faults += _torch_faults(held, version, resolve)
     if faults:
         raise TableError("\n".join(faults))
 
@@ -134,49 +139,29 @@ def _version_faults(row: Row) -> list[str]:
     return faults
 
 
-def _repetitions(selected: list[tuple[str, list[Row]]], version: str) -> Iterator[str]:
-    """Yields the ops that have several rows in one version, in one table or in several."""
-    for path, count in Counter(f"{target}.{row.name}" for target, rows in selected for row in rows).items():
-        if count > 1:
-            yield (
-                f"{path}: {count} rows hold in torch {version}; keep one, or part them with since= and until="
-            )
-
-
 def _torch_faults(
-    selected: list[tuple[str, list[Row]]], version: str, resolve: Callable[[str], object]
+    held: list[tuple[str, Row]], version: str, resolve: Callable[[str], object]
 ) -> Iterator[str]:
     """Yields the disagreements between the rows and the torch that is installed."""
-    # The function is kept beside its first row: an id may be reused once its object is gone.
-    first: dict[int, tuple[object, str, Row]] = {}
-    for target, rows in selected:
-        if not rows:  # of another torch, which may have the module as well
-            continue
+    places: dict[str, object] = {}
+    for target in dict.fromkeys(target for target, _ in held):
         try:
-            place = resolve(target)
+            places[target] = resolve(target)
         except (ImportError, AttributeError, ValueError):
             yield f"{target}: no such module or class in torch {version}; correct the target"
-            continue
-        for row in rows:
-            path = f"{target}.{row.name}"
-            function = getattr(place, row.name, None)
-            if not callable(function):
-                yield f"{path}: {_what_is_missing(place, row, version)}"
-                continue
+    # The function is kept beside its first row: an id may be reused once its object is gone.
+    first: dict[int, tuple[object, str, Row]] = {}
+    for target, row in [(target, row) for target, row in held if target in places]:
+        path, function = f"{target}.{row.name}", getattr(places[target], row.name, None)
+        if function is None:
+            yield f"{path}: no such function in torch {version}; if torch removed it, give the row until="
+        elif not callable(function):
+            yield f"{path}: not a function but {function!r}; a row names what can be called"
+        else:
             _, other_path, other = first.setdefault(id(function), (function, path, row))
             if other.cast is not row.cast and other_path != path:
+                names = [str(getattr(one.cast, "name", repr(one.cast))) for one in (other, row)]
                 yield (
                     f"{other_path} and {path}: two names of one function, with casts "
-                    f"{_name(other)} and {_name(row)}; give them the same"
+                    f"{' and '.join(names)}; give them the same"
                 )
-
-
-def _what_is_missing(place: object, row: Row, version: str) -> str:
-    if hasattr(place, row.name):
-        found = getattr(place, row.name)
-        return f"not a function but {found!r}; a row names what can be called"
-    return f"no such function in torch {version}; if torch removed it, give the row until="
-
-
-def _name(row: Row) -> str:
-    return row.cast.name if isinstance(row.cast, Cast) else repr(row.cast)

@@ -116,7 +116,7 @@ class Autocast(Trainer):
 class AtLevel(Trainer):
     """Trains at an opt level of ampatch."""
 
-    opt_level = "O0"
+    opt_level: str
 
     def open(self) -> AbstractContextManager[object]:
         return open_session(self.model, self.opt_level, self.optimizer)
@@ -129,34 +129,13 @@ class AtLevel(Trainer):
             scaled_loss.backward()
 
 
-class AtO1(AtLevel):
-    """Trains at O1: casts of arguments to float16."""
+def at(level: str) -> type[AtLevel]:
+    """Returns the contender that trains at an opt level."""
 
-    opt_level = "O1"
+    class AtThisLevel(AtLevel):
+        opt_level = level
 
-
-class AtO2(AtLevel):
-    """Trains at O2: a float16 model, masters."""
-
-    opt_level = "O2"
-
-
-class AtO3(AtLevel):
-    """Trains at O3: a float16 model."""
-
-    opt_level = "O3"
-
-
-class AtO4(AtLevel):
-    """Trains at O4: casts of arguments to bfloat16."""
-
-    opt_level = "O4"
-
-
-class AtO5(AtLevel):
-    """Trains at O5: a bfloat16 model, masters."""
-
-    opt_level = "O5"
+    return AtThisLevel
 
 
 class Limit(Trainer):
@@ -198,16 +177,10 @@ class Limit(Trainer):
 
 
 # By half type: levels compute in one of their own.
+LEVELS = {torch.bfloat16: ("O4", "O5"), torch.float16: ("O1", "O2", "O3")}
 CONTENDERS: dict[torch.dtype, dict[str, type[Trainer]]] = {
-    torch.bfloat16: {"float32": Trainer, "autocast": Autocast, "O4": AtO4, "O5": AtO5, "limit": Limit},
-    torch.float16: {
-        "float32": Trainer,
-        "autocast": Autocast,
-        "O1": AtO1,
-        "O2": AtO2,
-        "O3": AtO3,
-        "limit": Limit,
-    },
+    half: {"float32": Trainer, "autocast": Autocast, **{it: at(it) for it in levels}, "limit": Limit}
+    for half, levels in LEVELS.items()
 }
 
 

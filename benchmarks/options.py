@@ -61,11 +61,8 @@ class Options:
     def choose(self, setting: Setting) -> dict[str, type[Trainer]]:
         """The contenders of a half type that were asked for."""
         kinds = CONTENDERS[setting.half]
-        return {
-            name: kind
-            for name, kind in kinds.items()
-            if not self.contender_names or name in self.contender_names
-        }
+        names = self.contender_names or kinds
+        return {name: kind for name, kind in kinds.items() if name in names}
 
     def time(
         self, contenders: Mapping[str, Open], setting: Setting, clock: Clock | None = None
@@ -82,6 +79,7 @@ class Options:
 
     def describe(self) -> dict[str, object]:
         """The options as a result holds them."""
+        contenders = dict.fromkeys(name for it in self.untimed_settings for name in self.choose(it))
         return {
             "device": self.device,
             "halves": list(self.halves),
@@ -91,9 +89,7 @@ class Options:
             "groups": list(self.groups),
             "workloads": [one.name for one in self.workloads],
             "modes": [mode.name for mode in self.modes],
-            "contenders": list(
-                dict.fromkeys(name for it in self.untimed_settings for name in self.choose(it))
-            ),
+            "contenders": list(contenders),
         }
 
     def find_faults(self) -> list[str]:
@@ -105,10 +101,9 @@ class Options:
             large = [one.name for one in self.workloads if one.needs_gpu]
             faults += [f"--workload {name!r}: too large for a CPU, add --device cuda" for name in large]
         usable = count_usable_cores()
+        many = [threads for threads in self.threads if threads > usable]
         faults += [
-            f"--threads {threads}: more than the {usable} that this process may use at a time"
-            for threads in self.threads
-            if threads > usable
+            f"--threads {it}: more than the {usable} that this process may use at a time" for it in many
         ]
         return faults + self._find_names_without_use()
 
@@ -135,16 +130,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     several = {"nargs": "+", "metavar": "NAME"}
     add("--device", choices=("cpu", "cuda"), default=default.device, help="default: %(default)s")
-    add("--half", **several, choices=HALVES, default=default.halves, help=_list(HALVES, "bfloat16"))
+    halves = _list(HALVES, "bfloat16")
+    add("--half", dest="halves", **several, choices=HALVES, default=default.halves, help=halves)
     add("--threads", nargs="+", metavar="N", type=parse_count, default=default.threads, help="default: 1")
     add("--rounds", type=parse_count, default=default.rounds, metavar="N", help="default: %(default)s")
     seconds = "how long a timing takes, about; default: %(default)s"
     add("--seconds", type=parse_seconds, default=default.seconds, metavar="S", help=seconds)
-    add("--only", type=parse_groups, default=GROUPS, metavar="GROUP,...", help=_list(GROUPS))
-    add("--workload", **several, choices=workloads, default=(), help=_list(workloads))
-    add("--mode", **several, choices=modes, default=(), help=_list(modes))
+    add("--only", dest="groups", type=parse_groups, default=GROUPS, metavar="GROUP,...", help=_list(GROUPS))
+    add("--workload", dest="workload_names", **several, choices=workloads, default=(), help=_list(workloads))
+    add("--mode", dest="mode_names", **several, choices=modes, default=(), help=_list(modes))
     contenders = f"in steps, memory and syncs; {_list(NAMES)}"
-    add("--contender", **several, choices=NAMES, default=(), help=contenders)
+    add("--contender", dest="contender_names", **several, choices=NAMES, default=(), help=contenders)
     out = "takes the result as JSON; default: %(default)s"
     add("--out", type=Path, default=Path("benchmark.json"), metavar="FILE", help=out)
 
@@ -154,18 +150,10 @@ def _list(names: Iterable[str], default: str = "all") -> str:
 
 
 def parse_options(arguments: argparse.Namespace) -> Options:
-    """Returns the options that the arguments say."""
-    return Options(
-        device=arguments.device,
-        halves=tuple(dict.fromkeys(arguments.half)),
-        threads=tuple(dict.fromkeys(arguments.threads)),
-        rounds=arguments.rounds,
-        seconds=arguments.seconds,
-        groups=arguments.only,
-        workload_names=tuple(arguments.workload),
-        mode_names=tuple(arguments.mode),
-        contender_names=tuple(arguments.contender),
-    )
+    """Returns the options that the arguments say, each name once."""
+    given = {name: getattr(arguments, name) for name in Options.__slots__}
+    several = {name: tuple(dict.fromkeys(it)) for name, it in given.items() if isinstance(it, list)}
+    return Options(**given | several)
 
 
 def parse_count(text: str) -> int:

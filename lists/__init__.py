@@ -6,14 +6,13 @@ if __name__ != "ampatch.lists":
 from ampatch.lists.differences import AUTOCAST_WITHOUT_ROW, DIFFERENT_FROM_AUTOCAST
 from ampatch.lists.functional import CHUNKED_LOSS, FUNCTIONAL
 from ampatch.lists.on_cpu import FUNCTIONS_ON_CPU, MODULES_ON_CPU
-from ampatch.lists.recurrent import TORCH_RECURRENT, VF
 from ampatch.lists.refused import REFUSED
 from ampatch.lists.tensor_methods import TENSOR
-from ampatch.lists.torch_functions import FFT, LINALG, SPECIAL, TORCH, TORCH_FUNCTIONAL
+from ampatch.lists.torch_functions import FFT, LINALG, SPECIAL, TORCH, TORCH_FUNCTIONAL, VF
 
 __all__ = ["AUTOCAST_WITHOUT_ROW", "DIFFERENT_FROM_AUTOCAST", "MODULES_ON_CPU", "TABLES"]
 
 TABLES = (
     *(FUNCTIONAL, CHUNKED_LOSS, TORCH, TORCH_FUNCTIONAL, LINALG, SPECIAL, FFT),
-    *(VF, TORCH_RECURRENT, TENSOR, *REFUSED, *FUNCTIONS_ON_CPU),
+    *(VF, TENSOR, *REFUSED, *FUNCTIONS_ON_CPU),
 )

@@ -18,18 +18,15 @@ AUTOCAST_WITHOUT_ROW = (
     ("_thnn_fused_gru_cell", "no name in Python; chosen inside gru_cell, after that row's cast"),
     ("_thnn_fused_lstm_cell", "no name in Python; chosen inside lstm_cell, after that row's cast"),
     ("nll_loss2d", "no public name; chosen inside nll_loss, after that row's cast"),
-    ("upsample_nearest1d", "no public name; chosen inside interpolate, after that row's cast"),
-    ("_upsample_nearest_exact1d", "no public name; chosen inside interpolate, after that row's cast"),
-    ("upsample_nearest2d", "no public name; chosen inside interpolate, after that row's cast"),
-    ("_upsample_nearest_exact2d", "no public name; chosen inside interpolate, after that row's cast"),
-    ("upsample_nearest3d", "no public name; chosen inside interpolate, after that row's cast"),
-    ("_upsample_nearest_exact3d", "no public name; chosen inside interpolate, after that row's cast"),
-    ("upsample_linear1d", "no public name; chosen inside interpolate, after that row's cast"),
-    ("upsample_bilinear2d", "no public name; chosen inside interpolate, after that row's cast"),
-    ("_upsample_bilinear2d_aa", "no public name; chosen inside interpolate, after that row's cast"),
-    ("upsample_trilinear3d", "no public name; chosen inside interpolate, after that row's cast"),
-    ("upsample_bicubic2d", "no public name; chosen inside interpolate, after that row's cast"),
-    ("_upsample_bicubic2d_aa", "no public name; chosen inside interpolate, after that row's cast"),
+    *(
+        (name, "no public name; chosen inside interpolate, after that row's cast")
+        for name in (
+            *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"),
+            *("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
+            *("upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_trilinear3d"),
+            *("upsample_bicubic2d", "_upsample_bicubic2d_aa"),
+        )
+    ),
     ("addcdiv", "torch promotes it natively"),
     ("addcmul", "torch promotes it natively"),
     ("atan2", "torch promotes it natively"),

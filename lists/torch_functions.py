@@ -2,6 +2,15 @@
 
 from ampatch.table import CUSTOM, FP32, FP32_INPLACE, LOWER, MATCH_SELF, PROMOTE, CastTable, Row
 
+# In place: self is half and stays half, so the float32 result of the functional form has no place.
+IN_PLACE = tuple(
+    Row(f"{name}_", FP32_INPLACE, f"{name} runs in float32; write x = x.{name}()")
+    for name in (
+        *("acos", "arccos", "asin", "arcsin", "cosh", "sinh", "tan", "exp", "expm1"),
+        *("log", "log10", "log2", "log1p", "square", "reciprocal", "rsqrt"),
+    )
+)
+
 TORCH = CastTable(
     "torch",
     (
@@ -28,6 +37,15 @@ TORCH = CastTable(
         Row("einsum", LOWER, "ends in bmm inside ATen, out of a patch's sight"),
         Row("matrix_power", CUSTOM, "multiplies in half; inverts first for a negative power, as half has no inverse"),
         Row("prelu", LOWER, "refuses mixed types; follows the half activations, and a slope needs little precision"),
+        # Recurrent networks, whose weights come as a list.
+        Row("lstm", LOWER, "cuDNN runs every gate's GEMM on tensor cores, over all time steps"),
+        Row("gru", LOWER, "cuDNN runs every gate's GEMM on tensor cores, over all time steps"),
+        Row("rnn_tanh", LOWER, "one GEMM a time step; tanh keeps the state between -1 and 1"),
+        Row("rnn_relu", LOWER, "one GEMM a time step"),
+        Row("lstm_cell", LOWER, "two GEMMs and one fused kernel for the gates"),
+        Row("gru_cell", LOWER, "two GEMMs and one fused kernel for the gates"),
+        Row("rnn_tanh_cell", LOWER, "two GEMMs; tanh keeps the state between -1 and 1"),
+        Row("rnn_relu_cell", LOWER, "two GEMMs"),
         # Arguments of several dtypes, which torch refuses here.
         Row("bilinear", PROMOTE, "refuses mixed types; both inputs and the weight multiply in one product"),
         Row("cross", PROMOTE, "refuses mixed types; differences of products cancel, so the wider type counts"),
@@ -113,49 +131,28 @@ TORCH = CastTable(
         Row("triplet_margin_loss", FP32, "difference of two distances, each the root of a sum of squares"),
         # Spectra.
         Row("stft", CUSTOM, "one rfft a frame; float32 where torch has no half transform"),
-        # In place: self is half and stays half, so the float32 result of the functional form has no place.
-        Row("acos_", FP32_INPLACE, "acos runs in float32; write x = x.acos()"),
-        Row("arccos_", FP32_INPLACE, "arccos runs in float32; write x = x.arccos()"),
-        Row("asin_", FP32_INPLACE, "asin runs in float32; write x = x.asin()"),
-        Row("arcsin_", FP32_INPLACE, "arcsin runs in float32; write x = x.arcsin()"),
-        Row("cosh_", FP32_INPLACE, "cosh passes 65504 at |x| = 11.78; write x = x.cosh()"),
-        Row("sinh_", FP32_INPLACE, "sinh passes 65504 at |x| = 11.78; write x = x.sinh()"),
-        Row("tan_", FP32_INPLACE, "tan has poles, past 65504; write x = x.tan()"),
-        Row("exp_", FP32_INPLACE, "exp passes 65504 at x = 11.09; write x = x.exp()"),
-        Row("expm1_", FP32_INPLACE, "expm1 passes 65504 at x = 11.09; write x = x.expm1()"),
-        Row("log_", FP32_INPLACE, "log runs in float32; write x = x.log()"),
-        Row("log10_", FP32_INPLACE, "log10 runs in float32; write x = x.log10()"),
-        Row("log2_", FP32_INPLACE, "log2 runs in float32; write x = x.log2()"),
-        Row("log1p_", FP32_INPLACE, "log1p runs in float32; write x = x.log1p()"),
-        Row("square_", FP32_INPLACE, "256 squared is past 65504; write x = x.square()"),
-        Row("reciprocal_", FP32_INPLACE, "1/x passes 65504 below x = 1.5e-5; write x = x.reciprocal()"),
-        Row("rsqrt_", FP32_INPLACE, "rsqrt runs in float32; write x = x.rsqrt()"),
+        *IN_PLACE,
     ),
 )
 
 # The same functions as in `torch`, where scripts of torch 1 also look for them.
 TORCH_FUNCTIONAL = CastTable(
     "torch.functional",
-    (
-        Row("chain_matmul", LOWER, "a chain of GEMMs that ATen calls itself, out of a patch's sight"),
-        Row("einsum", LOWER, "ends in bmm inside ATen, out of a patch's sight"),
-        Row("tensordot", PROMOTE, "refuses mixed types; autocast promotes it too, unlike matmul"),
-        Row("meshgrid", PROMOTE, "refuses mixed types; coordinates of several origins"),
-        Row("cartesian_prod", PROMOTE, "refuses mixed types: a meshgrid inside"),
-        Row("cdist", FP32, "takes squared distances as |a|^2 - 2ab + |b|^2, which cancels"),
-        Row("norm", FP32, "root of a sum of squares; 256 squared is past 65504"),
-        Row("stft", CUSTOM, "one rfft a frame; float32 where torch has no half transform"),
-    ),
+    TORCH.take("chain_matmul", "einsum", "tensordot", "meshgrid", "cartesian_prod", "cdist", "norm", "stft"),
+)
+
+# Where `torch.nn.LSTM` and its siblings look their functions up.
+VF = CastTable(
+    "torch._VF",
+    TORCH.take("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
 )
 
 LINALG = CastTable(
     "torch.linalg",
     (
-        Row("matmul", LOWER, "tensor-core GEMM, summed in float32"),
+        *TORCH.take("matmul", "matrix_power", "cross"),
         Row("multi_dot", LOWER, "a chain of GEMMs that ATen calls itself, out of a patch's sight"),
-        Row("matrix_power", CUSTOM, "multiplies in half; inverts first for a negative power, as half has no inverse"),
         Row("vecdot", LOWER, "batched dot products; autocast has them with the matmul family"),
-        Row("cross", PROMOTE, "refuses mixed types; differences of products cancel, so the wider type counts"),
         Row("norm", FP32, "root of a sum of squares, or the SVD of a matrix, which has no half kernel"),
         Row("vector_norm", FP32, "root of a sum of powers; 256 squared is past 65504"),
         Row("matrix_norm", FP32, "sum of squares, or the SVD for ord 2, -2 and 'nuc', which has no half kernel"),
@@ -164,37 +161,15 @@ LINALG = CastTable(
 
 SPECIAL = CastTable(
     "torch.special",
-    (
-        Row("erfinv", FP32, "infinite slope at 1, where float16 has steps of 4.9e-4"),
-        Row("expm1", FP32, "passes 65504 at x = 11.09; exists for the digits near 0 that half drops"),
-        Row("log1p", FP32, "exists for the digits near 0 that half drops"),
-        Row("logsumexp", FP32, "log of a sum of exponentials; autocast runs it like the softmaxes"),
-        Row("softmax", FP32, "sums exp(x), which passes 65504 at x = 11.09"),
-        Row("log_softmax", FP32, "log of a sum of exponentials; half keeps 3 digits of a log probability"),
-    ),
+    TORCH.take("erfinv", "expm1", "log1p", "logsumexp", "softmax", "log_softmax"),
 )
 
 # Autocast has no rule for these. Torch transforms half on a GPU alone, float16 alone, in sizes that are powers of two.
 FFT = CastTable(
     "torch.fft",
-    (
-        Row("fft", CUSTOM, "bin 0 is the sum of every element; float32 where torch has no half transform"),
-        Row("ifft", CUSTOM, "fft backwards; float32 where torch has no half transform"),
-        Row("rfft", CUSTOM, "bin 0 is the sum of every element; float32 where torch has no half transform"),
-        Row("irfft", CUSTOM, "rfft backwards; float32 where torch has no half transform"),
-        Row("hfft", CUSTOM, "irfft with the sign turned and no 1/n; float32 where torch has no half transform"),
-        Row("ihfft", CUSTOM, "rfft with the sign turned; float32 where torch has no half transform"),
-        Row("fft2", CUSTOM, "bin 0 is the sum of every element; float32 where torch has no half transform"),
-        Row("ifft2", CUSTOM, "fft2 backwards; float32 where torch has no half transform"),
-        Row("rfft2", CUSTOM, "bin 0 is the sum of every element; float32 where torch has no half transform"),
-        Row("irfft2", CUSTOM, "rfft2 backwards; float32 where torch has no half transform"),
-        Row("hfft2", CUSTOM, "irfft2 with the sign turned and no 1/n; float32 where torch has no half transform"),
-        Row("ihfft2", CUSTOM, "rfft2 with the sign turned; float32 where torch has no half transform"),
-        Row("fftn", CUSTOM, "bin 0 is the sum of every element; float32 where torch has no half transform"),
-        Row("ifftn", CUSTOM, "fftn backwards; float32 where torch has no half transform"),
-        Row("rfftn", CUSTOM, "bin 0 is the sum of every element; float32 where torch has no half transform"),
-        Row("irfftn", CUSTOM, "rfftn backwards; float32 where torch has no half transform"),
-        Row("hfftn", CUSTOM, "irfftn with the sign turned and no 1/n; float32 where torch has no half transform"),
-        Row("ihfftn", CUSTOM, "rfftn with the sign turned; float32 where torch has no half transform"),
+    tuple(
+        Row(f"{name}{dims}", CUSTOM, "bin 0 is the sum of every element; float32 where torch has no half transform")
+        for name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
+        for dims in ("", "2", "n")
     ),
 )

@@ -1,5 +1,7 @@
 """Which rows of docs/apex-behaviour.md a test shows, and small nets as legacy scripts have them."""
 
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -53,9 +55,10 @@ def make(lr=0.1, make_optimizer=torch.optim.SGD, **kwargs):
     return net, make_optimizer(net.parameters(), lr=lr, **kwargs)
 
 
-def initialized(level="O1", make_optimizer=torch.optim.SGD, **kwargs):
+def initialized(level="O1", make_optimizer=torch.optim.SGD, net=None, lr=0.1, **kwargs):
     """A net and its optimizer, initialized."""
-    net, optimizer = make(make_optimizer=make_optimizer)
+    net = Net() if net is None else net
+    optimizer = make_optimizer(net.parameters(), lr=lr)
     return amp.initialize(net, optimizer, opt_level=level, verbosity=0, **kwargs)
 
 
@@ -67,6 +70,34 @@ def backward(net, optimizer, factor=1.0, x=X, **kwargs):
     """The backward of a loss times a factor, in a block of `scale_loss`."""
     with amp.scale_loss(loss_of(net, x) * factor, optimizer, **kwargs) as scaled_loss:
         scaled_loss.backward()
+
+
+def step(net, optimizer, factor=1.0, **kwargs):
+    """One iteration but for clearing the gradients."""
+    backward(net, optimizer, factor, **kwargs)
+    optimizer.step()
+
+
+def closure_of(net, optimizer):
+    """What an optimizer that evaluates its loss itself is given."""
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(net)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        return loss
+
+    return closure
+
+
+def scaler_state(loss_id=0):
+    return amp.state_dict()[f"loss_scaler{loss_id}"]
+
+
+def set_scale(value):
+    """Assigns the scale as scripts do."""
+    amp._amp_state.loss_scalers[0]._loss_scale = value
 
 
 def copy_of(net):
@@ -82,3 +113,19 @@ def is_same(found, expected):
     """Whether tensors agree bit by bit, and in type."""
     pairs = list(zip(found, expected, strict=True))
     return all(one.dtype is two.dtype and torch.equal(one, two) for one, two in pairs)
+
+
+@contextmanager
+def unchanged(*nets):
+    """Fails if a block changes the weights of a net."""
+    before = [copy_of(net) for net in nets]
+    yield
+    assert all(is_same(copy_of(net), weights) for net, weights in zip(nets, before, strict=True))
+
+
+@contextmanager
+def changed(*nets):
+    """Fails unless a block changes the weights of every net."""
+    before = [copy_of(net) for net in nets]
+    yield
+    assert not any(is_same(copy_of(net), weights) for net, weights in zip(nets, before, strict=True))

@@ -7,14 +7,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ampatch as amp
 
 HALF = torch.bfloat16
+WITHOUT_GRAD = [torch.no_grad, torch.inference_mode]
+MODES = [*WITHOUT_GRAD, torch.enable_grad]
 
 
 class CountCasts(TorchDispatchMode):
     """Counts the copies of float32 tensors of one shape to the half type."""
 
-    def __init__(self, shape):
+    def __init__(self, *shape):
         super().__init__()
-        self.shape, self.count = torch.Size(shape), 0
+        self.shape, self.count = torch.Size(shape or (5, 3)), 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -39,6 +41,18 @@ class Tied(nn.Module):
 def open_session(model, optimizer=None, opt_level="O4", **kwargs):
     amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, **kwargs)
     return model
+
+
+def open_training(model, make=torch.optim.SGD, lr=0.1, **options):
+    """Opens a session for a model and an optimizer of it, which is returned."""
+    optimizer = make(model.parameters(), lr=lr, **options)
+    open_session(model, optimizer)
+    return optimizer
+
+
+def backward(loss, optimizer, **kwargs):
+    with amp.scale_loss(loss, optimizer, **kwargs) as scaled:
+        scaled.backward()
 
 
 X = torch.tensor([[1.0, -2.0, 0.5], [0.25, 3.0, -1.0]])

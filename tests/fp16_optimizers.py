@@ -1,5 +1,10 @@
 """A half net, optimizers inside FP16_Optimizer, and a loop that trains them."""
 
+import itertools
+import sys
+import types
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
@@ -48,18 +53,28 @@ def loss_of(net, x, y):
     return F.cross_entropy(net(x).float(), y)
 
 
+def backward(net, optimizer, **kwargs):
+    """The backward pass of a loss, always of the same batch."""
+    optimizer.backward(loss_of(net, *next(batches(1))), **kwargs)
+
+
+def evaluate(net, optimizer, batch, factor=1.0):
+    """What closures do: clears the gradients, makes those of a loss, and returns it."""
+    optimizer.zero_grad()
+    loss = loss_of(net, *batch)
+    optimizer.backward(loss * factor)
+    return loss.detach()
+
+
 def train(net, optimizer, data):
-    for x, y in data:
-        optimizer.zero_grad()
-        optimizer.backward(loss_of(net, x, y))
+    for batch in data:
+        evaluate(net, optimizer, batch)
         optimizer.step()
 
 
 def overflow(net, optimizer):
     """Runs a backward pass whose gradients are not finite."""
-    optimizer.zero_grad()
-    x, y = next(batches(1))
-    optimizer.backward(loss_of(net, x, y) * float("inf"))
+    evaluate(net, optimizer, next(batches(1)), float("inf"))
 
 
 def states(optimizer):
@@ -70,3 +85,16 @@ def states(optimizer):
 def freeze(net, optimizer):
     """Everything that a step changes, in bits."""
     return snapshot([list(net.parameters()), optimizer.param_groups]), states(optimizer)
+
+
+@contextmanager
+def names_of_apex(monkeypatch, module, name, values):
+    """Has a class of apex in its place, to save and load an object of it, which is yielded."""
+    kind = type(name, (), {"__module__": module})
+    item = kind()
+    vars(item).update(values)
+    with monkeypatch.context() as patch:
+        for parent in itertools.accumulate(module.split("."), "{}.{}".format):
+            patch.setitem(sys.modules, parent, types.ModuleType(parent))
+        setattr(sys.modules[module], name, kind)
+        yield item

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+import ampatch as amp
+
 
 def torch_is_before(version):
     """Whether the torch that is installed is older."""
@@ -43,43 +45,18 @@ def snapshot(value):
     return value
 
 
+def scaled_backward(loss, optimizers, **options):
+    """What most blocks of `scale_loss` are."""
+    with amp.scale_loss(loss, optimizers, **options) as scaled_loss:
+        scaled_loss.backward()
+
+
 def assert_same_bits(actual, expected):
     """Fails unless two lists of tensors are equal bit for bit."""
     actual, expected = list(actual), list(expected)
     assert len(actual) == len(expected)
     for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
         assert snapshot(one) == snapshot(other), f"tensor {index}: {one} is not {other}"
-
-
-def freeze_model(model):
-    """Everything about a model that `initialize` may touch: tensors, their bits, hooks, attributes."""
-    return {
-        name: {
-            key: [(inner, id(item)) for inner, item in value.items()] if isinstance(value, dict) else value
-            for key, value in vars(module).items()
-        }
-        for name, module in model.named_modules()
-    } | {
-        f"tensor {name}": (id(tensor), snapshot(tensor), snapshot(tensor.grad), dict(vars(tensor)))
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-    }
-
-
-def freeze_optimizer(optimizer):
-    """Everything about an optimizer that `initialize` may touch."""
-    if not isinstance(optimizer, Optimizer):
-        return optimizer
-    return {
-        "groups": [
-            (id(group), id(group["params"]), *map(id, group["params"])) for group in optimizer.param_groups
-        ],
-        "options": snapshot([{**group, "params": None} for group in optimizer.param_groups]),
-        "state": [(id(param), snapshot(state)) for param, state in optimizer.state.items()],
-        "vars": {name: id(value) for name, value in vars(optimizer).items()},
-        "hooks": [
-            list(vars(optimizer)[name].items()) for name in sorted(vars(optimizer)) if name.endswith("_hooks")
-        ],
-    }
 
 
 OPTIMIZER_CLASSES = [

@@ -11,6 +11,7 @@ import ampatch as amp
 from helpers import (
     Variant,
     make_net,
+    scaled_backward,
     snapshot,
 )
 
@@ -60,8 +61,7 @@ class ByHand:
 
 def backward(model, optimizer, batch, **options):
     loss = model(batch).square().mean()
-    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(loss, optimizer, **options)
     return loss.detach()
 
 

@@ -1,34 +1,33 @@
 """Plants faults in the engine, one at a time, and says which test catches each: `nox -s mutants`.
 
 The faults are drawn at random from all that `Faults` knows how to make. Each is planted in a copy of the
-repository, and first meets the tests that are likely to catch it, then the rest of the short suite (without
-those of sweeps and of the drop-in for apex), or of all tests with `--all`.
+repository, and meets the tests that reach its line: those of the short suite, but for sweeps and the drop-in
+for apex, or all tests with `--all`. Which those are is found by one run under coverage (`--trace` keeps it).
 """
 
 import argparse
 import ast
+import multiprocessing
 import os
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+import coverage
+import pytest
+import torch._dynamo  # noqa: F401 (so that the forks that run tests have it already)
+
 ROOT = Path(__file__).parents[1]
 ROOMS = ("casts", "patching", "models", "steps")
-# Which files of tests to run first, after those that are named as the changed file is: in this order.
-LIKELY = {
-    "casts": "wrapper cast_cache freshness test_cast. modes custom catalog lists table tensor_kinds disable",
-    "patching": "patcher registration bound_names torch_features wrapper freshness data_watch recurrent",
-    "models": "test_model. keep_fp32 on_cpu masters written copies layers checkpointing beside dropped",
-    "steps": "steps masters accumulation blocks grads scaler host_syncs random_programs several session",
-}
+CASES = 4  # of a test that are asked without `--all`
 # Faults that change nothing anybody can see: (file, before, after) and why.
 EQUIVALENT: dict[tuple[str, str, str], str] = {}
 
@@ -152,70 +151,156 @@ class Faults(ast.NodeVisitor):
 
 
 class Campaign:
-    """Runs the tests against each fault, two at a time, and remembers who caught what."""
+    """Runs the tests that reach a fault's line, in two processes, and remembers which caught it."""
 
     def __init__(self, options, folder):
-        self.options, self.killers, self.broken, self.copies = options, {}, set(), SimpleQueue()
-        for index in range(2):
-            copy = Path(folder, str(index))
-            kept = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+        self.options, self.killers, self.copies = options, Counter(), SimpleQueue()
+        self.sound: dict[str, bool] = {}  # whether tests that failed pass without a fault
+        kept = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+        for copy in (Path(folder, "0"), Path(folder, "1")):
             for path in kept:
                 (copy / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / path, copy / path)
             self.copies.put(copy)
-        tests = sorted(path for path in kept if path.startswith("tests/test_"))
-        self.tests = [path for path in tests if options.all or not ("sweep" in path or "apex" in path)]
+        self.tests = [path for path in kept if path.startswith("tests/test_")]
+        if not options.all:
+            self.tests = [path for path in self.tests if "sweep" not in path and "apex" not in path]
+        self.reached = self.trace(copy)
+        known = next(iter(tests for tests in self.reached.values() if tests))
+        assert not self.find_failure(copy, [min(known)]), "tests fail without a fault"
 
-    def order(self, path):
-        """The files of tests in three parts: what caught faults of this file, what is likely to, the rest."""
-        caught = [test for test, _ in self.killers.get(path, Counter()).most_common(4)]
-        words = [Path(path).stem, *LIKELY[Path(path).parts[1]].split()]
-        likely = [test for word in words for test in self.tests if word in test and test not in caught]
-        likely = list(dict.fromkeys(likely))
-        rest = [test for test in self.tests if test not in {*caught, *likely}]
-        return [part for part in (caught, likely, rest) if part]
+    def trace(self, copy):
+        """Runs the tests once, and returns which of them reach which line: {(path, line): names of tests}."""
+        data = Path(self.options.trace or copy / "coverage")
+        if not data.exists():
+            more = ["-n", "2", "--dist", "loadfile", "--cov=ampatch", "--cov-context=test", "--cov-report="]
+            subprocess.run(
+                [sys.executable, "-m", "pytest", "-q", *more, *["--all"] * self.options.all, *self.tests],
+                cwd=copy,
+                env={**os.environ, "PYTHONPATH": str(copy), "COVERAGE_FILE": str(data.absolute())},
+            )
+        found = coverage.CoverageData(data)
+        found.read()
+        reached = defaultdict(set)
+        for path in found.measured_files():
+            name = path[path.rindex("/ampatch/") + 1 :]
+            for line, contexts in found.contexts_by_lineno(path).items():
+                reached[name, line].update(each.partition("|")[0] for each in contexts if each)
+        return reached
+
+    def order(self, mutant):
+        """The tests that reach a fault, in three parts: those of likely files first."""
+        tests = self.reached[mutant.path, mutant.line]  # none: a line that runs at import
+        tests = tests or {
+            test for place in self.reached if place[0] == mutant.path for test in self.reached[place]
+        }
+        cases, files = defaultdict(list), defaultdict(list)
+        for test in sorted(tests):
+            cases[test.partition("[")[0]].append(test)
+        for name, each in cases.items():
+            files[name.partition("::")[0]] += each if self.options.all else each[:: -(-len(each) // CASES)]
+        stem = Path(mutant.path).stem
+        ranked = sorted(
+            files, key=lambda path: (stem not in path, -self.killers[mutant.path, path], len(files[path]))
+        )
+        parts = [
+            [test for path in part for test in files[path]]
+            for part in (ranked[:4], ranked[4:16], ranked[16:])
+        ]
+        return [part for part in parts if part]
 
     def run(self, mutant):
         """Returns the fault and the test that caught it, or None."""
         copy = self.copies.get()
-        target = copy / mutant.path
-        source = target.read_bytes()
-        fault = source[: mutant.begin] + mutant.after.encode() + source[mutant.end :]
         try:
-            killer = None
-            parts = self.order(mutant.path)
-            while parts and killer is None:
-                target.write_bytes(fault)
-                killer = self.find_failure(copy, parts[0])
-                target.write_bytes(source)
-                if killer is None:
-                    parts.pop(0)
-                elif "::" in killer and self.find_failure(copy, [killer]):  # it fails without the fault
-                    self.broken.add(killer)
-                    killer = None
+            killer = next(
+                filter(None, (self.find_killer(copy, mutant, tests) for tests in self.order(mutant))), None
+            )
         finally:
-            target.write_bytes(source)
             self.copies.put(copy)
-        if killer and "::" in killer:
-            self.killers.setdefault(mutant.path, Counter())[killer.partition("::")[0]] += 1
+        self.killers[mutant.path, (killer or "").partition("::")[0]] += 1
         print(f"{'killed  ' if killer else 'SURVIVED'} {mutant}  {killer or ''}", flush=True)
         return mutant, killer
 
+    def find_killer(self, copy, mutant, tests):
+        """Returns a test that fails with the fault and passes without it."""
+        target = copy / mutant.path
+        source = target.read_bytes()
+        while tests := [test for test in tests if self.sound.get(test, True)]:
+            target.write_bytes(source[: mutant.begin] + mutant.after.encode() + source[mutant.end :])
+            try:
+                killer = self.find_failure(copy, tests)
+            finally:
+                target.write_bytes(source)
+            if killer is None or "::" not in killer:
+                return killer
+            if killer not in self.sound:
+                self.sound[killer] = self.find_failure(copy, [killer]) is None
+            if self.sound[killer]:
+                return killer
+        return None
+
     def find_failure(self, copy, tests):
         """Returns the first test that fails, or None; tests that run too long have noticed as well."""
-        more = [f"--deselect={test}" for test in self.broken] + ["--all"] * self.options.all
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *more, *tests]
-        environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        reader, writer = multiprocessing.Pipe(duplex=False)
+        child = multiprocessing.get_context("fork").Process(target=run_tests, args=(copy, tests, writer))
+        child.start()
+        writer.close()
         try:
-            done = subprocess.run(
-                command, cwd=copy, env=environment, capture_output=True, text=True, timeout=self.options.limit
-            )
-        except subprocess.TimeoutExpired:
+            while reader.poll(self.options.limit):
+                if (failed := reader.recv()) != STILL_RUNNING:
+                    return failed
             return "it ran too long"
-        if done.returncode in (0, 5):
-            return None
-        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-        return failed[0].split()[1].partition("[")[0] if failed else "the start of pytest"
+        except EOFError:
+            return "the process died"
+        finally:
+            child.kill()
+            child.join()
+
+
+STILL_RUNNING = "still running"
+
+
+class Chosen:
+    """A plugin of pytest that runs some tests alone, one case of each function first."""
+
+    def __init__(self, tests, tell):
+        self.tests, self.tell, self.failed = set(tests), tell, None
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        seen = Counter()
+        chosen = [item for item in items if item.nodeid in self.tests]
+        turns = []
+        for item in chosen:
+            seen[item.function] += 1
+            turns.append(seen[item.function])
+        items[:] = [
+            item for _, item in sorted(zip(turns, chosen, strict=True), key=lambda pair: min(pair[0], 2))
+        ]
+
+    def pytest_runtest_logreport(self, report):
+        self.tell(STILL_RUNNING)
+        if report.failed and self.failed is None:
+            self.failed = report.nodeid
+
+
+def run_tests(copy, tests, writer):
+    """Runs tests in this fork of a process that has imported torch, and sends the first that fails."""
+    sys.dont_write_bytecode = True
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+        os.dup2(nothing.fileno(), 2)
+    os.chdir(copy)
+    sys.path[:0] = [str(copy), str(copy / "tests")]
+    files = sorted({test.partition("::")[0] for test in tests})
+    chosen = Chosen(tests, writer.send)
+    status = pytest.main(
+        ["-x", "-q", "--all", "-W", "ignore::pytest.PytestAssertRewriteWarning", *files], [chosen]
+    )
+    writer.send(chosen.failed or (None if status in (0, 5) else "the start of pytest"))
+    writer.close()
+    os._exit(0)
 
 
 def main():
@@ -223,8 +308,9 @@ def main():
     parser.add_argument("--count", type=int, default=30, help="how many faults to draw (default: 30)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--rooms", nargs="+", default=ROOMS, choices=ROOMS)
-    parser.add_argument("--limit", type=float, default=900, help="seconds that a run of tests may take")
+    parser.add_argument("--limit", type=float, default=120, help="seconds that a test may take")
     parser.add_argument("--all", action="store_true", help="ask the whole suite before a fault survives")
+    parser.add_argument("--trace", help="a file that keeps which tests reach which line, or where it is kept")
     parser.add_argument("--out", help="a file for the table")
     options = parser.parse_args()
     paths = [path for room in options.rooms for path in sorted((ROOT / "ampatch" / room).rglob("*.py"))]

@@ -1,9 +1,14 @@
 """Small models, and what several test files do with them."""
 
+import copy
+import io
+import pickle
+
 import torch
 from torch import nn
 
 import ampatch as amp
+from helpers import scaled_backward
 
 EVERY_LEVEL = ["O0", "O1", "O2", "O3", "O4", "O5"]
 FULL = torch.float32
@@ -40,8 +45,7 @@ def train(model, optimizer, x=X, steps=1):
     """A training loop, as users write it."""
     for _ in range(steps):
         optimizer.zero_grad()
-        with amp.scale_loss(model(x).float().pow(2).mean(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(model(x).float().pow(2).mean(), optimizer)
         optimizer.step()
 
 
@@ -64,3 +68,17 @@ def make_trained():
     model(X).sum().backward()
     optimizer.step()
     return model, optimizer
+
+
+def copy_by_saving(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": copy_by_saving,
+}

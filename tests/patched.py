@@ -11,7 +11,8 @@ HALF = torch.bfloat16
 
 
 def open_session(model=None, opt_level="O4", **kwargs):
-    return amp.initialize(model or nn.Linear(2, 2), opt_level=opt_level, verbosity=0, **kwargs)
+    model = nn.Linear(2, 2) if model is None else model  # a compiled one cannot say whether it is true
+    return amp.initialize(model, opt_level=opt_level, verbosity=0, **kwargs)
 
 
 def half(*shape):
@@ -20,3 +21,17 @@ def half(*shape):
 
 def full(*shape):
     return torch.rand(shape)
+
+
+def start(opt_level, model=None, wrap=None, lr=0.1, **kwargs):
+    """Initializes a small model and an optimizer of it, which `wrap` makes of an SGD."""
+    model = nn.Linear(2, 2) if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    optimizer = wrap(optimizer) if wrap else optimizer
+    amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, **kwargs)
+    return model, optimizer
+
+
+def backward(loss, optimizer, **kwargs):
+    with amp.scale_loss(loss, optimizer, **kwargs) as scaled_loss:
+        scaled_loss.backward()

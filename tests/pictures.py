@@ -1,7 +1,12 @@
-"""Pictures of a model, its optimizer and torch, to compare before and after."""
+"""Pictures of models, optimizers and torch, to compare before and after."""
+
+import contextlib
 
 import torch
 import torch.nn.functional as F
+from torch.nn import Module
+
+from helpers import snapshot
 
 NAMESPACES = [torch, torch.Tensor, torch._VF, F, torch.linalg, torch.nn.RNNBase, torch.utils.checkpoint]
 
@@ -25,24 +30,43 @@ def plain(value):
     return value if isinstance(value, int | str | bool | None) else id(value)
 
 
-def picture(model, optimizer):
-    """Everything that a session might change, bits included."""
-    tensors = [*model.parameters(), *model.buffers()]
-    states = [state for key in tensors for state in [optimizer.state.get(key, {})]]
+def picture_attributes(it):
+    return {name: plain(value) for name, value in vars(it).items() if name != "state"}
+
+
+def picture_model(model):
+    tensors = [*model.named_parameters(), *model.named_buffers()]
     return {
-        "attributes": [{name: plain(v) for name, v in vars(m).items()} for m in model.modules()],
-        "tensors": [(id(tensor), tensor.dtype, tensor.tolist(), tensor.requires_grad) for tensor in tensors],
-        "optimizer": {name: plain(v) for name, v in vars(optimizer).items() if name != "state"},
-        "groups": [[id(param) for param in group["params"]] for group in optimizer.param_groups],
-        "state keys": [id(key) for key in optimizer.state],
-        "state": [{name: value.tolist() for name, value in state.items()} for state in states],
+        "modules": {name: picture_attributes(module) for name, module in model.named_modules()},
+        "tensors": [(id(tensor), snapshot(tensor), dict(vars(tensor))) for _, tensor in tensors],
+        "gradients": [(tensor.requires_grad, snapshot(tensor.grad)) for _, tensor in tensors],
     }
 
 
-def picture_gradients(model):
-    return [None if p.grad is None else (p.grad.dtype, p.grad.tolist()) for p in model.parameters()]
+def picture_optimizer(optimizer):
+    return {
+        "attributes": picture_attributes(optimizer),
+        "groups": [(id(group["params"]), *map(id, group["params"])) for group in optimizer.param_groups],
+        "options": snapshot([{**group, "params": None} for group in optimizer.param_groups]),
+        "state": [(id(param), snapshot(state)) for param, state in optimizer.state.items()],
+    }
+
+
+def picture(*objects):
+    """Everything that a session might change of models and optimizers, bits included."""
+    return [picture_model(one) if isinstance(one, Module) else picture_optimizer(one) for one in objects]
 
 
 def assert_same_picture(found, expected):
-    for part, value in expected.items():
-        assert found[part] == value, part
+    for one, other in zip(found, expected, strict=True):
+        for part, value in other.items():
+            assert one[part] == value, part
+
+
+@contextlib.contextmanager
+def unchanged(*objects):
+    """Fails if a block changes anything of models, optimizers or torch."""
+    before, torch_before = picture(*objects), picture_torch()
+    yield
+    assert picture_torch() == torch_before
+    assert_same_picture(picture(*objects), before)

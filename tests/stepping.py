@@ -9,6 +9,7 @@ from helpers import (
     Scalar,
     Variant,
     make_net,
+    scaled_backward,
     snapshot,
 )
 
@@ -28,36 +29,59 @@ BATCHES = [
 ]
 
 
-def open_scalar(level, make_optimizer=MOMENTUM, loss_scale=None, shape=(3,), **options):
-    """A product at some level, and the same weight in a float32 optimizer."""
-    model = Scalar(*shape)
-    optimizer = make_optimizer(model.parameters())
-    oracle = Parameter(model.weight.detach().clone())
-    oracle_optimizer = make_optimizer([oracle])
-    scale = loss_scale or amp.DynamicLossScale(SCALE)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=scale, **{"verbosity": 0, **options})
-    return model, optimizer, oracle, oracle_optimizer
+def param_bits(optimizer):
+    return [snapshot(param) for param in amp.master_params(optimizer)]
 
 
 def run_block(model, optimizers, batch, factor=1.0, **options):
     loss = model(batch).float().sum() * factor
-    with amp.scale_loss(loss, optimizers, **options) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(loss, optimizers, **options)
 
 
-def run_block_that_raises(model, optimizer, batch, error=ValueError):
-    with amp.scale_loss(model(batch).float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-        raise error("no more")
+class Beside:
+    """A product at some level, and beside it the same weight in a float32 optimizer, fed by hand."""
 
+    def __init__(self, level, make_optimizer=MOMENTUM, loss_scale=None, shape=(3,), **options):
+        self.model = Scalar(*shape)
+        self.optimizer = make_optimizer(self.model.parameters())
+        self.oracle = Parameter(self.model.weight.detach().clone())
+        self.by_hand = make_optimizer([self.oracle])
+        options = {"verbosity": 0, "loss_scale": loss_scale or amp.DynamicLossScale(SCALE)} | options
+        amp.initialize(self.model, self.optimizer, opt_level=level, **options)
 
-def step_by_hand(oracle, optimizer, *grads):
-    oracle.grad = sum(grads)
-    optimizer.step()
+    @property
+    def grad(self):
+        """The gradient that the optimizer steps."""
+        return next(amp.master_params(self.optimizer)).grad
 
+    def run_block(self, batch=BATCHES[0], factor=1.0, **options):
+        run_block(self.model, self.optimizer, batch, factor, **options)
 
-def param_bits(optimizer):
-    return [snapshot(param) for param in amp.master_params(optimizer)]
+    def raise_in_block(self, batch=BATCHES[1], error=ValueError):
+        def run():
+            with amp.scale_loss(self.model(batch).float().sum(), self.optimizer) as scaled_loss:
+                scaled_loss.backward()
+                raise error("no more")
+
+        with pytest.raises(error, match="no more"):
+            run()
+
+    def step_by_hand(self, grad):
+        """Steps the weight by hand with this gradient, and compares with what the optimizer did."""
+        self.oracle.grad = grad.clone()
+        self.by_hand.step()
+        assert param_bits(self.optimizer) == [snapshot(self.oracle)]
+
+    def step(self, grad):
+        self.optimizer.step()
+        assert not amp.step_was_skipped(self.optimizer)
+        self.step_by_hand(grad)
+
+    def skip(self):
+        before = param_bits(self.optimizer)
+        self.optimizer.step()
+        assert amp.step_was_skipped(self.optimizer)
+        assert param_bits(self.optimizer) == before
 
 
 def all_bits(model, optimizer):
@@ -86,7 +110,6 @@ def open_net(level, variant, scale=SCALE, weights=None):
 def run_iteration(model, optimizer, batch, factor=1.0):
     optimizer.zero_grad()
     loss = model(batch).float().square().mean() * factor
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(loss, optimizer)
     optimizer.step()
     return loss.detach()

@@ -1,22 +1,12 @@
 """Sweeps that are hard to show: hostile names, huge numbers, nothing at all."""
 
 import math
-import random
 from dataclasses import replace
 
 from ampatch.sweeps.records.record import Bytes, Curve, Ending, Record
 from ampatch.sweeps.records.sweep import Distance, Recommendation, Sweep, SweepRow, Verdict
-from sweep_samples import (
-    CRASHING,
-    ENVIRONMENT,
-    KINDS,
-    SETTINGS,
-    Kind,
-    recommend,
-    sample_measured,
-    sample_row,
-    sample_sweep,
-)
+from ampatch.sweeps.verdicts.summary import summarize
+from sweep_samples import CRASHING, ENVIRONMENT, KINDS, SETTINGS, sample_record, sample_sweep
 
 HOSTILE = "O2 <script>alert('x')</script> & \"quoted\" loss_scale=128"
 UNBROKEN = "O1 " + "x" * 150
@@ -48,53 +38,30 @@ def hostile_sweep() -> Sweep:
     """Returns a sweep with 7 variants, names that are markup or do not end, and logs full of both."""
     names = [HOSTILE, UNBROKEN, *(f"O2 keep_batchnorm_fp32=False loss_scale={2.0**n}" for n in range(5))]
     kinds = [KINDS[0], *(replace(KINDS[2], name=name, ms=17.2 + n / 9) for n, name in enumerate(names))]
-    sweep = sample_sweep(("O0",))
-    records, rows = [], []
-    for kind in kinds:
-        seeds = [hostile_record(kind.name, record) for record in sample_records(kind)]
-        records += seeds
-        rows.append(hostile_row(sample_row(kind, tuple(seeds), 16.0)))
-    records.append(failed_record(HOSTILE))
-    recommendation = replace(recommend(tuple(rows)), reason="</p><b>faster & <i>better")
+    records = [hostile_record(sample_record(kind, seed, 60)) for kind in kinds for seed in range(2)]
     environment = replace(
         ENVIRONMENT,
         command="ampatch sweep " + "/very/long/folder" * 20 + "/<train>.py",
         cpu="<img src=x onerror=alert(1)>",
         platform="p" * 200,
     )
-    settings = replace(SETTINGS, script="/a" * 90 + "/<b>train</b>.py", rows=tuple(row.name for row in rows))
+    settings = replace(SETTINGS, script="/a" * 90 + "/<b>train</b>.py", rows=("O0", *names))
+    sweep = summarize(settings, environment, records)
     return replace(
         sweep,
-        settings=settings,
-        environment=environment,
-        records=tuple(records),
-        rows=tuple(rows),
-        recommendation=recommendation,
+        records=(*records, failed_record(HOSTILE)),
+        rows=tuple(map(hostile_row, sweep.rows)),
+        recommendation=Recommendation(HOSTILE, "</p><b>faster & <i>better"),
     )
 
 
-def sample_records(kind: Kind) -> list[Record]:
-    """Returns two runs of a row."""
-    return [
-        Record(
-            kind.name,
-            seed,
-            0,
-            Ending.FINISHED,
-            9.0,
-            measured=sample_measured(kind, random.Random(seed), 60, True),
-        )
-        for seed in range(2)
-    ]
-
-
-def hostile_record(name: str, record: Record) -> Record:
+def hostile_record(record: Record) -> Record:
     """Returns a run with two losses, two scalers, and metrics of hostile names."""
     it = record.measured
     losses = {"0": it.losses["0"], "<1>": it.losses["0"]}
     scales = {"0": it.loss_scales["0"], "1": Curve((1, 30), (0.0, math.inf))}
     metrics = dict.fromkeys(METRICS, it.metrics["accuracy"])
-    return replace(record, row=name, measured=replace(it, losses=losses, loss_scales=scales, metrics=metrics))
+    return replace(record, measured=replace(it, losses=losses, loss_scales=scales, metrics=metrics))
 
 
 def hostile_row(row: SweepRow) -> SweepRow:

@@ -1,20 +1,11 @@
-"""Sweeps made by hand, as they come out of real scripts: for the tests of what shows and compares them."""
+"""Runs made by hand, as they come out of real scripts: for the tests of what sums them up and shows them."""
 
 import math
-import random
-import statistics
 from dataclasses import dataclass, replace
 
 from ampatch.sweeps.records.record import Bytes, CastRate, Curve, Ending, Measured, Record, Spread
-from ampatch.sweeps.records.sweep import (
-    Distance,
-    Environment,
-    Recommendation,
-    Settings,
-    Sweep,
-    SweepRow,
-    Verdict,
-)
+from ampatch.sweeps.records.sweep import Environment, Settings, Sweep
+from ampatch.sweeps.verdicts.summary import summarize
 
 MIB = 2**20
 WEIGHTS = 11_689_512  # of a ResNet-18
@@ -60,6 +51,32 @@ ENVIRONMENT = Environment(
 )
 
 
+def run(
+    row="O1",
+    loss=0.5,
+    *,
+    seed=0,
+    repeat=0,
+    outcome=Ending.FINISHED,
+    ms=10.0,
+    mib=100.0,
+    noise=None,
+    first=2.0,
+    **fields,
+) -> Record:
+    """Returns a run of 100 steps; `fields` that `Measured` does not have are metrics, a number or several."""
+    known = {name: fields.pop(name) for name in list(fields) if name in Measured.__dataclass_fields__}
+    values = {name: value if isinstance(value, tuple) else (value,) for name, value in fields.items()}
+    metrics = {name: Curve(tuple(range(len(it))), it) for name, it in values.items()}
+    times = None if ms is None else Spread(ms, 0.95 * ms, 1.05 * ms, 100)
+    given = {"steps": 100, "step_ms": times, "peak_mib": mib, "metrics": metrics}
+    given |= {"first_loss": first, "final_loss": loss, "loss_noise": noise}
+    return Record(row, seed, repeat, outcome, 1.0, measured=Measured(**given | known))
+
+
+# ---- A whole sweep ----
+
+
 @dataclass(frozen=True)
 class Kind:
     """How the runs of a row go: its speed, memory, losses and what else tells it from the others."""
@@ -72,124 +89,75 @@ class Kind:
     weight_bytes: int = 4  # of a parameter
     masters: bool = False
     cast_bytes: int = 0
-    casts: tuple[float, float] | None = None
     scale: str = "none"  # "none", "fixed" or "dynamic"
-    end: str = "well"  # "well", "diverges" or "crashes"
-    verdict: Verdict = Verdict.SAME
-    reason: str = ""
 
 
 KINDS = (
-    Kind("O0", 41.8, 5210, 0.214, 0.9312, verdict=Verdict.BASELINE),
-    Kind("O1", 21.4, 3140, 0.2151, 0.9308, cast_bytes=2, casts=(41.5, 62.0), scale="dynamic"),
+    Kind("O0", 41.8, 5210, 0.214, 0.9312),
+    Kind("O1", 21.4, 3140, 0.2151, 0.9308, cast_bytes=2, scale="dynamic"),
     Kind("O2", 17.2, 2790, 0.2163, 0.9301, 2, masters=True, scale="dynamic"),
-    Kind(
-        *("O3", 15.9, 2600, 0.2, 0.1000, 2),
-        **{"end": "diverges", "verdict": Verdict.DIVERGED, "reason": "loss is NaN from step 61 on"},
-    ),
-    Kind("O4", 21.9, 3150, 0.2146, 0.9310, cast_bytes=2, casts=(41.5, 62.0)),
+    Kind("O3", 15.9, 2600, math.nan, 0.1000, 2),
+    Kind("O4", 21.9, 3150, 0.2146, 0.9310, cast_bytes=2),
     Kind("O5", 16.1, 2795, 0.2155, 0.9305, 2, masters=True),
     Kind("autocast", 22.8, 3180, 0.2149, 0.9311, cast_bytes=2, scale="dynamic"),
-    Kind(
-        *(VARIANT, 16.9, 2785, 0.2312, 0.9224, 2),
-        **{"masters": True, "scale": "fixed", "verdict": Verdict.WORSE},
-        reason="accuracy is 6.3 spreads below O0",
-    ),
-    Kind(CRASHING, 0, 0, 0, 0, end="crashes", verdict=Verdict.FAILED, reason="3 of 3 runs crashed"),
+    Kind(VARIANT, 16.9, 2785, 0.2312, 0.9224, 2, masters=True, scale="fixed"),
+    Kind(CRASHING, 0, 0, 0, 0),
 )
 
 
 def sample_sweep(
-    names: tuple[str, ...] = SETTINGS.rows,
-    *,
-    seeds: int = 3,
-    steps: int = 390,
-    metrics: bool = True,
-    settings: Settings = SETTINGS,
-    environment: Environment = ENVIRONMENT,
+    names: tuple[str, ...] = SETTINGS.rows, *, seeds: int = 3, steps: int = 390, metrics: bool = True
 ) -> Sweep:
     """Returns a sweep over these rows: O0 to O5, autocast, a worse variant, O3 diverges, and one crashes."""
     kinds = [kind for kind in KINDS if kind.name in names]
-    records = tuple(sample_record(kind, seed, steps, metrics) for seed in range(seeds) for kind in kinds)
-    fastest = min((kind.ms for kind in kinds if kind.ms), default=None)
-    rows = tuple(sample_row(kind, records, fastest) for kind in kinds)
-    return Sweep(
-        settings=replace(settings, rows=tuple(kind.name for kind in kinds), seeds=seeds),
-        environment=environment,
-        records=records,
-        rows=rows,
-        recommendation=recommend(rows),
-    )
+    records = [sample_record(kind, seed, steps, metrics) for seed in range(seeds) for kind in kinds]
+    settings = replace(SETTINGS, rows=tuple(kind.name for kind in kinds), seeds=seeds)
+    return summarize(settings, ENVIRONMENT, records)
 
 
-def recommend(rows: tuple[SweepRow, ...]) -> Recommendation:
-    """Returns the fastest of the rows that are the same as O0."""
-    same = [row for row in rows if row.verdict is Verdict.SAME and row.step_ms]
-    if not same:
-        return Recommendation(None, "no level finished with the accuracy of O0")
-    best = min(same, key=lambda row: row.step_ms.median)
-    reason = (
-        f"the fastest level whose accuracy is the same as that of O0: {best.speed:.2f} times as fast,"
-        f" with {best.memory:.0%} of its memory"
-    )
-    return Recommendation(best.name, reason)
+def sample_record(kind: Kind, seed: int, steps: int, metrics: bool = True) -> Record:
+    """Returns a run of a row; its loss and metrics differ a little from those of other seeds."""
+    log = f"logs/{'-'.join(kind.name.replace('=', '-').split())}-seed{seed}-repeat0.log"
+    if kind.name == CRASHING:
+        measured = Measured(initialized=True, memory="device", device="cuda:0", threads=32)
+        how = Ending.CRASHED, 4.2 + seed / 10, TRACEBACK[-1], TRACEBACK
+        return Record(kind.name, seed, 0, *how, log, measured)
+    measured = sample_measured(kind, seed - 1, steps, metrics)
+    return Record(kind.name, seed, 0, Ending.FINISHED, 3 + steps * kind.ms / 1000, log=log, measured=measured)
 
 
-# ---- One run ----
-
-
-def sample_record(kind: Kind, seed: int, steps: int, metrics: bool) -> Record:
-    """Returns a run of a row; the same seed gives the same run."""
-    slug = "-".join(kind.name.replace("=", "-").split())
-    common = {"row": kind.name, "seed": seed, "repeat": 0, "log": f"logs/{slug}-seed{seed}-repeat0.log"}
-    if kind.end == "crashes":
-        return Record(
-            **common,
-            outcome=Ending.CRASHED,
-            seconds=4.2 + seed / 10,
-            cause=TRACEBACK[-1],
-            last_lines=TRACEBACK,
-            measured=Measured(initialized=True, memory="device", device="cuda:0", threads=32),
-        )
-    measured = sample_measured(kind, random.Random(f"{kind.name}{seed}"), steps, metrics)
-    return Record(**common, outcome=Ending.FINISHED, seconds=3 + steps * kind.ms / 1000, measured=measured)
-
-
-def sample_measured(kind: Kind, chance: random.Random, steps: int, metrics: bool) -> Measured:
+def sample_measured(kind: Kind, luck: int, steps: int, metrics: bool) -> Measured:
     """Returns what was measured in a run that finished."""
-    losses = loss_curve(kind, chance, steps)
-    scales = scale_curve(kind, chance, steps)
-    ms = kind.ms * chance.uniform(0.99, 1.01)
-    last = losses.values[-10:]
+    loss = kind.loss + 0.003 * luck
+    scales = scale_curve(kind, steps)
+    pairs = zip(scales.values, scales.values[1:], scales.steps[1:], strict=False)
     return Measured(
         initialized=True,
         steps=steps,
-        skipped=tuple(step for step in skips_of(scales, kind) if step <= steps),
-        step_ms=spread(ms, steps),
-        forward_ms=spread(ms * 0.31, steps),
-        backward_ms=spread(ms * 0.55, steps),
-        update_ms=spread(ms * 0.09, steps),
+        skipped=tuple(step - 1 for old, new, step in pairs if new < old),
+        step_ms=spread(kind.ms, steps),
+        forward_ms=spread(kind.ms * 0.31, steps),
+        backward_ms=spread(kind.ms * 0.55, steps),
+        update_ms=spread(kind.ms * 0.09, steps),
         samples=128.0,
         memory="device",
-        peak_mib=kind.peak + chance.uniform(-2, 2),
+        peak_mib=kind.peak,
         bytes=bytes_of(kind),
-        casts=kind.casts and CastRate(*kind.casts),
-        losses={"0": losses},
-        first_loss=statistics.fmean(losses.values[:10]) if losses.values else None,
-        final_loss=statistics.fmean(last) if last else None,
+        casts=CastRate(41.5, 62.0) if kind.cast_bytes else None,
+        losses={"0": loss_curve(loss, steps)},
+        first_loss=2.3 if steps else None,
+        final_loss=loss if steps else None,
         loss_noise=0.004,
         loss_scales={"0": scales},
-        metrics=metric_curves(kind, chance, steps) if metrics else {},
+        metrics=metric_curves(kind.accuracy + 0.0014 * luck, steps) if metrics else {},
         device="cuda:0",
         threads=32,
     )
 
 
-def spread(ms: float, steps: int = 390) -> Spread:
-    """Returns a spread that leans to the slow side, as times do; its count is that after the warm-up."""
-    times = max(steps - 1, 1)
-    count = times - SETTINGS.warmup if times > SETTINGS.warmup else times - times // 2
-    return Spread(median=ms, low=ms * 0.985, high=ms * 1.04, count=count)
+def spread(ms: float, steps: int) -> Spread | None:
+    """Returns a spread that leans to the slow side, as times do."""
+    return Spread(median=ms, low=ms * 0.985, high=ms * 1.04, count=steps - 1) if steps > 1 else None
 
 
 def bytes_of(kind: Kind) -> Bytes:
@@ -203,101 +171,34 @@ def bytes_of(kind: Kind) -> Bytes:
     )
 
 
-def loss_curve(kind: Kind, chance: random.Random, steps: int) -> Curve:
-    """Returns a loss that falls from ln(10) and gets noisy; one that diverges ends as NaN."""
-    rate, values = 9 / max(steps, 1), []
+def loss_curve(final: float, steps: int) -> Curve:
+    """Returns a loss that falls from ln(10) with a little noise, or to NaN at step 61."""
+    end, values = final if math.isfinite(final) else 0.2, []
     for step in range(steps):
-        value = kind.loss + (2.3026 - kind.loss) * math.exp(-rate * step)
-        value *= 1 + chance.gauss(0, 0.06) * (1 - math.exp(-rate * step))
-        if kind.end == "diverges" and step > 40:
-            value *= 1.4 ** min(step - 40, 20)
-        values.append(math.nan if kind.end == "diverges" and step >= 60 else value)
-    return Curve(tuple(range(1, steps + 1)), tuple(values))
+        falling = math.exp(-9 * step / steps)
+        values.append(end + (2.3026 - end) * falling + 0.01 * math.sin(step) * (1 - falling))
+    return Curve(tuple(range(1, steps + 1)), tuple(values[:60] + [it + final - end for it in values[60:]]))
 
 
-def scale_curve(kind: Kind, chance: random.Random, steps: int) -> Curve:
+def scale_curve(kind: Kind, steps: int) -> Curve:
     """Returns the loss scale where it changed: three halvings at the start, and now and then one more."""
     if kind.scale != "dynamic":
         return Curve((1,), (128.0 if kind.scale == "fixed" else 1.0,)) if steps else Curve()
-    changes, scale = [(1, HALF_SCALE)], HALF_SCALE
+    scales = {1: HALF_SCALE} if steps else {}
     for step in range(2, steps + 1):
-        if step <= 4 or chance.random() < 0.008:
-            scale /= 2
-            changes.append((step, scale))
+        last = scales[max(scales)]
+        if step <= 4 or step % 150 == 0:
+            scales[step] = last / 2
         elif step % 100 == 0:
-            scale *= 2
-            changes.append((step, scale))
-    changes = changes[: max(steps, 0)]
-    return Curve(tuple(step for step, _ in changes), tuple(scale for _, scale in changes))
+            scales[step] = last * 2
+    return Curve(tuple(scales), tuple(scales.values()))
 
 
-def skips_of(scales: Curve, kind: Kind) -> list[int]:
-    """Returns the steps that an overflow skipped: those after which the scale was lower."""
-    pairs = zip(scales.values, scales.values[1:], strict=False)
-    return [step - 1 for step, (old, new) in zip(scales.steps[1:], pairs, strict=True) if new < old]
-
-
-def metric_curves(kind: Kind, chance: random.Random, steps: int) -> dict[str, Curve]:
+def metric_curves(final: float, steps: int) -> dict[str, Curve]:
     """Returns the accuracy after each of 13 parts of the training, and one number said at the end."""
     marks = sorted({max(1, steps * part // 13) for part in range(1, 14)}) if steps else [0]
-    final = kind.accuracy + chance.gauss(0, 0.0012)
     curve = [0.1 + (final - 0.1) * (1 - math.exp(-6 * mark / max(steps, 1))) for mark in marks[:-1]]
     return {
         "accuracy": Curve(tuple(marks), (*curve, final)),
-        "top5_accuracy": Curve((marks[-1],), (min(0.9985, final * 1.07),)),
+        "top5_accuracy": Curve((marks[-1],), (final * 1.07,)),
     }
-
-
-# ---- One row ----
-
-
-def sample_row(kind: Kind, records: tuple[Record, ...], fastest: float | None) -> SweepRow:
-    """Returns what the runs of a row came to."""
-    own = [record for record in records if record.row == kind.name]
-    measured = [record.measured for record in own if not record.failed and record.measured]
-    done = bool(measured) and all(it.steps for it in measured)
-    first = KINDS[0]
-    return SweepRow(
-        name=kind.name,
-        runs=len(own),
-        failed=sum(record.failed for record in own),
-        outcome=Ending.FINISHED if measured else Ending.CRASHED,
-        step_ms=spread(kind.ms) if done else None,
-        forward_ms=kind.ms * 0.31 if done else None,
-        backward_ms=kind.ms * 0.55 if done else None,
-        update_ms=kind.ms * 0.09 if done else None,
-        steps_per_second=1000 / kind.ms if done else None,
-        samples_per_second=128_000 / kind.ms if done else None,
-        peak_mib=kind.peak if done else None,
-        speed=first.ms / kind.ms if done else None,
-        speed_to_fastest=fastest / kind.ms if done and fastest else None,
-        memory=kind.peak / first.peak if done else None,
-        memory_to_fastest=kind.peak / 2600 if done else None,
-        skipped=statistics.fmean(len(it.skipped) for it in measured) if done else None,
-        loss_scale=statistics.median(it.loss_scale for it in measured) if done else None,
-        loss=loss_distance(kind, done),
-        metrics=metric_distances(kind, measured) if done else {},
-        verdict=kind.verdict,
-        reason=kind.reason,
-    )
-
-
-def loss_distance(kind: Kind, done: bool) -> Distance:
-    """Returns the distance of the final loss, where less is better."""
-    if not done:
-        return Distance(None, KINDS[0].loss, None, 0.003, "seeds")
-    if kind.end == "diverges":
-        return Distance(math.nan, KINDS[0].loss, None, 0.003, "seeds")
-    spreads = None if kind is KINDS[0] else (KINDS[0].loss - kind.loss) / 0.003
-    return Distance(kind.loss, KINDS[0].loss, spreads, 0.003, "seeds")
-
-
-def metric_distances(kind: Kind, measured: list[Measured]) -> dict[str, Distance]:
-    """Returns the distance of each metric, where more is better."""
-    found = {}
-    for name in measured[0].metrics if measured else ():
-        part = 1.0 if name == "accuracy" else 1.07
-        value, baseline = (min(0.9985, it.accuracy * part) for it in (kind, KINDS[0]))
-        spreads = None if kind is KINDS[0] else (value - baseline) / 0.0014
-        found[name] = Distance(value, baseline, spreads, 0.0014, "seeds")
-    return found

@@ -8,6 +8,7 @@ import sys
 from types import ModuleType
 
 import pytest
+import torch
 
 import ampatch.apex
 from ampatch.apex.drop_in.mirror import PARTS, tree
@@ -82,29 +83,23 @@ def package(tmp_path):
     ],
 )
 def test_every_way_of_importing_works(code, installed):
+    exec(code, {"SGD": initialize("O4")})
+
+
+def initialize(opt_level):
+    """A linear layer initialized by `apex.amp`; returns its optimizer."""
     from apex import amp
 
-    model = torch_model()
-    sgd = torch_sgd(model)
-    amp.initialize(model, sgd, opt_level="O4", verbosity=0)
-    exec(code, {"SGD": sgd})
-
-
-def torch_model():
-    import torch
-
-    return torch.nn.Linear(1, 1)
-
-
-def torch_sgd(model):
-    import torch
-
-    return torch.optim.SGD(model.parameters(), lr=1.0)
+    model = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, sgd, opt_level=opt_level, verbosity=0)
+    return sgd
 
 
 def test_every_module_of_apex_is_the_one_of_ampatch_and_stays_it(installed):
     import apex
 
+    state = apex.amp._amp_state
     for part in PARTS:
         for name, module in tree(f"apex.{part}"):
             assert sys.modules[name] is sys.modules[f"ampatch.{name}"] is module
@@ -115,16 +110,8 @@ def test_every_module_of_apex_is_the_one_of_ampatch_and_stays_it(installed):
 
     assert amp_C is importlib.import_module("ampatch.apex.amp_C")
     assert amp_C.__spec__.name == "ampatch.apex.amp_C"
-
-
-def test_the_state_stays_an_object_after_the_import_of_its_module(installed):
-    import apex.amp
-    import apex.amp._amp_state as state
-
-    before = apex.amp._amp_state
-    importlib.import_module("apex.amp._amp_state")
-    assert apex.amp._amp_state is state is before
-    assert not isinstance(before, ModuleType)
+    assert apex.amp._amp_state is state, "an object, after the import of its module too"
+    assert not isinstance(state, ModuleType)
 
 
 @pytest.mark.process
@@ -151,12 +138,7 @@ def test_what_is_not_there_is_not_found_and_does_not_raise(installed):
         assert importlib.util.find_spec(name) is None
     assert not hasattr(apex, "contrib")
     assert not hasattr(apex.amp, "no_such")
-
-
-def test_apex_is_a_package_without_files_of_ours(installed):
-    import apex
-
-    assert list(apex.__path__) == []
+    assert list(apex.__path__) == []  # a package without files of ours
     assert apex.__spec__.name == apex.__name__ == "apex"
     with pytest.raises(ModuleNotFoundError, match=r"apex\.finder"):
         importlib.import_module("apex.finder")
@@ -188,16 +170,12 @@ def test_uninstall_leaves_no_trace():
 
 
 def test_overrides_hold_until_uninstall():
-    ampatch.apex.install(opt_level="O4")
-    from apex import amp
-
-    model = torch_model()
-    amp.initialize(model, torch_sgd(model), opt_level="O0", verbosity=0)
-    assert amp._amp_state.opt_properties.opt_level == "O4"
-    ampatch.uninitialize()
-    ampatch.apex.uninstall()
-    ampatch.apex.amp.initialize(model, torch_sgd(model), opt_level="O0", verbosity=0)
-    assert amp._amp_state.opt_properties.opt_level == "O0"
+    for overrides, level in (({"opt_level": "O4"}, "O4"), ({}, "O0")):
+        ampatch.apex.install(**overrides)
+        initialize("O0")
+        assert ampatch.apex.amp._amp_state.opt_properties.opt_level == level
+        ampatch.uninitialize()
+        ampatch.apex.uninstall()
 
 
 def test_an_unknown_override_is_refused():
@@ -281,20 +259,16 @@ MODERN = {
     "apex/optimizers/__init__.py": "class FusedAdam: REAL = True\n",
     "apex/normalization/__init__.py": "REAL = True\n",
 }
-SHOW = """
-def show(*values):
-    for value in values:
-        print("real" if getattr(value, "REAL", False) else "ours")
-"""
 
 
 @pytest.mark.process(keep=1)
 def test_what_a_real_apex_has_stays_its_own_and_the_rest_is_filled_in(run, package):
-    package(MODERN)
+    package(MODERN | {"apex-0.9.dist-info/METADATA": "Metadata-Version: 2.1\nName: apex\nVersion: 0.9\n"})
     said = run(
-        f"""
+        """
         ampatch.apex.install()
-        {SHOW.strip().replace(chr(10), chr(10) + " " * 8)}
+        def show(*values):
+            print(*("real" if getattr(value, "REAL", False) else "ours" for value in values))
         import apex, apex.contrib
         show(apex, apex.contrib, apex.optimizers.FusedAdam)
         show(apex.amp, apex.parallel, apex.optimizers.FusedSGD)
@@ -304,6 +278,10 @@ def test_what_a_real_apex_has_stays_its_own_and_the_rest_is_filled_in(run, packa
         from apex.fp16_utils import FP16_Optimizer
         from apex.optimizers.fused_sgd import FusedSGD
         assert FusedSGD is apex.optimizers.FusedSGD
+        assert type(apex) is type(sys) and type(apex.__loader__).__name__ == "SourceFileLoader"
+        assert apex.__loader__ is apex.__spec__.loader
+        import importlib.metadata
+        assert importlib.metadata.version("apex") == "0.9"
         """
     )
     assert said.split() == ["real"] * 3 + ["ours"] * 3 + ["real", "ours"]
@@ -357,20 +335,6 @@ def test_a_missing_part_can_be_imported_from_inside_a_real_apex(run, package):
 
 
 @pytest.mark.process
-def test_a_real_module_keeps_its_loader_and_class(run, package):
-    package(MODERN)
-    said = run(
-        """
-        ampatch.apex.install()
-        import apex, types
-        print(type(apex) is types.ModuleType, type(apex.__loader__).__name__)
-        print(apex.__loader__ is apex.__spec__.loader)
-        """
-    )
-    assert said == "True SourceFileLoader\nTrue\n"
-
-
-@pytest.mark.process
 def test_a_whole_real_amp_gets_nothing_of_ours(run, package):
     package({"apex/__init__.py": "", "apex/amp/__init__.py": "REAL = True\n"})
     said = run(
@@ -410,60 +374,49 @@ def test_a_part_that_cannot_be_imported_is_replaced_and_says_why(fault, run, pac
     assert "ampatch's takes its place" in said
 
 
-@pytest.mark.process
-def test_a_broken_extension_is_replaced(run, package):
-    package({"amp_C.py": "raise ImportError('undefined symbol: _ZN3c10')\n"})
-    said = run("ampatch.apex.install(); import amp_C; print(amp_C.__name__, amp_C is ampatch.apex.amp_C)")
-    assert said.startswith("ampatch.apex.amp_C True\n")
-    assert "undefined symbol: _ZN3c10" in said
+SITE = "site/lib/site-packages"
+BROKEN = {
+    "an extension that was built for another torch": (
+        {"amp_C.py": "raise ImportError('undefined symbol: _ZN3c10')\n"},
+        "undefined symbol: _ZN3c10",
+    ),
+    "the other apex of PyPI": (
+        {
+            f"{SITE}/apex/__init__.py": "from pyramid.session import Unencrypted\n",
+            f"{SITE}/apex/lib/__init__.py": "",
+        },
+        "is another project of that name on PyPI, not NVIDIA's apex; ampatch's apex takes",
+    ),
+    "a clone of apex's repository in the working directory": (
+        {"apex/setup.py": "", "apex/apex/__init__.py": "", "apex/apex/contrib/__init__.py": ""},
+        "is no package: it has no __init__.py; ampatch's apex takes its place",
+    ),
+    "a real apex that fails as a whole": (
+        MODERN | {"apex/__init__.py": "from . import optimizers\nraise ImportError('built for CUDA 9')\n"},
+        "built for CUDA 9",
+    ),
+}
 
 
 @pytest.mark.process
-def test_the_other_apex_of_pypi_is_recognized(run, package, tmp_path):
-    site = tmp_path / "lib/site-packages"
-    package(
-        {"apex/__init__.py": "from pyramid.session import Unencrypted\n", "apex/lib/__init__.py": ""}, site
-    )
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_no_apex_that_works_is_replaced_and_says_why(name, run, package):
+    files, told = BROKEN[name]
+    package(files)
     said = run(
         f"""
-        sys.path.insert(1, {str(site)!r})
+        sys.path.insert(1, {SITE!r})
         ampatch.apex.install()
         import importlib.util
         importlib.util.find_spec("apex")
         from apex import amp
-        import apex
-        print(amp is ampatch.apex.amp, apex.parallel.__name__)
+        import amp_C, apex
+        print(amp is ampatch.apex.amp, amp_C is ampatch.apex.amp_C)
+        print(apex.optimizers is ampatch.apex.optimizers, apex.parallel.__name__)
         """
     )
-    assert said.startswith("True ampatch.apex.parallel\n")
-    assert said.count("is another project of that name on PyPI, not NVIDIA's apex; ampatch's apex takes") == 1
-
-
-@pytest.mark.process
-def test_a_folder_that_is_no_package_is_not_taken_for_apex(run, package):
-    # A clone of apex's repository in the working directory.
-    package(
-        {"apex/setup.py": "", "apex/apex/__init__.py": "REAL = True\n", "apex/apex/contrib/__init__.py": ""}
-    )
-    said = run("ampatch.apex.install(); from apex import amp; print(amp is ampatch.apex.amp)")
-    assert said.startswith("True\n")
-    assert said.count("is no package: it has no __init__.py; ampatch's apex takes its place") == 1
-
-
-@pytest.mark.process
-def test_a_real_apex_that_fails_as_a_whole_is_replaced(run, package):
-    package(
-        MODERN | {"apex/__init__.py": "from . import optimizers\nraise ImportError('built for CUDA 9')\n"}
-    )
-    said = run(
-        """
-        ampatch.apex.install()
-        import apex
-        print(apex.optimizers is ampatch.apex.optimizers, apex.amp is ampatch.apex.amp)
-        """
-    )
-    assert said.startswith("True True\n")
-    assert "built for CUDA 9" in said
+    assert said.startswith("True True\nTrue ampatch.apex.parallel\n")
+    assert said.count(told) == 1
 
 
 @pytest.mark.process
@@ -479,13 +432,6 @@ def test_a_package_of_the_users_own_called_apex_keeps_its_errors(run, package):
         """
     )
     assert said == "my own\n"
-
-
-@pytest.mark.process
-def test_the_version_of_a_real_apex_is_its_own(run, package):
-    package(MODERN | {"apex-0.9.dist-info/METADATA": "Metadata-Version: 2.1\nName: apex\nVersion: 0.9\n"})
-    said = run("ampatch.apex.install(); import importlib.metadata as m; print(m.version('apex'))")
-    assert said == "0.9\n"
 
 
 def test_what_fills_in_a_real_apex_is_no_module_and_no_private_name():

@@ -12,11 +12,6 @@ from ampatch.apex.parallel import LARC
 from apex_rows import shows
 
 
-def make_batch(step):
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(8, 3, generator=generator), torch.randn(8, 2, generator=generator)
-
-
 def reference_step(params, grads, buffers, lr, momentum, decay, trust, eps, clip):
     """SGD with momentum after LARC, from the paper, in plain numbers."""
     for param, grad, buffer in zip(params, grads, buffers, strict=True):
@@ -54,6 +49,12 @@ def test_larc_steps_as_the_paper_says(clip, decay, lr):
     assert optimizer.param_groups[0]["weight_decay"] == decay
 
 
+def make_param(*values):
+    param = nn.Parameter(torch.tensor(values))
+    param.grad = torch.ones_like(param)
+    return param
+
+
 class Raising(torch.optim.SGD):
     def step(self, closure=None):
         assert self.param_groups[0]["weight_decay"] == 0
@@ -61,9 +62,7 @@ class Raising(torch.optim.SGD):
 
 
 def test_weight_decay_is_given_back_when_the_step_raises():
-    param = nn.Parameter(torch.ones(2))
-    param.grad = torch.ones(2)
-    optimizer = LARC(Raising([param], lr=0.1, weight_decay=0.5))
+    optimizer = LARC(Raising([make_param(1.0)], lr=0.1, weight_decay=0.5))
     with pytest.raises(KeyError, match="step"):
         optimizer.step()
     assert optimizer.param_groups[0]["weight_decay"] == 0.5
@@ -71,13 +70,12 @@ def test_weight_decay_is_given_back_when_the_step_raises():
 
 
 def test_a_group_without_weight_decay_gets_none():
-    param = nn.Parameter(torch.ones(2))
-    param.grad = torch.ones(2)
+    param = make_param(1.0)
     inner_optimizer = torch.optim.Rprop([param], lr=0.1)
     before = set(inner_optimizer.param_groups[0])
     LARC(inner_optimizer).step()
     assert set(inner_optimizer.param_groups[0]) == before
-    assert not torch.equal(param, torch.ones(2))
+    assert param.item() != 1.0
 
 
 class Twice(torch.optim.SGD):
@@ -88,15 +86,14 @@ class Twice(torch.optim.SGD):
 
 
 def step_once(make, closure=False):
-    param = nn.Parameter(torch.tensor([3.0, 4.0]))
-    optimizer = LARC(make([param], lr=0.1, momentum=0.9, weight_decay=0.1), clip=False)
-
     def evaluate():
         optimizer.zero_grad()
         loss = param.square().sum()
         loss.backward()
         return loss
 
+    param = make_param(3.0, 4.0)
+    optimizer = LARC(make([param], lr=0.1, momentum=0.9, weight_decay=0.1), clip=False)
     if closure:
         assert optimizer.step(evaluate).item() == 25.0
     else:
@@ -113,16 +110,17 @@ def test_a_closure_and_a_step_that_calls_the_base_scale_once():
 
 @shows("companions-larc")
 def test_larc_shows_what_is_inside_and_is_no_optimizer():
-    param = nn.Parameter(torch.ones(2))
+    param = make_param(1.0, 1.0)
     inner_optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9)
     optimizer = LARC(inner_optimizer)
     assert not isinstance(optimizer, torch.optim.Optimizer)
     assert repr(optimizer) == repr(inner_optimizer)
-    assert optimizer.state is inner_optimizer.state
-    assert optimizer.param_groups is inner_optimizer.param_groups
-    assert optimizer.defaults is inner_optimizer.defaults
-    param.grad = torch.ones(2)
+    for name in ("state", "param_groups", "defaults"):
+        assert getattr(optimizer, name) is getattr(inner_optimizer, name)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optim, 1, 0.5)
     optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
     saved = copy.deepcopy(optimizer.state_dict())
     expected = saved["state"][0]["momentum_buffer"].clone()
     optimizer.state[param]["momentum_buffer"].zero_()
@@ -140,7 +138,7 @@ def test_larc_shows_what_is_inside_and_is_no_optimizer():
     "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"]
 )
 def test_copies_of_larc_step_their_own_parameters(copied):
-    param = nn.Parameter(torch.ones(2))
+    param = make_param(1.0, 1.0)
     optimizer = LARC(torch.optim.SGD([param], lr=0.1), trust_coefficient=0.5, clip=False, eps=0.0)
     other = copied(optimizer)
     theirs = other.param_groups[0]["params"][0]
@@ -150,34 +148,22 @@ def test_copies_of_larc_step_their_own_parameters(copied):
     assert theirs.tolist() == pytest.approx([0.95, 0.95])
 
 
-def test_a_scheduler_takes_the_optimizer_inside():
-    optimizer = LARC(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optim, 1, 0.1)
-    optimizer.step()
-    scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
-
-
 def train_with_larc(level, loss_scale, overflow=False):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = LARC(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01))
-    if level is not None:
-        model, optimizer = amp.initialize(
-            model, optimizer, opt_level=level, loss_scale=loss_scale, verbosity=0
-        )
+    # Without a level nothing is scaled, nor cast.
+    options = {"enabled": False} if level is None else {"opt_level": level, "loss_scale": loss_scale}
+    amp.initialize(model, optimizer, verbosity=0, **options)
     states = []
     for step in range(3):
-        x, y = make_batch(step)
-        loss = (model(x).float() - y).pow(2).mean() * (1e15 if overflow and step == 1 else 1)
-        if level is None:
-            loss.backward()
-        else:
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+        torch.manual_seed(step)
+        loss = (model(torch.randn(8, 3)).float() - torch.randn(8, 2)).pow(2).mean()
+        with amp.scale_loss(loss * (1e15 if overflow and step == 1 else 1), optimizer) as scaled:
+            scaled.backward()
         optimizer.step()
         optimizer.zero_grad()
-        params = list(amp.master_params(optimizer)) if level else list(model.parameters())
+        params = list(amp.master_params(optimizer))
         buffers = [optimizer.state[param]["momentum_buffer"] for param in params if optimizer.state[param]]
         states.append([value.detach().clone() for value in [*params, *buffers]])
     amp.uninitialize()

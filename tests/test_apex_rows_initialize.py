@@ -1,13 +1,12 @@
 """What scripts written for apex expect of `amp.initialize`, row by row of docs/apex-behaviour.md."""
 
-import copy
 from collections import OrderedDict, namedtuple
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import ampatch
 from ampatch.apex import amp
@@ -21,11 +20,17 @@ from apex_rows import (
     Recorder,
     X,
     backward,
+    changed,
     copy_of,
+    initialized,
     is_same,
     make,
+    scaler_state,
+    set_scale,
     shows,
+    step,
     types_of,
+    unchanged,
 )
 
 Pair = namedtuple("Pair", "image label")
@@ -54,40 +59,29 @@ class Graph:
 # ---- What goes in and comes out ----
 
 
-@shows("initialize-shapes")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-@pytest.mark.parametrize("many", [False, True], ids=["one", "list"])
-def test_what_comes_back_mirrors_what_came_in(level, many):
-    (a, first), (b, second) = make(), make()
-    if many:
-        models, optimizers = amp.initialize([a, b], [first, second], opt_level=level, verbosity=0)
-        assert (type(models), type(optimizers)) == (list, list)
-        assert [*models, *optimizers] == [a, b, first, second]
-    else:
-        model, optimizer = amp.initialize(a, first, opt_level=level, verbosity=0)
-        assert model is a
-        assert optimizer is first
-
-
 @shows("initialize-shapes", "patterns-return")
-def test_a_list_of_one_stays_a_list_and_no_optimizers_give_the_models_alone():
-    net, optimizer = make()
-    assert amp.initialize(net, opt_level="O1", verbosity=0) is net
-    ampatch.uninitialize()
-    models, back = amp.initialize([net], optimizer, opt_level="O1", verbosity=0)
-    assert models == [net]
-    assert back is optimizer
-    ampatch.uninitialize()
-    assert amp.initialize(net, [], opt_level="O1", verbosity=0) == (net, [])
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_what_comes_back_mirrors_what_came_in(level):
+    def call(models, *optimizers):
+        back = amp.initialize(models, *optimizers, opt_level=level, verbosity=0)
+        ampatch.uninitialize()
+        return back
+
+    (a, first), (b, second) = make(), make()
+    assert call(a) is a
+    assert call(a, first) == (a, first)
+    assert call([a], first) == ([a], first)
+    assert call(a, []) == (a, [])
+    assert call([a, b], [first, second]) == ([a, b], [first, second])
 
 
 @shows("initialize-same-objects")
 @pytest.mark.parametrize("level", EVERY_LEVEL)
 def test_the_objects_passed_in_are_the_ones_that_change(level):
     net, optimizer = make()
-    parameters = list(net.parameters())
+    parameters = [*map(id, net.parameters())]
     amp.initialize(net, optimizer, opt_level=level, verbosity=0)
-    assert all(map(lambda one, two: one is two, net.parameters(), parameters))
+    assert [*map(id, net.parameters())] == parameters
     half = CAST.get(level, torch.float32)
     assert net.first.weight.dtype is half
     norm = half if level == "O3" else torch.float32
@@ -97,19 +91,15 @@ def test_the_objects_passed_in_are_the_ones_that_change(level):
 @shows("initialize-batchnorm-buffers")
 @pytest.mark.parametrize("level", MASTERED)
 def test_a_batchnorm_without_weights_keeps_its_statistics_in_float32(level):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 2))
     amp.initialize(model, opt_level=level, verbosity=0)
     x = (1000 * torch.randn(64, 4)).to(MASTERED[level])
-    expected = nn.BatchNorm1d(4, affine=False)
+    norm, expected = model[0], nn.BatchNorm1d(4, affine=False)
     for _ in range(5):
         model(x)
         expected(x.float())
-    norm = model[0]
-    assert norm.running_var.dtype is norm.running_mean.dtype is torch.float32
     assert norm.running_var.min() > 65504  # inf in float16
-    torch.testing.assert_close(norm.running_var, expected.running_var)
-    torch.testing.assert_close(norm.running_mean, expected.running_mean)
+    torch.testing.assert_close([*norm.buffers()], [*expected.buffers()])
 
 
 # ---- Keywords and their values ----
@@ -120,8 +110,7 @@ def test_a_batchnorm_without_weights_keeps_its_statistics_in_float32(level):
     ("keep", "dtype"), [("True", torch.float32), ("False", torch.float16), (None, torch.float32)]
 )
 def test_keep_batchnorm_fp32_is_read_from_a_string(keep, dtype):
-    net, optimizer = make()
-    amp.initialize(net, optimizer, opt_level="O2", keep_batchnorm_fp32=keep, loss_scale=None, verbosity=0)
+    net, _ = initialized("O2", keep_batchnorm_fp32=keep, loss_scale=None)
     assert types_of(net.norm) == [dtype, dtype]
 
 
@@ -130,8 +119,7 @@ def test_keep_batchnorm_fp32_is_read_from_a_string(keep, dtype):
     ("given", "scale"), [("128.0", 128.0), ("dynamic", 65536.0), (None, 65536.0), (64, 64.0)]
 )
 def test_loss_scale_is_read_from_a_string(given, scale):
-    net, optimizer = make()
-    amp.initialize(net, optimizer, opt_level="O1", loss_scale=given, verbosity=0)
+    _, optimizer = initialized(loss_scale=given)
     with amp.scale_loss(torch.tensor(1.0), optimizer) as scaled_loss:
         assert scaled_loss == scale
 
@@ -139,16 +127,7 @@ def test_loss_scale_is_read_from_a_string(given, scale):
 @shows("initialize-strings")
 @pytest.mark.parametrize("value", [0, 1])
 def test_booleans_may_be_the_numbers_0_and_1(value):
-    net, optimizer = make()
-    amp.initialize(
-        net,
-        optimizer,
-        enabled=1,
-        opt_level="O2",
-        keep_batchnorm_fp32=value,
-        master_weights=value,
-        verbosity=0,
-    )
+    net, optimizer = initialized("O2", enabled=1, keep_batchnorm_fp32=value, master_weights=value)
     assert types_of(net.norm) == [torch.float32 if value else torch.float16] * 2
     assert amp._amp_state.opt_properties.master_weights is bool(value)
     ampatch.uninitialize()
@@ -156,49 +135,35 @@ def test_booleans_may_be_the_numbers_0_and_1(value):
     assert types_of(net) == [torch.float32] * 6
 
 
+OFTEN_NONE = (
+    *("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights"),
+    *("loss_scale", "cast_model_outputs", "min_loss_scale"),
+)
+
+
 @shows("initialize-keywords")
 @pytest.mark.parametrize("level", EVERY_LEVEL)
 def test_every_keyword_may_be_passed_at_once(level):
     net, optimizer = make()
-    model, back = amp.initialize(
-        net,
-        optimizer,
-        enabled=True,
-        opt_level=level,
-        cast_model_type=None,
-        patch_torch_functions=None,
-        keep_batchnorm_fp32=None,
-        master_weights=None,
-        loss_scale=None,
-        cast_model_outputs=None,
-        num_losses=1,
-        verbosity=0,
-        min_loss_scale=None,
-        max_loss_scale=2.0**24,
-    )
-    assert (model, back) == (net, optimizer)
+    unset = dict.fromkeys(OFTEN_NONE)
+    numbers = {"num_losses": 1, "verbosity": 0, "max_loss_scale": 2.0**24}
+    back = amp.initialize(net, optimizer, enabled=True, opt_level=level, **unset, **numbers)
+    assert back == (net, optimizer)
 
 
 # ---- enabled=False ----
 
 
-@shows("initialize-disabled")
-def test_disabled_everything_passes_through():
+@shows("initialize-disabled", "initialize-disabled-defect", "patterns-cpu")
+def test_disabled_everything_passes_through_and_nothing_raises():
     net, optimizer = make()
-    before, loss = copy_of(net), net(X).sum()
-    back = amp.initialize(net, optimizer, enabled=False, opt_level="O2")
-    assert back == (net, optimizer)
+    loss = net(X).sum()
+    with unchanged(net):
+        assert amp.initialize(net, optimizer, enabled=False, opt_level="O2") == (net, optimizer)
     assert types_of(net) == [torch.float32] * 6
-    assert all(map(torch.equal, copy_of(net), before))
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         assert scaled_loss is loss
     assert [*amp.master_params(optimizer)] == [*net.parameters()]
-
-
-@shows("initialize-disabled-defect")
-def test_disabled_the_other_functions_do_not_raise():
-    net, optimizer = make()
-    amp.initialize(net, optimizer, enabled=False)
     amp.load_state_dict(amp.state_dict())
     with amp.disable_casts():
         assert net(X).dtype is torch.float32
@@ -215,28 +180,21 @@ def one_process(tmp_path):
 
 
 @shows("initialize-wrapped")
-def test_a_model_in_data_parallel_is_refused_and_wrapping_after_works():
+@pytest.mark.parametrize("wrap", [DataParallel, DistributedDataParallel])
+def test_a_wrapped_model_is_refused_and_wrapping_after_works(wrap, one_process):
     net, optimizer = make()
-    with pytest.raises(RuntimeError, match=r"DataParallel.*wrap"):
-        amp.initialize(DataParallel(net), optimizer, opt_level="O1")
+    with pytest.raises(RuntimeError, match=rf"{wrap.__name__}.*wrap"):
+        amp.initialize(wrap(net), optimizer, opt_level="O1")
     amp.initialize(net, optimizer, opt_level="O1", verbosity=0)
-    assert DataParallel(net)(X).dtype is torch.float16
-
-
-@shows("initialize-wrapped")
-def test_a_model_in_distributed_data_parallel_is_refused(one_process):
-    net, optimizer = make()
-    wrapped = nn.parallel.DistributedDataParallel(net)
-    with pytest.raises(RuntimeError, match=r"DistributedDataParallel.*wrap"):
-        amp.initialize(wrapped, optimizer, opt_level="O1")
+    assert wrap(net)(X).dtype is torch.float16
 
 
 @shows("initialize-half-params")
 @pytest.mark.parametrize("level", PATCHED)
 def test_a_half_buffer_is_taken_as_it_is(level):
-    net, optimizer = make()
+    net = Net()
     net.register_buffer("table", torch.ones(2).half())
-    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    initialized(level, net=net)
     assert net.table.dtype is torch.float16
 
 
@@ -277,23 +235,29 @@ def test_a_model_with_half_parameters_is_refused_by_the_name_of_one(level):
         *[(level, "cast_model_type", torch.float16) for level in ("O0", *PATCHED)],
         *[(level, "keep_batchnorm_fp32", value) for level in PATCHED for value in (True, "True", False)],
         *[(level, "master_weights", value) for level in PATCHED for value in (True, False)],
+        *[(level, "patch_torch_functions", True) for level in ("O0", "O2", "O3", "O5")],
         ("O0", "master_weights", True),
     ],
     ids=str,
 )
-def test_an_option_that_contradicts_a_patching_level_is_refused(level, name, value):
-    net, optimizer = make()
+def test_an_option_that_contradicts_a_level_is_refused(level, name, value):
     with pytest.raises(RuntimeError, match=f"{name}=.* contradicts {level}"):
-        amp.initialize(net, optimizer, opt_level=level, verbosity=0, **{name: value})
+        initialized(level, **{name: value})
 
 
 @shows("initialize-contradictions")
-@pytest.mark.parametrize("value", [None, False, "False", "None"], ids=repr)
-def test_a_patching_level_takes_no_model_type(value):
-    net, optimizer = make()
-    amp.initialize(net, optimizer, opt_level="O1", cast_model_type=value, verbosity=0)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("cast_model_type", value) for value in (None, False, "False", "None")),
+        ("patch_torch_functions", True),
+    ],
+)
+@pytest.mark.parametrize("level", PATCHED)
+def test_saying_what_the_level_says_is_no_contradiction(level, name, value):
+    net, _ = initialized(level, **{name: value})
     assert types_of(net) == [torch.float32] * 6
-    assert net(X).dtype is torch.float16
+    assert net(X).dtype is PATCHED[level]
 
 
 @shows("initialize-model-float32")
@@ -315,31 +279,13 @@ def test_a_model_type_of_float32_casts_what_goes_in_and_comes_out(level, value):
 @shows("initialize-model-float32")
 @pytest.mark.parametrize("level", PATCHED)
 def test_a_model_with_a_model_type_of_float32_still_computes_in_half_and_trains(level):
-    net, optimizer = make()
-    before, seen = copy_of(net), []
+    net, optimizer = initialized(level, cast_model_type=torch.float32)
+    seen = []
     net.first.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    amp.initialize(net, optimizer, opt_level=level, cast_model_type=torch.float32, verbosity=0)
-    output = net(X.double().to(PATCHED[level]))
-    assert (seen, output.dtype) == ([PATCHED[level]], torch.float32)
-    with amp.scale_loss(output.pow(2).mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    assert not all(map(torch.equal, copy_of(net), before))
-
-
-@shows("initialize-model-float32")
-@pytest.mark.parametrize("level", ["O0", *PATCHED])
-def test_outputs_of_a_float32_model_may_have_a_type_of_their_own(level):
-    net, optimizer = make()
-    amp.initialize(
-        net,
-        optimizer,
-        opt_level=level,
-        cast_model_type=torch.float32,
-        cast_model_outputs=torch.float16,
-        verbosity=0,
-    )
-    assert net(X.half()).dtype is torch.float16
+    with changed(net):
+        step(net, optimizer, x=X.double().to(PATCHED[level]))
+    assert seen == [PATCHED[level]]
+    assert net(X.half()).dtype is torch.float32
 
 
 @shows("initialize-model-false")
@@ -359,15 +305,20 @@ def test_a_model_type_of_false_leaves_weights_inputs_and_outputs_alone(level, va
     assert options.master_weights is (level in MASTERED)
 
 
-@shows("initialize-model-false")
-@pytest.mark.parametrize("level", CAST)
-def test_beside_a_model_type_of_false_outputs_may_be_cast(level):
+@shows("initialize-model-false", "initialize-model-float32")
+@pytest.mark.parametrize(
+    ("level", "value", "outputs"),
+    [
+        *((level, False, torch.float32) for level in CAST),
+        *((level, torch.float32, torch.float16) for level in ("O0", *PATCHED)),
+    ],
+    ids=str,
+)
+def test_beside_a_model_type_outputs_may_have_a_type_of_their_own(level, value, outputs):
     model = Recorder(X.half())
-    amp.initialize(
-        model, opt_level=level, cast_model_type=False, cast_model_outputs=torch.float32, verbosity=0
-    )
-    assert model(X.half()).dtype is torch.float32
-    assert model.args[0].dtype is torch.float16
+    amp.initialize(model, opt_level=level, cast_model_type=value, cast_model_outputs=outputs, verbosity=0)
+    assert model(X.half()).dtype is outputs
+    assert model.args[0].dtype is (value or torch.float16)
 
 
 class HalfFirst(Net):
@@ -379,123 +330,69 @@ class HalfFirst(Net):
 
 @shows("initialize-model-false")
 @pytest.mark.parametrize("level", MASTERED)
-@pytest.mark.parametrize("scale", [None, 8.0, 1.0])
-def test_half_parameters_of_the_scripts_own_have_masters_beside_a_model_type_of_false(level, scale):
+def test_half_parameters_of_the_scripts_own_have_masters_beside_a_model_type_of_false(level):
     half, net = MASTERED[level], HalfFirst()
     net.first.to(half)
-    reference = copy.deepcopy(net).float()
-    optimizer, expected = (
-        torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (net, reference)
-    )
-    amp.initialize(
-        net,
-        optimizer,
-        opt_level=level,
-        cast_model_type=False,
-        master_weights=True,
-        loss_scale=scale,
-        allow_half_params=True,
-        verbosity=0,
-    )
-    for _ in range(2):
-        backward(net, optimizer, x=X.to(half))
-        for param, master in zip(reference.parameters(), amp.master_params(optimizer), strict=True):
-            param.grad = master.grad.clone()
-        optimizer.step()
-        expected.step()
-        optimizer.zero_grad()
+    options = {"cast_model_type": False, "master_weights": True, "allow_half_params": True}
+    _, optimizer = initialized(level, net=net, loss_scale=8.0, **options)
     masters = [*amp.master_params(optimizer)]
-    assert is_same(masters, reference.parameters())
+    assert {master.dtype for master in masters} == {torch.float32}
+    before = [master.detach().clone() for master in masters]
+    backward(net, optimizer, x=X.to(half))
+    grads = [master.grad.clone() for master in masters]
+    optimizer.step()
+    expected = torch._foreach_add(before, grads, alpha=-0.1)
+    assert is_same(masters, expected)
     assert types_of(net) == [half] * 2 + [torch.float32] * 4
     assert torch.equal(net.first.weight, masters[0].to(half))
     assert torch.equal(net.state_dict()["first.weight"], masters[0])
-    with torch.no_grad():
-        masters[0].fill_(2.0)
-    net(X.to(half))
-    assert torch.equal(net.first.weight, torch.full_like(net.first.weight, 2.0))
     ampatch.uninitialize()
     assert [*amp.master_params(optimizer)] == [*net.parameters()]
-
-
-@shows("initialize-contradictions")
-@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-def test_functions_are_patched_at_o1_and_o4_alone(level):
-    net, optimizer = make()
-    with pytest.raises(RuntimeError, match=f"patch_torch_functions=True contradicts {level}"):
-        amp.initialize(net, optimizer, opt_level=level, patch_torch_functions=True, verbosity=0)
-
-
-@shows("initialize-contradictions")
-@pytest.mark.parametrize("level", PATCHED)
-def test_saying_what_the_level_says_is_no_contradiction(level):
-    net, optimizer = make()
-    amp.initialize(net, optimizer, opt_level=level, patch_torch_functions=True, verbosity=0)
-    assert net(X).dtype is PATCHED[level]
 
 
 # ---- Loss scalers ----
 
 
 @shows("initialize-num-losses")
-def test_each_loss_has_a_scaler_chosen_by_loss_id():
-    net, optimizer = make()
-    amp.initialize(net, optimizer, opt_level="O1", num_losses=3, verbosity=0)
-    assert [*amp.state_dict()] == ["loss_scaler0", "loss_scaler1", "loss_scaler2"]
-    with amp.scale_loss(net(X).sum() * float("inf"), optimizer, loss_id=1) as scaled_loss:
-        scaled_loss.backward()
-    scales = [state["loss_scale"] for state in amp.state_dict().values()]
-    assert scales == [65536.0, 32768.0, 65536.0]
-
-
-@shows("initialize-num-losses")
 @pytest.mark.parametrize("loss_id", [-1, 2])
 def test_a_loss_id_that_no_loss_has_is_refused(loss_id):
-    net, optimizer = make()
-    amp.initialize(net, optimizer, opt_level="O1", num_losses=2, verbosity=0)
+    net, optimizer = initialized(num_losses=2)
     with pytest.raises(RuntimeError, match=f"loss_id {loss_id} is out of range: expected 0 to 1"):
         amp.scale_loss(net(X).sum(), optimizer, loss_id=loss_id)
 
 
-@shows("initialize-bounds")
+@shows("initialize-bounds", "scaler-schedule")
 def test_bounds_hold_the_dynamic_scale():
-    net, optimizer = make()
-    amp.initialize(net, optimizer, opt_level="O1", min_loss_scale=64.0, max_loss_scale=128.0, verbosity=0)
-    found = [amp.state_dict()["loss_scaler0"]["loss_scale"]]
+    net, optimizer = initialized(min_loss_scale=64.0, max_loss_scale=128.0)
+    found = [scaler_state()["loss_scale"]]
     for _ in range(3):
-        with amp.scale_loss(net(X).sum() * float("inf"), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        found.append(amp.state_dict()["loss_scaler0"]["loss_scale"])
-        optimizer.step()
+        step(net, optimizer, float("inf"))
+        found.append(scaler_state()["loss_scale"])
     assert found == [128.0, 64.0, 64.0, 64.0]
 
 
 @shows("initialize-bounds")
 @pytest.mark.parametrize(("given", "after"), [(2.0**30, 2.0**24), (4.0, 64.0)])
 def test_bounds_hold_a_scale_that_is_assigned_from_the_next_update_on(given, after):
-    net, optimizer = make()
-    amp.initialize(net, optimizer, opt_level="O1", min_loss_scale=64.0, verbosity=0)
-    amp._amp_state.loss_scalers[0]._loss_scale = given
-    with amp.scale_loss(torch.zeros((), requires_grad=True), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == after
+    net, optimizer = initialized(min_loss_scale=64.0)
+    set_scale(given)
+    backward(net, optimizer, 0.0)
+    assert scaler_state()["loss_scale"] == after
 
 
 @shows("initialize-bounds")
-def test_a_minimum_above_the_first_scale_is_the_first_scale_and_one_of_0_is_none():
-    for low, first in ((2.0**20, 2.0**20), (0, 65536.0), ("0", 65536.0)):
-        amp.initialize(*make(), opt_level="O2", min_loss_scale=low, verbosity=0)
-        assert amp.state_dict()["loss_scaler0"]["loss_scale"] == first
-        ampatch.uninitialize()
-
-
-@shows("initialize-bounds")
-def test_bounds_do_not_touch_a_static_scale():
-    net, optimizer = make()
-    amp.initialize(
-        net, optimizer, opt_level="O2", loss_scale=4.0, min_loss_scale=64.0, max_loss_scale=128.0, verbosity=0
-    )
-    with amp.scale_loss(torch.tensor(1.0), optimizer) as scaled_loss:
-        assert scaled_loss == 4.0
+@pytest.mark.parametrize(
+    ("bounds", "first"),
+    [
+        ({"min_loss_scale": 2.0**20}, 2.0**20),
+        ({"min_loss_scale": 0}, 65536.0),
+        ({"min_loss_scale": "0"}, 65536.0),
+        ({"loss_scale": 4.0, "min_loss_scale": 64.0, "max_loss_scale": 128.0}, 4.0),
+    ],
+)
+def test_a_minimum_above_the_first_scale_is_the_first_one_but_of_static_scales(bounds, first):
+    initialized("O2", **bounds)
+    assert scaler_state()["loss_scale"] == first
 
 
 # ---- verbosity ----
@@ -544,17 +441,8 @@ def test_verbosity_2_prints_every_cast_with_the_function(kind, capsys):
 @pytest.mark.parametrize("level", EVERY_LEVEL)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_cast_model_outputs_holds_at_any_level(level, dtype):
-    net, optimizer = make()
-    amp.initialize(net, optimizer, opt_level=level, cast_model_outputs=dtype, verbosity=0)
+    net, _ = initialized(level, cast_model_outputs=dtype)
     assert net(X).dtype is dtype
-
-
-@shows("initialize-outputs")
-@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-def test_the_outputs_of_a_cast_model_are_float32(level):
-    net, optimizer = make()
-    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
-    assert net(X).dtype is torch.float32
 
 
 @shows("initialize-outputs", "patterns-inputs")
@@ -568,57 +456,26 @@ def test_outputs_in_dicts_and_tuples_are_float32(level):
     assert found["extras"][2:] == ("text", None)
 
 
-@shows("initialize-inputs", "patterns-inputs")
+@shows("initialize-inputs", "initialize-inputs-defects", "patterns-inputs", "never-namedtuple")
 @pytest.mark.parametrize("level", CAST)
 def test_floats_in_any_container_are_cast_and_the_rest_stays(level):
-    model = Recorder()
-    amp.initialize(model, opt_level=level, verbosity=0)
-    array, ids = np.ones(2), torch.arange(3)
-    model("train", {"x": X, "ids": ids}, [X, (X, 3)], array, scale=X, name="net")
-    mode, batch, nested, given, half = *model.args, CAST[level]
-    assert mode == "train"
-    assert batch["x"].dtype is nested[0].dtype is nested[1][0].dtype is model.kwargs["scale"].dtype is half
-    assert torch.equal(batch["x"], X.to(half))
-    assert batch["ids"] is ids
-    assert nested[1][1] == 3
-    assert given is array
-    assert model.kwargs["name"] == "net"
-
-
-@shows("initialize-inputs", "patterns-inputs")
-@pytest.mark.parametrize("level", CAST)
-def test_an_object_with_a_to_is_asked_to_cast_itself(level):
-    model = Recorder()
-    amp.initialize(model, opt_level=level, verbosity=0)
-    model(Graph(X))
-    assert model.args[0].nodes.dtype is CAST[level]
-
-
-@shows("initialize-inputs-defects", "never-namedtuple")
-@pytest.mark.parametrize("level", CAST)
-def test_named_tuples_ranges_and_ordered_dicts_stay_what_they_are(level):
     model = Recorder(Pair(X, 1))
     amp.initialize(model, opt_level=level, verbosity=0)
-    result = model(Pair(X, torch.tensor(7)), range(3), OrderedDict(b=X, a=2))
-    pair, numbers, ordered = model.args
+    array, ids = np.ones(2), torch.tensor([50257, 2**24 + 1])  # float16 holds neither
+    own, ordered = Batch(ids=ids, mask=torch.ones(2)), OrderedDict(b=X, a=2)
+    inputs = [{"x": X, "ids": ids}, [X, (X, 3)], Pair(X, ids), ordered, own, Graph(X)]
+    result = model("train", array, range(3), *inputs, scale=X, name="net")
+    mode, same, numbers, batch, nested, pair, ordered, own, graph = model.args
+    assert (mode, numbers, nested[1][1], model.kwargs["name"]) == ("train", range(3), 3, "net")
+    assert same is array
+    assert batch["ids"] is pair.label is ids
+    assert torch.equal(own["ids"], ids)
+    found = [nested[0], nested[1][0], pair.image, ordered["b"], graph.nodes, model.kwargs["scale"]]
+    assert is_same([batch["x"], *found], [X.to(CAST[level])] * 7)
+    assert own["mask"].dtype is CAST[level]
     assert type(pair) is type(result) is Pair
-    assert pair.image.dtype is ordered["b"].dtype is CAST[level]
-    assert pair.label.dtype is torch.int64
-    assert numbers == range(3)
     assert type(ordered) is OrderedDict
     assert [*ordered] == ["b", "a"]
-
-
-@shows("initialize-inputs-defects")
-@pytest.mark.parametrize("level", CAST)
-def test_integer_ids_in_a_batch_that_is_like_a_dict_stay_exact(level):
-    model = Recorder()
-    amp.initialize(model, opt_level=level, verbosity=0)
-    ids = torch.tensor([50257, 2**24 + 1])  # float16 holds neither
-    model(Batch(ids=ids, mask=torch.ones(2)))
-    assert torch.equal(model.args[0]["ids"], ids)
-    assert model.args[0]["ids"].dtype is torch.int64
-    assert model.args[0]["mask"].dtype is CAST[level]
 
 
 # ---- What was wrong ----
@@ -627,10 +484,9 @@ def test_integer_ids_in_a_batch_that_is_like_a_dict_stay_exact(level):
 @shows("initialize-twice-defect", "never-second-initialize")
 @pytest.mark.parametrize("level", PATCHED)
 def test_a_second_call_does_not_wrap_the_functions_again(level):
-    (a, first), (b, second) = make(), make()
-    amp.initialize(a, first, opt_level=level, verbosity=0)
+    a, _ = initialized(level)
     once = torch.nn.functional.linear
-    amp.initialize(b, second, opt_level=level, verbosity=0)
+    b, _ = initialized(level)
     assert torch.nn.functional.linear is once
     assert a(X).dtype is b(X).dtype is PATCHED[level]
 
@@ -638,16 +494,9 @@ def test_a_second_call_does_not_wrap_the_functions_again(level):
 @shows("initialize-twice-defect", "never-second-initialize")
 @pytest.mark.parametrize("level", EVERY_LEVEL)
 def test_a_second_call_trains_beside_the_first(level):
-    pairs = [make(), make()]
-    for net, optimizer in pairs:
-        amp.initialize(net, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
-    before = [copy_of(net) for net, _ in pairs]
-    for net, optimizer in pairs:
-        with amp.scale_loss(net(X).float().pow(2).mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-    for (net, _), weights in zip(pairs, before, strict=True):
-        assert not all(map(torch.equal, copy_of(net), weights))
+    for net, optimizer in [initialized(level, loss_scale=8.0) for _ in range(2)]:
+        with changed(net):
+            step(net, optimizer)
 
 
 @shows("initialize-state-defect")
@@ -669,12 +518,11 @@ def test_state_from_before_keeps_every_bit_and_its_type(level):
 @pytest.mark.parametrize("level", EVERY_LEVEL)
 def test_there_is_a_way_back(level, check_torch):
     net, optimizer = make()
-    before, linear = copy_of(net), torch.nn.functional.linear
+    before = copy_of(net)
     expected = net(X)
     amp.initialize(net, optimizer, opt_level=level, verbosity=0)
     ampatch.uninitialize()
     check_torch()
-    assert torch.nn.functional.linear is linear
     assert types_of(net) == [torch.float32] * 6
     assert [*amp.master_params(optimizer)] == [*net.parameters()]
     if level != "O3":  # where nothing keeps what was rounded

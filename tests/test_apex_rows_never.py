@@ -2,7 +2,6 @@
 
 import copy
 import io
-import pickle
 import subprocess
 import sys
 from collections import namedtuple
@@ -23,12 +22,14 @@ from apex_rows import (
     PATCHED,
     Net,
     X,
-    backward,
+    changed,
+    closure_of,
     copy_of,
+    initialized,
     is_same,
-    loss_of,
-    make,
     shows,
+    step,
+    unchanged,
 )
 
 FULL, HALF = torch.float32, torch.bfloat16
@@ -38,25 +39,19 @@ Pair = namedtuple("Pair", "image label")
 @shows("never-cpu", "patterns-cpu")
 @pytest.mark.parametrize("level", EVERY_LEVEL)
 def test_every_level_trains_on_a_cpu(level):
-    net, optimizer = make()
-    amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+    net, optimizer = initialized(level, loss_scale=4.0)
     net.eval()  # one loss from one epoch to the next
     losses = []
     for _ in range(10):
-        optimizer.zero_grad()
-        loss = loss_of(net)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        losses.append(closure_of(net, optimizer)().item())
         optimizer.step()
-        losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
 
 
 @shows("never-keep-fp32")
 @pytest.mark.parametrize("level", [*CAST, *PATCHED])
 def test_a_module_stays_float32_by_its_name(level):
-    net, optimizer = make()
-    amp.initialize(net, optimizer, opt_level=level, keep_fp32=["last"], verbosity=0)
+    net, _ = initialized(level, keep_fp32=["last"])
     seen = {}
     net.first.register_forward_hook(lambda module, args, output: seen.update(first=output.dtype))
     net.last.register_forward_pre_hook(lambda module, args: seen.update(last=module.weight.dtype))
@@ -81,12 +76,9 @@ def test_casts_are_off_where_a_block_or_a_level_says_so(level):
 
 @shows("never-which-layer")
 def test_the_gradients_of_a_skipped_step_show_which_layer_overflowed():
-    net, optimizer = make()
-    amp.initialize(net, optimizer, opt_level="O4", loss_scale="dynamic", verbosity=0)
+    net, optimizer = initialized("O4", loss_scale="dynamic")
     net.last.register_full_backward_pre_hook(lambda module, grads: tuple(grad * INF for grad in grads))
-    with amp.scale_loss(net(X).float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    step(net, optimizer)
     assert ampatch.step_was_skipped(optimizer)
     bad = [name for name, param in net.named_parameters() if not torch.isfinite(param.grad).all()]
     assert bad[-2:] == ["last.weight", "last.bias"]
@@ -95,82 +87,51 @@ def test_the_gradients_of_a_skipped_step_show_which_layer_overflowed():
 @shows("never-data-parallel")
 @pytest.mark.parametrize("level", CAST)
 def test_an_initialized_model_goes_into_data_parallel(level):
-    net, optimizer = make()
-    amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+    net, optimizer = initialized(level, loss_scale=4.0)
     wrapped = nn.DataParallel(net)
-    before = copy_of(net)
-    backward(wrapped, optimizer)
-    optimizer.step()
+    with changed(net):
+        step(wrapped, optimizer)
     assert wrapped(X).dtype is FULL
-    assert not is_same(copy_of(net), before)
     assert set(wrapped.state_dict()) == {f"module.{name}" for name in net.state_dict()}
 
 
+def save_and_load(net):
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
 @shows("never-copies")
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, save_and_load])
 @pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_an_initialized_model_is_copied_and_pickled(level, way):
-    net, optimizer = make()
-    amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
-    backward(net, optimizer)
-    optimizer.step()
+def test_an_initialized_model_is_copied_and_pickled(level, duplicate):
+    net, optimizer = initialized(level, loss_scale=4.0)
+    step(net, optimizer)
     net.eval()
-    if way == "deepcopy":
-        twin = copy.deepcopy(net)
-    elif way == "pickle":
-        twin = pickle.loads(pickle.dumps(net))
-    else:
-        file = io.BytesIO()
-        torch.save(net, file)
-        file.seek(0)
-        twin = torch.load(file, weights_only=False)
-    expected, own = net(X), copy_of(twin)
-    assert torch.equal(twin(X), expected)
-    assert is_same(own, copy_of(net))
+    twin = duplicate(net)
+    assert torch.equal(twin(X), net(X))
+    assert is_same(copy_of(twin), copy_of(net))
     net.train()
     optimizer.zero_grad()
-    backward(net, optimizer)
-    optimizer.step()
-    assert is_same(copy_of(twin), own)
-    assert not is_same(copy_of(net), own)
+    with unchanged(twin), changed(net):
+        step(net, optimizer)
 
 
 @shows("never-copies", "patterns-edited-weights")
 @pytest.mark.parametrize("level", [level for level in EVERY_LEVEL if level != "O3"])
 def test_an_average_by_hand_over_state_dicts_has_float32_precision(level):
-    net, optimizer = make()
-    amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+    net, optimizer = initialized(level, loss_scale=4.0)
     names = [name for name, _ in net.named_parameters()]
-    average = {name: net.state_dict()[name].clone() for name in names}
+    average = [net.state_dict()[name].clone() for name in names]
     expected = [master.detach().clone() for master in amp.master_params(optimizer)]
     for _ in range(3):
         optimizer.zero_grad()
-        backward(net, optimizer)
-        optimizer.step()
+        step(net, optimizer)
         state = net.state_dict()
-        for name in names:
-            average[name].mul_(0.9).add_(state[name], alpha=0.1)
-        for old, new in zip(expected, amp.master_params(optimizer), strict=True):
-            old.mul_(0.9).add_(new.detach(), alpha=0.1)
-    assert is_same([*average.values()], expected)
-
-
-@shows("never-closures")
-@pytest.mark.parametrize("level", [level for level in EVERY_LEVEL if level != "O3"])  # its history overflows
-def test_lbfgs_trains_with_a_static_scale(level):
-    net, optimizer = make(0.1, torch.optim.LBFGS)
-    amp.initialize(net, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
-    net.eval()
-
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(net)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        return loss
-
-    first = optimizer.step(closure).item()
-    assert optimizer.step(closure).item() < first
+        torch._foreach_lerp_(average, [state[name] for name in names], 0.125)
+        torch._foreach_lerp_(expected, [master.detach() for master in amp.master_params(optimizer)], 0.125)
+    assert is_same(average, expected)
 
 
 # Bound before any patch, as `from torch.nn.functional import softmax` in a script's first lines.

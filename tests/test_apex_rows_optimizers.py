@@ -14,11 +14,16 @@ from apex_rows import (
     PATCHED,
     Net,
     backward,
+    changed,
     copy_of,
     initialized,
     is_same,
     make,
+    scaler_state,
+    set_scale,
     shows,
+    step,
+    unchanged,
 )
 
 # ---- Optimizers ----
@@ -56,45 +61,45 @@ def test_clipping_master_params_clips_what_the_step_uses(level):
     assert 0 < torch.stack(moved).norm() < 0.06
 
 
+def open_first_layer(level):
+    """A net whose optimizer has the parameters of its first layer alone."""
+    net = Net()
+    optimizer = torch.optim.SGD(net.first.parameters(), lr=0.1)
+    return amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+
+
 @shows("optimizers-add-group")
 @pytest.mark.parametrize("level", EVERY_LEVEL)
 def test_a_group_that_is_added_later_is_trained(level):
-    net = Net()
-    optimizer = torch.optim.SGD(net.first.parameters(), lr=0.1)
-    amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+    net, optimizer = open_first_layer(level)
     optimizer.add_param_group({"params": net.last.parameters(), "lr": 0.5})
     added = optimizer.param_groups[1]["params"]
     assert len(added) == 2
     if level in MASTERED:
         assert all(param.dtype is torch.float32 for param in added)
-    before = net.last.weight.detach().clone()
-    backward(net, optimizer)
-    optimizer.step()
-    assert not torch.equal(net.last.weight, before)
+    with changed(net.last):
+        step(net, optimizer)
 
 
 @shows("optimizers-join-scaled")
 @pytest.mark.parametrize("level", EVERY_LEVEL)
 def test_a_parameter_that_joins_with_a_scaled_gradient_is_not_stepped_by_it(level, caplog):
-    net = Net()
-    optimizer = torch.optim.SGD(net.first.parameters(), lr=0.1)
-    amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
-    before = net.last.weight.detach().clone()
+    net, optimizer = open_first_layer(level)
     backward(net, optimizer)
     optimizer.add_param_group({"params": net.last.parameters()})
-    optimizer.step()
-    assert torch.equal(net.last.weight, before)
+    with unchanged(net.last):
+        optimizer.step()
     assert "2 parameters that join had a gradient" in caplog.text
 
 
 @shows("optimizers-unrounded")
 @pytest.mark.parametrize("level", MASTERED)
 def test_masters_begin_with_the_values_that_the_model_had_unrounded(level):
-    net, optimizer = make()
+    net = Net()
     with torch.no_grad():
         net.first.weight.fill_(1 + 2.0**-20)  # 1 in either half type
     before = [*map(torch.clone, copy_of(net))]
-    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    _, optimizer = initialized(level, net=net)
     assert is_same([master.detach() for master in amp.master_params(optimizer)], before)
     assert torch.equal(net.first.weight, torch.ones_like(net.first.weight))
 
@@ -102,22 +107,16 @@ def test_masters_begin_with_the_values_that_the_model_had_unrounded(level):
 @shows("optimizers-frozen")
 @pytest.mark.parametrize("level", MASTERED)
 def test_frozen_parameters_have_masters_and_stay_until_they_are_thawed(level):
-    net, optimizer = make(0.5)
+    net = Net()
     net.first.requires_grad_(False)
-    amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
-    masters = [*amp.master_params(optimizer)]
-    assert {master.dtype for master in masters} == {torch.float32}
-    before = copy_of(net)
-    backward(net, optimizer)
-    optimizer.step()
-    after = copy_of(net)
-    assert is_same(after[:2], before[:2])
-    assert not is_same(after[4:], before[4:])
+    _, optimizer = initialized(level, net=net, lr=0.5, loss_scale=4.0)
+    assert {master.dtype for master in amp.master_params(optimizer)} == {torch.float32}
+    with unchanged(net.first), changed(net.last):
+        step(net, optimizer)
     net.first.requires_grad_(True)
     optimizer.zero_grad()
-    backward(net, optimizer)
-    optimizer.step()
-    assert not is_same(copy_of(net)[:2], before[:2])
+    with changed(net.first):
+        step(net, optimizer)
 
 
 # ---- amp._amp_state ----
@@ -143,12 +142,12 @@ def test_loss_scalers_show_scale_count_interval_and_overflow():
 @pytest.mark.parametrize("value", [2**20, 5, 1, 128.0])
 def test_a_scale_that_is_assigned_right_after_initialize_is_used(value):
     _, optimizer = initialized()
-    amp._amp_state.loss_scalers[0]._loss_scale = value
+    set_scale(value)
     with amp.scale_loss(torch.tensor(3.0), optimizer) as scaled_loss:
         assert scaled_loss == 3.0 * value
     read = amp._amp_state.loss_scalers[0].loss_scale()
     assert json.loads(json.dumps({"scale": read})) == {"scale": value}
-    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == value
+    assert scaler_state()["loss_scale"] == value
 
 
 @shows("private-options", "patterns-by-hand")
@@ -168,14 +167,12 @@ def test_the_options_can_be_read(level):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_half_models_are_taken_where_the_script_allows_them(level, monkeypatch):
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).half())
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.raises(RuntimeError, match=r"1\.weight"):
-        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+        initialized(level, net=net)
     monkeypatch.setattr(amp._amp_state, "allow_incoming_model_not_fp32", True)
-    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    _, optimizer = initialized(level, net=net)
     assert net[1].weight.dtype is torch.float16
-    backward(net, optimizer, 2.0**-10)
-    optimizer.step()
+    step(net, optimizer, 2.0**-10)
 
 
 @shows("private-master-params", "private-frontend")
@@ -186,16 +183,9 @@ def test_master_params_and_frontend_are_found_where_apex_had_them():
     assert amp.frontend.initialize is amp.initialize
     assert amp.frontend.state_dict is amp.state_dict
     assert amp.frontend.Properties().options["enabled"] is False
-
-
-@shows("private-frontend")
-def test_the_levels_are_listed_in_frontend():
-    from ampatch.apex.amp.frontend import opt_levels
-
     for level in ("O0", "O1", "O2", "O3"):
-        properties = opt_levels[level](amp.frontend.Properties())
-        assert properties.opt_level == level
-        assert properties.enabled
+        properties = amp.frontend.opt_levels[level](amp.frontend.Properties())
+        assert (properties.opt_level, properties.enabled) == (level, True)
 
 
 # ---- What apex put on an optimizer ----
@@ -212,10 +202,8 @@ def test_masters_may_be_asked_for_by_hand(level):
         optimizer._amp_stash.lazy_init_called = True
     optimizer._amp_lazy_init()
     assert [id(param) for param in amp.master_params(optimizer)] == masters
-    before = copy_of(net)
-    backward(net, optimizer)
-    optimizer.step()
-    assert not is_same(copy_of(net), before)
+    with changed(net):
+        step(net, optimizer)
 
 
 @shows("private-copy-masters")
@@ -234,9 +222,6 @@ def test_masters_are_copied_into_the_model_by_hand(level):
 @pytest.mark.parametrize("level", EVERY_LEVEL)
 def test_a_second_model_may_have_a_frozen_optimizer(level):
     initialized(level)
-    net, optimizer = make()
-    net.requires_grad_(False)
-    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
-    before = copy_of(net)
-    optimizer.step()
-    assert is_same(copy_of(net), before)
+    net, optimizer = initialized(level, net=Net().requires_grad_(False))
+    with unchanged(net):
+        optimizer.step()

@@ -72,43 +72,46 @@ def compare_batch_norm(shape, first, dtype, **kwargs):
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("first", [3, 1, 0], ids=["even", "uneven", "empty"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_synced_statistics_are_those_of_the_joined_batch(ranks, shape, first):
-    ranks(compare_batch_norm, shape, first, torch.float32)
+PLANE = (6, 3, 2, 2)
+CASES = [
+    *((shape, first, torch.float32, {}) for shape in SHAPES.values() for first in (3, 1, 0)),
+    # Statistics have the precision of the input, or float32.
+    *((PLANE, 2, dtype, {}) for dtype in (torch.float64, torch.bfloat16)),
+    (PLANE, 4, torch.float32, {"momentum": None}),
+    (PLANE, 4, torch.float32, {"track_running_stats": False}),
+    (PLANE, 4, torch.float32, {"affine": False}),
+    (PLANE, 4, torch.float32, {"eps": 0.1, "momentum": 0.5}),
+]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_statistics_have_the_precision_of_the_input_or_float32(ranks, dtype):
-    ranks(compare_batch_norm, (6, 3, 2, 2), 2, dtype)
+@pytest.mark.parametrize(("shape", "first", "dtype", "options"), CASES, ids=str)
+def test_synced_statistics_are_those_of_the_joined_batch(ranks, shape, first, dtype, options):
+    ranks(compare_batch_norm, shape, first, dtype, **options)
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [{"momentum": None}, {"track_running_stats": False}, {"affine": False}, {"eps": 0.1, "momentum": 0.5}],
-    ids=str,
-)
-def test_every_option_does_what_it_does_in_batch_norm(ranks, kwargs):
-    ranks(compare_batch_norm, (6, 3, 2, 2), 4, torch.float32, **kwargs)
+ON_BOTH_RANKS = []
 
 
-def compare_half_statistics():
+def on_both_ranks(case):
+    """Has both ranks run a function, which asserts what its name says."""
+    ON_BOTH_RANKS.append(case)
+    return case
+
+
+@on_both_ranks
+def half_input_has_statistics_in_float32():
     """float16 numbers whose squares overflow: statistics in float32 do not."""
     x, own = join_batches((6, 3), 2)
     x = (1000 * x).half()
     norm = SyncBatchNorm(3)
-    found = norm(x[own])
     expected = nn.BatchNorm1d(3)(x.float())[own].half()
     # One rounding to float16, of values below 4.
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
-    return found.dtype, norm.running_var.dtype
+    torch.testing.assert_close(norm(x[own]), expected, rtol=0, atol=2e-3)
+    assert norm.running_var.dtype is torch.float32
 
 
-def test_half_input_has_statistics_in_float32(ranks):
-    assert ranks(compare_half_statistics) == [(torch.float16, torch.float32)] * 2
-
-
-def compare_second_derivative():
+@on_both_ranks
+def the_gradient_of_a_gradient_is_that_of_batch_norm():
     x, own = join_batches((4, 2), 2, torch.float64)
     results = []
     for norm, part in ((nn.BatchNorm1d(2).double(), slice(None)), (SyncBatchNorm(2).double(), own)):
@@ -119,11 +122,8 @@ def compare_second_derivative():
     torch.testing.assert_close(results[1], results[0][own], rtol=1e-10, atol=1e-10)
 
 
-def test_the_gradient_of_a_gradient_is_that_of_batch_norm(ranks):
-    ranks(compare_second_derivative)
-
-
-def compare_relu_and_channels():
+@on_both_ranks
+def relu_a_sum_and_channels_in_the_last_place_work():
     x, own = join_batches((6, 3, 2, 2), 2)
     z = torch.randn(6, 3, 2, 2)
     expected = (nn.BatchNorm2d(3)(x) + z).relu()[own]
@@ -134,50 +134,36 @@ def compare_relu_and_channels():
     assert torch.equal(moved, fused)
 
 
-@shows("companions-syncbn")
-def test_relu_sum_and_channels_in_the_last_place(ranks):
-    ranks(compare_relu_and_channels)
-
-
-def normalize_in_groups():
-    group = parallel.create_syncbn_process_group(1)
+@on_both_ranks
+def groups_of_ranks_have_statistics_of_their_own():
+    alone, both = (parallel.create_syncbn_process_group(size) for size in (1, 2))
     x, own = join_batches((6, 3), 2)
-    found, expected = SyncBatchNorm(3, process_group=group)(x[own]), nn.BatchNorm1d(3)(x[own])
-    both = parallel.create_syncbn_process_group(2)
+    assert torch.equal(SyncBatchNorm(3, process_group=alone)(x[own]), nn.BatchNorm1d(3)(x[own]))
     joined = SyncBatchNorm(3, process_group=both)(x[own])
-    try:
+    assert torch.allclose(joined, nn.BatchNorm1d(3)(x)[own], atol=1e-5)
+    assert parallel.create_syncbn_process_group(0) is None
+    with pytest.raises(amp.AmpValueError, match="group_size 3 with 2 ranks: expected a divisor"):
         parallel.create_syncbn_process_group(3)
-    except amp.AmpValueError as error:
-        message = str(error)
-    close = torch.allclose(joined, nn.BatchNorm1d(3)(x)[own], atol=1e-5)
-    return torch.equal(found, expected), close, parallel.create_syncbn_process_group(0), message
 
 
-def test_groups_of_ranks_have_statistics_of_their_own(ranks):
-    for equal, close, everybody, message in ranks(normalize_in_groups):
-        assert (equal, close, everybody) == (True, True, None)
-        assert "group_size 3 with 2 ranks: expected a divisor" in message
-
-
-def evaluate_on_one_rank():
-    norm = SyncBatchNorm(2).eval()
+@on_both_ranks
+def evaluation_waits_for_nobody():
     x = torch.randn(3, 2)
-    return torch.equal(norm(x), nn.BatchNorm1d(2).eval()(x)) if dist.get_rank() == 0 else None
+    assert dist.get_rank() == 1 or torch.equal(SyncBatchNorm(2).eval()(x), nn.BatchNorm1d(2).eval()(x))
 
 
-def test_evaluation_waits_for_nobody(ranks):
-    assert ranks(evaluate_on_one_rank) == [True, None]
-
-
-def use_torch_ddp():
+@on_both_ranks
+def it_trains_in_the_distributed_data_parallel_of_torch():
     model = convert_syncbn_model(make_net())
     wrapped = nn.parallel.DistributedDataParallel(model)
     wrapped(torch.randn(3, 3) + dist.get_rank()).sum().backward()
-    return is_equal_on_ranks([param.grad for param in model.parameters()])
+    assert is_equal_on_ranks([param.grad for param in model.parameters()])
 
 
-def test_it_trains_in_the_distributed_data_parallel_of_torch(ranks):
-    assert ranks(use_torch_ddp) == [True] * 2
+@shows("companions-syncbn")
+@pytest.mark.parametrize("case", ON_BOTH_RANKS, ids=lambda case: case.__name__)
+def test_on_both_ranks(ranks, case):
+    ranks(case)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

@@ -69,12 +69,12 @@ ARROWS = {
     "session": {"errors", "table", "levels", "casts", "patching", "models", "steps"},
     PUBLIC: {"errors", "levels", "casts", "steps", "session"},
     "testing": {PUBLIC, "table", "lists", "casts", "patching"},
-    "commands": {PUBLIC, "table", "lists", "casts"},
-    "apex": {PUBLIC, "table", "lists", "levels", "steps", "commands"},
-    "sweeps": {PUBLIC, "apex", "commands"},
-    "__main__": {PUBLIC, "apex", "commands", "sweeps"},
+    "apex": {PUBLIC, "table", "lists", "levels", "steps"},
+    "sweeps": {PUBLIC, "apex"},
+    "doctor": {PUBLIC, "apex", "sweeps"},
+    "__main__": {PUBLIC, "apex", "doctor", "sweeps", "testing"},
 }
-TOOLS = [name for name in NAMES if name.split(".")[1:2] in [["sweeps"], ["apex"], ["commands"], ["testing"]]]
+TOOLS = [name for name in NAMES if name.split(".")[1:2] in [["sweeps"], ["apex"], ["doctor"], ["testing"]]]
 
 
 def room(module):
@@ -272,8 +272,8 @@ def test_a_docstring_begins_with_one_line_that_ends_with_a_full_stop():
 
 # `maybe_print` of _amp_state.py prints what a script tells it to.
 PRINTING = {
-    *("session/announce.py", "__main__.py", "commands/show_lists.py", "sweeps/terminal/view.py"),
-    *("apex/amp/_amp_state.py", "apex/check_command.py"),
+    *("session/announce.py", "__main__.py", "testing/lists_command.py", "sweeps/terminal/view.py"),
+    *("apex/amp/_amp_state.py", "apex/check_command.py", "doctor/command.py"),
 }
 
 
@@ -289,15 +289,8 @@ def test_only_the_announcements_and_the_command_line_print(path):
 
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 MAKERS = {
-    "list",
-    "dict",
-    "set",
-    "defaultdict",
-    "OrderedDict",
-    "deque",
-    "Counter",
-    "WeakKeyDictionary",
-    "local",
+    *("list", "dict", "set", "defaultdict", "OrderedDict", "deque", "Counter"),
+    *("WeakKeyDictionary", "local"),
 }
 
 

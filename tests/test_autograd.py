@@ -9,6 +9,7 @@ from torch.autograd import Function
 
 import ampatch as amp
 from nets import open_session
+from patched import backward, start
 
 LEVELS = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 HALF = {"O1": torch.float16, "O2": torch.float16, "O4": torch.bfloat16, "O5": torch.bfloat16}
@@ -20,16 +21,20 @@ def make_net():
 
 
 def open_training(level, model=None, loss_scale=1.0):
-    model = model or make_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return open_session(model, optimizer, opt_level=level, loss_scale=loss_scale), optimizer
+    return start(level, model or make_net(), loss_scale=loss_scale if level != "O0" else None)
 
 
 def train(model, optimizer):
     optimizer.zero_grad()
-    with amp.scale_loss(model(X).float().pow(2).mean(), optimizer) as loss:
-        loss.backward()
+    backward(model(X).float().pow(2).mean(), optimizer)
     optimizer.step()
+
+
+def make_grads(model, optimizer):
+    """Those of a plain sum, where the optimizer finds them."""
+    optimizer.zero_grad()
+    backward(model(X).float().sum(), optimizer)
+    return [param.grad.clone() for param in amp.master_params(optimizer)]
 
 
 # ---- Functions ----
@@ -71,16 +76,11 @@ class ProductForAutocast(Function):
         return Product.backward(ctx, grad)
 
 
-class ProductInFloat32(Function):
+class ProductInFloat32(ProductForAutocast):
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
     def forward(ctx, x, weight):
         return Product.forward(ctx, x, weight)
-
-    @staticmethod
-    @torch.amp.custom_bwd(device_type="cpu")
-    def backward(ctx, grad):
-        return Product.backward(ctx, grad)
 
 
 class Applies(nn.Module):
@@ -110,8 +110,7 @@ def test_the_derivative_of_a_derivative_goes_through_a_function(level):
     model, optimizer = open_training(level, Applies(Product))
     x = X.clone().requires_grad_()
     (grad,) = torch.autograd.grad(model(x).float().sum(), x, create_graph=True)
-    with amp.scale_loss((grad.norm(2, dim=1) - 1).pow(2).mean(), optimizer) as loss:
-        loss.backward()
+    backward((grad.norm(2, dim=1) - 1).pow(2).mean(), optimizer)
     assert grad.dtype is torch.float32
     assert model.weight.grad.abs().sum() > 0
 
@@ -181,15 +180,10 @@ def test_hooks_of_a_module_are_called_in_order_with_what_the_module_has(level):
 @LEVELS
 def test_hooks_of_a_module_may_replace_outputs_and_gradients(level):
     model, optimizer = open_training(level)
-    with amp.scale_loss(model(X).float().sum(), optimizer) as loss:
-        loss.backward()
-    plain = [param.grad.clone() for param in amp.master_params(optimizer)]
+    plain = make_grads(model, optimizer)
     model[3].register_forward_hook(lambda module, args, output: output * 2)
     model[2].register_full_backward_hook(lambda module, inputs, grads: (inputs[0] * 4,))
-    optimizer.zero_grad()
-    with amp.scale_loss(model(X).float().sum(), optimizer) as loss:
-        loss.backward()
-    found = [param.grad for param in amp.master_params(optimizer)]
+    found = make_grads(model, optimizer)
     for index, factor in ((0, 8), (1, 8), (4, 2), (5, 2)):  # powers of two: no rounding differs
         assert torch.equal(found[index], factor * plain[index])
 
@@ -205,11 +199,7 @@ def test_hooks_of_tensors_see_the_type_that_they_have(level):
     assert seen == [hidden.dtype]
     assert hidden.grad.dtype is hidden.dtype
     model[0].weight.register_hook(lambda grad: grad * 0)
-    optimizer.zero_grad()
-    with amp.scale_loss(model(X).float().sum(), optimizer) as loss:
-        loss.backward()
-    first = next(iter(amp.master_params(optimizer)))
-    assert torch.equal(first.grad, torch.zeros(8, 3))
+    assert torch.equal(make_grads(model, optimizer)[0], torch.zeros(8, 3))
 
 
 @LEVELS
@@ -294,8 +284,7 @@ def test_optimizers_that_step_inside_of_backward_do_what_one_does_after_it(block
             if block == "plain":
                 loss.backward()
             else:
-                with amp.scale_loss(loss, optimizers) as scaled:
-                    scaled.backward()
+                backward(loss, optimizers)
             if not is_inside:
                 one.step()
                 one.zero_grad()
@@ -328,7 +317,7 @@ def test_a_step_inside_of_backward_under_a_loss_scale_is_refused(loss_scale, lev
 @LEVELS
 @pytest.mark.parametrize("loss_scale", [1.0, 8.0])
 def test_a_gradient_that_was_expanded_by_hand_is_unscaled(loss_scale, level):
-    model, optimizer = open_training(level, loss_scale=loss_scale if level != "O0" else None)
+    model, optimizer = open_training(level, loss_scale=loss_scale)
     with amp.scale_loss(model(X).float().sum(), optimizer) as loss:
         loss.backward()
         bias = model[3].bias
@@ -341,10 +330,8 @@ def test_a_gradient_that_was_expanded_by_hand_is_unscaled(loss_scale, level):
 @LEVELS
 @pytest.mark.parametrize("loss_scale", [1.0, 8.0])
 def test_gradients_may_be_computed_and_assigned(loss_scale, level):
-    model, optimizer = open_training(level, loss_scale=loss_scale if level != "O0" else None)
-    with amp.scale_loss(model(X).float().sum(), optimizer) as loss:
-        loss.backward()
-    expected = [param.grad.clone() for param in amp.master_params(optimizer)]
+    model, optimizer = open_training(level, loss_scale=loss_scale)
+    expected = make_grads(model, optimizer)
     optimizer.zero_grad()
     with amp.scale_loss(model(X).float().sum(), optimizer) as loss:
         grads = torch.autograd.grad(loss, list(model.parameters()))

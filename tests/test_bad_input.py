@@ -2,14 +2,15 @@
 
 import copy
 import math
-import os
+import re
 
 import pytest
 import torch
 from torch.nn import BatchNorm1d, DataParallel, Linear, Parameter, Sequential
 
 import ampatch as amp
-from helpers import Dense, Scalar, Sparse, freeze_model, freeze_optimizer
+from helpers import Dense, Scalar, Sparse, scaled_backward
+from pictures import assert_same_picture, picture
 
 LEVELS = ["O1", "O2"]  # one that patches torch and one that casts the model: no check asks for more
 BOTH_LEVELS = pytest.mark.parametrize("level", LEVELS)
@@ -38,15 +39,13 @@ def untouched(check_torch):
     noted = []
 
     def note(*objects):
-        for one in objects:
-            freeze = freeze_model if isinstance(one, torch.nn.Module) else freeze_optimizer
-            noted.append((one, freeze, freeze(one)))
+        noted.append((objects, picture(*objects)))
 
     yield note
     check_torch()
     assert noted
-    for one, freeze, before in noted:
-        assert freeze(one) == before
+    for objects, before in noted:
+        assert_same_picture(picture(*objects), before)
 
 
 @pytest.fixture
@@ -73,50 +72,55 @@ def test_an_unknown_level_is_refused(refused, level):
     refused(message, *pair, objects=pair, error=amp.AmpValueError, opt_level=level)
 
 
-@pytest.mark.parametrize(
-    ("level", "options", "message"),
-    [
-        (
-            "O1",
-            {"keep_batchnorm_fp32": True},
-            "keep_batchnorm_fp32=True contradicts O1, where .*: leave it out",
-        ),
-        ("O1", {"master_weights": True}, "master_weights=True contradicts O1, whose .*: leave it out"),
-        (
-            "O1",
-            {"cast_model_type": torch.float16},
-            "cast_model_type=torch.float16 contradicts O1.*: leave it out",
-        ),
-        (
-            "O2",
-            {"patch_torch_functions": True},
-            "patch_torch_functions=True contradicts O2: only O1.*leave it out",
-        ),
-        (
-            "O0",
-            {"master_weights": "True"},
-            "master_weights=True contradicts O0, whose .*or use opt_level='O2'",
-        ),
-        ("O2", {"cast_model_type": torch.float64}, "cast_model_type=torch.float64: expected torch.float16"),
-        (
-            "O5",
-            {"patch_torch_functions_type": torch.float16},
-            "patch_torch_.*contradicts O5.*: use opt_level='O1'",
-        ),
-        ("O2", {"dtype": torch.bfloat16, "cast_model_type": torch.float16}, "dtype=.*contradict .*give one"),
-        ("O2", {"dtype": torch.float64}, "dtype=torch.float64: expected torch.float16 or torch.bfloat16"),
-        ("O2", {"dtype": "quarter"}, "dtype='quarter': expected a floating dtype such as torch.float16"),
-        ("O2", {"keep_batchnorm_fp32": "maybe"}, "keep_batchnorm_fp32='maybe': expected True, False or None"),
-        ("O2", {"cast_model_outputs": "big"}, "cast_model_outputs='big': expected a floating dtype such as"),
-        ("O1", {"enabled": "maybe"}, "enabled='maybe': expected True, False"),
-        (
-            "O1",
-            {"loss_scale": amp.DynamicLossScale(), "min_loss_scale": 1.0},
-            "min_loss_scale=1.0 .*beside .*give",
-        ),
-        ("O1", {"min_loss_scale": 8.0, "max_loss_scale": 4.0}, "min_.*8.0 lies above max_.*4.0"),
+F16, DYNAMIC = torch.float16, amp.DynamicLossScale()
+OVERRIDES = [
+    ("O1", {"keep_batchnorm_fp32": True}, "keep_batchnorm_fp32=True contradicts O1, where .*: leave it out"),
+    ("O1", {"master_weights": True}, "master_weights=True contradicts O1, whose .*: leave it out"),
+    (
+        "O1",
+        {"cast_model_type": F16},
+        "cast_model_type=torch.float16 contradicts O1.*: leave it out",
+    ),
+    (
+        "O2",
+        {"patch_torch_functions": True},
+        "patch_torch_.*=True contradicts O2: only O1.*leave it out",
+    ),
+    ("O0", {"master_weights": "True"}, "master_weights=True contradicts O0, whose .*or use opt_level='O2'"),
+    ("O2", {"cast_model_type": torch.float64}, "cast_model_type=torch.float64: expected torch.float16"),
+    (
+        "O5",
+        {"patch_torch_functions_type": F16},
+        "patch_torch_.*contradicts O5.*: use opt_level='O1'",
+    ),
+    ("O2", {"dtype": torch.bfloat16, "cast_model_type": F16}, "dtype=.*contradict .*give one"),
+    ("O2", {"dtype": torch.float64}, "dtype=torch.float64: expected torch.float16 or torch.bfloat16"),
+    ("O2", {"dtype": "quarter"}, "dtype='quarter': expected a floating dtype such as torch.float16"),
+    ("O2", {"keep_batchnorm_fp32": "maybe"}, "keep_batchnorm_fp32='maybe': expected True, False or None"),
+    ("O2", {"cast_model_outputs": "big"}, "cast_model_outputs='big': expected a floating dtype such as"),
+    ("O1", {"enabled": "maybe"}, "enabled='maybe': expected True, False"),
+    (
+        "O1",
+        {"loss_scale": DYNAMIC, "min_loss_scale": 1.0},
+        "min_loss_scale=1.0 .*beside .*give",
+    ),
+    ("O1", {"min_loss_scale": 8.0, "max_loss_scale": 4.0}, "min_.*8.0 lies above max_.*4.0"),
+    *[("O1", {"verbosity": value}, f"verbosity.*{value!r}") for value in ("loud", None)],
+    *[
+        ("O1", {"num_losses": count}, f"num_losses is {count!r}: expected (a whole number, )?1 or more")
+        for count in (0, -1, 1.0, "2", None, True)
     ],
-)
+    ("O1", {"loss_scale": 1e-60}, "loss_scale .*1e-60"),
+    ("O1", {"loss_scale": "1e60"}, r"loss_scale .*1e\+60"),
+    *[
+        (level, {"loss_scale": scale}, 'loss_scale.*: expected .*"dynamic" or an amp.DynamicLossScale')
+        for level in LEVELS
+        for scale in (0, math.nan, "-2", "fast", True, {})
+    ],
+]
+
+
+@pytest.mark.parametrize(("level", "options", "message"), OVERRIDES)
 def test_an_override_that_contradicts_the_level_or_cannot_be_read_is_refused(
     refused, level, options, message
 ):
@@ -124,78 +128,100 @@ def test_an_override_that_contradicts_the_level_or_cannot_be_read_is_refused(
     refused(message, *pair, objects=pair, opt_level=level, **options)
 
 
-@BOTH_LEVELS
-@pytest.mark.parametrize(
-    "scale",
-    [0, 0.0, -1, -128.0, math.nan, math.inf, "0", "-2", "nan", "fast", "", True, [128.0], {}, object()],
-)
-def test_a_loss_scale_that_is_no_number_above_0_is_refused(refused, level, scale):
-    pair = make_pair()
-    message = 'loss_scale.*: expected .*"dynamic" or an amp.DynamicLossScale'
-    refused(message, *pair, objects=pair, opt_level=level, loss_scale=scale)
+# Models and optimizers
 
 
-@pytest.mark.parametrize("scale", [1e-60, "1e60"])
-def test_a_loss_scale_that_float32_cannot_hold_is_refused(refused, scale):
-    pair = make_pair()
-    refused(f"loss_scale .*{float(scale)!r}".replace("+", r"\+"), *pair, objects=pair, loss_scale=scale)
-
-
-@pytest.mark.parametrize("count", [0, -1, 1.0, "2", None, True])
-def test_num_losses_below_1_or_no_whole_number_is_refused(refused, count):
-    pair = make_pair()
-    message = f"num_losses is {count!r}: expected (1 or more|a whole number, 1 or more)"
-    refused(message, *pair, objects=pair, num_losses=count)
-
-
-@pytest.mark.parametrize("verbosity", ["loud", None])
-def test_a_verbosity_that_is_no_whole_number_is_refused(refused, verbosity):
-    pair = make_pair()
-    refused(f"verbosity.*{verbosity!r}", *pair, objects=pair, verbosity=verbosity)
-
-
-# Models
-
-
-@BOTH_LEVELS
-def test_a_model_in_data_parallel_is_refused(refused, level):
-    model, optimizer = make_pair()
-    message = r"models\[1\] is wrapped in DataParallel already: call initialize on the bare model, then wrap"
-    refused(message, [Dense(), DataParallel(model)], optimizer, objects=(model, optimizer), opt_level=level)
-
-
-@pytest.fixture
-def process_group(tmp_path):
-    if not torch.distributed.is_available():
-        pytest.skip("this torch is built without torch.distributed")
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def test_a_model_in_distributed_data_parallel_is_refused(process_group, refused):
-    model, optimizer = make_pair()
-    wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    message = r"models\[0\] is wrapped in DistributedDataParallel already: call initialize on the bare model"
-    refused(message, wrapped, optimizer, objects=(model, optimizer), opt_level="O2")
-
-
-@BOTH_LEVELS
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_model_with_half_parameters_is_refused_by_the_parameters_name(refused, level, dtype):
-    model, optimizer = make_pair()
+def in_half(model, dtype):
     model[2].bias.data = model[2].bias.data.to(dtype)
     model[2].bias.grad = None
-    message = rf"models\[0\]: parameter '2.bias' is {dtype} already: expected float32; remove .half\(\)"
-    refused(message, model, optimizer, objects=(model, optimizer), opt_level=level)
+    return model
+
+
+NO_MODEL = "expected a torch.nn.Module or a list of them"
+NO_OPTIMIZER = "expected a torch.optim.Optimizer"
+HALF = "already: expected float32; remove .half"
+STRANGER = r"\(Adam\) steps parameters of no initialized model"
+# What is given in the place of a model and its optimizer.
+WRONG = {
+    "wrapped": (
+        lambda model, optimizer: ([Dense(), DataParallel(model)], optimizer),
+        r"models\[1\] is wrapped in DataParallel already: call initialize on the bare model, then wrap",
+    ),
+    "float16": (
+        lambda model, optimizer: (in_half(model, torch.float16), optimizer),
+        rf"models\[0\]: parameter '2.bias' is torch.float16 {HALF}",
+    ),
+    "bfloat16": (
+        lambda model, optimizer: (in_half(model, torch.bfloat16), optimizer),
+        rf"models\[0\]: parameter '2.bias' is torch.bfloat16 {HALF}",
+    ),
+    "the second in float16": (
+        lambda model, optimizer: ([model, Linear(2, 2).half()], optimizer),
+        r"models\[1\]: parameter 'weight' is torch.float16 already",
+    ),
+    **{
+        f"a {type(wrong).__name__} for a model": (
+            lambda model, optimizer, wrong=wrong: (wrong, optimizer),
+            f"models is a {type(wrong).__name__}: {NO_MODEL}",
+        )
+        for wrong in (None, "model", Linear, torch.ones(1), 3, {"a": Linear(1, 1)}, iter([]))
+    },
+    "the other way round": (
+        lambda model, optimizer: (optimizer, model),
+        f"models is a Adam: {NO_MODEL}: models come first, then optimizers",
+    ),
+    "an optimizer among models": (
+        lambda model, optimizer: ([model, optimizer], None),
+        rf"models\[1\] is a Adam: {NO_MODEL}",
+    ),
+    **{
+        f"a {type(wrong).__name__} for an optimizer": (
+            lambda model, optimizer, wrong=wrong: (model, [optimizer, wrong]),
+            rf"optimizers\[1\] is a {type(wrong).__name__}: {NO_OPTIMIZER}",
+        )
+        for wrong in (3, "adam", torch.optim.Adam, torch.ones(1), None)
+    },
+    "a model for an optimizer": (
+        lambda model, optimizer: (model, model),
+        rf"optimizers\[0\] is a Sequential: {NO_OPTIMIZER}",
+    ),
+    "a dictionary of optimizers": (
+        lambda model, optimizer: (model, {"a": optimizer}),
+        f"optimizers.* is a dict: {NO_OPTIMIZER} or a list",
+    ),
+    "of another model": (
+        lambda model, optimizer: (make_pair()[0], optimizer),
+        rf"optimizers\[0\] {STRANGER} \(.*shape \(4, 3\)\): pass its",
+    ),
+    "of a model that was copied": (
+        lambda model, optimizer: (copy.deepcopy(model), optimizer),
+        f"{STRANGER} .*: pass its model to initialize too",
+    ),
+    "the second of another model": (
+        lambda model, optimizer: (model, [optimizer, make_pair()[1]]),
+        rf"optimizers\[1\] {STRANGER}",
+    ),
+    "twice the same": (
+        lambda model, optimizer: (model, [optimizer, optimizer]),
+        r"optimizers\[1\] \(Adam\) is given to initialize twice: an optimizer belongs to .*uninitialize",
+    ),
+    "an optimizer that cannot skip": (
+        lambda model, optimizer: (model, torch.optim.LBFGS(model.parameters())),
+        r"optimizers\[0\] is LBFGS, which .* cannot skip one: use a static scale \(loss_scale=1.0\)",
+    ),
+}
 
 
 @BOTH_LEVELS
-def test_the_second_models_half_parameter_leaves_the_first_model_alone(refused, level):
+@pytest.mark.parametrize(("give", "message"), WRONG.values(), ids=WRONG)
+def test_models_and_optimizers_that_cannot_be_taken_are_refused(refused, level, give, message):
     model, optimizer = make_pair()
-    other = Linear(2, 2).half()
-    message = r"models\[1\]: parameter 'weight' is torch.float16 already"
-    refused(message, [model, other], optimizer, objects=(model, other, optimizer), opt_level=level)
+    models, optimizers = give(model, optimizer)
+    given = [*(models if isinstance(models, list) else [models]), model, optimizer]
+    given = [one for one in given if isinstance(one, torch.nn.Module | torch.optim.Optimizer)]
+    is_of_another_type = re.search(f"{NO_MODEL}|{NO_OPTIMIZER}", message)
+    error = amp.AmpTypeError if is_of_another_type else amp.AmpError
+    refused(message, models, optimizers, objects=given, error=error, opt_level=level)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
@@ -205,32 +231,6 @@ def test_a_parameter_without_values_yet_is_refused_where_the_model_is_cast(level
         amp.AmpValueError, match=r"parameter '0.weight' is not initialized yet: run one forward"
     ):
         amp.initialize(model, opt_level=level)
-
-
-@BOTH_LEVELS
-@pytest.mark.parametrize(
-    "models",
-    [None, "model", Linear, torch.ones(1), 3, {"a": Linear(1, 1)}, iter([])],
-    ids=lambda it: type(it).__name__,
-)
-def test_what_is_no_model_is_refused(refused, level, models):
-    model, optimizer = make_pair()
-    message = f"models is a {type(models).__name__}: expected a torch.nn.Module or a list of them"
-    refused(message, models, optimizer, objects=(model, optimizer), error=amp.AmpTypeError, opt_level=level)
-
-
-@BOTH_LEVELS
-def test_an_optimizer_in_the_place_of_the_model_is_told_the_order(refused, level):
-    model, optimizer = make_pair()
-    message = "models is a Adam: .* a list of them: models come first, then optimizers"
-    refused(message, optimizer, model, objects=(model, optimizer), error=amp.AmpTypeError, opt_level=level)
-
-
-@BOTH_LEVELS
-def test_a_list_with_something_that_is_no_model_is_refused_by_its_index(refused, level):
-    model, optimizer = make_pair()
-    message = r"models\[1\] is a Adam: expected a torch.nn.Module or a list of them"
-    refused(message, [model, optimizer], objects=(model, optimizer), error=amp.AmpTypeError, opt_level=level)
 
 
 @BOTH_LEVELS
@@ -256,188 +256,50 @@ def test_a_keep_fp32_entry_that_matches_nothing_is_refused(refused, level, keep,
     refused(message, *pair, objects=pair, opt_level=level, keep_fp32=keep)
 
 
-# Optimizers
-
-
-@BOTH_LEVELS
-@pytest.mark.parametrize("wrong", [3, "adam", torch.optim.Adam, torch.ones(1), None], ids=repr)
-def test_what_is_no_optimizer_is_refused(refused, level, wrong):
-    model, optimizer = make_pair()
-    message = rf"optimizers\[1\] is a {type(wrong).__name__}: expected a torch.optim.Optimizer"
-    refused(
-        message,
-        model,
-        [optimizer, wrong],
-        objects=(model, optimizer),
-        error=amp.AmpTypeError,
-        opt_level=level,
-    )
-
-
-@BOTH_LEVELS
-def test_a_model_in_the_place_of_the_optimizer_is_refused(refused, level):
-    model, _ = make_pair()
-    message = r"optimizers\[0\] is a Sequential: expected a torch.optim.Optimizer"
-    refused(message, model, model, objects=(model,), error=amp.AmpTypeError, opt_level=level)
-
-
-def test_a_dictionary_of_optimizers_is_refused(refused):
-    model, optimizer = make_pair()
-    message = r"optimizers.* is a dict: expected a torch.optim.Optimizer or a list"
-    refused(message, model, {"a": optimizer}, objects=(model, optimizer), error=amp.AmpTypeError)
-
-
-@BOTH_LEVELS
-def test_an_optimizer_with_parameters_of_no_initialized_model_is_refused(refused, level):
-    (model, optimizer), (other, _) = make_pair(), make_pair()
-    message = (
-        r"optimizers\[0\] \(Adam\) steps parameters of no initialized model \(.*shape \(4, 3\)\): pass its"
-    )
-    refused(message, other, optimizer, objects=(model, other, optimizer), opt_level=level)
-
-
-@BOTH_LEVELS
-def test_an_optimizer_of_a_model_that_was_deep_copied_is_refused(refused, level):
-    model, optimizer = make_pair()
-    message = "steps parameters of no initialized model .*: pass its model to initialize too"
-    refused(message, copy.deepcopy(model), optimizer, objects=(model, optimizer), opt_level=level)
-
-
-@BOTH_LEVELS
-def test_the_second_optimizers_fault_leaves_the_first_alone(refused, level):
-    (model, optimizer), (_, stranger) = make_pair(), make_pair()
-    refused(
-        r"optimizers\[1\] \(Adam\) steps parameters of no",
-        model,
-        [optimizer, stranger],
-        objects=(model, optimizer, stranger),
-        opt_level=level,
-    )
-
-
-@BOTH_LEVELS
-def test_the_same_optimizer_twice_in_one_call_is_refused(refused, level):
-    model, optimizer = make_pair()
-    message = r"optimizers\[1\] \(Adam\) is given to initialize twice: an optimizer belongs to .*uninitialize"
-    refused(message, model, [optimizer, optimizer], objects=(model, optimizer), opt_level=level)
-
-
 @BOTH_LEVELS
 def test_the_same_optimizer_in_a_second_call_is_refused_and_the_first_call_stays(untouched, level):
     model, optimizer = make_pair()
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    before = freeze_model(model), freeze_optimizer(optimizer)
+    before = picture(model, optimizer)
     extra = Dense()
     untouched(extra)
     with pytest.raises(
         RuntimeError, match=r"optimizers\[0\] \(Adam\) is given to initialize twice: .*uninitialize"
     ):
         amp.initialize(extra, optimizer, opt_level=level, verbosity=0)
-    assert (freeze_model(model), freeze_optimizer(optimizer)) == before
+    assert_same_picture(picture(model, optimizer), before)
     assert len(amp.state_dict()) == 1
-    with amp.scale_loss(model(torch.randn(5, 3)).float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(model(torch.randn(5, 3)).float().sum(), optimizer)
     optimizer.step()
     amp.uninitialize()
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_lbfgs_with_a_dynamic_scale_is_refused(refused, level):
-    model, _ = make_pair()
-    optimizer = torch.optim.LBFGS(model.parameters())
-    message = r"optimizers\[0\] is LBFGS, which .* cannot skip one: use a static scale \(loss_scale=1.0\)"
-    refused(message, model, optimizer, objects=(model, optimizer), opt_level=level)
 
 
 def test_two_half_types_of_patched_functions_are_refused_and_the_first_stays():
     first, second = Scalar(), Dense()
     amp.initialize(first, opt_level="O1", verbosity=0)
-    before = freeze_model(second)
+    before = picture(second)
     with pytest.raises(
         amp.AmpValueError, match=r"O4 in torch.bfloat16, but .*torch.float16: use one half type"
     ):
         amp.initialize(second, opt_level="O4", verbosity=0)
-    assert freeze_model(second) == before
+    assert picture(second) == before
     assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float16
-
-
-# A failure halfway
-
-
-class Faulty(torch.nn.Module):
-    """A model whose hooks cannot be registered."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = Linear(2, 2)
-
-    def register_forward_pre_hook(self, *args, **kwargs):
-        raise RuntimeError("no hooks here")
-
-
-@BOTH_LEVELS
-def test_a_failure_of_the_model_halfway_undoes_what_was_done(untouched, level):
-    model, optimizer = make_pair()
-    faulty = Faulty()
-    untouched(model, faulty, optimizer)
-    with pytest.raises(RuntimeError, match="no hooks here"):
-        amp.initialize([model, faulty], optimizer, opt_level=level, verbosity=0)
-
-
-class FaultyOptimizer(torch.optim.SGD):
-    """An optimizer whose hooks cannot be registered."""
-
-    def register_step_post_hook(self, hook):
-        raise RuntimeError("no hooks here")
-
-
-@BOTH_LEVELS
-def test_a_failure_of_the_last_optimizer_halfway_undoes_what_was_done(untouched, level):
-    model, optimizer = make_pair()
-    faulty = FaultyOptimizer(model.parameters(), lr=1.0, momentum=0.9)
-    faulty.step()
-    untouched(model, optimizer, faulty)
-    with pytest.raises(RuntimeError, match="no hooks here"):
-        amp.initialize(model, [optimizer, faulty], opt_level=level, verbosity=0)
-
-
-@BOTH_LEVELS
-def test_after_a_refusal_the_next_call_works_as_the_first(level):
-    model, optimizer = make_pair()
-    twin, twin_optimizer = copy.deepcopy((model, optimizer))
-    with pytest.raises(amp.AmpError):
-        amp.initialize(model, [optimizer, 3], opt_level=level, verbosity=0)
-    batch = torch.randn(5, 3)
-    outputs = []
-    for one, its_optimizer in [(model, optimizer), (twin, twin_optimizer)]:
-        amp.initialize(one, its_optimizer, opt_level=level, verbosity=0)
-        outputs.append(one(batch))
-        amp.uninitialize()
-    assert torch.equal(*outputs)
 
 
 # Calls before initialize
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda optimizer: amp.scale_loss(torch.ones(()), optimizer),
-        lambda optimizer: amp.state_dict(),
-        lambda optimizer: amp.load_state_dict({}),
-        lambda optimizer: amp.step_was_skipped(optimizer),
-        lambda optimizer: amp.get_loss_scale(),
-        lambda optimizer: amp.set_loss_scale(2.0),
-    ],
-    ids=[
-        "scale_loss",
-        "state_dict",
-        "load_state_dict",
-        "step_was_skipped",
-        "get_loss_scale",
-        "set_loss_scale",
-    ],
-)
+CALLS = {
+    "scale_loss": lambda optimizer: amp.scale_loss(torch.ones(()), optimizer),
+    "state_dict": lambda optimizer: amp.state_dict(),
+    "load_state_dict": lambda optimizer: amp.load_state_dict({}),
+    "step_was_skipped": lambda optimizer: amp.step_was_skipped(optimizer),
+    "get_loss_scale": lambda optimizer: amp.get_loss_scale(),
+    "set_loss_scale": lambda optimizer: amp.set_loss_scale(2.0),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("closed_before", [False, True], ids=["never", "closed"])
 def test_a_call_before_initialize_says_so(untouched, call, closed_before):
     model, optimizer = make_pair()
@@ -453,11 +315,6 @@ def test_a_call_before_initialize_says_so(untouched, call, closed_before):
     assert isinstance(e.value, RuntimeError)
 
 
-def test_uninitialize_before_initialize_and_twice_does_nothing():
-    amp.uninitialize()
-    amp.uninitialize()
-
-
 # Arguments of scale_loss
 
 
@@ -465,34 +322,29 @@ def test_uninitialize_before_initialize_and_twice_does_nothing():
 def opened(request):
     model, optimizer = make_pair()
     amp.initialize(model, optimizer, opt_level=request.param, num_losses=2, loss_scale="dynamic", verbosity=0)
-    before = freeze_model(model), freeze_optimizer(optimizer), amp.state_dict()
+    before = picture(model, optimizer), amp.state_dict()
     yield model, optimizer
-    assert (freeze_model(model), freeze_optimizer(optimizer), amp.state_dict()) == before
+    assert (picture(model, optimizer), amp.state_dict()) == before
 
 
-@pytest.mark.parametrize("loss_id", [2, 100, -1])
-def test_a_loss_id_out_of_range_is_refused(opened, loss_id):
-    message = f"loss_id {loss_id} is out of range: expected 0 to 1; .*num_losses"
+@pytest.mark.parametrize("loss_id", [2, 100, -1, "0", 0.0, None, True])
+def test_a_loss_id_that_is_no_whole_number_in_the_range_is_refused(opened, loss_id):
+    if type(loss_id) is int:
+        error, message = amp.AmpValueError, "is out of range: expected 0 to 1; .*num_losses"
+    else:
+        error, message = amp.AmpTypeError, "expected a whole number from 0 to 1"
     for call in [
         lambda: amp.scale_loss(torch.ones(()), opened[1], loss_id=loss_id),
         lambda: amp.get_loss_scale(loss_id),
         lambda: amp.set_loss_scale(2.0, loss_id),
     ]:
-        with pytest.raises(amp.AmpValueError, match=message):
+        with pytest.raises(error, match=f"loss_id (is )?{loss_id!r}:? {message}"):
             call()
-
-
-@pytest.mark.parametrize("loss_id", ["0", 0.0, None, True])
-def test_a_loss_id_that_is_no_whole_number_is_refused(opened, loss_id):
-    with pytest.raises(
-        amp.AmpTypeError, match=f"loss_id is {loss_id!r}: expected a whole number from 0 to 1"
-    ):
-        amp.scale_loss(torch.ones(()), opened[1], loss_id=loss_id)
 
 
 def test_an_optimizer_that_initialize_did_not_return_is_refused(opened):
     model, optimizer = make_pair()
-    before = freeze_model(model), freeze_optimizer(optimizer)
+    before = picture(model, optimizer)
     message = (
         r"optimizers\[{}\] \(Adam\) is not one that initialize\(\) returned: pass it to initialize first"
     )
@@ -502,7 +354,7 @@ def test_an_optimizer_that_initialize_did_not_return_is_refused(opened):
         amp.scale_loss(torch.ones(()), [opened[1], optimizer])
     with pytest.raises(amp.AmpValueError, match=message.format(0)):
         amp.step_was_skipped(optimizer)
-    assert (freeze_model(model), freeze_optimizer(optimizer)) == before
+    assert_same_picture(picture(model, optimizer), before)
 
 
 def test_an_optimizer_of_a_session_that_was_closed_is_refused():
@@ -526,25 +378,6 @@ def test_a_loss_that_is_no_tensor_is_refused(opened, wrong):
     message = f"loss is a {type(wrong).__name__}: expected a tensor, the output of the loss function"
     with pytest.raises(amp.AmpTypeError, match=message):
         amp.scale_loss(wrong, opened[1])
-
-
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        (
-            {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}, "model": {}},
-            "unknown key 'model'.*nothing is loaded",
-        ),
-        (
-            {"loss_scaler0": {"scale": 2.0}},
-            r"loss_scaler0.*\['scale'\].*expected \['loss_scale', 'unskipped'\]",
-        ),
-        (None, "state_dict is a NoneType: expected what amp.state_dict"),
-    ],
-)
-def test_a_faulty_state_dict_is_refused_and_nothing_is_loaded(opened, state, message):
-    with pytest.raises(amp.AmpError, match=message):
-        amp.load_state_dict(state)
 
 
 # Registrations
@@ -600,7 +433,3 @@ def test_no_message_of_an_error_is_longer_than_a_screen():
     with pytest.raises(amp.AmpError) as error:
         amp.initialize(model, keep_fp32=model.__class__(Linear(1, 1)), verbosity=0)
     assert len(str(error.value)) < 500
-
-
-def test_the_tests_of_bad_input_leave_no_process_group_behind():
-    assert not torch.distributed.is_initialized() or os.environ.get("RANK")

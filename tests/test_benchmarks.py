@@ -73,9 +73,6 @@ def test_a_series_says_its_median_and_quartiles():
     one = Series((4.0, 1.0, 2.0, 3.0, 5.0))
     assert one.median == 3.0
     assert one.quartiles == (2.0, 4.0)
-
-
-def test_the_quartiles_of_one_number_are_that_number():
     assert Series((7.0,)).quartiles == (7.0, 7.0)
 
 
@@ -99,11 +96,6 @@ def test_a_division_by_zero_is_null_in_json():
 # ---- Rounds ----
 
 
-def ticking():
-    """A clock that says one second more each time."""
-    return partial(next, itertools.count(1.0))
-
-
 def list_orders(names, rounds):
     """Returns in which order contenders are opened: first to choose the calls, then in each round."""
     opened = []
@@ -122,31 +114,29 @@ def test_contenders_are_interleaved_in_an_order_that_changes():
     orders = list_orders("abc", 30)
     assert len(orders) == 1 + 30
     assert set(orders) == {"".join(order) for order in itertools.permutations("abc")}
+    assert list_orders("abc", 30) == orders  # in each run the same
 
 
-def test_each_run_has_the_same_orders():
-    assert list_orders("abcde", 4) == list_orders("abcde", 4)
-
-
-def test_a_time_is_that_of_one_call_in_milliseconds(monkeypatch):
-    # A timing lasts one second by this clock: two calls, or the ten that would last five seconds.
-    monkeypatch.setattr(series.timeit, "default_timer", ticking())
-    calls = []
-    opened = partial(yield_step, lambda: calls.append(1))
-    times = run_rounds({"it": opened}, threads=1, device="cpu", rounds=3, seconds=5)
-    assert times["it"].values == (100.0,) * 3
+@pytest.mark.parametrize(
+    ("rounds", "seconds", "clock", "median", "calls"),
+    [
+        # A timing lasts one second by this clock: two calls, or the ten that would last five seconds.
+        (3, 5, None, 100.0, 2 + 3 * 10),
+        # That of a part stands still, but the step lasts: two calls take a second, and two are enough. The
+        # timer adds a nanosecond.
+        (1, 1, PartClock("cpu"), pytest.approx(0, abs=1e-5), 2 + 2),
+    ],
+    ids=["step", "part"],
+)
+def test_a_time_is_that_of_one_call_in_milliseconds(monkeypatch, rounds, seconds, clock, median, calls):
+    monkeypatch.setattr(series.timeit, "default_timer", partial(next, itertools.count(1.0)))
+    made = []
+    opened = {"it": partial(yield_step, lambda: made.append(1))}
+    given = {} if clock is None else {"clock": clock}
+    times = run_rounds(opened, threads=1, device="cpu", rounds=rounds, seconds=seconds, **given)
+    assert times["it"].values == (median,) * rounds
     # For each: ours to warm up, two of the timer's, and those that are timed.
-    assert len(calls) == 4 * (series.WARMUP_STEPS + 2) + 2 + 3 * 10
-
-
-def test_a_clock_of_a_part_does_not_choose_the_calls(monkeypatch):
-    # It stands still, but the step lasts: two calls take a second, and so do the two that are enough.
-    monkeypatch.setattr(series.timeit, "default_timer", ticking())
-    calls = []
-    opened = partial(yield_step, lambda: calls.append(1))
-    times = run_rounds({"it": opened}, threads=1, device="cpu", rounds=1, seconds=1, clock=PartClock("cpu"))
-    assert times["it"].median == pytest.approx(0, abs=1e-5)  # the timer adds a nanosecond
-    assert len(calls) == 2 * (series.WARMUP_STEPS + 2) + 2 + 2
+    assert len(made) == (1 + rounds) * (series.WARMUP_STEPS + 2) + calls
 
 
 def test_warm_up_and_timing_have_the_threads_of_the_setting():
@@ -163,7 +153,7 @@ def yield_step(step):
 
 
 def test_the_clock_of_a_part_stands_still_outside(monkeypatch):
-    monkeypatch.setattr(series.timeit, "default_timer", ticking())
+    monkeypatch.setattr(series.timeit, "default_timer", partial(next, itertools.count(1.0)))
     clock = PartClock("cpu")
     before = clock()
     with clock.run():
@@ -407,41 +397,33 @@ def test_a_goal_is_about_something_that_is_measured():
         assert goal.subject in subjects(goal), goal
         assert goal.variant in variants(goal), goal
         assert {goal.contender, goal.base} <= contenders(goal), goal
-
-
-def test_no_goal_is_there_twice():
     keys = [(goal.what, goal.half, goal.device) for goal in goals.GOALS]
-    assert len(set(keys)) == len(keys)
+    assert len(set(keys)) == len(keys)  # none is there twice
+
+
+def compare_steps(setting=BF16, subject="LSTM", **times):
+    series_of = {name: Series(values) for name, values in times.items()}
+    return Comparison("steps", subject, "train", "ms", setting, series_of)
 
 
 @pytest.mark.parametrize(("o4", "is_met"), [(0.99, True), (1.0, True), (1.01, False)])
 def test_a_goal_is_met_up_to_its_limit(o4, is_met):
-    times = {"autocast": Series((1.0, 2.0, 1.0)), "O4": Series((o4, 2 * o4, 5.0))}
-    (verdict,) = goals.judge([Comparison("steps", "conv net", "train", "ms", BF16, times)])
+    (verdict,) = goals.judge([compare_steps(autocast=(1.0, 2.0, 1.0), O4=(o4, 2 * o4, 5.0))])
     assert verdict.is_met is is_met
     assert verdict.describe()["median"] == o4
 
 
 def test_goals_are_judged_for_each_number_of_threads():
-    times = {"autocast": Series((1.0,)), "O4": Series((1.0,))}
     settings = [Setting("cpu", torch.bfloat16, threads) for threads in (1, 2)]
-    found = goals.judge([Comparison("steps", "LSTM", "train", "ms", it, times) for it in settings])
+    found = goals.judge([compare_steps(it, autocast=(1.0,), O4=(1.0,)) for it in settings])
     assert [verdict.describe()["threads"] for verdict in found] == [1, 2]
 
 
 def added(by_hand, autocast, o4):
     """What two contenders add to the time of a call."""
-    times = {"by hand": by_hand, "autocast": autocast, "O4": o4}
-    whole = Comparison(
-        "micro",
-        micro.LINEAR,
-        "whole",
-        "us",
-        BF16,
-        {name: Series(values) for name, values in times.items()},
-        ("by hand", "autocast"),
-    )
-    return whole.less("by hand", "added")
+    times = {"by hand": Series(by_hand), "autocast": Series(autocast), "O4": Series(o4)}
+    bases = ("by hand", "autocast")
+    return Comparison("micro", micro.LINEAR, "whole", "us", BF16, times, bases).less("by hand", "added")
 
 
 def test_added_costs_are_divided_by_their_medians():
@@ -466,18 +448,38 @@ def test_a_cost_beside_none_is_infinite_and_not_met(autocast):
 
 
 def test_what_was_not_measured_is_not_judged():
-    times = {"float32": Series((1.0,)), "O4": Series((1.0,))}
-    assert goals.judge([Comparison("steps", "LSTM", "train", "ms", BF16, times)]) == []
+    assert goals.judge([compare_steps(float32=(1.0,), O4=(1.0,))]) == []
 
 
 # ---- The command ----
 
 QUICK = ["--rounds", "2", "--seconds", "1e-4"]
-SMALLEST = [*QUICK, "--workload", "deep thin MLP", "--mode", "train"]
+MLP = ["--workload", "deep thin MLP"]
+SMALLEST = [*QUICK, *MLP, "--mode", "train", "--only", "steps,memory,syncs"]
 
 
-def check_result(path, groups):
-    result = json.loads(path.read_text())
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "result.json"
+
+
+@pytest.fixture
+def measure(out, capsys):
+    """Runs the command in this process; returns its exit status, what it shows, and the result it writes."""
+
+    def measure_here(*arguments):
+        status = command.main([*arguments, "--out", str(out)])
+        return status, capsys.readouterr(), json.loads(out.read_text())
+
+    return measure_here
+
+
+def start_benchmarks(*arguments):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-m", "benchmarks", *map(str, arguments)], cwd=ROOT, **pipes)
+
+
+def check_result(result, groups):
     assert list(result) == ["schema", "machine", "settings", "rows", "goals"]
     assert result["schema"] == 1
     assert result["machine"]["torch"] == torch.__version__
@@ -491,63 +493,47 @@ def check_result(path, groups):
         assert all(len(ratio["rounds"]) == rounds for ratio in row["ratios"].values())
     assert result["goals"]
     assert all(goal["met"] in (True, False) for goal in result["goals"])
-    return result
 
 
 @pytest.mark.process
-def test_the_command_prints_tables_and_writes_json(tmp_path):
-    out = tmp_path / "result.json"
-    arguments = [*SMALLEST, "--only", "steps,memory,syncs", "--out", str(out)]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, without_chatter(done.stderr).strip()) == (0, "")
+def test_the_command_prints_tables_and_writes_json(out):
+    with start_benchmarks(*SMALLEST, "--out", out) as run:
+        shown, errors = run.communicate()
+    assert (run.returncode, without_chatter(errors).strip()) == (0, "")
     for title in ("steps: cpu, bfloat16, 1 thread", "memory: cpu, bfloat16; MiB", "syncs:", "goals"):
-        assert title in done.stdout
-    result = check_result(out, ["steps", "memory", "syncs"])
+        assert title in shown
+    result = json.loads(out.read_text())
+    check_result(result, ["steps", "memory", "syncs"])
     steps = [row for row in result["rows"] if row["group"] == "steps"]
     assert [row["contender"] for row in steps] == list(CONTENDERS[torch.bfloat16])
     assert {row["subject"] for row in result["rows"]} == {"deep thin MLP"}
 
 
-def test_what_measuring_costs_is_measured_too(tmp_path, capsys):
-    out = tmp_path / "result.json"
-    arguments = ["--only", "measuring", "--contender", "O4", "O5", "--out", str(out)]
-    assert command.main([*QUICK, "--workload", "deep thin MLP", *arguments]) == 0
-    result = check_result(out, ["measuring"])
+def test_what_measuring_costs_is_measured_too(measure):
+    status, shown, result = measure(*QUICK, *MLP, "--only", "measuring", "--contender", "O4", "O5")
+    check_result(result, ["measuring"])
     found = [(row["variant"], row["contender"]) for row in result["rows"]]
     assert found == [(level, name) for level in ("O4", "O5") for name in measuring.CONTENDERS]
-    assert "measured by a sweep / alone: deep thin MLP, O4" in capsys.readouterr().out
+    assert (status, "measured by a sweep / alone: deep thin MLP, O4" in shown.out) == (0, True)
 
 
-def test_the_micro_benchmarks_are_written_too(tmp_path, monkeypatch, capsys):
+def test_the_micro_benchmarks_are_written_too(measure, monkeypatch):
     monkeypatch.setattr(update, "COUNT", 4)
     monkeypatch.setattr(opening, "LAYERS", 2)
     monkeypatch.setattr(micro, "CALLS", range(2))
-    out = tmp_path / "result.json"
-    assert command.main([*QUICK, "--only", "micro", "--out", str(out)]) == 0
-    result = check_result(out, ["micro"])
+    status, shown, result = measure(*QUICK, "--only", "micro")
+    check_result(result, ["micro"])
     levels = [row["contender"] for row in result["rows"] if row["variant"] == "initialize"]
     assert levels == ["O0", "O1", "O2", "O3", "O4", "O5"]
-    assert "F.linear, half input, added" in capsys.readouterr().out
+    assert (status, "F.linear, half input, added" in shown.out) == (0, True)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--workload", "resnet"], r"invalid choice: 'resnet' \(choose from '?deep thin MLP"),
-        (
-            ["--workload", "BERT-sized encoder"],
-            "'BERT-sized encoder': too large for a CPU, add --device cuda",
-        ),
-        (
-            ["--contender", "O4", "--half", "float16"],
-            "none of those in float16, which has 'float32', 'autocast'",
-        ),
+        (["--workload", "BERT-sized encoder"], "encoder': too large for a CPU, add --device cuda"),
+        (["--contender", "O4", "--half", "float16"], "in float16, which has 'float32', 'autocast'"),
         (["--rounds", "0"], "'0': expected a whole number, 1 or more"),
         (["--threads", "1", "two"], "'two': expected a whole number, 1 or more"),
         (["--seconds", "nan"], "'nan': expected seconds, more than 0"),
@@ -562,98 +548,63 @@ def test_the_micro_benchmarks_are_written_too(tmp_path, monkeypatch, capsys):
         (["--half", "float8"], "invalid choice: 'float8'"),
     ],
 )
-def test_bad_input_ends_with_status_2_and_a_sentence(arguments, message, capsys):
+def test_bad_input_ends_with_status_2_and_a_sentence_and_makes_no_file(arguments, message, out, capsys):
     with pytest.raises(SystemExit, match="2"):
-        command.main(arguments)
+        command.main(["--out", str(out), *arguments])
     assert re.search(message, capsys.readouterr().err)
+    assert not out.exists()
 
 
-def test_other_bad_input_makes_no_file(tmp_path):
-    with pytest.raises(SystemExit, match="2"):
-        command.main(["--threads", "99999", "--out", str(tmp_path / "result.json")])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_contender_that_cannot_run_ends_no_run(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("others", [["O5"], []], ids=["one that can", "none"])
+def test_a_contender_that_cannot_run_ends_no_run(others, measure, monkeypatch):
     monkeypatch.setitem(CONTENDERS[torch.bfloat16], "autocast", Broken)
-    out = tmp_path / "result.json"
-    arguments = [*SMALLEST, "--only", "steps,memory,syncs", "--contender", "autocast", "O5"]
-    assert command.main([*arguments, "--out", str(out)]) == 0
-    shown = capsys.readouterr().out
-    assert shown.count("deep thin MLP, autocast: cannot run: no [fast] kernel") == 3
-    rows = json.loads(out.read_text())["rows"]
+    status, shown, result = measure(*SMALLEST, "--contender", "autocast", *others)
+    assert (status, shown.out.count("deep thin MLP, autocast: cannot run: no [fast] kernel")) == (0, 3)
     for group in ("steps", "memory", "syncs"):
-        failures = {row["contender"]: row["failure"] for row in rows if row["group"] == group}
-        assert failures == {"autocast": "no [fast] kernel", "O5": None}
-    assert all(row["rounds"] == [] for row in rows if row["failure"])
+        failures = {row["contender"]: row["failure"] for row in result["rows"] if row["group"] == group}
+        assert failures == {"autocast": "no [fast] kernel"} | dict.fromkeys(others)
+    assert all(row["rounds"] == [] for row in result["rows"] if row["failure"])
 
 
-def test_a_run_of_none_that_can_run_shows_and_writes_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(CONTENDERS[torch.bfloat16], "autocast", Broken)
-    out = tmp_path / "result.json"
-    arguments = [*SMALLEST, "--only", "steps,memory,syncs", "--contender", "autocast"]
-    assert command.main([*arguments, "--out", str(out)]) == 0
-    assert capsys.readouterr().out.count("cannot run") == 3
-    assert {row["failure"] for row in json.loads(out.read_text())["rows"]} == {"no [fast] kernel"}
-
-
-def test_float32_reads_nothing_more_than_itself(tmp_path, capsys):
-    out = tmp_path / "result.json"
-    arguments = ["--only", "syncs", "--workload", "deep thin MLP", "--contender", "float32"]
-    assert command.main([*arguments, "--out", str(out)]) == 0
-    assert "float32" in capsys.readouterr().out
-    result = json.loads(out.read_text())
+def test_float32_reads_nothing_more_than_itself(measure):
+    status, shown, result = measure("--only", "syncs", *MLP, "--contender", "float32")
+    assert (status, "float32" in shown.out) == (0, True)
     assert [row["median"] for row in result["rows"]] == [0.0, 0.0]
     assert result["settings"]["contenders"] == ["float32"]
 
 
 def measure_until_interrupted(options):
     (setting,) = options.settings
-    yield Comparison("steps", "LSTM", "train", "ms", setting, {"O4": Series((1.5,))})
+    yield compare_steps(setting, O4=(1.5,))
     raise KeyboardInterrupt
 
 
-def test_an_interrupted_run_keeps_what_it_has_and_ends_with_status_130(tmp_path, monkeypatch, capsys):
+def test_an_interrupted_run_keeps_what_it_has_and_ends_with_status_130(measure, out, monkeypatch):
     monkeypatch.setitem(command.MEASURES, "steps", measure_until_interrupted)
-    out = tmp_path / "result.json"
-    assert command.main(["--only", "steps", "--out", str(out)]) == 130
-    shown = capsys.readouterr()
-    assert "LSTM, train" in shown.out
-    assert shown.err.strip() == (f"python -m benchmarks: interrupted; {out} has what was measured until then")
-    assert [row["median"] for row in json.loads(out.read_text())["rows"]] == [1.5]
+    status, shown, result = measure("--only", "steps")
+    assert (status, "LSTM, train" in shown.out) == (130, True)
+    assert shown.err.strip() == f"python -m benchmarks: interrupted; {out} has what was measured until then"
+    assert [row["median"] for row in result["rows"]] == [1.5]
 
 
 @pytest.mark.process
-def test_a_reader_who_has_enough_loses_no_result(tmp_path):
-    out = tmp_path / "result.json"
-    arguments = ["--only", "syncs", "--workload", "deep thin MLP", "--contender", "O4", "--out", str(out)]
-    run = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks", *arguments],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    run.stdout.close()
-    errors = without_chatter(run.stderr.read())
-    run.stderr.close()
+def test_a_reader_who_has_enough_loses_no_result(out):
+    with start_benchmarks("--only", "syncs", *MLP, "--contender", "O4", "--out", out) as run:
+        run.stdout.close()
+        errors = without_chatter(run.stderr.read())
     assert (run.wait(), errors) == (141, "")
     assert json.loads(out.read_text())["rows"]
 
 
-def test_what_cannot_be_written_is_shown(tmp_path, monkeypatch, capsys):
+def test_what_cannot_be_written_is_shown(out, monkeypatch, capsys):
     def refuse(*_):
         raise OSError("no space left")
 
-    monkeypatch.setitem(command.MEASURES, "steps", measure_once)
+    monkeypatch.setitem(command.MEASURES, "steps", lambda options: [compare_steps(O4=(1.5,))])
     monkeypatch.setattr(report, "write", refuse)
     with pytest.raises(OSError, match="no space left"):
-        command.main(["--only", "steps", "--out", str(tmp_path / "result.json")])
+        command.main(["--only", "steps", "--out", str(out)])
     assert "LSTM, train" in capsys.readouterr().out
-
-
-def measure_once(options):
-    yield next(measure_until_interrupted(options))
 
 
 def test_without_git_the_commit_is_none(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from torch.nn import Parameter
 import ampatch as amp
 from helpers import (
     Scalar,
+    scaled_backward,
     snapshot,
 )
 from stepping import (
@@ -19,11 +20,9 @@ from stepping import (
     LEVELS,
     MOMENTUM,
     SCALE,
-    open_scalar,
+    Beside,
     param_bits,
     run_block,
-    run_block_that_raises,
-    step_by_hand,
 )
 
 
@@ -60,8 +59,7 @@ def test_a_gradient_penalty_has_the_gradients_of_float32(level, compute_penalty)
     amp.initialize(model, optimizer, opt_level=level, loss_scale=amp.DynamicLossScale(SCALE), verbosity=0)
     loss = model(batch).float().square().mean()
     penalty = compute_penalty(model, batch, amp.get_loss_scale())
-    with amp.scale_loss(loss + penalty, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(loss + penalty, optimizer)
     # 8 bits of bfloat16 and 11 of float16, through four products forward and four backward.
     tolerance = {"O0": 1e-6, "O1": 2e-2, "O2": 2e-2, "O4": 1e-1, "O5": 1e-1}[level]
     for param, expected in zip(amp.master_params(optimizer), oracle.parameters(), strict=True):
@@ -73,53 +71,45 @@ def test_a_gradient_penalty_has_the_gradients_of_float32(level, compute_penalty)
 
 @LEVELS
 def test_a_penalty_made_inside_the_block_is_unscaled_with_the_loss(level):
-    model, optimizer, oracle, _ = open_scalar(level)
-    batch = BATCHES[0]
-    with amp.scale_loss((model(batch).float() ** 2).sum(), optimizer) as scaled_loss:
+    run = Beside(level)
+    batch, weight = BATCHES[0], run.model.weight
+    with amp.scale_loss((run.model(batch).float() ** 2).sum(), run.optimizer) as scaled_loss:
         scale = amp.get_loss_scale()
-        (grad,) = torch.autograd.grad(scaled_loss, model.weight, create_graph=True)
+        (grad,) = torch.autograd.grad(scaled_loss, weight, create_graph=True)
         (scaled_loss + (grad.float() / scale).sum() * scale).backward()
-    if level in ("O2", "O5"):
-        oracle = Parameter(model.weight.detach().float())
+    oracle = Parameter(weight.detach().float())
     loss = ((oracle * batch) ** 2).sum()
     (grad,) = torch.autograd.grad(loss, oracle, create_graph=True)
     (loss + grad.sum()).backward()
     tolerance = 1e-6 if level in FLOAT32_LEVELS else 2e-2
-    torch.testing.assert_close(next(amp.master_params(optimizer)).grad, oracle.grad, rtol=tolerance, atol=0.0)
+    torch.testing.assert_close(run.grad, oracle.grad, rtol=tolerance, atol=0.0)
 
 
 @LEVELS
 def test_autograd_grad_inside_the_block_without_a_parameter_gradient_counts_as_clean(level):
-    model, optimizer, *_ = open_scalar(level)
+    run = Beside(level)
     delta = torch.zeros(3, requires_grad=True)
-    with amp.scale_loss(model(BATCHES[0] + delta).float().sum(), optimizer) as scaled_loss:
+    with amp.scale_loss(run.model(BATCHES[0] + delta).float().sum(), run.optimizer) as scaled_loss:
         (grad,) = torch.autograd.grad(scaled_loss, delta)
     assert grad.isfinite().all()
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": SCALE, "unskipped": 1}}
-    before = param_bits(optimizer)
-    optimizer.step()
-    assert not amp.step_was_skipped(optimizer)
-    assert param_bits(optimizer) == before
+    before = param_bits(run.optimizer)
+    run.optimizer.step()
+    assert not amp.step_was_skipped(run.optimizer)
+    assert param_bits(run.optimizer) == before
 
 
 @LEVELS
-def test_gradients_of_inputs_stay_scaled(level):
-    model, optimizer, *_ = open_scalar(level)
+def test_inside_the_graph_the_scale_is_that_of_the_block_and_gradients_of_inputs_keep_it(level):
+    run = Beside(level)
     batch = BATCHES[0].clone().requires_grad_()
     with torch.no_grad():
-        model.weight.fill_(2.0)
-    run_block(model, optimizer, batch)
-    assert batch.grad.tolist() == [2.0 * SCALE] * 3
-
-
-@LEVELS
-def test_the_scaled_loss_divided_by_the_loss_is_the_scale_inside_the_graph(level):
-    model, optimizer, *_ = open_scalar(level)
-    loss = model(BATCHES[0]).float().square().sum()
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        run.model.weight.fill_(2.0)
+    loss = run.model(batch).float().sum()
+    with amp.scale_loss(loss, run.optimizer) as scaled_loss:
         assert (scaled_loss / loss).item() == SCALE
-        assert scaled_loss.requires_grad
         scaled_loss.backward()
+    assert batch.grad.tolist() == [2.0 * SCALE] * 3
 
 
 # Several models, optimizers and losses
@@ -167,15 +157,11 @@ def test_a_gan_with_two_models_two_optimizers_and_three_losses_trains_as_by_hand
 
 @LEVELS
 def test_two_calls_of_initialize_have_scalers_of_their_own(level):
-    first, optimizer, oracle, _ = open_scalar(level)
-    second, other_optimizer, other_oracle, other_oracle_optimizer = open_scalar(level)
-    run_block(first, optimizer, BATCHES[0], INF)
-    run_block(second, other_optimizer, BATCHES[1])
-    optimizer.step()
-    other_optimizer.step()
-    step_by_hand(other_oracle, other_oracle_optimizer, BATCHES[1])
-    assert param_bits(optimizer) == [snapshot(oracle)]
-    assert param_bits(other_optimizer) == [snapshot(other_oracle)]
+    first, second = Beside(level), Beside(level)
+    first.run_block(factor=INF)
+    second.run_block(BATCHES[1])
+    first.skip()
+    second.step(BATCHES[1])
     assert [amp.get_loss_scale(index) for index in range(2)] == [SCALE / 2, SCALE]
 
 
@@ -186,23 +172,21 @@ def test_one_loss_may_name_several_optimizers(level):
     oracles = [Parameter(one.weight.detach().clone()) for one in model]
     amp.initialize(model, optimizers, opt_level=level, loss_scale=amp.DynamicLossScale(SCALE), verbosity=0)
     loss = model[0](BATCHES[0]).float().sum() + model[1](BATCHES[1]).float().sum()
-    with amp.scale_loss(loss, tuple(optimizers)) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(loss, tuple(optimizers))
     for optimizer, oracle, batch in zip(optimizers, oracles, BATCHES, strict=False):
         optimizer.step()
-        step_by_hand(oracle, MOMENTUM([oracle]), batch)
+        oracle.grad = batch.clone()
+        MOMENTUM([oracle]).step()
         assert param_bits(optimizer) == [snapshot(oracle)]
     assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1
 
 
 @LEVELS
 def test_an_optimizer_that_is_named_twice_is_unscaled_once(level):
-    model, optimizer, oracle, oracle_optimizer = open_scalar(level)
-    run_block(model, [optimizer, optimizer], BATCHES[0])
-    run_block(model, [optimizer, optimizer], BATCHES[1])
-    optimizer.step()
-    step_by_hand(oracle, oracle_optimizer, BATCHES[0] + BATCHES[1])
-    assert param_bits(optimizer) == [snapshot(oracle)]
+    run = Beside(level)
+    for batch in BATCHES[:2]:
+        run_block(run.model, [run.optimizer, run.optimizer], batch)
+    run.step(BATCHES[0] + BATCHES[1])
     assert amp.state_dict()["loss_scaler0"]["unskipped"] == 2
 
 
@@ -220,7 +204,8 @@ def test_blocks_of_two_optimizers_can_be_nested(level, factor):
         scaled_loss.backward()
     for optimizer in optimizers:
         optimizer.step()
-    step_by_hand(oracle, MOMENTUM([oracle]), BATCHES[0])
+    oracle.grad = BATCHES[0].clone()
+    MOMENTUM([oracle]).step()
     assert param_bits(optimizers[0]) == [snapshot(oracle)]
     assert [amp.step_was_skipped(optimizer) for optimizer in optimizers] == [False, factor == INF]
 
@@ -236,89 +221,69 @@ class Interruption(BaseException):
 @pytest.mark.parametrize("scale", [amp.DynamicLossScale(SCALE), 128.0], ids=str)
 @pytest.mark.parametrize("error", [ValueError, Interruption])
 def test_a_block_that_raises_leaves_the_gradients_as_they_were(level, scale, error):
-    model, optimizer, oracle, oracle_optimizer = open_scalar(level, loss_scale=scale)
-    run_block(model, optimizer, BATCHES[0])
+    run = Beside(level, loss_scale=scale)
+    run.raise_in_block(error=error)
+    assert run.grad is None
+    assert run.model.weight.grad is None
+    run.run_block(BATCHES[0])
     state = amp.state_dict()
-    with pytest.raises(error, match="no more"):
-        run_block_that_raises(model, optimizer, BATCHES[1], error)
-    assert snapshot(next(amp.master_params(optimizer)).grad) == snapshot(BATCHES[0])
+    run.raise_in_block(error=error)
+    assert snapshot(run.grad) == snapshot(BATCHES[0])
     assert amp.state_dict() == state
-    run_block(model, optimizer, BATCHES[2])
-    optimizer.step()
-    step_by_hand(oracle, oracle_optimizer, BATCHES[0] + BATCHES[2])
-    assert param_bits(optimizer) == [snapshot(oracle)]
-
-
-@LEVELS
-@pytest.mark.parametrize("scale", [amp.DynamicLossScale(SCALE), 128.0], ids=str)
-def test_a_block_that_raises_leaves_no_gradient_where_none_was(level, scale):
-    model, optimizer, oracle, oracle_optimizer = open_scalar(level, loss_scale=scale)
-    with pytest.raises(ValueError, match="no more"):
-        run_block_that_raises(model, optimizer, BATCHES[1])
-    assert next(amp.master_params(optimizer)).grad is None
-    assert model.weight.grad is None
-    run_block(model, optimizer, BATCHES[2])
-    optimizer.step()
-    step_by_hand(oracle, oracle_optimizer, BATCHES[2])
-    assert param_bits(optimizer) == [snapshot(oracle)]
+    run.run_block(BATCHES[2])
+    run.step(BATCHES[0] + BATCHES[2])
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 def test_a_block_that_raises_at_a_static_scale_of_1_leaves_what_plain_torch_leaves(level):
-    model, optimizer, _, _ = open_scalar(level, loss_scale=1.0)
-    run_block(model, optimizer, BATCHES[0])
-    with pytest.raises(ValueError, match="no more"):
-        run_block_that_raises(model, optimizer, BATCHES[1])
-    assert snapshot(model.weight.grad) == snapshot(BATCHES[0] + BATCHES[1])
+    run = Beside(level, loss_scale=1.0)
+    run.run_block(BATCHES[0])
+    run.raise_in_block(BATCHES[1])
+    assert snapshot(run.grad) == snapshot(BATCHES[0] + BATCHES[1])
 
 
 @LEVELS
 def test_a_block_that_raises_after_a_delayed_one_leaves_what_was_delayed(level):
-    model, optimizer, oracle, oracle_optimizer = open_scalar(level)
-    run_block(model, optimizer, BATCHES[0], delay_unscale=True)
-    with pytest.raises(ValueError, match="no more"):
-        run_block_that_raises(model, optimizer, BATCHES[1])
-    run_block(model, optimizer, BATCHES[2])
-    optimizer.step()
-    step_by_hand(oracle, oracle_optimizer, BATCHES[0] + BATCHES[2])
-    assert param_bits(optimizer) == [snapshot(oracle)]
+    run = Beside(level)
+    run.run_block(BATCHES[0], delay_unscale=True)
+    run.raise_in_block()
+    run.run_block(BATCHES[2])
+    run.step(BATCHES[0] + BATCHES[2])
 
 
 @LEVELS
 def test_continue_break_and_return_leave_the_block_as_its_end_does(level):
-    model, optimizer, oracle, oracle_optimizer = open_scalar(level)
+    run = Beside(level)
+
+    def scaled(batch):
+        return amp.scale_loss(run.model(batch).float().sum(), run.optimizer)
 
     def iterate():
         for batch in BATCHES[:2]:
-            with amp.scale_loss(model(batch).float().sum(), optimizer) as scaled_loss:
+            with scaled(batch) as scaled_loss:
                 scaled_loss.backward()
                 continue
         for batch in BATCHES[2:]:
-            with amp.scale_loss(model(batch).float().sum(), optimizer) as scaled_loss:
+            with scaled(batch) as scaled_loss:
                 scaled_loss.backward()
                 break
-        with amp.scale_loss(model(BATCHES[3]).float().sum(), optimizer) as scaled_loss:
+        with scaled(BATCHES[3]) as scaled_loss:
             scaled_loss.backward()
             return
 
     iterate()
-    optimizer.step()
-    step_by_hand(oracle, oracle_optimizer, sum(BATCHES))
-    assert param_bits(optimizer) == [snapshot(oracle)]
+    run.step(sum(BATCHES))
     assert amp.state_dict()["loss_scaler0"]["unskipped"] == 4
 
 
 @LEVELS
 def test_a_batch_that_is_given_up_inside_the_block_costs_no_step(level):
-    model, optimizer, oracle, oracle_optimizer = open_scalar(level)
+    run = Beside(level)
     for batch, bad in zip(BATCHES[:3], [False, True, False], strict=True):
-        optimizer.zero_grad()
-        with amp.scale_loss(model(batch).float().sum(), optimizer) as scaled_loss:
+        run.optimizer.zero_grad()
+        with amp.scale_loss(run.model(batch).float().sum(), run.optimizer) as scaled_loss:
             scaled_loss.backward()
             if bad:
-                for param in model.parameters():
-                    param.grad.zero_()
+                run.model.weight.grad.zero_()
                 continue
-        optimizer.step()
-        step_by_hand(oracle, oracle_optimizer, batch)
-    assert param_bits(optimizer) == [snapshot(oracle)]
+        run.step(batch)

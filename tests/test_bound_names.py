@@ -1,6 +1,7 @@
 """Names that were bound to torch's functions before they were patched, wherever programs keep them."""
 
 import collections
+import contextlib
 import functools
 import gc
 import sys
@@ -55,26 +56,6 @@ class Loss(torch.nn.Module):
 CRITERION = Loss()
 """
 
-# How a program reaches a function that runs in float32.
-USES = {
-    "from-import": lambda m, x: m.exp(x),
-    "from-import under another name": lambda m, x: m._softmax(x, dim=-1),
-    "a dictionary": lambda m, x: m.ACTIVATIONS["softmax"](x, dim=-1),
-    "a dictionary in a dictionary": lambda m, x: m.ACTIVATIONS["nested"]["exp"](x),
-    "a list": lambda m, x: m.CHOICES[0](x, dim=-1),
-    "a partial": lambda m, x: m.PARTIAL(x),
-    "an argument of a partial": lambda m, x: m.BUILD(x),
-    "an ordered dictionary": lambda m, x: m.REGISTRY["exp"](x),
-    "a method of Tensor": lambda m, x: m.TENSOR_EXP(x),
-    "a default argument": lambda m, x: m.by_default(x),
-    "a default of a keyword": lambda m, x: m.by_keyword(x),
-    "an attribute of a class": lambda m, x: m.Operations.builtin(x),
-    "an attribute of a class, by an instance": lambda m, x: m.Operations().call(x),
-    "a static method": lambda m, x: m.Operations.static(x, dim=-1),
-    "a default argument of a method": lambda m, x: m.Operations.by_default(x),
-    "a loss that initialize is not given": lambda m, x: m.CRITERION.function(x),
-}
-
 
 def make_module(name="bound_names_user", source=SOURCE, file="/home/user/script.py"):
     module = types.ModuleType(name)
@@ -91,13 +72,38 @@ def user():
     del sys.modules["bound_names_user"]
 
 
-@pytest.mark.parametrize("name", USES)
-def test_a_name_bound_before_casts_as_torchs_own_does(user, name):
-    assert USES[name](user, half(2, 3)).dtype is HALF
+def run_all(m, x):
+    """How a program reaches functions that run in float32; the types that they give."""
+    ways = {
+        "from-import": m.exp(x),
+        "from-import under another name": m._softmax(x, dim=-1),
+        "a dictionary": m.ACTIVATIONS["softmax"](x, dim=-1),
+        "a dictionary in a dictionary": m.ACTIVATIONS["nested"]["exp"](x),
+        "a list": m.CHOICES[0](x, dim=-1),
+        "a partial": m.PARTIAL(x),
+        "an argument of a partial": m.BUILD(x),
+        "an ordered dictionary": m.REGISTRY["exp"](x),
+        "a method of Tensor": m.TENSOR_EXP(x),
+        "a default argument": m.by_default(x),
+        "a default of a keyword": m.by_keyword(x),
+        "an attribute of a class": m.Operations.builtin(x),
+        "an attribute of a class, by an instance": m.Operations().call(x),
+        "a static method": m.Operations.static(x, dim=-1),
+        "a default argument of a method": m.Operations.by_default(x),
+        "a loss that initialize is not given": m.CRITERION.function(x),
+    }
+    return {name: result.dtype for name, result in ways.items()}
+
+
+def test_a_name_bound_before_casts_as_torchs_own_does(user):
+    uncast = run_all(user, half(2, 3))
+    assert set(uncast.values()) == {HALF}
     open_session()
-    assert USES[name](user, half(2, 3)).dtype is torch.float32
+    assert run_all(user, half(2, 3)) == dict.fromkeys(uncast, torch.float32)
+    assert user.batch_norm is F.batch_norm
     amp.uninitialize()
-    assert USES[name](user, half(2, 3)).dtype is HALF
+    assert run_all(user, half(2, 3)) == uncast
+    assert user.batch_norm is F.batch_norm
 
 
 def freeze(value, seen):
@@ -131,13 +137,6 @@ def test_uninitialize_puts_back_every_object_that_was_there(user):
     assert {name: freeze(vars(user)[name], again) for name in names} == before
 
 
-def test_batch_norm_bound_before_is_the_one_that_is_looked_up(user):
-    open_session()
-    assert user.batch_norm is F.batch_norm
-    amp.uninitialize()
-    assert user.batch_norm is F.batch_norm
-
-
 def test_functions_without_a_row_and_containers_stay_the_objects_that_they_were(user):
     before = user.relu, user.ACTIVATIONS["relu"], user.ACTIVATIONS, user.CHOICES, user.PARTIAL
     open_session()
@@ -166,24 +165,15 @@ def test_a_name_that_was_bound_to_something_else_while_patched_is_left(user):
     assert user.exp is user.linear is mine
 
 
-def test_names_in_the_main_module_are_found(monkeypatch):
-    monkeypatch.setattr(sys.modules["__main__"], "bound_exp", torch.exp, raising=False)
+@pytest.mark.parametrize("name", ["__main__", "test"])  # the script, and one that Python has as well
+def test_names_in_a_users_module_are_found_whatever_it_is_called(monkeypatch, name):
+    module = types.ModuleType(name)
+    module.exp = torch.exp
+    monkeypatch.setitem(sys.modules, name, module)
     open_session()
-    assert sys.modules["__main__"].bound_exp(half(2)).dtype is torch.float32
+    assert module.exp(half(2)).dtype is torch.float32
     amp.uninitialize()
-    assert sys.modules["__main__"].bound_exp is torch.exp
-
-
-def test_a_users_module_with_the_name_of_one_of_pythons_is_searched():
-    before = sys.modules.get("test")
-    module = make_module("test", "from torch import exp")
-    try:
-        open_session()
-        assert module.exp(half(2)).dtype is torch.float32
-    finally:
-        del sys.modules["test"]
-        if before is not None:
-            sys.modules["test"] = before
+    assert module.exp is torch.exp
 
 
 INSTALLED = """
@@ -247,38 +237,23 @@ def dtypes(model):
     return {out.dtype for out in model(half(2, 3))}
 
 
-def test_what_an_initialized_model_keeps_follows_the_patches():
-    model = Net()
-    assert dtypes(model) == {HALF}
-    open_session(nn.Sequential(nn.Linear(2, 2), model))
-    assert dtypes(model) == {torch.float32}
+def kept_by(model):
+    return model.act, model.many["list"][0], model.partial, model._private, vars(Net)["in_class"]
 
 
-def test_what_an_initialized_model_keeps_is_put_back():
-    model = Net()
-    keep = model.act, model.many["list"][0], model.partial, model._private
-    in_class = vars(Net)["in_class"]
-    open_session(model)
-    amp.uninitialize()
-    assert (model.act, model.many["list"][0], model.partial, model._private) == keep
-    assert model.act is model.partial.func is F.softmax
-    assert vars(Net)["in_class"] is in_class
-
-
-def test_a_second_model_follows_as_well():
-    first, second = Net(), Net()
+def test_what_initialized_models_keep_follows_the_patches_and_is_put_back():
+    first, second, model = Net(), Net(), nn.Sequential(nn.Linear(2, 2), Net())
+    part = model[1]
+    before = [kept_by(net) for net in (first, second, part)]
+    assert dtypes(first) == {HALF}
     open_session(first)
     open_session(second)
-    assert dtypes(first) == dtypes(second) == {torch.float32}
-
-
-def test_a_part_that_is_taken_out_of_a_model_is_put_back_as_well():
-    model = nn.Sequential(Net())
     open_session(model)
-    part = model[0]
-    del model[0]
+    assert dtypes(first) == dtypes(second) == dtypes(part) == {torch.float32}
+    del model[1]  # what is taken out is put back as well
     amp.uninitialize()
-    assert part.act is F.softmax
+    assert [kept_by(net) for net in (first, second, part)] == before
+    assert part.act is part.partial.func is F.softmax
 
 
 class Failing(amp.Observer):
@@ -286,21 +261,18 @@ class Failing(amp.Observer):
         raise ValueError("no more")
 
 
-def test_a_call_that_fails_leaves_the_model_as_it_was_and_does_not_keep_it_alive():
-    model, act = Net(), F.softmax
-    with amp.observe(Failing()), pytest.raises(ValueError, match="no more"):
-        open_session(model)
-    assert model.act is act is F.softmax
-    reference = weakref.ref(model)
-    del model
+def is_freed(reference):
     gc.collect()
-    assert reference() is None
+    return reference() is None
 
 
-def test_a_call_that_fails_leaves_what_its_model_shares_with_others(user):
-    first, second = Net(), Net()
+def test_a_call_that_fails_leaves_the_model_as_it_was_and_what_it_shares_with_others(user):
+    first, second, alone = Net(), Net(), Net()
     first.many = second.many
     second.choices = user.CHOICES
+    with amp.observe(Failing()), pytest.raises(ValueError, match="no more"):
+        open_session(alone)
+    assert alone.act is F.softmax
     open_session(first)
     with amp.observe(Failing()), pytest.raises(ValueError, match="no more"):
         open_session(second)
@@ -308,14 +280,15 @@ def test_a_call_that_fails_leaves_what_its_model_shares_with_others(user):
     assert second.act is not F.softmax
 
 
-def test_a_model_that_a_session_has_searched_is_freed_when_it_is_dropped():
+@pytest.mark.parametrize("fails", [True, False], ids=["a call that fails", "a session"])
+def test_a_model_that_was_searched_is_freed_when_it_is_dropped(fails):
     model = Net()
     model.itself = [model]
-    open_session(model)
+    with amp.observe(Failing()) if fails else contextlib.nullcontext(), contextlib.suppress(ValueError):
+        open_session(model)
     reference = weakref.ref(model)
     del model
-    gc.collect()
-    assert reference() is None
+    assert is_freed(reference)
 
 
 def test_a_name_bound_in_a_model_while_patched_is_put_back():
@@ -339,30 +312,12 @@ def test_an_entry_that_was_deleted_while_patched_stays_deleted(user):
 def test_a_model_made_while_patched_is_put_right_by_its_own_initialize():
     open_session()
     model = Net()  # holds wrappers
+    model.product = torch.matmul
     amp.uninitialize()
     open_session(model, "O1")
     assert model.act is F.softmax
     assert model(torch.rand(2, 3).half())[0].dtype is torch.float32
-
-
-class Half(nn.Module):
-    """Keeps a function that runs in the half type."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3, 3))
-        self.product = torch.matmul
-
-    def forward(self, x):
-        return self.product(x, self.weight)
-
-
-def test_a_function_kept_from_a_session_of_another_half_type_casts_to_the_new_one():
-    open_session()
-    model = Half()
-    amp.uninitialize()
-    open_session(model, "O1")
-    assert model(torch.ones(2, 3)).dtype is torch.float16
+    assert model.product(torch.ones(2, 3), torch.ones(3, 3)).dtype is torch.float16
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
@@ -377,27 +332,20 @@ def test_at_levels_without_patches_nothing_is_searched(user, level):
 # ---- Registered functions ----
 
 
-def test_a_registered_function_is_cast_under_its_other_names(user):
-    owner = types.ModuleType("owner")
-    owner.total = user.total = lambda x: x + x
-    user.ACTIVATIONS["total"] = owner.total
-    amp.register_float_function(owner, "total")
-    open_session()
-    assert user.total(half(2)).dtype is user.ACTIVATIONS["total"](half(2)).dtype is torch.float32
-    amp.uninitialize()
-    assert user.total(half(2)).dtype is HALF
-
-
-def test_a_function_registered_while_patched_is_cast_under_its_other_names(user):
-    owner = types.ModuleType("owner")
-    owner.total = user.total = lambda x: x + x
-    model = Net()
-    model.act = owner.total
+@pytest.mark.parametrize("first", [False, True], ids=["while patched", "before"])
+def test_a_registered_function_is_cast_under_its_other_names(user, first):
+    owner, model = types.ModuleType("owner"), Net()
+    owner.total = user.total = model.act = user.ACTIVATIONS["total"] = lambda x: x + x
+    if first:
+        amp.register_float_function(owner, "total")
     open_session(model)
-    amp.register_float_function(owner, "total")
-    assert user.total(half(2)).dtype is model.act(half(2)).dtype is torch.float32
+    if not first:
+        amp.register_float_function(owner, "total")
+    names = [user.total, model.act, user.ACTIVATIONS["total"]]
+    assert [function(half(2)).dtype for function in names] == [torch.float32] * 3
     amp.uninitialize()
-    assert user.total is model.act is owner.total
+    assert user.total is model.act is user.ACTIVATIONS["total"] is owner.total
+    assert user.total(half(2)).dtype is HALF
 
 
 def test_a_builtin_registered_in_a_class_is_not_bound_to_instances():

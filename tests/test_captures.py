@@ -95,39 +95,41 @@ def assert_same(found, expected):
             torch.testing.assert_close(weight, other, rtol=0, atol=1e-6)
 
 
-def run_eagerly(factors, *args, **kwargs):
-    training = Training(*args, **kwargs)
-    training.warm_up()
-    found = training.follow(training.step, factors)
-    amp.uninitialize()
-    return found
-
-
 FACTORS = {"O0": [1] * 5, "O4": [1] * 5, "O5": [1] * 5}
 POISONED = [1, INF, INF, 1, 1, INF, 1]
+
+
+def assert_as_eagerly(level, device, eager, captured, outside=None, how="fused", factors=None, **kwargs):
+    """Fails unless replays, each followed by `outside`, do what `eager` does, as does an eager step later."""
+    factors = factors or FACTORS.get(level, POISONED)
+    training = Training(level, device, how, **kwargs)
+    training.warm_up()
+    expected = training.follow(lambda: eager(training), factors) + training.follow(training.step, [1])
+    amp.uninitialize()
+    training = Training(level, device, how, **kwargs)
+    training.warm_up()
+    graph, _ = capture(lambda: captured(training))
+
+    def advance():
+        graph.replay()
+        if outside:
+            outside(training)
+
+    found = training.follow(advance, factors)
+    if outside is None and level in ("O2", "O5"):
+        assert all(master.grad is None for _, master in amp.master_pairs(training.optimizer))
+    assert_same(found + training.follow(training.step, [1]), expected)
+
+
+def step(training):
+    training.optimizer.step()
 
 
 @pytest.mark.parametrize("adam", [False, True], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_step_that_is_captured_as_a_whole_skips_and_scales_as_eager_steps_do(level, adam, device):
-    factors = FACTORS.get(level, POISONED)
     rule = amp.DynamicLossScale(growth_interval=2) if level in DYNAMIC else None
-    expected = run_eagerly(factors, level, device, adam=adam, loss_scale=rule)
-    training = Training(level, device, adam=adam, loss_scale=rule)
-    training.warm_up()
-    graph, _ = capture(training.step)
-    assert_same(training.follow(graph.replay, factors), expected)
-    assert level in ("O0", "O1", "O4") or not any(p.grad is not None for p in masters(training))
-    assert_same(training.follow(training.step, [1]), run_eagerly_after(factors, level, device, adam, rule))
-
-
-def masters(training):
-    return [master for _, master in amp.master_pairs(training.optimizer)]
-
-
-def run_eagerly_after(factors, level, device, adam, rule):
-    amp.uninitialize()
-    return run_eagerly([*factors, 1], level, device, adam=adam, loss_scale=rule)[-1:]
+    assert_as_eagerly(level, device, Training.step, Training.step, adam=adam, loss_scale=rule)
 
 
 @pytest.mark.exhaustive(keep=12)
@@ -135,19 +137,12 @@ def run_eagerly_after(factors, level, device, adam, rule):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("clears", [False, True])
 def test_forward_and_backward_are_captured_and_steps_are_not(level, how, clears, device):
-    factors = FACTORS.get(level, POISONED)
-    expected = run_eagerly(factors, level, device, how)
-    training = Training(level, device, how)
-    training.warm_up()
-    graph, _ = capture(training.backward)
-
-    def advance():
+    def outside(training):
+        step(training)
         if clears:
             training.optimizer.zero_grad()
-        graph.replay()
-        training.optimizer.step()
 
-    assert_same(training.follow(advance, factors), expected)
+    assert_as_eagerly(level, device, Training.step, Training.backward, outside, how)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -159,71 +154,30 @@ def test_accumulation_in_a_graph_is_accumulation(level, device):
         training.backward()
         training.backward()
 
-    def advance(training):
+    def eager(training):
         training.optimizer.zero_grad()
         accumulate(training)
-        training.optimizer.step()
+        step(training)
 
-    factors = FACTORS.get(level, POISONED)
-    eager = Training(level, device)
-    eager.warm_up()
-    expected = eager.follow(lambda: advance(eager), factors)
-    amp.uninitialize()
-    training = Training(level, device)
-    training.warm_up()
-    graph, _ = capture(lambda: accumulate(training))
-
-    def replay():
-        graph.replay()
-        training.optimizer.step()
-
-    assert_same(training.follow(replay, factors), expected)
+    assert_as_eagerly(level, device, eager, accumulate, step)
 
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_block_that_delays_is_settled_by_the_step_in_a_graph_or_outside(level, whole, device):
-    factors = FACTORS.get(level, POISONED)
-    eager = Training(level, device)
-    eager.warm_up()
-
-    def advance():
-        eager.optimizer.zero_grad()
-        eager.backward(delay_unscale=True)
-        eager.optimizer.step()
-
-    expected = eager.follow(advance, factors)
-    amp.uninitialize()
-    training = Training(level, device)
-    training.warm_up()
-
-    def captured():
+    def delay(training):
         training.backward(delay_unscale=True)
-        if whole:
-            training.optimizer.step()
 
-    graph, _ = capture(captured)
+    def delay_and_step(training):
+        delay(training)
+        step(training)
 
-    def replay():
-        graph.replay()
-        if not whole:
-            training.optimizer.step()
+    def eager(training):
+        training.optimizer.zero_grad()
+        delay_and_step(training)
 
-    assert_same(training.follow(replay, factors), expected)
-    assert_same(training.follow(training.step, [1]), eager_after(expected, level, device, factors))
-
-
-def eager_after(expected, level, device, factors):
-    """The step that follows delayed ones, done eagerly throughout."""
-    amp.uninitialize()
-    eager = Training(level, device)
-    eager.warm_up()
-    for factor in factors:
-        eager.factor.fill_(factor)
-        eager.optimizer.zero_grad()
-        eager.backward(delay_unscale=True)
-        eager.optimizer.step()
-    return eager.follow(eager.step, [1])
+    captured, outside = (delay_and_step, None) if whole else (delay, step)
+    assert_as_eagerly(level, device, eager, captured, outside)
 
 
 def test_an_overflow_that_a_graph_left_unchecked_counts_at_the_next_update(device):
@@ -301,57 +255,44 @@ def test_a_replay_adds_to_what_an_eager_block_made(level, device):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_whole_step_that_ends_by_zero_grad_leaves_no_gradient_to_eager_steps(level, device):
-    def step(training):
+    def whole(training):
         training.backward()
-        training.optimizer.step()
+        step(training)
         training.optimizer.zero_grad()
 
-    eager = Training(level, device)
-    eager.warm_up()
-    expected = eager.follow(lambda: step(eager), [1, 1, 1])
-    amp.uninitialize()
-    training = Training(level, device)
-    training.warm_up()
-    graph, _ = capture(lambda: step(training))
-    found = training.follow(graph.replay, [1])
-    assert_same(found + training.follow(lambda: step(training), [1, 1]), expected)
+    assert_as_eagerly(level, device, whole, whole, factors=[1])
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_capture_without_a_replay_leaves_eager_training_as_it_was(level, device):
-    expected = run_eagerly([1, 1], level, device)
-    training = Training(level, device)
-    training.warm_up()
-    capture(training.backward)
-    assert_same(training.follow(training.step, [1, 1]), expected)
+    found = []
+    for captures in (False, True):
+        training = Training(level, device)
+        training.warm_up()
+        if captures:
+            capture(training.backward)
+        found.append(training.follow(training.step, [1, 1]))
+        amp.uninitialize()
+    assert_same(*found)
 
 
-@pytest.mark.parametrize("level", DYNAMIC)
-def test_a_step_that_must_read_the_device_is_refused_in_a_capture_with_the_way_out(level, device):
-    training = Training(level, device, "foreach")
-    training.warm_up()
-    with pytest.raises(amp.AmpError, match="fused=True"):
-        capture(training.step)
-
-
-def test_a_first_step_is_refused_in_a_capture(device):
-    training = Training("O1", device)
-    with pytest.raises(amp.AmpError, match="has stepped before"):
-        capture(training.step)
-
-
-@pytest.mark.parametrize("level", DYNAMIC)
-def test_a_step_that_is_captured_without_its_block_is_refused(level, device):
-    training = Training(level, device)
-    training.warm_up()
-    training.backward()
-    with pytest.raises(amp.AmpError, match="together with step"):
-        capture(training.optimizer.step)
-
-
-def test_gradients_of_masters_from_before_a_capture_are_refused(device):
-    training = Training("O5", device)
-    training.warm_up()
-    training.backward()
-    with pytest.raises(amp.AmpError, match="zero_grad"):
-        capture(training.backward)
+@pytest.mark.parametrize(
+    ("level", "how", "warm", "backwards", "method", "message"),
+    [
+        *((level, "foreach", True, 0, "step", "fused=True") for level in DYNAMIC),
+        ("O1", "fused", False, 0, "step", "has stepped before"),
+        *((level, "fused", True, 1, "step_alone", "together with step") for level in DYNAMIC),
+        ("O5", "fused", True, 1, "backward", "zero_grad"),
+    ],
+)
+def test_what_no_graph_can_do_is_refused_in_a_capture_with_the_way_out(
+    level, how, warm, backwards, method, message, device
+):
+    training = Training(level, device, how)
+    training.step_alone = training.optimizer.step
+    if warm:
+        training.warm_up()
+    for _ in range(backwards):
+        training.backward()
+    with pytest.raises(amp.AmpError, match=message):
+        capture(getattr(training, method))

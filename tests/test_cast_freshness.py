@@ -7,7 +7,7 @@ from torch import nn
 
 import ampatch as amp
 from ampatch.casts.cast import CASTS
-from caching import HALF, X, assert_fresh, by_hand, open_session
+from caching import HALF, MODES, WITHOUT_GRAD, X, assert_fresh, backward, by_hand, open_session, open_training
 
 
 @pytest.fixture
@@ -15,23 +15,8 @@ def linear():
     return open_session(nn.Linear(3, 5))
 
 
-def edit_in_place(model):
-    with torch.no_grad():
-        model.weight.mul_(-3)
-
-
-def edit_a_view(model):
-    with torch.no_grad():
-        model.weight[0].fill_(7)
-
-
-def load(model):
-    model.load_state_dict({name: value - 2 for name, value in model.state_dict().items()})
-
-
-def load_by_assignment(model):
-    state = {name: value - 2 for name, value in model.state_dict().items()}
-    model.load_state_dict(state, assign=True)
+def load(model, **kwargs):
+    model.load_state_dict({name: value - 2 for name, value in model.state_dict().items()}, **kwargs)
 
 
 def assign_data(model):
@@ -42,22 +27,9 @@ def assign_parameter(model):
     model.weight = nn.Parameter(model.weight.detach() - 2)
 
 
-def initialize_anew(model):
-    torch.nn.init.constant_(model.weight, 3.0)
-
-
-def swap_tensors(model):
-    torch.utils.swap_tensors(model.weight, nn.Parameter(model.weight.detach() - 2))
-
-
 def flatten_and_back(model):
     vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
     torch.nn.utils.vector_to_parameters(vector - 2, model.parameters())
-
-
-def foreach_edit(model):
-    with torch.no_grad():
-        torch._foreach_add_(list(model.parameters()), 2.0)
 
 
 def move_memory_and_edit(model):
@@ -67,8 +39,7 @@ def move_memory_and_edit(model):
 
 def move_there_and_back(model):
     model.double()
-    with torch.no_grad():
-        model.weight.sub_(2)
+    model.weight.sub_(2)
     model.float()
 
 
@@ -82,16 +53,6 @@ def convert_by_swapping(model):
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-def set_memory(model):
-    with torch.no_grad():
-        model.weight.set_(model.weight.detach() - 2)
-
-
-def copy_values(model):
-    with torch.no_grad():
-        model.weight.copy_(torch.full((5, 3), 3.0))
-
-
 def load_average(model):
     average = torch.optim.swa_utils.AveragedModel(model)
     average.update_parameters(model)
@@ -100,54 +61,48 @@ def load_average(model):
     model.load_state_dict(average.module.state_dict())
 
 
-EDITS = [
-    edit_in_place,
-    move_there_and_back,
-    convert_by_swapping,
-    set_memory,
-    copy_values,
-    load_average,
-    edit_a_view,
-    load,
-    load_by_assignment,
-    assign_data,
-    assign_parameter,
-    initialize_anew,
-    swap_tensors,
-    flatten_and_back,
-    foreach_edit,
-    move_memory_and_edit,
-]
-
-
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-def test_an_edit_between_two_forwards_is_seen(linear, edit, frozen):
-    linear.requires_grad_(not frozen)
-    assert_fresh(linear)
-    edit(linear)
-    assert_fresh(linear)
-
-
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_an_edit_between_two_evaluations_is_seen(linear, edit, mode):
-    with mode():
-        assert_fresh(linear)
-    edit(linear)
-    with mode():
-        assert_fresh(linear)
-
-
+# Each runs under no_grad.
+EDITS = {
+    "in place": lambda model: model.weight.mul_(-3),
+    "a view": lambda model: model.weight[0].fill_(7),
+    "foreach": lambda model: torch._foreach_add_(list(model.parameters()), 2.0),
+    "other memory": lambda model: model.weight.set_(model.weight.detach() - 2),
+    "initialized": lambda model: torch.nn.init.constant_(model.weight, 3.0),
+    "loaded": load,
+    "loaded by assignment": lambda model: load(model, assign=True),
+    "loaded from an average": load_average,
+    "assigned data": assign_data,
+    "assigned parameter": assign_parameter,
+    "flattened and back": flatten_and_back,
+    "moved memory": move_memory_and_edit,
+    "moved there and back": move_there_and_back,
+}
 # These take no tensor that a graph holds.
-WITH_A_GRAPH = [edit for edit in EDITS if edit not in (swap_tensors, convert_by_swapping)]
+SWAPS = {
+    "swapped": lambda model: torch.utils.swap_tensors(model.weight, nn.Parameter(model.weight.detach() - 2)),
+    "converted by swapping": convert_by_swapping,
+}
 
 
-@pytest.mark.parametrize("edit", WITH_A_GRAPH)
-def test_an_edit_is_seen_while_a_graph_from_before_it_waits_for_its_backward(linear, edit):
+@pytest.mark.parametrize("name", [*EDITS, *SWAPS])
+def test_an_edit_between_two_forwards_is_seen(name):
+    models = [nn.Linear(3, 5).requires_grad_(trained) for _ in MODES for trained in (True, False)]
+    open_session(models)
+    for model, mode in zip(models, [mode for mode in MODES for _ in range(2)], strict=True):
+        with mode():
+            assert_fresh(model)
+        with torch.no_grad():
+            {**EDITS, **SWAPS}[name](model)
+        with mode():
+            assert_fresh(model)
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_is_seen_while_a_graph_from_before_it_waits_for_its_backward(linear, name):
     """The iteration goes on meanwhile, and its casts are used without a second look."""
     waiting = linear(X)
-    edit(linear)
+    with torch.no_grad():
+        EDITS[name](linear)
     assert_fresh(linear)
     assert waiting.requires_grad
 
@@ -157,28 +112,19 @@ class WritesMidway(nn.Linear):
 
     def forward(self, x):
         super().forward(x)
-        edit_in_place(self)
+        with torch.no_grad():
+            EDITS[self.name](self)
         return super().forward(x)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_an_edit_between_two_uses_in_one_forward_is_seen(mode):
+@pytest.mark.parametrize("name", ["in place", "assigned data"])
+@pytest.mark.parametrize("mode", MODES)
+def test_an_edit_between_two_uses_in_one_forward_is_seen(mode, name):
     model = open_session(WritesMidway(3, 5))
+    model.name = name
     with mode():
         found = model(X).detach()
     assert torch.equal(found, by_hand(model))
-
-
-@pytest.mark.parametrize("edit", [edit_in_place, assign_data])
-def test_an_edit_by_a_hook_in_the_middle_of_a_forward_is_seen(edit):
-    model = nn.Sequential(nn.Linear(3, 5), nn.Identity())
-    open_session(model)
-    results = []
-    model[1].register_forward_hook(lambda module, args, output: edit(model[0]))
-    for _ in range(2):
-        results.append((by_hand(model[0]), model(X).detach()))
-    for expected, found in results:
-        assert torch.equal(found, expected)
 
 
 def write_data(model):
@@ -186,41 +132,23 @@ def write_data(model):
         param.data.mul_(-3)  # the same memory, and no new version
 
 
-def test_a_write_through_data_after_a_block_is_seen():
+def test_a_write_through_data_after_a_block_or_a_step_is_seen():
     model = nn.Linear(3, 5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    open_session(model, optimizer)
+    optimizer = open_training(model)
     for _ in range(2):
-        with amp.scale_loss(model(X).sum(), optimizer) as scaled:
-            scaled.backward()
+        backward(model(X).sum(), optimizer)
         write_data(model)
+        assert_fresh(model)
+        optimizer.step()
+        write_data(model)  # as weight clipping does
         assert_fresh(model)
 
 
-def test_a_write_through_data_after_a_step_is_seen():
-    model = nn.Linear(3, 5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    open_session(model, optimizer)
-    model(X).sum().backward()
-    optimizer.step()
-    write_data(model)  # as weight clipping does
-    assert_fresh(model)
-
-
-def test_a_step_written_by_hand_through_data_is_seen_after_a_plain_backward():
-    model = open_session(nn.Linear(3, 5))
-    model(X).sum().backward()
-    for param in model.parameters():
-        param.data.sub_(param.grad)
-    assert_fresh(model)
-
-
-def test_a_step_written_by_hand_is_seen_while_the_output_is_still_held():
-    model = open_session(nn.Linear(3, 5))
-    output = model(X)
+def test_a_step_written_by_hand_is_seen_while_the_output_is_still_held(linear):
+    output = linear(X)
     output.sum().backward()
-    write_data(model)
-    assert_fresh(model)
+    write_data(linear)
+    assert_fresh(linear)
     assert output.grad_fn is not None
 
 
@@ -239,87 +167,61 @@ def test_a_weight_that_functions_use_outside_of_any_model_is_seen_after_a_step_b
 def test_an_attack_on_the_weights_between_two_forwards_is_seen(linear):
     """As sharpness-aware minimization does: up along the gradient, and back again, through `.data`."""
     for _ in range(2):
-        linear(X).sum().backward()
-        for param in linear.parameters():
-            param.data.add_(param.grad)
-        loss = linear(X)
-        assert torch.equal(loss.detach(), by_hand(linear))
-        loss.sum().backward()
-        for param in linear.parameters():
-            param.data.sub_(param.grad)
-        assert_fresh(linear)
+        for sign in (1, -1):
+            loss = linear(X)
+            assert torch.equal(loss.detach(), by_hand(linear))
+            loss.sum().backward()
+            for param in linear.parameters():
+                param.data.add_(sign * param.grad)
+    assert_fresh(linear)
 
 
-def optimizers():
-    yield "sgd", lambda params: torch.optim.SGD(params, lr=1.0)
-    yield "sgd loop", lambda params: torch.optim.SGD(params, lr=1.0, foreach=False)
-    yield "sgd foreach", lambda params: torch.optim.SGD(params, lr=1.0, foreach=True)
-    yield "sgd fused", lambda params: torch.optim.SGD(params, lr=1.0, fused=True)
-    yield "adam fused", lambda params: torch.optim.Adam(params, lr=1.0, fused=True)
-    yield "adamw fused", lambda params: torch.optim.AdamW(params, lr=1.0, fused=True)
-    yield "adagrad fused", lambda params: torch.optim.Adagrad(params, lr=1.0, fused=True)
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {}),
+    "sgd loop": (torch.optim.SGD, {"foreach": False}),
+    "sgd foreach": (torch.optim.SGD, {"foreach": True}),
+    "sgd fused": (torch.optim.SGD, {"fused": True}),
+    "adam fused": (torch.optim.Adam, {"fused": True}),
+    "adamw fused": (torch.optim.AdamW, {"fused": True}),
+    "adagrad fused": (torch.optim.Adagrad, {"fused": True}),
+}
 
 
-OPTIMIZERS = [pytest.param(make, id=name) for name, make in optimizers()]
+def after_a_block(model, optimizer):
+    backward(model(X).sum(), optimizer)
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS)
-def test_a_step_is_seen_by_the_next_forward(make):
-    model = nn.Linear(3, 5)
-    optimizer = make(model.parameters())
-    open_session(model, optimizer)
-    for _ in range(3):
-        with amp.scale_loss(model(X).sum(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        assert_fresh(model)
-
-
-@pytest.mark.parametrize("make", OPTIMIZERS)
-def test_a_step_after_a_plain_backward_is_seen(make):
-    model = nn.Linear(3, 5)
-    optimizer = make(model.parameters())
-    open_session(model, optimizer)
-    for _ in range(3):
-        model(X).sum().backward()
-        optimizer.step()
-        assert_fresh(model)
-
-
-@pytest.mark.parametrize("make", OPTIMIZERS)
-def test_a_step_of_an_optimizer_that_initialize_never_saw_is_seen(make):
-    model = nn.Linear(3, 5)
-    optimizer = make(model.parameters())
-    open_session(model)
+def after_a_plain_backward(model, optimizer):
     model(X).sum().backward()
-    optimizer.step()
-    assert_fresh(model)
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS)
-def test_a_second_forward_before_the_step_does_not_outlive_it(make):
-    model = nn.Linear(3, 5)
-    optimizer = make(model.parameters())
-    open_session(model, optimizer)
-    with amp.scale_loss(model(X).sum(), optimizer) as scaled:
-        scaled.backward()
+def after_a_second_forward(model, optimizer):
+    model(X).sum().backward()
     model(X)  # fills the cache again
-    optimizer.step()
-    assert_fresh(model)
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["given to initialize", "not given"])
-@pytest.mark.parametrize("make", OPTIMIZERS)
-def test_a_step_is_seen_while_a_graph_from_before_it_still_waits_for_its_backward(make, known):
-    model = nn.Linear(3, 5)
-    optimizer = make(model.parameters())
-    open_session(model, optimizer if known else None)
-    waiting = model(X)
+def while_a_graph_waits(model, optimizer):
+    """For its backward, while gradients come from elsewhere."""
     for param in model.parameters():
         param.grad = torch.ones_like(param)
-    optimizer.step()
-    assert_fresh(model)
-    assert waiting.requires_grad
+    return model(X)
+
+
+WAYS = [after_a_plain_backward, after_a_second_forward, while_a_graph_waits]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_is_seen_by_the_next_forward(name):
+    models = [nn.Linear(3, 5) for _ in range(7)]
+    make, options = OPTIMIZERS[name]
+    optimizers = [make(model.parameters(), lr=1.0, **options) for model in models]
+    open_session(models, optimizers[:4])  # which does not know the others
+    for model, optimizer, way in zip(models, optimizers, [after_a_block, *WAYS, *WAYS], strict=True):
+        for _ in range(3):
+            waiting = way(model, optimizer)
+            optimizer.step()
+            assert_fresh(model)
+        del waiting
 
 
 def swap(model, other):
@@ -330,76 +232,75 @@ def swap(model, other):
         theirs.data.copy_(value)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("mode", MODES)
 def test_an_average_swapped_in_for_an_evaluation_and_out_again_is_seen(mode):
     model, average = nn.Linear(3, 5), nn.Linear(3, 5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    open_session(model, optimizer)
+    optimizer = open_training(model)
     for _ in range(2):
-        with amp.scale_loss(model(X).sum(), optimizer) as scaled:
-            scaled.backward()
+        backward(model(X).sum(), optimizer)
         optimizer.step()
         with mode():
             assert_fresh(model)
-            swap(model, average)
-            assert_fresh(model)
-            swap(model, average)
-            assert_fresh(model)
+            for _ in range(2):
+                swap(model, average)
+                assert_fresh(model)
         assert_fresh(model)
 
 
-def keep_data(model):
-    return model.weight.data
-
-
-def keep_array(model):
-    return model.weight.detach().numpy()
-
-
-def keep_a_row_of_data(model):
-    return model.weight.data[1]
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("keep", [keep_data, keep_array, keep_a_row_of_data])
-def test_a_write_through_what_was_kept_from_earlier_is_seen_by_the_next_evaluation(linear, keep, mode):
-    kept = keep(linear)
-    for value in (1.0, -2.0, 3.0):
-        with mode():
-            assert_fresh(linear)
-        kept[:] = value
-        with mode():
-            assert_fresh(linear)
-            found = torch.nn.functional.linear(X, linear.weight, linear.bias)
-        assert torch.equal(found, by_hand(linear))
-
-
-def test_a_write_through_what_was_kept_from_earlier_is_seen_after_a_block():
-    model = nn.Linear(3, 5)
-    kept = model.weight.data
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    open_session(model, optimizer)
-    for value in (1.0, -2.0, 3.0):
-        with amp.scale_loss(model(X).sum(), optimizer) as scaled:
-            scaled.backward()
-        kept[:] = value
-        assert_fresh(model)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_a_write_to_the_flat_memory_of_all_weights_is_seen(mode):
-    model = nn.Linear(3, 5)
+def flatten(model):
+    """All weights lie in one tensor."""
     flat = torch.cat([param.detach().flatten() for param in model.parameters()])
     model.weight.data, model.bias.data = flat[:15].view(5, 3), flat[15:]
-    open_session(model)
-    for value in (1.0, -2.0, 3.0):
-        with mode():
-            loss = model(X).float().sum()
-        if loss.requires_grad:
-            loss.backward()
-        flat.fill_(value)
-        with mode():
-            assert_fresh(model)
+    return flat.fill_
+
+
+def take_from_numpy(model):
+    array = np.zeros((5, 3), np.float32)
+    model.weight.data = torch.from_numpy(array)
+    return array.fill
+
+
+def take_from_dlpack(model):
+    array = np.zeros((5, 3), np.float32)
+    model.weight.data = torch.from_dlpack(array)
+    return array.fill
+
+
+def take_from_bytes(model):
+    array = np.frombuffer(bytearray(60), np.float32)
+    model.weight.data = torch.frombuffer(array.data, dtype=torch.float32).view(5, 3)
+    return array.fill
+
+
+KEEPERS = {
+    "data": lambda model: model.weight.data.fill_,
+    "an array": lambda model: model.weight.detach().numpy().fill,
+    "a row of data": lambda model: model.weight.data[1].fill_,
+    "flat memory": flatten,
+    "numpy's": take_from_numpy,
+    "dlpack's": take_from_dlpack,
+    "bytes": take_from_bytes,
+}
+
+
+@pytest.mark.parametrize("name", KEEPERS)
+def test_a_write_to_memory_that_others_hold_is_seen(name):
+    models = [nn.Linear(3, 5) for _ in MODES]
+    writers = [KEEPERS[name](model) for model in models]
+    open_session(models)
+    for model, write, mode in zip(models, writers, MODES, strict=True):
+        for value in (1.0, -2.0, 3.0):
+            with mode():
+                assert_fresh(model)
+                loss = torch.nn.functional.linear(X, model.weight, model.bias).float().sum()
+                loss = loss + model(X).float().sum()
+            if loss.requires_grad:
+                loss.backward()
+            write(value)
+            with mode():
+                assert_fresh(model)
+                found = torch.nn.functional.linear(X, model.weight, model.bias)
+            assert torch.equal(found, by_hand(model))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -411,8 +312,7 @@ def test_a_write_by_another_process_is_seen_by_the_next_evaluation(when):
     open_session(model)
     with torch.no_grad():
         assert_fresh(model)
-        if when == "after":
-            model.share_memory()
+        model.share_memory()
         assert_fresh(model)
         handle = model.weight.untyped_storage()._share_fd_cpu_()
         there = torch.UntypedStorage._new_shared_fd_cpu(*handle)  # what another process would open
@@ -422,50 +322,24 @@ def test_a_write_by_another_process_is_seen_by_the_next_evaluation(when):
             assert_fresh(model)
 
 
-def write_state_dict(model):
-    for value in model.state_dict().values():
-        value.data.mul_(-3)
+WRITES = {
+    "all": write_data,
+    "state_dict": lambda model: [value.data.mul_(-3) for value in model.state_dict().values()],
+    "a row": lambda model: model.weight[1].data.add_(2.0),
+    "a slice of the bias": lambda model: model.bias[1:3].data.add_(2.0),  # as of a forget gate
+    "a view": lambda model: model.weight.view(-1).data.mul_(-3),
+    "a transpose": lambda model: model.weight.t().data.add_(1),
+    "a chunk": lambda model: model.weight.chunk(2)[0].data.add_(1),
+    "what is detached": lambda model: model.weight.detach().data.mul_(-3),
+}
 
 
-def write_a_row(model):
-    model.weight[1].data.fill_(2.0)
-
-
-def write_a_slice_of_the_bias(model):
-    model.bias[1:3].data.fill_(2.0)  # as the bias of a forget gate is set
-
-
-def write_a_view(model):
-    model.weight.view(-1).data.mul_(-3)
-    model.weight.t().data.add_(1)
-
-
-def write_a_chunk(model):
-    model.weight.chunk(2)[0].data.zero_()
-
-
-def write_what_is_detached(model):
-    model.weight.detach().data.mul_(-3)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-@pytest.mark.parametrize(
-    "write",
-    [
-        write_data,
-        write_state_dict,
-        write_a_row,
-        write_a_slice_of_the_bias,
-        write_a_view,
-        write_a_chunk,
-        write_what_is_detached,
-    ],
-)
-def test_a_write_through_data_between_two_evaluations_is_seen(linear, write, mode):
-    for _ in range(3):
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_through_data_between_two_evaluations_is_seen(linear, name):
+    for mode in [*MODES, *MODES]:
         with mode():
             assert_fresh(linear)
-        write(linear)
+        WRITES[name](linear)
         with mode():
             assert_fresh(linear)
 
@@ -481,34 +355,12 @@ class Decorated(nn.Linear):
 @pytest.mark.parametrize("make", [Decorated, lambda *sizes: nn.Linear(*sizes).requires_grad_(False)])
 def test_a_write_to_flat_memory_is_seen_where_a_forward_leaves_no_graph(make):
     model = make(3, 5)
-    flat = torch.cat([param.detach().flatten() for param in model.parameters()])
-    model.weight.data, model.bias.data = flat[:15].view(5, 3), flat[15:]
+    write = flatten(model)
     open_session(model)
     for value in (1.0, -2.0, 3.0):
         assert_fresh(model)
-        flat.fill_(value)
+        write(value)
         assert_fresh(model)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-@pytest.mark.parametrize("owner", ["numpy", "bytearray", "dlpack"])
-def test_a_write_to_memory_that_others_own_is_seen(owner, mode):
-    array = np.zeros(15, np.float32) if owner != "bytearray" else np.frombuffer(bytearray(60), np.float32)
-    give = {"numpy": torch.from_numpy, "dlpack": torch.from_dlpack}.get(owner, torch.frombuffer)
-    model = nn.Linear(3, 5)
-    model.weight.data = (give(array) if owner != "bytearray" else give(array.data, dtype=torch.float32)).view(
-        5, 3
-    )
-    open_session(model)
-    for value in (1.0, -2.0, 3.0):
-        with mode():
-            assert_fresh(model)
-            result = model(X).float().sum()
-        if result.requires_grad:
-            result.backward()
-        array[:] = value
-        with mode():
-            assert_fresh(model)
 
 
 def test_a_write_by_another_thread_while_a_cast_is_made_is_seen(linear, monkeypatch):
@@ -529,53 +381,51 @@ def test_a_write_by_another_thread_while_a_cast_is_made_is_seen(linear, monkeypa
         assert_fresh(linear)
 
 
-def test_weights_may_be_swapped_there_and_back():
-    model, average = nn.Linear(3, 5), nn.Linear(3, 5)
-    open_session(model)
-
-    def swap_all():
-        for mine, theirs in zip(model.parameters(), average.parameters(), strict=True):
-            torch.utils.swap_tensors(mine, theirs)
-
+def test_weights_may_be_swapped_there_and_back(linear):
+    average = nn.Linear(3, 5)
     for mode in (torch.no_grad, torch.enable_grad):
         with mode():
-            assert_fresh(model)
-        swap_all()
-        swap_all()
-        model(X).sum().backward()
-        assert_fresh(model)
+            assert_fresh(linear)
+        for _ in range(2):
+            for mine, theirs in zip(linear.parameters(), average.parameters(), strict=True):
+                torch.utils.swap_tensors(mine, theirs)
+        linear(X).sum().backward()
+        assert_fresh(linear)
 
 
-def test_a_write_to_flat_memory_is_seen_after_an_evaluation_that_was_interrupted():
-    class Interrupted(nn.Linear):
-        def forward(self, x):
-            y = super().forward(x)
-            if self.is_interrupted:
-                raise KeyboardInterrupt
-            return y
+class Interrupted(nn.Linear):
+    error = None
 
+    def forward(self, x):
+        y = super().forward(x)
+        if self.error is not None:
+            raise self.error
+        return y
+
+
+@pytest.mark.parametrize("mode", WITHOUT_GRAD)
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_a_write_to_flat_memory_is_seen_after_an_evaluation_that_was_interrupted(error, mode):
     model = Interrupted(3, 5)
-    flat = torch.zeros(15)
-    model.weight.data = flat.view(5, 3)
+    write = flatten(model)
     open_session(model)
     for value in (1.0, -2.0):
-        with torch.no_grad():
-            model.is_interrupted = True
-            with pytest.raises(KeyboardInterrupt):
+        with mode():
+            model.error = error
+            with pytest.raises(error):
                 model(X)
-            flat.fill_(value)
-            model.is_interrupted = False
+            write(value)
+            model.error = None
             assert_fresh(model)
 
 
 def test_a_part_that_is_called_without_grad_after_a_training_step_sees_a_write_to_flat_memory():
     model = nn.Sequential(nn.Linear(3, 5))
-    flat = torch.zeros(15)
-    model[0].weight.data = flat.view(5, 3)
+    write = flatten(model[0])
     open_session(model)
     for value in (1.0, -2.0):
         model(X).sum().backward()
-        flat.fill_(value)
+        write(value)
         with torch.no_grad():
             assert_fresh(model[0])
 
@@ -618,40 +468,16 @@ def test_functions_called_outside_of_any_model_under_no_grad_see_a_write_through
 
 def test_an_exception_in_a_block_leaves_no_cast_behind():
     model = nn.Linear(3, 5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    open_session(model, optimizer)
+    optimizer = open_training(model)
     with pytest.raises(KeyError), amp.scale_loss(model(X).sum(), optimizer):
         raise KeyError
     write_data(model)
     assert_fresh(model)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_an_exception_in_an_evaluation_leaves_no_cast_behind(mode):
-    class Fails(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.fails = nn.Linear(3, 5), True
-
-        def forward(self, x):
-            y = self.linear(x)
-            if self.fails:
-                raise KeyError
-            return y
-
-    model = open_session(Fails())
-    with mode(), pytest.raises(KeyError):
-        model(X)
-    write_data(model.linear)
-    model.fails = False
-    with mode():
-        assert torch.equal(model(X), by_hand(model.linear))
-
-
-def test_uninitialize_forgets_the_casts():
-    model = open_session(nn.Linear(3, 5))
-    model(X)
+def test_uninitialize_forgets_the_casts(linear):
+    linear(X)
     amp.uninitialize()
-    write_data(model)
-    open_session(model)
-    assert_fresh(model)
+    write_data(linear)
+    open_session(linear)
+    assert_fresh(linear)

@@ -1,9 +1,10 @@
 """The memory that casts take, and the streams and threads that share them."""
 
+import contextlib
 import gc
 import random
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +13,18 @@ from torch import Tensor, nn
 import ampatch as amp
 from ampatch.casts import cast_cache
 from ampatch.casts.cast_cache import SWEEP
-from caching import HALF, CountCasts, Tied, X, assert_fresh, by_hand, open_session
+from caching import (
+    HALF,
+    WITHOUT_GRAD,
+    CountCasts,
+    Tied,
+    X,
+    assert_fresh,
+    backward,
+    by_hand,
+    open_session,
+    open_training,
+)
 
 
 @pytest.fixture
@@ -84,29 +96,21 @@ class OwnSGD:
 
 
 @pytest.mark.parametrize("zero_late", [False, True], ids=["zeroed after", "zeroed before backward"])
-def test_a_step_of_no_optimizer_of_torch_is_seen_after_a_plain_backward(zero_late):
-    model = open_session(nn.Linear(3, 5))
-    optimizer = OwnSGD(model.parameters())
-    for _ in range(3):
-        loss = model(X).sum()
+def test_a_step_of_no_optimizer_of_torch_is_seen_after_a_plain_backward(zero_late, linear):
+    optimizer = OwnSGD(linear.parameters())
+    for check in (contextlib.nullcontext, torch.no_grad, torch.no_grad):
+        loss = linear(X).sum()
         if zero_late:
-            model.zero_grad()
+            linear.zero_grad()
         loss.backward()
         optimizer.step()
         if not zero_late:
-            model.zero_grad()
-        assert_fresh(model)
-        with torch.no_grad():
-            assert_fresh(model)
-    for _ in range(2):
-        loss = model(X).sum()
-        loss.backward()
-        optimizer.step()
-        with torch.no_grad():
-            assert_fresh(model)
+            linear.zero_grad()
+        with check():
+            assert_fresh(linear)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", WITHOUT_GRAD)
 def test_weights_that_moved_or_were_replaced_are_freed(mode):
     model = open_session(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4)))
     with mode():
@@ -120,76 +124,60 @@ def test_weights_that_moved_or_were_replaced_are_freed(mode):
     assert replaced() is None
 
 
-def test_the_casts_are_freed_by_clear_cache(linear):
+def test_an_evaluation_keeps_one_cast_of_each_weight_until_clear_cache(linear):
     before = count_half_tensors()
-    linear(X)
-    assert count_half_tensors() > before
+    for mode in WITHOUT_GRAD * 2:
+        with mode():
+            linear(X)
+        assert count_half_tensors() == before + 2
     amp.clear_cache()
     assert count_half_tensors() == before
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_an_evaluation_keeps_one_cast_of_each_weight(linear, mode):
-    before = count_half_tensors()
-    for _ in range(3):
-        with mode():
-            linear(X)
-        assert count_half_tensors() == before + 2
+def count_objects():
+    gc.collect()
+    return len(gc.get_objects())
 
 
 def test_many_iterations_leave_no_growth():
     model = nn.Linear(3, 5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    open_session(model, optimizer)
+    optimizer = open_training(model)
 
     def iterate():
         for _ in range(20):
-            with amp.scale_loss(model(X).sum(), optimizer) as scaled:
-                scaled.backward()
+            backward(model(X).sum(), optimizer)
             optimizer.step()
             with torch.no_grad():
                 model(X)
 
-    def count():
-        gc.collect()
-        return len(gc.get_objects())
-
     iterate()
-    before = count()
+    before = count_objects()
     iterate()
-    assert count() - before <= 2
+    assert count_objects() - before <= 2
 
 
 def test_a_model_that_returns_what_it_is_given_leaves_no_growth():
     model = open_session(nn.Identity())
     x = torch.ones(2, requires_grad=True) * 2
-
-    def count():
-        gc.collect()
-        return len(gc.get_objects())
-
     model(x)
-    before = count()
+    before = count_objects()
     for _ in range(50):
         model(x)
-    assert count() - before <= 2
+    assert count_objects() - before <= 2
 
 
 def test_weights_replaced_again_and_again_do_not_pile_up_their_casts():
     model = nn.Linear(3, 5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    open_session(model, optimizer)
+    optimizer = open_training(model)
 
     def replace():
         for _ in range(10):
             model.weight = nn.Parameter(torch.randn(5, 3))
             model(X).sum().backward()
         optimizer.step()
+        return count_half_tensors()
 
-    replace()
-    before = count_half_tensors()
-    replace()
-    assert count_half_tensors() <= before
+    assert replace() >= replace()
 
 
 @pytest.fixture
@@ -202,13 +190,13 @@ def streams(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
-def test_a_cast_that_one_stream_made_is_not_read_by_another(streams, mode):
+def test_a_cast_that_one_stream_made_is_not_read_by_another(streams, mode, linear):
     """Which waits for the weight, and not for a cast of it, nor is the memory kept until it is done."""
-    model, outputs, counts = open_session(nn.Linear(3, 5)), [], []
+    outputs, counts = [], []
     for stream in (1, 1, 2, 2, 1):
         streams(stream)
-        with CountCasts((5, 3)) as casts, mode():
-            outputs.append(model(torch.ones(2, 3)))
+        with CountCasts() as casts, mode():
+            outputs.append(linear(torch.ones(2, 3)))
         counts.append(casts.count)
     assert counts == [1, 0, 1, 0, 1]
 
@@ -222,7 +210,7 @@ def test_a_forward_that_changes_streams_midway_casts_a_weight_on_each(streams):
             return hidden @ self.weight + torch.mm(hidden, self.weight)
 
     model = open_session(Changes())
-    with CountCasts((5, 3)) as casts:
+    with CountCasts() as casts:
         model(torch.ones(2, 3))
     assert casts.count == 2
 
@@ -264,8 +252,7 @@ def test_training_on_a_side_stream_gives_what_the_default_stream_gives(level):
         with torch.cuda.stream(stream):
             for step in range(8):
                 factor = torch.tensor(float("inf") if step == 4 and level in ("O1", "O2") else 1.0)
-                with amp.scale_loss(model(x).float().sum() * factor.cuda(), optimizer) as scaled:
-                    scaled.backward()
+                backward(model(x).float().sum() * factor.cuda(), optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
         torch.cuda.synchronize()
@@ -279,21 +266,8 @@ def test_training_on_a_side_stream_gives_what_the_default_stream_gives(level):
 
 def run_in_threads(work, count=4):
     """Runs `work(index)` in several threads; raises what any of them raised."""
-    errors = []
-
-    def run(index):
-        try:
-            work(index)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(work, range(count)))
 
 
 def test_threads_that_share_a_model_get_right_results(linear):
@@ -317,8 +291,7 @@ def test_threads_that_train_their_own_models_do_not_disturb_each_other():
 
     def work(index):
         for _ in range(10):
-            with amp.scale_loss(models[index](X).sum(), sgds[index]) as scaled:
-                scaled.backward()
+            backward(models[index](X).sum(), sgds[index])
             sgds[index].step()
             sgds[index].zero_grad()
             assert_fresh(models[index])

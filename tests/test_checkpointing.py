@@ -68,32 +68,10 @@ def recompute(reentrant, **kwargs):
     return functools.partial(checkpoint, use_reentrant=reentrant, **kwargs)
 
 
-@LEVELS
-@REENTRANT
-def test_gradients_are_those_without_it_also_with_dropout(reentrant, level):
-    assert_same_bits(measure(level, recompute(reentrant)), measure(level))
-
-
 class WithoutDropout(Net):
     def __init__(self, around=None):
         super().__init__(around)
         self.drop = nn.Identity()
-
-
-@LEVELS
-@REENTRANT
-def test_it_need_not_preserve_the_random_state(reentrant, level):
-    found = measure(level, recompute(reentrant, preserve_rng_state=False), WithoutDropout)
-    assert_same_bits(found, measure(level, make=WithoutDropout))
-
-
-@LEVELS
-@REENTRANT
-def test_a_kept_module_inside_gives_the_recomputation_what_it_gave_the_forward(reentrant, level):
-    """At O2 and O5 it has to hand on float32, at O1 and O4 to leave the casts around it where they are."""
-    assert_same_bits(
-        measure(level, recompute(reentrant), keep_fp32=["norm"]), measure(level, keep_fp32=["norm"])
-    )
 
 
 class Uncast(Net):
@@ -103,29 +81,50 @@ class Uncast(Net):
         return torch.exp(-self.second(x.to(self.second.weight.dtype)))
 
 
+class Around(Net):
+    def forward(self, x):
+        with amp.disable_casts():
+            x = self.around(self.middle, self.first(x))
+        return self.last(x)
+
+
+class Sequence(nn.Module):
+    def __init__(self, around=None):
+        super().__init__()
+        parts = [nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.GELU()) for _ in range(4)]
+        self.parts, self.around = nn.Sequential(*parts), around
+
+    def forward(self, x):
+        if self.around is None:
+            return self.parts(x)
+        return checkpoint_sequential(self.parts, 2, x, **self.around.keywords)
+
+
+def backward_uncast(loss):
+    with amp.disable_casts():
+        loss.backward()
+
+
+# What the model is, and how the run with checkpoints differs from the one without.
+CASES = {
+    "dropout": ({}, {}, {}),
+    "random state not kept": ({"make": WithoutDropout}, {"preserve_rng_state": False}, {}),
+    # At O2 and O5 it has to hand on float32, at O1 and O4 to leave the casts around it where they are.
+    "a kept module": ({"keep_fp32": ["norm"]}, {}, {}),
+    "casts off inside": ({"make": Uncast}, {}, {}),
+    "casts off around": ({"make": Around}, {}, {}),
+    "casts off in backward": ({}, {}, {"backward": backward_uncast}),
+    "a sequence with batch norms": ({"make": Sequence}, {}, {}),
+}
+
+
 @LEVELS
 @REENTRANT
-def test_disable_casts_inside_is_repeated(reentrant, level):
-    assert_same_bits(measure(level, recompute(reentrant), Uncast), measure(level, make=Uncast))
-
-
-@pytest.mark.parametrize("level", ["O1", "O4"])
-@REENTRANT
-def test_disable_casts_around_is_repeated_and_around_backward_is_not(reentrant, level):
-    class Around(Net):
-        def forward(self, x):
-            with amp.disable_casts():
-                x = self.around(self.middle, self.first(x))
-            return self.last(x)
-
-    def backward(loss):
-        with amp.disable_casts():
-            loss.backward()
-
-    expected = measure(level, make=Around)
-    assert_same_bits(measure(level, recompute(reentrant), Around), expected)
-    expected = measure(level)
-    assert_same_bits(measure(level, recompute(reentrant), backward=backward), expected)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_without_it(name, reentrant, level):
+    options, checkpoint_options, more = CASES[name]
+    found = measure(level, recompute(reentrant, **checkpoint_options), **options, **more)
+    assert_same_bits(found, measure(level, **options))
 
 
 class Nested(Net):
@@ -149,23 +148,6 @@ def test_one_inside_another(reentrant, inner, level):
         torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
     if not reentrant and not inner:
         assert_same_bits(found, expected)
-
-
-@LEVELS
-@REENTRANT
-def test_a_sequence_with_batch_norms(reentrant, level):
-    class Sequence(nn.Module):
-        def __init__(self, around):
-            super().__init__()
-            parts = [nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.GELU()) for _ in range(4)]
-            self.parts, self.around = nn.Sequential(*parts), around
-
-        def forward(self, x):
-            if self.around is None:
-                return self.parts(x)
-            return checkpoint_sequential(self.parts, 2, x, use_reentrant=reentrant)
-
-    assert_same_bits(measure(level, "around", Sequence), measure(level, make=Sequence))
 
 
 @LEVELS

@@ -10,15 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import ampatch as amp
-from nets import assert_same_state, clone_state, open_session
+from nets import X, assert_same_state, clone_state, open_session, train
 
 LEVELS = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 MASTERED = pytest.mark.parametrize("level", ["O2", "O5"])
 PATCHED = pytest.mark.parametrize("level", ["O1", "O4"])
-X = torch.tensor([[1.0, -0.5, 0.25], [0.5, 0.75, -1.0], [-0.25, 0.5, 1.0]])
 
 
 def make_net():
@@ -29,14 +27,6 @@ def open_training(level, model=None, make=torch.optim.SGD):
     model = model or make_net()
     optimizer = make(model.parameters(), lr=0.1)
     return open_session(model, optimizer, opt_level=level, loss_scale=1.0), optimizer
-
-
-def train(model, optimizer, steps=1):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        with amp.scale_loss(model(X).float().pow(2).mean(), optimizer) as loss:
-            loss.backward()
-        optimizer.step()
 
 
 def train_plainly(model, optimizer, steps=1):
@@ -77,7 +67,7 @@ def copy_a_copy(model, optimizer):
 @pytest.mark.parametrize("clone", [copy_pair, copy_reversed, copy_trainer, copy_a_copy])
 def test_a_model_and_an_optimizer_that_are_copied_together_train_as_the_originals_do(clone, make, level):
     model, optimizer = open_training(level, make=make)
-    train(model, optimizer, 2)
+    train(model, optimizer, steps=2)
     other, its_optimizer = clone(model, optimizer)
     before = clone_state(model)
     train_plainly(other, its_optimizer, 3)
@@ -178,59 +168,6 @@ def test_functions_taken_while_patched_are_torchs_own_in_a_process_without_ampat
 # ---- Averages ----
 
 
-def average_by_lerp(shadow, model):
-    for name, value in model.state_dict().items():
-        if value.is_floating_point():
-            shadow[name].lerp_(value, 0.25)
-
-
-def average_by_data(shadow, model):
-    for name, value in model.state_dict().items():
-        if value.is_floating_point():
-            shadow[name].data.mul_(0.75).add_(value.data, alpha=0.25)
-
-
-def average_by_copy(shadow, model):
-    with torch.no_grad():
-        for name, value in model.state_dict().items():
-            if value.is_floating_point():
-                shadow[name].copy_(0.75 * shadow[name] + 0.25 * value)
-
-
-@LEVELS
-@pytest.mark.parametrize("average", [average_by_lerp, average_by_data, average_by_copy])
-def test_an_average_of_state_dicts_has_float32_precision(average, level):
-    model, optimizer = open_training(level)
-    shadow = clone_state(model)
-    exact = {name: value.double() for name, value in shadow.items()}
-    for _ in range(4):
-        train(model, optimizer)
-        average(shadow, model)
-        for name, value in model.state_dict().items():
-            exact[name] = 0.75 * exact[name] + 0.25 * value.double()
-    for name in ("0.weight", "1.weight", "3.bias", "1.running_mean"):
-        assert shadow[name].dtype is torch.float32
-        torch.testing.assert_close(shadow[name].double(), exact[name], atol=1e-6, rtol=1e-6)
-
-
-@LEVELS
-@pytest.mark.parametrize("average", [None, get_ema_multi_avg_fn(0.75)], ids=["mean", "exponential"])
-def test_an_averaged_model_is_near_the_average_and_gives_the_levels_outputs(average, level):
-    model, optimizer = open_training(level)
-    averaged = AveragedModel(model, multi_avg_fn=average).float()
-    states = []
-    for _ in range(3):
-        train(model, optimizer)
-        averaged.update_parameters(model)
-        states.append(clone_state(model))
-    update_bn([X, X], averaged)
-    weights = [1 / 3] * 3 if average is None else [0.5625, 0.1875, 0.25]
-    expected = sum(w * state["0.weight"] for w, state in zip(weights, states, strict=True))
-    found = averaged.module.state_dict()["0.weight"]
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
-    assert averaged.eval()(X).dtype is model.eval()(X).dtype
-
-
 def swap_by_copy(model, shadow):
     backup = {name: param.data.clone() for name, param in model.named_parameters()}
     for name, param in model.named_parameters():
@@ -260,7 +197,7 @@ def swap_by_loading(model, shadow):
 @pytest.mark.parametrize("swap", [swap_by_copy, swap_by_assignment, swap_by_loading])
 def test_an_average_swapped_in_around_an_evaluation_is_seen_and_leaves_no_trace(swap, level):
     model, optimizer = open_training(level)
-    train(model, optimizer, 2)
+    train(model, optimizer, steps=2)
     shadow = {name: param.detach().float() * 0.5 for name, param in model.named_parameters()}
     before = clone_state(model)
     model.eval()
@@ -297,7 +234,7 @@ def test_a_normalized_weight_trains_all_that_it_is_made_of(norm, level):
     NORMS[norm](model[0])
     model, optimizer = open_training(level, model)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    train(model, optimizer, 3)
+    train(model, optimizer, steps=3)
     for name, param in model.named_parameters():
         assert not torch.equal(param, before[name]), name
     amp.uninitialize()
@@ -313,7 +250,7 @@ def test_an_orthogonal_weight_trains_where_its_layer_is_kept(map, level):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     open_session(model, optimizer, opt_level=level, keep_fp32=["0"])
     before = model[0].weight.detach().clone()
-    train(model, optimizer, 3)
+    train(model, optimizer, steps=3)
     weight = model[0].weight.detach()
     assert not torch.equal(weight, before)
     with amp.disable_casts():
@@ -336,7 +273,7 @@ def test_pruned_weights_stay_zero_in_training_and_afterwards(level):
     train(model, optimizer)
     prune.l1_unstructured(model[0], "weight", 0.5)
     zeros = model[0].weight_mask == 0
-    train(model, optimizer, 2)
+    train(model, optimizer, steps=2)
     model(X)
     assert (model[0].weight[zeros] == 0).all()
     prune.remove(model[0], "weight")
@@ -381,7 +318,7 @@ def test_tensors_that_a_half_model_got_in_the_session_are_float32_afterwards(lev
 def test_a_lazy_model_is_made_by_its_first_forward(level):
     model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(2))
     model, optimizer = open_training(level, model)
-    train(model, optimizer, 2)
+    train(model, optimizer, steps=2)
     assert type(model[0]) is nn.Linear
     assert {param.dtype for param in model.parameters()} == {torch.float32}
     assert all(param.grad is not None for param in model.parameters())

@@ -1,5 +1,6 @@
 """What a script drops is freed: models, optimizers, masters and gradients, though nothing was undone."""
 
+import functools
 import gc
 import weakref
 
@@ -72,7 +73,7 @@ def watch(model, optimizer):
     tensors += [tensor.grad for tensor in tensors if tensor.grad is not None]
     inner = getattr(optimizer, "optim", optimizer)
     tensors += [item for state in inner.state.values() for item in state.values() if torch.is_tensor(item)]
-    objects = [*model.modules(), inner]
+    objects = [*model.modules(), inner, *([optimizer] if type(optimizer) is Wrapper else [])]
     return [*map(weakref.ref, objects), *(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)]
 
 
@@ -105,8 +106,8 @@ def start(module, level, wrap=lambda optimizer: optimizer, **options):
     return model, optimizer
 
 
-def trained(module, level):
-    model, optimizer = start(module, level)
+def trained(module, level, **options):
+    model, optimizer = start(module, level, **options)
     run(module, model, optimizer)
     return watch(model, optimizer)
 
@@ -117,30 +118,6 @@ def evaluated(module, level):
     with torch.no_grad():
         model.eval()(X)
         model.load_state_dict(model.state_dict())
-    return watch(model, optimizer)
-
-
-def kept_float32(module, level):
-    model, optimizer = start(module, level, keep_fp32=["out", "*recurrent"])
-    run(module, model, optimizer)
-    return watch(model, optimizer)
-
-
-def wrapped(module, level):
-    model, optimizer = start(module, level, Wrapper)
-    run(module, model, optimizer)
-    return [*watch(model, optimizer), weakref.ref(optimizer)]
-
-
-def wrapped_without_weak_references(module, level):
-    model, optimizer = start(module, level, SlottedWrapper)
-    run(module, model, optimizer)
-    return watch(model, optimizer)
-
-
-def disabled(module, level):
-    model, optimizer = start(module, level, enabled=False)
-    run(module, model, optimizer)
     return watch(model, optimizer)
 
 
@@ -171,14 +148,22 @@ def fail(grad):
     raise Boom
 
 
-FOLDS = [trained, evaluated, kept_float32, wrapped, wrapped_without_weak_references, disabled]
-FOLDS += [failed_in_forward, failed_in_backward]
+FOLDS = {
+    "trained": trained,
+    "evaluated": evaluated,
+    "kept_float32": functools.partial(trained, keep_fp32=["out", "*recurrent"]),
+    "wrapped": functools.partial(trained, wrap=Wrapper),
+    "wrapped_without_weak_references": functools.partial(trained, wrap=SlottedWrapper),
+    "disabled": functools.partial(trained, enabled=False),
+    "failed_in_forward": failed_in_forward,
+    "failed_in_backward": failed_in_backward,
+}
 MODULES = [pytest.param(amp, id="native"), pytest.param(apex_amp, id="drop-in")]
 
 
 @pytest.mark.exhaustive(keep=16)
 @pytest.mark.parametrize("module", MODULES)
-@pytest.mark.parametrize("fold", FOLDS, ids=lambda fold: fold.__name__)
+@pytest.mark.parametrize("fold", FOLDS.values(), ids=FOLDS)
 @pytest.mark.parametrize("level", EVERY_LEVEL)
 def test_a_model_and_an_optimizer_that_a_script_drops_are_freed(level, fold, module):
     assert alive(fold(module, level)) == []

@@ -15,6 +15,7 @@ from fused import EVERY, HALF_TYPES, SHAPES, STEPS, make_grads, make_params, nam
 from helpers import assert_same_bits
 
 
+@pytest.mark.exhaustive(keep=30)
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF_TYPES], ids=str)
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "checkpoint"])

@@ -32,7 +32,8 @@ from fused import (
     step_with,
     twins,
 )
-from helpers import Dense, Scalar, assert_same_bits, snapshot
+from helpers import Dense, Scalar, assert_same_bits, scaled_backward, snapshot
+from stepping import run_iteration
 
 # Against torch, bit for bit
 
@@ -177,6 +178,7 @@ def test_adagrad_that_decays_weights_apart():
     assert_like(named(FusedAdagrad, lr=0.1, weight_decay=0.2, adagrad_w_mode=True), update)
 
 
+@pytest.mark.exhaustive(keep=24)
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("correct", [True, False])
 @pytest.mark.parametrize("use_nvlamb", [False, True])
@@ -199,6 +201,7 @@ def test_lamb(adam_w_mode, weight_decay, max_grad_norm, use_nvlamb, correct, ave
     assert_like(named(FusedLAMB, lr=0.1, betas=(0.9, 0.95), eps=1e-6, **options), update)
 
 
+@pytest.mark.exhaustive(keep=16)
 @pytest.mark.parametrize("reg_inside_moment", [False, True])
 @pytest.mark.parametrize("norm_type", [2, 0])
 @pytest.mark.parametrize("init_zero", [False, True])
@@ -244,6 +247,7 @@ def channels_last(param):
     return Parameter(param.detach().contiguous(memory_format=torch.channels_last))
 
 
+@pytest.mark.exhaustive(keep=15)
 @EVERY
 @pytest.mark.parametrize(
     ("shape", "lay_out"), [((3, 4), transposed), ((3, 4), with_gaps), ((2, 3, 4, 5), channels_last)]
@@ -481,15 +485,6 @@ def open_level(make, level, **options):
     return model, optimizer
 
 
-def iterate(model, optimizer, batch, factor=1.0):
-    optimizer.zero_grad()
-    loss = model(batch).float().square().mean() * factor
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    return float(loss.detach())
-
-
 @pytest.mark.exhaustive(keep=16)
 @EVERY
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
@@ -498,19 +493,20 @@ def test_a_skipped_step_changes_no_parameter_and_no_state(make, level, first):
     model, optimizer = open_level(make, level, loss_scale=amp.DynamicLossScale(2.0**8))
     batches = [torch.randn(5, 4) for _ in range(4)]
     for batch in batches[:first]:
-        iterate(model, optimizer, batch)
+        run_iteration(model, optimizer, batch)
     before = snapshot([list(model.parameters()), list(amp.master_params(optimizer))]), state_of(optimizer)
-    iterate(model, optimizer, batches[2], INF)
+    run_iteration(model, optimizer, batches[2], INF)
     assert amp.step_was_skipped(optimizer)
     assert before == (
         snapshot([list(model.parameters()), list(amp.master_params(optimizer))]),
         state_of(optimizer),
     )
-    iterate(model, optimizer, batches[3])
+    run_iteration(model, optimizer, batches[3])
     assert not amp.step_was_skipped(optimizer)
     assert snapshot(list(model.parameters())) != before[0][0]
 
 
+@pytest.mark.exhaustive(keep=25)
 @EVERY
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 def test_the_trajectory_is_that_of_a_float32_optimizer(make, level):
@@ -524,8 +520,7 @@ def test_the_trajectory_is_that_of_a_float32_optimizer(make, level):
     for batch in ([1.0, -2.0, 3.0], [4.0, 1.0, -1.0], [-2.0, 5.0, 2.0]):
         batch = torch.tensor(batch)
         optimizer.zero_grad()
-        with amp.scale_loss(model(batch).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(model(batch).float().sum(), optimizer)
         optimizer.step()
         step_with(oracle, [expected], [batch])
         assert_same_bits(amp.master_params(optimizer), [expected])
@@ -582,8 +577,7 @@ def test_a_subclass_may_hand_the_kernel_of_its_class_to_the_applier(level):
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
         for _ in range(3):
             optimizer.zero_grad()
-            with amp.scale_loss(model(torch.ones(2, 3)).square().sum(), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(model(torch.ones(2, 3)).square().sum(), optimizer)
             optimizer.step()
         ends.append([param.detach().clone() for param in amp.master_params(optimizer)])
         amp.uninitialize()

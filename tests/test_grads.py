@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch as amp
 from ampatch.steps.grads import accumulate_
-from helpers import assert_same_bits, snapshot
+from helpers import assert_same_bits, scaled_backward, snapshot
 
 HALF = {"O2": torch.float16, "O5": torch.bfloat16}
 SCALE = 2.0**8
@@ -143,24 +143,14 @@ def test_a_gradient_of_any_strides_is_unscaled_where_it_lies(kind):
     assert torch.equal(grad, expected)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O4", "O5"])
 def test_a_gradient_that_two_parameters_share_gets_both_sums(level):
     params, optimizer = open_session(level, [(3,), (3,)])
     shared = torch.full((3,), 4.0)
-    for param in params:
-        param.grad = shared
-    hand_over(params, optimizer, [torch.full((3,), SCALE), torch.full((3,), 2 * SCALE)])
-    assert params[0].grad is params[1].grad is shared
-    assert shared.tolist() == [7.0] * 3
-
-
-def test_masters_that_share_a_gradient_get_both_sums():
-    params, optimizer = open_session("O5", [(3,), (3,)])
-    shared = torch.full((3,), 4.0)
-    for master in amp.master_params(optimizer):
-        master.grad = shared
-    hand_over(params, optimizer, [torch.full((3,), factor * SCALE).bfloat16() for factor in (1.0, 2.0)])
-    assert [master.grad is shared for master in amp.master_params(optimizer)] == [True, True]
+    for stepped in amp.master_params(optimizer):
+        stepped.grad = shared
+    hand_over(params, optimizer, [torch.full((3,), k * SCALE).to(params[0].dtype) for k in (1.0, 2.0)])
+    assert [stepped.grad is shared for stepped in amp.master_params(optimizer)] == [True, True]
     assert shared.tolist() == [7.0] * 3
 
 
@@ -285,8 +275,7 @@ def test_each_gradient_counts_once_whichever_blocks_it_took_part_in(level, loss_
     amp.initialize(model, optimizers, opt_level=level, loss_scale=loss_scale, verbosity=0)
     for first, second, delayed in sequence:
         named = [optimizers[index] for index in order]
-        with amp.scale_loss(model(first, second), named, delay_unscale=delayed) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(model(first, second), named, delay_unscale=delayed)
     grads = [param.grad[0].item() for param in amp.master_params(optimizers[0])]
     assert grads == [sum(first for first, *_ in sequence), sum(second for _, second, _ in sequence)]
 
@@ -299,8 +288,7 @@ def test_a_block_that_raises_keeps_the_earlier_gradient_of_a_parameter_that_two_
     model = torch.nn.Linear(2, 1, bias=False)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2)]
     amp.initialize(model, optimizers, opt_level=level, loss_scale=loss_scale, verbosity=0)
-    with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizers) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(model(torch.ones(1, 2)).sum(), optimizers)
     before = model.weight.grad.clone()
     with pytest.raises(KeyError), amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizers):
         raise KeyError
@@ -342,8 +330,7 @@ def test_a_gradient_that_may_be_scaled_does_not_count_when_its_parameter_joins(
     amp.initialize(model, optimizer, opt_level=level, loss_scale=loss_scale, verbosity=0)
     join(model, optimizer, moment)
     assert "1 parameter that joins had a gradient" in caplog.text
-    with amp.scale_loss(model(1.0, 3.0), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(model(1.0, 3.0), optimizer)
     grads = [param.grad[0].item() for param in amp.master_params(optimizer)]
     assert grads == [2.0 if moment == "after a block" else 3.0, 3.0]
     optimizer.step()
@@ -371,8 +358,7 @@ def test_a_gradient_that_is_known_counts_when_its_parameter_joins(level, case, c
     if case == "no block yet":
         model(1.0, 2.0).backward()
     else:
-        with amp.scale_loss(model(1.0, 2.0), named) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(model(1.0, 2.0), named)
     optimizers[0].add_param_group({"params": [model.second]})
     optimizers[0].step()
     assert [param.tolist() for param in model.parameters()] == [[0.5] * 3, [0.0] * 3]
@@ -384,8 +370,7 @@ def test_a_gradient_that_may_be_scaled_does_not_count_for_a_later_initialize(lev
     models = [Parts(), Parts()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
     amp.initialize(models[0], optimizers[0], opt_level=level, loss_scale=128.0, verbosity=0)
-    with amp.scale_loss(models[0](1.0, 2.0) + models[1](0, 2.0), optimizers[0]) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(models[0](1.0, 2.0) + models[1](0, 2.0), optimizers[0])
     amp.initialize(models[1], optimizers[1], opt_level=level, loss_scale=128.0, verbosity=0)
     assert "1 parameter that joins had a gradient" in caplog.text
     for optimizer in optimizers:

@@ -53,17 +53,10 @@ def modules(folder, prefix):
     return {f"{prefix}/{path.relative_to(folder)}" for kind in kinds for path in folder.rglob(kind)}
 
 
-def test_the_wheel_holds_every_module_the_tables_and_the_page(wheel):
+def test_the_wheel_holds_every_module_the_tables_and_the_page_and_nothing_but_the_package(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
     expected = modules(ROOT / "ampatch", "ampatch") | modules(ROOT / "lists", "ampatch/lists")
-    assert expected <= set(zipfile.ZipFile(wheel).namelist())
-
-
-def test_the_wheel_says_that_it_is_typed(wheel):
-    assert "ampatch/py.typed" in zipfile.ZipFile(wheel).namelist()
-
-
-def test_the_wheel_holds_nothing_but_the_package(wheel):
-    names = zipfile.ZipFile(wheel).namelist()
+    assert expected | {"ampatch/py.typed"} <= names
     assert {name.partition("/")[0] for name in names} == {"ampatch", DIST_INFO}
 
 

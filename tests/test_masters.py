@@ -17,7 +17,7 @@ from helpers import (
     snapshot,
     torch_is_before,
 )
-from mastering import ADAM, HALF, LEVELS, MOMENTUM, SCALE, backward, iterate, open_both, optimizer_bits, train
+from mastering import ADAM, HALF, LEVELS, MOMENTUM, SCALE, backward, iterate, open_both, optimizer_bits
 
 # The trajectory
 
@@ -43,31 +43,6 @@ def test_weights_are_bit_equal_to_a_float32_optimizer_fed_the_same_gradients(var
 
 
 @LEVELS
-@pytest.mark.parametrize("variant", [ADAM, MOMENTUM], ids=str)
-def test_accumulated_gradients_add_up_in_float32(variant, level):
-    model, optimizer, by_hand = open_both(level, variant)
-    batches = make_batches(variant, 6)
-    for index in range(0, 6, 3):
-        optimizer.zero_grad()
-        by_hand.optimizer.zero_grad()
-        for batch in batches[index : index + 3]:
-            backward(model, optimizer, batch)
-            by_hand.backward(batch)
-        optimizer.step()
-        by_hand.optimizer.step()
-        assert_same_bits(amp.master_params(optimizer), by_hand.masters)
-
-
-@LEVELS
-def test_a_step_too_small_for_the_half_type_is_not_lost(level):
-    model, optimizer, by_hand = open_both(level, Variant(torch.optim.SGD, {"lr": 1e-6}))
-    batches = make_batches(ADAM, 5)
-    train(model, optimizer, batches)
-    by_hand.train(batches)
-    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
-
-
-@LEVELS
 def test_master_params_are_the_float32_leaves_in_the_param_groups(level):
     model, optimizer, _ = open_both(level)
     masters = list(amp.master_params(optimizer))
@@ -83,20 +58,6 @@ def test_master_params_works_without_initialize():
     model = Dense()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     assert [*map(id, amp.master_params(optimizer))] == [*map(id, model.parameters())]
-
-
-@LEVELS
-def test_gradients_of_masters_can_be_clipped(level):
-    model, optimizer, by_hand = open_both(level)
-    (batch,) = make_batches(ADAM, 1)
-    backward(model, optimizer, batch)
-    by_hand.backward(batch)
-    norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1e-3)
-    expected = torch.nn.utils.clip_grad_norm_(by_hand.masters, 1e-3)
-    assert snapshot(norm) == snapshot(expected)
-    optimizer.step()
-    by_hand.optimizer.step()
-    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
 
 
 @LEVELS
@@ -117,17 +78,9 @@ def test_a_model_without_masters_is_stepped_itself_where_master_weights_is_false
 def test_zero_grad_clears_the_gradients_of_model_and_masters(level, set_to_none):
     model, optimizer, _ = open_both(level)
     backward(model, optimizer, torch.randn(5, 4))
-    optimizer.zero_grad(set_to_none=set_to_none)
+    optimizer.zero_grad(set_to_none)
     for param in [*model.parameters(), *amp.master_params(optimizer)]:
         assert (param.grad is None) if set_to_none else not param.grad.any()
-
-
-@LEVELS
-def test_zero_grad_takes_set_to_none_by_position(level):
-    model, optimizer, _ = open_both(level)
-    backward(model, optimizer, torch.randn(5, 4))
-    optimizer.zero_grad(False)
-    assert all(param.grad is not None for param in [*model.parameters(), *amp.master_params(optimizer)])
 
 
 def clear_param_grads(model):
@@ -271,23 +224,6 @@ def test_a_write_that_leaves_no_trace_shows_in_the_state_dict_and_one_by_data_re
     asked.fill_(0.25)
     optimizer.step()
     assert next(amp.master_params(optimizer)).eq(0.25).all()
-
-
-@LEVELS
-def test_an_average_that_is_swapped_in_for_evaluation_and_out_again_leaves_no_trace(level):
-    model, optimizer, by_hand = open_both(level, MOMENTUM)
-    first, second = make_batches(ADAM, 2)
-    iterate(model, optimizer, first)
-    by_hand.iterate(first)
-    own = [param.data for param in model.parameters()]
-    for param in model.parameters():
-        param.data = torch.zeros_like(param)
-    assert not model(first).any()
-    for param, data in zip(model.parameters(), own, strict=True):
-        param.data = data
-    iterate(model, optimizer, second)
-    by_hand.iterate(second)
-    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
 
 
 CLEAR = {

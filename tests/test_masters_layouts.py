@@ -84,6 +84,7 @@ def train_convolution(level, variant, change, when, **options):
     return params, state
 
 
+@pytest.mark.exhaustive(keep=24)
 @LEVELS
 @pytest.mark.parametrize("when", [0, 2])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)

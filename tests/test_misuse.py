@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import ampatch as amp
 from ampatch.steps.step import SkipStreak, explain_skips
-from helpers import assert_same_bits, needs_torch
+from helpers import assert_same_bits, needs_torch, scaled_backward
 from nets import HALVES, MASTERED, Net, X, open_session, sgd
 from test_readme import explained
 
@@ -47,8 +47,7 @@ def make(level="O1", **options):
 
 def scaled_step(model, optimizer):
     optimizer.zero_grad()
-    with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(model(X).pow(2).mean(), optimizer)
     optimizer.step()
 
 
@@ -61,38 +60,33 @@ def lines_of(function, word):
 # ---- Wrong: a warning each, at the line that holds the word `wrong` ----
 
 
-def backward_of_the_loss_itself(level, **options):
-    model, optimizer = make(level, **options)
+def backward_of_the_loss_itself(model, optimizer):
     loss = model(X).pow(2).mean()
     with amp.scale_loss(loss, optimizer):
         loss.backward()  # wrong
     optimizer.step()
 
 
-def backward_of_a_part_of_the_loss(level, **options):
-    model, optimizer = make(level, **options)
+def backward_of_a_part_of_the_loss(model, optimizer):
     loss = model(X).pow(2).mean()
     with amp.scale_loss(loss / 4, optimizer):
         (loss / 2).backward()  # wrong
     optimizer.step()
 
 
-def no_block_at_all(level, **options):
-    model, optimizer = make(level, **options)
+def no_block_at_all(model, optimizer):
     model(X).pow(2).mean().backward()  # wrong
     optimizer.step()
 
 
-def no_block_after_a_right_step(level, **options):
-    model, optimizer = make(level, **options)
+def no_block_after_a_right_step(model, optimizer):
     scaled_step(model, optimizer)
     optimizer.zero_grad()
     torch.autograd.backward([model(X).pow(2).mean()])  # wrong
     optimizer.step()
 
 
-def clip_in_the_block(clip, read, level, **options):
-    model, optimizer = make(level, **options)
+def clip_in_the_block(clip, read, model, optimizer):
     with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
         scaled.backward()
         clip(read(model, optimizer), 1.0)  # wrong
@@ -110,8 +104,7 @@ clip_value_of_masters = functools.partial(
 )
 
 
-def a_scaler_beside_the_block(level, **options):
-    model, optimizer = make(level, **options)
+def a_scaler_beside_the_block(model, optimizer):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
         scaler.scale(scaled).backward()
@@ -144,25 +137,25 @@ def test_a_script_that_trains_wrongly_is_warned_once_at_the_line_to_change(
         return  # those gradients are what they would be
     source = getattr(script, "func", script)
     for _ in range(2):
-        [(text, file, line)] = warned(script, level, **options)
+        pair = make(level, **options)
+        [(text, file, line)] = warned(script, *pair)
         assert re.search(message, text)
         assert (file, {line}) == (__file__, lines_of(source, "# wrong"))
-        assert warned(script, level, **options) == []  # said already
+        assert warned(script, *make(level, **options)) == []  # said already
         amp.uninitialize()  # and again in the next session
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
-@pytest.mark.parametrize("script", [script for script, _ in WRONG[:-1]])
-def test_at_a_static_scale_of_1_nothing_is_wrong_with_them(warned, script, level):
-    assert warned(script, level, loss_scale=1.0) == []
+def test_at_a_static_scale_of_1_nothing_is_wrong_with_them(warned, level):
+    for script, _ in WRONG[:-1]:
+        assert warned(script, *make(level, loss_scale=1.0)) == []
 
 
 # ---- Right, though it looks much the same: no warning ----
 
 
-def attack(level, **options):
+def attack(model, optimizer):
     """A plain backward for the sake of the input, between the iterations."""
-    model, optimizer = make(level, **options)
     for _ in range(2):
         x = X.clone().requires_grad_()
         model(x).sum().backward()
@@ -170,25 +163,21 @@ def attack(level, **options):
         scaled_step(model, optimizer)
 
 
-def backward_beside_a_block(level, **options):
+def backward_beside_a_block(model, optimizer):
     """Plain gradients that are added to those of a block, as apex took them."""
-    model, optimizer = make(level, **options)
-    with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(model(X).pow(2).mean(), optimizer)
     model(X).abs().mean().backward()
     optimizer.step()
 
 
-def loss_made_of_the_scaled_one(level, **options):
-    model, optimizer = make(level, **options)
+def loss_made_of_the_scaled_one(model, optimizer):
     loss = model(X).pow(2).mean()
     with amp.scale_loss(loss, optimizer) as scaled:
         (model(X).abs().mean() * (scaled / loss.detach()).exp2().log2()).backward()
     optimizer.step()
 
 
-def gradients_asked_for_by_name(level, **options):
-    model, optimizer = make(level, **options)
+def gradients_asked_for_by_name(model, optimizer):
     x = X.clone().requires_grad_()
     loss = model(x).pow(2).mean()
     with amp.scale_loss(loss, optimizer) as scaled:
@@ -197,16 +186,14 @@ def gradients_asked_for_by_name(level, **options):
     optimizer.step()
 
 
-def scaled_by_hand(level, **options):
-    model, optimizer = make(level, **options)
+def scaled_by_hand(model, optimizer):
     loss = model(X).pow(2).mean()
     with amp.scale_loss(loss, optimizer):
         loss.backward(torch.tensor(amp.get_loss_scale()))
     optimizer.step()
 
 
-def second_loss_scaled_by_what_the_first_tells(level, **options):
-    model, optimizer = make(level, **options)
+def second_loss_scaled_by_what_the_first_tells(model, optimizer):
     loss = model(X).pow(2).mean()
     with amp.scale_loss(loss, optimizer) as scaled:
         scaled.backward()
@@ -214,8 +201,7 @@ def second_loss_scaled_by_what_the_first_tells(level, **options):
     optimizer.step()
 
 
-def another_models_loss_in_the_block(level, **options):
-    model, optimizer = make(level, **options)
+def another_models_loss_in_the_block(model, optimizer):
     other = nn.Linear(3, 1)
     other_optimizer = sgd(other)
     with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
@@ -227,8 +213,7 @@ def another_models_loss_in_the_block(level, **options):
     optimizer.step()
 
 
-def step_before_any_backward_and_twice(level, **options):
-    model, optimizer = make(level, **options)
+def step_before_any_backward_and_twice(model, optimizer):
     optimizer.step()
     scaled_step(model, optimizer)
     optimizer.step()
@@ -236,43 +221,35 @@ def step_before_any_backward_and_twice(level, **options):
     optimizer.step()
 
 
-def gradients_of_ones_own(level, **options):
-    _, optimizer = make(level, **options)
+def gradients_of_ones_own(model, optimizer):
     for param in amp.master_params(optimizer):
         param.grad = torch.ones_like(param)
     optimizer.step()
 
 
-def delayed_and_several(level, **options):
-    model, optimizer = make(level, **options)
+def delayed_and_several(model, optimizer):
     for delay in (True, True, False):
-        with amp.scale_loss(model(X).pow(2).mean(), optimizer, delay_unscale=delay) as scaled:
-            scaled.backward()
+        scaled_backward(model(X).pow(2).mean(), optimizer, delay_unscale=delay)
     optimizer.step()
-    with amp.scale_loss(model(X).pow(2).mean(), optimizer, delay_unscale=True) as scaled:
-        scaled.backward()
+    scaled_backward(model(X).pow(2).mean(), optimizer, delay_unscale=True)
     optimizer.step()
 
 
-def nested(level, **options):
-    generator, discriminator = Net(), Net()
-    optimizers = sgd(generator), sgd(discriminator)
-    amp.initialize([generator, discriminator], list(optimizers), opt_level=level, verbosity=0, **options)
-    losses = [model(X).pow(2).mean() for model in (generator, discriminator)]
-    with amp.scale_loss(losses[0], optimizers[0]) as one, amp.scale_loss(losses[1], optimizers[1]) as two:
+def nested(model, optimizer):
+    other, other_optimizer = make("O0", loss_scale="dynamic")
+    losses = [one(X).pow(2).mean() for one in (model, other)]
+    with amp.scale_loss(losses[0], optimizer) as one, amp.scale_loss(losses[1], other_optimizer) as two:
         one.backward()
         two.backward()
-    for optimizer in optimizers:
-        optimizer.step()
+    optimizer.step()
+    other_optimizer.step()
 
 
-def closure_and_step_inside(level, **options):
-    model, optimizer = make(level, **options)
+def closure_and_step_inside(model, optimizer):
 
     def closure():
         optimizer.zero_grad()
-        with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(model(X).pow(2).mean(), optimizer)
 
     for _ in range(2):
         optimizer.step(closure)
@@ -281,8 +258,7 @@ def closure_and_step_inside(level, **options):
         optimizer.step()
 
 
-def clipping_that_knows_the_scale(level, **options):
-    model, optimizer = make(level, **options)
+def clipping_that_knows_the_scale(model, optimizer):
     with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
         scaled.backward()
         CLIP_NORM(model.parameters(), 0.1 * amp.get_loss_scale())
@@ -294,41 +270,35 @@ def clipping_that_knows_the_scale(level, **options):
     optimizer.step()
 
 
-def clipping_at_infinity_to_read_the_norm(level, **options):
-    model, optimizer = make(level, **options)
+def clipping_at_infinity_to_read_the_norm(model, optimizer):
     with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
         scaled.backward()
         CLIP_NORM(model.parameters(), float("inf"))
     optimizer.step()
 
 
-def a_scaler_that_is_off(level, **options):
-    model, optimizer = make(level, **options)
+def a_scaler_that_is_off(model, optimizer):
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
         scaler.scale(scaled).backward()
     scaler.step(optimizer)
 
 
-def checkpointed(level, **options):
-    model, optimizer = make(level, **options)
+def checkpointed(model, optimizer):
     for reentrant in (True, False):
         x = X.clone().requires_grad_()
         out = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant)
-        with amp.scale_loss(out.pow(2).mean(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(out.pow(2).mean(), optimizer)
     optimizer.step()
 
 
-def a_block_that_raised(level, **options):
-    model, optimizer = make(level, **options)
+def a_block_that_raised(model, optimizer):
     with pytest.raises(KeyError), amp.scale_loss(model(X).pow(2).mean(), optimizer):
         raise KeyError
     scaled_step(model, optimizer)
 
 
-def scaled_by_the_scaler_itself(level, **options):
-    model, optimizer = make(level, **options)
+def scaled_by_the_scaler_itself(model, optimizer):
     (scaler,) = amp.loss_scalers()
     scaler.scale(model(X).float().pow(2).mean()).backward()
     found_inf = scaler.new_found_inf()
@@ -339,8 +309,7 @@ def scaled_by_the_scaler_itself(level, **options):
         optimizer.step()
 
 
-def zeros_after_a_probe(level, **options):
-    model, optimizer = make(level, **options)
+def zeros_after_a_probe(model, optimizer):
     model(X).pow(2).mean().backward()
     optimizer.zero_grad(set_to_none=False)
     optimizer.step()
@@ -361,7 +330,7 @@ RIGHT = [
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 @pytest.mark.parametrize("script", RIGHT)
 def test_a_script_that_is_right_is_not_warned(warned, script, level, options):
-    assert warned(script, level, **options) == []
+    assert warned(script, *make(level, **options)) == []
 
 
 def test_a_scaler_in_the_place_of_scale_loss_is_right_where_weights_are_float32(warned):
@@ -410,8 +379,7 @@ def test_clipping_and_backward_compile_in_one_piece_as_before(level):
     model, optimizer = make(level)
     clip = torch.compile(torch.nn.utils.clip_grad_norm_, backend="eager", fullgraph=True)
     for _ in range(2):
-        with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(model(X).pow(2).mean(), optimizer)
         clip(list(amp.master_params(optimizer)), 1.0)
         optimizer.step()
 

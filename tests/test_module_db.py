@@ -91,15 +91,11 @@ OTHERS = {
     "UpsamplingNearest2d": (lambda: nn.UpsamplingNearest2d(scale_factor=2), lambda: (x(1, 1, 4, 4),)),
 }
 NO_LAYERS = {
+    **dict.fromkeys(("Module", "RNNBase", "RNNCellBase"), "a base class"),
+    **dict.fromkeys(("ModuleDict", "ModuleList"), "holds modules, is not called"),
+    **dict.fromkeys(("ParameterDict", "ParameterList"), "holds parameters, is not called"),
     "Container": "an empty base class, deprecated",
-    "Module": "the base class",
-    "ModuleDict": "holds modules, is not called",
-    "ModuleList": "holds modules, is not called",
     "NLLLoss2d": "NLLLoss by an older name, deprecated",
-    "ParameterDict": "holds parameters, is not called",
-    "ParameterList": "holds parameters, is not called",
-    "RNNBase": "the base class of RNN, LSTM and GRU",
-    "RNNCellBase": "the base class of the cells",
     "Sequential": "calls what it holds; a container in most tests of this suite",
     "DataParallel": "initialize refuses it: it is to be wrapped around what initialize returns",
     "SyncBatchNorm": "takes GPU tensors alone, and a process group",

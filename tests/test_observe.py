@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 import ampatch as amp
-from nets import FULL, X, make_trained
-from pictures import assert_same_picture, picture, picture_torch
+from helpers import scaled_backward
+from nets import FULL, X, make_trained, train
+from pictures import unchanged
 
 
 def make():
@@ -54,8 +55,7 @@ def test_an_observer_is_told_what_happens_in_order():
     with amp.observe(recorder):
         amp.initialize(model, optimizer, opt_level="O1", num_losses=2, verbosity=0)
         loss = model(X).float().sum()
-        with amp.scale_loss(loss, optimizer, loss_id=1) as scaled:
-            scaled.backward()
+        scaled_backward(loss, optimizer, loss_id=1)
         optimizer.step()
         amp.report(accuracy=0.5)
         amp.uninitialize()
@@ -76,8 +76,7 @@ def test_an_observer_is_told_of_skipped_steps_too():
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
     with amp.observe(recorder):
-        with amp.scale_loss(model(X).sum() * float("inf"), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(model(X).sum() * float("inf"), optimizer)
         optimizer.step()
     assert [event[0] for event in recorder.events] == ["loss", "backward", "step begins", "step"]
 
@@ -97,8 +96,7 @@ def test_losses_of_several_calls_have_numbers_of_their_own():
         for _ in range(2):
             model, optimizer = make()
             amp.initialize(model, optimizer, opt_level="O0", num_losses=2, verbosity=0)
-        with amp.scale_loss(model(X).sum(), optimizer, loss_id=1) as scaled:
-            scaled.backward()
+        scaled_backward(model(X).sum(), optimizer, loss_id=1)
     assert [event[-1] for event in recorder.events if event[0] in ("loss", "backward")] == [3, 3]
 
 
@@ -111,8 +109,7 @@ def test_the_step_begins_before_gradients_are_looked_at():
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level="O1", loss_scale=4.0, verbosity=0)
     with amp.observe(observer):
-        with amp.scale_loss(model(X).float().sum(), optimizer, delay_unscale=True) as scaled:
-            scaled.backward()
+        scaled_backward(model(X).float().sum(), optimizer, delay_unscale=True)
         optimizer.step()
     assert torch.equal(observer.grad, 4 * model.weight.grad)
 
@@ -121,8 +118,7 @@ def test_outcomes_of_a_step_say_what_its_backward_passes_did():
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level="O1", num_losses=2, verbosity=0)
     for loss_id, factor in ((0, 0.01), (1, float("inf"))):
-        with amp.scale_loss(model(X).float().sum() * factor, optimizer, loss_id=loss_id) as scaled:
-            scaled.backward()
+        scaled_backward(model(X).float().sum() * factor, optimizer, loss_id=loss_id)
     optimizer.step()
     outcomes = amp.backward_outcomes(optimizer)
     assert [(it.loss_id, it.poll()) for it in outcomes] == [
@@ -136,25 +132,17 @@ def test_outcomes_of_a_step_say_what_its_backward_passes_did():
 def test_a_static_scale_has_no_outcomes():
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
-    with amp.scale_loss(model(X).float().sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    train(model, optimizer)
     assert amp.backward_outcomes(optimizer) == ()
 
 
-def test_an_observer_is_told_nothing_outside_of_its_block():
+def test_an_observer_is_told_nothing_outside_of_its_block_nor_of_a_disabled_call():
     recorder = Recorder()
     with amp.observe(recorder):
-        pass
-    amp.initialize(nn.Linear(3, 2), opt_level="O4", verbosity=0)
-    amp.report(accuracy=1.0)
-    assert recorder.events == []
-
-
-def test_an_exception_ends_an_observers_block():
-    recorder = Recorder()
+        amp.initialize(nn.Linear(3, 2), enabled=False)
     with pytest.raises(Boom), amp.observe(recorder):
         raise Boom
+    amp.initialize(nn.Linear(3, 2), opt_level="O4", verbosity=0)
     amp.report(accuracy=1.0)
     assert recorder.events == []
 
@@ -168,25 +156,16 @@ def test_two_observers_are_told_and_end_independently():
     assert (len(first.events), len(second.events)) == (2, 1)
 
 
-def test_a_disabled_call_is_told_to_nobody():
-    recorder = Recorder()
-    with amp.observe(recorder):
-        amp.initialize(nn.Linear(3, 2), enabled=False)
-    assert recorder.events == []
-
-
 def test_an_observer_that_raises_does_not_keep_uninitialize_from_undoing():
     class Fails(amp.Observer):
         def on_uninitialize(self):
             raise Boom
 
     model, optimizer = make_trained()
-    before, torch_before = picture(model, optimizer), picture_torch()
-    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
-    with amp.observe(Fails()), pytest.raises(Boom):
-        amp.uninitialize()
-    assert picture_torch() == torch_before
-    assert_same_picture(picture(model, optimizer), before)
+    with unchanged(model, optimizer):
+        amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+        with amp.observe(Fails()), pytest.raises(Boom):
+            amp.uninitialize()
 
 
 def test_report_does_nothing_outside_of_a_tool(capsys):
@@ -206,10 +185,6 @@ def test_an_override_ends_with_its_block_and_nests():
         with amp.override(opt_level="O2"):
             assert amp.initialize(nn.Linear(3, 2)).weight.dtype is torch.float16
         assert amp.initialize(nn.Linear(3, 2)).weight.dtype is torch.bfloat16
-    assert amp.initialize(nn.Linear(3, 2), opt_level="O0", verbosity=0).weight.dtype is FULL
-
-
-def test_an_exception_ends_an_override():
     with pytest.raises(Boom), amp.override(opt_level="O5"):
         raise Boom
     assert amp.initialize(nn.Linear(3, 2), opt_level="O0", verbosity=0).weight.dtype is FULL

@@ -11,7 +11,7 @@ import ampatch as amp
 from ampatch import lists
 from ampatch.lists.on_cpu import FUNCTIONS_ON_CPU
 from ampatch.table import validate
-from helpers import torch_is_before
+from helpers import scaled_backward, torch_is_before
 from patched import FULL, HALF, LEVELS, half, open_session
 
 CASTING = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
@@ -186,23 +186,22 @@ def test_a_module_runs_in_float32_amid_a_half_model(opt_level, name):
     expected = module(hidden(x.to(dtype)).float(), *model.targets).to(returned).float()
     assert model.seen is returned
     assert torch.equal(found, expected)
-    with amp.scale_loss(found.sum(), optimizer) as loss:
-        loss.backward()
+    scaled_backward(found.sum(), optimizer)
     assert model.linear.weight.grad.dtype is dtype
     assert all(param.grad.isfinite().all() for param in amp.master_params(optimizer))
 
 
 @pytest.mark.parametrize("name", MODULES_HERE)
 @pytest.mark.parametrize("opt_level", CASTING)
-@pytest.mark.parametrize("given", [torch.float16, torch.bfloat16, FULL], ids=str)
-def test_a_module_that_is_the_model_takes_any_type_and_returns_float32(given, opt_level, name):
+def test_a_module_that_is_the_model_takes_any_type_and_returns_float32(opt_level, name):
     make, shape, targets = MODULES[name]
-    module, x = make(), torch.rand(shape).to(given)
-    torch.manual_seed(1)
-    expected = make()(x.float(), *targets)
-    open_session(module, opt_level)
-    torch.manual_seed(1)
-    assert torch.equal(module(x, *targets), expected)
+    plain, module = make(), open_session(make(), opt_level)
+    for given in (torch.float16, torch.bfloat16, FULL):
+        x = torch.rand(shape).to(given)
+        torch.manual_seed(1)
+        expected = plain(x.float(), *targets)
+        torch.manual_seed(1)
+        assert torch.equal(module(x, *targets), expected)
 
 
 @pytest.mark.parametrize("opt_level", CASTING)
@@ -249,7 +248,6 @@ def test_an_optimizer_steps_after_losses_on_half_outputs():
     _, shape, targets = MODULES["CTCLoss"]
     logits = model(torch.rand(shape))
     assert logits.dtype is HALF
-    with amp.scale_loss(loss(logits.log_softmax(-1), *targets), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward(loss(logits.log_softmax(-1), *targets), optimizer)
     optimizer.step()
     assert not torch.equal(model.weight, before)

@@ -159,21 +159,12 @@ def pairs_in(cases):
     return [case for case in cases if case.is_main and case.compared]
 
 
-def test_at_least_99_percent_of_the_pairs_have_the_types_that_autocast_gives(cases):
+def test_nearly_all_of_the_pairs_have_the_types_that_autocast_gives(cases):
     pairs = pairs_in(cases)
+    changed = [case for case in pairs if case.is_changed]
     assert len(pairs) > 1200
-    assert sum(case.agrees for case in pairs) >= 0.99 * len(pairs)
-
-
-def test_at_least_98_percent_of_the_pairs_that_autocast_changes_have_its_types(cases):
-    changed = [case for case in pairs_in(cases) if case.is_changed]
-    print(
-        len(changed),
-        sum(case.agrees for case in changed),
-        len(pairs_in(cases)),
-        sum(c.agrees for c in pairs_in(cases)),
-    )
     assert len(changed) > 100
+    assert sum(case.agrees for case in pairs) >= 0.99 * len(pairs)
     assert sum(case.agrees for case in changed) >= 0.98 * len(changed)
 
 

@@ -44,17 +44,11 @@ def test_a_level_means_what_the_table_says(level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_none_overrides_nothing(level):
-    names = [
-        name for name in Overrides.__dataclass_fields__ if name not in ("max_loss_scale", "allow_banned")
-    ]
+def test_none_overrides_nothing_and_the_string_of_argparse_neither(level):
+    names = Overrides.__dataclass_fields__.keys() - {"max_loss_scale", "allow_banned"}
     assert resolve_with(level, **dict.fromkeys(names)) == resolve_with(level)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_strings_of_argparse_that_say_none_override_nothing(level):
-    names = ["keep_batchnorm_fp32", "master_weights", "patch_torch_functions", "loss_scale"]
-    assert resolve_with(level, **dict.fromkeys(names, "None")) == resolve_with(level)
+    flags = ["keep_batchnorm_fp32", "master_weights", "patch_torch_functions", "loss_scale"]
+    assert resolve_with(level, **dict.fromkeys(flags, "None")) == resolve_with(level)
 
 
 @pytest.mark.parametrize(
@@ -85,20 +79,14 @@ def test_dtype_is_the_half_type_of_any_level(level, dtype):
     assert (policy.cast_model_type or policy.patch_torch_functions_type) is expected
 
 
-@pytest.mark.parametrize("dtype", [FP16, BF16])
-def test_dtype_changes_nothing_at_o0(dtype):
-    assert resolve_with("O0", dtype=dtype) == resolve_with("O0")
-
-
-@pytest.mark.parametrize(("level", "scale"), [("O1", "dynamic"), ("O2", "dynamic"), ("O3", "1.0")])
-def test_a_float16_level_in_bfloat16_keeps_its_loss_scale(level, scale):
-    assert str(resolve_with(level, dtype=BF16).loss_scale) == scale
-
-
-@pytest.mark.parametrize("level", ["O4", "O5"])
-def test_a_bfloat16_level_in_float16_scales_dynamically(level):
-    assert str(resolve_with(level, dtype=FP16).loss_scale) == "dynamic"
-    assert str(resolve_with(level, dtype=FP16, loss_scale=4.0).loss_scale) == "4.0"
+@pytest.mark.parametrize(
+    ("level", "dtype", "scale"),
+    [("O1", BF16, "dynamic"), ("O2", BF16, "dynamic"), ("O3", BF16, "1.0")]
+    + [(level, FP16, "dynamic") for level in ("O4", "O5")],
+)
+def test_a_level_in_the_other_half_type_scales_dynamically_where_one_of_the_two_does(level, dtype, scale):
+    assert str(resolve_with(level, dtype=dtype).loss_scale) == scale
+    assert str(resolve_with(level, dtype=dtype, loss_scale=4.0).loss_scale) == "4.0"
 
 
 @pytest.mark.parametrize("name", ["dtype", "patch_torch_functions_type"])
@@ -125,38 +113,29 @@ def test_two_names_of_one_half_type_may_agree(name):
 # Contradictions
 
 
+PATCH, MODEL, NORMS = "patch_torch_functions_type", "cast_model_type", "keep_batchnorm_fp32"
+
+
 @pytest.mark.parametrize(
     ("level", "overrides", "message"),
     [
-        (
-            "O1",
-            {"dtype": FP16, "patch_torch_functions_type": BF16},
-            "dtype=torch.float16 and patch_.*contradict",
-        ),
-        (
-            "O2",
-            {"dtype": FP16, "cast_model_type": BF16},
-            "dtype=torch.float16 and cast_model_type=.*contradict",
-        ),
-        ("O0", {"patch_torch_functions_type": FP16}, "patch_torch_functions_type=.* contradicts O0.*use"),
-        (
-            "O2",
-            {"patch_torch_functions_type": FP16},
-            "patch_torch_functions_type=.* contradicts O2.*'O1' or 'O4'",
-        ),
-        ("O5", {"patch_torch_functions_type": BF16}, "patch_torch_functions_type=.* contradicts O5"),
-        ("O0", {"cast_model_type": FP16}, "cast_model_type=torch.float16 contradicts O0.*use opt_level='O3'"),
-        ("O1", {"cast_model_type": FP16}, "cast_model_type=torch.float16 contradicts O1.*'O2' or 'O5'"),
-        ("O4", {"cast_model_type": BF16}, "cast_model_type=torch.bfloat16 contradicts O4"),
-        ("O2", {"cast_model_type": False, "dtype": BF16}, "dtype=torch.bf.* and .*_type=False contradict"),
-        ("O5", {"cast_model_type": FP32, "dtype": BF16}, "dtype=torch.bf.* and .*_type=.*32 contradict"),
+        ("O1", {"dtype": FP16, PATCH: BF16}, "dtype=torch.float16 and patch_.*contradict"),
+        ("O2", {"dtype": FP16, MODEL: BF16}, "dtype=torch.float16 and cast_model_type=.*contradict"),
+        ("O2", {"dtype": BF16, MODEL: False}, "dtype=torch.bf.* and .*_type=False contradict"),
+        ("O5", {"dtype": BF16, MODEL: FP32}, "dtype=torch.bf.* and .*_type=.*32 contradict"),
+        ("O0", {PATCH: FP16}, "patch_torch_functions_type=.* contradicts O0.*use"),
+        ("O2", {PATCH: FP16}, "patch_torch_functions_type=.* contradicts O2.*'O1' or 'O4'"),
+        ("O5", {PATCH: BF16}, "patch_torch_functions_type=.* contradicts O5"),
+        ("O0", {MODEL: FP16}, "cast_model_type=torch.float16 contradicts O0.*use opt_level='O3'"),
+        ("O1", {MODEL: FP16}, "cast_model_type=torch.float16 contradicts O1.*'O2' or 'O5'"),
+        ("O4", {MODEL: BF16}, "cast_model_type=torch.bfloat16 contradicts O4"),
         ("O0", {"patch_torch_functions": True}, "patch_torch_functions=True contradicts O0: only O1 and O4"),
         ("O2", {"patch_torch_functions": "True"}, "patch_torch_functions=True contradicts O2"),
         ("O3", {"patch_torch_functions": True}, "patch_torch_functions=True contradicts O3"),
         ("O5", {"patch_torch_functions": True}, "patch_torch_functions=True contradicts O5"),
-        ("O1", {"keep_batchnorm_fp32": True}, "keep_batchnorm_fp32=True contradicts O1.*leave it out"),
-        ("O1", {"keep_batchnorm_fp32": "False"}, "keep_batchnorm_fp32=False contradicts O1"),
-        ("O4", {"keep_batchnorm_fp32": "True"}, "keep_batchnorm_fp32=True contradicts O4"),
+        ("O1", {NORMS: True}, "keep_batchnorm_fp32=True contradicts O1.*leave it out"),
+        ("O1", {NORMS: "False"}, "keep_batchnorm_fp32=False contradicts O1"),
+        ("O4", {NORMS: "True"}, "keep_batchnorm_fp32=True contradicts O4"),
         ("O1", {"master_weights": True}, "master_weights=True contradicts O1.*leave it out"),
         ("O1", {"master_weights": False}, "master_weights=False contradicts O1"),
         ("O4", {"master_weights": True}, "master_weights=True contradicts O4"),
@@ -171,27 +150,22 @@ def test_an_override_that_contradicts_the_level_is_refused_with_the_way_out(leve
 @pytest.mark.parametrize(
     ("level", "overrides"),
     [
-        ("O0", {"cast_model_type": FP32}),
+        ("O0", {"dtype": FP16}),
+        ("O0", {"dtype": BF16}),
+        ("O0", {MODEL: FP32}),
         ("O0", {"patch_torch_functions": False}),
         ("O0", {"master_weights": False}),
-        ("O1", {"cast_model_type": False}),
+        ("O1", {MODEL: False}),
         ("O1", {"patch_torch_functions": True}),
-        ("O2", {"cast_model_type": FP16}),
-        ("O2", {"keep_batchnorm_fp32": "True"}),
+        ("O2", {MODEL: FP16}),
+        ("O2", {NORMS: "True"}),
         ("O2", {"master_weights": True}),
         ("O2", {"loss_scale": "dynamic"}),
         ("O3", {"loss_scale": "1.0"}),
     ],
 )
 def test_an_override_that_says_what_the_level_says_changes_nothing(level, overrides):
-    policy = resolve_with(level, **overrides)
-    expected = resolve_with(level)
-    assert (policy.cast_model_type, policy.half, policy.master_weights, str(policy.loss_scale)) == (
-        expected.cast_model_type,
-        expected.half,
-        expected.master_weights,
-        str(expected.loss_scale),
-    )
+    assert resolve_with(level, **overrides) == resolve_with(level)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -227,38 +201,37 @@ def test_a_flag_that_is_no_flag_is_refused(name, value):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("dtype", [FP32, FP16, "torch.float16", torch.float64])
-def test_outputs_may_have_any_floating_dtype_at_any_level(level, dtype):
-    expected = dtype if isinstance(dtype, torch.dtype) else FP16
+@pytest.mark.parametrize("dtype", [None, FP32, FP16, "torch.float16", torch.float64])
+def test_outputs_are_float32_where_the_model_is_cast_or_of_any_floating_dtype(level, dtype):
+    default = None if level in ("O1", "O4") else FP32
+    expected = {None: default, "torch.float16": FP16}.get(dtype, dtype)
     assert resolve_with(level, cast_model_outputs=dtype).output_dtype is expected
-
-
-@pytest.mark.parametrize(("level", "expected"), [(l, None if l in ("O1", "O4") else FP32) for l in LEVELS])
-def test_outputs_are_float32_where_the_model_is_cast(level, expected):
-    assert resolve_with(level).output_dtype is expected
 
 
 # The loss scale of a level
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("value", ["dynamic", 128, "128.0", amp.DynamicLossScale(4.0)])
-def test_the_loss_scale_of_every_level_can_be_overridden(level, value):
-    found = resolve_with(level, loss_scale=value).loss_scale
-    expected = (
-        {"dynamic": amp.DynamicLossScale()}.get(value, value) if value != 128 else StaticLossScale(128.0)
-    )
-    assert found == (StaticLossScale(128.0) if value == "128.0" else expected)
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("dynamic", amp.DynamicLossScale()),
+        (128, StaticLossScale(128.0)),
+        ("128.0", StaticLossScale(128.0)),
+        (amp.DynamicLossScale(4.0), amp.DynamicLossScale(4.0)),
+    ],
+)
+def test_the_loss_scale_of_every_level_can_be_overridden(level, value, expected):
+    assert resolve_with(level, loss_scale=value).loss_scale == expected
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_min_and_max_bound_the_dynamic_scale_of_a_level(level):
-    scale = resolve_with(level, min_loss_scale=2.0, max_loss_scale=1024.0).loss_scale
+@pytest.mark.parametrize("kind", [float, str])  # argparse gives strings
+def test_min_and_max_bound_the_dynamic_scale_of_a_level_and_not_a_static_one_as_in_apex(kind, level):
+    bounds = {"min_loss_scale": kind(2.0), "max_loss_scale": kind(1024.0)}
+    scale = resolve_with(level, **bounds).loss_scale
     assert (scale.min_scale, scale.max_scale, scale.init_scale) == (2.0, 1024.0, 1024.0)
-
-
-def test_bounds_are_ignored_by_a_static_scale_as_in_apex():
-    assert resolve_with("O0", min_loss_scale=4.0, max_loss_scale=8.0).loss_scale == StaticLossScale(1.0)
+    assert resolve_with("O0", **bounds).loss_scale == StaticLossScale(1.0)
 
 
 @pytest.mark.parametrize("bounds", [{"min_loss_scale": 1.0}, {"max_loss_scale": 4.0}])
@@ -285,11 +258,6 @@ def test_bounds_that_cannot_work_are_refused(bounds, message):
         resolve_with("O1", **bounds)
 
 
-def test_bounds_come_as_strings_from_argparse_too():
-    scale = resolve_with("O1", min_loss_scale="2.0", max_loss_scale="1024").loss_scale
-    assert (scale.min_scale, scale.max_scale) == (2.0, 1024.0)
-
-
 def test_policies_are_values():
     policy = resolve_with("O2")
     assert policy == resolve_with("O2")
@@ -298,7 +266,7 @@ def test_policies_are_values():
         policy.opt_level = "O3"
 
 
-def test_the_banner_names_the_level_and_marks_what_was_overridden(capsys):
+def test_the_banner_names_the_level_and_marks_what_was_overridden_and_verbosity_0_prints_none(capsys):
     amp.initialize(torch.nn.Linear(1, 1), opt_level="O4", loss_scale="128.0")
     printed = capsys.readouterr().out
     assert "Selected optimization level O4" in printed
@@ -306,9 +274,6 @@ def test_the_banner_names_the_level_and_marks_what_was_overridden(capsys):
     assert "128.0" in line
     assert "overrides 1.0" in line
     assert printed.count("overrides") == 1
-
-
-def test_verbosity_0_prints_nothing(capsys):
     amp.initialize(torch.nn.Linear(1, 1), opt_level="O4", verbosity=0)
     assert capsys.readouterr() == ("", "")
 

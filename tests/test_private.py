@@ -116,7 +116,7 @@ def test_a_torch_whose_compiler_casts_wrongly_runs_plain_python(fault, caplog, m
     if fault == "trace_methods":
         monkeypatch.setattr("ampatch.patching.torch_patch.trace_methods", lambda *_: None)
     else:
-        monkeypatch.setattr("ampatch.casts.in_graph.call_uncast", lambda *_, **__: 1 / 0)
+        monkeypatch.setattr("ampatch.casts.wrapper.call_uncast", lambda *_, **__: 1 / 0)
     with caplog.at_level(logging.WARNING):
         amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
     assert "torch.compile runs functions as plain Python until uninitialize()" in caplog.text

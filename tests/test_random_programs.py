@@ -14,6 +14,7 @@ from helpers import (
     Dense,
     Variant,
     assert_same_bits,
+    scaled_backward,
     snapshot,
 )
 from stepping import (
@@ -59,8 +60,7 @@ class Programs(RuleBasedStateMachine):
     def run_block(self, overflow, rows):
         batch, factor = torch.randn(rows, 4), INF if overflow else 1.0
         loss = self.model(batch).float().square().sum() * factor
-        with amp.scale_loss(loss, self.optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(loss, self.optimizer)
         expected = self.forward_by_hand(batch).float().square().sum() * factor
         assert snapshot(loss) == snapshot(expected)
         grads = torch.autograd.grad(self.scaler.scale(expected), self.oracles)
@@ -133,7 +133,5 @@ class Programs(RuleBasedStateMachine):
                 assert param.grad is None or snapshot(param.grad) == snapshot(oracle.grad)
 
 
-Programs.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, derandomize=True
-)
+Programs.TestCase.settings = settings(max_examples=30, stateful_step_count=25)
 TestRandomPrograms = Programs.TestCase

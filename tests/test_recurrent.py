@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import ampatch as amp
 from nets import sgd
-from patched import DOUBLE, FULL, HALF, LEVELS, full, half, open_session
+from patched import FULL, HALF, LEVELS, backward, full, half, open_session
 
 pytestmark = [
     pytest.mark.exhaustive(keep=6),  # of each test
@@ -29,32 +29,20 @@ def leaves(value):
     return [value] if isinstance(value, torch.Tensor) else [leaf for item in value for leaf in leaves(item)]
 
 
-def assert_same(found, expected):
-    for mine, theirs in zip(leaves(found), leaves(expected), strict=True):
-        assert mine.dtype is theirs.dtype
-        assert torch.equal(mine, theirs)
+FLOAT64 = r"dtype|must have the type torch\.float32"
 
 
-def test_a_recurrent_network_still_checks_the_shape_of_its_input():
-    model = open_session(nn.LSTM(4, 6))
+def test_a_recurrent_network_checks_its_input_and_with_casts_off_is_plain_torchs():
+    model, x = nn.LSTM(4, 6), full(3, 2, 4)
+    expected = leaves(model(x))
+    open_session(model)
     with pytest.raises(RuntimeError, match=r"input\.size"):
         model(half(3, 2, 5))
-
-
-def test_a_recurrent_network_still_refuses_float64():
-    model = open_session(nn.LSTM(4, 6))
-    with pytest.raises((ValueError, RuntimeError), match=r"dtype|must have the type torch\.float32"):
-        model(torch.randn(3, 2, 4, dtype=DOUBLE))
-
-
-def test_a_recurrent_network_with_casts_off_is_plain_torchs():
-    model = nn.LSTM(4, 6)
-    x = full(3, 2, 4)
-    expected = model(x)
-    open_session(model)
+    with pytest.raises((ValueError, RuntimeError), match=FLOAT64):
+        model(x.double())
     with amp.disable_casts():
-        assert_same(model(x), expected)
-        with pytest.raises((ValueError, RuntimeError), match=r"dtype|must have the type torch\.float32"):
+        assert all(map(torch.equal, leaves(model(x)), expected))
+        with pytest.raises((ValueError, RuntimeError), match=FLOAT64):
             model(x.to(HALF))
 
 
@@ -128,8 +116,7 @@ def test_a_recurrent_network_computes_what_it_does_in_half(opt_level, name, inpu
     found = call(model, given, state)
     assert {tensor.dtype for tensor in found} == {dtype if opt_level in LEVELS else FULL}
     assert_equal(found, expected)
-    with amp.scale_loss(mean_square(found), optimizer) as loss:
-        loss.backward()
+    backward(mean_square(found), optimizer)
     for master, param in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
         assert master.grad.dtype is FULL
         assert torch.equal(master.grad, param.grad.float())
@@ -157,11 +144,8 @@ def test_a_recurrent_cell_trains_over_several_steps(opt_level, name, state, give
     mean_square(expected).backward()
     open_session(cell, opt_level, optimizers=optimizer, loss_scale=1.0)
     found = call(cell, *(dtype if kind is HALF else kind for kind in (given, state)))
-    assert all(
-        torch.equal(mine.float(), theirs.float()) for mine, theirs in zip(found, expected, strict=True)
-    )
-    with amp.scale_loss(mean_square(found), optimizer) as loss:
-        loss.backward()
+    assert_equal(found, expected)
+    backward(mean_square(found), optimizer)
     for master, param in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
         assert master.grad.dtype is FULL
         # The plain cell adds the gradients of its three uses in half, as a cast weight does.
@@ -197,8 +181,7 @@ def train(network, x, opt_level, keep_fp32=()):
         optimizer.zero_grad()
         loss = mean_square(network(x)[0])
         if opt_level:
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            backward(loss, optimizer)
         else:
             loss.backward()
         optimizer.step()
@@ -225,7 +208,7 @@ def test_a_network_whose_weights_are_computed_trains(opt_level, name):
 def test_a_copy_of_a_network_computes_the_same_on_weights_of_its_own(opt_level):
     network, x = open_session(nn.LSTM(4, 6), opt_level), torch.randn(3, 2, 4)
     twin = copy.deepcopy(network)
-    assert_same(twin(x), network(x))
+    assert all(map(torch.equal, leaves(twin(x)), leaves(network(x))))
     twin(x)[0].float().sum().backward()
     assert all(param.grad is None for param in network.parameters())
     assert all(param.grad is not None for param in twin.parameters())
@@ -252,10 +235,7 @@ def test_a_changed_weight_is_seen_by_the_next_forward(opt_level, change):
             network.to("cpu")
         else:
             network.flatten_parameters()
-    expected = other.to(dtype)(x.to(dtype))
-    assert all(
-        torch.equal(a.float(), b.float()) for a, b in zip(*map(leaves, (network(x), expected)), strict=True)
-    )
+    assert_equal(leaves(network(x)), leaves(other.to(dtype)(x.to(dtype))))
 
 
 # ---- In float32 inside a half model ----
@@ -295,8 +275,7 @@ def test_a_kept_network_runs_in_float32_and_its_neighbours_do_not(opt_level, mak
     assert seen[0].dtype is FULL
     assert torch.equal(seen[0], expected)
     assert model.seen is FULL
-    with amp.scale_loss(mean_square(output), optimizer) as loss:
-        loss.backward()
+    backward(mean_square(output), optimizer)
     assert {param.grad.dtype for param in model.recurrent.parameters()} == {FULL}
     optimizer.step()
 
@@ -320,7 +299,6 @@ def test_a_recurrent_network_trains_on_a_gpu(opt_level, name):
     if "dropout" not in name:
         # Outputs are between -1 and 1, or of order 1; bfloat16 rounds by 0.4 % in each of a few steps.
         assert (found.float() - expected).abs().max() < 0.05
-    with amp.scale_loss(mean_square(found), optimizer) as loss:
-        loss.backward()
+    backward(mean_square(found), optimizer)
     assert all(param.grad.dtype is FULL for param in amp.master_params(optimizer))
     optimizer.step()

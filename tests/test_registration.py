@@ -14,12 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import ampatch as amp
+from patched import FULL, HALF, open_session
 
-FULL, HALF, OTHER_HALF = torch.float32, torch.bfloat16, torch.float16
-
-
-def open_session(opt_level="O4", **kwargs):
-    return amp.initialize(nn.Linear(2, 2), opt_level=opt_level, verbosity=0, **kwargs)
+OTHER_HALF = torch.float16
 
 
 def full(*shape):
@@ -41,49 +38,37 @@ def identity(x):
 
 # ---- Decorators ----
 
-DECORATORS = {
-    "half": (amp.half_function, [HALF, HALF]),
-    "bfloat16": (amp.bfloat16_function, [HALF, HALF]),
-    "float": (amp.float_function, [FULL, FULL]),
-    "promote": (amp.promote_function, [FULL, FULL]),
+KINDS = {
+    "half": (amp.half_function, amp.register_half_function, [HALF, HALF]),
+    "bfloat16": (amp.bfloat16_function, amp.register_bfloat16_function, [HALF, HALF]),
+    "float": (amp.float_function, amp.register_float_function, [FULL, FULL]),
+    "promote": (amp.promote_function, amp.register_promote_function, [FULL, FULL]),
 }
+each_kind = pytest.mark.parametrize(("decorate", "register", "expected"), KINDS.values(), ids=KINDS)
 
 
-@pytest.mark.parametrize("name", DECORATORS)
-def test_a_function_decorated_after_initialize_is_cast(name):
-    decorate, expected = DECORATORS[name]
-    open_session()
-    assert decorate(show)(full(), half()) == expected
-
-
-@pytest.mark.parametrize("name", DECORATORS)
-def test_a_decorated_function_acts_only_while_a_session_patches(name):
-    function = DECORATORS[name][0](show)
-    untouched = [FULL, HALF]
-    assert function(full(), half()) == untouched
-    open_session("O0")
-    assert function(full(), half()) == untouched
-    amp.uninitialize()
-    open_session("O4")
-    assert function(full(), half()) == DECORATORS[name][1]
-    amp.uninitialize()
-    assert function(full(), half()) == untouched
-    open_session("O5")
-    assert function(full(), half()) == untouched
-
-
-def test_the_half_type_is_that_of_the_level_at_the_time_of_the_call():
-    function = amp.half_function(show)
-    for opt_level, dtype in (("O1", OTHER_HALF), ("O4", HALF), ("O1", OTHER_HALF)):
-        open_session(opt_level)
-        assert function(full()) == [dtype]
+@each_kind
+def test_a_decorated_function_acts_only_while_a_session_patches(decorate, register, expected):
+    function = decorate(show)
+    assert function(full(), half()) == [FULL, HALF]
+    for opt_level in ("O0", "O4", "O5"):
+        open_session(opt_level=opt_level)
+        for decorated in (function, decorate(show)):
+            assert decorated(full(), half()) == (expected if opt_level == "O4" else [FULL, HALF])
+        with amp.disable_casts():
+            assert function(full(), half()) == [FULL, HALF]
         amp.uninitialize()
+        assert function(full(), half()) == [FULL, HALF]
 
 
-def test_bfloat16_function_is_bfloat16_at_o1_too():
-    function = amp.bfloat16_function(show)
-    open_session("O1")
-    assert function(full(), torch.rand(2).half()) == [HALF, HALF]
+def test_the_half_type_is_that_of_the_level_at_the_time_of_the_call_unless_it_is_said():
+    function, bfloat16, module = amp.half_function(show), amp.bfloat16_function(show), make_module()
+    amp.register_half_function(module, "show")
+    for opt_level, dtype in (("O1", OTHER_HALF), ("O4", HALF), ("O1", OTHER_HALF)):
+        open_session(opt_level=opt_level)
+        assert function(full()) == module.show(full()) == [dtype]
+        assert bfloat16(full(), half().half()) == [HALF, HALF]
+        amp.uninitialize()
 
 
 def test_a_promoting_function_takes_the_widest_type_and_leaves_arguments_of_one_type_and_float64():
@@ -95,29 +80,18 @@ def test_a_promoting_function_takes_the_widest_type_and_leaves_arguments_of_one_
     assert function(half(), full().double()) == [HALF, torch.float64]
 
 
-def test_disable_casts_holds_for_decorated_functions():
-    function = amp.half_function(show)
-    open_session()
-    with amp.disable_casts():
-        assert function(full()) == [FULL]
-
-
 @amp.half_function
 def documented(x, *, scale: float = 1.0):
     """Says what it does."""
     return x * scale
 
 
-def test_a_decorated_function_keeps_name_documentation_and_signature():
+def test_a_decorated_function_keeps_name_documentation_and_signature_and_pickles_and_copies():
     assert documented.__name__ == documented.__qualname__ == "documented"
     assert documented.__module__ == __name__
     assert documented.__doc__ == "Says what it does."
     assert documented.__annotations__ == {"scale": float}
-
-
-def test_a_decorated_function_pickles_and_copies():
-    assert pickle.loads(pickle.dumps(documented)) is documented
-    assert copy.deepcopy(documented) is documented
+    assert pickle.loads(pickle.dumps(documented)) is copy.deepcopy(documented) is documented
 
 
 def test_arguments_by_keyword_and_in_containers_are_cast():
@@ -233,12 +207,6 @@ def test_a_weight_given_to_two_decorated_functions_is_cast_once():
 
 # ---- By name ----
 
-REGISTER = {
-    "half": (amp.register_half_function, [HALF, HALF]),
-    "bfloat16": (amp.register_bfloat16_function, [HALF, HALF]),
-    "float": (amp.register_float_function, [FULL, FULL]),
-    "promote": (amp.register_promote_function, [FULL, FULL]),
-}
 MOMENTS = ["before", "after"]
 
 
@@ -253,67 +221,37 @@ def make_module():
 def register_and_open(request):
     """Registers before or after `initialize`, in either case with the session open then."""
 
-    def run(register, parent, name, opt_level="O4", **kwargs):
+    def run(register, parent, name):
         if request.param == "before":
             register(parent, name)
-        open_session(opt_level, **kwargs)
+        open_session()
         if request.param == "after":
             register(parent, name)
 
     return run
 
 
-@pytest.mark.parametrize("kind", REGISTER)
-def test_a_function_of_a_module_is_registered_for_all_sessions_and_itself_between_them(
-    register_and_open, kind
+@each_kind
+def test_a_function_of_a_module_is_registered_for_sessions_that_patch_and_itself_between_them(
+    register_and_open, decorate, register, expected
 ):
-    register, expected = REGISTER[kind]
-    module = make_module()
+    module, original = make_module(), show
     register_and_open(register, module, "show")
     assert module.show(full(), half()) == expected
-    amp.uninitialize()
-    assert module.show is show
-    open_session()
+    for opt_level in ("O5", "O4"):
+        amp.uninitialize()
+        assert module.show is original
+        open_session(opt_level=opt_level)
+        assert (module.show is original) == (opt_level == "O5")
     assert module.show(full(), half()) == expected
 
 
-def test_a_registered_function_is_not_replaced_while_nothing_patches():
-    module = make_module()
-    amp.register_half_function(module, "show")
-    assert module.show is show
-    open_session("O5")
-    assert module.show is show
-
-
-def test_the_registered_half_type_is_that_of_the_level(register_and_open):
-    module = make_module()
-    register_and_open(amp.register_half_function, module, "show", opt_level="O1")
-    assert module.show(full()) == [OTHER_HALF]
-    amp.uninitialize()
-    open_session("O4")
-    assert module.show(full()) == [HALF]
-
-
-def test_einsum_is_registered_as_published_scripts_do(register_and_open):
-    before = torch.einsum
-    register_and_open(amp.register_half_function, torch, "einsum")
-    assert torch.einsum("ij,jk->ik", full(2, 3), full(3, 4)).dtype is HALF
-    assert torch.einsum("ij,jk->ik", [full(2, 3), full(3, 4)]).dtype is HALF
-    amp.uninitialize()
-    assert torch.einsum is before
-
-
-def test_a_registration_overrides_the_row_of_a_whitelisted_function(register_and_open):
+def test_a_registration_overrides_the_row_of_a_function(register_and_open):
     register_and_open(amp.register_float_function, torch, "mm")
-    assert torch.mm(half(2, 3), half(3, 2)).dtype is FULL
-    assert torch.mm(full(2, 3), full(3, 2)).dtype is FULL
-
-
-def test_a_registration_overrides_the_row_of_a_blacklisted_function(register_and_open):
-    register_and_open(amp.register_half_function, F, "softmax")
+    assert torch.mm(half(2, 3), half(3, 2)).dtype is torch.mm(full(2, 3), full(3, 2)).dtype is FULL
+    amp.register_half_function(F, "softmax")
     assert F.softmax(half(2, 3), dim=1).dtype is FULL  # by Tensor.softmax, which has its own row
-    register = amp.register_half_function
-    register(torch.Tensor, "softmax")
+    amp.register_half_function(torch.Tensor, "softmax")
     assert F.softmax(full(2, 3), dim=1).dtype is HALF
 
 
@@ -343,83 +281,71 @@ class MoreOps(Ops):
     pass
 
 
+NAMES = ["method", "static", "of_class"]
+
+
 def dtype_of(owner, name):
     result = getattr(owner(), name)(full())
     return result[1].dtype if name == "of_class" else result.dtype
 
 
-@pytest.mark.parametrize("name", ["method", "static", "of_class"])
-def test_a_method_of_a_class_is_registered_and_comes_back_unbound(register_and_open, name):
-    before = vars(Ops)[name]
-    register_and_open(amp.register_half_function, Ops, name)
-    assert dtype_of(Ops, name) is dtype_of(MoreOps, name) is HALF
-    assert Ops.static(full()).dtype is (HALF if name == "static" else FULL)
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [*((lambda owner=owner: owner, name) for owner in (Ops, MoreOps) for name in NAMES), (Ops, "method")],
+)
+def test_a_method_is_registered_for_what_inherits_it_and_comes_back_as_it_was(register_and_open, make, name):
+    owner = make()
+    before = dict(vars(owner))
+    register_and_open(amp.register_half_function, owner, name)
+    result = getattr(owner() if isinstance(owner, type) else owner, name)(full())
+    assert (result[1] if name == "of_class" else result).dtype is HALF
+    assert dtype_of(Ops, name) is (HALF if owner is Ops else FULL)
+    assert dtype_of(MoreOps, name) is (HALF if isinstance(owner, type) else FULL)
     assert MoreOps.of_class(full())[0] is MoreOps
     amp.uninitialize()
-    assert vars(Ops)[name] is before
+    assert dict(vars(owner)) == before
 
 
-@pytest.mark.parametrize("name", ["method", "static", "of_class"])
-def test_what_a_class_inherits_is_registered_for_it_alone(register_and_open, name):
-    register_and_open(amp.register_half_function, MoreOps, name)
-    assert (dtype_of(MoreOps, name), dtype_of(Ops, name)) == (HALF, FULL)
-    amp.uninitialize()
-    assert name not in vars(MoreOps)
-
-
-def test_a_method_of_one_instance_is_registered(register_and_open):
-    instance = Ops()
-    register_and_open(amp.register_half_function, instance, "method")
-    assert instance.method(full()).dtype is HALF
-    assert Ops().method(full()).dtype is FULL
-    amp.uninitialize()
-    assert vars(instance) == {}
-
-
-def test_a_registered_method_pickles_by_its_name(register_and_open):
+def test_a_registered_function_pickles_by_its_name(register_and_open, monkeypatch):
     register_and_open(amp.register_half_function, Ops, "method")
     assert (Ops.method.__module__, Ops.method.__qualname__) == (__name__, "Ops.method")
-    assert pickle.loads(pickle.dumps(Ops.method)) is Ops.method
-
-
-def test_a_registered_function_of_an_imported_module_pickles_by_its_name(register_and_open, monkeypatch):
     module = make_module()
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    register_and_open(amp.register_half_function, module, "show")
+    amp.register_half_function(module, "show")
     assert (module.show.__module__, module.show.__qualname__) == ("extension", "show")
-    assert pickle.loads(pickle.dumps(module.show)) is module.show
+    for function in (Ops.method, module.show):
+        assert pickle.loads(pickle.dumps(function)) is function
 
 
 # ---- What is refused ----
 
 
-@pytest.mark.parametrize("kind", REGISTER)
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_missing_name_raises_value_error(kind, moment):
-    if moment == "after":
-        open_session()
-    with pytest.raises(ValueError, match=r"no function named 'softmaxx' in torch\.nn\.functional"):
-        REGISTER[kind][0](F, "softmaxx")
+REFUSED = {
+    "missing": (F, "softmaxx", ValueError, r"no function named 'softmaxx' in torch\.nn\.functional"),
+    "no function": (
+        make_module(),
+        "constant",
+        ValueError,
+        r"extension\.constant is a int: expected a function",
+    ),
+    "None": (torch, None, TypeError, "expected a string"),
+    "a number": (torch, 3, TypeError, "expected a string"),
+    "a function": (torch, torch.mm, TypeError, "expected a string"),
+}
 
 
-def test_what_is_no_function_raises_value_error():
-    with pytest.raises(ValueError, match=r"extension\.constant is a int: expected a function"):
-        amp.register_half_function(make_module(), "constant")
-
-
-@pytest.mark.parametrize("name", [None, 3, torch.mm])
-def test_a_name_that_is_no_string_raises_type_error(name):
-    with pytest.raises(TypeError, match="expected a string"):
-        amp.register_half_function(torch, name)
-
-
-def test_a_refused_registration_leaves_nothing_behind():
-    module = make_module()
-    with pytest.raises(ValueError, match="missing"):
-        amp.register_half_function(module, "missing")
-    module.missing = show
+@pytest.mark.parametrize("name", REFUSED)
+@each_kind
+def test_what_cannot_be_registered_is_refused_and_leaves_nothing_behind(decorate, register, expected, name):
+    parent, attribute, error, message = REFUSED[name]
+    before = dict(vars(parent))
+    with pytest.raises(error, match=message):
+        register(parent, attribute)
     open_session()
-    assert module.missing is show
+    with pytest.raises(error, match=message):
+        register(parent, attribute)
+    amp.uninitialize()
+    assert dict(vars(parent)) == before
 
 
 def test_a_registration_whose_function_is_gone_by_the_time_of_initialize_is_told():
@@ -433,12 +359,9 @@ def test_a_registration_whose_function_is_gone_by_the_time_of_initialize_is_told
 
 
 def test_an_argument_dtype_of_a_users_function_is_the_users():
-    @amp.float_function
-    def cast_twice(x, dtype=None):
-        return x.dtype, dtype
-
-    amp.initialize(torch.nn.Linear(1, 1), opt_level="O4", verbosity=0)
-    assert cast_twice(torch.ones(2).bfloat16(), dtype=torch.float16) == (torch.float32, torch.float16)
+    function = amp.float_function(lambda x, dtype=None: (x.dtype, dtype))
+    open_session()
+    assert function(half(), dtype=OTHER_HALF) == (FULL, OTHER_HALF)
 
 
 @dataclass

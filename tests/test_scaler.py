@@ -13,7 +13,7 @@ import ampatch as amp
 from ampatch.levels.loss_scale import StaticLossScale
 from ampatch.steps.outcome import BackwardOutcome
 from ampatch.steps.scaler import LossScaler
-from helpers import Scalar, snapshot
+from helpers import Scalar, scaled_backward, snapshot
 
 CPU = torch.device("cpu")
 INF = float("inf")
@@ -27,7 +27,7 @@ SETTINGS = [
     (3.0, 0.1, 2),
     (1.001, 0.999, 1),
 ]
-SEQUENCES = 10_000 // len(SETTINGS) + 1
+SEQUENCES = 500
 
 
 class TorchScaler:
@@ -114,8 +114,7 @@ def test_through_scale_loss_the_scale_follows_overflows_as_grad_scaler_does(leve
             # A float16 gradient of ones times the scale overflows by itself from 2**16 on.
             overflow = chance.random() < 0.3
             factor = INF if overflow else 2.0**-12
-            with amp.scale_loss(model(torch.ones(3)).sum() * factor, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(model(torch.ones(3)).sum() * factor, optimizer)
             optimizer.step()
             assert amp.step_was_skipped(optimizer) == overflow
             expected, unskipped = oracle.run(overflow)
@@ -126,26 +125,10 @@ def test_through_scale_loss_the_scale_follows_overflows_as_grad_scaler_does(leve
 # Bounds
 
 
-def test_dynamic_scaling_starts_at_65536_and_ends_at_2_to_the_24():
-    scaler = LossScaler(0, amp.DynamicLossScale(growth_interval=1), CPU)
-    assert scaler.get_scale() == 2.0**16
-    trace = [run_ours(scaler, False)[0] for _ in range(20)]
-    assert trace == [min(2.0 ** (17 + step), 2.0**24) for step in range(20)]
-
-
 def test_dynamic_scaling_waits_2000_clean_iterations_before_it_doubles():
     scaler = LossScaler(0, amp.DynamicLossScale(), CPU)
     assert {run_ours(scaler, False)[0] for _ in range(1999)} == {2.0**16}
     assert run_ours(scaler, False) == (2.0**17, 0)
-
-
-def test_min_scale_and_max_scale_bound_the_scale():
-    config = amp.DynamicLossScale(64.0, growth_interval=1, min_scale=16.0, max_scale=200.0)
-    scaler = LossScaler(0, config, CPU)
-    trace = [
-        run_ours(scaler, overflow)[0] for overflow in [True, True, True, False, False, False, False, True]
-    ]
-    assert trace == [32.0, 16.0, 16.0, 32.0, 64.0, 128.0, 200.0, 100.0]
 
 
 @pytest.mark.parametrize("backoff", [0.5, 0.1, 0.999])
@@ -157,11 +140,6 @@ def test_thousands_of_overflows_in_a_row_leave_a_scale_that_unscales(backoff):
     scaler.unscale_([grad * scaler.get_scale()], found_inf)
     assert found_inf == 0
     assert run_ours(scaler, False)[0] == 2 * lowest
-
-
-def test_a_min_scale_of_0_would_let_it_fall_to_0_and_is_refused():
-    with pytest.raises(amp.AmpValueError, match="min_scale"):
-        amp.DynamicLossScale(min_scale=0.0)
 
 
 def test_growth_without_a_bound_stays_finite():
@@ -214,25 +192,14 @@ def test_a_static_scale_stays_and_lets_overflows_pass():
     assert scaler.state_dict() == {"loss_scale": 128.0, "unskipped": 0}
 
 
-def test_a_static_scale_of_one_yields_the_loss_in_float32():
-    model = Scalar()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    amp.initialize(model, optimizer, opt_level="O0", verbosity=0)
-    loss = model(torch.ones(3)).sum()
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        assert scaled_loss.dtype is torch.float32
-        assert snapshot(scaled_loss) == snapshot(loss)
-
-
+@pytest.mark.parametrize("scale", [1.0, 2.0**20])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
-def test_a_half_loss_of_any_shape_is_yielded_in_float32_times_the_scale(level):
-    model = Scalar()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=2.0**20, verbosity=0)
+def test_a_half_loss_of_any_shape_is_yielded_in_float32_times_the_scale(level, scale):
+    _, optimizer = open_session(level, loss_scale=scale)
     for shape in [(), (1,), (2, 3)]:
         loss = torch.full(shape, 3.0, dtype=torch.float16)
         with amp.scale_loss(loss, optimizer) as scaled_loss:
-            assert torch.equal(scaled_loss, torch.full(shape, 3.0 * 2.0**20))
+            assert torch.equal(scaled_loss, torch.full(shape, 3.0 * scale))
 
 
 # Unscaling
@@ -279,8 +246,7 @@ def open_session(level="O1", **options):
 
 
 def run_iteration(model, optimizer, factor=1.0, **options):
-    with amp.scale_loss(model(torch.ones(3)).sum() * factor, optimizer, **options) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(model(torch.ones(3)).sum() * factor, optimizer, **options)
     optimizer.step()
 
 
@@ -334,18 +300,12 @@ def test_a_state_dict_is_that_of_apex_and_survives_json():
 
 def test_a_checkpoint_of_apex_goes_on_as_grad_scaler_would():
     model, optimizer = open_session(loss_scale=amp.DynamicLossScale(growth_interval=4, max_scale=None))
-    amp.load_state_dict({"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 2}})
-    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 2}}
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 1024, "unskipped": 2}})
+    assert repr(amp.state_dict()) == "{'loss_scaler0': {'loss_scale': 1024.0, 'unskipped': 2}}"
     oracle = TorchScaler(1024.0, (2.0, 0.5, 4), 2)
     for overflow in [False, False, False, True, False]:
         run_iteration(model, optimizer, INF if overflow else 1.0)
         assert amp.get_loss_scale() == oracle.run(overflow)[0]
-
-
-def test_a_loaded_whole_number_is_read_back_as_a_float():
-    open_session()
-    amp.load_state_dict({"loss_scaler0": {"loss_scale": 2**20, "unskipped": 0}})
-    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**20, "unskipped": 0}}
 
 
 def test_a_static_scale_stays_what_initialize_was_told_when_a_checkpoint_is_loaded():
@@ -360,26 +320,24 @@ STATE = {"loss_scale": 4.0, "unskipped": 2}
 @pytest.mark.parametrize(
     ("faulty", "message"),
     [
-        (
-            {"loss_scaler0": STATE, "model": {}},
-            "unknown key 'model'.*expected 'loss_scaler0'.*nothing is loaded",
-        ),
-        ({"loss_scaler0": STATE, "loss_scalerX": STATE}, "unknown key 'loss_scalerX'"),
-        ({"loss_scaler0": STATE, 1: STATE}, "unknown key 1"),
-        ({"loss_scaler0": STATE, "loss_scaler1": {"loss_scale": 4.0}}, "loss_scaler1.*expected.*unskipped"),
-        ({"loss_scaler0": STATE, "loss_scaler1": {**STATE, "extra": 1}}, "loss_scaler1.*extra"),
-        ({"loss_scaler0": STATE, "loss_scaler1": 4.0}, "loss_scaler1.*float"),
-        ({"loss_scaler0": STATE, "loss_scaler1": {**STATE, "loss_scale": 0.0}}, "loss_scaler1.*above 0"),
-        ({"loss_scaler0": STATE, "loss_scaler1": {**STATE, "loss_scale": -1.0}}, "loss_scaler1.*above 0"),
-        ({"loss_scaler0": STATE, "loss_scaler1": {**STATE, "loss_scale": math.nan}}, "loss_scaler1.*nan"),
-        ({"loss_scaler0": STATE, "loss_scaler1": {**STATE, "loss_scale": "many"}}, "loss_scaler1.*'many'"),
-        ({"loss_scaler0": STATE, "loss_scaler1": {**STATE, "unskipped": None}}, "loss_scaler1.*None"),
+        ({"model": {}}, "unknown key 'model'.*expected 'loss_scaler0'.*nothing is loaded"),
+        ({"loss_scalerX": STATE}, "unknown key 'loss_scalerX'"),
+        ({1: STATE}, "unknown key 1"),
+        ({"loss_scaler1": {"loss_scale": 4.0}}, r"loss_scaler1.*expected \['loss_scale', 'unskipped'\]"),
+        ({"loss_scaler1": {**STATE, "extra": 1}}, "loss_scaler1.*extra"),
+        ({"loss_scaler1": 4.0}, "loss_scaler1.*float"),
+        ({"loss_scaler1": {**STATE, "loss_scale": 0.0}}, "loss_scaler1.*above 0"),
+        ({"loss_scaler1": {**STATE, "loss_scale": math.nan}}, "loss_scaler1.*nan"),
+        ({"loss_scaler1": {**STATE, "loss_scale": "many"}}, "loss_scaler1.*'many'"),
+        ({"loss_scaler1": {**STATE, "unskipped": None}}, "loss_scaler1.*None"),
         ([STATE, STATE], "state_dict is a list.*expected what amp.state_dict"),
+        (None, "state_dict is a NoneType: expected what amp.state_dict"),
     ],
 )
 def test_a_faulty_checkpoint_is_refused_and_nothing_of_it_is_loaded(faulty, message):
     open_session(num_losses=2)
     before = amp.state_dict()
+    faulty = {"loss_scaler0": STATE, **faulty} if isinstance(faulty, dict) else faulty
     with pytest.raises(amp.AmpError, match=message):
         amp.load_state_dict(faulty)
     assert amp.state_dict() == before
@@ -398,14 +356,6 @@ def test_another_number_of_scalers_warns_and_loads_those_that_both_have(count, c
     assert "scalers" in caplog.text
     expected = [4.0] * min(count, 2) + [2.0**16] * (2 - min(count, 2))
     assert [amp.get_loss_scale(loss_id) for loss_id in range(2)] == expected
-
-
-def test_a_disabled_session_saves_and_loads_nothing():
-    model = Scalar()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    amp.initialize(model, optimizer, enabled=False)
-    assert amp.state_dict() == {}
-    amp.load_state_dict({})
 
 
 def test_complex_gradients_are_unscaled_and_checked():
@@ -483,8 +433,7 @@ def test_overflows_are_told_where_cuda_is_the_default_device(capsys):
     try:
         amp.initialize(model, optimizer, opt_level="O2", verbosity=1)
         for factor in (1.0, INF, 1.0):
-            with amp.scale_loss(model(torch.ones(2, 3)).sum() * factor, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(model(torch.ones(2, 3)).sum() * factor, optimizer)
             optimizer.step()
             torch.cuda.synchronize()
         optimizer.step()

@@ -1,6 +1,7 @@
 """`ampatch run SCRIPT` is to a script what `python SCRIPT` is: both are run, and compared."""
 
 import os
+import py_compile
 import re
 import signal
 import subprocess
@@ -111,6 +112,7 @@ def scripts(tmp_path):
     (tmp_path / "link.py").symlink_to(tmp_path / "folder/__main__.py")
     with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
         archive.write(tmp_path / "train.py", "__main__.py")
+    py_compile.compile(str(tmp_path / "train.py"), str(tmp_path / "done.pyc"))
     return tmp_path
 
 
@@ -122,6 +124,7 @@ def scripts(tmp_path):
         ["link.py"],
         ["folder"],
         ["archive.zip", "x"],
+        ["done.pyc", "x"],
         ["-m", "package.part", "-m", "--help"],
         ["-m", "package"],
     ],
@@ -139,18 +142,11 @@ def test_a_script_from_the_standard_input_finds_what_it_finds_under_python(scrip
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.11 brought -P")
-@pytest.mark.parametrize("arguments", [["train.py"], ["folder"]], ids=" ".join)
-def test_a_safe_path_stays_without_the_folder_of_the_script(arguments, scripts):
+@pytest.mark.parametrize("script", ["train.py", "folder"])
+def test_a_safe_path_stays_without_the_folder_of_the_script(script, scripts):
     # With -P there is no first entry that either of them could replace.
-    plain, ours = run_both(*arguments, cwd=scripts, flags=["-P"])
+    plain, ours = run_both(script, cwd=scripts, flags=["-P"])
     assert ours == plain
-
-
-def test_a_compiled_script_runs(scripts):
-    python("-c", "import py_compile; py_compile.compile('train.py', 'done.pyc')", cwd=scripts)
-    plain, ours = run_both("done.pyc", "x", cwd=scripts)
-    assert ours == plain
-    assert ours[0] == 0
 
 
 def test_the_traceback_of_a_module_has_the_frames_of_the_module_alone(tmp_path):
@@ -192,16 +188,9 @@ def test_a_signal_from_outside_ends_a_script_as_under_python(tmp_path):
     # Another thread says so while the script sleeps: a signal during `print` has another traceback.
     ready = "threading.Timer(0.3, print, ['ready'], {'flush': True}).start()"
     (tmp_path / "train.py").write_text(f"import threading, time\n{ready}\ntime.sleep(60)\n")
-    ends = []
+    pipes, ends = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}, []
     for before in ([], ["-m", "ampatch", "run"]):
-        process = subprocess.Popen(
-            [sys.executable, *before, "train.py"],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        with process:
+        with subprocess.Popen([sys.executable, *before, "train.py"], cwd=tmp_path, **pipes) as process:
             process.stdout.readline()
             process.send_signal(signal.SIGINT)
             ends.append((process.stderr.read(), process.wait()))

@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from ampatch.sweeps.measure.losses import Losses, final_loss, first_loss
 from ampatch.sweeps.measure.memory import peak_memory, reset_peak
 from ampatch.sweeps.measure.recorder import EnoughSteps, Recorder
 from ampatch.sweeps.measure.steps import StepCounter, StepTimes, read_count
-from ampatch.sweeps.records.record import Curve
+from ampatch.sweeps.records.record import Bytes, Curve
 
 each_level = pytest.mark.parametrize("level", list(amp.OPT_LEVELS))
 
@@ -40,13 +41,23 @@ def make(level="O1", optimizer=torch.optim.SGD, **options):
     return model, optimizer
 
 
-def step(model, optimizer, factor=1.0, size=6):
-    loss = F.cross_entropy(model(torch.ones(size, 4)), torch.zeros(size, dtype=torch.long)) * factor
-    optimizer.zero_grad()
+def backward(loss, optimizer):
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
+
+
+def step(model, optimizer):
+    loss = F.cross_entropy(model(torch.ones(6, 4)), torch.zeros(6, dtype=torch.long))
+    optimizer.zero_grad()
+    backward(loss, optimizer)
     optimizer.step()
     return loss.item()
+
+
+def train(steps, level="O0", **options):
+    """Makes so many steps; returns the model, its optimizer and the losses."""
+    model, optimizer = make(level, **options)
+    return model, optimizer, [step(model, optimizer) for _ in range(steps)]
 
 
 @pytest.fixture
@@ -69,8 +80,7 @@ def train_loss_of(losses, level="O1", **options):
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
     for factor in losses:
         loss = model(torch.ones(1)).float().mean() * factor
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss, optimizer)
         optimizer.step()
         loss.detach().zero_()
         optimizer.zero_grad()
@@ -90,8 +100,7 @@ def test_several_losses_of_a_step_are_one_value(recorder):
     model, optimizer = make("O0")
     for factors in ([1.0, 3.0], [5.0]):
         for factor in factors:
-            with amp.scale_loss(model(torch.ones(1, 4)).mean() * 0 + factor, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(model(torch.ones(1, 4)).mean() * 0 + factor, optimizer)
         optimizer.step()
     assert recorder.measured().losses["0"].values == (2.0, 5.0)
 
@@ -150,7 +159,7 @@ def boundaries(optimizers):
         yield steps
 
 
-class Clock(HostClock):
+class Told(HostClock):
     """A clock that is told the time, in seconds."""
 
     def __init__(self):
@@ -158,11 +167,22 @@ class Clock(HostClock):
         self.mark = lambda: self.now
 
 
+def times_of(ends):
+    """Times of steps that end at these seconds, each with the name of its optimizer."""
+    optimizers = defaultdict(object)
+    times = StepTimes(Told())
+    for times.clock.now, name in ends:
+        times.end_step(optimizers[name], None)
+    return times
+
+
+def times_of_one(seconds):
+    return times_of((now, "model") for now in seconds)
+
+
 @given(st.lists(st.sampled_from("abc"), max_size=300))
 def test_a_step_of_the_run_ends_where_an_optimizer_comes_again(names):
-    optimizers = {name: object() for name in "abc"}
-    times = StepTimes(Clock())
-    counted = []
+    optimizers, times, counted = defaultdict(object), StepTimes(Told()), []
     for name in names:
         times.end_step(optimizers[name], None)
         counted.append(times.steps)
@@ -170,53 +190,54 @@ def test_a_step_of_the_run_ends_where_an_optimizer_comes_again(names):
 
 
 def test_times_leave_out_the_warm_up():
-    clock, optimizer = Clock(), object()
-    times = StepTimes(clock)
-    for clock.now in [0, 9, 18, 27, 36, 45, *range(46, 60)]:
-        times.end_step(optimizer, None)
+    times = times_of_one([0, 9, 18, 27, 36, 45, *range(46, 60)])
     assert times.spread(5).high == 1000
     assert times.spread(0).high == 5000
 
 
 @pytest.mark.parametrize(("steps", "median"), [(0, None), (1, None), (2, 1000), (3, 1000)])
 def test_times_of_a_short_run(steps, median):
-    clock, optimizer = Clock(), object()
-    times = StepTimes(clock)
-    for clock.now in range(steps):
-        times.end_step(optimizer, None)
-    spread = times.spread(5)
+    spread = times_of_one(range(steps)).spread(5)
     assert (spread.median if spread else None) == median
 
 
 def test_two_optimizers_in_turn_have_the_time_of_both():
-    clock, generator, discriminator = Clock(), object(), object()
-    times = StepTimes(clock)
+    times, generator, discriminator = StepTimes(Told()), object(), object()
     for now in range(20):
-        clock.now = 2 * now
-        times.end_step(generator, clock.now - 0.5)
-        clock.now = 2 * now + 0.1
-        times.end_step(discriminator, clock.now - 0.05)
+        times.clock.now = 2 * now
+        times.end_step(generator, times.clock.now - 0.5)
+        times.clock.now = 2 * now + 0.1
+        times.end_step(discriminator, times.clock.now - 0.05)
     assert times.spread(0).median == pytest.approx(2000)
     assert times.spread_of_part("update", 0).median == pytest.approx(550)
 
 
 def test_the_time_between_two_sessions_is_no_step():
-    clock, optimizer = Clock(), object()
-    times = StepTimes(clock)
-    for clock.now in (0, 1, 2):
-        times.end_step(optimizer, None)
-    times.forget_optimizers()
-    for clock.now in (100, 101):
+    times, optimizer = StepTimes(Told()), object()
+    for times.clock.now in (0, 1, 2, 100, 101):
+        if times.clock.now == 100:
+            times.forget_optimizers()
         times.end_step(optimizer, None)
     assert times.steps == 5
     assert times.spread(0).high == 1000
 
 
+def test_optimizers_that_step_unlike_often_are_timed_by_rounds():
+    marks = [(15.0 * turn + now, "critic") for turn in range(30) for now in range(1, 6)]
+    times = times_of(sorted([*marks, *((15.0 * turn, "generator") for turn in range(1, 31))]))
+    assert times.steps == 150
+    assert times.spread(5).median == pytest.approx(1000 * 15 / 5)
+
+
+def test_an_optimizer_that_steps_seldom_does_not_make_rounds():
+    marks = [(float(now), "model") for now in range(1, 91)]
+    times = times_of(sorted([*marks, *((now + 0.0, "temperature") for now in (30, 60, 90))]))
+    assert times.spread(5).count == 84
+
+
 def test_the_parts_of_a_step_are_less_than_the_step(recorder):
-    model, optimizer = make("O4")
     start = time.perf_counter()
-    for _ in range(20):
-        step(model, optimizer)
+    train(20, "O4")
     whole = (time.perf_counter() - start) * 1000
     measured = recorder.measured()
     parts = (measured.forward_ms, measured.backward_ms, measured.update_ms)
@@ -225,9 +246,7 @@ def test_the_parts_of_a_step_are_less_than_the_step(recorder):
 
 
 def test_parts_are_timed_in_some_of_the_steps_and_all_steps_are_timed(recorder):
-    model, optimizer = make("O0")
-    for _ in range(150):
-        step(model, optimizer)
+    train(150)
     measured = recorder.measured()
     assert measured.step_ms.count == 149 - 5
     # 16 of the first 64 steps, 16 of the next and 16 more; the first has no time, and five are left out.
@@ -267,30 +286,6 @@ def test_a_script_that_goes_on_after_the_limit_is_not_measured_any_more():
     assert measured.losses == limited.measured().losses
     assert len(measured.losses["0"].values) == 2
     assert limited.measured().metrics["accuracy"].steps == (1,)
-
-
-def test_optimizers_that_step_unlike_often_are_timed_by_rounds():
-    clock, critic, generator = Clock(), object(), object()
-    times = StepTimes(clock)
-    for _ in range(30):
-        for _ in range(5):
-            clock.now += 1
-            times.end_step(critic, None)
-        clock.now += 10
-        times.end_step(generator, None)
-    assert times.steps == 150
-    assert times.spread(5).median == pytest.approx(1000 * 15 / 5)
-
-
-def test_an_optimizer_that_steps_seldom_does_not_make_rounds():
-    clock, model, temperature = Clock(), object(), object()
-    times = StepTimes(clock)
-    for number in range(90):
-        clock.now += 1
-        times.end_step(model, None)
-        if number % 30 == 29:
-            times.end_step(temperature, None)
-    assert times.spread(5).count == 84
 
 
 def test_steps_are_written_a_few_times_a_second_at_the_most(tmp_path):
@@ -335,8 +330,7 @@ def test_samples_of_a_step_add_up_over_its_forwards(recorder):
     model, optimizer = make("O0")
     for _ in range(3):
         for _ in range(4):
-            with amp.scale_loss(model(torch.ones(16, 4)).mean(), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(model(torch.ones(16, 4)).mean(), optimizer)
         optimizer.step()
     assert recorder.measured().samples == 64
 
@@ -348,8 +342,7 @@ def test_of_two_models_the_one_that_sees_fewer_samples_counts(recorder):
     for _ in range(2):
         made = generator(torch.ones(10, 4))
         loss = discriminator(torch.ones(10, 4)).mean() + discriminator(made).mean()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss, optimizer)
         optimizer.step()
     assert recorder.measured().samples == 10
 
@@ -386,8 +379,7 @@ class NoNumber:
     ids=["nan", "large", "negative", "too large a value", "no number"],
 )
 def test_whatever_is_reported_never_ends_a_script(recorder, step_given, value, steps):
-    model, optimizer = make("O0")
-    step(model, optimizer)
+    train(1)
     amp.report(step=step_given, accuracy=value)
     metrics = recorder.measured().metrics
     assert metrics == ({"accuracy": Curve(steps, (1.0,))} if steps else {})
@@ -441,15 +433,10 @@ NUMBERS = 4 * 8 + 8 + 8 * 3 + 3
     [("O0", 4, 0, 4), ("O2", 2, 4, 6), ("O3", 2, 0, 2), ("O4", 4, 0, 4), ("O5", 2, 4, 6)],
 )
 def test_bytes_are_those_of_the_tensors_that_are_kept(recorder, level, parameters, masters, gradients):
-    model, optimizer = make(level, momentum=0.9)
-    for _ in range(3):
-        step(model, optimizer)
-    found = recorder.measured().bytes
-    assert found.parameters == parameters * NUMBERS
-    assert found.masters == masters * NUMBERS
-    assert found.gradients == gradients * NUMBERS
-    assert found.optimizer_state == (2 if level == "O3" else 4) * NUMBERS
-    assert found.casts == (2 * NUMBERS if level == "O4" else 0)
+    train(3, level, momentum=0.9)
+    state, casts = 2 if level == "O3" else 4, 2 if level == "O4" else 0
+    sizes = (parameters, masters, gradients, state, casts)
+    assert recorder.measured().bytes == Bytes(*(size * NUMBERS for size in sizes))
 
 
 class CountCopies(TorchDispatchMode):
@@ -483,10 +470,8 @@ def test_casts_are_counted_as_torch_counts_copies(recorder):
 
 
 def trained(level, observer):
-    torch.manual_seed(0)
     with amp.observe(observer):
-        model, optimizer = make(level, momentum=0.9)
-        losses = [step(model, optimizer) for _ in range(10)]
+        model, _, losses = train(10, level, momentum=0.9)
         amp.uninitialize()
     return losses, [param.detach().clone() for param in model.parameters()]
 
@@ -564,11 +549,7 @@ def test_peak_memory_is_not_that_of_the_parent(tmp_path):
     assert float(peak) < 900
 
 
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
 @pytest.mark.cuda
-@cuda
 def test_peak_memory_on_a_gpu_is_that_of_the_device():
     reset_peak()
     torch.ones(2**18, device="cuda")
@@ -584,14 +565,12 @@ def train_on_gpu(steps, fused):
     for _ in range(steps):
         loss = model(torch.ones(64, 512, device="cuda")).float().pow(2).mean()
         optimizer.zero_grad()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss, optimizer)
         optimizer.step()
         yield
 
 
 @pytest.mark.cuda
-@cuda
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "foreach"])
 def test_on_a_gpu_times_are_those_of_the_device(recorder, fused):
     for _ in train_on_gpu(150, fused):
@@ -604,7 +583,6 @@ def test_on_a_gpu_times_are_those_of_the_device(recorder, fused):
 
 
 @pytest.mark.cuda
-@cuda
 def test_on_a_gpu_a_step_that_is_measured_waits_for_nothing(recorder):
     before = torch.cuda.get_sync_debug_mode()
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ampatch import AmpValueError
-from ampatch.commands.script import Script
+from ampatch.apex.script import Script
 from ampatch.sweeps.plan import Run
 from ampatch.sweeps.processes import runner
 from ampatch.sweeps.processes.log_file import last_lines, line_of
@@ -53,6 +53,12 @@ def raised(text): leave({str(inner.raised)!r}, text)
 
 def carry_out(run, timeout=None, on_steps=lambda steps: None, stop=None):
     return execute(run, timeout, on_steps, Stop() if stop is None else stop)
+
+
+def interrupted(run, number, stop=None):
+    """Carries out a run, with a signal from the user as soon as it has made steps."""
+    stop = Stop() if stop is None else stop
+    return carry_out(run, on_steps=lambda steps: steps and stop(number, None), stop=stop)
 
 
 def is_alive(pid):
@@ -139,11 +145,7 @@ print("waiting for data")
 stepped()
 time.sleep(600)
 """
-
-
-@pytest.fixture
-def hanging(child):
-    return child(HANGS)
+DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid()); stepped(); time.sleep(600)"
 
 
 def test_a_run_that_takes_too_long_is_ended(child):
@@ -153,24 +155,15 @@ def test_a_run_that_takes_too_long_is_ended(child):
     assert all(not is_alive(int(pid)) for pid in record.last_lines)
 
 
-def test_a_run_that_is_interrupted_keeps_what_it_measured(hanging):
-    stop = Stop()
-
-    def interrupt(steps):
-        if steps:
-            stop(signal.SIGINT, None)
-
-    record = carry_out(hanging, on_steps=interrupt, stop=stop)
+def test_a_run_that_is_interrupted_keeps_what_it_measured(child):
+    record = interrupted(child(HANGS), signal.SIGINT)
     assert (record.outcome, record.measured) == (Ending.INTERRUPTED, STEPPED)
     assert (record.cause, record.last_lines) == ("Ctrl-C", ("waiting for data",))
 
 
 def test_a_run_that_does_not_want_to_end_is_killed(child, monkeypatch):
     monkeypatch.setattr(runner, "GRACE_SECONDS", 0.2)
-    stop = Stop()
-    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid())\n"
-    deaf += "stepped(); time.sleep(600)"
-    record = carry_out(child(deaf), on_steps=lambda steps: steps and stop(signal.SIGTERM, None), stop=stop)
+    record = interrupted(child(DEAF), signal.SIGTERM)
     assert record.cause == "SIGTERM"
     assert not is_alive(int(record.last_lines[0]))
 
@@ -185,10 +178,8 @@ def test_a_second_signal_does_not_wait_for_the_child(child, run, monkeypatch):
 
     monkeypatch.setattr(runner, "send", be_impatient)
     monkeypatch.setattr(runner, "GRACE_SECONDS", 600)
-    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid())\n"
-    deaf += "stepped(); time.sleep(600)"
     with pytest.raises(KeyboardInterrupt):
-        carry_out(child(deaf), on_steps=lambda steps: steps and stop(signal.SIGINT, None), stop=stop)
+        interrupted(child(DEAF), signal.SIGINT, stop)
     assert not is_alive(int(run.log.read_text()))
 
 
@@ -207,15 +198,6 @@ def test_what_a_run_leaves_running_is_ended_with_it(child):
 # ---- Signals ----
 
 
-@pytest.fixture
-def ctrl_c():
-    """Has Ctrl-C taken, also where the tests run in a shell's background, which ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("ctrl_c")
 def test_a_signal_is_noted_and_a_second_one_interrupts():
     with noting_signals() as stop:
         assert (bool(stop), stop.status, stop.name) == (False, 0, "")
@@ -228,7 +210,6 @@ def test_a_signal_is_noted_and_a_second_one_interrupts():
     assert (stop.status, stop.name) == (130, "Ctrl-C")
 
 
-@pytest.mark.usefixtures("ctrl_c")
 def test_signals_are_taken_while_the_block_runs_and_those_that_are_ignored_stay_so():
     before = [signal.getsignal(number) for number in SIGNALS]
     ignored = signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -289,5 +270,5 @@ def test_an_exception_is_told_in_the_line_that_names_it(error, line):
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.11 brought exception groups")
 def test_a_group_of_exceptions_is_told_in_one_line():
-    error = getattr(builtins, "ExceptionGroup")("two", [ValueError(), KeyError()])  # noqa: B009
+    error = builtins.ExceptionGroup("two", [ValueError(), KeyError()])
     assert line_of(error) == "ExceptionGroup: two (2 sub-exceptions)"

@@ -18,8 +18,7 @@ from ampatch.sweeps.web.page import write_page
 from sweep_samples import ENVIRONMENT, VARIANT, sample_sweep
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-SAMPLE = sample_sweep(steps=60)
-WHOLE = summarize(SAMPLE.settings, SAMPLE.environment, SAMPLE.records)
+WHOLE = sample_sweep(steps=60)
 
 # The widest that there is in each column.
 MEASURED = Measured(
@@ -77,10 +76,8 @@ def sentence_of(output):
 
 def test_a_row_has_times_memory_loss_accuracy_distance_scale_and_verdict():
     output = printed(sweep(record("O0"), record("O1", step_ms=Spread(617.2835, 600, 620, 195))))
-    expected = "O1 617.3 10 2.00x 12346 0.000123 0.9812 0.0 2 2^24 same"
-    assert cells(output, "O1") == expected.split()
-    expected = "O0 1235 50 1.00x 12346 0.000123 0.9812 - 2 2^24 baseline"
-    assert cells(output, "O0") == expected.split()
+    assert " ".join(cells(output, "O1")) == "O1 617.3 10 2.00x 12346 0.000123 0.9812 0.0 2 2^24 same"
+    assert " ".join(cells(output, "O0")) == "O0 1235 50 1.00x 12346 0.000123 0.9812 - 2 2^24 baseline"
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -122,9 +119,7 @@ def test_a_narrow_terminal_breaks_no_number():
     assert cells(compared(whole, whole, width=40), "O1") == cells(compared(whole, whole), "O1")
 
 
-def test_a_metric_is_headed_by_its_name_in_several_lines():
-    assert heading_of("val/top5_accuracy").split("\n") == ["val/", "top5_", "accuracy"]
-    assert heading_of("f1") == "\nf1"
+def test_a_long_metric_is_headed_by_lines_of_eight_characters():
     assert max(map(len, heading_of("x" * 100).split("\n"))) <= 8
 
 
@@ -188,25 +183,16 @@ def test_the_recommendation_is_the_end():
     ("one", "expected"),
     [
         (failed("O1"), "O1 seed 0 crashed: ValueError: bad [bold] value (log: /logs/O1.log)"),
-        (
-            failed("O1", Ending.TIMED_OUT),
-            "O1 seed 0 timed out after 60 s: ValueError: bad [bold] value (log: ",
-        ),
+        (failed("O1", Ending.TIMED_OUT), "O1 seed 0 timed out after 60 s: ValueError: bad [bold] value (log"),
         (failed("O1", measured=MEASURED), "O1 seed 0 crashed (step 200): ValueError: "),
         (failed("O1", Ending.INTERRUPTED, cause=""), "O1 seed 0 interrupted (log: /logs/O1.log)"),
     ],
     ids=["crashed", "timed out", "late", "interrupted"],
 )
-def test_a_run_that_failed_has_a_line_with_its_cause_and_its_log(one, expected):
+def test_a_run_that_failed_has_one_line_with_its_cause_and_its_log(one, expected):
     lines = printed(sweep(record("O0"), one)).splitlines()
-    assert [line for line in lines if line.startswith(expected)]
-
-
-def test_a_row_that_failed_is_told_once():
-    lines = printed(sweep(record("O0"), failed("O1"))).splitlines()
-    assert len([line for line in lines if line.startswith("O1 ") and "crashed" in line]) == 1
-    lines = printed(sweep(record("O0"), failed("O1", Ending.INTERRUPTED, cause=""))).splitlines()
-    assert len([line for line in lines if line.startswith("O1 ") and "interrupted" in line]) == 1
+    (line,) = [line for line in lines if line.startswith("O1 ") and f" {one.outcome}" in line]
+    assert line.startswith(expected)
 
 
 def test_what_a_log_says_cannot_steer_the_terminal():
@@ -244,17 +230,15 @@ def test_a_comparison_shows_both_sides_and_what_got_worse():
 
 def test_a_comparison_in_which_nothing_got_worse_says_what_was_allowed():
     whole = sweep(record("O0"), record("O1"))
-    said = sentence_of(compared(whole, whole, more_memory=0.1))
-    assert said.endswith(
+    said = (
         "No level got worse by more than is allowed: 5 % slower, 2 spreads less accurate, 10 % more memory."
     )
+    assert sentence_of(compared(whole, whole, more_memory=0.1)).endswith(said)
 
 
 def test_a_comparison_says_which_sweeps_these_are_and_what_was_not_compared():
     before, after = sweep(record("O0"), failed("O1")), sweep(record("O0"), record("O1"))
-    console = Console(file=StringIO(), width=80)
-    show_comparison(console, compare(before, after, names=("a", "results/b")))
-    output = console.file.getvalue()
+    output = compared(before, after, names=("a", "results/b"))
     said = sentence_of(output)
     assert f"before: a, {ENVIRONMENT.created}, commit 659de88f1a+, ampatch sweep" in said
     assert f"after: results/b, {ENVIRONMENT.created}, commit" in said
@@ -267,8 +251,6 @@ def test_a_comparison_of_failures_does_not_say_that_all_is_well():
     said = sentence_of(compared(whole, whole))
     assert "No level got worse" not in said
     assert said.endswith("O0 failed: crashed, as before O1 failed: crashed, as before")
-    better = sentence_of(compared(whole, sweep(record("O0"), record("O1"))))
-    assert better.endswith("O0, O1 Nothing could be compared: no level finished in both sweeps")
 
 
 # ---- The progress bar ----

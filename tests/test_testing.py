@@ -64,20 +64,11 @@ def test_a_decorated_function_passes_for_its_cast_at_every_level(cast, opt_level
 
 
 @pytest.mark.parametrize("cast", REGISTER)
-def test_a_registered_function_is_found_by_its_path(cast, my_ops):
-    REGISTER[cast](my_ops, "scale")
-    assert_casts("my_ops.scale", X, W, expect=cast, opt_level="O4")
-
-
-def test_a_registered_function_is_found_in_a_lambda(my_ops):
-    amp.register_half_function(my_ops, "scale")
-    assert_casts(lambda x, weight: my_ops.scale(x, weight), X, W, expect=HALF, opt_level="O4")
-
-
-def test_a_registered_function_is_found_by_its_own_name(my_ops):
+def test_a_registered_function_is_found_by_its_path_and_in_a_lambda_and_by_its_own_name(cast, my_ops):
     my_ops.scale.__module__, my_ops.scale.__qualname__ = "my_ops", "scale"
-    amp.register_half_function(my_ops, "scale")
-    assert_casts(my_ops.scale, X, weight=W, expect=HALF, opt_level="O4")
+    REGISTER[cast](my_ops, "scale")
+    for function in ("my_ops.scale", lambda x, weight: my_ops.scale(x, weight), my_ops.scale):
+        assert_casts(function, X, weight=W, expect=cast, opt_level="O4")
 
 
 @pytest.mark.exhaustive(keep=8)
@@ -103,10 +94,6 @@ def test_functions_of_torch_pass_for_their_rows(function, args, cast, opt_level)
     assert_casts(function, *args, expect=cast, opt_level=opt_level, gradients=gradients)
 
 
-def test_a_literal_type_is_what_a_function_receives_at_that_level():
-    assert_casts(amp.bfloat16_function(scale), X, W, expect=torch.bfloat16, opt_level="O1")
-
-
 @each_level
 @pytest.mark.parametrize("cast", REGISTER)
 def test_functions_that_an_op_calls_may_be_patched_themselves(cast, opt_level):
@@ -114,9 +101,31 @@ def test_functions_that_an_op_calls_may_be_patched_themselves(cast, opt_level):
     assert_casts(op, X, W, expect=cast, opt_level=opt_level)
 
 
-def test_an_op_keeps_decorators_of_others():
-    step = amp.half_function(torch.no_grad()(scale))
-    assert_casts(step, X, W, expect=LOWER, opt_level="O4")
+def to_numpy_and_back(x):
+    return torch.from_numpy(x.numpy() * 2)
+
+
+RIGHT = {
+    "a literal type": (amp.bfloat16_function(scale), (X, W), {"expect": HALF, "opt_level": "O1"}),
+    "a decorator of others": (amp.half_function(torch.no_grad()(scale)), (X, W), {"expect": LOWER}),
+    "options of initialize": (F.linear, (X, W), {"expect": HALF, "options": {"dtype": HALF}}),
+    "allow_banned": (
+        F.binary_cross_entropy,
+        (X.sigmoid(), W.sigmoid()),
+        {"expect": BANNED, "options": {"allow_banned": True}},
+    ),
+    "numbers that are drawn": (amp.float_function(lambda x: F.dropout(x)), (X,), {"expect": FULL}),
+    "nan": (amp.float_function(lambda x: x.log2()), (X,), {"expect": FULL}),
+    "no backward": (amp.float_function(to_numpy_and_back), (X,), {"expect": FULL, "gradients": False}),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_passes(name):
+    function, args, kwargs = RIGHT[name]
+    state = torch.get_rng_state()
+    assert_casts(function, *args, **kwargs)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_methods_are_ops_as_well():
@@ -126,12 +135,6 @@ def test_methods_are_ops_as_well():
             return scale(x, weight).exp()
 
     assert_casts(Module().forward, X, W, expect=LOWER, opt_level="O4")
-
-
-def test_options_go_to_initialize():
-    assert_casts(F.linear, X, W, expect=HALF, opt_level="O1", options={"dtype": HALF})
-    banned = {"allow_banned": True}
-    assert_casts(F.binary_cross_entropy, X.sigmoid(), W.sigmoid(), expect=BANNED, options=banned)
 
 
 def test_tensors_in_containers_are_varied_as_well():
@@ -149,21 +152,6 @@ def test_parameters_stay_parameters():
 
     assert_casts(amp.half_function(product), X, nn.Parameter(W), expect=HALF, opt_level="O4")
     assert {kind for kind, dtype in seen if dtype is FULL} == {nn.Parameter}
-
-
-def test_a_function_that_draws_numbers_gets_the_same_ones():
-    state = torch.get_rng_state()
-    assert_casts(amp.float_function(lambda x: F.dropout(x)), X, expect=FULL)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_result_of_nan_is_the_same_as_nan():
-    assert_casts(amp.float_function(lambda x: x.log2()), X, expect=FULL)
-
-
-def test_an_op_without_a_backward_passes_without_gradients():
-    step = amp.float_function(lambda x: torch.from_numpy(x.numpy() * 2))
-    assert_casts(step, X, expect=FULL, gradients=False)
 
 
 def test_arguments_are_left_as_they_were():
@@ -188,79 +176,54 @@ def test_a_decorated_function_fails_for_another_cast(cast, other):
     fails(r"\n- ", DECORATORS[cast](scale), X, W, expect=other, opt_level="O4")
 
 
-def test_a_message_names_the_function_the_level_the_arguments_and_the_types():
-    fails(
-        r"^torch.nn.functional.linear at O4, expect=torch.float32:\n"
-        r"- float32 arguments: result is torch.bfloat16, expected torch.float32\n",
-        F.linear,
-        X,
-        W,
-        expect=FULL,
-        opt_level="O4",
-    )
-
-
-@pytest.mark.parametrize("opt_level", ["O0", "O2", "O3", "O5"])
-def test_a_literal_type_fails_where_nothing_is_patched(opt_level):
-    fails(
-        "float32 arguments: result is torch.float32, expected",
-        F.linear,
-        X,
-        W,
-        expect=HALF,
-        opt_level=opt_level,
-    )
-
-
-def casts_float64(x):
-    return x.to(HALF) if is_open() and not off() else x
-
-
 def off():
     return SESSION.casts.thread.is_off()
 
 
-def ignores_disable_casts(x):
-    return x.to(HALF) if is_open() and x.dtype is FULL else x
-
-
-def loses_the_gradient(x):
-    return amp.half_function(lambda x: x * 2)(x.detach() + 0 * x if is_open() and not off() else x)
-
-
-def rounds(x):
-    return amp.half_function(lambda x: x * (1.01 if is_open() and not off() else 1))(x)
+def is_casting():
+    return is_open() and not off()
 
 
 def writes(x):
-    if is_open() and not off():
+    if is_casting():
         with torch.no_grad():
             x.mul_(2)
         return amp.half_function(lambda x: x / 2)(x)
     return amp.half_function(lambda x: x * 1)(x)
 
 
-def returns_more(x):
-    return [x.to(HALF)] * 2 if is_open() and not off() else x
+FAULTS = {
+    "casts float64": (
+        lambda x: x.to(HALF) if is_casting() else x,
+        "float64 arguments: result is torch.bfloat16, expected torch.float64",
+    ),
+    "ignores disable_casts": (
+        lambda x: x.to(HALF) if is_open() and x.dtype is FULL else x,
+        r"float32 arguments in disable_casts\(\): result is torch.bfloat16",
+    ),
+    "loses the gradient": (
+        lambda x: amp.half_function(lambda x: x * 2)(x.detach() + 0 * x if is_casting() else x),
+        "float32 arguments: gradients has other values than expected",
+    ),
+    "rounds": (
+        lambda x: amp.half_function(lambda x: x * (1.01 if is_casting() else 1))(x),
+        "float32 arguments: result has other values than expected, in torch.bfloat16",
+    ),
+    "writes": (writes, "float32 arguments: arguments has other values than expected"),
+    "returns more": (
+        lambda x: [x.to(HALF)] * 2 if is_casting() else x,
+        "float32 arguments: result has 2 parts, expected 1",
+    ),
+    "returns None": (
+        lambda x: None if is_casting() else x,
+        "float32 arguments: result is None, expected torch.bfloat16",
+    ),
+}
 
 
-def returns_none(x):
-    return None if is_open() and not off() else x
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (casts_float64, "float64 arguments: result is torch.bfloat16, expected torch.float64"),
-        (ignores_disable_casts, r"float32 arguments in disable_casts\(\): result is torch.bfloat16"),
-        (loses_the_gradient, "float32 arguments: gradients has other values than expected"),
-        (rounds, "float32 arguments: result has other values than expected, in torch.bfloat16"),
-        (writes, "float32 arguments: arguments has other values than expected"),
-        (returns_more, "float32 arguments: result has 2 parts, expected 1"),
-        (returns_none, "float32 arguments: result is None, expected torch.bfloat16"),
-    ],
-)
-def test_a_fault_of_each_kind_is_named(function, message):
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_each_kind_is_named(name):
+    function, message = FAULTS[name]
     fails(message, function, X, expect=HALF, opt_level="O4")
 
 
@@ -297,12 +260,6 @@ def test_each_of_two_tensors_is_given_as_the_half_one(first):
     fails(f"\n- {names[first]} arguments: result ", follow, X, W, expect=None, opt_level="O4")
 
 
-def test_a_function_that_must_raise_fails_if_it_does_not():
-    fails(
-        "bfloat16 arguments: it must raise BannedFunctionError", torch.exp, X, expect=BANNED, opt_level="O4"
-    )
-
-
 def test_an_error_in_the_session_alone_fails():
     def refuse(x):
         if is_open():
@@ -315,26 +272,40 @@ def test_an_error_in_the_session_alone_fails():
 # ---- assert_casts: what shows nothing ----
 
 
-def test_a_function_whose_result_is_the_same_cast_or_not_shows_nothing():
-    fails("gives the same cast or not", amp.float_function(torch.argmax), X, expect=FULL)
+LINEAR_FAILS = (
+    r"^torch.nn.functional.linear at O4, expect=torch.float32:\n"
+    r"- float32 arguments: result is torch.bfloat16, expected torch.float32\n"
+)
+NOT_BFLOAT16 = "float32 arguments: result is torch.float32, expected"
+REFUSES = "without casts before it, it raises RuntimeError: .*mat1 and mat2"
 
 
-def test_two_tensors_are_needed_to_show_a_promotion():
-    fails("give two floating tensors or more", amp.promote_function(torch.neg), X, expect=PROMOTE)
+@pytest.mark.parametrize(
+    ("message", "function", "args", "expect", "opt_level"),
+    [
+        (LINEAR_FAILS, F.linear, (X, W), FULL, "O4"),
+        *((NOT_BFLOAT16, F.linear, (X, W), HALF, level) for level in ("O0", "O2", "O3", "O5")),
+        ("bfloat16 arguments: it must raise BannedFunctionError", torch.exp, (X,), BANNED, "O4"),
+        ("gives the same cast or not", amp.float_function(torch.argmax), (X,), FULL, "O1"),
+        ("give two floating tensors or more", amp.promote_function(torch.neg), (X,), PROMOTE, "O1"),
+        (REFUSES, F.linear, (X, X.T), LOWER, "O1"),
+        ("give gradients=False", amp.float_function(to_numpy_and_back), (X,), FULL, "O1"),
+    ],
+)
+def test_what_is_wrong_or_shows_nothing_is_told(message, function, args, expect, opt_level):
+    fails(message, function, *args, expect=expect, opt_level=opt_level)
 
 
-def test_arguments_that_the_function_refuses_show_nothing():
-    fails("without casts before it, it raises RuntimeError: .*mat1 and mat2", F.linear, X, X.T, expect=LOWER)
-
-
-def test_an_op_without_a_backward_is_told_what_to_give():
-    step = amp.float_function(lambda x: torch.from_numpy(x.numpy() * 2))
-    fails("if it has no backward, give gradients=False", step, X, expect=FULL)
-
-
-def test_arguments_without_floating_tensors_are_refused():
-    with pytest.raises(amp.AmpValueError, match="no argument is a floating tensor"):
-        assert_casts(torch.add, torch.arange(3), 1, expect=None)
+@pytest.mark.parametrize(
+    ("message", "function", "args", "expect"),
+    [
+        ("no argument is a floating tensor", torch.add, (torch.arange(3), 1), None),
+        ("give a dtype, or None", torch.fft.fft, (X,), CUSTOM),
+    ],
+)
+def test_arguments_that_say_no_types_are_refused(message, function, args, expect):
+    with pytest.raises(amp.AmpValueError, match=message):
+        assert_casts(function, *args, expect=expect)
 
 
 def test_an_open_session_is_refused(amp_session):
@@ -343,16 +314,11 @@ def test_an_open_session_is_refused(amp_session):
         assert_casts(scale, X, W, expect=None)
 
 
-def test_a_cast_that_says_no_types_is_refused():
-    with pytest.raises(amp.AmpValueError, match="give a dtype, or None"):
-        assert_casts(torch.fft.fft, X, expect=CUSTOM)
-
-
 # ---- session ----
 
 
 @each_level
-def test_a_session_is_open_for_its_block(opt_level):
+def test_a_session_is_open_for_its_block_and_says_nothing_unless_told(opt_level, capsys):
     model = nn.Linear(2, 2)
     with session(opt_level, model) as found:
         assert found is model
@@ -360,64 +326,38 @@ def test_a_session_is_open_for_its_block(opt_level):
         assert (X @ W.T).dtype is {"O1": torch.float16, "O4": HALF}.get(opt_level, FULL)
     assert not is_open()
     assert model.weight.dtype is FULL
-
-
-def test_a_session_returns_what_initialize_returns():
-    model = nn.Linear(2, 2)
+    assert capsys.readouterr().out == ""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with session("O5", model, optimizer, loss_scale=8) as found:
+    with session(opt_level, model, optimizer, loss_scale=8, verbosity=1) as found:
         assert found == (model, optimizer)
         assert amp.get_loss_scale() == 8
+    assert "Selected optimization level" in capsys.readouterr().out
 
 
-def test_a_session_ends_with_an_exception():
+def test_a_session_ends_with_an_exception_and_opens_alone():
     with pytest.raises(KeyError), session("O4"):
         raise KeyError
     assert not is_open()
-
-
-def test_a_session_that_does_not_open_leaves_none():
     with pytest.raises(amp.AmpValueError, match="unknown opt_level"), session("O9"):
         pytest.fail("the block must not run")
     assert not is_open()
-
-
-def test_a_session_in_a_session_is_refused_and_leaves_the_outer_one():
     with session("O4"):
         with pytest.raises(amp.AmpValueError, match="open already"), session("O4"):
             pytest.fail("the block must not run")
         assert is_open()
 
 
-def test_a_session_is_silent_unless_told(capsys):
-    with session("O4"):
-        pass
-    assert capsys.readouterr().out == ""
-    with session("O4", verbosity=1):
-        pass
-    assert "Selected optimization level" in capsys.readouterr().out
-
-
 # ---- TorchSnapshot ----
 
 
-def test_a_snapshot_of_an_unchanged_torch_has_no_changes():
-    snapshot = TorchSnapshot.take()
-    with session("O4"):
-        pass
-    assert snapshot.changes() == []
-    snapshot.check()
-
-
 @pytest.mark.parametrize("opt_level", ["O1", "O4"])
-def test_a_snapshot_shows_every_patched_place(opt_level):
+def test_a_snapshot_shows_every_patched_place_and_none_when_they_are_back(opt_level):
     snapshot = TorchSnapshot.take()
     with session(opt_level):
         found = set(snapshot.changes())
-    rows = {
-        f"{table.target}.{row.name}" for table in lists.TABLES for row in table.select(torch.__version__).rows
-    }
-    assert rows <= found
+    assert {path for path, _ in parametrize_rows().args[1]} <= found
+    assert snapshot.changes() == []
+    snapshot.check()
 
 
 @pytest.mark.parametrize(
@@ -425,17 +365,13 @@ def test_a_snapshot_shows_every_patched_place(opt_level):
     [(torch, "mm"), (F, "linear"), (torch.Tensor, "numpy"), (nn.Module, "forward"), (torch.linalg, "new")],
     ids=["torch", "functional", "Tensor", "Module", "new"],
 )
-def test_a_snapshot_names_what_was_replaced_or_added(place, name, monkeypatch):
+def test_a_snapshot_names_what_was_replaced_added_or_deleted(place, name, monkeypatch):
     snapshot = TorchSnapshot.take()
     with monkeypatch.context() as patch:
         patch.setattr(place, name, lambda: None, raising=False)
         assert [change.rpartition(".")[2] for change in snapshot.changes()] == [name]
         with pytest.raises(AssertionError, match=rf"torch is not as it was: changed are .*\.{name}"):
             snapshot.check()
-
-
-def test_a_snapshot_names_what_was_deleted(monkeypatch):
-    snapshot = TorchSnapshot.take()
     with monkeypatch.context() as patch:
         patch.delattr(torch, "mm")
         assert snapshot.changes() == ["torch.mm"]
@@ -524,57 +460,29 @@ def run(pytester):
     return run
 
 
-def test_a_project_gets_the_fixture_from_the_plugin(run):
-    result = run(
-        """
-        def test_one(amp_session):
-            amp_session("O4")
-            assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.bfloat16
-
-        def test_two():
-            assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float32
-        """
-    )
-    result.assert_outcomes(passed=2)
-
-
-def test_a_failed_test_leaves_no_session(run):
-    result = run(
-        """
-        def test_one(amp_session):
-            amp_session("O4")
-            assert False
-
-        def test_two(amp_session):
-            amp_session("O1")
-        """
-    )
-    result.assert_outcomes(passed=1, failed=1)
-
-
-def test_a_test_that_leaves_torch_changed_is_an_error_that_names_the_place(run, monkeypatch):
+def test_a_project_gets_the_fixture_from_the_plugin_which_closes_and_checks(run, monkeypatch):
     monkeypatch.setattr(torch, "left_behind", None, raising=False)
     result = run(
         """
-        def test_one(amp_session):
+        def test_fails(amp_session):
+            amp_session("O4")
+            assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is not torch.bfloat16
+
+        def test_finds_no_session():
+            assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float32
+
+        def test_fails_to_open_two(amp_session):
+            amp_session("O1")
+            amp_session("O4")
+
+        def test_leaves_torch_changed(amp_session):
             amp_session("O4")
             torch.left_behind = 1
         """
     )
-    result.assert_outcomes(passed=1, errors=1)
-    result.stdout.fnmatch_lines(["*torch is not as it was: changed are torch.left_behind*"])
-
-
-def test_a_second_session_in_a_test_is_refused(run):
-    result = run(
-        """
-        def test_one(amp_session):
-            amp_session("O4")
-            amp_session("O4")
-        """
-    )
-    result.assert_outcomes(failed=1)
+    result.assert_outcomes(passed=2, failed=2, errors=1)
     result.stdout.fnmatch_lines(["*a session is open already*"])
+    result.stdout.fnmatch_lines(["*torch is not as it was: changed are torch.left_behind*"])
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -1,5 +1,6 @@
 """What torch does with functions behind the scenes, while they are patched."""
 
+import contextlib
 import copy
 import pickle
 
@@ -9,34 +10,19 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampatch as amp
+from patched import backward, start
 
+ONES = torch.ones(1, 2)
 # torch 2.13 calls torch.jit.script deprecated, and uses it itself.
 SCRIPTS = pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 
 
-def open_session():
-    amp.initialize(nn.Linear(2, 2), opt_level="O4", verbosity=0)
-
-
 @SCRIPTS
 def test_forward_mode_ad_whose_rules_torch_scripts_on_first_use_works():
-    open_session()
-    _, tangent = torch.func.jvp(
-        lambda x: F.linear(x, torch.ones(4, 3)).float(), (torch.ones(3),), (torch.ones(3),)
-    )
+    start("O4")
+    x = torch.ones(3)
+    _, tangent = torch.func.jvp(lambda x: F.linear(x, torch.ones(4, 3)).float(), (x,), (x,))
     assert torch.equal(tangent, torch.full((4,), 3.0))
-
-
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-def test_a_model_with_a_sparse_buffer_saves_it_and_gets_it_back(level):
-    model = nn.Linear(2, 2)
-    model.register_buffer("adjacency", (torch.eye(2) / 3).to_sparse())
-    amp.initialize(model, opt_level=level, verbosity=0)
-    assert model.state_dict()["adjacency"].dtype is torch.float32
-    amp.uninitialize()
-    exact = torch.eye(2) / 3
-    expected = exact.half().float() if level == "O3" else exact
-    assert torch.equal(model.adjacency.to_dense(), expected)
 
 
 def test_a_call_that_is_enabled_wins_over_an_earlier_one_that_was_not():
@@ -44,16 +30,14 @@ def test_a_call_that_is_enabled_wins_over_an_earlier_one_that_was_not():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, enabled=False)
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    loss = model(torch.ones(1, 2)).sum()
+    loss = model(ONES).sum()
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         assert torch.equal(scaled_loss, loss * 2.0**16)
 
 
 def test_blocks_of_one_optimizer_cannot_be_nested_and_the_outer_one_goes_on():
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O4", loss_scale=8.0, verbosity=0)
-    x = torch.ones(1, 2)
+    model, optimizer = start("O4", loss_scale=8.0)
+    x = ONES
     inner = amp.scale_loss(model(x).sum(), optimizer)
     with amp.scale_loss(model(x).sum(), optimizer) as outer:
         with pytest.raises(amp.AmpError, match=r"SGD is inside another block .* end that block first"):
@@ -64,12 +48,10 @@ def test_blocks_of_one_optimizer_cannot_be_nested_and_the_outer_one_goes_on():
 
 def test_a_model_initialized_in_inference_mode_trains():
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = model.weight.detach().clone()
     with torch.inference_mode():
-        amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
-    with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+        _, optimizer = start("O5", model)
+    backward(model(ONES).sum(), optimizer)
     optimizer.step()
     assert torch.equal(next(amp.master_params(optimizer)), before - 0.1)
 
@@ -134,8 +116,7 @@ def test_an_optimizer_that_writes_parameters_by_itself_trains(level):
         for step in (optimizer.first_step, optimizer.second_step):
             loss = model(x).float().square().sum()
             losses.append(loss.item())
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss, optimizer)
             step()
     ascents = [losses[i + 1] > losses[i] for i in range(0, 12, 2)]
     assert all(ascents)
@@ -172,12 +153,9 @@ class Lookahead(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_the_steps_of_a_wrapper_are_skipped_as_those_of_the_optimizer_inside(level):
-    model = nn.Linear(2, 2)
-    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1))
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=amp.DynamicLossScale(8.0), verbosity=0)
+    model, optimizer = start(level, wrap=Lookahead, loss_scale=amp.DynamicLossScale(8.0))
     before = [param.clone() for param in amp.master_params(optimizer)]
-    with amp.scale_loss(model(torch.ones(1, 2)).sum() * float("inf"), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(model(ONES).sum() * float("inf"), optimizer)
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
     assert all(map(torch.equal, before, amp.master_params(optimizer)))
@@ -213,8 +191,7 @@ class SlowWeights(torch.optim.Optimizer):
 
 def overflow_once(model, optimizer, factor):
     optimizer.base_optimizer.zero_grad()
-    with amp.scale_loss(model(torch.ones(1, 2)).sum() * factor, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(model(ONES).sum() * factor, optimizer)
     optimizer.step()
 
 
@@ -274,8 +251,7 @@ def test_the_step_of_an_optimizer_of_somebody_elses_is_not_run_on_an_overflow(le
     (group,), before = optimizer.param_groups, [param.clone() for param in amp.master_params(optimizer)]
     for factor, steps in ((float("inf"), 0), (1.0, 1)):
         optimizer.zero_grad()
-        with amp.scale_loss(model(torch.ones(1, 2)).sum() * factor, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(model(ONES).sum() * factor, optimizer)
         optimizer.step()
         assert amp.step_was_skipped(optimizer) == (steps == 0)
         assert group["step"] == steps
@@ -291,21 +267,6 @@ def test_an_optimizer_with_plain_dictionaries_of_hooks_is_taken():
     amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
 
 
-@pytest.mark.parametrize("level", ["O1", "O5"])
-def test_a_copied_wrapper_steps_the_copied_model(level):
-    model = nn.Linear(2, 2)
-    optimizer = Wrapper(torch.optim.SGD(model.parameters(), lr=0.5))
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    before = [param.detach().clone() for param in amp.master_params(optimizer)]
-    copied = copy.deepcopy(optimizer)
-    for param in copied.optim.param_groups[0]["params"]:
-        param.grad = torch.ones_like(param)
-    copied.step()
-    assert (optimizer.steps, copied.steps) == (0, 1)
-    assert all(map(torch.equal, before, amp.master_params(optimizer)))
-    assert torch.equal(copied.optim.param_groups[0]["params"][0], before[0] - 0.5)
-
-
 class AsksForGrads(Wrapper):
     """As Lookahead: steps the optimizer inside, and then looks which parameters have gradients."""
 
@@ -319,12 +280,9 @@ class AsksForGrads(Wrapper):
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 def test_gradients_are_there_until_the_whole_step_of_a_wrapper_is_over(level):
-    model = nn.Linear(2, 2)
-    optimizer = AsksForGrads(torch.optim.SGD(model.parameters(), lr=0.5))
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    model, optimizer = start(level, wrap=AsksForGrads, lr=0.5, loss_scale=8.0)
     for _ in range(2):
-        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(model(ONES).sum(), optimizer)
         optimizer.step()
         assert all(bool((param == 7.0).all()) for param in model.parameters())
         model.zero_grad()
@@ -333,33 +291,32 @@ def test_gradients_are_there_until_the_whole_step_of_a_wrapper_is_over(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O5"])
-def test_a_wrapper_can_be_pickled(level):
-    model = nn.Linear(2, 2)
-    optimizer = Wrapper(torch.optim.SGD(model.parameters(), lr=0.5))
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    loaded = pickle.loads(pickle.dumps(optimizer))
-    loaded.step()
-    assert loaded.steps == 1
+def test_a_wrapper_can_be_pickled_and_its_copy_steps_the_copied_model(level):
+    _, optimizer = start(level, wrap=Wrapper, lr=0.5)
+    before = [param.detach().clone() for param in amp.master_params(optimizer)]
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        for param in copied.optim.param_groups[0]["params"]:
+            param.grad = torch.ones_like(param)
+        copied.step()
+        assert (optimizer.steps, copied.steps) == (0, 1)
+        assert torch.equal(copied.optim.param_groups[0]["params"][0], before[0] - 0.5)
+    assert all(map(torch.equal, before, amp.master_params(optimizer)))
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 def test_a_step_inside_the_block_sees_unscaled_gradients_once(level):
-    model, oracle = nn.Linear(2, 2), nn.Linear(2, 2)
+    model = nn.Linear(2, 2)
     with torch.no_grad():
-        for param in [*model.parameters(), *oracle.parameters()]:
+        for param in model.parameters():
             param.fill_(0.5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-    oracle_optimizer = torch.optim.SGD(oracle.parameters(), lr=0.25)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    _, optimizer = start(level, model, lr=0.25, loss_scale=8.0)
     for _ in range(2):
-        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+        with amp.scale_loss(model(ONES).sum(), optimizer) as scaled_loss:
             scaled_loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        oracle(torch.ones(1, 2)).sum().backward()
-        oracle_optimizer.step()
-        oracle_optimizer.zero_grad()
-    assert all(map(torch.equal, model.state_dict().values(), oracle.state_dict().values()))
+    # The derivative of a sum of outputs by each weight and bias is 1.
+    assert all(torch.equal(value, torch.zeros_like(value)) for value in model.state_dict().values())
     assert all(param.grad is None for param in model.parameters())
 
 
@@ -367,49 +324,35 @@ def test_a_step_inside_the_block_sees_unscaled_gradients_once(level):
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("between", ["delayed", "raised", "no backward"])
 def test_clearing_the_models_gradients_starts_over_whatever_the_last_block_was(level, between, set_to_none):
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
-
-    def run_block(**options):
-        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer, **options) as scaled_loss:
-            if between == "raised" and options:
-                raise ValueError("no more")
-            if not (between == "no backward" and options):
-                scaled_loss.backward()
-
-    run_block()
-    if between == "raised":
-        with pytest.raises(ValueError, match="no more"):
-            run_block(delay_overflow_check=True)
-    else:
-        run_block(delay_unscale=between == "delayed", delay_overflow_check=True)
+    model, optimizer = start(level, loss_scale=8.0)
+    backward(model(ONES).sum(), optimizer)
+    raises = pytest.raises(ValueError, match="no more") if between == "raised" else contextlib.nullcontext()
+    options = {"delay_unscale": between == "delayed", "delay_overflow_check": True}
+    with raises, amp.scale_loss(model(ONES).sum(), optimizer, **options) as scaled_loss:
+        if between == "raised":
+            raise ValueError("no more")
+        if between == "delayed":
+            scaled_loss.backward()
     model.zero_grad(set_to_none)
-    run_block()
+    backward(model(ONES).sum(), optimizer)
     for param in amp.master_params(optimizer):
         assert torch.equal(param.grad, torch.ones_like(param))
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_zeroed_gradients_of_a_delayed_block_do_not_lose_those_of_the_next(level):
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    model, optimizer = start(level, loss_scale=8.0)
     for delay in (True, False):
         optimizer.zero_grad(set_to_none=False)
-        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer, delay_unscale=delay) as scaled_loss:
-            scaled_loss.backward()
+        backward(model(ONES).sum(), optimizer, delay_unscale=delay)
     for param in amp.master_params(optimizer):
         assert torch.equal(param.grad, torch.ones_like(param))
 
 
 def test_clipping_the_models_own_gradients_by_an_infinite_norm_does_not_stop_the_training(caplog):
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model, optimizer = start("O2")
     before = model.weight.detach().clone()
-    with amp.scale_loss(model(torch.ones(1, 2)).square().sum() / 8, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(model(ONES).square().sum() / 8, optimizer)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-30)
     optimizer.step()
     assert not torch.equal(model.weight, before)
@@ -422,38 +365,40 @@ def test_gradients_that_two_optimizers_of_a_block_share_are_unscaled_once(level)
     optimizers = [torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.25, 0.5)]
     amp.initialize(model, optimizers, opt_level=level, loss_scale=8.0, verbosity=0)
     for _ in range(2):
-        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizers) as scaled_loss:
-            scaled_loss.backward()
+        backward(model(ONES).sum(), optimizers)
     for param in amp.master_params(optimizers[1]):
         assert torch.equal(param.grad, torch.full_like(param, 2.0))
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_buffer_that_was_moved_and_saved_comes_back_with_its_float32_values(level):
-    model = nn.Linear(2, 2)
-    model.register_buffer("table", torch.ones(2) / 3)
-    amp.initialize(model, opt_level=level, verbosity=0)
-    model._apply(torch.clone)  # as Module.to does: buffers are replaced
-    assert torch.equal(model.state_dict()["table"], torch.ones(2) / 3)
-    amp.uninitialize()
-    assert torch.equal(model.table, torch.ones(2) / 3)
+THIRD = torch.eye(2) / 3
+BUFFERS = {
+    "dense": lambda: THIRD.clone(),
+    "sparse": lambda: THIRD.to_sparse(),
+    "sparse, written before": lambda: (torch.eye(2) / 6).to_sparse().mul_(2),
+}
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_sparse_buffer_that_was_written_before_comes_back_with_its_float32_values(level):
+@pytest.mark.parametrize("kind", BUFFERS)
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_buffer_is_saved_and_comes_back_with_its_float32_values(level, kind):
     model = nn.Linear(2, 2)
-    model.register_buffer("adjacency", (torch.eye(2) / 6).to_sparse().mul_(2))
+    model.register_buffer("table", BUFFERS[kind]())
     amp.initialize(model, opt_level=level, verbosity=0)
+    expected = THIRD.half().float() if level == "O3" else THIRD
+    if kind == "dense":
+        model._apply(torch.clone)  # as Module.to does: buffers are replaced
+    assert model.state_dict()["table"].dtype is torch.float32
+    assert torch.equal(model.state_dict()["table"].to_dense(), expected)
     amp.uninitialize()
-    assert torch.equal(model.adjacency.to_dense(), torch.eye(2) / 6 * 2)
+    assert torch.equal(model.table.to_dense(), expected)
 
 
 def test_a_sparse_buffer_that_was_written_since_keeps_what_was_written():
     model = nn.Linear(2, 2)
-    model.register_buffer("adjacency", torch.eye(2).to_sparse())
+    model.register_buffer("table", torch.eye(2).to_sparse())
     amp.initialize(model, opt_level="O5", verbosity=0)
-    model.adjacency.mul_(2)
+    model.table.mul_(2)
     model._apply(torch.clone)
-    assert torch.equal(model.state_dict()["adjacency"].to_dense(), torch.eye(2) * 2)
+    assert torch.equal(model.state_dict()["table"].to_dense(), torch.eye(2) * 2)
     amp.uninitialize()
-    assert torch.equal(model.adjacency.to_dense(), torch.eye(2) * 2)
+    assert torch.equal(model.table.to_dense(), torch.eye(2) * 2)

@@ -194,11 +194,3 @@ def test_a_half_model_in_a_spawned_worker_casts_its_inputs_and_outputs():
     with torch.no_grad():
         expected = torch.stack([model(X), model(X + 1)])
     assert torch.equal(next(iter(load(Outputs(model), "spawn"))), expected)
-
-
-@LEVELS
-def test_batches_are_collated_as_they_are(level):
-    open_session(make_net(), opt_level=level)
-    batch = default_collate([(X[0], 1, {"x": X[1]}), (X[1], 2, {"x": X[0]})])
-    assert batch[0].dtype is batch[2]["x"].dtype is torch.float32
-    assert torch.equal(batch[0], X)

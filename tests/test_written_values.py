@@ -1,15 +1,13 @@
 """What is written into state_dicts and masters goes into the model, as in plain torch it does."""
 
 import copy
-import io
-import pickle
 
 import pytest
 import torch
 from torch import nn
 
 import ampatch as amp
-from nets import EVERY_LEVEL, HALVES, MASTERED, open_session, sgd
+from nets import COPIES, EVERY_LEVEL, HALVES, MASTERED, open_session, sgd
 
 X = torch.ones(2, 4)
 
@@ -30,19 +28,8 @@ def assert_filled(model, value):
         assert (tensor == value).all(), name
 
 
-def copy_by_pickle(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-def copy_by_torch(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 @pytest.mark.parametrize("level", EVERY_LEVEL)
-@pytest.mark.parametrize("make_copy", [copy.deepcopy, copy_by_pickle, copy_by_torch])
+@pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
 def test_what_is_written_into_the_state_dict_of_a_copy_shows_in_its_next_forward(make_copy, level):
     model = make()
     open_session(model, sgd(model), level)
@@ -75,7 +62,7 @@ def test_what_is_written_into_the_state_dict_of_a_model_without_optimizer_shows_
 
 
 @pytest.mark.parametrize("level", EVERY_LEVEL)
-@pytest.mark.parametrize("make_average", [copy.deepcopy, copy_by_pickle])
+@pytest.mark.parametrize("make_average", [COPIES["deepcopy"], COPIES["pickle"]])
 def test_an_average_over_state_dicts_is_that_of_float32(level, make_average):
     """As published scripts average: a decay near 1, whose steps half numbers would swallow."""
     model = nn.Linear(4, 4)

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from ampatch import OPT_LEVELS, AmpValueError, apex
-from ampatch.commands.script import Script, level_overrides
+from ampatch.apex.script import Script, level_overrides
 
 SUMMARY = "run a script that was written for apex, unchanged"
 HINT = "; the script's own follow the script"

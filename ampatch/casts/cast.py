@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -57,8 +56,7 @@ class CastState:
     def get_cache(self, dtype: torch.dtype) -> CastCache:
         """Returns the cache of casts to `dtype`, made on first use."""
         if dtype not in self._caches:
-            is_eligible = _select_eligible(dtype)
-            self._caches[dtype] = CastCache(dtype, self.thread, is_eligible)
+            self._caches[dtype] = CastCache(dtype, self.thread, self.is_on_device)
         return self._caches[dtype]
 
     def is_on_device(self, tensor: Tensor) -> bool:
@@ -138,33 +136,19 @@ class CastState:
         """Casts no more than before: on these devices, banned functions or not."""
         self.device_types.intersection_update(device_types)
         self.allow_banned = allow_banned
-        self._forget_devices()
-
-    def _forget_devices(self) -> None:
         self.devices.clear()
         self.forget_casts()
 
     def close(self) -> None:
         """Forgets the casts, the devices, the half type and what this thread is doing."""
         self.thread.reset()
-        self.clear_cache()
-        self.half, self.allow_banned = None, False
-        self.device_types.clear()
-        self._forget_devices()
+        self.half = None
+        self._graphs.clear()
+        self.narrow(set(), allow_banned=False)
 
 
 # The one of this process, as torch's namespace is one. Hooks on modules pickle it by this name.
 CASTS = CastState()
-
-
-def _select_eligible(dtype: torch.dtype) -> Callable[[Tensor], bool]:
-    sources, devices, is_on_device = ELIGIBLE - {dtype}, CASTS.devices, CASTS.is_on_device
-
-    def is_eligible(tensor: Tensor) -> bool:
-        """Whether a tensor is cast to the dtype: it has another one of ours, and is on a device of ours."""
-        return tensor.dtype in sources and (tensor.device in devices or is_on_device(tensor))
-
-    return is_eligible
 
 
 class Casts(NamedTuple):

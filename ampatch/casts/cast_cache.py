@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampatch.casts.thread import ThreadState
+from ampatch.levels.precision import ELIGIBLE
 from ampatch.levels.private import (
     PROXY,
     count_users,
@@ -61,12 +62,13 @@ class CastCache:
     """
 
     def __init__(
-        self, dtype: torch.dtype, thread: ThreadState, is_eligible: Callable[[Tensor], bool]
+        self, dtype: torch.dtype, thread: ThreadState, is_on_device: Callable[[Tensor], bool]
     ) -> None:
         self.dtype = dtype
         self._convert = CONVERT[dtype]
         self._thread = thread
-        self._is_eligible = is_eligible
+        self._sources = ELIGIBLE - {dtype}
+        self._is_on_device = is_on_device
         # Other threads may add some at any time, and the garbage collector clears them all when it frees a
         # model: who goes through them goes through a copy.
         # By id: cast, version, pointer, requires_grad, device and stream (None but on CUDA), the parameter
@@ -144,6 +146,9 @@ class CastCache:
             return parameter
         self.made += 1
         return self._convert(parameter)
+
+    def _is_eligible(self, parameter: Tensor) -> bool:
+        return parameter.dtype in self._sources and self._is_on_device(parameter)
 
     def _make_cast_plain(self) -> Callable[[Tensor], Tensor]:
         find, make = self._entries.get, self._make

@@ -12,8 +12,7 @@ from functools import cached_property
 import torch
 
 from ampatch import lists
-from ampatch.casts.explanation import Explanation, Name
-from ampatch.casts.promotion import promotes
+from ampatch.casts.explanation import Explanation, Name, promotes
 from ampatch.errors import AmpValueError
 from ampatch.table import CastTable, Row
 
@@ -79,16 +78,8 @@ class Catalog:
         self.tables = tuple(tables)
         self.version = version
         self._registered = {name.path: name for name in registered}
-        # The row that holds comes last, so that it wins over one of another version.
-        rows = [(table.target, row) for table in self.tables for row in table.rows]
-        rows += [(table.target, row) for table in self.select() for row in table.rows]
-        self._rows = {f"{target}.{row.name}": row for target, row in rows}
-        held = [f"{table.target}.{row.name}" for table in self.select() for row in table.rows]
-        self._held = dict.fromkeys(held)
-
-    def select(self) -> tuple[CastTable, ...]:
-        """The tables with the rows that hold in this torch."""
-        return tuple(table.select(self.version) for table in self.tables)
+        self._rows = _rows_by_path(self.tables)
+        self._held = _rows_by_path(table.select(version) for table in self.tables)
 
     def explain(self, text: str) -> Explanation:
         """Says what happens to an op; one that is given with its place comes first.
@@ -114,15 +105,14 @@ class Catalog:
         # What is at no place of ours may save, set or compile when it is called.
         is_known = path in self._paths.get(self._base(path.rpartition(".")[2]), ())
         native = promotes(function) if is_known and callable(function) else None
-        row = self._rows.get(path)
-        if row is not None and path in self._held:
+        row = self._held.get(path)
+        if row is not None:
             return Name(path, row.cast, row.reason + _unlike_autocast(path), promotes=native)
-        said = _why_not(row, self.version) if row else self._why_no_row(path)
-        return Name(path, None, said, promotes=native)
-
-    def _why_no_row(self, path: str) -> str:
         said = dict(lists.AUTOCAST_WITHOUT_ROW).get(path.rpartition(".")[2])
-        return said or "no table names it, so that it runs in the type of its arguments"
+        said = said or "no table names it, so that it runs in the type of its arguments"
+        if path in self._rows:
+            said = _why_not(self._rows[path], self.version)
+        return Name(path, None, said, promotes=native)
 
     def find(self, function: object) -> str | None:
         """The path by which a function of torch is looked up, one with a row if there is; else None.
@@ -196,6 +186,10 @@ class Catalog:
         close = difflib.get_close_matches(own, self._paths, n=3, cutoff=0.7)
         hint = f"; close: {', '.join(close)}" if close else ""
         return f"{text!r} is no op of torch {self.version} that is known here{hint}"
+
+
+def _rows_by_path(tables: Iterable[CastTable]) -> dict[str, Row]:
+    return {f"{table.target}.{row.name}": row for table in tables for row in table.rows}
 
 
 def expand(text: str) -> str:

@@ -1,10 +1,14 @@
-"""What happens to an op at each level, in words."""
+"""What happens to an op at each level, in words, and whether torch takes two types by itself."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
 
 import torch
+from torch import Tensor
 
 from ampatch.levels.policy import OPT_LEVELS, Policy
 from ampatch.levels.precision import name_dtype
@@ -33,10 +37,6 @@ class Effect:
     half: str
     mixed: str
     because: str
-
-    def cells(self) -> tuple[str, ...]:
-        """The fields in the order of a table's columns."""
-        return self.opt_level, self.float32, self.half, self.mixed, self.because
 
 
 COLUMNS = ("level", "float32 input", "half input", "mixed inputs", "because")
@@ -101,7 +101,7 @@ class Explanation:
         blocks = [f"{self.op}, at each level"]
         for names in self.groups():
             reasons = align([(name.path, name.reason) for name in names])
-            table = align([COLUMNS, *(effect.cells() for effect in names[0].effects())])
+            table = align([COLUMNS, *map(astuple, names[0].effects())])
             blocks.append("\n".join([names[0].heading(), *(f"  {line}" for line in reasons)]))
             blocks.append("\n".join(f"  {line}" for line in table))
         return "\n\n".join(blocks)
@@ -116,3 +116,35 @@ def align(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
     return [line.rstrip() for line in lines]
+
+
+# The ways to give matrices to an op that we do not know: `add(x, y)`, `cat([x, y])`, `addcmul(x, y, y)`.
+_CALLS: tuple[Callable[[Callable, Tensor, Tensor], object], ...] = (
+    lambda function, x, y: function(x, y),
+    lambda function, x, y: function([x, y]),
+    lambda function, x, y: function(x, y, y),
+    lambda function, x, y: function(x > 0, x, y),
+)
+
+
+def promotes(function: Callable) -> bool | None:
+    """Whether an op takes a float32 and a float16 matrix together; None if it takes no two matrices.
+
+    Calls it, so `function` must be an op of torch. Call it where nothing is cast.
+    """
+    function = inspect.unwrap(function)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in _CALLS:
+            if _runs(call, function, torch.float32):
+                return _runs(call, function, torch.float16)
+    return None
+
+
+def _runs(call: Callable, function: Callable, other: torch.dtype) -> bool:
+    x, y = torch.full((2, 2), 0.5), torch.full((2, 2), 0.25, dtype=other)
+    try:
+        result = call(function, x, y)
+    except Exception:  # whatever an op raises for arguments that it does not take
+        return False
+    return isinstance(result, Tensor)

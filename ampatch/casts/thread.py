@@ -76,18 +76,6 @@ class ThreadState(threading.local):
         """Returns a block in which casts are on, whatever turned them off."""
         return _Enabled(self)
 
-    def enable(self) -> tuple[int, int]:
-        """Turns casts on, and returns what turned them off."""
-        self.forget_ended()
-        around = self.off, self._asks
-        self.off = self._asks = 0
-        return around
-
-    def enable_no_more(self, off: int, asks: int) -> None:
-        """Turns casts off again as they were before `enable`."""
-        self.off += off
-        self._asks = asks
-
     def is_off(self) -> bool:
         """Whether casts are off; asked by a patched function that finds `off` above 0."""
         if torch.compiler.is_dynamo_compiling():
@@ -182,13 +170,16 @@ class _Enabled:
 
     def __init__(self, thread: ThreadState) -> None:
         self._thread = thread
-        self._around = 0, 0
 
     def __enter__(self) -> None:
-        self._around = self._thread.enable()
+        thread = self._thread
+        thread.forget_ended()
+        self._around = thread.off, thread._asks
+        thread.off = thread._asks = 0
 
     def __exit__(self, *_: object) -> None:
-        self._thread.enable_no_more(*self._around)
+        off, self._thread._asks = self._around
+        self._thread.off += off
 
 
 def _change(function: Callable[..., Result], *args: object) -> Result:

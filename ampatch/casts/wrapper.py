@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 
 import torch
@@ -14,7 +15,6 @@ from ampatch.casts.cast_cache import is_grad_enabled
 from ampatch.casts.cast_counter import CastCounter
 from ampatch.casts.cast_tree import TensorCast, cast_listed, cast_tree, may_hold_tensors
 from ampatch.casts.custom import CUSTOM_CASTS, where_refused
-from ampatch.casts.in_graph import keep_uncast
 from ampatch.errors import BannedFunctionError
 from ampatch.levels.precision import ELIGIBLE, HALF_TYPES
 from ampatch.levels.private import count_modes, tracing_state
@@ -50,7 +50,7 @@ def wrap(
     name) of the patched attribute, by which the wrapper pickles.
     """
     name = ".".join(filter(None, place))
-    uncast = keep_uncast(original, place)
+    uncast = _keep_uncast(original, place)
 
     def watch(cast: TensorCast, dtype: torch.dtype) -> TensorCast:
         cast = counter.watch(cast, CASTS.get_cache(dtype)) if counter else cast
@@ -66,13 +66,35 @@ def wrap(
     elif is_users:
         wrapper = _guard(uncast, _call_users(original, get_cast(dtype)))
     else:
-        casts = cast_eligible(dtype)
-        casts = counter.watch_all(casts, CASTS.get_cache(dtype)) if counter else casts
-        casts = Casts(*[_traced(cast, name, trace) for cast in casts]) if trace else casts
+        casts = Casts(*[watch(cast, dtype) for cast in cast_eligible(dtype)])
         wrapper = _wrap_listed(original, uncast, dtype, casts, has_dtype=kind is Cast.FP32)
     functools.update_wrapper(wrapper, original)
     wrapper.__module__, wrapper.__qualname__ = place
     return wrapper
+
+
+def call_uncast(name: str, *args: object, **kwargs: object) -> object:
+    """Calls a function of torch with casts off; what a compiled graph holds for such a call."""
+    with CASTS.thread.disabled():
+        return operator.attrgetter(name)(torch)(*args, **kwargs)
+
+
+def _keep_uncast(original: Function, place: tuple[str | None, str]) -> Function:
+    """Returns what a wrapper calls where casts are off: `original`, which stays uncast in a graph.
+
+    A graph names functions, and who runs it finds the patched ones by these names. That is right where
+    casts are on: what the graph has cast is not cast again. Where they are off, the graph must say so.
+    """
+    package, _, name = ".".join(filter(None, place)).partition(".")
+    if package != "torch" or name == "Tensor.__setitem__":  # which Dynamo traces as a statement
+        return original
+    return functools.partial(_call_original, original, name)
+
+
+def _call_original(original: Function, name: str, *args: object, **kwargs: object) -> object:
+    if torch.compiler.is_dynamo_compiling():
+        return call_uncast(name, *args, **kwargs)
+    return original(*args, **kwargs)
 
 
 def _traced(cast: TensorCast, name: str, trace: Callable[[str], None]) -> TensorCast:
@@ -175,13 +197,13 @@ def _have_one_dtype(args: tuple) -> bool:
     return True
 
 
-def _eligible_tensors(values: object) -> list[Tensor]:
-    """The tensors in a tree that a cast may touch."""
-    found: list[Tensor] = []
+def _eligible_dtypes(values: object) -> set[torch.dtype]:
+    """The types of the tensors in a tree that a cast may touch."""
+    found: set[torch.dtype] = set()
 
     def note(tensor: Tensor) -> Tensor:
         if tensor.dtype in ELIGIBLE and tensor.device.type in CASTS.device_types:
-            found.append(tensor)
+            found.add(tensor.dtype)
         return tensor
 
     cast_tree(values, note)
@@ -194,8 +216,7 @@ def _call_promote(original: Function, name: str, get_cast: GetCast) -> Call:
     def call(args: tuple, kwargs: dict) -> object:
         if (not kwargs and _have_one_dtype(args)) or kwargs.get("out") is not None:
             return original(*args, **kwargs)
-        dtypes = {tensor.dtype for tensor in _eligible_tensors((args, kwargs))}
-        if len(dtypes) < 2:
+        if len(_eligible_dtypes((args, kwargs))) < 2:
             return original(*args, **kwargs)
         # Any two of float32, float16 and bfloat16 have float32 as their widest type.
         args, kwargs = cast_tree((args, kwargs), widen)  # type: ignore[misc,assignment]
@@ -238,8 +259,7 @@ def _call_banned(original: Function, name: str, get_cast: GetCast) -> Call:
     widen = get_cast(torch.float32)
 
     def call(args: tuple, kwargs: dict) -> object:
-        dtypes = {tensor.dtype for tensor in _eligible_tensors((args, kwargs))}
-        halves = dtypes & set(HALF_TYPES)
+        halves = _eligible_dtypes((args, kwargs)) & set(HALF_TYPES)
         if halves and not CASTS.allow_banned:
             raise BannedFunctionError(
                 f"{name} was called on a {halves.pop()} tensor, where its logarithm is not safe: use "

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ampatch import apex
-from ampatch.commands.script import Script, level_overrides
+from ampatch.apex.script import Script, level_overrides
 from ampatch.doctor.clock import listen, wrap
 from ampatch.doctor.trace import Enough, Trace
 from ampatch.doctor.watch import Watch

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ampatch import OPT_LEVELS, AmpValueError
-from ampatch.commands.script import Script
+from ampatch.apex.script import Script
 from ampatch.doctor.campaign import Campaign
 from ampatch.doctor.child import Run
 from ampatch.doctor.words import describe, explain

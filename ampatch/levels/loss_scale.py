@@ -128,25 +128,17 @@ def parse_loss_scale(value: object, min_scale: object = None, max_scale: object 
 
     The bounds hold for "dynamic" alone: a static scale has none, and a DynamicLossScale its own.
     """
-    low = _parse_bound("min_loss_scale", min_scale) or None  # 0 was no bound in apex
-    high = _parse_bound("max_loss_scale", max_scale)
+    bound = "expected a number above 0 or None"
+    low = None if min_scale is None else _parse_number("min_loss_scale", min_scale, bound)
+    high = None if max_scale is None else _parse_number("max_loss_scale", max_scale, bound)
     if isinstance(value, (DynamicLossScale, StaticLossScale)):
         return value
     if isinstance(value, str) and value == "dynamic":
-        return _bounded_dynamic(low, high)
+        # As in apex: 0 is no bound, and the first scale is 2**16, unless the bounds say otherwise.
+        init = max(min(2.0**16, math.inf if high is None else high), low or 0.0)
+        return DynamicLossScale(init_scale=init, min_scale=low or None, max_scale=high)
     expected = 'expected a number above 0, "dynamic" or an amp.DynamicLossScale'
     return StaticLossScale(_parse_number("loss_scale", value, expected))
-
-
-def _bounded_dynamic(low: float | None, high: float | None) -> DynamicLossScale:
-    # As in apex: the first scale is 2**16, unless the bounds say otherwise.
-    init = min(2.0**16, math.inf if high is None else high)
-    init = init if low is None else max(init, low)
-    return DynamicLossScale(init_scale=init, min_scale=low, max_scale=high)
-
-
-def _parse_bound(name: str, value: object) -> float | None:
-    return None if value is None else _parse_number(name, value, "expected a number above 0 or None")
 
 
 def _parse_number(name: str, value: object, expected: str) -> float:

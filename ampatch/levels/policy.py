@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 import torch
 
 from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.levels.loss_scale import DynamicLossScale, LossScale, StaticLossScale, parse_loss_scale
 from ampatch.levels.precision import HALF_TYPES, name_dtype
+
+ModelType = torch.dtype | Literal[False] | None  # False: the model's types are left alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +129,8 @@ def find_level(opt_level: object) -> Policy:
     if isinstance(opt_level, str) and opt_level in OPT_LEVELS:
         return OPT_LEVELS[opt_level]
     expected = ", ".join(repr(name) for name in OPT_LEVELS)
-    hint = ""
-    if isinstance(opt_level, str) and opt_level.upper().replace("0", "O", 1) in OPT_LEVELS:
-        hint = f" (the letter O: {opt_level.upper().replace('0', 'O', 1)!r})"
+    meant = opt_level.upper().replace("0", "O", 1) if isinstance(opt_level, str) else None
+    hint = f" (the letter O: {meant!r})" if meant in OPT_LEVELS else ""
     raise AmpValueError(f"unknown opt_level {opt_level!r}: expected one of {expected}{hint}")
 
 
@@ -192,8 +194,7 @@ def _resolve_half_type(level: Policy, overrides: Overrides) -> Policy:
     return replace(level, cast_model_type=level.cast_model_type if given is None else given or None)
 
 
-def _parse_model_type(value: object) -> torch.dtype | bool | None:
-    """Reads `cast_model_type`; False is another answer than None: to leave the model's types alone."""
+def _parse_model_type(value: object) -> ModelType:
     if value is False or value == "False":
         return False
     dtype = parse_dtype("cast_model_type", value)
@@ -211,7 +212,7 @@ def _parse_half(name: str, value: object) -> torch.dtype | None:
     return dtype
 
 
-def _agree(**dtypes: torch.dtype | bool | None) -> torch.dtype | bool | None:
+def _agree(**dtypes: ModelType) -> ModelType:
     given = {name: dtype for name, dtype in dtypes.items() if dtype is not None}
     if len(set(given.values())) > 1:
         text = " and ".join(f"{name}={dtype}" for name, dtype in given.items())
@@ -219,7 +220,7 @@ def _agree(**dtypes: torch.dtype | bool | None) -> torch.dtype | bool | None:
     return next(iter(given.values()), None)
 
 
-def _refuse_half_model(level: Policy, model_type: torch.dtype | bool | None) -> None:
+def _refuse_half_model(level: Policy, model_type: ModelType) -> None:
     if model_type in HALF_TYPES:
         why = "whose weights stay float32" if level.patch_torch_functions else "which is float32 throughout"
         raise AmpValueError(
@@ -248,12 +249,12 @@ def _resolve_flags(policy: Policy, overrides: Overrides) -> Policy:
             f"master_weights={masters} contradicts {level}, whose weights are float32 themselves: "
             f"leave it out, or use opt_level='O2' or 'O5'"
         )
-    given = {
-        "patch_torch_functions": patch,
-        "keep_batchnorm_fp32": batchnorm,
-        "master_weights": masters,
-    }
-    return replace(policy, **{name: flag for name, flag in given.items() if flag is not None})
+    return replace(
+        policy,
+        patch_torch_functions=policy.patch_torch_functions if patch is None else patch,
+        keep_batchnorm_fp32=policy.keep_batchnorm_fp32 if batchnorm is None else batchnorm,
+        master_weights=policy.master_weights if masters is None else masters,
+    )
 
 
 def _resolve_loss_scale(level: Policy, policy: Policy, overrides: Overrides) -> LossScale:

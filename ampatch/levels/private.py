@@ -5,6 +5,7 @@ Dynamo's names are looked up when torch is patched, the others on import; who ne
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import re
@@ -45,15 +46,12 @@ class Private:
 
     def find(self, instead: object = None) -> Callable:
         """Returns what has the name, or `instead` where there is none."""
-        found = torch
-        place = "torch"
+        found, place = torch, "torch"
         for name in self.path.split("."):
             place = f"{place}.{name}"
-            if not hasattr(found, name) and hasattr(found, "__path__"):
-                try:
+            if not hasattr(found, name):
+                with contextlib.suppress(ImportError):
                     importlib.import_module(place)
-                except ImportError:
-                    return instead
             if not hasattr(found, name):
                 return instead
             found = getattr(found, name)
@@ -133,9 +131,8 @@ def is_expanded(tensor: Tensor) -> bool:
 
 def explain_missing(names: Sequence[Private]) -> list[str]:
     """A line for each loss: the names that this torch lacks, and what is lost with them."""
-    missing = [name for name in names if name.is_missing()]
     by_loss: dict[str, list[str]] = {}
-    for name in missing:
+    for name in [name for name in names if name.is_missing()]:
         by_loss.setdefault(name.lost, []).append(f"torch.{name.path}")
     return [f"no {' and no '.join(paths)}: {lost}" for lost, paths in by_loss.items()]
 
@@ -144,23 +141,15 @@ def _fail(*_: object) -> None:
     raise AmpError(f"torch {torch.__version__} lacks a function that is needed here: {_SCALE}")
 
 
-def _no_number(*_: object) -> int:
-    return -1
-
-
 def _nothing(*_: object) -> None:
-    return None
-
-
-def _is_not(*_: object) -> bool:
-    return False
+    """Stands for a function that is missing."""
 
 
 # The number of the backward pass that this thread is in, -1 outside of one.
-graph_task = GRAPH_TASK.find(_no_number)
+graph_task = GRAPH_TASK.find(lambda: -1)
 count_users = USE_COUNT.find(_nothing)  # how many hold a memory, by its `_cdata`; None if nobody can say
 tracing_state, count_modes, dispatch_mode = TRACING.find(_nothing), MODE_COUNT.find(int), MODE.find(_nothing)
-is_transformed = TRANSFORMED.find(_is_not)
+is_transformed = TRANSFORMED.find(bool)
 
 
 def forward_ad_level() -> int:
@@ -169,7 +158,7 @@ def forward_ad_level() -> int:
 
 
 _stash, find_in_thread = KEEP_IN_THREAD.find(_nothing), FIND_IN_THREAD.find(_nothing)
-is_in_thread = IS_IN_THREAD.find(_is_not)
+is_in_thread = IS_IN_THREAD.find(_nothing)
 check_and_unscale_, update_scale_ = CHECK_AND_UNSCALE.find(_fail), UPDATE_SCALE.find(_fail)
 group_by_kind = GROUP.find(_fail)
 # The stream that is current on a CUDA device, given the device's index: a tenth of the time that

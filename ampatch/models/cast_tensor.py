@@ -1,17 +1,16 @@
-"""One parameter or buffer of a model that was cast to a half type, and the way back."""
+"""The parameters and buffers of a model that were cast to a half type: float32 values, and the way back."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from ampatch.models.float32_values import Float32Values
 from ampatch.steps.grads import cast_grads
-from ampatch.steps.weight import is_wrapper
+from ampatch.steps.weight import Weight, is_wrapper
 
 
 def own_tensors(module: Module) -> list[tuple[str, Tensor]]:
@@ -20,6 +19,61 @@ def own_tensors(module: Module) -> list[tuple[str, Tensor]]:
         *module.named_parameters(recurse=False, remove_duplicate=False),
         *module.named_buffers(recurse=False, remove_duplicate=False),
     ]
+
+
+class Shown:
+    """Whether a `state_dict` showed values of the models of a call: then their forwards look for edits."""
+
+    def __init__(self) -> None:
+        self.any = False
+
+
+class Float32Values:
+    """Knows the weights of a module, by the identity of the half tensor.
+
+    The hooks of the module keep it alive, and with it the tensors: these live as long as the module.
+    """
+
+    def __init__(self, notice: Shown | None = None) -> None:
+        self.notice = notice or Shown()
+        self._weights: dict[int, Weight] = {}
+
+    def __reduce__(self) -> tuple:
+        return Float32Values, (self.notice,)  # those of a copied model, which has none yet
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._weights
+
+    def __iter__(self) -> Iterator[Weight]:
+        return iter(list(self._weights.values()))
+
+    def find(self, tensor: Tensor) -> Weight | None:
+        """Returns what is known of a half tensor."""
+        return self._weights.get(id(tensor))
+
+    def get(self, tensor: Tensor) -> Weight:
+        """Returns what is known of a half tensor, from now on if nothing was."""
+        found = self._weights.get(id(tensor))
+        if found is None:
+            found = self._weights[id(tensor)] = Weight(tensor)
+        return found
+
+    def rename(self, tensor: Tensor, successor: Tensor) -> None:
+        """Hands the float32 values of a tensor to the one that took its place."""
+        weight = self._weights.pop(id(tensor), None)
+        precise = None if weight is None else weight.find_precise()
+        self._weights[id(successor)] = Weight(successor, precise)
+
+    def forget(self, tensor: Tensor) -> None:
+        """Drops what is known of a tensor."""
+        self._weights.pop(id(tensor), None)
+
+    def export(self, tensor: Tensor, saved: Tensor) -> Tensor:
+        """Returns what a state_dict shows for a half tensor, of which it holds `saved`."""
+        weight = self.get(tensor)
+        shown = weight.export(saved)
+        self.notice.any |= weight.is_shown
+        return shown
 
 
 class CastTensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import sys
 from collections.abc import Sequence
@@ -18,8 +17,7 @@ from ampatch.casts.cast_tree import cast_batch, cast_call, cast_object, cast_tre
 from ampatch.casts.thread import Forward
 from ampatch.errors import AmpValueError
 from ampatch.levels.precision import HALF_TYPES
-from ampatch.models.cast_tensor import CastModule, own_tensors
-from ampatch.models.float32_values import Float32Values
+from ampatch.models.cast_tensor import CastModule, Float32Values, own_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +29,6 @@ class CastInputs:
 
     dtype: torch.dtype
     is_copy: bool = False
-
-    def __deepcopy__(self, memo: dict) -> CastInputs:
-        return type(self)(self.dtype, is_copy=True)
 
     def __reduce__(self) -> tuple:
         return type(self), (self.dtype, True)
@@ -83,18 +78,14 @@ class EnterForward:
             CASTS.enter_forward(Forward(id(module), self.off, self.find_dtype(args), frame))
         if not self.off and CASTS.half is not None:
             for parameter in module.parameters():
-                self._note_device(parameter)
+                # Asked before: a part of a graph, such as a checkpoint, must not change what is outside it.
+                if parameter.device.type not in CASTS.device_types:
+                    CASTS.device_types.add(parameter.device.type)
                 break
 
     def find_dtype(self, args: tuple) -> torch.dtype | None:
         """What the activations in the forward have."""
         return self.dtype
-
-    def _note_device(self, parameter: Tensor) -> None:
-        device_types = CASTS.device_types
-        # Asked before, because a part of a graph, such as a checkpoint, must not change what is outside it.
-        if parameter.device.type not in device_types:
-            device_types.add(parameter.device.type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,38 +160,29 @@ class CastOutputs:
         is_number = isinstance(output, Tensor) and output.dim() == 0
         if self.keeps_losses and (is_number or isinstance(module, _Loss)):
             return output
-        dtype = self._choose()
-        return output if dtype is None else cast_batch(output, dtype)
-
-    def _choose(self) -> torch.dtype | None:
         outer = CASTS.thread.forwards
         if outer and not self.inside:
-            return None
-        return (outer[-1].dtype if outer else None) or self.alone
+            return output
+        dtype = (outer[-1].dtype if outer else None) or self.alone
+        return output if dtype is None else cast_batch(output, dtype)
 
 
 class _StateDictHook:
     """Finds the half tensors of one module, and keeps alive what is known of them.
 
-    `others` are the values of modules that share a tensor with this one, `part` is what this call cast.
+    `values` are its own, and those of modules that share a tensor with it; `part` is what this call cast.
     Registered on every module with cast tensors, so that a part of a model, or a wrapper such as
     DistributedDataParallel, saves and loads float32 too. A deep copy or a pickled model has values of its
     own: those of its half weights, and what is written into its state_dict.
     """
 
-    def __init__(
-        self,
-        values: Float32Values,
-        others: Sequence[Float32Values] = (),
-        part: CastModule | None = None,
-    ) -> None:
+    def __init__(self, values: Sequence[Float32Values], part: CastModule | None = None) -> None:
         self._values = values
-        self._others = others
         self._part = part
 
     def find_values(self, tensor: Tensor) -> Float32Values:
         """Returns those that know a tensor."""
-        return next((values for values in self._others if tensor in values), self._values)
+        return next((values for values in self._values if tensor in values), self._values[0])
 
     def find_tensors(self, module: Module) -> dict[str, Tensor]:
         """The module's own half tensors, by name."""
@@ -208,11 +190,8 @@ class _StateDictHook:
             self._part.find(module)
         return {name: item for name, item in own_tensors(module) if item.dtype in HALF_TYPES}
 
-    def __deepcopy__(self, memo: dict) -> _StateDictHook:
-        return type(self)(copy.deepcopy(self._values, memo), copy.deepcopy(self._others, memo))
-
     def __reduce__(self) -> tuple:
-        return type(self), (self._values, self._others)
+        return type(self), (self._values,)
 
 
 class SaveFloat32(_StateDictHook):

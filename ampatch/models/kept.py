@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -72,22 +72,18 @@ def find_half(module: Module) -> torch.dtype | None:
 def add_owners(models: Iterable[Module], kept: Sequence[Module]) -> list[Module]:
     """Adds the modules that compute with a kept part of theirs as if it were their own."""
     inside = inner_ids(kept)
-    owners = [part for part in list_parts(models) if any(id(own) in inside for own in _own_parts(part))]
-    return [*kept, *(owner for owner in owners if id(owner) not in inside)]
+    return _add(models, kept, lambda part: any(id(own) in inside for own in _own_parts(part)))
 
 
 def add_sharers(models: Iterable[Module], kept: Sequence[Module]) -> list[Module]:
     """Adds the modules that share a parameter with a kept one: tied weights have one dtype."""
-    if not kept:
-        return []
-    inside = inner_ids(kept)
     tensors = {id(param) for module in kept for param in module.parameters()}
-    sharers = [
-        module
-        for module in list_parts(models)
-        if id(module) not in inside and any(id(tensor) in tensors for _, tensor in own_tensors(module))
-    ]
-    return [*kept, *sharers]
+    return _add(models, kept, lambda part: any(id(tensor) in tensors for _, tensor in own_tensors(part)))
+
+
+def _add(models: Iterable[Module], kept: Sequence[Module], is_one: Callable[[Module], bool]) -> list[Module]:
+    inside = inner_ids(kept)
+    return [*kept, *(part for part in list_parts(models) if id(part) not in inside and is_one(part))]
 
 
 def select_outermost(modules: Sequence[Module]) -> list[Module]:

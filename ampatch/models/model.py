@@ -15,8 +15,7 @@ from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.levels.policy import Policy
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.undo import weakly
-from ampatch.models.cast_tensor import CastModule, CastTensor, list_parts, own_tensors
-from ampatch.models.float32_values import Float32Values, Shown
+from ampatch.models.cast_tensor import CastModule, CastTensor, Float32Values, Shown, list_parts, own_tensors
 from ampatch.models.hooks import (
     CastEntry,
     CastInputs,
@@ -62,15 +61,14 @@ def _validate_dtypes(index: int, model: Module, policy: Policy, values: ValuesBy
                 f"models[{index}]: parameter {name!r} is not initialized yet: run one forward first, so "
                 f"that {policy.opt_level} has a weight to cast"
             )
-        if param.dtype in HALF_TYPES and not _is_known(param, values):
-            if allow_half:
-                continue
+        is_half, is_known = param.dtype in HALF_TYPES, _is_known(param, values)
+        if is_half and not is_known and not allow_half:
             raise AmpValueError(
                 f"models[{index}]: parameter {name!r} is {param.dtype} already: expected float32; remove "
                 f".half() or .bfloat16() from the model, the opt level casts it (a copy of an initialized "
                 f"model must be made before initialize; allow_half_params=True takes it as it is)"
             )
-        if param.dtype in HALF_TYPES and not policy.casts_model:
+        if is_half and is_known and not policy.casts_model:
             raise AmpValueError(
                 f"models[{index}]: parameter {name!r} was cast to {param.dtype} by an earlier initialize: "
                 f"use that opt level for both, or uninitialize first"
@@ -205,8 +203,8 @@ class ModelCaster:
             # A model as a whole as well: its hooks keep what finds the newcomers among its parts.
             is_model = any(module is model for model in self._models)
             if is_model or part.casts or any(self._came_half(tensor) for _, tensor in own_tensors(module)):
-                own, others = self.by_module[id(module)], self.list_values([module])
-                save, load = SaveFloat32(own, others, part), LoadFloat32(own, others, part)
+                values = [self.by_module[id(module)], *self.list_values([module])]
+                save, load = SaveFloat32(values, part), LoadFloat32(values, part)
                 self._stack.callback(module.register_state_dict_post_hook(save).remove)
                 self._stack.callback(module.register_load_state_dict_pre_hook(load).remove)
 

@@ -1,4 +1,4 @@
-"""Binds casts to torch's functions, with an exact way back.
+"""Binds casts to torch's functions, with an exact way back, and has torch's features work with them.
 
 Imports `casts` and `levels`.
 """

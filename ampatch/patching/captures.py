@@ -35,38 +35,27 @@ class Captures(SessionPatch):
 
     def patch(self, patcher: Patcher) -> None:
         """Replaces the methods by which graphs are captured and replayed."""
-        for name, watch in (
-            ("capture_begin", self._watch_begin),
-            ("capture_end", self._watch_end),
-            ("replay", self._watch_replay),
-        ):
-            original = get_raw(torch.cuda.CUDAGraph, name)
-            patcher.replace(torch.cuda.CUDAGraph, name, functools.wraps(original)(watch(original)))
+        names = ("capture_begin", "capture_end", "replay")
+        originals = {name: get_raw(torch.cuda.CUDAGraph, name) for name in names}
 
-    def _watch_begin(self, original: Callable[..., None]) -> Callable[..., None]:
         def capture_begin(graph: torch.cuda.CUDAGraph, *args: object, **kwargs: object) -> None:
             CASTS.forget_casts()  # first: it may raise
-            original(graph, *args, **kwargs)
+            originals["capture_begin"](graph, *args, **kwargs)
             self._open[get_ident()] = self._repeats[graph] = []
 
-        return capture_begin
-
-    def _watch_end(self, original: Callable[..., None]) -> Callable[..., None]:
         def capture_end(graph: torch.cuda.CUDAGraph) -> None:
             self._open.pop(get_ident(), None)
             CASTS.forget_casts()
-            original(graph)
+            originals["capture_end"](graph)
 
-        return capture_end
-
-    def _watch_replay(self, original: Callable[..., None]) -> Callable[..., None]:
         def replay(graph: torch.cuda.CUDAGraph) -> None:
-            original(graph)
+            originals["replay"](graph)
             CASTS.forget_casts()
             for repeat in self._repeats.get(graph, ()):
                 repeat()
 
-        return replay
+        for name, function in zip(names, (capture_begin, capture_end, replay), strict=True):
+            patcher.replace(torch.cuda.CUDAGraph, name, functools.wraps(originals[name])(function))
 
     def forget(self) -> None:
         """Drops what replays would repeat."""

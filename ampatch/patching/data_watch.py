@@ -63,16 +63,15 @@ class DataWatch(SessionPatch):
         patcher.replace(Tensor, "data", property(read, write, doc=original.__doc__))
         for name in ("numpy", "__dlpack__"):
             patcher.replace(Tensor, name, WatchedView(get_raw(Tensor, name)))
-        patcher.replace(torch.utils, "swap_tensors", self._watch_swap(torch.utils.swap_tensors))
+        swap = torch.utils.swap_tensors
 
-    def _watch_swap(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
+        @functools.wraps(swap)
         def swap_tensors(t1: Tensor, t2: Tensor) -> None:
-            for tensor in (t1, t2):
-                CASTS.forget(tensor)
-            original(t1, t2)
+            CASTS.forget(t1)
+            CASTS.forget(t2)
+            swap(t1, t2)
 
-        return swap_tensors
+        patcher.replace(torch.utils, "swap_tensors", swap_tensors)
 
     def _note(self, tensor: Tensor) -> None:
         if isinstance(tensor, Parameter):

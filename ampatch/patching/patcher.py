@@ -29,26 +29,6 @@ class Patch:
     replacement: object
     original: object  # what a look-up found, inherited or not
 
-    @property
-    def place(self) -> str:
-        """The dotted name of the attribute, for messages."""
-        return ".".join(filter(None, qualify(self.parent, self.attribute)))
-
-    def is_in_place(self) -> bool:
-        """Whether the attribute still is what was put there."""
-        return vars(self.parent).get(self.attribute, _ABSENT) is self.replacement
-
-    def is_undone(self) -> bool:
-        """Whether somebody put back what was there before us."""
-        return vars(self.parent).get(self.attribute, _ABSENT) is self.previous
-
-    def revert(self) -> None:
-        """Puts back what was there before."""
-        if self.previous is _ABSENT:
-            delattr(self.parent, self.attribute)
-        else:
-            setattr(self.parent, self.attribute, self.previous)
-
 
 class Patcher:
     """Replaces attributes, and undoes it last-in first-out."""
@@ -85,9 +65,9 @@ class Patcher:
         Raises PatchConflictError, after the others are undone, for attributes that somebody else
         has replaced since; theirs stay, and `retry` undoes ours when theirs are gone.
         """
-        taken = self.retry()
+        taken = [".".join(filter(None, qualify(patch.parent, patch.attribute))) for patch in self.retry()]
         if taken:
-            places = ", ".join(dict.fromkeys(patch.place for patch in taken))
+            places = ", ".join(dict.fromkeys(taken))
             raise PatchConflictError(
                 f"{places}: replaced by somebody else after ampatch had patched it, and left as it is; "
                 f"undo that patch, then call uninitialize again"
@@ -97,9 +77,12 @@ class Patcher:
         """Undoes what can be undone, and returns what others have replaced."""
         taken = []
         for patch in reversed(self._patches):
-            if patch.is_in_place():
-                patch.revert()
-            elif not patch.is_undone():
+            found = vars(patch.parent).get(patch.attribute, _ABSENT)
+            if found is patch.replacement and patch.previous is _ABSENT:
+                delattr(patch.parent, patch.attribute)
+            elif found is patch.replacement:
+                setattr(patch.parent, patch.attribute, patch.previous)
+            elif found is not patch.previous:  # nor has somebody put that back
                 taken.append(patch)
         self._patches = taken[::-1]
         return taken
@@ -167,23 +150,23 @@ def qualify(parent: object, attribute: str) -> tuple[str | None, str]:
 Place = tuple[object, str]  # parent, attribute
 
 
-def locate(target: str, name: str) -> Place | None:
-    """Finds the place of a row; None, with a warning logged, if this torch has no such function."""
-    module, _, rest = f"{target}.{name}".partition(".")
-    try:
-        pkgutil.resolve_name(target)  # imports it, where torch does so on first use
-        parent, attribute, _ = wrapt.resolve_path(module, rest)
-    except (AttributeError, ImportError):
-        logger.warning("%s.%s: no such function in this torch; its row is passed over", target, name)
-        return None
-    return parent, attribute
-
-
 def place_rows(tables: Iterable[CastTable], version: str) -> list[tuple[Place, Row]]:
-    """Lists the rows of a torch version with their places, in patch order."""
-    rows = [(table.target, row) for table in tables for row in table.select(version).rows]
-    placed = [(locate(target, row.name), row) for target, row in rows]
-    return [(place, row) for place, row in placed if place is not None]
+    """Lists the rows of a torch version with their places, in patch order.
+
+    A row of which this torch has no function is passed over, with a warning logged.
+    """
+    placed: list[tuple[Place, Row]] = []
+    for target, row in [(table.target, row) for table in tables for row in table.select(version).rows]:
+        module, _, rest = f"{target}.{row.name}".partition(".")
+        try:
+            pkgutil.resolve_name(target)  # imports it, where torch does so on first use
+            parent, attribute, _ = wrapt.resolve_path(module, rest)
+        except (AttributeError, ImportError):
+            said = "%s.%s: no such function in this torch; its row is passed over"
+            logger.warning(said, target, row.name)
+        else:
+            placed.append(((parent, attribute), row))
+    return placed
 
 
 def peel(function: Callable) -> Callable:

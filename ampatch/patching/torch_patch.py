@@ -16,9 +16,8 @@ from ampatch.casts.cast_counter import CastCounter
 from ampatch.casts.wrapper import wrap
 from ampatch.errors import AmpValueError
 from ampatch.levels.policy import Policy
-from ampatch.patching.bound_names import BoundNames
-from ampatch.patching.features.autocast import patch_autocast
-from ampatch.patching.features.compiling import (
+from ampatch.patching.bound_names import BoundNames, GraphNames
+from ampatch.patching.compiling import (
     forget_graphs,
     guard_compiler,
     prepare_compiler,
@@ -26,11 +25,10 @@ from ampatch.patching.features.compiling import (
     tag_caches,
     trace_methods,
 )
-from ampatch.patching.features.graph_names import GraphNames
-from ampatch.patching.features.layers import allow_fast_path, allow_half_input
-from ampatch.patching.features.scripting import say_scripted
+from ampatch.patching.layers import allow_fast_path, allow_half_input, patch_autocast
 from ampatch.patching.patcher import Patcher, Place, RetriedPatch, peel, place_rows, qualify
 from ampatch.patching.registration import Registration, bind
+from ampatch.patching.scripting import say_scripted
 from ampatch.table import Row
 
 

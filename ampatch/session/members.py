@@ -10,8 +10,7 @@ from torch.nn import Module
 
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.undo import refer
-from ampatch.models.cast_tensor import own_tensors
-from ampatch.models.float32_values import Float32Values
+from ampatch.models.cast_tensor import Float32Values, own_tensors
 from ampatch.session.request import Call
 from ampatch.steps.masters import MasterParams
 from ampatch.steps.optimizer import AmpOptimizer

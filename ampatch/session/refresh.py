@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import Module
 
-from ampatch.models.float32_values import Float32Values
-from ampatch.patching.features.torch_features import BeforeGraph
+from ampatch.models.cast_tensor import Float32Values
+from ampatch.patching.torch_features import BeforeGraph
 from ampatch.steps.masters import MasterParams
 from ampatch.steps.weight import Weight
 

@@ -17,10 +17,10 @@ from ampatch.models.cast_tensor import list_parts
 from ampatch.models.kept import select_kept
 from ampatch.models.model import ModelCaster, select_python, validate_models
 from ampatch.patching.captures import Captures, Repeats
+from ampatch.patching.compiling import skip_own_frames
 from ampatch.patching.data_watch import DataWatch
-from ampatch.patching.features.compiling import skip_own_frames
-from ampatch.patching.features.scripting import ScriptModels
-from ampatch.patching.features.torch_features import TorchFeatures
+from ampatch.patching.scripting import ScriptModels
+from ampatch.patching.torch_features import TorchFeatures
 from ampatch.patching.torch_patch import TorchPatch
 from ampatch.session.announce import Announcer, say, warn_of_torch
 from ampatch.session.joins import Joins

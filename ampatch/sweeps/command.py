@@ -8,12 +8,13 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from ampatch import AmpError, AmpValueError
-from ampatch.commands.script import Script
+from ampatch.apex.script import Script
 from ampatch.sweeps.faults import ArgumentError
 from ampatch.sweeps.plan import DEFAULTS, Plan
 from ampatch.sweeps.processes.stop import noting_signals
+from ampatch.sweeps.records.sweep import LEVELS
 from ampatch.sweeps.terminal.stream import Stream
-from ampatch.sweeps.variant import LEVELS, parse_rows
+from ampatch.sweeps.variant import parse_rows
 from ampatch.sweeps.verdicts.compare import SLOWER
 from ampatch.sweeps.verdicts.compare import compare as compare_sweeps
 
@@ -88,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return run_sweep(arguments) if arguments.compare is None else compare(arguments)
     except ArgumentError as error:
-        faults = (f"{flags([it.name])} {it.value!r}: {it.expected}" for it in error.faults)
+        faults = (f"{flags([name])} {value!r}: {expected}" for name, value, expected in error.faults)
         raise AmpValueError("; ".join(faults)) from None
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ampatch import __version__
-from ampatch.commands.script import Script
+from ampatch.apex.script import Script
 from ampatch.sweeps.records.record import Record
 from ampatch.sweeps.records.sweep import Environment
 

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from ampatch import AmpValueError
 
 
-@dataclass(frozen=True, slots=True)
-class ArgumentFault:
-    """An argument that cannot work: its name, its value, and what was expected."""
-
-    name: str
-    value: object
-    expected: str
-
-
 class ArgumentError(AmpValueError):
-    """Arguments cannot work: `faults` says which."""
+    """Arguments cannot work: `faults` says of each its name, its value, and what was expected."""
 
-    def __init__(self, faults: Iterable[ArgumentFault]) -> None:
-        self.faults = tuple(faults)
-        super().__init__("; ".join(f"{it.name} {it.value!r}: {it.expected}" for it in self.faults))
+    def __init__(self, faults: Sequence[tuple[str, object, str]]) -> None:
+        self.faults = faults
+        super().__init__("; ".join(f"{name} {value!r}: {expected}" for name, value, expected in faults))
 
 
-def raise_faults(faults: Iterable[ArgumentFault]) -> None:
-    """Raises for all of the faults at once, if there are any."""
-    found = tuple(faults)
-    if found:
-        raise ArgumentError(found)
+def check_arguments(*rules: tuple[str, object, bool, str]) -> None:
+    """Takes the name of an argument, its value, whether that can work, and what is expected.
+
+    Raises ArgumentError for all at once that cannot work.
+    """
+    faults = [(name, value, expected) for name, value, works, expected in rules if not works]
+    if faults:
+        raise ArgumentError(faults)

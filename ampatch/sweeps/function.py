@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ampatch import AmpError, AmpValueError
-from ampatch.commands.script import Script
+from ampatch.apex.script import Script
 from ampatch.sweeps.campaign import Campaign, SweepProgress
 from ampatch.sweeps.plan import DEFAULTS, LEVEL, SEED, Plan
-from ampatch.sweeps.processes.in_process import Train, execute_here, require_closed
+from ampatch.sweeps.processes.in_process import Train, execute_here, require_here
+from ampatch.sweeps.processes.runner import Execute
 from ampatch.sweeps.processes.stop import Stop
 from ampatch.sweeps.records.results import open_results
-from ampatch.sweeps.records.sweep import Sweep
-from ampatch.sweeps.variant import LEVELS, parse_rows
+from ampatch.sweeps.records.sweep import LEVELS, Sweep
+from ampatch.sweeps.variant import parse_rows
 
 CHILD = "ampatch.sweeps.processes.child_call"
 IN_CHILD = "AMPATCH_SWEEP_CHILD"  # set in the environment while a child loads the function
@@ -57,16 +58,19 @@ def sweep(
     arguments that cannot work, among them a `train` that never calls `initialize`.
     """
     require_no_child()
-    if not processes and timeout is not None:
-        raise AmpValueError("timeout needs processes: a function in this one cannot be ended")
+    if not processes:
+        require_here(timeout)
     script = Script(CHILD, (describe(train, processes), LEVEL, SEED), is_module=True)
-    rows = parse_rows(list(levels), list(variants))
+    rows = parse_rows(levels, variants)
     warmup = DEFAULTS.warmup if warmup is None else warmup
     plan = Plan(script, rows, seeds, repeat, steps, warmup, timeout, tolerance, name_of(train))
-    if not processes:
-        require_closed()
+    return carry_out(plan, None if processes else execute_here(train), out)
+
+
+def carry_out(plan: Plan, execute: Execute | None, out: str | os.PathLike[str] | None) -> Sweep:
+    """Makes the runs of a plan, and writes what came of them."""
     with open_results(None if out is None else str(out)) as results:
-        campaign = Campaign(plan, results, Stop(), None if processes else execute_here(train))
+        campaign = Campaign(plan, results, Stop(), execute)
         campaign.carry_out(ProgressLog())
         result = campaign.sweep()
         results.save(result)
@@ -106,7 +110,7 @@ def describe(train: Train, processes: bool) -> str:
 
 
 class ProgressLog(SweepProgress):
-    """Says to the log how far a sweep is."""
+    """Says to the log how each run ended."""
 
     def __init__(self) -> None:
         self._name = ""

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ampatch import AmpValueError
-from ampatch.commands.script import STDIN, Script
-from ampatch.sweeps.faults import ArgumentFault, raise_faults
+from ampatch.apex.script import STDIN, Script
+from ampatch.sweeps.faults import check_arguments
 from ampatch.sweeps.records.sweep import Settings
 from ampatch.sweeps.variant import Value, Variant
 
@@ -117,25 +117,19 @@ class Plan:
                 "the standard input can be read once, and a sweep runs it often: save the script"
             )
         self.script.validate()
-        raise_faults(self._find_faults())
+        steps, timeout = self.steps, self.timeout
+        check_arguments(
+            ("seeds", self.seeds, self.seeds >= 1, "expected 1 or more"),
+            ("repeat", self.repeat, self.repeat >= 1, "expected 1 or more"),
+            ("steps", steps, steps is None or steps >= 2, "expected 2 or more: times are from step to step"),
+            ("warmup", self.warmup, self.warmup >= 0, "expected a number of steps, 0 or more"),
+            ("timeout", timeout, timeout is None or timeout > 0, "expected seconds, more than 0"),
+            ("tolerance", self.tolerance, self.tolerance >= 0, "expected spreads of O0, 0 or more"),
+        )
         if self.count > MOST_RUNS:
             raise AmpValueError(f"{self.count} runs: expected {MOST_RUNS:,} at the most")
         for row in self.rows:
             row.validate()
-
-    def _find_faults(self) -> Iterator[ArgumentFault]:
-        if self.seeds < 1:
-            yield ArgumentFault("seeds", self.seeds, "expected 1 or more")
-        if self.repeat < 1:
-            yield ArgumentFault("repeat", self.repeat, "expected 1 or more")
-        if self.steps is not None and self.steps < 2:
-            yield ArgumentFault("steps", self.steps, "expected 2 or more: times are from step to step")
-        if self.warmup < 0:
-            yield ArgumentFault("warmup", self.warmup, "expected a number of steps, 0 or more")
-        if self.timeout is not None and not self.timeout > 0:
-            yield ArgumentFault("timeout", self.timeout, "expected seconds, more than 0")
-        if not self.tolerance >= 0:
-            yield ArgumentFault("tolerance", self.tolerance, "expected spreads of O0, 0 or more")
 
     @property
     def count(self) -> int:

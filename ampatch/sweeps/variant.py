@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import torch
 
 import ampatch as amp
-from ampatch import OPT_LEVELS, AmpError, AmpValueError
-from ampatch.commands.script import level_overrides
-from ampatch.sweeps.records.sweep import AUTOCAST
+from ampatch import AmpError, AmpValueError
+from ampatch.apex.script import level_overrides
+from ampatch.sweeps.records.sweep import AUTOCAST, LEVELS
 
-LEVELS = (*OPT_LEVELS, AUTOCAST)
 # Of `initialize`: what the script alone can give, and what changes nothing that is measured.
 NO_OPTIONS = ("models", "optimizers", "enabled", "opt_level", "num_losses", "verbosity")
 OPTIONS = tuple(name for name in inspect.signature(amp.initialize).parameters if name not in NO_OPTIONS)

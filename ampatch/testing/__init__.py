@@ -1,4 +1,4 @@
-"""Helpers for tests of ops: what casts do to them, and that nothing stays patched."""
+"""For people who write ops: what is said of an op, and tests of what casts do to it."""
 
 from ampatch.testing.casts import assert_casts
 from ampatch.testing.opening import session

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,18 +12,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import ampatch as amp
+from ampatch.casts.catalog import Catalog
 from ampatch.patching.patcher import peel
 from ampatch.table import Cast
 from ampatch.testing.opening import is_open, make_model, session
-from ampatch.testing.outcome import Arguments, Outcome, observe
-from ampatch.testing.place import locate
+from ampatch.testing.outcome import Arguments, Function, Outcome, observe
 
 HALVES = (torch.float16, torch.bfloat16)
 Expected = torch.dtype | Cast | None
+Outcomes = tuple[Outcome, Outcome]  # for arguments as they are, and cast by hand
 
 
 def assert_casts(
-    function: Callable | str,
+    function: Function | str,
     /,
     *args: object,
     expect: Expected,
@@ -53,23 +56,51 @@ def assert_casts(
     the same in every type.
     """
     options = options or {}
-    half = options.get("dtype") or amp.OPT_LEVELS[opt_level].half or torch.float16
-    place = locate(function)
-    check = _Check(place.find, expect, opt_level, half, gradients, options)
+    given = options.get("dtype")
+    half = given if isinstance(given, torch.dtype) else amp.OPT_LEVELS[opt_level].half or torch.float16
+    name, find = _locate(function)
+    check = _Check(find, expect, opt_level, half, gradients, options)
     check.run((args, kwargs))
     if check.faults:
         faults = "\n".join(f"- {fault}" for fault in check.faults)
-        raise AssertionError(f"{place.name} at {opt_level}, expect={expect}:\n{faults}")
+        raise AssertionError(f"{name} at {opt_level}, expect={expect}:\n{faults}")
 
 
-@dataclass(frozen=True, slots=True)
+def _locate(function: Function | str) -> tuple[str, Callable[[], Function]]:
+    """Names a function, and finds it whenever it is asked: a session replaces it where it is looked up."""
+    if not isinstance(function, str):
+        given, path = function, _path_of(function)
+        if path is None:
+            return getattr(given, "__qualname__", repr(given)), lambda: given
+        function = path
+    return function, functools.partial(pkgutil.resolve_name, function)
+
+
+def _path_of(function: Function) -> str | None:
+    """The path that a function says to have, if that is true; torch's own are known better."""
+    module = getattr(function, "__module__", None) or "torch"
+    if module.partition(".")[0] == "torch":
+        return Catalog().find(function)
+    path = f"{module}.{getattr(function, '__qualname__', None)}"
+    try:
+        return path if pkgutil.resolve_name(path) is function else None
+    except (ImportError, AttributeError, ValueError):
+        return None
+
+
+@dataclass(slots=True)
 class _Call:
-    """Arguments of some types, and what is to happen to them."""
+    """Arguments of some types, what is to happen to them, and what calls with them gave."""
 
     name: str
     arguments: Arguments
     dtype: torch.dtype | None  # what they are to be cast to
     refused: bool  # whether the call must raise instead
+    outside: Outcomes = field(init=False)
+    inside: Outcomes = field(init=False)
+    found: Outcome = field(init=False)
+    disabled: Outcome = field(init=False)
+    after: Outcome = field(init=False)
 
     @property
     def is_cast(self) -> bool:
@@ -78,19 +109,16 @@ class _Call:
             return self.refused
         return any(it.dtype is not self.dtype for it in _floating(self.arguments))
 
-
-@dataclass(frozen=True, slots=True)
-class _Reference:
-    """What the function gives without casts before it: for arguments as they are, and cast by hand."""
-
-    call: _Call
-    as_they_are: Outcome
-    by_hand: Outcome
+    @property
+    def shows_cast(self) -> bool:
+        """Whether a cast can be seen in what comes out, or the call must raise."""
+        both = self.inside, self.outside
+        return self.refused or not all(cast.is_same(alone) for alone, cast in both)
 
 
 @dataclass
 class _Check:
-    find: Callable[[], Callable]
+    find: Callable[[], Function]
     expect: Expected
     opt_level: str
     half: torch.dtype
@@ -101,25 +129,26 @@ class _Check:
     def run(self, arguments: Arguments) -> None:
         """Makes the calls before, in and after a session, and notes what is wrong."""
         self.refuse(arguments)
-        calls = [self.plan(name, given) for name, given in self.vary(arguments).items()]
+        calls = list(self.plan(arguments))
         before = self.find()
-        outside = [self.refer(before, call) for call in calls]
+        for call in calls:
+            call.outside = self.refer(before, call)
         with session(self.opt_level, make_model(_floating(arguments)[0].device), **self.options):
             function = self.find()
             bare = peel(function)
-            # In the session, if it can be called without its casts: functions that it calls are patched.
-            references = [self.refer(bare, call) for call in calls] if bare != function else outside
-            found = [self.observe(function, call) for call in calls]
-            with amp.disable_casts():
-                disabled = [self.observe(function, call) for call in calls]
-        after = [self.observe(self.find(), call) for call in calls]
-        if self.cannot_show(references, outside):
+            for call in calls:
+                # In the session, if it can be called without its casts: functions that it calls are patched.
+                call.inside = self.refer(bare, call) if bare != function else call.outside
+                call.found = self.observe(function, call)
+                with amp.disable_casts():
+                    call.disabled = self.observe(function, call)
+        for call in calls:
+            call.after = self.observe(self.find(), call)
+        self.note_useless(calls)
+        if self.faults:
             return
-        for reference, was, one, two, three in zip(references, outside, found, disabled, after, strict=True):
-            what = f"{was.call.name} arguments"
-            self.judge(what, reference, one)
-            self.compare(f"{what} in disable_casts()", two, was.as_they_are)
-            self.compare(f"{what} after the session", three, was.as_they_are)
+        for call in calls:
+            self.judge(call)
         if self.find() != before:
             self.faults.append("after the session it is not the function that it was")
 
@@ -132,72 +161,34 @@ class _Check:
         if not _floating(arguments):
             raise amp.AmpValueError("no argument is a floating tensor: there is nothing to cast")
 
-    def vary(self, arguments: Arguments) -> dict[str, Arguments]:
-        """The arguments in each choice of types, by its name."""
+    def plan(self, arguments: Arguments) -> Iterator[_Call]:
+        """Yields the arguments in each choice of types, with what is to happen to them."""
         full, half = torch.float32, self.half
-        choices = {"float32": (full, full), _name(half): (half, half)}
+        choices = [(full, full), (half, half), (torch.float64, torch.float64)]
         if len(_floating(arguments)) > 1:
-            choices[f"float32 and {_name(half)}"] = (full, half)
-            choices[f"{_name(half)} and float32"] = (half, full)
-        choices["float64"] = (torch.float64, torch.float64)
-        return {name: _convert(arguments, first, rest) for name, (first, rest) in choices.items()}
-
-    def plan(self, name: str, arguments: Arguments) -> _Call:
-        """Says what is to happen to arguments."""
-        dtype, refused = self.target([it.dtype for it in _floating(arguments)])
-        return _Call(name, arguments, dtype, refused)
-
-    def refer(self, function: Callable, call: _Call) -> _Reference:
-        """Calls a function with the arguments as they are, and cast by hand."""
-        alone = by_hand = self.observe(function, call)
-        if call.dtype is not None:
-            by_hand = observe(function, call.arguments, self.gradients, lambda it: _to(it, call.dtype))
-        return _Reference(call, alone, by_hand)
+            choices[2:2] = [(full, half), (half, full)]
+        for types in choices:
+            given = _convert(arguments, *types)
+            name = " and ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(types))
+            yield _Call(name, given, *self.target([it.dtype for it in _floating(given)]))
 
     def target(self, dtypes: Sequence[torch.dtype]) -> tuple[torch.dtype | None, bool]:
         """What arguments of these types are cast to, and whether the op refuses them."""
         kind = self.expect
-        if kind is None or torch.float64 in dtypes:
+        if kind is None or torch.float64 in dtypes or not self.is_patched:
             return None, False
         if isinstance(kind, torch.dtype):
             return kind, False
-        if not amp.OPT_LEVELS[self.opt_level].patch_torch_functions:
-            return None, False
         if kind is Cast.BANNED and self.options.get("allow_banned"):
             kind = Cast.FP32
-        has_half = any(dtype in HALVES for dtype in dtypes)
         return {
             Cast.LOWER: (self.half, False),
             Cast.FP32: (torch.float32, False),
             Cast.PROMOTE: (torch.float32 if len(set(dtypes)) > 1 else None, False),
             Cast.MATCH_SELF: (dtypes[0], False),
             Cast.FP32_INPLACE: (None, dtypes[0] in HALVES),
-            Cast.BANNED: (None, has_half),
+            Cast.BANNED: (None, any(dtype in HALVES for dtype in dtypes)),
         }[kind]
-
-    def cannot_show(self, references: Sequence[_Reference], outside: Sequence[_Reference]) -> bool:
-        """Notes what makes the arguments useless; whether something does.
-
-        A cast is seen outside alone if the function calls one of the same cast: F.softmax does.
-        """
-        for reference in references:
-            call, error = reference.call, reference.by_hand.error
-            if error is not None and (call.dtype is not None or call.name == "float32"):
-                by_hand = f" cast to {call.dtype} by hand" if call.dtype else ""
-                hint = "; if it has no backward, give gradients=False" if self.gradients else ""
-                said = f"without casts before it, it raises {type(error).__name__}: {error}{hint}"
-                self.faults.append(f"{call.name} arguments{by_hand}: {said}")
-        cast = [reference for reference in (*references, *outside) if reference.call.is_cast]
-        if self.faults:
-            return True
-        if self.is_patched and not cast:
-            self.faults.append("no choice of types is cast: give two floating tensors or more")
-        elif cast and all(not it.call.refused and it.by_hand.is_same(it.as_they_are) for it in cast):
-            self.faults.append(
-                "with these arguments it gives the same cast or not, so that a cast cannot be seen: "
-                "give others, whose result has their type or needs many digits"
-            )
-        return bool(self.faults)
 
     @property
     def is_patched(self) -> bool:
@@ -205,16 +196,47 @@ class _Check:
         patches = amp.OPT_LEVELS[self.opt_level].patch_torch_functions
         return self.expect is not None and (patches or isinstance(self.expect, torch.dtype))
 
-    def observe(self, function: Callable, call: _Call) -> Outcome:
-        """Calls a function with the arguments as they are."""
-        return observe(function, call.arguments, self.gradients)
+    def refer(self, function: Function, call: _Call) -> Outcomes:
+        """What a function gives without casts before it."""
+        alone = self.observe(function, call)
+        return alone, alone if call.dtype is None else self.observe(function, call, call.dtype)
 
-    def judge(self, what: str, reference: _Reference, found: Outcome) -> None:
-        """Compares what a call in the session gave with what it should have given."""
-        if not reference.call.refused:
-            self.compare(what, found, reference.by_hand)
-        elif not isinstance(found.error, amp.BannedFunctionError):
+    def observe(self, function: Function, call: _Call, dtype: torch.dtype | None = None) -> Outcome:
+        """Calls a function with the arguments, which are cast to a type by hand or left as they are."""
+        return observe(function, call.arguments, self.gradients, dtype)
+
+    def note_useless(self, calls: Sequence[_Call]) -> None:
+        """Notes what makes the arguments useless.
+
+        A cast is seen outside alone if the function calls one of the same cast: F.softmax does.
+        """
+        for call in calls:
+            error = call.inside[1].error
+            if error is not None and (call.dtype is not None or call.name == "float32"):
+                cast = f" cast to {call.dtype} by hand" if call.dtype else ""
+                hint = "; if it has no backward, give gradients=False" if self.gradients else ""
+                said = f"without casts before it, it raises {type(error).__name__}: {error}{hint}"
+                self.faults.append(f"{call.name} arguments{cast}: {said}")
+        cast_calls = [call for call in calls if call.is_cast]
+        if self.faults:
+            return
+        if self.is_patched and not cast_calls:
+            self.faults.append("no choice of types is cast: give two floating tensors or more")
+        elif cast_calls and not any(call.shows_cast for call in cast_calls):
+            self.faults.append(
+                "with these arguments it gives the same cast or not, so that a cast cannot be seen: "
+                "give others, whose result has their type or needs many digits"
+            )
+
+    def judge(self, call: _Call) -> None:
+        """Compares what calls in and after the session gave with what they should have given."""
+        what, (unchanged, _), (_, expected) = f"{call.name} arguments", call.outside, call.inside
+        if not call.refused:
+            self.compare(what, call.found, expected)
+        elif not isinstance(call.found.error, amp.BannedFunctionError):
             self.faults.append(f"{what}: it must raise BannedFunctionError, and does not")
+        self.compare(f"{what} in disable_casts()", call.disabled, unchanged)
+        self.compare(f"{what} after the session", call.after, unchanged)
 
     def compare(self, what: str, found: Outcome, expected: Outcome) -> None:
         """Notes each difference."""
@@ -239,12 +261,5 @@ def _convert(arguments: Arguments, first: torch.dtype, rest: torch.dtype) -> Arg
             return torch.nn.Parameter(converted, requires_grad=tensor.requires_grad)
         return converted
 
-    return tree_map_only(Tensor, convert, arguments)
-
-
-def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.dtype in (torch.float32, *HALVES) else tensor
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    converted: Arguments = tree_map_only(Tensor, convert, arguments)
+    return converted

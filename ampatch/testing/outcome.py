@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-Arguments = tuple[tuple, dict]
-Cast = Callable[[Tensor], Tensor]
+# What is cast: float64, complex and 8-bit types are not.
+ELIGIBLE = (torch.float32, torch.float16, torch.bfloat16)
+Function = Callable[..., object]
+Arguments = tuple[tuple[object, ...], dict[str, object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +40,18 @@ class Outcome:
         return not any(True for _ in self.differences(other))
 
 
-def observe(function: Callable, arguments: Arguments, gradients: bool, cast: Cast | None = None) -> Outcome:
-    """Calls a function with copies of the arguments, `cast` by hand or left alone, and says what it gave."""
+def observe(
+    function: Function, arguments: Arguments, gradients: bool, dtype: torch.dtype | None = None
+) -> Outcome:
+    """Calls a function with copies of the arguments, cast to `dtype` by hand, and says what it gave."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor if dtype is None or tensor.dtype not in ELIGIBLE else tensor.to(dtype)
+
     leaves = tree_map_only(Tensor, lambda it: _copy(it, gradients), arguments)
     # A copy of the copy: a leaf that wants a gradient must not be written.
     given = tree_map_only(Tensor, lambda it: it if isinstance(it, Parameter) else it.clone(), leaves)
-    args, kwargs = given if cast is None else tree_map_only(Tensor, cast, given)
+    args, kwargs = tree_map_only(Tensor, cast, given)
     tensors = [it for it in tree_leaves((args, kwargs)) if isinstance(it, Tensor)]
     devices = {it.device.index for it in tensors if it.device.type == "cuda"}
     try:

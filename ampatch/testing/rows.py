@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ampatch import lists
+from ampatch.lists import TABLES
 from ampatch.table import Cast, CastTable
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def parametrize_rows(
     casts = (cast,) if isinstance(cast, Cast) else cast
     rows = [
         (f"{table.target}.{row.name}", row)
-        for table in tables or lists.TABLES
+        for table in tables or TABLES
         for row in table.select(torch.__version__).rows
         if casts is None or row.cast in casts
     ]

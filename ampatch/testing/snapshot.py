@@ -9,19 +9,11 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ampatch import lists
+from ampatch.lists import TABLES
 
-# Where ampatch patches, or might: the places of the tables come on top.
+# Where ampatch patches, or might, beside the places of the tables.
 PLACES = (
-    "torch",
-    "torch.Tensor",
-    "torch._VF",
-    "torch.functional",
-    "torch.fft",
-    "torch.linalg",
-    "torch.special",
     "torch.nn",
-    "torch.nn.functional",
     "torch.nn.init",
     "torch.nn.Module",
     "torch.nn.Parameter",
@@ -50,27 +42,19 @@ PLACES = (
     "torch.utils",
     "torch.utils.checkpoint",
 )
-_OPTIMIZER = "torch.optim.optimizer"  # torch.optim deletes the name of its own submodule
-HOOKS = (
-    (_OPTIMIZER, "_global_optimizer_pre_hooks"),
-    (_OPTIMIZER, "_global_optimizer_post_hooks"),
-    ("torch.nn.modules.module", "_global_forward_hooks"),
-    ("torch.nn.modules.module", "_global_forward_pre_hooks"),
-    ("torch.nn.modules.module", "_global_backward_hooks"),
-    ("torch.nn.modules.module", "_global_backward_pre_hooks"),
-)
+# torch.optim deletes the name of its own submodule, so that these are found by import.
+HOOKED = ("torch.optim.optimizer", "torch.nn.modules.module")
 # These change vars(torch) when they are first imported, torch.manual_seed among it.
 LAZY = ("torch._dynamo", "torch._inductor", "torch.onnx")
 _ABSENT = object()
 # Python notes there which warnings a module has shown, and how to copy instances of a class.
 PYTHONS_OWN = ("__warningregistry__", "__slotnames__")
 # Dynamo replaces these for good when it first compiles a module.
-DYNAMOS_OWN = tuple(
-    f"torch.nn.Module.{name}"
-    for name in (
-        *("___needs_generation_tag_patch", "___has_generation_tag_patch"),
-        *("__init__", "__setstate__"),
-    )
+DYNAMOS_OWN = (
+    "torch.nn.Module.___needs_generation_tag_patch",
+    "torch.nn.Module.___has_generation_tag_patch",
+    "torch.nn.Module.__init__",
+    "torch.nn.Module.__setstate__",
 )
 
 
@@ -84,7 +68,7 @@ class TorchSnapshot:
     """
 
     namespaces: Mapping[str, Mapping[str, object]]
-    hooks: Mapping[str, list[object]]
+    hooks: Mapping[str, list[tuple[object, object]]]
 
     @classmethod
     def take(cls) -> TorchSnapshot:
@@ -97,11 +81,16 @@ class TorchSnapshot:
             warnings.simplefilter("ignore")  # where they are errors, torch's own must not be ours
             for name in LAZY:
                 importlib.import_module(name)
-        places = dict.fromkeys([*PLACES, *(table.target for table in lists.TABLES if _exists(table.target))])
+        places = [*PLACES, *(table.target for table in TABLES if _exists(table.target))]
         namespaces = {path: dict(vars(pkgutil.resolve_name(path))) for path in places}
-        namespaces[_OPTIMIZER] = dict(vars(importlib.import_module(_OPTIMIZER)))
-        tables = {f"{path}.{name}": getattr(importlib.import_module(path), name) for path, name in HOOKS}
-        return cls(namespaces, {name: list(table.items()) for name, table in tables.items()})
+        namespaces |= {path: dict(vars(importlib.import_module(path))) for path in HOOKED}
+        hooks = {
+            f"{path}.{name}": list(item.items())
+            for path in HOOKED
+            for name, item in namespaces[path].items()
+            if name.startswith("_global_") and isinstance(item, dict)
+        }
+        return cls(namespaces, hooks)
 
     def changes(self) -> list[str]:
         """Names of what is not the same object any more; the import of a submodule is no change."""

@@ -13,6 +13,26 @@ import ampatch as amp
 from ampatch.apex.amp_C import multi_tensor_axpby, multi_tensor_scale
 
 
+class _Option:
+    """An option of a dynamic scale, as an attribute; to a constant it means nothing."""
+
+    def __init__(self, name: str, default: float | None) -> None:
+        self._name, self._default = name, default
+
+    def __get__(self, view: LossScaler | None, owner: type) -> object:
+        if view is None:
+            return self
+        return getattr(view.scaler.config, self._name) if view.dynamic else self._default
+
+    def __set__(self, view: LossScaler, value: float | None) -> None:
+        if not view.dynamic:
+            return
+        config = {**asdict(view.scaler.config), self._name: value}
+        low, high = config["min_scale"] or 0.0, config["max_scale"] or math.inf
+        config["init_scale"] = min(max(config["init_scale"], low), high)  # which is over and done with
+        view.scaler.config = amp.DynamicLossScale(**config)
+
+
 class LossScaler:
     """Shows one loss scaler under apex's names; what is assigned takes effect.
 
@@ -57,14 +77,8 @@ class LossScaler:
 
     def __getstate__(self) -> dict[str, object]:
         # The layout that apex pickled, as in the checkpoints of its FP16_Optimizer.
-        names = (
-            "dynamic",
-            "_loss_scale",
-            "_max_loss_scale",
-            "_min_loss_scale",
-            "_unskipped",
-            "_scale_seq_len",
-        )
+        bounds = ("_max_loss_scale", "_min_loss_scale")
+        names = ("dynamic", "_loss_scale", *bounds, "_unskipped", "_scale_seq_len")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -107,40 +121,9 @@ class LossScaler:
     def _unskipped(self, value: int) -> None:
         self._scaler.load_state_dict({"loss_scale": self._loss_scale, "unskipped": int(value)})
 
-    @property
-    def _scale_seq_len(self) -> int:
-        return self._get("growth_interval", 2000)
-
-    @_scale_seq_len.setter
-    def _scale_seq_len(self, value: int) -> None:
-        self._set(growth_interval=value)
-
-    @property
-    def _min_loss_scale(self) -> float | None:
-        return self._get("min_scale", None)
-
-    @_min_loss_scale.setter
-    def _min_loss_scale(self, value: float | None) -> None:
-        self._set(min_scale=value)
-
-    @property
-    def _max_loss_scale(self) -> float | None:
-        return self._get("max_scale", 2.0**24)
-
-    @_max_loss_scale.setter
-    def _max_loss_scale(self, value: float | None) -> None:
-        self._set(max_scale=value)
-
-    def _get(self, name: str, default: object) -> object:
-        return getattr(self._scaler.config, name) if self.dynamic else default
-
-    def _set(self, **changes: object) -> None:
-        if not self.dynamic:  # bounds and intervals mean nothing to a constant
-            return
-        config = {**asdict(self._scaler.config), **changes}
-        low, high = config["min_scale"] or 0.0, config["max_scale"] or math.inf
-        config["init_scale"] = min(max(config["init_scale"], low), high)  # which is over and done with
-        self._scaler.config = amp.DynamicLossScale(**config)
+    _scale_seq_len = _Option("growth_interval", 2000)
+    _min_loss_scale = _Option("min_scale", None)
+    _max_loss_scale = _Option("max_scale", 2.0**24)
 
     # Overflows
 

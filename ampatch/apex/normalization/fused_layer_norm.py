@@ -130,43 +130,19 @@ def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | Non
     return weight * (normalized.to(weight.dtype) if is_half else normalized)
 
 
-# Torch knows the gradients: what apex had as autograd functions only has their `apply`.
+class _Function:
+    """Has the `apply` of an autograd function of apex's, and no more: torch knows the gradients."""
+
+    def __init__(self, apply: Callable[..., Tensor]) -> None:
+        self.apply = apply
 
 
-class FusedLayerNormFunction:
-    """`apply(input, normalized_shape, eps)`."""
-
-    apply = staticmethod(fused_layer_norm)
-
-
-class FusedLayerNormAffineFunction:
-    """`apply(input, weight, bias, normalized_shape, eps)`, in the type of the input."""
-
-    apply = staticmethod(fused_layer_norm_affine)
-
-
-class FusedLayerNormAffineMixedDtypesFunction:
-    """`apply(input, weight, bias, normalized_shape, eps)`, in the type of the weight."""
-
-    apply = staticmethod(mixed_dtype_fused_layer_norm_affine)
-
-
-class FusedRMSNormFunction:
-    """`apply(input, normalized_shape, eps)`."""
-
-    apply = staticmethod(fused_rms_norm)
-
-
-class FusedRMSNormAffineFunction:
-    """`apply(input, weight, normalized_shape, eps)`, in the type of the input."""
-
-    apply = staticmethod(fused_rms_norm_affine)
-
-
-class FusedRMSNormAffineMixedDtypesFunction:
-    """`apply(input, weight, normalized_shape, eps)`, in the type of the weight."""
-
-    apply = staticmethod(mixed_dtype_fused_rms_norm_affine)
+FusedLayerNormFunction = _Function(fused_layer_norm)
+FusedLayerNormAffineFunction = _Function(fused_layer_norm_affine)
+FusedLayerNormAffineMixedDtypesFunction = _Function(mixed_dtype_fused_layer_norm_affine)
+FusedRMSNormFunction = _Function(fused_rms_norm)
+FusedRMSNormAffineFunction = _Function(fused_rms_norm_affine)
+FusedRMSNormAffineMixedDtypesFunction = _Function(mixed_dtype_fused_rms_norm_affine)
 
 
 # ---- Modules ----
@@ -191,8 +167,6 @@ class FusedLayerNorm(_TakesMemoryEfficient, nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalizes the last dimensions of the input."""
-        if self.weight is None:
-            return fused_layer_norm(input, self.normalized_shape, self.eps)
         return fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
 
 
@@ -201,8 +175,6 @@ class FusedRMSNorm(_TakesMemoryEfficient, nn.RMSNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalizes the last dimensions of the input."""
-        if self.weight is None:
-            return fused_rms_norm(input, self.normalized_shape, self.eps)
         return fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps)
 
 

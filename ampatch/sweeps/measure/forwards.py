@@ -1,8 +1,11 @@
-"""Hooks around the forwards of initialized models: when they begin and end, and what they are given."""
+"""The forwards of initialized models: when they begin and end, and how many samples they are given."""
 
 from __future__ import annotations
 
+import statistics
 import threading
+from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from ampatch.sweeps.measure.bytes import tensors_in
+from ampatch.sweeps.measure.memory import tensors_in
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,3 +71,36 @@ def count_samples(args: tuple, kwargs: Mapping[str, object]) -> int:
     if type(first) is not Tensor:
         first = next((it for value in (*args, *kwargs.values()) for it in tensors_in(value)), None)
     return 0 if first is None or first.dim() == 0 else first.shape[0]
+
+
+class Samples:
+    """Counts the samples that models are given, or takes what the script reports.
+
+    Of several models in a step the one that was given the fewest counts: a discriminator sees real and
+    made-up samples.
+    """
+
+    def __init__(self) -> None:
+        self._present: Counter[int] = Counter()
+        self._counted = array("q")
+        self._reported = array("d")
+
+    def add(self, model: int, samples: int) -> None:
+        """Takes the samples of a forward."""
+        self._present[model] += samples
+
+    def end_step(self) -> None:
+        """Ends a step; one in which nobody looked has none."""
+        counts = [count for count in self._present.values() if count]
+        if counts:
+            self._counted.append(min(counts))
+        self._present.clear()
+
+    def report(self, samples: float) -> None:
+        """Takes what a script says a step has, which counts from now on."""
+        self._reported.append(samples)
+
+    def median(self) -> float | None:
+        """Returns the samples of a step; None if models were given no tensors, or never called."""
+        values = self._reported or self._counted
+        return float(statistics.median(values)) if values else None

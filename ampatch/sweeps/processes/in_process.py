@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 
 import ampatch as amp
-from ampatch import AmpError
+from ampatch import AmpError, AmpValueError
 from ampatch.sweeps.measure.memory import reset_peak
 from ampatch.sweeps.measure.recorder import EnoughSteps, Recorder
 from ampatch.sweeps.measure.seeds import kept_seeds
@@ -22,8 +22,13 @@ from ampatch.sweeps.variant import in_use
 Train = Callable[[str, int], object]
 
 
-def require_closed() -> None:
-    """Raises AmpError if this process is in the middle of a session: it would end with the first run."""
+def require_here(timeout: float | None) -> None:
+    """Raises AmpError if no run can be made in this process.
+
+    None can be ended after a time, and a session that is open would end with the first of them.
+    """
+    if timeout is not None:
+        raise AmpValueError("timeout needs processes: a function in this one cannot be ended")
     if in_use():
         raise AmpError(
             "this process has called initialize: call uninitialize first, or let runs have processes"

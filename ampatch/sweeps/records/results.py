@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ampatch import AmpError, AmpValueError
-from ampatch.sweeps.faults import ArgumentFault, raise_faults
+from ampatch.sweeps.faults import ArgumentError
 from ampatch.sweeps.records.sweep import Sweep
 from ampatch.sweeps.records.sweep_file import from_json, to_json
 from ampatch.sweeps.records.table_file import to_csv
@@ -104,7 +104,7 @@ def prepare(out: str) -> Results:
         for path in logs.glob(OUR_LOGS):  # of a sweep that did not come to its first result
             path.unlink()
     except OSError as error:
-        raise_faults([ArgumentFault("out", out, f"{expected} ({error.strerror})")])
+        raise ArgumentError([("out", out, f"{expected} ({error.strerror})")]) from None
     return Results(folder, logs, holds_old=holds_old)
 
 

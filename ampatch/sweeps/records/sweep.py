@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ampatch import OPT_LEVELS
 from ampatch.sweeps.records.numbers import ASCII
 from ampatch.sweeps.records.record import Ending, Record, Spread, Word
 
 AUTOCAST = "autocast"
 BASELINE = "O0"
+LEVELS = (*OPT_LEVELS, AUTOCAST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,3 +147,29 @@ class Sweep:
         """Writes a line a row, and the recommendation."""
         width = max((len(row.name) for row in self.rows), default=0)
         return "\n".join([*(row.describe(width) for row in self.rows), self.recommendation.reason])
+
+
+# ---- Short names of rows, for tables and charts: a level has its own, variants are V1, V2 and so on ----
+
+
+def keys_of(names: Iterable[str]) -> dict[str, str]:
+    """Returns the short name of each row.
+
+    >>> keys_of(["O1", "O2 loss_scale=128", "autocast", "autocast dtype=float16"])
+    {'O1': 'O1', 'O2 loss_scale=128': 'V1', 'autocast': 'autocast', 'autocast dtype=float16': 'V2'}
+    """
+    names = list(dict.fromkeys(names))
+    variants = [name for name in names if name not in LEVELS]
+    return {name: name if name in LEVELS else f"V{variants.index(name) + 1}" for name in names}
+
+
+def abbreviate(text: str, keys: Mapping[str, str]) -> str:
+    """Puts the short names of variants in the place of their names.
+
+    >>> abbreviate("O2 a=12 failed, O2 a=1 diverged", keys_of(["O2 a=1", "O2 a=12"]))
+    'V2 failed, V1 diverged'
+    """
+    variants = sorted((name for name, key in keys.items() if name != key), key=len, reverse=True)
+    if not variants:
+        return text
+    return re.sub("|".join(map(re.escape, variants)), lambda found: keys[found[0]], text)

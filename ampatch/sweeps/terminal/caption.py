@@ -1,8 +1,7 @@
-"""What stands around the table in the terminal: what was run, what its columns mean, how runs failed."""
+"""The words around the table: what was run, what its columns mean, how runs failed."""
 
 from __future__ import annotations
 
-from ampatch.sweeps.processes.warmup import said_of_warmup
 from ampatch.sweeps.records.numbers import ASCII, duration
 from ampatch.sweeps.records.record import LAST_LOSSES, Ending, Record
 from ampatch.sweeps.records.sweep import Sweep
@@ -42,6 +41,20 @@ def said_of_columns(sweep: Sweep) -> str:
     return " ".join(sentence for sentence in sentences if sentence)
 
 
+def said_of_warmup(sweep: Sweep) -> str:
+    """Says which steps the times are of, to be read after "median"."""
+    warmup = sweep.settings.warmup
+    if warmup == 0:
+        return "of all steps"
+    # The first step has no time, whatever is left out.
+    timed = [it.measured for it in sweep.records if it.measured and it.measured.step_ms]
+    short = [it.steps - 1 <= warmup for it in timed]
+    if short and all(short):
+        return "without the first half of so short a run"
+    first = "without the first step" if warmup == 1 else f"without the first {warmup} steps"
+    return f"{first}, or the first half of a run too short for that" if any(short) else first
+
+
 def said_of_distances(sweep: Sweep) -> str:
     """Says what the distances from O0 are, and from which one on a level is worse."""
     baseline = sweep.row()
@@ -64,3 +77,24 @@ def failure_of(record: Record, name: str) -> str:
     cause = f": {record.cause}" if record.cause else ""
     log = f" (log: {record.log})" if record.log else ""
     return f"{name}{seed} {record.outcome}{after}{made}{cause}{log}"
+
+
+# ---- Text that a terminal can show: nothing that it would obey ----
+
+
+def printable(text: str) -> str:
+    """Escapes what a terminal would obey, and halves of characters, which no encoding can write.
+
+    >>> print(printable("caf\\u00e9 \\x1b[31m"))
+    café \\x1b[31m
+    """
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def cut_middle(text: str, length: int) -> str:
+    """Cuts what is too much out of a text, and keeps its last 7 characters.
+
+    >>> cut_middle("O2 keep_batchnorm_fp32=False seed 2", 20)
+    'O2 keep_b... seed 2'
+    """
+    return text if len(text) <= length else f"{text[: length - 11]}... {text[-7:].strip()}"

@@ -11,10 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ampatch.sweeps.records.numbers import ASCII
-from ampatch.sweeps.records.row_names import keys_of
-from ampatch.sweeps.records.sweep import Distance, Sweep, SweepRow
-from ampatch.sweeps.terminal.caption import title
-from ampatch.sweeps.terminal.plain import printable
+from ampatch.sweeps.records.sweep import Distance, Sweep, SweepRow, keys_of
+from ampatch.sweeps.terminal.caption import printable, title
 from ampatch.sweeps.verdicts.change import RowChange
 from ampatch.sweeps.verdicts.compare import Comparison
 from ampatch.sweeps.verdicts.metric_names import most_important

@@ -10,10 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ampatch.sweeps.records.numbers import ASCII, duration
-from ampatch.sweeps.records.row_names import abbreviate, keys_of
-from ampatch.sweeps.records.sweep import Recommendation, Sweep, SweepRow, Verdict
-from ampatch.sweeps.terminal.caption import failure_of, said_of_columns
-from ampatch.sweeps.terminal.plain import cut_middle, printable
+from ampatch.sweeps.records.sweep import Recommendation, Sweep, SweepRow, Verdict, abbreviate, keys_of
+from ampatch.sweeps.terminal.caption import cut_middle, failure_of, printable, said_of_columns
 from ampatch.sweeps.terminal.terminal_table import WIDTH, build_comparison, build_table
 from ampatch.sweeps.verdicts.compare import Comparison
 

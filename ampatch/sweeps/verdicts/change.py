@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ampatch.sweeps.faults import ArgumentFault, raise_faults
+from ampatch.sweeps.faults import check_arguments
 from ampatch.sweeps.records.numbers import ASCII
 from ampatch.sweeps.records.record import Ending
 from ampatch.sweeps.records.sweep import Distance, SweepRow, Verdict
@@ -26,10 +26,12 @@ class Limits:
     more_memory: float | None
 
     def __post_init__(self) -> None:
-        values = {name: getattr(self, name) for name in UNITS}
-        bad = [name for name, it in values.items() if it is not None and not 0 <= it < math.inf]
-        raise_faults(
-            ArgumentFault(name, values[name], f"expected {UNITS[name]}, not less than 0") for name in bad
+        values = [(name, getattr(self, name), unit) for name, unit in UNITS.items()]
+        check_arguments(
+            *(
+                (name, it, it is None or 0 <= it < math.inf, f"expected {unit}, not less than 0")
+                for name, it, unit in values
+            )
         )
 
 

@@ -9,11 +9,10 @@ from dataclasses import asdict
 from pathlib import Path, PurePath
 
 from ampatch.sweeps.processes.log_file import ESCAPES
-from ampatch.sweeps.processes.warmup import said_of_warmup
 from ampatch.sweeps.records.numbers import TYPESET
 from ampatch.sweeps.records.record import LAST_LOSSES
-from ampatch.sweeps.records.row_names import keys_of
-from ampatch.sweeps.records.sweep import Sweep
+from ampatch.sweeps.records.sweep import Sweep, keys_of
+from ampatch.sweeps.terminal.caption import said_of_warmup
 from ampatch.sweeps.web.tables import byte_tables, result_tables, time_tables
 
 NO_CHARTS = "There are no charts, since matplotlib is not installed: pip install 'ampatch[tools]'"

@@ -12,18 +12,8 @@ from dataclasses import dataclass
 from importlib.machinery import BuiltinImporter, ModuleSpec, SourceFileLoader, SourcelessFileLoader
 from types import CodeType, ModuleType, TracebackType
 
-from ampatch import AmpValueError
+from ampatch import OPT_LEVELS, AmpValueError
 
-# What a script passes beside its own level would contradict another level: that is used as it stands.
-PURE = (
-    "cast_model_type",
-    "patch_torch_functions",
-    "patch_torch_functions_type",
-    "keep_batchnorm_fp32",
-    "master_weights",
-    "loss_scale",
-    "cast_model_outputs",
-)
 STDIN = "-"
 OURS = (__file__, importlib.util.__file__, "<frozen importlib", "<frozen zipimport>")
 
@@ -31,8 +21,9 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 
 def level_overrides(level: str) -> dict[str, str | None]:
-    """Returns what makes `initialize` use a level, whatever the script passes."""
-    return {**dict.fromkeys(PURE), "opt_level": level}
+    """Returns what makes `initialize` use a level as it stands: other options might contradict it."""
+    options = [name for name in OPT_LEVELS["O0"].options() if name != "allow_banned"]
+    return {**dict.fromkeys(options), "opt_level": level}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +73,12 @@ class Script:
             put_first("")
             return Start(compile_source(sys.stdin.buffer.read(), "<stdin>"), "<stdin>", BuiltinImporter)
         path = os.path.join(os.getcwd(), self.name)
-        if pkgutil.get_importer(path) is None:
+        importer = pkgutil.get_importer(path)
+        if importer is None:
             put_first(os.path.dirname(os.path.realpath(path)))
             return start_of_file(path)
         put_first(path, always=True)
-        return start_of_folder(path)
+        return start_of_spec(importer.find_spec("__main__"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +169,6 @@ def start_of_file(path: str) -> Start:
 def compile_source(source: bytes, name: str) -> CodeType:
     """Compiles a script's text, with no `from __future__ import` of ours."""
     return compile(source, name, "exec", dont_inherit=True)
-
-
-def start_of_folder(path: str) -> Start:
-    """Finds and compiles the `__main__.py` of a folder or an archive."""
-    spec = pkgutil.get_importer(path).find_spec("__main__")
-    return start_of_spec(spec)
 
 
 def start_of_spec(spec: ModuleSpec) -> Start:

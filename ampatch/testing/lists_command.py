@@ -4,12 +4,13 @@ import argparse
 import importlib.util
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, replace
 
-from ampatch import AmpError, AmpValueError, explain, lists
-from ampatch.casts.catalog import SHORT, Catalog
+from ampatch import AmpError, AmpValueError, explain
+from ampatch.casts.catalog import SHORT
 from ampatch.casts.explanation import COLUMNS, Explanation, align
+from ampatch.lists import MODULES_ON_CPU, TABLES
 from ampatch.table import Cast, CastTable, Row
 
 SUMMARY = "print the cast tables, or say what happens to one op at each level, and why"
@@ -36,57 +37,44 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def select(cast: str | None, target: str | None) -> tuple[CastTable, ...]:
-    """The tables, narrowed to a cast and a place; raises AmpValueError for what there is not."""
-    on_cpu = lists.MODULES_ON_CPU
-    said = [replace(row, reason=f"in a half model on a CPU: {row.reason}") for row in on_cpu.rows]
-    tables = merge((*Catalog().tables, CastTable(on_cpu.target, tuple(said))))
+def select(cast: str | None, target: str | None) -> dict[str, list[Row]]:
+    """The rows of each place, narrowed to a cast and a place; raises AmpValueError for what there is not."""
     if cast is not None and cast.upper() not in Cast.__members__:
         raise AmpValueError(f"unknown cast {cast!r}: expected one of {', '.join(Cast.__members__)}")
+    on_cpu = [replace(row, reason=f"in a half model on a CPU: {row.reason}") for row in MODULES_ON_CPU.rows]
+    places: dict[str, list[Row]] = {}
+    for table in (*TABLES, CastTable(MODULES_ON_CPU.target, tuple(on_cpu))):
+        places.setdefault(table.target, []).extend(table.rows)
     if target is not None:
-        known = dict.fromkeys(table.target for table in tables)
         place = SHORT.get(target, target)
-        if place not in known:
-            raise AmpValueError(f"no table of {target!r}: expected one of {', '.join(known)}")
-        tables = tuple(table for table in tables if table.target == place)
-    if cast is not None:
-        wanted = Cast[cast.upper()]
-        tables = tuple(
-            CastTable(table.target, tuple(row for row in table.rows if row.cast is wanted))
-            for table in tables
-        )
-    return tuple(table for table in tables if table.rows)
+        if place not in places:
+            raise AmpValueError(f"no table of {target!r}: expected one of {', '.join(places)}")
+        places = {place: places[place]}
+    kinds = Cast if cast is None else (Cast[cast.upper()],)
+    found = {place: [row for row in rows if row.cast in kinds] for place, rows in places.items()}
+    return {place: rows for place, rows in found.items() if rows}
 
 
-def merge(tables: Sequence[CastTable]) -> tuple[CastTable, ...]:
-    """One table for each place."""
-    places = dict.fromkeys(table.target for table in tables)
-    return tuple(
-        CastTable(place, tuple(row for table in tables if table.target == place for row in table.rows))
-        for place in places
-    )
-
-
-def show_tables(tables: Sequence[CastTable], as_json: bool) -> None:
-    """Prints tables, a heading for each place."""
+def show_tables(tables: Mapping[str, Sequence[Row]], as_json: bool) -> None:
+    """Prints the rows of places, a heading for each."""
     if as_json:
-        rows = [
-            {"target": table.target, **asdict(row), "cast": row.cast.name}
-            for table in tables
-            for row in table.rows
+        said = [
+            {"target": place, **asdict(row), "cast": row.cast.name}
+            for place, rows in tables.items()
+            for row in rows
         ]
-        print(json.dumps(rows, indent=2))
+        print(json.dumps(said, indent=2))
     elif is_rich():
-        print_rich([(table.target, HEADINGS, cells(table)) for table in tables])
+        print_rich([(place, HEADINGS, cells(rows)) for place, rows in tables.items()])
     else:
-        for table in tables:
-            print(table.target)
-            print("\n".join(f"  {line}" for line in align(cells(table))), end="\n\n")
+        for place, rows in tables.items():
+            print(place)
+            print("\n".join(f"  {line}" for line in align(cells(rows))), end="\n\n")
 
 
-def cells(table: CastTable) -> list[tuple[str, ...]]:
-    """Writes the rows of a table."""
-    return [(row.name, row.cast.name, row.reason + versions(row)) for row in table.rows]
+def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Writes rows of a table."""
+    return [(row.name, row.cast.name, row.reason + versions(row)) for row in rows]
 
 
 def versions(row: Row) -> str:
@@ -102,7 +90,7 @@ def versions(row: Row) -> str:
 def show_op(explanation: Explanation, as_json: bool) -> None:
     """Prints what happens to an op."""
     if as_json:
-        names = [
+        said = [
             {
                 "name": name.path,
                 "cast": name.cast and name.cast.name,
@@ -111,11 +99,11 @@ def show_op(explanation: Explanation, as_json: bool) -> None:
             }
             for name in explanation.names
         ]
-        print(json.dumps({"op": explanation.op, "names": names}, indent=2))
+        print(json.dumps({"op": explanation.op, "names": said}, indent=2))
     elif is_rich():
         for names in explanation.groups():
             reasons = [(name.path, name.reason) for name in names]
-            effects = [effect.cells() for effect in names[0].effects()]
+            effects = list(map(astuple, names[0].effects()))
             print_rich([(names[0].heading(), ("name", "why"), reasons), ("", COLUMNS, effects)])
     else:
         print(explanation)

@@ -1,8 +1,9 @@
-"""Has recurrent layers, attention and BatchNorm, which look at dtypes, work as under `torch.autocast`."""
+"""Has layers that look at dtypes, and blocks of `torch.autocast(enabled=False)`, work as under autocast."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 
 import torch
@@ -10,10 +11,9 @@ from torch import Tensor
 
 from ampatch.casts.cast import CASTS
 from ampatch.levels.precision import ELIGIBLE, HALF_TYPES
-from ampatch.levels.private import forward_ad_level, is_transformed
+from ampatch.levels.private import ENTER_AUTOCAST, forward_ad_level, is_transformed
+from ampatch.levels.stack import is_running
 from ampatch.patching.patcher import Patcher
-
-Function = Callable[..., object]
 
 
 def allow_half_input() -> Callable[..., None]:
@@ -58,25 +58,45 @@ def patch_batch_norm(patcher: Patcher) -> None:
     Its kernels take half input with float32 weights, but the formulas that torch has for `vmap`, `jvp` and
     the derivatives of a derivative do not: they raise, or return float32.
     """
-    functional = torch.nn.functional
-    patcher.replace(functional, "batch_norm", _widen_in_transforms(functional.batch_norm))
+    original = torch.nn.functional.batch_norm
 
-
-def _widen_in_transforms(original: Function) -> Function:
     @functools.wraps(original)
     def batch_norm(input: Tensor, *args: object, **kwargs: object) -> object:
-        if torch.compiler.is_dynamo_compiling() or not _is_transformed():
-            return original(input, *args, **kwargs)
-        if input.dtype not in HALF_TYPES or not _has_float32((*args, *kwargs.values())):
+        is_plain = torch.compiler.is_dynamo_compiling() or not (is_transformed() or forward_ad_level() >= 0)
+        if is_plain or input.dtype not in HALF_TYPES or not _has_float32((*args, *kwargs.values())):
             return original(input, *args, **kwargs)
         return original(input.float(), *args, **kwargs).to(input.dtype)
 
-    return batch_norm
-
-
-def _is_transformed() -> bool:
-    return is_transformed() or forward_ad_level() >= 0
+    patcher.replace(torch.nn.functional, "batch_norm", batch_norm)
 
 
 def _has_float32(values: tuple) -> bool:
     return any(isinstance(value, Tensor) and value.dtype is torch.float32 for value in values)
+
+
+def patch_autocast(patcher: Patcher) -> None:
+    """Has `with torch.autocast(device, enabled=False)` mean float32 here as it does under autocast.
+
+    Authors of models write it around what must not be rounded, such as rotary embeddings. Outside of a
+    forward it says nothing: there it is how scripts turn torch's own mixed precision off.
+    """
+    block, thread = torch.amp.autocast_mode.autocast, CASTS.thread
+    original_enter, original_exit = block.__enter__, block.__exit__
+    in_graph = getattr(ENTER_AUTOCAST.find(), "__code__", None)
+
+    def enter(self: torch.autocast) -> object:
+        result = original_enter(self)
+        forwards = thread.forwards
+        is_off = not self._enabled and self.device in CASTS.device_types
+        # Dynamo enters one to trace what is inside, and would take our state for that of the whole graph.
+        is_traced = sys._getframe(1).f_code is in_graph
+        is_inside = bool(forwards) and is_running(forwards[-1].frame)
+        thread.enter_autocast(self, is_off and is_inside and not is_traced)
+        return result
+
+    def leave(self: torch.autocast, *error: object) -> object:
+        thread.exit_autocast(self)
+        return original_exit(self, *error)
+
+    patcher.replace(block, "__enter__", enter)
+    patcher.replace(block, "__exit__", leave)

@@ -7,7 +7,7 @@ import inspect
 import logging
 import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from types import CodeType, FunctionType, ModuleType
 
@@ -17,21 +17,12 @@ from torch import Tensor
 
 from ampatch import lists
 from ampatch.casts.cast import CASTS
-from ampatch.casts.in_graph import call_uncast
-from ampatch.casts.wrapper import wrap
+from ampatch.casts.wrapper import call_uncast, wrap
 from ampatch.levels import private
 from ampatch.levels.stack import PACKAGE
 from ampatch.patching.patcher import Patcher, peel
 
 logger = logging.getLogger("ampatch")
-
-# By what method and function a tensor has an operator; `a @= b` finds no method of its own.
-OPERATORS: dict[object, tuple[str, str]] = {
-    operator.matmul: ("__matmul__", "matmul"),
-    operator.imatmul: ("__matmul__", "matmul"),
-    operator.pow: ("__pow__", "pow"),
-    operator.ipow: ("__ipow__", "Tensor.__ipow__"),
-}
 
 
 def _matmul(left: object, right: object) -> object:
@@ -52,9 +43,15 @@ def _ipow(base: object, exponent: object) -> object:
     return base
 
 
-# What a wrapper of theirs calls, of our own: from torch 2.15 on Dynamo traces another function of Python in
-# the place of `operator.pow`, which would find the wrapper again, and again.
-CALLS = {operator.matmul: _matmul, operator.imatmul: _imatmul, operator.pow: _pow, operator.ipow: _ipow}
+# By what method and function a tensor has an operator (`a @= b` finds no method of its own), and what of ours
+# a wrapper of it calls: from torch 2.15 on Dynamo traces another function of Python in the place of
+# `operator.pow`, which would find the wrapper again, and again.
+OPERATORS: dict[object, tuple[str, str, Callable[[object, object], object]]] = {
+    operator.matmul: ("__matmul__", "matmul", _matmul),
+    operator.imatmul: ("__matmul__", "matmul", _imatmul),
+    operator.pow: ("__pow__", "pow", _pow),
+    operator.ipow: ("__ipow__", "Tensor.__ipow__", _ipow),
+}
 
 
 def prepare_compiler() -> None:
@@ -151,7 +148,7 @@ def trace_methods(patcher: Patcher, half: torch.dtype) -> None:
         return insert_method(variable, tx, name, args, kwargs)
 
     def trace_operator(variable, tx, args, kwargs):
-        method, _ = OPERATORS.get(variable.fn, (None, None))
+        method, *_ = OPERATORS.get(variable.fn, (None,))
         name = variable.fn.__name__
         if hasattr(vars(Tensor).get(method), name) and not _is_ours(tx.f_code):
             return _trace(tx, [method, name], args, kwargs)
@@ -207,10 +204,10 @@ def find_fault(half: torch.dtype) -> str | None:
 def _wrap_operators(half: torch.dtype) -> None:
     """Gives the wrappers of operators' methods one of the operator itself, which graphs hold."""
     kinds = {row.name: row.cast for row in lists.TENSOR.select(torch.__version__).rows}
-    for function, (name, equal) in OPERATORS.items():
+    for function, (name, equal, call) in OPERATORS.items():
         method = vars(Tensor).get(name)
         if name in kinds and _is_wrapper(method):
-            wrapper = wrap(CALLS[function], kinds[name], half, place=("torch", equal))
+            wrapper = wrap(call, kinds[name], half, place=("torch", equal))
             setattr(method, function.__name__, wrapper)
 
 

@@ -1,4 +1,0 @@
-"""Features of torch that casts must fit: autocast, compile, checkpoints, fused kernels, TorchScript.
-
-Imports `casts`, `levels` and `patching.patcher`.
-"""
