@@ -23,68 +23,91 @@ ALWAYS_TRACED = 2  # first attempts, where nothing is wrong: for what is harmles
 
 @dataclass
 class Campaign:
-    """Runs a script as often as it takes."""
+    """Runs a script as often as it takes; `runs` counts, `unknown` says what could not be known."""
 
     run: Run
     runs: int = 0
     unknown: list[str] = field(default_factory=list)
 
-    def report(self) -> Report:
-        """Watches, traces what broke, and asks whether float32 survives."""
-        attempts = [Attempt(**each) for each in self._start(self.run, "watch")]
+    def report(self, propose: bool = False) -> Report:
+        """Watches, traces what broke, asks whether float32 survives, and proposes what to keep in it."""
+        attempts, _ = self._start("watched", self.run)
         if not attempts:
             self.unknown.append("the script made no step of an optimizer: nothing was watched")
-            return Report(runs=self.runs, unknown=tuple(self.unknown))
-        suspects = find_suspects(attempts)
-        window = suspects[:MOST_TRACED] or tuple(range(min(ALWAYS_TRACED, len(attempts))))
-        origins = self._start(replace(self.run, window=window), "trace")
-        found = [it for it in origins if it["has_reached"] and it["attempt"] in suspects]
-        found = [read_finding(it) for it in found if not it["is_of_scale"] or is_collapse(attempts)]
-        harmless = [read_finding(it) for it in origins if not it["has_reached"]]
-        findings = merge(found)
-        if suspects and not any(it["has_reached"] for it in origins):
+        window = find_suspects(attempts)[:MOST_TRACED] or tuple(range(min(ALWAYS_TRACED, len(attempts))))
+        origins = self._start("traced", replace(self.run, traces=True, window=window))[1] if window else []
+        if find_suspects(attempts) and not any(it["has_reached"] for it in origins):
             self.unknown.append("it did not happen again when the script was repeated: seed what it draws")
-        if findings:
-            survives = self._survives(len(attempts))
-            findings = [replace(finding, float32_survives=survives) for finding in findings]
+        findings = findings_in(attempts, origins)
+        survives = self._survives(len(attempts)) if findings else None
+        findings = [replace(finding, float32_survives=survives) for finding in findings]
+        keep = self._propose(findings[0].module) if propose and survives and findings[0].module else ()
+        harmless = merge([read_finding(it) for it in origins if not it["has_reached"]])
         return Report(
-            tuple(findings),
-            tuple(merge(harmless)),
-            describe_scale(attempts),
-            (),
-            self.runs,
-            tuple(self.unknown),
+            tuple(findings), tuple(harmless), describe_scale(attempts), keep, self.runs, tuple(self.unknown)
         )
 
     def _survives(self, steps: int) -> bool | None:
-        run = replace(self.run, level="O0", float32=True)
-        attempts = [Attempt(**each) for each in self._start(run, "float32")]
+        """Runs the script in float32 and says whether it stays finite to its end."""
+        attempts, _ = self._start("float32", replace(self.run, level="O0", float32=True))
         broken = [attempt for attempt in attempts if not attempt.is_finite]
         if not broken and len(attempts) < steps:
             self.unknown.append("in float32 the script ended before its last step")
             return None
         return not broken
 
-    def _start(self, run: Run, name: str) -> list[dict]:
-        """Runs the script in a process of its own, and returns what was seen."""
+    def _propose(self, first: str) -> tuple[str, ...]:
+        """Follows the first faulty module, keeps it, and runs again; then takes each back.
+
+        Costs a run for each module, and as many for the proof that none is too many.
+        """
+        keep = (first,)
+        while (found := self._first_module(keep)) is not None:
+            if found in keep or not found:
+                self.unknown.append(
+                    f"no proposal: with {list(keep)} in float32 {found or 'the model itself'} breaks"
+                )
+                return ()
+            keep = (*keep, found)
+        for name in keep if len(keep) > 1 else ():
+            fewer = tuple(other for other in keep if other != name)
+            if self._first_module(fewer) is None:
+                keep = fewer
+        return keep
+
+    def _first_module(self, keep: tuple[str, ...]) -> str | None:
+        """Runs with modules in float32; returns the first that breaks nevertheless, None if none."""
+        attempts, origins = self._start("proposed", replace(self.run, traces=True, keep_fp32=keep))
+        found = findings_in(attempts, origins)
+        return found[0].module if found else None
+
+    def _start(self, name: str, run: Run) -> tuple[list[Attempt], list[dict]]:
+        """Runs the script in a process of its own, and returns the attempts and origins seen."""
         self.runs += 1
         with tempfile.TemporaryDirectory(prefix="ampatch-doctor-") as folder:
             out = Path(folder, "seen.json")
-            command = [sys.executable, "-m", "ampatch.doctor.child", replace(run, out=str(out)).to_json()]
             done = subprocess.run(
-                command,
+                [sys.executable, "-m", "ampatch.doctor.child", replace(run, out=str(out)).to_json()],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
                 errors="replace",
                 env={"PYTHONHASHSEED": "0", **os.environ},
             )
-            if done.returncode:
-                last = (done.stderr.strip() or "no word").splitlines()[-1]
-                self.unknown.append(f"the {name} run ended with status {done.returncode}: {last}")
             if not out.exists():
                 raise AmpError(f"the {name} run ended before it began: {done.stderr.strip()[-500:]}")
-            return json.loads(out.read_text())
+            seen = json.loads(out.read_text())
+        if done.returncode:
+            last = (done.stderr.strip() or "it said nothing").splitlines()[-1]
+            self.unknown.append(f"the {name} run ended with status {done.returncode}: {last}")
+        return [Attempt(**each) for each in seen["attempts"]], seen["origins"]
+
+
+def findings_in(attempts: Sequence[Attempt], origins: Sequence[dict]) -> list[Finding]:
+    """Returns what reached a loss, gradient or weight, but for what a dynamic scale mends by itself."""
+    suspects, collapses = find_suspects(attempts), is_collapse(attempts)
+    found = [it for it in origins if it["has_reached"] and it["attempt"] in suspects]
+    return merge([read_finding(it) for it in found if collapses or not it["is_of_scale"]])
 
 
 def find_suspects(attempts: Sequence[Attempt]) -> tuple[int, ...]:
@@ -120,7 +143,7 @@ def is_collapse(attempts: Sequence[Attempt]) -> bool:
             good = attempt.scale or 0.0
         elif (attempt.scale or 0.0) <= good:
             again += 1
-    return again > MOST_OVERFLOWS or (not attempts[-1].is_finite and good == 0)
+    return again > MOST_OVERFLOWS or (good == 0 and not all(attempt.is_finite for attempt in attempts))
 
 
 def merge(findings: Sequence[Finding]) -> list[Finding]:

@@ -12,7 +12,8 @@ import torch
 
 from ampatch import apex
 from ampatch.apex.script import Script, level_overrides
-from ampatch.doctor.clock import listen, wrap
+from ampatch.doctor.clock import listen
+from ampatch.doctor.precision import keep_float32, without_casts
 from ampatch.doctor.trace import Enough, Trace
 from ampatch.doctor.watch import Watch
 from ampatch.sweeps.measure.seeds import set_seeds
@@ -20,18 +21,20 @@ from ampatch.sweeps.measure.seeds import set_seeds
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a script: watched, or traced at the attempts in `window`.
+    """One run of a script, which is watched, and traced as well if `traces`.
 
     `level` is the opt level that it is made to use, None for its own; `float32` turns off what torch itself
-    casts and scales. What was seen is written to the file `out`.
+    casts and scales; `keep_fp32` are the modules that run in float32. `window` are the attempts at a step
+    that are traced, after which the run ends; None: all of them. What was seen is written to the file `out`.
     """
 
     script: str
-    arguments: tuple[str, ...]
-    is_module: bool
-    out: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    out: str = ""
     level: str | None = None
     float32: bool = False
+    traces: bool = False
     window: tuple[int, ...] | None = None
     keep_fp32: tuple[str, ...] = ()
 
@@ -42,55 +45,31 @@ class Run:
 
 def main(run: Run) -> None:
     """Runs the script as `__main__`; however it ends, what was seen is written."""
-    overrides = level_overrides(run.level) if run.level else {}
+    overrides: dict[str, object] = level_overrides(run.level) if run.level else {}
     if run.keep_fp32:
         overrides["keep_fp32"] = list(run.keep_fp32)
     apex.install(**overrides)
-    watcher = Watch() if run.window is None else Trace(run.window)
+    watch, trace = Watch(), Trace(run.window)
     with ExitStack() as stack:
+        stack.callback(lambda: Path(run.out).write_text(json.dumps(seen_by(watch, trace))))
         if run.float32:
             without_casts(stack)
-        listen(watcher, stack)
-        if isinstance(watcher, Trace):
+        keep_float32(run.keep_fp32, stack)
+        listen(watch, stack)
+        if run.traces:
             torch.compiler.set_stance("force_eager")
-            stack.enter_context(watcher)
+            listen(trace, stack)
+            stack.enter_context(trace)
         set_seeds(0)
         try:
             Script(run.script, tuple(run.arguments), run.is_module).run()
         except Enough:
-            pass
-        finally:
-            Path(run.out).write_text(json.dumps(watcher.to_json()))
+            return
 
 
-def without_casts(undo: ExitStack) -> None:
-    """Has `torch.autocast` and `GradScaler` do nothing, as if a script had said `enabled=False`."""
-    wrap(
-        torch.amp.GradScaler,
-        "__init__",
-        lambda init, *args, **kwargs: disabled_scaler(init, args, kwargs),
-        undo,
-    )
-    wrap(
-        torch.autocast, "__init__", lambda init, *args, **kwargs: disabled_autocast(init, args, kwargs), undo
-    )
-
-
-def disabled_autocast(init, args: tuple, kwargs: dict) -> None:
-    """Makes an autocast that casts nothing; `enabled` is the fourth argument after the device's type."""
-    init(
-        *args[:3],
-        *[False for _ in args[3:4]],
-        *args[4:],
-        **(kwargs if len(args) > 3 else {**kwargs, "enabled": False}),
-    )
-
-
-def disabled_scaler(init, args: tuple, kwargs: dict) -> None:
-    """Makes a scaler that does nothing; `enabled` is the sixth argument."""
-    init(
-        *args[:6], *[False for _ in args[6:7]], **(kwargs if len(args) > 6 else {**kwargs, "enabled": False})
-    )
+def seen_by(watch: Watch, trace: Trace) -> dict[str, object]:
+    """Returns what a run leaves behind."""
+    return {"attempts": watch.to_json(), "origins": trace.to_json()}
 
 
 if __name__ == "__main__":

@@ -28,6 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", metavar="SCRIPT", nargs="?", help="a script that trains")
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as `python -m` does")
     parser.add_argument("--opt-level", metavar="L", help="the level that initialize is made to use")
+    proposal = (
+        "find the fewest modules that must stay float32; runs the script once for each, twice from two on"
+    )
+    parser.add_argument("--propose", action="store_true", help=proposal)
     parser.add_argument("--json", metavar="OUT", help="write the report to this file")
 
 
@@ -40,8 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise AmpValueError(f"--opt-level {arguments.opt_level!r}: expected one of {', '.join(OPT_LEVELS)}")
     script = Script(named[0], arguments.script_arguments, is_module=arguments.module is not None)
     script.validate()
-    campaign = Campaign(Run(script.name, script.arguments, script.is_module, "", arguments.opt_level))
-    report = campaign.report()
+    campaign = Campaign(Run(script.name, script.arguments, script.is_module, level=arguments.opt_level))
+    report = campaign.report(arguments.propose)
     report = replace(
         report, findings=tuple(map(explain, report.findings)), harmless=tuple(map(explain, report.harmless))
     )

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ampatch.doctor.clock import Listener
-from ampatch.doctor.graph import Graph, is_cured_by_scale
-from ampatch.doctor.origins import Call, Origin, name_of
+from ampatch.doctor.operations import Call, Graph, Origin, is_cured_by_scale, name_of
 from ampatch.doctor.places import Models, is_called_by_us, user_line
 from ampatch.doctor.values import (
     Damage,

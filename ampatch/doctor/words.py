@@ -137,6 +137,8 @@ def describe(report: Report) -> Iterator[str]:
         yield from describe_finding(finding)
     if len(report.findings) > MOST_SHOWN:
         yield f"... and {len(report.findings) - MOST_SHOWN} more (--json OUT has them all)"
+    if report.keep_fp32:
+        yield f"Proposed: keep_fp32={list(report.keep_fp32)}"
     if report.scale.get("search"):
         yield f"The loss scale looked for its size in {len(report.scale['skipped'])} steps: no fault."
     if report.harmless:
