@@ -114,7 +114,7 @@ def test_an_infinity_that_reaches_nothing_is_harmless(tmp_path):
 
 @pytest.mark.process
 def test_a_mask_of_infinities_is_no_fault(tmp_path):
-    mask = "mask = torch.full((4, 8), float('-inf')).masked_fill(x > 9, 0).fill_diagonal_(0); x = x + mask.softmax(1)"
+    mask = "mask = torch.full((4, 8), float('-inf')).fill_diagonal_(0); x = x + mask.softmax(1)"
     status, report = run_script(tmp_path, script(batch=mask))
     assert (status, report["findings"], report["harmless"]) == (0, [], [])
 
@@ -164,14 +164,14 @@ def attempts(*words, scale=1024.0):
         ("ggogogog", (2, 4, 6), True),
         ("oooooo", (0, 5), True),
         ("gggw", (3,), False),
-        ("gggwwww", (3,), False),  # what follows comes of it
+        ("gggwwww", (3,), True),  # what follows comes of it
         ("lgg", (0,), False),
     ],
 )
 def test_suspects(words, suspects, collapse):
     run = attempts(words)
     assert find_suspects(run) == suspects
-    assert is_collapse(run) is (collapse or words in ("ggogogog", "oooooo"))
+    assert is_collapse(run) is collapse
 
 
 def test_a_static_scale_does_not_search():

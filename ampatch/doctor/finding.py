@@ -60,6 +60,8 @@ def read_finding(origin: dict) -> Finding:
     """Reads what a trace left of one origin."""
     call, damage = origin["call"], origin["damage"]
     place = call["place"] or {"model": None, "module": "", "call": 0}
+    if call["place"] is None and origin["parameter"] is not None:
+        place["module"] = origin["parameter"].rpartition(".")[0]
     element, shape = tuple(damage["element"]), damage["shape"]
     in_batch = bool(element) and shape[0] == origin["batch_size"] and origin["parameter"] is None
     return Finding(

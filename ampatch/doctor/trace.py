@@ -90,7 +90,8 @@ class Trace(TorchFunctionMode, Listener):
             if tensor.dim():
                 self.batch_size = tensor.shape[0]
             if not is_finite(tensor) and not self._marks_of(tensor) and torch.isnan(plain(tensor)).any():
-                self._add(Call("", "input", self._models.place, user_line()), examine(tensor), [tensor])
+                self._add(Call("", "input", self._models.place, user_line()), examine(tensor))
+                self._mark(tensor, {len(self.origins) - 1})
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Says which origins reached the loss."""
@@ -117,7 +118,7 @@ class Trace(TorchFunctionMode, Listener):
                 continue
             if not self._found_in_backward:
                 call = Call("accumulate_grad", "backward", None, user_line(), str(parameter.dtype)[6:])
-                self._add(call, examine(parameter.grad), [], parameter=self._models.name_of(parameter))
+                self._add(call, examine(parameter.grad), parameter=self._models.name_of(parameter))
                 self._found_in_backward = True
                 self.origins[-1].has_reached = True
             self._mark(parameter.grad, {len(self.origins) - 1})
@@ -137,6 +138,7 @@ class Trace(TorchFunctionMode, Listener):
         for origin in self.origins:
             if origin.attempt == self.attempt:
                 origin.step = self._steps[id(optimizer)]
+                origin.batch_size = origin.batch_size or self.batch_size
         self._steps[id(optimizer)] += 1
         self._optimizers.append(optimizer)
         self.attempt += 1
@@ -156,63 +158,59 @@ class Trace(TorchFunctionMode, Listener):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if not self.active or self._in_backward:
-            return func(*args, **kwargs)
         name = name_of(func)
-        if name in IGNORED:
+        if not self.active or self._in_backward or name in IGNORED:
             return func(*args, **kwargs)
-        taken = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
+        taken = floating_in((args, kwargs))
         with quiet():
             bad = [tensor for tensor in taken if not is_finite(tensor)]
             largest = largest_of(taken)
         result = func(*args, **kwargs)
         with quiet():
-            given = [tensor for tensor in tensors_in(result) if tensor.is_floating_point()]
-            if name.endswith("_") and taken:
-                given.append(taken[0])
+            given = floating_in(result)
+            if name.endswith("_") and args:  # in place; of functions named _foreach_ a list
+                given += floating_in(args[0])
             if given:
-                self._look(name, args, kwargs, taken, bad, given, largest)
+                is_constant = not bad and holds_no_number((args, tuple(kwargs.values())))
+                self._look(self._call(name, given), taken, bad, given, largest, is_constant)
         return result
 
-    def _look(self, name, args, kwargs, taken, bad, given, largest) -> None:
-        call = self._call(name, given)
-        marks = set().union(*map(self._marks_of, taken)) if taken else set()
-        bad_marks = set().union(*map(self._marks_of, bad)) if bad else set()
+    def _look(
+        self,
+        call: Call,
+        taken: list[Tensor],
+        bad: list[Tensor],
+        given: list[Tensor],
+        largest: float | None,
+        is_constant: bool,
+    ) -> None:
+        """Looks at what an operation gives: `bad` are those that it took and that were so before."""
         self._graph.tag(taken, given, call)
+        marks, came = self._marks_of(*taken), self._marks_of(*bad)
         worst = next((tensor for tensor in given if not is_finite(tensor)), None)
-        if worst is None:
-            call.origins |= marks
-            for tensor in given if marks else ():
-                self._mark(tensor, marks)
-            return
-        damage = examine(worst)
-        was_nan = any(torch.isnan(plain(tensor)).any() for tensor in bad)
-        if not bad and damage.kind == "inf" and holds_no_number((args, tuple(kwargs.values()))):
-            return
-        if bad and not bad_marks:
-            parameter = next((tensor for tensor in bad if isinstance(tensor, Parameter)), None)
-            if parameter is not None or was_nan:
-                part = "optimizer" if parameter is not None else "input"
-                source = (
-                    parameter
-                    if parameter is not None
-                    else next(t for t in bad if torch.isnan(plain(t)).any())
-                )
-                self._add(
-                    Call("", part, None, call.where),
-                    examine(source),
-                    [source],
-                    parameter=self._models.name_of(source),
-                )
-                marks = bad_marks = {len(self.origins) - 1}
-            elif damage.kind == "inf":
-                return  # of a constant
-        if not bad_marks:
-            self._add(call, damage, [], input_largest=largest)
-            marks = marks | {len(self.origins) - 1}
+        damage = None if worst is None else examine(worst)
+        if damage is not None and bad and not came:
+            came = self._marks_of_unseen(call, bad)
+            marks = marks | came
+        of_mask = damage is not None and damage.kind == "inf" and not came and (is_constant or bool(bad))
+        if damage is not None and not came and not of_mask:
+            parameter = self._models.name_of(worst)
+            self._add(call, damage, input_largest=largest, parameter=parameter)
+            marks = {*marks, len(self.origins) - 1}
         call.origins |= marks
-        for tensor in given:
+        for tensor in given if marks else ():
             self._mark(tensor, marks)
+
+    def _marks_of_unseen(self, call: Call, bad: list[Tensor]) -> set[int]:
+        """Says where bad numbers come from that no operation made: weights, or NaN in the data."""
+        for tensor in bad:
+            if isinstance(tensor, Parameter) or torch.isnan(plain(tensor)).any():
+                name = self._models.name_of(tensor)
+                unseen = Call("", "input" if name is None else "optimizer", None, call.where)
+                self._add(unseen, examine(tensor), parameter=name)
+                self._mark(tensor, {len(self.origins) - 1})
+                return {len(self.origins) - 1}
+        return set()
 
     def _call(self, name: str, given: list[Tensor]) -> Call:
         """Describes an operation; a cast that we make for one is part of it."""
@@ -231,16 +229,14 @@ class Trace(TorchFunctionMode, Listener):
             return "optimizer"
         return "forward" if self._models.is_inside else self._part
 
-    def _add(self, call: Call, damage: Damage, tensors: list[Tensor], **more: object) -> None:
+    def _add(self, call: Call, damage: Damage, **more: object) -> None:
         more |= {"attempt": self.attempt, "batch_size": self.batch_size}
         self.origins.append(Origin(call, call.phase, damage, self._micro_step, **more))
-        for tensor in tensors:
-            self._mark(tensor, {len(self.origins) - 1})
 
     # ---- Marks ----
 
-    def _marks_of(self, tensor: Tensor) -> set[int]:
-        return self._marks.get(key_of(tensor), set())
+    def _marks_of(self, *tensors: Tensor) -> set[int]:
+        return {mark for tensor in tensors for mark in self._marks.get(key_of(tensor), ())}
 
     def _mark(self, tensor: Tensor, marks: set[int]) -> None:
         self._marks.setdefault(key_of(tensor), set()).update(marks)
@@ -257,9 +253,12 @@ class Trace(TorchFunctionMode, Listener):
         given = [tensor for tensor in taken if tensor is not None]
         if call.origins or not all(map(is_finite, given)):
             return
-        origin = Origin(
-            call, "backward", examine(made), self._micro_step, largest_of(given), parameter, node.name()
-        )
-        origin.attempt, origin.batch_size, origin.has_reached = self.attempt, self.batch_size, True
+        self._add(call, examine(made), input_largest=largest_of(given), parameter=parameter, node=node.name())
+        origin = self.origins[-1]
+        origin.phase, origin.has_reached = "backward", True
         origin.is_of_scale = is_cured_by_scale(node, taken)
-        self.origins.append(origin)
+
+
+def floating_in(value: object) -> list[Tensor]:
+    """Returns the floating tensors in a value."""
+    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]
