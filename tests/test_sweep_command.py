@@ -306,7 +306,7 @@ def test_an_interrupted_sweep_writes_and_shows_what_there_is(folder, runs, capsy
     [
         (Ending.CRASHED, False, "failed before it called initialize, as it would at every level: why (log: "),
         (Ending.NO_STEPS, False, "never called initialize (or did so with enabled=False"),
-        (Ending.NO_STEPS, True, "called initialize, and no optimizer"),
+        (Ending.NO_STEPS, True, "called initialize, but no optimizer"),
         (Ending.CRASHED, True, None),
     ],
     ids=["crashed", "never-called", "no-steps", "crashed-later"],

@@ -80,7 +80,7 @@ def test_every_option_but_those_of_the_script_itself_can_vary():
         ("O2 loss_scale", "'loss_scale' has no value: expected loss_scale=VALUE"),
         ("O2 loss_scale=", "'loss_scale=' has no value"),
         ("O1 min_loss_scale=low", "'min_loss_scale=low': expected a number"),
-        ("O2 loss_scale=1 loss_scale=2", "loss_scale is there twice"),
+        ("O2 loss_scale=1 loss_scale=2", "loss_scale is given twice"),
         ("O2 'loss_scale=1", "No closing quotation"),
         ("autocast keep_batchnorm_fp32=True", "autocast has no option .*: expected loss_scale, .*, dtype"),
         ("autocast dtype=float64", "dtype 'float64': expected float16 or bfloat16"),
@@ -125,7 +125,7 @@ SAME_TWICE = ["O2 loss_scale=1 dtype=float16", "O2 dtype=float16 loss_scale=1"]
     ids=["level", "variant", "order"],
 )
 def test_a_row_that_is_there_twice_is_refused(levels, variants, twice):
-    with pytest.raises(AmpValueError, match=f"'{twice}' is there twice"):
+    with pytest.raises(AmpValueError, match=f"'{twice}' is given twice"):
         parse_rows(levels, variants)
 
 

@@ -107,7 +107,7 @@ LossScale = DynamicLossScale | StaticLossScale
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a real number; True and False are none."""
+    """Whether a value is a real number; True and False are not."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -147,4 +147,4 @@ def _parse_number(name: str, value: object, expected: str) -> float:
     try:
         return float(value)  # type: ignore[arg-type]
     except ValueError:
-        raise AmpValueError(f"{name}={value!r} is no number: {expected}") from None
+        raise AmpValueError(f"{name}={value!r} is not a number: {expected}") from None

@@ -68,7 +68,7 @@ def add_of_a_comparison(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("two sweeps").add_argument
     compare = "compare two sweep.json, or folders with one: B with A"
     add("--compare", nargs=2, metavar=("A", "B"), help=compare)
-    slower = f"with --compare: how much slower than A is too slow, as a part of 1; default: {SLOWER}"
+    slower = f"with --compare: how much slower than A is too slow, as a fraction; default: {SLOWER}"
     add("--slower", type=float, metavar="PART", help=slower)
     memory = "with --compare: how much more memory than A is too much; default: no limit"
     add("--more-memory", type=float, metavar="PART", help=memory)

@@ -81,8 +81,8 @@ def require_no_child() -> None:
     """Raises AmpError in a process that loads the module of the function in order to call it."""
     if os.environ.get(IN_CHILD):
         raise AmpError(
-            "sweep() is called while a process of its own loads the module of train: put the call under "
-            "if __name__ == '__main__'"
+            "sweep() was called again in a process that it started, which imports the module of train: put "
+            "the call under if __name__ == '__main__'"
         )
 
 
@@ -101,8 +101,8 @@ def describe(train: Train, processes: bool) -> str:
     main = getattr(sys.modules.get("__main__"), "__file__", None) if module == "__main__" else None
     if module is None or "<" in name or (module == "__main__" and main is None):
         raise AmpValueError(
-            f"train ({name}) cannot be found by a process of its own: define it at the top of a module or of "
-            "a script, or pass processes=False"
+            f"train ({name}) cannot be imported by another process: define it at the top level of a module "
+            "or of a script, or pass processes=False"
         )
     file = None if main is None else str(Path(main).absolute())
     path = [os.path.abspath(part) for part in sys.path]

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.op is None:
         show_tables(select(arguments.cast, arguments.target), arguments.json)
     elif arguments.cast or arguments.target:
-        raise AmpError("--cast and --target select rows of the tables: leave them out beside OP")
+        raise AmpError("--cast and --target select rows of the tables: leave them out with OP")
     else:
         show_op(explain(arguments.op), arguments.json)
     sys.stdout.flush()  # a reader that is gone is noticed here, where we can say so
