@@ -58,7 +58,7 @@ class CastTable:
     rows: tuple[Row, ...]
 
     def select(self, version: str) -> CastTable:
-        """Narrows to the rows that hold in torch `version`.
+        """Narrows to the rows that apply to torch `version`.
 
         >>> old = Row("norm", FP32, "a sum", until="3.0")
         >>> CastTable("torch", (old,)).select("3.0.0a0+git1234").rows
@@ -68,7 +68,7 @@ class CastTable:
         return CastTable(self.target, tuple(row for row in self.rows if _holds(row, now)))
 
     def take(self, *names: str) -> tuple[Row, ...]:
-        """Returns the rows of some functions, for another place that has these as well."""
+        """Returns the rows of some functions, for another place that has the same ones."""
         rows = {row.name: row for row in self.rows}
         return tuple(rows[name] for name in names)
 
@@ -78,7 +78,7 @@ def validate(
     version: str,
     resolve: Callable[[str], object] = pkgutil.resolve_name,
 ) -> None:
-    """Raises one `TableError` that lists every fault of the tables, one a line.
+    """Raises one `TableError` that lists every fault of the tables, one per line.
 
     `resolve` maps a target's dotted path to the object that has the ops. It must see torch
     unpatched: two wrappers of one function are two functions.

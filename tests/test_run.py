@@ -123,7 +123,7 @@ def test_everything_after_the_script_is_the_scripts(argv, own, script):
         (["--loss-scale", "0", "train.py"], "loss scale '0': expected a number above 0, or dynamic"),
         (["--loss-scale", "big", "train.py"], "loss scale 'big': expected a number above 0"),
         (["--loss-scale", "nan", "train.py"], "loss scale 'nan': expected a number above 0"),
-        (["--epochs", "3", "train.py"], "arguments: --epochs; the script's own follow the script"),
+        (["--epochs", "3", "train.py"], "arguments: --epochs; the script's own arguments follow the script"),
         (["--opt", "O1", "train.py"], "unrecognized arguments: --opt"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

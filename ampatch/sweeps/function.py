@@ -46,12 +46,12 @@ def sweep(
     print(result)
     ```
 
-    `train(opt_level, seed)` calls `initialize`, which uses the level (or variant) that is on, whatever it is
-    given, and trains. What it gives to `report`, or returns as a dict, are its metrics. Everything is seeded
+    `train(opt_level, seed)` calls `initialize`, which uses the level (or variant) of the run whatever it is
+    given, and trains. What it passes to `report`, or returns as a dict, are its metrics. Everything is seeded
     by `seed`, from 0 up, before it is called. `levels` and `variants` are those of the command line, as are
     the other arguments: `steps` and `warmup` count steps, `timeout` seconds, `tolerance` spreads of O0.
 
-    Each run has a process of its own, which imports the function by its name; with `processes=False` all are
+    Each run has its own process, which imports the function by its name; with `processes=False` all are
     in this one. `out` is a folder that takes sweep.json, sweep.csv and sweep.html. Prints nothing.
 
     Returns a `Sweep`, with `records` of the runs, `rows` and a `recommendation`. Raises AmpValueError for
@@ -110,7 +110,7 @@ def describe(train: Train, processes: bool) -> str:
 
 
 class ProgressLog(SweepProgress):
-    """Says to the log how each run ended."""
+    """Logs how each run ended."""
 
     def __init__(self) -> None:
         self._name = ""

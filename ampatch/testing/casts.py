@@ -43,7 +43,7 @@ def assert_casts(
     (in lists, tuples and dictionaries, too) as float32, as half, and mixed: the first one float32 or half
     and the rest the other. What comes out, the gradients too, must have the types and the bits that the
     function itself, called without casts, gives for arguments cast by hand. Further: float64 arguments
-    and calls within `amp.disable_casts()` are left alone, and after the session the function is what it was.
+    and calls within `amp.disable_casts()` are left alone, and after the session the function is as before.
 
     - `function`: a function, or its dotted path. What is registered by name is found by its own name
       (`__module__` and `__qualname__`); give a path or a lambda where another name is registered.
@@ -52,7 +52,7 @@ def assert_casts(
     - `gradients`: False for an op without a backward.
     - `options`: further arguments for `amp.initialize`, such as {"dtype": torch.bfloat16}.
 
-    Raises AssertionError with every fault, also if the arguments cannot show a cast: their result is
+    Raises AssertionError with every fault, also if the arguments cannot show a cast because the result is
     the same in every type.
     """
     options = options or {}
