@@ -210,7 +210,7 @@ def test_a_run_is_told_what_the_plan_says_and_survives_json(script):
         ({"repeat": -1}, "repeat -1: expected 1 or more"),
         ({"warmup": -1}, "warmup -1: expected a number of steps, 0 or more"),
         ({"steps": 1}, "steps 1: expected 2 or more: times are from step to step"),
-        ({"seeds": 10**20}, f"{10**20} runs: expected 10,000 at the most"),
+        ({"seeds": 10**20}, f"{10**20} runs: expected at most 10,000"),
         ({"timeout": 0}, "timeout 0: expected seconds, more than 0"),
         ({"timeout": float("nan")}, "timeout nan"),
         ({"tolerance": -0.1}, "tolerance -0.1: expected spreads of O0, 0 or more"),

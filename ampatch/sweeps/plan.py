@@ -127,7 +127,7 @@ class Plan:
             ("tolerance", self.tolerance, self.tolerance >= 0, "expected spreads of O0, 0 or more"),
         )
         if self.count > MOST_RUNS:
-            raise AmpValueError(f"{self.count} runs: expected {MOST_RUNS:,} at the most")
+            raise AmpValueError(f"{self.count} runs: expected at most {MOST_RUNS:,}")
         for row in self.rows:
             row.validate()
 
