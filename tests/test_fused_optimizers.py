@@ -370,7 +370,7 @@ def test_positional_arguments_come_in_the_order_of_apex(kind):
         (named(FusedLAMB, amsgrad=True), RuntimeError, "FusedLAMB does not take amsgrad=True"),
         (named(FusedNovoGrad, amsgrad=True), RuntimeError, "FusedNovoGrad does not take amsgrad=True"),
         (named(FusedSGD, lr=0.1, materialize_master_grads=False), UserWarning, "has no meaning"),
-        (lambda params: FusedAdam(params).step(grads=1), RuntimeError, r"takes .* no more"),
+        (lambda params: FusedAdam(params).step(grads=1), RuntimeError, r"no longer takes grads="),
     ],
 )
 def test_bad_arguments_are_refused(make, error, message):
