@@ -58,7 +58,7 @@ class CastTable:
     rows: tuple[Row, ...]
 
     def select(self, version: str) -> CastTable:
-        """Narrows to the rows that hold in torch `version`.
+        """Narrows to the rows that apply to torch `version`.
 
         >>> old = Row("norm", FP32, "a sum", until="3.0")
         >>> CastTable("torch", (old,)).select("3.0.0a0+git1234").rows
@@ -68,7 +68,7 @@ class CastTable:
         return CastTable(self.target, tuple(row for row in self.rows if _holds(row, now)))
 
     def take(self, *names: str) -> tuple[Row, ...]:
-        """Returns the rows of some functions, for another place that has these as well."""
+        """Returns the rows of some functions, for another place that has the same ones."""
         rows = {row.name: row for row in self.rows}
         return tuple(rows[name] for name in names)
 
@@ -78,7 +78,7 @@ def validate(
     version: str,
     resolve: Callable[[str], object] = pkgutil.resolve_name,
 ) -> None:
-    """Raises one `TableError` that lists every fault of the tables, one a line.
+    """Raises one `TableError` that lists every fault of the tables, one per line.
 
     `resolve` maps a target's dotted path to the object that has the ops. It must see torch
     unpatched: two wrappers of one function are two functions.
@@ -92,7 +92,7 @@ def validate(
             held.append((target, row))
     counts = Counter(f"{target}.{row.name}" for target, row in held)
     faults += [
-        f"{path}: {count} rows hold in torch {version}; keep one, or part them with since= and until="
+        f"{path}: {count} rows hold in torch {version}; keep one, or separate them with since= and until="
         for path, count in counts.items()
         if count > 1
     ]
@@ -135,7 +135,9 @@ def _version_faults(row: Row) -> list[str]:
         except TableError as error:
             faults.append(f"{field}={error}")
     if not faults and None not in releases and releases[0] >= releases[1]:
-        faults.append(f"since={row.since!r} is not before until={row.until!r}; no torch version is between")
+        faults.append(
+            f"since={row.since!r} is not before until={row.until!r}; no torch version is in between"
+        )
     return faults
 
 
@@ -156,7 +158,7 @@ def _torch_faults(
         if function is None:
             yield f"{path}: no such function in torch {version}; if torch removed it, give the row until="
         elif not callable(function):
-            yield f"{path}: not a function but {function!r}; a row names what can be called"
+            yield f"{path}: not a function but {function!r}; a row names something callable"
         else:
             _, other_path, other = first.setdefault(id(function), (function, path, row))
             if other.cast is not row.cast and other_path != path:

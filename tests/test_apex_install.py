@@ -389,7 +389,7 @@ BROKEN = {
     ),
     "a clone of apex's repository in the working directory": (
         {"apex/setup.py": "", "apex/apex/__init__.py": "", "apex/apex/contrib/__init__.py": ""},
-        "is no package: it has no __init__.py; ampatch's apex takes its place",
+        "is not a package: it has no __init__.py; ampatch's apex takes its place",
     ),
     "a real apex that fails as a whole": (
         MODERN | {"apex/__init__.py": "from . import optimizers\nraise ImportError('built for CUDA 9')\n"},

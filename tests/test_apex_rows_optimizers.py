@@ -89,7 +89,7 @@ def test_a_parameter_that_joins_with_a_scaled_gradient_is_not_stepped_by_it(leve
     optimizer.add_param_group({"params": net.last.parameters()})
     with unchanged(net.last):
         optimizer.step()
-    assert "2 parameters that join had a gradient" in caplog.text
+    assert "2 new parameters had a gradient" in caplog.text
 
 
 @shows("optimizers-unrounded")

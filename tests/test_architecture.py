@@ -1,4 +1,4 @@
-"""The house rules of DESIGN and STYLE, read from the source: the rooms, and what a file looks like."""
+"""The rules for the source, read from it: what folders import, and what a file looks like."""
 
 import ast
 import importlib

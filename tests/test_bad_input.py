@@ -239,7 +239,7 @@ def test_a_parameter_without_values_yet_is_refused_where_the_model_is_cast(level
     [
         (
             "decoder.*",
-            r"keep_fp32: 'decoder.\*' matches no module: expected the name.*begin with '0', '1', '2'",
+            r"keep_fp32: 'decoder.\*' matches no module: expected the name.*first modules are '0', '1', '2'",
         ),
         (["0", "nowhere"], "keep_fp32: 'nowhere' matches no module"),
         (torch.nn.LSTM, "keep_fp32: <class '.*LSTM'> matches no module"),

@@ -42,7 +42,10 @@ def one_line(capsys):
         ([], "the following arguments are required: COMMAND"),
         (["train"], "invalid choice: 'train'"),
         (["sweep", "."], "'.' is a directory without __main__.py: expected a Python script"),
-        (["sweep", "x.py", "--seed=3"], "argument --seed (did you mean --seeds?); the script's own"),
+        (
+            ["sweep", "x.py", "--seed=3"],
+            "argument --seed (did you mean --seeds?); the script's own arguments",
+        ),
         (["lists", "--jsno"], "argument --jsno (did you mean --json?) (help: ampatch lists --help)"),
         (["check"], "the following arguments are required: PATH"),
         (["check", "absent.py"], "'absent.py' does not exist: expected a Python script or a folder"),

@@ -164,7 +164,10 @@ def test_a_wrapper_that_is_no_optimizer_is_stepped_with_its_masters():
 
 
 def test_what_is_no_optimizer_is_refused():
-    for wrong, message in ((nn.Linear(1, 1), "a Linear, expected an optimizer"), (make()[1], "one already")):
+    for wrong, message in (
+        (nn.Linear(1, 1), "a Linear, expected an optimizer"),
+        (make()[1], "an FP16_Optimizer, expected the optimizer"),
+    ):
         with pytest.raises(amp.AmpTypeError, match=f"found {message}"):
             FP16_Optimizer(wrong)
 

@@ -313,7 +313,7 @@ def test_sparse_gradients_are_refused(make):
     table = torch.nn.Embedding(4, 2, sparse=True)
     optimizer = make(table.parameters())
     table(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match=r"takes no sparse gradients.*SparseAdam"):
+    with pytest.raises(RuntimeError, match=r"does not take sparse gradients.*SparseAdam"):
         optimizer.step()
 
 
@@ -367,10 +367,10 @@ def test_positional_arguments_come_in_the_order_of_apex(kind):
         (named(FusedSGD, lr=0.1, nesterov=True), ValueError, "expected a momentum above 0"),
         (named(FusedSGD, lr=0.1, momentum=0.9, dampening=0.1, nesterov=True), ValueError, "a dampening of 0"),
         (named(FusedNovoGrad, norm_type=1), ValueError, "norm_type=1"),
-        (named(FusedLAMB, amsgrad=True), RuntimeError, "FusedLAMB takes no amsgrad=True"),
-        (named(FusedNovoGrad, amsgrad=True), RuntimeError, "FusedNovoGrad takes no amsgrad=True"),
+        (named(FusedLAMB, amsgrad=True), RuntimeError, "FusedLAMB does not take amsgrad=True"),
+        (named(FusedNovoGrad, amsgrad=True), RuntimeError, "FusedNovoGrad does not take amsgrad=True"),
         (named(FusedSGD, lr=0.1, materialize_master_grads=False), UserWarning, "has no meaning"),
-        (lambda params: FusedAdam(params).step(grads=1), RuntimeError, r"takes .* no more"),
+        (lambda params: FusedAdam(params).step(grads=1), RuntimeError, r"no longer takes grads="),
     ],
 )
 def test_bad_arguments_are_refused(make, error, message):

@@ -329,7 +329,7 @@ def test_a_gradient_that_may_be_scaled_does_not_count_when_its_parameter_joins(
     optimizer = torch.optim.SGD([model.first], lr=2.0**-6)
     amp.initialize(model, optimizer, opt_level=level, loss_scale=loss_scale, verbosity=0)
     join(model, optimizer, moment)
-    assert "1 parameter that joins had a gradient" in caplog.text
+    assert "1 new parameter had a gradient" in caplog.text
     scaled_backward(model(1.0, 3.0), optimizer)
     grads = [param.grad[0].item() for param in amp.master_params(optimizer)]
     assert grads == [2.0 if moment == "after a block" else 3.0, 3.0]
@@ -372,7 +372,7 @@ def test_a_gradient_that_may_be_scaled_does_not_count_for_a_later_initialize(lev
     amp.initialize(models[0], optimizers[0], opt_level=level, loss_scale=128.0, verbosity=0)
     scaled_backward(models[0](1.0, 2.0) + models[1](0, 2.0), optimizers[0])
     amp.initialize(models[1], optimizers[1], opt_level=level, loss_scale=128.0, verbosity=0)
-    assert "1 parameter that joins had a gradient" in caplog.text
+    assert "1 new parameter had a gradient" in caplog.text
     for optimizer in optimizers:
         optimizer.step()
     assert [param.tolist() for param in models[0].parameters()] == [[0.5] * 3, [0.0] * 3]

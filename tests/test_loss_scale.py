@@ -52,7 +52,7 @@ def test_a_number_that_cannot_scale_is_refused(value):
 
 @pytest.mark.parametrize("value", ["", "Dynamic", "auto", "1,0", "128x", "None "])
 def test_a_string_that_is_no_number_is_refused(value):
-    with pytest.raises(amp.AmpValueError, match=f"loss_scale={value!r} is no number: expected .*dynamic"):
+    with pytest.raises(amp.AmpValueError, match=f"loss_scale={value!r} is not a number: expected .*dynamic"):
         parse_loss_scale(value)
 
 

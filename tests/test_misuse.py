@@ -448,7 +448,7 @@ def test_a_model_in_float64_is_told_that_nothing_is_cast(warned, level):
     if level == "O0":
         assert found == []
     else:
-        assert re.search(f"is float64, of which {level} casts nothing", found[0][0])
+        assert re.search(f"is float64, which {level} does not cast", found[0][0])
         assert found[0][2] in lines_of(open_session, "amp.initialize")
 
 

@@ -11,7 +11,7 @@ from ampatch.levels.policy import Overrides, resolve
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
-# DESIGN, section 2: cast_model_type, patched, patch type, BatchNorm float32, masters, scale
+# Of each level: cast_model_type, patched, patch type, BatchNorm float32, masters, scale
 LEVELS = {
     "O0": (FP32, False, None, None, False, "1.0"),
     "O1": (None, True, FP16, None, False, "dynamic"),

@@ -138,12 +138,12 @@ def test_a_module_can_be_run(folder, runs, monkeypatch):
         ("-", "the standard input can be read once"),
         ("-m absent", "no module named 'absent'"),
         ("-m train train.py", "-m train and 'train.py': expected one of them"),
-        ("train.py --epochs 3", "unrecognized arguments: --epochs 3; the script's own go after --"),
+        ("train.py --epochs 3", "unrecognized arguments: --epochs 3; the script's own arguments go after --"),
         ("train.py --levels O0,o1", "unknown opt_level 'o1' (did you mean 'O1'?): expected one of O0"),
         ("train.py --variant O2:scale=1", "variant 'O2 scale=1': O2 has no option 'scale': expected"),
         ("train.py --seeds 0 --steps 1", "sweep: --seeds 0: expected 1 or more; --steps 1: expected 2"),
         ("train.py --seeds 1.5", "argument --seeds: invalid int value: '1.5'"),
-        ("--level O0 train.py", "argument --level (did you mean --levels?); the script's own go"),
+        ("--level O0 train.py", "argument --level (did you mean --levels?); the script's own arguments go"),
         (
             "train.py --out train.py/out",
             "--out 'train.py/out': expected a folder, or a place for a new one (N",
@@ -306,7 +306,7 @@ def test_an_interrupted_sweep_writes_and_shows_what_there_is(folder, runs, capsy
     [
         (Ending.CRASHED, False, "failed before it called initialize, as it would at every level: why (log: "),
         (Ending.NO_STEPS, False, "never called initialize (or did so with enabled=False"),
-        (Ending.NO_STEPS, True, "called initialize, and no optimizer"),
+        (Ending.NO_STEPS, True, "called initialize, but no optimizer"),
         (Ending.CRASHED, True, None),
     ],
     ids=["crashed", "never-called", "no-steps", "crashed-later"],

@@ -176,10 +176,10 @@ def test_what_else_differs_is_noted():
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"slower": -0.1}, "slower -0.1: expected a part such as 0.05 for 5 %, not less than 0"),
+        ({"slower": -0.1}, "slower -0.1: expected a fraction such as 0.05 for 5 %, not less than 0"),
         ({"slower": math.nan}, "slower nan: expected"),
         ({"tolerance": math.inf}, "tolerance inf: expected a number of spreads such as 2"),
-        ({"more_memory": -1}, "more_memory -1: expected a part"),
+        ({"more_memory": -1}, "more_memory -1: expected a fraction"),
     ],
     ids=["slower", "nan", "tolerance", "more_memory"],
 )

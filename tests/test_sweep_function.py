@@ -176,8 +176,8 @@ def test_progress_is_logged_and_nothing_is_printed(caplog, capsys):
         ({"levels": ["O9"]}, "unknown opt_level 'O9'"),
         ({"levels": []}, "no levels"),
         ({"seeds": 0}, "seeds 0: expected 1 or more"),
-        ({"timeout": 5.0}, "timeout needs processes"),
-        ({"function": lambda level, seed: None, "processes": True}, "cannot be found by a process"),
+        ({"timeout": 5.0}, "timeout needs processes=True"),
+        ({"function": lambda level, seed: None, "processes": True}, "cannot be imported by another process"),
     ],
     ids=["no initialize", "no function", "level", "no levels", "seeds", "timeout", "lambda"],
 )

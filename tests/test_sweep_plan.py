@@ -80,7 +80,7 @@ def test_every_option_but_those_of_the_script_itself_can_vary():
         ("O2 loss_scale", "'loss_scale' has no value: expected loss_scale=VALUE"),
         ("O2 loss_scale=", "'loss_scale=' has no value"),
         ("O1 min_loss_scale=low", "'min_loss_scale=low': expected a number"),
-        ("O2 loss_scale=1 loss_scale=2", "loss_scale is there twice"),
+        ("O2 loss_scale=1 loss_scale=2", "loss_scale is given twice"),
         ("O2 'loss_scale=1", "No closing quotation"),
         ("autocast keep_batchnorm_fp32=True", "autocast has no option .*: expected loss_scale, .*, dtype"),
         ("autocast dtype=float64", "dtype 'float64': expected float16 or bfloat16"),
@@ -125,7 +125,7 @@ SAME_TWICE = ["O2 loss_scale=1 dtype=float16", "O2 dtype=float16 loss_scale=1"]
     ids=["level", "variant", "order"],
 )
 def test_a_row_that_is_there_twice_is_refused(levels, variants, twice):
-    with pytest.raises(AmpValueError, match=f"'{twice}' is there twice"):
+    with pytest.raises(AmpValueError, match=f"'{twice}' is given twice"):
         parse_rows(levels, variants)
 
 
@@ -210,7 +210,7 @@ def test_a_run_is_told_what_the_plan_says_and_survives_json(script):
         ({"repeat": -1}, "repeat -1: expected 1 or more"),
         ({"warmup": -1}, "warmup -1: expected a number of steps, 0 or more"),
         ({"steps": 1}, "steps 1: expected 2 or more: times are from step to step"),
-        ({"seeds": 10**20}, f"{10**20} runs: expected 10,000 at the most"),
+        ({"seeds": 10**20}, f"{10**20} runs: expected at most 10,000"),
         ({"timeout": 0}, "timeout 0: expected seconds, more than 0"),
         ({"timeout": float("nan")}, "timeout nan"),
         ({"tolerance": -0.1}, "tolerance -0.1: expected spreads of O0, 0 or more"),

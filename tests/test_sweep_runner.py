@@ -95,7 +95,7 @@ def test_a_run_that_ended_well_is_a_record_of_what_it_measured(child):
             "print('loading\\n\\n'); os.kill(os.getpid(), signal.SIGKILL)",
             "SIGKILL (the system does so when memory runs out), loading",
         ),
-        ("print('done'); os._exit(0)", "it ended without a word to Python (as os._exit does), done"),
+        ("print('done'); os._exit(0)", "it ended without Python's exit (as by os._exit), done"),
         ("raised('ValueError: boom'); print('...'); os.abort()", "SIGABRT, ValueError: boom"),
         ("input()", "EOFError: EOF when reading a line (a run has no standard input)"),
     ],

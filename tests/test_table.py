@@ -65,7 +65,7 @@ def test_tables_without_faults_are_accepted(name):
 
 
 MISSING = "no such function in torch 2.13.0; if torch removed it, give the row until="
-TWICE = "torch.exp: 2 rows hold in torch 2.13.0; keep one, or part them with since= and until="
+TWICE = "torch.exp: 2 rows hold in torch 2.13.0; keep one, or separate them with since= and until="
 NO_REASON = "torch.exp: no reason; say in one line why the op has its cast"
 NO_VERSION = "is not a torch version: expected one such as '2.13' or '2.13.0+cpu'"
 FAULTS = {
@@ -80,7 +80,7 @@ FAULTS = {
     ),
     "no function": (
         [table(Row("float16", FP32, "range"))],
-        "torch.float16: not a function but torch.float16; a row names what can be called",
+        "torch.float16: not a function but torch.float16; a row names something callable",
     ),
     "twice": ([table(EXP, EXP)], TWICE),
     "twice in two tables": ([table(EXP), table(Row("exp", LOWER, "no"))], TWICE),
@@ -106,11 +106,11 @@ FAULTS = {
     ),
     "the same version": (
         [table(Row("exp", FP32, "range", since="2.13", until="2.13.0"))],
-        "torch.exp: since='2.13' is not before until='2.13.0'; no torch version is between",
+        "torch.exp: since='2.13' is not before until='2.13.0'; no torch version is in between",
     ),
     "versions the wrong way": (
         [table(Row("exp", FP32, "range", since="2.13", until="2.9"))],
-        "torch.exp: since='2.13' is not before until='2.9'; no torch version is between",
+        "torch.exp: since='2.13' is not before until='2.9'; no torch version is in between",
     ),
 }
 

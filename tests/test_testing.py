@@ -234,7 +234,7 @@ def test_a_function_that_stays_patched_fails(my_ops):
         return x
 
     my_ops.scale = patch
-    message = "after the session it is not the function that it was"
+    message = "after the session it is not the same function as before"
     fails(message, "my_ops.scale", X, expect=None, opt_level="O4")
 
 
@@ -277,7 +277,7 @@ LINEAR_FAILS = (
     r"- float32 arguments: result is torch.bfloat16, expected torch.float32\n"
 )
 NOT_BFLOAT16 = "float32 arguments: result is torch.float32, expected"
-REFUSES = "without casts before it, it raises RuntimeError: .*mat1 and mat2"
+REFUSES = "called without casts, it raises RuntimeError: .*mat1 and mat2"
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,13 @@ REFUSES = "without casts before it, it raises RuntimeError: .*mat1 and mat2"
         (LINEAR_FAILS, F.linear, (X, W), FULL, "O4"),
         *((NOT_BFLOAT16, F.linear, (X, W), HALF, level) for level in ("O0", "O2", "O3", "O5")),
         ("bfloat16 arguments: it must raise BannedFunctionError", torch.exp, (X,), BANNED, "O4"),
-        ("gives the same cast or not", amp.float_function(torch.argmax), (X,), FULL, "O1"),
+        (
+            "the result is the same with and without the cast",
+            amp.float_function(torch.argmax),
+            (X,),
+            FULL,
+            "O1",
+        ),
         ("give two floating tensors or more", amp.promote_function(torch.neg), (X,), PROMOTE, "O1"),
         (REFUSES, F.linear, (X, X.T), LOWER, "O1"),
         ("give gradients=False", amp.float_function(to_numpy_and_back), (X,), FULL, "O1"),

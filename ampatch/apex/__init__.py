@@ -18,7 +18,7 @@ __all__ = ["install", "uninstall"]
 
 
 def install(**overrides: object) -> None:
-    """Makes `import apex` work from here on, also in processes that multiprocessing starts.
+    """Makes `import apex` work from now on, also in processes that multiprocessing starts.
 
     The overrides are given to `initialize` whatever the program passes, as by `ampatch.override`.
     Installing again changes nothing but the overrides.
@@ -29,7 +29,7 @@ def install(**overrides: object) -> None:
 
 
 def uninstall() -> None:
-    """Undoes `install`, and does nothing without it. What the program has imported by then it keeps."""
+    """Undoes `install`, and does nothing without it. The program keeps what it has imported by then."""
     finder = ApexFinder.installed()
     if finder is not None:
         finder.uninstall()

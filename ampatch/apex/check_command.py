@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
             faults.append(error)
     show(reports)
     if is_real_installed():
-        print("an apex is installed: what it still has is there as well, whatever is said above")
+        print("apex is installed: what it still has can be used as well, whatever the list above says")
     sys.stdout.flush()
     if faults:
         more = f" (and {len(faults) - 1} more)" if faults[1:] else ""

@@ -7,7 +7,7 @@ from ampatch import OPT_LEVELS, AmpValueError, apex
 from ampatch.apex.script import Script, level_overrides
 
 SUMMARY = "run a script that was written for apex, unchanged"
-HINT = "; the script's own follow the script"
+HINT = "; the script's own arguments follow the script"
 VALUED = ("--opt-level", "--dtype", "--loss-scale")
 DTYPES = ("float16", "bfloat16")
 
@@ -21,9 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("script", metavar="SCRIPT", nargs="?", help="a script that imports apex")
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as `python -m` does")
-    parser.add_argument(
-        "--opt-level", metavar="L", help="in the place of the script's: " + ", ".join(OPT_LEVELS)
-    )
+    parser.add_argument("--opt-level", metavar="L", help="instead of the script's: " + ", ".join(OPT_LEVELS))
     parser.add_argument("--dtype", metavar="T", help="the half type of the level: " + " or ".join(DTYPES))
     parser.add_argument("--loss-scale", metavar="S", help="a number or dynamic")
 

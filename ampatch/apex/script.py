@@ -183,7 +183,7 @@ def validate_module(name: str) -> None:
     """Raises unless there is a module of this name that can be run."""
     put_first(os.getcwd())
     if not all(name.split(".")):
-        raise AmpValueError(f"{name!r} is no name of a module: expected one such as package.module")
+        raise AmpValueError(f"{name!r} is not the name of a module: expected one such as package.module")
     if not can_be_found(name):
         hint = f", or leave out -m to run the file {name!r}" if name.endswith(".py") else ""
         raise AmpValueError(f"no module named {name!r}: expected one on sys.path{hint}")

@@ -109,7 +109,7 @@ class Catalog:
         if row is not None:
             return Name(path, row.cast, row.reason + _unlike_autocast(path), promotes=native)
         said = dict(lists.AUTOCAST_WITHOUT_ROW).get(path.rpartition(".")[2])
-        said = said or "no table names it, so that it runs in the type of its arguments"
+        said = said or "no table names it, so it runs in the type of its arguments"
         if path in self._rows:
             said = _why_not(self._rows[path], self.version)
         return Name(path, None, said, promotes=native)
@@ -185,7 +185,7 @@ class Catalog:
             )
         close = difflib.get_close_matches(own, self._paths, n=3, cutoff=0.7)
         hint = f"; close: {', '.join(close)}" if close else ""
-        return f"{text!r} is no op of torch {self.version} that is known here{hint}"
+        return f"{text!r} is not a known op of torch {self.version}{hint}"
 
 
 def _rows_by_path(tables: Iterable[CastTable]) -> dict[str, Row]:
@@ -220,7 +220,7 @@ def _why_not(row: Row, version: str) -> str:
     since = f"from torch {row.since} on" if row.since else ""
     until = f"before torch {row.until}" if row.until else ""
     said = " and ".join(filter(None, (since, until)))
-    return f"its row holds {said} alone, and this is {version}; in it: {row.cast.name}, {row.reason}"
+    return f"its row holds only {said}, and this is {version}; it says: {row.cast.name}, {row.reason}"
 
 
 def _resolve(path: str) -> object:

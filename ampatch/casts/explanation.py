@@ -18,7 +18,7 @@ MEANING = {
     Cast.LOWER: "its floating arguments are cast to the half type of the level",
     Cast.FP32: "its floating arguments are cast to float32",
     Cast.PROMOTE: "its floating arguments are cast to the widest type among them",
-    Cast.MATCH_SELF: "its floating arguments are cast to the type of the tensor that is written",
+    Cast.MATCH_SELF: "its floating arguments are cast to the type of the tensor that is written to",
     Cast.FP32_INPLACE: "raises on a half tensor, which cannot hold the float32 result",
     Cast.BANNED: "raises if an argument is half; allow_banned=True casts it to float32",
     Cast.CUSTOM: "no single cast fits: as the reason says",

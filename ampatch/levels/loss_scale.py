@@ -21,8 +21,8 @@ class DynamicLossScale:
 
     The scale is multiplied by `backoff_factor` after `hysteresis` overflows in a row (and after
     each further one), and by `growth_factor` after `growth_interval` clean iterations in a row.
-    It stays between `min_scale` and `max_scale`; None is no bound, but it never reaches 0.
-    With the default hysteresis it is the rule of `torch.amp.GradScaler`, bit for bit.
+    It stays between `min_scale` and `max_scale`; None means no bound, but it never reaches 0.
+    With the default hysteresis this is the rule of `torch.amp.GradScaler`, bit for bit.
 
     Raises AmpValueError for values that cannot work, all of them at once.
     """
@@ -88,7 +88,7 @@ class DynamicLossScale:
 
 @dataclass(frozen=True, slots=True)
 class StaticLossScale:
-    """Describes a loss scale that stays what it is; overflows are neither checked nor skipped."""
+    """Describes a loss scale that never changes; overflows are neither looked for nor skipped."""
 
     value: float = 1.0
 
@@ -107,7 +107,7 @@ LossScale = DynamicLossScale | StaticLossScale
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a real number; True and False are none."""
+    """Whether a value is a real number; True and False are not."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -126,7 +126,7 @@ def validate_scale(name: str, value: object) -> None:
 def parse_loss_scale(value: object, min_scale: object = None, max_scale: object = 2.0**24) -> LossScale:
     """Reads what a user may pass as `loss_scale`: a number, one in a string, "dynamic" or a description.
 
-    The bounds hold for "dynamic" alone: a static scale has none, and a DynamicLossScale its own.
+    The bounds apply only to "dynamic": a static scale has none, and a DynamicLossScale its own.
     """
     bound = "expected a number above 0 or None"
     low = None if min_scale is None else _parse_number("min_loss_scale", min_scale, bound)
@@ -147,4 +147,4 @@ def _parse_number(name: str, value: object, expected: str) -> float:
     try:
         return float(value)  # type: ignore[arg-type]
     except ValueError:
-        raise AmpValueError(f"{name}={value!r} is no number: {expected}") from None
+        raise AmpValueError(f"{name}={value!r} is not a number: {expected}") from None

@@ -125,7 +125,7 @@ class Overrides:
 
 
 def find_level(opt_level: object) -> Policy:
-    """Returns the defaults of a level; raises AmpValueError for a name that is none."""
+    """Returns the defaults of a level; raises AmpValueError for an unknown name."""
     if isinstance(opt_level, str) and opt_level in OPT_LEVELS:
         return OPT_LEVELS[opt_level]
     expected = ", ".join(repr(name) for name in OPT_LEVELS)
@@ -164,7 +164,7 @@ def parse_dtype(name: str, value: object) -> torch.dtype | None:
 
 
 def parse_flag(name: str, value: object) -> bool | None:
-    """Reads a boolean, 0 or 1, or "True" and "False" as argparse hands them on; None stays None."""
+    """Reads a boolean, 0 or 1, or "True" and "False" as argparse passes them; None stays None."""
     if value in ("None", ""):
         return None
     if value is None or (isinstance(value, int) and value in (0, 1)):

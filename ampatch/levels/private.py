@@ -67,7 +67,7 @@ class Private:
         return self.find(self) is self
 
 
-_LATE_WRITES = "weights that are written during a backward, or by NumPy, may be cast as they were before"
+_LATE_WRITES = "weights written during a backward, or by NumPy, may be cast from their old values"
 _TRACES = "torch.jit.trace and make_fx may record casts of weights as constants"
 _SCALE = "loss scales other than a static 1 cannot be used"
 _ENGINE = "disable_casts() does not reach backward passes on a GPU"

@@ -212,8 +212,8 @@ class LoadFloat32(_StateDictHook):
     ) -> None:
         if local_metadata.get("assign_to_params_buffers"):
             raise AmpValueError(
-                "load_state_dict(assign=True) would put other parameters in the place of those that "
-                "initialize cast and the optimizer steps: leave assign out, or load before initialize"
+                "load_state_dict(assign=True) would replace the parameters that initialize cast and the "
+                "optimizer steps: leave assign out, or load before initialize"
             )
         for name, tensor in self.find_tensors(module).items():
             loaded, weight = state_dict.get(prefix + name), self.find_values(tensor).find(tensor)

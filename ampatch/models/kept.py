@@ -50,7 +50,7 @@ def select_kept(models: Sequence[Module], keep_fp32: Sequence[Keep]) -> list[Mod
             known = ", ".join(repr(name) for name, _ in named[:8] if name)
             raise AmpValueError(
                 f"keep_fp32: {entry!r} matches no module: expected the name, class or instance of one; "
-                f"the modules begin with {known or 'none'}"
+                f"the first modules are {known or 'none'}"
             )
         kept.update((id(module), module) for module in found)
     return list(kept.values())

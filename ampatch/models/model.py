@@ -71,7 +71,7 @@ def _validate_dtypes(index: int, model: Module, policy: Policy, values: ValuesBy
         if is_half and is_known and not policy.casts_model:
             raise AmpValueError(
                 f"models[{index}]: parameter {name!r} was cast to {param.dtype} by an earlier initialize: "
-                f"use that opt level for both, or uninitialize first"
+                f"use that opt level for both, or call uninitialize first"
             )
 
 
@@ -82,7 +82,7 @@ def _validate_scripted(index: int, model: Module, policy: Policy) -> None:
     # One that is scripted as a whole needs no hooks where neither weights, inputs nor outputs are cast.
     if scripted and (policy.casts_model or (not scripted[0] and casts_ends)):
         raise AmpValueError(
-            f"models[{index}]: module {scripted[0]!r} is scripted, and takes no hooks: expected a "
+            f"models[{index}]: module {scripted[0]!r} is scripted, and cannot have hooks: expected a "
             f"model of Python modules; script it after uninitialize, or use opt_level='O1' or 'O4' without "
             f"cast_model_type and cast_model_outputs"
         )

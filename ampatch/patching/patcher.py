@@ -69,7 +69,7 @@ class Patcher:
         if taken:
             places = ", ".join(dict.fromkeys(taken))
             raise PatchConflictError(
-                f"{places}: replaced by somebody else after ampatch had patched it, and left as it is; "
+                f"{places}: replaced by other code after ampatch had patched it, and left as it is; "
                 f"undo that patch, then call uninitialize again"
             )
 
@@ -153,7 +153,7 @@ Place = tuple[object, str]  # parent, attribute
 def place_rows(tables: Iterable[CastTable], version: str) -> list[tuple[Place, Row]]:
     """Lists the rows of a torch version with their places, in patch order.
 
-    A row of which this torch has no function is passed over, with a warning logged.
+    A row whose function this torch lacks is skipped, with a warning logged.
     """
     placed: list[tuple[Place, Row]] = []
     for target, row in [(table.target, row) for table in tables for row in table.select(version).rows]:
@@ -162,7 +162,7 @@ def place_rows(tables: Iterable[CastTable], version: str) -> list[tuple[Place, R
             pkgutil.resolve_name(target)  # imports it, where torch does so on first use
             parent, attribute, _ = wrapt.resolve_path(module, rest)
         except (AttributeError, ImportError):
-            said = "%s.%s: no such function in this torch; its row is passed over"
+            said = "%s.%s: no such function in this torch; its row is skipped"
             logger.warning(said, target, row.name)
         else:
             placed.append(((parent, attribute), row))

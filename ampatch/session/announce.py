@@ -30,7 +30,7 @@ def warn_of_torch() -> None:
     if not is_tested():
         logger.warning(
             "torch %s: ampatch was tested on torch %s to %s; what it casts may differ: compare with O0, and "
-            "run the tests of ampatch.testing on the functions that matter to you",
+            "check the functions that matter to you with ampatch.testing",
             *(torch.__version__, OLDEST, NEWEST),
         )
     for line in explain_missing(EAGER):

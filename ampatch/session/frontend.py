@@ -55,13 +55,13 @@ def initialize(
 
     - `opt_level`: "O0" float32; "O1" (float16) and "O4" (bfloat16) patch torch's functions with
       casts; "O2" and "O5" cast the model and keep float32 master params; "O3" casts everything.
-    - `dtype`: float16 or bfloat16 in the place of the level's half type.
+    - `dtype`: float16 or bfloat16 instead of the level's half type.
     - `loss_scale`: a number, "dynamic" or an `amp.DynamicLossScale`; `min_loss_scale` and
       `max_loss_scale` bound "dynamic". One scaler is made for each of `num_losses`.
     - `keep_fp32`: names of modules (shell patterns), classes or modules that run in float32.
     - `keep_batchnorm_fp32`, `master_weights`, `cast_model_type`, `cast_model_outputs` (a dtype),
       `patch_torch_functions`, `patch_torch_functions_type`: override the level's default.
-    - `allow_banned`: casts banned functions to float32 where they would raise on half tensors.
+    - `allow_banned`: runs banned functions in float32 instead of raising on half tensors.
     - `allow_half_params`: takes models with half parameters, which stay half, instead of raising.
     - `verbosity`: 0 silent, 1 a banner and a line for each skipped step, 2 also every cast.
 
@@ -148,7 +148,7 @@ def scale_loss(
     - `delay_unscale`: leaves the gradients scaled until a later block or the step.
     - `delay_overflow_check`: leaves the scale as it is until a later block.
     - `model`: accepted as apex did, and not used.
-    - `of_last_call`: takes the scaler of the latest `initialize`, whichever took the optimizer, as apex did.
+    - `of_last_call`: takes a scaler of the latest `initialize`, whichever call took the optimizer (as apex).
     """
     SESSION.require_open()
     given = tuple(optimizers) if isinstance(optimizers, (list, tuple)) else (optimizers,)
@@ -208,8 +208,8 @@ def master_params(optimizer: object) -> Iterator[Tensor]:
 def state_dict(*, of_last_call: bool = False) -> dict[str, dict[str, float | int]]:
     """Returns the state of every loss scaler, in apex's format; one host sync for each that is dynamic.
 
-    Several calls of `initialize` number their scalers on, also those whose models are gone. `of_last_call`:
-    the scalers of the latest alone.
+    The scalers of several `initialize` calls are numbered in sequence, even if their models are gone.
+    `of_last_call`: only those of the latest.
     """
     SESSION.require_open()
     return save_scalers(SESSION.scalers(of_last_call=of_last_call))
@@ -235,13 +235,13 @@ def step_was_skipped(optimizer: object) -> bool:
 
 
 def get_loss_scale(loss_id: int = 0) -> float:
-    """Returns a loss scale; one host sync if it is dynamic. Several calls number their losses on."""
+    """Returns a loss scale; one host sync if it is dynamic. Losses are numbered across calls."""
     SESSION.require_open()
     return 1.0 if not SESSION.is_open else _pick(SESSION.scalers(), loss_id).get_scale()
 
 
 def set_loss_scale(value: float, loss_id: int = 0) -> None:
-    """Sets a loss scale to a number above 0; a dynamic one moves on from there."""
+    """Sets a loss scale to a number above 0; a dynamic one continues from there."""
     SESSION.require_open()
     if SESSION.is_open:
         _pick(SESSION.scalers(), loss_id).set_scale(value)
@@ -266,10 +266,10 @@ def disable_casts() -> AbstractContextManager[None]:
 
 
 def uninitialize(*, functions_only: bool = False) -> None:
-    """Undoes every `initialize`: torch, models and optimizers are what they would be without.
+    """Undoes every `initialize`: torch, models and optimizers are what they would be without it.
 
-    Models are float32 again, with the masters' values, and optimizers step them. `functions_only` takes back
-    the casts of torch's functions alone; the next `initialize` at O1 or O4 patches them again. Raises
+    Models are float32 again, with the masters' values, and optimizers step them. `functions_only` undoes
+    only the casts of torch's functions; the next `initialize` at O1 or O4 patches them again. Raises
     PatchConflictError, after everything else is undone, for functions that others patched over.
     """
     SESSION.unpatch() if functions_only else SESSION.close()

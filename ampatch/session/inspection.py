@@ -17,7 +17,7 @@ from ampatch.steps.scaler import LossScaler
 def master_pairs(optimizer: object) -> Iterator[tuple[Tensor, Tensor]]:
     """Iterates over the half parameters of a model and their float32 masters, in pairs (O2 and O5).
 
-    What is written into either follows in the other with the next step or forward. There are no
+    A write into either shows in the other after the next step or forward. There are no
     pairs at other levels. Raises AmpError for an optimizer that `initialize` did not return.
     """
     SESSION.require_open()
@@ -34,20 +34,20 @@ def loss_scalers(*, of_last_call: bool = False) -> tuple[LossScaler, ...]:
 
 
 def backward_outcomes(optimizer: object) -> tuple[BackwardOutcome, ...]:
-    """Returns what the backward passes did that led to the optimizer's last step, for dynamic scales.
+    """Returns what the backward passes that led to the optimizer's last step did, for dynamic scales.
 
-    A `BackwardOutcome` knows whether its pass overflowed and the scale before and after: `poll` says it
-    when the device has delivered it, without a host sync. A static scale looks for no overflow, and has none.
+    A `BackwardOutcome` knows whether its pass overflowed and the scale before and after: `poll` returns
+    them once the device has delivered them, without a host sync. Static scales have no outcomes.
     """
     SESSION.require_open()
     return () if SESSION.is_passive((optimizer,)) else tuple(SESSION.find(optimizer)[0].last_outcomes)
 
 
 def cast_counts() -> CastCounts:
-    """Returns how many casts patched functions used since the session opened, and what is kept of them.
+    """Returns how many casts patched functions used since the session opened, and the bytes of kept ones.
 
-    Counted only if an `Observer` with `counts_casts` watched when it opened, and outside of compiled code;
-    the bytes are always told.
+    Counted only if an `Observer` with `counts_casts` watched when it opened, and outside compiled code;
+    the bytes are always known.
     """
     counter = SESSION.torch_patch.counter
     made, reused = (counter.made, counter.reused) if counter else (0, 0)
@@ -55,7 +55,7 @@ def cast_counts() -> CastCounts:
 
 
 def report(**metrics: object) -> None:
-    """Reports results of a script, such as `accuracy=0.98`, to the tool that runs it; else does nothing."""
+    """Reports results of a script, such as `accuracy=0.98`, to the tool that runs it, if any."""
     for observer in SESSION.observers:
         observer.on_report(metrics)
 

@@ -10,11 +10,11 @@ from ampatch.levels.policy import Policy
 
 
 class Observer:
-    """Is told what happens; tools override the methods they need.
+    """Gets told what happens; tools override the methods they need.
 
     The methods run inside the training loop. None of them may change tensors, and one that reads
-    a value from the device costs the loop a host sync. `loss_id` counts on from call to call of
-    `initialize`, as `state_dict` does.
+    a value from the device costs the loop a host sync. `loss_id` is numbered across calls of
+    `initialize`, as in `state_dict`.
     """
 
     counts_casts = False
@@ -30,16 +30,16 @@ class Observer:
         """Called when a block of `scale_loss` begins; `loss` is detached and not scaled."""
 
     def on_backward(self, loss_id: int) -> None:
-        """Called when such a block has ended well."""
+        """Called when such a block has ended without an exception."""
 
     def on_step_begin(self, optimizer: Optimizer) -> None:
-        """Called before anything is done in a step of an initialized optimizer."""
+        """Called before a step of an initialized optimizer does anything."""
 
     def on_step(self, optimizer: Optimizer) -> None:
         """Called after each step of an initialized optimizer, skipped or not."""
 
     def on_report(self, metrics: dict[str, object]) -> None:
-        """Called with what the script gave to `report`."""
+        """Called with what the script passed to `report`."""
 
     def on_uninitialize(self) -> None:
         """Called before a session is undone."""

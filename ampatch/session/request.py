@@ -95,7 +95,7 @@ def validate_optimizers(request: Request, known: set[int], others: Sequence[AmpO
         if id(optimizer) in taken:
             raise AmpError(
                 f"optimizers[{index}] ({type(optimizer).__name__}) is given to initialize twice: "
-                f"an optimizer belongs to the first call that takes it; uninitialize to start over"
+                f"an optimizer belongs to the first call that takes it; call uninitialize to start over"
             )
         taken.add(id(optimizer))
         _validate_params(index, optimizer, known)

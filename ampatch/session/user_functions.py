@@ -1,4 +1,4 @@
-"""The public functions that add a user's own functions to the cast tables, and say what is in them."""
+"""The public functions that add a user's own functions to the cast tables, and explain the tables."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def promote_function(function: Function) -> Function:
 
 
 def register_half_function(module: object, name: str) -> None:
-    """Has `module.name` run in the half type of the level at O1 and O4; before or after `initialize`.
+    """Makes `module.name` run in the half type of the level at O1 and O4; before or after `initialize`.
 
     Raises AmpValueError, a ValueError, if the module has no such function.
     """
@@ -41,17 +41,17 @@ def register_half_function(module: object, name: str) -> None:
 
 
 def register_bfloat16_function(module: object, name: str) -> None:
-    """Has `module.name` run in bfloat16 at O1 and O4; as `register_half_function` otherwise."""
+    """Makes `module.name` run in bfloat16 at O1 and O4; as `register_half_function` otherwise."""
     _register(module, name, Cast.LOWER, torch.bfloat16)
 
 
 def register_float_function(module: object, name: str) -> None:
-    """Has `module.name` run in float32 at O1 and O4; as `register_half_function` otherwise."""
+    """Makes `module.name` run in float32 at O1 and O4; as `register_half_function` otherwise."""
     _register(module, name, Cast.FP32)
 
 
 def register_promote_function(module: object, name: str) -> None:
-    """Has `module.name` run in the widest type of its arguments; as `register_half_function` otherwise."""
+    """Makes `module.name` run in the widest type of its arguments; as `register_half_function` otherwise."""
     _register(module, name, Cast.PROMOTE)
 
 
@@ -59,10 +59,10 @@ def explain(op: str) -> Explanation:
     """Says what happens to an op at each level, under each of its names, and why.
 
     `print(amp.explain("softmax"))` prints what `ampatch lists softmax` does; here, functions that the
-    script registered are known as well. `op` may have its place, as in "torch.nn.functional.softmax",
+    script registered are known as well. `op` may include its module, as in "torch.nn.functional.softmax",
     "F.softmax" or "my_ops.fused_gelu", and may be an operator, such as "@".
 
-    Raises AmpValueError for what is no op, with names that are close.
+    Raises AmpValueError for what is not an op, and suggests close names.
     """
     with SESSION.casts.thread.disabled():
         return Catalog(registered=map(_name, SESSION.torch_patch.registrations)).explain(op)

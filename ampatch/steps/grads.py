@@ -109,8 +109,8 @@ def drop_scaled_grads(where: str, params: Iterable[Tensor], stepped: set[int]) -
     if scaled:
         logger.warning(
             "%s: %d %s had a gradient, which a block of scale_loss may have scaled: it was "
-            "dropped; for a gradient of a new parameter to count, let it join before the block",
-            *(where, len(scaled), "parameter that joins" if len(scaled) == 1 else "parameters that join"),
+            "dropped; for a gradient of a new parameter to count, add the parameter before the block",
+            *(where, len(scaled), "new parameter" if len(scaled) == 1 else "new parameters"),
         )
 
 

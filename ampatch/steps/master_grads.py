@@ -58,7 +58,7 @@ class MasterGrads:
             self._warned = True
             logger.warning(
                 "gradients of the half model changed after the block of scale_loss that made them, and the "
-                "step does not see that: call backward() inside scale_loss, and edit "
+                "step ignores that: call backward() inside scale_loss, and edit "
                 "amp.master_params(optimizer)"
             )
 

@@ -106,7 +106,7 @@ class AmpOptimizer:
             if waits or any(pair.master.grad is not None for pair in self.masters):
                 raise AmpError(
                     f"{type(self.optimizer).__name__}: a block of scale_loss before this CUDA graph waits "
-                    f"for its step, of which replays would know nothing: step or call zero_grad() before the "
+                    f"for its step, which replays would not see: step or call zero_grad() before the "
                     f"capture, and capture scale_loss together with step()"
                 )
 

@@ -16,7 +16,7 @@ class BackwardOutcome:
     """What one backward pass did: whether it overflowed, the scale before and after, and the loss.
 
     Lives on the device as four numbers. `read` costs one host sync, once;
-    `poll` costs none, and knows the answer when the device has delivered it.
+    `poll` costs none, and knows the answer once the device has delivered it.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class BackwardOutcome:
 
     @property
     def is_loss_finite(self) -> bool | None:
-        """Whether the loss itself was neither inf nor NaN, None if nobody looked; may wait for the device."""
+        """Whether the loss itself was neither inf nor NaN, None if unchecked; may wait for the device."""
         self.read()
         return math.isfinite(self._loss) if self._knows_loss else None
 
@@ -52,7 +52,7 @@ class BackwardOutcome:
         self._set(self.numbers.tolist())
 
     def read(self) -> tuple[bool, float, float]:
-        """Returns (overflowed, scale before, after), waiting for the device where need be."""
+        """Returns (overflowed, scale before, after), waiting for the device if needed."""
         self.read_all([self])
         return self._values
 

@@ -197,7 +197,7 @@ class LossScaler:
         return outcome
 
     def did_overflow(self) -> bool:
-        """Whether the last backward pass overflowed; one host sync. With a static scale nobody looked."""
+        """Whether the last backward pass overflowed; one host sync. A static scale does not look."""
         return self._last is not None and self._last.read()[0]
 
     def _carry(self, found_inf: Tensor) -> None:
@@ -213,8 +213,8 @@ class LossScaler:
         """Updates the scale by hand, for a loop that skips steps by itself; says whether to skip.
 
         Counts `found_inf` (a number above 0 after an overflow) and the blocks with
-        `delay_overflow_check` since the last update; these skip no step any more. A static scale stays
-        what it is, and there is nothing to skip. Costs one host sync.
+        `delay_overflow_check` since the last update; these no longer skip a step. A static scale stays
+        as it is, and there is nothing to skip. Costs one host sync.
         """
         if not self.is_dynamic:
             return False
@@ -259,7 +259,7 @@ class LossScaler:
         return self._scale.item() if self.is_dynamic else self._number
 
     def set_scale(self, value: float) -> None:
-        """Sets the scale; raises AmpValueError or AmpTypeError for what is no number above 0."""
+        """Sets the scale; raises AmpValueError or AmpTypeError for anything but a number above 0."""
         validate_scale("loss scale", value)
         self._number = float(value)
         self._scale.fill_(self._number)

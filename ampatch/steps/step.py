@@ -129,7 +129,7 @@ def explain_skips(
     begin = f"{count} steps in a row were skipped"
     if weights_are_finite is False:
         return (
-            f"{begin}, and weights are inf or NaN: no loss scale helps any more. Start again from a "
+            f"{begin}, and weights are inf or NaN: no loss scale can help now. Start again from a "
             f"checkpoint, with a lower learning rate or with clipping"
         )
     if loss_is_finite is False:

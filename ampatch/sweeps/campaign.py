@@ -117,6 +117,6 @@ def validate_first(record: Record, plan: Plan) -> None:
             f"every level would be the same: add the line `amp.initialize(model, optimizer)`{log}"
         )
     raise AmpValueError(
-        f"'{name}' called initialize, and no optimizer that it was given made a step at {record.row}, so "
+        f"'{name}' called initialize, but no optimizer that it got made a step at {record.row}, so "
         f"there is nothing to measure: expected calls of optimizer.step(){log}"
     )

@@ -19,7 +19,7 @@ from ampatch.sweeps.verdicts.compare import SLOWER
 from ampatch.sweeps.verdicts.compare import compare as compare_sweeps
 
 SUMMARY = "train a script at several opt levels and compare speed, memory and accuracy"
-HINT = "; the script's own go after --"
+HINT = "; the script's own arguments go after --"
 USAGE = """ampatch sweep [OPTIONS] SCRIPT [-- ARGS...]
        ampatch sweep [OPTIONS] -m MODULE [-- ARGS...]
        ampatch sweep --compare A B [--slower PART] [--more-memory PART] [--tolerance T]"""
@@ -56,7 +56,7 @@ def add_of_a_sweep(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, metavar="N", help=steps)
     add("--timeout", type=float, metavar="S", help="end a run after so many seconds; default: never")
     add = parser.add_argument_group("what is made of it").add_argument
-    warmup = f"first steps of a run that are not timed; default: {DEFAULTS.warmup}, of short runs half"
+    warmup = f"first steps of a run that are not timed; default: {DEFAULTS.warmup}; half of a short run"
     add("--warmup", type=int, metavar="N", help=warmup)
     tolerance = "how far from O0 counts as the same, in spreads of O0 over the seeds; "
     add("--tolerance", type=float, metavar="T", help=f"{tolerance}default: {DEFAULTS.tolerance}, or A's")
@@ -68,7 +68,7 @@ def add_of_a_comparison(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("two sweeps").add_argument
     compare = "compare two sweep.json, or folders with one: B with A"
     add("--compare", nargs=2, metavar=("A", "B"), help=compare)
-    slower = f"with --compare: how much slower than A is too slow, as a part of 1; default: {SLOWER}"
+    slower = f"with --compare: how much slower than A is too slow, as a fraction; default: {SLOWER}"
     add("--slower", type=float, metavar="PART", help=slower)
     memory = "with --compare: how much more memory than A is too much; default: no limit"
     add("--more-memory", type=float, metavar="PART", help=memory)

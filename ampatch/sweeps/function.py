@@ -46,12 +46,12 @@ def sweep(
     print(result)
     ```
 
-    `train(opt_level, seed)` calls `initialize`, which uses the level (or variant) that is on, whatever it is
-    given, and trains. What it gives to `report`, or returns as a dict, are its metrics. Everything is seeded
+    `train(opt_level, seed)` calls `initialize`, which uses the level (or variant) of the run whatever it is
+    given, and trains. What it passes to `report`, or returns as a dict, are its metrics. Everything is seeded
     by `seed`, from 0 up, before it is called. `levels` and `variants` are those of the command line, as are
     the other arguments: `steps` and `warmup` count steps, `timeout` seconds, `tolerance` spreads of O0.
 
-    Each run has a process of its own, which imports the function by its name; with `processes=False` all are
+    Each run has its own process, which imports the function by its name; with `processes=False` all are
     in this one. `out` is a folder that takes sweep.json, sweep.csv and sweep.html. Prints nothing.
 
     Returns a `Sweep`, with `records` of the runs, `rows` and a `recommendation`. Raises AmpValueError for
@@ -81,8 +81,8 @@ def require_no_child() -> None:
     """Raises AmpError in a process that loads the module of the function in order to call it."""
     if os.environ.get(IN_CHILD):
         raise AmpError(
-            "sweep() is called while a process of its own loads the module of train: put the call under "
-            "if __name__ == '__main__'"
+            "sweep() was called again in a process that it started, which imports the module of train: put "
+            "the call under if __name__ == '__main__'"
         )
 
 
@@ -101,8 +101,8 @@ def describe(train: Train, processes: bool) -> str:
     main = getattr(sys.modules.get("__main__"), "__file__", None) if module == "__main__" else None
     if module is None or "<" in name or (module == "__main__" and main is None):
         raise AmpValueError(
-            f"train ({name}) cannot be found by a process of its own: define it at the top of a module or of "
-            "a script, or pass processes=False"
+            f"train ({name}) cannot be imported by another process: define it at the top level of a module "
+            "or of a script, or pass processes=False"
         )
     file = None if main is None else str(Path(main).absolute())
     path = [os.path.abspath(part) for part in sys.path]
@@ -110,7 +110,7 @@ def describe(train: Train, processes: bool) -> str:
 
 
 class ProgressLog(SweepProgress):
-    """Says to the log how each run ended."""
+    """Logs how each run ended."""
 
     def __init__(self) -> None:
         self._name = ""

@@ -114,7 +114,7 @@ class Plan:
     def __post_init__(self) -> None:
         if not self.script.is_module and self.script.name == STDIN:
             raise AmpValueError(
-                "the standard input can be read once, and a sweep runs it often: save the script"
+                "the standard input can be read once, and a sweep reads its script often: save it to a file"
             )
         self.script.validate()
         steps, timeout = self.steps, self.timeout
@@ -127,7 +127,7 @@ class Plan:
             ("tolerance", self.tolerance, self.tolerance >= 0, "expected spreads of O0, 0 or more"),
         )
         if self.count > MOST_RUNS:
-            raise AmpValueError(f"{self.count} runs: expected {MOST_RUNS:,} at the most")
+            raise AmpValueError(f"{self.count} runs: expected at most {MOST_RUNS:,}")
         for row in self.rows:
             row.validate()
 

@@ -77,7 +77,7 @@ def parse_rows(levels: Sequence[str], variants: Sequence[str] = ()) -> tuple[Var
         raise AmpValueError(f"no levels: expected one or more of {', '.join(LEVELS)}")
     for place, row in enumerate(rows):
         if any((row.level, row.options) == (other.level, other.options) for other in rows[:place]):
-            raise AmpValueError(f"{row.name!r} is there twice: name each level and each variant once")
+            raise AmpValueError(f"{row.name!r} is given twice: name each level and each variant once")
     return tuple(sorted(rows, key=lambda row: row.autocast))
 
 
@@ -100,7 +100,7 @@ def parse_variant(text: str) -> Variant:
     for word in words:
         option, value = parse_option(name, level, word)
         if option in options:
-            raise AmpValueError(f"variant {name!r}: {option} is there twice")
+            raise AmpValueError(f"variant {name!r}: {option} is given twice")
         options[option] = value
     if level == AUTOCAST:
         return make_autocast(name, options)

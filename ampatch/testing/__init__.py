@@ -1,4 +1,4 @@
-"""For people who write ops: what is said of an op, and tests of what casts do to it."""
+"""For people who write ops: look an op up, and test what casts do to it."""
 
 from ampatch.testing.casts import assert_casts
 from ampatch.testing.opening import session

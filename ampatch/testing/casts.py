@@ -42,8 +42,8 @@ def assert_casts(
     In a session of the level it calls the function with the floating tensors in `args` and `kwargs`
     (in lists, tuples and dictionaries, too) as float32, as half, and mixed: the first one float32 or half
     and the rest the other. What comes out, the gradients too, must have the types and the bits that the
-    function itself, without casts before it, gives for arguments cast by hand. Further: float64 arguments
-    and calls within `amp.disable_casts()` are left alone, and after the session the function is what it was.
+    function itself, called without casts, gives for arguments cast by hand. Further: float64 arguments
+    and calls within `amp.disable_casts()` are left alone, and after the session the function is as before.
 
     - `function`: a function, or its dotted path. What is registered by name is found by its own name
       (`__module__` and `__qualname__`); give a path or a lambda where another name is registered.
@@ -52,7 +52,7 @@ def assert_casts(
     - `gradients`: False for an op without a backward.
     - `options`: further arguments for `amp.initialize`, such as {"dtype": torch.bfloat16}.
 
-    Raises AssertionError with every fault, also if the arguments cannot show a cast: their result is
+    Raises AssertionError with every fault, also if the arguments cannot show a cast because the result is
     the same in every type.
     """
     options = options or {}
@@ -150,14 +150,14 @@ class _Check:
         for call in calls:
             self.judge(call)
         if self.find() != before:
-            self.faults.append("after the session it is not the function that it was")
+            self.faults.append("after the session it is not the same function as before")
 
     def refuse(self, arguments: Arguments) -> None:
         """Raises AmpValueError for what cannot be checked."""
         if is_open():
             raise amp.AmpValueError("a session is open already: assert_casts opens one of its own")
         if self.expect is Cast.CUSTOM:
-            raise amp.AmpValueError("expect=Cast.CUSTOM says nothing of types: give a dtype, or None")
+            raise amp.AmpValueError("expect=Cast.CUSTOM says nothing about types: give a dtype, or None")
         if not _floating(arguments):
             raise amp.AmpValueError("no argument is a floating tensor: there is nothing to cast")
 
@@ -215,17 +215,17 @@ class _Check:
             if error is not None and (call.dtype is not None or call.name == "float32"):
                 cast = f" cast to {call.dtype} by hand" if call.dtype else ""
                 hint = "; if it has no backward, give gradients=False" if self.gradients else ""
-                said = f"without casts before it, it raises {type(error).__name__}: {error}{hint}"
+                said = f"called without casts, it raises {type(error).__name__}: {error}{hint}"
                 self.faults.append(f"{call.name} arguments{cast}: {said}")
         cast_calls = [call for call in calls if call.is_cast]
         if self.faults:
             return
         if self.is_patched and not cast_calls:
-            self.faults.append("no choice of types is cast: give two floating tensors or more")
+            self.faults.append("none of these calls would be cast: give two floating tensors or more")
         elif cast_calls and not any(call.shows_cast for call in cast_calls):
             self.faults.append(
-                "with these arguments it gives the same cast or not, so that a cast cannot be seen: "
-                "give others, whose result has their type or needs many digits"
+                "with these arguments the result is the same with and without the cast, so it cannot be "
+                "seen: give others, whose result has their type or needs many digits"
             )
 
     def judge(self, call: _Call) -> None:
@@ -234,7 +234,7 @@ class _Check:
         if not call.refused:
             self.compare(what, call.found, expected)
         elif not isinstance(call.found.error, amp.BannedFunctionError):
-            self.faults.append(f"{what}: it must raise BannedFunctionError, and does not")
+            self.faults.append(f"{what}: it must raise BannedFunctionError, but does not")
         self.compare(f"{what} in disable_casts()", call.disabled, unchanged)
         self.compare(f"{what} after the session", call.after, unchanged)
 

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", metavar="OP", nargs="?", help="an op: softmax, F.softmax, Tensor.exp_, @")
     parser.add_argument("--cast", help="only rows of this cast: " + ", ".join(cast.name for cast in Cast))
     parser.add_argument("--target", metavar="PLACE", help="only rows of this place: torch.Tensor, F, fft")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="write JSON, for programs")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.op is None:
         show_tables(select(arguments.cast, arguments.target), arguments.json)
     elif arguments.cast or arguments.target:
-        raise AmpError("--cast and --target select rows of the tables: leave them out beside OP")
+        raise AmpError("--cast and --target select rows of the tables: leave them out with OP")
     else:
         show_op(explain(arguments.op), arguments.json)
     sys.stdout.flush()  # a reader that is gone is noticed here, where we can say so
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def select(cast: str | None, target: str | None) -> dict[str, list[Row]]:
-    """The rows of each place, narrowed to a cast and a place; raises AmpValueError for what there is not."""
+    """The rows of each place, narrowed to a cast and a place; raises AmpValueError for unknown ones."""
     if cast is not None and cast.upper() not in Cast.__members__:
         raise AmpValueError(f"unknown cast {cast!r}: expected one of {', '.join(Cast.__members__)}")
     on_cpu = [replace(row, reason=f"in a half model on a CPU: {row.reason}") for row in MODULES_ON_CPU.rows]

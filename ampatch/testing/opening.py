@@ -20,9 +20,9 @@ def session(
     ...     model(torch.ones(1, 1)).dtype
     torch.bfloat16
 
-    Without a model, a small one on the CPU is initialized: at O1 and O4 it is what has tensors of its
-    device cast. `kwargs` are those of `amp.initialize`; `verbosity` is 0 unless it is given. The block
-    may end by an exception. Raises AmpValueError if a session is open already: one block would undo
+    Without a model, a small one on the CPU is initialized: at O1 and O4 it makes functions cast tensors
+    on its device. `kwargs` are those of `amp.initialize`; `verbosity` is 0 unless it is given. The block
+    may end with an exception. Raises AmpValueError if a session is open already: one block would undo
     what another one opened.
     """
     if is_open():

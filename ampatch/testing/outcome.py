@@ -26,7 +26,7 @@ class Outcome:
     error: Exception | None = None
 
     def differences(self, expected: Outcome) -> Iterator[str]:
-        """Yields in what this outcome is another than `expected`; values are compared bit by bit."""
+        """Yields how this outcome differs from `expected`; values are compared bit by bit."""
         if self.error is not None or expected.error is not None:
             found, wanted = _error(self.error), _error(expected.error)
             if found != wanted:

@@ -1,6 +1,6 @@
-"""The fixtures: `pytest_plugins = ["ampatch.testing.plugin"]` in a conftest.py brings them.
+"""The fixtures: `pytest_plugins = ["ampatch.testing.plugin"]` in a conftest.py loads them.
 
-They are no plugin that pytest loads by itself: that would import torch in every run of pytest in
+Pytest does not load them automatically: that would import torch in every run of pytest in
 every project of the environment.
 """
 
@@ -19,8 +19,8 @@ from ampatch.testing.snapshot import TorchSnapshot
 def amp_session() -> Iterator[Callable[..., object]]:
     """A function that opens a session for the rest of the test, and returns what `initialize` returns.
 
-    It takes the arguments of `ampatch.testing.session`, and can be called once a test. When the test
-    is over the session is undone, and the test fails if anything in torch is not what it was before,
+    It takes the arguments of `ampatch.testing.session`, and can be called once per test. When the test
+    is over, the session is undone, and the test fails if anything in torch is not what it was before,
     by identity.
     """
     snapshot = TorchSnapshot.take()

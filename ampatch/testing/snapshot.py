@@ -75,7 +75,7 @@ class TorchSnapshot:
         """Remembers what is there now.
 
         The first time it imports those parts of torch that change torch's namespace when they are
-        imported, which takes seconds: it would be taken for a change later.
+        imported, which takes seconds: later that would look like a change.
         """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # where they are errors, torch's own must not be ours

@@ -61,7 +61,7 @@ def init(
     if level not in ("O0", "O1", "O4"):
         ampatch.uninitialize()
         raise ampatch.AmpValueError(
-            f"amp.init knows no models that {level} could cast, it patches torch's functions: use "
+            f"amp.init gets no models for {level} to cast, it patches torch's functions: use "
             f"--opt-level O1 or O4 with this script"
         )
     _amp_state.switch_to(AmpHandle(loss_scale, verbose))

@@ -48,7 +48,7 @@ def find_fault(spec: ModuleSpec) -> str | None:
     if folders is None or is_nvidias(spec):
         return None
     if spec.origin is None:
-        return f"the folder {next(iter(folders), 'apex')!r} is no package: it has no __init__.py"
+        return f"the folder {next(iter(folders), 'apex')!r} is not a package: it has no __init__.py"
     if is_installed(spec):
         return f"{spec.origin!r} is another project of that name on PyPI, not NVIDIA's apex"
     return None

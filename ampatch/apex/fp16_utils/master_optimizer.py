@@ -138,7 +138,7 @@ def _validate_optimizer(optimizer: object) -> None:
     if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
         raise amp.AmpTypeError(f"FP16_Optimizer: found a {kind}, expected an optimizer to wrap")
     if isinstance(optimizer, MasterOptimizer):
-        raise amp.AmpTypeError("FP16_Optimizer: found one already, expected the optimizer to wrap")
+        raise amp.AmpTypeError("FP16_Optimizer: found an FP16_Optimizer, expected the optimizer to wrap")
     validate_no_masters_of_amp(optimizer)
 
 

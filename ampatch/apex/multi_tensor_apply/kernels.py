@@ -40,7 +40,7 @@ def check_lists(
     if len({len(tensors) for tensors in lists}) > 1:
         raise amp.AmpValueError(
             f"{name}: the lists have {', '.join(str(len(tensors)) for tensors in lists)} tensors: "
-            f"expected as many in each"
+            f"expected the same number in each"
         )
     for index, row in enumerate(zip(*lists, strict=True)):
         _check_row(name, index, row)
@@ -53,7 +53,7 @@ def _check_row(name: str, index: int, row: Sequence[Tensor]) -> None:
     if len({tensor.numel() for tensor in row}) > 1:
         shapes = " and ".join(str(tuple(tensor.shape)) for tensor in row)
         raise amp.AmpValueError(
-            f"{name}: tensors {index} have shapes {shapes}: expected as many elements in each"
+            f"{name}: tensors {index} have shapes {shapes}: expected equal numbers of elements"
         )
 
 

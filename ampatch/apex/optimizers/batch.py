@@ -84,7 +84,7 @@ def find_params(name: str, params: Iterable[Tensor]) -> list[Tensor]:
     for param in found:
         if param.grad.is_sparse:
             raise amp.AmpError(
-                f"{name} takes no sparse gradients, and a parameter of shape {tuple(param.shape)} "
+                f"{name} does not take sparse gradients, and a parameter of shape {tuple(param.shape)} "
                 f"has one: give it to torch.optim.SparseAdam or torch.optim.SGD, or build its layer with "
                 f"sparse=False"
             )

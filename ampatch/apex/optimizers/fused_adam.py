@@ -81,8 +81,8 @@ class FusedAdam(CountingOptimizer):
         """
         if any(given is not None for given in (grads, output_params, scale, grad_norms)):
             raise amp.AmpError(
-                "FusedAdam.step takes grads=, output_params=, scale= and grad_norms= no more: set the .grad "
-                "of the parameters and call step(), or have amp or FP16_Optimizer scale and clip"
+                "FusedAdam.step no longer takes grads=, output_params=, scale= and grad_norms=: set the "
+                ".grad of the parameters and call step(), or let amp or FP16_Optimizer scale and clip"
             )
         return super().step(closure)
 

@@ -185,7 +185,7 @@ def _zero_(tensors: list[Tensor]) -> None:
 def refuse_amsgrad(name: str, amsgrad: bool) -> None:
     """Raises AmpError for `amsgrad`, which apex refused as well."""
     if amsgrad:
-        raise amp.AmpError(f"{name} takes no amsgrad=True: leave it out, or use FusedAdam")
+        raise amp.AmpError(f"{name} does not take amsgrad=True: leave it out, or use FusedAdam")
 
 
 def check_positive(name: str, **values: object) -> None:

@@ -183,8 +183,8 @@ class Misuse:
         if all(dtype is torch.float64 for dtype in dtypes):
             self._warner.warn(
                 "float64",
-                f"the model is float64, of which {request.policy.opt_level} casts nothing: call "
-                f"model.float() before initialize",
+                f"the model is float64, which {request.policy.opt_level} does not cast: call model.float() "
+                f"before initialize",
             )
 
     def _check_eps(self, amps: Sequence[AmpOptimizer]) -> None:
@@ -193,8 +193,8 @@ class Misuse:
             if _loses_eps(optimizer, group):
                 self._warner.warn(
                     "eps",
-                    f"eps={group['eps']} of {type(optimizer).__name__} is 0 in float16, in which it steps, "
-                    f"and small gradients make it divide by 0: give it eps=1e-4, or take opt_level='O2'",
+                    f"eps={group['eps']} of {type(optimizer).__name__} is 0 in float16, the type of its "
+                    f"steps, and small gradients make it divide by 0: pass eps=1e-4, or use opt_level='O2'",
                 )
 
 

@@ -30,7 +30,7 @@ LEAST_LIMIT = 0.05
 RIGHT = "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
 INSIDE = (
     "backward() in a block of scale_loss began at a loss that is not scaled, and its gradients were divided "
-    f"by the loss scale: call backward() of what scale_loss yields, {RIGHT}"
+    f"by the loss scale: call backward() on what scale_loss yields, {RIGHT}"
 )
 OUTSIDE = (
     "backward() outside of scale_loss made the gradients of a step at a dynamic loss scale: small ones may "
@@ -42,7 +42,7 @@ CLIPPED = (
 )
 TWO_SCALES = (
     "a GradScaler steps an optimizer whose gradients scale_loss scales and unscales: use one of the two; "
-    "without the GradScaler call optimizer.step() itself"
+    "without the GradScaler, call optimizer.step()"
 )
 
 

@@ -28,11 +28,9 @@ def require_here(timeout: float | None) -> None:
     None can be ended after a time, and a session that is open would end with the first of them.
     """
     if timeout is not None:
-        raise AmpValueError("timeout needs processes: a function in this one cannot be ended")
+        raise AmpValueError("timeout needs processes=True: a function in this process cannot be stopped")
     if in_use():
-        raise AmpError(
-            "this process has called initialize: call uninitialize first, or let runs have processes"
-        )
+        raise AmpError("this process has called initialize: call uninitialize first, or pass processes=True")
 
 
 def execute_here(train: Train) -> Execute:

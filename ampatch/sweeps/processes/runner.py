@@ -152,7 +152,7 @@ def explain(outcome: Ending, status: int, lines: tuple[str, ...], stop: Stop) ->
     if status < 0:
         return f"{name_of_signal(-status)}, {last}"
     if status == 0:
-        return f"it ended without a word to Python (as os._exit does), {last}"
+        return f"it ended without Python's exit (as by os._exit), {last}"
     # Python itself ends with 1 after an exception.
     return last if status == 1 else f"exit status {status}, {last}"
 

@@ -13,7 +13,7 @@ from ampatch.sweeps.records.sweep import Distance, SweepRow, Verdict
 from ampatch.sweeps.verdicts.summary import divide, step_ms
 from ampatch.sweeps.verdicts.verdict import write_distance
 
-SPREADS, PART = "a number of spreads such as 2", "a part such as 0.05 for 5 %"
+SPREADS, PART = "a number of spreads such as 2", "a fraction such as 0.05 for 5 %"
 UNITS = {"slower": PART, "tolerance": SPREADS, "more_memory": PART}
 
 
