@@ -71,9 +71,10 @@ ARROWS = {
     "testing": {PUBLIC, "table", "lists", "casts", "patching"},
     "apex": {PUBLIC, "table", "lists", "levels", "steps"},
     "sweeps": {PUBLIC, "apex"},
-    "__main__": {PUBLIC, "apex", "sweeps", "testing"},
+    "doctor": {PUBLIC, "apex", "sweeps"},
+    "__main__": {PUBLIC, "apex", "doctor", "sweeps", "testing"},
 }
-TOOLS = [name for name in NAMES if name.split(".")[1:2] in [["sweeps"], ["apex"], ["testing"]]]
+TOOLS = [name for name in NAMES if name.split(".")[1:2] in [["sweeps"], ["apex"], ["doctor"], ["testing"]]]
 
 
 def room(module):
@@ -272,7 +273,7 @@ def test_a_docstring_begins_with_one_line_that_ends_with_a_full_stop():
 # `maybe_print` of _amp_state.py prints what a script tells it to.
 PRINTING = {
     *("session/announce.py", "__main__.py", "testing/lists_command.py", "sweeps/terminal/view.py"),
-    *("apex/amp/_amp_state.py", "apex/check_command.py"),
+    *("apex/amp/_amp_state.py", "apex/check_command.py", "doctor/command.py"),
 }
 
 

@@ -1,5 +1,6 @@
 """Each example runs as a user would run it, and what it prints is true."""
 
+import json
 import re
 import runpy
 import subprocess
@@ -90,11 +91,16 @@ def check_gradient_penalty(printed):
     assert min(accuracy, accuracy_without) > 100 * LEARNED
 
 
+def check_linear_attention(printed):
+    assert "loss: nan at first, nan at last" in printed  # as the doctor explains
+
+
 CHECKS = {
     "accumulation": check_accumulation,
     "digits": check_digits,
     "gan": check_gan,
     "gradient_penalty": check_gradient_penalty,
+    "linear_attention": check_linear_attention,
     "resume": check_resume,
 }
 
@@ -107,6 +113,26 @@ def test_every_example_is_tested():
 @pytest.mark.parametrize("name", CHECKS)
 def test_an_example_does_what_it_says_at_its_default_level(name, tmp_path):
     CHECKS[name](run_process(name, tmp_path))
+
+
+@pytest.mark.process
+def test_linear_attention_trains_when_it_divides_before_the_sums(tmp_path):
+    command = [sys.executable, EXAMPLES / "linear_attention.py", "--fixed"]
+    printed = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path).stdout
+    first, last = numbers(r"loss: ([\d.]+) at first, ([\d.]+) at last", printed)
+    assert last < first / 4
+
+
+@pytest.mark.process
+def test_the_doctor_finds_what_overflows_in_linear_attention(tmp_path):
+    command = [sys.executable, "-m", "ampatch", "doctor", "--propose", "--json", "report.json"]
+    subprocess.run([*command, EXAMPLES / "linear_attention.py"], capture_output=True, cwd=tmp_path)
+    report = json.loads((tmp_path / "report.json").read_text())
+    first = report["findings"][0]
+    assert (first["op"], first["module"], first["phase"]) == ("matmul", "attention", "forward")
+    assert first["float32_survives"]
+    assert report["keep_fp32"] == ["attention"]
+    assert report["runs"] == 4
 
 
 # With O2 the gradient penalty has a dynamic scale.

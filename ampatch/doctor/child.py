@@ -1,0 +1,76 @@
+"""The inside of one run: `python -m ampatch.doctor.child RUN`, where RUN is a `Run` as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from ampatch import apex
+from ampatch.apex.script import Script, level_overrides
+from ampatch.doctor.clock import listen
+from ampatch.doctor.precision import keep_float32, without_casts
+from ampatch.doctor.trace import Enough, Trace
+from ampatch.doctor.watch import Watch
+from ampatch.sweeps.measure.seeds import set_seeds
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a script, which is watched, and traced as well if `traces`.
+
+    `level` is the opt level that it is made to use, None for its own; `float32` turns off what torch itself
+    casts and scales; `keep_fp32` are the modules that run in float32. `window` are the attempts at a step
+    that are traced, after which the run ends; None: all of them. What was seen is written to the file `out`.
+    """
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    out: str = ""
+    level: str | None = None
+    float32: bool = False
+    traces: bool = False
+    window: tuple[int, ...] | None = None
+    keep_fp32: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """Returns the arguments of a child process."""
+        return json.dumps(asdict(self))
+
+
+def main(run: Run) -> None:
+    """Runs the script as `__main__`; however it ends, what was seen is written."""
+    overrides: dict[str, object] = level_overrides(run.level) if run.level else {}
+    if run.keep_fp32:
+        overrides["keep_fp32"] = list(run.keep_fp32)
+    apex.install(**overrides)
+    watch, trace = Watch(), Trace(run.window)
+    with ExitStack() as stack:
+        stack.callback(lambda: Path(run.out).write_text(json.dumps(seen_by(watch, trace))))
+        if run.float32:
+            without_casts(stack)
+        keep_float32(run.keep_fp32, stack)
+        listen(watch, stack)
+        if run.traces:
+            torch.compiler.set_stance("force_eager")
+            listen(trace, stack)
+            stack.enter_context(trace)
+        set_seeds(0)
+        try:
+            Script(run.script, tuple(run.arguments), run.is_module).run()
+        except Enough:
+            return
+
+
+def seen_by(watch: Watch, trace: Trace) -> dict[str, object]:
+    """Returns what a run leaves behind."""
+    return {"attempts": watch.to_json(), "origins": trace.to_json()}
+
+
+if __name__ == "__main__":
+    main(Run(**json.loads(sys.argv[1])))

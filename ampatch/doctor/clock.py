@@ -1,0 +1,107 @@
+"""Tells the parts of a training run apart: forwards of models, backward passes, attempts at a step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ampatch.doctor.values import tensors_in
+
+
+class Listener:
+    """Is told of the parts of a run. An attempt is a step of an optimizer, made or skipped by a scaler."""
+
+    def enter_module(self, module: Module, args: tuple, kwargs: dict) -> None:
+        """Called before a module's forward."""
+
+    def leave_module(self, module: Module) -> None:
+        """Called after it, also if it raised."""
+
+    def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
+        """Called before a backward pass from these tensors."""
+
+    def end_backward(self) -> None:
+        """Called after it, if it did not raise."""
+
+    def begin_attempt(self, optimizer: Optimizer, scaler: GradScaler | None) -> None:
+        """Called before an optimizer, or a scaler of torch for it, steps."""
+
+    def end_attempt(self, optimizer: Optimizer) -> None:
+        """Called after it."""
+
+
+def listen(listener: Listener, undo: ExitStack) -> None:
+    """Tells a listener of what happens, until undone.
+
+    Functions of torch are replaced where there are no hooks: this is for a process of ours.
+    """
+    undo.callback(
+        register_module_forward_pre_hook(lambda module, args: listener.enter_module(module, args, {})).remove
+    )
+    undo.callback(
+        register_module_forward_hook(
+            lambda module, *_: listener.leave_module(module), always_call=True
+        ).remove
+    )
+    attempts = Attempts(listener)
+    undo.callback(register_optimizer_step_pre_hook(lambda optimizer, *_: attempts.begin(optimizer)).remove)
+    undo.callback(register_optimizer_step_post_hook(lambda optimizer, *_: attempts.end(optimizer)).remove)
+    wrap(GradScaler, "step", attempts.of_scaler, undo)
+    wrap(torch.autograd, "backward", functools.partial(around_backward, listener), undo)
+
+
+def wrap(owner: object, name: str, wrapper: Callable[..., object], undo: ExitStack) -> None:
+    """Has `wrapper(original, *args, **kwargs)` run in the place of a function, until undone."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def replaced(*args, **kwargs):
+        return wrapper(original, *args, **kwargs)
+
+    setattr(owner, name, replaced)
+    undo.callback(setattr, owner, name, original)
+
+
+def around_backward(listener: Listener, backward: Callable[..., object], *args, **kwargs) -> None:
+    """Tells of a backward pass."""
+    listener.begin_backward(tuple(tensors_in(args[:1] or kwargs.get("tensors"))))
+    backward(*args, **kwargs)
+    listener.end_backward()
+
+
+class Attempts:
+    """Counts the step of a scaler and that of the optimizer inside it as one."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener, self._depth = listener, 0
+
+    def begin(self, optimizer: Optimizer, scaler: GradScaler | None = None) -> None:
+        """Tells of the outermost step; classes that call `super().step()` run their hooks twice."""
+        self._depth += 1
+        if self._depth == 1:
+            self._listener.begin_attempt(optimizer, scaler)
+
+    def end(self, optimizer: Optimizer) -> None:
+        """Tells that it is over."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._listener.end_attempt(optimizer)
+
+    def of_scaler(
+        self, step: Callable[..., object], scaler: GradScaler, optimizer: Optimizer, *args, **kwargs
+    ) -> object:
+        """Stands in for `GradScaler.step`."""
+        self.begin(optimizer, scaler)
+        try:
+            return step(scaler, optimizer, *args, **kwargs)
+        finally:
+            self.end(optimizer)

@@ -1,0 +1,55 @@
+"""`ampatch doctor`: its arguments, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from ampatch import OPT_LEVELS, AmpValueError
+from ampatch.apex.script import Script
+from ampatch.doctor.campaign import Campaign
+from ampatch.doctor.child import Run
+from ampatch.doctor.words import describe, explain
+
+SUMMARY = "run a script whose training breaks, and say which line broke it, why, and what to do"
+HINT = "; the script's own go after --"
+USAGE = """ampatch doctor [OPTIONS] SCRIPT [-- ARGS...]
+       ampatch doctor [OPTIONS] -m MODULE [-- ARGS...]"""
+EPILOG = """The script runs two to three times: watched, traced where it broke, and in float32. Everything
+after -- goes to it. Exit status: 0 nothing was found, 1 something was, 2 bad input, 130 after Ctrl-C."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `ampatch doctor` accepts; the arguments of the script follow after `--`."""
+    parser.usage, parser.epilog = USAGE, EPILOG
+    parser.add_argument("script", metavar="SCRIPT", nargs="?", help="a script that trains")
+    parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as `python -m` does")
+    parser.add_argument("--opt-level", metavar="L", help="the level that initialize is made to use")
+    proposal = (
+        "find the fewest modules that must stay float32; runs the script once for each, twice from two on"
+    )
+    parser.add_argument("--propose", action="store_true", help=proposal)
+    parser.add_argument("--json", metavar="OUT", help="write the report to this file")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Examines a script and says what was found; returns the exit status."""
+    named = [name for name in (arguments.module, arguments.script) if name is not None]
+    if len(named) != 1 or not named[0]:
+        raise AmpValueError("expected one Python script, or -m and a module")
+    if arguments.opt_level not in (None, *OPT_LEVELS):
+        raise AmpValueError(f"--opt-level {arguments.opt_level!r}: expected one of {', '.join(OPT_LEVELS)}")
+    script = Script(named[0], arguments.script_arguments, is_module=arguments.module is not None)
+    script.validate()
+    campaign = Campaign(Run(script.name, script.arguments, script.is_module, level=arguments.opt_level))
+    report = campaign.report(arguments.propose)
+    report = replace(
+        report, findings=tuple(map(explain, report.findings)), harmless=tuple(map(explain, report.harmless))
+    )
+    if arguments.json is not None:
+        Path(arguments.json).write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+    print("\n".join(describe(report)), file=sys.stdout)
+    return int(bool(report.findings))

@@ -1,0 +1,85 @@
+"""What the doctor says: a finding for each operation that made bad numbers, and the report of a script."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """An operation that made inf or NaN out of finite numbers, or NaN out of an infinity that was no fault.
+
+    `step` counts the attempts of the optimizer that followed, from 0; `micro_step` the backward passes before
+    it in that step; `call` the calls of the module in that forward. `element` is the index of the first bad
+    number, `sample` its index in the batch, `count` says how many there are; `largest_finite` is the largest
+    magnitude among the others, `input_largest` that of what the operation took.
+    """
+
+    step: int | None
+    micro_step: int
+    phase: str
+    model: str | None
+    module: str
+    call: int
+    op: str
+    parameter: str | None
+    kind: str
+    where: str | None
+    element: tuple[int, ...]
+    sample: int | None
+    count: int
+    largest_finite: float | None
+    dtype: str
+    input_largest: float | None
+    node: str | None
+    steps: tuple[int, ...] = ()
+    float32_survives: bool | None = None
+    why: str = ""
+    remedies: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What came of a script: findings in the order of appearance, and what could not be known."""
+
+    findings: tuple[Finding, ...] = ()
+    harmless: tuple[Finding, ...] = ()
+    scale: dict[str, object] = field(default_factory=dict)
+    keep_fp32: tuple[str, ...] = ()
+    runs: int = 0
+    unknown: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, object]:
+        """Returns the report as plain values."""
+        return {"version": VERSION, **asdict(self)}
+
+
+def read_finding(origin: dict) -> Finding:
+    """Reads what a trace left of one origin."""
+    call, damage = origin["call"], origin["damage"]
+    place = call["place"] or {"model": None, "module": "", "call": 0}
+    if call["place"] is None and origin["parameter"] is not None:
+        place["module"] = origin["parameter"].rpartition(".")[0]
+    element, shape = tuple(damage["element"]), damage["shape"]
+    in_batch = bool(element) and shape[0] == origin["batch_size"] and origin["parameter"] is None
+    return Finding(
+        origin["step"],
+        origin["micro_step"],
+        origin["phase"],
+        place["model"],
+        place["module"],
+        place["call"],
+        call["op"],
+        origin["parameter"],
+        damage["kind"],
+        call["where"],
+        element,
+        element[0] if in_batch else None,
+        damage["count"],
+        damage["largest_finite"],
+        damage["dtype"],
+        origin["input_largest"],
+        origin["node"],
+    )

@@ -1,0 +1,140 @@
+"""The operations of a step, as seen by the trace and by the autograd graph, and which made bad numbers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+from torch import Tensor
+
+from ampatch.doctor.places import Models, Place
+from ampatch.doctor.values import Damage, is_finite, quiet, tensors_in
+
+# Operators by the names of their functions; those of torch end with _ where they work in place.
+OPERATORS = {"truediv": "div", "itruediv": "div_", "floordiv": "floor_divide", "rpow": "pow", "radd": "add"}
+OPERATORS |= {"rmul": "mul", "rmatmul": "matmul", "rtruediv": "div", "rdiv": "div", "rsub": "sub"}
+OPERATORS |= {"iadd": "add_", "isub": "sub_", "imul": "mul_", "idiv": "div_", "ipow": "pow_"}
+OPERATORS |= {"getitem": "index", "setitem": "index_put_"}
+SMALLER = 2.0**-12  # a loss scale beside the present one, to ask whether a gradient overflows for it
+KNOWN = "ampatch.doctor"  # in a node's metadata
+# Nodes that change the layout or type of a gradient alone.
+CHAIN = ("TBackward0", "ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "TransposeBackward0")
+CHAIN += ("ExpandBackward0", "PermuteBackward0", "ReshapeAliasBackward0")
+
+
+@dataclass(slots=True)
+class Call:
+    """One operation: what it is called, and where it stands."""
+
+    op: str
+    phase: str
+    place: Place | None
+    where: str | None
+    dtype: str = ""
+    origins: set[int] = field(default_factory=set)  # whose marks it took or gave
+
+
+@dataclass(slots=True)
+class Origin:
+    """An operation that made bad numbers."""
+
+    call: Call
+    phase: str
+    damage: Damage
+    micro_step: int
+    input_largest: float | None = None
+    parameter: str | None = None
+    node: str | None = None
+    attempt: int = 0
+    has_reached: bool = False
+    is_of_scale: bool = False  # it is finite where the gradients that it takes are smaller
+    step: int | None = None
+    batch_size: int | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """Returns what a child process leaves of it."""
+        return asdict(self) | {"call": asdict(self.call) | {"origins": sorted(self.call.origins)}}
+
+
+def name_of(func: Callable[..., object]) -> str:
+    """Returns torch's name of a function, for an operator that of its function; "" for a property.
+
+    >>> import torch
+    >>> name_of(torch.Tensor.__truediv__), name_of(torch.exp), name_of(torch.Tensor.grad.__get__)
+    ('div', 'exp', '')
+    """
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        return ""
+    inner = name.strip("_") if name.startswith("__") else name
+    return OPERATORS.get(inner, inner) if name.startswith("__") else name
+
+
+# ---- The graph ----
+
+Bad = Callable[[Call, object, str | None, Tensor, tuple], None]
+
+
+class Graph:
+    """Follows the graphs of one step; `on_bad` hears of each bad gradient."""
+
+    def __init__(self, models: Models, on_bad: Bad) -> None:
+        self._models, self._on_bad = models, on_bad
+        self._nodes: list[object] = []  # kept, so that each stays one object of Python
+
+    def tag(self, taken: list[Tensor], given: list[Tensor], call: Call) -> None:
+        """Has the nodes of an operation know it; what it takes may come of a function that nobody saw."""
+        for tensor in taken:
+            node = tensor.grad_fn
+            if node is not None and KNOWN not in node.metadata:
+                name = node.name().removesuffix("Backward")
+                self._tag_nodes(node, Call(name, call.phase, call.place, call.where, call.dtype))
+        for tensor in given:
+            self._tag_nodes(tensor.grad_fn, call)
+
+    def _tag_nodes(self, node: object, call: Call) -> None:
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            if node is None or KNOWN in node.metadata or is_leaf(node):
+                continue
+            node.metadata[KNOWN] = call
+            followers = [each for each, _ in node.next_functions]
+            names = [self._models.name_of(variable_of(each)) for each in followers]
+            node.register_hook(functools.partial(self._look, len(self._nodes), call, names))
+            self._nodes.append(node)
+            waiting += followers
+
+    def _look(self, index: int, call: Call, names: list[str | None], made: tuple, taken: tuple) -> None:
+        """A hook of a node: `made` are the gradients that it made of those that it took."""
+        with quiet():
+            for tensor, name in zip(made, names, strict=False):
+                if tensor is not None and not is_finite(tensor):
+                    self._on_bad(call, self._nodes[index], name, tensor, taken)
+                    return
+
+
+def is_leaf(node: object) -> bool:
+    """Says whether a node puts a gradient into its parameter."""
+    return node.name().endswith("AccumulateGrad")
+
+
+def variable_of(node: object) -> object:
+    """Returns the parameter whose gradient a node makes, but for its layout and type, or None."""
+    while node is not None:
+        if is_leaf(node):
+            return node.variable
+        if node.name() not in CHAIN:
+            return None
+        node = node.next_functions[0][0]
+    return None
+
+
+def is_cured_by_scale(node: Callable[..., object], taken: tuple) -> bool:
+    """Asks a node, before it forgets what it saved, whether a smaller loss scale would do."""
+    try:
+        again = node(*[None if tensor is None else tensor * SMALLER for tensor in taken])
+    except (RuntimeError, TypeError):  # of Python's own functions, which cannot be called so
+        return False
+    return all(map(is_finite, tensors_in(again)))

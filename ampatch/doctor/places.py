@@ -1,0 +1,144 @@
+"""Where an operation stands: the user's line, the model, the module, and which call of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections import Counter
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+from torch.nn import Module, Parameter
+
+import ampatch
+
+OURS = (os.path.dirname(ampatch.__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep)
+INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
+SHOWN = os.getcwd() + os.sep
+
+WRAPPERS = ("module", "_orig_mod")  # of DistributedDataParallel and torch.compile
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A module of a model, by its dotted path ("" is the model), and which call of it in this forward."""
+
+    model: str | None
+    module: str
+    call: int
+
+
+class Models:
+    """Follows the modules that run."""
+
+    def __init__(self) -> None:
+        self.roots: list[Module] = []
+        self._names: dict[int, tuple[str, str]] = {}  # of modules
+        self._parameters: dict[int, str] = {}
+        self._stack: list[Place | None] = []
+        self._calls: Counter[int] = Counter()
+
+    @property
+    def is_inside(self) -> bool:
+        """Says whether a module of a model runs."""
+        return self.place is not None
+
+    @property
+    def place(self) -> Place | None:
+        """The innermost module that runs, None outside of models."""
+        return next((place for place in reversed(self._stack) if place is not None), None)
+
+    def enter(self, module: Module) -> bool:
+        """Notes that a module begins; returns whether it is the outermost of a model."""
+        is_root = not self.is_inside and next(module.parameters(), None) is not None
+        if is_root and id(module) not in self._names:
+            self._learn(module)
+        named = self._names.get(id(module)) if is_root or self.is_inside else None
+        self._stack.append(None if named is None else Place(*named, self._calls[id(module)]))
+        self._calls[id(module)] += 1
+        return is_root
+
+    def leave(self) -> None:
+        """Notes that the innermost module has ended."""
+        if self._stack:
+            self._stack.pop()
+
+    def forget_calls(self) -> None:
+        """Counts calls from 0 again, as each micro-step does."""
+        self._calls.clear()
+        self._stack.clear()
+
+    def name_of(self, parameter: object) -> str | None:
+        """Returns the dotted path of a parameter."""
+        return self._parameters.get(id(parameter))
+
+    def parameters(self) -> list[Parameter]:
+        """Returns the parameters of all models that have run."""
+        return [parameter for root in self.roots for parameter in root.parameters()]
+
+    def _learn(self, module: Module) -> None:
+        name, root = find_owner(unwrap(module))
+        self.roots.append(root)
+        for path, each in root.named_modules():
+            self._names.setdefault(id(each), (name, path))
+        self._names.setdefault(id(module), (name, ""))
+        for path, parameter in root.named_parameters():
+            self._parameters.setdefault(id(parameter), path)
+
+
+def unwrap(module: Module) -> Module:
+    """Returns the user's own module out of what distributes or compiles it."""
+    while type(module).__module__.startswith("torch."):
+        inner = next((getattr(module, name, None) for name in WRAPPERS if name in module._modules), None)
+        if inner is None:
+            break
+        module = inner
+    return module
+
+
+def find_owner(module: Module) -> tuple[str, Module]:
+    """Returns the user's name for a model, and the model: the largest module in sight that holds `module`."""
+    best, name, size = module, type(module).__name__, 0
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith((*OURS, *INSTALLED, "<frozen ")):
+            for variable, value in {**frame.f_globals, **frame.f_locals}.items():
+                held = unwrap(value) if isinstance(value, Module) else None
+                if held is None or variable == "self":
+                    continue
+                modules = list(held.modules())
+                if len(modules) > size and any(each is module for each in modules):
+                    best, name, size = held, variable, len(modules)
+        frame = frame.f_back
+    return name, best
+
+
+def user_line() -> str | None:
+    """Returns "file:line" of whoever calls, None if nobody does (as on a thread of the autograd engine)."""
+    frame: FrameType | None = sys._getframe(1)
+    second = None
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((*OURS, "<frozen ")):
+            if not name.startswith(INSTALLED):
+                return place(frame)
+            second = second or place(frame)
+        frame = frame.f_back
+    return second
+
+
+def place(frame: FrameType) -> str:
+    """Names the line that a frame is at, from the working directory on."""
+    return f"{frame.f_code.co_filename.removeprefix(SHOWN)}:{frame.f_lineno}"
+
+
+def is_called_by_us() -> bool:
+    """Says whether the function that torch is about to run was called by code of ours, as a cast is."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(OURS[1]):
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_filename.startswith(os.path.dirname(__file__)):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(OURS[0])

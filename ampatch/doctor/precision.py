@@ -1,0 +1,71 @@
+"""What a run is made to use: float32 throughout, or in some modules under `torch.autocast`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_map
+
+from ampatch.doctor.clock import wrap
+from ampatch.doctor.places import Models
+
+
+def without_casts(undo: ExitStack) -> None:
+    """Has `torch.autocast` and `GradScaler` do nothing, as if a script had said `enabled=False`."""
+
+    def disabled(init: Callable[..., None], *args: object, **kwargs: object) -> None:
+        bound = inspect.signature(init).bind(*args, **kwargs)
+        bound.arguments["enabled"] = False
+        init(*bound.args, **bound.kwargs)
+
+    wrap(torch.amp.GradScaler, "__init__", disabled, undo)
+    wrap(torch.autocast, "__init__", disabled, undo)
+
+
+def keep_float32(names: Collection[str], undo: ExitStack) -> None:
+    """Has modules, named by their dotted paths, run without autocast on float32 inputs, until undone."""
+    if names:
+        keeper = Keeper(frozenset(names))
+        undo.callback(register_module_forward_pre_hook(keeper.enter).remove)
+        undo.callback(register_module_forward_hook(keeper.leave, always_call=True).remove)
+
+
+class Keeper:
+    """Turns autocast off in the forwards of some modules."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names, self._models = names, Models()
+        self._open: list[tuple[Module, ExitStack]] = []
+
+    def enter(self, module: Module, args: tuple) -> tuple | None:
+        """A hook before a forward: returns float32 inputs where the module is kept."""
+        self._models.enter(module)
+        place, device = self._models.place, device_of(module)
+        if place is None or place.module not in self._names or not torch.is_autocast_enabled(device):
+            return None
+        context = ExitStack()
+        context.enter_context(torch.autocast(device, enabled=False))
+        self._open.append((module, context))
+        return tree_map(to_float32, args)
+
+    def leave(self, module: Module, *_: object) -> None:
+        """A hook after it."""
+        self._models.leave()
+        if self._open and self._open[-1][0] is module:
+            self._open.pop()[1].close()
+
+
+def device_of(module: Module) -> str:
+    """Returns the type of the device that a module is on."""
+    return next((parameter.device.type for parameter in module.parameters()), "cpu")
+
+
+def to_float32(value: object) -> object:
+    """Returns a floating tensor in float32, anything else as it is."""
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -1,0 +1,264 @@
+"""Follows every operation of some steps, forward and backward, and finds those that made bad numbers.
+
+An operation is an origin if what it takes is finite and what it gives is not, or if it makes NaN out of an
+infinity that is no fault. What comes of an origin carries its mark, by the memory that it lies in, so that
+consequences are told from origins, and what reached the loss or a gradient from what reached nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from ampatch.doctor.clock import Listener
+from ampatch.doctor.operations import Call, Graph, Origin, is_cured_by_scale, name_of
+from ampatch.doctor.places import Models, is_called_by_us, user_line
+from ampatch.doctor.values import (
+    Damage,
+    examine,
+    holds_no_number,
+    is_finite,
+    key_of,
+    largest_of,
+    plain,
+    quiet,
+    tensors_in,
+)
+
+# Make no values: what they return is uninitialized, or a property, or said by hooks.
+IGNORED = ("", "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_")
+IGNORED += ("backward", "register_hook", "size")
+CASTS = ("to", "half", "bfloat16", "float", "type", "type_as", "_to_copy")
+
+
+class Enough(BaseException):
+    """Ends a script when all that is wanted has been seen."""
+
+
+class Trace(TorchFunctionMode, Listener):
+    """Watches the attempts in `window`; None: all of them."""
+
+    def __init__(self, window: Collection[int] | None) -> None:
+        super().__init__()
+        self.window = window
+        self.origins: list[Origin] = []
+        self.attempt = 0
+        self.batch_size: int | None = None
+        self._models = Models()
+        self._steps: Counter[int] = Counter()
+        self._optimizers: list[Optimizer] = []  # kept, so that an id stays one optimizer's
+        self._begin_window()
+
+    # ---- The parts of a step ----
+
+    def _begin_window(self) -> None:
+        self.active = self.window is None or self.attempt in self.window
+        self._micro_step = 0
+        self._marks: dict[int, set[int]] = {}  # of storages
+        self._kept: list[object] = []  # so that their addresses stay theirs
+        self._graph = Graph(self._models, self._on_bad_gradient)
+        self._part = "input"
+        self._pending: Call | None = None
+        self._in_backward = False
+        self._found_in_backward = False
+        self._models.forget_calls()
+
+    def enter_module(self, module: Module, args: tuple, kwargs: dict) -> None:
+        """Follows the modules; at the entry of a model looks at its batch."""
+        if self._in_backward:
+            return
+        is_root = self._models.enter(module)
+        if is_root:
+            self._part = "loss"  # what follows the model
+            if self.active:
+                with quiet():
+                    self._look_at_batch(args)
+
+    def leave_module(self, module: Module) -> None:
+        """Follows the modules."""
+        if not self._in_backward:
+            self._models.leave()
+
+    def _look_at_batch(self, args: tuple) -> None:
+        for tensor in tensors_in(args):
+            if tensor.dim():
+                self.batch_size = tensor.shape[0]
+            if not is_finite(tensor) and not self._marks_of(tensor) and torch.isnan(plain(tensor)).any():
+                self._add(Call("", "input", self._models.place, user_line()), examine(tensor))
+                self._mark(tensor, {len(self.origins) - 1})
+
+    def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
+        """Says which origins reached the loss."""
+        self._in_backward, self._found_in_backward = True, False
+        if self.active:
+            with quiet():
+                for loss in losses:
+                    if not is_finite(loss):
+                        self._reach(self._marks_of(loss))
+
+    def end_backward(self) -> None:
+        """Looks at the gradients; the next micro-step begins."""
+        self._in_backward = False
+        if self.active:
+            with quiet():
+                self._look_at_gradients()
+        self._micro_step += 1
+        self._part = "input"
+        self._models.forget_calls()
+
+    def _look_at_gradients(self) -> None:
+        for parameter in self._models.parameters():
+            if parameter.grad is None or is_finite(parameter.grad):
+                continue
+            if not self._found_in_backward:
+                call = Call("accumulate_grad", "backward", None, user_line(), str(parameter.dtype)[6:])
+                self._add(call, examine(parameter.grad), parameter=self._models.name_of(parameter))
+                self._found_in_backward = True
+                self.origins[-1].has_reached = True
+            self._mark(parameter.grad, {len(self.origins) - 1})
+
+    def begin_attempt(self, optimizer: Optimizer, scaler: object) -> None:
+        """The optimizer's own operations follow."""
+        self._part = "optimizer"
+
+    def end_attempt(self, optimizer: Optimizer) -> None:
+        """Looks at what the step made of the weights; the next window begins."""
+        if self.active:
+            with quiet():
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        if not is_finite(parameter):
+                            self._reach(self._marks_of(parameter))
+        for origin in self.origins:
+            if origin.attempt == self.attempt:
+                origin.step = self._steps[id(optimizer)]
+                origin.batch_size = origin.batch_size or self.batch_size
+        self._steps[id(optimizer)] += 1
+        self._optimizers.append(optimizer)
+        self.attempt += 1
+        if self.window is not None and self.attempt > max(self.window):
+            raise Enough
+        self._begin_window()
+
+    def _reach(self, marks: Collection[int]) -> None:
+        for index in marks:
+            self.origins[index].has_reached = True
+
+    def to_json(self) -> list[dict[str, object]]:
+        """Returns the origins, in the order of their appearance."""
+        return [origin.to_json() for origin in self.origins]
+
+    # ---- Operations ----
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = name_of(func)
+        if not self.active or self._in_backward or name in IGNORED:
+            return func(*args, **kwargs)
+        taken = floating_in((args, kwargs))
+        with quiet():
+            bad = [tensor for tensor in taken if not is_finite(tensor)]
+            largest = largest_of(taken)
+        result = func(*args, **kwargs)
+        with quiet():
+            given = floating_in(result)
+            if name.endswith("_") and args:  # in place; of functions named _foreach_ a list
+                given += floating_in(args[0])
+            if given:
+                is_constant = not bad and holds_no_number((args, tuple(kwargs.values())))
+                self._look(self._call(name, given), taken, bad, given, largest, is_constant)
+        return result
+
+    def _look(
+        self,
+        call: Call,
+        taken: list[Tensor],
+        bad: list[Tensor],
+        given: list[Tensor],
+        largest: float | None,
+        is_constant: bool,
+    ) -> None:
+        """Looks at what an operation gives: `bad` are those that it took and that were so before."""
+        self._graph.tag(taken, given, call)
+        marks, came = self._marks_of(*taken), self._marks_of(*bad)
+        worst = next((tensor for tensor in given if not is_finite(tensor)), None)
+        damage = None if worst is None else examine(worst)
+        if damage is not None and bad and not came:
+            came = self._marks_of_unseen(call, bad)
+            marks = marks | came
+        of_mask = damage is not None and damage.kind == "inf" and not came and (is_constant or bool(bad))
+        if damage is not None and not came and not of_mask:
+            parameter = self._models.name_of(worst)
+            self._add(call, damage, input_largest=largest, parameter=parameter)
+            marks = {*marks, len(self.origins) - 1}
+        call.origins |= marks
+        for tensor in given if marks else ():
+            self._mark(tensor, marks)
+
+    def _marks_of_unseen(self, call: Call, bad: list[Tensor]) -> set[int]:
+        """Says where bad numbers come from that no operation made: weights, or NaN in the data."""
+        for tensor in bad:
+            if isinstance(tensor, Parameter) or torch.isnan(plain(tensor)).any():
+                name = self._models.name_of(tensor)
+                unseen = Call("", "input" if name is None else "optimizer", None, call.where)
+                self._add(unseen, examine(tensor), parameter=name)
+                self._mark(tensor, {len(self.origins) - 1})
+                return {len(self.origins) - 1}
+        return set()
+
+    def _call(self, name: str, given: list[Tensor]) -> Call:
+        """Describes an operation; a cast that we make for one is part of it."""
+        phase = self._phase()
+        dtype = str(given[0].dtype)[6:] if given else ""
+        if not is_called_by_us():
+            self._pending = None
+            return Call(name, phase, self._models.place, user_line(), dtype)
+        call = self._pending or Call(name, phase, self._models.place, user_line(), dtype)
+        call.op, call.dtype = name, dtype
+        self._pending = call if name in CASTS else None
+        return call
+
+    def _phase(self) -> str:
+        if self._part == "optimizer":
+            return "optimizer"
+        return "forward" if self._models.is_inside else self._part
+
+    def _add(self, call: Call, damage: Damage, **more: object) -> None:
+        more |= {"attempt": self.attempt, "batch_size": self.batch_size}
+        self.origins.append(Origin(call, call.phase, damage, self._micro_step, **more))
+
+    # ---- Marks ----
+
+    def _marks_of(self, *tensors: Tensor) -> set[int]:
+        return {mark for tensor in tensors for mark in self._marks.get(key_of(tensor), ())}
+
+    def _mark(self, tensor: Tensor, marks: set[int]) -> None:
+        self._marks.setdefault(key_of(tensor), set()).update(marks)
+        self._kept.append(tensor.detach())
+
+    def _on_bad_gradient(
+        self, call: Call, node: object, parameter: str | None, made: Tensor, taken: tuple
+    ) -> None:
+        """An operation's own bad numbers come back here; else it is an origin if what it took was finite."""
+        if not self.active:
+            return
+        self._found_in_backward = True
+        self._reach(call.origins)
+        given = [tensor for tensor in taken if tensor is not None]
+        if call.origins or not all(map(is_finite, given)):
+            return
+        self._add(call, examine(made), input_largest=largest_of(given), parameter=parameter, node=node.name())
+        origin = self.origins[-1]
+        origin.phase, origin.has_reached = "backward", True
+        origin.is_of_scale = is_cured_by_scale(node, taken)
+
+
+def floating_in(value: object) -> list[Tensor]:
+    """Returns the floating tensors in a value."""
+    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]

@@ -1,0 +1,122 @@
+"""What is wrong in a tensor: which numbers are not finite, how many, and how large the others are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import ampatch as amp
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """The numbers of a tensor that are not finite.
+
+    `kind` is "nan" if there is one, else "inf"; `element` is the index of the first; `largest_finite` is the
+    largest magnitude among the others, None if there are none.
+    """
+
+    kind: str
+    element: tuple[int, ...]
+    count: int
+    largest_finite: float | None
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Returns the values of a tensor: of a sparse one those that it holds, of a DTensor the local ones."""
+    tensor = tensor.detach()
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()
+    return tensor if tensor.layout is torch.strided else tensor.values()
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Says whether all numbers of a tensor are finite; costs a host sync."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
+        return True
+    return bool(torch.isfinite(plain(tensor)).all())
+
+
+def examine(tensor: Tensor) -> Damage | None:
+    """Returns what is wrong in a tensor, None where all is finite; costs some host syncs."""
+    if is_finite(tensor):
+        return None
+    values = plain(tensor)
+    broken = ~torch.isfinite(values)
+    kind = "nan" if torch.isnan(values).any() else "inf"
+    others = values[~broken].abs()
+    return Damage(
+        kind,
+        tuple(broken.nonzero()[0].tolist()),
+        int(broken.sum()),
+        others.max().item() if others.numel() else None,
+        tuple(values.shape),
+        str(values.dtype).removeprefix("torch."),
+    )
+
+
+def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
+    """Yields the tensors in a value: itself, or what sequences and mappings hold."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each, depth - 1)
+    elif depth and isinstance(value, (tuple, list)):
+        for each in value:
+            yield from tensors_in(each, depth - 1)
+
+
+def holds_no_number(value: object, depth: int = 4) -> bool:
+    """Says whether an argument names inf or NaN itself, as the fill value of a mask does."""
+    if isinstance(value, float):
+        return value != value or value in (float("inf"), float("-inf"))
+    if depth and isinstance(value, (tuple, list)):
+        return any(holds_no_number(each, depth - 1) for each in value)
+    return False
+
+
+def largest_of(tensors: list[Tensor]) -> float | None:
+    """Returns the largest magnitude in some tensors, None of none."""
+    values = [plain(tensor).float() for tensor in tensors if tensor.numel() and not tensor.is_meta]
+    return max(
+        (each[torch.isfinite(each)].abs().amax().item() for each in values if torch.isfinite(each).any()),
+        default=None,
+    )
+
+
+def key_of(tensor: Tensor) -> int:
+    """Returns the address of a tensor's memory, which its views share."""
+    tensor = plain(tensor)
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except (RuntimeError, NotImplementedError):
+        return id(tensor)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Has what we compute be neither cast, nor recorded, nor seen."""
+    with torch._C.DisableTorchFunction(), torch.no_grad(), off_casts():
+        yield
+
+
+@contextmanager
+def off_casts() -> Iterator[None]:
+    """Turns casts off, of `initialize` where it is in use."""
+    with torch.autocast("cpu", enabled=False):
+        try:
+            context = amp.disable_casts()
+        except amp.NotInitializedError:
+            yield
+            return
+        with context:
+            yield

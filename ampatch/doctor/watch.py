@@ -1,0 +1,98 @@
+"""Notes at each attempt at a step whether loss, gradients and weights were finite, and at which scale."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.nn import Module
+from torch.optim import Optimizer
+
+import ampatch as amp
+from ampatch.doctor.clock import Listener
+from ampatch.doctor.places import Models
+from ampatch.doctor.values import is_finite, tensors_in
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One step of an optimizer, made or skipped: `step` counts those of this optimizer, from 0.
+
+    `scale` is that of the backward pass, None without one; `is_dynamic` says whether overflows lower it.
+    """
+
+    step: int = 0
+    scale: float | None = None
+    is_dynamic: bool = False
+    loss: bool = True
+    gradients: bool = True
+    weights: bool = True
+
+    @property
+    def is_finite(self) -> bool:
+        """Says whether all was finite."""
+        return self.loss and self.gradients and self.weights
+
+
+@dataclass
+class Watch(Listener):
+    """Watches a whole run; costs some host syncs a step."""
+
+    attempts: list[Attempt] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._models = Models()
+        self._now = Attempt()
+        self._steps: dict[int, int] = {}
+        self._optimizers: list[Optimizer] = []  # kept, so that an id stays one optimizer's
+
+    def enter_module(self, module: Module, args: tuple, kwargs: dict) -> None:
+        """Learns which models there are."""
+        self._models.enter(module)
+
+    def leave_module(self, module: Module) -> None:
+        """Follows the modules."""
+        self._models.leave()
+
+    def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
+        """Looks at the loss, with its scale."""
+        scaler = own_scaler()
+        if scaler is not None:
+            self._now.scale, self._now.is_dynamic = scaler.get_scale(), scaler.is_dynamic
+        self._now.loss &= all(map(is_finite, losses))
+
+    def end_backward(self) -> None:
+        """Looks at the gradients."""
+        self._models.forget_calls()
+        gradients = [p.grad for p in self._models.parameters() if p.grad is not None]
+        self._now.gradients &= all(map(is_finite, gradients))
+
+    def begin_attempt(self, optimizer: Optimizer, scaler: GradScaler | None) -> None:
+        """Counts."""
+        if scaler is not None and scaler.is_enabled():
+            self._now.scale, self._now.is_dynamic = scaler.get_scale(), True
+        if id(optimizer) not in self._steps:
+            self._optimizers.append(optimizer)
+        self._now.step = self._steps.get(id(optimizer), 0)
+        self._steps[id(optimizer)] = self._now.step + 1
+
+    def end_attempt(self, optimizer: Optimizer) -> None:
+        """Looks at the weights and the optimizer's state."""
+        weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        held = [*weights, *self._models.parameters(), *tensors_in(list(optimizer.state.values()))]
+        self._now.weights &= all(map(is_finite, held))
+        self.attempts.append(self._now)
+        self._now = Attempt()
+
+    def to_json(self) -> list[dict[str, object]]:
+        """Returns what was noted."""
+        return [asdict(attempt) for attempt in self.attempts]
+
+
+def own_scaler() -> amp.LossScaler | None:
+    """Returns the first scaler of `initialize`, None where it is not in use."""
+    try:
+        return next(iter(amp.loss_scalers()), None)
+    except amp.NotInitializedError:
+        return None

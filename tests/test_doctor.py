@@ -1,0 +1,291 @@
+"""`ampatch doctor`: scripts with a planted fault, and what is said of them."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ampatch.__main__ import main
+from ampatch.doctor.campaign import describe_scale, find_suspects, is_collapse, merge
+from ampatch.doctor.finding import Finding
+from ampatch.doctor.places import Models, user_line
+from ampatch.doctor.values import examine as examine_tensor
+from ampatch.doctor.values import holds_no_number, is_finite
+from ampatch.doctor.watch import Attempt
+from ampatch.doctor.words import explain, remedies
+from faults import examine, judge, make
+
+# ---- Whole scripts ----
+
+
+@pytest.mark.process(keep=2)
+@pytest.mark.parametrize("seed", range(12))
+def test_a_planted_fault_is_found(tmp_path, seed):
+    fault = make(seed)
+    report = examine(fault, tmp_path)
+    assert all(judge(fault, report).values()), (fault, report)
+    assert report["runs"] == 3
+    assert report["unknown"] == []
+
+
+def run_script(tmp_path, text, *arguments):
+    """Runs the doctor on a script; returns the exit status and the report."""
+    (tmp_path / "train.py").write_text(text)
+    out = tmp_path / "report.json"
+    status = main(["doctor", "--json", str(out), *arguments, str(tmp_path / "train.py")])
+    return status, json.loads(out.read_text())
+
+
+HEAD = """
+import torch, torch.nn.functional as F
+from torch import nn
+import ampatch as amp
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+LOOP = """
+for step in range(6):
+    x, y = torch.randn(4, 8), torch.randint(0, 3, (4,))
+    {batch}
+    loss = F.cross_entropy(model(x), y)
+    {loss}
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+"""
+
+
+def script(level="O1", batch="", loss="", **options):
+    """A script that trains at a level."""
+    given = "".join(f", {name}={value!r}" for name, value in options.items())
+    initialize = f"model, optimizer = amp.initialize(model, optimizer, {level!r}, verbosity=0{given})"
+    initialize = initialize.replace(f"optimizer, {level!r}", f"optimizer, opt_level={level!r}")
+    return HEAD + initialize + LOOP.format(batch=batch, loss=loss)
+
+
+@pytest.mark.process(keep=1)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_a_run_without_a_fault_has_no_finding(tmp_path, capsys, level):
+    status, report = run_script(tmp_path, script(level))
+    assert (status, report["findings"], report["unknown"]) == (0, [], [])
+    assert "Nothing broke" in capsys.readouterr().out
+
+
+@pytest.mark.process
+def test_the_search_of_the_scale_is_no_finding(tmp_path):
+    scales = {"init_scale": 2.0**30}
+    text = script("O2").replace(
+        "verbosity=0", f"loss_scale=amp.DynamicLossScale(**{scales}, max_scale=2.**40), verbosity=0"
+    )
+    status, report = run_script(tmp_path, text.replace("range(6)", "range(40)"))
+    assert (status, report["findings"]) == (0, [])
+    assert report["scale"]["search"]
+    assert report["scale"]["skipped"] == list(range(len(report["scale"]["skipped"])))
+    assert report["scale"]["history"][0] == [0, 2.0**30]
+
+
+@pytest.mark.process
+def test_nan_in_a_batch_is_told_with_its_sample(tmp_path, capsys):
+    status, report = run_script(tmp_path, script(batch="x[2, 5] = float('nan') if step == 3 else 1"))
+    first = report["findings"][0]
+    assert status == 1
+    assert (first["phase"], first["step"], first["sample"], first["element"]) == ("input", 3, 2, [2, 5])
+    assert first["float32_survives"] is False
+    assert "sample 2" in capsys.readouterr().out
+
+
+@pytest.mark.process
+def test_an_operation_of_the_loss_is_told_apart_from_the_model(tmp_path):
+    _, report = run_script(tmp_path, script(loss="loss = loss + (loss * 0).log() if step == 2 else loss"))
+    first = report["findings"][0]
+    assert (first["phase"], first["step"], first["op"], first["module"]) == ("loss", 2, "log", "")
+
+
+@pytest.mark.process
+def test_an_infinity_that_reaches_nothing_is_harmless(tmp_path):
+    status, report = run_script(tmp_path, script(loss="seen = (loss.detach() * 0).log()"))
+    assert (status, report["findings"]) == (0, [])
+    assert [it["op"] for it in report["harmless"]] == ["log"]
+
+
+@pytest.mark.process
+def test_a_mask_of_infinities_is_no_fault(tmp_path):
+    mask = "mask = torch.full((4, 8), float('-inf')).fill_diagonal_(0); x = x + mask.softmax(1)"
+    status, report = run_script(tmp_path, script(batch=mask))
+    assert (status, report["findings"], report["harmless"]) == (0, [], [])
+
+
+@pytest.mark.process
+def test_a_script_that_never_steps_is_told_so(tmp_path):
+    status, report = run_script(tmp_path, "print('hello')")
+    assert status == 0
+    assert "made no step" in report["unknown"][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "expected one Python script"),
+        (["--opt-level", "O9", "x.py"], "expected one of O0"),
+        (["missing.py"], "does not exist"),
+    ],
+)
+def test_what_cannot_be_examined_is_refused_in_a_line(capsys, arguments, said):
+    assert main(["doctor", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+# ---- Which steps are looked at ----
+
+
+def attempts(*words, scale=1024.0):
+    """Attempts by a letter each: good, overflow (halves the scale), weights bad, loss bad; + doubles."""
+    found = []
+    for word in "".join(words):
+        if word == "+":
+            scale *= 2
+            continue
+        found.append(Attempt(len(found), scale, True, word != "l", word not in "ol", word != "w"))
+        scale /= 2 if word in "ol" else 1
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "suspects", "collapse"),
+    [
+        ("gggg", (), False),
+        ("ooogggg", (), False),  # the search for the first scale
+        ("ggg+ogg", (), False),  # it grew to where it never was
+        ("gggogg", (3,), False),
+        ("ggogogog", (2, 4, 6), True),
+        ("oooooo", (0, 5), True),
+        ("gggw", (3,), False),
+        ("gggwwww", (3,), True),  # what follows comes of it
+        ("lgg", (0,), False),
+    ],
+)
+def test_suspects(words, suspects, collapse):
+    run = attempts(words)
+    assert find_suspects(run) == suspects
+    assert is_collapse(run) is collapse
+
+
+def test_a_static_scale_does_not_search():
+    run = [Attempt(0, 128.0, False, True, False, True)]
+    assert find_suspects(run) == (0,)
+    assert is_collapse(run)
+
+
+def test_the_history_of_a_scale_has_its_changes():
+    scale = describe_scale(attempts("oogg+gg"))
+    assert scale == {
+        "history": [(0, 1024.0), (1, 512.0), (2, 256.0), (4, 512.0)],
+        "skipped": [0, 1],
+        "search": True,
+    }
+
+
+def finding(**given):
+    values = {
+        "step": 0,
+        "micro_step": 0,
+        "phase": "forward",
+        "model": "m",
+        "module": "a",
+        "call": 0,
+        "op": "exp",
+    }
+    values |= {
+        "parameter": None,
+        "kind": "inf",
+        "where": "t.py:1",
+        "element": (0,),
+        "sample": None,
+        "count": 1,
+    }
+    values |= {"largest_finite": 1.0, "dtype": "float16", "input_largest": 12.0, "node": None}
+    return Finding(**values | given)
+
+
+def test_the_same_at_several_steps_is_one_finding():
+    merged = merge([finding(step=1), finding(step=4), finding(step=4, op="log")])
+    assert [(it.op, it.steps) for it in merged] == [("exp", (1, 4)), ("log", (4,))]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"float32_survives": True}, "keep_fp32=['a']"),
+        ({"float32_survives": False}, "learning rate"),
+        ({"op": "log"}, "logits"),
+        ({"op": "softmax"}, "-inf"),
+        ({"op": "sqrt", "phase": "backward"}, "eps"),
+        ({"op": "matmul"}, "divide before the sum"),
+        ({"phase": "input"}, "loader"),
+    ],
+)
+def test_remedies_fit(given, said):
+    assert any(said in remedy for remedy in remedies(finding(**given)))
+
+
+def test_the_reason_names_the_largest_input_and_the_limit_of_the_type():
+    assert explain(finding(float32_survives=True)).why == (
+        "exp made 1 inf in float16; its largest input is 12. float16 holds nothing above 65504."
+    )
+
+
+# ---- Values and places ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_what_is_wrong_in_a_tensor(dtype):
+    tensor = torch.ones(3, 4, dtype=dtype)
+    assert examine_tensor(tensor) is None
+    tensor[1, 2], tensor[2, 0] = math.inf, -2
+    damage = examine_tensor(tensor)
+    assert (damage.kind, damage.element, damage.count, damage.largest_finite) == ("inf", (1, 2), 1, 2.0)
+    tensor[2, 3] = math.nan
+    assert (examine_tensor(tensor).kind, examine_tensor(tensor).count) == ("nan", 2)
+
+
+def test_sparse_and_integers_are_looked_at_as_what_they_hold():
+    sparse = torch.sparse_coo_tensor([[0]], [math.inf], (3,))
+    assert not is_finite(sparse)
+    assert is_finite(torch.arange(3))
+    assert is_finite(torch.empty(0))
+
+
+def test_an_infinity_that_the_script_names_is_seen_in_arguments():
+    assert holds_no_number((1, [2.0, -math.inf]))
+    assert not holds_no_number((1, 2.0, "inf", torch.tensor(math.inf)))
+
+
+def test_the_users_line_is_the_one_that_called():
+    assert user_line().rpartition(":")[0].endswith("test_doctor.py")
+    assert nn.Identity().register_forward_hook(lambda *_: None)
+    lines = []
+    layer = nn.Sequential(nn.Identity())
+    layer[0].register_forward_hook(lambda *_: lines.append(user_line()))
+    layer(torch.ones(1))
+    assert lines[0].rpartition(":")[0].endswith("test_doctor.py")
+
+
+def test_a_module_that_runs_twice_counts_its_calls():
+    model, models = nn.Sequential(nn.Linear(2, 2)), Models()
+    assert models.enter(model)
+    for call in range(2):
+        assert not models.enter(model[0])
+        assert (models.place.model, models.place.module, models.place.call) == ("model", "0", call)
+        models.leave()
+    models.leave()
+    assert models.place is None
+
+
+def test_a_loss_without_parameters_is_no_model():
+    models = Models()
+    assert not models.enter(nn.CrossEntropyLoss())
+    assert not models.is_inside
