@@ -50,6 +50,7 @@ def tests(session: nox.Session) -> None:
 def mutants(session: nox.Session) -> None:
     """Plants faults in the engine and counts those that no test catches: `nox -s mutants -- --count 300`."""
     install(session, "test")
+    session.install("pytest-cov")
     session.run("python", "tests/mutants.py", *session.posargs)
 
 
