@@ -34,27 +34,23 @@ class MasterGrads:
 
     # Between blocks
 
-    def follow(self, *, is_step: bool = False, to_warn: bool = False) -> bool:
+    def follow(self, *, is_step: bool = False) -> None:
         """Takes over what happened to half gradients since they were last seen, whoever did it.
 
         New ones, of a `backward` outside any block, are unscaled and count. At a step so does one that was
         changed in place since the last step, as where gradients are cleared to zero or never, if no block
-        has scaled it. For the rest see `drop_restarted`. Returns whether a model's gradient was changed in
-        another way, which masters do not follow: for certain only `to_warn`, which costs a host sync if one
-        was changed in place.
+        has scaled it. For the rest see `drop_restarted`. A step warns once of changes that it does not see,
+        and costs a host sync until then if one was changed in place.
         """
         changed = self._find_changed()
         if not changed:
-            return False
+            return
         for pair in changed if is_step else ():
             if pair.master.grad is None and not pair.grad_scaled:
                 pair.grad_used = None
-        self._feed_fresh(changed, None)
-        return _drop_restarted(changed, to_warn)
-
-    def follow_and_warn(self) -> None:
-        """Does so before a step, and warns once of what the step does not see."""
-        if self.follow(is_step=True, to_warn=not self._warned) and not self._warned:
+        self.feed(None, changed)
+        to_warn = is_step and not self._warned
+        if _drop_restarted(changed, to_warn) and to_warn:
             self._warned = True
             logger.warning(
                 "gradients of the half model changed after the block of scale_loss that made them, and the "
@@ -105,14 +101,11 @@ class MasterGrads:
             half.grad = None
         pair.grad_used = pair.grad_seen = None
 
-    def feed(self, unscale: Unscale | None) -> None:
-        """Adds the new half gradients to the masters', each `unscale`d in float32."""
-        self._feed_fresh(self._pairs, unscale)
-
-    def _feed_fresh(self, pairs: Sequence[Weight], unscale: Unscale | None) -> None:
+    def feed(self, unscale: Unscale | None, pairs: Sequence[Weight] | None = None) -> None:
+        """Adds new half gradients, of all pairs or of some, to the masters', each `unscale`d in float32."""
         fresh = [
             pair
-            for pair in pairs
+            for pair in (self._pairs if pairs is None else pairs)
             if (grad := pair.half.grad) is not None
             and grad is not pair.grad_used
             and (pair.grad_used is None or pair.has_fresh_grad())

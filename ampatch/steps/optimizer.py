@@ -234,7 +234,7 @@ class AmpOptimizer:
         if self.end_block is not None:
             self.end_block()  # the step is inside a block: its gradients are needed now
         self.settle()
-        self._grads.follow_and_warn()
+        self._grads.follow(is_step=True)
         self.masters.take_edits()
         outcomes, self._pending = self._pending, []
         self.last_outcomes = self.last_outcomes + outcomes
