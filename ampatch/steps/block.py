@@ -98,7 +98,7 @@ class ScaledLoss:
             return
         self._close()
         outcome = None
-        delays = self._delay_unscale or any(optimizer.local.are_coming for optimizer in self._optimizers)
+        delays = self._delay_unscale or any(optimizer.local.coming for optimizer in self._optimizers)
         if delays:
             for optimizer in self._optimizers:
                 optimizer.delay(self._scale)

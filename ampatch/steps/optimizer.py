@@ -113,7 +113,8 @@ class AmpOptimizer:
     @torch.no_grad()
     def delay(self, scale: Scale) -> None:
         """Leaves the gradients scaled until a later block, or the step, settles them."""
-        self.local.wait()
+        self.local.are_waiting |= bool(self.local.coming)
+        self.local.coming.clear()
         if self.delayed is not scale:
             # What was set aside is unscaled: a power of two takes it there and back exactly.
             self._earlier.change(functools.partial(scale.scale_clean, outcomes=self._pending))
@@ -176,7 +177,7 @@ class AmpOptimizer:
         What accumulates in place, as in plain torch, stays as the exception left it: gradients of
         float32 weights with a static scale of 1, and those that are not averaged over ranks yet.
         """
-        self.local.drop_coming()
+        self.local.coming.clear()
         if self.delayed is None and scale.is_identity:
             params: Iterable[Tensor] = (pair.half for pair in self.masters)
         else:
