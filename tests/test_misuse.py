@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import ampatch as amp
-from ampatch.steps.step import SkipStreak, explain_skips
+from ampatch.session.announce import explain_skips
 from helpers import assert_same_bits, needs_torch, scaled_backward
 from nets import HALVES, MASTERED, Net, X, open_session, sgd
 from test_readme import explained
@@ -556,12 +556,6 @@ def test_an_average_that_is_older_than_the_session_or_of_a_half_model_of_ones_ow
 
 
 # ---- Steps skipped in a row ----
-
-
-def test_the_fifth_skip_in_a_row_is_told_once_a_streak():
-    streak = SkipStreak()
-    skips = [True] * 4 + [False] + [True] * 7 + [False] + [True] * 5
-    assert [index for index, skipped in enumerate(skips) if streak.note(skipped)] == [9, 17]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from ampatch.steps.master_grads import MasterGrads
 from ampatch.steps.masters import MasterParams
 from ampatch.steps.outcome import BackwardOutcome
 from ampatch.steps.scaler import Scale
-from ampatch.steps.step import SkipStep, SkipStreak, StepListener, find_closure
+from ampatch.steps.step import SkipStep, StepListener, find_closure
 from ampatch.steps.unsynced_grads import LocalGrads, scale_again
 
 
@@ -48,7 +48,7 @@ class AmpOptimizer:
         self.local = LocalGrads()
         self._earlier = EarlierGrads()
         self._skip = SkipStep()
-        self.skips = SkipStreak()
+        self.skipped = 0  # how many steps in a row were
         self._step: FrameType | None = None  # the call that runs a step
         self._capture: object = None  # the capture of a CUDA graph that the last block was in, and
         self.from_before: set[int] = set()  # the ids of parameters that had gradients before that block

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -97,51 +96,3 @@ class SkipStep:
         for param, grad in self._hidden:
             param.grad = grad
         self._hidden = []
-
-
-class SkipStreak:
-    """Counts the steps that were skipped in a row."""
-
-    LENGTH = 5  # finding the first scale takes several; as many again are worth a word
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def note(self, was_skipped: bool) -> bool:
-        """Notes a step; True once a streak, when it has become long."""
-        self.count = self.count + 1 if was_skipped else 0
-        return self.count == self.LENGTH
-
-
-def are_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether no value is inf or NaN; one host sync."""
-    found = [torch.isfinite(tensor.detach()).all().to(tensors[0].device) for tensor in tensors]
-    return bool(torch.stack(found).all())
-
-
-def explain_skips(
-    count: int, loss_is_finite: bool | None, weights_are_finite: bool | None, scale: float, floor: float = 0.0
-) -> str:
-    """Says why so many steps in a row were skipped, and what to try; None is what nobody has looked at.
-
-    `floor` is the least that the scale can become, 0 if it may go on falling.
-    """
-    begin = f"{count} steps in a row were skipped"
-    if weights_are_finite is False:
-        return (
-            f"{begin}, and weights are inf or NaN: no loss scale helps any more. Start again from a "
-            f"checkpoint, with a lower learning rate or with clipping"
-        )
-    if loss_is_finite is False:
-        return (
-            f"{begin}, and the loss itself is inf or NaN before it is scaled: no loss scale helps. Look for "
-            f"inf or NaN in the batch, for log(0) or a division by 0 in the loss, and for activations above "
-            f"65504 (keep_fp32 of their layer, or O4 or O5); lower the learning rate"
-        )
-    finite = "though the loss is finite, " if loss_is_finite else ""
-    is_least = scale <= floor
-    return (
-        f"{begin}: {finite}gradients overflow at a loss scale of {scale:g}"
-        f"{', the lowest allowed' if is_least else ''}. Name the layer that overflows in keep_fp32, take "
-        f"bfloat16 (O4 or O5), or {'lower min_loss_scale' if is_least else 'begin with a lower init_scale'}"
-    )
