@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,7 +27,6 @@ from ampatch.session.announce import Announcer, say, warn_of_torch
 from ampatch.session.joins import Joins
 from ampatch.session.members import Members
 from ampatch.session.misuse.misuse import Misuse
-from ampatch.session.observe import Observer
 from ampatch.session.refresh import RefreshWeights
 from ampatch.session.request import (
     Call,
@@ -42,6 +42,9 @@ from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.scaler import LossScaler
 from ampatch.steps.step import StepListener
 from ampatch.steps.unsynced_grads import NoteNoSync
+
+if TYPE_CHECKING:
+    from ampatch.session.inspection import Observer
 
 
 class Session(StepListener):
@@ -75,11 +78,6 @@ class Session(StepListener):
         self._announcer = Announcer()
         self._joins = Joins(self._make_masters, self._data_watch)
         self.is_disabled = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there is an enabled call of `initialize` to undo."""
-        return bool(self._calls)
 
     # Opening
 
