@@ -36,7 +36,7 @@ from ampatch.session.request import (
     steps_part_of,
     validate_optimizers,
 )
-from ampatch.steps.captured import CapturedStep
+from ampatch.steps.captured import capture_step
 from ampatch.steps.masters import MasterParams, fit_states
 from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.scaler import LossScaler
@@ -218,7 +218,7 @@ class Session(StepListener):
         self.casts.thread.end_step()
         capture = self.capture()
         if capture is not None:
-            capture.append(CapturedStep(optimizer, capture))
+            capture_step(optimizer, capture)
             return
         call = self.find(optimizer.optimizer)[1]
         if call.verbosity >= 1:

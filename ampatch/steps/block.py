@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ampatch.errors import AmpError
 from ampatch.levels.private import graph_task
-from ampatch.steps.captured import CapturedBlock
+from ampatch.steps.captured import CapturedBlock, CapturedGrads
 from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.outcome import BackwardOutcome
 from ampatch.steps.scaler import LossScaler, Scale
@@ -105,9 +105,9 @@ class ScaledLoss:
         else:
             outcome = self._unscale()
         if self._capture is not None:
+            grads = list(map(CapturedGrads, self._optimizers))
             delayed, update = self._scale if delays else None, not self._delay_overflow_check
-            block = CapturedBlock(self._optimizers, outcome, self._scaler, delayed=delayed, update=update)
-            self._capture.append(block)
+            self._capture.append(CapturedBlock(grads, outcome, self._scaler, delayed, update))
         if self._tell_end is not None:
             self._tell_end(self._scaler.loss_id)
 

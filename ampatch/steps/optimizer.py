@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ampatch.errors import AmpError
 from ampatch.levels.stack import is_running
 from ampatch.levels.undo import refer
-from ampatch.steps.captured import CapturedBlock
+from ampatch.steps.captured import CapturedBlock, CapturedGrads
 from ampatch.steps.grads import EarlierGrads, find_grads
 from ampatch.steps.master_grads import MasterGrads
 from ampatch.steps.masters import MasterParams
@@ -141,7 +141,7 @@ class AmpOptimizer:
             outcome = scale.scaler.finish(found_inf, counts=False, capture=scale.capture)
             self.note(outcome)
         if scale.capture is not None:
-            scale.capture.append(CapturedBlock([self], outcome, scale.scaler))
+            scale.capture.append(CapturedBlock([CapturedGrads(self)], outcome, scale.scaler))
 
     def _unscale_delayed(self) -> Tensor | None:
         """Returns the found_inf of what a block left scaled; the scale knows nothing of it yet."""
