@@ -159,19 +159,14 @@ def scale_loss(
         )
     found = [SESSION.find(optimizer, index) for index, optimizer in enumerate(given)]
     scalers = SESSION.scalers(of_last_call=True) if of_last_call or not found else found[0][1].scalers
-    amp_optimizers = list({id(amp_optimizer): amp_optimizer for amp_optimizer, _ in found}.values())
     scaler = pick_scaler(scalers, loss_id)
-    SESSION.note_scale(scaler)
     for observer in SESSION.observers:
         observer.on_loss(loss.detach(), scaler.loss_id)
     return ScaledLoss(
         loss,
-        amp_optimizers,
+        list(dict.fromkeys(amp for amp, _ in found)),
         scaler,
-        SESSION.casts.end_iteration,
-        SESSION.tell_backward if SESSION.observers else None,
-        SESSION.misuse.scales,
-        SESSION.capture(),
+        SESSION,
         delay_unscale=delay_unscale,
         delay_overflow_check=delay_overflow_check,
     )

@@ -21,7 +21,7 @@ from ampatch.steps.master_grads import MasterGrads
 from ampatch.steps.masters import MasterParams
 from ampatch.steps.outcome import BackwardOutcome
 from ampatch.steps.scaler import Scale
-from ampatch.steps.step import SkipStep, StepListener, find_closure
+from ampatch.steps.step import Listener, SkipStep, find_closure
 from ampatch.steps.unsynced_grads import LocalGrads, scale_again
 
 
@@ -32,7 +32,7 @@ class AmpOptimizer:
     """
 
     def __init__(
-        self, optimizer: Optimizer, masters: MasterParams, listener: StepListener, given: object = None
+        self, optimizer: Optimizer, masters: MasterParams, listener: Listener, given: object = None
     ) -> None:
         self.optimizer = optimizer
         self.find_given = refer(given)  # a wrapper may be dropped before the optimizer

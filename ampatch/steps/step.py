@@ -5,19 +5,32 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ampatch.steps.outcome import BackwardOutcome
 
+if TYPE_CHECKING:
+    from ampatch.steps.block import ScaledLoss
 
-class StepListener:
-    """Is told when an optimizer's step begins and ends; the session overrides these."""
+
+class Listener:
+    """Is told when blocks of `scale_loss` and steps begin and end; the session overrides these."""
 
     def capture(self) -> list | None:
         """Returns what collects what the replay of a CUDA graph must repeat, while one is captured."""
         return None
+
+    def begin_block(self, block: ScaledLoss) -> None:
+        """Called before a block yields its scaled loss."""
+
+    def close_block(self, block: ScaledLoss) -> None:
+        """Called when a block ends, before its gradients are unscaled, or dropped after an exception."""
+
+    def end_block(self, loss_id: int) -> None:
+        """Called when a block has ended well."""
 
     def begin_step(self, optimizer: object) -> None:
         """Called before anything is done in a step."""

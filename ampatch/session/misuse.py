@@ -1,10 +1,12 @@
-"""Looks for what trains wrongly without an error, and has it warned of once a session."""
+"""Half weights that train wrongly without an error, and calls of `initialize` that do: warned of once."""
 
 from __future__ import annotations
 
 import functools
+import logging
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -15,25 +17,45 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
-from ampatch.levels.loss_scale import StaticLossScale
 from ampatch.levels.precision import HALF_TYPES
+from ampatch.levels.stack import Line, find_line
 from ampatch.patching.patcher import Patcher, SessionPatch
-from ampatch.session.misuse.scale_watch import ScaleWatch
-from ampatch.session.misuse.warner import Warner
 
 if TYPE_CHECKING:
+    from ampatch.session.members import Members
     from ampatch.session.request import Request
     from ampatch.steps.optimizer import AmpOptimizer
-    from ampatch.steps.scaler import LossScaler
+
+logger = logging.getLogger("ampatch")
+
+
+class Warner:
+    """Says each kind of thing once: in the log, and as a warning that points at a line."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def forget(self) -> None:
+        """Lets everything be said again."""
+        self._said.clear()
+
+    def warn(self, kind: str, text: str, line: Line | None = None) -> None:
+        """Warns of a kind of misuse; `line` is the one to change, by default the one that runs."""
+        if kind in self._said:
+            return
+        self._said.add(kind)
+        file, number = line or find_line()
+        logger.warning("%s:%d: %s", file, number, text)
+        warnings.warn_explicit(text, UserWarning, file, number)
 
 
 class HalfWatch(SessionPatch):
     """Watches half weights that are averaged, or stepped by an optimizer that nobody gave to `initialize`."""
 
-    def __init__(self, warner: Warner, list_optimizers: Callable[[], Sequence[AmpOptimizer]]) -> None:
+    def __init__(self, warner: Warner, members: Members) -> None:
         super().__init__()
         self._warner = warner
-        self._list_optimizers = list_optimizers
+        self._members = members
         self.forget()
 
     def forget(self) -> None:
@@ -77,7 +99,7 @@ class HalfWatch(SessionPatch):
         known = self._find_half(wants_masters=False)
         if not any(id(param) in known for param in model.parameters()):
             return None
-        optimizers = self._list_optimizers()
+        optimizers = self._members.optimizers()
         for optimizer in optimizers:
             optimizer.masters.take_edits()
         return {id(pair.half): pair.master for optimizer in optimizers for pair in optimizer.masters}
@@ -131,71 +153,24 @@ class PreciseModel:
         return self._masters.get(id(tensor), tensor).detach().float()
 
 
-class Misuse:
-    """What a session watches for misuse, and what each call of `initialize` is checked for."""
-
-    def __init__(
-        self,
-        list_optimizers: Callable[..., Sequence[AmpOptimizer]],
-        list_scalers: Callable[[], Sequence[LossScaler]],
-    ) -> None:
-        self._list_scalers = list_scalers
-        self._warner = Warner()
-        self._list_optimizers = list_optimizers
-        self.scales = ScaleWatch(self._warner, self._list_dynamic, self._is_right)
-        self.halves = HalfWatch(self._warner, list_optimizers)
-        self.patches = (self.scales, self.halves)
-
-    def _list_dynamic(self) -> list[AmpOptimizer]:
-        """The optimizers with a dynamic scale; what has a `backward`, as FP16_Optimizer, scales by itself."""
-        found = self._list_optimizers(only_dynamic=True)
-        return [amp for amp in found if not hasattr(amp.find_given(), "backward")]
-
-    def _is_right(self, amp: AmpOptimizer) -> bool:
-        """Whether a script may scale by hand, or steps zeros; one host sync, before a warning."""
-        asked = [scaler.was_asked() for scaler in self._list_scalers()]  # all of them: it resets them
-        if any(asked):
-            return True
-        grads = [param.grad for param in amp.model_params() if param.grad is not None]
-        return not any(grad.detach().any() for grad in grads)
-
-    def open(self, request: Request, amps: Sequence[AmpOptimizer], undo: ExitStack) -> None:
-        """Checks a call whose models are cast, and watches what it needs; `undo` receives the way back."""
-        policy = request.policy
-        self._check_float64(request)
-        if policy.is_pure_half and policy.half is torch.float16:
-            self._check_eps(amps)
-        if policy.loss_scale != StaticLossScale(1.0):
-            self.scales.open(undo)
-        if policy.casts_model:
-            self.halves.open(undo)
-            self.halves.watch(request.models, policy.master_weights)
-
-    def forget(self) -> None:
-        """Lets the next session warn again."""
-        self._warner.forget()
-
-    def _check_float64(self, request: Request) -> None:
-        params = (param for model in request.models for param in model.parameters())
-        dtypes = (param.dtype for param in params if param.is_floating_point())
-        if request.policy.half is None or next(dtypes, None) is not torch.float64:
-            return
-        if all(dtype is torch.float64 for dtype in dtypes):
-            self._warner.warn(
-                "float64",
-                f"the model is float64, of which {request.policy.opt_level} casts nothing: call "
-                f"model.float() before initialize",
+def check_request(warner: Warner, request: Request, amps: Sequence[AmpOptimizer]) -> None:
+    """Warns of a call of `initialize` that works, and trains wrongly."""
+    policy = request.policy
+    params = [param for model in request.models for param in model.parameters() if param.is_floating_point()]
+    if policy.half is not None and params and all(param.dtype is torch.float64 for param in params):
+        warner.warn(
+            "float64",
+            f"the model is float64, of which {policy.opt_level} casts nothing: call model.float() before "
+            f"initialize",
+        )
+    optimizers = [amp.optimizer for amp in amps if policy.is_pure_half and policy.half is torch.float16]
+    for optimizer, group in [(one, group) for one in optimizers for group in one.param_groups]:
+        if _loses_eps(optimizer, group):
+            warner.warn(
+                "eps",
+                f"eps={group['eps']} of {type(optimizer).__name__} is 0 in float16, in which it steps, "
+                f"and small gradients make it divide by 0: give it eps=1e-4, or take opt_level='O2'",
             )
-
-    def _check_eps(self, amps: Sequence[AmpOptimizer]) -> None:
-        optimizers = [amp.optimizer for amp in amps]
-        for optimizer, group in [(one, group) for one in optimizers for group in one.param_groups]:
-            if _loses_eps(optimizer, group):
-                self._warner.warn(
-                    "eps",
-                    f"eps={group['eps']} of {type(optimizer).__name__} is 0 in float16, in which it steps, "
-                    f"and small gradients make it divide by 0: give it eps=1e-4, or take opt_level='O2'",
-                )
 
 
 def _loses_eps(optimizer: Optimizer, group: dict) -> bool:
