@@ -223,8 +223,5 @@ class RefreshWeights(BeforeGraph):
             for weight in values:
                 follow(weight)
 
-    def __deepcopy__(self, memo: dict) -> RefreshWeights:
-        return RefreshWeights(copy.deepcopy(self._values, memo))
-
     def __reduce__(self) -> tuple:
         return RefreshWeights, (self._values,)

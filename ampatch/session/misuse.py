@@ -83,8 +83,8 @@ class HalfWatch(SessionPatch):
 
     def _find_precise(self, averaged: AveragedModel, model: Module) -> Module | PreciseModel:
         """What to average: the model with its masters, if it is one of ours with half weights."""
-        masters = self._find_masters(model)
-        if masters is None:
+        half = self._find_half(wants_masters=False)
+        if not any(id(param) in half for param in model.parameters()):
             return model
         if any(param.dtype in HALF_TYPES for param in averaged.module.parameters()):
             self._warner.warn(
@@ -92,17 +92,11 @@ class HalfWatch(SessionPatch):
                 "an AveragedModel of half parameters is updated in half precision, where most of each update "
                 "is rounded away: make it AveragedModel(model).float(), which then averages float32 values",
             )
-        return PreciseModel(model, averaged.module, masters)
-
-    def _find_masters(self, model: Module) -> dict[int, Tensor] | None:
-        """The masters of a model's half parameters, by their id; None if none of these is cast here."""
-        known = self._find_half(wants_masters=False)
-        if not any(id(param) in known for param in model.parameters()):
-            return None
         optimizers = self._members.optimizers()
         for optimizer in optimizers:
             optimizer.masters.take_edits()
-        return {id(pair.half): pair.master for optimizer in optimizers for pair in optimizer.masters}
+        masters = {id(pair.half): pair.master for optimizer in optimizers for pair in optimizer.masters}
+        return PreciseModel(model, averaged.module, masters)
 
     # Steps of optimizers that nobody knows
 

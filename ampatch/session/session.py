@@ -198,8 +198,8 @@ class Session(Listener):
     def enter_step(self, frame: FrameType) -> None:
         self.casts.thread.begin_step(frame)
 
-    def pause_step(self) -> FrameType:
-        return self.casts.thread.end_step()
+    def pause_step(self) -> None:
+        self.casts.thread.end_step()
 
     def exit_step(self, optimizer: AmpOptimizer) -> None:
         self.casts.thread.end_step()

@@ -113,7 +113,7 @@ class ScaledLoss:
             capture=self._capture,
         )
         for optimizer in self.optimizers:
-            optimizer.note(outcome)
+            optimizer.pending.append(outcome)
         return outcome
 
 

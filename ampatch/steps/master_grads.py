@@ -177,7 +177,8 @@ def _drop_restarted(pairs: Sequence[Weight], to_warn: bool) -> bool:
     cleared = [pair for pair in pairs if pair.grad_seen is not None and pair.half.grad is None]
     edited = [pair for pair in pairs if (to_warn or pair.master.grad is not None) and _was_edited(pair)]
     # Zeroing leaves +0 everywhere; clipping by an infinite norm, for one, leaves -0 and nan as well.
-    is_zeroed = bool(edited) and not _have_bits([pair.half.grad for pair in edited])
+    bits = [pair.half.grad.detach().view(torch.int16).any() for pair in edited]
+    is_zeroed = bool(bits) and not torch.stack([bit.to(bits[0].device) for bit in bits]).any()
     for pair in [*cleared, *edited] if is_zeroed else cleared:
         clear_master_grad(pair)
         mark_grad_used(pair)
@@ -190,12 +191,6 @@ def _was_edited(pair: Weight) -> bool:
     if grad is None or grad is not pair.grad_seen:
         return False
     return grad._version != pair.grad_version and not grad.is_sparse
-
-
-def _have_bits(grads: Sequence[Tensor]) -> bool:
-    """Whether any gradient has a bit that is not 0, a sign among them; one host sync."""
-    found = [grad.detach().view(torch.int16).any().to(grads[0].device) for grad in grads]
-    return bool(torch.stack(found).any())
 
 
 def _feed(pairs: list[Weight], unscale: Unscale | None) -> None:

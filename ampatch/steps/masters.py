@@ -145,14 +145,8 @@ def fit_states(optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
     alive = [optimizer for reference in optimizers if (optimizer := reference()) is not None]
     for param, state in [item for optimizer in alive for item in optimizer.state.items()]:
         if isinstance(param, Tensor) and param.dtype in (torch.float32, *HALF_TYPES):
-            _cast_state(state, param.dtype)
-
-
-def _cast_state(state: dict, dtype: torch.dtype) -> None:
-    for key, value in state.items():
-        # Optimizers count steps in float32 whatever the parameters are.
-        if key != "step":
-            state[key] = _cast_value(value, dtype)
+            # Optimizers count steps in float32 whatever the parameters are.
+            state.update({key: _cast_value(state[key], param.dtype) for key in state if key != "step"})
 
 
 def _cast_value(value: object, dtype: torch.dtype) -> object:

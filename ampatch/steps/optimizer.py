@@ -41,7 +41,7 @@ class AmpOptimizer:
         self.masters = masters
         self._grads = MasterGrads(masters.pairs)
         self._listener = listener
-        self._pending: list[BackwardOutcome] = []  # of the blocks since the last step
+        self.pending: list[BackwardOutcome] = []  # of the blocks since the last step
         self.last_outcomes: list[BackwardOutcome] = []  # of the blocks that led to the last step
         self.end_block: Callable[[], None] | None = None  # ends the block that is open
         self.delayed: Scale | None = None  # what the gradients are still scaled by
@@ -98,11 +98,11 @@ class AmpOptimizer:
     def _enter_capture(self, capture: object, is_step: bool = False) -> None:
         """Tells what is captured in a CUDA graph from what is not, of which a graph can know nothing."""
         if capture is None:  # nobody has computed what a capture left: replays will
-            self._pending = [outcome for outcome in self._pending if outcome.capture is None]
+            self.pending = [outcome for outcome in self.pending if outcome.capture is None]
             if self.delayed is not None and self.delayed.capture is not None:
                 self.delayed = None
         elif capture is not self._capture:
-            waits = is_step and (self._pending or self.delayed is not None)
+            waits = is_step and (self.pending or self.delayed is not None)
             if waits or any(pair.master.grad is not None for pair in self.masters):
                 raise AmpError(
                     f"{type(self.optimizer).__name__}: a block of scale_loss before this CUDA graph waits "
@@ -117,7 +117,7 @@ class AmpOptimizer:
         self.local.coming.clear()
         if self.delayed is not scale:
             # What was set aside is unscaled: a power of two takes it there and back exactly.
-            self._earlier.change(functools.partial(scale.scale_clean, outcomes=self._pending))
+            self._earlier.change(functools.partial(scale.scale_clean, outcomes=self.pending))
         self.delayed = scale
         self.restore_grads()
 
@@ -139,7 +139,7 @@ class AmpOptimizer:
         if scale.scaler.is_dynamic:
             # As in apex, a delayed block does not count towards growth.
             outcome = scale.scaler.finish(found_inf, counts=False, capture=scale.capture)
-            self.note(outcome)
+            self.pending.append(outcome)
         if scale.capture is not None:
             scale.capture.append(CapturedBlock([CapturedGrads(self)], outcome, scale.scaler))
 
@@ -199,10 +199,6 @@ class AmpOptimizer:
         self._earlier.give_back()
         self._grads.end()
 
-    def note(self, outcome: BackwardOutcome) -> None:
-        """Remembers what a block did, for the next step to skip or not."""
-        self._pending.append(outcome)
-
     # A step
 
     def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
@@ -224,11 +220,11 @@ class AmpOptimizer:
 
     def _evaluate(self, optimizer: Optimizer, closure: Callable[[], object]) -> object:
         """Runs a closure inside a step: with casts, on the current weights, its gradients unscaled."""
-        frame = self._listener.pause_step()
+        self._listener.pause_step()
         self.masters.copy_to_model()
         result = closure()
         self._before_update(optimizer)
-        self._listener.enter_step(frame)
+        self._listener.enter_step(self._step)
         return result
 
     def _before_update(self, optimizer: Optimizer) -> None:
@@ -237,7 +233,7 @@ class AmpOptimizer:
         self.settle()
         self._grads.follow(is_step=True)
         self.masters.take_edits()
-        outcomes, self._pending = self._pending, []
+        outcomes, self.pending = self.pending, []
         self.last_outcomes = self.last_outcomes + outcomes
         if outcomes:
             self._skip.skip_after_overflow(optimizer, self.params(), self.last_outcomes)
@@ -260,12 +256,12 @@ class AmpOptimizer:
         self._capture = None
         self.delayed = delayed
         if outcome is not None:
-            self.note(outcome)
+            self.pending.append(outcome)
 
     def repeat_step(self) -> None:
         """Notes that a step ran in a CUDA graph that was replayed."""
         self._listener.begin_step(self)
-        self.last_outcomes, self._pending = self._pending, []
+        self.last_outcomes, self.pending = self.pending, []
         self._grads.drop()
         self._listener.exit_step(self)
 

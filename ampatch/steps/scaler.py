@@ -127,7 +127,11 @@ class LossScaler:
         only while the graph is replayed.
         """
         if self.is_dynamic and self._device != device:
-            self._move_to(device)
+            self._device, self._current = device, None
+            self._scale = self._scale.to(device)
+            self._growth_tracker = self._growth_tracker.to(device)
+            self._hysteresis_tracker = self._hysteresis_tracker.to(device)
+            self._carried = None if self._carried is None else self._carried.to(device)
         if self._current is None or self._current.capture is not capture:
             self._current = Scale(self, self._scale.clone() if self.is_dynamic else self._number, capture)
         return self._current
@@ -140,14 +144,6 @@ class LossScaler:
     def unscale_(self, grads: Iterable[Tensor], found_inf: Tensor) -> None:
         """Divides gradients by the present scale; see `Scale.unscale_`."""
         self.begin(self._device).unscale_(grads, found_inf)
-
-    def _move_to(self, device: torch.device) -> None:
-        self._device = device
-        self._scale = self._scale.to(device)
-        self._growth_tracker = self._growth_tracker.to(device)
-        self._hysteresis_tracker = self._hysteresis_tracker.to(device)
-        self._carried = None if self._carried is None else self._carried.to(device)
-        self._current = None
 
     def new_found_inf(self) -> Tensor:
         """A zero, to be set to 1 by `unscale_` where a gradient is not finite."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -41,9 +40,8 @@ class Listener:
     def exit_step(self, optimizer: object) -> None:
         """Called after the step, skipped or not."""
 
-    def pause_step(self) -> FrameType:
-        """Called before a closure runs inside a step; returns the call that runs the step."""
-        return sys._getframe()
+    def pause_step(self) -> None:
+        """Called before a closure runs inside a step; `enter_step` follows."""
 
 
 def find_closure(args: tuple, kwargs: dict) -> tuple[Callable | None, Callable]:

@@ -48,9 +48,6 @@ class NoteNoSync:
 
     listeners: Sequence[LocalGrads] = ()
 
-    def __deepcopy__(self, memo: dict) -> NoteNoSync:
-        return NoteNoSync()
-
     def __reduce__(self) -> tuple:
         return NoteNoSync, ()
 
