@@ -6,8 +6,9 @@ import functools
 import logging
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
@@ -81,7 +82,7 @@ class HalfWatch(SessionPatch):
 
     # Averages
 
-    def _find_precise(self, averaged: AveragedModel, model: Module) -> Module | PreciseModel:
+    def _find_precise(self, averaged: AveragedModel, model: Module) -> Module | SimpleNamespace:
         """What to average: the model with its masters, if it is one of ours with half weights."""
         half = self._find_half(wants_masters=False)
         if not any(id(param) in half for param in model.parameters()):
@@ -96,7 +97,16 @@ class HalfWatch(SessionPatch):
         for optimizer in optimizers:
             optimizer.masters.take_edits()
         masters = {id(pair.half): pair.master for optimizer in optimizers for pair in optimizer.masters}
-        return PreciseModel(model, averaged.module, masters)
+
+        def widen(tensor: Tensor, average: Tensor) -> Tensor:
+            if tensor.dtype not in HALF_TYPES or average.dtype in HALF_TYPES:
+                return tensor
+            return masters.get(id(tensor), tensor).detach().float()
+
+        return SimpleNamespace(  # all that is read of a model
+            parameters=lambda: map(widen, model.parameters(), averaged.module.parameters()),
+            buffers=lambda: map(widen, model.buffers(), averaged.module.buffers()),
+        )
 
     # Steps of optimizers that nobody knows
 
@@ -123,28 +133,6 @@ class HalfWatch(SessionPatch):
                 f"never saw it: it has no masters, so small updates are lost, and gradients stay scaled: "
                 f"make the optimizer first, then call amp.initialize(model, optimizer)",
             )
-
-
-class PreciseModel:
-    """What an AveragedModel reads of a half model: float32 values where the average is float32."""
-
-    def __init__(self, model: Module, averaged: Module, masters: dict[int, Tensor]) -> None:
-        self._model = model
-        self._averaged = averaged
-        self._masters = masters
-
-    def parameters(self) -> Iterator[Tensor]:
-        """The parameters of the model, as precise as there are."""
-        return map(self._widen, self._model.parameters(), self._averaged.parameters())
-
-    def buffers(self) -> Iterator[Tensor]:
-        """The buffers of the model."""
-        return map(self._widen, self._model.buffers(), self._averaged.buffers())
-
-    def _widen(self, tensor: Tensor, average: Tensor) -> Tensor:
-        if tensor.dtype not in HALF_TYPES or average.dtype in HALF_TYPES:
-            return tensor
-        return self._masters.get(id(tensor), tensor).detach().float()
 
 
 def check_request(warner: Warner, request: Request, amps: Sequence[AmpOptimizer]) -> None:

@@ -89,7 +89,9 @@ class Session(Listener):
 
     def open(self, request: Request) -> None:
         """Sets up one call; all or nothing: if anything raises, what was done is undone first."""
-        self._warn_of_torch()
+        if not self._said_torch:
+            self._said_torch = True
+            warn_of_torch()
         self._forget_dropped()
         members, policy = self._members, request.policy
         values = members.map_values()
@@ -130,11 +132,6 @@ class Session(Listener):
         if policy.is_pure_half:
             caster.forget_originals()
         fit_states(states)
-
-    def _warn_of_torch(self) -> None:
-        if not self._said_torch:
-            self._said_torch = True
-            warn_of_torch()
 
     def _forget_dropped(self) -> None:
         """Forgets what scripts have dropped since the last call: ids of theirs may be used again."""

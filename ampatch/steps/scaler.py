@@ -171,21 +171,18 @@ class LossScaler:
             self._update(counts)
         number = found_inf if loss is None else loss.to(self._device, torch.float32)
         numbers = torch.stack((found_inf, before, self._scale, number))
-        outcome = BackwardOutcome(self.loss_id, numbers, capture, knows_loss=loss is not None)
-        return self._note(outcome, update)
+        self._last = outcome = BackwardOutcome(self.loss_id, numbers, capture, knows_loss=loss is not None)
+        if not update:
+            self._waiting.add(outcome)
+        return outcome
 
     def repeat(self, outcome: BackwardOutcome, *, update: bool) -> BackwardOutcome:
         """Notes what `finish` did in a CUDA graph that was replayed, and returns it."""
-        outcome = outcome.copy()
+        self._last = outcome = outcome.copy()
         self._current = None
         if not update:
             self._carry(outcome.found_inf)
-        return self._note(outcome, update)
-
-    def _note(self, outcome: BackwardOutcome, is_update: bool) -> BackwardOutcome:
-        if not is_update:
             self._waiting.add(outcome)
-        self._last = outcome
         return outcome
 
     def did_overflow(self) -> bool:

@@ -78,28 +78,21 @@ class SkipStep:
     ) -> None:
         """Has the step that begins change nothing if any outcome is an overflow."""
         takes_found_inf = getattr(optimizer, "_step_supports_amp_scaling", False)
-        new = self._find_new(optimizer, params) if takes_found_inf else []
+        stepped, state = self._stepped, optimizer.state
+        new = [  # which the optimizer is about to step for the first time
+            param
+            for param in (params if takes_found_inf else ())
+            if id(param) not in stepped and param not in state and param.grad is not None
+        ]
         if takes_found_inf and not new:
             optimizer.found_inf = BackwardOutcome.combine(outcomes)  # type: ignore[attr-defined]
         elif BackwardOutcome.read_all(outcomes):
-            self._hide_grads(params)
-        else:
-            self._stepped.update(map(id, new))
-
-    def _find_new(self, optimizer: Optimizer, params: Sequence[Tensor]) -> list[Tensor]:
-        """The parameters that the optimizer is about to step for the first time."""
-        stepped, state = self._stepped, optimizer.state
-        return [
-            param
-            for param in params
-            if id(param) not in stepped and param not in state and param.grad is not None
-        ]
-
-    def _hide_grads(self, params: Sequence[Tensor]) -> None:
-        for param in params:
-            if param.grad is not None:
-                self._hidden.append((param, param.grad))
+            hidden = [(param, param.grad) for param in params if param.grad is not None]
+            for param, _ in hidden:
                 param.grad = None
+            self._hidden += hidden
+        else:
+            stepped.update(map(id, new))
 
     def end(self, optimizer: Optimizer) -> None:
         """Puts hidden gradients back."""
