@@ -151,6 +151,13 @@ def test_at_a_static_scale_of_1_nothing_is_wrong_with_them(warned, level):
         assert warned(script, *make(level, loss_scale=1.0)) == []
 
 
+def test_a_block_of_a_static_scale_hides_nothing_from_those_of_a_dynamic_one(warned):
+    static, dynamic = make(loss_scale=128.0), make()
+    scaled_step(*static)
+    [(text, _, _)] = warned(no_block_at_all, *dynamic)
+    assert "outside of scale_loss" in text
+
+
 # ---- Right, though it looks much the same: no warning ----
 
 
