@@ -21,7 +21,7 @@ from ampatch.steps.master_grads import MasterGrads
 from ampatch.steps.masters import MasterParams
 from ampatch.steps.outcome import BackwardOutcome
 from ampatch.steps.scaler import Scale
-from ampatch.steps.step import Listener, SkipStep, find_closure
+from ampatch.steps.step import Listener, SkipStep, wrap_closure
 from ampatch.steps.unsynced_grads import LocalGrads, scale_again
 
 
@@ -215,8 +215,9 @@ class AmpOptimizer:
         self._enter_capture(self._listener.capture(), is_step=True)
         self._before_update(optimizer)
         self._listener.enter_step(self._step)
-        closure, rebuild = find_closure(args, kwargs)
-        return None if closure is None else rebuild(functools.partial(self._evaluate, optimizer, closure))
+        return wrap_closure(
+            args, kwargs, lambda closure: functools.partial(self._evaluate, optimizer, closure)
+        )
 
     def _evaluate(self, optimizer: Optimizer, closure: Callable[[], object]) -> object:
         """Runs a closure inside a step: with casts, on the current weights, its gradients unscaled."""

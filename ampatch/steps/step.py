@@ -44,16 +44,16 @@ class Listener:
         """Called before a closure runs inside a step; `enter_step` follows."""
 
 
-def find_closure(args: tuple, kwargs: dict) -> tuple[Callable | None, Callable]:
-    """Returns the closure among the arguments of `step`, and how to put another in its place.
+def wrap_closure(args: tuple, kwargs: dict, wrap: Callable[[Callable], Callable]) -> tuple | None:
+    """Returns the arguments of `step` with their closure wrapped, None where there is none.
 
     Hooks of `step` see the optimizer itself as the first argument.
     """
     if kwargs.get("closure") is not None:
-        return kwargs["closure"], lambda new: (args, {**kwargs, "closure": new})
+        return args, {**kwargs, "closure": wrap(kwargs["closure"])}
     if len(args) > 1 and callable(args[1]):
-        return args[1], lambda new: ((args[0], new, *args[2:]), kwargs)
-    return None, lambda new: (args, kwargs)
+        return (args[0], wrap(args[1]), *args[2:]), kwargs
+    return None
 
 
 class SkipStep:
