@@ -20,26 +20,28 @@ from ampatch.levels.policy import OPT_LEVELS, Policy
 from ampatch.session.frontend import (
     clear_cache,
     disable_casts,
-    get_loss_scale,
     initialize,
-    load_state_dict,
     master_params,
     override,
     scale_loss,
-    set_loss_scale,
-    state_dict,
     step_was_skipped,
     uninitialize,
 )
 from ampatch.session.inspection import (
+    Observer,
     backward_outcomes,
     cast_counts,
-    loss_scalers,
     master_pairs,
     observe,
     report,
 )
-from ampatch.session.observe import Observer
+from ampatch.session.scalers import (
+    get_loss_scale,
+    load_state_dict,
+    loss_scalers,
+    set_loss_scale,
+    state_dict,
+)
 from ampatch.session.user_functions import (
     bfloat16_function,
     explain,

@@ -1,6 +1,8 @@
 """Training in CUDA graphs: what replays do is what the same steps do eagerly."""
 
 import contextlib
+import gc
+import weakref
 
 import pytest
 import torch
@@ -274,6 +276,20 @@ def test_a_capture_without_a_replay_leaves_eager_training_as_it_was(level, devic
         found.append(training.follow(training.step, [1, 1]))
         amp.uninitialize()
     assert_same(*found)
+
+
+@pytest.mark.parametrize("method", ["backward", "step"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_replay_after_the_optimizer_is_gone_computes_and_notes_nothing(level, method, played):
+    training = Training(level, "cpu")
+    training.warm_up()
+    graph, _ = capture(getattr(training, method))
+    scale, gone = amp.get_loss_scale(), weakref.ref(training.optimizer)
+    del training.optimizer
+    gc.collect()
+    assert gone() is None
+    graph.replay()
+    assert amp.get_loss_scale() == scale
 
 
 @pytest.mark.parametrize(

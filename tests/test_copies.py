@@ -376,6 +376,14 @@ def test_a_group_that_a_copied_optimizer_gets_is_stepped_in_float32(level):
     assert torch.equal(bias, torch.full((2,), 1 - 4 * 2.0**-12))
 
 
+@MASTERED
+def test_a_copied_optimizer_refuses_a_parameter_that_it_steps_already(level):
+    model, optimizer = copy.deepcopy(open_training(level))
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [model[0].weight]})
+    assert len(optimizer.param_groups) == 1
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_deepcopy_method_of_an_optimizers_own_is_put_back(level):
     model = nn.Linear(2, 2)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import ampatch as amp
-from ampatch.steps.step import SkipStreak, explain_skips
+from ampatch.session.announce import explain_skips
 from helpers import assert_same_bits, needs_torch, scaled_backward
 from nets import HALVES, MASTERED, Net, X, open_session, sgd
 from test_readme import explained
@@ -149,6 +149,13 @@ def test_a_script_that_trains_wrongly_is_warned_once_at_the_line_to_change(
 def test_at_a_static_scale_of_1_nothing_is_wrong_with_them(warned, level):
     for script, _ in WRONG[:-1]:
         assert warned(script, *make(level, loss_scale=1.0)) == []
+
+
+def test_a_block_of_a_static_scale_hides_nothing_from_those_of_a_dynamic_one(warned):
+    static, dynamic = make(loss_scale=128.0), make()
+    scaled_step(*static)
+    [(text, _, _)] = warned(no_block_at_all, *dynamic)
+    assert "outside of scale_loss" in text
 
 
 # ---- Right, though it looks much the same: no warning ----
@@ -556,12 +563,6 @@ def test_an_average_that_is_older_than_the_session_or_of_a_half_model_of_ones_ow
 
 
 # ---- Steps skipped in a row ----
-
-
-def test_the_fifth_skip_in_a_row_is_told_once_a_streak():
-    streak = SkipStreak()
-    skips = [True] * 4 + [False] + [True] * 7 + [False] + [True] * 5
-    assert [index for index, skipped in enumerate(skips) if streak.note(skipped)] == [9, 17]
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ class CastTensor:
 
     def _find_grad(self, current: Tensor, values: Tensor) -> Tensor | None:
         grad, weight = current.grad, self._values.get(current)
-        is_fresh = grad is not None and weight.has_fresh_grad()
+        is_fresh = weight.has_fresh_grad()
         if is_fresh and grad is self._cast_grad and grad._version == 0:
             return self._given_grad  # nobody touched it
         if weight.master is not None and weight.master.grad is not None:

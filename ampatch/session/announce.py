@@ -12,9 +12,10 @@ from ampatch.levels.policy import Policy, find_level
 from ampatch.levels.private import EAGER, NEWEST, OLDEST, explain_missing, is_tested
 from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.outcome import BackwardOutcome
-from ampatch.steps.step import are_finite, explain_skips
 
 logger = logging.getLogger("ampatch")
+
+STREAK = 5  # steps skipped in a row: finding the first scale takes several; as many again are worth a word
 
 
 def say(text: str) -> None:
@@ -90,13 +91,45 @@ class Announcer:
                 outcomes = [outcome for outcome in outcomes if outcome.loss_id == first]
                 say(format_overflow(first, outcomes[0].read()[1], outcomes[-1].read()[2]))
             stepped = find()
-            if stepped is not None and stepped.skips.note(first is not None):
-                logger.warning("%s", _explain(stepped, outcomes, floor))
+            if stepped is not None:
+                stepped.skipped = 0 if first is None else stepped.skipped + 1
+                if stepped.skipped == STREAK:
+                    logger.warning("%s", _explain(stepped, outcomes, floor))
         self._unannounced = waiting
 
 
 def _explain(amp: AmpOptimizer, outcomes: Sequence[BackwardOutcome], floor: float) -> str:
     losses = [outcome.is_loss_finite for outcome in outcomes]
     are_losses_finite = False if False in losses else None if None in losses else True
-    scale = outcomes[-1].read()[2]
-    return explain_skips(amp.skips.count, are_losses_finite, are_finite(amp.params()), scale, floor)
+    params = amp.params()
+    found = [torch.isfinite(param.detach()).all().to(params[0].device) for param in params]
+    are_weights_finite = bool(torch.stack(found).all())
+    return explain_skips(STREAK, are_losses_finite, are_weights_finite, outcomes[-1].read()[2], floor)
+
+
+def explain_skips(
+    count: int, loss_is_finite: bool | None, weights_are_finite: bool | None, scale: float, floor: float = 0.0
+) -> str:
+    """Says why so many steps in a row were skipped, and what to try; None is what nobody has looked at.
+
+    `floor` is the least that the scale can become, 0 if it may go on falling.
+    """
+    begin = f"{count} steps in a row were skipped"
+    if weights_are_finite is False:
+        return (
+            f"{begin}, and weights are inf or NaN: no loss scale can help now. Start again from a "
+            f"checkpoint, with a lower learning rate or with clipping"
+        )
+    if loss_is_finite is False:
+        return (
+            f"{begin}, and the loss itself is inf or NaN before it is scaled: no loss scale helps. Look for "
+            f"inf or NaN in the batch, for log(0) or a division by 0 in the loss, and for activations above "
+            f"65504 (keep_fp32 of their layer, or O4 or O5); lower the learning rate"
+        )
+    finite = "though the loss is finite, " if loss_is_finite else ""
+    is_least = scale <= floor
+    return (
+        f"{begin}: {finite}gradients overflow at a loss scale of {scale:g}"
+        f"{', the lowest allowed' if is_least else ''}. Name the layer that overflows in keep_fp32, take "
+        f"bfloat16 (O4 or O5), or {'lower min_loss_scale' if is_least else 'begin with a lower init_scale'}"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -14,10 +14,9 @@ from ampatch.levels.loss_scale import DynamicLossScale
 from ampatch.levels.policy import Overrides, parse_flag, resolve
 from ampatch.models.kept import normalize_keep
 from ampatch.session.request import Request, returns_what_it_is_given
-from ampatch.session.scaler_state import load_scalers, save_scalers
+from ampatch.session.scalers import pick_scaler
 from ampatch.session.session import SESSION
 from ampatch.steps.block import ScaledLoss
-from ampatch.steps.scaler import LossScaler
 
 
 @returns_what_it_is_given
@@ -160,33 +159,17 @@ def scale_loss(
         )
     found = [SESSION.find(optimizer, index) for index, optimizer in enumerate(given)]
     scalers = SESSION.scalers(of_last_call=True) if of_last_call or not found else found[0][1].scalers
-    amp_optimizers = list({id(amp_optimizer): amp_optimizer for amp_optimizer, _ in found}.values())
-    scaler = _pick(scalers, loss_id)
-    SESSION.note_scale(scaler)
+    scaler = pick_scaler(scalers, loss_id)
     for observer in SESSION.observers:
         observer.on_loss(loss.detach(), scaler.loss_id)
     return ScaledLoss(
         loss,
-        amp_optimizers,
+        list(dict.fromkeys(amp for amp, _ in found)),
         scaler,
-        SESSION.casts.end_iteration,
-        SESSION.tell_backward if SESSION.observers else None,
-        SESSION.misuse.scales,
-        SESSION.capture(),
+        SESSION,
         delay_unscale=delay_unscale,
         delay_overflow_check=delay_overflow_check,
     )
-
-
-def _pick(scalers: Sequence[LossScaler], loss_id: object) -> LossScaler:
-    if isinstance(loss_id, bool) or not isinstance(loss_id, int):
-        raise AmpTypeError(f"loss_id is {loss_id!r}: expected a whole number from 0 to {len(scalers) - 1}")
-    if not 0 <= loss_id < len(scalers):
-        raise AmpValueError(
-            f"loss_id {loss_id!r} is out of range: expected 0 to {len(scalers) - 1}; "
-            f"initialize(num_losses=...) says how many there are"
-        )
-    return scalers[loss_id]
 
 
 def master_params(optimizer: object) -> Iterator[Tensor]:
@@ -205,46 +188,12 @@ def master_params(optimizer: object) -> Iterator[Tensor]:
         yield from group["params"]
 
 
-def state_dict(*, of_last_call: bool = False) -> dict[str, dict[str, float | int]]:
-    """Returns the state of every loss scaler, in apex's format; one host sync for each that is dynamic.
-
-    The scalers of several `initialize` calls are numbered in sequence, even if their models are gone.
-    `of_last_call`: only those of the latest.
-    """
-    SESSION.require_open()
-    return save_scalers(SESSION.scalers(of_last_call=of_last_call))
-
-
-def load_state_dict(state_dict: dict[str, dict[str, float | int]], *, of_last_call: bool = False) -> None:
-    """Restores the loss scalers from a `state_dict`, also one that apex wrote; all or nothing.
-
-    A static scale stays what `initialize` was told. Raises AmpValueError for unknown keys, and warns
-    if the number of scalers differs: those that both have are loaded.
-    """
-    SESSION.require_open()
-    load_scalers(SESSION.scalers(of_last_call=of_last_call), state_dict)
-
-
 def step_was_skipped(optimizer: object) -> bool:
     """Says whether the optimizer's last step was skipped because of an overflow.
 
     Costs one host sync with an optimizer that skips on the device (a fused one), none otherwise.
     """
-    SESSION.require_open()
     return not SESSION.is_passive((optimizer,)) and SESSION.find(optimizer)[0].was_skipped()
-
-
-def get_loss_scale(loss_id: int = 0) -> float:
-    """Returns a loss scale; one host sync if it is dynamic. Losses are numbered across calls."""
-    SESSION.require_open()
-    return 1.0 if not SESSION.is_open else _pick(SESSION.scalers(), loss_id).get_scale()
-
-
-def set_loss_scale(value: float, loss_id: int = 0) -> None:
-    """Sets a loss scale to a number above 0; a dynamic one continues from there."""
-    SESSION.require_open()
-    if SESSION.is_open:
-        _pick(SESSION.scalers(), loss_id).set_scale(value)
 
 
 def clear_cache() -> None:

@@ -1,4 +1,4 @@
-"""The public functions by which tools look into a session, and scripts tell tools what they found."""
+"""How tools look into a session: an observer is told what happens, functions say what is there."""
 
 from __future__ import annotations
 
@@ -6,12 +6,49 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from ampatch.casts.cast_counter import CastCounts
-from ampatch.session.observe import Observer
+from ampatch.levels.policy import Policy
 from ampatch.session.session import SESSION
 from ampatch.steps.outcome import BackwardOutcome
-from ampatch.steps.scaler import LossScaler
+
+
+class Observer:
+    """Gets told what happens; tools override the methods they need.
+
+    The methods run inside the training loop. None of them may change tensors, and one that reads
+    a value from the device costs the loop a host sync. `loss_id` is numbered across calls of
+    `initialize`, as in `state_dict`.
+    """
+
+    counts_casts = False
+    """Whether `cast_counts` is wanted in sessions that open while this watches; costs 0.2 µs a cast."""
+
+    def on_initialize(self, policy: Policy) -> None:
+        """Called when `initialize` has set up a call that is enabled."""
+
+    def on_objects(self, models: tuple[Module, ...], optimizers: tuple[object, ...]) -> None:
+        """Called after `on_initialize` with what the call was given."""
+
+    def on_loss(self, loss: Tensor, loss_id: int) -> None:
+        """Called when a block of `scale_loss` begins; `loss` is detached and not scaled."""
+
+    def on_backward(self, loss_id: int) -> None:
+        """Called when such a block has ended without an exception."""
+
+    def on_step_begin(self, optimizer: Optimizer) -> None:
+        """Called before a step of an initialized optimizer does anything."""
+
+    def on_step(self, optimizer: Optimizer) -> None:
+        """Called after each step of an initialized optimizer, skipped or not."""
+
+    def on_report(self, metrics: dict[str, object]) -> None:
+        """Called with what the script passed to `report`."""
+
+    def on_uninitialize(self) -> None:
+        """Called before a session is undone."""
 
 
 def master_pairs(optimizer: object) -> Iterator[tuple[Tensor, Tensor]]:
@@ -20,17 +57,10 @@ def master_pairs(optimizer: object) -> Iterator[tuple[Tensor, Tensor]]:
     A write into either shows in the other after the next step or forward. There are no
     pairs at other levels. Raises AmpError for an optimizer that `initialize` did not return.
     """
-    SESSION.require_open()
     if not SESSION.is_passive((optimizer,)):
         for weight in SESSION.find(optimizer)[0].masters:
             if weight.master is not None:
                 yield weight.half, weight.master
-
-
-def loss_scalers(*, of_last_call: bool = False) -> tuple[LossScaler, ...]:
-    """Returns the loss scalers of the session, numbered as `state_dict` numbers them."""
-    SESSION.require_open()
-    return tuple(SESSION.scalers(of_last_call=of_last_call))
 
 
 def backward_outcomes(optimizer: object) -> tuple[BackwardOutcome, ...]:
@@ -39,7 +69,6 @@ def backward_outcomes(optimizer: object) -> tuple[BackwardOutcome, ...]:
     A `BackwardOutcome` knows whether its pass overflowed and the scale before and after: `poll` returns
     them once the device has delivered them, without a host sync. Static scales have no outcomes.
     """
-    SESSION.require_open()
     return () if SESSION.is_passive((optimizer,)) else tuple(SESSION.find(optimizer)[0].last_outcomes)
 
 

@@ -1,93 +1,227 @@
-"""How optimizers join a session, and parameters an optimizer: hooks on its step, masters in its groups."""
+"""What a session puts onto optimizers and models: hooks, masters in param groups, and copies that train."""
 
 from __future__ import annotations
 
+import copy
 import functools
+import logging
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+import torch
 from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
 
+from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.undo import weakly
+from ampatch.models.cast_tensor import Float32Values
+from ampatch.models.model import ModelCaster, select_python
 from ampatch.patching.data_watch import DataWatch
 from ampatch.patching.patcher import Patcher
-from ampatch.session.optimizer_copies import CopyWithMasters
-from ampatch.session.request import find_inner_optimizers, order_hooks, unwrap_optimizer
+from ampatch.patching.torch_features import BeforeGraph
+from ampatch.session.members import Members
+from ampatch.session.request import Call, Request, unwrap_optimizer
 from ampatch.steps.foreign_step import WholeStep, needs_whole_step
-from ampatch.steps.grads import drop_scaled_grads
 from ampatch.steps.masters import MasterParams
 from ampatch.steps.optimizer import AmpOptimizer
-from ampatch.steps.scaler import LossScaler
-from ampatch.steps.step import StepListener
+from ampatch.steps.step import Listener
+from ampatch.steps.unsynced_grads import NoteNoSync
+from ampatch.steps.weight import Weight
+
+logger = logging.getLogger("ampatch")
+
+Take = Callable[[Sequence[Tensor]], None]  # takes parameters that join an optimizer
 
 
 class Joins:
-    """Puts onto optimizers what a session needs there; `AmpOptimizer.undo` takes it away.
+    """Puts onto optimizers what a session needs there; `AmpOptimizer.undo` takes it away."""
 
-    A parameter that joins with a gradient which a block has scaled, nobody knows by how much, loses it.
-    """
-
-    def __init__(
-        self,
-        make_masters: Callable[[MasterParams, Sequence[Tensor]], None],
-        data_watch: DataWatch,
-    ) -> None:
-        self._make_masters = make_masters
-        self._touched = data_watch.touched
-        self._was_scaled = False  # whether a block has made gradients that are scaled
+    def __init__(self, members: Members, data_watch: DataWatch) -> None:
+        self._members = members
+        self._data_watch = data_watch
+        self.was_scaled = False  # whether a block has made gradients that are scaled
         # The ids of parameters that ever were in an optimizer of the session, which unscales their gradients.
         self._stepped: set[int] = set()
 
-    def note_scale(self, scaler: LossScaler) -> None:
-        """Notes that a block begins: gradients that no optimizer looks after stay scaled by it."""
-        self._was_scaled = self._was_scaled or scaler.is_dynamic or scaler.get_scale() != 1.0
-
-    def make(self, given: object, listener: StepListener) -> AmpOptimizer:
+    def make(self, given: object, listener: Listener) -> AmpOptimizer:
         """Returns what is kept for an optimizer, or for the one in a wrapper."""
         optimizer = unwrap_optimizer(given)
-        masters = MasterParams(find_inner_optimizers(optimizer), self._touched)
+        masters = MasterParams(_find_inner(optimizer), self._data_watch.touched)
         return AmpOptimizer(optimizer, masters, listener, given)
 
-    def open(self, given: object, amp: AmpOptimizer, has_masters: bool, undo: ExitStack) -> None:
-        """Puts hooks and, if it is to have some, masters onto an optimizer; `undo` takes them away."""
+    def open(self, request: Request, caster: ModelCaster, amps: Sequence[AmpOptimizer], call: Call) -> None:
+        """Puts hooks and masters onto the optimizers and models of a call; `call.undo` takes them away."""
+        for amp in amps:
+            amp.casts = caster.list_casts(amp.params())  # of what is there before its masters are
+            self._open_optimizer(amp, request.policy.master_weights, call.undo)
+            self._members.add_optimizer(amp, call)
+        for model in select_python(request.models):
+            if torch.distributed.is_available():
+                params = set(model.parameters())
+                listeners = [amp.local for amp in amps if not params.isdisjoint(amp.model_params())]
+                call.undo.callback(model.register_forward_pre_hook(NoteNoSync(listeners)).remove)
+            if request.policy.has_half_weights:
+                refresh = RefreshWeights(caster.list_values(model.modules()), [amp.masters for amp in amps])
+                call.undo.callback(model.register_forward_pre_hook(refresh).remove)
+
+    def _open_optimizer(self, amp: AmpOptimizer, has_masters: bool, undo: ExitStack) -> None:
         undo.callback(weakly(ExitStack.close, amp.undo))
-        instance = Patcher()
-        amp.undo.callback(instance.close)
         if has_masters:
-            self._open_masters(amp, instance)
-        original = amp.optimizer.add_param_group
-        add_group = functools.partial(self._add_param_group, amp, has_masters, original)
-        instance.replace(amp.optimizer, "add_param_group", functools.update_wrapper(add_group, original))
-        for one in amp.masters.optimizers:
-            order_hooks(one)
-            amp.undo.callback(one.register_step_pre_hook(amp.before_step).remove)
-            amp.undo.callback(one.register_step_post_hook(amp.after_step).remove)
-            if hasattr(one, "_optimizer_load_state_dict_post_hooks"):
-                amp.undo.callback(one.register_load_state_dict_post_hook(amp.masters.align_state).remove)
+            amp.undo.callback(amp.masters.remove)
+            self._make_masters(amp.masters, amp.params())
+        _attach(amp, has_masters, functools.partial(self._take_group, amp, has_masters))
         amp.undo.callback(amp.close)
-        if needs_whole_step(given, amp.optimizer):
+        if needs_whole_step(given := amp.find_given(), amp.optimizer):
             WholeStep(given, amp).open(amp.undo)
 
-    def _open_masters(self, amp: AmpOptimizer, instance: Patcher) -> None:
-        optimizer, masters = amp.optimizer, amp.masters
-        amp.undo.callback(masters.remove)
-        self._make_masters(masters, amp.params())
-        zero_grad = functools.partial(amp.zero_grad, optimizer.zero_grad)
-        instance.replace(optimizer, "zero_grad", functools.update_wrapper(zero_grad, optimizer.zero_grad))
-        instance.replace(optimizer, "__deepcopy__", CopyWithMasters(amp), optional=True)
-
-    def _add_param_group(self, amp: AmpOptimizer, has_masters: bool, original: Callable, group: dict) -> None:
-        original(group)
-        params = amp.optimizer.param_groups[-1]["params"]
-        if any(amp.masters.get(param) is not None for param in params):
-            del amp.optimizer.param_groups[-1]
-            raise ValueError("some parameters appear in more than one parameter group")
+    def _take_group(self, amp: AmpOptimizer, has_masters: bool, params: Sequence[Tensor]) -> None:
         self.drop_scaled("add_param_group", params)
         if has_masters:
             self._make_masters(amp.masters, params)
 
+    def _make_masters(self, masters: MasterParams, params: Sequence[Tensor]) -> None:
+        """Makes the masters of half parameters, or takes those that they have."""
+        known = self._members.map_values()
+        for param in params:
+            if param.dtype not in HALF_TYPES or masters.owns(param):
+                continue
+            weight = known.setdefault(id(param), Float32Values()).get(param)
+            if weight.master is None:
+                masters.add(weight)
+                self._data_watch.watched.update((id(weight.half), id(weight.master)))
+            else:
+                masters.share(weight)
+        masters.install()
+
     def drop_scaled(self, where: str, params: Sequence[Tensor]) -> None:
-        """Drops gradients of parameters that join, but for those that have joined before."""
-        if self._was_scaled:
-            drop_scaled_grads(where, params, self._stepped)
+        """Drops gradients of parameters that join, but for those that have joined before.
+
+        Blocks of `scale_loss` have scaled them, or not, and nobody knows by how much.
+        """
+        new = [param for param in params if param.grad is not None and id(param) not in self._stepped]
         self._stepped.update(map(id, params))
+        if self.was_scaled and new:
+            for param in new:
+                param.grad = None
+            logger.warning(
+                "%s: %d %s had a gradient, which a block of scale_loss may have scaled: it was "
+                "dropped; for a gradient of a new parameter to count, add the parameter before the block",
+                *(where, len(new), "new parameter" if len(new) == 1 else "new parameters"),
+            )
+
+
+def _attach(amp: AmpOptimizer, has_masters: bool, take: Take) -> None:
+    """Puts hooks onto an optimizer, and methods that know of masters; `amp.undo` takes them away."""
+    optimizer, instance = amp.optimizer, Patcher()
+    amp.undo.callback(instance.close)
+    methods = {"add_param_group": functools.partial(_add_param_group, amp, take, optimizer.add_param_group)}
+    if has_masters:
+        methods["zero_grad"] = functools.partial(amp.zero_grad, optimizer.zero_grad)
+        instance.replace(optimizer, "__deepcopy__", CopyWithMasters(amp), optional=True)
+    for name, method in methods.items():
+        instance.replace(optimizer, name, functools.update_wrapper(method, getattr(optimizer, name)))
+    for one in amp.masters.optimizers:
+        _order_hooks(one)
+        amp.undo.callback(one.register_step_pre_hook(amp.before_step).remove)
+        amp.undo.callback(one.register_step_post_hook(amp.after_step).remove)
+        if hasattr(one, "_optimizer_load_state_dict_post_hooks"):
+            amp.undo.callback(one.register_load_state_dict_post_hook(amp.masters.align_state).remove)
+
+
+def _add_param_group(amp: AmpOptimizer, take: Take, original: Callable, group: dict) -> None:
+    original(group)
+    params = amp.optimizer.param_groups[-1]["params"]
+    if any(amp.masters.get(param) is not None for param in params):
+        del amp.optimizer.param_groups[-1]
+        raise ValueError("some parameters appear in more than one parameter group")
+    take(params)
+
+
+def _find_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """Returns an optimizer and those inside it, on the same parameters: SAM and Lookahead step these."""
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    shared = [one for one in inner if params & {id(p) for group in one.param_groups for p in group["params"]}]
+    return [optimizer, *shared]
+
+
+def _order_hooks(optimizer: Optimizer) -> None:
+    """Makes an optimizer's dictionaries of hooks ordered: torch cannot add a hook to a plain one."""
+    for kind in ("step_pre", "step_post", "load_state_dict_post"):
+        name = f"_optimizer_{kind}_hooks"
+        if type(getattr(optimizer, name, None)) is dict:
+            setattr(optimizer, name, OrderedDict(getattr(optimizer, name)))
+
+
+class CopyWithMasters:
+    """Copies an optimizer and its masters; what `copy.deepcopy` finds on it as `__deepcopy__`.
+
+    The copy is no part of the session. It takes the gradients of plain backward passes, steps masters of
+    its own and rounds them into the copied half weights: `copy.deepcopy((model, optimizer))` trains.
+    """
+
+    def __init__(self, amp: AmpOptimizer) -> None:
+        self._amp = amp
+
+    def __call__(self, memo: dict) -> Optimizer:
+        optimizer = self._amp.optimizer
+        del optimizer.__deepcopy__
+        try:
+            copied = copy.deepcopy(optimizer, memo)
+        finally:
+            optimizer.__deepcopy__ = self  # type: ignore[attr-defined]
+        masters = MasterParams([copied], self._amp.masters.touched)
+        for pair in self._amp.masters:
+            # The memo hands the same copy to a model that is copied together with the optimizer.
+            masters.add(Weight(copy.deepcopy(pair.half, memo)), copy.deepcopy(pair.master, memo))
+        amp = AmpOptimizer(copied, masters, Listener())
+        _attach(amp, True, functools.partial(_take_alone, masters))
+        return copied
+
+
+def _take_alone(masters: MasterParams, params: Sequence[Tensor]) -> None:
+    for param in params:
+        if param.dtype in HALF_TYPES:
+            masters.add(Weight(param))
+    masters.install()
+
+
+class RefreshWeights(BeforeGraph):
+    """Brings float32 values that were written outside of a step into the model; a forward pre-hook.
+
+    Optimizers such as SAM and Lookahead write to parameters by themselves, and so do users who clip
+    `master_params`, or average into what `state_dict()` shows. A deep copy or a pickled model has no
+    masters, and values of its own.
+    """
+
+    def __init__(self, values: Sequence[Float32Values], masters: Sequence[MasterParams] = ()) -> None:
+        self._values = values
+        self._notices = list({id(own.notice): own.notice for own in values}.values())
+        self._masters = [weakref.ref(one) for one in masters]  # a model keeps no optimizer alive
+
+    def __call__(self, module: Module, args: tuple) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Rounds what was written into the model; no host sync."""
+        for notice in self._notices:
+            if notice.any:
+                self._follow(Weight.follow_shown)
+        for reference in self._masters:
+            masters = reference()
+            if masters is None:
+                self._follow(Weight.follow)
+            else:
+                masters.copy_edits_to_model()
+
+    def _follow(self, follow: Callable[[Weight], None]) -> None:
+        for values in self._values:
+            for weight in values:
+                follow(weight)
+
+    def __reduce__(self) -> tuple:
+        return RefreshWeights, (self._values,)

@@ -5,18 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from torch import Tensor
 from torch.nn import Module
 
-from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.undo import refer
 from ampatch.models.cast_tensor import Float32Values, own_tensors
 from ampatch.session.request import Call
-from ampatch.steps.masters import MasterParams
 from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.weight import Weight
 
-Place = tuple[weakref.ref[Module], weakref.ref[Float32Values] | None]
+Place = tuple[weakref.ref[Module], Callable[[], Float32Values | None]]
 
 
 class Members:
@@ -39,19 +36,21 @@ class Members:
         copied._passive = [given for given in self._passive if given() is not None]
         return copied
 
+    def restore(self, others: Members) -> None:
+        """Takes the place of others, which are not used any more."""
+        vars(self).update(vars(others))
+
     # Modules
 
     def add_modules(self, modules: Iterable[Module], values: dict[int, Float32Values]) -> None:
         """Adds the parts of models; `values` are those that they own, by the id of the module."""
-        for module in modules:
-            own = values.get(id(module))
-            self._modules.append((weakref.ref(module), None if own is None else weakref.ref(own)))
+        self._modules += [(weakref.ref(module), refer(values.get(id(module)))) for module in modules]
 
     def _live_modules(self) -> Iterator[tuple[Module, Float32Values | None]]:
         for reference, own in self._modules:
             module = reference()
             if module is not None:
-                yield module, None if own is None else own()
+                yield module, own()
 
     def list_tensors(self) -> set[int]:
         """The ids of all tensors of the modules, good for as long as nobody drops one."""
@@ -70,8 +69,9 @@ class Members:
 
     # Optimizers
 
-    def add_optimizer(self, amp: AmpOptimizer, names: Iterable[object], call: Call) -> None:
+    def add_optimizer(self, amp: AmpOptimizer, call: Call) -> None:
         """Adds an optimizer, under the wrapper that was given and the optimizers inside."""
+        names = [amp.find_given(), *amp.masters.optimizers]
         for one in names:
             self._optimizers[id(one)] = weakref.ref(amp), call
         self._passive = [given for given in self._passive if all(given() is not one for one in names)]
@@ -82,14 +82,14 @@ class Members:
         amp = None if found is None else found[0]()
         if amp is None:
             return None
-        names = (amp.optimizer, amp.find_given(), *amp.masters.optimizers)
+        names = [amp.find_given(), *amp.masters.optimizers]
         return (amp, found[1]) if any(optimizer is one for one in names) else None  # ids are used again
 
     def optimizers(self, *, only_dynamic: bool = False) -> list[AmpOptimizer]:
         """What is kept for the optimizers; or for those of calls with dynamic loss scales."""
         known = self._optimizers.values()
         found = [find() for find, call in known if not only_dynamic or call.scalers[0].is_dynamic]
-        return list({id(amp): amp for amp in found if amp is not None}.values())
+        return list(dict.fromkeys(amp for amp in found if amp is not None))
 
     def pairs(self) -> Iterator[Weight]:
         """The weights that have masters."""
@@ -97,20 +97,6 @@ class Members:
             yield from amp.masters
         for _, values in self._live_modules():
             yield from (weight for weight in values or () if weight.master is not None)
-
-    def make_masters(self, masters: MasterParams, params: Sequence[Tensor], watched: set[int]) -> None:
-        """Makes the masters of half parameters, or takes those that they have; `watched` receives the ids."""
-        known = self.map_values()
-        for param in params:
-            if param.dtype not in HALF_TYPES or masters.owns(param):
-                continue
-            weight = known.setdefault(id(param), Float32Values()).get(param)
-            if weight.master is None:
-                masters.add(weight)
-                watched.update((id(weight.half), id(weight.master)))
-            else:
-                masters.share(weight)
-        masters.install()
 
     # Calls with enabled=False
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -115,28 +114,6 @@ def unwrap_optimizer(given: object, index: int = 0) -> Optimizer:
         f"optimizers[{index}] is a {type(given).__name__}: expected a torch.optim.Optimizer "
         f"or a list of them{hint}"
     )
-
-
-def find_inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Returns an optimizer and those inside it, on the same parameters: SAM and Lookahead step these."""
-    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
-    shared = [one for one in inner if params & {id(p) for group in one.param_groups for p in group["params"]}]
-    return [optimizer, *shared]
-
-
-def steps_part_of(amp: AmpOptimizer, model: Module) -> bool:
-    """Whether an optimizer steps any parameter of a model."""
-    stepped = set(map(id, amp.model_params()))
-    return any(id(param) in stepped for param in model.parameters())
-
-
-def order_hooks(optimizer: Optimizer) -> None:
-    """Makes an optimizer's dictionaries of hooks ordered: torch cannot add a hook to a plain one."""
-    for kind in ("step_pre", "step_post", "load_state_dict_post"):
-        name = f"_optimizer_{kind}_hooks"
-        if type(getattr(optimizer, name, None)) is dict:
-            setattr(optimizer, name, OrderedDict(getattr(optimizer, name)))
 
 
 def _validate_params(index: int, optimizer: Optimizer, known: set[int]) -> None:

@@ -6,16 +6,16 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from ampatch.casts.cast import CASTS
 from ampatch.errors import AmpValueError, NotInitializedError
-from ampatch.levels.policy import Policy
+from ampatch.levels.loss_scale import StaticLossScale
 from ampatch.models.cast_tensor import list_parts
 from ampatch.models.kept import select_kept
-from ampatch.models.model import ModelCaster, select_python, validate_models
+from ampatch.models.model import ModelCaster, validate_models
 from ampatch.patching.captures import Captures, Repeats
 from ampatch.patching.compiling import skip_own_frames
 from ampatch.patching.data_watch import DataWatch
@@ -25,26 +25,27 @@ from ampatch.patching.torch_patch import TorchPatch
 from ampatch.session.announce import Announcer, say, warn_of_torch
 from ampatch.session.joins import Joins
 from ampatch.session.members import Members
-from ampatch.session.misuse.misuse import Misuse
-from ampatch.session.observe import Observer
-from ampatch.session.refresh import RefreshWeights
+from ampatch.session.misuse import HalfWatch, check_request
 from ampatch.session.request import (
     Call,
     Request,
     device_types,
     make_scalers,
-    steps_part_of,
     validate_optimizers,
 )
-from ampatch.steps.captured import CapturedStep
-from ampatch.steps.masters import MasterParams, fit_states
+from ampatch.session.scale_watch import ScaleWatch, Warner
+from ampatch.steps.captured import capture_step
+from ampatch.steps.masters import fit_states
 from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.scaler import LossScaler
-from ampatch.steps.step import StepListener
-from ampatch.steps.unsynced_grads import NoteNoSync
+from ampatch.steps.step import Listener
+
+if TYPE_CHECKING:
+    from ampatch.session.inspection import Observer
+    from ampatch.steps.block import ScaledLoss
 
 
-class Session(StepListener):
+class Session(Listener):
     """Owns every change that ampatch makes to torch, models and optimizers.
 
     There is one, open from the first `initialize` to `uninitialize`. Registrations, observers and
@@ -55,10 +56,13 @@ class Session(StepListener):
         self.casts = CASTS
         self.torch_patch = TorchPatch()
         self._data_watch = DataWatch()
+        self._members = Members()
         self._script_models = ScriptModels()
         self._features = TorchFeatures()
         self._captures = Captures()
-        self.misuse = Misuse(self._list_optimizers, self.scalers)
+        self._warner = Warner()
+        self._scale_watch = ScaleWatch(self._warner, self._members, self.scalers)
+        self._half_watch = HalfWatch(self._warner, self._members)
         self._unframed: set[str] = set()  # modules of ours that Dynamo knows not to compile
         self._said_torch = False
         self.observers: tuple[Observer, ...] = ()
@@ -67,19 +71,14 @@ class Session(StepListener):
 
     def _reset(self) -> None:
         self.casts.thread.reset()
-        self.misuse.forget()
+        self._warner.forget()
         self._undo = ExitStack()
         self._patching = ExitStack()  # of torch's functions: undone before the rest, or alone
-        self._members = Members()
+        self._members.restore(Members())
         self._calls: list[Call] = []
         self._announcer = Announcer()
-        self._joins = Joins(self._make_masters, self._data_watch)
+        self._joins = Joins(self._members, self._data_watch)
         self.is_disabled = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there is an enabled call of `initialize` to undo."""
-        return bool(self._calls)
 
     # Opening
 
@@ -90,7 +89,9 @@ class Session(StepListener):
 
     def open(self, request: Request) -> None:
         """Sets up one call; all or nothing: if anything raises, what was done is undone first."""
-        self._warn_of_torch()
+        if not self._said_torch:
+            self._said_torch = True
+            warn_of_torch()
         self._forget_dropped()
         members, policy = self._members, request.policy
         values = members.map_values()
@@ -102,9 +103,9 @@ class Session(StepListener):
         call = Call(request.verbosity, make_scalers(request, len(self.scalers())))
         # Tensors made in inference mode would never get gradients.
         with torch.inference_mode(mode=False), ExitStack() as undo, ExitStack() as patching:
-            self._open_patches(policy, undo)
+            self._open_patches(request, undo)
             undo.callback(call.close)
-            call.undo.callback(setattr, self, "_members", members.copy())
+            call.undo.callback(members.restore, members.copy())
             amps = [self._joins.make(given, self) for given in request.optimizers]
             parts = list_parts(request.models)
             call.members = [weakref.ref(one) for one in (*parts, *amps)]
@@ -114,31 +115,23 @@ class Session(StepListener):
             caster = ModelCaster(request.models, policy, kept, values, call.undo)
             caster.open()
             members.add_modules(parts, caster.by_module)
-            self._open_optimizers(request, caster, amps, call)
-            self._hook_forwards(request, caster, amps, call.undo)
-            self.misuse.open(request, amps, undo)
+            self._joins.open(request, caster, amps, call)
+            check_request(self._warner, request, amps)
             if policy.patch_torch_functions:
                 self._patch_torch(request, patching)
             self._calls.append(call)
             undo.callback(self._calls.remove, call)
-            if request.verbosity >= 1:
-                self._announcer.announce(policy, device_types(request))
-            for observer in self.observers:
-                observer.on_initialize(policy)
-                observer.on_objects(request.models, request.optimizers)
+            self._tell_opened(request)
             self._undo.push(undo.pop_all())
             self._patching.push(patching.pop_all())
         # Nothing raises from here on: what follows cannot be undone exactly.
         for amp in amps:
             self._joins.drop_scaled("initialize", amp.model_params())
+        if policy.casts_model:
+            self._half_watch.watch(request.models, policy.master_weights)
         if policy.is_pure_half:
             caster.forget_originals()
         fit_states(states)
-
-    def _warn_of_torch(self) -> None:
-        if not self._said_torch:
-            self._said_torch = True
-            warn_of_torch()
 
     def _forget_dropped(self) -> None:
         """Forgets what scripts have dropped since the last call: ids of theirs may be used again."""
@@ -146,26 +139,30 @@ class Session(StepListener):
         self.casts.clear_cache()
         for call in self._calls:
             call.forget_dropped()
-        self._members = self._members.copy()
+        self._members.restore(self._members.copy())
         pairs = self._members.pairs()
         self._data_watch.keep_watching({id(param) for pair in pairs for param in (pair.half, pair.master)})
 
-    def _open_patches(self, policy: Policy, undo: ExitStack) -> None:
+    def _open_patches(self, request: Request, undo: ExitStack) -> None:
         """Patches what a session patches once, but for the functions that cast."""
+        policy = request.policy
         if policy.master_weights or policy.patch_torch_functions:
             self._data_watch.open(undo)
         if policy.half is not None:
             self._features.open(undo)
         self._script_models.open(undo)
         self._captures.open(undo)
+        if policy.loss_scale != StaticLossScale(1.0):
+            self._scale_watch.open(undo)
+        if policy.casts_model:
+            self._half_watch.open(undo)
 
-    def _open_optimizers(
-        self, request: Request, caster: ModelCaster, amps: list[AmpOptimizer], call: Call
-    ) -> None:
-        for given, amp in zip(request.optimizers, amps, strict=True):
-            amp.casts = caster.list_casts(amp.params())
-            self._joins.open(given, amp, request.policy.master_weights, call.undo)
-            self._members.add_optimizer(amp, [given, *amp.masters.optimizers], call)
+    def _tell_opened(self, request: Request) -> None:
+        if request.verbosity >= 1:
+            self._announcer.announce(request.policy, device_types(request))
+        for observer in self.observers:
+            observer.on_initialize(request.policy)
+            observer.on_objects(request.models, request.optimizers)
 
     def _patch_torch(self, request: Request, undo: ExitStack) -> None:
         trace = say if request.verbosity >= 2 else None
@@ -173,59 +170,43 @@ class Session(StepListener):
             self.torch_patch.count_casts()
         self.torch_patch.open(request.policy, request.models, device_types(request), trace, undo)
 
-    def _hook_forwards(
-        self, request: Request, caster: ModelCaster, amps: list[AmpOptimizer], undo: ExitStack
-    ) -> None:
-        for model in select_python(request.models):
-            if torch.distributed.is_available():
-                listeners = [amp.local for amp in amps if steps_part_of(amp, model)]
-                undo.callback(model.register_forward_pre_hook(NoteNoSync(listeners)).remove)
-            if request.policy.has_half_weights:
-                refresh = RefreshWeights(caster.list_values(model.modules()), [amp.masters for amp in amps])
-                undo.callback(model.register_forward_pre_hook(refresh).remove)
-
-    def _list_optimizers(self, *, only_dynamic: bool = False) -> list[AmpOptimizer]:
-        return self._members.optimizers(only_dynamic=only_dynamic)
-
-    def _make_masters(self, masters: MasterParams, params: Sequence[Tensor]) -> None:
-        self._members.make_masters(masters, params, self._data_watch.watched)
-
     # Running
 
-    def note_scale(self, scaler: LossScaler) -> None:
-        """Notes that a block begins."""
-        self._joins.note_scale(scaler)
+    def capture(self) -> Repeats | None:
+        return self._captures.current()
 
-    def tell_backward(self, loss_id: int) -> None:
-        """Tells observers that a block of `scale_loss` has ended."""
+    def begin_block(self, block: ScaledLoss) -> None:
+        self._joins.was_scaled |= not block.scale.is_identity
+        self._scale_watch.begin_block(block)
+
+    def close_block(self, block: ScaledLoss) -> None:
+        self.casts.end_iteration()
+        self._scale_watch.end_block(block)
+
+    def end_block(self, loss_id: int) -> None:
         for observer in self.observers:
             observer.on_backward(loss_id)
 
-    def capture(self) -> Repeats | None:
-        """Returns what collects what the replay of a CUDA graph must repeat, while one is captured."""
-        return self._captures.current()
-
     def begin_step(self, optimizer: AmpOptimizer) -> None:
-        self.misuse.scales.check_step(optimizer)
+        self._scale_watch.check_step(optimizer)
         for observer in self.observers:
             observer.on_step_begin(optimizer.optimizer)
 
     def enter_step(self, frame: FrameType) -> None:
         self.casts.thread.begin_step(frame)
 
-    def pause_step(self) -> FrameType:
-        return self.casts.thread.end_step()
+    def pause_step(self) -> None:
+        self.casts.thread.end_step()
 
     def exit_step(self, optimizer: AmpOptimizer) -> None:
         self.casts.thread.end_step()
         capture = self.capture()
         if capture is not None:
-            capture.append(CapturedStep(optimizer, capture))
+            capture_step(optimizer, capture)
             return
         call = self.find(optimizer.optimizer)[1]
         if call.verbosity >= 1:
-            config = call.scalers[0].config
-            self._announcer.announce_step(optimizer, config.floor if call.scalers[0].is_dynamic else 0.0)
+            self._announcer.announce_step(optimizer, getattr(call.scalers[0].config, "floor", 0.0))
         for observer in self.observers:
             observer.on_step(optimizer.optimizer)
 
@@ -277,8 +258,8 @@ class Session(StepListener):
         """Undoes everything, last-in first-out."""
         with ExitStack() as stack:
             stack.callback(self._reset)
-            patches = self.torch_patch, self._features, self._script_models, self._captures, self._data_watch
-            for patch in (*patches, *self.misuse.patches):
+            watches = self._data_watch, self._scale_watch, self._half_watch
+            for patch in (self.torch_patch, self._features, self._script_models, self._captures, *watches):
                 stack.callback(patch.retry)
             stack.push(self._undo)
             stack.push(self._patching)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ampatch.levels.undo import weakly
 from ampatch.steps.master_grads import mark_grad_used
 from ampatch.steps.outcome import BackwardOutcome
 from ampatch.steps.scaler import LossScaler, Scale
@@ -52,49 +54,29 @@ def _attach(param: Tensor, grad: Tensor) -> None:
         param.grad.add_(grad)
 
 
+@dataclass(slots=True, eq=False)
 class CapturedBlock:
     """Repeats what a block of `scale_loss` noted; called after each replay."""
 
-    def __init__(
-        self,
-        optimizers: Sequence[AmpOptimizer],
-        outcome: BackwardOutcome | None,
-        scaler: LossScaler,
-        *,
-        delayed: Scale | None = None,
-        update: bool = True,
-    ) -> None:
-        self._grads = [CapturedGrads(optimizer) for optimizer in optimizers]
-        self._outcome = outcome
-        self._delayed = delayed
-        self._scaler = scaler
-        self._update = update
-
-    def forget(self, amp: AmpOptimizer) -> None:
-        """Leaves the gradients of an optimizer as they are."""
-        for grads in self._grads:
-            grads.forget(amp)
+    grads: Sequence[CapturedGrads]
+    outcome: BackwardOutcome | None
+    scaler: LossScaler
+    delayed: Scale | None = None
+    update: bool = True
 
     def __call__(self) -> None:
-        outcome = self._outcome and self._scaler.repeat(self._outcome, update=self._update)
-        delayed = self._delayed and self._delayed.copy()
-        for grads in self._grads:
+        outcome = self.outcome and self.scaler.repeat(self.outcome, update=self.update)
+        delayed = self.delayed and self.delayed.copy()
+        for grads in self.grads:
             amp = grads.find_optimizer()
             if amp is not None:
                 grads.attach()
                 amp.repeat_backward(delayed, outcome)
 
 
-class CapturedStep:
-    """Repeats what a step noted; called after each replay. `before` is what was captured before it."""
-
-    def __init__(self, amp: AmpOptimizer, before: Sequence[object]) -> None:
-        self._find_optimizer = weakref.ref(amp)
-        for block in before:
-            if isinstance(block, CapturedBlock):
-                block.forget(amp)
-
-    def __call__(self) -> None:
-        amp = self._find_optimizer()
-        if amp is not None:
-            amp.repeat_step()
+def capture_step(amp: AmpOptimizer, capture: list[Callable[[], None]]) -> None:
+    """Has replays note a step; gradients of blocks before it in the `capture` are left to the graph."""
+    blocks = [one for one in capture if isinstance(one, CapturedBlock)]
+    for grads in [grads for block in blocks for grads in block.grads]:
+        grads.forget(amp)
+    capture.append(weakly(type(amp).repeat_step, amp))

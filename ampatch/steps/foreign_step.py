@@ -13,17 +13,15 @@ from ampatch.steps.optimizer import AmpOptimizer
 
 
 def list_wrapped(given: object) -> Iterator[object]:
-    """Yields a wrapper such as LARC or Lookahead, what it keeps, and so on to the innermost optimizer."""
+    """Yields a wrapper such as LARC or Lookahead, what it keeps, and so on to the innermost optimizer.
+
+    A wrapper keeps it as `optim` or `optimizer`, or else as an attribute of another name.
+    """
     while given is not None:
         yield given
-        given = _look_inside(given)
-
-
-def _look_inside(wrapper: object) -> object:
-    """Returns what a wrapper keeps as `optim` or `optimizer`, else the optimizer among its attributes."""
-    named = getattr(wrapper, "optim", None) or getattr(wrapper, "optimizer", None)
-    kept = vars(wrapper).values() if hasattr(wrapper, "__dict__") else ()
-    return named or next((value for value in kept if isinstance(value, Optimizer)), None)
+        named = getattr(given, "optim", None) or getattr(given, "optimizer", None)
+        kept = vars(given).values() if hasattr(given, "__dict__") else ()
+        given = named or next((value for value in kept if isinstance(value, Optimizer)), None)
 
 
 def needs_whole_step(given: object, optimizer: Optimizer) -> bool:

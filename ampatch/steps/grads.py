@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ampatch.levels.private import is_expanded
-
-logger = logging.getLogger("ampatch")
 
 
 @torch.no_grad()
@@ -98,22 +95,6 @@ def own_memory(grad: Tensor) -> Tensor:
     return grad.clone() if shared else grad
 
 
-def drop_scaled_grads(where: str, params: Iterable[Tensor], stepped: set[int]) -> None:
-    """Drops the gradients of parameters that join an optimizer, but for those that one has `stepped` before.
-
-    Blocks of `scale_loss` have scaled them, or not, and nobody knows by how much.
-    """
-    scaled = [param for param in params if param.grad is not None and id(param) not in stepped]
-    for param in scaled:
-        param.grad = None
-    if scaled:
-        logger.warning(
-            "%s: %d %s had a gradient, which a block of scale_loss may have scaled: it was "
-            "dropped; for a gradient of a new parameter to count, add the parameter before the block",
-            *(where, len(scaled), "new parameter" if len(scaled) == 1 else "new parameters"),
-        )
-
-
 def find_grads(params: Iterable[Tensor]) -> list[Tensor]:
     """Returns the gradients that there are, such that each can be written in place."""
     found = []
@@ -121,14 +102,11 @@ def find_grads(params: Iterable[Tensor]) -> list[Tensor]:
         grad = param.grad
         if grad is None:
             continue
-        if type(grad) is Tensor and grad.layout is torch.strided and not grad.is_contiguous():
-            grad = param.grad = _own_elements(grad)
+        is_strided = type(grad) is Tensor and grad.layout is torch.strided
+        if is_strided and not grad.is_contiguous() and is_expanded(grad):
+            grad = param.grad = grad.clone()
         found.append(grad)
     return found
-
-
-def _own_elements(grad: Tensor) -> Tensor:
-    return grad.clone() if is_expanded(grad) else grad
 
 
 class EarlierGrads:
@@ -152,11 +130,6 @@ class EarlierGrads:
 
     def give_back(self) -> None:
         """Puts them back, with the new ones added."""
-        if self._set_aside:
-            self._give_back()
-
-    @torch.no_grad()
-    def _give_back(self) -> None:
         set_aside, self._set_aside = self._set_aside, []
         sums, new = [], []
         for param, earlier in set_aside:

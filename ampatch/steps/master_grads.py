@@ -34,27 +34,23 @@ class MasterGrads:
 
     # Between blocks
 
-    def follow(self, *, is_step: bool = False, to_warn: bool = False) -> bool:
+    def follow(self, *, is_step: bool = False) -> None:
         """Takes over what happened to half gradients since they were last seen, whoever did it.
 
         New ones, of a `backward` outside any block, are unscaled and count. At a step so does one that was
         changed in place since the last step, as where gradients are cleared to zero or never, if no block
-        has scaled it. For the rest see `drop_restarted`. Returns whether a model's gradient was changed in
-        another way, which masters do not follow: for certain only `to_warn`, which costs a host sync if one
-        was changed in place.
+        has scaled it. For the rest see `drop_restarted`. A step warns once of changes that it does not see,
+        and costs a host sync until then if one was changed in place.
         """
         changed = self._find_changed()
         if not changed:
-            return False
+            return
         for pair in changed if is_step else ():
             if pair.master.grad is None and not pair.grad_scaled:
                 pair.grad_used = None
-        self._feed_fresh(changed, None)
-        return _drop_restarted(changed, to_warn)
-
-    def follow_and_warn(self) -> None:
-        """Does so before a step, and warns once of what the step does not see."""
-        if self.follow(is_step=True, to_warn=not self._warned) and not self._warned:
+        self.feed(None, changed)
+        to_warn = is_step and not self._warned
+        if _drop_restarted(changed, to_warn) and to_warn:
             self._warned = True
             logger.warning(
                 "gradients of the half model changed after the block of scale_loss that made them, and the "
@@ -105,14 +101,11 @@ class MasterGrads:
             half.grad = None
         pair.grad_used = pair.grad_seen = None
 
-    def feed(self, unscale: Unscale | None) -> None:
-        """Adds the new half gradients to the masters', each `unscale`d in float32."""
-        self._feed_fresh(self._pairs, unscale)
-
-    def _feed_fresh(self, pairs: Sequence[Weight], unscale: Unscale | None) -> None:
+    def feed(self, unscale: Unscale | None, pairs: Sequence[Weight] | None = None) -> None:
+        """Adds new half gradients, of all pairs or of some, to the masters', each `unscale`d in float32."""
         fresh = [
             pair
-            for pair in pairs
+            for pair in (self._pairs if pairs is None else pairs)
             if (grad := pair.half.grad) is not None
             and grad is not pair.grad_used
             and (pair.grad_used is None or pair.has_fresh_grad())
@@ -184,7 +177,8 @@ def _drop_restarted(pairs: Sequence[Weight], to_warn: bool) -> bool:
     cleared = [pair for pair in pairs if pair.grad_seen is not None and pair.half.grad is None]
     edited = [pair for pair in pairs if (to_warn or pair.master.grad is not None) and _was_edited(pair)]
     # Zeroing leaves +0 everywhere; clipping by an infinite norm, for one, leaves -0 and nan as well.
-    is_zeroed = bool(edited) and not _have_bits([pair.half.grad for pair in edited])
+    bits = [pair.half.grad.detach().view(torch.int16).any() for pair in edited]
+    is_zeroed = bool(bits) and not torch.stack([bit.to(bits[0].device) for bit in bits]).any()
     for pair in [*cleared, *edited] if is_zeroed else cleared:
         clear_master_grad(pair)
         mark_grad_used(pair)
@@ -197,12 +191,6 @@ def _was_edited(pair: Weight) -> bool:
     if grad is None or grad is not pair.grad_seen:
         return False
     return grad._version != pair.grad_version and not grad.is_sparse
-
-
-def _have_bits(grads: Sequence[Tensor]) -> bool:
-    """Whether any gradient has a bit that is not 0, a sign among them; one host sync."""
-    found = [grad.detach().view(torch.int16).any().to(grads[0].device) for grad in grads]
-    return bool(torch.stack(found).any())
 
 
 def _feed(pairs: list[Weight], unscale: Unscale | None) -> None:

@@ -22,7 +22,7 @@ class MasterParams:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], touched: set[int]) -> None:
-        self._touched = touched
+        self.touched = touched
         self.pairs: list[Weight] = []
         self._plain: tuple[list[Tensor], list[Tensor]] = [], []  # halves and masters that are no wrappers
         self._by_half: dict[int, Weight] = {}
@@ -49,19 +49,9 @@ class MasterParams:
         known = self._by_master
         return [param for param in params if id(param) not in known] if known else params
 
-    def add(self, pair: Weight) -> None:
-        """Makes a master of a weight's float32 values."""
-        pair.make_master(self._touched)
-        self.share(pair)
-
-    def make_empty(self, optimizers: Sequence[Optimizer]) -> MasterParams:
-        """Returns those of a copied optimizer, still without any."""
-        return MasterParams(optimizers, self._touched)
-
-    def adopt(self, half: Parameter, master: Parameter) -> None:
-        """Takes a master that is in the param groups already."""
-        pair = Weight(half)
-        pair.make_master(self._touched, master)
+    def add(self, pair: Weight, master: Parameter | None = None) -> None:
+        """Makes a master of a weight's float32 values, or takes one that is in the param groups already."""
+        pair.make_master(self.touched, master)
         self.share(pair)
 
     def share(self, pair: Weight) -> None:
@@ -104,23 +94,19 @@ class MasterParams:
             state.clear()
             state.update(items)
 
+    @torch.no_grad()
     def take_edits(self) -> None:
-        """Feeds masters with what was written into the model's parameters since the last step."""
-        edited = self._find_edited()
-        with torch.no_grad():
-            for pair in edited:
-                pair.master.copy_(refine(pair.master.detach(), pair.half.detach()))
-
-    def _find_edited(self) -> list[Weight]:
-        """The pairs whose half parameter may have been written or swapped since they agreed."""
-        touched = self._touched
-        return [
+        """Feeds masters with what was written into the model's parameters, or swapped, since they agreed."""
+        touched = self.touched
+        edited = [
             pair
             for pair in self.pairs
             if pair.version != (half := pair.half)._version
             or pair.pointer != half.data_ptr()
             or (touched and id(half) in touched)
         ]
+        for pair in edited:
+            pair.master.copy_(refine(pair.master.detach(), pair.half.detach()))
 
     def copy_to_model(self) -> None:
         """Rounds the masters into the model's parameters; no host sync."""
@@ -128,7 +114,7 @@ class MasterParams:
 
     def copy_edits_to_model(self) -> None:
         """Rounds the masters that were written outside of a step, as some optimizers do; no host sync."""
-        touched = self._touched  # `Weight.was_written`, written out: this runs before each forward
+        touched = self.touched  # `Weight.follow`, written out: this runs before each forward
         edited = [
             pair
             for pair in self.pairs
@@ -159,14 +145,8 @@ def fit_states(optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
     alive = [optimizer for reference in optimizers if (optimizer := reference()) is not None]
     for param, state in [item for optimizer in alive for item in optimizer.state.items()]:
         if isinstance(param, Tensor) and param.dtype in (torch.float32, *HALF_TYPES):
-            _cast_state(state, param.dtype)
-
-
-def _cast_state(state: dict, dtype: torch.dtype) -> None:
-    for key, value in state.items():
-        # Optimizers count steps in float32 whatever the parameters are.
-        if key != "step":
-            state[key] = _cast_value(value, dtype)
+            # Optimizers count steps in float32 whatever the parameters are.
+            state.update({key: _cast_value(state[key], param.dtype) for key in state if key != "step"})
 
 
 def _cast_value(value: object, dtype: torch.dtype) -> object:

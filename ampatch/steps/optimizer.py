@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from ampatch.errors import AmpError
 from ampatch.levels.stack import is_running
 from ampatch.levels.undo import refer
-from ampatch.steps.captured import CapturedBlock
+from ampatch.steps.captured import CapturedBlock, CapturedGrads
 from ampatch.steps.grads import EarlierGrads, find_grads
 from ampatch.steps.master_grads import MasterGrads
 from ampatch.steps.masters import MasterParams
 from ampatch.steps.outcome import BackwardOutcome
 from ampatch.steps.scaler import Scale
-from ampatch.steps.step import SkipStep, SkipStreak, StepListener, find_closure
+from ampatch.steps.step import Listener, SkipStep, wrap_closure
 from ampatch.steps.unsynced_grads import LocalGrads, scale_again
 
 
@@ -32,7 +32,7 @@ class AmpOptimizer:
     """
 
     def __init__(
-        self, optimizer: Optimizer, masters: MasterParams, listener: StepListener, given: object = None
+        self, optimizer: Optimizer, masters: MasterParams, listener: Listener, given: object = None
     ) -> None:
         self.optimizer = optimizer
         self.find_given = refer(given)  # a wrapper may be dropped before the optimizer
@@ -41,14 +41,14 @@ class AmpOptimizer:
         self.masters = masters
         self._grads = MasterGrads(masters.pairs)
         self._listener = listener
-        self._pending: list[BackwardOutcome] = []  # of the blocks since the last step
+        self.pending: list[BackwardOutcome] = []  # of the blocks since the last step
         self.last_outcomes: list[BackwardOutcome] = []  # of the blocks that led to the last step
         self.end_block: Callable[[], None] | None = None  # ends the block that is open
         self.delayed: Scale | None = None  # what the gradients are still scaled by
         self.local = LocalGrads()
         self._earlier = EarlierGrads()
         self._skip = SkipStep()
-        self.skips = SkipStreak()
+        self.skipped = 0  # how many steps in a row were
         self._step: FrameType | None = None  # the call that runs a step
         self._capture: object = None  # the capture of a CUDA graph that the last block was in, and
         self.from_before: set[int] = set()  # the ids of parameters that had gradients before that block
@@ -98,11 +98,11 @@ class AmpOptimizer:
     def _enter_capture(self, capture: object, is_step: bool = False) -> None:
         """Tells what is captured in a CUDA graph from what is not, of which a graph can know nothing."""
         if capture is None:  # nobody has computed what a capture left: replays will
-            self._pending = [outcome for outcome in self._pending if outcome.capture is None]
+            self.pending = [outcome for outcome in self.pending if outcome.capture is None]
             if self.delayed is not None and self.delayed.capture is not None:
                 self.delayed = None
         elif capture is not self._capture:
-            waits = is_step and (self._pending or self.delayed is not None)
+            waits = is_step and (self.pending or self.delayed is not None)
             if waits or any(pair.master.grad is not None for pair in self.masters):
                 raise AmpError(
                     f"{type(self.optimizer).__name__}: a block of scale_loss before this CUDA graph waits "
@@ -113,10 +113,11 @@ class AmpOptimizer:
     @torch.no_grad()
     def delay(self, scale: Scale) -> None:
         """Leaves the gradients scaled until a later block, or the step, settles them."""
-        self.local.wait()
+        self.local.are_waiting |= bool(self.local.coming)
+        self.local.coming.clear()
         if self.delayed is not scale:
             # What was set aside is unscaled: a power of two takes it there and back exactly.
-            self._earlier.change(functools.partial(scale.scale_clean, outcomes=self._pending))
+            self._earlier.change(functools.partial(scale.scale_clean, outcomes=self.pending))
         self.delayed = scale
         self.restore_grads()
 
@@ -138,9 +139,9 @@ class AmpOptimizer:
         if scale.scaler.is_dynamic:
             # As in apex, a delayed block does not count towards growth.
             outcome = scale.scaler.finish(found_inf, counts=False, capture=scale.capture)
-            self.note(outcome)
+            self.pending.append(outcome)
         if scale.capture is not None:
-            scale.capture.append(CapturedBlock([self], outcome, scale.scaler))
+            scale.capture.append(CapturedBlock([CapturedGrads(self)], outcome, scale.scaler))
 
     def _unscale_delayed(self) -> Tensor | None:
         """Returns the found_inf of what a block left scaled; the scale knows nothing of it yet."""
@@ -176,7 +177,7 @@ class AmpOptimizer:
         What accumulates in place, as in plain torch, stays as the exception left it: gradients of
         float32 weights with a static scale of 1, and those that are not averaged over ranks yet.
         """
-        self.local.drop_coming()
+        self.local.coming.clear()
         if self.delayed is None and scale.is_identity:
             params: Iterable[Tensor] = (pair.half for pair in self.masters)
         else:
@@ -198,10 +199,6 @@ class AmpOptimizer:
         self._earlier.give_back()
         self._grads.end()
 
-    def note(self, outcome: BackwardOutcome) -> None:
-        """Remembers what a block did, for the next step to skip or not."""
-        self._pending.append(outcome)
-
     # A step
 
     def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
@@ -218,25 +215,26 @@ class AmpOptimizer:
         self._enter_capture(self._listener.capture(), is_step=True)
         self._before_update(optimizer)
         self._listener.enter_step(self._step)
-        closure, rebuild = find_closure(args, kwargs)
-        return None if closure is None else rebuild(functools.partial(self._evaluate, optimizer, closure))
+        return wrap_closure(
+            args, kwargs, lambda closure: functools.partial(self._evaluate, optimizer, closure)
+        )
 
     def _evaluate(self, optimizer: Optimizer, closure: Callable[[], object]) -> object:
         """Runs a closure inside a step: with casts, on the current weights, its gradients unscaled."""
-        frame = self._listener.pause_step()
+        self._listener.pause_step()
         self.masters.copy_to_model()
         result = closure()
         self._before_update(optimizer)
-        self._listener.enter_step(frame)
+        self._listener.enter_step(self._step)
         return result
 
     def _before_update(self, optimizer: Optimizer) -> None:
         if self.end_block is not None:
             self.end_block()  # the step is inside a block: its gradients are needed now
         self.settle()
-        self._grads.follow_and_warn()
+        self._grads.follow(is_step=True)
         self.masters.take_edits()
-        outcomes, self._pending = self._pending, []
+        outcomes, self.pending = self.pending, []
         self.last_outcomes = self.last_outcomes + outcomes
         if outcomes:
             self._skip.skip_after_overflow(optimizer, self.params(), self.last_outcomes)
@@ -259,12 +257,12 @@ class AmpOptimizer:
         self._capture = None
         self.delayed = delayed
         if outcome is not None:
-            self.note(outcome)
+            self.pending.append(outcome)
 
     def repeat_step(self) -> None:
         """Notes that a step ran in a CUDA graph that was replayed."""
         self._listener.begin_step(self)
-        self.last_outcomes, self._pending = self._pending, []
+        self.last_outcomes, self.pending = self.pending, []
         self._grads.drop()
         self._listener.exit_step(self)
 

@@ -89,15 +89,12 @@ class BackwardOutcome:
         if self._values is not None or not self.numbers.is_cuda:
             return self.read()
         if self._delivered is None:
-            self._send()
+            # A default device of the script's must not decide, nor the device that is the current one.
+            self._host = torch.empty(4, device="cpu", pin_memory=True)
+            self._host.copy_(self.numbers, non_blocking=True)
+            self._delivered = torch.cuda.Event()
+            self._delivered.record(torch.cuda.current_stream(self.numbers.device))
         if not self._delivered.query():
             return None
         self._set(self._host.tolist())
         return self._values
-
-    def _send(self) -> None:
-        # A default device of the script's must not decide, nor the device that happens to be the current one.
-        self._host = torch.empty(4, device="cpu", pin_memory=True)
-        self._host.copy_(self.numbers, non_blocking=True)
-        self._delivered = torch.cuda.Event()
-        self._delivered.record(torch.cuda.current_stream(self.numbers.device))

@@ -101,7 +101,7 @@ class LossScaler:
         self._device = device
         self._scale = torch.zeros((), dtype=torch.float32, device=device)
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
-        self._hysteresis_tracker = torch.full_like(self._growth_tracker, self._hysteresis)
+        self._hysteresis_tracker = torch.full_like(self._growth_tracker, getattr(config, "hysteresis", 1))
         self._carried: Tensor | None = None  # found_inf of exits that left the scale alone
         self._waiting: WeakSet[BackwardOutcome] = WeakSet()  # what these returned, while somebody keeps it
         self._last: BackwardOutcome | None = None
@@ -120,10 +120,6 @@ class LossScaler:
         """Whether the scale follows overflows."""
         return isinstance(self.config, DynamicLossScale)
 
-    @property
-    def _hysteresis(self) -> int:
-        return self.config.hysteresis if isinstance(self.config, DynamicLossScale) else 1
-
     def begin(self, device: torch.device, capture: list[Callable[[], None]] | None = None) -> Scale:
         """Returns the present scale, for a loss on `device`; the same object until it is updated.
 
@@ -131,7 +127,11 @@ class LossScaler:
         only while the graph is replayed.
         """
         if self.is_dynamic and self._device != device:
-            self._move_to(device)
+            self._device, self._current = device, None
+            self._scale = self._scale.to(device)
+            self._growth_tracker = self._growth_tracker.to(device)
+            self._hysteresis_tracker = self._hysteresis_tracker.to(device)
+            self._carried = None if self._carried is None else self._carried.to(device)
         if self._current is None or self._current.capture is not capture:
             self._current = Scale(self, self._scale.clone() if self.is_dynamic else self._number, capture)
         return self._current
@@ -144,14 +144,6 @@ class LossScaler:
     def unscale_(self, grads: Iterable[Tensor], found_inf: Tensor) -> None:
         """Divides gradients by the present scale; see `Scale.unscale_`."""
         self.begin(self._device).unscale_(grads, found_inf)
-
-    def _move_to(self, device: torch.device) -> None:
-        self._device = device
-        self._scale = self._scale.to(device)
-        self._growth_tracker = self._growth_tracker.to(device)
-        self._hysteresis_tracker = self._hysteresis_tracker.to(device)
-        self._carried = None if self._carried is None else self._carried.to(device)
-        self._current = None
 
     def new_found_inf(self) -> Tensor:
         """A zero, to be set to 1 by `unscale_` where a gradient is not finite."""
@@ -176,24 +168,21 @@ class LossScaler:
         before = self._scale.clone() if self._current is None else self._current._value
         self._carry(found_inf)
         if update:
-            self._update_by_carried(counts)
+            self._update(counts)
         number = found_inf if loss is None else loss.to(self._device, torch.float32)
         numbers = torch.stack((found_inf, before, self._scale, number))
-        outcome = BackwardOutcome(self.loss_id, numbers, capture, knows_loss=loss is not None)
-        return self._note(outcome, update)
+        self._last = outcome = BackwardOutcome(self.loss_id, numbers, capture, knows_loss=loss is not None)
+        if not update:
+            self._waiting.add(outcome)
+        return outcome
 
     def repeat(self, outcome: BackwardOutcome, *, update: bool) -> BackwardOutcome:
         """Notes what `finish` did in a CUDA graph that was replayed, and returns it."""
-        outcome = outcome.copy()
+        self._last = outcome = outcome.copy()
         self._current = None
         if not update:
             self._carry(outcome.found_inf)
-        return self._note(outcome, update)
-
-    def _note(self, outcome: BackwardOutcome, is_update: bool) -> BackwardOutcome:
-        if not is_update:
             self._waiting.add(outcome)
-        self._last = outcome
         return outcome
 
     def did_overflow(self) -> bool:
@@ -203,11 +192,6 @@ class LossScaler:
     def _carry(self, found_inf: Tensor) -> None:
         carried = self._carried
         self._carried = found_inf if carried is None else torch.maximum(found_inf, carried)
-
-    def _update_by_carried(self, counts: bool = True) -> None:
-        found_inf, self._carried = self._carried, None
-        self._waiting.clear()
-        self._update(found_inf, counts)
 
     def update(self, found_inf: Tensor | None = None) -> bool:
         """Updates the scale by hand, for a loop that skips steps by itself; says whether to skip.
@@ -223,14 +207,18 @@ class LossScaler:
         is_overflow = bool(self._carried > 0)
         for outcome in self._waiting:
             outcome.forgive()
-        self._update_by_carried()
+        self._update()
         return is_overflow
 
-    def _update(self, found_inf: Tensor, counts: bool) -> None:
+    def _update(self, counts: bool = True) -> None:
+        """Updates the scale by what was carried."""
+        found_inf, self._carried = self._carried, None
+        self._waiting.clear()
         config = self.config
         assert isinstance(config, DynamicLossScale), "a static scale is never updated"
         before = None if config.hysteresis == 1 else self._scale.clone()
-        clean = None if counts else self._growth_tracker.clone()
+        if not counts:
+            self._growth_tracker.sub_(1)  # and what follows adds it again
         update_scale_(
             self._scale,
             self._growth_tracker,
@@ -240,16 +228,14 @@ class LossScaler:
             config.growth_interval if counts else NEVER,
         )
         if before is not None:
-            self._forgive(before, found_inf)
-        if clean is not None:
-            self._growth_tracker.copy_(torch.where(found_inf > 0, self._growth_tracker, clean))
+            self._forgive(before, found_inf, config.hysteresis)
         self._scale.clamp_(config.floor, config.ceiling)
         self._current = None
 
-    def _forgive(self, before: Tensor, found_inf: Tensor) -> None:
+    def _forgive(self, before: Tensor, found_inf: Tensor, hysteresis: int) -> None:
         """Takes a back-off back while fewer than `hysteresis` overflows came in a row."""
         overflow = found_inf > 0
-        left = torch.where(overflow, self._hysteresis_tracker - 1, self._hysteresis)
+        left = torch.where(overflow, self._hysteresis_tracker - 1, hysteresis)
         self._hysteresis_tracker.copy_(left.clamp_(min=0))
         self._scale.copy_(torch.where(overflow & (self._hysteresis_tracker > 0), before, self._scale))
 

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ampatch.steps.outcome import BackwardOutcome
 
+if TYPE_CHECKING:
+    from ampatch.steps.block import ScaledLoss
 
-class StepListener:
-    """Is told when an optimizer's step begins and ends; the session overrides these."""
+
+class Listener:
+    """Is told when blocks of `scale_loss` and steps begin and end; the session overrides these."""
 
     def capture(self) -> list | None:
         """Returns what collects what the replay of a CUDA graph must repeat, while one is captured."""
         return None
+
+    def begin_block(self, block: ScaledLoss) -> None:
+        """Called before a block yields its scaled loss."""
+
+    def close_block(self, block: ScaledLoss) -> None:
+        """Called when a block ends, before its gradients are unscaled, or dropped after an exception."""
+
+    def end_block(self, loss_id: int) -> None:
+        """Called when a block has ended well."""
 
     def begin_step(self, optimizer: object) -> None:
         """Called before anything is done in a step."""
@@ -29,21 +40,20 @@ class StepListener:
     def exit_step(self, optimizer: object) -> None:
         """Called after the step, skipped or not."""
 
-    def pause_step(self) -> FrameType:
-        """Called before a closure runs inside a step; returns the call that runs the step."""
-        return sys._getframe()
+    def pause_step(self) -> None:
+        """Called before a closure runs inside a step; `enter_step` follows."""
 
 
-def find_closure(args: tuple, kwargs: dict) -> tuple[Callable | None, Callable]:
-    """Returns the closure among the arguments of `step`, and how to put another in its place.
+def wrap_closure(args: tuple, kwargs: dict, wrap: Callable[[Callable], Callable]) -> tuple | None:
+    """Returns the arguments of `step` with their closure wrapped, None where there is none.
 
     Hooks of `step` see the optimizer itself as the first argument.
     """
     if kwargs.get("closure") is not None:
-        return kwargs["closure"], lambda new: (args, {**kwargs, "closure": new})
+        return args, {**kwargs, "closure": wrap(kwargs["closure"])}
     if len(args) > 1 and callable(args[1]):
-        return args[1], lambda new: ((args[0], new, *args[2:]), kwargs)
-    return None, lambda new: (args, kwargs)
+        return (args[0], wrap(args[1]), *args[2:]), kwargs
+    return None
 
 
 class SkipStep:
@@ -68,28 +78,21 @@ class SkipStep:
     ) -> None:
         """Has the step that begins change nothing if any outcome is an overflow."""
         takes_found_inf = getattr(optimizer, "_step_supports_amp_scaling", False)
-        new = self._find_new(optimizer, params) if takes_found_inf else []
+        stepped, state = self._stepped, optimizer.state
+        new = [  # which the optimizer is about to step for the first time
+            param
+            for param in (params if takes_found_inf else ())
+            if id(param) not in stepped and param not in state and param.grad is not None
+        ]
         if takes_found_inf and not new:
             optimizer.found_inf = BackwardOutcome.combine(outcomes)  # type: ignore[attr-defined]
         elif BackwardOutcome.read_all(outcomes):
-            self._hide_grads(params)
-        else:
-            self._stepped.update(map(id, new))
-
-    def _find_new(self, optimizer: Optimizer, params: Sequence[Tensor]) -> list[Tensor]:
-        """The parameters that the optimizer is about to step for the first time."""
-        stepped, state = self._stepped, optimizer.state
-        return [
-            param
-            for param in params
-            if id(param) not in stepped and param not in state and param.grad is not None
-        ]
-
-    def _hide_grads(self, params: Sequence[Tensor]) -> None:
-        for param in params:
-            if param.grad is not None:
-                self._hidden.append((param, param.grad))
+            hidden = [(param, param.grad) for param in params if param.grad is not None]
+            for param, _ in hidden:
                 param.grad = None
+            self._hidden += hidden
+        else:
+            stepped.update(map(id, new))
 
     def end(self, optimizer: Optimizer) -> None:
         """Puts hidden gradients back."""
@@ -97,51 +100,3 @@ class SkipStep:
         for param, grad in self._hidden:
             param.grad = grad
         self._hidden = []
-
-
-class SkipStreak:
-    """Counts the steps that were skipped in a row."""
-
-    LENGTH = 5  # finding the first scale takes several; as many again are worth a word
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def note(self, was_skipped: bool) -> bool:
-        """Notes a step; True once a streak, when it has become long."""
-        self.count = self.count + 1 if was_skipped else 0
-        return self.count == self.LENGTH
-
-
-def are_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether no value is inf or NaN; one host sync."""
-    found = [torch.isfinite(tensor.detach()).all().to(tensors[0].device) for tensor in tensors]
-    return bool(torch.stack(found).all())
-
-
-def explain_skips(
-    count: int, loss_is_finite: bool | None, weights_are_finite: bool | None, scale: float, floor: float = 0.0
-) -> str:
-    """Says why so many steps in a row were skipped, and what to try; None is what nobody has looked at.
-
-    `floor` is the least that the scale can become, 0 if it may go on falling.
-    """
-    begin = f"{count} steps in a row were skipped"
-    if weights_are_finite is False:
-        return (
-            f"{begin}, and weights are inf or NaN: no loss scale can help now. Start again from a "
-            f"checkpoint, with a lower learning rate or with clipping"
-        )
-    if loss_is_finite is False:
-        return (
-            f"{begin}, and the loss itself is inf or NaN before it is scaled: no loss scale helps. Look for "
-            f"inf or NaN in the batch, for log(0) or a division by 0 in the loss, and for activations above "
-            f"65504 (keep_fp32 of their layer, or O4 or O5); lower the learning rate"
-        )
-    finite = "though the loss is finite, " if loss_is_finite else ""
-    is_least = scale <= floor
-    return (
-        f"{begin}: {finite}gradients overflow at a loss scale of {scale:g}"
-        f"{', the lowest allowed' if is_least else ''}. Name the layer that overflows in keep_fp32, take "
-        f"bfloat16 (O4 or O5), or {'lower min_loss_scale' if is_least else 'begin with a lower init_scale'}"
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,37 +15,18 @@ from ampatch.steps.scaler import Scale
 from ampatch.steps.weight import Weight
 
 
+@dataclass(slots=True, eq=False)
 class LocalGrads:
     """Knows which gradients of one optimizer stay on their rank.
 
     The next backward that is synchronized averages what has accumulated in `.grad` by then. So these
-    gradients have to stay there as they are, scaled. `are_waiting` says that some do; `read_scale` is
-    what they were scaled by, if somebody wanted to read them before.
+    gradients have to stay there as they are, scaled.
     """
 
-    def __init__(self) -> None:
-        self._models: set[int] = set()
-        self.are_waiting = False
-        self.read_scale: Scale | None = None
-        self.read_found_inf: Tensor | None = None
-
-    @property
-    def are_coming(self) -> bool:
-        """Whether the block that is open, or the next one, makes such gradients."""
-        return bool(self._models)
-
-    def mark(self, model: Module, is_local: bool) -> None:
-        """Notes whether a model's forward, with its backward to come, is under `no_sync`."""
-        (self._models.add if is_local else self._models.discard)(id(model))
-
-    def wait(self) -> None:
-        """Notes that a block leaves what it made."""
-        self.are_waiting |= self.are_coming
-        self._models.clear()
-
-    def drop_coming(self) -> None:
-        """Notes that a block ended in an exception."""
-        self._models.clear()
+    coming: set[int] = field(default_factory=set)  # models whose next backward makes such, by id
+    are_waiting: bool = False
+    read_scale: Scale | None = None  # what they were scaled by, if somebody wanted to read them before
+    read_found_inf: Tensor | None = None
 
 
 @torch.no_grad()
@@ -67,9 +48,6 @@ class NoteNoSync:
 
     listeners: Sequence[LocalGrads] = ()
 
-    def __deepcopy__(self, memo: dict) -> NoteNoSync:
-        return NoteNoSync()
-
     def __reduce__(self) -> tuple:
         return NoteNoSync, ()
 
@@ -79,4 +57,5 @@ class NoteNoSync:
         ddp = DistributedDataParallel._active_ddp_module  # whose forward this call is inside of
         if ddp is not None and torch.is_grad_enabled():
             for grads in self.listeners:
-                grads.mark(module, not ddp.require_backward_grad_sync)
+                note = grads.coming.discard if ddp.require_backward_grad_sync else grads.coming.add
+                note(id(module))

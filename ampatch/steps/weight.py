@@ -80,22 +80,15 @@ class Weight:
             return None
         return precise if _is_comparable(half) or _version(half) == self.version else None
 
-    def was_written(self) -> bool:
-        """Whether the float32 values may have been written since the half tensor was their rounding."""
-        precise = self.precise
-        return precise is not None and (_version(precise) != self.written or id(precise) in self.touched)
-
-    @torch.no_grad()
-    def copy_to_half(self) -> None:
-        """Rounds the float32 values into the half tensor; no host sync."""
-        self.half.copy_(self.precise)
-        self.mark_synced()
-
     def follow(self) -> None:
-        """Does so if they were written since."""
-        if self.was_written():
-            self.copy_to_half()
-            self.is_made = False  # worth keeping
+        """Rounds the float32 values into the half tensor if they were written since; no host sync."""
+        precise = self.precise
+        if precise is None or (_version(precise) == self.written and id(precise) not in self.touched):
+            return
+        with torch.no_grad():
+            self.half.copy_(precise)
+        self.mark_synced()
+        self.is_made = False  # worth keeping
 
     def follow_shown(self) -> None:
         """Does so for what a state_dict showed, and frees what was made for that and not written."""
@@ -117,7 +110,8 @@ class Weight:
             return half.float()
         if not _is_comparable(half):
             return precise
-        if precise.device != half.device or not _is_writable(precise):  # Module.to moved the half one
+        is_moved = precise.device != half.device  # by Module.to
+        if is_moved or precise.is_inference() or is_expanded(precise):
             return refine(precise.detach().to(half.device), half)
         precise.copy_(refine(precise.detach(), half))
         self.written = precise._version  # and no more: who asked for `.data` may still write there
@@ -184,10 +178,6 @@ def _is_same(grad: Tensor, other: Tensor) -> bool:
 def _version(tensor: Tensor) -> int:
     """How often a tensor was written; one that was made in inference mode does not count."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _is_writable(tensor: Tensor) -> bool:
-    return not tensor.is_inference() and not is_expanded(tensor)
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:

@@ -130,7 +130,7 @@ class MasterOptimizer(Optimizer):
         vars(self).update(state)
         self._masters = MasterParams([self.optimizer], set())
         for half, master in state["_masters"]:
-            self._masters.adopt(half, master)
+            self._masters.add(Weight(half), master)
 
 
 def _validate_optimizer(optimizer: object) -> None:

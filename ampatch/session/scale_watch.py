@@ -6,7 +6,6 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -16,13 +15,16 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from ampatch.levels.private import graph_task
+from ampatch.levels.stack import Line, find_line
 from ampatch.patching.patcher import Patcher, SessionPatch
-from ampatch.session.misuse.warner import Line, Warner, find_line
+from ampatch.session.misuse import Warner
 from ampatch.steps.grads import leads_to
 
 if TYPE_CHECKING:
+    from ampatch.session.members import Members
+    from ampatch.steps.block import ScaledLoss
     from ampatch.steps.optimizer import AmpOptimizer
-    from ampatch.steps.scaler import Scale
+    from ampatch.steps.scaler import LossScaler
 
 # Nobody means a limit below this, once the scale is taken off: it was given as if gradients were unscaled.
 LEAST_LIMIT = 0.05
@@ -50,12 +52,14 @@ TWO_SCALES = (
 class OpenBlock:
     """A block of `scale_loss` that is open, and what went backward in it."""
 
-    scaled: Tensor
-    scale: Scale
-    optimizers: Sequence[AmpOptimizer]
-    thread: int
+    block: ScaledLoss
+    thread: int = field(default_factory=threading.get_ident)
     was_scaled: bool = False  # whether the scaled loss was part of any backward
     unscaled: dict[int, Line] = field(default_factory=dict)  # optimizers that others gave gradients to
+
+
+# Where to note an optimizer, by id, with a line, if a parameter has another gradient than this of a version.
+SeenGrad = tuple[dict[int, Line], int, Line, Tensor, Tensor | None, int]
 
 
 class ScaleWatch(SessionPatch):
@@ -68,21 +72,17 @@ class ScaleWatch(SessionPatch):
     """
 
     def __init__(
-        self,
-        warner: Warner,
-        list_dynamic: Callable[[], Sequence[AmpOptimizer]],
-        is_right: Callable[[AmpOptimizer], bool],
+        self, warner: Warner, members: Members, list_scalers: Callable[[], list[LossScaler]]
     ) -> None:
         super().__init__()
-        self._is_right = is_right  # asked last, of a step whose gradients no block has made
         self._warner = warner
-        self._list_dynamic = list_dynamic
+        self._members = members
+        self._list_scalers = list_scalers
         self.forget()
 
     def forget(self) -> None:
         """Drops what was seen."""
-        self._blocks: dict[int, OpenBlock] = {}
-        self._innermost: OpenBlock | None = None
+        self._blocks: dict[int, OpenBlock] = {}  # by the id of the block; the innermost is the last
         self._had_block: set[int] = set()  # optimizers, since their last step
         self._inside: dict[int, Line] = {}  # optimizers, and what gave them unscaled gradients in a block
         self._outside: dict[int, Line] = {}  # the same, where no block was open
@@ -101,68 +101,62 @@ class ScaleWatch(SessionPatch):
 
     # Blocks
 
-    def begin_block(
-        self, block: object, scaled: Tensor, scale: Scale, optimizers: Sequence[AmpOptimizer]
-    ) -> None:
-        """Notes that a block begins, which yields `scaled`."""
-        if scale.is_identity or self._patcher is None:
-            return
-        self._innermost = OpenBlock(scaled, scale, optimizers, threading.get_ident())
-        self._blocks[id(block)] = self._innermost
-        for optimizer in optimizers:
-            self._had_block.add(id(optimizer))
+    def begin_block(self, block: ScaledLoss) -> None:
+        """Notes that a block has begun."""
+        if not block.scale.is_identity and self._patcher is not None:
+            self._blocks[id(block)] = OpenBlock(block)
+            self._had_block.update(map(id, block.optimizers))
 
-    def end_block(self, block: object) -> None:
+    def end_block(self, block: ScaledLoss) -> None:
         """Notes that a block ends, before its gradients are unscaled."""
         ended = self._blocks.pop(id(block), None)
-        if ended is None:
-            return
-        self._innermost = next(reversed(self._blocks.values()), None)
-        if ended.unscaled and not ended.was_scaled:
+        if ended is not None and not ended.was_scaled:
             self._inside.update(ended.unscaled)
 
     def _list_blocks(self) -> list[OpenBlock]:
         """The open blocks of this thread."""
-        return [block for block in self._blocks.values() if block.thread == threading.get_ident()]
+        return [one for one in list(self._blocks.values()) if one.thread == threading.get_ident()]
 
     # Backward
 
     def _watch_backward(self, run: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(run)
         def backward(tensors: object, grad_tensors: object = None, *args: object, **kwargs: object) -> None:
-            block = self._innermost
-            if block is not None and tensors is block.scaled:
-                block.was_scaled = True
+            seen: list[SeenGrad] = []
+            blocks = list(self._blocks.values())  # at once: other threads may open some
+            if blocks and tensors is blocks[-1].block.scaled:
+                blocks[-1].was_scaled = True
+            # Not looked at are those inside of another one, and those that are given gradients to begin with,
+            # which may be scaled.
+            elif grad_tensors is None and graph_task() == -1:
+                seen = self._look_before([tensors] if isinstance(tensors, Tensor) else tensors)
+            try:
                 run(tensors, grad_tensors, *args, **kwargs)
-                return
-            with self._note_unscaled(tensors, grad_tensors):
-                run(tensors, grad_tensors, *args, **kwargs)
+            finally:
+                for found, key, line, param, grad, version in seen:
+                    if param.grad is not grad or (grad is not None and grad._version != version):
+                        found[key] = line
 
         return backward
 
-    def _note_unscaled(self, roots: object, grads: object) -> ExitStack:
-        """Looks at what a backward begins at; the context around it finds whose gradients it makes.
-
-        Not looked at are those inside of another one, and those that are given gradients to begin with,
-        which may be scaled.
-        """
-        after = ExitStack()
-        if grads is not None or graph_task() != -1:
-            return after
-        roots = [roots] if isinstance(roots, Tensor) else roots
+    def _look_before(self, roots: object) -> list[SeenGrad]:
+        """Looks at what a backward begins at; returns what shows whose gradients it makes, if not scaled."""
         if not isinstance(roots, (list, tuple)) or not all(isinstance(root, Tensor) for root in roots):
-            return after
+            return []
         blocks = self._list_blocks()
-        scaled = [block for block in blocks if leads_to(roots, block.scaled)]
-        for block in scaled:
-            block.was_scaled = True
-        line = find_line()
-        if blocks and not scaled:
-            for block in blocks:
-                after.callback(_note_changed, _read_grads(block.optimizers), block.unscaled, line)
-        elif not blocks:
-            after.callback(_note_changed, _read_grads(self._list_dynamic()), self._outside, line)
-        return after
+        scaled = [one for one in blocks if leads_to(roots, one.block.scaled)]
+        for one in scaled:
+            one.was_scaled = True
+        if scaled:
+            return []
+        if not blocks:
+            return _read_grads(self._list_dynamic(), self._outside)
+        return [seen for one in blocks for seen in _read_grads(one.block.optimizers, one.unscaled)]
+
+    def _list_dynamic(self) -> list[AmpOptimizer]:
+        """The optimizers with a dynamic scale; what has a `backward`, as FP16_Optimizer, scales by itself."""
+        found = self._members.optimizers(only_dynamic=True)
+        return [amp for amp in found if not hasattr(amp.find_given(), "backward")]
 
     # Clipping
 
@@ -199,7 +193,7 @@ class ScaleWatch(SessionPatch):
         ):
             return
         given = set(map(id, grads))
-        for block in self._list_blocks():
+        for block in [one.block for one in self._list_blocks()]:
             known = {id(param.grad) for optimizer in block.optimizers for param in _all_params(optimizer)}
             if given & known or (
                 not given and any(optimizer.masters.pairs for optimizer in block.optimizers)
@@ -229,6 +223,13 @@ class ScaleWatch(SessionPatch):
         elif not (had_block or _is_called_by_grad_scaler() or self._is_right(optimizer)):
             self._warner.warn("outside", OUTSIDE, outside)
 
+    def _is_right(self, amp: AmpOptimizer) -> bool:
+        """Whether a script may scale by hand, or steps zeros; one host sync, before a warning."""
+        asked = [scaler.was_asked() for scaler in self._list_scalers()]  # all of them: it resets them
+        return any(asked) or not any(
+            param.grad.detach().any() for param in amp.model_params() if param.grad is not None
+        )
+
 
 def _is_called_by_grad_scaler() -> bool:
     """Whether the step that runs is one of an enabled GradScaler, whatever is around the optimizer."""
@@ -246,23 +247,15 @@ def _all_params(optimizer: AmpOptimizer) -> Iterator[Tensor]:
         yield pair.half
 
 
-def _read_grads(optimizers: Sequence[AmpOptimizer]) -> list[tuple[int, Tensor, Tensor | None, int]]:
+def _read_grads(optimizers: Sequence[AmpOptimizer], found: dict[int, Line]) -> list[SeenGrad]:
     """The gradients of the first and the last parameter of each optimizer; all would take too long."""
-    found = []
+    seen, line = [], find_line()
     for optimizer in optimizers:
         groups = [group["params"] for group in optimizer.optimizer.param_groups if group["params"]]
         pairs = optimizer.masters.pairs
         params = [groups[0][0], groups[-1][-1]] if groups else []
         params += [pairs[0].half, pairs[-1].half] if pairs else []
         for param in params:
-            found.append((id(optimizer), param, param.grad, getattr(param.grad, "_version", -1)))
-    return found
-
-
-def _note_changed(
-    before: list[tuple[int, Tensor, Tensor | None, int]], found: dict[int, Line], line: Line
-) -> None:
-    """Notes the optimizers that have other gradients than before."""
-    for key, param, grad, version in before:
-        if param.grad is not grad or (grad is not None and grad._version != version):
-            found[key] = line
+            version = getattr(param.grad, "_version", -1)
+            seen.append((found, id(optimizer), line, param, param.grad, version))
+    return seen
