@@ -27,7 +27,7 @@ import torch._dynamo  # noqa: F401 (so that the forks that run tests have it alr
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("casts", "patching", "models", "steps")
-CASES = 4  # of a test that are asked without `--all`
+CASES = 4  # of a test that are asked first
 # Faults that change nothing anybody can see: (file, before, after) and why.
 EQUIVALENT: dict[tuple[str, str, str], str] = {}
 
@@ -189,7 +189,7 @@ class Campaign:
         return reached
 
     def order(self, mutant):
-        """The tests that reach a fault, in three parts: those of likely files first."""
+        """The tests that reach a fault, in parts: some cases of each, in likely files first; the rest."""
         tests = self.reached[mutant.path, mutant.line]  # none: a line that runs at import
         tests = tests or {
             test for place in self.reached if place[0] == mutant.path for test in self.reached[place]
@@ -198,7 +198,7 @@ class Campaign:
         for test in sorted(tests):
             cases[test.partition("[")[0]].append(test)
         for name, each in cases.items():
-            files[name.partition("::")[0]] += each if self.options.all else each[:: -(-len(each) // CASES)]
+            files[name.partition("::")[0]] += each[:: -(-len(each) // CASES)]
         stem = Path(mutant.path).stem
         ranked = sorted(
             files, key=lambda path: (stem not in path, -self.killers[mutant.path, path], len(files[path]))
@@ -207,6 +207,7 @@ class Campaign:
             [test for path in part for test in files[path]]
             for part in (ranked[:4], ranked[4:16], ranked[16:])
         ]
+        parts.append(sorted(tests.difference(*parts)))
         return [part for part in parts if part]
 
     def run(self, mutant):
