@@ -28,7 +28,7 @@ FORWARD = (
 )
 BACKWARD = (
     ("backward", "sqrt", "h = h + (h * 0).abs().sqrt()  # FAULT", False),
-    ("backward", "norm", "h = h + (h - h.detach()).pow(2).sum(-1, keepdim=True).sqrt()  # FAULT", False),
+    ("backward", "sqrt", "h = h + (h - h.detach()).pow(2).sum(-1, keepdim=True).sqrt()  # FAULT", False),
     ("backward", "Big", "h = h + Big.apply(h)  # FAULT", False),
 )
 

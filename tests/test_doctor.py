@@ -158,8 +158,8 @@ def attempts(*words, scale=1024.0):
     ("words", "suspects", "collapse"),
     [
         ("gggg", (), False),
-        ("ooogggg", (), False),  # the search for the first scale
-        ("ggg+ogg", (), False),  # it grew to where it never was
+        ("ooogggg", (0,), False),  # the search for the first scale
+        ("ggg+ogg", (3,), False),  # it grew to where it never was
         ("gggogg", (3,), False),
         ("ggogogog", (2, 4, 6), True),
         ("oooooo", (0, 5), True),

@@ -111,23 +111,24 @@ def findings_in(attempts: Sequence[Attempt], origins: Sequence[dict]) -> list[Fi
 
 
 def find_suspects(attempts: Sequence[Attempt]) -> tuple[int, ...]:
-    """Returns the attempts at which something broke that a dynamic scale would not have mended by itself.
+    """Returns the attempts at which something broke, but for most of those of a dynamic scale's search.
 
-    A scale that is too large at first, or has just grown to where it never was, overflows and falls: that is
-    its search. The first attempt that leaves bad weights is the last: all that follows comes of it.
+    A scale that is too large at first, or has just grown to where it never was, overflows and falls. The
+    first attempt of each such search is looked at: what breaks there may not be the scale's. The first
+    attempt that leaves bad weights is the last: all that follows comes of it.
     """
     good = 0.0  # the largest scale that a step was made with
-    found, search = [], []
+    found, search, firsts = [], [], []
     for index, attempt in enumerate(attempts):
         if attempt.is_finite:
-            good, search = max(good, attempt.scale or 0.0), []
+            good, firsts, search = max(good, attempt.scale or 0.0), firsts + search[:1], []
             continue
         is_probe = attempt.is_dynamic and attempt.loss and attempt.weights and (attempt.scale or 0) > good
         (search if is_probe else found).append(index)
         if not attempt.weights:
             break
     # A search that never ended found nothing: no scale is small enough.
-    return tuple(sorted({*found, *(search[:1] + search[-1:] if len(search) > 1 else [])}))
+    return tuple(sorted({*found, *firsts, *search[:1], *search[-1:]}))
 
 
 def is_collapse(attempts: Sequence[Attempt]) -> bool:

@@ -134,7 +134,9 @@ def variable_of(node: object) -> object:
 def is_cured_by_scale(node: Callable[..., object], taken: tuple) -> bool:
     """Asks a node, before it forgets what it saved, whether a smaller loss scale would do."""
     try:
-        again = node(*[None if tensor is None else tensor * SMALLER for tensor in taken])
-    except (RuntimeError, TypeError):  # of Python's own functions, which cannot be called so
+        smaller = [None if tensor is None else tensor * SMALLER for tensor in taken]
+        function = getattr(node, "_forward_cls", None)  # of a torch.autograd.Function
+        again = node(*smaller) if function is None else function.backward(node, *smaller)
+    except (RuntimeError, TypeError):  # of a function that cannot be called twice
         return False
     return all(map(is_finite, tensors_in(again)))

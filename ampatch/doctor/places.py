@@ -17,6 +17,7 @@ import ampatch
 OURS = (os.path.dirname(ampatch.__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep)
 INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
 SHOWN = os.getcwd() + os.sep
+SCALERS = (os.path.join("steps", "scaler.py"), os.path.join("amp", "grad_scaler.py"))
 
 WRAPPERS = ("module", "_orig_mod")  # of DistributedDataParallel and torch.compile
 
@@ -142,3 +143,13 @@ def is_called_by_us() -> bool:
     while frame is not None and frame.f_code.co_filename.startswith(os.path.dirname(__file__)):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(OURS[0])
+
+
+def is_called_by_scaler() -> bool:
+    """Says whether a loss scaler calls, ours or `torch.amp.GradScaler`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((*OURS, "<frozen ")):
+        if frame.f_code.co_filename.endswith(SCALERS):
+            return True
+        frame = frame.f_back
+    return False

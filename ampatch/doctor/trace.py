@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from ampatch.doctor.clock import Listener
 from ampatch.doctor.operations import Call, Graph, Origin, is_cured_by_scale, name_of
-from ampatch.doctor.places import Models, is_called_by_us, user_line
+from ampatch.doctor.places import Models, is_called_by_scaler, is_called_by_us, user_line
 from ampatch.doctor.values import (
     Damage,
     examine,
@@ -120,7 +120,7 @@ class Trace(TorchFunctionMode, Listener):
                 call = Call("accumulate_grad", "backward", None, user_line(), str(parameter.dtype)[6:])
                 self._add(call, examine(parameter.grad), parameter=self._models.name_of(parameter))
                 self._found_in_backward = True
-                self.origins[-1].has_reached = True
+                self.origins[-1].has_reached = self.origins[-1].is_of_scale = True
             self._mark(parameter.grad, {len(self.origins) - 1})
 
     def begin_attempt(self, optimizer: Optimizer, scaler: object) -> None:
@@ -195,7 +195,9 @@ class Trace(TorchFunctionMode, Listener):
         of_mask = damage is not None and damage.kind == "inf" and not came and (is_constant or bool(bad))
         if damage is not None and not came and not of_mask:
             parameter = self._models.name_of(worst)
-            self._add(call, damage, input_largest=largest, parameter=parameter)
+            # Only a scaler multiplies a loss by itself, in code of ours or torch's.
+            is_scaling = call.phase == "loss" and call.op == "mul" and is_called_by_scaler()
+            self._add(call, damage, input_largest=largest, parameter=parameter, is_of_scale=is_scaling)
             marks = {*marks, len(self.origins) - 1}
         call.origins |= marks
         for tensor in given if marks else ():
