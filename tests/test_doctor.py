@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ampatch.__main__ import main
-from ampatch.doctor.campaign import describe_scale, find_suspects, is_collapse, merge
+from ampatch.doctor.campaign import describe_scale, find_suspects, is_collapse, merge_steps
 from ampatch.doctor.finding import Finding
 from ampatch.doctor.places import Models, user_line
 from ampatch.doctor.values import examine as examine_tensor
@@ -212,7 +212,7 @@ def finding(**given):
 
 
 def test_the_same_at_several_steps_is_one_finding():
-    merged = merge([finding(step=1), finding(step=4), finding(step=4, op="log")])
+    merged = merge_steps([finding(step=1), finding(step=4), finding(step=4, op="log")])
     assert [(it.op, it.steps) for it in merged] == [("exp", (1, 4)), ("log", (4,))]
 
 

@@ -97,11 +97,10 @@ class ThreadState(threading.local):
         self._step = frame
         self.off += 1
 
-    def end_step(self) -> FrameType | None:
-        """Turns casts on again after a step, and returns the call that ran it."""
-        frame, self._step = self._step, None
-        self.off -= frame is not None
-        return frame
+    def end_step(self) -> None:
+        """Turns casts on again after a step."""
+        self.off -= self._step is not None
+        self._step = None
 
     def push(self, forward: Forward) -> None:
         """Notes that a forward begins."""

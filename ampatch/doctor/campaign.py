@@ -34,15 +34,16 @@ class Campaign:
         attempts, _ = self._start("watched", self.run)
         if not attempts:
             self.unknown.append("the script made no step of an optimizer: nothing was watched")
-        window = find_suspects(attempts)[:MOST_TRACED] or tuple(range(min(ALWAYS_TRACED, len(attempts))))
+        suspects = find_suspects(attempts)
+        window = suspects[:MOST_TRACED] or tuple(range(min(ALWAYS_TRACED, len(attempts))))
         origins = self._start("traced", replace(self.run, traces=True, window=window))[1] if window else []
-        if find_suspects(attempts) and not any(it["has_reached"] for it in origins):
+        if suspects and not any(it["has_reached"] for it in origins):
             self.unknown.append("it did not happen again when the script was repeated: seed what it draws")
         findings = findings_in(attempts, origins)
         survives = self._survives(len(attempts)) if findings else None
         findings = [replace(finding, float32_survives=survives) for finding in findings]
         keep = self._propose(findings[0].module) if propose and survives and findings[0].module else ()
-        harmless = merge([read_finding(it) for it in origins if not it["has_reached"]])
+        harmless = merge(attempts, [it for it in origins if not it["has_reached"]])
         return Report(
             tuple(findings), tuple(harmless), describe_scale(attempts), keep, self.runs, tuple(self.unknown)
         )
@@ -107,7 +108,7 @@ def findings_in(attempts: Sequence[Attempt], origins: Sequence[dict]) -> list[Fi
     """Returns what reached a loss, gradient or weight, but for what a dynamic scale mends by itself."""
     suspects, collapses = find_suspects(attempts), is_collapse(attempts)
     found = [it for it in origins if it["has_reached"] and it["attempt"] in suspects]
-    return merge([read_finding(it) for it in found if collapses or not it["is_of_scale"]])
+    return merge(attempts, [it for it in found if collapses or not it["is_of_scale"]])
 
 
 def find_suspects(attempts: Sequence[Attempt]) -> tuple[int, ...]:
@@ -147,8 +148,14 @@ def is_collapse(attempts: Sequence[Attempt]) -> bool:
     return again > MOST_OVERFLOWS or (good == 0 and not all(attempt.is_finite for attempt in attempts))
 
 
-def merge(findings: Sequence[Finding]) -> list[Finding]:
-    """Keeps the first of those that are the same at several steps, with their steps."""
+def merge(attempts: Sequence[Attempt], origins: Sequence[dict]) -> list[Finding]:
+    """Reads origins, and keeps the first of those that are the same at several steps, with their steps."""
+    steps = {index: attempt.step for index, attempt in enumerate(attempts)}  # not of one that never ended
+    return merge_steps([read_finding(origin, steps.get(origin["attempt"])) for origin in origins])
+
+
+def merge_steps(findings: Sequence[Finding]) -> list[Finding]:
+    """Keeps the first of findings that are the same at several steps, with their steps."""
     merged: dict[tuple[object, ...], Finding] = {}
     for it in findings:
         key = (it.phase, it.op, it.model, it.module, it.call, it.where, it.parameter)

@@ -20,7 +20,7 @@ from ampatch.doctor.values import tensors_in
 class Listener:
     """Is told of the parts of a run. An attempt is a step of an optimizer, made or skipped by a scaler."""
 
-    def enter_module(self, module: Module, args: tuple, kwargs: dict) -> None:
+    def enter_module(self, module: Module, args: tuple) -> None:
         """Called before a module's forward."""
 
     def leave_module(self, module: Module) -> None:
@@ -44,9 +44,7 @@ def listen(listener: Listener, undo: ExitStack) -> None:
 
     Functions of torch are replaced where there are no hooks: this is for a process of ours.
     """
-    undo.callback(
-        register_module_forward_pre_hook(lambda module, args: listener.enter_module(module, args, {})).remove
-    )
+    undo.callback(register_module_forward_pre_hook(listener.enter_module).remove)
     undo.callback(
         register_module_forward_hook(
             lambda module, *_: listener.leave_module(module), always_call=True

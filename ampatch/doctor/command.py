@@ -10,8 +10,6 @@ from pathlib import Path
 
 from ampatch import OPT_LEVELS, AmpValueError
 from ampatch.apex.script import Script
-from ampatch.doctor.campaign import Campaign
-from ampatch.doctor.child import Run
 from ampatch.doctor.words import describe, explain
 
 SUMMARY = "run a script whose training breaks, and say which line broke it, why, and what to do"
@@ -37,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Examines a script and says what was found; returns the exit status."""
+    # What traces is imported when it is asked for, not by each `ampatch run`.
+    from ampatch.doctor.campaign import Campaign, Run
+
     named = [name for name in (arguments.module, arguments.script) if name is not None]
     if len(named) != 1 or not named[0]:
         raise AmpValueError("expected one Python script, or -m and a module")

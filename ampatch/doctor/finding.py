@@ -56,8 +56,8 @@ class Report:
         return {"version": VERSION, **asdict(self)}
 
 
-def read_finding(origin: dict) -> Finding:
-    """Reads what a trace left of one origin."""
+def read_finding(origin: dict, step: int | None) -> Finding:
+    """Reads what a trace left of one origin, which belongs to a step of its optimizer."""
     call, damage = origin["call"], origin["damage"]
     place = call["place"] or {"model": None, "module": "", "call": 0}
     if call["place"] is None and origin["parameter"] is not None:
@@ -65,7 +65,7 @@ def read_finding(origin: dict) -> Finding:
     element, shape = tuple(damage["element"]), damage["shape"]
     in_batch = bool(element) and shape[0] == origin["batch_size"] and origin["parameter"] is None
     return Finding(
-        origin["step"],
+        step,
         origin["micro_step"],
         origin["phase"],
         place["model"],

@@ -49,7 +49,6 @@ class Origin:
     attempt: int = 0
     has_reached: bool = False
     is_of_scale: bool = False  # it is finite where the gradients that it takes are smaller
-    step: int | None = None
     batch_size: int | None = None
 
     def to_json(self) -> dict[str, object]:

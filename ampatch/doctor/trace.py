@@ -7,7 +7,6 @@ consequences are told from origins, and what reached the loss or a gradient from
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 
 import torch
@@ -51,8 +50,6 @@ class Trace(TorchFunctionMode, Listener):
         self.attempt = 0
         self.batch_size: int | None = None
         self._models = Models()
-        self._steps: Counter[int] = Counter()
-        self._optimizers: list[Optimizer] = []  # kept, so that an id stays one optimizer's
         self._begin_window()
 
     # ---- The parts of a step ----
@@ -69,7 +66,7 @@ class Trace(TorchFunctionMode, Listener):
         self._found_in_backward = False
         self._models.forget_calls()
 
-    def enter_module(self, module: Module, args: tuple, kwargs: dict) -> None:
+    def enter_module(self, module: Module, args: tuple) -> None:
         """Follows the modules; at the entry of a model looks at its batch."""
         if self._in_backward:
             return
@@ -137,10 +134,7 @@ class Trace(TorchFunctionMode, Listener):
                             self._reach(self._marks_of(parameter))
         for origin in self.origins:
             if origin.attempt == self.attempt:
-                origin.step = self._steps[id(optimizer)]
                 origin.batch_size = origin.batch_size or self.batch_size
-        self._steps[id(optimizer)] += 1
-        self._optimizers.append(optimizer)
         self.attempt += 1
         if self.window is not None and self.attempt > max(self.window):
             raise Enough

@@ -47,7 +47,7 @@ class Watch(Listener):
         self._steps: dict[int, int] = {}
         self._optimizers: list[Optimizer] = []  # kept, so that an id stays one optimizer's
 
-    def enter_module(self, module: Module, args: tuple, kwargs: dict) -> None:
+    def enter_module(self, module: Module, args: tuple) -> None:
         """Learns which models there are."""
         self._models.enter(module)
 
