@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-import coverage
 import pytest
 import torch._dynamo  # noqa: F401 (so that the forks that run tests have it already)
 
@@ -171,6 +170,8 @@ class Campaign:
 
     def trace(self, copy):
         """Runs the tests once, and returns which of them reach which line: {(path, line): names of tests}."""
+        import coverage  # which the other tests do without
+
         data = Path(self.options.trace or copy / "coverage")
         if not data.exists():
             more = ["-n", "2", "--dist", "loadfile", "--cov=ampatch", "--cov-context=test", "--cov-report="]
