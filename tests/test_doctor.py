@@ -10,10 +10,10 @@ from torch import nn
 from ampatch.__main__ import main
 from ampatch.doctor.campaign import describe_scale, find_suspects, is_collapse, merge_steps
 from ampatch.doctor.finding import Finding
-from ampatch.doctor.places import Models, user_line
-from ampatch.doctor.values import examine as examine_tensor
-from ampatch.doctor.values import holds_no_number, is_finite
-from ampatch.doctor.watch import Attempt
+from ampatch.doctor.instruments.places import Models, user_line
+from ampatch.doctor.instruments.values import examine as examine_tensor
+from ampatch.doctor.instruments.values import holds_no_number, is_finite
+from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.words import explain, remedies
 from faults import examine, judge, make
 

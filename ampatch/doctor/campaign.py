@@ -14,7 +14,7 @@ from pathlib import Path
 from ampatch import AmpError
 from ampatch.doctor.child import Run
 from ampatch.doctor.finding import Finding, Report, read_finding
-from ampatch.doctor.watch import Attempt
+from ampatch.doctor.instruments.watch import Attempt
 
 MOST_TRACED = 6  # attempts of one run
 MOST_OVERFLOWS = 2  # at a scale that was good before

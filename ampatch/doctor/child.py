@@ -12,10 +12,10 @@ import torch
 
 from ampatch import apex
 from ampatch.apex.script import Script, level_overrides
-from ampatch.doctor.clock import listen
-from ampatch.doctor.precision import keep_float32, without_casts
-from ampatch.doctor.trace import Enough, Trace
-from ampatch.doctor.watch import Watch
+from ampatch.doctor.instruments.clock import listen
+from ampatch.doctor.instruments.precision import keep_float32, without_casts
+from ampatch.doctor.instruments.trace import Enough, Trace
+from ampatch.doctor.instruments.watch import Watch
 from ampatch.sweeps.measure.seeds import set_seeds
 
 

@@ -15,10 +15,10 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from ampatch.doctor.clock import Listener
-from ampatch.doctor.operations import Call, Graph, Origin, is_cured_by_scale, name_of
-from ampatch.doctor.places import Models, is_called_by_scaler, is_called_by_us, user_line
-from ampatch.doctor.values import (
+from ampatch.doctor.instruments.clock import Listener
+from ampatch.doctor.instruments.operations import Call, Graph, Origin, is_cured_by_scale, name_of
+from ampatch.doctor.instruments.places import Models, is_called_by_scaler, is_called_by_us, user_line
+from ampatch.doctor.instruments.values import (
     Damage,
     examine,
     holds_no_number,

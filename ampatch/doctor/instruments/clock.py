@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ampatch.doctor.values import tensors_in
+from ampatch.doctor.instruments.values import tensors_in
 
 
 class Listener:

@@ -12,8 +12,8 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_map
 
-from ampatch.doctor.clock import wrap
-from ampatch.doctor.places import Models
+from ampatch.doctor.instruments.clock import wrap
+from ampatch.doctor.instruments.places import Models
 
 
 def without_casts(undo: ExitStack) -> None:

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 
 from torch import Tensor
 
-from ampatch.doctor.places import Models, Place
-from ampatch.doctor.values import Damage, is_finite, quiet, tensors_in
+from ampatch.doctor.instruments.places import Models, Place
+from ampatch.doctor.instruments.values import Damage, is_finite, quiet, tensors_in
 
 # Operators by the names of their functions; those of torch end with _ where they work in place.
 OPERATORS = {"truediv": "div", "itruediv": "div_", "floordiv": "floor_divide", "rpow": "pow", "radd": "add"}

@@ -10,9 +10,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 import ampatch as amp
-from ampatch.doctor.clock import Listener
-from ampatch.doctor.places import Models
-from ampatch.doctor.values import is_finite, tensors_in
+from ampatch.doctor.instruments.clock import Listener
+from ampatch.doctor.instruments.places import Models
+from ampatch.doctor.instruments.values import is_finite, tensors_in
 
 
 @dataclass(slots=True)
