@@ -273,8 +273,9 @@ def autocast_runs_an_lstm(half):
         with torch.autocast("cpu", half):
             torch.nn.LSTM(4, 4)(torch.zeros(2, 3, 4))
     except RuntimeError as error:
-        assert "primitive" in str(error)
-        return False
+        if "primitive" in str(error):
+            return False
+        raise
     return True
 
 
