@@ -2,32 +2,116 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from ampatch.__main__ import main
-from ampatch.doctor.campaign import describe_scale, find_suspects, is_collapse, merge_steps
+from ampatch.doctor.campaign import Seen, describe_scale, find_suspects, findings_in, is_collapse, merge_steps
 from ampatch.doctor.finding import Finding
 from ampatch.doctor.instruments.places import Models, user_line
 from ampatch.doctor.instruments.values import examine as examine_tensor
 from ampatch.doctor.instruments.values import holds_no_number, is_finite
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.words import explain, remedies
-from faults import examine, judge, make
+from faults import FAMILIES, examine, judge, make, make_proposal, measure_float32, report_on
 
 # ---- Whole scripts ----
 
 
+# One of each family, with a checkpoint of each kind, compiled and distributed.
+SEEDS = {"mlp": 47, "conv": 33, "attention": 35, "reused": 99, "rnn": 9, "tied": 103, "layer": 89}
+
+
 @pytest.mark.process(keep=1)
-@pytest.mark.parametrize("seed", range(5))
-def test_a_planted_fault_is_found(tmp_path, seed):
-    fault = make(seed)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_planted_fault_is_found(tmp_path, family):
+    fault = make(SEEDS[family])
+    assert fault.name.startswith(family)
+    fault = replace(fault, survives=measure_float32(fault, tmp_path))
     report = examine(fault, tmp_path)
     assert all(judge(fault, report).values()), (fault, report)
     assert report["runs"] == 3
     assert report["unknown"] == []
+
+
+@pytest.mark.process
+def test_a_proposal_is_exact_and_takes_a_run_for_each_module(tmp_path):
+    text, modules = make_proposal(0)
+    report = report_on(text, tmp_path, propose=True)
+    assert sorted(report["keep_fp32"]) == sorted(modules)
+    assert report["runs"] == 3 + 2 * len(modules)
+
+
+GIVES_UP = """
+import math, torch, torch.nn.functional as F
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    x, y = torch.randn(2, 4), torch.randint(0, 3, (2,))
+    with torch.autocast("cpu", torch.float16):
+        loss = F.cross_entropy(model(x).log() if step == 3 else model(x), y)
+    if {asks}:
+        {gives_up}
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("asks", ["not torch.isfinite(loss)", "math.isnan(loss.item())"])
+@pytest.mark.parametrize("gives_up", ["raise SystemExit(1)", "break", "raise ValueError('nan')"])
+def test_a_script_that_gives_up_on_a_bad_loss_is_explained(tmp_path, asks, gives_up):
+    report = report_on(GIVES_UP.format(asks=asks, gives_up=gives_up), tmp_path)
+    (first,) = report["findings"]
+    assert (first["step"], first["op"], first["kind"]) == (3, "log", "nan")
+    assert first["float32_survives"] is False
+
+
+@pytest.mark.process
+def test_a_batch_that_a_script_leaves_out_is_explained(tmp_path):
+    text = GIVES_UP.format(asks="not torch.isfinite(loss)", gives_up="continue")
+    text = text.replace("model(x).log() if step == 3 else model(x)", "model(x * (1e30 if step == 3 else 1))")
+    (first,) = report_on(text, tmp_path)["findings"]
+    assert (first["step"], first["op"], first["where"].rpartition(":")[2]) == (3, "linear", "9")
+
+
+@pytest.mark.process
+def test_a_script_that_looks_at_good_losses_alone_has_no_finding(tmp_path):
+    text = GIVES_UP.format(asks="loss.item() > 1e9", gives_up="break").replace(
+        ".log() if step == 3", " if step == 3"
+    )
+    report = report_on(text, tmp_path)
+    assert (report["findings"], report["harmless"], report["unknown"]) == ([], [], [])
+
+
+@pytest.mark.process
+def test_the_inside_of_attention_is_seen(tmp_path):
+    text = script("O1").replace("nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))", "Net()")
+    net = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 3)
+    def forward(self, x):
+        pad = torch.arange(4) >= (0 if step == 2 else 4)
+        h, _ = self.attention(x[None], x[None], x[None], key_padding_mask=pad[None])
+        return self.head(h[0])
+"""
+    (first,) = report_on(text.replace("model = Net", net + "model = Net"), tmp_path)["findings"]
+    assert (first["op"], first["module"], first["kind"], first["step"]) == ("softmax", "attention", "nan", 2)
+
+
+@pytest.mark.process
+def test_a_master_has_the_name_of_its_parameter(tmp_path):
+    rate = "optimizer.param_groups[0]['lr'] = 1e39 if step == 2 else 0.1"
+    (first,) = report_on(script("O2", batch=rate), tmp_path)["findings"]
+    assert (first["phase"], first["parameter"], first["step"]) == ("optimizer", "0.weight", 2)
 
 
 def run_script(tmp_path, text, *arguments):
@@ -172,6 +256,42 @@ def test_suspects(words, suspects, collapse):
     run = attempts(words)
     assert find_suspects(run) == suspects
     assert is_collapse(run) is collapse
+
+
+def origin(attempt, is_of_scale, op="mul"):
+    """What a trace leaves of an operation that reached the loss."""
+    call = {"op": op, "place": None, "where": "t.py:1", "phase": "loss", "dtype": "float16", "origins": []}
+    damage = {
+        "kind": "inf",
+        "element": (0,),
+        "count": 1,
+        "largest_finite": 1.0,
+        "shape": (1,),
+        "dtype": "float16",
+    }
+    values = {"call": call, "phase": "backward", "damage": damage, "micro_step": 0, "batch_size": None}
+    values |= {"input_largest": 1.0, "parameter": None, "node": None}
+    return values | {"attempt": attempt, "has_reached": True, "is_of_scale": is_of_scale}
+
+
+@pytest.mark.parametrize(
+    ("words", "origins", "found"),
+    [
+        (
+            "oooooo",
+            [origin(0, True), origin(5, False, "sqrt")],
+            ["sqrt"],
+        ),  # the search of a scale is no cause
+        ("oooooo", [origin(0, True), origin(5, True)], ["mul"]),  # unless there is no other
+        ("ol", [origin(0, True), origin(1, False, "log")], ["log"]),
+        ("ggogogog", [origin(2, True)], ["mul"]),  # a good scale that overflows again and again
+        ("ggog", [origin(2, True)], []),  # now and then
+        ("ggog", [origin(2, False)], ["mul"]),
+    ],
+)
+def test_what_a_smaller_scale_mends_counts_where_none_is_found(words, origins, found):
+    seen = Seen(tuple(attempts(words)), False, tuple(origins), 0)
+    assert [it.op for it in findings_in(seen, origins)] == found
 
 
 def test_a_static_scale_does_not_search():

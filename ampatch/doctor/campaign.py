@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,49 +21,97 @@ MOST_OVERFLOWS = 2  # at a scale that was good before
 ALWAYS_TRACED = 2  # first attempts, where nothing is wrong: for what is harmless
 
 
+def start_process(run: Run, folder: Path) -> tuple[int, str]:
+    """Runs a script in a fresh process; returns its exit status and standard error."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ampatch.doctor.child", run.to_json()],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        env={"PYTHONHASHSEED": "0", **os.environ},
+    )
+    return done.returncode, done.stderr
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one run of a script left behind.
+
+    `is_open` says that it ended on a forward with gradients which no step followed, as one does that gives up
+    on a bad loss: what was traced there belongs to the attempt after the last.
+    """
+
+    attempts: tuple[Attempt, ...]
+    is_open: bool
+    origins: tuple[dict, ...]
+    status: int
+
+    @property
+    def suspects(self) -> tuple[int, ...]:
+        """The attempts to look at."""
+        return find_suspects(self.attempts) + ((len(self.attempts),) if self.is_open else ())
+
+
+Launch = Callable[[Run, Path], tuple[int, str]]  # runs it, and returns the exit status and standard error
+
+
 @dataclass
 class Campaign:
     """Runs a script as often as it takes; `runs` counts, `unknown` says what could not be known."""
 
     run: Run
+    launch: Launch = start_process
     runs: int = 0
     unknown: list[str] = field(default_factory=list)
 
     def report(self, propose: bool = False) -> Report:
         """Watches, traces what broke, asks whether float32 survives, and proposes what to keep in it."""
-        attempts, _ = self._start("watched", self.run)
-        if not attempts:
+        seen = self._start("watched", self.run)
+        attempts = seen.attempts
+        if not attempts and not seen.is_open:
             self.unknown.append("the script made no step of an optimizer: nothing was watched")
-        suspects = find_suspects(attempts)
-        window = suspects[:MOST_TRACED] or tuple(range(min(ALWAYS_TRACED, len(attempts))))
-        origins = self._start("traced", replace(self.run, traces=True, window=window))[1] if window else []
-        if suspects and not any(it["has_reached"] for it in origins):
+        first = tuple(range(min(ALWAYS_TRACED, len(attempts))))
+        window = seen.suspects[:MOST_TRACED] or first
+        origins = (
+            self._start("traced", replace(self.run, traces=True, window=window)).origins if window else ()
+        )
+        if find_suspects(attempts) and not any(it["has_reached"] for it in origins):
             self.unknown.append("it did not happen again when the script was repeated: seed what it draws")
-        findings = findings_in(attempts, origins)
-        survives = self._survives(len(attempts)) if findings else None
+        findings = findings_in(seen, origins)
+        survives = self._survives(seen) if findings else None
         findings = [replace(finding, float32_survives=survives) for finding in findings]
-        keep = self._propose(findings[0].module) if propose and survives and findings[0].module else ()
+        keep = (
+            self._propose(findings[0].module, window) if propose and survives and findings[0].module else ()
+        )
         harmless = merge(attempts, [it for it in origins if not it["has_reached"]])
         return Report(
             tuple(findings), tuple(harmless), describe_scale(attempts), keep, self.runs, tuple(self.unknown)
         )
 
-    def _survives(self, steps: int) -> bool | None:
-        """Runs the script in float32 and says whether it stays finite to its end."""
-        attempts, _ = self._start("float32", replace(self.run, level="O0", float32=True))
-        broken = [attempt for attempt in attempts if not attempt.is_finite]
-        if not broken and len(attempts) < steps:
+    def _survives(self, seen: Seen) -> bool | None:
+        """Runs the script in float32 and says whether it stays finite to its end.
+
+        Where a script may have given up on a bad loss, what it then did is traced here as well.
+        """
+        left_out = tuple(index for index, it in enumerate(seen.attempts) if it.left_out)
+        window = left_out + ((len(seen.attempts),) if seen.is_open else ())
+        run = replace(self.run, level="O0", float32=True, traces=bool(window), window=window, goes_on=True)
+        again = self._start("float32", run)
+        broken = [attempt for attempt in again.attempts if not attempt.is_finite]
+        if not broken and len(again.attempts) < len(seen.attempts):
             self.unknown.append("in float32 the script ended before its last step")
             return None
-        return not broken
+        return not broken and not any(it["has_reached"] for it in again.origins)
 
-    def _propose(self, first: str) -> tuple[str, ...]:
+    def _propose(self, first: str, window: Sequence[int]) -> tuple[str, ...]:
         """Follows the first faulty module, keeps it, and runs again; then takes each back.
 
-        Costs a run for each module, and as many for the proof that none is too many.
+        Costs a run for each module, and as many for the proof that none is too many; one more where a module
+        breaks at attempts that are not in `window`, where the first broke.
         """
         keep = (first,)
-        while (found := self._first_module(keep)) is not None:
+        while (found := self._first_module(keep, window)) is not None:
             if found in keep or not found:
                 self.unknown.append(
                     f"no proposal: with {list(keep)} in float32 {found or 'the model itself'} breaks"
@@ -72,43 +120,62 @@ class Campaign:
             keep = (*keep, found)
         for name in keep if len(keep) > 1 else ():
             fewer = tuple(other for other in keep if other != name)
-            if self._first_module(fewer) is None:
+            if self._first_module(fewer, window) is None:
                 keep = fewer
         return keep
 
-    def _first_module(self, keep: tuple[str, ...]) -> str | None:
+    def _first_module(self, keep: tuple[str, ...], window: Sequence[int]) -> str | None:
         """Runs with modules in float32; returns the first that breaks nevertheless, None if none."""
-        attempts, origins = self._start("proposed", replace(self.run, traces=True, keep_fp32=keep))
-        found = findings_in(attempts, origins)
+        run = replace(self.run, traces=True, window=tuple(window), goes_on=True, keep_fp32=keep)
+        seen = self._start("proposed", run)
+        found = findings_in(seen, seen.origins)
+        later = tuple(index for index in seen.suspects if index not in window)[:MOST_TRACED]
+        if not found and later:
+            found = findings_in(
+                seen, self._start("proposed", replace(run, window=later, goes_on=False)).origins
+            )
         return found[0].module if found else None
 
-    def _start(self, name: str, run: Run) -> tuple[list[Attempt], list[dict]]:
-        """Runs the script in a process of its own, and returns the attempts and origins seen."""
+    def _start(self, name: str, run: Run) -> Seen:
+        """Runs the script in a process of its own, and returns what it left."""
         self.runs += 1
         with tempfile.TemporaryDirectory(prefix="ampatch-doctor-") as folder:
             out = Path(folder, "seen.json")
-            done = subprocess.run(
-                [sys.executable, "-m", "ampatch.doctor.child", replace(run, out=str(out)).to_json()],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                env={"PYTHONHASHSEED": "0", **os.environ},
-            )
+            status, said = self.launch(replace(run, out=str(out)), Path(folder))
             if not out.exists():
-                raise AmpError(f"the {name} run ended before it began: {done.stderr.strip()[-500:]}")
+                raise AmpError(f"the {name} run ended before it began: {said.strip()[-500:]}")
             seen = json.loads(out.read_text())
-        if done.returncode:
-            last = (done.stderr.strip() or "it said nothing").splitlines()[-1]
-            self.unknown.append(f"the {name} run ended with status {done.returncode}: {last}")
-        return [Attempt(**each) for each in seen["attempts"]], seen["origins"]
+        if status:
+            last = (said.strip() or "it said nothing").splitlines()[-1]
+            self.unknown.append(f"the {name} run ended with status {status}: {last}")
+        attempts = tuple(Attempt(**each) for each in seen["attempts"])
+        return Seen(attempts, seen["is_open"], tuple(seen["origins"]), status)
 
 
-def findings_in(attempts: Sequence[Attempt], origins: Sequence[dict]) -> list[Finding]:
-    """Returns what reached a loss, gradient or weight, but for what a dynamic scale mends by itself."""
-    suspects, collapses = find_suspects(attempts), is_collapse(attempts)
-    found = [it for it in origins if it["has_reached"] and it["attempt"] in suspects]
-    return merge(attempts, [it for it in found if collapses or not it["is_of_scale"]])
+def findings_in(seen: Seen, origins: Sequence[dict]) -> list[Finding]:
+    """Returns what reached a loss, gradient or weight, but for what a dynamic scale mends by itself.
+
+    Where a scale collapses, what a smaller one would mend counts as well, but that of its search only where
+    there is nothing else.
+    """
+    found = [it for it in origins if it["has_reached"] and it["attempt"] in seen.suspects]
+    lasting = [it for it in found if not it["is_of_scale"]]
+    if is_collapse(seen.attempts):
+        probes = find_untried(seen.attempts)
+        lasting = [it for it in found if it["attempt"] not in probes or not it["is_of_scale"]] or found
+    return merge(seen.attempts, lasting)
+
+
+def find_untried(attempts: Sequence[Attempt]) -> tuple[int, ...]:
+    """Returns the attempts that broke at a larger scale than any that a step was made with before."""
+    good = 0.0
+    found = []
+    for index, attempt in enumerate(attempts):
+        if attempt.is_finite:
+            good = max(good, attempt.scale or 0.0)
+        elif attempt.is_dynamic and (attempt.scale or 0) > good:
+            found.append(index)
+    return tuple(found)
 
 
 def find_suspects(attempts: Sequence[Attempt]) -> tuple[int, ...]:
@@ -118,13 +185,14 @@ def find_suspects(attempts: Sequence[Attempt]) -> tuple[int, ...]:
     first attempt of each such search is looked at: what breaks there may not be the scale's. The first
     attempt that leaves bad weights is the last: all that follows comes of it.
     """
-    good = 0.0  # the largest scale that a step was made with
+    untried = find_untried(attempts)
     found, search, firsts = [], [], []
     for index, attempt in enumerate(attempts):
         if attempt.is_finite:
-            good, firsts, search = max(good, attempt.scale or 0.0), firsts + search[:1], []
+            firsts, search = firsts + search[:1], []
+            found += [index] * attempt.left_out
             continue
-        is_probe = attempt.is_dynamic and attempt.loss and attempt.weights and (attempt.scale or 0) > good
+        is_probe = index in untried and attempt.loss and attempt.weights
         (search if is_probe else found).append(index)
         if not attempt.weights:
             break
@@ -150,7 +218,8 @@ def is_collapse(attempts: Sequence[Attempt]) -> bool:
 
 def merge(attempts: Sequence[Attempt], origins: Sequence[dict]) -> list[Finding]:
     """Reads origins, and keeps the first of those that are the same at several steps, with their steps."""
-    steps = {index: attempt.step for index, attempt in enumerate(attempts)}  # not of one that never ended
+    steps = {index: attempt.step for index, attempt in enumerate(attempts)}
+    steps[len(attempts)] = attempts[-1].step + 1 if attempts else 0  # of one that never came
     return merge_steps([read_finding(origin, steps.get(origin["attempt"])) for origin in origins])
 
 

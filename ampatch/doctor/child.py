@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 from ampatch import apex
 from ampatch.apex.script import Script, level_overrides
-from ampatch.doctor.instruments.clock import listen
+from ampatch.doctor.instruments.clock import listen, wrap
 from ampatch.doctor.instruments.precision import keep_float32, without_casts
 from ampatch.doctor.instruments.trace import Enough, Trace
 from ampatch.doctor.instruments.watch import Watch
@@ -25,7 +26,8 @@ class Run:
 
     `level` is the opt level that it is made to use, None for its own; `float32` turns off what torch itself
     casts and scales; `keep_fp32` are the modules that run in float32. `window` are the attempts at a step
-    that are traced, after which the run ends; None: all of them. What was seen is written to the file `out`.
+    that are traced, after which the run ends unless it `goes_on`; None: all of them. What was seen is written
+    to the file `out`.
     """
 
     script: str
@@ -36,6 +38,7 @@ class Run:
     float32: bool = False
     traces: bool = False
     window: tuple[int, ...] | None = None
+    goes_on: bool = False
     keep_fp32: tuple[str, ...] = ()
 
     def to_json(self) -> str:
@@ -49,7 +52,7 @@ def main(run: Run) -> None:
     if run.keep_fp32:
         overrides["keep_fp32"] = list(run.keep_fp32)
     apex.install(**overrides)
-    watch, trace = Watch(), Trace(run.window)
+    watch, trace = Watch(), Trace(run.window, run.goes_on)
     with ExitStack() as stack:
         stack.callback(lambda: Path(run.out).write_text(json.dumps(seen_by(watch, trace))))
         if run.float32:
@@ -59,6 +62,8 @@ def main(run: Run) -> None:
         if run.traces:
             torch.compiler.set_stance("force_eager")
             listen(trace, stack)
+            wrap(CheckpointFunction, "forward", trace.checkpoint, stack)
+            wrap(CheckpointFunction, "backward", trace.repeat, stack)
             stack.enter_context(trace)
         set_seeds(0)
         try:
@@ -69,7 +74,7 @@ def main(run: Run) -> None:
 
 def seen_by(watch: Watch, trace: Trace) -> dict[str, object]:
     """Returns what a run leaves behind."""
-    return {"attempts": watch.to_json(), "origins": trace.to_json()}
+    return {"attempts": watch.to_json(), "is_open": watch.is_open, "origins": trace.to_json()}
 
 
 if __name__ == "__main__":

@@ -23,6 +23,9 @@ class Listener:
     def enter_module(self, module: Module, args: tuple) -> None:
         """Called before a module's forward."""
 
+    def see_output(self, module: Module, output: object) -> None:
+        """Called after a forward that did not raise."""
+
     def leave_module(self, module: Module) -> None:
         """Called after it, also if it raised."""
 
@@ -46,6 +49,9 @@ def listen(listener: Listener, undo: ExitStack) -> None:
     """
     undo.callback(register_module_forward_pre_hook(listener.enter_module).remove)
     undo.callback(
+        register_module_forward_hook(lambda module, _, output: listener.see_output(module, output)).remove
+    )
+    undo.callback(
         register_module_forward_hook(
             lambda module, *_: listener.leave_module(module), always_call=True
         ).remove
@@ -54,26 +60,38 @@ def listen(listener: Listener, undo: ExitStack) -> None:
     undo.callback(register_optimizer_step_pre_hook(lambda optimizer, *_: attempts.begin(optimizer)).remove)
     undo.callback(register_optimizer_step_post_hook(lambda optimizer, *_: attempts.end(optimizer)).remove)
     wrap(GradScaler, "step", attempts.of_scaler, undo)
-    wrap(torch.autograd, "backward", functools.partial(around_backward, listener), undo)
+    wrap(torch.autograd, "backward", Backwards(listener).around, undo)
 
 
 def wrap(owner: object, name: str, wrapper: Callable[..., object], undo: ExitStack) -> None:
     """Has `wrapper(original, *args, **kwargs)` run in the place of a function, until undone."""
-    original = getattr(owner, name)
+    original, held = getattr(owner, name), vars(owner)[name]
 
     @functools.wraps(original)
     def replaced(*args, **kwargs):
         return wrapper(original, *args, **kwargs)
 
     setattr(owner, name, replaced)
-    undo.callback(setattr, owner, name, original)
+    undo.callback(setattr, owner, name, held)
 
 
-def around_backward(listener: Listener, backward: Callable[..., object], *args, **kwargs) -> None:
-    """Tells of a backward pass."""
-    listener.begin_backward(tuple(tensors_in(args[:1] or kwargs.get("tensors"))))
-    backward(*args, **kwargs)
-    listener.end_backward()
+class Backwards:
+    """Tells of backward passes, but not of those that run inside another, as reentrant checkpoints do."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener, self._is_inside = listener, False
+
+    def around(self, backward: Callable[..., object], *args, **kwargs) -> None:
+        """Stands in for `torch.autograd.backward`."""
+        if self._is_inside:
+            return backward(*args, **kwargs)
+        self._listener.begin_backward(tuple(tensors_in(args[:1] or kwargs.get("tensors"))))
+        self._is_inside = True
+        try:
+            backward(*args, **kwargs)
+        finally:
+            self._is_inside = False
+        self._listener.end_backward()
 
 
 class Attempts:

@@ -51,6 +51,14 @@ class Origin:
     is_of_scale: bool = False  # it is finite where the gradients that it takes are smaller
     batch_size: int | None = None
 
+    def is_repeat_of(self, other: Origin) -> bool:
+        """Says whether another is the same operation at the same place of the same micro-step."""
+        mine, its = (
+            (it.attempt, it.micro_step, it.call.op, it.call.where, it.call.place, it.node, it.parameter)
+            for it in (self, other)
+        )
+        return mine == its
+
     def to_json(self) -> dict[str, object]:
         """Returns what a child process leaves of it."""
         return asdict(self) | {"call": asdict(self.call) | {"origins": sorted(self.call.origins)}}

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from types import FrameType
 
 import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 
 import ampatch
+from ampatch.doctor.instruments.values import plain
 
 OURS = (os.path.dirname(ampatch.__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep)
 INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
@@ -51,6 +54,11 @@ class Models:
         """The innermost module that runs, None outside of models."""
         return next((place for place in reversed(self._stack) if place is not None), None)
 
+    @property
+    def depth(self) -> int:
+        """How many modules run, each in the one before."""
+        return len(self._stack)
+
     def enter(self, module: Module) -> bool:
         """Notes that a module begins; returns whether it is the outermost of a model."""
         is_root = not self.is_inside and next(module.parameters(), None) is not None
@@ -60,6 +68,23 @@ class Models:
         self._stack.append(None if named is None else Place(*named, self._calls[id(module)]))
         self._calls[id(module)] += 1
         return is_root
+
+    def save(self) -> tuple[list[Place | None], Counter[int]]:
+        """Returns where a run of modules stands, for `restore`."""
+        return self._stack.copy(), self._calls.copy()
+
+    def restore(self, stack: list[Place | None], calls: Counter[int]) -> None:
+        """Goes back to where it stood."""
+        self._stack, self._calls = stack.copy(), calls.copy()
+
+    def learn_masters(self, optimizer: Optimizer) -> None:
+        """Gives float32 masters, which an optimizer steps, the names of the half parameters they follow."""
+        named = [parameter for parameter in self.parameters() if parameter.dtype.itemsize == 2]
+        for group in optimizer.param_groups if named else ():
+            for master in group["params"]:
+                half = None if id(master) in self._parameters else find_half(master, named)
+                if half is not None:
+                    self._parameters[id(master)] = self._parameters[id(half)]
 
     def leave(self) -> None:
         """Notes that the innermost module has ended."""
@@ -87,6 +112,12 @@ class Models:
         self._names.setdefault(id(module), (name, ""))
         for path, parameter in root.named_parameters():
             self._parameters.setdefault(id(parameter), path)
+
+
+def find_half(master: Tensor, halves: list[Parameter]) -> Parameter | None:
+    """Returns the parameter that a tensor rounds to."""
+    alike = (half for half in halves if half.shape == master.shape)
+    return next((half for half in alike if torch.equal(plain(master).to(half.dtype), plain(half))), None)
 
 
 def unwrap(module: Module) -> Module:

@@ -7,7 +7,8 @@ consequences are told from origins, and what reached the loss or a gradient from
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -33,6 +34,9 @@ from ampatch.doctor.instruments.values import (
 # Make no values: what they return is uninitialized, or a property, or said by hooks.
 IGNORED = ("", "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_")
 IGNORED += ("backward", "register_hook", "size")
+REPEATED = "CheckpointFunctionBackward"  # what it gives comes of the operations that it repeats
+COMPOSITE = ("multi_head_attention_forward",)  # written in Python: it is looked into
+ASKING = ("isnan", "isfinite", "isinf", "item", "tolist", "__bool__", "__float__", "allclose")
 CASTS = ("to", "half", "bfloat16", "float", "type", "type_as", "_to_copy")
 
 
@@ -41,11 +45,11 @@ class Enough(BaseException):
 
 
 class Trace(TorchFunctionMode, Listener):
-    """Watches the attempts in `window`; None: all of them."""
+    """Watches the attempts in `window`, None: all; after it the script ends, unless it `goes_on`."""
 
-    def __init__(self, window: Collection[int] | None) -> None:
+    def __init__(self, window: Collection[int] | None, goes_on: bool = False) -> None:
         super().__init__()
-        self.window = window
+        self.window, self.goes_on = window, goes_on
         self.origins: list[Origin] = []
         self.attempt = 0
         self.batch_size: int | None = None
@@ -63,7 +67,9 @@ class Trace(TorchFunctionMode, Listener):
         self._part = "input"
         self._pending: Call | None = None
         self._in_backward = False
+        self._is_repeat = self._is_off = False
         self._found_in_backward = False
+        self._asked: set[int] = set()  # the origins of what the script asked about
         self._models.forget_calls()
 
     def enter_module(self, module: Module, args: tuple) -> None:
@@ -73,9 +79,15 @@ class Trace(TorchFunctionMode, Listener):
         is_root = self._models.enter(module)
         if is_root:
             self._part = "loss"  # what follows the model
+            self._give_up()
             if self.active:
                 with quiet():
                     self._look_at_batch(args)
+
+    def _give_up(self) -> None:
+        """A script that saw bad numbers and made no backward pass of them has left them out."""
+        self._reach(self._asked)
+        self._asked = set()
 
     def leave_module(self, module: Module) -> None:
         """Follows the modules."""
@@ -86,13 +98,19 @@ class Trace(TorchFunctionMode, Listener):
         for tensor in tensors_in(args):
             if tensor.dim():
                 self.batch_size = tensor.shape[0]
-            if not is_finite(tensor) and not self._marks_of(tensor) and torch.isnan(plain(tensor)).any():
-                self._add(Call("", "input", self._models.place, user_line()), examine(tensor))
-                self._mark(tensor, {len(self.origins) - 1})
+            if is_finite(tensor) or not torch.isnan(plain(tensor)).any():
+                continue
+            marks = self._marks_of(tensor)
+            for index in marks:  # what was made of a part of the batch is shown in all of it
+                if self.origins[index].phase == "input":
+                    self.origins[index].damage = examine(tensor)
+            if not marks:
+                call = Call("", "input", self._models.place, user_line())
+                self._mark(tensor, {self._add(call, examine(tensor))})
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Says which origins reached the loss."""
-        self._in_backward, self._found_in_backward = True, False
+        self._in_backward, self._found_in_backward, self._asked = True, False, set()
         if self.active:
             with quiet():
                 for loss in losses:
@@ -120,9 +138,29 @@ class Trace(TorchFunctionMode, Listener):
                 self.origins[-1].has_reached = self.origins[-1].is_of_scale = True
             self._mark(parameter.grad, {len(self.origins) - 1})
 
+    def checkpoint(self, forward: Callable[..., object], ctx: object, *args: object) -> object:
+        """Stands in for the forward of a reentrant checkpoint, which its backward repeats."""
+        ctx.ampatch_place = self._models.save()
+        return forward(ctx, *args)
+
+    def repeat(self, backward: Callable[..., object], ctx: object, *args: object) -> object:
+        """Stands in for its backward: operations run again, in the same place, and now have a graph."""
+        before = self._models.save()
+        self._models.restore(*ctx.ampatch_place)
+        self._in_backward, self._is_repeat = False, True
+        try:
+            with self if self._is_off else nullcontext():
+                return backward(ctx, *args)
+        finally:
+            self._in_backward, self._is_repeat = True, False
+            self._models.restore(*before)
+
     def begin_attempt(self, optimizer: Optimizer, scaler: object) -> None:
         """The optimizer's own operations follow."""
         self._part = "optimizer"
+        if self.active:
+            with quiet():
+                self._models.learn_masters(optimizer)
 
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Looks at what the step made of the weights; the next window begins."""
@@ -136,7 +174,7 @@ class Trace(TorchFunctionMode, Listener):
             if origin.attempt == self.attempt:
                 origin.batch_size = origin.batch_size or self.batch_size
         self.attempt += 1
-        if self.window is not None and self.attempt > max(self.window):
+        if self.window is not None and self.attempt > max(self.window) and not self.goes_on:
             raise Enough
         self._begin_window()
 
@@ -146,6 +184,7 @@ class Trace(TorchFunctionMode, Listener):
 
     def to_json(self) -> list[dict[str, object]]:
         """Returns the origins, in the order of their appearance."""
+        self._give_up()
         return [origin.to_json() for origin in self.origins]
 
     # ---- Operations ----
@@ -154,8 +193,17 @@ class Trace(TorchFunctionMode, Listener):
         kwargs = kwargs or {}
         name = name_of(func)
         if not self.active or self._in_backward or name in IGNORED:
-            return func(*args, **kwargs)
+            before, self._is_off = self._is_off, True  # torch leaves the mode for what a function does
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._is_off = before
+        if name in COMPOSITE:
+            with self._inside_of(func), self:
+                return func(*args, **kwargs)
         taken = floating_in((args, kwargs))
+        if name in ASKING:
+            self._asked |= self._marks_of(*taken)
         with quiet():
             bad = [tensor for tensor in taken if not is_finite(tensor)]
             largest = largest_of(taken)
@@ -168,6 +216,23 @@ class Trace(TorchFunctionMode, Listener):
                 is_constant = not bad and holds_no_number((args, tuple(kwargs.values())))
                 self._look(self._call(name, given), taken, bad, given, largest, is_constant)
         return result
+
+    @staticmethod
+    @contextmanager
+    def _inside_of(func: Callable[..., object]) -> Iterator[None]:
+        """Has a function written in Python run its body, and not ask the mode about itself, once."""
+        names = func.__globals__
+        asks = names["has_torch_function"]
+
+        def answer(_: object) -> bool:
+            names["has_torch_function"] = asks
+            return False
+
+        names["has_torch_function"] = answer
+        try:
+            yield
+        finally:
+            names["has_torch_function"] = asks
 
     def _look(
         self,
@@ -191,8 +256,8 @@ class Trace(TorchFunctionMode, Listener):
             parameter = self._models.name_of(worst)
             # Only a scaler multiplies a loss by itself, in code of ours or torch's.
             is_scaling = call.phase == "loss" and call.op == "mul" and is_called_by_scaler()
-            self._add(call, damage, input_largest=largest, parameter=parameter, is_of_scale=is_scaling)
-            marks = {*marks, len(self.origins) - 1}
+            more = {"input_largest": largest, "parameter": parameter, "is_of_scale": is_scaling}
+            marks = {*marks, self._add(call, damage, **more)}
         call.origins |= marks
         for tensor in given if marks else ():
             self._mark(tensor, marks)
@@ -202,10 +267,12 @@ class Trace(TorchFunctionMode, Listener):
         for tensor in bad:
             if isinstance(tensor, Parameter) or torch.isnan(plain(tensor)).any():
                 name = self._models.name_of(tensor)
+                if tensor.dim() and name is None:
+                    self.batch_size = self.batch_size or tensor.shape[0]
                 unseen = Call("", "input" if name is None else "optimizer", None, call.where)
-                self._add(unseen, examine(tensor), parameter=name)
-                self._mark(tensor, {len(self.origins) - 1})
-                return {len(self.origins) - 1}
+                marks = {self._add(unseen, examine(tensor), parameter=name)}
+                self._mark(tensor, marks)
+                return marks
         return set()
 
     def _call(self, name: str, given: list[Tensor]) -> Call:
@@ -225,9 +292,15 @@ class Trace(TorchFunctionMode, Listener):
             return "optimizer"
         return "forward" if self._models.is_inside else self._part
 
-    def _add(self, call: Call, damage: Damage, **more: object) -> None:
+    def _add(self, call: Call, damage: Damage, **more: object) -> int:
+        """Notes an origin, and returns its index; one that a checkpoint repeats is noted already."""
         more |= {"attempt": self.attempt, "batch_size": self.batch_size}
-        self.origins.append(Origin(call, call.phase, damage, self._micro_step, **more))
+        origin = Origin(call, call.phase, damage, self._micro_step, **more)
+        for index, known in enumerate(self.origins) if self._is_repeat else ():
+            if origin.is_repeat_of(known):
+                return index
+        self.origins.append(origin)
+        return len(self.origins) - 1
 
     # ---- Marks ----
 
@@ -242,15 +315,15 @@ class Trace(TorchFunctionMode, Listener):
         self, call: Call, node: object, parameter: str | None, made: Tensor, taken: tuple
     ) -> None:
         """An operation's own bad numbers come back here; else it is an origin if what it took was finite."""
-        if not self.active:
+        if not self.active or (self._found_in_backward and node.name() == REPEATED):
             return
         self._found_in_backward = True
         self._reach(call.origins)
         given = [tensor for tensor in taken if tensor is not None]
         if call.origins or not all(map(is_finite, given)):
             return
-        self._add(call, examine(made), input_largest=largest_of(given), parameter=parameter, node=node.name())
-        origin = self.origins[-1]
+        more = {"input_largest": largest_of(given), "parameter": parameter, "node": node.name()}
+        origin = self.origins[self._add(call, examine(made), **more)]
         origin.phase, origin.has_reached = "backward", True
         origin.is_of_scale = is_cured_by_scale(node, taken)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
+import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn import Module
@@ -28,6 +29,7 @@ class Attempt:
     loss: bool = True
     gradients: bool = True
     weights: bool = True
+    left_out: bool = False  # a model gave bad numbers, and no backward pass followed
 
     @property
     def is_finite(self) -> bool:
@@ -46,10 +48,20 @@ class Watch(Listener):
         self._now = Attempt()
         self._steps: dict[int, int] = {}
         self._optimizers: list[Optimizer] = []  # kept, so that an id stays one optimizer's
+        self._is_bad = False  # what a model gave, since the last backward pass
+        self.is_open = False  # whether a forward that learns was followed by no step
 
     def enter_module(self, module: Module, args: tuple) -> None:
         """Learns which models there are."""
-        self._models.enter(module)
+        if self._models.enter(module) and torch.is_grad_enabled():
+            self.is_open = True
+            self._now.left_out |= self._is_bad
+            self._is_bad = False
+
+    def see_output(self, module: Module, output: object) -> None:
+        """Looks at what a model gives."""
+        if self._models.depth == 1 and torch.is_grad_enabled():
+            self._is_bad |= not all(map(is_finite, tensors_in(output)))
 
     def leave_module(self, module: Module) -> None:
         """Follows the modules."""
@@ -60,6 +72,7 @@ class Watch(Listener):
         scaler = own_scaler()
         if scaler is not None:
             self._now.scale, self._now.is_dynamic = scaler.get_scale(), scaler.is_dynamic
+        self._is_bad = False
         self._now.loss &= all(map(is_finite, losses))
 
     def end_backward(self) -> None:
@@ -83,7 +96,7 @@ class Watch(Listener):
         held = [*weights, *self._models.parameters(), *tensors_in(list(optimizer.state.values()))]
         self._now.weights &= all(map(is_finite, held))
         self.attempts.append(self._now)
-        self._now = Attempt()
+        self._now, self.is_open = Attempt(), False
 
     def to_json(self) -> list[dict[str, object]]:
         """Returns what was noted."""
