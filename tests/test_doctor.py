@@ -109,8 +109,9 @@ class Net(nn.Module):
 
 @pytest.mark.process
 def test_a_master_has_the_name_of_its_parameter(tmp_path):
-    rate = "optimizer.param_groups[0]['lr'] = 1e39 if step == 2 else 0.1"
-    (first,) = report_on(script("O2", batch=rate), tmp_path)["findings"]
+    rate = "optimizer.param_groups[0]['lr'] = 3e38 if step == 2 else 0.1"
+    text = script("O2", batch=rate, loss="loss = loss * 1e4 if step == 2 else loss", loss_scale=1.0)
+    first = report_on(text, tmp_path)["findings"][0]
     assert (first["phase"], first["parameter"], first["step"]) == ("optimizer", "0.weight", 2)
 
 

@@ -159,10 +159,11 @@ def findings_in(seen: Seen, origins: Sequence[dict]) -> list[Finding]:
     there is nothing else.
     """
     found = [it for it in origins if it["has_reached"] and it["attempt"] in seen.suspects]
-    lasting = [it for it in found if not it["is_of_scale"]]
+    untried = find_untried(seen.attempts)
+    of_search = [it for it in found if it["attempt"] in untried and it["is_of_scale"] is not False]
+    lasting = [it for it in found if it not in of_search and not it["is_of_scale"]]
     if is_collapse(seen.attempts):
-        probes = find_untried(seen.attempts)
-        lasting = [it for it in found if it["attempt"] not in probes or not it["is_of_scale"]] or found
+        lasting = [it for it in found if it not in of_search] or found
     return merge(seen.attempts, lasting)
 
 

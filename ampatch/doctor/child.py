@@ -9,13 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch.utils.checkpoint import CheckpointFunction
 
 from ampatch import apex
 from ampatch.apex.script import Script, level_overrides
-from ampatch.doctor.instruments.clock import listen, wrap
+from ampatch.doctor.instruments.checkpoints import follow_checkpoints
+from ampatch.doctor.instruments.clock import listen
+from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.precision import keep_float32, without_casts
-from ampatch.doctor.instruments.trace import Enough, Trace
+from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.watch import Watch
 from ampatch.sweeps.measure.seeds import set_seeds
 
@@ -62,8 +63,7 @@ def main(run: Run) -> None:
         if run.traces:
             torch.compiler.set_stance("force_eager")
             listen(trace, stack)
-            wrap(CheckpointFunction, "forward", trace.checkpoint, stack)
-            wrap(CheckpointFunction, "backward", trace.repeat, stack)
+            follow_checkpoints(trace, stack)
             stack.enter_context(trace)
         set_seeds(0)
         try:

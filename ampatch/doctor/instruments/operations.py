@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 from torch import Tensor
@@ -16,11 +17,22 @@ OPERATORS = {"truediv": "div", "itruediv": "div_", "floordiv": "floor_divide", "
 OPERATORS |= {"rmul": "mul", "rmatmul": "matmul", "rtruediv": "div", "rdiv": "div", "rsub": "sub"}
 OPERATORS |= {"iadd": "add_", "isub": "sub_", "imul": "mul_", "idiv": "div_", "ipow": "pow_"}
 OPERATORS |= {"getitem": "index", "setitem": "index_put_"}
+# Make no values: what they return is uninitialized, or a property, or said by hooks.
+IGNORED = ("", "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_")
+IGNORED += ("backward", "register_hook", "size")
+REPEATED = "CheckpointFunctionBackward"  # what it gives comes of the operations that it repeats
+COMPOSITE = ("multi_head_attention_forward",)  # written in Python: it is looked into
+ASKING = ("isnan", "isfinite", "isinf", "item", "tolist", "__bool__", "__float__", "allclose")
+CASTS = ("to", "half", "bfloat16", "float", "type", "type_as", "_to_copy")
 SMALLER = 2.0**-12  # a loss scale beside the present one, to ask whether a gradient overflows for it
 KNOWN = "ampatch.doctor"  # in a node's metadata
 # Nodes that change the layout or type of a gradient alone.
 CHAIN = ("TBackward0", "ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "TransposeBackward0")
 CHAIN += ("ExpandBackward0", "PermuteBackward0", "ReshapeAliasBackward0")
+
+
+class Enough(BaseException):
+    """Ends a script when all that is wanted has been seen."""
 
 
 @dataclass(slots=True)
@@ -48,7 +60,7 @@ class Origin:
     node: str | None = None
     attempt: int = 0
     has_reached: bool = False
-    is_of_scale: bool = False  # it is finite where the gradients that it takes are smaller
+    is_of_scale: bool | None = False  # it is finite where the gradients it takes are smaller; None: not known
     batch_size: int | None = None
 
     def is_repeat_of(self, other: Origin) -> bool:
@@ -76,6 +88,23 @@ def name_of(func: Callable[..., object]) -> str:
         return ""
     inner = name.strip("_") if name.startswith("__") else name
     return OPERATORS.get(inner, inner) if name.startswith("__") else name
+
+
+@contextmanager
+def inside_of(func: Callable[..., object]) -> Iterator[None]:
+    """Has a function of torch that is written in Python run its body under a mode, and not ask it, once."""
+    names = func.__globals__
+    asks = names["has_torch_function"]
+
+    def answer(_: object) -> bool:
+        names["has_torch_function"] = asks
+        return False
+
+    names["has_torch_function"] = answer
+    try:
+        yield
+    finally:
+        names["has_torch_function"] = asks
 
 
 # ---- The graph ----
@@ -138,12 +167,15 @@ def variable_of(node: object) -> object:
     return None
 
 
-def is_cured_by_scale(node: Callable[..., object], taken: tuple) -> bool:
-    """Asks a node, before it forgets what it saved, whether a smaller loss scale would do."""
+def is_cured_by_scale(node: Callable[..., object], taken: tuple) -> bool | None:
+    """Asks a node, before it forgets what it saved, whether a smaller loss scale would do.
+
+    None for one that cannot be asked, as those in a checkpoint: they unpack what they saved once.
+    """
     try:
         smaller = [None if tensor is None else tensor * SMALLER for tensor in taken]
         function = getattr(node, "_forward_cls", None)  # of a torch.autograd.Function
         again = node(*smaller) if function is None else function.backward(node, *smaller)
-    except (RuntimeError, TypeError):  # of a function that cannot be called twice
-        return False
+    except (RuntimeError, TypeError):
+        return None
     return all(map(is_finite, tensors_in(again)))

@@ -34,6 +34,9 @@ class Place:
     call: int
 
 
+Standing = tuple[list[Place | None], Counter[int]]  # the modules that run, and the calls so far
+
+
 class Models:
     """Follows the modules that run."""
 
@@ -69,7 +72,7 @@ class Models:
         self._calls[id(module)] += 1
         return is_root
 
-    def save(self) -> tuple[list[Place | None], Counter[int]]:
+    def save(self) -> Standing:
         """Returns where a run of modules stands, for `restore`."""
         return self._stack.copy(), self._calls.copy()
 

@@ -7,7 +7,7 @@ consequences are told from origins, and what reached the loss or a gradient from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -17,31 +17,40 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ampatch.doctor.instruments.clock import Listener
-from ampatch.doctor.instruments.operations import Call, Graph, Origin, is_cured_by_scale, name_of
-from ampatch.doctor.instruments.places import Models, is_called_by_scaler, is_called_by_us, user_line
+from ampatch.doctor.instruments.marks import Marks
+from ampatch.doctor.instruments.operations import (
+    ASKING,
+    CASTS,
+    COMPOSITE,
+    IGNORED,
+    REPEATED,
+    Call,
+    Enough,
+    Graph,
+    Origin,
+    inside_of,
+    is_cured_by_scale,
+    name_of,
+)
+from ampatch.doctor.instruments.places import (
+    Models,
+    Standing,
+    is_called_by_scaler,
+    is_called_by_us,
+    user_line,
+)
 from ampatch.doctor.instruments.values import (
     Damage,
+    Tensors,
     examine,
+    floating_in,
     holds_no_number,
     is_finite,
-    key_of,
     largest_of,
     plain,
     quiet,
     tensors_in,
 )
-
-# Make no values: what they return is uninitialized, or a property, or said by hooks.
-IGNORED = ("", "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_")
-IGNORED += ("backward", "register_hook", "size")
-REPEATED = "CheckpointFunctionBackward"  # what it gives comes of the operations that it repeats
-COMPOSITE = ("multi_head_attention_forward",)  # written in Python: it is looked into
-ASKING = ("isnan", "isfinite", "isinf", "item", "tolist", "__bool__", "__float__", "allclose")
-CASTS = ("to", "half", "bfloat16", "float", "type", "type_as", "_to_copy")
-
-
-class Enough(BaseException):
-    """Ends a script when all that is wanted has been seen."""
 
 
 class Trace(TorchFunctionMode, Listener):
@@ -53,7 +62,7 @@ class Trace(TorchFunctionMode, Listener):
         self.origins: list[Origin] = []
         self.attempt = 0
         self.batch_size: int | None = None
-        self._models = Models()
+        self.models = Models()
         self._begin_window()
 
     # ---- The parts of a step ----
@@ -61,22 +70,21 @@ class Trace(TorchFunctionMode, Listener):
     def _begin_window(self) -> None:
         self.active = self.window is None or self.attempt in self.window
         self._micro_step = 0
-        self._marks: dict[int, set[int]] = {}  # of storages
-        self._kept: list[object] = []  # so that their addresses stay theirs
-        self._graph = Graph(self._models, self._on_bad_gradient)
+        self._marks = Marks()
+        self._graph = Graph(self.models, self._on_bad_gradient)
         self._part = "input"
         self._pending: Call | None = None
         self._in_backward = False
         self._is_repeat = self._is_off = False
         self._found_in_backward = False
         self._asked: set[int] = set()  # the origins of what the script asked about
-        self._models.forget_calls()
+        self.models.forget_calls()
 
     def enter_module(self, module: Module, args: tuple) -> None:
         """Follows the modules; at the entry of a model looks at its batch."""
         if self._in_backward:
             return
-        is_root = self._models.enter(module)
+        is_root = self.models.enter(module)
         if is_root:
             self._part = "loss"  # what follows the model
             self._give_up()
@@ -92,7 +100,7 @@ class Trace(TorchFunctionMode, Listener):
     def leave_module(self, module: Module) -> None:
         """Follows the modules."""
         if not self._in_backward:
-            self._models.leave()
+            self.models.leave()
 
     def _look_at_batch(self, args: tuple) -> None:
         for tensor in tensors_in(args):
@@ -100,13 +108,13 @@ class Trace(TorchFunctionMode, Listener):
                 self.batch_size = tensor.shape[0]
             if is_finite(tensor) or not torch.isnan(plain(tensor)).any():
                 continue
-            marks = self._marks_of(tensor)
+            marks = self._marks.of(tensor)
             for index in marks:  # what was made of a part of the batch is shown in all of it
                 if self.origins[index].phase == "input":
                     self.origins[index].damage = examine(tensor)
             if not marks:
-                call = Call("", "input", self._models.place, user_line())
-                self._mark(tensor, {self._add(call, examine(tensor))})
+                call = Call("", "input", self.models.place, user_line())
+                self._marks.add(tensor, {self._add(call, examine(tensor))})
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Says which origins reached the loss."""
@@ -115,7 +123,7 @@ class Trace(TorchFunctionMode, Listener):
             with quiet():
                 for loss in losses:
                     if not is_finite(loss):
-                        self._reach(self._marks_of(loss))
+                        self._reach(self._marks.of(loss))
 
     def end_backward(self) -> None:
         """Looks at the gradients; the next micro-step begins."""
@@ -125,42 +133,38 @@ class Trace(TorchFunctionMode, Listener):
                 self._look_at_gradients()
         self._micro_step += 1
         self._part = "input"
-        self._models.forget_calls()
+        self.models.forget_calls()
 
     def _look_at_gradients(self) -> None:
-        for parameter in self._models.parameters():
+        for parameter in self.models.parameters():
             if parameter.grad is None or is_finite(parameter.grad):
                 continue
             if not self._found_in_backward:
                 call = Call("accumulate_grad", "backward", None, user_line(), str(parameter.dtype)[6:])
-                self._add(call, examine(parameter.grad), parameter=self._models.name_of(parameter))
+                self._add(call, examine(parameter.grad), parameter=self.models.name_of(parameter))
                 self._found_in_backward = True
                 self.origins[-1].has_reached = self.origins[-1].is_of_scale = True
-            self._mark(parameter.grad, {len(self.origins) - 1})
+            self._marks.add(parameter.grad, {len(self.origins) - 1})
 
-    def checkpoint(self, forward: Callable[..., object], ctx: object, *args: object) -> object:
-        """Stands in for the forward of a reentrant checkpoint, which its backward repeats."""
-        ctx.ampatch_place = self._models.save()
-        return forward(ctx, *args)
-
-    def repeat(self, backward: Callable[..., object], ctx: object, *args: object) -> object:
-        """Stands in for its backward: operations run again, in the same place, and now have a graph."""
-        before = self._models.save()
-        self._models.restore(*ctx.ampatch_place)
+    @contextmanager
+    def again(self, place: Standing) -> Iterator[None]:
+        """Operations of a checkpoint run again in the backward pass, at their place, and now have a graph."""
+        before = self.models.save()
+        self.models.restore(*place)
         self._in_backward, self._is_repeat = False, True
         try:
             with self if self._is_off else nullcontext():
-                return backward(ctx, *args)
+                yield
         finally:
             self._in_backward, self._is_repeat = True, False
-            self._models.restore(*before)
+            self.models.restore(*before)
 
     def begin_attempt(self, optimizer: Optimizer, scaler: object) -> None:
         """The optimizer's own operations follow."""
         self._part = "optimizer"
         if self.active:
             with quiet():
-                self._models.learn_masters(optimizer)
+                self.models.learn_masters(optimizer)
 
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Looks at what the step made of the weights; the next window begins."""
@@ -169,7 +173,7 @@ class Trace(TorchFunctionMode, Listener):
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
                         if not is_finite(parameter):
-                            self._reach(self._marks_of(parameter))
+                            self._reach(self._marks.of(parameter))
         for origin in self.origins:
             if origin.attempt == self.attempt:
                 origin.batch_size = origin.batch_size or self.batch_size
@@ -199,11 +203,11 @@ class Trace(TorchFunctionMode, Listener):
             finally:
                 self._is_off = before
         if name in COMPOSITE:
-            with self._inside_of(func), self:
+            with inside_of(func), self:
                 return func(*args, **kwargs)
         taken = floating_in((args, kwargs))
         if name in ASKING:
-            self._asked |= self._marks_of(*taken)
+            self._asked |= self._marks.of(*taken)
         with quiet():
             bad = [tensor for tensor in taken if not is_finite(tensor)]
             largest = largest_of(taken)
@@ -217,35 +221,18 @@ class Trace(TorchFunctionMode, Listener):
                 self._look(self._call(name, given), taken, bad, given, largest, is_constant)
         return result
 
-    @staticmethod
-    @contextmanager
-    def _inside_of(func: Callable[..., object]) -> Iterator[None]:
-        """Has a function written in Python run its body, and not ask the mode about itself, once."""
-        names = func.__globals__
-        asks = names["has_torch_function"]
-
-        def answer(_: object) -> bool:
-            names["has_torch_function"] = asks
-            return False
-
-        names["has_torch_function"] = answer
-        try:
-            yield
-        finally:
-            names["has_torch_function"] = asks
-
     def _look(
         self,
         call: Call,
-        taken: list[Tensor],
-        bad: list[Tensor],
-        given: list[Tensor],
+        taken: Tensors,
+        bad: Tensors,
+        given: Tensors,
         largest: float | None,
         is_constant: bool,
     ) -> None:
         """Looks at what an operation gives: `bad` are those that it took and that were so before."""
         self._graph.tag(taken, given, call)
-        marks, came = self._marks_of(*taken), self._marks_of(*bad)
+        marks, came = self._marks.of(*taken), self._marks.of(*bad)
         worst = next((tensor for tensor in given if not is_finite(tensor)), None)
         damage = None if worst is None else examine(worst)
         if damage is not None and bad and not came:
@@ -253,25 +240,25 @@ class Trace(TorchFunctionMode, Listener):
             marks = marks | came
         of_mask = damage is not None and damage.kind == "inf" and not came and (is_constant or bool(bad))
         if damage is not None and not came and not of_mask:
-            parameter = self._models.name_of(worst)
+            parameter = self.models.name_of(worst)
             # Only a scaler multiplies a loss by itself, in code of ours or torch's.
             is_scaling = call.phase == "loss" and call.op == "mul" and is_called_by_scaler()
             more = {"input_largest": largest, "parameter": parameter, "is_of_scale": is_scaling}
             marks = {*marks, self._add(call, damage, **more)}
         call.origins |= marks
         for tensor in given if marks else ():
-            self._mark(tensor, marks)
+            self._marks.add(tensor, marks)
 
     def _marks_of_unseen(self, call: Call, bad: list[Tensor]) -> set[int]:
         """Says where bad numbers come from that no operation made: weights, or NaN in the data."""
         for tensor in bad:
             if isinstance(tensor, Parameter) or torch.isnan(plain(tensor)).any():
-                name = self._models.name_of(tensor)
+                name = self.models.name_of(tensor)
                 if tensor.dim() and name is None:
                     self.batch_size = self.batch_size or tensor.shape[0]
                 unseen = Call("", "input" if name is None else "optimizer", None, call.where)
                 marks = {self._add(unseen, examine(tensor), parameter=name)}
-                self._mark(tensor, marks)
+                self._marks.add(tensor, marks)
                 return marks
         return set()
 
@@ -281,8 +268,8 @@ class Trace(TorchFunctionMode, Listener):
         dtype = str(given[0].dtype)[6:] if given else ""
         if not is_called_by_us():
             self._pending = None
-            return Call(name, phase, self._models.place, user_line(), dtype)
-        call = self._pending or Call(name, phase, self._models.place, user_line(), dtype)
+            return Call(name, phase, self.models.place, user_line(), dtype)
+        call = self._pending or Call(name, phase, self.models.place, user_line(), dtype)
         call.op, call.dtype = name, dtype
         self._pending = call if name in CASTS else None
         return call
@@ -290,7 +277,7 @@ class Trace(TorchFunctionMode, Listener):
     def _phase(self) -> str:
         if self._part == "optimizer":
             return "optimizer"
-        return "forward" if self._models.is_inside else self._part
+        return "forward" if self.models.is_inside else self._part
 
     def _add(self, call: Call, damage: Damage, **more: object) -> int:
         """Notes an origin, and returns its index; one that a checkpoint repeats is noted already."""
@@ -301,15 +288,6 @@ class Trace(TorchFunctionMode, Listener):
                 return index
         self.origins.append(origin)
         return len(self.origins) - 1
-
-    # ---- Marks ----
-
-    def _marks_of(self, *tensors: Tensor) -> set[int]:
-        return {mark for tensor in tensors for mark in self._marks.get(key_of(tensor), ())}
-
-    def _mark(self, tensor: Tensor, marks: set[int]) -> None:
-        self._marks.setdefault(key_of(tensor), set()).update(marks)
-        self._kept.append(tensor.detach())
 
     def _on_bad_gradient(
         self, call: Call, node: object, parameter: str | None, made: Tensor, taken: tuple
@@ -326,8 +304,3 @@ class Trace(TorchFunctionMode, Listener):
         origin = self.origins[self._add(call, examine(made), **more)]
         origin.phase, origin.has_reached = "backward", True
         origin.is_of_scale = is_cured_by_scale(node, taken)
-
-
-def floating_in(value: object) -> list[Tensor]:
-    """Returns the floating tensors in a value."""
-    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]

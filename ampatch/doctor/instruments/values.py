@@ -11,6 +11,8 @@ from torch import Tensor
 
 import ampatch as amp
 
+Tensors = list[Tensor]
+
 
 @dataclass(frozen=True, slots=True)
 class Damage:
@@ -73,6 +75,11 @@ def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
     elif depth and isinstance(value, (tuple, list)):
         for each in value:
             yield from tensors_in(each, depth - 1)
+
+
+def floating_in(value: object) -> Tensors:
+    """Returns the floating tensors in a value."""
+    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]
 
 
 def holds_no_number(value: object, depth: int = 4) -> bool:
