@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 
 from torch import Tensor
 
-from ampatch.doctor.instruments.places import Models, Place
-from ampatch.doctor.instruments.values import Damage, is_finite, quiet, tensors_in
+from ampatch.doctor.instruments.places import Models, Place, is_called_by_us, user_line
+from ampatch.doctor.instruments.values import Damage, Tensors, is_finite, quiet, tensors_in
 
 # Operators by the names of their functions; those of torch end with _ where they work in place.
 OPERATORS = {"truediv": "div", "itruediv": "div_", "floordiv": "floor_divide", "rpow": "pow", "radd": "add"}
@@ -88,6 +88,34 @@ def name_of(func: Callable[..., object]) -> str:
         return ""
     inner = name.strip("_") if name.startswith("__") else name
     return OPERATORS.get(inner, inner) if name.startswith("__") else name
+
+
+class Describer:
+    """Says what an operation is: `part` is what runs outside of models, "input", "loss" or "optimizer"."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.part = "input"
+        self._pending: Call | None = None
+
+    def describe(self, name: str, given: Tensors) -> Call:
+        """Describes an operation; a cast that we make for one is part of it."""
+        is_ours = is_called_by_us()
+        call = (self._pending if is_ours else None) or Call(
+            name, self._phase(), self._models.place, user_line()
+        )
+        call.op, call.dtype = name, str(given[0].dtype)[6:]
+        self._pending = call if is_ours and name in CASTS else None
+        return call
+
+    def _phase(self) -> str:
+        if self.part == "optimizer":
+            return "optimizer"
+        return "forward" if self._models.is_inside else self.part
 
 
 @contextmanager

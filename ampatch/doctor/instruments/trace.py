@@ -20,11 +20,11 @@ from ampatch.doctor.instruments.clock import Listener
 from ampatch.doctor.instruments.marks import Marks
 from ampatch.doctor.instruments.operations import (
     ASKING,
-    CASTS,
     COMPOSITE,
     IGNORED,
     REPEATED,
     Call,
+    Describer,
     Enough,
     Graph,
     Origin,
@@ -36,7 +36,6 @@ from ampatch.doctor.instruments.places import (
     Models,
     Standing,
     is_called_by_scaler,
-    is_called_by_us,
     user_line,
 )
 from ampatch.doctor.instruments.values import (
@@ -63,6 +62,7 @@ class Trace(TorchFunctionMode, Listener):
         self.attempt = 0
         self.batch_size: int | None = None
         self.models = Models()
+        self._describer = Describer(self.models)
         self._begin_window()
 
     # ---- The parts of a step ----
@@ -72,8 +72,7 @@ class Trace(TorchFunctionMode, Listener):
         self._micro_step = 0
         self._marks = Marks()
         self._graph = Graph(self.models, self._on_bad_gradient)
-        self._part = "input"
-        self._pending: Call | None = None
+        self._describer.begin()
         self._in_backward = False
         self._is_repeat = self._is_off = False
         self._found_in_backward = False
@@ -86,7 +85,7 @@ class Trace(TorchFunctionMode, Listener):
             return
         is_root = self.models.enter(module)
         if is_root:
-            self._part = "loss"  # what follows the model
+            self._describer.part = "loss"  # what follows the model
             self._give_up()
             if self.active:
                 with quiet():
@@ -132,7 +131,7 @@ class Trace(TorchFunctionMode, Listener):
             with quiet():
                 self._look_at_gradients()
         self._micro_step += 1
-        self._part = "input"
+        self._describer.part = "input"
         self.models.forget_calls()
 
     def _look_at_gradients(self) -> None:
@@ -161,7 +160,7 @@ class Trace(TorchFunctionMode, Listener):
 
     def begin_attempt(self, optimizer: Optimizer, scaler: object) -> None:
         """The optimizer's own operations follow."""
-        self._part = "optimizer"
+        self._describer.part = "optimizer"
         if self.active:
             with quiet():
                 self.models.learn_masters(optimizer)
@@ -218,7 +217,7 @@ class Trace(TorchFunctionMode, Listener):
                 given += floating_in(args[0])
             if given:
                 is_constant = not bad and holds_no_number((args, tuple(kwargs.values())))
-                self._look(self._call(name, given), taken, bad, given, largest, is_constant)
+                self._look(self._describer.describe(name, given), taken, bad, given, largest, is_constant)
         return result
 
     def _look(
@@ -261,23 +260,6 @@ class Trace(TorchFunctionMode, Listener):
                 self._marks.add(tensor, marks)
                 return marks
         return set()
-
-    def _call(self, name: str, given: list[Tensor]) -> Call:
-        """Describes an operation; a cast that we make for one is part of it."""
-        phase = self._phase()
-        dtype = str(given[0].dtype)[6:] if given else ""
-        if not is_called_by_us():
-            self._pending = None
-            return Call(name, phase, self.models.place, user_line(), dtype)
-        call = self._pending or Call(name, phase, self.models.place, user_line(), dtype)
-        call.op, call.dtype = name, dtype
-        self._pending = call if name in CASTS else None
-        return call
-
-    def _phase(self) -> str:
-        if self._part == "optimizer":
-            return "optimizer"
-        return "forward" if self.models.is_inside else self._part
 
     def _add(self, call: Call, damage: Damage, **more: object) -> int:
         """Notes an origin, and returns its index; one that a checkpoint repeats is noted already."""
