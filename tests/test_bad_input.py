@@ -242,6 +242,7 @@ def test_a_parameter_without_values_yet_is_refused_where_the_model_is_cast(level
             r"keep_fp32: 'decoder.\*' matches no module: expected the name.*first modules are '0', '1', '2'",
         ),
         (["0", "nowhere"], "keep_fp32: 'nowhere' matches no module"),
+        ("00", "keep_fp32: '00' matches no module.*similar names are '0'"),
         (torch.nn.LSTM, "keep_fp32: <class '.*LSTM'> matches no module"),
         (Linear(1, 1), "keep_fp32: Linear.* matches no module"),
         ([3], "keep_fp32 holds 3: expected names of modules"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 import torch
@@ -47,10 +48,12 @@ def select_kept(models: Sequence[Module], keep_fp32: Sequence[Keep]) -> list[Mod
     for entry in keep_fp32:
         found = [module for name, module in named if _matches(entry, name, module)]
         if not found:
-            known = ", ".join(repr(name) for name, _ in named[:8] if name)
+            names = [name for name, _ in named if name]
+            close = get_close_matches(entry, names) if isinstance(entry, str) else []
+            known = ", ".join(map(repr, close or names[:8])) or "none"
             raise AmpValueError(
                 f"keep_fp32: {entry!r} matches no module: expected the name, class or instance of one; "
-                f"the first modules are {known or 'none'}"
+                f"{'similar names' if close else 'the first modules'} are {known}"
             )
         kept.update((id(module), module) for module in found)
     return list(kept.values())
