@@ -89,6 +89,39 @@ def test_a_script_that_looks_at_good_losses_alone_has_no_finding(tmp_path):
     assert (report["findings"], report["harmless"], report["unknown"]) == ([], [], [])
 
 
+FUNCTIONS = """
+import torch, torch.nn.functional as F
+torch.manual_seed(0)
+weight = torch.randn(8, 3, requires_grad=True)
+optimizer = torch.optim.SGD([weight], 0.1)
+for step in range(4):
+    x, y = torch.randn(4, 8), torch.randint(0, 3, (4,))
+    h = (x @ weight).log() if step == 2 else x @ weight
+    loss = F.cross_entropy(h, y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.process
+def test_a_script_without_modules_has_one_finding(tmp_path):
+    (first,) = report_on(FUNCTIONS, tmp_path)["findings"]
+    assert (first["phase"], first["op"], first["step"]) == ("loss", "log", 2)
+
+
+@pytest.mark.process
+def test_what_a_script_does_in_half_by_itself_says_nothing_about_float32(tmp_path):
+    text = HEAD + "model = model.half()\n" + LOOP.format(batch="x = x.half() * 300", loss="")
+    text = text.replace(
+        "with amp.scale_loss(loss, optimizer) as scaled:\n        scaled.backward()",
+        "(loss * 1e4).backward()",
+    )
+    report = report_on(text, tmp_path)
+    assert report["findings"][0]["float32_survives"] is None
+    assert "makes its model half by itself" in report["unknown"][0]
+
+
 @pytest.mark.process
 def test_the_inside_of_attention_is_seen(tmp_path):
     text = script("O1").replace("nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))", "Net()")
@@ -291,7 +324,7 @@ def origin(attempt, is_of_scale, op="mul"):
     ],
 )
 def test_what_a_smaller_scale_mends_counts_where_none_is_found(words, origins, found):
-    seen = Seen(tuple(attempts(words)), False, tuple(origins), 0)
+    seen = Seen(tuple(attempts(words)), False, False, tuple(origins), 0)
     assert [it.op for it in findings_in(seen, origins)] == found
 
 
@@ -378,6 +411,8 @@ def test_sparse_and_integers_are_looked_at_as_what_they_hold():
     assert not is_finite(sparse)
     assert is_finite(torch.arange(3))
     assert is_finite(torch.empty(0))
+    large = torch.tensor([60000.0, 60000.0], dtype=torch.float16)
+    assert not is_finite(torch.sparse_coo_tensor([[1, 1]], large, (3,)))  # their sum
 
 
 def test_an_infinity_that_the_script_names_is_seen_in_arguments():

@@ -44,6 +44,7 @@ class Seen:
 
     attempts: tuple[Attempt, ...]
     is_open: bool
+    is_half: bool  # a model had half parameters
     origins: tuple[dict, ...]
     status: int
 
@@ -102,7 +103,13 @@ class Campaign:
         if not broken and len(again.attempts) < len(seen.attempts):
             self.unknown.append("in float32 the script ended before its last step")
             return None
-        return not broken and not any(it["has_reached"] for it in again.origins)
+        survives = not broken and not any(it["has_reached"] for it in again.origins)
+        if again.is_half and not survives:
+            self.unknown.append(
+                "whether float32 survives: the script makes its model half by itself, as .half() does"
+            )
+            return None
+        return survives
 
     def _propose(self, first: str, window: Sequence[int]) -> tuple[str, ...]:
         """Follows the first faulty module, keeps it, and runs again; then takes each back.
@@ -149,7 +156,7 @@ class Campaign:
             last = (said.strip() or "it said nothing").splitlines()[-1]
             self.unknown.append(f"the {name} run ended with status {status}: {last}")
         attempts = tuple(Attempt(**each) for each in seen["attempts"])
-        return Seen(attempts, seen["is_open"], tuple(seen["origins"]), status)
+        return Seen(attempts, seen["is_open"], seen["is_half"], tuple(seen["origins"]), status)
 
 
 def findings_in(seen: Seen, origins: Sequence[dict]) -> list[Finding]:

@@ -74,7 +74,8 @@ def main(run: Run) -> None:
 
 def seen_by(watch: Watch, trace: Trace) -> dict[str, object]:
     """Returns what a run leaves behind."""
-    return {"attempts": watch.to_json(), "is_open": watch.is_open, "origins": trace.to_json()}
+    found = {"attempts": watch.to_json(), "origins": trace.to_json()}
+    return found | {"is_open": watch.is_open, "is_half": watch.is_half}
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ SUMS = (
     "conv3d",
 )
 SUMS += ("baddbmm", "norm", "var", "std", "prod", "dot", "mv")
+CASTS = ("half", "to", "type", "bfloat16", "_to_copy")
 
 MOST_SHOWN = 3
 
@@ -109,8 +110,14 @@ def remedies(finding: Finding) -> tuple[str, ...]:
         found.append("add an eps under the root that the type can hold: 1e-6 in float32, 1e-4 in float16")
     if finding.op in QUOTIENTS:
         found.append("clamp the divisor, with an eps that the type can hold: float16 makes 0 of 1e-8")
+    if finding.phase == "optimizer" and finding.dtype in HALF:
+        found.append(
+            "step float32 masters (O2, O5): in float16 the eps of Adam, 1e-8, is 0; or pass eps=1e-4"
+        )
     if finding.op in EXPONENTIALS and finding.phase == "forward":
         found.append("subtract the maximum before the exponential, or use softmax or logsumexp, which do so")
+    if finding.op in CASTS and finding.float32_survives:
+        found.append("make the numbers smaller before they are cast: normalize the input, or divide it")
     if finding.op in SUMS:
         found.append("divide before the sum (q / sqrt(d), x / n), not after it")
     if finding.float32_survives and finding.module:
@@ -149,11 +156,7 @@ def describe(report: Report) -> Iterator[str]:
 
 def describe_finding(finding: Finding) -> Iterator[str]:
     """Yields the lines of one finding."""
-    module = (
-        f"{finding.model or 'the script'}.{finding.module}"
-        if finding.module
-        else finding.model or "the script"
-    )
+    module = ".".join(filter(None, (finding.model, finding.module))) or "the script"
     where = finding.where or "line unknown"
     yield f"Step {finding.step}, {finding.phase}: {finding.op or 'the data'} in {module}, {where}"
     yield f"  {finding.why}"
@@ -162,7 +165,7 @@ def describe_finding(finding: Finding) -> Iterator[str]:
     yield f"  first {finding.kind}{element}{sample}; {finding.count} in all"
     if len(finding.steps) > 1:
         yield f"  again at steps {', '.join(map(str, finding.steps[1:]))}"
-    survives = {True: "stays finite to its end", False: "breaks as well", None: "was not tried"}
+    survives = {True: "stays finite to its end", False: "breaks as well", None: "is not known"}
     yield f"  the same run in float32 {survives[finding.float32_survives]}"
     for remedy in finding.remedies:
         yield f"  -> {remedy}"

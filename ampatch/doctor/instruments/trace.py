@@ -7,7 +7,7 @@ consequences are told from origins, and what reached the loss or a gradient from
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -119,31 +119,40 @@ class Trace(TorchFunctionMode, Listener):
         """Says which origins reached the loss."""
         self._in_backward, self._found_in_backward, self._asked = True, False, set()
         if self.active:
+            self._find_phases()
             with quiet():
                 for loss in losses:
                     if not is_finite(loss):
                         self._reach(self._marks.of(loss))
+
+    def _find_phases(self) -> None:
+        """What a script without a model does before the backward pass is its loss."""
+        now = (self.attempt, self._micro_step)
+        for origin in self.origins if self._describer.part == "input" else ():
+            if (origin.attempt, origin.micro_step, origin.phase) == (*now, "input") and origin.call.op:
+                origin.phase = "loss"
 
     def end_backward(self) -> None:
         """Looks at the gradients; the next micro-step begins."""
         self._in_backward = False
         if self.active:
             with quiet():
-                self._look_at_gradients()
+                self._look_at_gradients(self.models.parameters())
         self._micro_step += 1
         self._describer.part = "input"
         self.models.forget_calls()
 
-    def _look_at_gradients(self) -> None:
-        for parameter in self.models.parameters():
-            if parameter.grad is None or is_finite(parameter.grad):
+    def _look_at_gradients(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None or is_finite(gradient) or self._marks.of(gradient):
                 continue
             if not self._found_in_backward:
                 call = Call("accumulate_grad", "backward", None, user_line(), str(parameter.dtype)[6:])
-                self._add(call, examine(parameter.grad), parameter=self.models.name_of(parameter))
+                self._add(call, examine(gradient), parameter=self.models.name_of(parameter))
                 self._found_in_backward = True
                 self.origins[-1].has_reached = self.origins[-1].is_of_scale = True
-            self._marks.add(parameter.grad, {len(self.origins) - 1})
+            self._marks.add(gradient, {len(self.origins) - 1})
 
     @contextmanager
     def again(self, place: Standing) -> Iterator[None]:
@@ -164,6 +173,7 @@ class Trace(TorchFunctionMode, Listener):
         if self.active:
             with quiet():
                 self.models.learn_masters(optimizer)
+                self._look_at_gradients(it for group in optimizer.param_groups for it in group["params"])
 
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Looks at what the step made of the weights; the next window begins."""

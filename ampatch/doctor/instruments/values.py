@@ -31,12 +31,12 @@ class Damage:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Returns the values of a tensor: of a sparse one those that it holds, of a DTensor the local ones."""
+    """Returns the values of a tensor: of a sparse one the sums that it holds, of a DTensor the local ones."""
     tensor = tensor.detach()
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
     if tensor.layout is torch.sparse_coo:
-        return tensor._values()
+        return tensor.coalesce().values()
     return tensor if tensor.layout is torch.strided else tensor.values()
 
 
@@ -102,7 +102,7 @@ def largest_of(tensors: list[Tensor]) -> float | None:
 
 def key_of(tensor: Tensor) -> int:
     """Returns the address of a tensor's memory, which its views share."""
-    tensor = plain(tensor)
+    tensor = tensor._values() if tensor.layout is torch.sparse_coo else plain(tensor)
     try:
         return tensor.untyped_storage().data_ptr() or id(tensor)
     except (RuntimeError, NotImplementedError):

@@ -15,6 +15,8 @@ from ampatch.doctor.instruments.clock import Listener
 from ampatch.doctor.instruments.places import Models
 from ampatch.doctor.instruments.values import is_finite, tensors_in
 
+HALF = (torch.float16, torch.bfloat16)
+
 
 @dataclass(slots=True)
 class Attempt:
@@ -49,12 +51,14 @@ class Watch(Listener):
         self._steps: dict[int, int] = {}
         self._optimizers: list[Optimizer] = []  # kept, so that an id stays one optimizer's
         self._is_bad = False  # what a model gave, since the last backward pass
+        self.is_half = False  # whether a model has half parameters
         self.is_open = False  # whether a forward that learns was followed by no step
 
     def enter_module(self, module: Module, args: tuple) -> None:
         """Learns which models there are."""
         if self._models.enter(module) and torch.is_grad_enabled():
             self.is_open = True
+            self.is_half |= any(it.dtype in HALF for it in module.parameters())
             self._now.left_out |= self._is_bad
             self._is_bad = False
 
