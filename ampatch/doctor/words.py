@@ -112,7 +112,7 @@ def remedies(finding: Finding) -> tuple[str, ...]:
         found.append("clamp the divisor, with an eps that the type can hold: float16 makes 0 of 1e-8")
     if finding.phase == "optimizer" and finding.dtype in HALF:
         found.append(
-            "step float32 masters (O2, O5): in float16 the eps of Adam, 1e-8, is 0; or pass eps=1e-4"
+            "step float32 masters (O2, O5): float16 makes 0 of the eps of Adam (1e-8); or take eps=1e-4"
         )
     if finding.op in EXPONENTIALS and finding.phase == "forward":
         found.append("subtract the maximum before the exponential, or use softmax or logsumexp, which do so")
