@@ -89,6 +89,27 @@ def test_a_script_that_looks_at_good_losses_alone_has_no_finding(tmp_path):
     assert (report["findings"], report["harmless"], report["unknown"]) == ([], [], [])
 
 
+@pytest.mark.process
+def test_a_target_that_is_infinite_is_told_from_a_mask(tmp_path):
+    text = HEAD + LOOP.format(batch="", loss="")
+    text = text.replace("F.cross_entropy(model(x), y)", "F.mse_loss(model(x), t)").replace("y = ", "t = ")
+    text = text.replace(
+        "torch.randint(0, 3, (4,))", "torch.randn(4, 3); t[1] = float('inf') if step == 2 else 0"
+    )
+    text = text.replace(
+        "with amp.scale_loss(loss, optimizer) as scaled:\n        scaled.backward()", "loss.backward()"
+    )
+    (first,) = report_on(text, tmp_path)["findings"]
+    assert (first["phase"], first["op"], first["step"], first["sample"]) == ("input", "", 2, 1)
+
+
+@pytest.mark.process
+def test_a_weight_that_was_bad_from_the_start_is_named(tmp_path):
+    text = script("O1").replace("\nfor step", "\nmodel[2].weight.data[1, 3] = float('nan')\nfor step")
+    (first,) = report_on(text, tmp_path)["findings"]
+    assert (first["parameter"], first["step"], first["sample"]) == ("2.weight", 0, None)
+
+
 FUNCTIONS = """
 import torch, torch.nn.functional as F
 torch.manual_seed(0)

@@ -64,6 +64,8 @@ def why(finding: Finding) -> str:
     """Says in a sentence or two what happened."""
     largest = finding.input_largest
     took = f"its largest input is {largest:.4g}" if largest is not None else "what it took is finite"
+    if finding.phase == "input" and finding.parameter:
+        return f"{finding.op} made {finding.kind} of the weight {finding.parameter} before the model ran."
     if finding.phase == "input":
         where = f"sample {finding.sample} of " if finding.sample is not None else ""
         return f"{where}the batch holds {finding.kind} before the model sees it."
@@ -98,6 +100,8 @@ def reason(finding: Finding) -> str:
 def remedies(finding: Finding) -> tuple[str, ...]:
     """Says what to change, the likeliest first."""
     found: list[str] = []
+    if finding.phase == "input" and finding.parameter:
+        return ("mend what sets the weight: its initialization, or the checkpoint that is loaded",)
     if finding.phase == "input":
         return ("leave the sample out, or mend the data: torch.isfinite(batch).all() in the loader finds it",)
     if finding.op in LOGARITHMS:

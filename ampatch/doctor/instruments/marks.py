@@ -1,10 +1,61 @@
-"""Which bad numbers a tensor comes of: marks of origins, by the memory that it lies in."""
+"""The operations that made bad numbers, and which a tensor comes of, by the memory that it lies in."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import Tensor
 
-from ampatch.doctor.instruments.values import key_of
+from ampatch.doctor.instruments.operations import Call, Origin
+from ampatch.doctor.instruments.values import Damage, key_of
+
+
+class Origins:
+    """All of a run, in the order of their appearance; marks are their indices."""
+
+    def __init__(self) -> None:
+        self.all: list[Origin] = []
+        self.attempt = self.micro_step = 0
+        self.batch_size: int | None = None
+        self.is_repeat = False  # a checkpoint runs operations again
+
+    @property
+    def last(self) -> int:
+        """The mark of the last."""
+        return len(self.all) - 1
+
+    def add(self, call: Call, damage: Damage, **more: object) -> int:
+        """Notes an origin, and returns its mark; one that is repeated is noted already."""
+        more |= {"attempt": self.attempt, "batch_size": self.batch_size}
+        origin = Origin(call, call.phase, damage, self.micro_step, **more)
+        for index, known in enumerate(self.all) if self.is_repeat else ():
+            if origin.is_repeat_of(known):
+                return index
+        self.all.append(origin)
+        return self.last
+
+    def reach(self, marks: Collection[int]) -> None:
+        """Notes that origins have reached a loss, a gradient or a weight."""
+        for index in marks:
+            self.all[index].has_reached = True
+
+    def of_input(self, marks: Collection[int]) -> list[Origin]:
+        """Returns those of some marks that came before the model."""
+        return [self.all[index] for index in marks if self.all[index].phase == "input"]
+
+    def move_to_loss(self) -> None:
+        """What a script without a model does before the backward pass is its loss."""
+        now = (self.attempt, self.micro_step, "input")
+        for origin in self.all:
+            if (origin.attempt, origin.micro_step, origin.phase) == now and origin.call.op:
+                origin.phase = "loss"
+
+    def end_attempt(self) -> None:
+        """The size of the batch is known now."""
+        for origin in self.all:
+            if origin.attempt == self.attempt:
+                origin.batch_size = origin.batch_size or self.batch_size
+        self.attempt, self.micro_step = self.attempt + 1, 0
 
 
 class Marks:

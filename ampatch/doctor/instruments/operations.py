@@ -45,6 +45,7 @@ class Call:
     where: str | None
     dtype: str = ""
     origins: set[int] = field(default_factory=set)  # whose marks it took or gave
+    infinite: Damage | None = None  # of what it took, and what may be a mask
 
 
 @dataclass(slots=True)

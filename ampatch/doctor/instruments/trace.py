@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ampatch.doctor.instruments.clock import Listener
-from ampatch.doctor.instruments.marks import Marks
+from ampatch.doctor.instruments.marks import Marks, Origins
 from ampatch.doctor.instruments.operations import (
     ASKING,
     COMPOSITE,
@@ -27,7 +27,6 @@ from ampatch.doctor.instruments.operations import (
     Describer,
     Enough,
     Graph,
-    Origin,
     inside_of,
     is_cured_by_scale,
     name_of,
@@ -39,7 +38,6 @@ from ampatch.doctor.instruments.places import (
     user_line,
 )
 from ampatch.doctor.instruments.values import (
-    Damage,
     Tensors,
     examine,
     floating_in,
@@ -58,9 +56,7 @@ class Trace(TorchFunctionMode, Listener):
     def __init__(self, window: Collection[int] | None, goes_on: bool = False) -> None:
         super().__init__()
         self.window, self.goes_on = window, goes_on
-        self.origins: list[Origin] = []
-        self.attempt = 0
-        self.batch_size: int | None = None
+        self.origins = Origins()
         self.models = Models()
         self._describer = Describer(self.models)
         self._begin_window()
@@ -68,13 +64,12 @@ class Trace(TorchFunctionMode, Listener):
     # ---- The parts of a step ----
 
     def _begin_window(self) -> None:
-        self.active = self.window is None or self.attempt in self.window
-        self._micro_step = 0
+        self.active = self.window is None or self.origins.attempt in self.window
         self._marks = Marks()
         self._graph = Graph(self.models, self._on_bad_gradient)
         self._describer.begin()
         self._in_backward = False
-        self._is_repeat = self._is_off = False
+        self._is_off = False
         self._found_in_backward = False
         self._asked: set[int] = set()  # the origins of what the script asked about
         self.models.forget_calls()
@@ -90,10 +85,13 @@ class Trace(TorchFunctionMode, Listener):
             if self.active:
                 with quiet():
                     self._look_at_batch(args)
+                    for parameter in self.models.parameters():
+                        for origin in self.origins.of_input(self._marks.of(parameter)):
+                            origin.parameter = self.models.name_of(parameter)
 
     def _give_up(self) -> None:
         """A script that saw bad numbers and made no backward pass of them has left them out."""
-        self._reach(self._asked)
+        self.origins.reach(self._asked)
         self._asked = set()
 
     def leave_module(self, module: Module) -> None:
@@ -104,33 +102,26 @@ class Trace(TorchFunctionMode, Listener):
     def _look_at_batch(self, args: tuple) -> None:
         for tensor in tensors_in(args):
             if tensor.dim():
-                self.batch_size = tensor.shape[0]
+                self.origins.batch_size = tensor.shape[0]
             if is_finite(tensor) or not torch.isnan(plain(tensor)).any():
                 continue
             marks = self._marks.of(tensor)
-            for index in marks:  # what was made of a part of the batch is shown in all of it
-                if self.origins[index].phase == "input":
-                    self.origins[index].damage = examine(tensor)
+            for origin in self.origins.of_input(marks):  # made of a part of the batch, shown in all of it
+                origin.damage = examine(tensor)
             if not marks:
                 call = Call("", "input", self.models.place, user_line())
-                self._marks.add(tensor, {self._add(call, examine(tensor))})
+                self._marks.add(tensor, {self.origins.add(call, examine(tensor))})
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Says which origins reached the loss."""
         self._in_backward, self._found_in_backward, self._asked = True, False, set()
         if self.active:
-            self._find_phases()
+            if self._describer.part == "input":  # no model has run
+                self.origins.move_to_loss()
             with quiet():
                 for loss in losses:
                     if not is_finite(loss):
-                        self._reach(self._marks.of(loss))
-
-    def _find_phases(self) -> None:
-        """What a script without a model does before the backward pass is its loss."""
-        now = (self.attempt, self._micro_step)
-        for origin in self.origins if self._describer.part == "input" else ():
-            if (origin.attempt, origin.micro_step, origin.phase) == (*now, "input") and origin.call.op:
-                origin.phase = "loss"
+                        self.origins.reach(self._marks.of(loss))
 
     def end_backward(self) -> None:
         """Looks at the gradients; the next micro-step begins."""
@@ -138,7 +129,7 @@ class Trace(TorchFunctionMode, Listener):
         if self.active:
             with quiet():
                 self._look_at_gradients(self.models.parameters())
-        self._micro_step += 1
+        self.origins.micro_step += 1
         self._describer.part = "input"
         self.models.forget_calls()
 
@@ -149,22 +140,22 @@ class Trace(TorchFunctionMode, Listener):
                 continue
             if not self._found_in_backward:
                 call = Call("accumulate_grad", "backward", None, user_line(), str(parameter.dtype)[6:])
-                self._add(call, examine(gradient), parameter=self.models.name_of(parameter))
+                more = {"parameter": self.models.name_of(parameter), "is_of_scale": True}
+                self.origins.reach([self.origins.add(call, examine(gradient), **more)])
                 self._found_in_backward = True
-                self.origins[-1].has_reached = self.origins[-1].is_of_scale = True
-            self._marks.add(gradient, {len(self.origins) - 1})
+            self._marks.add(gradient, {self.origins.last})
 
     @contextmanager
     def again(self, place: Standing) -> Iterator[None]:
         """Operations of a checkpoint run again in the backward pass, at their place, and now have a graph."""
         before = self.models.save()
         self.models.restore(*place)
-        self._in_backward, self._is_repeat = False, True
+        self._in_backward, self.origins.is_repeat = False, True
         try:
             with self if self._is_off else nullcontext():
                 yield
         finally:
-            self._in_backward, self._is_repeat = True, False
+            self._in_backward, self.origins.is_repeat = True, False
             self.models.restore(*before)
 
     def begin_attempt(self, optimizer: Optimizer, scaler: object) -> None:
@@ -182,23 +173,16 @@ class Trace(TorchFunctionMode, Listener):
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
                         if not is_finite(parameter):
-                            self._reach(self._marks.of(parameter))
-        for origin in self.origins:
-            if origin.attempt == self.attempt:
-                origin.batch_size = origin.batch_size or self.batch_size
-        self.attempt += 1
-        if self.window is not None and self.attempt > max(self.window) and not self.goes_on:
+                            self.origins.reach(self._marks.of(parameter))
+        self.origins.end_attempt()
+        if self.window is not None and self.origins.attempt > max(self.window) and not self.goes_on:
             raise Enough
         self._begin_window()
-
-    def _reach(self, marks: Collection[int]) -> None:
-        for index in marks:
-            self.origins[index].has_reached = True
 
     def to_json(self) -> list[dict[str, object]]:
         """Returns the origins, in the order of their appearance."""
         self._give_up()
-        return [origin.to_json() for origin in self.origins]
+        return [origin.to_json() for origin in self.origins.all]
 
     # ---- Operations ----
 
@@ -226,18 +210,12 @@ class Trace(TorchFunctionMode, Listener):
             if name.endswith("_") and args:  # in place; of functions named _foreach_ a list
                 given += floating_in(args[0])
             if given:
-                is_constant = not bad and holds_no_number((args, tuple(kwargs.values())))
-                self._look(self._describer.describe(name, given), taken, bad, given, largest, is_constant)
+                constant = not bad and holds_no_number((args, tuple(kwargs.values())))
+                self._look(self._describer.describe(name, given), taken, bad, given, largest, constant)
         return result
 
     def _look(
-        self,
-        call: Call,
-        taken: Tensors,
-        bad: Tensors,
-        given: Tensors,
-        largest: float | None,
-        is_constant: bool,
+        self, call: Call, taken: Tensors, bad: Tensors, given: Tensors, largest: float | None, constant: bool
     ) -> None:
         """Looks at what an operation gives: `bad` are those that it took and that were so before."""
         self._graph.tag(taken, given, call)
@@ -247,14 +225,15 @@ class Trace(TorchFunctionMode, Listener):
         if damage is not None and bad and not came:
             came = self._marks_of_unseen(call, bad)
             marks = marks | came
-        of_mask = damage is not None and damage.kind == "inf" and not came and (is_constant or bool(bad))
+        of_mask = damage is not None and damage.kind == "inf" and not came and (constant or bool(bad))
         if damage is not None and not came and not of_mask:
             parameter = self.models.name_of(worst)
             # Only a scaler multiplies a loss by itself, in code of ours or torch's.
             is_scaling = call.phase == "loss" and call.op == "mul" and is_called_by_scaler()
             more = {"input_largest": largest, "parameter": parameter, "is_of_scale": is_scaling}
-            marks = {*marks, self._add(call, damage, **more)}
+            marks = {*marks, self.origins.add(call, damage, **more)}
         call.origins |= marks
+        call.infinite = examine(bad[0]) if of_mask and bad else None
         for tensor in given if marks else ():
             self._marks.add(tensor, marks)
 
@@ -264,22 +243,12 @@ class Trace(TorchFunctionMode, Listener):
             if isinstance(tensor, Parameter) or torch.isnan(plain(tensor)).any():
                 name = self.models.name_of(tensor)
                 if tensor.dim() and name is None:
-                    self.batch_size = self.batch_size or tensor.shape[0]
+                    self.origins.batch_size = self.origins.batch_size or tensor.shape[0]
                 unseen = Call("", "input" if name is None else "optimizer", None, call.where)
-                marks = {self._add(unseen, examine(tensor), parameter=name)}
+                marks = {self.origins.add(unseen, examine(tensor), parameter=name)}
                 self._marks.add(tensor, marks)
                 return marks
         return set()
-
-    def _add(self, call: Call, damage: Damage, **more: object) -> int:
-        """Notes an origin, and returns its index; one that a checkpoint repeats is noted already."""
-        more |= {"attempt": self.attempt, "batch_size": self.batch_size}
-        origin = Origin(call, call.phase, damage, self._micro_step, **more)
-        for index, known in enumerate(self.origins) if self._is_repeat else ():
-            if origin.is_repeat_of(known):
-                return index
-        self.origins.append(origin)
-        return len(self.origins) - 1
 
     def _on_bad_gradient(
         self, call: Call, node: object, parameter: str | None, made: Tensor, taken: tuple
@@ -288,11 +257,15 @@ class Trace(TorchFunctionMode, Listener):
         if not self.active or (self._found_in_backward and node.name() == REPEATED):
             return
         self._found_in_backward = True
-        self._reach(call.origins)
+        self.origins.reach(call.origins)
         given = [tensor for tensor in taken if tensor is not None]
         if call.origins or not all(map(is_finite, given)):
             return
+        if call.infinite is not None:  # it was no mask
+            data = Call("", "input", call.place, call.where)
+            self.origins.reach([self.origins.add(data, call.infinite)])
+            return
         more = {"input_largest": largest_of(given), "parameter": parameter, "node": node.name()}
-        origin = self.origins[self._add(call, examine(made), **more)]
+        origin = self.origins.all[self.origins.add(call, examine(made), **more)]
         origin.phase, origin.has_reached = "backward", True
         origin.is_of_scale = is_cured_by_scale(node, taken)
