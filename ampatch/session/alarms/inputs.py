@@ -11,6 +11,7 @@ from torch.nn import Module
 from ampatch.patching.torch_features import BeforeGraph
 
 SLOTS = 8  # losses that go to the host together: one copy for all of them
+MOST_ITEMS, MOST_DEPTH = 64, 3  # of a batch that is looked through in each forward
 
 
 class LastForward(BeforeGraph):
@@ -46,15 +47,15 @@ class LastForward(BeforeGraph):
         self.args, self.kwargs = _without_graph(args), _without_graph(kwargs)
 
 
-def _without_graph(value: object) -> object:
+def _without_graph(value: object, depth: int = 0) -> object:
     """Returns a value with its tensors detached, in tuples, lists and dicts; what else there is, as it is."""
     if isinstance(value, Tensor):
         return value.detach() if value.requires_grad else value
-    if type(value) in (tuple, list):
-        return type(value)(map(_without_graph, value))
+    if type(value) not in (tuple, list, dict) or len(value) > MOST_ITEMS or depth > MOST_DEPTH:
+        return value
     if type(value) is dict:
-        return {key: _without_graph(item) for key, item in value.items()}
-    return value
+        return {key: _without_graph(item, depth + 1) for key, item in value.items()}
+    return type(value)([_without_graph(item, depth + 1) for item in value])
 
 
 def _read_random(args: tuple, kwargs: dict) -> dict[str, Tensor]:

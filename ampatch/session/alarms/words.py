@@ -41,12 +41,12 @@ SENTENCES = {
         f"{{update.next_scale:g}}: a gradient overflows now and then. {FIND}"
     ),
     "low": (
-        "the loss scale fell to {update.next_scale:g}, below {limits.scale_below:g}: small gradients "
-        "become 0 in float16{detail}. Keep the layer that overflows in float32, or take bfloat16 (O4 or O5)"
+        "the loss scale fell to {update.next_scale:g}, below {limits.scale_below:g}: small gradients are 0 "
+        "in float16{detail}. Keep the layer that overflows in float32, or take bfloat16 (O4, O5)"
     ),
     "minimum": (
-        f"gradients overflow at a loss scale of {{update.next_scale:g}}, the least that is allowed, and steps "
-        f"are skipped. Lower min_loss_scale, or keep the layer in float32. {FIND}"
+        f"gradients overflow at a loss scale of {{update.next_scale:g}}, the least that is allowed, and "
+        f"steps are skipped. Lower min_loss_scale, or keep the layer in float32. {FIND}"
     ),
 }
 
