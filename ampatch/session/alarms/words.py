@@ -45,8 +45,8 @@ SENTENCES = {
         "in float16{detail}. Keep the layer that overflows in float32, or take bfloat16 (O4, O5)"
     ),
     "minimum": (
-        f"gradients overflow at a loss scale of {{update.next_scale:g}}, the least that is allowed, and "
-        f"steps are skipped. Lower min_loss_scale, or keep the layer in float32. {FIND}"
+        f"gradients overflow at a loss scale of {{update.next_scale:g}}, the least allowed, and steps "
+        f"are skipped. Lower min_loss_scale, or keep the layer in float32. {FIND}"
     ),
 }
 
