@@ -17,6 +17,10 @@ from ampatch.errors import (
 )
 from ampatch.levels.loss_scale import DynamicLossScale
 from ampatch.levels.policy import OPT_LEVELS, Policy
+from ampatch.session.alarms.functions import history, on_alarm
+from ampatch.session.alarms.history import ScaleHistory, ScaleUpdate
+from ampatch.session.alarms.limits import Alarms
+from ampatch.session.alarms.words import Alarm
 from ampatch.session.frontend import (
     clear_cache,
     disable_casts,
@@ -63,6 +67,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "OPT_LEVELS",
+    "Alarm",
+    "Alarms",
     "AmpError",
     "AmpTypeError",
     "AmpValueError",
@@ -75,6 +81,8 @@ __all__ = [
     "Observer",
     "PatchConflictError",
     "Policy",
+    "ScaleHistory",
+    "ScaleUpdate",
     "TableError",
     "backward_outcomes",
     "bfloat16_function",
@@ -85,12 +93,14 @@ __all__ = [
     "float_function",
     "get_loss_scale",
     "half_function",
+    "history",
     "initialize",
     "load_state_dict",
     "loss_scalers",
     "master_pairs",
     "master_params",
     "observe",
+    "on_alarm",
     "override",
     "promote_function",
     "register_bfloat16_function",

@@ -1,6 +1,7 @@
 """What holds for every test: it leaves torch as it found it, and no session behind."""
 
 import gc
+import os
 import signal
 
 import hypothesis
@@ -19,6 +20,9 @@ hypothesis.settings.load_profile("suite")
 
 # The tensors of tests are tiny. On busy cores the threads that share one wait 10 ms for each other.
 torch.set_num_threads(1)
+
+# Tests break losses all the time; those of post-mortems name a folder.
+os.environ.setdefault("AMPATCH_POST_MORTEM", "0")
 
 # The default, said aloud: torch warns at the first sparse tensor of a process that leaves it unsaid.
 torch.sparse.check_sparse_tensor_invariants.disable()

@@ -52,7 +52,7 @@ def main(run: Run) -> None:
     overrides: dict[str, object] = level_overrides(run.level) if run.level else {}
     if run.keep_fp32:
         overrides["keep_fp32"] = list(run.keep_fp32)
-    apex.install(**overrides)
+    apex.install(post_mortem=False, **overrides)
     watch, trace = Watch(), Trace(run.window, run.goes_on)
     with ExitStack() as stack:
         stack.callback(lambda: Path(run.out).write_text(json.dumps(seen_by(watch, trace))))

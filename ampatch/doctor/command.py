@@ -15,7 +15,8 @@ from ampatch.doctor.words import describe, explain
 SUMMARY = "run a script whose training breaks, and say which line broke it, why, and what to do"
 HINT = "; the script's own go after --"
 USAGE = """ampatch doctor [OPTIONS] SCRIPT [-- ARGS...]
-       ampatch doctor [OPTIONS] -m MODULE [-- ARGS...]"""
+       ampatch doctor [OPTIONS] -m MODULE [-- ARGS...]
+       ampatch doctor --open FILE"""
 EPILOG = """The script runs two to three times: watched, traced where it broke, and in float32. Everything
 after -- goes to it. Exit status: 0 nothing was found, 1 something was, 2 bad input, 130 after Ctrl-C."""
 
@@ -30,11 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "find the fewest modules that must stay float32; runs the script once for each, twice from two on"
     )
     parser.add_argument("--propose", action="store_true", help=proposal)
+    opening = "say what a post-mortem holds, the file that training leaves when it breaks; runs nothing"
+    parser.add_argument("--open", metavar="FILE", type=Path, help=opening)
     parser.add_argument("--json", metavar="OUT", help="write the report to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Examines a script and says what was found; returns the exit status."""
+    if arguments.open is not None:
+        return open_post_mortem(arguments.open)
     # What traces is imported when it is asked for, not by each `ampatch run`.
     from ampatch.doctor.campaign import Campaign, Run
 
@@ -54,3 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
         Path(arguments.json).write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
     print("\n".join(describe(report)), file=sys.stdout)
     return int(bool(report.findings))
+
+
+def open_post_mortem(path: Path) -> int:
+    """Says what a file holds that training left; returns the exit status."""
+    from ampatch.doctor.post_mortem import read, words
+
+    print("\n".join(words.describe(read.read(path))), file=sys.stdout)
+    return 0

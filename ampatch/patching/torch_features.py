@@ -29,8 +29,8 @@ _GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_with
 class BeforeGraph:
     """A forward pre-hook that does nothing in a graph, and is asked to `refresh` before one runs."""
 
-    def refresh(self) -> None:
-        """Brings up to date what the graph reads, because the graph cannot look around."""
+    def refresh(self, args: tuple, kwargs: dict) -> None:
+        """Brings up to date what the graph reads, given what the model is."""
         raise NotImplementedError
 
 
@@ -79,7 +79,7 @@ def refresh_compiled(patcher: Patcher) -> None:
         if not torch.compiler.is_dynamo_compiling():
             for hook in self._orig_mod._forward_pre_hooks.values():  # type: ignore[union-attr]
                 if isinstance(hook, BeforeGraph):
-                    hook.refresh()
+                    hook.refresh(args, kwargs)
         return original(self, *args, **kwargs)
 
     patcher.replace(eval_frame.OptimizedModule, "__call__", call)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -13,6 +14,8 @@ from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.levels.loss_scale import DynamicLossScale
 from ampatch.levels.policy import Overrides, parse_flag, resolve
 from ampatch.models.kept import normalize_keep
+from ampatch.session.alarms.limits import Alarms, parse_alarms
+from ampatch.session.post_mortem.write import parse_post_mortem
 from ampatch.session.request import Request, returns_what_it_is_given
 from ampatch.session.scalers import pick_scaler
 from ampatch.session.session import SESSION
@@ -41,6 +44,8 @@ def initialize(
     keep_fp32: object = (),
     allow_banned: bool = False,
     allow_half_params: bool = False,
+    alarms: Alarms | None = Alarms(),  # noqa: B008  # a frozen value
+    post_mortem: bool | str | os.PathLike[str] = True,
 ) -> object:
     """Gives models and optimizers the mixed precision of an opt level, in place.
 
@@ -62,6 +67,9 @@ def initialize(
       `patch_torch_functions`, `patch_torch_functions_type`: override the level's default.
     - `allow_banned`: runs banned functions in float32 instead of raising on half tensors.
     - `allow_half_params`: takes models with half parameters, which stay half, instead of raising.
+    - `alarms`: when to raise an alarm about a loss and its scale, in the log and to `on_alarm`; None: never.
+    - `post_mortem`: where the first alarm leaves a file for `ampatch doctor --open`: a folder, or True for
+      that of the environment variable AMPATCH_POST_MORTEM (0: none) or `ampatch-post-mortem`; False: nowhere.
     - `verbosity`: 0 silent, 1 a banner and a line for each skipped step, 2 also every cast.
 
     Raises AmpValueError and AmpTypeError (both AmpError) for arguments that cannot work.
@@ -79,6 +87,8 @@ def _initialize(
     verbosity: int,
     keep_fp32: object,
     allow_half_params: object,
+    alarms: object,
+    post_mortem: object,
     **overrides: object,
 ) -> object:
     returned = models if optimizers is None else (models, optimizers)
@@ -99,6 +109,8 @@ def _initialize(
         verbosity,
         normalize_keep(keep_fp32),
         bool(parse_flag("allow_half_params", allow_half_params)),
+        parse_alarms(alarms),
+        parse_post_mortem(post_mortem),
     )
     SESSION.open(request)
     return returned

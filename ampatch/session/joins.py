@@ -204,9 +204,9 @@ class RefreshWeights(BeforeGraph):
 
     def __call__(self, module: Module, args: tuple) -> None:
         if not torch.compiler.is_dynamo_compiling():
-            self.refresh()
+            self.refresh(args, {})
 
-    def refresh(self) -> None:
+    def refresh(self, args: tuple, kwargs: dict) -> None:
         """Rounds what was written into the model; no host sync."""
         for notice in self._notices:
             if notice.any:

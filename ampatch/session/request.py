@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
@@ -17,6 +18,7 @@ from ampatch.errors import AmpError, AmpTypeError, AmpValueError
 from ampatch.levels.loss_scale import DynamicLossScale
 from ampatch.levels.policy import OPT_LEVELS, Policy
 from ampatch.models.kept import Keep
+from ampatch.session.alarms.limits import Alarms
 from ampatch.steps.foreign_step import list_wrapped
 from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.scaler import LossScaler
@@ -55,6 +57,8 @@ class Request:
     verbosity: int
     keep_fp32: tuple[Keep, ...]
     allow_half_params: bool = False
+    alarms: Alarms | None = None
+    folder: Path | None = None  # of post-mortems
 
 
 @dataclass(slots=True, eq=False)

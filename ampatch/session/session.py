@@ -22,6 +22,7 @@ from ampatch.patching.data_watch import DataWatch
 from ampatch.patching.scripting import ScriptModels
 from ampatch.patching.torch_features import TorchFeatures
 from ampatch.patching.torch_patch import TorchPatch
+from ampatch.session.alarms.watch import AlarmWatch
 from ampatch.session.announce import Announcer, say, warn_of_torch
 from ampatch.session.joins import Joins
 from ampatch.session.members import Members
@@ -65,6 +66,7 @@ class Session(Listener):
         self._half_watch = HalfWatch(self._warner, self._members)
         self._unframed: set[str] = set()  # modules of ours that Dynamo knows not to compile
         self._said_torch = False
+        self.alarms = AlarmWatch()
         self.observers: tuple[Observer, ...] = ()
         self.overrides: dict[str, object] = {}
         self._reset()
@@ -72,6 +74,7 @@ class Session(Listener):
     def _reset(self) -> None:
         self.casts.thread.reset()
         self._warner.forget()
+        self.alarms.forget()
         self._undo = ExitStack()
         self._patching = ExitStack()  # of torch's functions: undone before the rest, or alone
         self._members.restore(Members())
@@ -112,6 +115,7 @@ class Session(Listener):
             changes_state = policy.is_pure_half or (policy.master_weights and request.allow_half_params)
             states = [weakref.ref(amp.optimizer) for amp in amps] if changes_state else []
             call.undo.callback(fit_states, states)
+            self.alarms.open(request, call.scalers, amps, call.undo)  # sees batches before they are cast
             caster = ModelCaster(request.models, policy, kept, values, call.undo)
             caster.open()
             members.add_modules(parts, caster.by_module)
@@ -178,6 +182,7 @@ class Session(Listener):
     def begin_block(self, block: ScaledLoss) -> None:
         self._joins.was_scaled |= not block.scale.is_identity
         self._scale_watch.begin_block(block)
+        self.alarms.begin_block(block)
 
     def close_block(self, block: ScaledLoss) -> None:
         self.casts.end_iteration()
@@ -207,6 +212,7 @@ class Session(Listener):
         call = self.find(optimizer.optimizer)[1]
         if call.verbosity >= 1:
             self._announcer.announce_step(optimizer, getattr(call.scalers[0].config, "floor", 0.0))
+        self.alarms.end_step(optimizer)
         for observer in self.observers:
             observer.on_step(optimizer.optimizer)
 

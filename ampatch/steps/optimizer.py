@@ -49,6 +49,8 @@ class AmpOptimizer:
         self._earlier = EarlierGrads()
         self._skip = SkipStep()
         self.skipped = 0  # how many steps in a row were
+        self.losses: dict[int, Tensor] = {}  # of blocks at static scales since the last step, by loss_id
+        self.forwards: list[Callable[[], object]] = []  # of its models, what each was given
         self._step: FrameType | None = None  # the call that runs a step
         self._capture: object = None  # the capture of a CUDA graph that the last block was in, and
         self.from_before: set[int] = set()  # the ids of parameters that had gradients before that block

@@ -30,6 +30,7 @@ class BackwardOutcome:
         self._delivered: torch.cuda.Event | None = None
         self._values: tuple[bool, float, float] | None = None
         self._loss = 0.0
+        self.is_noted = False  # whether it is in the history of its loss
 
     def copy(self) -> BackwardOutcome:
         """Returns what the numbers are now: the replay of a CUDA graph writes others into their memory."""
@@ -45,6 +46,10 @@ class BackwardOutcome:
         """Whether the loss itself was neither inf nor NaN, None if unchecked; may wait for the device."""
         self.read()
         return math.isfinite(self._loss) if self._knows_loss else None
+
+    def is_known(self) -> bool:
+        """Whether the host knows the numbers; of those on a GPU this asks for them, and does not wait."""
+        return self._values is not None or (self.numbers.is_cuda and self.poll() is not None)
 
     def forgive(self) -> None:
         """Counts as clean from now on: somebody else looks after the overflow."""

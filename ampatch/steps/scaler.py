@@ -120,6 +120,11 @@ class LossScaler:
         """Whether the scale follows overflows."""
         return isinstance(self.config, DynamicLossScale)
 
+    @property
+    def number(self) -> float:
+        """The scale that it has if it is static, or was last set to; no host sync."""
+        return self._number
+
     def begin(self, device: torch.device, capture: list[Callable[[], None]] | None = None) -> Scale:
         """Returns the present scale, for a loss on `device`; the same object until it is updated.
 

@@ -32,7 +32,7 @@ def main(run: Run) -> None:
     recorder = Recorder(StepCounter(run.progress), run.steps, lambda: write(run, recorder))
     signal.signal(signal.SIGTERM, exit_at_signal)
     try:
-        apex.install(**run.overrides)
+        apex.install(post_mortem=False, **run.overrides)
         with conditions(run, recorder):
             run.script.run()
     except EnoughSteps:

@@ -1,0 +1,1 @@
+"""What `ampatch doctor --open` shows of a file that training left when it broke."""

@@ -1,0 +1,128 @@
+"""A post-mortem in about ten lines: what broke, what was seen of it, and where to look first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from ampatch.doctor.post_mortem.read import PostMortem
+
+MOST_NAMED = 3  # tensors in a line
+MOST_UPDATES = 4
+
+Facts = Mapping[str, object]
+
+
+def describe(found: PostMortem) -> Iterator[str]:
+    """Yields the lines; what stands in the file is shown without characters that steer a terminal."""
+    for line in _describe(found):
+        yield "".join(character if character.isprintable() else "?" for character in line)
+
+
+def _describe(found: PostMortem) -> Iterator[str]:
+    alarm, where, history = found.alarm, found.where, found.history
+    rank = f", rank {where.get('rank')} of {where.get('ranks')}" if where.get("ranks", 1) != 1 else ""
+    yield f"{where.get('script')}{rank}, {where.get('time')}: {alarm.get('message')}"
+    later = alarm.get("steps_later")
+    if later:
+        yield f"  The host knew {later} steps later: batch, weights and gradients are those of that step."
+    skipped = f"{history.skipped} of {history.steps} steps were skipped"
+    yield f"  {found.opt_level} ({found.options.get('loss_scale')} loss scale): {skipped}"
+    yield f"  scale: {describe_scales(found)}"
+    for model in found.models:
+        name = str(model.get("name"))
+        yield from describe_batch(name, _facts(model, "batch"))
+        for part in ("weights", "gradients"):
+            yield f"  {part} of {name}: {describe_ranges(_facts(model, part))}"
+    device, torch_version = where.get("device"), where.get("torch")
+    yield f"  ampatch {where.get('ampatch')}, torch {torch_version}, Python {where.get('python')}, {device}"
+    for advice in advise(found):
+        yield f"  -> {advice}"
+
+
+def describe_scales(found: PostMortem) -> str:
+    """Says what the last updates did."""
+    updates = found.history.updates
+    shown = [
+        f"{it.scale:g} at step {it.step}{' (skipped)' if it.skipped else ''}"
+        for it in updates[-MOST_UPDATES:]
+    ]
+    return ("..., " if len(updates) > MOST_UPDATES else "") + ", ".join(shown or ["nothing known"])
+
+
+def describe_batch(model: str, batch: Sequence[Facts]) -> Iterator[str]:
+    """Says what the last forward of a model was given."""
+    tensors = [facts for facts in batch if "shape" in facts]
+    if not tensors:
+        yield f"  batch of {model}: not known (no forward since the step before, or a compiled one)"
+        return
+    broken = [facts for facts in tensors if is_broken(facts)]
+    shown = [*broken, *(facts for facts in tensors if not is_broken(facts))][:MOST_NAMED]
+    more = f", and {len(tensors) - len(shown)} more" if len(tensors) > len(shown) else ""
+    yield f"  batch of {model}: {'; '.join(map(describe_tensor, shown))}{more}"
+
+
+def describe_tensor(facts: Facts) -> str:
+    """Says what is known of one tensor, such as `args[0] float32 [6, 4], 1 nan, first in sample 3`."""
+    line = f"{facts.get('name')} {facts.get('dtype')} {facts.get('shape')}"
+    if is_broken(facts):
+        return f"{line}, {describe_broken(facts)}, first in sample {facts.get('sample')}"
+    return line + (
+        f", {_number(facts['least'])} to {_number(facts['largest'])}" if "largest" in facts else ""
+    )
+
+
+def describe_broken(facts: Facts) -> str:
+    """Counts what is not finite."""
+    return " and ".join(f"{facts[kind]} {kind}" for kind in ("nan", "inf") if facts.get(kind))
+
+
+def describe_ranges(found: Sequence[Facts]) -> str:
+    """Says of many tensors how many are not finite, or which has the largest value."""
+    if not found:
+        return "none"
+    broken = [facts for facts in found if is_broken(facts)]
+    if broken:
+        names = [f"{facts.get('name')} ({describe_broken(facts)})" for facts in broken[:MOST_NAMED]]
+        more = ", ..." if len(broken) > MOST_NAMED else ""
+        return f"{len(broken)} of {len(found)} are not finite: {', '.join(names)}{more}"
+    sizes = [(size_of(facts), str(facts.get("name"))) for facts in found]
+    largest, name = max(sizes)
+    return f"{len(found)}, all finite; the largest value is {largest:.4g}, in {name}"
+
+
+def size_of(facts: Facts) -> float:
+    """The largest magnitude of the finite values."""
+    return max(abs(float(facts.get(end) or 0.0)) for end in ("least", "largest"))  # type: ignore[arg-type]
+
+
+def is_broken(facts: Facts) -> bool:
+    """Whether a tensor held inf or NaN."""
+    return bool(facts.get("nan") or facts.get("inf"))
+
+
+def advise(found: PostMortem) -> Iterator[str]:
+    """Yields where to look first, and what can be done with the file."""
+    batch, weights, gradients = (
+        [facts for model in found.models for facts in _facts(model, part) if is_broken(facts)]
+        for part in ("batch", "weights", "gradients")
+    )
+    if batch:
+        first = batch[0]
+        yield f"the batch itself is broken: look at sample {first.get('sample')} of {first.get('name')}"
+    elif weights:
+        yield "weights are lost: go back to a checkpoint; no loss scale helps now"
+    elif found.alarm.get("kind") == "loss":
+        yield "batch and weights are finite: the forward or the loss makes inf or NaN"
+    elif gradients and len(gradients) < sum(len(_facts(model, "gradients")) for model in found.models):
+        yield f"the backward overflows from {gradients[-1].get('name')} on: try keep_fp32 for its module"
+    yield f"`ampatch doctor {found.where.get('script')}` finds the line"
+    yield "torch.load(FILE, weights_only=True) has the batch and the random state"
+
+
+def _facts(model: Mapping[str, object], part: str) -> list[Facts]:
+    found = model.get(part)
+    return [facts for facts in found if isinstance(facts, dict)] if isinstance(found, list) else []
+
+
+def _number(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,101 @@
+"""What a loss scale went through: updates, kept in a ring, and what is shown of them."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
+
+MOST_UPDATES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleUpdate:
+    """What a step did to a loss scale.
+
+    `step` counts the steps with this loss, from 0. `scale` is what its gradients were scaled by, `next_scale`
+    what those of the next step are. `skipped`: they overflowed, and the step was skipped; a static scale
+    looks at no gradients and skips nothing. `loss_is_finite` is None where nobody knows, as with
+    `delay_unscale`.
+    """
+
+    step: int
+    scale: float
+    next_scale: float
+    skipped: bool = False
+    loss_is_finite: bool | None = True
+
+    @property
+    def is_event(self) -> bool:
+        """Whether anything happened in the step: it was skipped, the scale moved, or the loss broke."""
+        return self.skipped or self.loss_is_finite is False or self.next_scale != self.scale
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleHistory(Sequence[ScaleUpdate]):
+    """The steps in which something happened to a loss scale, the oldest first; the latest 512 of them.
+
+    Those are the first step, each that was skipped, at which the scale moved (or before which somebody set
+    it), or whose loss was inf or NaN. `steps` and `skipped` count all steps, `forgotten` the updates that
+    are no longer here.
+    """
+
+    loss_id: int
+    updates: tuple[ScaleUpdate, ...] = ()
+    steps: int = 0
+    skipped: int = 0
+    forgotten: int = 0
+
+    @overload
+    def __getitem__(self, index: int) -> ScaleUpdate: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[ScaleUpdate, ...]: ...
+    def __getitem__(self, index: int | slice) -> ScaleUpdate | tuple[ScaleUpdate, ...]:
+        return self.updates[index]
+
+    def __len__(self) -> int:
+        return len(self.updates)
+
+    def __str__(self) -> str:
+        return "\n".join(describe_history(self))
+
+
+def describe_history(history: ScaleHistory) -> list[str]:
+    """Returns one line for all steps, and one for each update."""
+    lines = [f"loss {history.loss_id}: {history.skipped} of {history.steps} steps were skipped"]
+    if history.forgotten:
+        lines.append(f"  ... {history.forgotten} earlier updates are forgotten")
+    return lines + [f"  step {update.step}: {describe_update(update)}" for update in history]
+
+
+def describe_update(update: ScaleUpdate) -> str:
+    """Says what an update did, such as `skipped at 65536, then 32768`."""
+    words = ["skipped at" if update.skipped else "scale", f"{update.scale:g}"]
+    moved = f", then {update.next_scale:g}" if update.next_scale != update.scale else ""
+    return " ".join(words) + moved + (", loss not finite" if update.loss_is_finite is False else "")
+
+
+class Ring:
+    """Keeps the latest updates of one loss, and counts all."""
+
+    def __init__(self, loss_id: int) -> None:
+        self.loss_id = loss_id
+        self.steps = self.skipped = self._noted = 0
+        self.scale = math.nan  # what the next step scales by, as far as is known
+        self._updates: deque[ScaleUpdate] = deque(maxlen=MOST_UPDATES)
+
+    def note(self, update: ScaleUpdate) -> None:
+        """Counts a step, and keeps it if anything happened."""
+        self.steps = update.step + 1
+        self.skipped += update.skipped
+        if update.is_event or update.scale != self.scale:
+            self._noted += 1
+            self._updates.append(update)
+        self.scale = update.next_scale
+
+    def history(self) -> ScaleHistory:
+        """Returns what is kept."""
+        kept = tuple(self._updates)
+        return ScaleHistory(self.loss_id, kept, self.steps, self.skipped, self._noted - len(kept))

@@ -1,0 +1,256 @@
+"""Follows the loss scales of a session: keeps their history, raises alarms, and has post-mortems written."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from ampatch.models.model import select_python
+from ampatch.session.alarms.history import Ring, ScaleHistory, ScaleUpdate
+from ampatch.session.alarms.inputs import LastForward, LossRing
+from ampatch.session.alarms.judge import Judge
+from ampatch.session.alarms.limits import Alarms
+from ampatch.session.alarms.underflow import Underflow, count_underflow
+from ampatch.session.alarms.words import Alarm, explain_alarm
+from ampatch.session.post_mortem.pack import pack
+from ampatch.session.post_mortem.write import write
+from ampatch.steps.outcome import BackwardOutcome
+from ampatch.steps.scaler import LossScaler
+
+if TYPE_CHECKING:
+    from ampatch.levels.policy import Policy
+    from ampatch.session.request import Request
+    from ampatch.steps.block import ScaledLoss
+    from ampatch.steps.optimizer import AmpOptimizer
+
+logger = logging.getLogger("ampatch")
+
+MOST_UNREAD = 8  # steps whose outcome nobody has read, until they are read together
+MOST_POST_MORTEMS = 3  # of one call of `initialize`
+
+Models = list[tuple[weakref.ref[Module], weakref.ref[LastForward]]]
+
+
+@dataclass(slots=True, eq=False)
+class Watched:
+    """One call of `initialize`, as far as alarms are concerned; keeps none of its models alive."""
+
+    policy: Policy
+    limits: Alarms | None
+    folder: Path | None
+    models: Models = field(default_factory=list)
+    written: int = 0
+
+    def live_models(self) -> list[tuple[Module, LastForward]]:
+        """The models that are still there, each with what its last forward was given."""
+        pairs = [(model(), forward()) for model, forward in self.models]
+        return [(model, forward) for model, forward in pairs if model is not None and forward is not None]
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """What is kept for one loss."""
+
+    scaler: LossScaler
+    watched: Watched
+    ring: Ring
+    judge: Judge | None
+    begun: int = 0  # steps, including those that nobody has read
+    last_alarm: int | None = None
+
+
+Unread = tuple[Record, int, Sequence[BackwardOutcome]]  # the outcomes of a step
+
+
+class AlarmWatch:
+    """Notes at each step what became of the loss scale, as soon as the host knows.
+
+    With a dynamic scale that is what the step reads anyway; with an optimizer that skips on the device it
+    arrives a little later. Of a static scale only the losses are looked at, some steps later and all at once.
+    """
+
+    def __init__(self) -> None:
+        self.callbacks: OrderedDict[int, Callable[[Alarm], object]] = OrderedDict()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops all records; callbacks stay."""
+        self._records: dict[int, Record] = {}
+        self._unread: deque[Unread] = deque()
+        self._rings: dict[torch.device, LossRing] = {}
+
+    # A call of initialize
+
+    def open(
+        self, request: Request, scalers: Sequence[LossScaler], amps: Sequence[AmpOptimizer], undo: ExitStack
+    ) -> None:
+        """Begins to follow the losses of a call."""
+        watched = Watched(request.policy, request.alarms, request.folder)
+        for scaler in scalers:
+            judge = None if request.alarms is None else Judge(request.alarms)
+            self._records[scaler.loss_id] = Record(scaler, watched, Ring(scaler.loss_id), judge)
+            undo.callback(self._records.pop, scaler.loss_id, None)
+        if request.alarms is None or request.folder is None:
+            return
+        for model in select_python(request.models):
+            forward = LastForward()
+            undo.callback(model.register_forward_pre_hook(forward, with_kwargs=True).remove)
+            watched.models.append((weakref.ref(model), weakref.ref(forward)))
+            params = set(model.parameters())
+            for amp in amps:
+                if not params.isdisjoint(amp.model_params()):
+                    amp.forwards.append(weakref.ref(forward))
+
+    # A step
+
+    def begin_block(self, block: ScaledLoss) -> None:
+        """Notes the loss of a block at a static scale."""
+        if block.scaler.is_dynamic or block.scale.capture is not None or type(block.loss) is not Tensor:
+            return
+        loss = block.loss.detach()
+        for amp in block.optimizers[:1]:
+            amp.losses[block.scaler.loss_id] = loss.sum() if loss.dim() else loss
+
+    def end_step(self, amp: AmpOptimizer) -> None:
+        """Notes what led to a step, and judges what the host knows by now; no host sync unless it alarms."""
+        if amp.losses:
+            losses, amp.losses = amp.losses, {}
+            for loss_id, loss in losses.items():
+                self._note_loss(loss_id, loss)
+        if amp.last_outcomes:
+            self._note_outcomes(amp.last_outcomes)
+        for record, update in self._read(wait=False):
+            self._take(record, update, amp)
+        for forward in amp.forwards:
+            last = forward()
+            if last is not None:
+                last.drop()
+
+    def _note_loss(self, loss_id: int, loss: Tensor) -> None:
+        record = self._records.get(loss_id)
+        if record is not None:
+            ring = self._rings.get(loss.device)
+            if ring is None:
+                ring = self._rings[loss.device] = LossRing(loss.device)
+            ring.put((record, record.begun), loss)
+            record.begun += 1
+
+    def _note_outcomes(self, outcomes: Sequence[BackwardOutcome]) -> None:
+        """Queues the outcomes of a step by loss; those of two optimizers count once."""
+        by_loss: dict[int, list[BackwardOutcome]] = {}
+        for outcome in outcomes:
+            if not outcome.is_noted:
+                outcome.is_noted = True
+                outcome.is_known()  # asks for it
+                by_loss.setdefault(outcome.loss_id, []).append(outcome)
+        for loss_id, new in by_loss.items():
+            record = self._records.get(loss_id)
+            if record is not None:
+                self._unread.append((record, record.begun, new))
+                record.begun += 1
+
+    # What the host knows
+
+    def _read(self, *, wait: bool) -> Iterator[tuple[Record, ScaleUpdate]]:
+        """Yields the updates that have become known, those of each loss in order."""
+        if wait or len(self._unread) >= MOST_UNREAD:
+            waiting = [outcome for *_, outcomes in self._unread for outcome in outcomes]
+            if wait or not any(outcome.numbers.is_cuda for outcome in waiting):
+                BackwardOutcome.read_all(waiting)
+        while self._unread and all(outcome.is_known() for outcome in self._unread[0][2]):
+            record, step, outcomes = self._unread.popleft()
+            yield record, _combine(step, outcomes)
+        for ring in self._rings.values():
+            for (record, step), loss in ring.take(all_of_them=wait):
+                scale = record.scaler.number
+                yield record, ScaleUpdate(step, scale, scale, False, math.isfinite(loss))
+
+    def history(self, loss_id: int) -> ScaleHistory:
+        """Returns what is known of a loss; waits for what is on its way."""
+        for record, update in self._read(wait=True):
+            self._take(record, update, None)
+        record = self._records.get(loss_id)
+        return ScaleHistory(loss_id) if record is None else record.ring.history()
+
+    def _take(self, record: Record, update: ScaleUpdate, amp: AmpOptimizer | None) -> None:
+        record.ring.note(update)
+        if record.judge is None:
+            return
+        kinds = record.judge.take(update, getattr(record.scaler.config, "floor", 0.0))
+        if kinds:
+            self._raise(record, update, kinds, amp)
+
+    # Alarms
+
+    def _raise(
+        self, record: Record, update: ScaleUpdate, kinds: Sequence[str], amp: AmpOptimizer | None
+    ) -> None:
+        """Tells of alarms; whatever goes wrong here, training goes on."""
+        try:
+            limits, loss_id = record.watched.limits, record.scaler.loss_id
+            found = None if amp is None or "low" not in kinds else _look_closer(amp, update)
+            words = {kind: explain_alarm(kind, loss_id, update, limits, found) for kind in kinds}
+            alarms = [Alarm(kind, loss_id, update.step, update.scale, text) for kind, text in words.items()]
+            path = self._write(record, alarms[0])
+            for alarm in alarms:
+                self._tell(replace(alarm, post_mortem=path))
+        except Exception:
+            logger.warning("an alarm could not be told", exc_info=True)
+
+    def _tell(self, alarm: Alarm) -> None:
+        logger.warning("%s", alarm.message)
+        if alarm.post_mortem is not None:
+            logger.warning("post-mortem: `ampatch doctor --open %s`", alarm.post_mortem)
+        for callback in list(self.callbacks.values()):
+            try:
+                callback(alarm)
+            except Exception:
+                logger.warning("a callback of on_alarm raised; training goes on", exc_info=True)
+
+    def _write(self, record: Record, alarm: Alarm) -> Path | None:
+        """Writes a post-mortem at the first alarm after a quiet time, on rank 0 and where a loss broke."""
+        watched, rank = record.watched, _rank()
+        before, record.last_alarm = record.last_alarm, record.begun
+        is_same = before is not None and record.begun - before <= watched.limits.within
+        if watched.folder is None or is_same or watched.written >= MOST_POST_MORTEMS:
+            return None
+        if rank and alarm.kind != "loss":
+            return None
+        watched.written += 1
+        facts = {name: getattr(alarm, name) for name in ("kind", "loss_id", "step", "scale", "message")}
+        facts["steps_later"] = record.begun - 1 - alarm.step  # batch and weights are those of a later step
+        history, models = record.ring.history(), watched.live_models()
+        return write(watched.folder, rank, functools.partial(pack, facts, history, watched.policy, models))
+
+
+def _combine(step: int, outcomes: Sequence[BackwardOutcome]) -> ScaleUpdate:
+    """What the passes of one step did to the scale of their loss."""
+    numbers = [outcome.read() for outcome in outcomes]
+    losses = [outcome.is_loss_finite for outcome in outcomes]
+    is_finite = False if False in losses else None if None in losses else True
+    skipped = any(overflow for overflow, *_ in numbers)
+    return ScaleUpdate(step, numbers[0][1], numbers[-1][2], skipped, is_finite)
+
+
+def _look_closer(amp: AmpOptimizer, update: ScaleUpdate) -> Underflow | None:
+    """Counts the gradients of a step that are lost at its scale; some host syncs."""
+    halves = [(pair.half.grad, 1.0) for pair in amp.masters if pair.half.grad is not None]
+    own = [(param.grad, update.scale) for param in amp.own_params() if param.grad is not None]
+    return count_underflow([*halves, *own])
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0

@@ -1,0 +1,1 @@
+"""What is left on disk of the step at which training broke; `ampatch doctor --open` reads it."""

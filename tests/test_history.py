@@ -1,0 +1,528 @@
+"""The history of loss scales, and the alarms about them."""
+
+import copy
+import gc
+import math
+import pickle
+import weakref
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import nn
+
+import ampatch as amp
+from ampatch.session.alarms.history import MOST_UPDATES
+from ampatch.session.alarms.inputs import SLOTS, LastForward
+from ampatch.session.alarms.judge import Judge
+from ampatch.session.alarms.underflow import count_underflow
+from ampatch.session.session import SESSION
+from helpers import Scalar, scaled_backward
+from nets import EVERY_LEVEL, X
+from stepping import FUSED_MOMENTUM, INF, MOMENTUM
+from test_host_syncs import count_reads
+
+NAN = float("nan")
+
+
+class Run:
+    """A product whose loss is multiplied by what each step is given; its alarms are noted."""
+
+    def __init__(self, level="O1", variant=MOMENTUM, loss_scale=None, **options):
+        self.model = Scalar()
+        self.optimizer = variant(self.model.parameters())
+        scale = {} if loss_scale is None else {"loss_scale": loss_scale}
+        amp.initialize(self.model, self.optimizer, opt_level=level, **{"verbosity": 0} | scale | options)
+        self.alarms = []
+
+    def __enter__(self):
+        self.listening = amp.on_alarm(self.alarms.append)
+        return self
+
+    def __exit__(self, *_):
+        self.listening.remove()
+
+    def backward(self, factor=1e-3, **options):
+        scaled_backward(self.model(torch.ones(3)).float().sum() * factor, self.optimizer, **options)
+
+    def step(self, *factors, **options):
+        for factor in factors:
+            self.optimizer.zero_grad()
+            self.backward(factor, **options)
+            self.optimizer.step()
+
+    def overflow(self, count=1):
+        """Steps with a gradient that overflows, and a loss that does not."""
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            with amp.scale_loss(self.model(torch.ones(3)).float().sum() * 1e-3, self.optimizer) as scaled:
+                scaled.backward()
+                self.model.weight.grad[0] = INF
+            self.optimizer.step()
+
+    @property
+    def kinds(self):
+        return [(alarm.kind, alarm.step) for alarm in self.alarms]
+
+
+@pytest.fixture
+def run():
+    with Run() as made:
+        yield made
+
+
+def rows(history):
+    return [(it.step, it.scale, it.next_scale, it.skipped, it.loss_is_finite) for it in history]
+
+
+# ---- The history ----
+
+
+@pytest.mark.parametrize("variant", [MOMENTUM, FUSED_MOMENTUM], ids=str)
+def test_a_history_has_the_first_step_and_those_at_which_something_happened(variant):
+    run = Run(variant=variant)
+    run.step(1e-3, 1e-3, INF, 1e-3)
+    run.overflow()
+    run.step(1e-3)
+    history = amp.history()
+    assert rows(history) == [
+        (0, 2.0**16, 2.0**16, False, True),
+        (2, 2.0**16, 2.0**15, True, False),
+        (4, 2.0**15, 2.0**14, True, True),
+    ]
+    assert (history.loss_id, history.steps, history.skipped, history.forgotten) == (0, 6, 2, 0)
+    assert history[-1].step == 4
+    assert str(history).splitlines() == [
+        "loss 0: 2 of 6 steps were skipped",
+        "  step 0: scale 65536",
+        "  step 2: skipped at 65536, then 32768, loss not finite",
+        "  step 4: skipped at 32768, then 16384",
+    ]
+
+
+def test_growth_and_what_somebody_sets_are_in_the_history():
+    run = Run(loss_scale=amp.DynamicLossScale(8.0, growth_interval=2))
+    run.step(*[1e-3] * 3)
+    amp.set_loss_scale(4.0)
+    run.step(1e-3)
+    assert rows(amp.history()) == [
+        (0, 8, 8, False, True),
+        (1, 8, 16, False, True),
+        (3, 4, 8, False, True),  # two clean steps: it grows again
+    ]
+
+
+def test_backward_passes_that_are_added_up_are_one_step(run):
+    for factor in (1e-3, INF, 1e-3):
+        run.backward(factor)
+    run.optimizer.step()
+    assert rows(amp.history()) == [(0, 2.0**16, 2.0**15, True, False)]
+
+
+def test_a_delayed_backward_does_not_tell_whether_its_loss_is_finite(run):
+    run.step(1e-3, delay_unscale=True)
+    assert rows(amp.history()) == [(0, 2.0**16, 2.0**16, False, None)]
+
+
+def test_each_loss_of_each_call_has_its_own_history():
+    first = Run(num_losses=2)
+    second = Run("O0", loss_scale="dynamic")
+    first.step(1e-3, INF, loss_id=1)
+    second.step(INF)
+    assert [amp.history(loss_id).steps for loss_id in range(3)] == [0, 2, 1]
+    assert [amp.history(loss_id).skipped for loss_id in range(3)] == [0, 1, 1]
+    with pytest.raises(amp.AmpValueError, match="loss_id 3 is out of range"):
+        amp.history(3)
+
+
+def test_a_loss_of_two_optimizers_is_one_step():
+    models = [Scalar(), Scalar()]
+    optimizers = [MOMENTUM(model.parameters()) for model in models]
+    amp.initialize(models, optimizers, opt_level="O1", verbosity=0)
+    for _ in range(3):
+        scaled_backward(sum(model(torch.ones(3)).sum() for model in models) * INF, optimizers)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert (amp.history().steps, amp.history().skipped) == (3, 3)
+
+
+def test_a_history_forgets_the_oldest():
+    run = Run(loss_scale=amp.DynamicLossScale(2.0**20, backoff_factor=0.999), alarms=None)
+    for _ in range(MOST_UPDATES + 5):
+        run.step(INF)
+    history = amp.history()
+    assert (len(history), history[0].step, history.forgotten) == (MOST_UPDATES, 5, 5)
+    assert (history.steps, history.skipped) == (MOST_UPDATES + 5, MOST_UPDATES + 5)
+
+
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_losses_at_a_static_scale_are_known_when_somebody_asks(level):
+    run = Run(level, loss_scale=1.0)
+    run.step(1e-3, NAN, 1e-3)
+    assert rows(amp.history())[:2] == [(0, 1, 1, False, True), (1, 1, 1, False, False)]
+    assert amp.history().steps == 3
+    assert amp.history().skipped == 0
+
+
+def test_a_history_is_no_part_of_the_state(run):
+    run.step(INF)
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**15, "unskipped": 0}}
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 0}})
+    run.step(1e-3)
+    assert [it.scale for it in amp.history()] == [2.0**16, 4.0]
+
+
+def test_disabled_calls_have_an_empty_history_and_before_initialize_there_is_none():
+    with pytest.raises(amp.NotInitializedError):
+        amp.history()
+    amp.initialize(nn.Linear(2, 2), enabled=False)
+    assert (len(amp.history()), amp.history().steps) == (0, 0)
+
+
+def test_a_session_begins_with_an_empty_history(run):
+    run.step(INF)
+    amp.uninitialize()
+    Run()
+    assert amp.history().steps == 0
+
+
+# ---- What it costs ----
+
+
+@pytest.mark.parametrize("level", ["O0", "O4"])
+def test_losses_at_a_static_scale_are_read_together(level):
+    run = Run(level)
+    run.step(*[1e-3] * SLOTS)
+    assert count_reads(lambda: run.step(*[1e-3] * (SLOTS - 1))) == 0
+    assert count_reads(lambda: run.step(1e-3)) == 1
+
+
+def test_what_a_step_reads_anyway_is_all_that_is_read(run):
+    run.step(1e-3)
+    assert count_reads(lambda: run.step(*[1e-3] * 20)) == 20
+
+
+# ---- The judge, against one that looks at all steps each time ----
+
+
+def reasons_at(updates, i, limits, floor):
+    """The kinds that have a reason at a step, from the rules alone."""
+
+    def is_excused(k):
+        starts = [j for j in range(k + 1) if j == 0 or updates[j].scale > updates[j - 1].next_scale]
+        has_grown = k > 0 and updates[k - 1].next_scale > updates[k - 1].scale
+        return has_grown or all(it.skipped and it.next_scale >= 128 for it in updates[starts[-1] : k])
+
+    def row_of(k):
+        start = k
+        while start > 0 and updates[start - 1].skipped:
+            start -= 1
+        return [m for m in range(start, k + 1) if not is_excused(m)]
+
+    now = updates[i]
+    if now.skipped and limits.skipped is not None and len(row_of(i)) >= limits.skipped:
+        yield "skipped"
+    if now.loss_is_finite is False and limits.loss:
+        yield "loss"
+    fell = {
+        next(m for m in row_of(k) if updates[m].next_scale < updates[m].scale)
+        for k in range(i + 1)
+        if updates[k].skipped and any(updates[m].next_scale < updates[m].scale for m in row_of(k))
+    }
+    recent = [k for k in fell if i - k < limits.within]
+    if now.skipped and limits.falls is not None and len(recent) >= limits.falls:
+        yield "falls"
+    low = limits.scale_below or 0
+    under = next((k for k in range(i, -1, -1) if updates[k].next_scale >= low), -1)
+    if any(updates[k].skipped for k in range(under + 1, i + 1)):
+        yield "low"
+    if (
+        limits.minimum
+        and now.skipped
+        and now.next_scale <= floor
+        and (not is_excused(i) or now.scale <= floor)
+    ):
+        yield "minimum"
+
+
+def judge_by_hand(updates, limits, floor):
+    held = [set(reasons_at(updates, i, limits, floor)) for i in range(len(updates))]
+    return [
+        {kind for kind in now if not any(kind in before for before in held[max(0, i - limits.within) : i])}
+        for i, now in enumerate(held)
+    ]
+
+
+SCALES = st.sampled_from([16.0, 64.0, 128.0, 256.0, 512.0])
+STEPS = st.tuples(
+    st.none() | SCALES,
+    st.sampled_from([0.5, 1.0, 1.0, 2.0]),
+    st.booleans(),
+    st.sampled_from([True, True, False, None]),
+)
+LIMITS = st.builds(
+    amp.Alarms,
+    loss=st.booleans(),
+    skipped=st.none() | st.integers(1, 3),
+    falls=st.none() | st.integers(1, 3),
+    within=st.integers(1, 6),
+    scale_below=st.none() | SCALES,
+    minimum=st.booleans(),
+)
+
+
+@given(st.lists(STEPS, max_size=24), LIMITS, st.sampled_from([0.0, 16.0, 128.0]))
+def test_the_judge_says_what_the_rules_say(steps, limits, floor):
+    updates, scale = [], 256.0
+    for step, (given_scale, factor, skipped, finite) in enumerate(steps):
+        scale = given_scale or scale  # somebody set it
+        updates.append(amp.ScaleUpdate(step, scale, scale * factor, skipped, finite))
+        scale *= factor
+    judge = Judge(limits)
+    assert [set(judge.take(update, floor)) for update in updates] == judge_by_hand(updates, limits, floor)
+
+
+# ---- Alarms of a run ----
+
+
+def test_a_loss_that_is_not_finite_raises_one_alarm(run, caplog):
+    run.step(1e-3, NAN, NAN, 1e-3, NAN)
+    assert run.kinds == [("loss", 1)]
+    assert caplog.text.count("the loss is inf or NaN before it is scaled") == 1
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("ampatch", "WARNING")
+    (alarm,) = run.alarms
+    assert (alarm.loss_id, alarm.scale, alarm.post_mortem) == (0, 2.0**16, None)
+    assert str(alarm) == alarm.message == record.getMessage()
+
+
+@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
+def test_a_loss_at_a_static_scale_raises_it_some_steps_later(level):
+    with Run(level) as run:
+        run.step(1e-3, NAN, *[1e-3] * (SLOTS - 3))
+        assert run.kinds == []
+        run.step(1e-3)
+    assert run.kinds == [("loss", 1)]
+
+
+def test_steps_skipped_in_a_row_raise_an_alarm(run):
+    run.step(1e-3)
+    run.overflow(4)
+    assert run.kinds == []
+    run.overflow(2)
+    assert run.kinds == [("skipped", 5)]
+
+
+def test_a_scale_that_falls_now_and_then_raises_an_alarm(run):
+    for _ in range(6):
+        run.step(*[1e-3] * 3)
+        run.overflow()
+    assert run.kinds == [("falls", 19)]
+    assert "fell 5 times within 1000 steps, now to 2048" in run.alarms[0].message
+
+
+def test_a_low_scale_tells_how_many_gradients_are_lost():
+    with Run("O2", loss_scale=amp.DynamicLossScale(256.0)) as run:
+        run.step(1e-3)
+        with amp.scale_loss(run.model(torch.ones(3)).float().sum(), run.optimizer) as scaled:
+            scaled.backward()
+            run.model.weight.grad.copy_(torch.tensor([INF, 0.0, 2.0**-20]))
+        run.optimizer.step()
+        assert run.kinds == []
+        with amp.scale_loss(run.model(torch.ones(3)).float().sum(), run.optimizer) as scaled:
+            scaled.backward()
+            run.model.weight.grad.copy_(torch.tensor([INF, 0.0, 2.0**-20]))
+        run.optimizer.step()
+    assert run.kinds == [("low", 2)]
+    assert "of 2 gradient values 50.0% are 0 and 50.0% so small" in run.alarms[0].message
+
+
+def test_an_overflow_at_the_smallest_scale_raises_an_alarm():
+    scale = amp.DynamicLossScale(2.0**15, min_scale=2.0**14)
+    with Run(loss_scale=scale) as run:
+        run.step(1e-3)
+        run.overflow()
+    assert run.kinds == [("minimum", 1)]
+
+
+def test_the_search_for_a_scale_raises_no_alarm():
+    scale = amp.DynamicLossScale(2.0**30, max_scale=2.0**40, growth_interval=2)
+    with Run(loss_scale=scale) as run:
+        run.overflow(22)
+        for _ in range(20):  # each growth is taken back by an overflow
+            run.step(1e-3, 1e-3)
+            run.overflow()
+        assert amp.get_loss_scale() == 2.0**8
+        assert run.alarms == []
+        amp.set_loss_scale(2.0**30)
+        run.overflow(20)
+    assert run.alarms == []
+
+
+def test_a_search_that_finds_nothing_ends_in_an_alarm(run):
+    run.overflow(16)
+    assert run.kinds == [("low", 9), ("skipped", 14)]
+
+
+def test_an_alarm_comes_again_after_a_quiet_time():
+    with Run(alarms=amp.Alarms(within=3)) as run:
+        run.step(1e-3, NAN, 1e-3, NAN, *[1e-3] * 3, NAN)
+    assert run.kinds == [("loss", 1), ("loss", 7)]
+
+
+def test_alarms_can_be_switched_off(caplog):
+    with Run(alarms=None) as run:
+        run.step(1e-3, NAN, NAN)
+    with Run(alarms=amp.Alarms(loss=False)) as other:
+        other.step(1e-3, NAN)
+    assert (run.alarms, other.alarms, caplog.text) == ([], [], "")
+    assert amp.history(0).skipped == 2
+
+
+def test_each_call_has_its_own_limits():
+    with Run(alarms=None) as quiet, Run() as loud:
+        for run in (quiet, loud):
+            run.step(NAN)
+    assert [(alarm.kind, alarm.loss_id) for alarm in loud.alarms] == [("loss", 1)]
+
+
+def test_a_callback_that_raises_is_logged_and_the_others_are_called(run, caplog):
+    def fail(alarm):
+        raise ValueError("no mail server")
+
+    with amp.on_alarm(fail):
+        last = amp.on_alarm(run.alarms.append)
+        run.step(NAN)
+        last.remove()
+    assert run.kinds == [("loss", 0)] * 2
+    assert "a callback of on_alarm raised" in caplog.text
+    assert "no mail server" in caplog.text
+
+
+def test_a_callback_may_ask_for_the_history(run):
+    seen = []
+    with amp.on_alarm(lambda alarm: seen.append(amp.history(alarm.loss_id).skipped)):
+        run.step(NAN)
+    assert seen == [1]
+
+
+def test_a_callback_that_is_removed_is_not_called(run):
+    run.listening.remove()
+    run.step(NAN)
+    assert run.alarms == []
+    with pytest.raises(TypeError, match="expected a function"):
+        amp.on_alarm("mail")
+
+
+@pytest.mark.parametrize(
+    ("alarms", "match"),
+    [("loud", "alarms is 'loud': expected an amp.Alarms"), (3, "alarms is 3")],
+)
+def test_what_are_no_limits_is_refused(alarms, match):
+    with pytest.raises(amp.AmpTypeError, match=match):
+        amp.initialize(nn.Linear(2, 2), alarms=alarms)
+
+
+def test_limits_that_cannot_work_are_refused_all_at_once():
+    with pytest.raises(amp.AmpValueError, match=r"skipped=0.*falls=True.*within=None.*scale_below=-1"):
+        amp.Alarms(skipped=0, falls=True, within=None, scale_below=-1)
+
+
+# ---- What is kept, and for how long ----
+
+
+def find_forward(model):
+    (found,) = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, LastForward)]
+    return found
+
+
+@pytest.fixture
+def watched(tmp_path):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0, post_mortem=tmp_path)
+    return model, optimizer
+
+
+def test_the_batch_is_kept_as_it_was_given_until_the_step(watched):
+    model, optimizer = watched
+    loss = model(X).float().sum()
+    assert find_forward(model).args[0] is X
+    scaled_backward(loss, optimizer)
+    optimizer.step()
+    assert (find_forward(model).args, find_forward(model).random) == ((), {})
+
+
+def test_a_forward_without_gradients_keeps_nothing(watched):
+    model, _ = watched
+    with torch.no_grad():
+        model(X)
+    assert find_forward(model).args == ()
+
+
+def test_a_compiled_model_keeps_its_batch(tmp_path):
+    model = nn.Linear(3, 2)
+    compiled = torch.compile(model, backend="eager")
+    amp.initialize(model, opt_level="O2", verbosity=0, post_mortem=tmp_path)
+    compiled(X)
+    assert find_forward(model).args[0] is X
+
+
+def test_a_batch_that_another_model_made_keeps_none_of_its_graph(watched):
+    model, _ = watched
+    generator = nn.Linear(3, 3)
+    dropped = weakref.ref(generator.weight)
+    model(generator(X))
+    del generator
+    gc.collect()
+    assert dropped() is None
+
+
+def test_copies_of_a_model_keep_no_batches(watched):
+    model, _ = watched
+    model(X)
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert find_forward(made).args == ()
+        made(X)
+        assert find_forward(made).args == ()
+
+
+def test_no_hook_is_left_behind_nor_put_on_where_none_is_needed(watched, tmp_path):
+    model, _ = watched
+    amp.uninitialize()
+    assert not model._forward_pre_hooks
+    for options in ({"alarms": None, "post_mortem": tmp_path}, {"post_mortem": False}):
+        amp.initialize(model, opt_level="O1", verbosity=0, **options)
+        assert not any(isinstance(hook, LastForward) for hook in model._forward_pre_hooks.values())
+        amp.uninitialize()
+
+
+def test_a_call_that_raises_leaves_no_record(watched):
+    with pytest.raises(amp.AmpValueError):
+        amp.initialize(nn.Linear(3, 2).half(), opt_level="O1", verbosity=0)
+    assert list(SESSION.alarms._records) == [0]
+
+
+# ---- Underflow ----
+
+
+@given(
+    st.lists(st.floats(-30, 2).map(lambda e: 2.0**e) | st.sampled_from([0.0, NAN, INF]), min_size=1),
+    st.integers(-8, 8),
+)
+@example([2.0**-14, 2.0**-25 * 1.01, 2.0**-25], 0)
+def test_lost_gradients_are_counted_as_float16_rounds_them(values, exponent):
+    grads = torch.tensor(values, dtype=torch.float64)
+    finite = grads[torch.isfinite(grads)].float()
+    factor = 2.0**exponent
+    held = finite.double() * factor
+    zero = (held.abs() <= 2.0**-25) & (held.half() == 0)
+    small = ~zero & (held.abs() < 2.0**-14)
+    found = count_underflow([(grads.float(), factor)])
+    if not finite.numel():
+        assert found is None
+        return
+    assert found.count == finite.numel()
+    assert math.isclose(found.zero, zero.double().mean().item())
+    assert math.isclose(found.subnormal, small.double().mean().item())
