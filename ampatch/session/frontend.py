@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -41,6 +42,7 @@ def initialize(
     keep_fp32: object = (),
     allow_banned: bool = False,
     allow_half_params: bool = False,
+    diagnose: bool = False,
 ) -> object:
     """Gives models and optimizers the mixed precision of an opt level, in place.
 
@@ -62,6 +64,8 @@ def initialize(
       `patch_torch_functions`, `patch_torch_functions_type`: override the level's default.
     - `allow_banned`: runs banned functions in float32 instead of raising on half tensors.
     - `allow_half_params`: takes models with half parameters, which stay half, instead of raising.
+    - `diagnose`: watches each step and explains one that breaks (see `amp.diagnose.watch`), until
+      `uninitialize`; `amp.diagnose.patient()` has what was found.
     - `verbosity`: 0 silent, 1 a banner and a line for each skipped step, 2 also every cast.
 
     Raises AmpValueError and AmpTypeError (both AmpError) for arguments that cannot work.
@@ -79,6 +83,7 @@ def _initialize(
     verbosity: int,
     keep_fp32: object,
     allow_half_params: object,
+    diagnose: object,
     **overrides: object,
 ) -> object:
     returned = models if optimizers is None else (models, optimizers)
@@ -100,7 +105,13 @@ def _initialize(
         normalize_keep(keep_fp32),
         bool(parse_flag("allow_half_params", allow_half_params)),
     )
+    watches = parse_flag("diagnose", diagnose)
+    tool = (
+        importlib.import_module("ampatch.doctor.live.diagnose") if watches else None
+    )  # loaded when asked for
     SESSION.open(request)
+    if tool is not None:
+        SESSION.enter(tool.watch(model_list, optimizer_list))
     return returned
 
 
