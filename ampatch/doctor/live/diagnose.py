@@ -35,11 +35,11 @@ def watch(models: object, optimizers: object, scaler: object = None) -> Iterator
     what a scaler does not tell the host is read one step later, and until then a copy of the weights is kept.
     Keeps the inputs of the last two steps alive. Raises AmpTypeError for what is no model or optimizer.
     """
-    found_models, found_optimizers = as_models(models), as_optimizers(optimizers)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise amp.AmpTypeError(f"scaler is a {type(scaler).__name__}: expected a torch.amp.GradScaler")
     patient = Patient()
-    watcher = Watcher(found_models, found_optimizers, patient)
+    watcher = Watcher(as_models(models), as_optimizers(optimizers), patient)
+    del models, optimizers, scaler  # the script may drop them
     with ExitStack() as undo:
         undo.enter_context(amp.observe(patient))
         watcher.open(undo)

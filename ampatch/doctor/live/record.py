@@ -26,31 +26,29 @@ class Slots:
     """Numbers the tensors that a step makes, and keeps none of them alive."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, bool]] = {}  # and whether it had a graph
         self.count = 0
         self.is_whole = True  # whether every tensor with a graph that an operation took is known
         self.given: list[tuple[Tensor, int]] = []  # what came from outside, and its version
 
     def find(self, tensor: Tensor) -> int | None:
-        """Returns the number of a tensor."""
+        """Returns the number of a tensor; it may have got a graph since, of a function that nobody saw."""
         found = self._known.get(id(tensor))
-        return found[1] if found is not None and found[0]() is tensor else None
-
-    def live(self) -> Iterator[tuple[int, Tensor]]:
-        """Yields the tensors that are still alive, with their numbers."""
-        for find, index in list(self._known.values()):
-            tensor = find()
-            if tensor is not None:
-                yield index, tensor
+        if found is None or found[0]() is not tensor:
+            return None
+        self.is_whole &= found[2] or tensor.grad_fn is None
+        return found[1]
 
     def add(self, value: object) -> tuple[int, ...]:
         """Numbers the tensors in a result."""
         return tuple(self._add(tensor) for tensor in tensors_of(value))
 
     def _add(self, tensor: Tensor) -> int:
-        self._known[id(tensor)] = weakref.ref(tensor), self.count
-        self.count += 1
-        return self.count - 1
+        known = self._known.get(id(tensor))
+        index = known[1] if known is not None and known[0]() is tensor else self.count
+        self._known[id(tensor)] = weakref.ref(tensor), index, tensor.grad_fn is not None
+        self.count += index == self.count
+        return index
 
     def refer(self, value: object) -> object:
         """Returns arguments with slots in the place of tensors that the step made."""

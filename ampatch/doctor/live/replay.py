@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -35,7 +35,9 @@ def replay(
     try:
         refuse(record, models)
         with as_it_was(record, models):
-            origins = trace_again(record, models, optimizer)
+            origins, error = trace_again(record, models, optimizer)
+        if error is not None:
+            raise error
         with as_it_was(record, models):
             survives = survives_in_float32(record, models, optimizers)
     except Exception as error:  # of the script's own code, or of torch: training goes on
@@ -98,14 +100,17 @@ class Traced(Rerun):
         call_at(event.frames, functools.partial(self._backward, event))
 
     def _backward(self, event: Backward) -> None:
-        roots, _ = self.find_roots(event)
-        self._trace.begin_backward(tuple(roots))
+        returned = [slot for one in self._record.events if isinstance(one, Forward) for slot in one.outputs]
+        whole = self._record.slots.is_whole and event.loss is not None
+        self._trace.begin_backward(tuple(self.values[slot] for slot in ([event.loss] if whole else returned)))
         super().backward(event)
         self._trace.end_backward()
 
 
-def trace_again(record: Record, models: Sequence[Module], optimizer: Optimizer | None) -> list[dict]:
-    """Does a step again under a trace, and returns its origins."""
+def trace_again(
+    record: Record, models: Sequence[Module], optimizer: Optimizer | None
+) -> tuple[list[dict], Exception | None]:
+    """Does a step again under a trace; returns its origins, and the error that ended it."""
     trace = Trace(None)
     run = Traced(record, {id(model): unwrap(model) for model in models}, trace)
     with ExitStack() as stack:
@@ -113,13 +118,22 @@ def trace_again(record: Record, models: Sequence[Module], optimizer: Optimizer |
         after = register_module_forward_hook(lambda module, *_: trace.leave_module(module), always_call=True)
         stack.callback(after.remove)
         stack.enter_context(trace)
-        run.run()
+        error = attempt(run.run)
     if optimizer is not None:
         trace.end_attempt(optimizer)
     origins = trace.to_json()
     if not record.slots.is_whole and not any(it["has_reached"] for it in origins):
         origins += of_unseen_loss(record)
-    return origins
+    return origins, error
+
+
+def attempt(run: Callable[[], None]) -> Exception | None:
+    """Runs, and returns the error that came of it."""
+    try:
+        run()
+    except Exception as error:
+        return error
+    return None
 
 
 def of_unseen_loss(record: Record) -> list[dict]:

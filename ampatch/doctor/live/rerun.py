@@ -83,7 +83,7 @@ class Rerun:
 
     def find_roots(self, event: Backward) -> tuple[list[Tensor], list[Tensor | None]]:
         """Returns what a backward began at: the loss, or what the models returned where it is not known."""
-        if event.loss in self.values and self._record.slots.is_whole:
+        if self._record.slots.is_whole:
             args, kwargs = self.resolve(event.args), self.resolve(event.kwargs)
             return [self.values[event.loss]], [args[0] if args else kwargs.get("gradient")]
         forwards = [one for one in self._record.events if isinstance(one, Forward)]

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 import ampatch as amp
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.live.flag import Flag
-from ampatch.doctor.live.record import Forward, Record
+from ampatch.doctor.live.record import Forward, Record, tensors_of
 
 
 @dataclass(slots=True)
@@ -72,12 +72,16 @@ def outcomes_of(optimizer: Optimizer) -> tuple[amp.BackwardOutcome, ...] | None:
         return None
 
 
-def hold_gradients(record: Record) -> None:
-    """Keeps the gradients that come back to what the models returned: the loss cannot be made again."""
-    forwards = {slot: one for one in record.events if isinstance(one, Forward) for slot in one.outputs}
-    for slot, tensor in record.slots.live():
-        if slot in forwards and tensor.requires_grad:
-            tensor.register_hook(functools.partial(forwards[slot].gradients.__setitem__, slot))
+def hold_gradients(record: Record, forward: Forward, output: object) -> None:
+    """Keeps the gradients that come back to what a model returned, if the loss cannot be made again."""
+    for slot, tensor in zip(forward.outputs, tensors_of(output), strict=True):
+        if tensor.grad_fn is not None:
+            tensor.register_hook(functools.partial(_hold, record, forward, slot))
+
+
+def _hold(record: Record, forward: Forward, slot: int, gradient: Tensor) -> None:
+    if not record.slots.is_whole:
+        forward.gradients[slot] = gradient
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ampatch.doctor.instruments.places import is_called_by_us
 from ampatch.doctor.live.frames import capture
 from ampatch.doctor.live.record import Mode, Operation, Record, tensors_of
 
@@ -23,6 +24,11 @@ def is_in_place(function: Callable[..., object]) -> bool:
     """
     name = getattr(function, "__name__", "")
     return function is SET or (name.startswith("__i") if name.startswith("__") else name.endswith("_"))
+
+
+def needs_graph(args: tuple[object, ...]) -> bool:
+    """Says whether one of an operation's tensors has a graph."""
+    return any(tensor.grad_fn is not None for tensor in tensors_of(args))
 
 
 class Tape(TorchFunctionMode):
@@ -67,6 +73,8 @@ class Tape(TorchFunctionMode):
             return func(*args, **kwargs)
         if is_in_place(func) and args and record.slots.find(args[0]) is None:
             return func(*args, **kwargs)  # into what the script keeps, as a count: not to be done twice
+        if is_called_by_us() and not needs_graph(args):
+            return func(*args, **kwargs)  # a scaler's own arithmetic
         taken = record.slots.refer(args), record.slots.refer(kwargs)
         result = func(*args, **kwargs)
         if func is SET or isinstance(result, Tensor) or any(True for _ in tensors_of(result)):

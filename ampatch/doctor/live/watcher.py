@@ -116,6 +116,7 @@ class Watcher:
         forward, self._forward = self._forward, None
         forward.outputs = self._record.slots.add(output)
         self._record.events.append(forward)
+        hold_gradients(self._record, forward, output)
         if not self._tape.start(self._record, device_of(model).type):
             self._record.slots.is_whole = False
 
@@ -127,8 +128,7 @@ class Watcher:
             return original(loss, *args, **kwargs)
         record = self._record
         slot = record.slots.find(loss)
-        if slot is None or not record.slots.is_whole:
-            hold_gradients(record)
+        record.slots.is_whole &= slot is not None
         given = record.slots.refer(args), record.slots.refer(kwargs)
         record.events.append(Backward(slot, *given, capture(3), loss.detach()))
         self._is_busy = True
