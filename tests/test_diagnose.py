@@ -226,6 +226,16 @@ def test_a_loss_that_nobody_can_make_again_is_told_with_what_is_not_known():
     assert "whether float32 survives is not known" in patient.report().unknown[0]
 
 
+def test_a_backward_that_is_not_of_a_tensor():
+    trainer = Trainer("plain", make_model())
+    with watch(trainer) as patient:
+        for _ in range(3):
+            torch.autograd.backward([trainer.model(torch.randn(4, 8)).sum()])
+            trainer.optimizer.step()
+    assert (only(patient).step, only(patient).op) == (2, "exp")
+    assert "whether float32 survives is not known" in patient.report().unknown[0]
+
+
 def test_nan_in_a_batch_is_told_with_its_sample():
     trainer = Trainer("plain", make_model(at=()))
     x = torch.randn(4, 8)

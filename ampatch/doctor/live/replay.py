@@ -45,7 +45,9 @@ def replay(
         what = "whether float32 survives is not known" if origins else "it could not be replayed"
         unknown.append(f"{what}: {said}")
     if not unknown and not any(it["has_reached"] for it in origins):
-        unknown.append("it did not break again when it was replayed: it drew from elsewhere than torch")
+        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        why = "another rank may have broken it" if ranks else "it drew from elsewhere than torch"
+        unknown.append(f"it did not break again when it was replayed: {why}")
     return origins, survives, unknown
 
 

@@ -36,6 +36,8 @@ class Rerun:
                 self.operate(event)
             else:
                 self.backward(event)
+        if not any(isinstance(event, Backward) for event in self._record.events):
+            self.backward(Backward(None, (), {}, (), torch.zeros(())))  # by torch.autograd.backward
 
     def resolve(self, value: object) -> object:
         """Returns arguments with the tensors of this run."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 import ampatch as amp
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.live.flag import Flag
-from ampatch.doctor.live.record import Forward, Record, tensors_of
+from ampatch.doctor.live.record import Backward, Forward, Record, tensors_of
 
 
 @dataclass(slots=True)
@@ -80,6 +80,8 @@ def hold_gradients(record: Record, forward: Forward, output: object) -> None:
 
 
 def _hold(record: Record, forward: Forward, slot: int, gradient: Tensor) -> None:
+    if not isinstance(record.events[-1], Backward):  # one that nobody saw begin
+        record.slots.is_whole = False
     if not record.slots.is_whole:
         forward.gradients[slot] = gradient
 
