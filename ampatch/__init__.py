@@ -37,6 +37,7 @@ from ampatch.session.inspection import (
     cast_counts,
     master_pairs,
     observe,
+    observers,
     report,
 )
 from ampatch.session.scalers import (
@@ -61,6 +62,7 @@ from ampatch.steps.outcome import BackwardOutcome
 from ampatch.steps.scaler import LossScaler
 
 if TYPE_CHECKING:
+    from ampatch.doctor.live import diagnose
     from ampatch.sweeps.function import sweep
 
 __version__ = "0.1.0"
@@ -88,6 +90,7 @@ __all__ = [
     "bfloat16_function",
     "cast_counts",
     "clear_cache",
+    "diagnose",
     "disable_casts",
     "explain",
     "float_function",
@@ -100,6 +103,7 @@ __all__ = [
     "master_pairs",
     "master_params",
     "observe",
+    "observers",
     "on_alarm",
     "override",
     "promote_function",
@@ -121,4 +125,6 @@ def __getattr__(name: str) -> object:
     # Loaded when it is asked for: it stands on the other names, and most scripts need none of it.
     if name == "sweep":
         return importlib.import_module("ampatch.sweeps.function").sweep
+    if name == "diagnose":
+        return importlib.import_module("ampatch.doctor.live.diagnose")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -138,6 +138,8 @@ def _measuring() -> Iterator[Goal]:
             for workload in (*SMALL, *LARGE):
                 what = f"measured by a sweep / alone: {workload}, {level}"
                 yield Goal(what, "measuring", workload, level, "measured", "alone", 1.02, half, None)
+                what = f"diagnose=True / alone: {workload}, {level}"
+                yield Goal(what, "measuring", workload, level, "diagnosed", "alone", 1.03, half, None)
 
 
 GOALS = (*_steps(), *_micro(), *_memory(), *_syncs(), *_measuring())

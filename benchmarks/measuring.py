@@ -1,4 +1,4 @@
-"""What it costs a training step to be measured, as `ampatch sweep` does."""
+"""What it costs a training step to be measured, as `ampatch sweep` does, or to be watched for faults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.series import Step
 from benchmarks.setting import Setting
 from benchmarks.workload import Workload
 
-CONTENDERS = ("alone", "measured")
+CONTENDERS = ("alone", "measured", "diagnosed")
 
 
 def measure(options: Options) -> Iterator[Comparison]:
@@ -31,6 +31,7 @@ def measure(options: Options) -> Iterator[Comparison]:
                 opened = (
                     partial(open_step, kind, workload, TRAIN, setting),
                     partial(open_measured, kind, workload, setting),
+                    partial(open_diagnosed, kind, workload, setting),
                 )
                 series = options.time(dict(zip(CONTENDERS, opened, strict=True)), setting)
                 yield Comparison(
@@ -45,3 +46,10 @@ def open_measured(kind: type[Trainer], workload: Workload, setting: Setting) -> 
         recorder = Recorder(StepCounter(Path(folder, "steps")))
         with amp.observe(recorder), open_step(kind, workload, TRAIN, setting) as step:
             yield step
+
+
+@contextmanager
+def open_diagnosed(kind: type[Trainer], workload: Workload, setting: Setting) -> Iterator[Step]:
+    """Yields a training step of `initialize(..., diagnose=True)`."""
+    with amp.override(diagnose=True), open_step(kind, workload, TRAIN, setting) as step:
+        yield step

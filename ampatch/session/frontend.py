@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ def initialize(
     allow_half_params: bool = False,
     alarms: Alarms | None = Alarms(),  # noqa: B008  # a frozen value
     post_mortem: bool | str | os.PathLike[str] = True,
+    diagnose: bool = False,
 ) -> object:
     """Gives models and optimizers the mixed precision of an opt level, in place.
 
@@ -70,6 +72,8 @@ def initialize(
     - `alarms`: when to raise an alarm about a loss and its scale, in the log and to `on_alarm`; None: never.
     - `post_mortem`: where the first alarm leaves a file for `ampatch doctor --open`: a folder, or True for
       that of the environment variable AMPATCH_POST_MORTEM (0: none) or `ampatch-post-mortem`; False: nowhere.
+    - `diagnose`: watches each step and explains one that breaks (see `amp.diagnose.watch`), until
+      `uninitialize`; `amp.diagnose.patient()` has what was found.
     - `verbosity`: 0 silent, 1 a banner and a line for each skipped step, 2 also every cast.
 
     Raises AmpValueError and AmpTypeError (both AmpError) for arguments that cannot work.
@@ -89,6 +93,7 @@ def _initialize(
     allow_half_params: object,
     alarms: object,
     post_mortem: object,
+    diagnose: object,
     **overrides: object,
 ) -> object:
     returned = models if optimizers is None else (models, optimizers)
@@ -112,7 +117,13 @@ def _initialize(
         parse_alarms(alarms),
         parse_post_mortem(post_mortem),
     )
+    watches = parse_flag("diagnose", diagnose)
+    tool = (
+        importlib.import_module("ampatch.doctor.live.diagnose") if watches else None
+    )  # loaded when asked for
     SESSION.open(request)
+    if tool is not None:
+        SESSION.enter(tool.watch(model_list, optimizer_list))
     return returned
 
 

@@ -97,3 +97,8 @@ def observe(observer: Observer) -> Iterator[None]:
         yield
     finally:
         SESSION.observers = tuple(item for item in SESSION.observers if item is not observer)
+
+
+def observers() -> tuple[Observer, ...]:
+    """Returns the observers that are told what happens, in the order in which they began."""
+    return SESSION.observers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -253,6 +253,10 @@ class Session(Listener):
         return [scaler for call in calls for scaler in call.scalers]
 
     # Closing
+
+    def enter(self, context: AbstractContextManager[object]) -> None:
+        """Opens what ends with the session, before it."""
+        self._undo.enter_context(context)
 
     def unpatch(self) -> None:
         """Undoes the casts of torch's functions alone; the next call that wants some patches again."""

@@ -1,0 +1,1 @@
+"""The doctor inside of a running script: records each step cheaply, and replays one that breaks."""

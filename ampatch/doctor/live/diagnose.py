@@ -1,0 +1,84 @@
+"""Watches models and optimizers from Python, and explains a step that breaks: `amp.diagnose`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+
+import ampatch as amp
+from ampatch.doctor.live.patient import Patient
+from ampatch.doctor.live.watcher import Watcher
+
+__all__ = ["Patient", "patient", "watch"]
+
+
+@contextmanager
+def watch(models: object, optimizers: object, scaler: object = None) -> Iterator[Patient]:
+    """Watches training steps while the context is open; replays one that breaks, and says what broke it.
+
+    ```python
+    with amp.diagnose.watch(model, optimizer) as patient:
+        train()
+    print(patient)
+    ```
+
+    For models and optimizers of `initialize`, for `torch.autocast` with a `GradScaler`, and for plain
+    training. `models` and `optimizers` are one or a list; what runs is what calls `model(...)`, not another
+    method. `scaler` is the `GradScaler`, if any; it is found without being named. Findings are logged as
+    they are made. On the way out every hook is taken away again.
+
+    Costs one fused check of the gradients a step where no loss scaler makes one, and no host sync: on a GPU
+    what a scaler does not tell the host is read one step later, and until then a copy of the weights is kept.
+    Keeps the inputs of the last two steps alive. Raises AmpTypeError for what is no model or optimizer.
+    """
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise amp.AmpTypeError(f"scaler is a {type(scaler).__name__}: expected a torch.amp.GradScaler")
+    patient = Patient()
+    watcher = Watcher(as_models(models), as_optimizers(optimizers), patient)
+    del models, optimizers, scaler  # the script may drop them
+    with ExitStack() as undo:
+        undo.enter_context(amp.observe(patient))
+        watcher.open(undo)
+        yield patient
+
+
+def patient() -> Patient:
+    """Returns what `watch`, or `initialize(..., diagnose=True)`, found: of the latest that is open.
+
+    Raises AmpError where none is.
+    """
+    found = [observer for observer in amp.observers() if isinstance(observer, Patient)]
+    if not found:
+        raise amp.AmpError(
+            "nothing is watched: pass diagnose=True to initialize, or open amp.diagnose.watch(...)"
+        )
+    return found[-1]
+
+
+def as_models(given: object) -> list[Module]:
+    """Returns models as a list; raises AmpTypeError for anything else."""
+    found = list(given) if isinstance(given, (list, tuple)) else [given]
+    for index, model in enumerate(found):
+        if not isinstance(model, Module):
+            raise amp.AmpTypeError(f"models[{index}] is a {type(model).__name__}: expected a torch.nn.Module")
+    return found
+
+
+def as_optimizers(given: object) -> list[Optimizer]:
+    """Returns optimizers as a list, for a wrapper the one inside; raises AmpTypeError for anything else."""
+    found = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    optimizers = []
+    for index, one in enumerate(found):
+        inner = [
+            each for each in (one, *getattr(one, "__dict__", {}).values()) if isinstance(each, Optimizer)
+        ]
+        if not inner:
+            raise amp.AmpTypeError(
+                f"optimizers[{index}] is a {type(one).__name__}: expected a torch.optim.Optimizer"
+            )
+        optimizers.append(inner[0])
+    return optimizers

@@ -1,0 +1,183 @@
+"""What a watch found: the attempts at steps, and the findings of those that broke."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch.nn import Module
+from torch.optim import Optimizer
+
+import ampatch as amp
+from ampatch.doctor.campaign import MOST_TRACED, describe_scale, find_suspects, is_collapse, merge_steps
+from ampatch.doctor.finding import Finding, Report, read_finding
+from ampatch.doctor.instruments.operations import Call, Origin
+from ampatch.doctor.instruments.values import examine, is_finite
+from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.live.record import Record
+from ampatch.doctor.live.replay import replay
+from ampatch.doctor.words import describe, describe_finding, explain
+
+logger = logging.getLogger("ampatch")
+
+
+@dataclass
+class Run:
+    """Attempts in a row that were alike: finite, at one scale."""
+
+    attempt: Attempt
+    count: int = 1
+
+
+@dataclass
+class Replayed:
+    """What the replay of one attempt showed; `survives` is None where float32 could not be tried."""
+
+    index: int
+    step: int
+    origins: list[dict]
+    survives: bool | None = None
+
+
+@dataclass
+class Patient(amp.Observer):
+    """What is watched. `findings` and `report()` say what broke so far, as `ampatch doctor` does."""
+
+    replays: list[Replayed] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._runs: list[Run] = []
+        self._count = 0
+        self._good = 0.0  # the largest scale that a step was made with
+        self._is_over = False  # weights are bad
+        self._is_searching = False  # for a scale that does not overflow
+        self._logged: set[tuple[object, ...]] = set()
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What broke, in the order of appearance, with reasons and remedies."""
+        return self._found(is_collapse(list(self._attempts())))
+
+    def _found(self, collapses: bool) -> tuple[Finding, ...]:
+        suspects = set(find_suspects(list(self._attempts())))
+        return self._merged(
+            lambda index, it: it["has_reached"] and index in suspects and (collapses or not it["is_of_scale"])
+        )
+
+    @property
+    def harmless(self) -> tuple[Finding, ...]:
+        """What broke in a step that was replayed, and reached nothing."""
+        return self._merged(lambda _, it: not it["has_reached"])
+
+    def report(self) -> Report:
+        """Returns what was found as `ampatch doctor` reports it; `runs` counts the replays."""
+        return Report(
+            self.findings,
+            self.harmless,
+            describe_scale(list(self._attempts())),
+            (),
+            len(self.replays),
+            tuple(dict.fromkeys(self.unknown)),
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(describe(self.report()))
+
+    # ---- What the watcher tells ----
+
+    def add(self, attempt: Attempt) -> bool:
+        """Notes an attempt; says whether it should be replayed: of a scale's search only the first is."""
+        last = self._runs[-1] if self._runs else None
+        like = last is not None and last.attempt.is_finite and attempt.is_finite
+        if like and (last.attempt.scale, last.attempt.is_dynamic) == (attempt.scale, attempt.is_dynamic):
+            last.count += 1
+        else:
+            self._runs.append(Run(attempt))
+        self._count += 1
+        if attempt.is_finite:
+            self._good, self._is_searching = max(self._good, attempt.scale or 0.0), False
+            return False
+        is_probe = attempt.is_dynamic and attempt.loss and (attempt.scale or 0.0) > self._good
+        goes_on, self._is_searching = is_probe and self._is_searching, is_probe
+        return not (goes_on or self._is_over) and len(self.replays) < MOST_TRACED
+
+    def _blame_weights(self) -> None:
+        """Notes that the step before the latest left bad weights: all that follows comes of it."""
+        self._is_over = True
+        if len(self._runs) < 2:
+            return
+        run = self._runs[-2]
+        kept = [] if run.count == 1 else [Run(run.attempt, run.count - 1)]
+        self._runs[-2:-1] = [*kept, Run(replace(run.attempt, weights=False))]
+
+    def examine(
+        self,
+        record: Record,
+        number: int,
+        models: Sequence[Module],
+        optimizers: Sequence[Optimizer],
+        optimizer: Optimizer | None,
+    ) -> None:
+        """Replays the latest attempt, and logs what is found."""
+        origins, survives, unknown = replay(record, models, optimizers, optimizer)
+        self.unknown += [f"step {number}: {line}" for line in unknown]
+        of_weights = [it for it in origins if it["phase"] == "optimizer" and not it["call"]["op"]]
+        was_good = len(self._runs) > 1 and self._runs[-2].attempt.is_finite
+        if of_weights:
+            self._blame_weights()
+        if of_weights and was_good:
+            self.replays.append(Replayed(self.latest - 1, max(number - 1, 0), of_weights, survives))
+        rest = [it for it in origins if it not in of_weights]
+        self.replays.append(Replayed(self.latest, number, rest, survives))
+        self._tell()
+
+    def _look_at_weights(self, models: Sequence[Module]) -> None:
+        last = self._runs[-1] if self._runs else None
+        if last is None or not last.attempt.is_finite:
+            return
+        named = [pair for model in models for pair in model.named_parameters()]
+        name, bad = next(((n, p) for n, p in named if not is_finite(p)), (None, None))
+        if bad is None:
+            return
+        call = Call("", "optimizer", None, None)
+        origin = Origin(call, "optimizer", examine(bad), 0, parameter=name, has_reached=True)
+        self._runs.append(Run(last.attempt))
+        self._blame_weights()
+        self._runs.pop()
+        self.replays.append(Replayed(self.latest, last.attempt.step + last.count - 1, [origin.to_json()]))
+        self.unknown.append("the last step left bad weights: which operation of the optimizer made them")
+
+    def finish(self, models: Sequence[Module]) -> None:
+        """Says at the end whether the last step left bad weights, which costs a host sync."""
+        self._look_at_weights(models)
+        self._tell(is_end=True)
+
+    def _tell(self, is_end: bool = False) -> None:
+        """Logs findings that are new; of a scale that no step was made with more may be too large."""
+        collapses = is_collapse(list(self._attempts())) and (is_end or self._good > 0)
+        for it in self._found(collapses):
+            key = (it.phase, it.op, it.model, it.module, it.call, it.where, it.parameter)
+            if key not in self._logged:
+                self._logged.add(key)
+                logger.warning("%s", "\n".join(describe_finding(it)))
+
+    @property
+    def latest(self) -> int:
+        """The index of the latest attempt."""
+        return self._count - 1
+
+    def _attempts(self) -> Iterator[Attempt]:
+        for run in self._runs:
+            for _ in range(run.count):
+                yield run.attempt
+
+    def _merged(self, wanted: Callable[[int, dict], bool]) -> tuple[Finding, ...]:
+        found = []
+        for one in self.replays:
+            for origin in one.origins:
+                if wanted(one.index, origin):
+                    finding = read_finding(origin, one.step)
+                    found.append(replace(finding, float32_survives=one.survives))
+        return tuple(map(explain, merge_steps(found)))

@@ -1,0 +1,154 @@
+"""Does a recorded step again under the instruments, and says what broke."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+
+from ampatch.doctor.instruments.operations import Call, Origin
+from ampatch.doctor.instruments.places import unwrap, user_line
+from ampatch.doctor.instruments.trace import Trace
+from ampatch.doctor.instruments.values import examine, is_finite
+from ampatch.doctor.live.float32 import survives_in_float32
+from ampatch.doctor.live.frames import call_at
+from ampatch.doctor.live.record import Backward, Forward, Record
+from ampatch.doctor.live.rerun import Impossible, Rerun
+
+Outcome = tuple[list[dict], bool | None, list[str]]
+
+
+def replay(
+    record: Record, models: Sequence[Module], optimizers: Sequence[Optimizer], optimizer: Optimizer | None
+) -> Outcome:
+    """Returns the origins of a step, whether float32 survives it, and what could not be known."""
+    unknown: list[str] = []
+    origins: list[dict] = []
+    survives = None
+    try:
+        refuse(record, models)
+        with as_it_was(record, models):
+            origins, error = trace_again(record, models, optimizer)
+        if error is not None:
+            raise error
+        with as_it_was(record, models):
+            survives = survives_in_float32(record, models, optimizers)
+    except Exception as error:  # of the script's own code, or of torch: training goes on
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        what = "whether float32 survives is not known" if origins else "it could not be replayed"
+        unknown.append(f"{what}: {said}")
+    if not unknown and not any(it["has_reached"] for it in origins):
+        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        why = "another rank may have broken it" if ranks else "it drew from elsewhere than torch"
+        unknown.append(f"it did not break again when it was replayed: {why}")
+    return origins, survives, unknown
+
+
+def refuse(record: Record, models: Sequence[Module]) -> None:
+    """Raises Impossible for what a replay would get wrong, or other ranks would have to join."""
+    if not any(isinstance(event, Forward) for event in record.events):
+        raise Impossible("no forward of a watched model came before it: watch what is called as model(...)")
+    if record.is_changed():
+        raise Impossible("what the step took was written to before its end")
+    modules = [each for model in models for each in model.modules()]
+    if any(hasattr(p, "to_local") for model in models for p in model.parameters()) or any(
+        "FullyShardedDataParallel" in type(each).__name__ for each in modules
+    ):
+        raise Impossible("weights are distributed over ranks, and a replay would need all of them")
+    if any(isinstance(each, torch.nn.SyncBatchNorm) and each.training for each in modules):
+        raise Impossible("SyncBatchNorm computes over all ranks, and a replay is of one")
+
+
+@contextmanager
+def as_it_was(record: Record, models: Sequence[Module]) -> Iterator[None]:
+    """Has models and generators be what they were before a step; afterwards all is as it is now."""
+    devices = {p.device for model in models for p in model.parameters() if p.device.type == "cuda"}
+    weights = [weight for weight, _ in record.weights]
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices))
+        for state in record.state.values():
+            stack.enter_context(state.restored())
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        for parameter in parameters:
+            stack.callback(setattr, parameter, "grad", parameter.grad)
+            parameter.grad = None
+        if weights:
+            present = [weight.detach().clone() for weight in weights]
+            stack.callback(torch.no_grad()(torch._foreach_copy_), weights, present)
+            with torch.no_grad():
+                torch._foreach_copy_(weights, [saved for _, saved in record.weights])
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.enable_grad())
+        yield
+
+
+class Traced(Rerun):
+    """Does a step again, and tells a trace of its parts."""
+
+    def __init__(self, record: Record, models: Mapping[int, Module], trace: Trace) -> None:
+        super().__init__(record, models)
+        self._trace = trace
+
+    def backward(self, event: Backward) -> None:
+        """Goes backward again, from the line that did."""
+        call_at(event.frames, functools.partial(self._backward, event))
+
+    def _backward(self, event: Backward) -> None:
+        returned = [slot for one in self._record.events if isinstance(one, Forward) for slot in one.outputs]
+        whole = self._record.slots.is_whole and event.loss is not None
+        self._trace.begin_backward(tuple(self.values[slot] for slot in ([event.loss] if whole else returned)))
+        super().backward(event)
+        self._trace.end_backward()
+
+
+def trace_again(
+    record: Record, models: Sequence[Module], optimizer: Optimizer | None
+) -> tuple[list[dict], Exception | None]:
+    """Does a step again under a trace; returns its origins, and the error that ended it."""
+    trace = Trace(None)
+    run = Traced(record, {id(model): unwrap(model) for model in models}, trace)
+    with ExitStack() as stack:
+        stack.callback(register_module_forward_pre_hook(trace.enter_module).remove)
+        after = register_module_forward_hook(lambda module, *_: trace.leave_module(module), always_call=True)
+        stack.callback(after.remove)
+        stack.enter_context(trace)
+        error = attempt(run.run)
+    if optimizer is not None:
+        trace.end_attempt(optimizer)
+    origins = trace.to_json()
+    if not record.slots.is_whole and not any(it["has_reached"] for it in origins):
+        origins += of_unseen_loss(record)
+    return origins, error
+
+
+def attempt(run: Callable[[], None]) -> Exception | None:
+    """Runs, and returns the error that came of it."""
+    try:
+        run()
+    except Exception as error:
+        return error
+    return None
+
+
+def of_unseen_loss(record: Record) -> list[dict]:
+    """Says that the loss broke, where its operations were not seen: what came back of it is bad."""
+    for event in (one for one in record.events if isinstance(one, Backward)):
+        if is_finite(event.value):
+            continue
+        origin: list[Origin] = []
+
+        def find(value: Tensor = event.value, found: list[Origin] = origin) -> None:
+            call = Call("", "loss", None, user_line(), str(value.dtype)[6:])
+            found.append(Origin(call, "loss", examine(value), 0, has_reached=True))
+
+        call_at(event.frames, find)
+        return [origin[0].to_json()]
+    return []

@@ -1,0 +1,103 @@
+"""Does the events of a record again, one by one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from ampatch.doctor.instruments.values import quiet
+from ampatch.doctor.live.frames import call_at
+from ampatch.doctor.live.record import Backward, Forward, Operation, Record, Slot, map_tensors, tensors_of
+
+
+class Impossible(Exception):
+    """A step cannot be done again."""
+
+
+class Rerun:
+    """Does the events of a record again, with `models` by the ids of those that ran."""
+
+    def __init__(self, record: Record, models: Mapping[int, Module]) -> None:
+        self._record, self._models = record, models
+        self.values: dict[int, Tensor] = {}
+        self.parameters = [p for model in models.values() for p in model.parameters() if p.requires_grad]
+        self.casts = True
+
+    def run(self) -> None:
+        """Does all events; raises Impossible where one took what is not known."""
+        for event in self._record.events:
+            if isinstance(event, Forward):
+                self.forward(event)
+            elif isinstance(event, Operation):
+                self.operate(event)
+            else:
+                self.backward(event)
+        if not any(isinstance(event, Backward) for event in self._record.events):
+            self.backward(Backward(None, (), {}, (), torch.zeros(())))  # by torch.autograd.backward
+
+    def resolve(self, value: object) -> object:
+        """Returns arguments with the tensors of this run."""
+        return map_tensors(value, self._resolve)
+
+    def _resolve(self, value: Tensor | Slot) -> Tensor:
+        if isinstance(value, Tensor):
+            return value
+        if value.index not in self.values:
+            raise Impossible("it took what was made before it")
+        return self.values[value.index]
+
+    def keep(self, slots: Sequence[int], result: object) -> None:
+        """Takes what an event gave."""
+        self.values.update(zip(slots, tensors_of(result), strict=False))
+
+    def forward(self, event: Forward) -> None:
+        """Calls a model again."""
+        model = event.find()
+        if model is None:
+            raise Impossible("its model is gone")
+        args, kwargs = self.resolve(event.args), self.resolve(event.kwargs)
+        set_random(event.random)
+        with event.mode.entered(self.casts):
+            run = functools.partial(self._models[id(model)], *args, **kwargs)
+            self.keep(event.outputs, call_at(event.frames, run))
+
+    def operate(self, event: Operation) -> None:
+        """Makes an operation again."""
+        args, kwargs = self.resolve(event.args), self.resolve(event.kwargs)
+        with event.mode.entered(self.casts):
+            run = functools.partial(event.function, *args, **kwargs)
+            self.keep(event.outputs, call_at(event.frames, run))
+
+    def backward(self, event: Backward) -> None:
+        """Goes backward again; gradients are added up as in the step."""
+        roots, given = self.find_roots(event)
+        kept = {name: event.kwargs[name] for name in ("retain_graph", "create_graph") if name in event.kwargs}
+        gradients = torch.autograd.grad(roots, self.parameters, given, allow_unused=True, **kept)
+        with quiet():
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                if gradient is not None:
+                    earlier = parameter.grad
+                    parameter.grad = gradient.detach() if earlier is None else earlier + gradient
+
+    def find_roots(self, event: Backward) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Returns what a backward began at: the loss, or what the models returned where it is not known."""
+        if self._record.slots.is_whole:
+            args, kwargs = self.resolve(event.args), self.resolve(event.kwargs)
+            return [self.values[event.loss]], [args[0] if args else kwargs.get("gradient")]
+        forwards = [one for one in self._record.events if isinstance(one, Forward)]
+        pairs = [(self.values[slot], grad) for one in forwards for slot, grad in one.gradients.items()]
+        if not pairs:
+            raise Impossible("how the loss came of the model is not known")
+        return [value for value, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def set_random(states: Sequence[Tensor]) -> None:
+    """Sets torch's generators."""
+    with torch._C.DisableTorchFunction():
+        torch.set_rng_state(states[0])
+        for state in states[1:]:
+            torch.cuda.set_rng_state(state)

@@ -1,0 +1,97 @@
+"""An attempt at a step whose outcome may still be on the device, and what its replay needs."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+import ampatch as amp
+from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.live.flag import Flag
+from ampatch.doctor.live.record import Backward, Forward, Record, tensors_of
+
+
+@dataclass(slots=True)
+class Step:
+    """An attempt at a step whose outcome may still be on the device, and what it takes to replay it."""
+
+    optimizer: weakref.ref[Optimizer]
+    number: int
+    record: Record
+    flag: Flag | None
+    outcomes: Sequence[amp.BackwardOutcome] = ()
+    skipped: bool | None = None
+    scale: float | None = None
+    is_dynamic: bool = False
+
+    def is_known(self) -> bool:
+        """Says whether asking would not wait for a device."""
+        is_late = self.flag is not None and self.flag.is_late
+        return self.skipped or not (is_late or any(outcome.poll() is None for outcome in self.outcomes))
+
+    def judge(self) -> Attempt:
+        """Returns what came of it."""
+        read = [outcome.read() for outcome in self.outcomes]
+        bad = self.skipped or any(overflowed for overflowed, *_ in read)
+        losses = all(outcome.is_loss_finite is not False for outcome in self.outcomes)
+        scale = read[0][1] if read else self.scale
+        if self.flag is not None and self.flag.read():
+            found = [bool(torch.isfinite(value).all()) for value in self.record.losses()]
+            losses = losses and all(found)
+            bad = bad or losses
+        elif bad:
+            losses = losses and all(bool(torch.isfinite(value).all()) for value in self.record.losses())
+        return Attempt(self.number, scale, self.is_dynamic or bool(read), losses, not bad)
+
+
+def device_of(model: Module) -> torch.device:
+    """Returns where a model is."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def random_of(device: torch.device) -> list[Tensor]:
+    """Returns the state of torch's generators, of the CPU and of the model's GPU; no host sync."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+def outcomes_of(optimizer: Optimizer) -> tuple[amp.BackwardOutcome, ...] | None:
+    """Returns what our scaler found before the last step, None for an optimizer that is not ours."""
+    try:
+        return amp.backward_outcomes(optimizer)
+    except amp.AmpError:
+        return None
+
+
+def hold_gradients(record: Record, forward: Forward, output: object) -> None:
+    """Keeps the gradients that come back to what a model returned, if the loss cannot be made again."""
+    for slot, tensor in zip(forward.outputs, tensors_of(output), strict=True):
+        if tensor.grad_fn is not None:
+            tensor.register_hook(functools.partial(_hold, record, forward, slot))
+
+
+def _hold(record: Record, forward: Forward, slot: int, gradient: Tensor) -> None:
+    if not isinstance(record.events[-1], Backward):  # one that nobody saw begin
+        record.slots.is_whole = False
+    if not record.slots.is_whole:
+        forward.gradients[slot] = gradient
+
+
+@torch.no_grad()
+def copy_weights(models: Sequence[weakref.ref[Module]]) -> list[tuple[Tensor, Tensor]]:
+    """Copies the weights of models; no host sync."""
+    found = [find() for find in models]
+    weights = [parameter for model in found if model is not None for parameter in model.parameters()]
+    copies = [torch.empty_like(weight) for weight in weights]
+    if weights:
+        torch._foreach_copy_(copies, weights)
+    return list(zip(weights, copies, strict=True))

@@ -1,0 +1,84 @@
+"""Notes the operations between a model's forward and the backward pass: those of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ampatch.doctor.instruments.places import is_called_by_us
+from ampatch.doctor.live.frames import capture
+from ampatch.doctor.live.record import Mode, Operation, Record, tensors_of
+
+GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+SET = torch.Tensor.__setitem__
+
+
+def is_in_place(function: Callable[..., object]) -> bool:
+    """Says whether a function writes into its first argument, by its name.
+
+    >>> [is_in_place(each) for each in (torch.Tensor.add_, torch.Tensor.__iadd__, torch.add)]
+    [True, True, False]
+    """
+    name = getattr(function, "__name__", "")
+    return function is SET or (name.startswith("__i") if name.startswith("__") else name.endswith("_"))
+
+
+def needs_graph(args: tuple[object, ...]) -> bool:
+    """Says whether one of an operation's tensors has a graph."""
+    return any(tensor.grad_fn is not None for tensor in tensors_of(args))
+
+
+class Tape(TorchFunctionMode):
+    """Writes into `record`, while it is the one mode on torch's stack.
+
+    It goes there when a forward ends and leaves before the backward; it does not go on top of a mode of
+    the script's, whose end would then take the wrong one away.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record: Record | None = None
+        self._device = "cpu"
+        self._is_on_stack = False
+
+    def start(self, record: Record, device: str) -> bool:
+        """Notes what follows; returns whether it can."""
+        self.record, self._device = record, device
+        if not self._is_on_stack and torch._C._len_torch_function_stack() == 0:
+            self.__enter__()
+            self._is_on_stack = True
+        return self._is_on_stack
+
+    def stop(self) -> None:
+        """Notes no more; leaves the stack, unless a mode of the script's is above it now."""
+        self.record = None
+        count = torch._C._len_torch_function_stack()
+        if self._is_on_stack and count and torch._C._get_function_stack_at(count - 1) is self:
+            self._is_on_stack = False
+            self.__exit__(None, None, None)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        record = self.record
+        if record is None or func == GRAD:
+            return func(*args, **kwargs)
+        if is_in_place(func) and args and record.slots.find(args[0]) is None:
+            return func(*args, **kwargs)  # into what the script keeps, as a count: not to be done twice
+        if is_called_by_us() and not needs_graph(args):
+            return func(*args, **kwargs)  # a scaler's own arithmetic
+        taken = record.slots.refer(args), record.slots.refer(kwargs)
+        result = func(*args, **kwargs)
+        if func is SET or isinstance(result, Tensor) or any(True for _ in tensors_of(result)):
+            mode = Mode.now(self._device)
+            outputs = record.slots.add(result)
+            record.events.append(Operation(func, *taken, outputs, capture(1), mode))
+        return result

@@ -1,0 +1,261 @@
+"""The hooks of a watch: they record each step, and have one that breaks replayed."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import FrameType
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ampatch.doctor.instruments.watch import own_scaler
+from ampatch.doctor.live.flag import Check, Flag
+from ampatch.doctor.live.frames import capture
+from ampatch.doctor.live.patching import replace
+from ampatch.doctor.live.patient import Patient
+from ampatch.doctor.live.record import Backward, Forward, Mode, Record, State
+from ampatch.doctor.live.step import Step, copy_weights, device_of, hold_gradients, outcomes_of, random_of
+from ampatch.doctor.live.tape import Tape
+
+SCALE_EVERY = 100  # attempts, between two looks at the scale of a GradScaler on a GPU, which wait for it
+
+
+class Hook:
+    """A hook of a model; copies and pickles of the model have one that does nothing."""
+
+    def __init__(self, call: Callable[..., object] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: object) -> None:
+        if self._call is not None and not torch.compiler.is_compiling():
+            self._call(*args)
+
+    def __reduce__(self) -> tuple:
+        return Hook, ()
+
+
+class Watcher:
+    """Watches models and optimizers; keeps none of them alive."""
+
+    def __init__(self, models: Sequence[Module], optimizers: Sequence[Optimizer], patient: Patient) -> None:
+        self._models = [weakref.ref(model, self._forget) for model in models]
+        self._optimizers = {id(one): weakref.ref(one) for one in optimizers}
+        self._patient = patient
+        self._tape, self._check = Tape(), Check()
+        self._record, self._before = Record(), Record()
+        self._is_over = False  # whether the next forward begins another step
+        self._is_busy = False  # in a backward or a replay
+        self._running: list[Module] = []
+        self._forward: Forward | None = None
+        self._steps: Counter[int] = Counter()
+        self._frame: FrameType | None = None  # of the optimizer's step that runs
+        self._scaling: GradScaler | None = None
+        self._waiting: list[Step] = []
+        self._has_outcomes: set[int] = set()
+        self._scale: float | None = None
+
+    def open(self, undo: ExitStack) -> None:
+        """Puts the hooks where they belong; `undo` takes them away."""
+        undo.callback(self._finish)
+        for find in self._models:
+            model = find()
+            before = model.register_forward_pre_hook(Hook(self._enter), prepend=True, with_kwargs=True)
+            undo.callback(before.remove)
+            after = model.register_forward_hook(Hook(self._leave), always_call=True)
+            undo.callback(after.remove)
+        undo.callback(register_optimizer_step_pre_hook(self._begin_step).remove)
+        undo.callback(register_optimizer_step_post_hook(self._end_step).remove)
+        replace(torch.Tensor, "backward", self._around_backward, undo)
+        replace(GradScaler, "step", self._around_scaler, undo)
+
+    def _forget(self, _: object) -> None:
+        """A model is gone: what its steps took may go too."""
+        self._record, self._before, self._waiting = Record(), Record(), []
+
+    def _finish(self) -> None:
+        self._tape.stop()
+        self._resolve(all_of_them=True)
+        models = [model for find in self._models if (model := find()) is not None]
+        self._patient.finish(models)
+
+    # ---- Forwards ----
+
+    def _enter(self, model: Module, args: tuple, kwargs: dict) -> None:
+        self._tape.stop()
+        if self._is_busy or not torch.is_grad_enabled():
+            return
+        self._running.append(model)
+        if len(self._running) > 1:
+            return
+        if self._is_over:
+            spare, self._before = self._before.state, self._record
+            self._record, self._is_over = Record(spare), False
+        record, device = self._record, device_of(model)
+        if id(model) not in record.state:
+            record.state[id(model)] = record.spare.pop(id(model), None) or State(model)
+            record.state[id(model)].save()
+        taken = record.slots.refer(args), record.slots.refer(kwargs)
+        self._forward = Forward(
+            weakref.ref(model), *taken, capture(3), Mode.now(device.type), random_of(device)
+        )
+
+    def _leave(self, model: Module, args: tuple, output: object) -> None:
+        if self._is_busy or not (self._running and self._running[-1] is model):
+            return
+        self._running.pop()
+        if self._running or self._forward is None:
+            return
+        forward, self._forward = self._forward, None
+        forward.outputs = self._record.slots.add(output)
+        self._record.events.append(forward)
+        hold_gradients(self._record, forward, output)
+        if not self._tape.start(self._record, device_of(model).type):
+            self._record.slots.is_whole = False
+
+    # ---- Backward passes ----
+
+    def _around_backward(self, original: Callable[..., object], loss: Tensor, *args, **kwargs) -> object:
+        self._tape.stop()
+        if self._is_busy or not self._record.events:
+            return original(loss, *args, **kwargs)
+        record = self._record
+        slot = record.slots.find(loss)
+        record.slots.is_whole &= slot is not None
+        given = record.slots.refer(args), record.slots.refer(kwargs)
+        record.events.append(Backward(slot, *given, capture(3), loss.detach()))
+        self._is_busy = True
+        try:
+            return original(loss, *args, **kwargs)
+        finally:
+            self._is_busy = False
+
+    # ---- Steps ----
+
+    def _around_scaler(self, original, scaler: GradScaler, optimizer: Optimizer, *args, **kwargs) -> object:
+        self._tape.stop()
+        if self._is_busy or not self._knows(optimizer) or not scaler.is_enabled():
+            return original(scaler, optimizer, *args, **kwargs)
+        number = self._steps[id(optimizer)]
+        self._scaling = scaler
+        try:
+            result = original(scaler, optimizer, *args, **kwargs)
+        finally:
+            self._scaling = None
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        skipped = self._steps[id(optimizer)] == number
+        self._steps[id(optimizer)] = number + 1
+        found = list(scaler._found_inf_per_device(optimizer).values()) if is_fused else []
+        flag = Flag(torch.stack([each.to(found[0].device) for each in found]).amax()) if found else None
+        flag = flag or self._check.of(self._record.losses())
+        self._scale = self._read_scale(scaler, skipped)
+        self._settle(Step(weakref.ref(optimizer), number, self._record, flag, (), skipped, self._scale, True))
+        return result
+
+    def _read_scale(self, scaler: GradScaler, skipped: bool) -> float | None:
+        is_free = scaler._scale is None or not scaler._scale.is_cuda
+        if is_free or skipped or self._scale is None or self._patient.latest % SCALE_EVERY == 0:
+            return scaler.get_scale()
+        return self._scale
+
+    def _begin_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
+        self._tape.stop()
+        if self._is_busy or not self._knows(optimizer) or self._is_inside():
+            return None
+        self._frame = sys._getframe(1)
+        self._resolve()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self._look(optimizer)
+            return None
+
+        def look_after() -> object:
+            result = closure()
+            self._tape.stop()
+            self._look(optimizer)
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": look_after}
+        return (args[0], look_after, *args[2:]), kwargs
+
+    def _look(self, optimizer: Optimizer) -> None:
+        """Checks the gradients that a step is about to use, unless a scaler does."""
+        if self._scaling is not None or id(optimizer) in self._has_outcomes:
+            return
+        gradients = [
+            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
+        losses = [value.clone() for value in self._record.losses()]
+        flag = self._check.of([*gradients, *losses])
+        scaler = own_scaler()
+        scale = scaler.get_scale() if scaler is not None and not scaler.is_dynamic else None
+        step = Step(weakref.ref(optimizer), self._steps[id(optimizer)], self._record, flag, scale=scale)
+        if scaler is not None and scaler.is_dynamic and outcomes_of(optimizer) is not None:
+            self._waiting.append(step)  # it may be skipped: asked after it
+        else:
+            self._settle(step)
+
+    def _end_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        if self._is_busy or not self._knows(optimizer) or self._frame is not sys._getframe(1):
+            return
+        self._frame = None
+        if self._scaling is not None:
+            self._steps[id(optimizer)] += 1
+            return
+        outcomes = outcomes_of(optimizer)
+        if outcomes:
+            self._has_outcomes.add(id(optimizer))
+            self._waiting = [one for one in self._waiting if one.optimizer() is not optimizer]
+            number = self._steps[id(optimizer)]
+            self._settle(Step(weakref.ref(optimizer), number, self._record, None, outcomes))
+        self._steps[id(optimizer)] += 1
+        self._is_over = True
+
+    def _settle(self, step: Step) -> None:
+        """Judges a step, now or when the device has told of it; until then its weights are kept."""
+        self._is_over = True
+        if step.is_known():
+            self._judge(step)
+        else:
+            self._waiting.append(step)
+            step.record.weights = step.record.weights or copy_weights(self._models)
+
+    def _resolve(self, *, all_of_them: bool = False) -> None:
+        """Judges the steps before this one; the device has gone on to this one's forward by now."""
+        due = [step for step in self._waiting if all_of_them or step.record is not self._record]
+        self._waiting = [step for step in self._waiting if step not in due]
+        for step in due:
+            self._judge(step)
+
+    def _judge(self, step: Step) -> None:
+        attempt = step.judge()
+        if not self._patient.add(attempt):
+            return
+        self._is_busy = True
+        try:
+            models = [model for find in self._models if (model := find()) is not None]
+            optimizers = [one for find in self._optimizers.values() if (one := find()) is not None]
+            self._patient.examine(step.record, step.number, models, optimizers, step.optimizer())
+        finally:
+            self._is_busy = False
+
+    def _knows(self, optimizer: Optimizer) -> bool:
+        find = self._optimizers.get(id(optimizer))
+        return find is not None and find() is optimizer
+
+    def _is_inside(self) -> bool:
+        """Says whether a step of ours runs: a class that calls `super().step()` runs the hooks twice."""
+        frame: FrameType | None = sys._getframe(2)
+        while self._frame is not None and frame is not None:
+            if frame is self._frame:
+                return True
+            frame = frame.f_back
+        return False
