@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ampatch import AmpError
+from ampatch.doctor.beside import add_beside, compare_levels
 from ampatch.doctor.child import Run
 from ampatch.doctor.finding import Finding, Report, read_finding
 from ampatch.doctor.instruments.watch import Attempt
@@ -26,17 +27,23 @@ class Campaign:
     """Runs a script as often as it takes; `runs` counts, `unknown` says what could not be known."""
 
     run: Run
+    every: int = 0  # attempts between those that are noted; 0: as many as curves need
     runs: int = 0
     unknown: list[str] = field(default_factory=list)
+    seen: dict[str, dict] = field(default_factory=dict)  # of the last run of a name
 
     def report(self, propose: bool = False) -> Report:
         """Watches, traces what broke, asks whether float32 survives, and proposes what to keep in it."""
-        attempts, _ = self._start("watched", self.run)
+        attempts, _ = self._start("watched", replace(self.run, every=self.every))
         if not attempts:
             self.unknown.append("the script made no step of an optimizer: nothing was watched")
         suspects = find_suspects(attempts)
         window = suspects[:MOST_TRACED] or tuple(range(min(ALWAYS_TRACED, len(attempts))))
-        origins = self._start("traced", replace(self.run, traces=True, window=window))[1] if window else []
+        origins = (
+            self._start("traced", replace(self.run, traces=True, window=window, speed=True))[1]
+            if window
+            else []
+        )
         if suspects and not any(it["has_reached"] for it in origins):
             self.unknown.append("it did not happen again when the script was repeated: seed what it draws")
         findings = findings_in(attempts, origins)
@@ -47,6 +54,12 @@ class Campaign:
         return Report(
             tuple(findings), tuple(harmless), describe_scale(attempts), keep, self.runs, tuple(self.unknown)
         )
+
+    def beside(self, report: Report, against: str | None = None) -> Report:
+        """Returns a report with what was noted beside it, and the comparison with a level."""
+        compared = compare_levels(self._start, self.run, against, self.unknown) if against else None
+        report = add_beside(report, self.seen)
+        return replace(report, against=compared, runs=self.runs, unknown=tuple(self.unknown))
 
     def _survives(self, steps: int) -> bool | None:
         """Runs the script in float32 and says whether it stays finite to its end."""
@@ -97,7 +110,7 @@ class Campaign:
             )
             if not out.exists():
                 raise AmpError(f"the {name} run ended before it began: {done.stderr.strip()[-500:]}")
-            seen = json.loads(out.read_text())
+            seen = self.seen[name] = json.loads(out.read_text())
         if done.returncode:
             last = (done.stderr.strip() or "it said nothing").splitlines()[-1]
             self.unknown.append(f"the {name} run ended with status {done.returncode}: {last}")
