@@ -12,6 +12,7 @@ from ampatch.doctor.against.capture import Key
 
 HALVES = (torch.float16, torch.bfloat16)
 FACTOR = 4.0  # of eps, in a forward: a rounding is a fraction of eps
+SWITCHED = 2.0  # of sqrt(eps), in a backward
 TINY = 1e-30  # of a reference whose numbers are all zeros
 
 
@@ -24,21 +25,24 @@ def compare(
     divided. The error of a row is the norm of the difference by the norm of the other's numbers, None where
     some are not finite. `lost` is the part of numbers that are zero, and are not at the other level. A row
     departs if its error is above the largest before it by more than is `allowed`: in a forward 4 eps of the
-    half type, in a backward sqrt(eps), since a rectifier that switches for a part eps of its numbers changes
-    the gradient by that.
+    half type, in a backward 2 sqrt(eps), since a rectifier that switches for a part eps of its numbers
+    changes the gradient by sqrt(eps). A gradient of a parameter that is far below those of its layer's
+    others, as of a bias before a BatchNorm, which has none, is measured by theirs.
     """
     ours: dict[Key, Tensor] = own["tensors"]
     theirs: dict[Key, Tensor] = other["tensors"]
     half = next((it.dtype for it in [*ours.values(), *theirs.values()] if it.dtype in HALVES), torch.float16)
     eps = torch.finfo(half).eps
-    allowed = {"forward": FACTOR * eps, "backward": math.sqrt(eps)}
+    allowed = {"forward": FACTOR * eps, "backward": SWITCHED * math.sqrt(eps)}
+    norms = layer_norms(theirs, scales[1])
     rows, before = [], 0.0
     for key, one in ours.items():
         two = theirs.get(key)
         if two is None or one.numel() != two.numel():
             continue
         by = scales if key[0] == "backward" else (1.0, 1.0)
-        error, lost = distance(one.double() / by[0], two.double() / by[1])
+        least = math.sqrt(eps) * norms.get(key[:3], 0.0) if is_parameter(key) else 0.0
+        error, lost = distance(one.double() / by[0], two.double() / by[1], least)
         rows.append(row_of(key, one, error, lost) | {"departs": error - before > allowed[key[0]]})
         before = max(before, error)
     first = next((index for index, row in enumerate(rows) if row["departs"]), None)
@@ -51,14 +55,30 @@ def compare(
     }
 
 
-def distance(one: Tensor, two: Tensor) -> tuple[float, float]:
+def layer_norms(tensors: Mapping[Key, Tensor], scale: float) -> dict[tuple[str, str, str], float]:
+    """Returns the largest norm of a parameter's gradient in each layer."""
+    norms: dict[tuple[str, str, str], float] = {}
+    for key, tensor in tensors.items():
+        if is_parameter(key):
+            norms[key[:3]] = max(norms.get(key[:3], 0.0), tensor.double().norm().item() / scale)
+    return norms
+
+
+def is_parameter(key: Key) -> bool:
+    """Says whether a parameter's gradient was captured, not what a module gave."""
+    return not key[-1].isdecimal()
+
+
+def distance(one: Tensor, two: Tensor, least: float = 0.0) -> tuple[float, float]:
     """Returns the relative error of numbers, and the part of them that are zero in `one` alone.
+
+    The error is of the norm of `two`, or of `least` where that is larger.
 
     >>> distance(torch.tensor([3.0, 0.0]), torch.tensor([3.0, 4.0]))
     (0.8, 0.5)
     """
     difference, norm = (one - two).norm().item(), two.norm().item()
-    error = 0.0 if difference == 0 else difference / max(norm, TINY)
+    error = 0.0 if difference == 0 else difference / max(norm, least, TINY)
     if not torch.isfinite(one).all() or not torch.isfinite(two).all():
         error = 0.0 if torch.equal(one, two) else float("inf")
     return error, ((one == 0) & (two != 0)).double().mean().item() if one.numel() else 0.0
@@ -67,7 +87,7 @@ def distance(one: Tensor, two: Tensor) -> tuple[float, float]:
 def row_of(key: Key, tensor: Tensor, error: float, lost: float) -> dict[str, object]:
     """Returns a row: where it is, and how far it is off."""
     phase, model, module, call, what = key
-    parameter = None if what.isdecimal() else what
+    parameter = what if is_parameter(key) else None
     return {
         "phase": phase,
         "model": model,
