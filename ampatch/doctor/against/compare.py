@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ampatch.doctor.against.capture import Key
+from ampatch.doctor.growth.curves import name_of
 
 HALVES = (torch.float16, torch.bfloat16)
 FACTOR = 4.0  # of eps, in a forward: a rounding is a fraction of eps
@@ -108,8 +109,7 @@ def said_of_comparison(against: dict) -> list[str]:
     if against["first"] is None:
         return [f"Compared with {against['level']}, no module departs further than roundings explain."]
     row = against["rows"][against["first"]]
-    name = f"{row['model']}.{row['module']}" if row["module"] else row["model"]
     what = "output" if row["phase"] == "forward" else f"gradient of {row['parameter'] or 'the output'}"
     error = "is not finite" if row["error"] is None else f"is off by {row['error']:.2g}"
     lost = f"; {row['lost']:.0%} of it became 0" if row["lost"] > 0.01 else ""
-    return [f"Compared with {against['level']}, {name} departs first: its {what} {error}{lost}."]
+    return [f"Compared with {against['level']}, {name_of(row)} departs first: its {what} {error}{lost}."]

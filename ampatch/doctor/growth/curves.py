@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from ampatch.doctor.instruments.watch import Attempt
+from ampatch.sweeps.records.numbers import ASCII
 
 QUANTITIES = ("output", "gradient", "gradient_norm", "weight")
 OUTPUT, GRADIENT, NORM, WEIGHT = range(len(QUANTITIES))
@@ -148,6 +149,11 @@ def some(curve: Curve) -> list[float]:
     return [value for value in curve if value is not None]
 
 
+def name_of(layer: Mapping[str, str]) -> str:
+    """Returns the name of a layer, after that of its model."""
+    return f"{layer['model']}.{layer['module']}" if layer["module"] else layer["model"] or "the script"
+
+
 def said_of_growth(growth: dict) -> list[str]:
     """Says in a sentence where growth began, nothing where nothing grew.
 
@@ -156,13 +162,14 @@ def said_of_growth(growth: dict) -> list[str]:
     began = growth.get("began")
     if not began:
         return []
-    name: Callable[[dict], str] = lambda it: f"{it['model']}.{it['module']}" if it["module"] else it["model"]
     of = "" if began["quantity"] == "output" else "gradients of "
     weight = began["weight_times"]
-    cause = f"; its weights are {weight:.3g} times as large" if weight and weight > GROWN / 2 else ""
-    reached = name(began["reached"])
-    last = f" Nearest to overflow: {reached}." if reached != name(began) else ""
-    factor = f" {began['times']:.3g}-fold" if began["times"] else ""
+    cause = (
+        f"; its weights are {ASCII.short(weight, 3)} times as large" if weight and weight > GROWN / 2 else ""
+    )
+    reached = name_of(began["reached"])
+    last = f" Nearest to overflow: {reached}." if reached != name_of(began) else ""
+    factor = f" {ASCII.short(began['times'], 3)}-fold" if began["times"] else ""
     return [
-        f"Growth began at attempt {began['attempt']} in {of}{name(began)},{factor} by the end{cause}.{last}"
+        f"Growth began at step {began['attempt']} in {of}{name_of(began)},{factor} by the end{cause}.{last}"
     ]

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from ampatch.doctor.finding import Report
+from ampatch.doctor.growth.curves import name_of
 from ampatch.sweeps.web.charts import BAD, INK, ROW, Chart, draw, paint_curve, set_ticks, set_values
 from ampatch.sweeps.web.curves import Points
 
@@ -17,10 +18,11 @@ SHOWN = {"headroom": "Headroom to overflow", "output": "Largest output", "gradie
 
 
 def charts_of(report: Report, layers: Sequence[dict]) -> list[tuple[str, list[Chart]]]:
-    """Returns the charts of each quantity, after its name; `layers` are those nearest to overflow."""
+    """Returns the charts of each quantity, after its name; of `layers` the first have them."""
+    nearest = sorted(layers[:MOST_LAYERS], key=report.growth["layers"].index) if report.growth else []
     charts = [("Loss scale", scale_charts(report))]
     for quantity, title in SHOWN.items():
-        charts.append((title, layer_charts(title, quantity, layers[:MOST_LAYERS], report.growth)))
+        charts.append((title, layer_charts(title, quantity, nearest, report.growth)))
     return [(title, group) for title, group in charts if group]
 
 
@@ -85,8 +87,3 @@ def chart(
 
     whole = f"{title} of {name}" if name else title
     return Chart(name or title, whole, words, draw(paint, whole))
-
-
-def name_of(layer: dict) -> str:
-    """Returns the name of a layer: that of its model alone where it is the model."""
-    return f"{layer['model']}.{layer['module']}" if layer["module"] else layer["model"] or "the script"

@@ -183,7 +183,7 @@ def said_of_speed(speed: dict) -> list[str]:
     if uneven:
         said.append(f"{len(speed['uneven'])} {many} have sizes that are no multiples of 8: {uneven}")
     if islands:
-        said.append(f"float32 between half operations at {len(speed['islands'])} places: {islands}")
+        said.append(f"float32 between half operations, in {len(speed['islands'])} lines: {islands}")
     if said and not speed["compiled"]:
         said.append("torch.compile is not used: it would join casts with what follows them")
     return said
