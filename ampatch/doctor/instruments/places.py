@@ -15,7 +15,6 @@ from torch.nn import Module, Parameter
 import ampatch
 
 OURS = (os.path.dirname(ampatch.__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep)
-INSTRUMENTS = os.path.dirname(os.path.dirname(__file__)) + os.sep  # all of the doctor
 INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
 SHOWN = os.getcwd() + os.sep
 SCALERS = (os.path.join("steps", "scaler.py"), os.path.join("amp", "grad_scaler.py"))
@@ -141,7 +140,7 @@ def is_called_by_us() -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(OURS[1]):
         frame = frame.f_back
-    while frame is not None and frame.f_code.co_filename.startswith(INSTRUMENTS):
+    while frame is not None and frame.f_code.co_filename.startswith(os.path.dirname(__file__)):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(OURS[0])
 

@@ -6,6 +6,8 @@ between half operations. `torch.compile` is only noted: operations are seen with
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,13 +21,14 @@ from torch.overrides import TorchFunctionMode
 
 from ampatch.doctor.instruments.clock import Listener, listen, wrap
 from ampatch.doctor.instruments.operations import name_of
-from ampatch.doctor.instruments.places import Models, is_called_by_us, user_line
+from ampatch.doctor.instruments.places import OURS, Models, user_line
 from ampatch.doctor.instruments.values import tensors_in
 
 HALVES = (torch.float16, torch.bfloat16)
 SYNCS = ("item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "is_nonzero", "equal", "allclose", "unique")
 SYNCS += ("masked_select", "__bool__", "__float__", "__int__", "__index__", "__array__", "__contains__")
 PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d")
+OWN_SYNCS = tuple(os.path.join(OURS[1], folder) + os.sep for folder in ("optim", "amp"))  # of torch
 CONVOLUTIONS = PRODUCTS[-3:]
 SILENT = ("to", "half", "bfloat16", "float", "type", "type_as", "detach", "size", "dim", "requires_grad_")
 MOST_STEPS = 4
@@ -81,7 +84,7 @@ class Brakes(Listener):
         """Notes what an operation says about speed."""
         name = name_of(func)
         place = self._models.place
-        if is_sync(func, name, args) and not is_called_by_us():
+        if is_sync(func, name, args) and is_called_by_script():
             line = user_line()
             if line is not None:
                 self.syncs[name.strip("_"), place.module if place else "", line] += 1
@@ -146,6 +149,21 @@ def is_sync(func: Callable[..., object], name: str, args: tuple) -> bool:
     if name == "index" and len(args) > 1:
         return any(it.dtype in (torch.bool, torch.uint8) for it in tensors_in(args[1]))
     return name == "where" and len(args) == 1
+
+
+def is_called_by_script() -> bool:
+    """Says whether neither we nor an optimizer or scaler of torch called what a mode now sees."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "__torch_function__":
+        frame = frame.f_back
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(OWN_SYNCS):
+            return False
+        if frame.f_code.co_name != "__torch_function__" and not name.startswith(OURS[1]):
+            return not name.startswith(OURS[0])
+        frame = frame.f_back
+    return False
 
 
 def sizes_of(name: str, args: tuple) -> tuple[int, ...]:
