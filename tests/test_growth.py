@@ -139,9 +139,14 @@ def test_nothing_began_where_nothing_grows_or_there_is_room():
 
 
 def test_gradients_are_followed_from_the_loss_on():
-    layers = {name: (1.0, growing(start, 1.35), 1.0) for name, start in (("a", 22), ("b", 21), ("c", 99))}
+    layers = {name: (1.0, growing(start, 1.4), 1.0) for name, start in (("a", 22), ("b", 21), ("c", 99))}
     began = describe_growth(notes_of(layers), attempts_of())["began"]
     assert (began["module"], began["quantity"]) == ("b", "gradient")
+
+
+def test_a_dynamic_scale_that_keeps_gradients_near_overflow_is_no_growth():
+    layers = {"a": (growing(20, 1.1), 30000.0, 1.0), "b": (1.0, growing(20, 1.2, 10.0), 1.0)}
+    assert describe_growth(notes_of(layers), attempts_of())["began"] is None
 
 
 def test_a_spike_is_no_growth():

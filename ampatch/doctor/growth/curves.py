@@ -55,7 +55,7 @@ def describe_growth(notes: dict, attempts: Sequence[Attempt]) -> dict[str, objec
             }
         )
     steps = [attempts[index].step for index in there]
-    began = began_of(layers, there)
+    began = began_of(layers, there, limit)
     return {"half": half, "limit": limit, "attempts": there, "steps": steps, "layers": layers, "began": began}
 
 
@@ -79,31 +79,44 @@ def headroom(output: float | None, gradient: float | None, limit: float) -> floa
 # ---- Where growth began ----
 
 
-def began_of(layers: Sequence[dict], attempts: Sequence[int]) -> dict[str, object] | None:
+def began_of(layers: Sequence[dict], attempts: Sequence[int], limit: float) -> dict[str, object] | None:
     """Returns where growth began that ends near an overflow, None where nothing grew.
 
     That is the first layer, in the order in which they run, of those that began to grow first: what
     overflows later may only be handed on. Gradients run backwards, and are looked at where no output grew.
     """
-    near = [it for it in layers if min((h for h in it["headroom"] if h is not None), default=NEAR) < NEAR]
-    if not near:
-        return None
-    lowest = min(near, key=lambda it: min(h for h in it["headroom"] if h is not None))
     for name, order in (("output", layers), ("gradient", layers[::-1])):
         found = first_to_grow([it[name] for it in order])
-        if found is not None:
-            index, start = found
-            grown = order[index]
-            return {
-                "model": grown["model"],
-                "module": grown["module"],
-                "quantity": name,
-                "attempt": attempts[start],
-                "times": times(grown[name]),
-                "weight_times": times(grown["weight"]) if some(grown["weight"]) else None,
-                "reached": {"model": lowest["model"], "module": lowest["module"]},
-            }
+        reached = found and nearest(name, layers, found[1], limit)
+        if not reached:
+            continue
+        grown = order[found[0]]
+        return {
+            "model": grown["model"],
+            "module": grown["module"],
+            "quantity": name,
+            "attempt": attempts[found[1]],
+            "times": times(grown[name]),
+            "weight_times": times(grown["weight"]) if some(grown["weight"]) else None,
+            "reached": {"model": reached["model"], "module": reached["module"]},
+        }
     return None
+
+
+def nearest(name: str, layers: Sequence[dict], start: int, limit: float) -> dict | None:
+    """Returns the layer that is nearest to overflow after a point, None if none comes near.
+
+    A dynamic scale keeps gradients near it: these count where they overflow.
+    """
+
+    def room(layer: dict) -> float:
+        rooms = [it for it in layer["headroom"][start:] if it is not None]
+        if name == "output" and not layer["overflows"]:
+            return limit / max([*some(layer["output"]), 1 / limit])
+        return min(rooms, default=math.inf)
+
+    layer = min(layers, key=room)
+    return layer if room(layer) < (NEAR if name == "output" else math.ulp(0.0)) else None
 
 
 def first_to_grow(curves: Sequence[Curve]) -> tuple[int, int] | None:
