@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ampatch import AmpError
+from ampatch.doctor.beside import add_beside, compare_levels
 from ampatch.doctor.child import Run
 from ampatch.doctor.finding import Finding, Report, read_finding
 from ampatch.doctor.instruments.watch import Attempt
@@ -63,20 +64,21 @@ class Campaign:
 
     run: Run
     launch: Launch = start_process
+    every: int = 0  # attempts between those that are noted; 0: as many as curves need
     runs: int = 0
     unknown: list[str] = field(default_factory=list)
+    seen: dict[str, dict] = field(default_factory=dict)  # of the last run of a name
 
     def report(self, propose: bool = False) -> Report:
         """Watches, traces what broke, asks whether float32 survives, and proposes what to keep in it."""
-        seen = self._start("watched", self.run)
+        seen = self._start("watched", replace(self.run, every=self.every))
         attempts = seen.attempts
         if not attempts and not seen.is_open:
             self.unknown.append("the script made no step of an optimizer: nothing was watched")
         first = tuple(range(min(ALWAYS_TRACED, len(attempts))))
         window = seen.suspects[:MOST_TRACED] or first
-        origins = (
-            self._start("traced", replace(self.run, traces=True, window=window)).origins if window else ()
-        )
+        run = replace(self.run, traces=True, window=window, speed=True)
+        origins = self._start("traced", run).origins if window else ()
         if find_suspects(attempts) and not any(it["has_reached"] for it in origins):
             self.unknown.append("it did not happen again when the script was repeated: seed what it draws")
         findings = findings_in(seen, origins)
@@ -89,6 +91,12 @@ class Campaign:
         return Report(
             tuple(findings), tuple(harmless), describe_scale(attempts), keep, self.runs, tuple(self.unknown)
         )
+
+    def beside(self, report: Report, against: str | None = None) -> Report:
+        """Returns a report with what was noted beside it, and the comparison with a level."""
+        compared = compare_levels(self._start, self.run, against, self.unknown) if against else None
+        report = add_beside(report, self.seen)
+        return replace(report, against=compared, runs=self.runs, unknown=tuple(self.unknown))
 
     def _survives(self, seen: Seen) -> bool | None:
         """Runs the script in float32 and says whether it stays finite to its end.
@@ -151,7 +159,7 @@ class Campaign:
             status, said = self.launch(replace(run, out=str(out)), Path(folder))
             if not out.exists():
                 raise AmpError(f"the {name} run ended before it began: {said.strip()[-500:]}")
-            seen = json.loads(out.read_text())
+            seen = self.seen[name] = json.loads(out.read_text())
         if status:
             last = (said.strip() or "it said nothing").splitlines()[-1]
             self.unknown.append(f"the {name} run ended with status {status}: {last}")

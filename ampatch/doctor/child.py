@@ -12,6 +12,7 @@ import torch
 
 from ampatch import apex
 from ampatch.apex.script import Script, level_overrides
+from ampatch.doctor.beside import listen_beside
 from ampatch.doctor.instruments.checkpoints import follow_checkpoints
 from ampatch.doctor.instruments.clock import listen
 from ampatch.doctor.instruments.operations import Enough
@@ -41,6 +42,11 @@ class Run:
     window: tuple[int, ...] | None = None
     goes_on: bool = False
     keep_fp32: tuple[str, ...] = ()
+    # What is noted beside: growth, at each so many attempts; what slows it down; tensors, into a file.
+    every: int | None = None
+    speed: bool = False
+    capture: str = ""
+    wanted: int | None = None
 
     def to_json(self) -> str:
         """Returns the arguments of a child process."""
@@ -53,13 +59,14 @@ def main(run: Run) -> None:
     if run.keep_fp32:
         overrides["keep_fp32"] = list(run.keep_fp32)
     apex.install(post_mortem=False, **overrides)
-    watch, trace = Watch(), Trace(run.window, run.goes_on)
+    watch, trace, beside = Watch(), Trace(run.window, run.goes_on), {}
     with ExitStack() as stack:
-        stack.callback(lambda: Path(run.out).write_text(json.dumps(seen_by(watch, trace))))
+        stack.callback(lambda: Path(run.out).write_text(json.dumps(beside | seen_by(watch, trace))))
         if run.float32:
             without_casts(stack)
         keep_float32(run.keep_fp32, stack)
         listen(watch, stack)
+        listen_beside(run, beside, stack)
         if run.traces:
             torch.compiler.set_stance("force_eager")
             listen(trace, stack)

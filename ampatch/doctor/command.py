@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ampatch import OPT_LEVELS, AmpValueError
 from ampatch.apex.script import Script
+from ampatch.doctor.outputs import add_outputs, validate_outputs, write_outputs
 from ampatch.doctor.words import describe, explain
 
 SUMMARY = "run a script whose training breaks, and say which line broke it, why, and what to do"
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     opening = "say what a post-mortem holds, the file that training leaves when it breaks; runs nothing"
     parser.add_argument("--open", metavar="FILE", type=Path, help=opening)
     parser.add_argument("--json", metavar="OUT", help="write the report to this file")
+    add_outputs(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,13 +52,17 @@ def run(arguments: argparse.Namespace) -> int:
         raise AmpValueError(f"--opt-level {arguments.opt_level!r}: expected one of {', '.join(OPT_LEVELS)}")
     script = Script(named[0], arguments.script_arguments, is_module=arguments.module is not None)
     script.validate()
-    campaign = Campaign(Run(script.name, script.arguments, script.is_module, level=arguments.opt_level))
-    report = campaign.report(arguments.propose)
+    validate_outputs(arguments)
+    campaign = Campaign(
+        Run(script.name, script.arguments, script.is_module, level=arguments.opt_level), arguments.every
+    )
+    report = campaign.beside(campaign.report(arguments.propose), arguments.against)
     report = replace(
         report, findings=tuple(map(explain, report.findings)), harmless=tuple(map(explain, report.harmless))
     )
     if arguments.json is not None:
         Path(arguments.json).write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+    write_outputs(report, arguments, script.name)
     print("\n".join(describe(report)), file=sys.stdout)
     return int(bool(report.findings))
 

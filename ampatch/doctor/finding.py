@@ -50,6 +50,9 @@ class Report:
     keep_fp32: tuple[str, ...] = ()
     runs: int = 0
     unknown: tuple[str, ...] = ()
+    growth: dict | None = None
+    speed: dict | None = None
+    against: dict | None = None
 
     def to_json(self) -> dict[str, object]:
         """Returns the report as plain values."""

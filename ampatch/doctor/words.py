@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from ampatch.doctor.beside import said_beside
 from ampatch.doctor.finding import Finding, Report
 
 HALF = ("float16", "bfloat16")
@@ -154,6 +155,7 @@ def describe(report: Report) -> Iterator[str]:
         yield f"The loss scale looked for its size in {len(report.scale['skipped'])} steps: no fault."
     if report.harmless:
         yield f"{len(report.harmless)} other operations made inf or NaN that reached nothing."
+    yield from said_beside(report)
     for line in report.unknown:
         yield f"Not known: {line}"
 

@@ -7,6 +7,7 @@ import logging
 import re
 from dataclasses import asdict
 from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
 
 from ampatch.sweeps.processes.log_file import ESCAPES
 from ampatch.sweeps.records.numbers import TYPESET
@@ -14,6 +15,9 @@ from ampatch.sweeps.records.record import LAST_LOSSES
 from ampatch.sweeps.records.sweep import Sweep, keys_of
 from ampatch.sweeps.terminal.caption import said_of_warmup
 from ampatch.sweeps.web.tables import byte_tables, result_tables, time_tables
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 NO_CHARTS = "There are no charts, since matplotlib is not installed: pip install 'ampatch[tools]'"
 # What XML and HTML do not allow, not even escaped; a tab and the ends of lines stay.
@@ -25,9 +29,6 @@ logger = logging.getLogger("ampatch")
 
 def write_page(sweep: Sweep) -> str:
     """Returns the page of a sweep as one HTML file, to be written as UTF-8; charts need matplotlib."""
-    # torch depends on it. Whoever imports ampatch waits neither for it nor for matplotlib.
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
     charts = None
     if importlib.util.find_spec("matplotlib") is None:
         logger.warning("sweep.html: %s", NO_CHARTS)
@@ -35,17 +36,8 @@ def write_page(sweep: Sweep) -> str:
         from ampatch.sweeps.web.charts import charts_of
 
         charts = charts_of(sweep)
-    page = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=clean,
-    )
-    page.filters.update(breakable=breakable)
     measured = [it.measured for it in sweep.records if it.measured]
-    return page.get_template("page.html.j2").render(
+    return template_in(Path(__file__).parent).render(
         sweep=sweep,
         n=TYPESET,
         script=PurePath(sweep.settings.script).name or sweep.settings.script,
@@ -62,6 +54,23 @@ def write_page(sweep: Sweep) -> str:
         last_losses=LAST_LOSSES,
         details=asdict(sweep.settings) | asdict(sweep.environment),
     )
+
+
+def template_in(folder: Path) -> Template:
+    """Returns the template of a page, `page.html.j2`, which takes nothing as markup that is not."""
+    # torch depends on it. Whoever imports ampatch waits neither for it nor for matplotlib.
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    page = Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=clean,
+    )
+    page.filters.update(breakable=breakable)
+    return page.get_template("page.html.j2")
 
 
 def clean(value: object) -> object:

@@ -1,0 +1,55 @@
+"""What `ampatch doctor` writes beside its report: a page, a table, and scalars for TensorBoard."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ampatch import OPT_LEVELS, AmpError, AmpValueError
+
+if TYPE_CHECKING:
+    from ampatch.doctor.finding import Report
+
+
+def add_outputs(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    levels = "compare with a level: which module departs first, on the same batches; two more runs"
+    parser.add_argument("--against", metavar="LEVEL", help=levels)
+    every = "note the layers at each Nth step (default: enough for curves of 200 to 400 points)"
+    parser.add_argument("--every", metavar="N", type=int, default=0, help=every)
+    parser.add_argument("--html", metavar="OUT", help="write the report as a page that opens anywhere")
+    parser.add_argument("--csv", metavar="OUT", help="write the curves of layers as a table")
+    parser.add_argument("--tensorboard", metavar="DIR", help="write the curves of layers as scalars")
+
+
+def validate_outputs(arguments: argparse.Namespace) -> None:
+    """Raises what is wrong with the options, before the script runs."""
+    if arguments.against not in (None, *OPT_LEVELS):
+        raise AmpValueError(f"--against {arguments.against!r}: expected one of {', '.join(OPT_LEVELS)}")
+    if arguments.every < 0:
+        raise AmpValueError(f"--every {arguments.every}: expected a number of steps, or 0")
+    for option in ("html", "csv"):
+        path = getattr(arguments, option)
+        if path is not None and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+            raise AmpValueError(f"--{option} {path!r}: expected a file in a folder that exists")
+    if arguments.tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
+        raise AmpError("--tensorboard: tensorboard is not installed: pip install tensorboard")
+
+
+def write_outputs(report: Report, arguments: argparse.Namespace, script: str) -> None:
+    """Writes what was asked for."""
+    if arguments.html is not None:
+        from ampatch.doctor.page.page import write_page
+
+        Path(arguments.html).write_text(write_page(report, script), encoding="utf-8")
+    if report.growth is None or not (arguments.csv or arguments.tensorboard):
+        return
+    from ampatch.doctor.growth.tables import write_csv, write_scalars
+
+    if arguments.csv is not None:
+        write_csv(report.growth, arguments.csv)
+    if arguments.tensorboard is not None:
+        write_scalars(report.growth, arguments.tensorboard)

@@ -1,0 +1,92 @@
+"""Writes a report as one page that opens anywhere: no network, no script, no file beside it."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+from pathlib import Path, PurePath
+
+import torch
+
+from ampatch import __version__
+from ampatch.doctor.against.compare import said_of_comparison
+from ampatch.doctor.finding import Report
+from ampatch.doctor.growth.curves import said_of_growth
+from ampatch.doctor.speed.brakes import first_of, said_of_speed
+from ampatch.sweeps.records.numbers import TYPESET
+from ampatch.sweeps.web import page as sweep_page
+
+MOST_ROWS = 60  # of a table; the JSON has all
+SMALLEST = 1e-6  # an error whose bar has no length
+SURVIVES = {True: "stays finite to its end", False: "breaks as well", None: "was not tried"}
+logger = logging.getLogger("ampatch")
+
+
+def write_page(report: Report, script: str) -> str:
+    """Returns the page of a report as one HTML file, to be written as UTF-8; charts need matplotlib."""
+    from markupsafe import Markup  # comes with Jinja2, as late as that
+
+    layers, charts = near_overflow(report.growth), None
+    if importlib.util.find_spec("matplotlib") is None:
+        logger.warning("report.html: %s", sweep_page.NO_CHARTS)
+    else:
+        from ampatch.doctor.page.charts import charts_of
+
+        charts = charts_of(report, layers)
+    against, first = report.against, None
+    if against:
+        first = against["first"]
+        rows = against["rows"][: max(MOST_ROWS, (first or 0) + 1)]
+        against = against | {"rows": [row | {"bar": bar_of(row["error"])} for row in rows]}
+    return sweep_page.template_in(Path(__file__).parent).render(
+        report=report,
+        base_style=Markup(Path(sweep_page.__file__).with_name("style.css").read_text(encoding="utf-8")),
+        script=PurePath(script).name or script,
+        n=TYPESET,
+        survives=SURVIVES,
+        layers=[describe_layer(layer) for layer in layers[:MOST_ROWS]],
+        charts=charts,
+        no_charts=sweep_page.NO_CHARTS,
+        against=against,
+        first=first,
+        said={
+            "growth": said_of_growth(report.growth) if report.growth else [],
+            "against": said_of_comparison(report.against) if report.against else [],
+            "speed": said_of_speed(report.speed) if report.speed else [],
+        },
+        first_of=first_of,
+        version=__version__,
+        torch=torch.__version__,
+    )
+
+
+def near_overflow(growth: dict | None) -> list[dict]:
+    """Returns the layers, those with the least headroom first."""
+    return sorted(growth["layers"], key=lambda it: lowest(it["headroom"])) if growth else []
+
+
+def lowest(values: list[float | None]) -> float:
+    """Returns the lowest value that there is, inf of none."""
+    return min((value for value in values if value is not None), default=math.inf)
+
+
+def describe_layer(layer: dict) -> dict[str, object]:
+    """Returns a layer with the extremes of its curves."""
+    largest = {
+        name: max((value for value in layer[name] if value is not None), default=None)
+        for name in ("output", "gradient", "gradient_norm", "weight")
+    }
+    room = lowest(layer["headroom"])
+    return layer | largest | {"headroom": None if math.isinf(room) else room}
+
+
+def bar_of(error: float | None) -> float:
+    """Returns the length of an error's bar: a sixth for each power of ten above 1e-6.
+
+    >>> bar_of(1e-3), bar_of(None), bar_of(0.0)
+    (0.5, 1.0, 0.0)
+    """
+    if error is None:
+        return 1.0
+    return round(min(max(1 - math.log10(max(error, SMALLEST)) / math.log10(SMALLEST), 0.0), 1.0), 3)

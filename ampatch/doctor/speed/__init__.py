@@ -1,0 +1,1 @@
+"""Looks in the first steps for what keeps mixed precision from being faster."""

@@ -1,0 +1,217 @@
+"""Looks at the operations of the first steps for what keeps half precision from being faster.
+
+That is what waits for the device, products that are small or whose sizes are no multiples of 8, and float32
+between half operations. `torch.compile` is only noted: operations are seen without it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from ampatch.doctor.instruments.clock import Listener, listen, wrap
+from ampatch.doctor.instruments.operations import name_of
+from ampatch.doctor.instruments.places import OURS, Models, user_line
+from ampatch.doctor.instruments.values import tensors_in
+
+HALVES = (torch.float16, torch.bfloat16)
+SYNCS = ("item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "is_nonzero", "equal", "allclose", "unique")
+SYNCS += ("masked_select", "__bool__", "__float__", "__int__", "__index__", "__array__", "__contains__")
+PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d")
+OWN_SYNCS = tuple(os.path.join(OURS[1], folder) + os.sep for folder in ("optim", "amp"))  # of torch
+CONVOLUTIONS = PRODUCTS[-3:]
+SILENT = ("to", "half", "bfloat16", "float", "type", "type_as", "detach", "size", "dim", "requires_grad_")
+MOST_STEPS = 4
+MULTIPLE = 8  # that tensor cores take
+TINY = 2**21  # multiply-adds, as of 128 x 128 x 128: starting such a product takes longer than computing it
+
+Place = tuple[str, str, str | None]  # operation, module, line
+
+
+@dataclass
+class Brakes(Listener):
+    """What was seen: syncs, products and islands by their place, over some attempts."""
+
+    steps: int = 0
+    syncs: Counter[Place] = field(default_factory=Counter)
+    products: dict[tuple[Place, tuple[int, ...]], int] = field(default_factory=Counter)
+    islands: Counter[tuple[str, tuple[str, ...], str | None]] = field(default_factory=Counter)
+    compiles: int = 0
+
+    def __post_init__(self) -> None:
+        self._models = Models()
+        self._open: list[tuple[str, str, str | None]] | None = None  # float32 after a half operation
+
+    @property
+    def active(self) -> bool:
+        """Says whether operations are still looked at."""
+        return self.steps < MOST_STEPS
+
+    def listen(self, undo: ExitStack) -> None:
+        """Looks until undone; entered before a trace, which then sees what the script calls."""
+        wrap(torch, "compile", self._compile, undo)
+        listen(self, undo)
+        undo.enter_context(Seer(self))
+
+    def _compile(self, compile: Callable[..., object], *args: object, **kwargs: object) -> object:
+        self.compiles += 1
+        return compile(*args, **kwargs)
+
+    def enter_module(self, module: Module, args: tuple) -> None:
+        """Follows the modules; an island ends with the forward."""
+        if self._models.enter(module):
+            self._open = None
+
+    def leave_module(self, module: Module) -> None:
+        """Follows the modules."""
+        self._models.leave()
+
+    def end_attempt(self, optimizer: Optimizer) -> None:
+        """Counts."""
+        self.steps += 1
+
+    def see(self, func: Callable[..., object], args: tuple, result: object) -> None:
+        """Notes what an operation says about speed."""
+        name = name_of(func)
+        place = self._models.place
+        if is_sync(func, name, args) and is_called_by_script():
+            line = user_line()
+            if line is not None:
+                self.syncs[name.strip("_"), place.module if place else "", line] += 1
+        given = next((it for it in tensors_in(result) if it.is_floating_point()), None)
+        if place is None or given is None or name in SILENT:
+            return
+        if given.dtype in HALVES:
+            self._end_island()
+            if name in PRODUCTS:
+                self.products[(name, place.module, user_line()), sizes_of(name, args)] += 1
+        elif self._open is not None and given.dtype == torch.float32:
+            self._open.append((name, place.module, user_line()))
+
+    def _end_island(self) -> None:
+        if self._open:
+            _, module, line = self._open[0]
+            self.islands[module, tuple(dict.fromkeys(op for op, _, _ in self._open)), line] += 1
+        self._open = []
+
+    def to_json(self) -> dict[str, object]:
+        """Returns the field `speed` of a report; counts are those of `steps` steps together."""
+        products = [
+            {"op": op, "module": module, "where": where, "sizes": sizes, "count": count}
+            for ((op, module, where), sizes), count in self.products.items()
+        ]
+        return {
+            "steps": self.steps,
+            "compiled": self.compiles > 0,
+            "syncs": [
+                {"op": op, "module": module, "where": where, "count": count}
+                for (op, module, where), count in self.syncs.most_common()
+            ],
+            "products": len(products),
+            "uneven": [it for it in products if any(size % MULTIPLE for size in it["sizes"][1:])],
+            "tiny": [it for it in products if torch.Size(it["sizes"]).numel() < TINY],
+            "islands": [
+                {"module": module, "ops": ops, "where": where, "count": count}
+                for (module, ops, where), count in self.islands.most_common()
+            ],
+        }
+
+
+class Seer(TorchFunctionMode):
+    """Tells of every operation."""
+
+    def __init__(self, brakes: Brakes) -> None:
+        super().__init__()
+        self._brakes = brakes
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if self._brakes.active:
+            with torch._C.DisableTorchFunction():
+                self._brakes.see(func, args, result)
+        return result
+
+
+def is_sync(func: Callable[..., object], name: str, args: tuple) -> bool:
+    """Says whether a function waits for the device, on a GPU."""
+    if getattr(func, "__name__", "") in SYNCS or name in SYNCS:
+        return True
+    if name == "index" and len(args) > 1:
+        return any(it.dtype in (torch.bool, torch.uint8) for it in tensors_in(args[1]))
+    return name == "where" and len(args) == 1
+
+
+def is_called_by_script() -> bool:
+    """Says whether neither we nor an optimizer or scaler of torch called what a mode now sees."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "__torch_function__":
+        frame = frame.f_back
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(OWN_SYNCS):
+            return False
+        if frame.f_code.co_name != "__torch_function__" and not name.startswith(OURS[1]):
+            return not name.startswith(OURS[0])
+        frame = frame.f_back
+    return False
+
+
+def sizes_of(name: str, args: tuple) -> tuple[int, ...]:
+    """Returns the sizes of a product: rows, then columns and depth, which tensor cores want even.
+
+    >>> sizes_of("linear", (torch.ones(4, 3, 20), torch.ones(7, 20)))
+    (12, 7, 20)
+    """
+    tensors = [it for it in args if isinstance(it, Tensor)]
+    if len(tensors) < 2:
+        return ()
+    left, right = tensors[-2:] if name in ("addmm", "baddbmm") else tensors[:2]
+    if name in CONVOLUTIONS:
+        places = left.numel() // max(left.shape[1], 1) if left.dim() > 2 else left.numel()
+        return places, right.shape[0], right[0].numel()
+    depth = left.shape[-1] if left.dim() else 1
+    columns = right.shape[0] if name == "linear" else right.shape[-1] if right.dim() > 1 else 1
+    return left.numel() // max(depth, 1), columns, depth
+
+
+def said_of_speed(speed: dict) -> list[str]:
+    """Says what keeps a half script from being faster; nothing of a script that computes in float32.
+
+    `speed` is what `Brakes.to_json` returns.
+    """
+    if not speed["products"]:
+        return []
+    syncs, tiny, uneven, islands = (first_of(speed[name]) for name in ("syncs", "tiny", "uneven", "islands"))
+    many, said = f"of {speed['products']} half products", []
+    if syncs:
+        count = sum(it["count"] for it in speed["syncs"]) / max(speed["steps"], 1)
+        said.append(f"{count:.3g} host syncs a step, each of which waits for a GPU: {syncs}")
+    if tiny:
+        said.append(f"{len(speed['tiny'])} {many} are smaller than 128 x 128 x 128: {tiny}")
+    if uneven:
+        said.append(f"{len(speed['uneven'])} {many} have sizes that are no multiples of 8: {uneven}")
+    if islands:
+        said.append(f"float32 between half operations, in {len(speed['islands'])} lines: {islands}")
+    if said and not speed["compiled"]:
+        said.append("torch.compile is not used: it would join casts with what follows them")
+    return said
+
+
+def first_of(found: list[dict]) -> str:
+    """Names the first of what was found, "" if nothing was."""
+    if not found:
+        return ""
+    it = found[0]
+    op = it["op"] if "op" in it else ", ".join(it["ops"][:3])
+    sizes = f" of {' x '.join(map(str, it['sizes']))}" if "sizes" in it else ""
+    return f"{op}{sizes} at {it['where']}"

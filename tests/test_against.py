@@ -1,0 +1,163 @@
+"""`ampatch doctor --against`: two levels on the same batches, and which module departs first."""
+
+import json
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ampatch as amp
+from ampatch.__main__ import main
+from ampatch.doctor.against.capture import LAST, Capture
+from ampatch.doctor.against.compare import compare, distance, said_of_comparison
+from ampatch.doctor.instruments.trace import Enough
+
+
+class Off(nn.Module):
+    """Adds what it should not where it sees half."""
+
+    def forward(self, x):
+        return x.clone() if x.dtype == torch.float32 else x + x.abs().round()
+
+
+def capture(level, wanted=None, planted=None, scale=1.0, steps=3, optimizer=torch.optim.SGD, factor=1.0):
+    """Trains a net until what is wanted is captured; returns that, and whether the weights stayed."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 32), nn.Tanh(), nn.Dropout(0.5), nn.Linear(32, 32), nn.Linear(32, 4)]
+    model = nn.Sequential(*layers[:3], *([planted] if planted else []), *layers[3:])
+    optimizer = optimizer(model.parameters(), lr=0.1)
+    if level != "O0":
+        given = {"opt_level": level, "verbosity": 0, "loss_scale": scale}
+        model, optimizer = amp.initialize(model, optimizer, **given)
+    seen, before = Capture(wanted), [p.detach().clone() for p in model.parameters()]
+    with ExitStack() as stack:
+        seen.listen(stack)
+        try:
+            for _ in range(steps):
+                loss = factor * F.cross_entropy(model(torch.randn(8, 16)).float(), torch.arange(8) % 4)
+                optimizer.zero_grad()
+                if level == "O0":
+                    loss.backward()
+                else:
+                    with amp.scale_loss(loss, optimizer) as scaled:
+                        scaled.backward()
+                optimizer.step()
+        except Enough:
+            pass
+    held = all(map(torch.equal, before, model.parameters()))
+    amp.uninitialize()
+    return {"attempt": seen.attempt, "tensors": seen.tensors}, held
+
+
+def against(level, scale=1.0, **given):
+    """Compares a level with O0."""
+    own, held = capture(level, scale=scale, **given)
+    other, _ = capture("O0", own["attempt"], **given)
+    assert held
+    return compare(own, other, (scale, 1.0)) | {"level": "O0"}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_sound_net_does_not_depart(level):
+    found = against(level)
+    assert found["first"] is None
+    assert 0 < max(row["error"] for row in found["rows"]) < found["allowed"]["backward"]
+    assert said_of_comparison(found) == [
+        "Compared with O0, no module departs further than roundings explain."
+    ]
+
+
+def test_rows_are_in_the_order_of_appearance():
+    rows = [(row["phase"], row["module"], row["parameter"]) for row in against("O2")["rows"]]
+    forward = [("forward", str(i), None) for i in range(5)]
+    assert rows[:5] == forward
+    assert rows[5:10] == [("backward", name, None) for _, name, _ in forward[::-1]]
+    assert rows[10:12] == [("backward", "4", "4.bias"), ("backward", "4", "4.weight")]
+
+
+def test_the_module_that_departs_first_is_named():
+    found = against("O2", planted=Off())
+    row = found["rows"][found["first"]]
+    assert (row["phase"], row["module"]) == ("forward", "3")
+    assert "model.3 departs first: its output is off by" in said_of_comparison(found)[0]
+
+
+def test_gradients_that_underflow_depart_in_the_backward():
+    found = against("O2", factor=1e-6)
+    row = found["rows"][found["first"]]
+    assert (row["phase"], row["module"]) == ("backward", "4")
+    assert row["lost"] > 0.01
+    assert "of it became 0" in said_of_comparison(found)[0]
+    assert against("O2", scale=2.0**16, factor=1e-6)["first"] is None
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_weights_are_held_while_an_attempt_is_waited_for(optimizer):
+    own, held = capture("O0", wanted=2, optimizer=optimizer)
+    assert (own["attempt"], held) == (2, True)
+    first, _ = capture("O0", wanted=0, optimizer=optimizer)
+    key = next(iter(own["tensors"]))
+    assert not torch.equal(own["tensors"][key], first["tensors"][key])  # another batch
+
+
+def test_an_overflow_of_the_scale_is_passed_over_and_one_of_the_forward_is_not():
+    scale = amp.DynamicLossScale(init_scale=2.0**24)
+    own, held = capture("O2", scale=scale, steps=20)
+    assert held
+    assert 0 < own["attempt"] < LAST
+    own, _ = capture("O2", planted=nn.Hardtanh(-1, 1), scale=scale, steps=20, factor=float("inf"))
+    assert own["attempt"] == 19  # the last that there was
+
+
+def test_where_numbers_are_not_finite_there_is_no_error_and_it_departs():
+    key = ("forward", "model", "a", 0, "0")
+    sound, broken = torch.ones(3), torch.tensor([1.0, float("inf"), 1.0])
+    found = compare(
+        {"attempt": 0, "tensors": {key: broken}}, {"attempt": 0, "tensors": {key: sound}}, (1.0, 1.0)
+    )
+    assert (found["first"], found["rows"][0]["error"]) == (0, None)
+    json.dumps(found, allow_nan=False)
+
+
+def test_a_gradient_of_nothing_but_roundings_is_measured_by_its_layer():
+    one, two = torch.tensor([1e-7]), torch.tensor([1e-9])
+    assert distance(one, two)[0] > 90
+    assert distance(one, two, least=1e-2)[0] < 1e-4
+
+
+SCRIPT = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22)
+for step in range(40):
+    with torch.autocast("cpu", torch.float16):
+        loss = model(torch.randn(4, 8)).float().square().mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.process
+def test_a_script_on_torch_amp_is_compared_and_everything_is_written(tmp_path, capsys):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    outputs = [f"--{name}={tmp_path}/{name}" for name in ("json", "html", "csv")]
+    status = main(["doctor", "--against", "O0", *outputs, str(tmp_path / "train.py")])
+    assert status == 0
+    report = json.loads((tmp_path / "json").read_text())
+    assert report["runs"] == 4
+    assert report["against"]["attempt"] == 5  # the first whose gradients are finite
+    assert report["against"]["first"] is None
+    assert [row["module"] for row in report["against"]["rows"][:2]] == ["0", "1"]
+    assert [layer["module"] for layer in report["growth"]["layers"]] == ["0", "1"]
+    assert 0 < report["growth"]["layers"][0]["gradient_overflows"] <= len(report["scale"]["skipped"])
+    assert report["speed"]["products"] == 2
+    assert "no module departs" in capsys.readouterr().out
+    assert "Compared with O0" in (tmp_path / "html").read_text()
+    assert len((tmp_path / "csv").read_text().splitlines()) == 1 + 2 * 40

@@ -1,0 +1,101 @@
+"""The page of the doctor is one file that says everything, needs nothing, and can be read at any width."""
+
+import importlib.util
+import re
+from functools import cache
+
+import pytest
+
+from ampatch.doctor.page.page import write_page
+from chromium import look_at, needs_chromium
+from colour_vision import contrast
+from doctor_samples import HOSTILE, extreme_reports
+from test_sweep_page import LOADED_BY, LOADING, Page
+
+REPORTS = extreme_reports()
+
+
+@cache
+def page(name):
+    return Page(write_page(REPORTS[name], "folder/train.py"))
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_page_is_whole_loads_nothing_and_runs_nothing(name):
+    it = page(name)
+    assert it.open == []
+    assert {tag for tag, _ in it.elements} & set(LOADING.split()) == set()
+    links = [value for attribute in LOADED_BY for value in it.having(attribute)]
+    assert {link for link in links if not link.startswith("#")} == {"data:,"}
+    assert re.findall(r"url\((?!#)|@import|javascript:", it.html.replace(HOSTILE, "")) == []
+    assert [key for _, attributes in it.elements for key in attributes if key.startswith("on")] == []
+    assert it.having("content")[0].startswith("default-src 'none';")
+    assert len(it.having("id")) == len(set(it.having("id")))
+    assert len(it.html.encode()) < 250_000
+
+
+def test_what_broke_comes_first_then_where_it_grew_and_what_departs():
+    text = page("sample").text
+    said = (
+        "Doctor's report on train.py",
+        "Step 53, forward: linear in model.head",
+        "divide before the sum",
+        "Growth began at step 2",
+        "Compared with O0, model.blocks.0 departs first: its gradient of the output is off by 0.97; 93%",
+        "Findings, in the order of appearance",
+        "at [8, 3]; sample 8 of the batch; 135 in all",
+        "the same run stays finite to its end",
+        "the same run was not tried",
+        "Over time",
+        "Layers",
+        "2 host syncs a step",
+        "Not known: it may differ",
+    )
+    places = [text.index(words) for words in said]
+    assert places == sorted(places)
+
+
+def test_the_first_that_departs_stands_out():
+    html = page("sample").html
+    best = [line for line in re.findall(r"<tr\b.*?</tr>", html, re.DOTALL) if " best" in line]
+    assert len(best) == 1
+    assert "departs first" in best[0]
+    assert "not finite" in html
+
+
+def test_charts_are_of_the_layers_nearest_to_overflow_in_their_order():
+    titles = re.findall(r"<title>Headroom to overflow of ([^<]*)", page("sample").html)
+    assert titles == ["model.stem", "model.blocks.0", "model.blocks.1", "model.blocks.2", "model.head"]
+    assert len(re.findall("<title>Headroom", page("long").html)) == 6
+
+
+def test_a_run_without_a_fault_says_so():
+    assert "Nothing broke" in page("sound").text
+    assert "<svg" not in page("sound").html
+
+
+def test_names_cannot_leave_their_place():
+    assert HOSTILE not in page("hostile").html
+    assert HOSTILE in page("hostile").text
+
+
+def test_without_matplotlib_there_are_tables_and_words_on_what_is_missing(monkeypatch, caplog):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    html = write_page(REPORTS["sample"], "train.py")
+    assert "<svg" not in html
+    assert "matplotlib is not installed" in html
+    assert "matplotlib is not installed" in caplog.text
+
+
+@needs_chromium
+@pytest.mark.process
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_page_fits_and_can_be_read_at_every_width(scheme, tmp_path):
+    pages = {name: page(name).html for name in REPORTS}
+    seen = look_at(pages, [320, 390, 1280], tmp_path, dark=scheme == "dark")
+    assert seen.console == []
+    for place, it in seen.measures.items():
+        assert (it["scroll"] <= it["width"], it["outside"]) == (True, []), place
+        assert (it["loaded"], it["cut"], it["crossing"]) == ([], [], []), place
+        assert [pair for pair in it["colours"] if contrast(*pair[:2]) < 4.5] == [], place
+    assert seen.measures["sample at 390"]["smallest"] > 10.5
