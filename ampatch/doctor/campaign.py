@@ -15,6 +15,7 @@ from ampatch import AmpError
 from ampatch.doctor.child import Run
 from ampatch.doctor.finding import Finding, Report, read_finding
 from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.silent.examine import examine_silent, last_watched
 
 MOST_TRACED = 6  # attempts of one run
 MOST_OVERFLOWS = 2  # at a scale that was good before
@@ -28,6 +29,7 @@ class Campaign:
     run: Run
     runs: int = 0
     unknown: list[str] = field(default_factory=list)
+    silent: list[dict] = field(default_factory=list)  # what the watched and the traced run left
 
     def report(self, propose: bool = False) -> Report:
         """Watches, traces what broke, asks whether float32 survives, and proposes what to keep in it."""
@@ -36,6 +38,7 @@ class Campaign:
             self.unknown.append("the script made no step of an optimizer: nothing was watched")
         suspects = find_suspects(attempts)
         window = suspects[:MOST_TRACED] or tuple(range(min(ALWAYS_TRACED, len(attempts))))
+        window = tuple(sorted({*window, *last_watched(attempts, suspects)}))
         origins = self._start("traced", replace(self.run, traces=True, window=window))[1] if window else []
         if suspects and not any(it["has_reached"] for it in origins):
             self.unknown.append("it did not happen again when the script was repeated: seed what it draws")
@@ -44,8 +47,10 @@ class Campaign:
         findings = [replace(finding, float32_survives=survives) for finding in findings]
         keep = self._propose(findings[0].module) if propose and survives and findings[0].module else ()
         harmless = merge(attempts, [it for it in origins if not it["has_reached"]])
+        silent = examine_silent(self.silent, attempts, findings)
         return Report(
-            tuple(findings), tuple(harmless), describe_scale(attempts), keep, self.runs, tuple(self.unknown)
+            *(tuple(findings), tuple(harmless), describe_scale(attempts), keep, self.runs),
+            *(tuple(self.unknown), silent),
         )
 
     def _survives(self, steps: int) -> bool | None:
@@ -101,6 +106,7 @@ class Campaign:
         if done.returncode:
             last = (done.stderr.strip() or "it said nothing").splitlines()[-1]
             self.unknown.append(f"the {name} run ended with status {done.returncode}: {last}")
+        self.silent += seen["silent"] if name in ("watched", "traced") else []
         return [Attempt(**each) for each in seen["attempts"]], seen["origins"]
 
 

@@ -16,6 +16,7 @@ from ampatch.doctor.instruments.clock import listen
 from ampatch.doctor.instruments.precision import keep_float32, without_casts
 from ampatch.doctor.instruments.trace import Enough, Trace
 from ampatch.doctor.instruments.watch import Watch
+from ampatch.doctor.silent.watch import Silent
 from ampatch.sweeps.measure.seeds import set_seeds
 
 
@@ -49,13 +50,14 @@ def main(run: Run) -> None:
     if run.keep_fp32:
         overrides["keep_fp32"] = list(run.keep_fp32)
     apex.install(**overrides)
-    watch, trace = Watch(), Trace(run.window)
+    watch, trace, silent = Watch(), Trace(run.window), Silent()
     with ExitStack() as stack:
-        stack.callback(lambda: Path(run.out).write_text(json.dumps(seen_by(watch, trace))))
+        stack.callback(lambda: Path(run.out).write_text(json.dumps(seen_by(watch, trace, silent))))
         if run.float32:
             without_casts(stack)
         keep_float32(run.keep_fp32, stack)
         listen(watch, stack)
+        silent.open(stack, (run.window or ()) if run.traces else None)
         if run.traces:
             torch.compiler.set_stance("force_eager")
             listen(trace, stack)
@@ -67,9 +69,9 @@ def main(run: Run) -> None:
             return
 
 
-def seen_by(watch: Watch, trace: Trace) -> dict[str, object]:
+def seen_by(watch: Watch, trace: Trace, silent: Silent) -> dict[str, object]:
     """Returns what a run leaves behind."""
-    return {"attempts": watch.to_json(), "origins": trace.to_json()}
+    return {"attempts": watch.to_json(), "origins": trace.to_json(), "silent": silent.to_json()}
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
+from ampatch.doctor.silent.fault import SilentFault
+
 VERSION = 1
 
 
@@ -50,6 +52,7 @@ class Report:
     keep_fp32: tuple[str, ...] = ()
     runs: int = 0
     unknown: tuple[str, ...] = ()
+    silent: tuple[SilentFault, ...] = ()
 
     def to_json(self) -> dict[str, object]:
         """Returns the report as plain values."""
