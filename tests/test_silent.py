@@ -5,9 +5,12 @@ from textwrap import dedent
 
 import pytest
 
+import ampatch as amp
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent.examine import examine_silent
 from ampatch.doctor.silent.watch import Silent
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the library, of the same faults
 
 HEAD = """
 import torch, torch.nn.functional as F
@@ -56,13 +59,14 @@ def watch(text):
     silent, error = Silent(), None
     with ExitStack() as stack:
         silent.open(stack, window=())
+        stack.callback(amp.uninitialize)  # before what it is patched over is gone
         try:
             exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})
         except RuntimeError as raised:
             error = raised
-    found = silent.to_json()
+    seen = silent.to_json()
     attempts = [Attempt(step) for step in range(silent.notes.attempt)]
-    return examine_silent(found, attempts, ()), error
+    return examine_silent([seen], attempts, ()), error
 
 
 def lines_of(text):
@@ -86,16 +90,239 @@ def norm(lines, bias=3000.0):
 
 
 STEP = "scaler.scale(loss).backward()"
+CLIP = "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 BLOCK = """
 with amp.scale_loss(loss, optimizer) as scaled:
     scaled.backward()
 """
+SECOND = HEAD + "other = torch.amp.GradScaler('cpu')\n"
+ATTENTION = """
+n = 128
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(1, 12)
+    def forward(self, x):
+        q, k, v = (self.qkv(x.unsqueeze(-1)) * {size}).chunk(3, -1)
+        {line}
+        return out.float().mean(1)
+model = nn.Sequential(nn.Linear(8, n), Attention(), nn.Linear(4, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+"""
+
+
+def attention(line, size):
+    return HEAD + ATTENTION.format(line=line, size=size)
+
+
+def forward(line):
+    """A model whose forward has a line on `h`, the output of a layer."""
+    return HEAD + (
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)\n"
+        "    def forward(self, x):\n"
+        "        h = self.one(x)\n"
+        f"        {line}\n"
+        "        return self.two(h)\n"
+        "model = Net()\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+    )
+
+
+RMS = "return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)  # FAULT"
+RMS_LINES = """
+variance = (x * x).mean(-1, keepdim=True)  # FAULT
+return x * torch.rsqrt(variance + 1e-6)
+"""
 FAULTS = {
-    "norm": ("zeros", native(STEP, norm("return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))  # FAULT"))),
-    "clip": (
-        "clipped_while_scaled",
-        native(STEP + "\nnn.utils.clip_grad_norm_(model.parameters(), 1.0)  # FAULT"),
+    # An overflow that vanishes.
+    "norm under autocast": ("zeros", native(STEP, norm(RMS))),
+    "norm in lines": ("zeros", native(STEP, norm(RMS_LINES))),
+    "norm at O1": ("zeros", ours(BLOCK, "O1", norm(RMS_LINES))),
+    "norm at O2": ("zeros", ours(BLOCK, "O2", norm(RMS_LINES))),
+    "a quotient": ("zeros", native(STEP, norm("return x / (x * x).sum(-1, keepdim=True).sqrt()  # FAULT"))),
+    "squares of zero": (
+        "underflow",
+        native(
+            STEP,
+            norm(
+                "x = x - 1e-4\nreturn x + ((x - x + 1e-4) ** 2).sum(-1, keepdim=True).sqrt() * 100  # FAULT",
+                1.0,
+            ),
+        ),
     ),
+    # Scales.
+    "clip": ("clipped_while_scaled", native(f"{STEP}\n{CLIP}  # FAULT")),
+    "clip by value": (
+        "clipped_while_scaled",
+        native(f"{STEP}\nnn.utils.clip_grad_value_(model.parameters(), 0.5)  # FAULT"),
+    ),
+    "clip in a block": (
+        "clipped_while_scaled",
+        ours(BLOCK + "    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)  # FAULT"),
+    ),
+    "clip in a block at O2": (
+        "clipped_while_scaled",
+        ours(BLOCK + "    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)  # FAULT", "O2"),
+    ),
+    "the norm of scaled gradients": (
+        "not_unscaled",
+        native(f"{STEP}\nnorms = [p.grad.data.norm(2) for p in model.parameters()]  # FAULT"),
+    ),
+    "clamped by hand": (
+        "not_unscaled",
+        native(f"{STEP}\nfor p in model.parameters():\n    p.grad.clamp_(-1, 1)  # FAULT"),
+    ),
+    "a step without the scaler": (
+        "not_unscaled",
+        native(f"{STEP}\noptimizer.step()  # FAULT\ncontinue"),
+    ),
+    "unscaled twice": (
+        "unscaled_twice",
+        native(f"{STEP}\nscaler.unscale_(optimizer)\nscaler.unscale_(optimizer)  # FAULT"),
+    ),
+    "unscaled twice, caught": (
+        "unscaled_twice",
+        native(
+            f"{STEP}\nscaler.unscale_(optimizer)\n"
+            "try:\n    scaler.unscale_(optimizer)  # FAULT\nexcept RuntimeError: pass"
+        ),
+    ),
+    "unscaled by a second scaler": (
+        "unscaled_twice",
+        native(
+            f"other.scale(loss.detach())\n{STEP}\nscaler.unscale_(optimizer)\n"
+            "other.unscale_(optimizer)  # FAULT",
+            SECOND,
+        ),
+    ),
+    "unscaled at each micro-step": (
+        "unscaled_twice",
+        native(
+            f"{STEP}\nscaler.unscale_(optimizer)\nscaler.update()\n"
+            "scaler.scale(F.cross_entropy(model(x), y)).backward()\nscaler.unscale_(optimizer)  # FAULT"
+        ),
+    ),
+    "a loss without a scale": (
+        "unscaled_backward",
+        native(f"{STEP}\nF.cross_entropy(model(x), y).backward()  # FAULT"),
+    ),
+    "the loss itself": (
+        "unscaled_backward",
+        ours("with amp.scale_loss(loss, optimizer):\n    loss.backward()  # FAULT"),
+    ),
+    "never backpropagated": (
+        "scaled_not_backpropagated",
+        native(f"extra = scaler.scale(model(x).pow(2).mean())  # FAULT\n{STEP}"),
+    ),
+    "a block without a backward": (
+        "scaled_not_backpropagated",
+        ours(BLOCK + "with amp.scale_loss(model(x).mean(), optimizer) as more:  # FAULT\n    pass"),
+    ),
+    # Casts and sums.
+    "a cast that is undone": ("float32_under_autocast", native(STEP, forward("h = h.float()  # FAULT"))),
+    "casts of both factors": (
+        "float32_under_autocast",
+        native(STEP, forward("h = h @ (h.float().t() @ h.float()) * 1e-2  # FAULT")),
+    ),
+    "a cast at O1": ("float32_under_autocast", ours(BLOCK, "O1", forward("h = h.float()  # FAULT"))),
+    "a model in float32": (
+        "float32_under_autocast",
+        native(STEP, HEAD + "model = model.to(torch.float32)  # FAULT\n"),
+    ),
+    "a module in float32": (
+        "float32_under_autocast",
+        ours(BLOCK, "O1", HEAD + "model[2].float()  # FAULT\n"),
+    ),
+    "a sum divided by its length": (
+        "length_alone",
+        native(STEP, attention("out = q @ (k.transpose(-2, -1) @ v) / n  # FAULT", 7)),
+    ),
+    "a sum of scores": (
+        "length_alone",
+        native(STEP, attention("out = (q @ k.transpose(-2, -1)).relu() @ v / n  # FAULT", 6)),
+    ),
+}
+
+GAN = (
+    HEAD
+    + """
+critic = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1))
+critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.01)
+"""
+)
+SOUND = {
+    "native": native(STEP),
+    "O1": ours(BLOCK),
+    "O2": ours(BLOCK, "O2"),
+    "O4": ours(BLOCK, "O4"),
+    "O5": ours(BLOCK, "O5"),
+    "norm": native(STEP, norm(RMS, 1.0)),
+    "norm in float32": native(
+        STEP, norm("return x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True))")
+    ),
+    "layer norm": native(STEP, norm("return F.layer_norm(x.float(), (8,)).type_as(x)")),
+    "clip after unscale_": native(
+        f"{STEP}\nscaler.unscale_(optimizer)\n{CLIP}\n[p.grad.norm() for p in model.parameters()]"
+    ),
+    "clip at the scale": native(
+        f"{STEP}\nnn.utils.clip_grad_norm_(model.parameters(), 1.0 * scaler.get_scale())"
+    ),
+    "clip after a block": ours(BLOCK + "nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)"),
+    "accumulation": native(
+        "scaler.scale(loss / 2).backward()\n"
+        "scaler.scale(F.cross_entropy(model(x).float(), y) / 2).backward()\n"
+        f"scaler.unscale_(optimizer)\n{CLIP}"
+    ),
+    "accumulation in blocks": ours(BLOCK + BLOCK.replace("(loss,", "(F.cross_entropy(model(x), y),")),
+    "gradients that are zeroed": native(
+        f"{STEP}\nscaler.step(optimizer); scaler.update()\noptimizer.zero_grad(set_to_none=False)\n"
+        "for p in model.parameters(): p.grad.zero_()\n"
+        "scaler.scale(F.cross_entropy(model(x), y)).backward()\nscaler.unscale_(optimizer)"
+    ),
+    "a sum of scaled losses": native("(scaler.scale(loss) + scaler.scale(loss * 2)).backward()"),
+    "a loss that is not trained on": native(
+        f"with torch.no_grad():\n    print(end=str(scaler.scale(model(x).mean()).item())[:0])\n{STEP}"
+    ),
+    "a gradient penalty": native(
+        "grads = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)\n"
+        "penalty = sum((g / scaler.get_scale()).pow(2).sum() for g in grads)\n"
+        "scaler.scale(F.cross_entropy(model(x), y) + penalty).backward()"
+    ),
+    "GAN": native(
+        "fake = model(x)\n"
+        "critic_optimizer.zero_grad()\n"
+        "scaler.scale(F.softplus(critic(fake.detach())).mean()).backward()\n"
+        "scaler.step(critic_optimizer)\n"
+        "scaler.scale(F.softplus(-critic(fake)).mean() + loss).backward()",
+        GAN,
+    ),
+    "dead ReLU": native(STEP, forward("h = F.relu(h - 100)")),
+    "dropout": native(STEP, forward("h = F.dropout(F.relu(h), 0.5)")),
+    "unused rows": native(
+        STEP,
+        HEAD.replace("nn.Linear(8, 8)", "nn.Embedding(50, 8)") + "x_of = lambda: torch.randint(0, 9, (4,))\n",
+    ).replace("torch.randn(4, 8), torch", "x_of(), torch"),
+    "a mask of -inf": native(
+        STEP, forward("h = h.masked_fill(torch.eye(4, 8) > 0, float('-inf')).softmax(-1)")
+    ),
+    "a mask of large numbers": native(STEP, forward("h = (h + (torch.eye(4, 8) * -1e9).to(h)).softmax(-1)")),
+    "a mask of logarithms": native(STEP, forward("h = (h + (1 - torch.eye(4, 8)).to(h).log()).softmax(-1)")),
+    "a clamp of what overflows": native(STEP, forward("h = (h * 1e5).clamp(-60000, 60000) * 1e-5")),
+    "tanh of what overflows": native(STEP, forward("h = torch.tanh(h * 1e6)")),
+    "padding rows": native(STEP, forward("h = h * (torch.arange(4) < 2).to(h).unsqueeze(1)")),
+    "a small penalty": native(STEP, forward("h = h + h * 1e-9")),
+    "confident softmax": native(STEP, forward("h = (h * 100).softmax(-1)")),
+    "a cast for a residual": native(STEP, forward("h = h.float(); h = h + h @ torch.eye(8)")),
+    "a cast for a loss": native(STEP).replace("model(x), y", "model(x).float(), y"),
+    "float64 to float32": native(STEP, HEAD + "model.double().float()\n"),
+    "a cast without autocast": native(
+        STEP, forward("with torch.autocast('cpu', enabled=False): h = h.float() @ torch.eye(8)")
+    ),
+    "divided before the sum": native(STEP, attention("out = q @ ((k / n).transpose(-2, -1) @ v)", 7)),
+    "a short sum": native(STEP, attention("out = q @ (k.transpose(-2, -1) @ v) / n", 1)),
 }
 
 
@@ -107,3 +334,10 @@ def test_a_silent_fault_is_found_at_its_line(name):
     assert faults[0].step == 0
     assert faults[0].why
     assert faults[0].remedies
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_script_has_no_silent_fault(name):
+    faults, error = watch(SOUND[name])
+    assert faults == ()
+    assert error is None

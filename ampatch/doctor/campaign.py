@@ -15,7 +15,7 @@ from ampatch import AmpError
 from ampatch.doctor.child import Run
 from ampatch.doctor.finding import Finding, Report, read_finding
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.silent.examine import examine_silent, last_watched
+from ampatch.doctor.silent.examine import compare_gradients, examine_silent, pick_sample, plan_window
 
 MOST_TRACED = 6  # attempts of one run
 MOST_OVERFLOWS = 2  # at a scale that was good before
@@ -32,14 +32,22 @@ class Campaign:
     silent: list[dict] = field(default_factory=list)  # what the watched and the traced run left
 
     def report(self, propose: bool = False) -> Report:
+        """Runs the script as often as it takes; see `_report`."""
+        with tempfile.TemporaryDirectory(prefix="ampatch-doctor-") as folder:
+            self.run = replace(self.run, samples=folder)
+            return self._report(propose)
+
+    def _report(self, propose: bool) -> Report:
         """Watches, traces what broke, asks whether float32 survives, and proposes what to keep in it."""
         attempts, _ = self._start("watched", self.run)
         if not attempts:
             self.unknown.append("the script made no step of an optimizer: nothing was watched")
         suspects = find_suspects(attempts)
         window = suspects[:MOST_TRACED] or tuple(range(min(ALWAYS_TRACED, len(attempts))))
-        window = tuple(sorted({*window, *last_watched(attempts, suspects)}))
-        origins = self._start("traced", replace(self.run, traces=True, window=window))[1] if window else []
+        sample = pick_sample(self.silent, attempts)
+        window = tuple(sorted({*window, *plan_window(attempts, suspects, sample)}))
+        traced = replace(self.run, traces=True, window=window, sample=sample)
+        origins = self._start("traced", traced)[1] if window else []
         if suspects and not any(it["has_reached"] for it in origins):
             self.unknown.append("it did not happen again when the script was repeated: seed what it draws")
         findings = findings_in(attempts, origins)
@@ -47,6 +55,9 @@ class Campaign:
         findings = [replace(finding, float32_survives=survives) for finding in findings]
         keep = self._propose(findings[0].module) if propose and survives and findings[0].module else ()
         harmless = merge(attempts, [it for it in origins if not it["has_reached"]])
+        if sample is not None:
+            self._start("compared", replace(self.run, level="O0", float32=True, sample=sample))
+            self.silent.append(compare_gradients(self.run.samples, sample, self.unknown))
         silent = examine_silent(self.silent, attempts, findings)
         return Report(
             *(tuple(findings), tuple(harmless), describe_scale(attempts), keep, self.runs),
@@ -106,7 +117,7 @@ class Campaign:
         if done.returncode:
             last = (done.stderr.strip() or "it said nothing").splitlines()[-1]
             self.unknown.append(f"the {name} run ended with status {done.returncode}: {last}")
-        self.silent += seen["silent"] if name in ("watched", "traced") else []
+        self.silent += [seen["silent"]] if name in ("watched", "traced") else []
         return [Attempt(**each) for each in seen["attempts"]], seen["origins"]
 
 

@@ -16,6 +16,7 @@ from ampatch.doctor.instruments.clock import listen
 from ampatch.doctor.instruments.precision import keep_float32, without_casts
 from ampatch.doctor.instruments.trace import Enough, Trace
 from ampatch.doctor.instruments.watch import Watch
+from ampatch.doctor.silent.gradients import Sample
 from ampatch.doctor.silent.watch import Silent
 from ampatch.sweeps.measure.seeds import set_seeds
 
@@ -38,6 +39,8 @@ class Run:
     traces: bool = False
     window: tuple[int, ...] | None = None
     keep_fp32: tuple[str, ...] = ()
+    sample: int | None = None  # the attempt whose gradients go to the folder `samples`
+    samples: str = ""
 
     def to_json(self) -> str:
         """Returns the arguments of a child process."""
@@ -57,7 +60,8 @@ def main(run: Run) -> None:
             without_casts(stack)
         keep_float32(run.keep_fp32, stack)
         listen(watch, stack)
-        silent.open(stack, (run.window or ()) if run.traces else None)
+        sample = None if run.sample is None else Sample(run.samples, run.sample, repeats=run.float32)
+        silent.open(stack, (run.window or ()) if run.traces else None, sample)
         if run.traces:
             torch.compiler.set_stance("force_eager")
             listen(trace, stack)

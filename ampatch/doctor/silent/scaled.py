@@ -23,7 +23,7 @@ import ampatch as amp
 from ampatch.doctor.instruments.clock import Listener, wrap
 from ampatch.doctor.instruments.places import SHOWN, Models, user_line
 from ampatch.doctor.instruments.values import is_finite, plain, quiet, tensors_in
-from ampatch.doctor.silent.callers import is_called_by_user
+from ampatch.doctor.silent.callers import is_called_by_doctor
 from ampatch.doctor.silent.fault import Notes
 
 # What the library warns of, by words of its message.
@@ -182,7 +182,7 @@ class Scaled(Listener):
             self._gradients[id(parameter)] = Gradient(weakref.ref(parameter.grad), was_unscaled=True)
 
     def _get_scale(self, get_scale: Callable[..., float], scaler: GradScaler) -> float:
-        self.was_asked |= is_called_by_user()
+        self.was_asked |= not is_called_by_doctor()
         return get_scale(scaler)
 
     def _zero_grad(self, zero_grad: Callable[..., None], owner: Module | Optimizer, *args, **kwargs) -> None:

@@ -180,3 +180,8 @@ def new_loss(kind: str, operation: Operation, tensor: Tensor) -> Loss:
 def place_of(operation: Operation) -> tuple[str, Place | None, str | None]:
     """Returns phase, place and line of an operation."""
     return operation.phase, operation.place, operation.where
+
+
+def floating_in(value: object) -> list[Tensor]:
+    """Returns the floating tensors in a value."""
+    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]

@@ -14,11 +14,12 @@ from torch.overrides import TorchFunctionMode
 from ampatch.doctor.instruments.clock import Listener, listen
 from ampatch.doctor.instruments.operations import name_of
 from ampatch.doctor.instruments.places import Models, user_line
-from ampatch.doctor.instruments.values import quiet, tensors_in
+from ampatch.doctor.instruments.values import quiet
 from ampatch.doctor.silent.fault import Notes
+from ampatch.doctor.silent.gradients import Ranges, Sample
 from ampatch.doctor.silent.rules import Casts, Lengths, Reads
 from ampatch.doctor.silent.scaled import Scaled
-from ampatch.doctor.silent.shadows import Operation, Shadows
+from ampatch.doctor.silent.shadows import Operation, Shadows, floating_in
 
 FIRST = 16  # attempts whose operations are watched
 IGNORED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_")
@@ -29,13 +30,17 @@ class Silent(Listener):
     """Counts the attempts, and holds what is found."""
 
     def __init__(self) -> None:
-        self.notes = Notes()
+        self.notes, self._ranges = Notes(), Ranges()
         self._scaled = Scaled(self.notes)
 
-    def open(self, undo: ExitStack, window: Collection[int] | None = None) -> None:
+    def open(
+        self, undo: ExitStack, window: Collection[int] | None = None, sample: Sample | None = None
+    ) -> None:
         """Watches until undone; operations as well, in the first attempts and `window`, unless it is None."""
-        self._scaled.open(undo)
-        listen(self._scaled, undo)
+        for listener in (self._scaled, self._ranges, sample):
+            if listener is not None:
+                listener.open(undo)
+                listen(listener, undo)
         if window is not None:
             operations = Operations(self.notes, self._scaled, {*range(FIRST), *window})
             operations.open(undo)
@@ -47,10 +52,10 @@ class Silent(Listener):
         """Counts; the last to be told."""
         self.notes.attempt += 1
 
-    def to_json(self) -> list[dict[str, object]]:
+    def to_json(self) -> dict[str, object]:
         """Returns what was found, once the run is over."""
         self._scaled.close()
-        return self.notes.to_json()
+        return {"faults": self.notes.to_json(), "ranges": self._ranges.to_json()}
 
 
 class Operations(TorchFunctionMode, Listener):
@@ -141,8 +146,3 @@ class Operations(TorchFunctionMode, Listener):
             *(name, func, args, kwargs, floating_in((args, kwargs))),
             *(phase, self._models.place, user_line()),
         )
-
-
-def floating_in(value: object) -> list[Tensor]:
-    """Returns the floating tensors in a value."""
-    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]

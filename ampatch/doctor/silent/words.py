@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from string import Formatter
 
@@ -28,6 +29,15 @@ WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
             "compute the line in float32: `x = x.float()` before it, and cast the result back",
             "multiply before the product or square, and divide after it",
             "an eps that the type can hold: float16 makes 0 of what is below 3e-8",
+        ),
+    ),
+    "gradient": (
+        "at a loss scale of {scale:g} float16 makes zeros of {lost:.0%} of the gradient that are none in "
+        "float32; {share:.0%} of it are lost or far off, {subnormals:.0%} subnormal.",
+        (
+            "start with init_scale={init_scale}, the largest at which nothing overflows here",
+            "with another loss: take a mean over fewer elements, or multiply it",
+            "opt_level O4 (bfloat16), whose range is that of float32",
         ),
     ),
     "clipped_while_scaled": (
@@ -87,7 +97,7 @@ WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 def why(fault: SilentFault) -> str:
     """Says in a sentence what is wrong."""
-    text = WORDS[fault.kind][0]
+    text = words_of(fault)[0]
     values = {"op": fault.op, **fault.numbers}
     if all(name is None or name in values for _, name, _, _ in Formatter().parse(text)):
         return text.format(**values)
@@ -96,18 +106,31 @@ def why(fault: SilentFault) -> str:
 
 def remedies(fault: SilentFault) -> tuple[str, ...]:
     """Says what to change, the likeliest first."""
-    return WORDS[fault.kind][1]
+    exponent = math.frexp(fault.numbers.get("init_scale", 1.0))[1] - 1
+    return tuple(text.replace("{init_scale}", f"2.0**{exponent}") for text in words_of(fault)[1])
+
+
+def words_of(fault: SilentFault) -> tuple[str, tuple[str, ...]]:
+    """Returns the words of a kind; a gradient that underflows has its own."""
+    return WORDS["gradient" if "init_scale" in fault.numbers else fault.kind]
 
 
 def describe_silent(faults: Sequence[SilentFault]) -> Iterator[str]:
-    """Yields the lines of a terminal."""
-    if faults:
-        yield f"{len(faults)} silent faults, which skip no step:"
-    for fault in faults[:MOST_SHOWN]:
-        module = f" in {fault.model}.{fault.module}".rstrip(".") if fault.model else ""
-        subject = fault.parameter or fault.op
-        yield f"Step {fault.step}, {fault.kind}: {subject}{module}, {fault.where or 'line unknown'}"
-        yield f"  {fault.why}"
-        yield from (f"  -> {remedy}" for remedy in fault.remedies)
-    if len(faults) > MOST_SHOWN:
-        yield f"... and {len(faults) - MOST_SHOWN} more (--json OUT has them all)"
+    """Yields the lines of a terminal; parameters of one kind and line stand together."""
+    groups: dict[tuple[str, str, str | None], list[SilentFault]] = {}
+    for fault in faults:
+        groups.setdefault((fault.phase, fault.kind, fault.where), []).append(fault)
+    if groups:
+        yield f"Silent faults, which skip no step: {len(groups)}"
+    for first, *others in list(groups.values())[:MOST_SHOWN]:
+        module = f" in {first.model}.{first.module}".rstrip(".") if first.model else ""
+        subject = first.parameter or first.op
+        yield f"Step {first.step}, {first.kind}: {subject}{module}, {first.where or 'line unknown'}"
+        yield f"  {first.why}"
+        if others:
+            names = [str(it.parameter or it.op) for it in others]
+            more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
+            yield f"  the same of {', '.join(names[:MOST_SHOWN])}{more}"
+        yield from (f"  -> {remedy}" for remedy in first.remedies)
+    if len(groups) > MOST_SHOWN:
+        yield f"... and {len(groups) - MOST_SHOWN} more (--json OUT has them all)"
