@@ -1,13 +1,18 @@
 """Silent faults: scripts that train wrongly without a sign, and their sound siblings."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from textwrap import dedent
 
 import pytest
+import torch
 
 import ampatch as amp
+from ampatch.apex.script import level_overrides
+from ampatch.doctor.instruments.precision import without_casts
+from ampatch.doctor.instruments.trace import Enough
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent.examine import examine_silent
+from ampatch.doctor.silent.gradients import Sample, compare
 from ampatch.doctor.silent.watch import Silent
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the library, of the same faults
@@ -341,3 +346,78 @@ def test_a_sound_script_has_no_silent_fault(name):
     faults, error = watch(SOUND[name])
     assert faults == ()
     assert error is None
+
+
+# ---- Gradients ----
+
+SMALL = (
+    HEAD
+    + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows, self.one, self.two = nn.Embedding(50, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+        self.dead = nn.Linear(16, 16)
+        nn.init.constant_(self.dead.bias, -100.0)
+    def forward(self, x):
+        h = self.rows(x)
+        return self.two(F.dropout(F.relu(self.one(h))) + F.relu(self.dead(h)))
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+"""
+)
+LOSSES = {
+    "native": native("loss = loss * {small}\n" + STEP, SMALL).replace("1024.0", "{scale}"),
+    "O1": ours("loss = loss * {small}" + BLOCK, "O1", SMALL).replace("verb", "loss_scale={scale}, verb"),
+    "O2": ours("loss = loss * {small}" + BLOCK, "O2", SMALL).replace("verb", "loss_scale={scale}, verb"),
+}
+
+
+def run_sample(text, folder, attempt, repeats):
+    """Runs a script as the doctor does to save the gradients of an attempt; returns the shares seen."""
+    silent = Silent()
+    with ExitStack() as stack:
+        if repeats:
+            stack.enter_context(amp.override(**level_overrides("O0")))
+            without_casts(stack)
+        silent.open(stack, None, Sample(folder, attempt, repeats))
+        stack.callback(amp.uninitialize)
+        torch.manual_seed(0)
+        with suppress(Enough):
+            exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})
+    return dict(silent.to_json()["ranges"])
+
+
+@pytest.mark.parametrize("attempt", [0, 2])
+@pytest.mark.parametrize("style", LOSSES)
+def test_gradients_that_underflow_are_told_from_zeros_of_float32(tmp_path, style, attempt):
+    text = LOSSES[style].replace("torch.randn(4, 8), torch", "torch.randint(0, 9, (4,)), torch")
+    text = text.replace("{small}", f"(2e-6 if step >= {attempt} else 1.0)").replace("{scale}", "1.0")
+    shares = run_sample(text, tmp_path, attempt, repeats=False)
+    assert shares[attempt] > 0.05
+    run_sample(text, tmp_path, attempt, repeats=True)
+    found, unknown = compare(tmp_path, attempt)
+    assert unknown == ""
+    by_name = {it["parameter"]: it["numbers"] for it in found}
+    assert {"one.weight", "two.weight"} <= set(by_name)
+    assert not {"dead.weight", "dead.bias"} & set(by_name)
+    rows = by_name.get("rows.weight", {"zeros_in_float32": 1, "share": 0})
+    assert rows["share"] <= 1 - rows["zeros_in_float32"] + 1e-6
+    numbers = by_name["one.weight"]
+    assert numbers["underflow_at_scale"]["2**0"] > 0.1 > numbers["underflow_at_scale"]["2**12"]
+    again = text.replace("else 1.0", "else 2e-6").replace(
+        "loss_scale=1.0", f"loss_scale={numbers['init_scale']}"
+    )
+    again = again.replace("init_scale=1.0", f"init_scale={numbers['init_scale']}")
+    for repeats in (False, True):
+        run_sample(again, tmp_path, attempt, repeats)
+    assert compare(tmp_path, attempt) == ([], "")
+
+
+def test_a_step_that_is_another_in_float32_is_not_compared(tmp_path):
+    text = LOSSES["native"].replace("torch.randn(4, 8), torch", "torch.randint(0, 9, (4,)), torch")
+    text = text.replace("{small}", "1e-3").replace("{scale}", "1.0")
+    run_sample(text, tmp_path, 0, repeats=False)
+    assert compare(tmp_path, 0) == ([], "whether gradients underflow: the step did not come again")
+    run_sample(text.replace("1e-3", "1e-2"), tmp_path, 0, repeats=True)
+    assert "another loss" in compare(tmp_path, 0)[1]

@@ -20,6 +20,7 @@ from ampatch.doctor.instruments.places import Models, user_line
 from ampatch.doctor.instruments.trace import Enough
 from ampatch.doctor.instruments.values import plain, quiet
 from ampatch.doctor.instruments.watch import own_scaler
+from ampatch.doctor.silent.scaled import Before, look_before, made_since
 from ampatch.doctor.silent.shadows import floating_in
 
 SMALLEST = 2.0**-24  # of float16, a subnormal; half of it rounds to 0
@@ -49,8 +50,9 @@ class Ranges(Listener, amp.Observer):
 
     def __init__(self) -> None:
         self._models = Models()
-        self._attempt, self._is_done = 0, False
+        self._attempt, self._is_done, self._is_now = 0, False, False
         self._uses_float16 = False
+        self._before: list[Before] = []
         self.shares: dict[int, float] = {}  # by attempt: of the parameter that is worst off
 
     def open(self, undo: ExitStack) -> None:
@@ -73,13 +75,18 @@ class Ranges(Listener, amp.Observer):
         """Follows the modules."""
         self._models.leave()
 
+    def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
+        """Learns which gradients there are already."""
+        self._is_now = self._uses_float16 and not self._is_done and is_sample(self._attempt)
+        self._before = clean(self._models) if self._is_now else []
+
     def end_backward(self) -> None:
         """Looks at the gradients of the first backward pass of an attempt: later ones add to them."""
         self._models.forget_calls()
-        if self._is_done or not self._uses_float16 or not is_sample(self._attempt):
+        if not self._is_now:
             return
         self._is_done = True
-        grads = [it.grad for it in self._models.parameters() if it.grad is not None and it.grad.numel()]
+        grads = [it.grad for it in made_since(self._before) if it.grad.numel()]
         with quiet():
             if grads:
                 self.shares[self._attempt] = max(
@@ -116,7 +123,8 @@ class Sample(Listener):
         self._models, self._attempt = Models(), 0
         self._entered: set[int] = set()
         self._loss, self._scale, self._where = math.nan, 1.0, None
-        self._grads: dict[str, Tensor] = {}
+        self._grads: dict[str | None, Tensor] = {}
+        self._before: list[Before] = []
         self._largest: list[Tensor] = []  # gradients of activations
 
     def open(self, undo: ExitStack) -> None:
@@ -156,6 +164,7 @@ class Sample(Listener):
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Notes loss and scale."""
+        self._before = clean(self._models) if self._is_now and not self._grads else []
         if self._is_now and not self._grads:
             scaler = own_scaler()
             self._scale = 1.0 if scaler is None else scaler.get_scale()
@@ -164,11 +173,9 @@ class Sample(Listener):
     def end_backward(self) -> None:
         """Keeps the gradients of the first backward pass of the attempt."""
         self._models.forget_calls()
-        if self._is_now and not self._grads:
-            for parameter in self._models.parameters():
-                name = self._models.name_of(parameter)
-                if parameter.grad is not None and name is not None:
-                    self._grads[name] = plain(parameter.grad).float().cpu().clone()
+        for parameter in made_since(self._before):
+            self._grads[self._models.name_of(parameter)] = plain(parameter.grad).float().cpu().clone()
+        self._before = []
 
     def begin_attempt(self, optimizer: Optimizer, scaler: GradScaler | None) -> None:
         """Notes the scale of torch's scaler."""
@@ -185,6 +192,12 @@ class Sample(Listener):
         self._attempt += 1
         if self._repeats and self._attempt > self._wanted:
             raise Enough
+
+
+def clean(models: Models) -> list[Before]:
+    """Looks at the parameters that have no gradient as yet, or one of zeros; costs a host sync each."""
+    with quiet():
+        return look_before(it for it in models.parameters() if it.grad is None or not plain(it.grad).any())
 
 
 def named(module: Module) -> list[tuple[str, Tensor]]:

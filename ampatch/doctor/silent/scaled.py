@@ -34,6 +34,8 @@ WARNINGS = (
     ("a GradScaler steps", "two_scalers", "step"),
 )
 
+Before = tuple[Parameter, Tensor | None, int]  # a parameter with its gradient, and the version of that
+
 
 @dataclass(slots=True)
 class Gradient:
@@ -69,7 +71,7 @@ class Scaled(Listener):
         self._gradients: dict[int, Gradient] = {}  # of parameters
         self._losses: list[ScaledLoss] = []
         self._has_scaler = self.was_asked = False
-        self._before: list[tuple[Parameter, Tensor | None, int]] = []
+        self._before: list[Before] = []
         self._now: tuple[GradScaler | None, str | None] | None = None  # of the backward that runs
 
     def open(self, undo: ExitStack) -> None:
@@ -118,16 +120,14 @@ class Scaled(Listener):
         with quiet():
             for parameter in parameters:
                 self._forget_zeros(parameter)
-        self._before = [(it, it.grad, getattr(it.grad, "_version", -1)) for it in parameters]
+        self._before = look_before(parameters)
 
     def end_backward(self) -> None:
         """Notes of which kind the new gradients are."""
         if self._now is None:
             return
         scaler, where = self._now
-        for parameter, grad, version in self._before:
-            if parameter.grad is None or (parameter.grad is grad and grad._version == version):
-                continue
+        for parameter in made_since(self._before):
             known = self._known(parameter) or Gradient(weakref.ref(parameter.grad))
             self._gradients[id(parameter)] = known
             known.grad = weakref.ref(parameter.grad)
@@ -253,6 +253,20 @@ class Scaled(Listener):
         known = [self._known(parameter) for parameter in parameters_of(optimizer)]
         for line in dict.fromkeys(it.raw for it in known if it is not None and it.raw is not None):
             self._notes.add("unscaled_backward", "backward", line, "backward")
+
+
+def look_before(parameters: Iterable[Parameter]) -> list[Before]:
+    """Returns what shows whose gradients a backward pass makes."""
+    return [(it, it.grad, getattr(it.grad, "_version", -1)) for it in parameters]
+
+
+def made_since(before: Iterable[Before]) -> list[Parameter]:
+    """Returns the parameters that have another gradient than before."""
+    return [
+        parameter
+        for parameter, grad, version in before
+        if parameter.grad is not None and (parameter.grad is not grad or grad._version != version)
+    ]
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
