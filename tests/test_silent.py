@@ -148,6 +148,16 @@ FAULTS = {
     "norm at O1": ("zeros", ours(BLOCK, "O1", norm(RMS_LINES))),
     "norm at O2": ("zeros", ours(BLOCK, "O2", norm(RMS_LINES))),
     "a quotient": ("zeros", native(STEP, norm("return x / (x * x).sum(-1, keepdim=True).sqrt()  # FAULT"))),
+    "norm and dropout": (
+        "zeros",
+        native(
+            STEP, norm("x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))  # FAULT\nreturn F.dropout(x)")
+        ),
+    ),
+    "in place": (
+        "zeros",
+        native(STEP, norm("n = (x * x).mean(-1, keepdim=True)  # FAULT\nreturn x * n.add_(1e-6).rsqrt_()")),
+    ),
     "squares of zero": (
         "underflow",
         native(
@@ -317,6 +327,11 @@ SOUND = {
     "a mask of logarithms": native(STEP, forward("h = (h + (1 - torch.eye(4, 8)).to(h).log()).softmax(-1)")),
     "a clamp of what overflows": native(STEP, forward("h = (h * 1e5).clamp(-60000, 60000) * 1e-5")),
     "tanh of what overflows": native(STEP, forward("h = torch.tanh(h * 1e6)")),
+    "what overflows is written over": native(
+        STEP, forward("h = h * 1e6; h[h.abs() > 100] = 0; h = h[:, :8].clone(); h[0].fill_(1)")
+    ),
+    "a view is written over": native(STEP, forward("h = h * 1e6; h.view(-1).mul_(0).fill_(1); h = h + 1")),
+    "a loss that vanishes": ours("loss = (model(x) * 1e-6).pow(2).mean()" + BLOCK, "O2"),
     "padding rows": native(STEP, forward("h = h * (torch.arange(4) < 2).to(h).unsqueeze(1)")),
     "a small penalty": native(STEP, forward("h = h + h * 1e-9")),
     "confident softmax": native(STEP, forward("h = (h * 100).softmax(-1)")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,6 +30,24 @@ MEASURES += ("mean", "gt", "lt", "ge", "le", "item", "tolist", "_foreach_norm")
 PRODUCTS = ("matmul", "bmm", "mm", "einsum", "sum", "baddbmm")
 QUOTIENTS = ("div", "div_", "true_divide", "mul", "mul_")
 HEADROOM = 16  # times what was reached must fit: a length that grows, or the next step
+
+
+class Known:
+    """What is known of tensors, as long as they live."""
+
+    def __init__(self) -> None:
+        self._facts: dict[int, tuple[weakref.ref[Tensor], list]] = {}  # by the id of a tensor
+
+    def add(self, tensors: list[Tensor], fact: object) -> None:
+        """Adds a fact of some tensors."""
+        for tensor in tensors:
+            facts = self.find(tensor)
+            self._facts[id(tensor)] = weakref.ref(tensor), [*facts, fact]
+
+    def find(self, tensor: Tensor) -> list:
+        """Returns what is known of a tensor."""
+        reference, facts = self._facts.get(id(tensor), (None, []))
+        return facts if reference is not None and reference() is tensor else []
 
 
 @dataclass(slots=True, eq=False)
@@ -60,11 +79,12 @@ class Casts:
 
     def forget(self) -> None:
         """Begins with the next attempt."""
-        self._casts: dict[int, tuple[Tensor, Cast]] = {}  # by the id of a tensor
+        self._casts = Known()
+        self._all: list[Cast] = []
 
     def end_attempt(self) -> None:
         """Notes the casts that had no effect."""
-        for cast in dict.fromkeys(cast for _, cast in self._casts.values()):
+        for cast in self._all:
             if cast.undone and not cast.has_effect:
                 self._notes.add(
                     "float32_under_autocast", cast.phase, cast.where, cast.op, cast.place, runs=cast.undone
@@ -75,7 +95,7 @@ class Casts:
         is_half = any(it.dtype in HALF for it in given)
         if is_half and self.inside:
             self._look_at_modules(operation)
-        known = [self._casts[id(it)][1] for it in operation.taken if id(it) in self._casts]
+        known = [cast for tensor in operation.taken for cast in self._casts.find(tensor)]
         if operation.name in CASTS and not known:
             self._look_at_cast(operation, given)
         if not given or not known:
@@ -83,7 +103,7 @@ class Casts:
         is_view = operation.name in VIEWS or (operation.name in CASTS and not is_half)
         for cast in known:
             if is_view:
-                self._casts |= {id(it): (it, cast) for it in given}
+                self._casts.add(given, cast)
             elif is_half and is_undone(operation):
                 cast.undone = cast.undone or operation.name
             else:
@@ -93,7 +113,8 @@ class Casts:
         came = [tensor.dtype for tensor in (*operation.taken[:1], *given[:1])]
         if came[:1] and came[0] in HALF and came[1:] == [torch.float32] and is_called_by_user():
             cast = Cast(operation.name, operation.phase, operation.place, operation.where)
-            self._casts[id(given[0])] = given[0], cast
+            self._casts.add(given, cast)
+            self._all.append(cast)
 
     def _cast_module(self, cast: Callable[..., Module], module: Module, *args, **kwargs) -> Module:
         before = dtypes_of(module)
@@ -171,25 +192,25 @@ class Lengths:
 
     def forget(self) -> None:
         """Begins with the next attempt."""
-        self._sums: dict[int, tuple[Tensor, tuple[Sum, ...]]] = {}  # by the id of a tensor
+        self._sums = Known()
 
     def look(self, operation: Operation, given: list[Tensor]) -> None:
         """Follows sums to what divides them."""
         if len(given) != 1 or not operation.taken:
             return
-        sums = tuple(it for tensor in operation.taken for it in self._sums.get(id(tensor), (None, ()))[1])
+        sums = [it for tensor in operation.taken for it in self._sums.find(tensor)]
         if sums and operation.name in QUOTIENTS:
             self._look_at_quotient(operation, sums)
         elif operation.name in PRODUCTS and given[0].dtype is torch.float16:
             largest = given[0].detach().abs().max().item() if given[0].numel() else 0.0
             if math.isfinite(largest) and largest * HEADROOM > torch.finfo(torch.float16).max:
-                sums = (*sums, Sum(operation, length_of(operation, given[0]), largest))
+                sums.append(Sum(operation, length_of(operation, given[0]), largest))
         elif operation.name not in VIEWS + CASTS:
             return
-        if sums:
-            self._sums[id(given[0])] = given[0], sums
+        for it in sums:
+            self._sums.add(given, it)
 
-    def _look_at_quotient(self, quotient: Operation, sums: tuple[Sum, ...]) -> None:
+    def _look_at_quotient(self, quotient: Operation, sums: list[Sum]) -> None:
         number = quotient.args[1] if len(quotient.args) > 1 else None
         if isinstance(number, Tensor):
             number = number.flatten()[0].item() if number.numel() else None

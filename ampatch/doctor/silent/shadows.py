@@ -7,14 +7,15 @@ again (a clamp, the tanh of a large number, a mask: no fault) or half is finite 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ampatch.doctor.instruments.places import Place
+from ampatch.doctor.instruments.places import Place, is_called_by_scaler
 from ampatch.doctor.instruments.values import holds_no_number, key_of, tensors_in
 from ampatch.doctor.silent.fault import Notes
 
@@ -53,6 +54,16 @@ class Loss:
     numbers: dict[str, object] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Shadow:
+    """What float32 has in the place of a tensor, as long as nobody writes to that."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    wanted: Tensor
+    loss: Loss
+
+
 class Shadows:
     """The shadows of one attempt, and the faults that wait for a backward pass to reach them."""
 
@@ -62,7 +73,7 @@ class Shadows:
 
     def forget(self) -> None:
         """Begins with the next attempt."""
-        self._shadows: dict[int, tuple[Tensor, Tensor, Loss]] = {}  # by id: in half, in float32, and why
+        self._shadows: dict[int, Shadow] = {}  # by the id of a tensor
         self._marks: dict[int, set[int]] = {}  # of storages: faults
         self._kept: list[Tensor] = []  # so that their addresses stay theirs
         self._faults: list[Loss] = []
@@ -79,37 +90,42 @@ class Shadows:
             return None
         if not operation.name.endswith("_"):
             return operation
-        copies: dict[int, Tensor] = {}
+        copies: list[Tensor] = []
 
         def copy(value: object) -> object:
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
-            copies[id(value)] = value.detach().clone()
-            self._follow(value, copies[id(value)])
-            return copies[id(value)]
+            copies.append(value.detach().clone())
+            if (known := self._find(value)) is not None:
+                self._add(copies[-1], known.wanted, known.loss)
+            return copies[-1]
 
         args, kwargs = tree_map(copy, operation.args), tree_map(copy, operation.kwargs)
-        return Operation(
-            operation.name, operation.func, args, kwargs, list(copies.values()), *place_of(operation)
-        )
+        return replace(operation, args=args, kwargs=kwargs, taken=copies)
 
-    def look(self, operation: Operation, given: list[Tensor]) -> None:
-        """Looks at what an operation gives."""
+    def look(self, operation: Operation, repeated: Operation | None, given: list[Tensor]) -> None:
+        """Looks at what an operation gives; `repeated` is what `prepare` made of it."""
         marks = {mark for tensor in operation.taken for mark in self._marks.get(key_of(tensor), ())}
-        known = [self._shadows[id(it)] for it in operation.taken if id(it) in self._shadows]
-        loss = known[0][2] if known else find_loss(operation, given)
-        if loss is not None:
-            wanted = self._repeat(operation)
+        if repeated is not None:
+            known = [it for it in map(self._find, repeated.taken) if it is not None]
+            loss = known[0].loss if known else find_loss(repeated, given)
+            # A scaler scales the loss, not what was lost: its gradient is none of these zeros.
+            wanted = [] if loss is None or (known and is_called_by_scaler()) else self._repeat(repeated)
             for tensor, expected in zip(given, wanted, strict=False):
                 marks |= self._judge(tensor, expected, loss, is_new=not known)
         for tensor in given if marks else ():
             self._marks.setdefault(key_of(tensor), set()).update(marks)
             self._kept.append(tensor.detach())
 
-    def _follow(self, before: Tensor, after: Tensor) -> None:
-        if id(before) in self._shadows:
-            _, shadow, loss = self._shadows[id(before)]
-            self._shadows[id(after)] = after, shadow, loss
+    def _find(self, tensor: Tensor) -> Shadow | None:
+        """Returns the shadow of a tensor, None of one that was written to since, as through a view."""
+        known = self._shadows.get(id(tensor))
+        is_same = known is not None and known.tensor() is tensor and known.version == version_of(tensor)
+        return known if is_same else None
+
+    def _add(self, tensor: Tensor, wanted: Tensor, loss: Loss) -> None:
+        alive = {key: it for key, it in self._shadows.items() if it.tensor() is not None}
+        self._shadows = {**alive, id(tensor): Shadow(weakref.ref(tensor), version_of(tensor), wanted, loss)}
 
     def _repeat(self, operation: Operation) -> list[Tensor]:
         """Runs an operation in float32, on shadows where there are some; returns nothing if it cannot."""
@@ -119,16 +135,18 @@ class Shadows:
                 return torch.float32 if value in HALF else value
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
-            shadow = self._shadows.get(id(value))
-            return value.detach().to(torch.float32, copy=True) if shadow is None else shadow[1].clone()
+            known = self._find(value)
+            return (value if known is None else known.wanted).detach().to(torch.float32, copy=True)
 
         args, kwargs = tree_map(widen, operation.args), tree_map(widen, operation.kwargs)
         if operation.name in ("half", "bfloat16"):
             return [args[0]]
         try:
-            return [it for it in tensors_in(operation.func(*args, **kwargs)) if it.is_floating_point()]
+            with torch.autocast(operation.taken[0].device.type, enabled=False):
+                made = operation.func(*args, **kwargs)
         except Exception:  # of a function that does not take float32, or counts its calls
             return []
+        return floating_in(args[0] if operation.name.endswith("_") else made)
 
     def _judge(self, tensor: Tensor, wanted: Tensor, loss: Loss, is_new: bool) -> set[int]:
         """Compares a result with its shadow; returns the mark of a fault."""
@@ -151,7 +169,7 @@ class Shadows:
             self._faults.append(Loss(loss.kind, loss.op, loss.phase, loss.place, loss.where, numbers))
             return {len(self._faults) - 1}
         if is_far.any():
-            self._shadows[id(tensor)] = tensor, wanted, loss
+            self._add(tensor, wanted, loss)
         return set()
 
 
@@ -180,6 +198,11 @@ def new_loss(kind: str, operation: Operation, tensor: Tensor) -> Loss:
 def place_of(operation: Operation) -> tuple[str, Place | None, str | None]:
     """Returns phase, place and line of an operation."""
     return operation.phase, operation.place, operation.where
+
+
+def version_of(tensor: Tensor) -> int:
+    """Returns how often a tensor was written to; 0 of one that does not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def floating_in(value: object) -> list[Tensor]:

@@ -66,9 +66,7 @@ class Operations(TorchFunctionMode, Listener):
         self._notes, self._window, self._models = notes, window, Models()
         self._shadows, self._casts = Shadows(notes), Casts(notes)
         self._reads, self._lengths = Reads(notes, scaled), Lengths(notes)
-        self._rules = (self._shadows, self._casts, self._reads, self._lengths)
         self._phase, self._is_away = "input", False
-        self._kept: list[object] = []  # so that an id stays one tensor's
 
     def open(self, undo: ExitStack) -> None:
         """Replaces what rules need, until undone."""
@@ -110,8 +108,7 @@ class Operations(TorchFunctionMode, Listener):
         if self._is_active:
             self._casts.end_attempt()
         self._is_away, self._phase = False, "input"
-        self._kept.clear()
-        for rule in self._rules:
+        for rule in (self._shadows, self._casts, self._reads, self._lengths):
             rule.forget()
 
     @property
@@ -131,13 +128,12 @@ class Operations(TorchFunctionMode, Listener):
         result = func(*args, **kwargs)
         with quiet():
             given = floating_in(result)
+            if name.endswith("_") and args and not given:  # as x[mask] = 0
+                given = floating_in(args[0])
             if given:
-                self._kept += [*given, *operation.taken]
-                for rule in self._rules:
-                    if rule is not self._shadows:
-                        rule.look(operation, given)
-                if repeated is not None:
-                    self._shadows.look(repeated, given)
+                self._shadows.look(operation, repeated, given)
+                for rule in (self._casts, self._reads, self._lengths):
+                    rule.look(operation, given)
         return result
 
     def _describe(self, name: str, func, args: tuple, kwargs: dict) -> Operation:
