@@ -1,5 +1,6 @@
 """Silent faults: scripts that train wrongly without a sign, and their sound siblings."""
 
+import json
 from contextlib import ExitStack, suppress
 from textwrap import dedent
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 import ampatch as amp
+from ampatch.__main__ import main
 from ampatch.apex.script import level_overrides
 from ampatch.doctor.instruments.precision import without_casts
 from ampatch.doctor.instruments.trace import Enough
@@ -436,3 +438,38 @@ def test_a_step_that_is_another_in_float32_is_not_compared(tmp_path):
     assert compare(tmp_path, 0) == ([], "whether gradients underflow: the step did not come again")
     run_sample(text.replace("1e-3", "1e-2"), tmp_path, 0, repeats=True)
     assert "another loss" in compare(tmp_path, 0)[1]
+
+
+# ---- The whole command ----
+
+
+@pytest.mark.process
+def test_the_report_has_silent_faults_and_the_exit_status_has_not(tmp_path, capsys):
+    text = native(STEP + "\n" + CLIP + "  # FAULT", norm(RMS.removesuffix("  # FAULT"))).replace(
+        "1024.0", "2.0"
+    )
+    (tmp_path / "train.py").write_text(text)
+    out = tmp_path / "report.json"
+    assert main(["doctor", "--json", str(out), str(tmp_path / "train.py")]) == 0
+    report, said = json.loads(out.read_text()), capsys.readouterr().out
+    assert report["findings"] == []
+    clip, zeros = sorted(report["silent"], key=lambda it: it["kind"])
+    assert (clip["kind"], clip["where"].rpartition(":")[2]) == ("clipped_while_scaled", lines_of(text)[0][9:])
+    assert clip["steps"] == list(range(4))
+    assert (zeros["kind"], zeros["op"], zeros["model"], zeros["module"]) == ("zeros", "pow", "model", "1")
+    assert "clipped_while_scaled" in said
+    assert "float32" in said
+
+
+@pytest.mark.process
+def test_a_script_of_apex_whose_gradients_underflow_is_told_a_scale(tmp_path):
+    text = LOSSES["O2"].replace("import ampatch as amp", "from apex import amp")
+    text = text.replace("torch.randn(4, 8), torch", "torch.randint(0, 9, (4,)), torch")
+    (tmp_path / "train.py").write_text(text.replace("{small}", "2e-6").replace("{scale}", "1.0"))
+    out = tmp_path / "report.json"
+    assert main(["doctor", "--json", str(out), str(tmp_path / "train.py")]) == 0
+    report = json.loads(out.read_text())
+    assert {it["kind"] for it in report["silent"]} == {"underflow"}
+    assert "one.weight" in {it["parameter"] for it in report["silent"]}
+    assert "init_scale=2.0**24" in report["silent"][0]["remedies"][0]
+    assert (report["runs"], report["unknown"]) == (3, [])

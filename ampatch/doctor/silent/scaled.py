@@ -6,7 +6,6 @@ warnings are listened to.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -19,20 +18,12 @@ from torch.nn import Module, Parameter
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
-import ampatch as amp
 from ampatch.doctor.instruments.clock import Listener, wrap
-from ampatch.doctor.instruments.places import SHOWN, Models, user_line
+from ampatch.doctor.instruments.places import Models, user_line
 from ampatch.doctor.instruments.values import is_finite, plain, quiet, tensors_in
 from ampatch.doctor.silent.callers import is_called_by_doctor
 from ampatch.doctor.silent.fault import Notes
-
-# What the library warns of, by words of its message.
-WARNINGS = (
-    ("are clipped at", "clipped_while_scaled", "clip_grad"),
-    ("backward() in a block", "unscaled_backward", "backward"),
-    ("backward() outside of scale_loss", "unscaled_backward", "backward"),
-    ("a GradScaler steps", "two_scalers", "step"),
-)
+from ampatch.doctor.silent.library import listen_to_library
 
 Before = tuple[Parameter, Tensor | None, int]  # a parameter with its gradient, and the version of that
 
@@ -71,6 +62,7 @@ class Scaled(Listener):
         self._gradients: dict[int, Gradient] = {}  # of parameters
         self._losses: list[ScaledLoss] = []
         self._has_scaler = self.was_asked = False
+        self._backwards = 0
         self._before: list[Before] = []
         self._now: tuple[GradScaler | None, str | None] | None = None  # of the backward that runs
 
@@ -85,11 +77,7 @@ class Scaled(Listener):
             wrap(owner, "clip_grad_norm_", self._clip, undo)
             wrap(owner, "clip_grad_value_", self._clip, undo)
         wrap(torch.autograd, "grad", self._grad, undo)
-        listener = Warned(self._notes)
-        logging.getLogger("ampatch").addHandler(listener)
-        undo.callback(logging.getLogger("ampatch").removeHandler, listener)
-        undo.enter_context(amp.observe(Blocks(self._notes, self)))
-        self.backwards = 0
+        listen_to_library(self._notes, lambda: self._backwards, undo)
 
     def close(self) -> None:
         """Notes what was never used up to the end of the run."""
@@ -107,7 +95,7 @@ class Scaled(Listener):
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Asks whether a scaled loss is part of it, and what gradients there are."""
-        self.backwards += 1
+        self._backwards += 1
         self._models.forget_calls()
         self._now = None
         if not self._has_scaler:
@@ -200,7 +188,7 @@ class Scaled(Listener):
         return clip(given, limit, *args, **kwargs)
 
     def _grad(self, grad: Callable[..., object], outputs: object, *args, **kwargs) -> object:
-        self.backwards += 1
+        self._backwards += 1
         if self._losses:
             self._reach(tuple(tensors_in(outputs)))
         return grad(outputs, *args, **kwargs)
@@ -272,38 +260,3 @@ def made_since(before: Iterable[Before]) -> list[Parameter]:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Returns the parameters that an optimizer steps."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-class Warned(logging.Handler):
-    """Notes what the library warns of."""
-
-    def __init__(self, notes: Notes) -> None:
-        super().__init__(logging.WARNING)
-        self._notes = notes
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Reads a line of the log: file, number and text."""
-        if not isinstance(record.args, tuple) or len(record.args) != 3:
-            return
-        file, number, text = record.args
-        for words, kind, op in WARNINGS:
-            if words in str(text):
-                self._notes.add(kind, "optimizer", f"{str(file).removeprefix(SHOWN)}:{number}", op, said=text)
-
-
-class Blocks(amp.Observer):
-    """Notes blocks of `scale_loss` without a backward pass."""
-
-    def __init__(self, notes: Notes, scaled: Scaled) -> None:
-        self._notes, self._scaled = notes, scaled
-        self._open: dict[int, tuple[int, str | None]] = {}
-
-    def on_loss(self, loss: Tensor, loss_id: int) -> None:
-        """A block begins."""
-        self._open[loss_id] = self._scaled.backwards, user_line()
-
-    def on_backward(self, loss_id: int) -> None:
-        """It ends."""
-        backwards, where = self._open.pop(loss_id, (-1, None))
-        if backwards == self._scaled.backwards:
-            self._notes.add("scaled_not_backpropagated", "loss", where, "scale_loss")
