@@ -160,6 +160,10 @@ FAULTS = {
         "zeros",
         native(STEP, norm("n = (x * x).mean(-1, keepdim=True)  # FAULT\nreturn x * n.add_(1e-6).rsqrt_()")),
     ),
+    "inside of a function": (
+        "zeros",
+        native(STEP, norm("return F.normalize(x, eps=1e-6)  # FAULT", 30000.0)),
+    ),
     "squares of zero": (
         "underflow",
         native(
@@ -174,7 +178,7 @@ FAULTS = {
     "clip": ("clipped_while_scaled", native(f"{STEP}\n{CLIP}  # FAULT")),
     "clip by value": (
         "clipped_while_scaled",
-        native(f"{STEP}\nnn.utils.clip_grad_value_(model.parameters(), 0.5)  # FAULT"),
+        native(f"{STEP}\nnn.utils.clip_grad_value_(parameters=model.parameters(), clip_value=0.5)  # FAULT"),
     ),
     "clip in a block": (
         "clipped_while_scaled",
@@ -300,6 +304,9 @@ SOUND = {
         "scaler.scale(F.cross_entropy(model(x), y)).backward()\nscaler.unscale_(optimizer)"
     ),
     "a sum of scaled losses": native("(scaler.scale(loss) + scaler.scale(loss * 2)).backward()"),
+    "a loss that goes backward twice": native(
+        "scaled = scaler.scale(loss)\nscaled.backward(retain_graph=True)\n(scaled * 2).backward()"
+    ),
     "a loss that is not trained on": native(
         f"with torch.no_grad():\n    print(end=str(scaler.scale(model(x).mean()).item())[:0])\n{STEP}"
     ),

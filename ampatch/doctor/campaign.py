@@ -45,7 +45,7 @@ class Campaign:
         suspects = find_suspects(attempts)
         window = suspects[:MOST_TRACED] or tuple(range(min(ALWAYS_TRACED, len(attempts))))
         sample = pick_sample(self.silent, attempts)
-        window = tuple(sorted({*window, *plan_window(attempts, suspects, sample)}))
+        window = tuple(sorted({*window, *plan_window(attempts, sample)}))
         traced = replace(self.run, traces=True, window=window, sample=sample)
         origins = self._start("traced", traced)[1] if window else []
         if suspects and not any(it["has_reached"] for it in origins):

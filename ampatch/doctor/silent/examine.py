@@ -15,10 +15,11 @@ from ampatch.doctor.silent.words import remedies, why
 NEAR = 0.8  # of the worst is as good: an early attempt costs less
 
 
-def plan_window(attempts: Sequence[Attempt], suspects: Sequence[int], sample: int | None) -> tuple[int, ...]:
-    """Returns the attempts up to which a traced run goes on for silent faults."""
-    more = () if suspects or not attempts else (min(FIRST, len(attempts)) - 1,)
-    return more if sample is None else (*more, sample)
+def plan_window(attempts: Sequence[Attempt], sample: int | None) -> tuple[int, ...]:
+    """Returns attempts up to which a traced run goes on for silent faults: not beyond weights that broke."""
+    first = attempts[:FIRST]
+    last = next((index for index, attempt in enumerate(first) if not attempt.weights), len(first) - 1)
+    return tuple(index for index in (last, sample) if index is not None and index >= 0)
 
 
 def pick_sample(seen: Sequence[Mapping], attempts: Sequence[Attempt]) -> int | None:

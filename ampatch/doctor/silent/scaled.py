@@ -6,6 +6,7 @@ warnings are listened to.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -136,9 +137,10 @@ class Scaled(Listener):
         """Forgets what was stepped; a loss that was scaled an attempt ago has not been used."""
         for parameter in parameters_of(optimizer):
             self._gradients.pop(id(parameter), None)
-        old = [loss for loss in self._losses if loss.attempt < self._notes.attempt]
-        self._tell_unused(old)
-        self._losses = [loss for loss in self._losses if loss.attempt >= self._notes.attempt]
+        self._tell_unused(loss for loss in self._losses if loss.attempt < self._notes.attempt)
+        # The graphs of the others are kept no longer than they wait.
+        kept = [loss for loss in self._losses if loss.attempt >= self._notes.attempt]
+        self._losses = [loss for loss in kept if not loss.was_used]
 
     # ---- What is replaced ----
 
@@ -179,13 +181,16 @@ class Scaled(Listener):
         for parameter in found:
             self._gradients.pop(id(parameter), None)
 
-    def _clip(self, clip: Callable[..., object], parameters: object, limit: float, *args, **kwargs) -> object:
+    def _clip(self, clip: Callable[..., object], *args: object, **kwargs: object) -> object:
+        bound = inspect.signature(clip).bind(*args, **kwargs).arguments
+        parameters, limit = bound.pop("parameters"), bound.get("max_norm", bound.get("clip_value"))
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         scale = None if self.was_asked else self.scale_of(given)
         if scale is not None:
             kind = "clipped_while_scaled" if limit < float("inf") else "not_unscaled"
-            self._notes.add(kind, "optimizer", user_line(), clip.__name__, limit=float(limit), scale=scale)
-        return clip(given, limit, *args, **kwargs)
+            numbers = {"limit": float(limit), "scale": scale}
+            self._notes.add(kind, "optimizer", user_line(), clip.__name__, **numbers)
+        return clip(parameters=given, **bound)
 
     def _grad(self, grad: Callable[..., object], outputs: object, *args, **kwargs) -> object:
         self._backwards += 1
@@ -216,7 +221,11 @@ class Scaled(Listener):
 
     def _reach(self, roots: tuple[Tensor, ...]) -> list[ScaledLoss]:
         """Marks and returns the scaled losses that a backward from these reaches."""
-        nodes = {id(loss.node): loss for loss in self._losses}
+        new = [loss for loss in self._losses if not loss.was_used]
+        return self._walk(roots, new) or self._walk(roots, self._losses)
+
+    def _walk(self, roots: tuple[Tensor, ...], losses: list[ScaledLoss]) -> list[ScaledLoss]:
+        nodes = {id(loss.node): loss for loss in losses}
         waiting, seen, found = [root.grad_fn for root in roots], set(), []
         while waiting and nodes and len(found) < len(nodes):
             node = waiting.pop()

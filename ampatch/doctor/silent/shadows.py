@@ -142,7 +142,9 @@ class Shadows:
         if operation.name in ("half", "bfloat16"):
             return [args[0]]
         try:
-            with torch.autocast(operation.taken[0].device.type, enabled=False):
+            device = operation.taken[0].device
+            devices = [device] if device.type == "cuda" else []
+            with torch.autocast(device.type, enabled=False), torch.random.fork_rng(devices):
                 made = operation.func(*args, **kwargs)
         except Exception:  # of a function that does not take float32, or counts its calls
             return []
@@ -166,7 +168,8 @@ class Shadows:
             zeros = (is_grave & (have == 0)).float().mean().item()
             first = wanted[is_grave].abs().max().item()
             numbers = {**loss.numbers, "share": share, "zeros": zeros, "float32_largest": first}
-            self._faults.append(Loss(loss.kind, loss.op, loss.phase, loss.place, loss.where, numbers))
+            kind = "zeros" if is_new else loss.kind  # what one operation loses alone, it lost inside
+            self._faults.append(Loss(kind, loss.op, loss.phase, loss.place, loss.where, numbers))
             return {len(self._faults) - 1}
         if is_far.any():
             self._add(tensor, wanted, loss)
