@@ -16,6 +16,7 @@ from ampatch.doctor.beside import add_beside, compare_levels
 from ampatch.doctor.child import Run
 from ampatch.doctor.finding import Finding, Report, read_finding
 from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.silent.examine import compare_gradients, examine_silent, pick_sample, plan_window
 
 MOST_TRACED = 6  # attempts of one run
 MOST_OVERFLOWS = 2  # at a scale that was good before
@@ -68,8 +69,15 @@ class Campaign:
     runs: int = 0
     unknown: list[str] = field(default_factory=list)
     seen: dict[str, dict] = field(default_factory=dict)  # of the last run of a name
+    silent: list[dict] = field(default_factory=list)  # what the watched and the traced run left
 
     def report(self, propose: bool = False) -> Report:
+        """Runs the script as often as it takes; see `_report`."""
+        with tempfile.TemporaryDirectory(prefix="ampatch-doctor-") as folder:
+            self.run = replace(self.run, samples=folder)
+            return self._report(propose)
+
+    def _report(self, propose: bool) -> Report:
         """Watches, traces what broke, asks whether float32 survives, and proposes what to keep in it."""
         seen = self._start("watched", replace(self.run, every=self.every))
         attempts = seen.attempts
@@ -77,7 +85,9 @@ class Campaign:
             self.unknown.append("the script made no step of an optimizer: nothing was watched")
         first = tuple(range(min(ALWAYS_TRACED, len(attempts))))
         window = seen.suspects[:MOST_TRACED] or first
-        run = replace(self.run, traces=True, window=window, speed=True)
+        sample = pick_sample(self.silent, attempts)
+        window = tuple(sorted({*window, *plan_window(attempts, sample)}))
+        run = replace(self.run, traces=True, window=window, sample=sample, speed=True)
         origins = self._start("traced", run).origins if window else ()
         if find_suspects(attempts) and not any(it["has_reached"] for it in origins):
             self.unknown.append("it did not happen again when the script was repeated: seed what it draws")
@@ -88,8 +98,13 @@ class Campaign:
             self._propose(findings[0].module, window) if propose and survives and findings[0].module else ()
         )
         harmless = merge(attempts, [it for it in origins if not it["has_reached"]])
+        if sample is not None:
+            self._start("compared", replace(self.run, level="O0", float32=True, sample=sample))
+            self.silent.append(compare_gradients(self.run.samples, sample, self.unknown))
+        silent = examine_silent(self.silent, attempts, findings)
         return Report(
-            tuple(findings), tuple(harmless), describe_scale(attempts), keep, self.runs, tuple(self.unknown)
+            *(tuple(findings), tuple(harmless), describe_scale(attempts), keep, self.runs),
+            *(tuple(self.unknown), silent),
         )
 
     def beside(self, report: Report, against: str | None = None) -> Report:
@@ -163,6 +178,7 @@ class Campaign:
         if status:
             last = (said.strip() or "it said nothing").splitlines()[-1]
             self.unknown.append(f"the {name} run ended with status {status}: {last}")
+        self.silent += [seen["silent"]] if name in ("watched", "traced") else []
         attempts = tuple(Attempt(**each) for each in seen["attempts"])
         return Seen(attempts, seen["is_open"], seen["is_half"], tuple(seen["origins"]), status)
 

@@ -19,6 +19,8 @@ from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.precision import keep_float32, without_casts
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.watch import Watch
+from ampatch.doctor.silent.gradients import Sample
+from ampatch.doctor.silent.watch import Silent
 from ampatch.sweeps.measure.seeds import set_seeds
 
 
@@ -47,6 +49,8 @@ class Run:
     speed: bool = False
     capture: str = ""
     wanted: int | None = None
+    sample: int | None = None  # the attempt whose gradients go to the folder `samples`
+    samples: str = ""
 
     def to_json(self) -> str:
         """Returns the arguments of a child process."""
@@ -59,14 +63,16 @@ def main(run: Run) -> None:
     if run.keep_fp32:
         overrides["keep_fp32"] = list(run.keep_fp32)
     apex.install(post_mortem=False, **overrides)
-    watch, trace, beside = Watch(), Trace(run.window, run.goes_on), {}
+    watch, trace, silent, beside = Watch(), Trace(run.window, run.goes_on), Silent(), {}
     with ExitStack() as stack:
-        stack.callback(lambda: Path(run.out).write_text(json.dumps(beside | seen_by(watch, trace))))
+        stack.callback(lambda: Path(run.out).write_text(json.dumps(beside | seen_by(watch, trace, silent))))
         if run.float32:
             without_casts(stack)
         keep_float32(run.keep_fp32, stack)
         listen(watch, stack)
         listen_beside(run, beside, stack)
+        sample = None if run.sample is None else Sample(run.samples, run.sample, repeats=run.float32)
+        silent.open(stack, (run.window or ()) if run.traces else None, sample)
         if run.traces:
             torch.compiler.set_stance("force_eager")
             listen(trace, stack)
@@ -79,9 +85,10 @@ def main(run: Run) -> None:
             return
 
 
-def seen_by(watch: Watch, trace: Trace) -> dict[str, object]:
+def seen_by(watch: Watch, trace: Trace, silent: Silent) -> dict[str, object]:
     """Returns what a run leaves behind."""
     found = {"attempts": watch.to_json(), "origins": trace.to_json()}
+    found["silent"] = silent.to_json()
     return found | {"is_open": watch.is_open, "is_half": watch.is_half}
 
 

@@ -18,8 +18,9 @@ HINT = "; the script's own go after --"
 USAGE = """ampatch doctor [OPTIONS] SCRIPT [-- ARGS...]
        ampatch doctor [OPTIONS] -m MODULE [-- ARGS...]
        ampatch doctor --open FILE"""
-EPILOG = """The script runs two to three times: watched, traced where it broke, and in float32. Everything
-after -- goes to it. Exit status: 0 nothing was found, 1 something was, 2 bad input, 130 after Ctrl-C."""
+EPILOG = """The script runs two to four times: watched, traced where it broke, and in float32. Everything
+after -- goes to it. Exit status: 0 nothing was found (silent faults do not count), 1 something was,
+2 bad input, 130 after Ctrl-C."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

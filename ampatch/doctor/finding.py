@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
+from ampatch.doctor.silent.fault import SilentFault
+
 VERSION = 1
 
 
@@ -53,6 +55,7 @@ class Report:
     growth: dict | None = None
     speed: dict | None = None
     against: dict | None = None
+    silent: tuple[SilentFault, ...] = ()
 
     def to_json(self) -> dict[str, object]:
         """Returns the report as plain values."""

@@ -9,6 +9,7 @@ import torch
 
 from ampatch.doctor.beside import said_beside
 from ampatch.doctor.finding import Finding, Report
+from ampatch.doctor.silent.words import describe_silent
 
 HALF = ("float16", "bfloat16")
 EXPONENTIALS = (
@@ -149,6 +150,7 @@ def describe(report: Report) -> Iterator[str]:
         yield from describe_finding(finding)
     if len(report.findings) > MOST_SHOWN:
         yield f"... and {len(report.findings) - MOST_SHOWN} more (--json OUT has them all)"
+    yield from describe_silent(report.silent)
     if report.keep_fp32:
         yield f"Proposed: keep_fp32={list(report.keep_fp32)}"
     if report.scale.get("search"):

@@ -1,0 +1,87 @@
+"""A silent fault: all numbers stay finite, no step is skipped, and the training is wrong nevertheless."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from ampatch.doctor.instruments.places import Place
+
+KINDS = (
+    "zeros",  # an overflow inside of an expression, which leaves zeros
+    "underflow",  # of gradients, or of an operation of the forward
+    "clipped_while_scaled",
+    "unscaled_twice",
+    "not_unscaled",
+    "scaled_not_backpropagated",
+    "unscaled_backward",
+    "two_scalers",
+    "float32_under_autocast",
+    "length_alone",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SilentFault:
+    """One silent fault: `numbers` are what was measured, by name; `steps` are those at which it was seen."""
+
+    kind: str
+    step: int | None
+    phase: str
+    model: str | None
+    module: str
+    parameter: str | None
+    op: str
+    where: str | None
+    numbers: dict[str, object] = field(default_factory=dict)
+    steps: tuple[int, ...] = ()
+    why: str = ""
+    remedies: tuple[str, ...] = ()
+
+
+class Notes:
+    """What was found in one run: each fault once, with the attempts at which it was seen."""
+
+    def __init__(self) -> None:
+        self.attempt = 0
+        self._found: dict[tuple[object, ...], tuple[SilentFault, list[int]]] = {}
+
+    def add(
+        self,
+        kind: str,
+        phase: str,
+        where: str | None,
+        op: str,
+        place: Place | None = None,
+        parameter: str | None = None,
+        attempt: int | None = None,
+        **numbers: object,
+    ) -> None:
+        """Notes a fault, at the present attempt unless another is given."""
+        if kind not in KINDS:
+            raise ValueError(f"unknown kind {kind!r}: expected one of {', '.join(map(repr, KINDS))}")
+        attempt = self.attempt if attempt is None else attempt
+        key = (kind, where, op, place and place.module, parameter)
+        if key not in self._found:
+            model, module = (None, "") if place is None else (place.model, place.module)
+            fault = SilentFault(kind, attempt, phase, model, module, parameter, op, where, numbers)
+            self._found[key] = fault, []
+        attempts = self._found[key][1]
+        if attempt not in attempts:
+            attempts.append(attempt)
+
+    def to_json(self) -> list[dict[str, object]]:
+        """Returns what a child process leaves; steps are attempts as yet."""
+        return [asdict(fault) | {"steps": attempts} for fault, attempts in self._found.values()]
+
+
+def read_faults(found: Sequence[Mapping], steps: Mapping[int, int]) -> list[SilentFault]:
+    """Reads what runs have left, the same of several runs once; `steps` has the step of each attempt."""
+    merged: dict[tuple[object, ...], SilentFault] = {}
+    for one in found:
+        attempts = sorted(one["steps"])
+        key = tuple(one[name] for name in ("kind", "where", "op", "module", "parameter"))
+        before = merged[key].steps if key in merged else ()
+        all_steps = tuple(sorted({*before, *(steps.get(attempt, attempt) for attempt in attempts)}))
+        merged[key] = SilentFault(**{**one, "step": min(all_steps, default=None), "steps": all_steps})
+    return sorted(merged.values(), key=lambda it: -1 if it.step is None else it.step)

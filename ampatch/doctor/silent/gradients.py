@@ -1,0 +1,264 @@
+"""Gradients that underflow: seen in half, and compared with those of the same step in float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim import Optimizer
+
+import ampatch as amp
+from ampatch.doctor.instruments.clock import Listener
+from ampatch.doctor.instruments.places import Models, user_line
+from ampatch.doctor.instruments.trace import Enough
+from ampatch.doctor.instruments.values import plain, quiet
+from ampatch.doctor.instruments.watch import own_scaler
+from ampatch.doctor.silent.scaled import Before, look_before, made_since
+from ampatch.doctor.silent.shadows import floating_in
+
+SMALLEST = 2.0**-24  # of float16, a subnormal; half of it rounds to 0
+NORMAL = 2.0**-14  # the smallest that float16 holds with all of its digits
+LARGEST = 65504.0
+LARGEST_SCALE = 24  # as a power of two
+SUSPECT = 0.05  # of a gradient is subnormal
+LOST = 0.1  # of a gradient is zero or far off, and is not in float32
+COARSE = 0.25  # of what float32 has is far off
+NOISE = 1e-7  # times the largest gradient of the model: what float32 rounds
+SAME_LOSS = 0.05
+
+
+def is_sample(attempt: int) -> bool:
+    """Says whether the gradients of an attempt are looked at: all at first, and then ever fewer.
+
+    >>> [attempt for attempt in range(40) if is_sample(attempt)]
+    [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
+    """
+    while attempt > 3 and attempt % 2 == 0:
+        attempt //= 2
+    return attempt <= 3
+
+
+class Ranges(Listener, amp.Observer):
+    """Notes at sampled attempts how much of each gradient float16 holds badly; costs a host sync each."""
+
+    def __init__(self) -> None:
+        self._models = Models()
+        self._attempt, self._is_done, self._is_now = 0, False, False
+        self._uses_float16 = False
+        self._before: list[Before] = []
+        self.shares: dict[int, float] = {}  # by attempt: of the parameter that is worst off
+
+    def open(self, undo: ExitStack) -> None:
+        """Learns of the levels that are in use, until undone."""
+        undo.enter_context(amp.observe(self))
+
+    def on_initialize(self, policy: amp.Policy) -> None:
+        """Called by `initialize`."""
+        self._uses_float16 |= policy.half is torch.float16
+
+    def enter_module(self, module: Module, args: tuple) -> None:
+        """Learns which models there are, and whether they run in float16."""
+        if self._models.enter(module) and not self._uses_float16:
+            parameter = next(module.parameters())
+            device = parameter.device.type
+            casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.float16
+            self._uses_float16 = casts or parameter.dtype is torch.float16
+
+    def leave_module(self, module: Module) -> None:
+        """Follows the modules."""
+        self._models.leave()
+
+    def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
+        """Learns which gradients there are already."""
+        self._is_now = self._uses_float16 and not self._is_done and is_sample(self._attempt)
+        self._before = clean(self._models) if self._is_now else []
+
+    def end_backward(self) -> None:
+        """Looks at the gradients of the first backward pass of an attempt: later ones add to them."""
+        self._models.forget_calls()
+        if not self._is_now:
+            return
+        self._is_done = True
+        grads = [it.grad for it in made_since(self._before) if it.grad.numel()]
+        with quiet():
+            if grads:
+                self.shares[self._attempt] = max(
+                    torch.stack([share_of_bad(plain(it)) for it in grads]).tolist()
+                )
+
+    def end_attempt(self, optimizer: Optimizer) -> None:
+        """Counts."""
+        self._attempt, self._is_done = self._attempt + 1, False
+
+    def to_json(self) -> list[tuple[int, float]]:
+        """Returns the attempts that are worth a comparison with float32, with their shares."""
+        return [(attempt, share) for attempt, share in self.shares.items() if share >= SUSPECT]
+
+
+def share_of_bad(grad: Tensor) -> Tensor:
+    """Returns the share of subnormals, or 1 if all are zeros; 0 where the gradient never was in float16."""
+    values = grad.float().abs()
+    # Through autocast they come to float32 weights, with the digits that float16 has.
+    is_half = (values.half().float() == values).float().mean() > 0.9
+    share = ((values < NORMAL) & (values > 0)).float().mean()
+    return torch.where(values.any(), share * is_half, torch.ones_like(share))
+
+
+class Sample(Listener):
+    """Saves the weights and the gradients of one attempt, or repeats it from these weights.
+
+    Weights, buffers and random state are saved when a model is entered for the first time in the attempt,
+    and read by the run in float32 at the same place, so that the step is the same.
+    """
+
+    def __init__(self, folder: str, attempt: int, repeats: bool) -> None:
+        self._folder, self._wanted, self._repeats = Path(folder), attempt, repeats
+        self._models, self._attempt = Models(), 0
+        self._entered: set[int] = set()
+        self._loss, self._scale, self._where = math.nan, 1.0, None
+        self._grads: dict[str | None, Tensor] = {}
+        self._before: list[Before] = []
+        self._largest: list[Tensor] = []  # gradients of activations
+
+    def open(self, undo: ExitStack) -> None:
+        """Watches what modules return, until undone."""
+        undo.callback(register_module_forward_hook(self._look_at_output).remove)
+
+    @property
+    def _is_now(self) -> bool:
+        return self._attempt == self._wanted
+
+    def enter_module(self, module: Module, args: tuple) -> None:
+        """Saves or reads the weights of a model."""
+        is_root = self._models.enter(module)
+        if not (is_root and self._is_now) or id(module) in self._entered:
+            return
+        file = self._folder / f"weights-{len(self._entered)}.pt"
+        self._entered.add(id(module))
+        with quiet():
+            if not self._repeats:
+                values = {name: value.detach().clone() for name, value in named(module)}
+                torch.save((values, torch.get_rng_state()), file)
+            elif file.exists():
+                values, state = torch.load(file, weights_only=True)
+                for name, value in named(module):
+                    if name in values:
+                        value.copy_(values[name])
+                torch.set_rng_state(state)
+
+    def leave_module(self, module: Module) -> None:
+        """Follows the modules."""
+        self._models.leave()
+
+    def _look_at_output(self, module: Module, args: tuple, output: object) -> None:
+        for tensor in floating_in(output) if self._is_now and self._repeats and not self._grads else ():
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad: self._largest.append(plain(grad).abs().amax()))
+
+    def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
+        """Notes loss and scale."""
+        self._before = clean(self._models) if self._is_now and not self._grads else []
+        if self._is_now and not self._grads:
+            scaler = own_scaler()
+            self._scale = 1.0 if scaler is None else scaler.get_scale()
+            self._loss, self._where = sum(loss.detach().sum().item() for loss in losses), user_line()
+
+    def end_backward(self) -> None:
+        """Keeps the gradients of the first backward pass of the attempt."""
+        self._models.forget_calls()
+        for parameter in made_since(self._before):
+            self._grads[self._models.name_of(parameter)] = plain(parameter.grad).float().cpu().clone()
+        self._before = []
+
+    def begin_attempt(self, optimizer: Optimizer, scaler: GradScaler | None) -> None:
+        """Notes the scale of torch's scaler."""
+        if self._is_now and scaler is not None and scaler.is_enabled():
+            self._scale = scaler.get_scale()
+
+    def end_attempt(self, optimizer: Optimizer) -> None:
+        """Writes the gradients."""
+        if self._is_now and self._grads:
+            largest = max((it.item() for it in self._largest), default=0.0)
+            kept = {"loss": self._loss / self._scale, "scale": self._scale, "where": self._where}
+            kept |= {"grads": self._grads, "largest": largest}
+            torch.save(kept, self._folder / ("float32.pt" if self._repeats else "half.pt"))
+        self._attempt += 1
+        if self._repeats and self._attempt > self._wanted:
+            raise Enough
+
+
+def clean(models: Models) -> list[Before]:
+    """Looks at the parameters that have no gradient as yet, or one of zeros; costs a host sync each."""
+    with quiet():
+        return look_before(it for it in models.parameters() if it.grad is None or not plain(it.grad).any())
+
+
+def named(module: Module) -> list[tuple[str, Tensor]]:
+    """Returns the parameters and buffers of a module, by name."""
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+# ---- The comparison ----
+
+
+def compare(folder: Path, attempt: int) -> tuple[list[dict[str, object]], str]:
+    """Returns the parameters whose gradients underflow, as a run leaves faults, and what is not known."""
+    files = [folder / "half.pt", folder / "float32.pt"]
+    if not all(file.exists() for file in files):
+        return [], "whether gradients underflow: the step did not come again"
+    half, full = (torch.load(file, weights_only=True) for file in files)
+    if not abs(half["loss"] - full["loss"]) <= SAME_LOSS * abs(full["loss"]) + SMALLEST:
+        return [], "whether gradients underflow: in float32 the step has another loss"
+    grads: Mapping[str, Tensor] = full["grads"]
+    most = max((grad.abs().max().item() for grad in grads.values() if grad.numel()), default=0.0)
+    scale = best_scale(grads, most, max(most, full["largest"]))
+    found = []
+    for name, grad in grads.items():
+        if name in half["grads"] and grad.shape == half["grads"][name].shape and grad.numel():
+            numbers = measure(half["grads"][name], grad, half["scale"], most)
+            if numbers["share"] >= LOST:
+                numbers |= {"init_scale": scale}
+                found.append(fault_of(name, attempt, half["where"], numbers))
+    return found, ""
+
+
+def measure(half: Tensor, full: Tensor, scale: float, most: float) -> dict[str, object]:
+    """Compares a gradient, which is scaled, with that of float32, which is not."""
+    counts, small = full.abs() > NOISE * most, half.abs() < NORMAL
+    lost = counts & (half == 0)
+    coarse = counts & small & ~lost & ((half / scale - full).abs() > COARSE * full.abs())
+    shares = {
+        "share": lost | coarse,
+        "lost": lost,
+        "zeros": half == 0,
+        "subnormals": small & (half != 0),
+        "zeros_in_float32": full == 0,
+    }
+    numbers: dict[str, object] = {name: mask.float().mean().item() for name, mask in shares.items()}
+    below = {f"2**{power}": share_below(full, power) for power in range(0, LARGEST_SCALE + 1, 4)}
+    return numbers | {"scale": scale, "underflow_at_scale": below}
+
+
+def share_below(grad: Tensor, power: int) -> float:
+    """Returns the share of a float32 gradient that float16 makes zeros of at a scale of 2**power."""
+    exponents = torch.frexp(grad[grad != 0].abs())[1]  # |g| < 2**exponent
+    return (exponents + power <= -25).float().sum().item() / grad.numel()
+
+
+def best_scale(grads: Mapping[str, Tensor], most: float, largest: float) -> float:
+    """Returns the largest power of two at which nothing overflows: none that is smaller loses less."""
+    return 2.0 ** min(LARGEST_SCALE, math.floor(math.log2(LARGEST / largest))) if largest else 1.0
+
+
+def fault_of(name: str, attempt: int, where: str | None, numbers: dict[str, object]) -> dict[str, object]:
+    """Returns a fault as a run leaves it."""
+    fault = {"kind": "underflow", "step": attempt, "phase": "backward", "model": None, "op": "backward"}
+    fault |= {"module": name.rpartition(".")[0], "parameter": name, "where": where}
+    return fault | {"numbers": numbers, "steps": [attempt], "why": "", "remedies": []}

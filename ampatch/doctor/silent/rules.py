@@ -1,0 +1,238 @@
+"""What single operations show: casts that are undone, gradients that are read, sums that are too long."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from ampatch.doctor.instruments.clock import wrap
+from ampatch.doctor.instruments.places import Place, user_line
+from ampatch.doctor.instruments.values import key_of
+from ampatch.doctor.silent.callers import is_called_by_ampatch, is_called_by_user
+from ampatch.doctor.silent.fault import Notes
+from ampatch.doctor.silent.scaled import Scaled
+from ampatch.doctor.silent.shadows import HALF, Operation
+
+CASTS = ("to", "half", "bfloat16", "float", "type", "type_as")
+VIEWS = ("", "t", "transpose", "permute", "view", "reshape", "flatten", "unsqueeze", "squeeze", "contiguous")
+VIEWS += ("chunk", "split", "unbind", "expand", "index", "detach", "swapaxes", "movedim", "narrow", "select")
+# Of gradients that are scaled these say something else than of those that are not.
+MEASURES = ("norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "clamp", "clamp_", "clip", "clip_")
+MEASURES += ("clamp_max", "clamp_max_", "clamp_min_", "max", "amax", "std", "var", "histc", "square", "pow")
+MEASURES += ("mean", "gt", "lt", "ge", "le", "item", "tolist", "_foreach_norm")
+PRODUCTS = ("matmul", "bmm", "mm", "einsum", "sum", "baddbmm")
+QUOTIENTS = ("div", "div_", "true_divide", "mul", "mul_")
+HEADROOM = 16  # times what was reached must fit: a length that grows, or the next step
+
+
+class Known:
+    """What is known of tensors, as long as they live."""
+
+    def __init__(self) -> None:
+        self._facts: dict[int, tuple[weakref.ref[Tensor], list]] = {}  # by the id of a tensor
+
+    def add(self, tensors: list[Tensor], fact: object) -> None:
+        """Adds a fact of some tensors."""
+        for tensor in tensors:
+            facts = self.find(tensor)
+            self._facts[id(tensor)] = weakref.ref(tensor), [*facts, fact]
+
+    def find(self, tensor: Tensor) -> list:
+        """Returns what is known of a tensor."""
+        reference, facts = self._facts.get(id(tensor), (None, []))
+        return facts if reference is not None and reference() is tensor else []
+
+
+@dataclass(slots=True, eq=False)
+class Cast:
+    """A cast to float32 that the user has written, and what became of it."""
+
+    op: str
+    phase: str
+    place: Place | None
+    where: str | None
+    undone: str = ""  # the operation that ran in half nevertheless
+    has_effect: bool = False
+
+
+class Casts:
+    """Casts to float32 that autocast, or a patched function, takes back at once."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+        self._modules: dict[int, tuple[Module, str, str | None]] = {}
+        self._told: set[int] = set()
+        self.inside: list[Module] = []  # the modules that run
+        self.forget()
+
+    def open(self, undo: ExitStack) -> None:
+        """Watches modules that are made float32, until undone."""
+        wrap(Module, "float", self._cast_module, undo)
+        wrap(Module, "to", self._cast_module, undo)
+
+    def forget(self) -> None:
+        """Begins with the next attempt."""
+        self._casts = Known()
+        self._all: list[Cast] = []
+
+    def end_attempt(self) -> None:
+        """Notes the casts that had no effect."""
+        for cast in self._all:
+            if cast.undone and not cast.has_effect:
+                self._notes.add(
+                    "float32_under_autocast", cast.phase, cast.where, cast.op, cast.place, runs=cast.undone
+                )
+
+    def look(self, operation: Operation, given: list[Tensor]) -> None:
+        """Follows the tensors of a cast."""
+        is_half = any(it.dtype in HALF for it in given)
+        if is_half and self.inside:
+            self._look_at_modules(operation)
+        known = [cast for tensor in operation.taken for cast in self._casts.find(tensor)]
+        if operation.name in CASTS and not known:
+            self._look_at_cast(operation, given)
+        if not given or not known:
+            return
+        is_view = operation.name in VIEWS or (operation.name in CASTS and not is_half)
+        for cast in known:
+            if is_view:
+                self._casts.add(given, cast)
+            elif is_half and is_undone(operation):
+                cast.undone = cast.undone or operation.name
+            else:
+                cast.has_effect = True
+
+    def _look_at_cast(self, operation: Operation, given: list[Tensor]) -> None:
+        came = [tensor.dtype for tensor in (*operation.taken[:1], *given[:1])]
+        if came[:1] and came[0] in HALF and came[1:] == [torch.float32] and is_called_by_user():
+            cast = Cast(operation.name, operation.phase, operation.place, operation.where)
+            self._casts.add(given, cast)
+            self._all.append(cast)
+
+    def _cast_module(self, cast: Callable[..., Module], module: Module, *args, **kwargs) -> Module:
+        before = dtypes_of(module)
+        cast(module, *args, **kwargs)
+        wanted = torch.float32 if cast.__name__ == "float" else torch._C._nn._parse_to(*args, **kwargs)[1]
+        if wanted is torch.float32 and before == {torch.float32} and is_called_by_user():
+            self._modules[id(module)] = module, cast.__name__, user_line()
+        return module
+
+    def _look_at_modules(self, operation: Operation) -> None:
+        if not is_undone(operation):
+            return
+        for each in self.inside:
+            _, op, where = self._modules.get(id(each), (None, "", None))
+            if op and id(each) not in self._told:
+                self._told.add(id(each))
+                self._notes.add(
+                    "float32_under_autocast", "forward", where, op, operation.place, runs=operation.name
+                )
+
+
+def is_undone(operation: Operation) -> bool:
+    """Says whether an operation that gives half takes float32 alone, or is a cast that ampatch makes."""
+    if operation.name in CASTS:
+        return is_called_by_ampatch()
+    return bool(operation.taken) and all(it.dtype is torch.float32 for it in operation.taken)
+
+
+def dtypes_of(module: Module) -> set[torch.dtype]:
+    """Returns the floating types of a module's parameters."""
+    return {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+
+
+class Reads:
+    """Gradients that are measured while they are multiplied by the loss scale."""
+
+    def __init__(self, notes: Notes, scaled: Scaled) -> None:
+        self._notes, self._scaled = notes, scaled
+        self._grads: dict[int, Tensor] = {}  # by storage: the parameter
+
+    def forget(self) -> None:
+        """Begins with the next attempt."""
+        self._grads.clear()
+
+    def look(self, operation: Operation, given: list[Tensor]) -> None:
+        """Notes what measures a gradient."""
+        owner = getattr(operation.func, "__self__", None)
+        if operation.name == "" and getattr(owner, "__name__", "") == "grad" and given:
+            self._grads[key_of(given[0])] = operation.taken[0]
+        if operation.name not in MEASURES or not self._grads:
+            return
+        read = [self._grads[key_of(it)] for it in operation.taken if key_of(it) in self._grads]
+        scale = self._scaled.scale_of(read) if read and is_called_by_user() else None
+        if scale is not None and not self._scaled.was_asked:
+            self._notes.add(
+                "not_unscaled", "optimizer", operation.where, operation.name, operation.place, scale=scale
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A sum of products in half: over how many, and the largest that came of it."""
+
+    operation: Operation
+    length: int
+    largest: float
+
+
+class Lengths:
+    """Sums of products in half that are divided by their length, when it may be too late."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins with the next attempt."""
+        self._sums = Known()
+
+    def look(self, operation: Operation, given: list[Tensor]) -> None:
+        """Follows sums to what divides them."""
+        if len(given) != 1 or not operation.taken:
+            return
+        sums = [it for tensor in operation.taken for it in self._sums.find(tensor)]
+        if sums and operation.name in QUOTIENTS:
+            self._look_at_quotient(operation, sums)
+        elif operation.name in PRODUCTS and given[0].dtype is torch.float16:
+            largest = given[0].detach().abs().max().item() if given[0].numel() else 0.0
+            if math.isfinite(largest) and largest * HEADROOM > torch.finfo(torch.float16).max:
+                sums.append(Sum(operation, length_of(operation, given[0]), largest))
+        elif operation.name not in VIEWS + CASTS:
+            return
+        for it in sums:
+            self._sums.add(given, it)
+
+    def _look_at_quotient(self, quotient: Operation, sums: list[Sum]) -> None:
+        number = quotient.args[1] if len(quotient.args) > 1 else None
+        if isinstance(number, Tensor):
+            number = number.flatten()[0].item() if number.numel() else None
+        if not isinstance(number, (int, float)) or not number:
+            return
+        divisor = 1 / number if quotient.name.startswith("mul") else number
+        for it in sums:
+            if it.length > 1 and math.isclose(divisor, it.length, rel_tol=1e-3):
+                made = it.operation
+                numbers = {"length": it.length, "largest": it.largest, "divided_at": quotient.where}
+                self._notes.add("length_alone", made.phase, made.where, made.name, made.place, **numbers)
+
+
+def length_of(operation: Operation, given: Tensor) -> int:
+    """Returns how many numbers each of a result is the sum of; 0 if that is not known."""
+    if operation.name == "sum":
+        return operation.taken[0].numel() // max(given.numel(), 1)
+    if operation.name != "einsum":
+        return operation.taken[-2].shape[-1] if len(operation.taken) > 1 else 0
+    equation = str(operation.args[0]).replace(" ", "")
+    inputs, _, output = equation.partition("->")
+    sizes: dict[str, int] = {}
+    for letters, tensor in zip(inputs.split(","), operation.taken, strict=False):
+        sizes |= dict(zip(reversed(letters), reversed(tensor.shape), strict=False))
+    return math.prod(size for letter, size in sizes.items() if letter not in output)

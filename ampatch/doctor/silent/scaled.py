@@ -1,0 +1,271 @@
+"""Follows gradients from a scaled loss to the step: what is scaled, unscaled, clipped, and what is not.
+
+For `torch.amp.GradScaler` it is followed here. Where ampatch scales, the library itself looks, and its
+warnings are listened to.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.nn import Module, Parameter
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+
+from ampatch.doctor.instruments.clock import Listener, wrap
+from ampatch.doctor.instruments.places import Models, user_line
+from ampatch.doctor.instruments.values import is_finite, plain, quiet, tensors_in
+from ampatch.doctor.silent.callers import is_called_by_doctor
+from ampatch.doctor.silent.fault import Notes
+from ampatch.doctor.silent.library import listen_to_library
+
+Before = tuple[Parameter, Tensor | None, int]  # a parameter with its gradient, and the version of that
+
+
+@dataclass(slots=True)
+class Gradient:
+    """What the gradient of a parameter is made of, since it was made or zeroed.
+
+    `scaler` is set while some of it is scaled; `raw` is the line of a backward pass without a scale;
+    `was_unscaled` says that some of it has been divided by a scale.
+    """
+
+    grad: weakref.ref[Tensor]
+    scaler: GradScaler | None = None
+    raw: str | None = None
+    was_unscaled: bool = False
+
+
+@dataclass(slots=True)
+class ScaledLoss:
+    """A loss that a scaler has scaled: the node of the graph that did, and whether a backward reached it."""
+
+    scaler: GradScaler
+    node: object
+    where: str | None
+    attempt: int
+    is_finite: bool
+    was_used: bool = False
+
+
+class Scaled(Listener):
+    """Follows the gradients of all models that run; costs a host sync a scaled loss."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes, self._models = notes, Models()
+        self._gradients: dict[int, Gradient] = {}  # of parameters
+        self._losses: list[ScaledLoss] = []
+        self._has_scaler = self.was_asked = False
+        self._backwards = 0
+        self._before: list[Before] = []
+        self._now: tuple[GradScaler | None, str | None] | None = None  # of the backward that runs
+
+    def open(self, undo: ExitStack) -> None:
+        """Replaces what gradients pass through, until undone."""
+        wrap(GradScaler, "scale", self._scale, undo)
+        wrap(GradScaler, "unscale_", self._unscale, undo)
+        wrap(GradScaler, "get_scale", self._get_scale, undo)
+        for owner in (Optimizer, Module):
+            wrap(owner, "zero_grad", self._zero_grad, undo)
+        for owner in (clip_grad, torch.nn.utils):
+            wrap(owner, "clip_grad_norm_", self._clip, undo)
+            wrap(owner, "clip_grad_value_", self._clip, undo)
+        wrap(torch.autograd, "grad", self._grad, undo)
+        listen_to_library(self._notes, lambda: self._backwards, undo)
+
+    def close(self) -> None:
+        """Notes what was never used up to the end of the run."""
+        self._tell_unused(self._losses)
+
+    # ---- The parts of a run ----
+
+    def enter_module(self, module: Module, args: tuple) -> None:
+        """Learns which models there are."""
+        self._models.enter(module)
+
+    def leave_module(self, module: Module) -> None:
+        """Follows the modules."""
+        self._models.leave()
+
+    def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
+        """Asks whether a scaled loss is part of it, and what gradients there are."""
+        self._backwards += 1
+        self._models.forget_calls()
+        self._now = None
+        if not self._has_scaler:
+            return
+        reached = self._reach(losses)
+        if not reached and any(loss.numel() > 1 for loss in losses):
+            return  # it is given gradients to begin with, which may be scaled
+        self._now = reached[0].scaler if reached else None, user_line()
+        parameters = self._models.parameters()
+        with quiet():
+            for parameter in parameters:
+                self._forget_zeros(parameter)
+        self._before = look_before(parameters)
+
+    def end_backward(self) -> None:
+        """Notes of which kind the new gradients are."""
+        if self._now is None:
+            return
+        scaler, where = self._now
+        for parameter in made_since(self._before):
+            known = self._known(parameter) or Gradient(weakref.ref(parameter.grad))
+            self._gradients[id(parameter)] = known
+            known.grad = weakref.ref(parameter.grad)
+            if scaler is None:
+                known.raw = known.raw or where
+            else:
+                known.scaler = scaler
+        self._before, self._now, self.was_asked = [], None, False
+
+    def begin_attempt(self, optimizer: Optimizer, scaler: GradScaler | None) -> None:
+        """Looks at what is about to be stepped."""
+        if scaler is not None and scaler.is_enabled():
+            self._tell_raw(optimizer)
+        elif (scale := self.scale_of(parameters_of(optimizer))) is not None:
+            self._notes.add("not_unscaled", "optimizer", user_line(), "step", scale=scale)
+
+    def end_attempt(self, optimizer: Optimizer) -> None:
+        """Forgets what was stepped; a loss that was scaled an attempt ago has not been used."""
+        for parameter in parameters_of(optimizer):
+            self._gradients.pop(id(parameter), None)
+        self._tell_unused(loss for loss in self._losses if loss.attempt < self._notes.attempt)
+        # The graphs of the others are kept no longer than they wait.
+        kept = [loss for loss in self._losses if loss.attempt >= self._notes.attempt]
+        self._losses = [loss for loss in kept if not loss.was_used]
+
+    # ---- What is replaced ----
+
+    def _scale(self, scale: Callable[..., object], scaler: GradScaler, outputs: object) -> object:
+        scaled = scale(scaler, outputs)
+        if scaler.is_enabled():
+            self._has_scaler = True
+            found = [it for it in tensors_in(scaled) if it.grad_fn is not None]
+            self._losses += [
+                ScaledLoss(scaler, it.grad_fn, user_line(), self._notes.attempt, is_finite(it))
+                for it in found
+            ]
+        return scaled
+
+    def _unscale(self, unscale: Callable[..., None], scaler: GradScaler, optimizer: Optimizer) -> None:
+        try:
+            unscale(scaler, optimizer)
+        except RuntimeError as error:
+            if "already been called" in str(error) or "after step()" in str(error):
+                self._notes.add("unscaled_twice", "optimizer", user_line(), "unscale_")
+            raise
+        if not scaler.is_enabled():
+            return
+        self._tell_raw(optimizer)
+        known = [(it, self._known(it)) for it in parameters_of(optimizer) if it.grad is not None]
+        if any(it is not None and it.was_unscaled for _, it in known):
+            self._notes.add("unscaled_twice", "optimizer", user_line(), "unscale_", scale=scaler.get_scale())
+        for parameter, _ in known:
+            self._gradients[id(parameter)] = Gradient(weakref.ref(parameter.grad), was_unscaled=True)
+
+    def _get_scale(self, get_scale: Callable[..., float], scaler: GradScaler) -> float:
+        self.was_asked |= not is_called_by_doctor()
+        return get_scale(scaler)
+
+    def _zero_grad(self, zero_grad: Callable[..., None], owner: Module | Optimizer, *args, **kwargs) -> None:
+        zero_grad(owner, *args, **kwargs)
+        found = owner.parameters() if isinstance(owner, Module) else parameters_of(owner)
+        for parameter in found:
+            self._gradients.pop(id(parameter), None)
+
+    def _clip(self, clip: Callable[..., object], *args: object, **kwargs: object) -> object:
+        bound = inspect.signature(clip).bind(*args, **kwargs).arguments
+        parameters, limit = bound.pop("parameters"), bound.get("max_norm", bound.get("clip_value"))
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        scale = None if self.was_asked else self.scale_of(given)
+        if scale is not None:
+            kind = "clipped_while_scaled" if limit < float("inf") else "not_unscaled"
+            numbers = {"limit": float(limit), "scale": scale}
+            self._notes.add(kind, "optimizer", user_line(), clip.__name__, **numbers)
+        return clip(parameters=given, **bound)
+
+    def _grad(self, grad: Callable[..., object], outputs: object, *args, **kwargs) -> object:
+        self._backwards += 1
+        if self._losses:
+            self._reach(tuple(tensors_in(outputs)))
+        return grad(outputs, *args, **kwargs)
+
+    # ---- What is known ----
+
+    def scale_of(self, parameters: Iterable[Tensor]) -> float | None:
+        """Returns the scale that gradients of some of these are multiplied by; None if none is, or by 1."""
+        for parameter in parameters:
+            known = self._known(parameter)
+            if known is not None and known.scaler is not None:
+                return known.scaler.get_scale() if known.scaler.get_scale() != 1 else None
+        return None
+
+    def _known(self, parameter: Tensor) -> Gradient | None:
+        known = self._gradients.get(id(parameter))
+        return known if known is not None and known.grad() is parameter.grad is not None else None
+
+    def _forget_zeros(self, parameter: Parameter) -> None:
+        """A gradient that a script has zeroed by itself is new."""
+        known = self._known(parameter)
+        is_mixed = known is not None and (known.raw is not None or known.was_unscaled)
+        if is_mixed and not plain(parameter.grad).any():
+            del self._gradients[id(parameter)]
+
+    def _reach(self, roots: tuple[Tensor, ...]) -> list[ScaledLoss]:
+        """Marks and returns the scaled losses that a backward from these reaches."""
+        new = [loss for loss in self._losses if not loss.was_used]
+        return self._walk(roots, new) or self._walk(roots, self._losses)
+
+    def _walk(self, roots: tuple[Tensor, ...], losses: list[ScaledLoss]) -> list[ScaledLoss]:
+        nodes = {id(loss.node): loss for loss in losses}
+        waiting, seen, found = [root.grad_fn for root in roots], set(), []
+        while waiting and nodes and len(found) < len(nodes):
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if id(node) in nodes:
+                found.append(nodes[id(node)])
+                found[-1].was_used = True
+            waiting += [each for each, _ in node.next_functions]
+        return found
+
+    def _tell_unused(self, losses: Iterable[ScaledLoss]) -> None:
+        for loss in losses:
+            if loss.is_finite and not loss.was_used:
+                self._notes.add(
+                    "scaled_not_backpropagated", "loss", loss.where, "scale", attempt=loss.attempt
+                )
+
+    def _tell_raw(self, optimizer: Optimizer) -> None:
+        """Notes a backward that was not scaled, whose gradients a scaler takes for scaled ones."""
+        known = [self._known(parameter) for parameter in parameters_of(optimizer)]
+        for line in dict.fromkeys(it.raw for it in known if it is not None and it.raw is not None):
+            self._notes.add("unscaled_backward", "backward", line, "backward")
+
+
+def look_before(parameters: Iterable[Parameter]) -> list[Before]:
+    """Returns what shows whose gradients a backward pass makes."""
+    return [(it, it.grad, getattr(it.grad, "_version", -1)) for it in parameters]
+
+
+def made_since(before: Iterable[Before]) -> list[Parameter]:
+    """Returns the parameters that have another gradient than before."""
+    return [
+        parameter
+        for parameter, grad, version in before
+        if parameter.grad is not None and (parameter.grad is not grad or grad._version != version)
+    ]
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Returns the parameters that an optimizer steps."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

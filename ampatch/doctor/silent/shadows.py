@@ -1,0 +1,213 @@
+"""Follows what half loses: an overflow or an underflow, with what float32 would have made of it.
+
+Where an operation in half makes inf or zeros out of numbers of which float32 makes other ones, its result
+gets a shadow: the same in float32. What takes it runs again on the shadow, until half and float32 agree
+again (a clamp, the tanh of a large number, a mask: no fault) or half is finite and far from it: a fault.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ampatch.doctor.instruments.places import Place, is_called_by_scaler
+from ampatch.doctor.instruments.values import holds_no_number, key_of, tensors_in
+from ampatch.doctor.silent.fault import Notes
+
+HALF = (torch.float16, torch.bfloat16)
+DRAWS = ("dropout", "dropout_", "alpha_dropout", "feature_dropout", "bernoulli", "bernoulli_", "multinomial")
+DRAWS += ("normal", "normal_", "uniform_", "rand_like", "randn_like", "rrelu", "gumbel_softmax")
+FAR = 0.5  # of what float32 has
+NEGLIGIBLE = 1e-6  # what half can hold but badly
+MOST = 0.5  # of the numbers become zeros: an underflow
+MANY = 0.25  # of the numbers are far from float32
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A function of torch that is called, with the tensors that it takes and where it stands."""
+
+    name: str
+    func: Callable[..., object]
+    args: tuple
+    kwargs: dict[str, object]
+    taken: list[Tensor]
+    phase: str
+    place: Place | None
+    where: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What half lost in an operation: `kind` is "zeros" after an overflow, else "underflow"."""
+
+    kind: str
+    op: str
+    phase: str
+    place: Place | None
+    where: str | None
+    numbers: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Shadow:
+    """What float32 has in the place of a tensor, as long as nobody writes to that."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    wanted: Tensor
+    loss: Loss
+
+
+class Shadows:
+    """The shadows of one attempt, and the faults that wait for a backward pass to reach them."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins with the next attempt."""
+        self._shadows: dict[int, Shadow] = {}  # by the id of a tensor
+        self._marks: dict[int, set[int]] = {}  # of storages: faults
+        self._kept: list[Tensor] = []  # so that their addresses stay theirs
+        self._faults: list[Loss] = []
+
+    def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
+        """Notes the faults that have reached the loss."""
+        for index in sorted({mark for loss in losses for mark in self._marks.get(key_of(loss), ())}):
+            it = self._faults[index]
+            self._notes.add(it.kind, it.phase, it.where, it.op, it.place, **it.numbers)
+
+    def prepare(self, operation: Operation) -> Operation | None:
+        """Returns what is needed to repeat an operation; one that draws cannot be repeated."""
+        if operation.name in DRAWS or not operation.taken:
+            return None
+        if not operation.name.endswith("_"):
+            return operation
+        copies: list[Tensor] = []
+
+        def copy(value: object) -> object:
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                return value
+            copies.append(value.detach().clone())
+            if (known := self._find(value)) is not None:
+                self._add(copies[-1], known.wanted, known.loss)
+            return copies[-1]
+
+        args, kwargs = tree_map(copy, operation.args), tree_map(copy, operation.kwargs)
+        return replace(operation, args=args, kwargs=kwargs, taken=copies)
+
+    def look(self, operation: Operation, repeated: Operation | None, given: list[Tensor]) -> None:
+        """Looks at what an operation gives; `repeated` is what `prepare` made of it."""
+        marks = {mark for tensor in operation.taken for mark in self._marks.get(key_of(tensor), ())}
+        if repeated is not None:
+            known = [it for it in map(self._find, repeated.taken) if it is not None]
+            loss = known[0].loss if known else find_loss(repeated, given)
+            # A scaler scales the loss, not what was lost: its gradient is none of these zeros.
+            wanted = [] if loss is None or (known and is_called_by_scaler()) else self._repeat(repeated)
+            for tensor, expected in zip(given, wanted, strict=False):
+                marks |= self._judge(tensor, expected, loss, is_new=not known)
+        for tensor in given if marks else ():
+            self._marks.setdefault(key_of(tensor), set()).update(marks)
+            self._kept.append(tensor.detach())
+
+    def _find(self, tensor: Tensor) -> Shadow | None:
+        """Returns the shadow of a tensor, None of one that was written to since, as through a view."""
+        known = self._shadows.get(id(tensor))
+        is_same = known is not None and known.tensor() is tensor and known.version == version_of(tensor)
+        return known if is_same else None
+
+    def _add(self, tensor: Tensor, wanted: Tensor, loss: Loss) -> None:
+        alive = {key: it for key, it in self._shadows.items() if it.tensor() is not None}
+        self._shadows = {**alive, id(tensor): Shadow(weakref.ref(tensor), version_of(tensor), wanted, loss)}
+
+    def _repeat(self, operation: Operation) -> list[Tensor]:
+        """Runs an operation in float32, on shadows where there are some; returns nothing if it cannot."""
+
+        def widen(value: object) -> object:
+            if isinstance(value, torch.dtype):
+                return torch.float32 if value in HALF else value
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                return value
+            known = self._find(value)
+            return (value if known is None else known.wanted).detach().to(torch.float32, copy=True)
+
+        args, kwargs = tree_map(widen, operation.args), tree_map(widen, operation.kwargs)
+        if operation.name in ("half", "bfloat16"):
+            return [args[0]]
+        try:
+            device = operation.taken[0].device
+            devices = [device] if device.type == "cuda" else []
+            with torch.autocast(device.type, enabled=False), torch.random.fork_rng(devices):
+                made = operation.func(*args, **kwargs)
+        except Exception:  # of a function that does not take float32, or counts its calls
+            return []
+        return floating_in(args[0] if operation.name.endswith("_") else made)
+
+    def _judge(self, tensor: Tensor, wanted: Tensor, loss: Loss, is_new: bool) -> set[int]:
+        """Compares a result with its shadow; returns the mark of a fault."""
+        self._shadows.pop(id(tensor), None)
+        if tensor.shape != wanted.shape or tensor.layout is not torch.strided or not tensor.numel():
+            return set()
+        have, valid = tensor.detach().to(torch.float32), torch.isfinite(wanted)
+        if torch.isnan(have).any():
+            return set()  # that is no longer silent
+        is_lost = valid & ~torch.isfinite(have)
+        is_far = valid & ((have - wanted).abs() > FAR * wanted.abs())
+        if is_new and loss.kind == "underflow" and is_far.float().mean() < MOST:
+            return set()
+        is_grave = is_far & ~is_lost & (wanted.abs() > NEGLIGIBLE)
+        share = is_grave.float().mean().item()
+        if share > 0 and (share >= MANY or loss.kind == "zeros") and not is_lost.any():
+            zeros = (is_grave & (have == 0)).float().mean().item()
+            first = wanted[is_grave].abs().max().item()
+            numbers = {**loss.numbers, "share": share, "zeros": zeros, "float32_largest": first}
+            kind = "zeros" if is_new else loss.kind  # what one operation loses alone, it lost inside
+            self._faults.append(Loss(kind, loss.op, loss.phase, loss.place, loss.where, numbers))
+            return {len(self._faults) - 1}
+        if is_far.any():
+            self._add(tensor, wanted, loss)
+        return set()
+
+
+def find_loss(operation: Operation, given: list[Tensor]) -> Loss | None:
+    """Asks whether an operation may lose something in half: it makes inf of finite numbers, or zeros."""
+    for tensor in given:
+        if tensor.dtype not in HALF or tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        if not torch.isfinite(tensor).all():
+            is_named = holds_no_number((operation.args, tuple(operation.kwargs.values())))
+            if is_named or not all(bool(torch.isfinite(it).all()) for it in operation.taken):
+                return None
+            return new_loss("zeros", operation, tensor)
+        if (tensor == 0).float().mean() >= MOST and any(bool(it.any()) for it in operation.taken):
+            return new_loss("underflow", operation, tensor)
+    return None
+
+
+def new_loss(kind: str, operation: Operation, tensor: Tensor) -> Loss:
+    """Describes what an operation loses."""
+    largest = max(it.detach().abs().max().item() for it in operation.taken if it.numel())
+    numbers = {"input_largest": largest, "dtype": str(tensor.dtype).removeprefix("torch.")}
+    return Loss(kind, operation.name, *place_of(operation), numbers)
+
+
+def place_of(operation: Operation) -> tuple[str, Place | None, str | None]:
+    """Returns phase, place and line of an operation."""
+    return operation.phase, operation.place, operation.where
+
+
+def version_of(tensor: Tensor) -> int:
+    """Returns how often a tensor was written to; 0 of one that does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def floating_in(value: object) -> list[Tensor]:
+    """Returns the floating tensors in a value."""
+    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]

@@ -1,0 +1,136 @@
+"""Silent faults in words: why, what to change, and the lines of a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from string import Formatter
+
+from ampatch.doctor.silent.fault import SilentFault
+
+MOST_SHOWN = 5
+
+# By kind: why, with the numbers of the fault, and what to do.
+WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "zeros": (
+        "{op} overflowed in {dtype} (its largest input is {input_largest:.4g}), and what takes the inf makes "
+        "{zeros:.0%} zeros of it: float32 has numbers up to {float32_largest:.3g} there.",
+        (
+            "compute the line in float32: `x = x.float()` before it, and cast the result back",
+            "divide by the largest magnitude before the square, and take it out again after the root",
+            "use torch.nn.functional.rms_norm or layer_norm, which compute in float32 inside",
+        ),
+    ),
+    "underflow": (
+        "{op} made zeros in {dtype} of numbers that are too small for it (its largest input is "
+        "{input_largest:.4g}), and what follows has {share:.0%} of its numbers far from those of float32, "
+        "which go up to {float32_largest:.3g}.",
+        (
+            "compute the line in float32: `x = x.float()` before it, and cast the result back",
+            "multiply before the product or square, and divide after it",
+            "an eps that the type can hold: float16 makes 0 of what is below 3e-8",
+        ),
+    ),
+    "gradient": (
+        "at a loss scale of {scale:g} float16 makes zeros of {lost:.0%} of the gradient that are none in "
+        "float32; {share:.0%} of it are lost or far off, {subnormals:.0%} subnormal.",
+        (
+            "start with init_scale={init_scale}, the largest at which nothing overflows here",
+            "with another loss: take a mean over fewer elements, or multiply it",
+            "opt_level O4 (bfloat16), whose range is that of float32",
+        ),
+    ),
+    "clipped_while_scaled": (
+        "gradients are clipped at {limit:g} while they are multiplied by the loss scale ({scale:g}): the "
+        "limit that holds is {limit:g} / {scale:g}.",
+        (
+            "call scaler.unscale_(optimizer) before it; scaler.step then does not unscale again",
+            "with ampatch: clip amp.master_params(optimizer) after the block of scale_loss",
+        ),
+    ),
+    "unscaled_twice": (
+        "gradients are divided by the loss scale that were divided by it before: they are too small by "
+        "that factor.",
+        (
+            "call unscale_ once for each optimizer and step, after the last backward pass; one scaler for it",
+            "when accumulating, unscale after the last micro-step alone, and update the scaler once a step",
+        ),
+    ),
+    "not_unscaled": (
+        "{op} uses gradients that are still multiplied by the loss scale ({scale:g}).",
+        (
+            "call scaler.unscale_(optimizer) before gradients are read or changed",
+            "step with scaler.step(optimizer), which unscales; with ampatch after the block of scale_loss",
+        ),
+    ),
+    "scaled_not_backpropagated": (
+        "a loss is scaled here, and no backward pass came of what {op} returned.",
+        ("call backward() on the scaled loss: scaler.scale(loss).backward()", "or take the line away"),
+    ),
+    "unscaled_backward": (
+        "a backward pass of a loss that is not scaled makes gradients that are divided by the loss scale: "
+        "they are lost beside the others, and small ones become zero.",
+        (
+            "scale every loss of a step: scaler.scale(loss).backward()",
+            "or add the losses first, and scale the sum",
+        ),
+    ),
+    "two_scalers": (
+        "a GradScaler steps an optimizer whose gradients scale_loss scales and unscales.",
+        ("use one of the two: without the GradScaler, call optimizer.step()",),
+    ),
+    "float32_under_autocast": (
+        "the cast to float32 has no effect: {runs} casts to half again, by itself.",
+        (
+            "turn casts off around the lines: with torch.autocast(device, enabled=False): on x.float(), or "
+            "with amp.disable_casts():",
+            "with ampatch: keep_fp32=[...] for a module",
+        ),
+    ),
+    "length_alone": (
+        "a sum of {length} products in float16 reaches {largest:.4g} before it is divided by its length: "
+        "float16 holds nothing above 65504.",
+        ("divide before the sum: (k / n).transpose(-2, -1) @ v, not (k.transpose(-2, -1) @ v) / n",),
+    ),
+}
+
+
+def why(fault: SilentFault) -> str:
+    """Says in a sentence what is wrong."""
+    text = words_of(fault)[0]
+    values = {"op": fault.op, **fault.numbers}
+    if all(name is None or name in values for _, name, _, _ in Formatter().parse(text)):
+        return text.format(**values)
+    return str(fault.numbers.get("said", "")) or text.partition(" (")[0].format(**values) + "."
+
+
+def remedies(fault: SilentFault) -> tuple[str, ...]:
+    """Says what to change, the likeliest first."""
+    exponent = math.frexp(fault.numbers.get("init_scale", 1.0))[1] - 1
+    return tuple(text.replace("{init_scale}", f"2.0**{exponent}") for text in words_of(fault)[1])
+
+
+def words_of(fault: SilentFault) -> tuple[str, tuple[str, ...]]:
+    """Returns the words of a kind; a gradient that underflows has its own."""
+    return WORDS["gradient" if "init_scale" in fault.numbers else fault.kind]
+
+
+def describe_silent(faults: Sequence[SilentFault]) -> Iterator[str]:
+    """Yields the lines of a terminal; parameters of one kind and line stand together."""
+    groups: dict[tuple[str, str, str | None], list[SilentFault]] = {}
+    for fault in faults:
+        groups.setdefault((fault.phase, fault.kind, fault.where), []).append(fault)
+    if groups:
+        yield f"Silent faults, which skip no step: {len(groups)}"
+    for first, *others in list(groups.values())[:MOST_SHOWN]:
+        module = f" in {first.model}.{first.module}".rstrip(".") if first.model else ""
+        subject = first.parameter or first.op
+        yield f"Step {first.step}, {first.kind}: {subject}{module}, {first.where or 'line unknown'}"
+        yield f"  {first.why}"
+        if others:
+            names = [str(it.parameter or it.op) for it in others]
+            more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
+            yield f"  the same of {', '.join(names[:MOST_SHOWN])}{more}"
+        yield from (f"  -> {remedy}" for remedy in first.remedies)
+    if len(groups) > MOST_SHOWN:
+        yield f"... and {len(groups) - MOST_SHOWN} more (--json OUT has them all)"

@@ -1,0 +1,482 @@
+"""Silent faults: scripts that train wrongly without a sign, and their sound siblings."""
+
+import json
+from contextlib import ExitStack, suppress
+from textwrap import dedent
+
+import pytest
+import torch
+
+import ampatch as amp
+from ampatch.__main__ import main
+from ampatch.apex.script import level_overrides
+from ampatch.doctor.instruments.precision import without_casts
+from ampatch.doctor.instruments.trace import Enough
+from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.silent.examine import examine_silent
+from ampatch.doctor.silent.gradients import Sample, compare
+from ampatch.doctor.silent.watch import Silent
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the library, of the same faults
+
+HEAD = """
+import torch, torch.nn.functional as F
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+"""
+NATIVE = """
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+for step in range(4):
+    x, y = torch.randn(4, 8), torch.randint(0, 3, (4,))
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = F.cross_entropy(model(x), y)
+    {backward}
+    scaler.step(optimizer)
+    scaler.update()
+"""
+OURS = """
+import ampatch as amp
+model, optimizer = amp.initialize(model, optimizer, opt_level={level!r}, verbosity=0)
+for step in range(4):
+    x, y = torch.randn(4, 8), torch.randint(0, 3, (4,))
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    {backward}
+    optimizer.step()
+"""
+
+
+def native(backward, head=HEAD):
+    return head + NATIVE.format(backward=indent(backward, 4))
+
+
+def ours(backward, level="O1", head=HEAD):
+    return head + OURS.format(backward=indent(backward, 4), level=level)
+
+
+def indent(text, width):
+    return dedent(text).strip("\n").replace("\n", "\n" + " " * width)
+
+
+def watch(text):
+    """Runs a script under the instruments; returns its silent faults and the error that ended it."""
+    silent, error = Silent(), None
+    with ExitStack() as stack:
+        silent.open(stack, window=())
+        stack.callback(amp.uninitialize)  # before what it is patched over is gone
+        try:
+            exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})
+        except RuntimeError as raised:
+            error = raised
+    seen = silent.to_json()
+    attempts = [Attempt(step) for step in range(silent.notes.attempt)]
+    return examine_silent([seen], attempts, ()), error
+
+
+def lines_of(text):
+    """The lines that are marked as faults."""
+    return [f"train.py:{n}" for n, line in enumerate(text.splitlines(), 1) if "# FAULT" in line]
+
+
+NORM = """
+class Norm(nn.Module):
+    def forward(self, x):
+        {lines}
+h = nn.Linear(8, 8)
+nn.init.constant_(h.bias, {bias})
+model = nn.Sequential(h, Norm(), nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+"""
+
+
+def norm(lines, bias=3000.0):
+    return HEAD + NORM.format(lines=indent(lines, 8), bias=bias)
+
+
+STEP = "scaler.scale(loss).backward()"
+CLIP = "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+BLOCK = """
+with amp.scale_loss(loss, optimizer) as scaled:
+    scaled.backward()
+"""
+SECOND = HEAD + "other = torch.amp.GradScaler('cpu')\n"
+ATTENTION = """
+n = 128
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(1, 12)
+    def forward(self, x):
+        q, k, v = (self.qkv(x.unsqueeze(-1)) * {size}).chunk(3, -1)
+        {line}
+        return out.float().mean(1)
+model = nn.Sequential(nn.Linear(8, n), Attention(), nn.Linear(4, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+"""
+
+
+def attention(line, size):
+    return HEAD + ATTENTION.format(line=line, size=size)
+
+
+def forward(line):
+    """A model whose forward has a line on `h`, the output of a layer."""
+    return HEAD + (
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)\n"
+        "    def forward(self, x):\n"
+        "        h = self.one(x)\n"
+        f"        {line}\n"
+        "        return self.two(h)\n"
+        "model = Net()\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+    )
+
+
+RMS = "return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)  # FAULT"
+RMS_LINES = """
+variance = (x * x).mean(-1, keepdim=True)  # FAULT
+return x * torch.rsqrt(variance + 1e-6)
+"""
+FAULTS = {
+    # An overflow that vanishes.
+    "norm under autocast": ("zeros", native(STEP, norm(RMS))),
+    "norm in lines": ("zeros", native(STEP, norm(RMS_LINES))),
+    "norm at O1": ("zeros", ours(BLOCK, "O1", norm(RMS_LINES))),
+    "norm at O2": ("zeros", ours(BLOCK, "O2", norm(RMS_LINES))),
+    "a quotient": ("zeros", native(STEP, norm("return x / (x * x).sum(-1, keepdim=True).sqrt()  # FAULT"))),
+    "norm and dropout": (
+        "zeros",
+        native(
+            STEP, norm("x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))  # FAULT\nreturn F.dropout(x)")
+        ),
+    ),
+    "in place": (
+        "zeros",
+        native(STEP, norm("n = (x * x).mean(-1, keepdim=True)  # FAULT\nreturn x * n.add_(1e-6).rsqrt_()")),
+    ),
+    "inside of a function": (
+        "zeros",
+        native(STEP, norm("return F.normalize(x, eps=1e-6)  # FAULT", 30000.0)),
+    ),
+    "squares of zero": (
+        "underflow",
+        native(
+            STEP,
+            norm(
+                "x = x - 1e-4\nreturn x + ((x - x + 1e-4) ** 2).sum(-1, keepdim=True).sqrt() * 100  # FAULT",
+                1.0,
+            ),
+        ),
+    ),
+    # Scales.
+    "clip": ("clipped_while_scaled", native(f"{STEP}\n{CLIP}  # FAULT")),
+    "clip by value": (
+        "clipped_while_scaled",
+        native(f"{STEP}\nnn.utils.clip_grad_value_(parameters=model.parameters(), clip_value=0.5)  # FAULT"),
+    ),
+    "clip in a block": (
+        "clipped_while_scaled",
+        ours(BLOCK + "    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)  # FAULT"),
+    ),
+    "clip in a block at O2": (
+        "clipped_while_scaled",
+        ours(BLOCK + "    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)  # FAULT", "O2"),
+    ),
+    "the norm of scaled gradients": (
+        "not_unscaled",
+        native(f"{STEP}\nnorms = [p.grad.data.norm(2) for p in model.parameters()]  # FAULT"),
+    ),
+    "clamped by hand": (
+        "not_unscaled",
+        native(f"{STEP}\nfor p in model.parameters():\n    p.grad.clamp_(-1, 1)  # FAULT"),
+    ),
+    "a step without the scaler": (
+        "not_unscaled",
+        native(f"{STEP}\noptimizer.step()  # FAULT\ncontinue"),
+    ),
+    "unscaled twice": (
+        "unscaled_twice",
+        native(f"{STEP}\nscaler.unscale_(optimizer)\nscaler.unscale_(optimizer)  # FAULT"),
+    ),
+    "unscaled twice, caught": (
+        "unscaled_twice",
+        native(
+            f"{STEP}\nscaler.unscale_(optimizer)\n"
+            "try:\n    scaler.unscale_(optimizer)  # FAULT\nexcept RuntimeError: pass"
+        ),
+    ),
+    "unscaled by a second scaler": (
+        "unscaled_twice",
+        native(
+            f"other.scale(loss.detach())\n{STEP}\nscaler.unscale_(optimizer)\n"
+            "other.unscale_(optimizer)  # FAULT",
+            SECOND,
+        ),
+    ),
+    "unscaled at each micro-step": (
+        "unscaled_twice",
+        native(
+            f"{STEP}\nscaler.unscale_(optimizer)\nscaler.update()\n"
+            "scaler.scale(F.cross_entropy(model(x), y)).backward()\nscaler.unscale_(optimizer)  # FAULT"
+        ),
+    ),
+    "a loss without a scale": (
+        "unscaled_backward",
+        native(f"{STEP}\nF.cross_entropy(model(x), y).backward()  # FAULT"),
+    ),
+    "the loss itself": (
+        "unscaled_backward",
+        ours("with amp.scale_loss(loss, optimizer):\n    loss.backward()  # FAULT"),
+    ),
+    "never backpropagated": (
+        "scaled_not_backpropagated",
+        native(f"extra = scaler.scale(model(x).pow(2).mean())  # FAULT\n{STEP}"),
+    ),
+    "a block without a backward": (
+        "scaled_not_backpropagated",
+        ours(BLOCK + "with amp.scale_loss(model(x).mean(), optimizer) as more:  # FAULT\n    pass"),
+    ),
+    # Casts and sums.
+    "a cast that is undone": ("float32_under_autocast", native(STEP, forward("h = h.float()  # FAULT"))),
+    "casts of both factors": (
+        "float32_under_autocast",
+        native(STEP, forward("h = h @ (h.float().t() @ h.float()) * 1e-2  # FAULT")),
+    ),
+    "a cast at O1": ("float32_under_autocast", ours(BLOCK, "O1", forward("h = h.float()  # FAULT"))),
+    "a model in float32": (
+        "float32_under_autocast",
+        native(STEP, HEAD + "model = model.to(torch.float32)  # FAULT\n"),
+    ),
+    "a module in float32": (
+        "float32_under_autocast",
+        ours(BLOCK, "O1", HEAD + "model[2].float()  # FAULT\n"),
+    ),
+    "a sum divided by its length": (
+        "length_alone",
+        native(STEP, attention("out = q @ (k.transpose(-2, -1) @ v) / n  # FAULT", 7)),
+    ),
+    "a sum of scores": (
+        "length_alone",
+        native(STEP, attention("out = (q @ k.transpose(-2, -1)).relu() @ v / n  # FAULT", 6)),
+    ),
+}
+
+GAN = (
+    HEAD
+    + """
+critic = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1))
+critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.01)
+"""
+)
+SOUND = {
+    "native": native(STEP),
+    "O1": ours(BLOCK),
+    "O2": ours(BLOCK, "O2"),
+    "O4": ours(BLOCK, "O4"),
+    "O5": ours(BLOCK, "O5"),
+    "norm": native(STEP, norm(RMS, 1.0)),
+    "norm in float32": native(
+        STEP, norm("return x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True))")
+    ),
+    "layer norm": native(STEP, norm("return F.layer_norm(x.float(), (8,)).type_as(x)")),
+    "clip after unscale_": native(
+        f"{STEP}\nscaler.unscale_(optimizer)\n{CLIP}\n[p.grad.norm() for p in model.parameters()]"
+    ),
+    "clip at the scale": native(
+        f"{STEP}\nnn.utils.clip_grad_norm_(model.parameters(), 1.0 * scaler.get_scale())"
+    ),
+    "clip after a block": ours(BLOCK + "nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)"),
+    "accumulation": native(
+        "scaler.scale(loss / 2).backward()\n"
+        "scaler.scale(F.cross_entropy(model(x).float(), y) / 2).backward()\n"
+        f"scaler.unscale_(optimizer)\n{CLIP}"
+    ),
+    "accumulation in blocks": ours(BLOCK + BLOCK.replace("(loss,", "(F.cross_entropy(model(x), y),")),
+    "gradients that are zeroed": native(
+        f"{STEP}\nscaler.step(optimizer); scaler.update()\noptimizer.zero_grad(set_to_none=False)\n"
+        "for p in model.parameters(): p.grad.zero_()\n"
+        "scaler.scale(F.cross_entropy(model(x), y)).backward()\nscaler.unscale_(optimizer)"
+    ),
+    "a sum of scaled losses": native("(scaler.scale(loss) + scaler.scale(loss * 2)).backward()"),
+    "a loss that goes backward twice": native(
+        "scaled = scaler.scale(loss)\nscaled.backward(retain_graph=True)\n(scaled * 2).backward()"
+    ),
+    "a loss that is not trained on": native(
+        f"with torch.no_grad():\n    print(end=str(scaler.scale(model(x).mean()).item())[:0])\n{STEP}"
+    ),
+    "a gradient penalty": native(
+        "grads = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)\n"
+        "penalty = sum((g / scaler.get_scale()).pow(2).sum() for g in grads)\n"
+        "scaler.scale(F.cross_entropy(model(x), y) + penalty).backward()"
+    ),
+    "GAN": native(
+        "fake = model(x)\n"
+        "critic_optimizer.zero_grad()\n"
+        "scaler.scale(F.softplus(critic(fake.detach())).mean()).backward()\n"
+        "scaler.step(critic_optimizer)\n"
+        "scaler.scale(F.softplus(-critic(fake)).mean() + loss).backward()",
+        GAN,
+    ),
+    "dead ReLU": native(STEP, forward("h = F.relu(h - 100)")),
+    "dropout": native(STEP, forward("h = F.dropout(F.relu(h), 0.5)")),
+    "unused rows": native(
+        STEP,
+        HEAD.replace("nn.Linear(8, 8)", "nn.Embedding(50, 8)") + "x_of = lambda: torch.randint(0, 9, (4,))\n",
+    ).replace("torch.randn(4, 8), torch", "x_of(), torch"),
+    "a mask of -inf": native(
+        STEP, forward("h = h.masked_fill(torch.eye(4, 8) > 0, float('-inf')).softmax(-1)")
+    ),
+    "a mask of large numbers": native(STEP, forward("h = (h + (torch.eye(4, 8) * -1e9).to(h)).softmax(-1)")),
+    "a mask of logarithms": native(STEP, forward("h = (h + (1 - torch.eye(4, 8)).to(h).log()).softmax(-1)")),
+    "a clamp of what overflows": native(STEP, forward("h = (h * 1e5).clamp(-60000, 60000) * 1e-5")),
+    "tanh of what overflows": native(STEP, forward("h = torch.tanh(h * 1e6)")),
+    "what overflows is written over": native(
+        STEP, forward("h = h * 1e6; h[h.abs() > 100] = 0; h = h[:, :8].clone(); h[0].fill_(1)")
+    ),
+    "a view is written over": native(STEP, forward("h = h * 1e6; h.view(-1).mul_(0).fill_(1); h = h + 1")),
+    "a loss that vanishes": ours("loss = (model(x) * 1e-6).pow(2).mean()" + BLOCK, "O2"),
+    "padding rows": native(STEP, forward("h = h * (torch.arange(4) < 2).to(h).unsqueeze(1)")),
+    "a small penalty": native(STEP, forward("h = h + h * 1e-9")),
+    "confident softmax": native(STEP, forward("h = (h * 100).softmax(-1)")),
+    "a cast for a residual": native(STEP, forward("h = h.float(); h = h + h @ torch.eye(8)")),
+    "a cast for a loss": native(STEP).replace("model(x), y", "model(x).float(), y"),
+    "float64 to float32": native(STEP, HEAD + "model.double().float()\n"),
+    "a cast without autocast": native(
+        STEP, forward("with torch.autocast('cpu', enabled=False): h = h.float() @ torch.eye(8)")
+    ),
+    "divided before the sum": native(STEP, attention("out = q @ ((k / n).transpose(-2, -1) @ v)", 7)),
+    "a short sum": native(STEP, attention("out = q @ (k.transpose(-2, -1) @ v) / n", 1)),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_silent_fault_is_found_at_its_line(name):
+    kind, text = FAULTS[name]
+    faults, _ = watch(text)
+    assert [(it.kind, it.where) for it in faults] == [(kind, line) for line in lines_of(text)]
+    assert faults[0].step == 0
+    assert faults[0].why
+    assert faults[0].remedies
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_script_has_no_silent_fault(name):
+    faults, error = watch(SOUND[name])
+    assert faults == ()
+    assert error is None
+
+
+# ---- Gradients ----
+
+SMALL = (
+    HEAD
+    + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows, self.one, self.two = nn.Embedding(50, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+        self.dead = nn.Linear(16, 16)
+        nn.init.constant_(self.dead.bias, -100.0)
+    def forward(self, x):
+        h = self.rows(x)
+        return self.two(F.dropout(F.relu(self.one(h))) + F.relu(self.dead(h)))
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+"""
+)
+LOSSES = {
+    "native": native("loss = loss * {small}\n" + STEP, SMALL).replace("1024.0", "{scale}"),
+    "O1": ours("loss = loss * {small}" + BLOCK, "O1", SMALL).replace("verb", "loss_scale={scale}, verb"),
+    "O2": ours("loss = loss * {small}" + BLOCK, "O2", SMALL).replace("verb", "loss_scale={scale}, verb"),
+}
+
+
+def run_sample(text, folder, attempt, repeats):
+    """Runs a script as the doctor does to save the gradients of an attempt; returns the shares seen."""
+    silent = Silent()
+    with ExitStack() as stack:
+        if repeats:
+            stack.enter_context(amp.override(**level_overrides("O0")))
+            without_casts(stack)
+        silent.open(stack, None, Sample(folder, attempt, repeats))
+        stack.callback(amp.uninitialize)
+        torch.manual_seed(0)
+        with suppress(Enough):
+            exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})
+    return dict(silent.to_json()["ranges"])
+
+
+@pytest.mark.parametrize("attempt", [0, 2])
+@pytest.mark.parametrize("style", LOSSES)
+def test_gradients_that_underflow_are_told_from_zeros_of_float32(tmp_path, style, attempt):
+    text = LOSSES[style].replace("torch.randn(4, 8), torch", "torch.randint(0, 9, (4,)), torch")
+    text = text.replace("{small}", f"(2e-6 if step >= {attempt} else 1.0)").replace("{scale}", "1.0")
+    shares = run_sample(text, tmp_path, attempt, repeats=False)
+    assert shares[attempt] > 0.05
+    run_sample(text, tmp_path, attempt, repeats=True)
+    found, unknown = compare(tmp_path, attempt)
+    assert unknown == ""
+    by_name = {it["parameter"]: it["numbers"] for it in found}
+    assert {"one.weight", "two.weight"} <= set(by_name)
+    assert not {"dead.weight", "dead.bias"} & set(by_name)
+    rows = by_name.get("rows.weight", {"zeros_in_float32": 1, "share": 0})
+    assert rows["share"] <= 1 - rows["zeros_in_float32"] + 1e-6
+    numbers = by_name["one.weight"]
+    assert numbers["underflow_at_scale"]["2**0"] > 0.1 > numbers["underflow_at_scale"]["2**12"]
+    again = text.replace("else 1.0", "else 2e-6").replace(
+        "loss_scale=1.0", f"loss_scale={numbers['init_scale']}"
+    )
+    again = again.replace("init_scale=1.0", f"init_scale={numbers['init_scale']}")
+    for repeats in (False, True):
+        run_sample(again, tmp_path, attempt, repeats)
+    assert compare(tmp_path, attempt) == ([], "")
+
+
+def test_a_step_that_is_another_in_float32_is_not_compared(tmp_path):
+    text = LOSSES["native"].replace("torch.randn(4, 8), torch", "torch.randint(0, 9, (4,)), torch")
+    text = text.replace("{small}", "1e-3").replace("{scale}", "1.0")
+    run_sample(text, tmp_path, 0, repeats=False)
+    assert compare(tmp_path, 0) == ([], "whether gradients underflow: the step did not come again")
+    run_sample(text.replace("1e-3", "1e-2"), tmp_path, 0, repeats=True)
+    assert "another loss" in compare(tmp_path, 0)[1]
+
+
+# ---- The whole command ----
+
+
+@pytest.mark.process
+def test_the_report_has_silent_faults_and_the_exit_status_has_not(tmp_path, capsys):
+    text = native(STEP + "\n" + CLIP + "  # FAULT", norm(RMS.removesuffix("  # FAULT"))).replace(
+        "1024.0", "2.0"
+    )
+    (tmp_path / "train.py").write_text(text)
+    out = tmp_path / "report.json"
+    assert main(["doctor", "--json", str(out), str(tmp_path / "train.py")]) == 0
+    report, said = json.loads(out.read_text()), capsys.readouterr().out
+    assert report["findings"] == []
+    clip, zeros = sorted(report["silent"], key=lambda it: it["kind"])
+    assert (clip["kind"], clip["where"].rpartition(":")[2]) == ("clipped_while_scaled", lines_of(text)[0][9:])
+    assert clip["steps"] == list(range(4))
+    assert (zeros["kind"], zeros["op"], zeros["model"], zeros["module"]) == ("zeros", "pow", "model", "1")
+    assert "clipped_while_scaled" in said
+    assert "float32" in said
+
+
+@pytest.mark.process
+def test_a_script_of_apex_whose_gradients_underflow_is_told_a_scale(tmp_path):
+    text = LOSSES["O2"].replace("import ampatch as amp", "from apex import amp")
+    text = text.replace("torch.randn(4, 8), torch", "torch.randint(0, 9, (4,)), torch")
+    (tmp_path / "train.py").write_text(text.replace("{small}", "2e-6").replace("{scale}", "1.0"))
+    out = tmp_path / "report.json"
+    assert main(["doctor", "--json", str(out), str(tmp_path / "train.py")]) == 0
+    report = json.loads(out.read_text())
+    assert {it["kind"] for it in report["silent"]} == {"underflow"}
+    assert "one.weight" in {it["parameter"] for it in report["silent"]}
+    assert "init_scale=2.0**24" in report["silent"][0]["remedies"][0]
+    assert (report["runs"], report["unknown"]) == (3, [])
