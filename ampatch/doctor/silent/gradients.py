@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 import ampatch as amp
 from ampatch.doctor.instruments.clock import Listener
+from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.places import Models, user_line
-from ampatch.doctor.instruments.trace import Enough
 from ampatch.doctor.instruments.values import plain, quiet
 from ampatch.doctor.instruments.watch import own_scaler
 from ampatch.doctor.silent.scaled import Before, look_before, made_since
