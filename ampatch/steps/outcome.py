@@ -58,7 +58,8 @@ class BackwardOutcome:
 
     def read(self) -> tuple[bool, float, float]:
         """Returns (overflowed, scale before, after), waiting for the device if needed."""
-        self.read_all([self])
+        if self._values is None:
+            self.read_all([self])
         return self._values
 
     def _set(self, numbers: list[float]) -> None:

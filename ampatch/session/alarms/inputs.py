@@ -43,13 +43,13 @@ class LastForward(BeforeGraph):
         """Takes what a forward is given."""
         if not self._is_on or not torch.is_grad_enabled():
             return
-        self.random = _read_random(args, kwargs)
+        self.random = _read_random(args or tuple(kwargs.values()))
         self.args, self.kwargs = _without_graph(args), _without_graph(kwargs)
 
 
 def _without_graph(value: object, depth: int = 0) -> object:
     """Returns a value with its tensors detached, in tuples, lists and dicts; what else there is, as it is."""
-    if isinstance(value, Tensor):
+    if type(value) is Tensor or isinstance(value, Tensor):
         return value.detach() if value.requires_grad else value
     if type(value) not in (tuple, list, dict) or len(value) > MOST_ITEMS or depth > MOST_DEPTH:
         return value
@@ -58,15 +58,14 @@ def _without_graph(value: object, depth: int = 0) -> object:
     return type(value)([_without_graph(item, depth + 1) for item in value])
 
 
-def _read_random(args: tuple, kwargs: dict) -> dict[str, Tensor]:
-    """The state of the generator that a forward draws from: that of its first tensor's device."""
-    tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
-    device = next((one.device for one in tensors), torch.device("cpu"))
-    if device.type == "cpu":
-        return {"cpu": torch.random.default_generator.get_state()}
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return {}
-    return {f"cuda:{device.index}": torch.cuda.default_generators[device.index].get_state()}
+def _read_random(given: tuple) -> dict[str, Tensor]:
+    """The state of the generator that a forward draws from: that of the first tensor's device."""
+    for one in given:
+        if isinstance(one, Tensor) and one.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                return {}
+            return {str(one.device): torch.cuda.default_generators[one.device.index].get_state()}
+    return {"cpu": torch.random.default_generator.get_state()}
 
 
 class LossRing:

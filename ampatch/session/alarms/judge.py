@@ -26,6 +26,7 @@ class Judge:
         self._in_a_row, self._fell_in_row = 0, False  # skipped steps, and whether the scale fell at one
         self._falls: deque[int] = deque(maxlen=limits.falls or 1)  # the steps of the latest, one a row
         self._is_low = False
+        self.is_calm = False  # whether a clean step at the same scale would change nothing here
         self._held: dict[str, int] = {}  # the step at which each kind last had a reason
 
     def take(self, update: ScaleUpdate, floor: float = 0.0) -> tuple[str, ...]:
@@ -38,9 +39,11 @@ class Judge:
         self._is_searching = is_searching and update.skipped and update.next_scale >= SEARCH_ENDS
         self._has_grown = update.next_scale > update.scale
         self._scale = update.next_scale
+        self.is_calm = False
         if not update.skipped:
             self._in_a_row, self._fell_in_row = 0, False
             if update.loss_is_finite is not False and not self._is_low:
+                self.is_calm = not self._has_grown
                 return ()
         elif not is_search:
             self._in_a_row += 1

@@ -70,6 +70,21 @@ class Record:
     begun: int = 0  # steps, including those that nobody has read
     last_alarm: int | None = None
 
+    def count_if_calm(self, outcomes: Sequence[BackwardOutcome]) -> bool:
+        """Counts a step that was clean, at the scale of the one before; says whether it was one."""
+        scale = self.ring.scale
+        for outcome in outcomes:
+            overflow, before, after = outcome.read()
+            if overflow or before != scale or after != scale or not outcome.is_loss_finite:
+                return False
+        return self.count_clean(scale)
+
+    def count_clean(self, scale: float) -> bool:
+        """Counts a clean step, unless there is something to note or to judge; says whether it did."""
+        is_calm = scale == self.ring.scale and (self.judge is None or self.judge.is_calm)
+        self.ring.steps += is_calm
+        return is_calm
+
 
 Unread = tuple[Record, int, Sequence[BackwardOutcome]]  # the outcomes of a step
 
@@ -164,18 +179,21 @@ class AlarmWatch:
     # What the host knows
 
     def _read(self, *, wait: bool) -> Iterator[tuple[Record, ScaleUpdate]]:
-        """Yields the updates that have become known, those of each loss in order."""
-        if wait or len(self._unread) >= MOST_UNREAD:
-            waiting = [outcome for *_, outcomes in self._unread for outcome in outcomes]
+        """Yields what has become known and is no clean step like the one before; of each loss in order."""
+        unread = self._unread
+        if wait or len(unread) >= MOST_UNREAD:
+            waiting = [outcome for *_, outcomes in unread for outcome in outcomes]
             if wait or not any(outcome.numbers.is_cuda for outcome in waiting):
                 BackwardOutcome.read_all(waiting)
-        while self._unread and all(outcome.is_known() for outcome in self._unread[0][2]):
-            record, step, outcomes = self._unread.popleft()
-            yield record, _combine(step, outcomes)
+        while unread and all(outcome.is_known() for outcome in unread[0][2]):
+            record, step, outcomes = unread.popleft()
+            if not record.count_if_calm(outcomes):
+                yield record, _combine(step, outcomes)
         for ring in self._rings.values():
             for (record, step), loss in ring.take(all_of_them=wait):
-                scale = record.scaler.number
-                yield record, ScaleUpdate(step, scale, scale, False, math.isfinite(loss))
+                scale, is_finite = record.scaler.number, math.isfinite(loss)
+                if not (is_finite and record.count_clean(scale)):
+                    yield record, ScaleUpdate(step, scale, scale, False, is_finite)
 
     def history(self, loss_id: int) -> ScaleHistory:
         """Returns what is known of a loss; waits for what is on its way."""
