@@ -54,9 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     script = Script(named[0], arguments.script_arguments, is_module=arguments.module is not None)
     script.validate()
     validate_outputs(arguments)
-    campaign = Campaign(
-        Run(script.name, script.arguments, script.is_module, level=arguments.opt_level), arguments.every
-    )
+    run = Run(script.name, script.arguments, script.is_module, level=arguments.opt_level)
+    campaign = Campaign(run, every=arguments.every)
     report = campaign.beside(campaign.report(arguments.propose), arguments.against)
     report = replace(
         report, findings=tuple(map(explain, report.findings)), harmless=tuple(map(explain, report.harmless))
