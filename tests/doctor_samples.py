@@ -1,10 +1,12 @@
 """Reports of the doctor to make pages and tables of: growth that overflows, a level that departs, nothing."""
 
 import math
+from dataclasses import replace
 
 from ampatch.doctor.finding import Finding, Report
 from ampatch.doctor.growth.curves import describe_growth
 from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.silent.fault import SilentFault
 
 STEPS = 60
 SCALE = 1024.0
@@ -127,7 +129,17 @@ def sample_report():
         sample_finding(op="div", module="blocks.1", float32_survives=None, remedies=()),
     )
     beside = {"growth": sample_growth(), "against": sample_against(), "speed": sample_speed()}
-    return Report(findings, (sample_finding(),), scale, ("head",), 7, ("it may differ",), **beside)
+    silent = (sample_fault("model", "head"),)
+    return Report(
+        findings, (sample_finding(),), scale, ("head",), 7, ("it may differ",), silent=silent, **beside
+    )
+
+
+def sample_fault(model, module):
+    where = "train.py:9"
+    return SilentFault(
+        "clipped_while_scaled", 2, "backward", model, module, None, "clip_grad_norm_", where, why="It was."
+    )
 
 
 def extreme_reports():
@@ -145,6 +157,9 @@ def extreme_reports():
         "hostile": Report(
             (hostile,),
             unknown=(HOSTILE,),
+            silent=(
+                replace(sample_fault(HOSTILE, HOSTILE), why=HOSTILE, where=HOSTILE, remedies=(HOSTILE,)),
+            ),
             growth=describe_growth(notes_of({HOSTILE: (9.0, 1.0, 1.0)}), attempts_of()),
         ),
         "long": Report(

@@ -84,6 +84,6 @@ def said_beside(report: Report) -> Iterator[str]:
         yield from said_of_growth(report.growth)
     if report.against:
         yield from said_of_comparison(report.against)
-    if report.speed and (said := said_of_speed(report.speed)):
+    if report.speed and not report.findings and (said := said_of_speed(report.speed)):
         yield "Why mixed precision may not be faster here:"
         yield from (f"  - {line}" for line in said)

@@ -19,7 +19,7 @@ from ampatch.sweeps.web import page as sweep_page
 
 MOST_ROWS = 60  # of a table; the JSON has all
 SMALLEST = 1e-6  # an error whose bar has no length
-SURVIVES = {True: "stays finite to its end", False: "breaks as well", None: "was not tried"}
+SURVIVES = {True: "stays finite to its end", False: "breaks as well", None: "is not known"}
 logger = logging.getLogger("ampatch")
 
 
