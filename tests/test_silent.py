@@ -303,6 +303,11 @@ SOUND = {
         "for p in model.parameters(): p.grad.zero_()\n"
         "scaler.scale(F.cross_entropy(model(x), y)).backward()\nscaler.unscale_(optimizer)"
     ),
+    "a step that is dropped by hand": native(
+        f"{STEP}\nscaler.unscale_(optimizer)\nscaler.update()\n"
+        "for p in model.parameters(): p.grad.zero_()\n"
+        "scaler.scale(F.cross_entropy(model(x), y)).backward()\nscaler.unscale_(optimizer)"
+    ),
     "a sum of scaled losses": native("(scaler.scale(loss) + scaler.scale(loss * 2)).backward()"),
     "a loss that goes backward twice": native(
         "scaled = scaler.scale(loss)\nscaled.backward(retain_graph=True)\n(scaled * 2).backward()"
