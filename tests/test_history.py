@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -256,8 +256,8 @@ def judge_by_hand(updates, limits, floor):
 
 SCALES = st.sampled_from([16.0, 64.0, 128.0, 256.0, 512.0])
 STEPS = st.tuples(
-    st.none() | SCALES,
-    st.sampled_from([0.5, 1.0, 1.0, 2.0]),
+    st.sampled_from([None, None, None, 256.0, 64.0]),
+    st.sampled_from([0.5, 0.5, 1.0, 2.0]),
     st.booleans(),
     st.sampled_from([True, True, False, None]),
 )
@@ -272,6 +272,7 @@ LIMITS = st.builds(
 )
 
 
+@settings(max_examples=600)
 @given(st.lists(STEPS, max_size=24), LIMITS, st.sampled_from([0.0, 16.0, 128.0]))
 def test_the_judge_says_what_the_rules_say(steps, limits, floor):
     updates, scale = [], 256.0
