@@ -62,6 +62,7 @@ def test_the_first_that_departs_stands_out():
     best = [line for line in re.findall(r"<tr\b.*?</tr>", html, re.DOTALL) if " best" in line]
     assert len(best) == 1
     assert "departs first" in best[0]
+    assert html.count("<small>departs first</small>") == 1
     assert "not finite" in html
 
 
