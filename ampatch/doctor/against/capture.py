@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ampatch.doctor.instruments.clock import Listener, listen, wrap
 from ampatch.doctor.instruments.places import Models
-from ampatch.doctor.instruments.trace import Enough
+from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.values import is_finite, plain, quiet, tensors_in
 
 SAMPLES = 2**16  # numbers of a tensor, at most
