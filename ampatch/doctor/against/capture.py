@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ampatch.doctor.instruments.clock import Listener, listen, wrap
-from ampatch.doctor.instruments.places import Models
 from ampatch.doctor.instruments.operations import Enough
+from ampatch.doctor.instruments.places import Models
 from ampatch.doctor.instruments.values import is_finite, plain, quiet, tensors_in
 
 SAMPLES = 2**16  # numbers of a tensor, at most
