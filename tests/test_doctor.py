@@ -228,6 +228,21 @@ def test_the_search_of_the_scale_is_no_finding(tmp_path):
 
 
 @pytest.mark.process
+def test_the_search_of_a_scale_that_begins_far_too_high_is_no_finding(tmp_path):
+    text = (
+        GIVES_UP.format(asks="False", gives_up="pass")
+        .replace("step == 3", "step < 0")
+        .replace("range(6)", "range(60)")
+    )
+    text = text.replace("for step", 'scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)\nfor step', 1)
+    text = text.replace("loss.backward()", "scaler.scale(loss).backward()")
+    text = text.replace("optimizer.step()", "scaler.step(optimizer); scaler.update()")
+    report = report_on(text, tmp_path)
+    assert report["findings"] == []
+    assert report["scale"]["skipped"][:30] == list(range(30))
+
+
+@pytest.mark.process
 def test_nan_in_a_batch_is_told_with_its_sample(tmp_path, capsys):
     status, report = run_script(tmp_path, script(batch="x[2, 5] = float('nan') if step == 3 else 1"))
     first = report["findings"][0]

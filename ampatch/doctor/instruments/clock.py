@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+import ampatch as amp
 from ampatch.doctor.instruments.values import tensors_in
 
 
@@ -28,6 +29,9 @@ class Listener:
 
     def leave_module(self, module: Module) -> None:
         """Called after it, also if it raised."""
+
+    def see_scale(self, scale: float) -> None:
+        """Called before a scaler scales a loss."""
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Called before a backward pass from these tensors."""
@@ -61,6 +65,7 @@ def listen(listener: Listener, undo: ExitStack) -> None:
     undo.callback(register_optimizer_step_post_hook(lambda optimizer, *_: attempts.end(optimizer)).remove)
     wrap(GradScaler, "step", attempts.of_scaler, undo)
     wrap(torch.autograd, "backward", Backwards(listener).around, undo)
+    wrap(GradScaler, "scale", functools.partial(around_scale, listener), undo)
 
 
 def wrap(owner: object, name: str, wrapper: Callable[..., object], undo: ExitStack) -> None:
@@ -75,6 +80,22 @@ def wrap(owner: object, name: str, wrapper: Callable[..., object], undo: ExitSta
     undo.callback(setattr, owner, name, held)
 
 
+def around_scale(
+    listener: Listener, scale: Callable[..., object], scaler: GradScaler, *args, **kwargs
+) -> object:
+    """Stands in for `GradScaler.scale`."""
+    listener.see_scale(scaler.get_scale())
+    return scale(scaler, *args, **kwargs)
+
+
+def own_scaler() -> amp.LossScaler | None:
+    """Returns the first scaler of `initialize`, None where it is not in use."""
+    try:
+        return next(iter(amp.loss_scalers()), None)
+    except amp.NotInitializedError:
+        return None
+
+
 class Backwards:
     """Tells of backward passes, but not of those that run inside another, as reentrant checkpoints do."""
 
@@ -85,6 +106,9 @@ class Backwards:
         """Stands in for `torch.autograd.backward`."""
         if self._is_inside:
             return backward(*args, **kwargs)
+        scaler = own_scaler()
+        if scaler is not None:
+            self._listener.see_scale(scaler.get_scale())
         self._listener.begin_backward(tuple(tensors_in(args[:1] or kwargs.get("tensors"))))
         self._is_inside = True
         try:

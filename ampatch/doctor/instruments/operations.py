@@ -24,7 +24,8 @@ REPEATED = "CheckpointFunctionBackward"  # what it gives comes of the operations
 COMPOSITE = ("multi_head_attention_forward",)  # written in Python: it is looked into
 ASKING = ("isnan", "isfinite", "isinf", "item", "tolist", "__bool__", "__float__", "allclose")
 CASTS = ("to", "half", "bfloat16", "float", "type", "type_as", "_to_copy")
-SMALLER = 2.0**-12  # a loss scale beside the present one, to ask whether a gradient overflows for it
+SMALLER = 2.0**-12  # of the present loss scale, to ask whether a gradient overflows for it
+SMALL = 16.0  # a loss scale that is smaller than any search begins with
 KNOWN = "ampatch.doctor"  # in a node's metadata
 # Nodes that change the layout or type of a gradient alone.
 CHAIN = ("TBackward0", "ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "TransposeBackward0")
@@ -196,13 +197,14 @@ def variable_of(node: object) -> object:
     return None
 
 
-def is_cured_by_scale(node: Callable[..., object], taken: tuple) -> bool | None:
+def is_cured_by_scale(node: Callable[..., object], taken: tuple, scale: float) -> bool | None:
     """Asks a node, before it forgets what it saved, whether a smaller loss scale would do.
 
     None for one that cannot be asked, as those in a checkpoint: they unpack what they saved once.
     """
     try:
-        smaller = [None if tensor is None else tensor * SMALLER for tensor in taken]
+        factor = min(SMALLER, SMALL / scale)
+        smaller = [None if tensor is None else tensor * factor for tensor in taken]
         function = getattr(node, "_forward_cls", None)  # of a torch.autograd.Function
         again = node(*smaller) if function is None else function.backward(node, *smaller)
     except (RuntimeError, TypeError):

@@ -57,6 +57,7 @@ class Trace(TorchFunctionMode, Listener):
         super().__init__()
         self.window, self.goes_on = window, goes_on
         self.origins = Origins()
+        self.scale = 1.0  # of the loss
         self.models = Models()
         self._describer = Describer(self.models)
         self._begin_window()
@@ -93,6 +94,10 @@ class Trace(TorchFunctionMode, Listener):
         """A script that saw bad numbers and made no backward pass of them has left them out."""
         self.origins.reach(self._asked)
         self._asked = set()
+
+    def see_scale(self, scale: float) -> None:
+        """Remembers the scale of the loss."""
+        self.scale = scale
 
     def leave_module(self, module: Module) -> None:
         """Follows the modules."""
@@ -268,4 +273,4 @@ class Trace(TorchFunctionMode, Listener):
         more = {"input_largest": largest_of(given), "parameter": parameter, "node": node.name()}
         origin = self.origins.all[self.origins.add(call, examine(made), **more)]
         origin.phase, origin.has_reached = "backward", True
-        origin.is_of_scale = is_cured_by_scale(node, taken)
+        origin.is_of_scale = is_cured_by_scale(node, taken, self.scale)

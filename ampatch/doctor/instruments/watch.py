@@ -10,8 +10,7 @@ from torch.amp import GradScaler
 from torch.nn import Module
 from torch.optim import Optimizer
 
-import ampatch as amp
-from ampatch.doctor.instruments.clock import Listener
+from ampatch.doctor.instruments.clock import Listener, own_scaler
 from ampatch.doctor.instruments.places import Models
 from ampatch.doctor.instruments.values import is_finite, tensors_in
 
@@ -105,11 +104,3 @@ class Watch(Listener):
     def to_json(self) -> list[dict[str, object]]:
         """Returns what was noted."""
         return [asdict(attempt) for attempt in self.attempts]
-
-
-def own_scaler() -> amp.LossScaler | None:
-    """Returns the first scaler of `initialize`, None where it is not in use."""
-    try:
-        return next(iter(amp.loss_scalers()), None)
-    except amp.NotInitializedError:
-        return None

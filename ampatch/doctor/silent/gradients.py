@@ -15,13 +15,11 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
 import ampatch as amp
-from ampatch.doctor.instruments.clock import Listener
+from ampatch.doctor.instruments.clock import Listener, own_scaler
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.places import Models, user_line
-from ampatch.doctor.instruments.values import plain, quiet
-from ampatch.doctor.instruments.watch import own_scaler
+from ampatch.doctor.instruments.values import floating_in, plain, quiet
 from ampatch.doctor.silent.scaled import Before, look_before, made_since
-from ampatch.doctor.silent.shadows import floating_in
 
 SMALLEST = 2.0**-24  # of float16, a subnormal; half of it rounds to 0
 NORMAL = 2.0**-14  # the smallest that float16 holds with all of its digits

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ampatch.doctor.instruments.places import Place, is_called_by_scaler
-from ampatch.doctor.instruments.values import holds_no_number, key_of, tensors_in
+from ampatch.doctor.instruments.values import floating_in, holds_no_number, key_of
 from ampatch.doctor.silent.fault import Notes
 
 HALF = (torch.float16, torch.bfloat16)
@@ -206,8 +206,3 @@ def place_of(operation: Operation) -> tuple[str, Place | None, str | None]:
 def version_of(tensor: Tensor) -> int:
     """Returns how often a tensor was written to; 0 of one that does not count."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def floating_in(value: object) -> list[Tensor]:
-    """Returns the floating tensors in a value."""
-    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]

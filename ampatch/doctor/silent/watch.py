@@ -14,12 +14,12 @@ from torch.overrides import TorchFunctionMode
 from ampatch.doctor.instruments.clock import Listener, listen
 from ampatch.doctor.instruments.operations import name_of
 from ampatch.doctor.instruments.places import Models, user_line
-from ampatch.doctor.instruments.values import quiet
+from ampatch.doctor.instruments.values import floating_in, quiet
 from ampatch.doctor.silent.fault import Notes
 from ampatch.doctor.silent.gradients import Ranges, Sample
 from ampatch.doctor.silent.rules import Casts, Lengths, Reads
 from ampatch.doctor.silent.scaled import Scaled
-from ampatch.doctor.silent.shadows import Operation, Shadows, floating_in
+from ampatch.doctor.silent.shadows import Operation, Shadows
 
 FIRST = 16  # attempts whose operations are watched
 IGNORED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_")
