@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -293,6 +294,38 @@ def test_what_cannot_be_examined_is_refused_in_a_line(capsys, arguments, said):
     assert said in capsys.readouterr().err
 
 
+# ---- Lines to paste ----
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("style", ["native", "O1"])
+def test_the_statement_in_float32_can_be_pasted_and_trains(tmp_path, style):
+    text = (Path(__file__).parents[1] / "examples" / "bilinear_pooling.py").read_text()
+    if style == "O1":
+        text = text.replace('scaler = torch.amp.GradScaler("cpu")', INITIALIZE)
+        text = text.replace('with torch.autocast("cpu", torch.float16):', "if True:")
+        text = text.replace(
+            "scaler.scale(loss).backward()",
+            "with amp.scale_loss(loss, optimizer) as s:\n            s.backward()",
+        )
+        text = text.replace("scaler.step(optimizer)", "optimizer.step()").replace("scaler.update()", "pass")
+    first = report_on(text, tmp_path)["findings"][0]
+    context = "torch.autocast('cpu', enabled=False)" if style == "native" else "amp.disable_casts()"
+    assert first["region"] == [
+        f"with {context}:",
+        "    products = features.float() @ features.float().transpose(1, 2)",
+    ]
+    line = next(line for line in text.splitlines() if "products = " in line)
+    fixed = text.replace(line, "\n".join(f"        {each}" for each in first["region"]))
+    assert report_on(fixed, tmp_path)["findings"] == []
+
+
+INITIALIZE = (
+    "global amp; import ampatch as amp; "
+    "model, optimizer = amp.initialize(model, optimizer, opt_level='O1', verbosity=0)"
+)
+
+
 # ---- Which steps are looked at ----
 
 
@@ -340,7 +373,7 @@ def origin(attempt, is_of_scale, op="mul"):
         "dtype": "float16",
     }
     values = {"call": call, "phase": "backward", "damage": damage, "micro_step": 0, "batch_size": None}
-    values |= {"input_largest": 1.0, "parameter": None, "node": None}
+    values |= {"input_largest": 1.0, "parameter": None, "node": None, "region": ()}
     return values | {"attempt": attempt, "has_reached": True, "is_of_scale": is_of_scale}
 
 

@@ -191,7 +191,7 @@ def findings_in(seen: Seen, origins: Sequence[dict]) -> list[Finding]:
     """
     found = [it for it in origins if it["has_reached"] and it["attempt"] in seen.suspects]
     untried = find_untried(seen.attempts)
-    of_search = [it for it in found if it["attempt"] in untried and it["is_of_scale"] is not False]
+    of_search = [it for it in found if it["attempt"] in untried and it["is_of_scale"]]
     lasting = [it for it in found if it not in of_search and not it["is_of_scale"]]
     if is_collapse(seen.attempts):
         lasting = [it for it in found if it not in of_search] or found

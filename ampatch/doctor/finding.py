@@ -16,7 +16,8 @@ class Finding:
     `step` counts the attempts of the optimizer that followed, from 0; `micro_step` the backward passes before
     it in that step; `call` the calls of the module in that forward. `element` is the index of the first bad
     number, `sample` its index in the batch, `count` says how many there are; `largest_finite` is the largest
-    magnitude among the others, `input_largest` that of what the operation took.
+    magnitude among the others, `input_largest` that of what the operation took. `region` are the lines that
+    compute the statement in float32.
     """
 
     step: int | None
@@ -37,6 +38,7 @@ class Finding:
     input_largest: float | None
     node: str | None
     steps: tuple[int, ...] = ()
+    region: tuple[str, ...] = ()
     float32_survives: bool | None = None
     why: str = ""
     remedies: tuple[str, ...] = ()
@@ -88,4 +90,5 @@ def read_finding(origin: dict, step: int | None) -> Finding:
         damage["dtype"],
         origin["input_largest"],
         origin["node"],
+        region=tuple(origin["region"]),
     )

@@ -9,9 +9,9 @@ import torch
 
 from ampatch.doctor.beside import said_beside
 from ampatch.doctor.finding import Finding, Report
+from ampatch.doctor.instruments.values import HALF
 from ampatch.doctor.silent.words import describe_silent
 
-HALF = ("float16", "bfloat16")
 EXPONENTIALS = (
     "exp",
     "exp_",
@@ -128,8 +128,8 @@ def remedies(finding: Finding) -> tuple[str, ...]:
         found.append("divide before the sum (q / sqrt(d), x / n), not after it")
     if finding.float32_survives and finding.module:
         found.append(f"keep_fp32=[{finding.module!r}]: this module runs in float32")
-    elif finding.float32_survives:
-        found.append("run the line in float32: with amp.disable_casts(): and .float() on what it takes")
+    if finding.float32_survives and finding.region:
+        found.append("\n     ".join(("that statement alone in float32:", *finding.region)))
     if finding.float32_survives:
         found.append("opt_level O4 (bfloat16), whose range is that of float32")
     else:

@@ -24,6 +24,16 @@ REPEATED = "CheckpointFunctionBackward"  # what it gives comes of the operations
 COMPOSITE = ("multi_head_attention_forward",)  # written in Python: it is looked into
 ASKING = ("isnan", "isfinite", "isinf", "item", "tolist", "__bool__", "__float__", "allclose")
 CASTS = ("to", "half", "bfloat16", "float", "type", "type_as", "_to_copy")
+# Nodes that make a gradient of finite numbers times that which they take.
+MULTIPLY = (
+    "AddmmBackward0",
+    "MmBackward0",
+    "BmmBackward0",
+    "BaddbmmBackward0",
+    "MvBackward0",
+    "MulBackward0",
+)
+MULTIPLY += ("ConvolutionBackward0", "LinearBackward0", "SumBackward1", "AddBackward0")
 SMALLER = 2.0**-12  # of the present loss scale, to ask whether a gradient overflows for it
 SMALL = 16.0  # a loss scale that is smaller than any search begins with
 KNOWN = "ampatch.doctor"  # in a node's metadata
@@ -62,8 +72,9 @@ class Origin:
     node: str | None = None
     attempt: int = 0
     has_reached: bool = False
-    is_of_scale: bool | None = False  # it is finite where the gradients it takes are smaller; None: not known
+    is_of_scale: bool = False  # it is finite where the gradients it takes are smaller
     batch_size: int | None = None
+    region: tuple[str, ...] = ()  # what replaces the statement
 
     def is_repeat_of(self, other: Origin) -> bool:
         """Says whether another is the same operation at the same place of the same micro-step."""
@@ -197,10 +208,11 @@ def variable_of(node: object) -> object:
     return None
 
 
-def is_cured_by_scale(node: Callable[..., object], taken: tuple, scale: float) -> bool | None:
+def is_cured_by_scale(node: Callable[..., object], taken: tuple, scale: float) -> bool:
     """Asks a node, before it forgets what it saved, whether a smaller loss scale would do.
 
-    None for one that cannot be asked, as those in a checkpoint: they unpack what they saved once.
+    One that cannot be asked, as those in a checkpoint, which unpack what they saved once, is judged by its
+    name: does it multiply a gradient by what was finite in the forward?
     """
     try:
         factor = min(SMALLER, SMALL / scale)
@@ -208,5 +220,5 @@ def is_cured_by_scale(node: Callable[..., object], taken: tuple, scale: float) -
         function = getattr(node, "_forward_cls", None)  # of a torch.autograd.Function
         again = node(*smaller) if function is None else function.backward(node, *smaller)
     except (RuntimeError, TypeError):
-        return None
+        return node.name() in MULTIPLY
     return all(map(is_finite, tensors_in(again)))

@@ -152,14 +152,20 @@ def find_owner(module: Module) -> tuple[str, Module]:
 
 def user_line() -> str | None:
     """Returns "file:line" of whoever calls, None if nobody does (as on a thread of the autograd engine)."""
+    frame = user_frame()
+    return None if frame is None else place(frame)
+
+
+def user_frame() -> FrameType | None:
+    """Returns the innermost frame of the user's own code, of other libraries where there is none."""
     frame: FrameType | None = sys._getframe(1)
     second = None
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith((*OURS, "<frozen ")):
             if not name.startswith(INSTALLED):
-                return place(frame)
-            second = second or place(frame)
+                return frame
+            second = second or frame
         frame = frame.f_back
     return second
 

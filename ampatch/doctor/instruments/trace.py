@@ -37,7 +37,9 @@ from ampatch.doctor.instruments.places import (
     is_called_by_scaler,
     user_line,
 )
+from ampatch.doctor.instruments.region import region_in_float32
 from ampatch.doctor.instruments.values import (
+    HALF,
     Tensors,
     examine,
     floating_in,
@@ -210,6 +212,8 @@ class Trace(TorchFunctionMode, Listener):
             bad = [tensor for tensor in taken if not is_finite(tensor)]
             largest = largest_of(taken)
         result = func(*args, **kwargs)
+        device = taken[0].device.type if taken else "cpu"
+        self._autocast = device if torch.is_autocast_enabled(device) else None
         with quiet():
             given = floating_in(result)
             if name.endswith("_") and args:  # in place; of functions named _foreach_ a list
@@ -236,6 +240,7 @@ class Trace(TorchFunctionMode, Listener):
             # Only a scaler multiplies a loss by itself, in code of ours or torch's.
             is_scaling = call.phase == "loss" and call.op == "mul" and is_called_by_scaler()
             more = {"input_largest": largest, "parameter": parameter, "is_of_scale": is_scaling}
+            more["region"] = region_in_float32(self._autocast) if damage.dtype in HALF else ()
             marks = {*marks, self.origins.add(call, damage, **more)}
         call.origins |= marks
         call.infinite = examine(bad[0]) if of_mask and bad else None

@@ -12,6 +12,7 @@ from torch import Tensor
 import ampatch as amp
 
 Tensors = list[Tensor]
+HALF = ("float16", "bfloat16")  # in `Damage.dtype`
 
 
 @dataclass(frozen=True, slots=True)
