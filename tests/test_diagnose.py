@@ -169,10 +169,11 @@ def _as_tuple(value):
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_found_where_nothing_breaks(kind):
     patient = train(kind, model=make_model(at=()))
-    assert patient.report().to_json() | {"scale": None} == {
-        **{"version": 1, "findings": (), "harmless": (), "scale": None, "keep_fp32": (), "runs": 0},
-        "unknown": (),
-    }
+    report = patient.report()
+    assert (report.findings, report.harmless, report.keep_fp32, report.runs, report.unknown) == (
+        *((), (), (), 0),
+        (),
+    )
     assert "Nothing broke" in str(patient)
 
 

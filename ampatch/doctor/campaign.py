@@ -184,18 +184,22 @@ class Campaign:
 
 
 def findings_in(seen: Seen, origins: Sequence[dict]) -> list[Finding]:
-    """Returns what reached a loss, gradient or weight, but for what a dynamic scale mends by itself.
+    """Returns what reached a loss, gradient or weight, but for what a dynamic scale mends by itself."""
+    found = [it for it in origins if it["has_reached"] and it["attempt"] in seen.suspects]
+    return merge(seen.attempts, leave_out_mended(seen.attempts, found, is_collapse(seen.attempts)))
+
+
+def leave_out_mended(attempts: Sequence[Attempt], found: Sequence[dict], collapses: bool) -> list[dict]:
+    """Leaves out of origins what a dynamic scale mends by itself.
 
     Where a scale collapses, what a smaller one would mend counts as well, but that of its search only where
     there is nothing else.
     """
-    found = [it for it in origins if it["has_reached"] and it["attempt"] in seen.suspects]
-    untried = find_untried(seen.attempts)
+    untried = find_untried(attempts)
     of_search = [it for it in found if it["attempt"] in untried and it["is_of_scale"]]
-    lasting = [it for it in found if it not in of_search and not it["is_of_scale"]]
-    if is_collapse(seen.attempts):
-        lasting = [it for it in found if it not in of_search] or found
-    return merge(seen.attempts, lasting)
+    if collapses:
+        return [it for it in found if it not in of_search] or list(found)
+    return [it for it in found if it not in of_search and not it["is_of_scale"]]
 
 
 def find_untried(attempts: Sequence[Attempt]) -> tuple[int, ...]:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch.nn import Module
 from torch.optim import Optimizer
 
 import ampatch as amp
-from ampatch.doctor.campaign import MOST_TRACED, describe_scale, find_suspects, is_collapse, merge_steps
+from ampatch.doctor.campaign import (
+    MOST_TRACED,
+    describe_scale,
+    find_suspects,
+    is_collapse,
+    leave_out_mended,
+    merge_steps,
+)
 from ampatch.doctor.finding import Finding, Report, read_finding
 from ampatch.doctor.instruments.operations import Call, Origin
 from ampatch.doctor.instruments.values import examine, is_finite
@@ -61,15 +68,15 @@ class Patient(amp.Observer):
         return self._found(is_collapse(list(self._attempts())))
 
     def _found(self, collapses: bool) -> tuple[Finding, ...]:
-        suspects = set(find_suspects(list(self._attempts())))
-        return self._merged(
-            lambda index, it: it["has_reached"] and index in suspects and (collapses or not it["is_of_scale"])
-        )
+        attempts = list(self._attempts())
+        suspects = set(find_suspects(attempts))
+        found = [it for it in self._origins() if it["has_reached"] and it["attempt"] in suspects]
+        return self._merged(leave_out_mended(attempts, found, collapses))
 
     @property
     def harmless(self) -> tuple[Finding, ...]:
         """What broke in a step that was replayed, and reached nothing."""
-        return self._merged(lambda _, it: not it["has_reached"])
+        return self._merged([it for it in self._origins() if not it["has_reached"]])
 
     def report(self) -> Report:
         """Returns what was found as `ampatch doctor` reports it; `runs` counts the replays."""
@@ -173,11 +180,13 @@ class Patient(amp.Observer):
             for _ in range(run.count):
                 yield run.attempt
 
-    def _merged(self, wanted: Callable[[int, dict], bool]) -> tuple[Finding, ...]:
-        found = []
-        for one in self.replays:
-            for origin in one.origins:
-                if wanted(one.index, origin):
-                    finding = read_finding(origin, one.step)
-                    found.append(replace(finding, float32_survives=one.survives))
+    def _origins(self) -> list[dict]:
+        return [it | {"attempt": one.index} for one in self.replays for it in one.origins]
+
+    def _merged(self, origins: Sequence[dict]) -> tuple[Finding, ...]:
+        of = {one.index: one for one in self.replays}
+        found = [
+            replace(read_finding(it, of[it["attempt"]].step), float32_survives=of[it["attempt"]].survives)
+            for it in origins
+        ]
         return tuple(map(explain, merge_steps(found)))

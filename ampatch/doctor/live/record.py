@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from ampatch.doctor.live.frames import Frames
+from ampatch.doctor.live.frames import PLAIN, Frames, Surroundings, files_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +134,7 @@ class Forward:
     frames: Frames
     mode: Mode
     random: list[Tensor]
+    surroundings: Surroundings
     outputs: tuple[int, ...] = ()
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
@@ -180,7 +181,6 @@ class Record:
         return any(tensor._version != version for tensor, version in self.slots.given)
 
 
-PLAIN = (int, float, bool, str, type(None))
 OWN = {"training"}
 
 
@@ -191,6 +191,7 @@ class State:
         self._modules = [(weakref.ref(each), *_plain_names(each)) for each in model.modules()]
         self._modules = [known for known in self._modules if not _is_of_torch(known[0]())]
         self._places = [(weakref.ref(each), name) for each in model.modules() for name in each._buffers]
+        self.files = files_of(model)
         self._buffers: list[Tensor] = []
         self._saved: list[Tensor] = []
         self._values: list[tuple[object, ...]] = []

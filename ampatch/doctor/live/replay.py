@@ -13,6 +13,7 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 
+from ampatch.doctor.instruments.checkpoints import follow_checkpoints
 from ampatch.doctor.instruments.operations import Call, Origin
 from ampatch.doctor.instruments.places import unwrap, user_line
 from ampatch.doctor.instruments.trace import Trace
@@ -119,6 +120,7 @@ def trace_again(
         stack.callback(register_module_forward_pre_hook(trace.enter_module).remove)
         after = register_module_forward_hook(lambda module, *_: trace.leave_module(module), always_call=True)
         stack.callback(after.remove)
+        follow_checkpoints(trace, stack)
         stack.enter_context(trace)
         error = attempt(run.run)
     if optimizer is not None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointFunction
 
 from ampatch.doctor.instruments.values import quiet
-from ampatch.doctor.live.frames import call_at
+from ampatch.doctor.live.frames import Surroundings, call_at, restored
 from ampatch.doctor.live.record import Backward, Forward, Operation, Record, Slot, map_tensors, tensors_of
 
 
@@ -26,6 +28,7 @@ class Rerun:
         self.values: dict[int, Tensor] = {}
         self.parameters = [p for model in models.values() for p in model.parameters() if p.requires_grad]
         self.casts = True
+        self._surroundings: Surroundings = []  # of the latest forward
 
     def run(self) -> None:
         """Does all events; raises Impossible where one took what is not known."""
@@ -61,7 +64,8 @@ class Rerun:
             raise Impossible("its model is gone")
         args, kwargs = self.resolve(event.args), self.resolve(event.kwargs)
         set_random(event.random)
-        with event.mode.entered(self.casts):
+        self._surroundings = event.surroundings
+        with event.mode.entered(self.casts), restored(self._surroundings):
             run = functools.partial(self._models[id(model)], *args, **kwargs)
             self.keep(event.outputs, call_at(event.frames, run))
 
@@ -76,12 +80,35 @@ class Rerun:
         """Goes backward again; gradients are added up as in the step."""
         roots, given = self.find_roots(event)
         kept = {name: event.kwargs[name] for name in ("retain_graph", "create_graph") if name in event.kwargs}
-        gradients = torch.autograd.grad(roots, self.parameters, given, allow_unused=True, **kept)
+        with restored(self._surroundings):
+            if repeats(roots):
+                self._go_through(roots, given, kept)
+                return
+            gradients = torch.autograd.grad(roots, self.parameters, given, allow_unused=True, **kept)
         with quiet():
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 if gradient is not None:
                     earlier = parameter.grad
                     parameter.grad = gradient.detach() if earlier is None else earlier + gradient
+
+    def _go_through(self, roots: list[Tensor], given: list[Tensor | None], kept: dict[str, object]) -> None:
+        """Goes backward to all leaves, as reentrant checkpoints must; only parameters keep gradients."""
+        if any(parameter._post_accumulate_grad_hooks for parameter in self.parameters) or any(
+            isinstance(event.find(), DistributedDataParallel)
+            for event in self._record.events
+            if isinstance(event, Forward)
+        ):
+            raise Impossible("a backward through use_reentrant=True would call what waits for its gradients")
+        own = set(map(id, self.parameters))
+        others = [leaf for leaf in leaves_of(roots) if id(leaf) not in own]
+        before = [leaf.grad for leaf in others]
+        for leaf in others:
+            leaf.grad = None
+        try:
+            torch.autograd.backward(roots, given, **kept)
+        finally:
+            for leaf, gradient in zip(others, before, strict=True):
+                leaf.grad = gradient
 
     def find_roots(self, event: Backward) -> tuple[list[Tensor], list[Tensor | None]]:
         """Returns what a backward began at: the loss, or what the models returned where it is not known."""
@@ -101,3 +128,26 @@ def set_random(states: Sequence[Tensor]) -> None:
         torch.set_rng_state(states[0])
         for state in states[1:]:
             torch.cuda.set_rng_state(state)
+
+
+def nodes_of(roots: Sequence[Tensor]) -> Iterator[object]:
+    """Yields the nodes of a graph, each once."""
+    found = [root.grad_fn for root in roots]
+    seen: set[object] = set()
+    while found:
+        node = found.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        found += [each for each, _ in node.next_functions]
+
+
+def repeats(roots: Sequence[Tensor]) -> bool:
+    """Says whether a graph holds a checkpoint with use_reentrant=True."""
+    return any(node.name() == CheckpointFunction._backward_cls.__name__ for node in nodes_of(roots))
+
+
+def leaves_of(roots: Sequence[Tensor]) -> list[Tensor]:
+    """Returns what a graph gives gradients to."""
+    return [node.variable for node in nodes_of(roots) if hasattr(node, "variable")]

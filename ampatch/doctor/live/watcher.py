@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ampatch.doctor.instruments.watch import own_scaler
 from ampatch.doctor.live.flag import Check, Flag
-from ampatch.doctor.live.frames import capture
+from ampatch.doctor.live.frames import capture, take
 from ampatch.doctor.live.patching import replace
 from ampatch.doctor.live.patient import Patient
 from ampatch.doctor.live.record import Backward, Forward, Mode, Record, State
@@ -103,8 +103,9 @@ class Watcher:
             record.state[id(model)] = record.spare.pop(id(model), None) or State(model)
             record.state[id(model)].save()
         taken = record.slots.refer(args), record.slots.refer(kwargs)
+        around = take(record.state[id(model)].files)
         self._forward = Forward(
-            weakref.ref(model), *taken, capture(3), Mode.now(device.type), random_of(device)
+            weakref.ref(model), *taken, capture(3), Mode.now(device.type), random_of(device), around
         )
 
     def _leave(self, model: Module, args: tuple, output: object) -> None:
