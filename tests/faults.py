@@ -625,9 +625,10 @@ def run_sound(seeds: range) -> None:
         fault = make(seed, is_sound=True)
         with tempfile.TemporaryDirectory() as folder:
             report = examine(fault, Path(folder))
-        silent += not report["findings"] and not report["unknown"]
-        if report["findings"] or report["unknown"]:
-            print(seed, fault.name, report["findings"], report["unknown"], flush=True)
+        said = [*report["findings"], *report["silent"], *report["unknown"]]
+        silent += not said
+        if said:
+            print(seed, fault.name, *said, flush=True)
     print(f"without a finding: {silent} of {len(seeds)}")
 
 

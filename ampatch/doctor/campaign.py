@@ -98,13 +98,14 @@ class Campaign:
             self._propose(findings[0].module, window) if propose and survives and findings[0].module else ()
         )
         harmless = merge(attempts, [it for it in origins if not it["has_reached"]])
-        if sample is not None:
+        if sample is not None and not findings:
             self._start("compared", replace(self.run, level="O0", float32=True, sample=sample))
             self.silent.append(compare_gradients(self.run.samples, sample, self.unknown))
         silent = examine_silent(self.silent, attempts, findings)
         return Report(
             *(tuple(findings), tuple(harmless), describe_scale(attempts), keep, self.runs),
-            *(tuple(self.unknown), silent),
+            tuple(self.unknown),
+            silent=silent,
         )
 
     def beside(self, report: Report, against: str | None = None) -> Report:

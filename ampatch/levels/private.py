@@ -72,6 +72,7 @@ _TRACES = "torch.jit.trace and make_fx may record casts of weights as constants"
 _SCALE = "loss scales other than a static 1 cannot be used"
 _ENGINE = "disable_casts() does not reach backward passes on a GPU"
 _SCRIPTS = "torch.jit.script refuses models with hooks, and patched functions"
+_LOSSES = "amp.diagnose does not see the operations of a loss"
 _COMPILED = "functions of torch.compile run as plain Python while torch is patched"
 
 EAGER = (
@@ -96,6 +97,8 @@ EAGER = (
     ENTER_AUTOCAST := Private(
         "amp.autocast_mode._enter_autocast", "compiled functions may ignore torch.autocast(enabled=False)"
     ),
+    FUNCTION_MODES := Private("_C._len_torch_function_stack", _LOSSES),
+    FUNCTION_MODE := Private("_C._get_function_stack_at", _LOSSES),
     REENTRANT := Private("utils.checkpoint.CheckpointFunction", "reentrant checkpoints may recompute uncast"),
 )
 
@@ -149,6 +152,7 @@ def _nothing(*_: object) -> None:
 graph_task = GRAPH_TASK.find(lambda: -1)
 count_users = USE_COUNT.find(_nothing)  # how many hold a memory, by its `_cdata`; None if nobody can say
 tracing_state, count_modes, dispatch_mode = TRACING.find(_nothing), MODE_COUNT.find(int), MODE.find(_nothing)
+count_function_modes, function_mode = FUNCTION_MODES.find(lambda: 1), FUNCTION_MODE.find(_nothing)
 is_transformed = TRANSFORMED.find(bool)
 
 

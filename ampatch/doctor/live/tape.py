@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from ampatch.doctor.instruments.places import is_called_by_us
 from ampatch.doctor.live.frames import capture
 from ampatch.doctor.live.record import Mode, Operation, Record, tensors_of
+from ampatch.levels.private import count_function_modes, function_mode
 
 GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 SET = torch.Tensor.__setitem__
@@ -47,7 +48,7 @@ class Tape(TorchFunctionMode):
     def start(self, record: Record, device: str) -> bool:
         """Notes what follows; returns whether it can."""
         self.record, self._device = record, device
-        if not self._is_on_stack and torch._C._len_torch_function_stack() == 0:
+        if not self._is_on_stack and count_function_modes() == 0:
             self.__enter__()
             self._is_on_stack = True
         return self._is_on_stack
@@ -55,8 +56,8 @@ class Tape(TorchFunctionMode):
     def stop(self) -> None:
         """Notes no more; leaves the stack, unless a mode of the script's is above it now."""
         self.record = None
-        count = torch._C._len_torch_function_stack()
-        if self._is_on_stack and count and torch._C._get_function_stack_at(count - 1) is self:
+        count = count_function_modes()
+        if self._is_on_stack and count and function_mode(count - 1) is self:
             self._is_on_stack = False
             self.__exit__(None, None, None)
 

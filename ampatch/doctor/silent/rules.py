@@ -119,8 +119,12 @@ class Casts:
     def _cast_module(self, cast: Callable[..., Module], module: Module, *args, **kwargs) -> Module:
         before = dtypes_of(module)
         cast(module, *args, **kwargs)
-        wanted = torch.float32 if cast.__name__ == "float" else torch._C._nn._parse_to(*args, **kwargs)[1]
-        if wanted is torch.float32 and before == {torch.float32} and is_called_by_user():
+        asked = [getattr(each, "dtype", each) for each in (*args, *kwargs.values())]  # by a type or a tensor
+        if (
+            (cast.__name__ == "float" or torch.float32 in asked)
+            and before == {torch.float32}
+            and is_called_by_user()
+        ):
             self._modules[id(module)] = module, cast.__name__, user_line()
         return module
 
