@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from ampatch.doctor.instruments.clock import Listener, own_scaler
 from ampatch.doctor.instruments.places import Models
 from ampatch.doctor.instruments.values import is_finite, tensors_in
-
-HALF = (torch.float16, torch.bfloat16)
+from ampatch.levels.precision import HALF_TYPES
 
 
 @dataclass(slots=True)
@@ -57,7 +56,7 @@ class Watch(Listener):
         """Learns which models there are."""
         if self._models.enter(module) and torch.is_grad_enabled():
             self.is_open = True
-            self.is_half |= any(it.dtype in HALF for it in module.parameters())
+            self.is_half |= any(it.dtype in HALF_TYPES for it in module.parameters())
             self._now.left_out |= self._is_bad
             self._is_bad = False
 

@@ -18,7 +18,8 @@ from ampatch.doctor.instruments.values import key_of
 from ampatch.doctor.silent.callers import is_called_by_ampatch, is_called_by_user
 from ampatch.doctor.silent.fault import Notes
 from ampatch.doctor.silent.scaled import Scaled
-from ampatch.doctor.silent.shadows import HALF, Operation
+from ampatch.doctor.silent.shadows import Operation
+from ampatch.levels.precision import HALF_TYPES
 
 CASTS = ("to", "half", "bfloat16", "float", "type", "type_as")
 VIEWS = ("", "t", "transpose", "permute", "view", "reshape", "flatten", "unsqueeze", "squeeze", "contiguous")
@@ -92,7 +93,7 @@ class Casts:
 
     def look(self, operation: Operation, given: list[Tensor]) -> None:
         """Follows the tensors of a cast."""
-        is_half = any(it.dtype in HALF for it in given)
+        is_half = any(it.dtype in HALF_TYPES for it in given)
         if is_half and self.inside:
             self._look_at_modules(operation)
         known = [cast for tensor in operation.taken for cast in self._casts.find(tensor)]
@@ -111,7 +112,7 @@ class Casts:
 
     def _look_at_cast(self, operation: Operation, given: list[Tensor]) -> None:
         came = [tensor.dtype for tensor in (*operation.taken[:1], *given[:1])]
-        if came[:1] and came[0] in HALF and came[1:] == [torch.float32] and is_called_by_user():
+        if came[:1] and came[0] in HALF_TYPES and came[1:] == [torch.float32] and is_called_by_user():
             cast = Cast(operation.name, operation.phase, operation.place, operation.where)
             self._casts.add(given, cast)
             self._all.append(cast)

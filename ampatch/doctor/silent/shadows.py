@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map
 from ampatch.doctor.instruments.places import Place, is_called_by_scaler
 from ampatch.doctor.instruments.values import floating_in, holds_no_number, key_of
 from ampatch.doctor.silent.fault import Notes
+from ampatch.levels.precision import HALF_TYPES
 
-HALF = (torch.float16, torch.bfloat16)
 DRAWS = ("dropout", "dropout_", "alpha_dropout", "feature_dropout", "bernoulli", "bernoulli_", "multinomial")
 DRAWS += ("normal", "normal_", "uniform_", "rand_like", "randn_like", "rrelu", "gumbel_softmax")
 FAR = 0.5  # of what float32 has
@@ -132,7 +132,7 @@ class Shadows:
 
         def widen(value: object) -> object:
             if isinstance(value, torch.dtype):
-                return torch.float32 if value in HALF else value
+                return torch.float32 if value in HALF_TYPES else value
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
             known = self._find(value)
@@ -179,7 +179,7 @@ class Shadows:
 def find_loss(operation: Operation, given: list[Tensor]) -> Loss | None:
     """Asks whether an operation may lose something in half: it makes inf of finite numbers, or zeros."""
     for tensor in given:
-        if tensor.dtype not in HALF or tensor.layout is not torch.strided or not tensor.numel():
+        if tensor.dtype not in HALF_TYPES or tensor.layout is not torch.strided or not tensor.numel():
             continue
         if not torch.isfinite(tensor).all():
             is_named = holds_no_number((operation.args, tuple(operation.kwargs.values())))
