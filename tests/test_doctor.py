@@ -345,11 +345,12 @@ def attempts(*words, scale=1024.0):
     ("words", "suspects", "collapse"),
     [
         ("gggg", (), False),
-        ("ooogggg", (0,), False),  # the search for the first scale
+        ("ooogggg", (0, 1, 2), False),  # the search for the first scale
+        ("oogogogg", (0, 3, 5, 1), False),  # what a search explains comes last
         ("ggg+ogg", (3,), False),  # it grew to where it never was
         ("gggogg", (3,), False),
         ("ggogogog", (2, 4, 6), True),
-        ("oooooo", (0, 5), True),
+        ("oooooo", (0, 5, 1, 2, 3, 4), True),
         ("gggw", (3,), False),
         ("gggwwww", (3,), True),  # what follows comes of it
         ("lgg", (0,), False),

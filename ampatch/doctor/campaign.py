@@ -18,7 +18,7 @@ from ampatch.doctor.finding import Finding, Report, read_finding
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent.examine import compare_gradients, examine_silent, pick_sample, plan_window
 
-MOST_TRACED = 6  # attempts of one run
+MOST_TRACED = 8  # attempts of one run
 MOST_OVERFLOWS = 2  # at a scale that was good before
 ALWAYS_TRACED = 2  # first attempts, where nothing is wrong: for what is harmless
 
@@ -216,25 +216,25 @@ def find_untried(attempts: Sequence[Attempt]) -> tuple[int, ...]:
 
 
 def find_suspects(attempts: Sequence[Attempt]) -> tuple[int, ...]:
-    """Returns the attempts at which something broke, but for most of those of a dynamic scale's search.
+    """Returns the attempts at which something broke, those of a dynamic scale's search last.
 
-    A scale that is too large at first, or has just grown to where it never was, overflows and falls. The
-    first attempt of each such search is looked at: what breaks there may not be the scale's. The first
-    attempt that leaves bad weights is the last: all that follows comes of it.
+    A scale that is too large at first, or has just grown to where it never was, overflows and falls. What
+    breaks in such a search may not be the scale's: its first attempt counts like others. The first attempt
+    that leaves bad weights is the last: all that follows comes of it.
     """
     untried = find_untried(attempts)
-    found, search, firsts = [], [], []
+    found, search, rest = [], [], []
     for index, attempt in enumerate(attempts):
         if attempt.is_finite:
-            firsts, search = firsts + search[:1], []
-            found += [index] * attempt.left_out
+            found, rest, search = found + search[:1] + [index] * attempt.left_out, rest + search[1:], []
             continue
         is_probe = index in untried and attempt.loss and attempt.weights
         (search if is_probe else found).append(index)
         if not attempt.weights:
             break
     # A search that never ended found nothing: no scale is small enough.
-    return tuple(sorted({*found, *firsts, *search[:1], *search[-1:]}))
+    found, rest = found + search[:1] + search[1:][-1:], rest + search[1:-1]
+    return (*sorted(found), *rest)
 
 
 def is_collapse(attempts: Sequence[Attempt]) -> bool:
