@@ -1,5 +1,6 @@
 """What holds for every test: it leaves torch as it found it, and no session behind."""
 
+import functools
 import gc
 import os
 import signal
@@ -18,8 +19,10 @@ pytest_plugins = ["ampatch.testing.plugin", "cuda_graphs"]
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("suite")
 
-# The tensors of tests are tiny. On busy cores the threads that share one wait 10 ms for each other.
+# The tensors of tests are tiny. On busy cores the threads that share one wait 10 ms for each other, in the
+# processes that tests start as well.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Tests break losses all the time; those of post-mortems name a folder.
 os.environ.setdefault("AMPATCH_POST_MORTEM", "0")
@@ -119,3 +122,12 @@ def pytest_collection_finish():
     """Takes what is there by now out of the garbage collector's sight: torch alone has a million objects."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def doctor_in_forks(monkeypatch):
+    """Has the doctor run scripts in forks of this process, which has torch already."""
+    from ampatch.doctor.campaign import Campaign
+    from faults import fork_child
+
+    monkeypatch.setattr(Campaign, "__init__", functools.partialmethod(Campaign.__init__, launch=fork_child))

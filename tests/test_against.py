@@ -144,6 +144,7 @@ for step in range(40):
 """
 
 
+@pytest.mark.usefixtures("doctor_in_forks")
 @pytest.mark.process
 def test_a_script_on_torch_amp_is_compared_and_everything_is_written(tmp_path, capsys):
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -151,6 +151,7 @@ def run_planted(seed, tmp_path):
     return {**names["patients"][0].report().to_json(), "fault": fault}, path
 
 
+@pytest.mark.usefixtures("doctor_in_forks")
 @pytest.mark.process(keep=1)
 @pytest.mark.parametrize("seed", [8, 10])
 def test_the_command_finds_the_same(seed, tmp_path):

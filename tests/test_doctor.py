@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from ampatch.__main__ import main
-from ampatch.doctor.campaign import Seen, describe_scale, find_suspects, findings_in, is_collapse, merge_steps
+from ampatch.doctor.campaign import Seen, findings_in, merge_steps
 from ampatch.doctor.finding import Finding
 from ampatch.doctor.instruments.places import Models, user_line
 from ampatch.doctor.instruments.values import examine as examine_tensor
 from ampatch.doctor.instruments.values import holds_no_number, is_finite
 from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.suspects import describe_scale, find_suspects, is_collapse
 from ampatch.doctor.words import explain, remedies
 from faults import FAMILIES, examine, judge, make, make_proposal, measure_float32, report_on
 
@@ -170,12 +171,17 @@ def test_a_master_has_the_name_of_its_parameter(tmp_path):
     assert (first["phase"], first["parameter"], first["step"]) == ("optimizer", "0.weight", 2)
 
 
-def run_script(tmp_path, text, *arguments):
+@pytest.fixture
+def run_script(tmp_path, doctor_in_forks):
     """Runs the doctor on a script; returns the exit status and the report."""
-    (tmp_path / "train.py").write_text(text)
-    out = tmp_path / "report.json"
-    status = main(["doctor", "--json", str(out), *arguments, str(tmp_path / "train.py")])
-    return status, json.loads(out.read_text())
+
+    def run(text, *arguments):
+        (tmp_path / "train.py").write_text(text)
+        out = tmp_path / "report.json"
+        status = main(["doctor", "--json", str(out), *arguments, str(tmp_path / "train.py")])
+        return status, json.loads(out.read_text())
+
+    return run
 
 
 HEAD = """
@@ -209,19 +215,19 @@ def script(level="O1", batch="", loss="", **options):
 
 @pytest.mark.process
 @pytest.mark.parametrize("level", ["O1", "O5"])
-def test_a_run_without_a_fault_has_no_finding(tmp_path, capsys, level):
-    status, report = run_script(tmp_path, script(level))
+def test_a_run_without_a_fault_has_no_finding(run_script, capsys, level):
+    status, report = run_script(script(level))
     assert (status, report["findings"], report["unknown"]) == (0, [], [])
     assert "Nothing broke" in capsys.readouterr().out
 
 
 @pytest.mark.process
-def test_the_search_of_the_scale_is_no_finding(tmp_path):
+def test_the_search_of_the_scale_is_no_finding(run_script):
     scales = {"init_scale": 2.0**30}
     text = script("O2").replace(
         "verbosity=0", f"loss_scale=amp.DynamicLossScale(**{scales}, max_scale=2.**40), verbosity=0"
     )
-    status, report = run_script(tmp_path, text.replace("range(6)", "range(40)"))
+    status, report = run_script(text.replace("range(6)", "range(40)"))
     assert (status, report["findings"]) == (0, [])
     assert report["scale"]["search"]
     assert report["scale"]["skipped"] == list(range(len(report["scale"]["skipped"])))
@@ -244,8 +250,8 @@ def test_the_search_of_a_scale_that_begins_far_too_high_is_no_finding(tmp_path):
 
 
 @pytest.mark.process
-def test_nan_in_a_batch_is_told_with_its_sample(tmp_path, capsys):
-    status, report = run_script(tmp_path, script(batch="x[2, 5] = float('nan') if step == 3 else 1"))
+def test_nan_in_a_batch_is_told_with_its_sample(run_script, capsys):
+    status, report = run_script(script(batch="x[2, 5] = float('nan') if step == 3 else 1"))
     first = report["findings"][0]
     assert status == 1
     assert (first["phase"], first["step"], first["sample"], first["element"]) == ("input", 3, 2, [2, 5])
@@ -254,29 +260,29 @@ def test_nan_in_a_batch_is_told_with_its_sample(tmp_path, capsys):
 
 
 @pytest.mark.process
-def test_an_operation_of_the_loss_is_told_apart_from_the_model(tmp_path):
-    _, report = run_script(tmp_path, script(loss="loss = loss + (loss * 0).log() if step == 2 else loss"))
+def test_an_operation_of_the_loss_is_told_apart_from_the_model(run_script):
+    _, report = run_script(script(loss="loss = loss + (loss * 0).log() if step == 2 else loss"))
     first = report["findings"][0]
     assert (first["phase"], first["step"], first["op"], first["module"]) == ("loss", 2, "log", "")
 
 
 @pytest.mark.process
-def test_an_infinity_that_reaches_nothing_is_harmless(tmp_path):
-    status, report = run_script(tmp_path, script(loss="seen = (loss.detach() * 0).log()"))
+def test_an_infinity_that_reaches_nothing_is_harmless(run_script):
+    status, report = run_script(script(loss="seen = (loss.detach() * 0).log()"))
     assert (status, report["findings"]) == (0, [])
     assert [it["op"] for it in report["harmless"]] == ["log"]
 
 
 @pytest.mark.process
-def test_a_mask_of_infinities_is_no_fault(tmp_path):
+def test_a_mask_of_infinities_is_no_fault(run_script):
     mask = "mask = torch.full((4, 8), float('-inf')).fill_diagonal_(0); x = x + mask.softmax(1)"
-    status, report = run_script(tmp_path, script(batch=mask))
+    status, report = run_script(script(batch=mask))
     assert (status, report["findings"], report["harmless"]) == (0, [], [])
 
 
 @pytest.mark.process
-def test_a_script_that_never_steps_is_told_so(tmp_path):
-    status, report = run_script(tmp_path, "print('hello')")
+def test_a_script_that_never_steps_is_told_so(run_script):
+    status, report = run_script("print('hello')")
     assert status == 0
     assert "made no step" in report["unknown"][0]
 
@@ -443,7 +449,8 @@ def test_the_same_at_several_steps_is_one_finding():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"float32_survives": True}, "keep_fp32=['a']"),
+        ({"float32_survives": True}, "keep_fp32=['a']: "),
+        ({"float32_survives": True, "autocast": True}, "call 'a' under torch.autocast("),
         ({"float32_survives": False}, "learning rate"),
         ({"op": "log"}, "logits"),
         ({"op": "softmax"}, "-inf"),

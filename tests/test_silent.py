@@ -455,6 +455,7 @@ def test_a_step_that_is_another_in_float32_is_not_compared(tmp_path):
 # ---- The whole command ----
 
 
+@pytest.mark.usefixtures("doctor_in_forks")
 @pytest.mark.process
 def test_the_report_has_silent_faults_and_the_exit_status_has_not(tmp_path, capsys):
     text = native(STEP + "\n" + CLIP + "  # FAULT", norm(RMS.removesuffix("  # FAULT"))).replace(
@@ -473,6 +474,7 @@ def test_the_report_has_silent_faults_and_the_exit_status_has_not(tmp_path, caps
     assert "float32" in said
 
 
+@pytest.mark.usefixtures("doctor_in_forks")
 @pytest.mark.process
 def test_a_script_of_apex_whose_gradients_underflow_is_told_a_scale(tmp_path):
     text = LOSSES["O2"].replace("import ampatch as amp", "from apex import amp")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -17,9 +18,11 @@ from ampatch.doctor.child import Run
 from ampatch.doctor.finding import Finding, Report, read_finding
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent.examine import compare_gradients, examine_silent, pick_sample, plan_window
+from ampatch.doctor.speed.brakes import MOST_STEPS
+from ampatch.doctor.suspects import describe_scale, find_suspects, is_collapse, leave_out_mended
 
 MOST_TRACED = 8  # attempts of one run
-MOST_OVERFLOWS = 2  # at a scale that was good before
+FEWEST_TIMED = 5  # steps, for a median
 ALWAYS_TRACED = 2  # first attempts, where nothing is wrong: for what is harmless
 
 
@@ -87,7 +90,7 @@ class Campaign:
         window = seen.suspects[:MOST_TRACED] or first
         sample = pick_sample(self.silent, attempts)
         window = tuple(sorted({*window, *plan_window(attempts, sample)}))
-        run = replace(self.run, traces=True, window=window, sample=sample, speed=True)
+        run = replace(self.run, traces=True, window=window, sample=sample, speed=True, goes_on=propose)
         origins = self._start("traced", run).origins if window else ()
         if find_suspects(attempts) and not any(it["has_reached"] for it in origins):
             self.unknown.append("it did not happen again when the script was repeated: seed what it draws")
@@ -106,7 +109,22 @@ class Campaign:
             *(tuple(findings), tuple(harmless), describe_scale(attempts), keep, self.runs),
             tuple(self.unknown),
             silent=silent,
+            keep_fp32_cost=self._cost(window) if keep else None,
         )
+
+    def _cost(self, window: Sequence[int]) -> float | None:
+        """Returns how many times as long a step takes with what is kept, both traced, outside of what was.
+
+        The first steps are left out, which other things slow down; None if too few are left.
+        """
+        medians = []
+        for name in ("traced", "kept"):
+            attempts = self.seen[name]["attempts"]
+            times = [it["seconds"] for index, it in enumerate(attempts) if index not in window]
+            if len(times) < FEWEST_TIMED + MOST_STEPS:
+                return None
+            medians.append(statistics.median(times[MOST_STEPS:]))
+        return medians[1] / medians[0]
 
     def beside(self, report: Report, against: str | None = None) -> Report:
         """Returns a report with what was noted beside it, and the comparison with a level."""
@@ -149,10 +167,11 @@ class Campaign:
                 )
                 return ()
             keep = (*keep, found)
+        self.seen["kept"] = self.seen["proposed"]
         for name in keep if len(keep) > 1 else ():
             fewer = tuple(other for other in keep if other != name)
             if self._first_module(fewer, window) is None:
-                keep = fewer
+                keep, self.seen["kept"] = fewer, self.seen["proposed"]
         return keep
 
     def _first_module(self, keep: tuple[str, ...], window: Sequence[int]) -> str | None:
@@ -190,69 +209,6 @@ def findings_in(seen: Seen, origins: Sequence[dict]) -> list[Finding]:
     return merge(seen.attempts, leave_out_mended(seen.attempts, found, is_collapse(seen.attempts)))
 
 
-def leave_out_mended(attempts: Sequence[Attempt], found: Sequence[dict], collapses: bool) -> list[dict]:
-    """Leaves out of origins what a dynamic scale mends by itself.
-
-    Where a scale collapses, what a smaller one would mend counts as well, but that of its search only where
-    there is nothing else.
-    """
-    untried = find_untried(attempts)
-    of_search = [it for it in found if it["attempt"] in untried and it["is_of_scale"]]
-    if collapses:
-        return [it for it in found if it not in of_search] or list(found)
-    return [it for it in found if it not in of_search and not it["is_of_scale"]]
-
-
-def find_untried(attempts: Sequence[Attempt]) -> tuple[int, ...]:
-    """Returns the attempts that broke at a larger scale than any that a step was made with before."""
-    good = 0.0
-    found = []
-    for index, attempt in enumerate(attempts):
-        if attempt.is_finite:
-            good = max(good, attempt.scale or 0.0)
-        elif attempt.is_dynamic and (attempt.scale or 0) > good:
-            found.append(index)
-    return tuple(found)
-
-
-def find_suspects(attempts: Sequence[Attempt]) -> tuple[int, ...]:
-    """Returns the attempts at which something broke, those of a dynamic scale's search last.
-
-    A scale that is too large at first, or has just grown to where it never was, overflows and falls. What
-    breaks in such a search may not be the scale's: its first attempt counts like others. The first attempt
-    that leaves bad weights is the last: all that follows comes of it.
-    """
-    untried = find_untried(attempts)
-    found, search, rest = [], [], []
-    for index, attempt in enumerate(attempts):
-        if attempt.is_finite:
-            found, rest, search = found + search[:1] + [index] * attempt.left_out, rest + search[1:], []
-            continue
-        is_probe = index in untried and attempt.loss and attempt.weights
-        (search if is_probe else found).append(index)
-        if not attempt.weights:
-            break
-    # A search that never ended found nothing: no scale is small enough.
-    found, rest = found + search[:1] + search[1:][-1:], rest + search[1:-1]
-    return (*sorted(found), *rest)
-
-
-def is_collapse(attempts: Sequence[Attempt]) -> bool:
-    """Says whether a scale that may move overflowed more often than its search explains.
-
-    That is more than twice at a scale that a step had been made with, or at every step up to the end.
-    """
-    good, again = 0.0, 0
-    for attempt in attempts:
-        if not attempt.is_dynamic:
-            return True
-        if attempt.is_finite:
-            good = attempt.scale or 0.0
-        elif (attempt.scale or 0.0) <= good:
-            again += 1
-    return again > MOST_OVERFLOWS or (good == 0 and not all(attempt.is_finite for attempt in attempts))
-
-
 def merge(attempts: Sequence[Attempt], origins: Sequence[dict]) -> list[Finding]:
     """Reads origins, and keeps the first of those that are the same at several steps, with their steps."""
     steps = {index: attempt.step for index, attempt in enumerate(attempts)}
@@ -269,14 +225,3 @@ def merge_steps(findings: Sequence[Finding]) -> list[Finding]:
         if it.step is not None and it.step not in first.steps:
             merged[key] = replace(first, steps=(*first.steps, it.step))
     return list(merged.values())
-
-
-def describe_scale(attempts: Sequence[Attempt]) -> dict[str, object]:
-    """Returns the history of the scale: [step, scale] where it changed, and the steps that were skipped."""
-    history: list[tuple[int, float]] = []
-    for index, attempt in enumerate(attempts):
-        if attempt.scale is not None and (not history or history[-1][1] != attempt.scale):
-            history.append((index, attempt.scale))
-    skipped = [index for index, it in enumerate(attempts) if it.is_dynamic and not (it.loss and it.gradients)]
-    search = bool(skipped) and skipped == list(range(len(skipped))) and len(skipped) < len(attempts)
-    return {"history": history, "skipped": skipped, "search": search}

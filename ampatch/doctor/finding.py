@@ -17,7 +17,7 @@ class Finding:
     it in that step; `call` the calls of the module in that forward. `element` is the index of the first bad
     number, `sample` its index in the batch, `count` says how many there are; `largest_finite` is the largest
     magnitude among the others, `input_largest` that of what the operation took. `region` are the lines that
-    compute the statement in float32.
+    compute the statement in float32; `autocast` says that torch.autocast was on.
     """
 
     step: int | None
@@ -39,6 +39,7 @@ class Finding:
     node: str | None
     steps: tuple[int, ...] = ()
     region: tuple[str, ...] = ()
+    autocast: bool = False
     float32_survives: bool | None = None
     why: str = ""
     remedies: tuple[str, ...] = ()
@@ -58,6 +59,7 @@ class Report:
     speed: dict | None = None
     against: dict | None = None
     silent: tuple[SilentFault, ...] = ()
+    keep_fp32_cost: float | None = None  # how many times as long a step takes with it
 
     def to_json(self) -> dict[str, object]:
         """Returns the report as plain values."""
@@ -91,4 +93,5 @@ def read_finding(origin: dict, step: int | None) -> Finding:
         origin["input_largest"],
         origin["node"],
         region=tuple(origin["region"]),
+        autocast=call.get("autocast", False),
     )

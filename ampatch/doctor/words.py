@@ -126,7 +126,12 @@ def remedies(finding: Finding) -> tuple[str, ...]:
         found.append("make the numbers smaller before they are cast: normalize the input, or divide it")
     if finding.op in SUMS:
         found.append("divide before the sum (q / sqrt(d), x / n), not after it")
-    if finding.float32_survives and finding.module:
+    if finding.float32_survives and finding.module and finding.autocast:
+        found.append(
+            f"call {finding.module!r} under torch.autocast(..., enabled=False), on .float() inputs "
+            f"(with amp.initialize: keep_fp32=[{finding.module!r}])"
+        )
+    elif finding.float32_survives and finding.module:
         found.append(f"keep_fp32=[{finding.module!r}]: this module runs in float32")
     if finding.float32_survives and finding.region:
         found.append("\n     ".join(("that statement alone in float32:", *finding.region)))
@@ -152,7 +157,9 @@ def describe(report: Report) -> Iterator[str]:
         yield f"... and {len(report.findings) - MOST_SHOWN} more (--json OUT has them all)"
     yield from describe_silent(report.silent)
     if report.keep_fp32:
-        yield f"Proposed: keep_fp32={list(report.keep_fp32)}"
+        cost = report.keep_fp32_cost
+        said = "too few steps to time it" if cost is None else f"a step takes about {cost:.2f} times as long"
+        yield f"Proposed: keep_fp32={list(report.keep_fp32)} ({said})"
     if report.scale.get("search"):
         yield f"The loss scale looked for its size in {len(report.scale['skipped'])} steps: no fault."
     if report.harmless:

@@ -57,6 +57,7 @@ class Call:
     dtype: str = ""
     origins: set[int] = field(default_factory=set)  # whose marks it took or gave
     infinite: Damage | None = None  # of what it took, and what may be a mask
+    autocast: bool = False  # torch.autocast was on
 
 
 @dataclass(slots=True)

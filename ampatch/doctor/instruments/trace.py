@@ -227,6 +227,7 @@ class Trace(TorchFunctionMode, Listener):
         self, call: Call, taken: Tensors, bad: Tensors, given: Tensors, largest: float | None, constant: bool
     ) -> None:
         """Looks at what an operation gives: `bad` are those that it took and that were so before."""
+        call.autocast = self._autocast is not None
         self._graph.tag(taken, given, call)
         marks, came = self._marks.of(*taken), self._marks.of(*bad)
         worst = next((tensor for tensor in given if not is_finite(tensor)), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class Attempt:
     gradients: bool = True
     weights: bool = True
     left_out: bool = False  # a model gave bad numbers, and no backward pass followed
+    seconds: float = 0.0  # since the attempt before, with what it costs to watch
 
     @property
     def is_finite(self) -> bool:
@@ -46,6 +48,7 @@ class Watch(Listener):
     def __post_init__(self) -> None:
         self._models = Models()
         self._now = Attempt()
+        self._since = perf_counter()
         self._steps: dict[int, int] = {}
         self._optimizers: list[Optimizer] = []  # kept, so that an id stays one optimizer's
         self._is_bad = False  # what a model gave, since the last backward pass
@@ -97,8 +100,9 @@ class Watch(Listener):
         weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         held = [*weights, *self._models.parameters(), *tensors_in(list(optimizer.state.values()))]
         self._now.weights &= all(map(is_finite, held))
+        self._now.seconds = perf_counter() - self._since
         self.attempts.append(self._now)
-        self._now, self.is_open = Attempt(), False
+        self._now, self.is_open, self._since = Attempt(), False, perf_counter()
 
     def to_json(self) -> list[dict[str, object]]:
         """Returns what was noted."""
