@@ -1,0 +1,83 @@
+"""Which attempts at a step of an optimizer are looked at, and what a dynamic loss scale explains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ampatch.doctor.instruments.watch import Attempt
+
+MOST_OVERFLOWS = 2  # at a scale that was good before
+
+
+def leave_out_mended(attempts: Sequence[Attempt], found: Sequence[dict], collapses: bool) -> list[dict]:
+    """Leaves out of origins what a dynamic scale mends by itself.
+
+    Where a scale collapses, what a smaller one would mend counts as well, but that of its search only where
+    there is nothing else.
+    """
+    untried = find_untried(attempts)
+    of_search = [it for it in found if it["attempt"] in untried and it["is_of_scale"]]
+    if collapses:
+        return [it for it in found if it not in of_search] or list(found)
+    return [it for it in found if it not in of_search and not it["is_of_scale"]]
+
+
+def find_untried(attempts: Sequence[Attempt]) -> tuple[int, ...]:
+    """Returns the attempts that broke at a larger scale than any that a step was made with before."""
+    good = 0.0
+    found = []
+    for index, attempt in enumerate(attempts):
+        if attempt.is_finite:
+            good = max(good, attempt.scale or 0.0)
+        elif attempt.is_dynamic and (attempt.scale or 0) > good:
+            found.append(index)
+    return tuple(found)
+
+
+def find_suspects(attempts: Sequence[Attempt]) -> tuple[int, ...]:
+    """Returns the attempts at which something broke, those of a dynamic scale's search last.
+
+    A scale that is too large at first, or has just grown to where it never was, overflows and falls. What
+    breaks in such a search may not be the scale's: its first attempt counts like others. The first attempt
+    that leaves bad weights is the last: all that follows comes of it.
+    """
+    untried = find_untried(attempts)
+    found, search, rest = [], [], []
+    for index, attempt in enumerate(attempts):
+        if attempt.is_finite:
+            found, rest, search = found + search[:1] + [index] * attempt.left_out, rest + search[1:], []
+            continue
+        is_probe = index in untried and attempt.loss and attempt.weights
+        (search if is_probe else found).append(index)
+        if not attempt.weights:
+            break
+    # A search that never ended found nothing: no scale is small enough.
+    found, rest = found + search[:1] + search[1:][-1:], rest + search[1:-1]
+    return (*sorted(found), *rest)
+
+
+def is_collapse(attempts: Sequence[Attempt]) -> bool:
+    """Says whether a scale that may move overflowed more often than its search explains.
+
+    That is more than twice at a scale that a step had been made with, or at every step up to the end.
+    """
+    good, again = 0.0, 0
+    for attempt in attempts:
+        if not attempt.is_dynamic:
+            return True
+        if attempt.is_finite:
+            good = attempt.scale or 0.0
+        elif (attempt.scale or 0.0) <= good:
+            again += 1
+    return again > MOST_OVERFLOWS or (good == 0 and not all(attempt.is_finite for attempt in attempts))
+
+
+def describe_scale(attempts: Sequence[Attempt]) -> dict[str, object]:
+    """Returns the history of the scale: [step, scale] where it changed, and the steps that were skipped."""
+    history: list[tuple[int, float]] = []
+    for index, attempt in enumerate(attempts):
+        if attempt.scale is not None and (not history or history[-1][1] != attempt.scale):
+            history.append((index, attempt.scale))
+    skipped = [index for index, it in enumerate(attempts) if it.is_dynamic and not (it.loss and it.gradients)]
+    search = bool(skipped) and skipped == list(range(len(skipped))) and len(skipped) < len(attempts)
+    return {"history": history, "skipped": skipped, "search": search}
