@@ -12,7 +12,7 @@ MODES = [*WITHOUT_GRAD, torch.enable_grad]
 
 
 class CountCasts(TorchDispatchMode):
-    """Counts the copies of float32 tensors of one shape to the half type."""
+    """Counts the copies of float32 tensors of one shape to the half type, into new memory or old."""
 
     def __init__(self, *shape):
         super().__init__()
@@ -22,8 +22,13 @@ class CountCasts(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         # Inference mode shows `to` whole, other modes show the copy that it makes.
         if func in (torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype) and result.dtype is HALF:
-            self.count += args[0].shape == self.shape and args[0].dtype is torch.float32
+            self.count += self._is_wanted(args[0])
+        elif func is torch.ops.aten._foreach_copy_.default and args[0][0].dtype is HALF:
+            self.count += sum(map(self._is_wanted, args[1]))
         return result
+
+    def _is_wanted(self, tensor):
+        return tensor.shape == self.shape and tensor.dtype is torch.float32
 
 
 class Tied(nn.Module):

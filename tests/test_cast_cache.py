@@ -149,11 +149,11 @@ def test_a_generator_is_cast_once_and_its_discriminator_once_for_each_of_its_two
         optimizers[0].step()
 
     assert count_casts(iterate) == [1, 1]
-    assert count_casts(iterate, 7, 3) == [2, 2]
+    assert count_casts(iterate, 7, 3) == [1, 1]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_frozen_backbone_is_cast_once_a_forward_before_a_head_that_trains(mode):
+def test_a_frozen_backbone_is_cast_once_before_a_head_that_trains(mode):
     class Frozen(nn.Module):
         def __init__(self):
             super().__init__()
@@ -172,4 +172,4 @@ def test_a_frozen_backbone_is_cast_once_a_forward_before_a_head_that_trains(mode
         backward(model(ONES).sum(), optimizer)
         optimizer.step()
 
-    assert count_casts(iterate) == [1, 1]
+    assert count_casts(iterate, times=3) == [1, 0, 0]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from ampatch.casts.cast_cache import CONVERT, CastCache
 from ampatch.casts.cast_tree import TensorCast
@@ -85,6 +86,13 @@ class CastState:
         """Forgets every cached cast."""
         for cache in self._caches.values():
             cache.clear()
+
+    def end_casts(self, optimizer: Optimizer) -> None:
+        """Begins an iteration at a step of an optimizer, which changes its parameters."""
+        self._graphs.clear()
+        changed = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for cache in self._caches.values():
+            cache.end(changed)
 
     def end_iteration(self) -> None:
         """Begins an iteration: casts of parameters that may change unseen are made again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from ampatch.casts.thread import ThreadState
 from ampatch.levels.precision import ELIGIBLE
 from ampatch.levels.private import (
     PROXY,
+    count_holders,
     count_users,
     dispatch_mode,
     find_stream,
@@ -40,8 +41,28 @@ def _count_own(requires_grad: bool) -> tuple[int, int]:
     return count_users(memory._cdata) or 0, _count_references(parameter)
 
 
+def _count_holders(entry: tuple) -> tuple[int, int, int]:
+    """How many users the memory of an entry's cast has, how many references in Python, and holders in C++."""
+    cast = entry[0]
+    users, holders = count_users(cast.untyped_storage()._cdata), count_holders(cast)
+    return users or 0, _count_references(cast), holders or 0
+
+
+def _count_own_holders() -> tuple[int, int, int] | None:
+    """What `_count_holders` gives where only an entry holds a cast; None if it sees no graph that does."""
+    with torch.enable_grad():
+        entry = (Parameter(torch.empty(1)).half(),)
+        own = _count_holders(entry)
+        graph = torch.ones(1, dtype=torch.float16, requires_grad=True) * entry[0]
+        held = _count_holders(entry)
+    del graph
+    return own if own != held else None
+
+
 _OWN_USERS = _count_own(requires_grad=False)[0]
 _OWN_REFERENCES = {requires_grad: _count_own(requires_grad)[1] for requires_grad in (False, True)}
+
+_OWN_HOLDERS = _count_own_holders()
 
 SWEEP = 64  # rechecks, after which casts of parameters that are gone are looked for
 
@@ -52,7 +73,9 @@ class CastCache:
     An entry is used only while the parameter is the same object with the same memory, version and
     requires_grad. A write through a tensor that shares the memory and not the version (an earlier
     `.data`, an array of NumPy) changes none of these. So after an iteration a cast is used only if nobody
-    else can reach the memory; a step of any optimizer ends all, since fused ones leave no trace.
+    else can reach the memory. A step ends the casts of what an optimizer steps, since fused ones leave no
+    trace: the first that is asked for has them all written again, at once and into the same memory, but for
+    those that a graph, or anybody else, still holds.
 
     On CUDA an entry is used only on the stream that it was made on. Another one would have to wait for it,
     and the memory would have to wait for that one; a cast of its own takes no longer.
@@ -72,11 +95,13 @@ class CastCache:
         # Other threads may add some at any time, and the garbage collector clears them all when it frees a
         # model: who goes through them goes through a copy.
         # By id: cast, version, pointer, requires_grad, device and stream (None but on CUDA), the parameter
-        # (kept, so that its id stays its own), and its memory if the cast may outlive an iteration. Plain
-        # tuples unpack fastest.
+        # (kept, so that its id stays its own), its memory if the cast may outlive an iteration, and the
+        # version of the cast. Plain tuples unpack fastest.
         self._entries: dict[int, tuple] = {}
         self._waiting: dict[int, tuple] = {}  # entries of iterations that ended, not used since
+        self._stale: dict[int, tuple] = {}  # entries of what a step has changed, to be written again
         self._rechecks = 0
+        self._all = self._entries, self._waiting, self._stale
         self.made = 0  # casts of parameters, ever
         self._by_memory: dict[int, list[int]] = {}  # keys of entries; sorted when they are asked for
         self.cast_plain = self._make_cast_plain()
@@ -84,26 +109,27 @@ class CastCache:
     @property
     def nbytes(self) -> int:
         """The bytes of the casts that are kept."""
-        entries = [*self._entries.copy().values(), *self._waiting.copy().values()]
-        return sum(entry[0].nbytes for entry in entries)
+        return sum(entry[0].nbytes for _, entry in self._list())
+
+    def _list(self) -> list[tuple[int, tuple]]:
+        return [item for entries in self._all for item in entries.copy().items()]
 
     def clear(self) -> None:
         """Forgets every cast."""
-        self._entries.clear()
-        self._waiting.clear()
-        self._by_memory.clear()
+        for entries in (*self._all, self._by_memory):
+            entries.clear()
 
     def forget(self, parameter: Tensor) -> None:
         """Forgets the cast of one parameter."""
         self._drop(id(parameter))
 
     def _drop(self, key: int) -> None:
-        self._entries.pop(key, None)
-        self._waiting.pop(key, None)
+        for entries in self._all:
+            entries.pop(key, None)
 
     def forget_memory(self, tensor: Tensor) -> None:
         """Forgets the casts of the parameters that a tensor shares memory with."""
-        if not (self._entries or self._waiting):
+        if not any(self._all):
             return
         if type(tensor) not in (Tensor, Parameter) or tensor.layout is not torch.strided:
             return
@@ -113,10 +139,10 @@ class CastCache:
 
     def _sort_by_memory(self) -> dict[int, list[int]]:
         by_memory: dict[int, list[int]] = {}
-        entries = [*self._entries.copy().items(), *self._waiting.copy().items()]
-        for key, (*_, parameter, _) in entries:
+        entries = self._list()
+        for key, (*_, parameter, _, _) in entries:
             by_memory.setdefault(parameter.untyped_storage()._cdata, []).append(key)
-        is_whole = len(entries) == len(self._entries) + len(self._waiting)
+        is_whole = len(entries) == sum(map(len, self._all))
         self._by_memory = by_memory if is_whole else {}
         return by_memory
 
@@ -133,9 +159,24 @@ class CastCache:
 
     def _drop_unowned(self) -> None:
         """Forgets the casts of parameters that nobody else has any more."""
-        for key, (_, _, _, requires_grad, *_, parameter, _) in self._waiting.copy().items():
-            if _count_references(parameter) <= _OWN_REFERENCES[requires_grad]:
-                self._waiting.pop(key, None)
+        for entries in (self._waiting, self._stale):
+            for key, (_, _, _, requires_grad, *_, parameter, _, _) in entries.copy().items():
+                if _count_references(parameter) <= _OWN_REFERENCES[requires_grad]:
+                    entries.pop(key, None)
+
+    def end(self, changed: Collection[int]) -> None:
+        """Ends the casts of parameters, by id, that are changed now; the others are checked before use."""
+        self.recheck()
+        waiting = self._waiting
+        if _OWN_HOLDERS is None:
+            stale = {}
+        elif waiting.keys() <= changed:
+            stale = waiting.copy()
+        else:
+            stale = {key: entry for key, entry in waiting.copy().items() if key in changed}
+        self._stale.update(stale)
+        for key in stale or waiting.keys() & changed:
+            waiting.pop(key, None)
 
     def cast(self, parameter: Tensor) -> Tensor:
         """Returns a parameter in the cache's dtype, cast now or earlier; others as they are."""
@@ -157,7 +198,7 @@ class CastCache:
             """What `cast` does where nothing is recorded: the hot path."""
             entry = find(id(parameter))
             if entry is not None:
-                cast, version, pointer, requires_grad, device, stream, _, _ = entry
+                cast, version, pointer, requires_grad, device, stream, _, _, _ = entry
                 if (
                     parameter._version == version
                     and parameter.data_ptr() == pointer
@@ -171,6 +212,10 @@ class CastCache:
 
     def _make(self, parameter: Tensor) -> Tensor:
         key = id(parameter)
+        if key in self._stale:
+            self._write_again()
+            if key in self._entries:
+                return self.cast_plain(parameter)
         entry = self._waiting.pop(key, None)
         if entry is not None and _is_as_it_was(parameter, entry):
             self._entries[key] = entry
@@ -195,21 +240,56 @@ class CastCache:
                 cast = self._convert(parameter)
         # Fake tensors and those of a running torch.func transform are dead once it ends.
         if type(cast) is Tensor and not is_transformed():
-            self._entries[key] = (cast, *state, parameter, _find_memory(parameter))
+            self._entries[key] = (cast, *state, parameter, _find_memory(parameter), cast._version)
             if self._by_memory:
                 self._by_memory = {}
         return cast
 
+    def _write_again(self) -> None:
+        """Casts all that a step has changed into the memory of their earlier casts.
+
+        Another thread may do so at the same time: each entry is taken by one.
+        """
+        found = []
+        while self._stale:
+            try:
+                key, entry = self._stale.popitem()
+            except KeyError:
+                break
+            if _fits(entry):
+                cast, *_, device, stream, parameter, memory, _ = entry
+                state = parameter._version, parameter.data_ptr(), parameter.requires_grad, device, stream
+                found.append((key, cast, state, parameter, memory))
+        if not found:
+            return
+        with torch.inference_mode(mode=False), torch.no_grad():
+            torch._foreach_copy_([it[1] for it in found], [it[3] for it in found])
+        self.made += len(found)
+        for key, cast, state, parameter, memory in found:
+            self._entries[key] = (cast, *state, parameter, memory, cast._version)
+
 
 def _is_as_it_was(parameter: Tensor, entry: tuple) -> bool:
     """Whether a cast still holds for sure: nobody else reaches the memory, and no function wrote the cast."""
-    cast, version, pointer, requires_grad, device, stream, _, memory = entry
-    if memory is None or _is_shared(memory) or cast._version:
+    cast, version, pointer, requires_grad, device, stream, _, memory, written = entry
+    if memory is None or _is_shared(memory) or cast._version != written:
         return False
     if device is not None and find_stream(device) != stream:
         return False
     is_same = parameter._version == version and parameter.data_ptr() == pointer
     return is_same and parameter.requires_grad == requires_grad
+
+
+def _fits(entry: tuple) -> bool:
+    """Whether a cast may be written again: its parameter still has its form, and nobody holds the cast."""
+    if _count_holders(entry) != _OWN_HOLDERS:
+        return False
+    cast, _, _, requires_grad, device, stream, parameter, _, written = entry
+    if device is not None and (find_stream(device) != stream or torch.cuda.is_current_stream_capturing()):
+        return False
+    is_same = parameter.requires_grad == requires_grad and cast._version == written
+    has_form = parameter.shape == cast.shape and parameter.stride() == cast.stride()
+    return is_same and has_form and parameter.device == cast.device and parameter.dtype in ELIGIBLE
 
 
 def _is_shared(memory: torch.UntypedStorage) -> bool:

@@ -78,6 +78,7 @@ _COMPILED = "functions of torch.compile run as plain Python while torch is patch
 EAGER = (
     GRAPH_TASK := Private("_C._current_graph_task_id", _LATE_WRITES),
     USE_COUNT := Private("_C._storage_Use_Count", "casts of weights are made again in each iteration"),
+    HOLDERS := Private("Tensor._use_count", "casts of weights take new memory after each step"),
     TRACING := Private("_C._get_tracing_state", _TRACES),
     MODE_COUNT := Private("_C._len_torch_dispatch_stack", _TRACES),
     MODE := Private("_C._get_dispatch_mode", _TRACES),
@@ -151,6 +152,7 @@ def _nothing(*_: object) -> None:
 # The number of the backward pass that this thread is in, -1 outside of one.
 graph_task = GRAPH_TASK.find(lambda: -1)
 count_users = USE_COUNT.find(_nothing)  # how many hold a memory, by its `_cdata`; None if nobody can say
+count_holders = HOLDERS.find(_nothing)  # how many hold a tensor in C++; None if nobody can say
 tracing_state, count_modes, dispatch_mode = TRACING.find(_nothing), MODE_COUNT.find(int), MODE.find(_nothing)
 count_function_modes, function_mode = FUNCTION_MODES.find(lambda: 1), FUNCTION_MODE.find(_nothing)
 is_transformed = TRANSFORMED.find(bool)

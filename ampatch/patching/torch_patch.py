@@ -87,10 +87,10 @@ class TorchPatch(RetriedPatch):
         undo.callback(self._names.close)
         patcher = self._begin(undo)
         CASTS.half = policy.half
-        # Weights change in a step, and fused optimizers do not bump their version. Before it as well: a step
-        # needs memory.
+        # Weights change in a step, and fused optimizers do not bump their version. Before it as well: a
+        # closure may run inside it.
         for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
-            undo.callback(register(lambda *_: CASTS.clear_cache()).remove)
+            undo.callback(register(lambda optimizer, *_: CASTS.end_casts(optimizer)).remove)
         self._patch_rows(patcher, policy, trace)
         patcher.replace(torch.nn.RNNBase, "check_input", allow_half_input())
         batch_norm = torch.nn.functional.batch_norm  # patched at the levels without tables as well
