@@ -77,9 +77,9 @@ def test_a_cast_that_a_graph_holds_is_left_to_it():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     open_session(model, optimizer)
     x = X.clone().requires_grad_()
-    waiting = model(x).sum()
     expected = torch.autograd.grad(model(x).sum(), x)[0]
-    model(X).sum().backward()
+    waiting = model(x).sum()
+    backward(model(X).sum(), optimizer)
     optimizer.step()
     assert torch.equal(model(X).detach(), by_hand_all(model))
     assert torch.equal(torch.autograd.grad(waiting, x)[0], expected)
