@@ -93,6 +93,7 @@ class CastState:
         changed = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for cache in self._caches.values():
             cache.end(changed)
+        self.recheck_casts()  # of what it does not step, after collectives as well
 
     def end_iteration(self) -> None:
         """Begins an iteration: casts of parameters that may change unseen are made again."""
@@ -101,11 +102,10 @@ class CastState:
 
     def recheck_casts(self) -> None:
         """Has the cached casts of parameters that may change unseen made again."""
-        if _is_distributed():
-            self.forget_casts()  # collectives leave no trace, and shards are put together again
-            return
+        # Collectives leave no trace, and shards are put together again.
+        end = CastCache.forget_others if _is_distributed() else CastCache.recheck
         for cache in self._caches.values():
-            cache.recheck()
+            end(cache)
 
     @property
     def nbytes(self) -> int:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ampatch.casts.holders import (
+    CAN_SEE_GRAPHS,
+    OWN_REFERENCES,
+    count_references,
+    find_memory,
+    is_held,
+    is_shared,
+)
 from ampatch.casts.thread import ThreadState
 from ampatch.levels.precision import ELIGIBLE
 from ampatch.levels.private import (
     PROXY,
-    count_holders,
-    count_users,
     dispatch_mode,
     find_stream,
     is_transformed,
@@ -28,41 +33,8 @@ CONVERT: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.float32: Tensor.float,
 }
 
-is_grad_enabled, _PROXY, _count_references = torch.is_grad_enabled, PROXY.find(), sys.getrefcount
+is_grad_enabled, _PROXY = torch.is_grad_enabled, PROXY.find()
 
-
-def _count_own(requires_grad: bool) -> tuple[int, int]:
-    """How many users its memory and how many references itself a parameter has that only an entry holds."""
-    parameter = Parameter(torch.empty(1), requires_grad)
-    with torch.enable_grad():
-        entries = {0: (parameter.half(), parameter, parameter.untyped_storage())}
-    del parameter
-    ((_, parameter, memory),) = [entry for _, entry in list(entries.items())]
-    return count_users(memory._cdata) or 0, _count_references(parameter)
-
-
-def _count_holders(entry: tuple) -> tuple[int, int, int]:
-    """How many users the memory of an entry's cast has, how many references in Python, and holders in C++."""
-    cast = entry[0]
-    users, holders = count_users(cast.untyped_storage()._cdata), count_holders(cast)
-    return users or 0, _count_references(cast), holders or 0
-
-
-def _count_own_holders() -> tuple[int, int, int] | None:
-    """What `_count_holders` gives where only an entry holds a cast; None if it sees no graph that does."""
-    with torch.enable_grad():
-        entry = (Parameter(torch.empty(1)).half(),)
-        own = _count_holders(entry)
-        graph = torch.ones(1, dtype=torch.float16, requires_grad=True) * entry[0]
-        held = _count_holders(entry)
-    del graph
-    return own if own != held else None
-
-
-_OWN_USERS = _count_own(requires_grad=False)[0]
-_OWN_REFERENCES = {requires_grad: _count_own(requires_grad)[1] for requires_grad in (False, True)}
-
-_OWN_HOLDERS = _count_own_holders()
 
 SWEEP = 64  # rechecks, after which casts of parameters that are gone are looked for
 
@@ -114,6 +86,11 @@ class CastCache:
     def _list(self) -> list[tuple[int, tuple]]:
         return [item for entries in self._all for item in entries.copy().items()]
 
+    def forget_others(self) -> None:
+        """Forgets every cast but those that are written again before use."""
+        self._entries.clear()
+        self._waiting.clear()
+
     def clear(self) -> None:
         """Forgets every cast."""
         for entries in (*self._all, self._by_memory):
@@ -161,22 +138,16 @@ class CastCache:
         """Forgets the casts of parameters that nobody else has any more."""
         for entries in (self._waiting, self._stale):
             for key, (_, _, _, requires_grad, *_, parameter, _, _) in entries.copy().items():
-                if _count_references(parameter) <= _OWN_REFERENCES[requires_grad]:
+                if count_references(parameter) <= OWN_REFERENCES[requires_grad]:
                     entries.pop(key, None)
 
     def end(self, changed: Collection[int]) -> None:
-        """Ends the casts of parameters, by id, that are changed now; the others are checked before use."""
-        self.recheck()
-        waiting = self._waiting
-        if _OWN_HOLDERS is None:
-            stale = {}
-        elif waiting.keys() <= changed:
-            stale = waiting.copy()
-        else:
-            stale = {key: entry for key, entry in waiting.copy().items() if key in changed}
-        self._stale.update(stale)
-        for key in stale or waiting.keys() & changed:
-            waiting.pop(key, None)
+        """Ends the casts of parameters, by id, that are changed now: they are written again before use."""
+        for entries in (self._entries, self._waiting):
+            for key in entries.keys() & changed:
+                entry = entries.pop(key, None)
+                if entry is not None and CAN_SEE_GRAPHS:
+                    self._stale[key] = entry
 
     def cast(self, parameter: Tensor) -> Tensor:
         """Returns a parameter in the cache's dtype, cast now or earlier; others as they are."""
@@ -240,7 +211,7 @@ class CastCache:
                 cast = self._convert(parameter)
         # Fake tensors and those of a running torch.func transform are dead once it ends.
         if type(cast) is Tensor and not is_transformed():
-            self._entries[key] = (cast, *state, parameter, _find_memory(parameter), cast._version)
+            self._entries[key] = (cast, *state, parameter, find_memory(parameter), cast._version)
             if self._by_memory:
                 self._by_memory = {}
         return cast
@@ -272,7 +243,7 @@ class CastCache:
 def _is_as_it_was(parameter: Tensor, entry: tuple) -> bool:
     """Whether a cast still holds for sure: nobody else reaches the memory, and no function wrote the cast."""
     cast, version, pointer, requires_grad, device, stream, _, memory, written = entry
-    if memory is None or _is_shared(memory) or cast._version != written:
+    if memory is None or is_shared(memory) or cast._version != written:
         return False
     if device is not None and find_stream(device) != stream:
         return False
@@ -282,7 +253,7 @@ def _is_as_it_was(parameter: Tensor, entry: tuple) -> bool:
 
 def _fits(entry: tuple) -> bool:
     """Whether a cast may be written again: its parameter still has its form, and nobody holds the cast."""
-    if _count_holders(entry) != _OWN_HOLDERS:
+    if is_held(entry):
         return False
     cast, _, _, requires_grad, device, stream, parameter, _, written = entry
     if device is not None and (find_stream(device) != stream or torch.cuda.is_current_stream_capturing()):
@@ -290,23 +261,6 @@ def _fits(entry: tuple) -> bool:
     is_same = parameter.requires_grad == requires_grad and cast._version == written
     has_form = parameter.shape == cast.shape and parameter.stride() == cast.stride()
     return is_same and has_form and parameter.device == cast.device and parameter.dtype in ELIGIBLE
-
-
-def _is_shared(memory: torch.UntypedStorage) -> bool:
-    users = count_users(memory._cdata)
-    return users is None or users > _OWN_USERS
-
-
-def _find_memory(parameter: Tensor) -> torch.UntypedStorage | None:
-    """Returns the memory of a parameter that nobody writes without a trace who cannot be seen to share it.
-
-    Not if other processes or libraries have it.
-    """
-    memory = parameter.untyped_storage()
-    # NumPy's memory is not resizable; `detach_` leaves no trace.
-    if _is_shared(memory) or not (memory.resizable() and parameter.is_leaf):
-        return None
-    return memory if parameter.is_cuda or not memory.is_shared() else None
 
 
 def _find_device(parameter: Tensor) -> int | None:

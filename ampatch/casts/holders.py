@@ -1,0 +1,71 @@
+"""Who else holds a weight, its memory, or a cast of it: counted, and told from what a cache itself holds."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ampatch.levels.private import count_holders, count_users
+
+count_references = sys.getrefcount
+
+
+def _count_own(requires_grad: bool) -> tuple[int, int]:
+    """How many users its memory and how many references itself a parameter has that only an entry holds."""
+    parameter = Parameter(torch.empty(1), requires_grad)
+    with torch.enable_grad():
+        entries = {0: (parameter.half(), parameter, parameter.untyped_storage())}
+    del parameter
+    ((_, parameter, memory),) = [entry for _, entry in list(entries.items())]
+    return count_users(memory._cdata) or 0, count_references(parameter)
+
+
+def _count_holders(entry: tuple) -> tuple[int, int, int]:
+    """How many users the memory of an entry's cast has, how many references in Python, and holders in C++."""
+    cast = entry[0]
+    users, holders = count_users(cast.untyped_storage()._cdata), count_holders(cast)
+    return users or 0, count_references(cast), holders or 0
+
+
+def _count_own_holders() -> tuple[int, int, int] | None:
+    """What `_count_holders` gives where only an entry holds a cast; None if it sees no graph that does."""
+    with torch.enable_grad():
+        entry = (Parameter(torch.empty(1)).half(),)
+        own = _count_holders(entry)
+        graph = torch.ones(1, dtype=torch.float16, requires_grad=True) * entry[0]
+        held = _count_holders(entry)
+    del graph
+    return own if own != held else None
+
+
+_OWN_USERS = _count_own(requires_grad=False)[0]
+OWN_REFERENCES = {requires_grad: _count_own(requires_grad)[1] for requires_grad in (False, True)}
+
+_OWN_HOLDERS = _count_own_holders()
+CAN_SEE_GRAPHS = _OWN_HOLDERS is not None  # that hold a cast
+
+
+def is_held(entry: tuple) -> bool:
+    """Whether others hold the cast that an entry begins with, or its memory: a graph, or who looked at it."""
+    return _count_holders(entry) != _OWN_HOLDERS
+
+
+def is_shared(memory: torch.UntypedStorage) -> bool:
+    """Whether others than a parameter and its entry have its memory, or may have."""
+    users = count_users(memory._cdata)
+    return users is None or users > _OWN_USERS
+
+
+def find_memory(parameter: Tensor) -> torch.UntypedStorage | None:
+    """Returns the memory of a parameter that nobody writes without a trace who cannot be seen to share it.
+
+    Not if other processes or libraries have it.
+    """
+    memory = parameter.untyped_storage()
+    # NumPy's memory is not resizable; `detach_` leaves no trace.
+    if is_shared(memory) or not (memory.resizable() and parameter.is_leaf):
+        return None
+    return memory if parameter.is_cuda or not memory.is_shared() else None
