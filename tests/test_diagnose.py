@@ -134,6 +134,28 @@ def test_a_planted_fault_is_found(seed, tmp_path):
     assert report["unknown"] == ()
 
 
+def test_a_part_of_a_weight_that_is_zeroed_between_forward_and_backward_does_not_stop_training():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with amp.diagnose.watch(model, optimizer) as patient:
+        for _ in range(4):
+            loss = model(torch.randn(4, 8)).mean()
+            with torch.no_grad():
+                model[2].bias[:1].fill_(0)
+            loss.backward()
+            optimizer.step()
+    assert only(patient).op == "exp"
+
+
+def test_a_watch_inside_another_does_not_see_its_replays():
+    trainer = Trainer("plain", make_model())
+    with watch(trainer) as outer, watch(trainer) as inner:
+        for _ in range(4):
+            trainer.step()
+    assert [only(it).op for it in (outer, inner)] == ["exp", "exp"]
+    assert outer.unknown == []
+
+
 def run_planted(seed, tmp_path):
     """Runs a script of tests/faults.py with a watch in it; returns the report, and the script."""
     fault = make(seed)

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from ampatch.__main__ import main
-from ampatch.doctor.campaign import Seen, findings_in, merge_steps
+from ampatch.doctor.campaign import Seen, findings_in, merge_steps, origins_of
 from ampatch.doctor.finding import Finding
 from ampatch.doctor.instruments.places import Models, user_line
+from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.values import examine as examine_tensor
 from ampatch.doctor.instruments.values import holds_no_number, is_finite
 from ampatch.doctor.instruments.watch import Attempt
@@ -171,6 +172,38 @@ def test_a_master_has_the_name_of_its_parameter(tmp_path):
     assert (first["phase"], first["parameter"], first["step"]) == ("optimizer", "0.weight", 2)
 
 
+TWO_MODELS = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.last = nn.Embedding(9, 8, padding_idx=0), nn.Linear(8, 8)
+    def forward(self, ids, mask=None):
+        return self.last(self.words(ids).mean(1))
+first, second = Net(), nn.Linear(8, 1)
+optimizers = [torch.optim.Adam(it.parameters()) for it in (first, second)]
+for step in range(4):
+    for micro in range(2):
+        h = first(ids=torch.randint(1, 9, (4, 5)), mask=torch.ones(5, 5))
+        is_bad = step == 2 and micro == 1
+        h = h / (torch.tensor([1, 1, 0, 1])[:, None] if is_bad else 1)  # FAULT
+        (second(h).mean() / 2).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.process
+def test_what_comes_of_a_fault_in_a_second_optimizer_is_no_finding(tmp_path):
+    report = report_on(TWO_MODELS, tmp_path)
+    (found,) = report["findings"]
+    assert (found["step"], found["micro_step"], found["phase"], found["op"]) == (2, 1, "forward", "div")
+    assert (found["sample"], found["where"].rpartition(":")[2], report["unknown"]) == (2, "17", [])
+
+
 @pytest.fixture
 def run_script(tmp_path, doctor_in_forks):
     """Runs the doctor on a script; returns the exit status and the report."""
@@ -293,6 +326,7 @@ def test_a_script_that_never_steps_is_told_so(run_script):
         ([], "expected one Python script"),
         (["--opt-level", "O9", "x.py"], "expected one of O0"),
         (["missing.py"], "does not exist"),
+        (["--json", "missing/report.json", __file__], "expected a file in a folder that exists"),
     ],
 )
 def test_what_cannot_be_examined_is_refused_in_a_line(capsys, arguments, said):
@@ -404,6 +438,11 @@ def test_what_a_smaller_scale_mends_counts_where_none_is_found(words, origins, f
     assert [it.op for it in findings_in(seen, origins)] == found
 
 
+def test_what_came_after_weights_were_lost_is_left_out():
+    seen = Seen(tuple(attempts("gwg")), False, False, (origin(1, False), origin(2, False)), 0)
+    assert [it["attempt"] for it in origins_of(seen)] == [1]
+
+
 def test_a_static_scale_does_not_search():
     run = [Attempt(0, 128.0, False, True, False, True)]
     assert find_suspects(run) == (0,)
@@ -457,10 +496,24 @@ def test_the_same_at_several_steps_is_one_finding():
         ({"op": "sqrt", "phase": "backward"}, "eps"),
         ({"op": "matmul"}, "divide before the sum"),
         ({"phase": "input"}, "loader"),
+        ({"op": "std", "kind": "nan"}, "drop_last"),
+        ({"op": "pow", "phase": "backward"}, "clamp the base"),
     ],
 )
 def test_remedies_fit(given, said):
     assert any(said in remedy for remedy in remedies(finding(**given)))
+
+
+@pytest.mark.parametrize("op", ["div", "log", "softmax"])
+def test_a_learning_rate_mends_no_domain(op):
+    found = explain(finding(op=op, float32_survives=False))
+    assert not any("learning rate" in remedy for remedy in found.remedies)
+    assert "nothing above" not in found.why
+
+
+def test_a_view_is_traced_that_torch_refuses_to_tell_of():
+    with Trace(None):
+        assert nn.Embedding(4, 2, padding_idx=0).weight[0].sum() == 0
 
 
 def test_the_reason_names_the_largest_input_and_the_limit_of_the_type():

@@ -346,11 +346,13 @@ def test_what_stands_in_a_file_does_not_steer_the_terminal(tmp_path, capsys):
     assert "?[2Jtrain.py?next" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("part", ["history", "models", "alarm"])
+@pytest.mark.parametrize("part", ["history", "models", "weights", "alarm"])
 def test_a_file_with_parts_of_other_types_is_refused_or_shown(tmp_path, capsys, part):
     Run(tmp_path).step(factor=NAN)
     found, path = load(tmp_path), tmp_path / files(tmp_path)[0]
-    found[part] = {"history": {"updates": [1]}, "models": [3], "alarm": {}}[part]
+    values = {"history": {"updates": [1]}, "models": [3], "alarm": {}}
+    values["weights"] = [{"name": "a", "weights": [{"least": "b"}]}]
+    found["models" if part == "weights" else part] = values[part]
     torch.save(found, path)
     assert main(["doctor", "--open", str(path)]) == (0 if part == "alarm" else 2)
 

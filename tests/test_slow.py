@@ -44,6 +44,11 @@ def test_a_host_sync_is_told_with_its_line():
     assert found["steps"] == 2
 
 
+def test_syncs_are_counted_over_the_steps_that_were_looked_at():
+    found = look(9, after=lambda loss: loss.item())
+    assert (found["steps"], found["syncs"][0]["count"]) == (4, 4)
+
+
 @pytest.mark.parametrize(
     "wait",
     [bool, float, torch.Tensor.cpu, torch.Tensor.tolist, lambda it: it.reshape(1)[it.reshape(1) > 0]],

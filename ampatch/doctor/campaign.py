@@ -85,15 +85,19 @@ class Campaign:
         seen = self._start("watched", replace(self.run, every=self.every))
         attempts = seen.attempts
         if not attempts and not seen.is_open:
-            self.unknown.append("the script made no step of an optimizer: nothing was watched")
+            self.unknown.append(
+                "the script made no step of an optimizer, in its own process: nothing was watched"
+            )
         first = tuple(range(min(ALWAYS_TRACED, len(attempts))))
         window = seen.suspects[:MOST_TRACED] or first
         sample = pick_sample(self.silent, attempts)
         window = tuple(sorted({*window, *plan_window(attempts, sample)}))
         run = replace(self.run, traces=True, window=window, sample=sample, speed=True, goes_on=propose)
-        origins = self._start("traced", run).origins if window else ()
+        origins = origins_of(self._start("traced", run)) if window else ()
         if find_suspects(attempts) and not any(it["has_reached"] for it in origins):
-            self.unknown.append("it did not happen again when the script was repeated: seed what it draws")
+            step = steps_of(attempts)[seen.suspects[0]]
+            again = f"what broke at step {step}: it did not happen again when the script was repeated"
+            self.unknown.append(f"{again}: seed what it draws")
         findings = findings_in(seen, origins)
         survives = self._survives(seen) if findings else None
         findings = [replace(finding, float32_survives=survives) for finding in findings]
@@ -193,14 +197,24 @@ class Campaign:
             out = Path(folder, "seen.json")
             status, said = self.launch(replace(run, out=str(out)), Path(folder))
             if not out.exists():
-                raise AmpError(f"the {name} run ended before it began: {said.strip()[-500:]}")
+                last = said.strip()[-500:] or "it said nothing; os._exit and kill do that"
+                raise AmpError(f"the {name} run left no report, and ended with status {status}: {last}")
             seen = self.seen[name] = json.loads(out.read_text())
         if status:
             last = (said.strip() or "it said nothing").splitlines()[-1]
-            self.unknown.append(f"the {name} run ended with status {status}: {last}")
+            ended = f"run ended with status {status}: {last}"
+            if not any(it.endswith(ended) for it in self.unknown):  # the same of each run, once
+                self.unknown.append(f"the {name} {ended}")
         self.silent += [seen["silent"]] if name in ("watched", "traced") else []
         attempts = tuple(Attempt(**each) for each in seen["attempts"])
         return Seen(attempts, seen["is_open"], seen["is_half"], tuple(seen["origins"]), status)
+
+
+def origins_of(seen: Seen) -> tuple[dict, ...]:
+    """Returns the origins up to the first attempt that left bad weights: all that follows comes of it."""
+    bad = (index for index, attempt in enumerate(seen.attempts) if not attempt.weights)
+    last = next(bad, len(seen.attempts))
+    return tuple(it for it in seen.origins if it["attempt"] <= last)
 
 
 def findings_in(seen: Seen, origins: Sequence[dict]) -> list[Finding]:
@@ -211,9 +225,14 @@ def findings_in(seen: Seen, origins: Sequence[dict]) -> list[Finding]:
 
 def merge(attempts: Sequence[Attempt], origins: Sequence[dict]) -> list[Finding]:
     """Reads origins, and keeps the first of those that are the same at several steps, with their steps."""
-    steps = {index: attempt.step for index, attempt in enumerate(attempts)}
-    steps[len(attempts)] = attempts[-1].step + 1 if attempts else 0  # of one that never came
+    steps = steps_of(attempts)
     return merge_steps([read_finding(origin, steps.get(origin["attempt"])) for origin in origins])
+
+
+def steps_of(attempts: Sequence[Attempt]) -> dict[int, int]:
+    """Returns the step of each attempt, and of the one after them, which never came."""
+    steps = {index: attempt.step for index, attempt in enumerate(attempts)}
+    return steps | {len(attempts): attempts[-1].step + 1 if attempts else 0}
 
 
 def merge_steps(findings: Sequence[Finding]) -> list[Finding]:

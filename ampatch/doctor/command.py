@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from ampatch import OPT_LEVELS, AmpValueError
+from ampatch import OPT_LEVELS, AmpError, AmpValueError
 from ampatch.apex.script import Script
 from ampatch.doctor.outputs import add_outputs, validate_outputs, write_outputs
 from ampatch.doctor.words import describe, explain
@@ -35,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--propose", action="store_true", help=proposal)
     opening = "say what a post-mortem holds, the file that training leaves when it breaks; runs nothing"
     parser.add_argument("--open", metavar="FILE", type=Path, help=opening)
-    parser.add_argument("--json", metavar="OUT", help="write the report to this file")
     add_outputs(parser)
 
 
@@ -60,10 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
     report = replace(
         report, findings=tuple(map(explain, report.findings)), harmless=tuple(map(explain, report.harmless))
     )
-    if arguments.json is not None:
-        Path(arguments.json).write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
-    write_outputs(report, arguments, script.name)
     print("\n".join(describe(report)), file=sys.stdout)
+    try:
+        write_outputs(report, arguments, script.name)
+    except OSError as error:  # as of a full disk
+        raise AmpError(f"the report was not written: {error}") from error
     return int(bool(report.findings))
 
 
@@ -71,5 +70,10 @@ def open_post_mortem(path: Path) -> int:
     """Says what a file holds that training left; returns the exit status."""
     from ampatch.doctor.post_mortem import read, words
 
-    print("\n".join(words.describe(read.read(path))), file=sys.stdout)
+    found = read.read(path)
+    try:
+        lines = list(words.describe(found))
+    except Exception as error:  # of values that are not what training leaves
+        raise AmpValueError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+    print("\n".join(lines), file=sys.stdout)
     return 0

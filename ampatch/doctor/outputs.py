@@ -1,9 +1,10 @@
-"""What `ampatch doctor` writes beside its report: a page, a table, and scalars for TensorBoard."""
+"""What `ampatch doctor` writes: its report as JSON, a page, a table, and scalars for TensorBoard."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
+    parser.add_argument("--json", metavar="OUT", help="write the report to this file")
     levels = "compare with a level: which module departs first, on the same batches; two more runs"
     parser.add_argument("--against", metavar="LEVEL", help=levels)
     every = "note the layers at each Nth step (default: enough for curves of 200 to 400 points)"
@@ -31,7 +33,7 @@ def validate_outputs(arguments: argparse.Namespace) -> None:
         raise AmpValueError(f"--against {arguments.against!r}: expected one of {', '.join(OPT_LEVELS)}")
     if arguments.every < 0:
         raise AmpValueError(f"--every {arguments.every}: expected a number of steps, or 0")
-    for option in ("html", "csv"):
+    for option in ("json", "html", "csv"):
         path = getattr(arguments, option)
         if path is not None and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
             raise AmpValueError(f"--{option} {path!r}: expected a file in a folder that exists")
@@ -41,6 +43,8 @@ def validate_outputs(arguments: argparse.Namespace) -> None:
 
 def write_outputs(report: Report, arguments: argparse.Namespace, script: str) -> None:
     """Writes what was asked for."""
+    if arguments.json is not None:
+        Path(arguments.json).write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
     if arguments.html is not None:
         from ampatch.doctor.page.page import write_page
 

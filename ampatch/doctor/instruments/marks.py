@@ -43,6 +43,12 @@ class Origins:
         """Returns those of some marks that came before the model."""
         return [self.all[index] for index in marks if self.all[index].phase == "input"]
 
+    def move_to_forward(self, marks: Collection[int]) -> None:
+        """What stands between two models, and goes into the second, is no part of the loss."""
+        for index in marks:
+            if self.all[index].phase == "loss":
+                self.all[index].phase = "forward"
+
     def move_to_loss(self) -> None:
         """What a script without a model does before the backward pass is its loss."""
         now = (self.attempt, self.micro_step, "input")

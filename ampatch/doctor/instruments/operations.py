@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from torch import Tensor
 
 from ampatch.doctor.instruments.places import Models, Place, is_called_by_us, user_line
-from ampatch.doctor.instruments.values import Damage, Tensors, is_finite, quiet, tensors_in
+from ampatch.doctor.instruments.values import Damage, Tensors, is_finite, node_of, quiet, tensors_in
 
 # Operators by the names of their functions; those of torch end with _ where they work in place.
 OPERATORS = {"truediv": "div", "itruediv": "div_", "floordiv": "floor_divide", "rpow": "pow", "radd": "add"}
@@ -164,12 +164,12 @@ class Graph:
     def tag(self, taken: list[Tensor], given: list[Tensor], call: Call) -> None:
         """Has the nodes of an operation know it; what it takes may come of a function that nobody saw."""
         for tensor in taken:
-            node = tensor.grad_fn
+            node = node_of(tensor)
             if node is not None and KNOWN not in node.metadata:
                 name = node.name().removesuffix("Backward")
                 self._tag_nodes(node, Call(name, call.phase, call.place, call.where, call.dtype))
         for tensor in given:
-            self._tag_nodes(tensor.grad_fn, call)
+            self._tag_nodes(node_of(tensor), call)
 
     def _tag_nodes(self, node: object, call: Call) -> None:
         waiting = [node]

@@ -76,12 +76,22 @@ class Trace(TorchFunctionMode, Listener):
         self._found_in_backward = False
         self._asked: set[int] = set()  # the origins of what the script asked about
         self.models.forget_calls()
+        self._note_old_gradients()
+
+    def _note_old_gradients(self) -> None:
+        """Remembers whose gradients are bad by now: what comes next is not to blame for them."""
+        with quiet():
+            bad = [p for p in self.models.parameters() if self.active and p.grad is not None]
+            self._old = {self.models.name_of(p) for p in bad if not is_finite(p.grad)}
 
     def enter_module(self, module: Module, args: tuple) -> None:
         """Follows the modules; at the entry of a model looks at its batch."""
         if self._in_backward:
             return
         is_root = self.models.enter(module)
+        if is_root or self.origins.batch_size is None:  # as of a model that is given keywords alone
+            with quiet():
+                self.origins.batch_size = next((it.shape[0] for it in tensors_in(args) if it.dim()), None)
         if is_root:
             self._describer.part = "loss"  # what follows the model
             self._give_up()
@@ -108,11 +118,10 @@ class Trace(TorchFunctionMode, Listener):
 
     def _look_at_batch(self, args: tuple) -> None:
         for tensor in tensors_in(args):
-            if tensor.dim():
-                self.origins.batch_size = tensor.shape[0]
+            marks = self._marks.of(tensor)
+            self.origins.move_to_forward(marks)
             if is_finite(tensor) or not torch.isnan(plain(tensor)).any():
                 continue
-            marks = self._marks.of(tensor)
             for origin in self.origins.of_input(marks):  # made of a part of the batch, shown in all of it
                 origin.damage = examine(tensor)
             if not marks:
@@ -123,6 +132,7 @@ class Trace(TorchFunctionMode, Listener):
         """Says which origins reached the loss."""
         self._in_backward, self._found_in_backward, self._asked = True, False, set()
         if self.active:
+            self._note_old_gradients()
             if self._describer.part == "input":  # no model has run
                 self.origins.move_to_loss()
             with quiet():
@@ -145,9 +155,11 @@ class Trace(TorchFunctionMode, Listener):
             gradient = parameter.grad
             if gradient is None or is_finite(gradient) or self._marks.of(gradient):
                 continue
-            if not self._found_in_backward:
+            name = self.models.name_of(parameter)
+            is_old = name in self._old and bool(self.origins.all)
+            if not (self._found_in_backward or is_old):
                 call = Call("accumulate_grad", "backward", None, user_line(), str(parameter.dtype)[6:])
-                more = {"parameter": self.models.name_of(parameter), "is_of_scale": True}
+                more = {"parameter": name, "is_of_scale": True}
                 self.origins.reach([self.origins.add(call, examine(gradient), **more)])
                 self._found_in_backward = True
             self._marks.add(gradient, {self.origins.last})

@@ -101,6 +101,17 @@ def largest_of(tensors: list[Tensor]) -> float | None:
     )
 
 
+def node_of(tensor: Tensor) -> object:
+    """Returns the node of the graph that made a tensor, None where torch refuses to tell.
+
+    That is of a view made under `no_grad` and written to, as `nn.Embedding(padding_idx=0)` does.
+    """
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
 def key_of(tensor: Tensor) -> int:
     """Returns the address of a tensor's memory, which its views share."""
     tensor = tensor._values() if tensor.layout is torch.sparse_coo else plain(tensor)

@@ -53,6 +53,7 @@ class Patient(amp.Observer):
 
     replays: list[Replayed] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    is_replaying: bool = False
 
     def __post_init__(self) -> None:
         self._runs: list[Run] = []

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from ampatch.doctor.instruments.values import node_of
 from ampatch.doctor.live.frames import PLAIN, Frames, Surroundings, files_of
 
 
@@ -36,7 +37,7 @@ class Slots:
         found = self._known.get(id(tensor))
         if found is None or found[0]() is not tensor:
             return None
-        self.is_whole &= found[2] or tensor.grad_fn is None
+        self.is_whole &= found[2] or node_of(tensor) is None
         return found[1]
 
     def add(self, value: object) -> tuple[int, ...]:
@@ -46,7 +47,7 @@ class Slots:
     def _add(self, tensor: Tensor) -> int:
         known = self._known.get(id(tensor))
         index = known[1] if known is not None and known[0]() is tensor else self.count
-        self._known[id(tensor)] = weakref.ref(tensor), index, tensor.grad_fn is not None
+        self._known[id(tensor)] = weakref.ref(tensor), index, node_of(tensor) is not None
         self.count += index == self.count
         return index
 
@@ -58,7 +59,7 @@ class Slots:
         index = self.find(tensor)
         if index is not None:
             return Slot(index)
-        if tensor.grad_fn is not None:
+        if node_of(tensor) is not None:
             self.is_whole = False
         elif tensor.dim() == 0 and not isinstance(tensor, Parameter):
             return tensor.detach().clone()  # a loss scale, say, which is written in place

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ampatch.doctor.instruments.places import is_called_by_us
+from ampatch.doctor.instruments.values import node_of
 from ampatch.doctor.live.frames import capture
 from ampatch.doctor.live.record import Mode, Operation, Record, tensors_of
 from ampatch.levels.private import count_function_modes, function_mode
@@ -29,7 +30,7 @@ def is_in_place(function: Callable[..., object]) -> bool:
 
 def needs_graph(args: tuple[object, ...]) -> bool:
     """Says whether one of an operation's tensors has a graph."""
-    return any(tensor.grad_fn is not None for tensor in tensors_of(args))
+    return any(node_of(tensor) is not None for tensor in tensors_of(args))
 
 
 class Tape(TorchFunctionMode):

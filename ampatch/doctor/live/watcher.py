@@ -16,6 +16,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+import ampatch as amp
 from ampatch.doctor.instruments.watch import own_scaler
 from ampatch.doctor.live.flag import Check, Flag
 from ampatch.doctor.live.frames import capture, take
@@ -90,7 +91,7 @@ class Watcher:
 
     def _enter(self, model: Module, args: tuple, kwargs: dict) -> None:
         self._tape.stop()
-        if self._is_busy or not torch.is_grad_enabled():
+        if self._is_busy or is_replay() or not torch.is_grad_enabled():
             return
         self._running.append(model)
         if len(self._running) > 1:
@@ -240,13 +241,13 @@ class Watcher:
         attempt = step.judge()
         if not self._patient.add(attempt):
             return
-        self._is_busy = True
+        self._is_busy = self._patient.is_replaying = True
         try:
             models = [model for find in self._models if (model := find()) is not None]
             optimizers = [one for find in self._optimizers.values() if (one := find()) is not None]
             self._patient.examine(step.record, step.number, models, optimizers, step.optimizer())
         finally:
-            self._is_busy = False
+            self._is_busy = self._patient.is_replaying = False
 
     def _knows(self, optimizer: Optimizer) -> bool:
         find = self._optimizers.get(id(optimizer))
@@ -260,3 +261,8 @@ class Watcher:
                 return True
             frame = frame.f_back
         return False
+
+
+def is_replay() -> bool:
+    """Says whether a watch, this one or another of the same model, replays a step."""
+    return any(isinstance(it, Patient) and it.is_replaying for it in amp.observers())

@@ -14,12 +14,12 @@ from ampatch.doctor.against.compare import said_of_comparison
 from ampatch.doctor.finding import Report
 from ampatch.doctor.growth.curves import said_of_growth
 from ampatch.doctor.speed.brakes import first_of, said_of_speed
+from ampatch.doctor.words import SURVIVES
 from ampatch.sweeps.records.numbers import TYPESET
 from ampatch.sweeps.web import page as sweep_page
 
 MOST_ROWS = 60  # of a table; the JSON has all
 SMALLEST = 1e-6  # an error whose bar has no length
-SURVIVES = {True: "stays finite to its end", False: "breaks as well", None: "is not known"}
 logger = logging.getLogger("ampatch")
 
 

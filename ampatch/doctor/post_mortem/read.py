@@ -52,7 +52,7 @@ def read(path: Path) -> PostMortem:
         raise AmpValueError(f"{path} is no post-mortem: {_explain(path, error)}") from None
     try:
         return parse(found)
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise AmpValueError(f"{path} is no post-mortem: {error}") from None
 
 

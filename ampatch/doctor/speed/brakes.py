@@ -28,7 +28,7 @@ HALVES = (torch.float16, torch.bfloat16)
 SYNCS = ("item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "is_nonzero", "equal", "allclose", "unique")
 SYNCS += ("masked_select", "__bool__", "__float__", "__int__", "__index__", "__array__", "__contains__")
 PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d")
-OWN_SYNCS = tuple(os.path.join(OURS[1], folder) + os.sep for folder in ("optim", "amp"))  # of torch
+OWN_SYNCS = tuple(os.path.join(OURS[1], it) + os.sep for it in ("optim", "amp", "utils/data"))  # of torch
 CONVOLUTIONS = PRODUCTS[-3:]
 SILENT = ("to", "half", "bfloat16", "float", "type", "type_as", "detach", "size", "dim", "requires_grad_")
 MOST_STEPS = 4
@@ -78,7 +78,7 @@ class Brakes(Listener):
 
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Counts."""
-        self.steps += 1
+        self.steps += self.active
 
     def see(self, func: Callable[..., object], args: tuple, result: object) -> None:
         """Notes what an operation says about speed."""
