@@ -11,6 +11,7 @@ from typing import NoReturn
 from ampatch import AmpError, __version__
 from ampatch.apex import check_command as check
 from ampatch.apex import run_command as run
+from ampatch.apex.script import HINT
 from ampatch.doctor import command as doctor
 from ampatch.sweeps import command as sweep
 from ampatch.testing import lists_command as lists
@@ -56,8 +57,8 @@ class Command:
 COMMANDS = (
     Command("run", run.SUMMARY, run.add_arguments, run.run, run.split, run.HINT),
     Command("check", check.SUMMARY, check.add_arguments, check.run),
-    Command("sweep", sweep.SUMMARY, sweep.add_arguments, sweep.run, hint=sweep.HINT),
-    Command("doctor", doctor.SUMMARY, doctor.add_arguments, doctor.run, hint=doctor.HINT),
+    Command("sweep", sweep.SUMMARY, sweep.add_arguments, sweep.run, hint=HINT),
+    Command("doctor", doctor.SUMMARY, doctor.add_arguments, doctor.run, hint=HINT),
     Command("lists", lists.SUMMARY, lists.add_arguments, lists.run),
 )
 

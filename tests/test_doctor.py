@@ -323,7 +323,7 @@ def test_a_script_that_never_steps_is_told_so(run_script):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "expected one Python script"),
+        ([], "expected a Python script"),
         (["--opt-level", "O9", "x.py"], "expected one of O0"),
         (["missing.py"], "does not exist"),
         (["--json", "missing/report.json", __file__], "expected a file in a folder that exists"),
@@ -534,6 +534,8 @@ def test_what_is_wrong_in_a_tensor(dtype):
     assert (damage.kind, damage.element, damage.count, damage.largest_finite) == ("inf", (1, 2), 1, 2.0)
     tensor[2, 3] = math.nan
     assert (examine_tensor(tensor).kind, examine_tensor(tensor).count) == ("nan", 2)
+    damage = examine_tensor(tensor, took_inf=True)  # as of a mask
+    assert (damage.element, damage.count, damage.largest_finite) == ((2, 3), 1, 2.0)
 
 
 def test_sparse_and_integers_are_looked_at_as_what_they_hold():

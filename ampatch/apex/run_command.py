@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from ampatch import OPT_LEVELS, AmpValueError, apex
-from ampatch.apex.script import Script, level_overrides
+from ampatch.apex.script import find_script, level_overrides
 
 SUMMARY = "run a script that was written for apex, unchanged"
 HINT = "; the script's own arguments follow the script"
@@ -55,15 +55,6 @@ def run(arguments: argparse.Namespace) -> Callable[[], int]:
     apex.install(**read_overrides(arguments))
     script.validate()
     return script.run
-
-
-def find_script(arguments: argparse.Namespace) -> Script:
-    """Says which script was named; raises AmpValueError if there is none."""
-    if arguments.module is not None:
-        return Script(arguments.module, arguments.script_arguments, is_module=True)
-    if arguments.script is None:
-        raise AmpValueError("no script: expected a Python script, or -m and a module")
-    return Script(arguments.script, arguments.script_arguments)
 
 
 def read_overrides(arguments: argparse.Namespace) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import io
 import os
@@ -15,6 +16,7 @@ from types import CodeType, ModuleType, TracebackType
 from ampatch import OPT_LEVELS, AmpValueError
 
 STDIN = "-"
+HINT = "; the script's own arguments go after --"
 OURS = (__file__, importlib.util.__file__, "<frozen importlib", "<frozen zipimport>")
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -79,6 +81,19 @@ class Script:
             return start_of_file(path)
         put_first(path, always=True)
         return start_of_spec(importer.find_spec("__main__"))
+
+
+def find_script(arguments: argparse.Namespace, also: str = "") -> Script:
+    """Returns the script that options name; raises AmpValueError if there is none, or two.
+
+    `also` says what may be given beside one.
+    """
+    named = [name for name in (arguments.module, arguments.script) if name is not None]
+    if len(named) > 1:
+        raise AmpValueError(f"-m {arguments.module} and {arguments.script!r}: expected one of them{HINT}")
+    if not named or not named[0]:
+        raise AmpValueError(f"no script: expected a Python script, or -m and a module{also}")
+    return Script(named[0], arguments.script_arguments, is_module=arguments.module is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ampatch import OPT_LEVELS, AmpError, AmpValueError
-from ampatch.apex.script import Script
+from ampatch.apex.script import find_script
 from ampatch.doctor.outputs import add_outputs, validate_outputs, write_outputs
 from ampatch.doctor.words import describe, explain
 
 SUMMARY = "run a script whose training breaks, and say which line broke it, why, and what to do"
-HINT = "; the script's own go after --"
 USAGE = """ampatch doctor [OPTIONS] SCRIPT [-- ARGS...]
        ampatch doctor [OPTIONS] -m MODULE [-- ARGS...]
        ampatch doctor --open FILE"""
@@ -44,12 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     # What traces is imported when it is asked for, not by each `ampatch run`.
     from ampatch.doctor.campaign import Campaign, Run
 
-    named = [name for name in (arguments.module, arguments.script) if name is not None]
-    if len(named) != 1 or not named[0]:
-        raise AmpValueError("expected one Python script, or -m and a module")
+    script = find_script(arguments)
     if arguments.opt_level not in (None, *OPT_LEVELS):
         raise AmpValueError(f"--opt-level {arguments.opt_level!r}: expected one of {', '.join(OPT_LEVELS)}")
-    script = Script(named[0], arguments.script_arguments, is_module=arguments.module is not None)
     script.validate()
     validate_outputs(arguments)
     run = Run(script.name, script.arguments, script.is_module, level=arguments.opt_level)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from ampatch import AmpError, AmpValueError
-from ampatch.apex.script import Script
+from ampatch.apex.script import find_script
 from ampatch.sweeps.faults import ArgumentError
 from ampatch.sweeps.plan import DEFAULTS, Plan
 from ampatch.sweeps.processes.stop import noting_signals
@@ -19,7 +19,6 @@ from ampatch.sweeps.verdicts.compare import SLOWER
 from ampatch.sweeps.verdicts.compare import compare as compare_sweeps
 
 SUMMARY = "train a script at several opt levels and compare speed, memory and accuracy"
-HINT = "; the script's own arguments go after --"
 USAGE = """ampatch sweep [OPTIONS] SCRIPT [-- ARGS...]
        ampatch sweep [OPTIONS] -m MODULE [-- ARGS...]
        ampatch sweep --compare A B [--slower PART] [--more-memory PART] [--tolerance T]"""
@@ -100,21 +99,13 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         raise AmpValueError(f"{flags(given)} without --compare: expected the two sweeps that are compared")
     levels = ",".join(LEVELS) if arguments.levels is None else arguments.levels
     rows = parse_rows([level.strip() for level in levels.split(",")], arguments.variant or ())
-    plan = Plan(script=find_script(arguments), rows=rows, **given_of(arguments, OF_A_PLAN))
+    plan = Plan(
+        script=find_script(arguments, ", or --compare and two sweeps"),
+        rows=rows,
+        **given_of(arguments, OF_A_PLAN),
+    )
     require_rich()
     return sweep(plan, arguments.out)
-
-
-def find_script(arguments: argparse.Namespace) -> Script:
-    """Says which script was named; raises AmpValueError if there is none, or two."""
-    named = [name for name in (arguments.module, arguments.script) if name is not None]
-    if len(named) > 1:
-        raise AmpValueError(f"-m {arguments.module} and {arguments.script!r}: expected one of them{HINT}")
-    if not named or not named[0]:
-        raise AmpValueError(
-            "no script: expected a Python script, or -m and a module, or --compare and two sweeps"
-        )
-    return Script(named[0], arguments.script_arguments, is_module=arguments.module is not None)
 
 
 def sweep(plan: Plan, out: str | None) -> int:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ampatch.doctor.against.capture import Key
 from ampatch.doctor.growth.curves import name_of
+from ampatch.levels.precision import HALF_TYPES
 
-HALVES = (torch.float16, torch.bfloat16)
 FACTOR = 4.0  # of eps, in a forward: a rounding is a fraction of eps
 SWITCHED = 2.0  # of sqrt(eps), in a backward
 TINY = 1e-30  # of a reference whose numbers are all zeros
@@ -32,7 +32,9 @@ def compare(
     """
     ours: dict[Key, Tensor] = own["tensors"]
     theirs: dict[Key, Tensor] = other["tensors"]
-    half = next((it.dtype for it in [*ours.values(), *theirs.values()] if it.dtype in HALVES), torch.float16)
+    half = next(
+        (it.dtype for it in [*ours.values(), *theirs.values()] if it.dtype in HALF_TYPES), torch.float16
+    )
     eps = torch.finfo(half).eps
     allowed = {"forward": FACTOR * eps, "backward": SWITCHED * math.sqrt(eps)}
     norms = layer_norms(theirs, scales[1])

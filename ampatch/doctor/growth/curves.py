@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ampatch.doctor.instruments.values import HALF
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.sweeps.records.numbers import ASCII
 
 QUANTITIES = ("output", "gradient", "gradient_norm", "weight")
 OUTPUT, GRADIENT, NORM, WEIGHT = range(len(QUANTITIES))
-HALVES = ("float16", "bfloat16")
 GROWN = 4.0  # times what it was at first: more than training usually does
 STILL = 1.5  # times what it was at first: not yet growing
 NEAR = 16.0  # a headroom that is small
@@ -32,7 +32,7 @@ def describe_growth(notes: dict, attempts: Sequence[Attempt]) -> dict[str, objec
     and gradient, with the loss scale, 0 where it overflowed. None stands for what did not run or is not
     finite. `overflows` counts attempts, also those that are not among `attempts`.
     """
-    half = next((it for it in notes["dtypes"] if it in HALVES), "float16")
+    half = next((it for it in notes["dtypes"] if it in HALF), "float16")
     limit = torch.finfo(getattr(torch, half)).max
     there = [index for index in notes["attempts"] if index < len(attempts)]
     scales = [attempts[index].scale or 1.0 for index in there]

@@ -70,14 +70,26 @@ def listen(listener: Listener, undo: ExitStack) -> None:
 
 def wrap(owner: object, name: str, wrapper: Callable[..., object], undo: ExitStack) -> None:
     """Has `wrapper(original, *args, **kwargs)` run in the place of a function, until undone."""
-    original, held = getattr(owner, name), vars(owner)[name]
 
-    @functools.wraps(original)
+    @functools.wraps(getattr(owner, name))
     def replaced(*args, **kwargs):
-        return wrapper(original, *args, **kwargs)
+        return wrapper(replaced.inner, *args, **kwargs)
 
+    replaced.inner, replaced.held = getattr(owner, name), vars(owner)[name]
     setattr(owner, name, replaced)
-    undo.callback(setattr, owner, name, held)
+    undo.callback(_take_out, owner, name, replaced)
+
+
+def _take_out(owner: object, name: str, replaced: Callable[..., object]) -> None:
+    """Ends a replacement; one that is not the outermost leaves the chain: watches end in any order."""
+    outer = vars(owner)[name]
+    if outer is replaced:
+        setattr(owner, name, replaced.held)
+        return
+    while getattr(outer, "inner", None) not in (None, replaced):
+        outer = outer.inner
+    if hasattr(outer, "inner"):
+        outer.inner, outer.held = replaced.inner, replaced.held
 
 
 def around_scale(

@@ -133,6 +133,11 @@ def unwrap(module: Module) -> Module:
     return module
 
 
+def device_of(module: Module) -> torch.device:
+    """Returns where a module is."""
+    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+
+
 def find_owner(module: Module) -> tuple[str, Module]:
     """Returns the user's name for a model, and the model: the largest module in sight that holds `module`."""
     best, name, size = module, type(module).__name__, 0

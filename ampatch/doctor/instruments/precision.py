@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_map
 
 from ampatch.doctor.instruments.clock import wrap
-from ampatch.doctor.instruments.places import Models
+from ampatch.doctor.instruments.places import Models, device_of
 
 
 def without_casts(undo: ExitStack) -> None:
@@ -46,7 +46,7 @@ class Keeper:
     def enter(self, module: Module, args: tuple) -> tuple | None:
         """A hook before a forward: returns float32 inputs where the module is kept."""
         self._models.enter(module)
-        place, device = self._models.place, device_of(module)
+        place, device = self._models.place, device_of(module).type
         if place is None or place.module not in self._names or not torch.is_autocast_enabled(device):
             return None
         context = ExitStack()
@@ -59,11 +59,6 @@ class Keeper:
         self._models.leave()
         if self._open and self._open[-1][0] is module:
             self._open.pop()[1].close()
-
-
-def device_of(module: Module) -> str:
-    """Returns the type of the device that a module is on."""
-    return next((parameter.device.type for parameter in module.parameters()), "cpu")
 
 
 def to_float32(value: object) -> object:

@@ -243,7 +243,7 @@ class Trace(TorchFunctionMode, Listener):
         self._graph.tag(taken, given, call)
         marks, came = self._marks.of(*taken), self._marks.of(*bad)
         worst = next((tensor for tensor in given if not is_finite(tensor)), None)
-        damage = None if worst is None else examine(worst)
+        damage = None if worst is None else examine(worst, bool(bad))
         if damage is not None and bad and not came:
             came = self._marks_of_unseen(call, bad)
             marks = marks | came

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 
 import torch
 from torch import Tensor
@@ -48,14 +48,19 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(plain(tensor)).all())
 
 
-def examine(tensor: Tensor) -> Damage | None:
-    """Returns what is wrong in a tensor, None where all is finite; costs some host syncs."""
+def examine(tensor: Tensor, took_inf: bool = False) -> Damage | None:
+    """Returns what is wrong in a tensor, None where all is finite; costs some host syncs.
+
+    Where NaN came of infinities that were no fault, as those of a mask, these are not counted.
+    """
     if is_finite(tensor):
         return None
     values = plain(tensor)
-    broken = ~torch.isfinite(values)
-    kind = "nan" if torch.isnan(values).any() else "inf"
-    others = values[~broken].abs()
+    others = values[torch.isfinite(values)].abs()
+    broken = torch.isnan(values)
+    kind = "nan" if broken.any() else "inf"
+    if not took_inf or kind == "inf":
+        broken = ~torch.isfinite(values)
     return Damage(
         kind,
         tuple(broken.nonzero()[0].tolist()),
@@ -67,7 +72,7 @@ def examine(tensor: Tensor) -> Damage | None:
 
 
 def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
-    """Yields the tensors in a value: itself, or what sequences and mappings hold."""
+    """Yields the tensors in a value: itself, or what sequences, mappings and dataclasses hold."""
     if isinstance(value, Tensor):
         yield value
     elif depth and isinstance(value, Mapping):
@@ -75,6 +80,9 @@ def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
             yield from tensors_in(each, depth - 1)
     elif depth and isinstance(value, (tuple, list)):
         for each in value:
+            yield from tensors_in(each, depth - 1)
+    elif depth and is_dataclass(value):
+        for each in getattr(value, "__dict__", {}).values():
             yield from tensors_in(each, depth - 1)
 
 

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 import ampatch as amp
 from ampatch.doctor.instruments.operations import CASTS, name_of
 from ampatch.doctor.instruments.places import OURS, SCALERS, unwrap
-from ampatch.doctor.instruments.values import is_finite, off_casts
-from ampatch.doctor.live.record import Backward, Operation, Record, Slot, tensors_of
+from ampatch.doctor.instruments.values import is_finite, off_casts, tensors_in
+from ampatch.doctor.live.record import Backward, Operation, Record, Slot
 from ampatch.doctor.live.rerun import Impossible, Rerun
 
 
@@ -77,7 +77,7 @@ def copy_in_float32(model: Module, masters: Mapping[int, Tensor], twins: dict[in
     memo: dict[int, object] = {}
     for module in model.modules():
         for value in vars(module).values():
-            for tensor in tensors_of(value):
+            for tensor in tensors_in(value):
                 if tensor.grad_fn is not None:  # what a forward left on the module
                     memo[id(tensor)] = tensor.detach()
     copied = copy.deepcopy(model, memo).float()

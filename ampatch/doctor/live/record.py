@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from ampatch.doctor.instruments.values import node_of
+from ampatch.doctor.instruments.values import node_of, tensors_in
 from ampatch.doctor.live.frames import PLAIN, Frames, Surroundings, files_of
 
 
@@ -42,7 +41,7 @@ class Slots:
 
     def add(self, value: object) -> tuple[int, ...]:
         """Numbers the tensors in a result."""
-        return tuple(self._add(tensor) for tensor in tensors_of(value))
+        return tuple(self._add(tensor) for tensor in tensors_in(value))
 
     def _add(self, tensor: Tensor) -> int:
         known = self._known.get(id(tensor))
@@ -66,21 +65,6 @@ class Slots:
         elif not isinstance(tensor, Parameter) and not tensor.is_inference():
             self.given.append((tensor, tensor._version))
         return tensor
-
-
-def tensors_of(value: object, depth: int = 4) -> Iterator[Tensor]:
-    """Yields the tensors in a value, also in the fields of a dataclass."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and isinstance(value, (tuple, list)):
-        for each in value:
-            yield from tensors_of(each, depth - 1)
-    elif depth and isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_of(each, depth - 1)
-    elif depth and dataclasses.is_dataclass(value):
-        for each in vars(value).values() if hasattr(value, "__dict__") else ():
-            yield from tensors_of(each, depth - 1)
 
 
 def map_tensors(value: object, change: Callable[[Tensor], object]) -> object:

@@ -11,9 +11,9 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
-from ampatch.doctor.instruments.values import quiet
+from ampatch.doctor.instruments.values import quiet, tensors_in
 from ampatch.doctor.live.frames import Surroundings, call_at, restored
-from ampatch.doctor.live.record import Backward, Forward, Operation, Record, Slot, map_tensors, tensors_of
+from ampatch.doctor.live.record import Backward, Forward, Operation, Record, Slot, map_tensors
 
 
 class Impossible(Exception):
@@ -55,7 +55,7 @@ class Rerun:
 
     def keep(self, slots: Sequence[int], result: object) -> None:
         """Takes what an event gave."""
-        self.values.update(zip(slots, tensors_of(result), strict=False))
+        self.values.update(zip(slots, tensors_in(result), strict=False))
 
     def forward(self, event: Forward) -> None:
         """Calls a model again."""

@@ -13,9 +13,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 import ampatch as amp
+from ampatch.doctor.instruments.values import tensors_in
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.live.flag import Flag
-from ampatch.doctor.live.record import Backward, Forward, Record, tensors_of
+from ampatch.doctor.live.record import Backward, Forward, Record
 
 
 @dataclass(slots=True)
@@ -51,11 +52,6 @@ class Step:
         return Attempt(self.number, scale, self.is_dynamic or bool(read), losses, not bad)
 
 
-def device_of(model: Module) -> torch.device:
-    """Returns where a model is."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-
-
 def random_of(device: torch.device) -> list[Tensor]:
     """Returns the state of torch's generators, of the CPU and of the model's GPU; no host sync."""
     states = [torch.get_rng_state()]
@@ -74,7 +70,7 @@ def outcomes_of(optimizer: Optimizer) -> tuple[amp.BackwardOutcome, ...] | None:
 
 def hold_gradients(record: Record, forward: Forward, output: object) -> None:
     """Keeps the gradients that come back to what a model returned, if the loss cannot be made again."""
-    for slot, tensor in zip(forward.outputs, tensors_of(output), strict=True):
+    for slot, tensor in zip(forward.outputs, tensors_in(output), strict=True):
         if tensor.grad_fn is not None:
             tensor.register_hook(functools.partial(_hold, record, forward, slot))
 

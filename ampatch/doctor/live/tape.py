@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ampatch.doctor.instruments.places import is_called_by_us
-from ampatch.doctor.instruments.values import node_of
+from ampatch.doctor.instruments.values import node_of, tensors_in
 from ampatch.doctor.live.frames import capture
-from ampatch.doctor.live.record import Mode, Operation, Record, tensors_of
+from ampatch.doctor.live.record import Mode, Operation, Record
 from ampatch.levels.private import count_function_modes, function_mode
 
 GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
@@ -30,7 +30,7 @@ def is_in_place(function: Callable[..., object]) -> bool:
 
 def needs_graph(args: tuple[object, ...]) -> bool:
     """Says whether one of an operation's tensors has a graph."""
-    return any(node_of(tensor) is not None for tensor in tensors_of(args))
+    return any(node_of(tensor) is not None for tensor in tensors_in(args))
 
 
 class Tape(TorchFunctionMode):
@@ -79,7 +79,7 @@ class Tape(TorchFunctionMode):
             return func(*args, **kwargs)  # a scaler's own arithmetic
         taken = record.slots.refer(args), record.slots.refer(kwargs)
         result = func(*args, **kwargs)
-        if func is SET or isinstance(result, Tensor) or any(True for _ in tensors_of(result)):
+        if func is SET or isinstance(result, Tensor) or any(True for _ in tensors_in(result)):
             mode = Mode.now(self._device)
             outputs = record.slots.add(result)
             record.events.append(Operation(func, *taken, outputs, capture(1), mode))

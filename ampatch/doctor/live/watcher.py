@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import ampatch as amp
-from ampatch.doctor.instruments.watch import own_scaler
+from ampatch.doctor.instruments.clock import own_scaler, wrap
+from ampatch.doctor.instruments.places import device_of
 from ampatch.doctor.live.flag import Check, Flag
 from ampatch.doctor.live.frames import capture, take
-from ampatch.doctor.live.patching import replace
 from ampatch.doctor.live.patient import Patient
 from ampatch.doctor.live.record import Backward, Forward, Mode, Record, State
-from ampatch.doctor.live.step import Step, copy_weights, device_of, hold_gradients, outcomes_of, random_of
+from ampatch.doctor.live.step import Step, copy_weights, hold_gradients, outcomes_of, random_of
 from ampatch.doctor.live.tape import Tape
 
 SCALE_EVERY = 100  # attempts, between two looks at the scale of a GradScaler on a GPU, which wait for it
@@ -74,8 +74,8 @@ class Watcher:
             undo.callback(after.remove)
         undo.callback(register_optimizer_step_pre_hook(self._begin_step).remove)
         undo.callback(register_optimizer_step_post_hook(self._end_step).remove)
-        replace(torch.Tensor, "backward", self._around_backward, undo)
-        replace(GradScaler, "step", self._around_scaler, undo)
+        wrap(torch.Tensor, "backward", self._around_backward, undo)
+        wrap(GradScaler, "step", self._around_scaler, undo)
 
     def _forget(self, _: object) -> None:
         """A model is gone: what its steps took may go too."""

@@ -23,8 +23,8 @@ from ampatch.doctor.instruments.clock import Listener, listen, wrap
 from ampatch.doctor.instruments.operations import name_of
 from ampatch.doctor.instruments.places import OURS, Models, user_line
 from ampatch.doctor.instruments.values import tensors_in
+from ampatch.levels.precision import HALF_TYPES
 
-HALVES = (torch.float16, torch.bfloat16)
 SYNCS = ("item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "is_nonzero", "equal", "allclose", "unique")
 SYNCS += ("masked_select", "__bool__", "__float__", "__int__", "__index__", "__array__", "__contains__")
 PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d")
@@ -91,7 +91,7 @@ class Brakes(Listener):
         given = next((it for it in tensors_in(result) if it.is_floating_point()), None)
         if place is None or given is None or name in SILENT:
             return
-        if given.dtype in HALVES:
+        if given.dtype in HALF_TYPES:
             self._end_island()
             if name in PRODUCTS:
                 self.products[(name, place.module, user_line()), sizes_of(name, args)] += 1
