@@ -307,6 +307,16 @@ def test_an_infinity_that_reaches_nothing_is_harmless(run_script):
 
 
 @pytest.mark.process
+def test_a_gradient_that_vanishes_on_its_way_is_harmless(run_script):
+    bad = "x = F.relu(model[0](x) - 1e3).sqrt()"
+    status, report = run_script(
+        script(batch=bad, loss_scale=1.0).replace("F.cross_entropy(model(x), y)", "model[2](x).sum()")
+    )
+    assert (status, report["findings"]) == (0, [])
+    assert [(it["phase"], it["op"]) for it in report["harmless"]] == [("backward", "sqrt")]
+
+
+@pytest.mark.process
 def test_a_mask_of_infinities_is_no_fault(run_script):
     mask = "mask = torch.full((4, 8), float('-inf')).fill_diagonal_(0); x = x + mask.softmax(1)"
     status, report = run_script(script(batch=mask))
@@ -413,7 +423,7 @@ def origin(attempt, is_of_scale, op="mul"):
         "shape": (1,),
         "dtype": "float16",
     }
-    values = {"call": call, "phase": "backward", "damage": damage, "micro_step": 0, "batch_size": None}
+    values = {"call": call, "phase": "backward", "damage": damage, "micro_step": 0, "batch_sizes": ()}
     values |= {"input_largest": 1.0, "parameter": None, "node": None, "region": ()}
     return values | {"attempt": attempt, "has_reached": True, "is_of_scale": is_of_scale}
 

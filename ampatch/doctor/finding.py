@@ -73,7 +73,7 @@ def read_finding(origin: dict, step: int | None) -> Finding:
     if call["place"] is None and origin["parameter"] is not None:
         place["module"] = origin["parameter"].rpartition(".")[0]
     element, shape = tuple(damage["element"]), damage["shape"]
-    in_batch = bool(element) and shape[0] == origin["batch_size"] and origin["parameter"] is None
+    in_batch = bool(element) and shape[0] in origin["batch_sizes"] and origin["parameter"] is None
     return Finding(
         step,
         origin["micro_step"],

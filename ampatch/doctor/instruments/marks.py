@@ -16,7 +16,7 @@ class Origins:
     def __init__(self) -> None:
         self.all: list[Origin] = []
         self.attempt = self.micro_step = 0
-        self.batch_size: int | None = None
+        self.batch_sizes: tuple[int, ...] = ()
         self.is_repeat = False  # a checkpoint runs operations again
 
     @property
@@ -26,7 +26,7 @@ class Origins:
 
     def add(self, call: Call, damage: Damage, **more: object) -> int:
         """Notes an origin, and returns its mark; one that is repeated is noted already."""
-        more |= {"attempt": self.attempt, "batch_size": self.batch_size}
+        more |= {"attempt": self.attempt, "batch_sizes": self.batch_sizes}
         origin = Origin(call, call.phase, damage, self.micro_step, **more)
         for index, known in enumerate(self.all) if self.is_repeat else ():
             if origin.is_repeat_of(known):
@@ -57,10 +57,10 @@ class Origins:
                 origin.phase = "loss"
 
     def end_attempt(self) -> None:
-        """The size of the batch is known now."""
+        """The sizes of the batch are known now."""
         for origin in self.all:
             if origin.attempt == self.attempt:
-                origin.batch_size = origin.batch_size or self.batch_size
+                origin.batch_sizes = origin.batch_sizes or self.batch_sizes
         self.attempt, self.micro_step = self.attempt + 1, 0
 
 

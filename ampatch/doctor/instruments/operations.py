@@ -74,7 +74,7 @@ class Origin:
     attempt: int = 0
     has_reached: bool = False
     is_of_scale: bool = False  # it is finite where the gradients it takes are smaller
-    batch_size: int | None = None
+    batch_sizes: tuple[int, ...] = ()  # of what the model took
     region: tuple[str, ...] = ()  # what replaces the statement
 
     def is_repeat_of(self, other: Origin) -> bool:

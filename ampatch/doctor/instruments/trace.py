@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
@@ -31,12 +32,7 @@ from ampatch.doctor.instruments.operations import (
     is_cured_by_scale,
     name_of,
 )
-from ampatch.doctor.instruments.places import (
-    Models,
-    Standing,
-    is_called_by_scaler,
-    user_line,
-)
+from ampatch.doctor.instruments.places import Models, Standing, is_called_by_scaler, user_line
 from ampatch.doctor.instruments.region import region_in_float32
 from ampatch.doctor.instruments.values import (
     HALF,
@@ -75,6 +71,7 @@ class Trace(TorchFunctionMode, Listener):
         self._is_off = False
         self._found_in_backward = False
         self._asked: set[int] = set()  # the origins of what the script asked about
+        self._came_back: set[int] = set()  # those seen in a backward pass, until a gradient is bad
         self.models.forget_calls()
         self._note_old_gradients()
 
@@ -89,9 +86,10 @@ class Trace(TorchFunctionMode, Listener):
         if self._in_backward:
             return
         is_root = self.models.enter(module)
-        if is_root or self.origins.batch_size is None:  # as of a model that is given keywords alone
+        if is_root or not self.origins.batch_sizes:  # as of a model that is given keywords alone
             with quiet():
-                self.origins.batch_size = next((it.shape[0] for it in tensors_in(args) if it.dim()), None)
+                padded = [it for it in args if not isinstance(it, PackedSequence)]
+                self.origins.batch_sizes = tuple(it.shape[0] for it in tensors_in(padded) if it.dim())
         if is_root:
             self._describer.part = "loss"  # what follows the model
             self._give_up()
@@ -155,6 +153,7 @@ class Trace(TorchFunctionMode, Listener):
             gradient = parameter.grad
             if gradient is None or is_finite(gradient) or self._marks.of(gradient):
                 continue
+            self.origins.reach(self._came_back)
             name = self.models.name_of(parameter)
             is_old = name in self._old and bool(self.origins.all)
             if not (self._found_in_backward or is_old):
@@ -266,7 +265,7 @@ class Trace(TorchFunctionMode, Listener):
             if isinstance(tensor, Parameter) or torch.isnan(plain(tensor)).any():
                 name = self.models.name_of(tensor)
                 if tensor.dim() and name is None:
-                    self.origins.batch_size = self.origins.batch_size or tensor.shape[0]
+                    self.origins.batch_sizes = self.origins.batch_sizes or (tensor.shape[0],)
                 unseen = Call("", "input" if name is None else "optimizer", None, call.where)
                 marks = {self.origins.add(unseen, examine(tensor), parameter=name)}
                 self._marks.add(tensor, marks)
@@ -280,15 +279,17 @@ class Trace(TorchFunctionMode, Listener):
         if not self.active or (self._found_in_backward and node.name() == REPEATED):
             return
         self._found_in_backward = True
-        self.origins.reach(call.origins)
+        self._came_back |= call.origins
         given = [tensor for tensor in taken if tensor is not None]
         if call.origins or not all(map(is_finite, given)):
             return
         if call.infinite is not None:  # it was no mask
             data = Call("", "input", call.place, call.where)
-            self.origins.reach([self.origins.add(data, call.infinite)])
+            self._came_back.add(self.origins.add(data, call.infinite))
             return
         more = {"input_largest": largest_of(given), "parameter": parameter, "node": node.name()}
-        origin = self.origins.all[self.origins.add(call, examine(made), **more)]
-        origin.phase, origin.has_reached = "backward", True
+        mark = self.origins.add(call, examine(made), **more)
+        self._came_back.add(mark)
+        origin = self.origins.all[mark]
+        origin.phase = "backward"
         origin.is_of_scale = is_cured_by_scale(node, taken, self.scale)
