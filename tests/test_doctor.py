@@ -316,6 +316,37 @@ def test_a_gradient_that_vanishes_on_its_way_is_harmless(run_script):
     assert [(it["phase"], it["op"]) for it in report["harmless"]] == [("backward", "sqrt")]
 
 
+OWN_FUNCTION = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+class Root(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.sqrt())
+        return x.sqrt()
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / (2 * ctx.saved_tensors[0])
+class Act(nn.Module):
+    def forward(self, x):
+        return Root.apply(x * (step != 2) + 0 * x.detach())  # FAULT
+model = nn.Sequential(nn.Linear(4, 4), nn.Softplus(), Act(), nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.process
+def test_a_function_of_the_scripts_own_stands_where_it_is_called(tmp_path):
+    (first,) = report_on(OWN_FUNCTION, tmp_path)["findings"]
+    assert (first["op"], first["phase"], first["module"], first["step"]) == ("Root", "backward", "2", 2)
+    assert first["where"].endswith(":15")
+
+
 @pytest.mark.process
 def test_a_mask_of_infinities_is_no_fault(run_script):
     mask = "mask = torch.full((4, 8), float('-inf')).fill_diagonal_(0); x = x + mask.softmax(1)"

@@ -13,11 +13,11 @@ import torch
 from ampatch import apex
 from ampatch.apex.script import Script, level_overrides
 from ampatch.doctor.beside import listen_beside
-from ampatch.doctor.instruments.checkpoints import follow_checkpoints
 from ampatch.doctor.instruments.clock import listen
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.precision import keep_float32, without_casts
 from ampatch.doctor.instruments.trace import Trace
+from ampatch.doctor.instruments.unseen import follow_unseen
 from ampatch.doctor.instruments.watch import Watch
 from ampatch.doctor.silent.gradients import Sample
 from ampatch.doctor.silent.watch import Silent
@@ -76,7 +76,7 @@ def main(run: Run) -> None:
         if run.traces:
             torch.compiler.set_stance("force_eager")
             listen(trace, stack)
-            follow_checkpoints(trace, stack)
+            follow_unseen(trace, stack)
             stack.enter_context(trace)
         set_seeds(0)
         try:

@@ -67,9 +67,7 @@ class Trace(TorchFunctionMode, Listener):
         self._marks = Marks()
         self._graph = Graph(self.models, self._on_bad_gradient)
         self._describer.begin()
-        self._in_backward = False
-        self._is_off = False
-        self._found_in_backward = False
+        self._in_backward = self._is_off = self._found_in_backward = False
         self._asked: set[int] = set()  # the origins of what the script asked about
         self._came_back: set[int] = set()  # those seen in a backward pass, until a gradient is bad
         self.models.forget_calls()
@@ -234,6 +232,12 @@ class Trace(TorchFunctionMode, Listener):
                 self._look(self._describer.describe(name, given), taken, bad, given, largest, constant)
         return result
 
+    def see_function(self, name: str, args: object, result: object) -> None:
+        """Learns of a `torch.autograd.Function`, whose node has no operation; those in its forward have."""
+        if self.active and not self._in_backward and (given := floating_in(result)):
+            with quiet():
+                self._graph.tag(floating_in(args), given, self._describer.describe(name, given))
+
     def _look(
         self, call: Call, taken: Tensors, bad: Tensors, given: Tensors, largest: float | None, constant: bool
     ) -> None:
@@ -291,5 +295,4 @@ class Trace(TorchFunctionMode, Listener):
         mark = self.origins.add(call, examine(made), **more)
         self._came_back.add(mark)
         origin = self.origins.all[mark]
-        origin.phase = "backward"
-        origin.is_of_scale = is_cured_by_scale(node, taken, self.scale)
+        origin.phase, origin.is_of_scale = "backward", is_cured_by_scale(node, taken, self.scale)

@@ -13,10 +13,10 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 
-from ampatch.doctor.instruments.checkpoints import follow_checkpoints
 from ampatch.doctor.instruments.operations import Call, Origin
 from ampatch.doctor.instruments.places import unwrap, user_line
 from ampatch.doctor.instruments.trace import Trace
+from ampatch.doctor.instruments.unseen import follow_unseen
 from ampatch.doctor.instruments.values import examine, is_finite
 from ampatch.doctor.live.float32 import survives_in_float32
 from ampatch.doctor.live.frames import call_at
@@ -120,7 +120,7 @@ def trace_again(
         stack.callback(register_module_forward_pre_hook(trace.enter_module).remove)
         after = register_module_forward_hook(lambda module, *_: trace.leave_module(module), always_call=True)
         stack.callback(after.remove)
-        follow_checkpoints(trace, stack)
+        follow_unseen(trace, stack)
         stack.enter_context(trace)
         error = attempt(run.run)
     if optimizer is not None:

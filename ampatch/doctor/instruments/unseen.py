@@ -1,4 +1,4 @@
-"""Reentrant checkpoints, whose operations have a graph only when their backward pass repeats them."""
+"""What torch shows no mode: functions of `torch.autograd.Function`, and what reentrant checkpoints repeat."""
 
 from __future__ import annotations
 
@@ -6,16 +6,29 @@ import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointFunction
 
 from ampatch.doctor.instruments.clock import wrap
 from ampatch.doctor.instruments.trace import Trace
 
+LIBRARIES = ("torch.", "ampatch.")  # whose functions stand for operations that were seen
 
-def follow_checkpoints(trace: Trace, undo: ExitStack) -> None:
-    """Has a trace see what they repeat at the place where it ran first, until undone."""
+
+def follow_unseen(trace: Trace, undo: ExitStack) -> None:
+    """Has a trace see both at the place where they were called first, until undone."""
     wrap(CheckpointFunction, "forward", functools.partial(remember, trace), undo)
     wrap(CheckpointFunction, "backward", functools.partial(repeat, trace), undo)
+    held = vars(Function)["apply"]
+
+    def apply(cls: type[Function], *args: object, **kwargs: object) -> object:
+        given = held.__func__(cls, *args, **kwargs)
+        if not cls.__module__.startswith(LIBRARIES):
+            trace.see_function(cls.__name__, (args, kwargs), given)
+        return given
+
+    undo.callback(setattr, Function, "apply", held)
+    Function.apply = classmethod(apply)
 
 
 def remember(trace: Trace, forward: Callable[..., object], ctx: object, *args: object) -> object:
