@@ -167,9 +167,17 @@ _stash, find_in_thread = KEEP_IN_THREAD.find(_nothing), FIND_IN_THREAD.find(_not
 is_in_thread = IS_IN_THREAD.find(_nothing)
 check_and_unscale_, update_scale_ = CHECK_AND_UNSCALE.find(_fail), UPDATE_SCALE.find(_fail)
 group_by_kind = GROUP.find(_fail)
+
 # The stream that is current on a CUDA device, given the device's index: a tenth of the time that
 # `torch.cuda.current_stream` takes. Torch without CUDA has no such function, and nobody to ask it.
 find_stream = Private("_C._cuda_getCurrentRawStream", "").find(int)
+
+
+def withholds_grads(module: torch.nn.Module) -> bool:
+    """Whether a module that FSDP2 has sharded keeps gradients to itself, to average them later."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # older
+    return any(not (group.reduce_grads and group.all_reduce_grads) for group in groups if group is not None)
 
 
 def keep_in_thread(key: str, thing: object) -> None:

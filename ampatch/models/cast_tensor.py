@@ -62,6 +62,8 @@ class Float32Values:
         """Hands the float32 values of a tensor to the one that took its place."""
         weight = self._weights.pop(id(tensor), None)
         precise = None if weight is None else weight.find_precise()
+        if precise is not None and is_wrapper(precise) is not is_wrapper(successor):
+            precise = None  # it was sharded since, which nobody can follow
         self._weights[id(successor)] = Weight(successor, precise)
 
     def forget(self, tensor: Tensor) -> None:

@@ -7,6 +7,7 @@ import inspect
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,10 +18,13 @@ from ampatch.levels.policy import Overrides, parse_flag, resolve
 from ampatch.models.kept import normalize_keep
 from ampatch.session.alarms.limits import Alarms, parse_alarms
 from ampatch.session.post_mortem.write import parse_post_mortem
-from ampatch.session.request import Request, returns_what_it_is_given
+from ampatch.session.request import Request, parse_process_group, returns_what_it_is_given
 from ampatch.session.scalers import pick_scaler
 from ampatch.session.session import SESSION
 from ampatch.steps.block import ScaledLoss
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @returns_what_it_is_given
@@ -48,6 +52,7 @@ def initialize(
     alarms: Alarms | None = Alarms(),  # noqa: B008  # a frozen value
     post_mortem: bool | str | os.PathLike[str] = True,
     diagnose: bool = False,
+    process_group: ProcessGroup | None = None,
 ) -> object:
     """Gives models and optimizers the mixed precision of an opt level, in place.
 
@@ -74,6 +79,8 @@ def initialize(
       that of the environment variable AMPATCH_POST_MORTEM (0: none) or `ampatch-post-mortem`; False: nowhere.
     - `diagnose`: watches each step and explains one that breaks (see `amp.diagnose.watch`), until
       `uninitialize`; `amp.diagnose.patient()` has what was found.
+    - `process_group`: ranks that skip steps together, where gradients are averaged by hand or each rank holds
+      a stage of a model; one small collective a block. DistributedDataParallel, FSDP2 and DTensors need none.
     - `verbosity`: 0 silent, 1 a banner and a line for each skipped step, 2 also every cast.
 
     Raises AmpValueError and AmpTypeError (both AmpError) for arguments that cannot work.
@@ -94,6 +101,7 @@ def _initialize(
     alarms: object,
     post_mortem: object,
     diagnose: object,
+    process_group: object,
     **overrides: object,
 ) -> object:
     returned = models if optimizers is None else (models, optimizers)
@@ -116,6 +124,7 @@ def _initialize(
         bool(parse_flag("allow_half_params", allow_half_params)),
         parse_alarms(alarms),
         parse_post_mortem(post_mortem),
+        parse_process_group(process_group),
     )
     watches = parse_flag("diagnose", diagnose)
     tool = (

@@ -27,8 +27,8 @@ from ampatch.session.request import Call, Request, unwrap_optimizer
 from ampatch.steps.foreign_step import WholeStep, needs_whole_step
 from ampatch.steps.masters import MasterParams
 from ampatch.steps.optimizer import AmpOptimizer
+from ampatch.steps.ranks import WatchForward, find_sharded
 from ampatch.steps.step import Listener
-from ampatch.steps.unsynced_grads import NoteNoSync
 from ampatch.steps.weight import Weight
 
 logger = logging.getLogger("ampatch")
@@ -56,16 +56,24 @@ class Joins:
         """Puts hooks and masters onto the optimizers and models of a call; `call.undo` takes them away."""
         for amp in amps:
             amp.casts = caster.list_casts(amp.params())  # of what is there before its masters are
+            amp.agreement.group = request.process_group
             self._open_optimizer(amp, request.policy.master_weights, call.undo)
             self._members.add_optimizer(amp, call)
         for model in select_python(request.models):
             if torch.distributed.is_available():
-                params = set(model.parameters())
-                listeners = [amp.local for amp in amps if not params.isdisjoint(amp.model_params())]
-                call.undo.callback(model.register_forward_pre_hook(NoteNoSync(listeners)).remove)
+                self._watch_ranks(model, amps, call)
             if request.policy.has_half_weights:
                 refresh = RefreshWeights(caster.list_values(model.modules()), [amp.masters for amp in amps])
                 call.undo.callback(model.register_forward_pre_hook(refresh).remove)
+
+    def _watch_ranks(self, model: Module, amps: Sequence[AmpOptimizer], call: Call) -> None:
+        known = {id(param) for param in model.parameters()}
+        listeners = [amp.local for amp in amps if not known.isdisjoint(map(id, amp.model_params()))]
+        sharded = find_sharded(model)
+        for local in listeners:
+            local.sharded += map(weakref.ref, sharded)
+        hook = WatchForward(listeners, known.union(map(id, sharded)))
+        call.undo.callback(model.register_forward_pre_hook(hook).remove)
 
     def _open_optimizer(self, amp: AmpOptimizer, has_masters: bool, undo: ExitStack) -> None:
         undo.callback(weakly(ExitStack.close, amp.undo))

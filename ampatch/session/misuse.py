@@ -135,6 +135,20 @@ class HalfWatch(SessionPatch):
             )
 
 
+def check_ranks(warner: Warner, amp: AmpOptimizer) -> None:
+    """Warns of ranks that may not skip a step together, before one; no collective, and no host sync."""
+    if not amp.local.are_alone or not amp.pending or amp.agreement.list_groups(amp.params()):
+        return
+    if torch.distributed.get_world_size() > 1:
+        warner.warn(
+            "ranks",
+            f"{type(amp.optimizer).__name__}: nothing makes the ranks skip a step together, as the model is "
+            f"in no DistributedDataParallel and its parameters are on no device mesh: if ranks average "
+            f"gradients by hand, or hold stages of a model, pass initialize(process_group=...), the group of "
+            f"these ranks; if each trains a model of its own, ignore this",
+        )
+
+
 def check_request(warner: Warner, request: Request, amps: Sequence[AmpOptimizer]) -> None:
     """Warns of a call of `initialize` that works, and trains wrongly."""
     policy = request.policy

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from ampatch.session.alarms.limits import Alarms
 from ampatch.steps.foreign_step import list_wrapped
 from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.scaler import LossScaler
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Models, Optimizers, Rest = TypeVar("Models"), TypeVar("Optimizers"), ParamSpec("Rest")
 
@@ -59,6 +62,7 @@ class Request:
     allow_half_params: bool = False
     alarms: Alarms | None = None
     folder: Path | None = None  # of post-mortems
+    process_group: ProcessGroup | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +88,17 @@ class Call:
         alive = [reference() for reference in self.members]
         self.undo.close()
         alive.clear()
+
+
+def parse_process_group(given: object) -> ProcessGroup | None:
+    """Reads what `initialize` was given; raises AmpTypeError for what is no group that this rank is in."""
+    dist = torch.distributed
+    if given is None or (dist.is_available() and isinstance(given, dist.ProcessGroup)):
+        return given
+    raise AmpTypeError(
+        f"process_group is {given!r}: expected a torch.distributed.ProcessGroup that this rank is in, as "
+        f"torch.distributed.group.WORLD, or None"
+    )
 
 
 def validate_optimizers(request: Request, known: set[int], others: Sequence[AmpOptimizer]) -> None:

@@ -26,7 +26,7 @@ from ampatch.session.alarms.watch import AlarmWatch
 from ampatch.session.announce import Announcer, say, warn_of_torch
 from ampatch.session.joins import Joins
 from ampatch.session.members import Members
-from ampatch.session.misuse import HalfWatch, check_request
+from ampatch.session.misuse import HalfWatch, check_ranks, check_request
 from ampatch.session.request import (
     Call,
     Request,
@@ -194,6 +194,7 @@ class Session(Listener):
 
     def begin_step(self, optimizer: AmpOptimizer) -> None:
         self._scale_watch.check_step(optimizer)
+        check_ranks(self._warner, optimizer)
         for observer in self.observers:
             observer.on_step_begin(optimizer.optimizer)
 

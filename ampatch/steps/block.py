@@ -39,7 +39,11 @@ class ScaledLoss:
     def __enter__(self) -> Tensor:
         loss = self.loss
         self._capture = self.listener.capture()  # what the replay of a CUDA graph must repeat
-        self.scale = self.scaler.begin(loss.device, self._capture)
+        held = [scale for one in self.optimizers if (scale := one.held_scale()) is not None]
+        if held and held[0].capture is self._capture:
+            self.scale, self.scaler = held[0], held[0].scaler
+        else:
+            self.scale = self.scaler.begin(loss.device, self._capture)
         self._around = graph_task()  # a backward that the block itself is inside of
         for optimizer in self.optimizers:
             optimizer.prepare_backward(self.scale, self._end_by_step)
@@ -76,7 +80,7 @@ class ScaledLoss:
             return
         self._close()
         outcome = None
-        delays = self.delay_unscale or any(optimizer.local.coming for optimizer in self.optimizers)
+        delays = self.delay_unscale or any(optimizer.local.are_coming() for optimizer in self.optimizers)
         if delays:
             for optimizer in self.optimizers:
                 optimizer.delay(self.scale)
@@ -111,6 +115,9 @@ class ScaledLoss:
             None if was_delayed else _as_number(self.loss.detach()),
             update=not self.delay_overflow_check,
             capture=self._capture,
+            groups=dict.fromkeys(
+                group for one in self.optimizers for group in one.agreement.list_groups(one.params())
+            ),
         )
         for optimizer in self.optimizers:
             optimizer.pending.append(outcome)

@@ -20,9 +20,9 @@ from ampatch.steps.grads import EarlierGrads, find_grads
 from ampatch.steps.master_grads import MasterGrads
 from ampatch.steps.masters import MasterParams
 from ampatch.steps.outcome import BackwardOutcome
+from ampatch.steps.ranks import Agreement, LocalGrads, scale_again
 from ampatch.steps.scaler import Scale
 from ampatch.steps.step import Listener, SkipStep, wrap_closure
-from ampatch.steps.unsynced_grads import LocalGrads, scale_again
 
 
 class AmpOptimizer:
@@ -46,6 +46,7 @@ class AmpOptimizer:
         self.end_block: Callable[[], None] | None = None  # ends the block that is open
         self.delayed: Scale | None = None  # what the gradients are still scaled by
         self.local = LocalGrads()
+        self.agreement = Agreement()
         self._earlier = EarlierGrads()
         self._skip = SkipStep()
         self.skipped = 0  # how many steps in a row were
@@ -115,13 +116,17 @@ class AmpOptimizer:
     @torch.no_grad()
     def delay(self, scale: Scale) -> None:
         """Leaves the gradients scaled until a later block, or the step, settles them."""
-        self.local.are_waiting |= bool(self.local.coming)
+        self.local.are_waiting |= self.local.are_coming()
         self.local.coming.clear()
         if self.delayed is not scale:
             # What was set aside is unscaled: a power of two takes it there and back exactly.
             self._earlier.change(functools.partial(scale.scale_clean, outcomes=self.pending))
         self.delayed = scale
         self.restore_grads()
+
+    def held_scale(self) -> Scale | None:
+        """The scale of gradients that wait to be averaged, which those of the next block are added to."""
+        return self.local.read_scale or (self.delayed if self.local.are_waiting else None)
 
     def settle_for_reader(self) -> None:
         """Unscales gradients that wait to be averaged over ranks: somebody is about to use them."""
@@ -140,7 +145,8 @@ class AmpOptimizer:
         outcome = None
         if scale.scaler.is_dynamic:
             # As in apex, a delayed block does not count towards growth.
-            outcome = scale.scaler.finish(found_inf, counts=False, capture=scale.capture)
+            groups = self.agreement.list_groups(self.params())
+            outcome = scale.scaler.finish(found_inf, counts=False, capture=scale.capture, groups=groups)
             self.pending.append(outcome)
         if scale.capture is not None:
             scale.capture.append(CapturedBlock([CapturedGrads(self)], outcome, scale.scaler))
@@ -281,6 +287,9 @@ class AmpOptimizer:
         self._grads.clear(set_to_none=bool(set_to_none))
 
     def close(self) -> None:
-        """Leaves the gradients unscaled, and takes the model's weights as they are now."""
-        self.settle()
+        """Leaves the gradients unscaled, and takes the model's weights as they are now.
+
+        The scale is not asked: after an exception on one rank the others would wait for it.
+        """
+        self._unscale_delayed()
         self.masters.take_edits()

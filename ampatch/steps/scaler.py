@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
@@ -11,6 +12,10 @@ from torch import Tensor
 from ampatch.levels.loss_scale import DynamicLossScale, LossScale, parse_loss_scale, validate_scale
 from ampatch.levels.private import check_and_unscale_, group_by_kind, update_scale_
 from ampatch.steps.outcome import BackwardOutcome
+from ampatch.steps.ranks import Agreement, agree_, find_values
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 NEVER = 2**31 - 1  # a growth interval that no tracker reaches
 
@@ -62,9 +67,10 @@ class Scale:
     def unscale_(self, grads: Iterable[Tensor], found_inf: Tensor) -> None:
         """Divides gradients by the scale, and sets `found_inf` to 1 where one is inf or NaN.
 
-        Takes floating and complex gradients, on any devices, sparse ones as well; no host sync.
+        Takes floating and complex gradients, on any devices, sparse ones as well; no host sync. Of DTensors
+        it sees what is on this rank: torch would take mesh and placements of all from the first.
         """
-        tensors = [grad._values() if grad.is_sparse else grad for grad in grads]
+        tensors = [find_values(grad) for grad in grads]
         kinds = group_by_kind([tensors]) if tensors else {}
         for (device, dtype), ((group,), _) in kinds.items():
             values = [torch.view_as_real(values) for values in group] if dtype.is_complex else group
@@ -106,11 +112,12 @@ class LossScaler:
         self._waiting: WeakSet[BackwardOutcome] = WeakSet()  # what these returned, while somebody keeps it
         self._last: BackwardOutcome | None = None
         self._was_asked = False
+        self._groups: Sequence[ProcessGroup] = ()  # of gradients that were unscaled by hand
         self.set_scale(config.init_scale if isinstance(config, DynamicLossScale) else config.value)
 
     def __getstate__(self) -> dict[str, object]:
         # What the blocks of this session left is nothing to keep, and cannot be pickled.
-        return {**vars(self), "_waiting": None, "_last": None, "_current": None}
+        return {**vars(self), "_waiting": None, "_last": None, "_current": None, "_groups": ()}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state, _waiting=WeakSet())
@@ -148,6 +155,8 @@ class LossScaler:
 
     def unscale_(self, grads: Iterable[Tensor], found_inf: Tensor) -> None:
         """Divides gradients by the present scale; see `Scale.unscale_`."""
+        grads = list(grads)
+        self._groups = Agreement().list_groups(grads) or self._groups  # a rank may lack gradients
         self.begin(self._device).unscale_(grads, found_inf)
 
     def new_found_inf(self) -> Tensor:
@@ -162,14 +171,16 @@ class LossScaler:
         update: bool = True,
         counts: bool = True,
         capture: object = None,
+        groups: Iterable[ProcessGroup] = (),
     ) -> BackwardOutcome:
         """Ends a backward pass: updates the scale by `found_inf` and returns what happened.
 
         Without `update` the scale stays, and the overflow counts at the next pass that updates. A pass that
         does not count may back the scale off, but does not let it grow. `loss` is a number on any device,
-        None where the gradients are those of several.
+        None where the gradients are those of several. The ranks of `groups` agree on found_inf.
         """
         found_inf = found_inf.to(self._device)
+        agree_(found_inf, groups)
         before = self._scale.clone() if self._current is None else self._current._value
         self._carry(found_inf)
         if update:
@@ -203,11 +214,13 @@ class LossScaler:
 
         Counts `found_inf` (a number above 0 after an overflow) and the blocks with
         `delay_overflow_check` since the last update; these no longer skip a step. A static scale stays
-        as it is, and there is nothing to skip. Costs one host sync.
+        as it is, and there is nothing to skip. Costs one host sync. Where `unscale_` has seen DTensors, the
+        ranks of their meshes agree, and all of them must call this.
         """
         if not self.is_dynamic:
             return False
         found_inf = self.new_found_inf() if found_inf is None else found_inf.to(self._device).float().max()
+        agree_(found_inf, self._groups)
         self._carry(found_inf)
         is_overflow = bool(self._carried > 0)
         for outcome in self._waiting:

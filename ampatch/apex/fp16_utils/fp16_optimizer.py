@@ -19,6 +19,7 @@ from ampatch.apex.fp16_utils.fp16util import clip_grad_norm, model_grads_to_mast
 from ampatch.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from ampatch.apex.fp16_utils.master_optimizer import MasterOptimizer, validate_no_masters_of_amp
 from ampatch.steps.foreign_step import list_wrapped
+from ampatch.steps.ranks import Agreement, agree_
 
 logger = logging.getLogger("ampatch")
 
@@ -125,11 +126,14 @@ class FP16_Optimizer(MasterOptimizer):
 
     def _unscale_(self, grads: list[Tensor]) -> bool:
         """Divides gradients by the loss scale; says whether one overflowed, if the scale is dynamic."""
-        if not grads or (self.loss_scale == 1 and not self.dynamic_loss_scale):
+        params = list(self._params())
+        if not params or (self.loss_scale == 1 and not self.dynamic_loss_scale):
             return False
-        scaler = amp.LossScaler(0, self.loss_scale, grads[0].device)
+        scaler = amp.LossScaler(0, self.loss_scale, params[0].device)
         found_inf = scaler.new_found_inf()
         scaler.unscale_(grads, found_inf)
+        if self.dynamic_loss_scale:  # whether this rank has gradients or not
+            agree_(found_inf, Agreement().list_groups(params))
         return self.dynamic_loss_scale and bool(found_inf)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Tensor | int:

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter, Sequential
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ampatch.steps.weight import is_wrapper
+
 clip_grad_norm = torch.nn.utils.clip_grad_norm_
 
 
@@ -117,7 +119,7 @@ def model_grads_to_master_grads(
         return
     dense = []
     for model, master in zip(model_params, master_params, strict=True):
-        if model.grad is None or model.grad.is_sparse:
+        if model.grad is None or model.grad.is_sparse or is_wrapper(model.grad):
             master.grad = None if model.grad is None else model.grad.to(master.dtype, copy=True)
             continue
         if master.grad is None or master.grad.is_sparse:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ampatch.apex.fp16_utils.fp16util import to_python_float
+from ampatch.steps.ranks import Agreement, agree_, find_values
 
 __all__ = ["DynamicLossScaler", "LossScaler", "to_python_float"]
 
@@ -81,9 +82,13 @@ class DynamicLossScaler(LossScaler):
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Whether any gradient of `params` has an element that is inf or NaN; one host sync."""
-        grads = [param.grad for param in params if param.grad is not None]
-        finite = [_is_finite(grad) for grad in grads]
-        return bool(finite) and not bool(torch.stack([flag.to(finite[0].device) for flag in finite]).all())
+        params = list(params)
+        finite = [_is_finite(param.grad) for param in params if param.grad is not None]
+        device = finite[0].device if finite else params[0].device if params else None
+        flags = [torch.ones((), dtype=torch.bool, device=device), *(flag.to(device) for flag in finite)]
+        found_inf = 1.0 - torch.stack(flags).all().float()
+        agree_(found_inf, Agreement().list_groups(params))
+        return bool(found_inf)
 
     @staticmethod
     def _has_inf_or_nan(x: Tensor) -> bool:
@@ -104,8 +109,7 @@ class DynamicLossScaler(LossScaler):
 
 def _is_finite(grad: Tensor) -> Tensor:
     """Looks at every element: the sum of finite ones may well be inf."""
-    values = grad.detach()
-    return torch.isfinite(values._values() if values.is_sparse else values).all()
+    return torch.isfinite(find_values(grad.detach())).all()
 
 
 # Checkpoints hold these objects, under the name that apex gave them or under ours, and `torch.load`

@@ -1,0 +1,171 @@
+"""What the ranks of a training have to do with each other: one found_inf, and gradients not averaged yet."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from ampatch.errors import AmpError
+from ampatch.levels.private import withholds_grads
+from ampatch.steps.master_grads import clear_master_grad
+from ampatch.steps.weight import Weight
+
+if TYPE_CHECKING:
+    from ampatch.steps.scaler import Scale
+
+
+@dataclass(slots=True, eq=False)
+class Agreement:
+    """Knows the process groups whose ranks must agree on found_inf, because they share parameters.
+
+    Those are the groups of every dimension of every mesh that parameters are on, sharded or replicated:
+    what is on one rank alone may overflow there alone. Not the gradients' meshes: a rank may lack some.
+    Parameters without a mesh need no agreement where DistributedDataParallel has averaged their gradients.
+    `group` is one that the script has named.
+    """
+
+    group: dist.ProcessGroup | None = None
+    _meshes: list[object] = field(default_factory=list)
+    _groups: list[dist.ProcessGroup] = field(default_factory=list)
+
+    def list_groups(self, params: Iterable[Tensor]) -> list[dist.ProcessGroup]:
+        """Returns the groups for these parameters, each of several ranks, in one order on all of them."""
+        if not has_ranks():
+            return []
+        meshes = list_meshes(params)
+        if meshes != self._meshes or not self._groups:
+            self._meshes, self._groups = meshes, _select_groups(meshes, self.group)
+        return self._groups
+
+
+def has_ranks() -> bool:
+    """Whether there are process groups at all."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def list_meshes(tensors: Iterable[Tensor]) -> list[dist.DeviceMesh]:
+    """Returns the device meshes that tensors are on, each once; a plain tensor is on none."""
+    found = [getattr(tensor, "device_mesh", None) for tensor in tensors]
+    return list({id(mesh): mesh for mesh in found if mesh is not None}.values())
+
+
+def _select_groups(
+    meshes: Iterable[dist.DeviceMesh], given: dist.ProcessGroup | None
+) -> list[dist.ProcessGroup]:
+    own = [mesh for mesh in meshes if mesh.get_coordinate() is not None]  # those that this rank is in
+    groups = [mesh.get_group(dim) for mesh in own for dim in range(mesh.ndim)]
+    groups += [] if given is None else [given]
+    by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for group in groups:  # dimension by dimension on every rank, or a found_inf does not reach all of a mesh
+        by_ranks.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+    return [group for ranks, group in by_ranks.items() if len(ranks) > 1]
+
+
+@torch.no_grad()
+def agree_(found_inf: Tensor, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Sets `found_inf` (0-dim, float32) to 1 if it is 1 on any rank; one collective a group, no host sync."""
+    for group in groups:
+        is_elsewhere = found_inf.is_cpu and dist.get_backend(group) == "nccl"  # of parameters on the CPU
+        here = found_inf.cuda() if is_elsewhere else found_inf
+        dist.all_reduce(here, dist.ReduceOp.MAX, group=group)
+        if is_elsewhere:
+            found_inf.copy_(here)
+
+
+def find_values(grad: Tensor) -> Tensor:
+    """Returns what holds the values of a gradient on this rank; who writes there writes the gradient."""
+    if not hasattr(grad, "to_local"):
+        return grad._values() if grad.is_sparse else grad
+    with torch.no_grad():
+        local = grad.to_local()  # of a DTensor
+    return local.wait() if hasattr(local, "wait") else local  # for a collective that still runs
+
+
+@dataclass(slots=True, eq=False)
+class LocalGrads:
+    """Knows which gradients of one optimizer stay on their rank.
+
+    The next backward that is synchronized averages what has accumulated by then: DistributedDataParallel
+    in `.grad`, FSDP2 where nobody sees it. So these gradients have to stay there as they are, scaled.
+    """
+
+    coming: set[int] = field(default_factory=set)  # models whose next backward makes such, by id
+    sharded: list[weakref.ref[Module]] = field(default_factory=list)  # the parts that FSDP2 has sharded
+    are_waiting: bool = False
+    are_alone: bool = False  # whether no DistributedDataParallel was seen that averages them
+    read_scale: Scale | None = None  # what they were scaled by, if somebody wanted to read them before
+    read_found_inf: Tensor | None = None
+
+    def are_coming(self) -> bool:
+        """Whether the backward that has just run left its gradients on the rank."""
+        parts = [part for find in self.sharded if (part := find()) is not None]
+        return bool(self.coming) or any(map(withholds_grads, parts))
+
+
+@torch.no_grad()
+def scale_again(own: Iterable[Tensor], pairs: Iterable[Weight], before: Scale, scale: Scale) -> None:
+    """Goes on as if nobody had read the gradients that wait: they are not averaged yet."""
+    for param in own:
+        param.grad = None if param.grad is None else scale.scale(param.grad)
+    for pair in pairs:
+        pair.half.grad = None if pair.half.grad is None else scale.rescale(pair.half.grad, before)
+        clear_master_grad(pair)
+
+
+class WatchForward:
+    """Tells whether a forward is averaged over ranks, or under `no_sync`; a forward pre-hook of a model.
+
+    Raises AmpError for parameters on a mesh, or parts that FSDP2 has sharded, that are not among the `known`
+    ones, by id. A deep copy or a pickled model has no optimizers to tell.
+    """
+
+    def __init__(self, listeners: Sequence[LocalGrads] = (), known: Set[int] = frozenset()) -> None:
+        self._listeners = listeners
+        self._known = known
+        self._kind: type | None = None  # of the module when it was looked at: fully_shard changes it
+        self._holds_ddp = False
+
+    def __reduce__(self) -> tuple:
+        return WatchForward, ()
+
+    def __call__(self, module: Module, args: tuple) -> None:
+        if not self._listeners or torch.compiler.is_dynamo_compiling():
+            return
+        if not has_ranks() or not torch.is_grad_enabled():
+            return
+        if self._kind is not type(module):
+            self._validate_params(module)
+            self._kind = type(module)
+            self._holds_ddp = any(isinstance(part, DistributedDataParallel) for part in module.modules())
+        ddp = DistributedDataParallel._active_ddp_module  # whose forward this call is inside of
+        for grads in self._listeners:
+            grads.are_alone = ddp is None and not self._holds_ddp
+            if ddp is not None:
+                note = grads.coming.discard if ddp.require_backward_grad_sync else grads.coming.add
+                note(id(module))
+
+    def _validate_params(self, module: Module) -> None:
+        parts = find_sharded(module)
+        if parts and self._known.issuperset(map(id, parts)):
+            return  # they hold other parameters while their forward runs
+        new = {name: param for name, param in module.named_parameters() if id(param) not in self._known}
+        moved = [name for name, param in new.items() if parts or list_meshes([param])]
+        if moved:
+            raise AmpError(
+                f"{type(module).__name__}: {len(moved)} parameters were replaced after initialize "
+                f"({moved[0]!r} for one), and the optimizer would step the old ones: call fully_shard or "
+                f"parallelize_module on the model first, then make the optimizer, then call initialize"
+            )
+
+
+def find_sharded(module: Module) -> list[Module]:
+    """The parts of a module that FSDP2 has sharded."""
+    return [part for part in module.modules() if hasattr(part, "set_requires_gradient_sync")]

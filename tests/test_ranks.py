@@ -1,0 +1,309 @@
+"""Every rank takes the same step: found_inf is agreed on over the meshes of the parameters."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import ampatch as amp
+from ampatch.apex.fp16_utils import DynamicLossScaler, FP16_Optimizer
+from ranks import Ranks
+from ranks_matrix import RANKS, Case, find_faults, mesh, unsynchronized
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"), RANKS)
+    yield ranks
+    ranks.close()
+
+
+def open_linear(level="O1", scale="dynamic", shards=True, sizes=(3, 4), **kwargs):
+    torch.manual_seed(0)
+    model = nn.Linear(*sizes, bias=False)
+    if shards:
+        fully_shard(model, mesh=mesh(RANKS))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return amp.initialize(
+        model, optimizer, opt_level=level, loss_scale=scale, verbosity=0, alarms=None, **kwargs
+    )
+
+
+def run_block(model, optimizer, factor=1.0, **kwargs):
+    with amp.scale_loss(model(torch.ones(2, 3)).sum() * factor, optimizer, **kwargs) as scaled:
+        scaled.backward()
+
+
+# ---- The whole matrix; `python tests/ranks_matrix.py 200` runs it with all kinds of optimizers ----
+
+SMOKE = [
+    Case("FSDP2", "O2", "fused", True, "AdamW"),
+    Case("HSDP", "O4", "foreach", True),
+    Case("TP", "O5", "plain", False),
+    Case("TP", "O1", "foreach", False),
+    Case("TP+FSDP2", "O2", "plain", True),
+    Case("TP+FSDP2", "O1", "fused", False, "AdamW"),
+]
+
+
+@pytest.mark.parametrize("case", SMOKE, ids=str)
+def test_ranks_take_the_step_of_one_process(ranks, case):
+    assert ranks(find_faults, case)[0] == []
+
+
+@pytest.mark.parametrize("fault", ["each rank skips alone", "doubled inverse scale"])
+def test_the_matrix_finds_a_planted_fault(ranks, fault):
+    assert ranks(find_faults, Case("HSDP", "O1", "foreach", True), fault)[0]
+
+
+# ---- Where torch's GradScaler diverges ----
+
+
+def make_lists():
+    """Lists of parameters whose gradients overflow on rank 3 alone, by name."""
+    all_ranks, grid = mesh(RANKS), mesh(2, 2)
+    whole, sharded = [Replicate()], [Shard(0)]
+
+    def lay(device_mesh, placements):
+        return nn.Parameter(distribute_tensor(torch.ones(4, 2), device_mesh, placements))
+
+    return {
+        "sharded": [lay(all_ranks, sharded)],
+        "replicated first": [lay(all_ranks, whole), lay(all_ranks, sharded)],
+        "HSDP": [lay(grid, [Replicate(), Shard(0)])],
+        "norm on dp alone": [lay(grid["dp"], sharded), lay(grid, [Shard(0), Shard(1)])],
+        "plain first": [nn.Parameter(torch.ones(2)), lay(all_ranks, sharded)],
+    }
+
+
+def give_grads(params, loss):
+    """Gradients of `loss`, with an inf in what rank 3 has of the last."""
+    loss.backward()
+    overflow_on_rank_3(params)
+
+
+def overflow_on_rank_3(params):
+    if dist.get_rank() == 3:
+        with torch.no_grad():
+            params[-1].grad.to_local().view(-1)[0] = float("inf")
+
+
+def step_with_torch(params):
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=8.0), torch.optim.SGD(params, lr=0.1)
+    total = sum(param.full_tensor().sum() if isinstance(param, DTensor) else param.sum() for param in params)
+    give_grads(params, scaler.scale(total))
+    try:
+        scaler.step(optimizer)
+    except RuntimeError:
+        return "raises"
+    scaler.update()
+    return scaler.get_scale()
+
+
+def step_with_ours(params):
+    model = nn.Module()
+    model.params = nn.ParameterList(params)
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    scale = amp.DynamicLossScale(init_scale=8.0)
+    model, optimizer = amp.initialize(model, optimizer, loss_scale=scale, verbosity=0, alarms=None)
+    total = sum(param.full_tensor().sum() if isinstance(param, DTensor) else param.sum() for param in params)
+    with amp.scale_loss(total, optimizer) as scaled:
+        give_grads(params, scaled)
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    found = amp.get_loss_scale()
+    amp.uninitialize()
+    return found
+
+
+def compare_lists(step):
+    return {name: step(params) for name, params in make_lists().items()}
+
+
+# What torch's GradScaler has for a scale on each rank: 4.0 where it saw the inf, 8.0 where it did not.
+TORCHS = {
+    "sharded": [4.0, 4.0, 4.0, 4.0],
+    "replicated first": [8.0, 8.0, 8.0, 4.0],
+    "HSDP": [8.0, 8.0, 4.0, 4.0],
+    "norm on dp alone": [8.0, 4.0, 8.0, 4.0],
+    "plain first": ["raises"] * RANKS,
+}
+
+
+def test_ranks_agree_where_those_of_torchs_grad_scaler_do_not(ranks):
+    assert ranks(compare_lists, step_with_ours) == [dict.fromkeys(TORCHS, 4.0)] * RANKS
+    theirs = ranks(compare_lists, step_with_torch)
+    assert {name: [each[name] for each in theirs] for name in TORCHS} == TORCHS
+
+
+# ---- Gradients that are kept back, to be averaged with later ones ----
+
+
+def accumulate_with_another_scale(level, wrapper, change):
+    """A block whose gradients are kept, and one whose backward averages both, at another scale."""
+    scale, shards = amp.DynamicLossScale(64.0, growth_interval=1), wrapper == "FSDP2"
+    model, optimizer = open_linear(level, scale, shards, num_losses=2)
+    model = model if shards else nn.parallel.DistributedDataParallel(model)
+    with unsynchronized(model, False):
+        run_block(model, optimizer, 1.0 + dist.get_rank())
+    kept = amp.get_loss_scale()
+    if change == "set_loss_scale":
+        amp.set_loss_scale(8.0)
+    amp.set_loss_scale(16.0, loss_id=1)
+    with unsynchronized(model, True):
+        run_block(model, optimizer, 1.0 + dist.get_rank(), loss_id=int(change == "loss_id"))
+    (param,) = amp.master_params(optimizer)
+    grad = param.grad.full_tensor() if shards else param.grad
+    return kept, grad.unique().tolist()
+
+
+@pytest.mark.parametrize("change", ["set_loss_scale", "loss_id", "nothing"])
+@pytest.mark.parametrize("wrapper", ["FSDP2", "DDP"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_kept_gradients_are_unscaled_by_what_they_were_made_with(ranks, level, wrapper, change):
+    # Two rows of ones, times the mean of 1 to 4, in each of two blocks.
+    assert ranks(accumulate_with_another_scale, level, wrapper, change) == [(64.0, [10.0])] * RANKS
+
+
+def accumulate_in_a_part(keeps):
+    """Two blocks; in the first, one of two parts may keep its gradients back. The scale would double."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 4, bias=False))
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh(RANKS))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scale = amp.DynamicLossScale(64.0, growth_interval=1)
+    amp.initialize(model, optimizer, opt_level="O4", loss_scale=scale, verbosity=0, alarms=None)
+    for is_last in (False, True):
+        model[1].set_requires_gradient_sync(is_last or not keeps, recurse=False)
+        run_block(model, optimizer)
+    grads = [param.grad.full_tensor() for param in model.parameters()]
+    amp.uninitialize()
+    return grads
+
+
+def compare_parts():
+    return all(map(torch.equal, accumulate_in_a_part(True), accumulate_in_a_part(False)))
+
+
+def test_a_part_that_keeps_its_gradients_keeps_the_scale(ranks):
+    assert ranks(compare_parts) == [True] * RANKS
+
+
+# ---- Gradients averaged by hand ----
+
+
+def average_by_hand(overflow, named):
+    """Averages unscaled gradients after the block; one rank overflows. Returns skips and the scale."""
+    group = {"process_group": dist.group.WORLD} if named else {}
+    model, optimizer = open_linear("O4", amp.DynamicLossScale(64.0), shards=False, **group)
+    run_block(model, optimizer, float("inf") if dist.get_rank() == overflow else 1.0)
+    for param in model.parameters():
+        dist.all_reduce(param.grad)
+    optimizer.step()
+    return amp.step_was_skipped(optimizer), amp.get_loss_scale()
+
+
+def test_ranks_that_average_by_hand_skip_together_in_a_process_group(ranks):
+    assert ranks(average_by_hand, 2, named=True) == [(True, 32.0)] * RANKS
+
+
+def warn_of_ranks(wraps):
+    model, optimizer = open_linear("O4", amp.DynamicLossScale(64.0), shards=False)
+    model = nn.parallel.DistributedDataParallel(model) if wraps else model
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            run_block(model, optimizer)
+            optimizer.step()
+    return [str(one.message)[:48] for one in seen]
+
+
+def test_ranks_that_nothing_joins_are_warned_once(ranks):
+    assert ranks(warn_of_ranks, wraps=True) == [[]] * RANKS
+    assert ranks(warn_of_ranks, wraps=False) == [["SGD: nothing makes the ranks skip a step togethe"]] * RANKS
+
+
+def test_what_is_no_process_group_is_refused():
+    with pytest.raises(
+        amp.AmpTypeError, match=r"expected a torch\.distributed\.ProcessGroup that this rank is"
+    ):
+        open_linear(shards=False, process_group=[0, 1])
+
+
+# ---- Loops by hand, delayed blocks, the optimizers of apex ----
+
+
+def overflow_by_hand():
+    """Unscales gradients, of which one rank has none, by a LossScaler of its own."""
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh(RANKS), [Shard(0)]))
+    scaler, found = amp.LossScaler(0, amp.DynamicLossScale(8.0), torch.device("cpu")), []
+    for step in range(2):
+        loss = scaler.scale(weight.sum())
+        loss.backward()
+        overflow_on_rank_3([weight])
+        found_inf = scaler.new_found_inf()
+        scaler.unscale_([weight.grad] if step == 0 or dist.get_rank() == 3 else [], found_inf)
+        found.append(scaler.update(found_inf))
+    return found, scaler.get_scale()
+
+
+def test_a_scaler_in_a_loop_by_hand_agrees(ranks):
+    assert ranks(overflow_by_hand) == [([True, True], 2.0)] * RANKS
+
+
+def overflow_in_fp16_optimizer():
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 2).half(), mesh(RANKS), [Shard(0)]))
+    optimizer = FP16_Optimizer(torch.optim.SGD([weight], lr=0.1), dynamic_loss_scale=True, verbose=False)
+    optimizer.backward(weight.sum(), update_master_grads=False)
+    overflow_on_rank_3([weight])
+    by_hand = DynamicLossScaler().has_overflow([weight])
+    optimizer.step()
+    return optimizer.overflow, optimizer.loss_scale, by_hand
+
+
+def test_the_optimizer_of_apex_agrees(ranks):
+    assert ranks(overflow_in_fp16_optimizer) == [(True, 2.0**15, True)] * RANKS
+
+
+def delay(level):
+    model, optimizer = open_linear(level, amp.DynamicLossScale(64.0))
+    with amp.scale_loss(model(torch.ones(2, 3)).sum(), optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+        overflow_on_rank_3(list(model.parameters()))
+    optimizer.step()
+    return amp.step_was_skipped(optimizer), amp.get_loss_scale()
+
+
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_a_delayed_block_agrees_at_the_step(ranks, level):
+    assert ranks(delay, level) == [(True, 32.0)] * RANKS
+
+
+# ---- Refused ----
+
+
+def shard_after_initialize(level, way):
+    model, optimizer = open_linear(level, shards=False)
+    if way == "fully_shard":
+        fully_shard(model, mesh=mesh(RANKS))
+    else:
+        parallelize_module(model, mesh(RANKS), ColwiseParallel())
+    try:
+        run_block(model, optimizer)
+    except amp.AmpError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("way", ["fully_shard", "parallelize_module"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O5"])
+def test_parameters_that_are_replaced_after_initialize_are_refused(ranks, level, way):
+    for text in ranks(shard_after_initialize, level, way):
+        assert "Linear: 1 parameters were replaced after initialize ('weight' for one)" in text
