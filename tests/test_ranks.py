@@ -6,9 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch as amp
 from ampatch.apex.fp16_utils import DynamicLossScaler, FP16_Optimizer
@@ -285,6 +288,50 @@ def delay(level):
 @pytest.mark.parametrize("level", ["O1", "O5"])
 def test_a_delayed_block_agrees_at_the_step(ranks, level):
     assert ranks(delay, level) == [(True, 32.0)] * RANKS
+
+
+# ---- What a step sends, on torch's fake process group ----
+
+
+class Collectives(TorchDispatchMode):
+    """Notes the size of each message."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace in ("c10d", "_c10d_functional"):
+            self.sizes += [tensor.numel() for tensor in args[0]]
+        return function(*args, **(kwargs or {}))
+
+
+def count_collectives(sizes, count):
+    """The sizes of what the end of a block sends, with parameters on a mesh of these sizes; none: plain."""
+    params = [nn.Parameter(torch.ones(2)) for _ in range(count)]
+    if sizes:
+        device_mesh, places = init_device_mesh("cpu", sizes), [Shard(0), *[Replicate()] * (len(sizes) - 1)]
+        params = [nn.Parameter(DTensor.from_local(param.data, device_mesh, places)) for param in params]
+    model, optimizer = nn.Module(), torch.optim.SGD(params, lr=0.1)
+    model.params = nn.ParameterList(params)
+    amp.initialize(model, optimizer, opt_level="O4", loss_scale="dynamic", verbosity=0, alarms=None)
+    with Collectives() as sent:
+        for _ in range(2):
+            with amp.scale_loss(torch.ones((), requires_grad=True), optimizer):
+                for param in params:
+                    param.grad = param.detach().clone()
+    amp.uninitialize()
+    return sent.sizes
+
+
+@pytest.mark.parametrize("world", [8, 64, 1024])
+def test_a_block_sends_one_number_for_each_dimension_of_a_mesh(world):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        for sizes in [(), (world,), (world // 4, 4), (world // 4, 2, 2)]:
+            assert [count_collectives(sizes, count) for count in (1, 9)] == [[1] * 2 * len(sizes)] * 2
+    finally:
+        dist.destroy_process_group()
 
 
 # ---- Refused ----
