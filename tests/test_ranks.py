@@ -354,3 +354,23 @@ def shard_after_initialize(level, way):
 def test_parameters_that_are_replaced_after_initialize_are_refused(ranks, level, way):
     for text in ranks(shard_after_initialize, level, way):
         assert "Linear: 1 parameters were replaced after initialize ('weight' for one)" in text
+
+
+def shard_beside_batch_norm(apart):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    for part in (*([model[1]] if apart else []), model):
+        fully_shard(part, mesh=mesh(RANKS))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        amp.initialize(model, optimizer, opt_level="O5", verbosity=0, alarms=None)
+    except amp.AmpError as error:
+        return str(error)
+    with amp.scale_loss(model(torch.ones(4, 4)).sum(), optimizer) as scaled:
+        scaled.backward()
+    return None
+
+
+def test_fsdp_with_weights_of_two_types_in_one_part_is_refused(ranks):
+    for text in ranks(shard_beside_batch_norm, False):
+        assert "holds torch.bfloat16 and torch.float32 weights in one part" in text
+    assert ranks(shard_beside_batch_norm, True) == [None] * RANKS

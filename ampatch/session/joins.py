@@ -27,7 +27,7 @@ from ampatch.session.request import Call, Request, unwrap_optimizer
 from ampatch.steps.foreign_step import WholeStep, needs_whole_step
 from ampatch.steps.masters import MasterParams
 from ampatch.steps.optimizer import AmpOptimizer
-from ampatch.steps.ranks import WatchForward, find_sharded
+from ampatch.steps.ranks import WatchForward, find_sharded, validate_sharded
 from ampatch.steps.step import Listener
 from ampatch.steps.weight import Weight
 
@@ -70,6 +70,7 @@ class Joins:
         known = {id(param) for param in model.parameters()}
         listeners = [amp.local for amp in amps if not known.isdisjoint(map(id, amp.model_params()))]
         sharded = find_sharded(model)
+        validate_sharded(sharded)
         for local in listeners:
             local.sharded += map(weakref.ref, sharded)
         hook = WatchForward(listeners, known.union(map(id, sharded)))

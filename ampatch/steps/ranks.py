@@ -169,3 +169,22 @@ class WatchForward:
 def find_sharded(module: Module) -> list[Module]:
     """The parts of a module that FSDP2 has sharded."""
     return [part for part in module.modules() if hasattr(part, "set_requires_gradient_sync")]
+
+
+def validate_sharded(parts: Sequence[Module]) -> None:
+    """Raises AmpError for a part that FSDP2 cannot gather, because its weights have several types by now."""
+    sharded = set(map(id, parts))
+
+    def list_own(module: Module) -> list[Tensor]:
+        inner = [child for child in module.children() if id(child) not in sharded]
+        return [*module.parameters(recurse=False), *(param for child in inner for param in list_own(child))]
+
+    for part in parts:
+        trained = [param for param in list_own(part) if param.requires_grad and list_meshes([param])]
+        dtypes = sorted({str(param.dtype) for param in trained})
+        if len(dtypes) > 1:
+            raise AmpError(
+                f"{type(part).__name__}: fully_shard holds {' and '.join(dtypes)} weights in one part, which "
+                f"FSDP2 refuses: call fully_shard on the modules that stay float32 (BatchNorm, keep_fp32) by "
+                f"themselves before the rest, pass keep_batchnorm_fp32=False, or take opt_level='O1' or 'O4'"
+            )
