@@ -151,7 +151,8 @@ def test_ranks_agree_where_those_of_torchs_grad_scaler_do_not(ranks):
 
 def accumulate_with_another_scale(level, wrapper, change):
     """A block whose gradients are kept, and one whose backward averages both, at another scale."""
-    scale, shards = amp.DynamicLossScale(64.0, growth_interval=1), wrapper == "FSDP2"
+    scale = 64.0 if change == "static" else amp.DynamicLossScale(64.0, growth_interval=1)
+    scale, shards = 1.0 if change == "identity" else scale, wrapper == "FSDP2"
     model, optimizer = open_linear(level, scale, shards, num_losses=2)
     model = model if shards else nn.parallel.DistributedDataParallel(model)
     with unsynchronized(model, False):
@@ -159,20 +160,21 @@ def accumulate_with_another_scale(level, wrapper, change):
     kept = amp.get_loss_scale()
     if change == "set_loss_scale":
         amp.set_loss_scale(8.0)
-    amp.set_loss_scale(16.0, loss_id=1)
+    if change == "loss_id":
+        amp.set_loss_scale(16.0, loss_id=1)
     with unsynchronized(model, True):
         run_block(model, optimizer, 1.0 + dist.get_rank(), loss_id=int(change == "loss_id"))
     (param,) = amp.master_params(optimizer)
     grad = param.grad.full_tensor() if shards else param.grad
-    return kept, grad.unique().tolist()
+    return kept == amp.LossScaler(0, scale, grad.device).get_scale(), grad.unique().tolist()
 
 
-@pytest.mark.parametrize("change", ["set_loss_scale", "loss_id", "nothing"])
+@pytest.mark.parametrize("change", ["set_loss_scale", "loss_id", "nothing", "static", "identity"])
 @pytest.mark.parametrize("wrapper", ["FSDP2", "DDP"])
 @pytest.mark.parametrize("level", ["O1", "O5"])
 def test_kept_gradients_are_unscaled_by_what_they_were_made_with(ranks, level, wrapper, change):
     # Two rows of ones, times the mean of 1 to 4, in each of two blocks.
-    assert ranks(accumulate_with_another_scale, level, wrapper, change) == [(64.0, [10.0])] * RANKS
+    assert ranks(accumulate_with_another_scale, level, wrapper, change) == [(True, [10.0])] * RANKS
 
 
 def accumulate_in_a_part(keeps):

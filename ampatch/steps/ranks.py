@@ -137,9 +137,9 @@ class WatchForward:
         return WatchForward, ()
 
     def __call__(self, module: Module, args: tuple) -> None:
-        if not self._listeners or torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() or not has_ranks():
             return
-        if not has_ranks() or not torch.is_grad_enabled():
+        if not self._listeners or not torch.is_grad_enabled():
             return
         if self._kind is not type(module):
             self._validate_params(module)
