@@ -143,7 +143,8 @@ TORCHS = {
 def test_ranks_agree_where_those_of_torchs_grad_scaler_do_not(ranks):
     assert ranks(compare_lists, step_with_ours) == [dict.fromkeys(TORCHS, 4.0)] * RANKS
     theirs = ranks(compare_lists, step_with_torch)
-    assert {name: [each[name] for each in theirs] for name in TORCHS} == TORCHS
+    if torch.__version__.startswith("2.13"):
+        assert {name: [each[name] for each in theirs] for name in TORCHS} == TORCHS
 
 
 # ---- Gradients that are kept back, to be averaged with later ones ----

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from ampatch.errors import AmpError
@@ -53,7 +53,8 @@ def has_ranks() -> bool:
 
 def list_meshes(tensors: Iterable[Tensor]) -> list[dist.DeviceMesh]:
     """Returns the device meshes that tensors are on, each once; a plain tensor is on none."""
-    found = [getattr(tensor, "device_mesh", None) for tensor in tensors]
+    others = [tensor for tensor in tensors if type(tensor) is not Parameter]  # to ask those takes longest
+    found = [getattr(tensor, "device_mesh", None) for tensor in others]
     return list({id(mesh): mesh for mesh in found if mesh is not None}.values())
 
 
