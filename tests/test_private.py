@@ -56,7 +56,7 @@ def run_without(*names):
 
 def test_each_private_name_is_there_in_the_releases_that_were_tested():
     assert private.is_tested()
-    assert private.explain_missing([*private.EAGER, *private.DYNAMO]) == []
+    assert private.explain_missing([*private.EAGER, *private.DYNAMO, *private.CHECKPOINTS]) == []
 
 
 @pytest.mark.process

@@ -74,6 +74,7 @@ _ENGINE = "disable_casts() does not reach backward passes on a GPU"
 _SCRIPTS = "torch.jit.script refuses models with hooks, and patched functions"
 _LOSSES = "amp.diagnose does not see the operations of a loss"
 _COMPILED = "functions of torch.compile run as plain Python while torch is patched"
+_CHECKPOINTS = "torch.distributed.checkpoint.state_dict raises KeyError for optimizers with masters"
 
 EAGER = (
     GRAPH_TASK := Private("_C._current_graph_task_id", _LATE_WRITES),
@@ -113,6 +114,12 @@ DYNAMO = (
     HANDLERS := Private("_dynamo.variables.builtin.BuiltinVariable.call_function_handler_cache", _COMPILED),
     ATTRIBUTE := Private("_dynamo.source.AttrSource", _COMPILED),
     BUILD := Private("_dynamo.variables.base.VariableTracker.build", _COMPILED),
+)
+
+# Looked up once their module is imported, which takes a second.
+CHECKPOINTS = (
+    Private("distributed.checkpoint.state_dict._get_optim_state_dict", _CHECKPOINTS),
+    Private("distributed.checkpoint.state_dict._load_optim_state_dict", _CHECKPOINTS),
 )
 
 

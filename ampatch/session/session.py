@@ -19,6 +19,7 @@ from ampatch.models.model import ModelCaster, validate_models
 from ampatch.patching.captures import Captures, Repeats
 from ampatch.patching.compiling import skip_own_frames
 from ampatch.patching.data_watch import DataWatch
+from ampatch.patching.distributed import CheckpointNames
 from ampatch.patching.scripting import ScriptModels
 from ampatch.patching.torch_features import TorchFeatures
 from ampatch.patching.torch_patch import TorchPatch
@@ -61,6 +62,7 @@ class Session(Listener):
         self._script_models = ScriptModels()
         self._features = TorchFeatures()
         self._captures = Captures()
+        self._checkpoint_names = CheckpointNames(self._members.map_masters)
         self._warner = Warner()
         self._scale_watch = ScaleWatch(self._warner, self._members, self.scalers)
         self._half_watch = HalfWatch(self._warner, self._members)
@@ -154,6 +156,8 @@ class Session(Listener):
             self._data_watch.open(undo)
         if policy.half is not None:
             self._features.open(undo)
+        if policy.master_weights:
+            self._checkpoint_names.open(undo)
         self._script_models.open(undo)
         self._captures.open(undo)
         if policy.loss_scale != StaticLossScale(1.0):
@@ -269,7 +273,7 @@ class Session(Listener):
         """Undoes everything, last-in first-out."""
         with ExitStack() as stack:
             stack.callback(self._reset)
-            watches = self._data_watch, self._scale_watch, self._half_watch
+            watches = self._data_watch, self._scale_watch, self._half_watch, self._checkpoint_names
             for patch in (self.torch_patch, self._features, self._script_models, self._captures, *watches):
                 stack.callback(patch.retry)
             stack.push(self._undo)
