@@ -1,17 +1,25 @@
 """What torch.distributed adds to a training: checkpoints for another number of ranks, uneven inputs, ZeRO."""
 
 import copy
+import functools
+import importlib
+import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
 
 import ampatch as amp
 from helpers import snapshot
-from ranks import Ranks
+from ranks import Ranks, is_equal_on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -40,7 +48,7 @@ def build(level, seed=0):
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
     for part in (model[0], model):
         fully_shard(part)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    optimizer = AdamW(model.parameters(), lr=0.01, eps=1e-4)
     scale = amp.DynamicLossScale(growth_interval=3) if level in ("O1", "O2") else None
     return amp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
 
@@ -96,3 +104,131 @@ def test_a_checkpoint_resumes_bit_for_bit_on_another_number_of_ranks(level, two,
     whole = two(leg, level, range(8))[0]
     assert resumed["amp"] == whole["amp"]
     assert snapshot(resumed) == snapshot(whole)
+
+
+# ---- Optimizers and inputs that differ over ranks ----
+
+
+def bare(optimizer_class=torch.optim.SGD, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+    optimizer = optimizer_class(model.parameters(), lr=0.1, **options)
+    return model, optimizer
+
+
+def find_optimizers():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # it scripts functions
+        return importlib.import_module("torch.distributed.optim")
+
+
+def step_on(model, optimizer, step, factor=1.0, stepper=None):
+    """Makes a step on a batch of this rank's own."""
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+    loss = model(x).float().pow(2).mean() * factor
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    (stepper or optimizer).step()
+    optimizer.zero_grad()
+
+
+def copies(optimizer):
+    return [param.detach().clone() for param in amp.master_params(optimizer)]
+
+
+def are_close(some, others):
+    # A half gradient has 11 bits (bfloat16: 8), and a few steps of 0.1 add up.
+    return all(torch.allclose(one, other, atol=2e-3) for one, other in zip(some, others, strict=True))
+
+
+def run_out_of_inputs(level, overflows):
+    """Trains with three more inputs on rank 1, whose last but one overflows; then evenly."""
+    model, optimizer = bare()
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, alarms=None)
+    ddp = DistributedDataParallel(model)
+    with ddp.join():
+        for step in range(3 + 3 * dist.get_rank()):
+            step_on(ddp, optimizer, step, float("inf") if overflows and step == 4 else 1.0 - (step == 4))
+    for step in range(6, 8):
+        step_on(ddp, optimizer, step)
+    return copies(optimizer), amp.get_loss_scale(), is_equal_on_ranks(copies(optimizer))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_after_uneven_inputs_masters_and_scale_are_the_same_on_all_ranks(level, two):
+    is_dynamic = level != "O5"
+    (params, scale, are_same), (_, other_scale, _) = two(run_out_of_inputs, level, is_dynamic)
+    assert are_same
+    assert scale == other_scale == (2.0**15 if is_dynamic else 1.0)
+    assert are_close(params, two(run_out_of_inputs, "O0", False)[0][0])
+
+
+def share_state(level, shares, **options):
+    """Trains with or without ZeroRedundancyOptimizer, one step of it skipped where scales are dynamic."""
+    zero = functools.partial(find_optimizers().ZeroRedundancyOptimizer, optimizer_class=AdamW, **options)
+    model, optimizer = bare(zero if shares else AdamW, eps=1e-4)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, alarms=None)
+    ddp = DistributedDataParallel(model)
+    for step in range(4):
+        step_on(ddp, optimizer, step, float("inf") if step == 2 and level in ("O1", "O2") else 1.0)
+    trained = copies(optimizer)
+    amp.uninitialize()
+    DistributedDataParallel(model)(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+    return trained, copies(optimizer), is_equal_on_ranks(copies(optimizer))
+
+
+@pytest.mark.parametrize(
+    ("level", "bucket_view"), [("O1", False), ("O2", False), ("O2", True), ("O3", False), ("O5", False)]
+)
+def test_an_optimizer_whose_state_is_shared_out_takes_the_steps_of_a_whole_one(level, bucket_view, two):
+    shared = two(share_state, level, True, parameters_as_bucket_view=bucket_view)
+    assert snapshot(shared) == snapshot(two(share_state, level, False))
+    assert shared[0][2]
+
+
+def refuse_for(level, message, **options):
+    zero = find_optimizers().ZeroRedundancyOptimizer
+    model, optimizer = bare(functools.partial(zero, optimizer_class=torch.optim.SGD, **options))
+
+    def use():
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        Join([optimizer])
+
+    with pytest.raises(amp.AmpError, match=message):
+        use()
+
+
+@pytest.mark.parametrize(
+    ("level", "message", "options"),
+    [
+        ("O3", "parameters_as_bucket_view=False", {"parameters_as_bucket_view": True}),
+        ("O1", "overlap_with_ddp=False", {"overlap_with_ddp": True}),
+        ("O5", "as many batches", {}),
+    ],
+)
+def test_what_sharing_out_cannot_do_is_refused(level, message, options, two):
+    two(refuse_for, level, message, **options)
+
+
+def average_locally(level, is_wrapped, factor=1.0):
+    """Trains each rank alone, with averages after every other step; `factor` is of one step of rank 1."""
+    local_sgd = find_optimizers().PostLocalSGDOptimizer
+    averager = PeriodicModelAverager(period=2, warmup_steps=0)
+    model, optimizer = bare()
+    given = local_sgd(optimizer, averager) if is_wrapped else optimizer
+    amp.initialize(model, given, opt_level=level, verbosity=0, alarms=None)
+    stepper = given if is_wrapped else local_sgd(optimizer, averager)
+    for step in range(7):
+        is_odd = step == 4 and dist.get_rank() == 1
+        step_on(model, given, step, factor if is_odd else 1.0, stepper)
+    return copies(optimizer), is_equal_on_ranks(copies(optimizer))
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False], ids=["given", "inside"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_rank_that_skips_a_step_of_local_sgd_still_takes_part_in_the_average(level, is_wrapped, two):
+    factor = 0.0 if level == "O5" else float("inf")
+    (params, are_same), _ = two(average_locally, level, is_wrapped, factor)
+    assert are_same
+    assert are_close(params, two(average_locally, "O0", True, 0.0)[0][0])

@@ -140,6 +140,17 @@ def is_expanded(tensor: Tensor) -> bool:
     )
 
 
+def forget_partition(optimizer: object) -> None:
+    """Has a ZeroRedundancyOptimizer share its present parameters out among the ranks, as it did the first."""
+    if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
+        optimizer._clear_cache()  # type: ignore[attr-defined]
+
+
+def steps_in_backward(optimizer: object) -> bool:
+    """Whether a ZeroRedundancyOptimizer steps as gradients arrive, and its `step` does nothing."""
+    return getattr(optimizer, "_overlap_with_ddp", False)
+
+
 def explain_missing(names: Sequence[Private]) -> list[str]:
     """A line for each loss: the names that this torch lacks, and what is lost with them."""
     by_loss: dict[str, list[str]] = {}

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from ampatch.errors import AmpError
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.undo import weakly
 from ampatch.models.cast_tensor import Float32Values
@@ -130,6 +131,8 @@ def _attach(amp: AmpOptimizer, has_masters: bool, take: Take) -> None:
     if has_masters:
         methods["zero_grad"] = functools.partial(amp.zero_grad, optimizer.zero_grad)
         instance.replace(optimizer, "__deepcopy__", CopyWithMasters(amp), optional=True)
+        if hasattr(optimizer, "join_hook"):
+            instance.replace(optimizer, "join_hook", _refuse_join)
     for name, method in methods.items():
         instance.replace(optimizer, name, functools.update_wrapper(method, getattr(optimizer, name)))
     for one in amp.masters.optimizers:
@@ -138,6 +141,14 @@ def _attach(amp: AmpOptimizer, has_masters: bool, take: Take) -> None:
         amp.undo.callback(one.register_step_post_hook(amp.after_step).remove)
         if hasattr(one, "_optimizer_load_state_dict_post_hooks"):
             amp.undo.callback(one.register_load_state_dict_post_hook(amp.masters.align_state).remove)
+
+
+def _refuse_join(**options: object) -> None:
+    """Stands for the `join_hook` of an optimizer that has masters."""
+    raise AmpError(
+        "Join was given an optimizer that steps on ranks without inputs, where its float32 masters have no "
+        "gradients: give every rank as many batches and leave the optimizer out, or use O1 or O4"
+    )
 
 
 def _add_param_group(amp: AmpOptimizer, take: Take, original: Callable, group: dict) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from ampatch.levels.undo import refer
 from ampatch.models.cast_tensor import Float32Values, own_tensors
@@ -98,11 +97,6 @@ class Members:
             yield from amp.masters
         for _, values in self._live_modules():
             yield from (weight for weight in values or () if weight.master is not None)
-
-    def map_masters(self, optimizer: object) -> dict[Tensor, Parameter]:
-        """The masters that an optimizer steps, by the half parameter that each stands for."""
-        found = self.find(optimizer)
-        return {} if found is None else {pair.half: pair.master for pair in found[0].masters}
 
     # Calls with enabled=False
 

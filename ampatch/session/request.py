@@ -15,8 +15,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ampatch.errors import AmpError, AmpTypeError, AmpValueError
-from ampatch.levels.loss_scale import DynamicLossScale
+from ampatch.levels.loss_scale import DynamicLossScale, StaticLossScale
 from ampatch.levels.policy import OPT_LEVELS, Policy
+from ampatch.levels.private import steps_in_backward
 from ampatch.models.kept import Keep
 from ampatch.session.alarms.limits import Alarms
 from ampatch.steps.foreign_step import list_wrapped
@@ -118,6 +119,7 @@ def validate_optimizers(request: Request, known: set[int], others: Sequence[AmpO
         taken.add(id(optimizer))
         _validate_params(index, optimizer, known)
         _validate_closure_use(index, optimizer, request.policy)
+        _validate_zero(index, optimizer, request.policy)
 
 
 def unwrap_optimizer(given: object, index: int = 0) -> Optimizer:
@@ -151,6 +153,20 @@ def _validate_closure_use(index: int, optimizer: Optimizer, policy: Policy) -> N
         raise AmpValueError(
             f"optimizers[{index}] is LBFGS, which evaluates its closure several times a step and cannot skip "
             f"one: use a static scale (loss_scale=1.0), or a level that has one (O0, O4, O5)"
+        )
+
+
+def _validate_zero(index: int, optimizer: Optimizer, policy: Policy) -> None:
+    """Raises for options of ZeroRedundancyOptimizer that would go past what a level does."""
+    if policy.is_pure_half and getattr(optimizer, "parameters_as_bucket_view", False):
+        raise AmpValueError(
+            f"optimizers[{index}] sends its buckets of float32 weights to the other ranks, and "
+            f"{policy.opt_level} casts the weights: pass parameters_as_bucket_view=False"
+        )
+    if steps_in_backward(optimizer) and (policy.master_weights or policy.loss_scale != StaticLossScale(1.0)):
+        raise AmpValueError(
+            f"optimizers[{index}] steps inside of backward (overlap_with_ddp=True), where gradients are half "
+            f"or still scaled: pass overlap_with_ddp=False, or use opt_level='O4'"
         )
 
 

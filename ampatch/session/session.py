@@ -19,7 +19,7 @@ from ampatch.models.model import ModelCaster, validate_models
 from ampatch.patching.captures import Captures, Repeats
 from ampatch.patching.compiling import skip_own_frames
 from ampatch.patching.data_watch import DataWatch
-from ampatch.patching.distributed import CheckpointNames
+from ampatch.patching.distributed import DistributedPatch
 from ampatch.patching.scripting import ScriptModels
 from ampatch.patching.torch_features import TorchFeatures
 from ampatch.patching.torch_patch import TorchPatch
@@ -28,6 +28,7 @@ from ampatch.session.announce import Announcer, say, warn_of_torch
 from ampatch.session.joins import Joins
 from ampatch.session.members import Members
 from ampatch.session.misuse import HalfWatch, check_ranks, check_request
+from ampatch.session.over_ranks import OverRanks
 from ampatch.session.request import (
     Call,
     Request,
@@ -62,7 +63,7 @@ class Session(Listener):
         self._script_models = ScriptModels()
         self._features = TorchFeatures()
         self._captures = Captures()
-        self._checkpoint_names = CheckpointNames(self._members.map_masters)
+        self._distributed = DistributedPatch(OverRanks(self._members))
         self._warner = Warner()
         self._scale_watch = ScaleWatch(self._warner, self._members, self.scalers)
         self._half_watch = HalfWatch(self._warner, self._members)
@@ -115,7 +116,7 @@ class Session(Listener):
             parts = list_parts(request.models)
             call.members = [weakref.ref(one) for one in (*parts, *amps)]
             changes_state = policy.is_pure_half or (policy.master_weights and request.allow_half_params)
-            states = [weakref.ref(amp.optimizer) for amp in amps] if changes_state else []
+            states = [weakref.ref(one) for amp in amps if changes_state for one in amp.masters.optimizers]
             call.undo.callback(fit_states, states)
             self.alarms.open(request, call.scalers, amps, call.undo)  # sees batches before they are cast
             caster = ModelCaster(request.models, policy, kept, values, call.undo)
@@ -156,8 +157,8 @@ class Session(Listener):
             self._data_watch.open(undo)
         if policy.half is not None:
             self._features.open(undo)
-        if policy.master_weights:
-            self._checkpoint_names.open(undo)
+        if policy.master_weights or policy.loss_scale != StaticLossScale(1.0):
+            self._distributed.open(undo)
         self._script_models.open(undo)
         self._captures.open(undo)
         if policy.loss_scale != StaticLossScale(1.0):
@@ -273,7 +274,7 @@ class Session(Listener):
         """Undoes everything, last-in first-out."""
         with ExitStack() as stack:
             stack.callback(self._reset)
-            watches = self._data_watch, self._scale_watch, self._half_watch, self._checkpoint_names
+            watches = self._data_watch, self._scale_watch, self._half_watch, self._distributed
             for patch in (self.torch_patch, self._features, self._script_models, self._captures, *watches):
                 stack.callback(patch.retry)
             stack.push(self._undo)

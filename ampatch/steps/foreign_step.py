@@ -79,6 +79,10 @@ class WholeStep:
         result = None
         if amp.was_skipped():
             amp.optimizer._opt_called = True  # or its scheduler takes the step for one that was forgotten
+            averager = getattr(owner, "averager", None)
+            if averager is not None:  # of PostLocalSGDOptimizer: other ranks, which did not skip, wait for it
+                amp.show_grads()
+                averager.average_parameters(params=amp.optimizer.param_groups)
         else:
             result = self._step(*args, **kwargs)
         amp.after_step(amp.optimizer, (), {})

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ampatch.levels.precision import HALF_TYPES
+from ampatch.levels.private import forget_partition
 from ampatch.steps.weight import Weight, refine
 
 
@@ -93,6 +94,7 @@ class MasterParams:
             items = [(by_id.get(id(param), param), value) for param, value in state.items()]
             state.clear()
             state.update(items)
+            forget_partition(optimizer)
 
     @torch.no_grad()
     def take_edits(self) -> None:

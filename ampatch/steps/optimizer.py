@@ -274,6 +274,10 @@ class AmpOptimizer:
         self._grads.drop()
         self._listener.exit_step(self)
 
+    def show_grads(self) -> None:
+        """Puts the gradients back that a skipped step has hidden."""
+        self._skip.end(self.optimizer)
+
     def was_skipped(self) -> bool:
         """Whether the last step was skipped; one host sync if the optimizer skips on the device."""
         return BackwardOutcome.read_all(self.last_outcomes)

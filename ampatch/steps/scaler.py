@@ -285,3 +285,4 @@ class LossScaler:
         self.set_scale(float(state["loss_scale"]))
         # apex counted on at static scales; torch grows a scale at exactly the interval, and past it never.
         self._growth_tracker.fill_(min(int(state["unskipped"]), self.config.growth_interval - 1))
+        self._hysteresis_tracker.fill_(self.config.hysteresis)
