@@ -136,3 +136,14 @@ def test_skipped_steps_of_several_losses_do_not_say_that_a_loss_is_finite(caplog
             scaled_backward(model(X).sum() * factor, optimizer, delay_unscale=delays)
         optimizer.step()
     assert "5 steps in a row were skipped: gradients overflow" in caplog.text
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_before_there_is_a_process_group_rank_0_alone_prints_and_logs_name_the_rank(
+    rank, monkeypatch, capsys, caplog
+):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    amp.initialize(nn.Linear(3, 2), opt_level="O2")
+    assert ("Selected optimization level" in capsys.readouterr().out) == (rank == "0")
+    assert caplog.messages[0].startswith(f"rank {rank}: O2 computes in float16")

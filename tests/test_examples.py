@@ -8,9 +8,12 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ampatch.doctor.campaign import Campaign, Run, start_process
 from faults import fork_child
+from helpers import snapshot
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -20,9 +23,13 @@ LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 LEARNED = 0.89
 
 
-def run_process(name, folder):
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def run_process(name, folder, *arguments):
     """Runs an example in a process of its own, with warnings as errors, and returns what it prints."""
-    command = [sys.executable, "-W", "error", EXAMPLES / f"{name}.py"]
+    options = TORCHRUN if name == "distributed" else ("-W", "error")
+    command = [sys.executable, *options, EXAMPLES / f"{name}.py", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -100,10 +107,17 @@ def check_siamese(printed):
     assert skipped > steps / 4
 
 
+def check_distributed(printed, epochs="0 to 7"):
+    assert printed.count("Selected optimization level") == 1, "rank 0 alone prints"
+    assert f"after epochs {epochs}" in printed
+    assert numbers(r"([\d.]+)% of 500 test digits are right", printed)[0] > 100 * LEARNED
+
+
 CHECKS = {
     "accumulation": check_accumulation,
     "bilinear_pooling": check_bilinear_pooling,
     "digits": check_digits,
+    "distributed": check_distributed,
     "gan": check_gan,
     "gradient_penalty": check_gradient_penalty,
     "linear_attention": check_linear_attention,
@@ -120,6 +134,39 @@ def test_every_example_is_tested():
 @pytest.mark.parametrize("name", CHECKS)
 def test_an_example_does_what_it_says_at_its_default_level(name, tmp_path):
     CHECKS[name](run_process(name, tmp_path))
+
+
+KILLED = """
+import os, runpy, signal, sys
+import ampatch as amp
+
+class Kill(amp.Observer):
+    steps = 0
+    def on_step(self, optimizer):
+        self.steps += 1
+        if self.steps == 50 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.argv = sys.argv[1:]
+with amp.observe(Kill()):
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.process
+def test_a_rank_that_is_killed_starts_again_from_the_last_checkpoint_and_ends_with_the_same_weights(tmp_path):
+    options = ("--wrapper", "fsdp", "--opt-level", "O2", "--epochs", "4", "--checkpoints")
+    run_process("distributed", tmp_path, *options, tmp_path / "whole")
+    (tmp_path / "killed.py").write_text(KILLED)
+    command = [sys.executable, *TORCHRUN, "--max-restarts", "1", "killed.py", EXAMPLES / "distributed.py"]
+    done = subprocess.run([*command, *options, "killed"], capture_output=True, text=True, cwd=tmp_path)
+    assert "after epochs 2 to 3" in done.stdout, done.stderr  # of 20 steps each
+    states = []
+    for name in ("whole", "killed"):
+        dcp_to_torch_save(tmp_path / name / "3", tmp_path / f"{name}.pt")
+        states.append(torch.load(tmp_path / f"{name}.pt"))
+    assert states[0]["model"]["2.weight"].dtype is torch.float32
+    assert snapshot(states[0]) == snapshot(states[1])
 
 
 # Of each example that breaks: the phase, operation and module of its first finding, what --propose keeps,

@@ -1,6 +1,7 @@
 """`ampatch run`: its arguments, and what is set up before the script starts."""
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 
 from ampatch import OPT_LEVELS, AmpValueError, apex
@@ -54,7 +55,14 @@ def run(arguments: argparse.Namespace) -> Callable[[], int]:
     script = find_script(arguments)
     apex.install(**read_overrides(arguments))
     script.validate()
-    return script.run
+    return script.run if "TORCHELASTIC_ERROR_FILE" not in os.environ else record_errors(script.run)
+
+
+def record_errors(run: Callable[[], int]) -> Callable[[], int]:
+    """Has torchrun, which started this process, say the exception that ends it and the rank."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return record(run)
 
 
 def read_overrides(arguments: argparse.Namespace) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Sequence
 
@@ -18,12 +19,31 @@ logger = logging.getLogger("ampatch")
 STREAK = 5  # steps skipped in a row: finding the first scale takes several; as many again are worth a word
 
 
+def find_rank() -> int | None:
+    """The rank of this process among several: that of torchrun while there is no process group yet."""
+    distributed, environ = torch.distributed, os.environ
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank() if distributed.get_world_size() > 1 else None
+    if environ.get("RANK", "").isdecimal() and environ.get("WORLD_SIZE", "1") != "1":
+        return int(environ["RANK"])
+    return None
+
+
 def say(text: str) -> None:
     """Prints a line on rank 0."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_rank() != 0:
-        return
-    print(text, flush=True)
+    if not find_rank():
+        print(text, flush=True)
+
+
+class NameRank(logging.Filter):
+    """Begins each line of the log with the rank, where there are several."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Changes the record."""
+        rank = find_rank()
+        if rank is not None:
+            record.msg = f"rank {rank}: {record.msg}"
+        return True
 
 
 def warn_of_torch() -> None:

@@ -24,7 +24,7 @@ from ampatch.patching.scripting import ScriptModels
 from ampatch.patching.torch_features import TorchFeatures
 from ampatch.patching.torch_patch import TorchPatch
 from ampatch.session.alarms.watch import AlarmWatch
-from ampatch.session.announce import Announcer, say, warn_of_torch
+from ampatch.session.announce import Announcer, NameRank, logger, say, warn_of_torch
 from ampatch.session.joins import Joins
 from ampatch.session.members import Members
 from ampatch.session.misuse import HalfWatch, check_ranks, check_request
@@ -69,6 +69,7 @@ class Session(Listener):
         self._half_watch = HalfWatch(self._warner, self._members)
         self._unframed: set[str] = set()  # modules of ours that Dynamo knows not to compile
         self._said_torch = False
+        self._name_rank = NameRank()
         self.alarms = AlarmWatch()
         self.observers: tuple[Observer, ...] = ()
         self.overrides: dict[str, object] = {}
@@ -159,6 +160,8 @@ class Session(Listener):
             self._features.open(undo)
         if policy.master_weights or policy.loss_scale != StaticLossScale(1.0):
             self._distributed.open(undo)
+        logger.addFilter(self._name_rank)
+        undo.callback(logger.removeFilter, self._name_rank)
         self._script_models.open(undo)
         self._captures.open(undo)
         if policy.loss_scale != StaticLossScale(1.0):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -11,6 +12,7 @@ from ampatch import AmpError, AmpValueError
 from ampatch.apex.script import find_script
 from ampatch.sweeps.faults import ArgumentError
 from ampatch.sweeps.plan import DEFAULTS, Plan
+from ampatch.sweeps.processes.ranks import refuse_ranks
 from ampatch.sweeps.processes.stop import noting_signals
 from ampatch.sweeps.records.sweep import LEVELS
 from ampatch.sweeps.terminal.stream import Stream
@@ -26,9 +28,9 @@ EPILOG = """Everything after -- goes to the script; {seed} in it is replaced by 
 then leaves the seeds that the script sets alone. Exit status: 0 all went well, 1 a run failed (or, with
 --compare, a level got slower or less accurate), 2 bad input, 130 after Ctrl-C."""
 
-OF_A_PLAN = ("seeds", "repeat", "steps", "warmup", "timeout", "tolerance")
+OF_A_PLAN = ("seeds", "repeat", "steps", "warmup", "timeout", "nproc_per_node", "tolerance")
 # Beside --tolerance, which belongs to both.
-OF_A_SWEEP = ("script", "module", "levels", "variant", "seeds", "repeat", "steps", "warmup", "timeout", "out")
+OF_A_SWEEP = ("script", "module", "levels", "variant", *OF_A_PLAN[:-1], "out")
 OF_A_COMPARISON = ("slower", "more_memory")
 FLAGS = {"script": "SCRIPT", "module": "-m"}
 
@@ -54,6 +56,8 @@ def add_of_a_sweep(parser: argparse.ArgumentParser) -> None:
     steps = "end a run after so many optimizer steps; default: where the script ends"
     add("--steps", type=int, metavar="N", help=steps)
     add("--timeout", type=float, metavar="S", help="end a run after so many seconds; default: never")
+    ranks = "run the script on N ranks, as `torchrun --standalone --nproc-per-node N` does"
+    add("--nproc-per-node", type=int, metavar="N", help=ranks)
     add = parser.add_argument_group("what is made of it").add_argument
     warmup = f"first steps of a run that are not timed; default: {DEFAULTS.warmup}; half of a short run"
     add("--warmup", type=int, metavar="N", help=warmup)
@@ -94,6 +98,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def run_sweep(arguments: argparse.Namespace) -> int:
     """Runs what was asked for and shows it; returns the exit status."""
+    try:
+        refuse_ranks()
+    except AmpError:
+        if os.environ["RANK"] == "0":
+            raise
+        return 2  # and rank 0 says why
     given = given_of(arguments, OF_A_COMPARISON)
     if given:
         raise AmpValueError(f"{flags(given)} without --compare: expected the two sweeps that are compared")

@@ -14,6 +14,7 @@ from ampatch.apex.script import Script
 from ampatch.sweeps.campaign import Campaign, SweepProgress
 from ampatch.sweeps.plan import DEFAULTS, LEVEL, SEED, Plan
 from ampatch.sweeps.processes.in_process import Train, execute_here, require_here
+from ampatch.sweeps.processes.ranks import refuse_ranks
 from ampatch.sweeps.processes.runner import Execute
 from ampatch.sweeps.processes.stop import Stop
 from ampatch.sweeps.records.results import open_results
@@ -58,7 +59,9 @@ def sweep(
     arguments that cannot work, among them a `train` that never calls `initialize`.
     """
     require_no_child()
-    if not processes:
+    if processes:
+        refuse_ranks()
+    else:
         require_here(timeout)
     script = Script(CHILD, (describe(train, processes), LEVEL, SEED), is_module=True)
     rows = parse_rows(levels, variants)

@@ -41,6 +41,7 @@ class Run:
     shift_seeds: bool = True
     steps: int | None = None
     warmup: int = DEFAULTS.warmup
+    nproc_per_node: int | None = None  # ranks, which torch.distributed.run starts
 
     @property
     def log(self) -> Path:
@@ -97,7 +98,8 @@ class Plan:
     """A script with its arguments, the rows to train it at, how often, how long, and how to compare.
 
     Each of `rows` runs with each of so many `seeds`, and all of that `repeat` times, each time for so many
-    `steps` at the most and `timeout` seconds; `warmup` steps are not timed.
+    `steps` at the most and `timeout` seconds; `warmup` steps are not timed. Each run has
+    `nproc_per_node` ranks, which torch.distributed.run starts; None is a process without it.
     `tolerance` is in spreads of O0. Raises AmpValueError for what cannot work, all of the numbers at once.
     """
 
@@ -110,6 +112,7 @@ class Plan:
     timeout: float | None = None
     tolerance: float = DEFAULTS.tolerance
     title: str = ""  # of what is run, if it is no script to its user
+    nproc_per_node: int | None = None
 
     def __post_init__(self) -> None:
         if not self.script.is_module and self.script.name == STDIN:
@@ -124,6 +127,12 @@ class Plan:
             ("steps", steps, steps is None or steps >= 2, "expected 2 or more: times are from step to step"),
             ("warmup", self.warmup, self.warmup >= 0, "expected a number of steps, 0 or more"),
             ("timeout", timeout, timeout is None or timeout > 0, "expected seconds, more than 0"),
+            (
+                "nproc_per_node",
+                nproc := self.nproc_per_node,
+                nproc is None or nproc >= 1,
+                "expected 1 or more",
+            ),
             ("tolerance", self.tolerance, self.tolerance >= 0, "expected spreads of O0, 0 or more"),
         )
         if self.count > MOST_RUNS:
@@ -164,6 +173,7 @@ class Plan:
             shift_seeds=not any(SEED in argument for argument in given),
             steps=self.steps,
             warmup=self.warmup,
+            nproc_per_node=self.nproc_per_node,
         )
 
     def settings(self) -> Settings:
@@ -178,4 +188,5 @@ class Plan:
             warmup=self.warmup,
             timeout=self.timeout,
             tolerance=self.tolerance,
+            nproc_per_node=self.nproc_per_node,
         )

@@ -19,6 +19,7 @@ from ampatch.sweeps.measure.seeds import set_seeds, shifted_seeds
 from ampatch.sweeps.measure.steps import StepCounter
 from ampatch.sweeps.plan import Run
 from ampatch.sweeps.processes.log_file import line_of
+from ampatch.sweeps.processes.ranks import own_part
 from ampatch.sweeps.records.sweep_file import to_plain
 
 
@@ -76,4 +77,4 @@ def exit_at_signal(number: int, frame: object) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(Run.from_json(sys.argv[1]))
+    main(own_part(Run.from_json(sys.argv[1])))

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 from ampatch import AmpError
 from ampatch.sweeps.measure.steps import read_count
 from ampatch.sweeps.plan import Run
+from ampatch.sweeps.processes import ranks
 from ampatch.sweeps.processes.log_file import last_lines
 from ampatch.sweeps.processes.stop import Stop
 from ampatch.sweeps.records.record import Ending, Measured, Record
@@ -42,7 +42,8 @@ def execute(run: Run, timeout: float | None, on_steps: Callable[[int], None], st
         with child_process(inner, run.log) as process:
             ended = wait(process, timeout, stop, lambda: on_steps(read_count(inner.progress)))
             seconds = time.monotonic() - start
-        measured, raised = take_measured(inner), last_lines(inner.raised)
+        measured = ranks.slowest(list(map(take_measured, ranks.list_ranks(inner))))
+        raised = ranks.first_raised(inner, last_lines(run.log))
     outcome = ended or judge(process.returncode, measured)
     lines, cause = (), ""
     if outcome is not Ending.FINISHED:
@@ -71,12 +72,12 @@ def child_process(run: Run, path: Path) -> Iterator[subprocess.Popen[bytes]]:
         try:
             yield process
         finally:
-            end(process)
+            end(process, GRACE_SECONDS if run.nproc_per_node is None else ranks.SECONDS)
 
 
 def command_of(run: Run) -> list[str]:
     """Returns the child's command line."""
-    return [sys.executable, "-u", "-m", "ampatch.sweeps.processes.child", run.to_json()]
+    return [*ranks.launcher(run), "ampatch.sweeps.processes.child", run.to_json()]
 
 
 def wait(
@@ -95,12 +96,12 @@ def wait(
     return Ending.INTERRUPTED
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes], grace: float) -> None:
     """Ends a child that still runs: politely, then by force; and whatever it started, at once."""
     try:
         if process.poll() is None:
             send(process, signal.SIGTERM)
-            process.wait(GRACE_SECONDS)
+            process.wait(grace)
     except subprocess.TimeoutExpired:
         pass
     finally:

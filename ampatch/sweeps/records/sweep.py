@@ -28,6 +28,7 @@ class Settings:
     warmup: int = 5
     timeout: float | None = None
     tolerance: float = 2.0
+    nproc_per_node: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,9 @@ def title(sweep: Sweep) -> str:
     times = ASCII.plural(settings.seeds, "seed")
     if settings.repeat > 1:
         times += f" x {settings.repeat}"
-    return f"{settings.script}: {times}, torch {sweep.environment.torch}, {device_of(sweep)}"
+    ranks = settings.nproc_per_node
+    name = settings.script if ranks is None else f"{settings.script} on {ASCII.plural(ranks, 'rank')}"
+    return f"{name}: {times}, torch {sweep.environment.torch}, {device_of(sweep)}"
 
 
 def device_of(sweep: Sweep) -> str:

@@ -1,0 +1,95 @@
+"""A run on several ranks, which torch.distributed.run starts: their files, their times, who failed first."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ampatch import AmpError
+from ampatch.sweeps.plan import Run
+from ampatch.sweeps.processes.log_file import last_lines
+from ampatch.sweeps.records.record import Measured
+
+SECONDS = 40.0  # in which torch.distributed.run, told to end, ends its ranks by force: it takes 30
+
+
+def refuse_ranks() -> None:
+    """Raises AmpError in a process that is one rank of several: each of them would run all of a sweep."""
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        count = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
+        raise AmpError(
+            "a sweep was started by torchrun, on each rank: start it once, as "
+            f"`ampatch sweep --nproc-per-node {count} SCRIPT`; it starts the ranks of each run"
+        )
+
+
+def list_ranks(run: Run) -> list[Run]:
+    """Returns the run as each rank sees it: the files of all but the first are in folders of their own."""
+    others = range(1, run.nproc_per_node or 1)
+    return [run, *(replace(run, directory=str(Path(run.directory, f"rank{rank}"))) for rank in others)]
+
+
+def own_part(run: Run) -> Run:
+    """Returns the run as the rank of this process sees it."""
+    own = list_ranks(run)[int(os.environ["RANK"]) if run.nproc_per_node else 0]
+    Path(own.directory).mkdir(exist_ok=True)
+    return own
+
+
+def launcher(run: Run) -> list[str]:
+    """Returns what goes before the module of a child on the command line."""
+    if run.nproc_per_node is None:
+        return [sys.executable, "-u", "-m"]
+    count = str(run.nproc_per_node)
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count, "-m"]
+    return [sys.executable, "-u", *start]
+
+
+def slowest(ranks: Sequence[Measured | None]) -> Measured | None:
+    """Returns what the first rank measured, with the times of the slowest and the memory of the largest.
+
+    Samples are those of all ranks. None if a rank has left nothing.
+    """
+    known = [rank for rank in ranks if rank is not None]
+    if len(known) < len(ranks):
+        return None
+    slow = max(known, key=lambda rank: rank.step_ms.median if rank.step_ms else 0.0)
+    samples = [rank.samples for rank in known if rank.samples is not None]
+    return replace(
+        known[0],
+        step_ms=slow.step_ms,
+        forward_ms=slow.forward_ms,
+        backward_ms=slow.backward_ms,
+        update_ms=slow.update_ms,
+        samples=sum(samples) if len(samples) == len(known) else None,
+        peak_mib=max((rank.peak_mib for rank in known if rank.peak_mib is not None), default=None),
+    )
+
+
+def first_raised(run: Run, log: Sequence[str]) -> tuple[str, ...]:
+    """Returns a line about the exception of the rank that raised first, or was ended by the system.
+
+    The others fail because of it: they wait for what it does not send any more.
+    """
+    files = [(rank, one.raised) for rank, one in enumerate(list_ranks(run)) if one.raised.exists()]
+    if not files:
+        return () if run.nproc_per_node is None else find_ended(log)
+    rank, path = min(files, key=lambda file: file[1].stat().st_mtime_ns)
+    lines = last_lines(path)
+    return lines if run.nproc_per_node is None else tuple(f"rank {rank}: {line}" for line in lines)
+
+
+def find_ended(log: Sequence[str]) -> tuple[str, ...]:
+    """Reads which rank ended first, and how, in the words that torch.distributed.run closes with.
+
+    >>> find_ended(["Root Cause:", "  rank      : 1 (local_rank: 1)", "  exitcode  : -9"])
+    ('rank 1: exitcode -9',)
+    """
+    text = "\n".join(log).rpartition("Root Cause")[2]
+    rank = re.search(r"^\s*rank\s*: (\d+)", text, re.MULTILINE)
+    code = re.search(r"^\s*exitcode\s*: (-?\d+)", text, re.MULTILINE)
+    return (f"rank {rank[1]}: exitcode {code[1]}",) if rank and code else ()
