@@ -163,7 +163,9 @@ def test_a_rank_that_is_killed_starts_again_from_the_last_checkpoint_and_ends_wi
     # Or the ranks of torch 2.13 may look for each other where they were before.
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     command = [sys.executable, *TORCHRUN, "--max-restarts", "1", "killed.py", EXAMPLES / "distributed.py"]
-    done = subprocess.run([*command, *options, "killed"], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [*command, *options, "killed"], capture_output=True, text=True, cwd=tmp_path, timeout=300
+    )
     assert "after epochs 2 to 3" in done.stdout, done.stderr  # of 20 steps each
     states = []
     for name in ("whole", "killed"):
