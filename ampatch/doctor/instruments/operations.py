@@ -25,15 +25,17 @@ COMPOSITE = ("multi_head_attention_forward",)  # written in Python: it is looked
 ASKING = ("isnan", "isfinite", "isinf", "item", "tolist", "__bool__", "__float__", "allclose")
 CASTS = ("to", "half", "bfloat16", "float", "type", "type_as", "_to_copy")
 # Nodes that make a gradient of finite numbers times that which they take.
-MULTIPLY = (
-    "AddmmBackward0",
-    "MmBackward0",
-    "BmmBackward0",
-    "BaddbmmBackward0",
-    "MvBackward0",
-    "MulBackward0",
+# Nodes that multiply gradients by what is finite in the forward.
+MULTIPLY = tuple(
+    f"{name}Backward0"
+    for name in (
+        *("Addmm", "Mm", "Bmm", "Baddbmm", "Mv", "Mul", "Convolution", "Linear", "Add", "Sub", "Neg"),
+        *("Mean", "Sum", "Embedding", "Index", "Cat", "Stack", "Select", "Slice", "Clone", "Repeat"),
+        *("NativeLayerNorm", "NativeGroupNorm", "NativeBatchNorm", "CudnnBatchNorm", "NativeDropout"),
+        *("Softmax", "LogSoftmax", "Gelu", "Silu", "Tanh", "Sigmoid", "Relu", "LeakyRelu", "Softplus"),
+    )
 )
-MULTIPLY += ("ConvolutionBackward0", "LinearBackward0", "SumBackward1", "AddBackward0")
+MULTIPLY += ("SumBackward1", "MeanBackward1")
 SMALLER = 2.0**-12  # of the present loss scale, to ask whether a gradient overflows for it
 SMALL = 16.0  # a loss scale that is smaller than any search begins with
 KNOWN = "ampatch.doctor"  # in a node's metadata
@@ -213,7 +215,7 @@ def is_cured_by_scale(node: Callable[..., object], taken: tuple, scale: float) -
     """Asks a node, before it forgets what it saved, whether a smaller loss scale would do.
 
     One that cannot be asked, as those in a checkpoint, which unpack what they saved once, is judged by its
-    name: does it multiply a gradient by what was finite in the forward?
+    name: does it multiply gradients by what was finite in the forward?
     """
     try:
         factor = min(SMALLER, SMALL / scale)
