@@ -1,14 +1,16 @@
-"""What it costs four gloo ranks to agree on found_inf, beside torch's own handler of DTensors.
+"""What it costs gloo ranks to agree on found_inf, beside torch's own handler of DTensors.
 
-    python benchmarks/agreement.py
+    python benchmarks/agreement.py [RANKS]
 
 Unscales the gradients of a model under FSDP2 with `torch.amp.GradScaler.unscale_`, which agrees in torch's
-DTensor handler, and with a block of `scale_loss`, turn by turn, and times what of it is agreement.
-Shown are the fastest tenth and the median of 300 turns, in milliseconds, of the slowest rank.
+DTensor handler, and with a block of `scale_loss`, turn by turn, and times what of it is agreement, beside
+one collective of torch's of one number. Shown are the fastest tenth and the median of 300 turns, in
+milliseconds, of the slowest rank.
 """
 
 import os
 import statistics
+import sys
 import time
 
 import torch
@@ -21,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 import ampatch as amp
 from ampatch.steps.ranks import agree_
 
-RANKS, TURNS, PORT = 4, 300, 29517
+TURNS, PORT = 300, 29517
 
 
 def clock(run):
@@ -31,11 +33,11 @@ def clock(run):
     return (time.perf_counter() - begin) * 1000
 
 
-def serve(rank):
+def serve(rank, ranks):
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(PORT))
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    mesh = init_device_mesh("cpu", (RANKS,))
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)))
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=True)
@@ -60,6 +62,7 @@ def serve(rank):
 
     runs = {"GradScaler": unscale_with_torch, "scale_loss": run_block}
     runs["of it agreeing"] = lambda: agree_(found_inf, groups)
+    runs["one all_reduce"] = lambda: dist.all_reduce(found_inf, dist.ReduceOp.MAX)
     times = {name: [] for name in runs}
     for _ in range(TURNS):
         give_grads()
@@ -76,4 +79,5 @@ def serve(rank):
 
 
 if __name__ == "__main__":
-    torch.multiprocessing.spawn(serve, nprocs=RANKS)
+    count = int(sys.argv[1]) if sys.argv[1:] else 4
+    torch.multiprocessing.spawn(serve, (count,), nprocs=count)
