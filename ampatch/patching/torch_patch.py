@@ -75,7 +75,7 @@ class TorchPatch(RetriedPatch):
         undo.callback(self._names.follow(models, in_modules=is_first))
         undo.callback(self._graph_names.follow(models))
         for model in models:
-            # The casts of its weights keep these alive; of models that nobody gave us, until the next step.
+            # The casts of its weights keep these alive; of models that nobody gave us, for some steps more.
             finalizer = weakref.finalize(model, CASTS.forget_casts)
             finalizer.atexit = False
             undo.callback(finalizer.detach)
