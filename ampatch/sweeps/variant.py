@@ -16,7 +16,7 @@ from ampatch.sweeps.records.sweep import AUTOCAST, LEVELS
 
 # Of `initialize`: what the script alone can give, and what changes nothing that is measured.
 NO_OPTIONS = ("models", "optimizers", "enabled", "opt_level", "num_losses", "verbosity")
-NO_OPTIONS += ("alarms", "post_mortem", "diagnose")
+NO_OPTIONS += ("alarms", "post_mortem", "diagnose", "process_group")
 OPTIONS = tuple(name for name in inspect.signature(amp.initialize).parameters if name not in NO_OPTIONS)
 # Of torch.autocast and its scaler.
 AUTOCAST_OPTIONS = ("loss_scale", "min_loss_scale", "max_loss_scale", "dtype")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 import types
 import warnings
 from collections.abc import Mapping
@@ -34,6 +35,7 @@ PLACES = (
     "torch._dynamo.variables.tensor.TensorVariable",
     "torch.nn.utils",
     "torch.nn.utils.clip_grad",
+    "torch.nn.parallel.DistributedDataParallel",
     "torch.autograd",
     "torch.optim",
     "torch.optim.Optimizer",
@@ -42,6 +44,13 @@ PLACES = (
     "torch.utils",
     "torch.utils.checkpoint",
 )
+# Places of modules that take a second to import, and are looked at once somebody has.
+IMPORTED = {
+    "torch.distributed.checkpoint.state_dict": "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.optim.post_localSGD_optimizer": (
+        "torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer"
+    ),
+}
 # torch.optim deletes the name of its own submodule, so that these are found by import.
 HOOKED = ("torch.optim.optimizer", "torch.nn.modules.module")
 # These change vars(torch) when they are first imported, torch.manual_seed among it.
@@ -81,7 +90,8 @@ class TorchSnapshot:
             warnings.simplefilter("ignore")  # where they are errors, torch's own must not be ours
             for name in LAZY:
                 importlib.import_module(name)
-        places = [*PLACES, *(table.target for table in TABLES if _exists(table.target))]
+        imported = [place for module, place in IMPORTED.items() if module in sys.modules]
+        places = [*PLACES, *imported, *(table.target for table in TABLES if _exists(table.target))]
         namespaces = {path: dict(vars(pkgutil.resolve_name(path))) for path in places}
         namespaces |= {path: dict(vars(importlib.import_module(path))) for path in HOOKED}
         hooks = {
