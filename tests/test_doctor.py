@@ -471,6 +471,7 @@ def origin(attempt, is_of_scale, op="mul"):
         ("ol", [origin(0, True), origin(1, False, "log")], ["log"]),
         ("ggogogog", [origin(2, True)], ["mul"]),  # a good scale that overflows again and again
         ("ggog", [origin(2, True)], []),  # now and then
+        ("ggogogog", [origin(2, True), origin(4, True), origin(6, False, "rsqrt")], ["rsqrt"]),
         ("ggog", [origin(2, False)], ["mul"]),
     ],
 )

@@ -220,7 +220,9 @@ def origins_of(seen: Seen) -> tuple[dict, ...]:
 def findings_in(seen: Seen, origins: Sequence[dict]) -> list[Finding]:
     """Returns what reached a loss, gradient or weight, but for what a dynamic scale mends by itself."""
     found = [it for it in origins if it["has_reached"] and it["attempt"] in seen.suspects]
-    return merge(seen.attempts, leave_out_mended(seen.attempts, found, is_collapse(seen.attempts)))
+    explained = {it["attempt"] for it in found if not it["is_of_scale"]}
+    collapses = is_collapse(seen.attempts, explained)
+    return merge(seen.attempts, leave_out_mended(seen.attempts, found, collapses))
 
 
 def merge(attempts: Sequence[Attempt], origins: Sequence[dict]) -> list[Finding]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ampatch.doctor.instruments.watch import Attempt
 
@@ -56,18 +56,19 @@ def find_suspects(attempts: Sequence[Attempt]) -> tuple[int, ...]:
     return (*sorted(found), *rest)
 
 
-def is_collapse(attempts: Sequence[Attempt]) -> bool:
+def is_collapse(attempts: Sequence[Attempt], explained: Collection[int] = ()) -> bool:
     """Says whether a scale that may move overflowed more often than its search explains.
 
-    That is more than twice at a scale that a step had been made with, or at every step up to the end.
+    That is more than twice at a scale that a step had been made with, but for attempts that are `explained`
+    by something else, or at every step up to the end.
     """
     good, again = 0.0, 0
-    for attempt in attempts:
+    for index, attempt in enumerate(attempts):
         if not attempt.is_dynamic:
             return True
         if attempt.is_finite:
             good = attempt.scale or 0.0
-        elif (attempt.scale or 0.0) <= good:
+        elif (attempt.scale or 0.0) <= good and index not in explained:
             again += 1
     return again > MOST_OVERFLOWS or (good == 0 and not all(attempt.is_finite for attempt in attempts))
 
