@@ -19,7 +19,7 @@ from ampatch.doctor.finding import Finding, Report, read_finding
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent.examine import compare_gradients, examine_silent, pick_sample, plan_window
 from ampatch.doctor.speed.brakes import MOST_STEPS
-from ampatch.doctor.suspects import describe_scale, find_suspects, is_collapse, leave_out_mended
+from ampatch.doctor.suspects import describe_scale, find_suspects, leave_out_mended
 
 MOST_TRACED = 8  # attempts of one run
 FEWEST_TIMED = 5  # steps, for a median
@@ -220,9 +220,7 @@ def origins_of(seen: Seen) -> tuple[dict, ...]:
 def findings_in(seen: Seen, origins: Sequence[dict]) -> list[Finding]:
     """Returns what reached a loss, gradient or weight, but for what a dynamic scale mends by itself."""
     found = [it for it in origins if it["has_reached"] and it["attempt"] in seen.suspects]
-    explained = {it["attempt"] for it in found if not it["is_of_scale"]}
-    collapses = is_collapse(seen.attempts, explained)
-    return merge(seen.attempts, leave_out_mended(seen.attempts, found, collapses))
+    return merge(seen.attempts, leave_out_mended(seen.attempts, found))
 
 
 def merge(attempts: Sequence[Attempt], origins: Sequence[dict]) -> list[Finding]:

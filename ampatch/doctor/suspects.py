@@ -9,12 +9,16 @@ from ampatch.doctor.instruments.watch import Attempt
 MOST_OVERFLOWS = 2  # at a scale that was good before
 
 
-def leave_out_mended(attempts: Sequence[Attempt], found: Sequence[dict], collapses: bool) -> list[dict]:
+def leave_out_mended(
+    attempts: Sequence[Attempt], found: Sequence[dict], may_collapse: bool = True
+) -> list[dict]:
     """Leaves out of origins what a dynamic scale mends by itself.
 
     Where a scale collapses, what a smaller one would mend counts as well, but that of its search only where
     there is nothing else.
     """
+    explained = {it["attempt"] for it in found if not it["is_of_scale"]}
+    collapses = may_collapse and is_collapse(attempts, explained)
     untried = find_untried(attempts)
     of_search = [it for it in found if it["attempt"] in untried and it["is_of_scale"]]
     if collapses:

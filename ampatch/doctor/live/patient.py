@@ -14,7 +14,6 @@ from ampatch.doctor.campaign import (
     MOST_TRACED,
     describe_scale,
     find_suspects,
-    is_collapse,
     leave_out_mended,
     merge_steps,
 )
@@ -66,13 +65,13 @@ class Patient(amp.Observer):
     @property
     def findings(self) -> tuple[Finding, ...]:
         """What broke, in the order of appearance, with reasons and remedies."""
-        return self._found(is_collapse(list(self._attempts())))
+        return self._found()
 
-    def _found(self, collapses: bool) -> tuple[Finding, ...]:
+    def _found(self, may_collapse: bool = True) -> tuple[Finding, ...]:
         attempts = list(self._attempts())
         suspects = set(find_suspects(attempts))
         found = [it for it in self._origins() if it["has_reached"] and it["attempt"] in suspects]
-        return self._merged(leave_out_mended(attempts, found, collapses))
+        return self._merged(leave_out_mended(attempts, found, may_collapse))
 
     @property
     def harmless(self) -> tuple[Finding, ...]:
@@ -164,8 +163,7 @@ class Patient(amp.Observer):
 
     def _tell(self, is_end: bool = False) -> None:
         """Logs findings that are new; of a scale that no step was made with more may be too large."""
-        collapses = is_collapse(list(self._attempts())) and (is_end or self._good > 0)
-        for it in self._found(collapses):
+        for it in self._found(is_end or self._good > 0):
             key = (it.phase, it.op, it.model, it.module, it.call, it.where, it.parameter)
             if key not in self._logged:
                 self._logged.add(key)
