@@ -57,7 +57,7 @@ FORWARD = (
     ),
     Kind("forward", "softmax", "h = torch.softmax(h.masked_fill(h < 1e9, float('-inf')), -1)"),
     Kind("forward", "log_softmax", "h = F.log_softmax(h.masked_fill(h < 1e9, float('-inf')), -1)"),
-    Kind("forward", "linear", "h = self.lin(h * 0 + 60000.)", "float16"),
+    Kind("forward", "linear", "h = self.lin(h * 0 + 60000 * self.lin.weight[0].detach().sign())", "float16"),
     Kind("forward", "rsqrt", "h = h * torch.rsqrt((h * 0).mean(-1, keepdim=True))"),
     Kind("forward", "reciprocal", "h = h + (h * 0).reciprocal()"),
     Kind("forward", "add_", "h = h * 0 + torch.finfo(h.dtype).max; h.add_(h)"),
@@ -410,9 +410,10 @@ def truth_of(kind: Kind, family: str, bad: int, sample: int, script: str) -> dic
     """Returns where a fault is."""
     line = next((number for number, text in enumerate(script.splitlines(), 1) if "# FAULT" in text), 0)
     module = "" if kind.phase in ("loss", "input") else f"blocks.{0 if family == 'reused' else bad}"
+    call = bad if family == "reused" and module else 0
     if kind.op == "linear":
         module += ".lin"
-    call = bad if family == "reused" and module and kind.op != "linear" else 0
+        call += family not in ("attention", "rnn", "layer")  # where the block has called it before
     return {
         "phase": kind.phase,
         "op": kind.op,
