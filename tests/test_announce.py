@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import ampatch as amp
+from ampatch.session.session import SESSION
 from helpers import scaled_backward
 from nets import EVERY_LEVEL, X
 
@@ -147,3 +148,14 @@ def test_before_there_is_a_process_group_rank_0_alone_prints_and_logs_name_the_r
     amp.initialize(nn.Linear(3, 2), opt_level="O2")
     assert ("Selected optimization level" in capsys.readouterr().out) == (rank == "0")
     assert caplog.messages[0].startswith(f"rank {rank}: O2 computes in float16")
+
+
+def test_the_log_names_the_rank_though_a_second_call_raised(monkeypatch, caplog):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    amp.initialize(nn.Linear(3, 2), opt_level="O4")
+    monkeypatch.setattr(SESSION, "_tell_opened", lambda request: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        amp.initialize(nn.Linear(3, 2), opt_level="O4")
+    logging.getLogger("ampatch").warning("ended")
+    assert caplog.messages[-1] == "rank 1: ended"

@@ -160,8 +160,9 @@ class Session(Listener):
             self._features.open(undo)
         if policy.master_weights or policy.loss_scale != StaticLossScale(1.0):
             self._distributed.open(undo)
-        logger.addFilter(self._name_rank)
-        undo.callback(logger.removeFilter, self._name_rank)
+        if self._name_rank not in logger.filters:
+            logger.addFilter(self._name_rank)
+            undo.callback(logger.removeFilter, self._name_rank)
         self._script_models.open(undo)
         self._captures.open(undo)
         if policy.loss_scale != StaticLossScale(1.0):
