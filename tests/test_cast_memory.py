@@ -85,6 +85,20 @@ def test_a_cast_that_a_graph_holds_is_left_to_it():
     assert torch.equal(torch.autograd.grad(waiting, x)[0], expected)
 
 
+def test_a_weight_that_was_given_other_memory_is_watched_there():
+    layer = nn.Linear(3, 5)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    open_session(layer, optimizer)
+    backward(layer(X).sum(), optimizer)
+    optimizer.step()
+    array = torch.zeros(5, 3).numpy()
+    with torch.no_grad():
+        layer.weight.set_(torch.from_numpy(array))
+        assert_fresh(layer)
+        array += 1  # without a trace
+        assert_fresh(layer)
+
+
 def evaluate_for_long(model):
     """Until the cache looks for parameters that are gone, which it does now and then."""
     with torch.no_grad():

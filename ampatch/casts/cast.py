@@ -90,8 +90,11 @@ class CastState:
     def end_casts(self, optimizer: Optimizer) -> None:
         """Begins an iteration at a step of an optimizer, which changes its parameters."""
         self._graphs.clear()
+        used = [cache for cache in self._caches.values() if cache.is_used]
+        if not used:  # as after a step whose beginning has ended them
+            return
         changed = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        for cache in self._caches.values():
+        for cache in used:
             cache.end(changed)
         self.recheck_casts()  # of what it does not step, after collectives as well
 

@@ -35,7 +35,6 @@ CONVERT: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
 
 is_grad_enabled, _PROXY = torch.is_grad_enabled, PROXY.find()
 
-
 SWEEP = 64  # rechecks, after which casts of parameters that are gone are looked for
 
 
@@ -141,6 +140,11 @@ class CastCache:
                 if count_references(parameter) <= OWN_REFERENCES[requires_grad]:
                     entries.pop(key, None)
 
+    @property
+    def is_used(self) -> bool:
+        """Whether there are casts that a step may end."""
+        return bool(self._entries or self._waiting)
+
     def end(self, changed: Collection[int]) -> None:
         """Ends the casts of parameters, by id, that are changed now: they are written again before use."""
         for entries in (self._entries, self._waiting):
@@ -242,25 +246,28 @@ class CastCache:
 
 def _is_as_it_was(parameter: Tensor, entry: tuple) -> bool:
     """Whether a cast still holds for sure: nobody else reaches the memory, and no function wrote the cast."""
-    cast, version, pointer, requires_grad, device, stream, _, memory, written = entry
-    if memory is None or is_shared(memory) or cast._version != written:
-        return False
-    if device is not None and find_stream(device) != stream:
-        return False
-    is_same = parameter._version == version and parameter.data_ptr() == pointer
-    return is_same and parameter.requires_grad == requires_grad
+    _, version, *_, memory, _ = entry
+    is_alone = memory is not None and not is_shared(memory)
+    return is_alone and parameter._version == version and _is_in_place(entry)
 
 
 def _fits(entry: tuple) -> bool:
     """Whether a cast may be written again: its parameter still has its form, and nobody holds the cast."""
-    if is_held(entry):
+    if is_held(entry) or not _is_in_place(entry):
         return False
-    cast, _, _, requires_grad, device, stream, parameter, _, written = entry
-    if device is not None and (find_stream(device) != stream or torch.cuda.is_current_stream_capturing()):
+    cast, _, _, _, device, _, parameter, _, _ = entry
+    if device is not None and torch.cuda.is_current_stream_capturing():
         return False
-    is_same = parameter.requires_grad == requires_grad and cast._version == written
     has_form = parameter.shape == cast.shape and parameter.stride() == cast.stride()
-    return is_same and has_form and parameter.device == cast.device and parameter.dtype in ELIGIBLE
+    return has_form and parameter.dtype in ELIGIBLE
+
+
+def _is_in_place(entry: tuple) -> bool:
+    """Whether a parameter has the memory that it was cast from, and its cast was written by nobody else."""
+    cast, _, pointer, requires_grad, device, stream, parameter, _, written = entry
+    if cast._version != written or (device is not None and find_stream(device) != stream):
+        return False
+    return parameter.data_ptr() == pointer and parameter.requires_grad == requires_grad
 
 
 def _find_device(parameter: Tensor) -> int | None:
