@@ -5,6 +5,7 @@ import traceback
 import warnings
 from multiprocessing import connection
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -59,6 +60,18 @@ class Ranks:
             process.terminate()
             process.join()
         self._processes = {}
+
+
+def fixture(count=2):
+    """Returns a fixture: so many processes for the tests of a file."""
+
+    @pytest.fixture(scope="module")
+    def ranks(tmp_path_factory):
+        ranks = Ranks(tmp_path_factory.mktemp("ranks"), count)
+        yield ranks
+        ranks.close()
+
+    return ranks
 
 
 def serve(pipe, address, rank, count):

@@ -20,7 +20,7 @@ from ampatch.apex.parallel import LARC, DistributedDataParallel, Reducer, conver
 from ampatch.apex.parallel.distributed import apply_flat_dist_call, flat_dist_call, flatten, unflatten
 from apex_rows import shows
 from helpers import without_chatter
-from ranks import Ranks, gather, is_equal_on_ranks
+from ranks import fixture, gather, is_equal_on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -28,11 +28,7 @@ ROOT = Path(__file__).parent.parent
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.close()
+ranks = fixture()
 
 
 @pytest.fixture

@@ -11,16 +11,12 @@ import ampatch as amp
 from ampatch.apex import parallel
 from ampatch.apex.parallel import SyncBatchNorm, convert_syncbn_model
 from apex_rows import shows
-from ranks import Ranks, is_equal_on_ranks
+from ranks import fixture, is_equal_on_ranks
 
 pytestmark = pytest.mark.process
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.close()
+ranks = fixture()
 
 
 def make_net():

@@ -19,25 +19,17 @@ from torch.optim import AdamW
 
 import ampatch as amp
 from helpers import snapshot
-from ranks import Ranks, is_equal_on_ranks
+from ranks import fixture, is_equal_on_ranks
 
 pytestmark = pytest.mark.process
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    ranks = Ranks(tmp_path_factory.mktemp("two"))
-    yield ranks
-    ranks.close()
+two = fixture()
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    ranks = Ranks(tmp_path_factory.mktemp("four"), 4)
-    yield ranks
-    ranks.close()
+four = fixture(4)
 
 
 # ---- Checkpoints ----

@@ -15,17 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch as amp
 from ampatch.apex.fp16_utils import DynamicLossScaler, FP16_Optimizer
-from ranks import Ranks
+from ranks import fixture
 from ranks_matrix import RANKS, Case, find_faults, mesh, unsynchronized
 
 pytestmark = pytest.mark.process
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    ranks = Ranks(tmp_path_factory.mktemp("ranks"), RANKS)
-    yield ranks
-    ranks.close()
+ranks = fixture(RANKS)
 
 
 def open_linear(level="O1", scale="dynamic", shards=True, sizes=(3, 4), **kwargs):
