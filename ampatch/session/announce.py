@@ -11,6 +11,7 @@ import torch
 
 from ampatch.levels.policy import Policy, find_level
 from ampatch.levels.private import EAGER, NEWEST, OLDEST, explain_missing, is_tested
+from ampatch.levels.ranks import has_ranks
 from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.outcome import BackwardOutcome
 
@@ -21,9 +22,9 @@ STREAK = 5  # steps skipped in a row: finding the first scale takes several; as 
 
 def find_rank() -> int | None:
     """The rank of this process among several: that of torchrun while there is no process group yet."""
-    distributed, environ = torch.distributed, os.environ
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank() if distributed.get_world_size() > 1 else None
+    environ = os.environ
+    if has_ranks():
+        return torch.distributed.get_rank() if torch.distributed.get_world_size() > 1 else None
     if environ.get("RANK", "").isdecimal() and environ.get("WORLD_SIZE", "1") != "1":
         return int(environ["RANK"])
     return None

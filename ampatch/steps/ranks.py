@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampatch.errors import AmpError
 from ampatch.levels.private import withholds_grads
+from ampatch.levels.ranks import has_ranks
 from ampatch.steps.master_grads import clear_master_grad
 from ampatch.steps.weight import Weight
 
@@ -44,11 +45,6 @@ class Agreement:
         if meshes != self._meshes or not self._groups:
             self._meshes, self._groups = meshes, _select_groups(meshes, self.group)
         return self._groups
-
-
-def has_ranks() -> bool:
-    """Whether there are process groups at all."""
-    return dist.is_available() and dist.is_initialized()
 
 
 def list_meshes(tensors: Iterable[Tensor]) -> list[dist.DeviceMesh]:

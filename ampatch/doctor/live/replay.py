@@ -22,6 +22,7 @@ from ampatch.doctor.live.float32 import survives_in_float32
 from ampatch.doctor.live.frames import call_at
 from ampatch.doctor.live.record import Backward, Forward, Record
 from ampatch.doctor.live.rerun import Impossible, Rerun
+from ampatch.levels.ranks import has_ranks
 
 Outcome = tuple[list[dict], bool | None, list[str]]
 
@@ -46,8 +47,7 @@ def replay(
         what = "whether float32 survives is not known" if origins else "it could not be replayed"
         unknown.append(f"{what}: {said}")
     if not unknown and not any(it["has_reached"] for it in origins):
-        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-        why = "another rank may have broken it" if ranks else "it drew from elsewhere than torch"
+        why = "another rank may have broken it" if has_ranks() else "it drew from elsewhere than torch"
         unknown.append(f"it did not break again when it was replayed: {why}")
     return origins, survives, unknown
 

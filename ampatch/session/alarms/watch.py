@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from ampatch.levels.ranks import has_ranks
 from ampatch.models.model import select_python
 from ampatch.session.alarms.history import Ring, ScaleHistory, ScaleUpdate
 from ampatch.session.alarms.inputs import LastForward, LossRing
@@ -270,5 +271,4 @@ def _look_closer(amp: AmpOptimizer, update: ScaleUpdate) -> Underflow | None:
 
 
 def _rank() -> int:
-    distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    return torch.distributed.get_rank() if has_ranks() else 0

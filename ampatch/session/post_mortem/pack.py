@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ampatch.levels.policy import Policy
+from ampatch.levels.ranks import has_ranks
 from ampatch.session.alarms.history import ScaleHistory
 from ampatch.session.alarms.inputs import LastForward
 from ampatch.session.post_mortem.measure import Facts, find_values, measure, measure_all
@@ -131,8 +132,6 @@ def pack_random() -> dict[str, object]:
 def describe_place() -> dict[str, object]:
     """Returns what ran, when, and where."""
     devices = [torch.cuda.get_device_name()] if torch.cuda.is_initialized() else []
-    distributed = torch.distributed
-    has_ranks = distributed.is_available() and distributed.is_initialized()
     return {
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         "script": str(sys.argv[0])[:MOST_CHARACTERS] if sys.argv else "",
@@ -140,6 +139,6 @@ def describe_place() -> dict[str, object]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "device": devices[0] if devices else platform.machine(),
-        "rank": distributed.get_rank() if has_ranks else 0,
-        "ranks": distributed.get_world_size() if has_ranks else 1,
+        "rank": torch.distributed.get_rank() if has_ranks() else 0,
+        "ranks": torch.distributed.get_world_size() if has_ranks() else 1,
     }
