@@ -68,15 +68,17 @@ def run(options: Options, out: Path) -> int:
 
 
 def measure(options: Options, comparisons: list[Comparison]) -> None:
-    """Adds comparisons, group by group."""
+    """Adds comparisons, group by group, and says on stderr how far it is: in lines, where that is a file."""
     from rich.console import Console
 
-    with silence_warnings(), Console(stderr=True).status("") as status:
+    console = Console(stderr=True)
+    with silence_warnings(), console.status("") as status:
+        say = status.update if console.is_terminal else console.print
         for group in options.groups:
-            status.update(f"{group} ...")
+            say(f"{group} ...")
             for comparison in MEASURES[group](options):
                 comparisons.append(comparison)
-                status.update(f"{group}: {comparison.name} is measured")
+                say(f"{group}: {comparison.name} is measured")
 
 
 def keep(options: Options, out: Path, comparisons: list[Comparison]) -> bool:
