@@ -42,9 +42,8 @@ class Check:
     @torch.no_grad()
     def of(self, tensors: Sequence[Tensor]) -> Flag | None:
         """Returns whether all are finite, None for none at all; no host sync."""
-        found = [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
         found = [
-            each for each in found if not each.is_meta and (each.is_floating_point() or each.is_complex())
+            each for each in tensors if not each.is_meta and (each.is_floating_point() or each.is_complex())
         ]
         if not found:
             return None
@@ -53,5 +52,5 @@ class Check:
             self._scalers[device] = amp.LossScaler(0, 1.0, device)
         scaler = self._scalers[device]
         flag = scaler.new_found_inf()
-        scaler.unscale_(found, flag)  # by 1: it changes nothing
+        scaler.begin(device).unscale_(found, flag)  # by 1: it changes nothing
         return Flag(flag)

@@ -15,6 +15,7 @@ from ampatch.doctor.live.record import Mode, Operation, Record
 from ampatch.levels.private import count_function_modes, function_mode
 
 GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+ATTRIBUTE = type(GRAD)
 SET = torch.Tensor.__setitem__
 
 
@@ -73,6 +74,8 @@ class Tape(TorchFunctionMode):
         record = self.record
         if record is None or func == GRAD:
             return func(*args, **kwargs)
+        if type(func) is ATTRIBUTE and not isinstance(value := func(*args, **kwargs), Tensor):
+            return value  # a dtype, say
         if is_in_place(func) and args and record.slots.find(args[0]) is None:
             return func(*args, **kwargs)  # into what the script keeps, as a count: not to be done twice
         if is_called_by_us() and not needs_graph(args):

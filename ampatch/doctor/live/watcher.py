@@ -119,7 +119,7 @@ class Watcher:
         forward.outputs = self._record.slots.add(output)
         self._record.events.append(forward)
         hold_gradients(self._record, forward, output)
-        if not self._tape.start(self._record, device_of(model).type):
+        if not self._tape.start(self._record, forward.mode.device):
             self._record.slots.is_whole = False
 
     # ---- Backward passes ----
