@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -148,10 +149,13 @@ class CastCache:
     def end(self, changed: Collection[int]) -> None:
         """Ends the casts of parameters, by id, that are changed now: they are written again before use."""
         for entries in (self._entries, self._waiting):
-            for key in entries.keys() & changed:
-                entry = entries.pop(key, None)
-                if entry is not None and CAN_SEE_GRAPHS:
-                    self._stale[key] = entry
+            ended = entries.copy()
+            if not ended.keys() <= changed:
+                ended = {key: entry for key, entry in ended.items() if key in changed}
+            for key in ended:
+                entries.pop(key, None)
+            if CAN_SEE_GRAPHS:
+                self._stale.update(ended)
 
     def cast(self, parameter: Tensor) -> Tensor:
         """Returns a parameter in the cache's dtype, cast now or earlier; others as they are."""
@@ -221,27 +225,26 @@ class CastCache:
         return cast
 
     def _write_again(self) -> None:
-        """Casts all that a step has changed into the memory of their earlier casts.
-
-        Another thread may do so at the same time: each entry is taken by one.
-        """
-        found = []
-        while self._stale:
-            try:
-                key, entry = self._stale.popitem()
-            except KeyError:
-                break
-            if _fits(entry):
-                cast, *_, device, stream, parameter, memory, _ = entry
-                state = parameter._version, parameter.data_ptr(), parameter.requires_grad, device, stream
-                found.append((key, cast, state, parameter, memory))
+        """Casts all that a step has changed into the memory of their earlier casts."""
+        found = [entry for entry in self._take_stale() if _fits(entry)]
         if not found:
             return
-        with torch.inference_mode(mode=False), torch.no_grad():
-            torch._foreach_copy_([it[1] for it in found], [it[3] for it in found])
+        versions = [entry[6]._version for entry in found]
+        is_inference = torch.is_inference_mode_enabled()
+        with torch.inference_mode(mode=False) if is_inference else nullcontext(), torch.no_grad():
+            torch._foreach_copy_([entry[0] for entry in found], [entry[6] for entry in found])
         self.made += len(found)
-        for key, cast, state, parameter, memory in found:
-            self._entries[key] = (cast, *state, parameter, memory, cast._version)
+        for entry, version in zip(found, versions, strict=True):
+            cast, parameter = entry[0], entry[6]
+            self._entries[id(parameter)] = (cast, version, *entry[2:8], cast._version)
+
+    def _take_stale(self) -> Iterator[tuple]:
+        """Yields what is to be written again; another thread may take some of it at the same time."""
+        while self._stale:
+            try:
+                yield self._stale.popitem()[1]
+            except KeyError:
+                return
 
 
 def _is_as_it_was(parameter: Tensor, entry: tuple) -> bool:
@@ -252,22 +255,21 @@ def _is_as_it_was(parameter: Tensor, entry: tuple) -> bool:
 
 
 def _fits(entry: tuple) -> bool:
-    """Whether a cast may be written again: its parameter still has its form, and nobody holds the cast."""
-    if is_held(entry) or not _is_in_place(entry):
+    """Whether a cast may be written again: its parameter still has its shape, and nobody holds the cast."""
+    if is_held(entry) or not _is_in_place(entry) or entry[0].shape != entry[6].shape:
         return False
-    cast, _, _, _, device, _, parameter, _, _ = entry
-    if device is not None and torch.cuda.is_current_stream_capturing():
-        return False
-    has_form = parameter.shape == cast.shape and parameter.stride() == cast.stride()
-    return has_form and parameter.dtype in ELIGIBLE
+    return entry[4] is None or not torch.cuda.is_current_stream_capturing()
 
 
 def _is_in_place(entry: tuple) -> bool:
     """Whether a parameter has the memory that it was cast from, and its cast was written by nobody else."""
     cast, _, pointer, requires_grad, device, stream, parameter, _, written = entry
-    if cast._version != written or (device is not None and find_stream(device) != stream):
-        return False
-    return parameter.data_ptr() == pointer and parameter.requires_grad == requires_grad
+    return (
+        cast._version == written
+        and parameter.data_ptr() == pointer
+        and parameter.requires_grad == requires_grad
+        and (device is None or find_stream(device) == stream)
+    )
 
 
 def _find_device(parameter: Tensor) -> int | None:

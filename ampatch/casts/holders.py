@@ -23,14 +23,13 @@ def _count_own(requires_grad: bool) -> tuple[int, int]:
     return count_users(memory._cdata) or 0, count_references(parameter)
 
 
-def _count_holders(entry: tuple) -> tuple[int, int, int]:
+def _count_holders(entry: tuple) -> tuple[int | None, int, int | None]:
     """How many users the memory of an entry's cast has, how many references in Python, and holders in C++."""
     cast = entry[0]
-    users, holders = count_users(cast.untyped_storage()._cdata), count_holders(cast)
-    return users or 0, count_references(cast), holders or 0
+    return count_users(cast.untyped_storage()._cdata), count_references(cast), count_holders(cast)
 
 
-def _count_own_holders() -> tuple[int, int, int] | None:
+def _count_own_holders() -> tuple[int | None, int, int | None] | None:
     """What `_count_holders` gives where only an entry holds a cast; None if it sees no graph that does."""
     with torch.enable_grad():
         entry = (Parameter(torch.empty(1)).half(),)
