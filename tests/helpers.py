@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -22,6 +23,13 @@ def torch_is_before(version):
 def needs_torch(version, feature):
     """Skips a test before the torch that brought a feature, named in the reason."""
     return pytest.mark.skipif(torch_is_before(version), reason=f"torch {version} brought {feature}")
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened for two minutes"
+        time.sleep(0.05)
 
 
 def without_chatter(text):

@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +24,7 @@ from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.suspects import describe_scale, find_suspects, is_collapse
 from ampatch.doctor.words import explain, remedies
 from faults import FAMILIES, examine, judge, make, make_proposal, measure_float32, report_on
+from helpers import wait_until
 
 # ---- Whole scripts ----
 
@@ -244,6 +249,23 @@ def script(level="O1", batch="", loss="", **options):
     initialize = f"model, optimizer = amp.initialize(model, optimizer, {level!r}, verbosity=0{given})"
     initialize = initialize.replace(f"optimizer, {level!r}", f"optimizer, opt_level={level!r}")
     return HEAD + initialize + LOOP.format(batch=batch, loss=loss)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_script_as_well(tmp_path, number):
+    pid = tmp_path / "pid"
+    (tmp_path / "train.py").write_text(
+        f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    )
+    command = [sys.executable, "-m", "ampatch", "doctor", "train.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: pid.exists() and pid.read_text())
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    assert (process.returncode, "Traceback" in said) == (128 + number, False)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
 
 
 @pytest.mark.process

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from ampatch.sweeps.records.record import Ending
 from ampatch.sweeps.records.sweep_file import from_json
+from helpers import wait_until
 
 pytestmark = pytest.mark.process
 
@@ -171,10 +171,3 @@ def test_ctrl_c_ends_the_children_and_keeps_what_they_measured(tmp_path):
     assert (record.outcome, record.measured.steps) == (Ending.INTERRUPTED, 12)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened for two minutes"
-        time.sleep(0.05)

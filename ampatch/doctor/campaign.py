@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent.examine import compare_gradients, examine_silent, pick_sample, plan_window
 from ampatch.doctor.speed.brakes import MOST_STEPS
 from ampatch.doctor.suspects import describe_scale, find_suspects, leave_out_mended
+from ampatch.sweeps.processes.runner import GRACE_SECONDS, end, wait
+from ampatch.sweeps.processes.stop import noting_signals
 
 MOST_TRACED = 8  # attempts of one run
 FEWEST_TIMED = 5  # steps, for a median
@@ -27,16 +30,22 @@ ALWAYS_TRACED = 2  # first attempts, where nothing is wrong: for what is harmles
 
 
 def start_process(run: Run, folder: Path) -> tuple[int, str]:
-    """Runs a script in a fresh process; returns its exit status and standard error."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ampatch.doctor.child", run.to_json()],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        env={"PYTHONHASHSEED": "0", **os.environ},
-    )
-    return done.returncode, done.stderr
+    """Runs a script in a fresh process; returns its exit status and standard error.
+
+    A signal that ends this process ends that one first, and what it has started.
+    """
+    command = [sys.executable, "-m", "ampatch.doctor.child", run.to_json()]
+    around = {"env": {"PYTHONHASHSEED": "0", **os.environ}, "start_new_session": True}
+    log, nothing = Path(folder, "stderr"), subprocess.DEVNULL
+    with log.open("wb") as errors, noting_signals() as stop:
+        process = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=errors, **around)
+        try:
+            wait(process, None, stop, lambda: None)
+        finally:
+            end(process, GRACE_SECONDS)
+    if stop:
+        raise KeyboardInterrupt if stop.signal == signal.SIGINT else SystemExit(stop.status)
+    return process.returncode, log.read_text(errors="replace")
 
 
 @dataclass(frozen=True, slots=True)
