@@ -175,6 +175,7 @@ def test_a_master_has_the_name_of_its_parameter(tmp_path):
     text = script("O2", batch=rate, loss="loss = loss * 1e4 if step == 2 else loss", loss_scale=1.0)
     first = report_on(text, tmp_path)["findings"][0]
     assert (first["phase"], first["parameter"], first["step"]) == ("optimizer", "0.weight", 2)
+    assert first["micro_step"] == 0
 
 
 TWO_MODELS = """

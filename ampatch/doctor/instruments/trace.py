@@ -177,6 +177,7 @@ class Trace(TorchFunctionMode, Listener):
     def begin_attempt(self, optimizer: Optimizer, scaler: object) -> None:
         """The optimizer's own operations follow."""
         self._describer.part = "optimizer"
+        self.origins.micro_step = max(0, self.origins.micro_step - 1)  # it belongs to the last backward pass
         if self.active:
             with quiet():
                 self.models.learn_masters(optimizer)
