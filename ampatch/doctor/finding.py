@@ -13,9 +13,9 @@ VERSION = 1
 class Finding:
     """An operation that made inf or NaN out of finite numbers, or NaN out of an infinity that was no fault.
 
-    `step` counts the attempts of the optimizer that followed, from 0; `micro_step` the backward passes in that
-    step (the update belongs to the last of them); `call` the calls of the module in that forward. `element` is
-    the index of the first bad number, `sample` its index in the batch, `count` says how many there are;
+    `step` counts the attempts of the optimizer that followed, from 0; `micro_step` the backward passes in it
+    (the update belongs to the last of them); `call` the calls of the module in that forward. `element` is the
+    index of the first bad number, `sample` its index in the batch, `count` says how many there are;
     `largest_finite` is the largest magnitude among the others, `input_largest` that of what the operation
     took. `region` are the lines that compute the statement in float32; `autocast` says that torch.autocast
     was on.
