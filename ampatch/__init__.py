@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING
+
+if not os.path.isdir(os.path.join(__path__[0], "lists")):  # a source tree, where it lies beside the package
+    __path__.append(os.path.dirname(__path__[0]))
 
 from ampatch.casts.cast_counter import CastCounts
 from ampatch.errors import (

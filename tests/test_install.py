@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import setuptools
 
 import ampatch as amp
 
@@ -17,19 +18,28 @@ DIST_INFO = f"ampatch-{amp.__version__}.dist-info"
 ROOT = Path(__file__).parents[1]
 
 
+# Without isolation, since that would fetch setuptools; the extra `test` brings it.
+OFFLINE = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Builds a wheel from a copy of the tree: a build leaves folders behind."""
-    source = tmp_path_factory.mktemp("source")
-    for name in ("setup.cfg", "pyproject.toml", "LICENSE", "README.md"):
-        shutil.copy(ROOT / name, source)
+def clone(tmp_path_factory):
+    """Copies what is built into a folder of the name that a clone has: a build leaves folders behind."""
+    clone = tmp_path_factory.mktemp("projects") / "ampatch"
+    clone.mkdir()
+    for name in ("setup.cfg", "setup.py", "pyproject.toml", "LICENSE", "README.md"):
+        shutil.copy(ROOT / name, clone)
     for name in ("ampatch", "lists"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    # Without isolation, since that would fetch setuptools; the extra `test` brings it.
-    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
-    command = [sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", source, source]
+        shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return clone
+
+
+@pytest.fixture(scope="module")
+def wheel(clone, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", *OFFLINE, "--wheel-dir", folder, clone]
     subprocess.run(command, check=True)
-    return next(source.glob("*.whl"))
+    return next(folder.glob("*.whl"))
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +84,41 @@ def test_the_tables_cannot_be_imported_a_second_time_from_the_source_tree():
     done = python("import lists", ROOT)
     assert done.returncode == 1
     assert "ampatch.lists" in done.stderr.splitlines()[-1]
+
+
+def make_environment(folder, *installed):
+    """Makes a virtual environment with setuptools and ampatch; returns its Python."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    interpreter = folder / "bin" / "python"
+    [packages] = folder.glob("lib/python*/site-packages")
+    (packages / "setuptools.pth").write_text(str(Path(setuptools.__file__).parents[1]))
+    if installed:
+        pip = [sys.executable, "-m", "pip", "--python", interpreter, "install", *OFFLINE]
+        subprocess.run([*pip, *installed], check=True)
+    return interpreter
+
+
+# Without torch, which takes seconds: a folder without `__init__.py` has no origin.
+FIND = "from importlib.util import find_spec; print(find_spec('ampatch').origin)"
+
+
+def test_every_way_of_installing_works_beside_the_clone_in_it_and_elsewhere(clone, tmp_path):
+    ways = {
+        "editable": (make_environment(tmp_path / "editable", "-e", clone), ""),
+        "installed": (make_environment(tmp_path / "installed", clone), ""),
+        "on PYTHONPATH": (make_environment(tmp_path / "bare"), str(clone)),
+    }
+    found = {}
+    for place in (clone.parent, clone, tmp_path):
+        (place / "train.py").write_text(FIND)
+        for way, (interpreter, path) in ways.items():
+            environment = os.environ | {"PYTHONPATH": path}
+            command = [interpreter, place / "train.py"]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            found[way, place.name] = done.stdout.strip() or done.stderr
+    assert {case: said for case, said in found.items() if not said.endswith("ampatch/__init__.py")} == {}
+
+
+def test_a_source_tree_finds_its_tables(clone, tmp_path):
+    done = python("import ampatch.lists; print(ampatch.lists.__file__)", tmp_path, path=clone)
+    assert done.stdout.strip() == str(clone / "lists" / "__init__.py"), done.stderr
