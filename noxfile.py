@@ -26,10 +26,10 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Checks the public names by mypy, and README's blocks by pyright, which needs node."""
+    """Checks the public names by mypy; README's blocks and examples by mypy and pyright (with node)."""
     install(session, "test,checks")
     session.run("mypy")
-    session.run("pytest", "tests/test_readme.py", "-k", "type_checker")
+    session.run("pytest", "tests/test_types.py", "--all")
 
 
 @nox.session

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING
 
 if not os.path.isdir(os.path.join(__path__[0], "lists")):  # a source tree, where it lies beside the package
@@ -124,11 +125,29 @@ __all__ = [
     "uninitialize",
 ]
 
+# Names of torch.amp that are looked for here, and what to write instead.
+INSTEAD = {
+    "autocast": "amp.initialize(model, optimizer, opt_level='O1') casts from then on, and "
+    "`with amp.disable_casts():` does not",
+    "GradScaler": "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()` scales, "
+    "unscales, skips the step after an overflow and updates the scale",
+    "unscale_": "gradients are unscaled when the block of amp.scale_loss ends: clip those of "
+    "amp.master_params(optimizer) after it",
+}
 
-def __getattr__(name: str) -> object:
-    # Loaded when it is asked for: it stands on the other names, and most scripts need none of it.
-    if name == "sweep":
-        return importlib.import_module("ampatch.sweeps.function").sweep
-    if name == "diagnose":
-        return importlib.import_module("ampatch.doctor.live.diagnose")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+if not TYPE_CHECKING:  # which takes any name for one that is there, where there is such a function
+
+    def __getattr__(name: str) -> object:
+        # Loaded when it is asked for: it stands on the other names, and most scripts need none of it.
+        if name == "sweep":
+            return importlib.import_module("ampatch.sweeps.function").sweep
+        if name == "diagnose":
+            return importlib.import_module("ampatch.doctor.live.diagnose")
+        hint = f": {INSTEAD[name]}" if name in INSTEAD else ""
+        text = f"module {__name__!r} has no attribute {name!r}{hint}"
+        raise AttributeError(text, name=name, obj=sys.modules[__name__])

@@ -23,6 +23,7 @@ def main():
     parser.add_argument("--opt-level", default="O4", help="O0 to O5 (default: %(default)s)")
     options = parser.parse_args()
 
+    torch.set_num_threads(1)  # the net is tiny: threads would wait for each other
     torch.manual_seed(0)
     images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
     images = images.float() / 16
@@ -56,7 +57,8 @@ def train_step(model, optimizer, images, labels):
             scaled_loss.backward()
     # Outside the blocks the gradients are unscaled: MAX_NORM means the same at every level.
     norm_before = nn.utils.clip_grad_norm_(amp.master_params(optimizer), MAX_NORM)
-    norm_after = nn.utils.get_total_norm([param.grad for param in amp.master_params(optimizer)])
+    grads = [param.grad for param in amp.master_params(optimizer) if param.grad is not None]
+    norm_after = nn.utils.get_total_norm(grads)
     optimizer.step()
     return norm_before.item(), norm_after.item()
 

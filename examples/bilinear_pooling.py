@@ -48,10 +48,10 @@ def main():
     parser = argparse.ArgumentParser(description="Trains bilinear pooling on handwritten digits.")
     parser.add_argument("--fixed", action="store_true", help="divide before the product")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # the net is tiny: threads would wait for each other
     torch.manual_seed(0)
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) * 256  # 12 bits a pixel, as X-rays
-    labels = torch.tensor(digits.target)
+    images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
+    images = images.float().view(-1, 1, 8, 8) * 256  # 12 bits a pixel, as X-rays
     model = Net(options.fixed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu")

@@ -21,6 +21,7 @@ LEARNING_RATE = 0.1
 def main():
     """Trains, evaluates, and says the accuracy."""
     options = parse_options()
+    torch.set_num_threads(1)  # the net is tiny: threads would wait for each other
     torch.manual_seed(options.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     train_images, test_images, train_labels, test_labels = load_images(device)
@@ -46,12 +47,10 @@ def parse_options():
 
 def load_images(device):
     """Returns 1297 digits of 8x8 pixels to train on and 500 to test on; always the same."""
-    digits = load_digits()
-    images = torch.tensor(digits.images[:, None] / 16, dtype=torch.float32)
-    parts = train_test_split(
-        images, torch.tensor(digits.target), test_size=500, random_state=0, stratify=digits.target
-    )
-    return [part.to(device) for part in parts]
+    images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
+    images = images.float().view(-1, 1, 8, 8) / 16
+    parts = train_test_split(images, labels, test_size=500, random_state=0, stratify=labels)
+    return [torch.as_tensor(part, device=device) for part in parts]
 
 
 def build_model():

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -69,9 +70,8 @@ def join_ranks():
 
 
 def load_images(device):
-    digits = load_digits()
-    images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
-    return images.to(device), labels.to(device)
+    images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
+    return images.float().to(device) / 16, labels.to(device)
 
 
 def build_model():
@@ -106,17 +106,17 @@ def get_states(model, optimizer):
 
 def save_checkpoint(folder, model, optimizer, epoch):
     if folder is not None:
-        dcp.save(get_states(model, optimizer), checkpoint_id=folder / str(epoch))
+        save(get_states(model, optimizer), checkpoint_id=folder / str(epoch))
 
 
 def load_checkpoint(folder, model, optimizer):
     """Takes over the last checkpoint that is whole, if there is one; returns the epoch to begin with."""
-    whole = [] if folder is None else folder.glob("*/.metadata")  # which is written last
+    whole = () if folder is None else folder.glob("*/.metadata")  # which is written last
     last = max((int(path.parent.name) for path in whole), default=None)
-    if last is None:
+    if folder is None or last is None:
         return 0
     states = get_states(model, optimizer)
-    dcp.load(states, checkpoint_id=folder / str(last))
+    load(states, checkpoint_id=folder / str(last))
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
     amp.load_state_dict(states["amp"])
     return last + 1

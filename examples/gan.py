@@ -22,8 +22,9 @@ def main():
     parser.add_argument("--opt-level", default="O4", help="O0 to O5 (default: %(default)s)")
     level = parser.parse_args().opt_level
 
+    torch.set_num_threads(1)  # the net is tiny: threads would wait for each other
     torch.manual_seed(0)
-    digits = torch.tensor(load_digits().data, dtype=torch.float32) / 8 - 1
+    digits = torch.tensor(load_digits(return_X_y=True)[0]).float() / 8 - 1
     train_digits, test_digits = digits[:1297], digits[1297:]
     generator = nn.Sequential(nn.Linear(NOISE_SIZE, 128), nn.ReLU(), nn.Linear(128, 64), nn.Tanh())
     critic = nn.Sequential(nn.Linear(64, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1))
@@ -35,14 +36,15 @@ def main():
     print(f"distance to the nearest digit, untrained: {distance(generator(noise), train_digits):.2f}")
     for _ in range(EPOCHS):
         for batch in torch.randperm(len(train_digits)).split(BATCH_SIZE):
-            train_step(*models, *optimizers, train_digits[batch])
+            train_step(models, optimizers, train_digits[batch])
     print(f"distance to the nearest digit, trained: {distance(generator(noise), train_digits):.2f}")
     print(f"distance to the nearest digit, real digits: {distance(test_digits, train_digits):.2f}")
     print(f"loss scales: {[amp.get_loss_scale(loss_id) for loss_id in range(3)]}")
 
 
-def train_step(generator, critic, generator_optimizer, critic_optimizer, digits):
+def train_step(models, optimizers, digits):
     """Improves the critic by two losses, then the generator by a third."""
+    (generator, critic), (generator_optimizer, critic_optimizer) = models, optimizers
     fakes = generator(torch.randn(len(digits), NOISE_SIZE))
     critic_optimizer.zero_grad()
     with amp.scale_loss(judge(critic, digits, REAL), critic_optimizer, loss_id=0) as scaled_loss:

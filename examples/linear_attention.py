@@ -55,10 +55,10 @@ def main():
     parser.add_argument("--opt-level", default="O2")
     parser.add_argument("--fixed", action="store_true", help="divide before the sums")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # the net is tiny: threads would wait for each other
     torch.manual_seed(0)
-    digits = load_digits()
-    images = torch.tensor(digits.data, dtype=torch.float32) * 4  # not normalized: 0 to 64
-    labels = torch.tensor(digits.target)
+    images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
+    images = images.float() * 4  # not normalized: 0 to 64
     model = Net(options.fixed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = amp.initialize(model, optimizer, opt_level=options.opt_level)

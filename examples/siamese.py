@@ -37,10 +37,10 @@ def main():
     parser.add_argument("--opt-level", default="O2")
     parser.add_argument("--fixed", action="store_true", help="add an eps under the root")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # the net is tiny: threads would wait for each other
     torch.manual_seed(0)
-    digits = load_digits()
-    images, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-    images, labels = images[:400], labels[:400]
+    images, labels = (torch.tensor(array)[:400] for array in load_digits(return_X_y=True))
+    images = images.float() / 16
     model = Embedding()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     model, optimizer = amp.initialize(model, optimizer, opt_level=options.opt_level)

@@ -185,6 +185,10 @@ WRONG = {
         lambda model, optimizer: (model, model),
         rf"optimizers\[0\] is a Sequential: {NO_OPTIMIZER}",
     ),
+    "a scheduler": (
+        lambda model, optimizer: (model, torch.optim.lr_scheduler.ConstantLR(optimizer)),
+        r"optimizers\[0\] is a ConstantLR, a learning rate scheduler: pass the optimizer that it was made",
+    ),
     "a dictionary of optimizers": (
         lambda model, optimizer: (model, {"a": optimizer}),
         f"optimizers.* is a dict: {NO_OPTIMIZER} or a list",
@@ -222,6 +226,14 @@ def test_models_and_optimizers_that_cannot_be_taken_are_refused(refused, level, 
     is_of_another_type = re.search(f"{NO_MODEL}|{NO_OPTIMIZER}", message)
     error = amp.AmpTypeError if is_of_another_type else amp.AmpError
     refused(message, models, optimizers, objects=given, error=error, opt_level=level)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [({"opt_lvl": "O2"}, "'opt_lvl' \\(did you mean 'opt_level'\\?\\)"), ({"b": 1, "a": 1}, "'a', 'b'")],
+)
+def test_an_argument_that_there_is_not_is_refused_and_the_nearest_is_named(refused, given, said):
+    refused(f"^initialize has no argument {said}$", *make_pair(), error=amp.AmpTypeError, **given)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
@@ -372,6 +384,14 @@ def test_what_is_no_optimizer_is_refused_by_scale_loss(opened, wrong):
     message = rf"optimizers\[0\] \({type(wrong).__name__}\) is not one that initialize\(\) returned"
     with pytest.raises(amp.AmpValueError, match=message):
         amp.scale_loss(torch.ones(()), wrong)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_backward_on_what_scale_loss_returns_is_told_to_write_with(enabled):
+    model, optimizer = make_pair()
+    amp.initialize(model, optimizer, enabled=enabled, verbosity=0)
+    with pytest.raises(amp.AmpTypeError, match=r"^scale_loss\(...\).backward\(\): .*`with amp.scale_loss"):
+        amp.scale_loss(torch.ones(()), optimizer).backward()
 
 
 @pytest.mark.parametrize("wrong", [1.0, None, [torch.ones(())], "loss"], ids=repr)

@@ -359,6 +359,16 @@ def test_a_model_on_the_meta_device_may_get_memory_in_the_session(level):
     assert {param.dtype for param in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_model_that_went_to_the_meta_device_is_undone_at_once(level):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    open_session(model, optimizer, opt_level=level)
+    model.to("meta")
+    amp.uninitialize()
+    assert {(param.dtype, param.device.type) for param in model.parameters()} == {(torch.float32, "meta")}
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_group_that_a_copied_optimizer_gets_is_stepped_in_float32(level):
     model = nn.Linear(3, 2)

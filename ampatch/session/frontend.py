@@ -6,7 +6,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,10 +18,15 @@ from ampatch.levels.policy import Overrides, parse_flag, resolve
 from ampatch.models.kept import normalize_keep
 from ampatch.session.alarms.limits import Alarms, parse_alarms
 from ampatch.session.post_mortem.write import parse_post_mortem
-from ampatch.session.request import Request, parse_process_group, returns_what_it_is_given
+from ampatch.session.request import (
+    Request,
+    parse_process_group,
+    returns_what_it_is_given,
+    validate_names,
+)
 from ampatch.session.scalers import pick_scaler
 from ampatch.session.session import SESSION
-from ampatch.steps.block import ScaledLoss
+from ampatch.steps.block import PassedThrough, ScaledLoss
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,8 +66,9 @@ def initialize(
     ```
 
     Returns models and optimizers in the shape they came in; the models alone if `optimizers` is
-    None. May be called again for other models and optimizers. All or nothing: a call that raises
-    leaves torch, models and optimizers as they were. `uninitialize` undoes it.
+    None, so that `a, b = amp.initialize(model)` takes a Sequential of two layers apart. May be called
+    again for other models and optimizers. All or nothing: a call that raises leaves torch, models and
+    optimizers as they were. `uninitialize` undoes it.
 
     - `opt_level`: "O0" float32; "O1" (float16) and "O4" (bfloat16) patch torch's functions with
       casts; "O2" and "O5" cast the model and keep float32 master params; "O3" casts everything.
@@ -184,7 +190,7 @@ def scale_loss(
     SESSION.require_open()
     given = tuple(optimizers) if isinstance(optimizers, (list, tuple)) else (optimizers,)
     if SESSION.is_passive(given):
-        return nullcontext(loss)
+        return PassedThrough(loss)
     if not isinstance(loss, Tensor):
         raise AmpTypeError(
             f"loss is a {type(loss).__name__}: expected a tensor, the output of the loss function"
@@ -259,9 +265,7 @@ def uninitialize(*, functions_only: bool = False) -> None:
 @contextmanager
 def override(**arguments: object) -> Iterator[None]:
     """Gives `initialize` these arguments, whatever the script passes, while the context is open."""
-    unknown = sorted(set(arguments) - set(inspect.signature(initialize).parameters))
-    if unknown:
-        raise AmpTypeError(f"override: initialize has no argument {', '.join(map(repr, unknown))}")
+    validate_names("override: ", arguments, inspect.signature(initialize))
     before = SESSION.overrides
     SESSION.overrides = {**before, **arguments}
     try:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +30,10 @@ from ampatch.steps.scaler import LossScaler
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Models, Optimizers, Rest = TypeVar("Models"), TypeVar("Optimizers"), ParamSpec("Rest")
+# One statement each: type checkers see none of them in an assignment of several.
+Models = TypeVar("Models", bound=Module | Sequence[Module])
+Optimizers = TypeVar("Optimizers")
+Rest = ParamSpec("Rest")
 
 
 class Initialize(Protocol[Rest]):
@@ -46,8 +52,29 @@ class Initialize(Protocol[Rest]):
 def returns_what_it_is_given(
     initialize: Callable[Concatenate[object, object, Rest], object],
 ) -> Initialize[Rest]:
-    """Tells type checkers so, without the other arguments being written three times."""
-    return cast(Initialize[Rest], initialize)
+    """Tells type checkers so, without the other arguments being written three times; checks their names."""
+    signature = inspect.signature(initialize)
+
+    @functools.wraps(initialize)
+    def checked(*args: object, **kwargs: object) -> object:
+        validate_names("", kwargs, signature)
+        return initialize(*args, **kwargs)  # type: ignore[arg-type]  # checked there
+
+    # `inspect.getfullargspec`, by which trainers select the arguments, does not look behind a wrapper.
+    checked.__signature__ = signature  # type: ignore[attr-defined]
+    return cast(Initialize[Rest], checked)
+
+
+def validate_names(caller: str, given: Iterable[str], signature: inspect.Signature) -> None:
+    """Raises AmpTypeError for arguments that `initialize` has not, and names the nearest that it has."""
+    unknown = {name: difflib.get_close_matches(name, signature.parameters, 1) for name in given}
+    faults = [
+        f"{name!r}" + "".join(f" (did you mean {one!r}?)" for one in close)
+        for name, close in sorted(unknown.items())
+        if name not in signature.parameters
+    ]
+    if faults:
+        raise AmpTypeError(f"{caller}initialize has no argument {', '.join(faults)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +152,14 @@ def validate_optimizers(request: Request, known: set[int], others: Sequence[AmpO
 def unwrap_optimizer(given: object, index: int = 0) -> Optimizer:
     """Returns the optimizer, or the one inside a wrapper such as LARC, which has no hooks itself.
 
-    Some wrappers derive from Optimizer and never call its `__init__`: these count as wrappers too.
+    Some wrappers derive from Optimizer and never call its `__init__`: these count as wrappers too. A
+    scheduler, of torch or of another library, has an optimizer as well and is no wrapper.
     """
+    if any(kind.__name__.endswith("Scheduler") for kind in type(given).__mro__):
+        raise AmpTypeError(
+            f"optimizers[{index}] is a {type(given).__name__}, a learning rate scheduler: pass the optimizer "
+            f"that it was made for; schedulers are not given to initialize"
+        )
     for inner in list_wrapped(given):
         if hasattr(inner, "_optimizer_step_pre_hooks"):
             return inner

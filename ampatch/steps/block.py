@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from ampatch.errors import AmpError
+from ampatch.errors import AmpError, AmpTypeError
 from ampatch.levels.private import graph_task
 from ampatch.steps.captured import CapturedBlock, CapturedGrads
 from ampatch.steps.optimizer import AmpOptimizer
@@ -17,8 +19,23 @@ from ampatch.steps.scaler import LossScaler, Scale
 from ampatch.steps.step import Listener
 
 
+class NotYetScaled:
+    """What `scale_loss` returns has no `backward`: what its block yields has one."""
+
+    def backward(self, *_: object, **__: object) -> NoReturn:
+        """Raises AmpTypeError, which says how to write it."""
+        raise AmpTypeError(
+            "scale_loss(...).backward(): scale_loss returns a context manager: write "
+            "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
+        )
+
+
+class PassedThrough(NotYetScaled, nullcontext[Tensor]):
+    """Yields the loss as it is, where ampatch is not enabled."""
+
+
 @dataclass(eq=False)
-class ScaledLoss:
+class ScaledLoss(NotYetScaled):
     """The context manager that `scale_loss` returns; yields the scaled loss.
 
     On the way out the gradients made inside are unscaled, checked and added to earlier ones, and

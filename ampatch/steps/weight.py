@@ -76,7 +76,7 @@ class Weight:
     def find_precise(self) -> Tensor | None:
         """The float32 values, None where there are none or they may not hold any more."""
         half, precise = self.half, self.precise
-        if precise is None or (precise.is_meta and not half.is_meta):  # Module.to_empty: there were none
+        if precise is None or precise.is_meta is not half.is_meta:  # Module.to_empty, or to("meta")
             return None
         return precise if _is_comparable(half) or _version(half) == self.version else None
 

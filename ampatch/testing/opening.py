@@ -29,7 +29,8 @@ def session(
         raise amp.AmpValueError("a session is open already: close it with amp.uninitialize() first")
     model = make_model() if model is None else model
     try:
-        yield amp.initialize(model, optimizer, opt_level=opt_level, **{"verbosity": 0, **kwargs})
+        arguments = {"opt_level": opt_level, "verbosity": 0, **kwargs}
+        yield amp.initialize(model, optimizer, **arguments)  # type: ignore[call-overload]  # checked there
     finally:
         amp.uninitialize()
 
