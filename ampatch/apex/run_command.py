@@ -1,15 +1,19 @@
 """`ampatch run`: its arguments, and what is set up before the script starts."""
 
 import argparse
+import functools
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from ampatch import OPT_LEVELS, AmpValueError, apex
-from ampatch.apex.script import find_script, level_overrides
+from ampatch.apex.on_cpu import on_cpu
+from ampatch.apex.script import Script, find_script, level_overrides
 
 SUMMARY = "run a script that was written for apex, unchanged"
 HINT = "; the script's own arguments follow the script"
-VALUED = ("--opt-level", "--dtype", "--loss-scale")
+VALUED = ("--opt-level", "--dtype", "--loss-scale", "--device")
+NO_CUDA = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available")
 DTYPES = ("float16", "bfloat16")
 
 
@@ -25,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--opt-level", metavar="L", help="instead of the script's: " + ", ".join(OPT_LEVELS))
     parser.add_argument("--dtype", metavar="T", help="the half type of the level: " + " or ".join(DTYPES))
     parser.add_argument("--loss-scale", metavar="S", help="a number or dynamic")
+    device = "run on the CPU what asks for CUDA: .cuda(), streams, nccl, map_location and so on"
+    parser.add_argument("--device", choices=["cpu"], help=device)
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
@@ -55,7 +61,19 @@ def run(arguments: argparse.Namespace) -> Callable[[], int]:
     script = find_script(arguments)
     apex.install(**read_overrides(arguments))
     script.validate()
-    return script.run if "TORCHELASTIC_ERROR_FILE" not in os.environ else record_errors(script.run)
+    run = functools.partial(run_on, arguments.device, script)
+    return run if "TORCHELASTIC_ERROR_FILE" not in os.environ else record_errors(run)
+
+
+def run_on(device: str | None, script: Script) -> int:
+    """Runs a script, with CUDA on the CPU if asked to; the error of a machine without CUDA names the way."""
+    try:
+        with nullcontext() if device is None else on_cpu():
+            return script.run()
+    except (AssertionError, RuntimeError) as error:
+        if str(error).startswith(NO_CUDA) and device is None:
+            error.args = (f"{error}\n`ampatch run --device cpu` runs this script on the CPU",)
+        raise
 
 
 def record_errors(run: Callable[[], int]) -> Callable[[], int]:
