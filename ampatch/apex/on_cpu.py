@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ TYPES = ("Float", "Half", "BFloat16", "Double", "Byte", "Char", "Short", "Int", 
 
 MOVES = ("to", "_parse_to")  # of tensors, and what modules ask: a number there is a GPU's
 
-# What functions of torch.cuda answer to a script; those of memory and random numbers of theirs do nothing.
+# What functions of torch.cuda answer to a script; None where they do nothing.
 ANSWERS: dict[str, object] = {
     **{"is_available": True, "device_count": 1, "current_device": 0},
     **{"get_device_name": "cpu", "get_device_capability": (0, 0), "get_arch_list": []},
@@ -32,6 +32,8 @@ ANSWERS: dict[str, object] = {
     **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached")),
     **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), 0),
     **dict.fromkeys(("max_memory_reserved", "memory_cached", "max_memory_cached"), 0),
+    **{"mem_get_info": (0, 0), "get_rng_state_all": [], "set_rng_state": None, "set_rng_state_all": None},
+    "get_device_properties": SimpleNamespace(name="cpu", total_memory=0, major=0, minor=0),
 }
 
 
@@ -194,6 +196,7 @@ def replacements() -> Iterator[tuple[str, object]]:
     """The names of torch.cuda that stand for something else, and what."""
     yield from {"Event": Event, "Stream": Stream, "device": in_context, "stream": in_context}.items()
     yield from dict.fromkeys(("current_stream", "default_stream"), lambda *_: Stream()).items()
+    yield "get_rng_state", lambda *_: torch.get_rng_state()
     yield from ((f"{kind}Tensor", getattr(torch, f"{kind}Tensor")) for kind in TYPES)
 
 

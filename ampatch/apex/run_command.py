@@ -4,10 +4,8 @@ import argparse
 import functools
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 from ampatch import OPT_LEVELS, AmpValueError, apex
-from ampatch.apex.on_cpu import on_cpu
 from ampatch.apex.script import Script, find_script, level_overrides
 
 SUMMARY = "run a script that was written for apex, unchanged"
@@ -15,6 +13,7 @@ HINT = "; the script's own arguments follow the script"
 VALUED = ("--opt-level", "--dtype", "--loss-scale", "--device")
 NO_CUDA = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available")
 DTYPES = ("float16", "bfloat16")
+DEVICE_HELP = "use the CPU for what asks for CUDA: .cuda(), streams, nccl, map_location and so on"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--opt-level", metavar="L", help="instead of the script's: " + ", ".join(OPT_LEVELS))
     parser.add_argument("--dtype", metavar="T", help="the half type of the level: " + " or ".join(DTYPES))
     parser.add_argument("--loss-scale", metavar="S", help="a number or dynamic")
-    device = "run on the CPU what asks for CUDA: .cuda(), streams, nccl, map_location and so on"
-    parser.add_argument("--device", choices=["cpu"], help=device)
+    parser.add_argument("--device", choices=["cpu"], help=DEVICE_HELP)
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
@@ -61,17 +59,16 @@ def run(arguments: argparse.Namespace) -> Callable[[], int]:
     script = find_script(arguments)
     apex.install(**read_overrides(arguments))
     script.validate()
-    run = functools.partial(run_on, arguments.device, script)
+    run = functools.partial(run_advised, script)
     return run if "TORCHELASTIC_ERROR_FILE" not in os.environ else record_errors(run)
 
 
-def run_on(device: str | None, script: Script) -> int:
-    """Runs a script, with CUDA on the CPU if asked to; the error of a machine without CUDA names the way."""
+def run_advised(script: Script) -> int:
+    """Runs a script; the error of a machine without CUDA names the way to run it there."""
     try:
-        with nullcontext() if device is None else on_cpu():
-            return script.run()
+        return script.run()
     except (AssertionError, RuntimeError) as error:
-        if str(error).startswith(NO_CUDA) and device is None:
+        if str(error).startswith(NO_CUDA):
             error.args = (f"{error}\n`ampatch run --device cpu` runs this script on the CPU",)
         raise
 

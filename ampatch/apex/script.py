@@ -9,11 +9,13 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.machinery import BuiltinImporter, ModuleSpec, SourceFileLoader, SourcelessFileLoader
 from types import CodeType, ModuleType, TracebackType
 
 from ampatch import OPT_LEVELS, AmpValueError
+from ampatch.apex.on_cpu import on_cpu
 
 STDIN = "-"
 HINT = "; the script's own arguments go after --"
@@ -33,12 +35,14 @@ class Script:
     """A script and its arguments.
 
     `name` is what follows `python`: a file, a folder or an archive with a `__main__.py`, or `-` for
-    the standard input; with `is_module` it is what follows `python -m`.
+    the standard input; with `is_module` it is what follows `python -m`. `device` is "cpu" for a script
+    that asks for CUDA and gets the CPU.
     """
 
     name: str
     arguments: tuple[str, ...] = ()
     is_module: bool = False
+    device: str | None = None
 
     def validate(self) -> None:
         """Raises AmpValueError unless the script can be found; none of its code runs."""
@@ -54,8 +58,9 @@ class Script:
         without our frames, as if `python` had run the script.
         """
         try:
-            start = self._prepare()
-            exec(start.code, new_main(start))
+            with nullcontext() if self.device is None else on_cpu():
+                start = self._prepare()
+                exec(start.code, new_main(start))
         except SystemExit:
             raise
         except BaseException as error:
@@ -93,7 +98,8 @@ def find_script(arguments: argparse.Namespace, also: str = "") -> Script:
         raise AmpValueError(f"-m {arguments.module} and {arguments.script!r}: expected one of them{HINT}")
     if not named or not named[0]:
         raise AmpValueError(f"no script: expected a Python script, or -m and a module{also}")
-    return Script(named[0], arguments.script_arguments, is_module=arguments.module is not None)
+    device = getattr(arguments, "device", None)
+    return Script(named[0], arguments.script_arguments, arguments.module is not None, device)
 
 
 @dataclass(frozen=True, slots=True)
