@@ -100,6 +100,24 @@ def test_a_checkpoint_resumes_bit_for_bit_on_another_number_of_ranks(level, two,
     assert snapshot(resumed) == snapshot(whole)
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_sharded_weights_train_in_a_second_session(level, two):
+    assert two(train_again, level) == [True] * 2
+
+
+def train_again(level):
+    """Whether the forwards of a second session see the steps that it has made."""
+    model, optimizer = build(level)
+    train(model, optimizer, range(1))
+    amp.uninitialize()
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(model, optimizer, range(2))
+    x = torch.ones(2, 6, dtype=model[0].weight.dtype)
+    weights = [param.full_tensor() for param in model.parameters()]
+    expected = nn.functional.linear(nn.functional.linear(x, *weights[:2]).relu(), *weights[2:])
+    return torch.equal(model(x), expected.to(model(x).dtype))
+
+
 # ---- Optimizers and inputs that differ over ranks ----
 
 

@@ -72,6 +72,10 @@ class Joins:
         listeners = [amp.local for amp in amps if not known.isdisjoint(map(id, amp.model_params()))]
         sharded = find_sharded(model)
         validate_sharded(sharded)
+        for part in sharded:
+            part.to(
+                non_blocking=False
+            )  # changes nothing, but has FSDP2 look where weights are that were cast
         for local in listeners:
             local.sharded += map(weakref.ref, sharded)
         hook = WatchForward(listeners, known.union(map(id, sharded)))
