@@ -1,10 +1,16 @@
-"""Runs the scripts of examples/legacy as their users would: `ampatch run`, in processes of their own."""
+"""Runs the scripts of examples/legacy as their users would: `ampatch run`, or the same in a fork."""
 
+import contextlib
 import os
 import re
+import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+
+from ampatch.__main__ import main
+from faults import run_forked
 
 FOLDER = Path(__file__).parents[1] / "examples" / "legacy"
 
@@ -15,22 +21,77 @@ GLOO_ABORT = "terminate called without an active exception"
 TRIES = 4
 
 
-def ampatch_run(name, *arguments, folder, level=None, processes=None):
-    """Returns what `ampatch run [--opt-level LEVEL] NAME.py ARGUMENTS...` prints; warnings are errors."""
-    launcher = [sys.executable]
-    if processes is not None:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+def ampatch_run(name, *arguments, folder, level=None, processes=None, is_fork=True):
+    """Returns what `ampatch run [--opt-level LEVEL] NAME.py ARGUMENTS...` prints; warnings are errors.
+
+    A fork of this process has torch already; `is_fork=False` starts Python, by torchrun for several.
+    """
     options = ["--opt-level", level] if level else []
-    command = [*launcher, "-m", "ampatch", "run", *options, FOLDER / f"{name}.py", *map(str, arguments)]
+    command = ["run", *options, str(FOLDER / f"{name}.py"), *map(str, arguments)]
+    return (run_in_forks if is_fork else run_in_processes)(command, folder, processes)
+
+
+def run_in_processes(command, folder, count):
+    launcher = [sys.executable]
+    if count is not None:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    command = [*launcher, "-m", "ampatch", *command]
     # One thread: the scripts' matrices are so small that two would wait for each other.
     # PYTHONWARNINGS reaches what torchrun starts, as `-W error` would not.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
-    for _ in range(TRIES if processes else 1):
+    for _ in range(TRIES if count else 1):
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
         if done.returncode == 0 or GLOO_ABORT not in done.stderr:
             break
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def run_in_forks(command, folder, count):
+    import sklearn.datasets  # noqa: F401 -- once, for all the forks
+    import torch._dynamo  # noqa: F401 -- as an optimizer does at its first step
+
+    said = [folder / f"said{rank}.txt" for rank in range(count or 1)]
+    children, port = [], find_port()
+    for rank, file in enumerate(said):
+        ranks = torchrun_variables(rank, count, port) if count else {}
+        child = os.fork()
+        if child == 0:
+            run_forked(lambda ranks=ranks: run_here(command, folder, ranks), file)
+        children.append(child)
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    printed = "".join(file.read_text() for file in said)
+    assert not any(statuses), printed
+    return printed
+
+
+def torchrun_variables(rank, count, port):
+    """Returns what torchrun tells a rank."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    return {name: str(value) for name, value in ranks.items()} | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def find_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def run_here(command, folder, variables):
+    """Does what `python -m ampatch COMMAND` does in a folder, with these variables."""
+    os.environ.update(variables)
+    os.chdir(folder)
+    warnings.simplefilter("error")
+    sys.argv = ["ampatch", *command]
+    # pytest has a sys.stdout that is not file 1.
+    with (
+        open(1, "w", closefd=False) as file,
+        contextlib.redirect_stdout(file),
+        contextlib.redirect_stderr(file),
+    ):
+        sys.exit(main(command))
 
 
 def numbers(pattern, printed):

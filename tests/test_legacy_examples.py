@@ -63,7 +63,8 @@ def classified(folder):
         if key not in done:
             saved = folder / f"classify{len(done)}"
             saved.mkdir()
-            printed = ampatch_run("classify", *arguments, "--save-dir", saved, folder=folder, level=override)
+            options = [*arguments, "--save-dir", saved]
+            printed = ampatch_run("classify", *options, folder=folder, level=override, is_fork=not override)
             done[key] = printed, torch.load(saved / "checkpoint.pth.tar")
         return done[key]
 
@@ -159,7 +160,12 @@ def distributed(folder):
         if key not in done:
             options = ["--opt-level", level, "--batch-size", 64 // processes, *arguments]
             done[key] = ampatch_run(
-                "distributed", *options, folder=folder, level=override, processes=processes
+                "distributed",
+                *options,
+                folder=folder,
+                level=override,
+                processes=processes,
+                is_fork=not override,
             )
         return done[key]
 
