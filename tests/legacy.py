@@ -48,6 +48,11 @@ def run_in_processes(command, folder, count):
 
 
 def run_in_forks(command, folder, count):
+    return print_in_forks(lambda: main(command), ["ampatch", *command], folder, count)
+
+
+def print_in_forks(function, argv, folder, count=None):
+    """Returns what a function prints, which reads `argv`, in a fork or in so many ranks."""
     import sklearn.datasets  # noqa: F401 -- once, for all the forks
     import torch._dynamo  # noqa: F401 -- as an optimizer does at its first step
 
@@ -57,7 +62,7 @@ def run_in_forks(command, folder, count):
         ranks = torchrun_variables(rank, count, port) if count else {}
         child = os.fork()
         if child == 0:
-            run_forked(lambda ranks=ranks: run_here(command, folder, ranks), file)
+            run_forked(lambda ranks=ranks: run_here(function, argv, folder, ranks), file)
         children.append(child)
     statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     printed = "".join(file.read_text() for file in said)
@@ -79,19 +84,19 @@ def find_port():
         return server.getsockname()[1]
 
 
-def run_here(command, folder, variables):
-    """Does what `python -m ampatch COMMAND` does in a folder, with these variables."""
+def run_here(function, argv, folder, variables):
+    """Calls a function as if this process had been started in a folder, with warnings as errors."""
     os.environ.update(variables)
     os.chdir(folder)
     warnings.simplefilter("error")
-    sys.argv = ["ampatch", *command]
+    sys.argv = list(map(str, argv))
     # pytest has a sys.stdout that is not file 1.
     with (
         open(1, "w", closefd=False) as file,
         contextlib.redirect_stdout(file),
         contextlib.redirect_stderr(file),
     ):
-        sys.exit(main(command))
+        sys.exit(function())
 
 
 def numbers(pattern, printed):

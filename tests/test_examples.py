@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from ampatch.doctor.campaign import Campaign, Run, start_process
 from faults import fork_child
 from helpers import snapshot
+from legacy import print_in_forks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -33,6 +34,15 @@ def run_process(name, folder, *arguments):
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def run_forked(name, folder, *arguments):
+    """The same in a fork of this process, which has torch already, or in two that are ranks."""
+    path = str(EXAMPLES / f"{name}.py")
+    count = 2 if name == "distributed" else None
+    return print_in_forks(
+        lambda: runpy.run_path(path, run_name="__main__") and 0, [path, *arguments], folder, count
+    )
 
 
 @pytest.fixture
@@ -133,7 +143,8 @@ def test_every_example_is_tested():
 @pytest.mark.process(keep=1)
 @pytest.mark.parametrize("name", CHECKS)
 def test_an_example_does_what_it_says_at_its_default_level(name, tmp_path):
-    CHECKS[name](run_process(name, tmp_path))
+    run = run_process if name in {"digits", "distributed"} else run_forked
+    CHECKS[name](run(name, tmp_path))
 
 
 KILLED = """
@@ -158,7 +169,7 @@ def test_a_rank_that_is_killed_starts_again_from_the_last_checkpoint_and_ends_wi
     tmp_path, monkeypatch
 ):
     options = ("--wrapper", "fsdp", "--opt-level", "O2", "--epochs", "4", "--checkpoints")
-    run_process("distributed", tmp_path, *options, tmp_path / "whole")
+    run_forked("distributed", tmp_path, *options, tmp_path / "whole")
     (tmp_path / "killed.py").write_text(KILLED)
     # Or the ranks of torch 2.13 may look for each other where they were before.
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
