@@ -429,12 +429,19 @@ def truth_of(kind: Kind, family: str, bad: int, sample: int, script: str) -> dic
 
 def fork_child(run: Run, folder: Path) -> tuple[int, str]:
     """Runs a script in a fork, which has torch already; stands in for a process of its own."""
+    import_for_forks()
     said = folder / "said.txt"
     child = os.fork()
     if child == 0:
         run_forked(lambda: run_child(run), said)
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status), said.read_text()
+
+
+def import_for_forks() -> None:
+    """Imports once what each fork would: scripts load digits, and optimizers Dynamo at the first step."""
+    import sklearn.datasets  # noqa: F401
+    import torch._dynamo  # noqa: F401
 
 
 def run_forked(function, said: Path) -> None:

@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 
 from ampatch.__main__ import main
-from faults import run_forked
+from faults import import_for_forks, run_forked
 
 FOLDER = Path(__file__).parents[1] / "examples" / "legacy"
 
@@ -53,9 +53,7 @@ def run_in_forks(command, folder, count):
 
 def print_in_forks(function, argv, folder, count=None):
     """Returns what a function prints, which reads `argv`, in a fork or in so many ranks."""
-    import sklearn.datasets  # noqa: F401 -- once, for all the forks
-    import torch._dynamo  # noqa: F401 -- as an optimizer does at its first step
-
+    import_for_forks()
     said = [folder / f"said{rank}.txt" for rank in range(count or 1)]
     children, port = [], find_port()
     for rank, file in enumerate(said):
