@@ -11,6 +11,7 @@ from pathlib import Path
 
 SERVER = """
 import json, os, sys
+import torch._dynamo  # which each optimizer would import at its first step
 import ampatch.apex, ampatch.__main__
 for line in sys.stdin:
     request = json.loads(line)

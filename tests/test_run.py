@@ -256,7 +256,7 @@ torch.distributed.destroy_process_group()
 
 def test_torchrun_runs_a_script_through_us(tmp_path):
     (tmp_path / "train.py").write_text(DISTRIBUTED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     command += ["ampatch", "run", "--opt-level", "O4", "train.py", "--lr", "0.5"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
