@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     from torch.distributed.algorithms.join import JoinHook
 
 logger = logging.getLogger("ampatch")
+
+# Modules that take a second to import, and are patched once somebody does: the place of each that changes.
+STATE_DICT = "torch.distributed.checkpoint.state_dict"
+LOCAL_SGD = "torch.distributed.optim.post_localSGD_optimizer"
+IMPORTED_LATER = {STATE_DICT: STATE_DICT, LOCAL_SGD: f"{LOCAL_SGD}.PostLocalSGDOptimizer"}
 
 # Of an optimizer: its masters, by the half parameter that each stands for.
 FindMasters = Callable[[object], Mapping[Tensor, Parameter]]
@@ -50,11 +56,8 @@ class DistributedPatch(SessionPatch):
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
         self._ranks = ranks
-        # Modules that take a second to import: they are patched once somebody does.
-        self._modules = {
-            "torch.distributed.checkpoint.state_dict": self._patch_checkpoints,
-            "torch.distributed.optim.post_localSGD_optimizer": self._patch_local_sgd,
-        }
+        patches = {STATE_DICT: self._patch_checkpoints, LOCAL_SGD: self._patch_local_sgd}
+        self._modules = {name: patches[name] for name in IMPORTED_LATER}
         self._are_waiting = False
 
     def patch(self, patcher: Patcher) -> None:
@@ -82,7 +85,7 @@ class DistributedPatch(SessionPatch):
                 patcher.replace(*name.find_place(), with_names(name.find(), self._ranks.map_masters))
 
     def _patch_local_sgd(self, patcher: Patcher) -> None:
-        cls = sys.modules["torch.distributed.optim.post_localSGD_optimizer"].PostLocalSGDOptimizer
+        cls = pkgutil.resolve_name(IMPORTED_LATER[LOCAL_SGD])
         original = cls.__init__
 
         @functools.wraps(original)

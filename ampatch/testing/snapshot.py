@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ampatch.lists import TABLES
+from ampatch.patching.distributed import IMPORTED_LATER
 
 # Where ampatch patches, or might, beside the places of the tables.
 PLACES = (
@@ -44,13 +45,6 @@ PLACES = (
     "torch.utils",
     "torch.utils.checkpoint",
 )
-# Places of modules that take a second to import, and are looked at once somebody has.
-IMPORTED = {
-    "torch.distributed.checkpoint.state_dict": "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.optim.post_localSGD_optimizer": (
-        "torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer"
-    ),
-}
 # torch.optim deletes the name of its own submodule, so that these are found by import.
 HOOKED = ("torch.optim.optimizer", "torch.nn.modules.module")
 # These change vars(torch) when they are first imported, torch.manual_seed among it.
@@ -90,7 +84,7 @@ class TorchSnapshot:
             warnings.simplefilter("ignore")  # where they are errors, torch's own must not be ours
             for name in LAZY:
                 importlib.import_module(name)
-        imported = [place for module, place in IMPORTED.items() if module in sys.modules]
+        imported = [place for module, place in IMPORTED_LATER.items() if module in sys.modules]
         places = [*PLACES, *imported, *(table.target for table in TABLES if _exists(table.target))]
         namespaces = {path: dict(vars(pkgutil.resolve_name(path))) for path in places}
         namespaces |= {path: dict(vars(importlib.import_module(path))) for path in HOOKED}

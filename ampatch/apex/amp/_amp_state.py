@@ -15,6 +15,7 @@ from ampatch.apex.amp._process_optimizer import detach
 from ampatch.apex.amp.handle import AmpHandle, NoOpHandle
 from ampatch.apex.amp.properties import Properties, list_options
 from ampatch.apex.amp.scaler import LossScaler
+from ampatch.levels.ranks import has_ranks
 
 master_params = amp.master_params
 
@@ -102,8 +103,7 @@ _amp_state = AmpState()
 
 def maybe_print(msg: str, rank0: bool = False) -> None:
     """Prints a script's message where the verbosity is above 0; on rank 0 alone if asked."""
-    distributed = torch.distributed
-    is_other = distributed.is_available() and distributed.is_initialized() and distributed.get_rank() != 0
+    is_other = has_ranks() and torch.distributed.get_rank() != 0
     if _amp_state.verbosity > 0 and not (rank0 and is_other):
         print(msg)
 

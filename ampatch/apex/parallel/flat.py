@@ -15,6 +15,7 @@ from torch.nn import Module
 
 import ampatch as amp
 from ampatch.apex.apex_C import flatten, unflatten
+from ampatch.levels.ranks import has_ranks
 
 Collective = Callable[..., object]
 
@@ -46,7 +47,7 @@ def flat_dist_call(tensors: Iterable[Tensor], call: Collective, extra_args: tupl
 
 def require_process_group(name: str) -> None:
     """Raises where no process group has been initialized."""
-    if not dist.is_available() or not dist.is_initialized():
+    if not has_ranks():
         raise amp.AmpValueError(
             f"{name}: there is no process group: call torch.distributed.init_process_group first, in one of "
             f"the processes that torchrun or apex.parallel.multiproc starts"

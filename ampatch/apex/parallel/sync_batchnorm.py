@@ -9,6 +9,7 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import ampatch as amp
+from ampatch.levels.ranks import has_ranks
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -111,8 +112,7 @@ def _sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _count_ranks(group: dist.ProcessGroup | None) -> int:
-    is_distributed = dist.is_available() and dist.is_initialized()
-    return dist.get_world_size(group) if is_distributed else 1
+    return dist.get_world_size(group) if has_ranks() else 1
 
 
 def convert_syncbn_model(
