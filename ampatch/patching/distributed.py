@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
@@ -85,7 +84,7 @@ class DistributedPatch(SessionPatch):
                 patcher.replace(*name.find_place(), with_names(name.find(), self._ranks.map_masters))
 
     def _patch_local_sgd(self, patcher: Patcher) -> None:
-        cls = pkgutil.resolve_name(IMPORTED_LATER[LOCAL_SGD])
+        cls = sys.modules[LOCAL_SGD].PostLocalSGDOptimizer
         original = cls.__init__
 
         @functools.wraps(original)
