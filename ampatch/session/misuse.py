@@ -139,6 +139,8 @@ def check_ranks(warner: Warner, amp: AmpOptimizer) -> None:
     """Warns of ranks that may not skip a step together, before one; no collective, and no host sync."""
     if not amp.local.are_alone or not amp.pending or amp.agreement.list_groups(amp.params()):
         return
+    if hasattr(amp.find_given(), "averager"):  # PostLocalSGDOptimizer, whose ranks are to step alone
+        return
     if torch.distributed.get_world_size() > 1:
         warner.warn(
             "ranks",
