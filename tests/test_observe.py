@@ -191,6 +191,6 @@ def test_an_override_ends_with_its_block_and_nests():
 
 
 def test_an_override_of_what_initialize_does_not_take_is_refused():
-    match = "override: initialize has no argument 'level', 'speed'"
+    match = r"override: initialize has no argument 'level' \(did you mean 'opt_level'\?\), 'speed'"
     with pytest.raises(TypeError, match=match), amp.override(level="O1", speed=2):
         pass
