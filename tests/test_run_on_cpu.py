@@ -46,6 +46,8 @@ y.record_stream(torch.cuda.current_stream())
 end.record()
 torch.cuda.synchronize()
 assert start.elapsed_time(end) > 0 and torch.cuda.max_memory_allocated() == 0
+assert not isinstance(0, torch.cuda.device) and torch.cuda.memory_summary() == ""
+assert torch.cuda.memory_stats(0)["allocated_bytes.all.peak"] == 0
 torch.save(model.state_dict(), "model.pt")
 for place in (None, "cuda", torch.device("cuda:0"), {"cuda:0": "cuda:1"}, lambda s, loc: s.cuda(0)):
     model.load_state_dict(torch.load("model.pt", map_location=place))

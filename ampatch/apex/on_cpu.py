@@ -6,8 +6,9 @@ import functools
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 
 import torch
@@ -33,6 +34,7 @@ ANSWERS: dict[str, object] = {
     **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), 0),
     **dict.fromkeys(("max_memory_reserved", "memory_cached", "max_memory_cached"), 0),
     **{"mem_get_info": (0, 0), "get_rng_state_all": [], "set_rng_state": None, "set_rng_state_all": None},
+    **{"memory_stats": Counter(), "memory_summary": "", "memory_snapshot": []},
     "get_device_properties": SimpleNamespace(name="cpu", total_memory=0, major=0, minor=0),
 }
 
@@ -118,9 +120,11 @@ def answer_scripts(function: Callable, answer: object) -> Callable:
     return answering
 
 
-def in_context(given: object = None) -> AbstractContextManager[object]:
-    """Stands in for `torch.cuda.device` and `torch.cuda.stream`."""
-    return nullcontext(given)
+class Context(nullcontext):
+    """Stands in for `torch.cuda.device` and `torch.cuda.stream`: a class, as torch uses it as a type."""
+
+    def __init__(self, given: object = None) -> None:
+        super().__init__(given)
 
 
 def with_arguments(function: Callable, change: Callable[[str, object], object]) -> Callable:
@@ -194,7 +198,7 @@ def on_cpu() -> Iterator[None]:
 
 def replacements() -> Iterator[tuple[str, object]]:
     """The names of torch.cuda that stand for something else, and what."""
-    yield from {"Event": Event, "Stream": Stream, "device": in_context, "stream": in_context}.items()
+    yield from {"Event": Event, "Stream": Stream, "device": Context, "stream": Context}.items()
     yield from dict.fromkeys(("current_stream", "default_stream"), lambda *_: Stream()).items()
     yield "get_rng_state", lambda *_: torch.get_rng_state()
     yield from ((f"{kind}Tensor", getattr(torch, f"{kind}Tensor")) for kind in TYPES)
