@@ -131,3 +131,12 @@ def doctor_in_forks(monkeypatch):
     from faults import fork_child
 
     monkeypatch.setattr(Campaign, "__init__", functools.partialmethod(Campaign.__init__, launch=fork_child))
+
+
+@pytest.fixture(scope="session")
+def processes():
+    """Fresh processes that have torch already."""
+    from fresh import fresh_processes
+
+    with fresh_processes() as started:
+        yield started

@@ -15,13 +15,6 @@ from ampatch.apex.drop_in.mirror import PARTS, tree
 from ampatch.apex.drop_in.missing import EXTENSION_NAMES, MISSING
 from ampatch.apex.drop_in.real import public_names
 from apex_rows import shows
-from fresh import fresh_processes
-
-
-@pytest.fixture(scope="module")
-def processes():
-    with fresh_processes() as started:
-        yield started
 
 
 @pytest.fixture

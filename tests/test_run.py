@@ -11,7 +11,6 @@ import pytest
 import ampatch.apex
 from ampatch.apex.drop_in.children import Preparation
 from ampatch.apex.run_command import split
-from fresh import fresh_processes
 from helpers import without_chatter
 
 pytestmark = pytest.mark.process
@@ -38,12 +37,6 @@ if options.enabled:
     half = options.cast_model_type or options.patch_torch_functions_type
     print(options.opt_level, half, options.loss_scale, options.keep_batchnorm_fp32)
 """
-
-
-@pytest.fixture(scope="module")
-def processes():
-    with fresh_processes() as started:
-        yield started
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from ampatch.apex.on_cpu import on_cpu
-from fresh import fresh_processes
 from legacy import FOLDER
 
 # What scripts say that know of no CPU, for what those of examples/legacy say.
@@ -58,12 +57,6 @@ for given in ({"device_ids": [0], "output_device": 0}, {}):
 print(DistributedDataParallel(model, [0], 0)(x).device)
 torch.distributed.destroy_process_group()
 """
-
-
-@pytest.fixture(scope="module")
-def processes():
-    with fresh_processes() as started:
-        yield started
 
 
 @pytest.fixture

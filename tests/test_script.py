@@ -10,7 +10,7 @@ import zipfile
 
 import pytest
 
-from fresh import Ended, fresh_processes
+from fresh import Ended
 
 pytestmark = pytest.mark.process
 
@@ -77,12 +77,6 @@ def run_both(*arguments, cwd, flags=(), **options):
     plain = python(*flags, *arguments, cwd=cwd, **options)
     ours = python(*flags, "-m", "ampatch", "run", *arguments, cwd=cwd, **options)
     return [(done.returncode, done.stdout, done.stderr) for done in (plain, ours)]
-
-
-@pytest.fixture(scope="module")
-def processes():
-    with fresh_processes() as started:
-        yield started
 
 
 @pytest.mark.process(keep=1)
