@@ -160,6 +160,8 @@ class Search:
         self._search_items(partial.keywords, partial.keywords.items(), depth)
 
     def _search_defaults(self, function: FunctionType) -> None:
+        if not (function.__defaults__ or function.__kwdefaults__):
+            return
         if not self._is_searched(str(function.__globals__.get("__name__"))):
             return
         defaults = function.__defaults__ or ()
@@ -211,6 +213,8 @@ def _is_searched(path: str) -> bool:
     """Whether what a module defines is looked into, by its name: not what Python and torch define."""
     if path.partition(".")[0] in _LEFT_ALONE:
         return path.startswith(_SEARCHED_IN_TORCH)
+    if path in sys.builtin_module_names:  # as sys, which keeps all modules
+        return False
     module = sys.modules.get(path)
     names = _read_globals(module) if issubclass(type(module), ModuleType) else {}  # type: ignore[arg-type]
     return _is_installed(names) or not str(names.get("__file__")).startswith(_STANDARD_LIBRARY)
