@@ -67,11 +67,11 @@ def returns_what_it_is_given(
 
 def validate_names(caller: str, given: Iterable[str], signature: inspect.Signature) -> None:
     """Raises AmpTypeError for arguments that `initialize` has not, and names the nearest that it has."""
-    unknown = {name: difflib.get_close_matches(name, signature.parameters, 1) for name in given}
+    unknown = sorted(name for name in given if name not in signature.parameters)
+    nearest = [difflib.get_close_matches(name, signature.parameters, 1) for name in unknown]
     faults = [
         f"{name!r}" + "".join(f" (did you mean {one!r}?)" for one in close)
-        for name, close in sorted(unknown.items())
-        if name not in signature.parameters
+        for name, close in zip(unknown, nearest, strict=True)
     ]
     if faults:
         raise AmpTypeError(f"{caller}initialize has no argument {', '.join(faults)}")
