@@ -177,6 +177,13 @@ def test_a_folder_keeps_the_latest_files_and_nobody_elses(tmp_path, monkeypatch)
     assert files(tmp_path) == sorted([*others, *(path.name for path in paths[-4:])])
 
 
+def test_names_follow_the_clock_over_the_turn_of_a_second(tmp_path, monkeypatch):
+    clock = iter(range(1_700_000_000_999_999_998, 1_700_000_001_000_000_002))
+    monkeypatch.setattr(write.time, "time_ns", lambda: next(clock))
+    names = [write.write(tmp_path, 0, dict).name for _ in range(4)]
+    assert names == sorted(names)
+
+
 @pytest.mark.parametrize(("value", "expected"), [("0", []), ("off", []), ("", []), ("kept", ["kept"])])
 def test_the_environment_says_where_files_go(tmp_path, monkeypatch, value, expected):
     monkeypatch.setenv("AMPATCH_POST_MORTEM", value)

@@ -39,7 +39,8 @@ def parse_post_mortem(value: object) -> Path | None:
 
 def write(folder: Path, rank: int, gather: Callable[[], object]) -> Path | None:
     """Writes what `gather` returns into a new file; returns its path, or None and logs why there is none."""
-    moment = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09d}"
+    seconds, nanoseconds = divmod(time.time_ns(), 10**9)  # one reading: two may stand a second apart
+    moment = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(seconds))}-{nanoseconds:09d}"
     path = folder / f"post-mortem-{moment}-rank{rank}-{os.getpid()}.pt"
     part = path.with_suffix(".part")
     try:
