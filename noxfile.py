@@ -6,6 +6,7 @@ nox.options.default_venv_backend = "venv"
 nox.options.sessions = ["lint", "types", "docs", "tests"]
 
 PINNED = "constraints.txt"
+QUIET = {"NO_MKDOCS_2_WARNING": "1"}  # an advertisement of the theme's
 SHARED = ("-n", "2", "--dist", "loadfile")
 # Of each the oldest or newest Python that it goes with, such that all from 3.10 on have their turn.
 RELEASES = {"2.6": "3.10", "2.8": "3.10", "2.11": "3.12", "2.13": "3.11", "2.15": "3.13"}
@@ -26,7 +27,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Checks the public names by mypy; README's blocks and examples by mypy and pyright (with node)."""
+    """Checks the public names by mypy; docs/start.md and the examples by mypy and pyright (with node)."""
     install(session, "test,checks")
     session.run("mypy")
     session.run("pytest", "tests/test_types.py", "--all")
@@ -34,8 +35,9 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Runs the blocks and checks the links of README and the pages; runs the examples in docstrings."""
-    install(session, "test")
+    """Builds the site into site/; runs the blocks of README and the pages, and the examples in docstrings."""
+    install(session, "test,docs")
+    session.run("mkdocs", "build", "--strict", env=QUIET)
     session.run("pytest", "tests/test_readme.py", "ampatch")
 
 

@@ -3,10 +3,13 @@
 import argparse
 import difflib
 import os
+import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
+
+import torch
 
 from ampatch import AmpError, __version__
 from ampatch.apex import check_command as check
@@ -14,12 +17,15 @@ from ampatch.apex import run_command as run
 from ampatch.apex.script import HINT
 from ampatch.doctor import command as doctor
 from ampatch.sweeps import command as sweep
+from ampatch.sweeps import env_command as env
 from ampatch.testing import lists_command as lists
 
 BAD_INPUT = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 NEARLY_THE_SAME = 0.8  # as options are that are a letter or two apart
+
+VERSIONS = f"ampatch {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
 
 Parts = tuple[list[str], tuple[str, ...]]
 
@@ -60,6 +66,7 @@ COMMANDS = (
     Command("sweep", sweep.SUMMARY, sweep.add_arguments, sweep.run, hint=HINT),
     Command("doctor", doctor.SUMMARY, doctor.add_arguments, doctor.run, hint=HINT),
     Command("lists", lists.SUMMARY, lists.add_arguments, lists.run),
+    Command("env", env.SUMMARY, lambda parser: None, env.run),
 )
 
 
@@ -88,12 +95,33 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns the exit status: 0, 1 (something failed) or 2 (bad input)."""
     own, script_arguments = split(sys.argv[1:] if argv is None else argv)
-    arguments, unknown = build_parser().parse_known_args(own)
+    parser = build_parser()
+    if not own:
+        parser.print_help()
+        return 0
+    if fault := find_command_fault(own[0]):
+        parser.error(fault)
+    arguments, unknown = parser.parse_known_args(own)
     if unknown:
         arguments.parser.error(arguments.parser.describe_unknown(unknown) + arguments.command.hint)
     arguments.script_arguments = script_arguments
     outcome = run_command(arguments)
     return outcome if isinstance(outcome, int) else outcome()
+
+
+def find_command_fault(word: str) -> str | None:
+    """Says of a first word that is no subcommand which one is meant, or which there are.
+
+    >>> find_command_fault("swep")
+    "unknown command 'swep' (did you mean sweep?)"
+    """
+    names = [command.name for command in COMMANDS]
+    if word.startswith("-") or word in names:
+        return None
+    close = difflib.get_close_matches(word, names, 1)
+    return f"unknown command {word!r} " + (
+        f"(did you mean {close[0]}?)" if close else f"(choose from {', '.join(names)})"
+    )
 
 
 def run_command(arguments: argparse.Namespace) -> int | Callable[[], int]:
@@ -120,7 +148,7 @@ def split(argv: Sequence[str]) -> Parts:
 def build_parser() -> Parser:
     """Builds the parser out of `COMMANDS`."""
     parser = Parser(prog="ampatch", description="Mixed precision for PyTorch training scripts.")
-    parser.add_argument("--version", action="version", version=f"ampatch {__version__}")
+    parser.add_argument("--version", action="version", version=VERSIONS)
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
         subparser = subparsers.add_parser(

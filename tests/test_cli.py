@@ -3,10 +3,13 @@
 import importlib.metadata
 import importlib.util
 import json
+import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 import ampatch as amp
 import ampatch.apex
@@ -39,8 +42,8 @@ def one_line(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: COMMAND"),
-        (["train"], "invalid choice: 'train'"),
+        (["swep", "x.py"], "unknown command 'swep' (did you mean sweep?)"),
+        (["train"], "unknown command 'train' (choose from run, check, sweep, doctor, lists, env)"),
         (["sweep", "."], "'.' is a directory without __main__.py: expected a Python script"),
         (
             ["sweep", "x.py", "--seed=3"],
@@ -64,7 +67,29 @@ def test_bad_input_is_one_line_and_exit_status_2(arguments, message, capsys):
 
 def test_the_version_is_that_of_the_package(capsys):
     assert exit_status("--version") == 0
-    assert capsys.readouterr().out == f"ampatch {importlib.metadata.version('ampatch')}\n"
+    versions = [importlib.metadata.version("ampatch"), torch.__version__, platform.python_version()]
+    assert capsys.readouterr().out == "ampatch {}, torch {}, Python {}\n".format(*versions)
+
+
+def test_without_a_command_the_help_is_printed(capsys):
+    assert main([]) == 0
+    bare = capsys.readouterr().out
+    assert exit_status("--help") == 0
+    assert bare == capsys.readouterr().out
+
+
+def test_env_prints_what_a_report_needs(capsys, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCH_TOKEN", "hidden")
+    assert exit_status("env") == 0
+    said = capsys.readouterr().out
+    found = dict(line.split(None, 1) for line in said.splitlines())
+    assert found["torch"] == torch.__version__
+    assert found["python"] == platform.python_version()
+    assert found["wrapt"] == importlib.metadata.version("wrapt")
+    assert found["OMP_NUM_THREADS"] == "1"
+    assert str(Path(amp.__file__).parent) in found["ampatch"]
+    assert "hidden" not in said
 
 
 def test_help_lists_every_command(capsys):
@@ -91,6 +116,23 @@ def test_the_command_line_itself_does_not_import_what_is_slow():
     )
     added = subprocess.check_output([sys.executable, "-c", code], text=True)
     assert not {"rich", "torch", "matplotlib", "numpy"} & eval(added)
+
+
+@pytest.mark.process
+def test_commands_need_torch_and_wrapt_alone(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("print('trained')")
+    code = (
+        "import sys; path = sys.argv[1]\n"
+        "sys.modules.update(dict.fromkeys(['numpy', 'rich', 'matplotlib', 'PIL']))\n"
+        "from ampatch.__main__ import main\n"
+        "outcomes = [main(['check', path]), main(['run', path]), main(['env'])]\n"
+        "sys.exit(outcomes != [0, 0, 0] or main(['run', '--legacy', path]) != 2)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "trained" in done.stdout
+    assert "--legacy needs numpy: pip install numpy" in done.stderr
 
 
 # ---- ampatch lists ----

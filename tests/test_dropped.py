@@ -319,7 +319,7 @@ def test_an_optimizer_that_has_the_id_of_one_that_is_gone_is_unknown(monkeypatch
     inner, gone = optimizer.optim, id(optimizer)
     del optimizer
     gc.collect()
-    other = Wrapper(inner)
+    other = Wrapper(torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=inner.defaults["lr"]))
     # Python gives the id of what is gone to something new sooner or later; nothing can make it do so now.
     ids = {id(other): gone}
     monkeypatch.setattr("ampatch.session.members.id", lambda it: ids.get(id(it), id(it)), raising=False)

@@ -119,7 +119,7 @@ def test_a_torch_whose_compiler_casts_wrongly_runs_plain_python(fault, caplog, m
         monkeypatch.setattr("ampatch.casts.wrapper.call_uncast", lambda *_, **__: 1 / 0)
     with caplog.at_level(logging.WARNING):
         amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
-    assert "torch.compile runs functions as plain Python until uninitialize()" in caplog.text
+    assert "torch.compile runs functions as plain Python until ampatch.uninitialize()" in caplog.text
     x = torch.ones(2, 2)
     compiled = torch.compile(lambda x: x.bfloat16() ** 2, backend="eager")
     with amp.disable_casts():

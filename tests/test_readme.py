@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampatch as amp
+import ampatch.apex
+import ampatch.testing
 from ampatch.__main__ import COMMANDS, build_parser, split
 from ampatch.sweeps.records.sweep_file import from_json
 from ampatch.sweeps.records.table_file import to_csv
@@ -22,7 +24,14 @@ from ampatch.sweeps.web.page import write_page
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-LINKED = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
+BESIDE = [
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "examples/README.md",
+    "benchmarks/README.md",
+    "benchmarks/results/README.md",
+]
+LINKED = [*PAGES, *(ROOT / name for name in BESIDE)]
 SWEEP = "pip install -c constraints.txt -e '.[tools,examples]' && ampatch sweep examples/digits.py"
 TEST = "pip install -c constraints.txt -e '.[test]' && pytest -n 2 --dist loadfile"
 
@@ -102,12 +111,23 @@ def check_command(words):
         assert words[1] in [command.name for command in COMMANDS], shlex.join(words)
     elif words[0] == "ampatch":
         build_parser().parse_args(split(["x.py" if it == "SCRIPT" else it for it in words[1:]])[0])
-    assert words[0] in ("ampatch", "pip", "pytest", "python"), shlex.join(words)
+    assert words[0] in ("ampatch", "mkdocs", "pip", "pytest", "python"), shlex.join(words)
 
 
-def test_every_public_name_is_documented():
-    text = "\n".join(read(page) for page in PAGES)
+def test_every_public_name_is_explained_outside_of_the_page_of_the_api():
+    text = "\n".join(read(page) for page in PAGES if page.name != "api.md")
     assert [name for name in amp.__all__ if not re.search(rf"\bamp\.{name}\b|`{name}[`(]", text)] == []
+
+
+def test_the_page_of_the_api_has_every_public_name_once():
+    shown = re.findall(r"^::: (ampatch\.\S+)$", read(ROOT / "docs" / "api.md"), re.MULTILINE)
+    rooms = {"ampatch": amp, "ampatch.testing": amp.testing, "ampatch.apex": amp.apex}
+    public = [f"{room}.{name}" for room, module in rooms.items() for name in module.__all__]
+    assert sorted(shown) == sorted([*public, "ampatch.testing.plugin.amp_session"])
+
+
+def test_readme_is_short():
+    assert len(read(README).splitlines()) <= 200
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)

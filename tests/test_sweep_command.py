@@ -18,7 +18,7 @@ import ampatch as amp
 from ampatch.__main__ import main
 from ampatch.apex.script import Script
 from ampatch.sweeps import campaign
-from ampatch.sweeps.environment import collect, command_as_typed, find_commit, with_device
+from ampatch.sweeps.environment import Load, collect, command_as_typed, find_commit, with_device
 from ampatch.sweeps.records.record import Curve, Ending, Measured, Record, Spread
 from ampatch.sweeps.records.sweep_file import from_json
 
@@ -411,6 +411,26 @@ def test_the_commit_is_that_of_the_scripts_repository_and_says_if_files_have_cha
     assert find_commit(tmp_path) == commit
     (tmp_path / "train.py").write_text("x")
     assert find_commit(tmp_path) == f"{commit}+"
+
+
+@pytest.mark.parametrize(
+    ("idle", "expected"), [(0, 1.0), (20, 0.8), (40, 0.0), (None, None)], ids=["full", "busy", "free", "none"]
+)
+def test_the_load_is_what_others_take_where_little_is_left(tmp_path, monkeypatch, idle, expected):
+    monkeypatch.setattr(os, "times", lambda: (0.0,) * 5)
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  0 0 0 0 0 0 0 0 0 0\n")
+    load = Load(stat)
+    if idle is not None:
+        stat.write_text(f"cpu  {100 - idle} 0 0 {idle} 0 0 0 0 0 0\n")
+    assert load.share() == (None if expected is None else pytest.approx(expected))
+    monkeypatch.setattr(os, "times", lambda: (0.0, 0.0, 0.5, 0.0, 0.0))  # half a second of children of ours
+    if idle == 0:
+        assert load.share() == pytest.approx(1 - 0.5 * os.sysconf("SC_CLK_TCK") / 100)
+
+
+def test_where_nobody_counts_there_is_no_load(tmp_path):
+    assert Load(tmp_path / "absent").share() is None
 
 
 def test_the_environment_is_that_of_this_process_and_the_device_that_of_the_runs(folder):

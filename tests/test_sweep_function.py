@@ -186,10 +186,26 @@ def test_what_cannot_work_is_refused(options, message):
         sweep(**options)
 
 
+def test_a_function_of_a_notebook_runs_here_without_asking_and_its_result_is_shown(caplog, monkeypatch):
+    of_a_cell = {"__name__": "__main__", "train": train}
+    exec("def train_here(opt_level, seed): return train(opt_level, seed)", of_a_cell)
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    with caplog.at_level(logging.INFO, "ampatch"):
+        result = amp.sweep(of_a_cell["train_here"], ["O0"])
+    assert (
+        "sweep: all runs of __main__.train_here are in this process: no other can import it"
+        in caplog.messages
+    )
+    assert result.rows[0].step_ms is not None
+    shown = result._repr_html_()
+    assert shown.startswith("<pre>O0")
+    assert shown.endswith("</pre>")
+
+
 def test_a_process_with_a_session_of_its_own_keeps_it():
     model = torch.nn.Linear(2, 2)
     amp.initialize(model, opt_level="O5", verbosity=0)
-    with pytest.raises(amp.AmpError, match="call uninitialize first"):
+    with pytest.raises(amp.AmpError, match=r"call ampatch\.uninitialize\(\) first"):
         sweep()
     assert model.weight.dtype is torch.bfloat16
     amp.uninitialize()

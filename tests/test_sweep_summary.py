@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -333,7 +334,9 @@ def test_the_reason_has_the_metric_that_matters_and_the_memory_that_is_saved():
 
 @pytest.mark.parametrize(("ms", "expected"), [(9.81, "O0"), (9.79, "O1"), (20.0, "O0")])
 def test_a_row_has_to_be_faster_by_two_percent(ms, expected):
-    assert summary(run("O0", ms=10.0), run("O1", ms=ms)).recommendation.row == expected
+    times = [Spread(it, it - 0.001, it + 0.001, 100) for it in (10.0, ms)]
+    runs = [run("O0", step_ms=times[0]), run("O1", step_ms=times[1])]
+    assert summary(*runs).recommendation.row == expected
 
 
 def test_if_no_row_is_as_accurate_o0_is_recommended():
@@ -356,11 +359,32 @@ def test_autocast_is_no_choice_and_is_named_if_it_is_faster():
     assert "or more: the fastest but for autocast, O4, runs at 0.80x the" in found
 
 
-def test_times_that_overlap_are_pointed_at():
-    said = "The quartiles of their times overlap: --repeat,"
-    assert said in reason(run("O0", ms=10.0), run("O1", ms=9.2))
-    assert said not in reason(run("O0", ms=10.0), run("O1", ms=8.0))
-    assert said not in reason(run("O0", ms=10.0), run("O1", ms=11.0))
+@pytest.mark.parametrize(("ms", "row"), [(9.2, None), (10.5, None), (8.0, "O1"), (12.0, "O0")])
+def test_nothing_is_recommended_where_quartiles_overlap_whichever_way(ms, row):
+    found = summary(run("O0", ms=10.0), run("O1", ms=ms)).recommendation
+    assert found.row == row
+    assert ("their quartiles overlap" in found.reason) == (row is None)
+
+
+def test_a_level_that_is_told_apart_is_taken_also_where_another_is_not():
+    wide = Spread(7.0, 5.0, 12.0, 100)
+    found = summary(run("O0"), run("O4", ms=8.0), run("O5", step_ms=wide)).recommendation
+    assert found.row == "O4"
+    assert "Times do not tell it apart from O5." in found.reason
+
+
+def test_on_a_busy_machine_nothing_is_said_of_speed():
+    def found(share, *records):
+        return summary(*(replace(record, busy=share) for record in records)).recommendation
+
+    runs = [run("O0"), run("O5", ms=2.0)]
+    assert found(0.5, *runs).row is None
+    assert "and other programs took 50 % of the processors' time. Run it" in found(0.5, *runs).reason
+    assert found(0.5, run("O0"), run("O5", ms=20.0)).row is None
+    assert [found(share, *runs).row for share in (0.1, None)] == ["O5", "O5"]
+    assert (
+        found(0.5, run("O0"), run("O5", 0.9, ms=2.0, noise=0.1)).row == "O0"
+    )  # accuracy decides all the same
 
 
 def test_what_seeds_tell_about_chance_is_said():

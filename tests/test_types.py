@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import ampatch as amp
-from test_readme import README, ROOT, blocks, read
+from test_readme import ROOT, blocks, read
 
 TYPED = """
 import torch
@@ -58,15 +58,17 @@ CHECKERS = {
 
 @pytest.mark.process
 @pytest.mark.parametrize("checker", CHECKERS)
-def test_a_type_checker_knows_what_is_returned_and_finds_no_fault_in_readme_and_the_examples(
+def test_a_type_checker_knows_what_is_returned_and_finds_no_fault_in_the_first_page_and_the_examples(
     checker, tmp_path
 ):
     if importlib.util.find_spec(checker) is None or (checker == "pyright" and shutil.which("node") is None):
         pytest.skip("the extra `checks` has mypy and pyright, which needs node")
-    lines = [""] * len(read(README).splitlines())
-    for first, code in blocks(README, "python"):
+    page = ROOT / "docs" / "start.md"
+    lines = [""] * len(read(page).splitlines())
+    for first, code in blocks(page, "python"):
         lines[first : first + code.count("\n")] = code.splitlines()
-    (tmp_path / "README.py").write_text("\n".join(lines))  # whose lines are those of README
+    assert any(lines)
+    (tmp_path / "start.py").write_text("\n".join(lines))  # whose lines are those of the page
     (tmp_path / "typed.py").write_text(TYPED)
     files = [*tmp_path.glob("*.py"), *(ROOT / "examples").glob("*.py")]
     command = [sys.executable, "-m", checker, *CHECKERS[checker], *files]

@@ -1,8 +1,7 @@
-"""Says which of the names of apex that a script uses are provided, by looking at our modules."""
+"""Says which names of apex that a script uses are provided, and what in it breaks today."""
 
 from __future__ import annotations
 
-import ast
 import difflib
 import importlib
 import importlib.util
@@ -18,7 +17,12 @@ import ampatch.apex
 from ampatch.apex.drop_in.mirror import EXTENSIONS, OURS, PARTS, own_name
 from ampatch.apex.drop_in.missing import explain
 from ampatch.apex.drop_in.real import public_names
+from ampatch.apex.legacy.finding import Finding, find_old, parse
+from ampatch.apex.legacy.table import BREAKS
 from ampatch.apex.uses import Use, find_uses
+
+# In Python's words for a syntax error.
+PYTHON_2 = ("call to 'print'", "call to 'exec'", "multiple exception types", "leading zeros in decimal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +36,21 @@ class UsedName:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The names of apex that one script uses."""
+    """The names of apex that one script uses, and what else it says that is of earlier years."""
 
     path: Path
     names: tuple[UsedName, ...]
+    findings: tuple[Finding, ...] = ()
 
     @property
     def missing(self) -> tuple[UsedName, ...]:
         """Those that are not provided."""
         return tuple(name for name in self.names if name.fault)
+
+    @property
+    def broken(self) -> tuple[Finding, ...]:
+        """What breaks on the torch, NumPy and Python that are installed."""
+        return tuple(finding for finding in self.findings if finding.row.status == BREAKS)
 
 
 def check_file(path: Path) -> Report:
@@ -48,21 +58,27 @@ def check_file(path: Path) -> Report:
     if path.suffix == ".ipynb":  # which is an expression of Python's as well
         raise amp.AmpValueError(f"'{path}' is a notebook: expected a Python script, so export it as one")
     try:
-        tree = ast.parse(path.read_bytes(), str(path))
+        tree, findings = parse(path.read_bytes(), str(path))
     except OSError as error:
         raise amp.AmpValueError(f"'{path}' cannot be read: {error.strerror}") from None
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         place = f"'{path}', line {line}" if line else f"'{path}'"
         said = getattr(error, "msg", error)
-        raise amp.AmpValueError(f"{place}: {said}; expected a script for this Python") from None
+        raise amp.AmpValueError(f"{place}: {said}; expected a script for this Python{older(said)}") from None
     lines: dict[tuple[str, str | None], list[int]] = defaultdict(list)
     for use in find_uses(tree, star_names):
         judged = judge(use)
         if judged is not None:
             lines[judged].append(use.line)
     names = (UsedName(name, tuple(dict.fromkeys(at)), fault) for (name, fault), at in lines.items())
-    return Report(path, tuple(sorted(names, key=lambda name: name.name)))
+    return Report(path, tuple(sorted(names, key=lambda name: name.name)), (*findings, *find_old(tree)))
+
+
+def older(said: object) -> str:
+    """Says what to do about a script whose syntax is that of Python 2."""
+    is_python_2 = any(word in str(said) for word in PYTHON_2)
+    return ", and this is Python 2: convert it by 2to3, which Python 3.12 still has" if is_python_2 else ""
 
 
 def star_names(module: str) -> tuple[str, ...]:

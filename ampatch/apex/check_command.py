@@ -1,30 +1,36 @@
-"""`ampatch check`: lists the names of apex that scripts use, and which of them are provided."""
+"""`ampatch check`: lists the names of apex that scripts use, what of it breaks, and what to do."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ampatch import AmpError, AmpValueError
 from ampatch.apex.drop_in.real import is_real_installed
+from ampatch.apex.legacy.table import BREAKS, MAY_BREAK, NEEDS_CUDA, WARNS, Old
 
 if TYPE_CHECKING:
     from ampatch.apex.check import Report
 
-SUMMARY = "list the names of apex that a script uses, and which of them ampatch provides"
+SUMMARY = "list the names of apex that a script uses, what in it breaks today or needs CUDA, and what to do"
+# Of how many in all.
+WORDS = {BREAKS: "broken today", MAY_BREAK: "perhaps", WARNS: "with a warning", NEEDS_CUDA: "for CUDA"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what `ampatch check` accepts."""
     parser.add_argument("paths", metavar="PATH", nargs="+", help="a script, or a folder of them")
-    parser.epilog = "Nothing is run. The exit status is 1 if a name is not provided."
+    parser.epilog = (
+        "Nothing is run. The exit status is 1 if a name of apex is not provided, or something breaks today."
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints a report for each script; returns 1 if one of them uses a name that is not provided."""
+    """Prints a report for each script; returns 1 if one of them uses what is not provided or breaks."""
     from ampatch.apex.check import check_file
 
     scripts = [script for path in arguments.paths for script in find_scripts(Path(path))]
@@ -41,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     if faults:
         more = f" (and {len(faults) - 1} more)" if faults[1:] else ""
         raise AmpValueError(f"{faults[0]}{more}")
-    return int(any(report.missing for report in reports))
+    return int(any(report.missing or report.broken for report in reports))
 
 
 def find_scripts(path: Path) -> Iterator[Path]:
@@ -59,24 +65,43 @@ def find_scripts(path: Path) -> Iterator[Path]:
 def show(reports: Sequence[Report]) -> None:
     """Prints the names of each script, and how many there are in all."""
     for report in reports:
-        if report.names:
+        if report.names or report.findings:
             print(report.path, *table(report), sep="\n")
     missing = {name.name for report in reports for name in report.missing}
     names = {name.name for report in reports for name in report.names}
     print(
         f"{count(len(reports), 'script')}, {count(len(names), 'name')} of apex, {len(missing)} not provided"
+        + "".join(f", {number} {WORDS[status]}" for status, number in count_findings(reports))
     )
 
 
+def count_findings(reports: Sequence[Report]) -> Iterator[tuple[str, int]]:
+    """Yields how many findings there are of each kind, for kinds that there are."""
+    kinds = [finding.row.status for report in reports for finding in report.findings]
+    yield from Counter(kinds).items()
+
+
 def table(report: Report) -> Iterator[str]:
-    """Yields a line for each name, and below one that is not provided what to do about it."""
-    width = max(len(name.name) for name in report.names)
-    for name in report.names:
-        status = "NOT PROVIDED" if name.fault else "provided"
-        where = ", ".join(map(str, name.lines))
-        yield f"  {name.name:{width}}  {status:12}  {'lines' if name.lines[1:] else 'line'} {where}"
-        if name.fault:
-            yield f"    {name.fault}"
+    """Yields a line for each name and finding, and below one that needs it what to do about it."""
+    rows = [
+        (name.name, name.lines, "NOT PROVIDED" if name.fault else "provided", name.fault)
+        for name in report.names
+    ]
+    rows += [(it.row.name, it.lines, it.row.status, remedy(it.row)) for it in report.findings]
+    width = max(len(name) for name, *_ in rows)
+    for name, lines, status, remark in rows:
+        where = ", ".join(map(str, lines))
+        yield f"  {name:{width}}  {status:12}  {'lines' if lines[1:] else 'line'} {where}"
+        if remark:
+            yield f"    {remark}"
+
+
+def remedy(row: Old) -> str:
+    """Says since when something breaks, what to write, and whether it can run as it is."""
+    if row.status == NEEDS_CUDA:
+        return row.remedy
+    mended = "; `ampatch run --legacy` mends it" if row.is_mended else ""
+    return f"since {row.since}: use {row.remedy}{mended}"
 
 
 def count(number: int, noun: str) -> str:

@@ -11,8 +11,16 @@ from ampatch.apex.script import Script, find_script, level_overrides
 SUMMARY = "run a script that was written for apex, unchanged"
 HINT = "; the script's own arguments follow the script"
 VALUED = ("--opt-level", "--dtype", "--loss-scale", "--device")
-NO_CUDA = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available")
+# What torch says on a machine without CUDA, to each way of asking for it.
+NO_CUDA = (
+    *("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available"),
+    *("Cannot access accelerator device", "without ATen_cuda library", "requires CUDA support"),
+    *("Tried to instantiate dummy base class", "Attempting to deserialize object on a CUDA device"),
+    *("has no attribute '_cuda_", "have NCCL built in", "ProcessGroupNCCL is only supported with GPUs"),
+    *("compiled without CUDA support", "NVTX functions not installed"),
+)
 DTYPES = ("float16", "bfloat16")
+LEGACY_HELP = "put back what torch, NumPy and Python have removed since the script was written"
 DEVICE_HELP = "use the CPU for what asks for CUDA: .cuda(), streams, nccl, map_location and so on"
 
 
@@ -29,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", metavar="T", help="the half type of the level: " + " or ".join(DTYPES))
     parser.add_argument("--loss-scale", metavar="S", help="a number or dynamic")
     parser.add_argument("--device", choices=["cpu"], help=DEVICE_HELP)
+    parser.add_argument("--legacy", action="store_true", help=LEGACY_HELP)
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
@@ -67,8 +76,8 @@ def run_advised(script: Script) -> int:
     """Runs a script; the error of a machine without CUDA names the way to run it there."""
     try:
         return script.run()
-    except (AssertionError, RuntimeError) as error:
-        if str(error).startswith(NO_CUDA):
+    except Exception as error:
+        if any(said in str(error) for said in NO_CUDA):
             error.args = (f"{error}\n`ampatch run --device cpu` runs this script on the CPU",)
         raise
 

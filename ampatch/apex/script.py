@@ -9,12 +9,12 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.machinery import BuiltinImporter, ModuleSpec, SourceFileLoader, SourcelessFileLoader
 from types import CodeType, ModuleType, TracebackType
 
-from ampatch import OPT_LEVELS, AmpValueError
+from ampatch import OPT_LEVELS, AmpError, AmpValueError
 from ampatch.apex.on_cpu import on_cpu
 
 STDIN = "-"
@@ -36,13 +36,14 @@ class Script:
 
     `name` is what follows `python`: a file, a folder or an archive with a `__main__.py`, or `-` for
     the standard input; with `is_module` it is what follows `python -m`. `device` is "cpu" for a script
-    that asks for CUDA and gets the CPU.
+    that asks for CUDA and gets the CPU; `legacy` puts back what it expects of earlier versions.
     """
 
     name: str
     arguments: tuple[str, ...] = ()
     is_module: bool = False
     device: str | None = None
+    legacy: bool = False
 
     def validate(self) -> None:
         """Raises AmpValueError unless the script can be found; none of its code runs."""
@@ -50,6 +51,8 @@ class Script:
             validate_module(self.name)
         elif self.name != STDIN:
             validate_file(self.name)
+        if self.legacy:
+            open_legacy()
 
     def run(self) -> int:
         """Runs the script in this process as `__main__`, which it stays; returns 0, its exit status.
@@ -58,7 +61,10 @@ class Script:
         without our frames, as if `python` had run the script.
         """
         try:
-            with nullcontext() if self.device is None else on_cpu():
+            with (
+                open_legacy() if self.legacy else nullcontext(),
+                nullcontext() if self.device is None else on_cpu(),
+            ):
                 start = self._prepare()
                 exec(start.code, new_main(start))
         except SystemExit:
@@ -99,7 +105,8 @@ def find_script(arguments: argparse.Namespace, also: str = "") -> Script:
     if not named or not named[0]:
         raise AmpValueError(f"no script: expected a Python script, or -m and a module{also}")
     device = getattr(arguments, "device", None)
-    return Script(named[0], arguments.script_arguments, arguments.module is not None, device)
+    is_legacy = bool(getattr(arguments, "legacy", None))
+    return Script(named[0], arguments.script_arguments, arguments.module is not None, device, is_legacy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +196,7 @@ def start_of_file(path: str) -> Start:
 
 def compile_source(source: bytes, name: str) -> CodeType:
     """Compiles a script's text, with no `from __future__ import` of ours."""
-    return compile(source, name, "exec", dont_inherit=True)
+    return SourceFileLoader("__main__", name).source_to_code(source, name)
 
 
 def start_of_spec(spec: ModuleSpec) -> Start:
@@ -245,6 +252,15 @@ def find_spec(name: str) -> ModuleSpec | None:
             raise
         return None
     return spec
+
+
+def open_legacy() -> AbstractContextManager[None]:
+    """Returns what mends a script of earlier years; raises AmpError without NumPy, whose names come back."""
+    try:
+        from ampatch.apex.legacy.mending import legacy
+    except ModuleNotFoundError as error:
+        raise AmpError(f"--legacy needs {error.name}: pip install {error.name}") from error
+    return legacy()
 
 
 def start_of_module(name: str) -> Start:

@@ -33,14 +33,14 @@ class Use:
     sure: bool = True
 
 
-def find_uses(tree: ast.Module, star_names: StarNames) -> list[Use]:
-    """Lists the names of apex that a script uses, in the order of its lines; of `a.b.c` the whole."""
-    names = Names(tree, star_names)
+def find_uses(tree: ast.Module, star_names: StarNames, roots: frozenset[str] = ROOTS) -> list[Use]:
+    """Lists the names that a script uses of apex, or of other packages, by line; of `a.b.c` the whole."""
+    names = Names(tree, star_names, roots)
     uses: set[Use] = set()
     inner: set[ast.AST] = set()
     for node in ast.walk(tree):  # what is around comes before what is inside
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            uses.update(Use(name, node.lineno) for name in imported(node))
+            uses.update(Use(name, node.lineno) for name in imported(node, roots))
         elif node not in inner and is_loaded(node):
             found = set(names.resolve(node))
             inner.update(bases(node) if found - {None} else ())
@@ -49,11 +49,11 @@ def find_uses(tree: ast.Module, star_names: StarNames) -> list[Use]:
     return sorted(uses, key=lambda use: (use.line, use.name))
 
 
-def imported(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
-    """Yields the names of apex that an import statement says."""
+def imported(node: ast.Import | ast.ImportFrom, roots: frozenset[str]) -> Iterator[str]:
+    """Yields the names of these packages that an import statement says."""
     if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names if is_apex_name(alias.name))
-    elif node.level == 0 and is_apex_name(node.module):
+        yield from (alias.name for alias in node.names if is_of(alias.name, roots))
+    elif node.level == 0 and is_of(node.module, roots):
         for alias in node.names:
             yield node.module if alias.name == "*" else f"{node.module}.{alias.name}"
 
@@ -75,9 +75,10 @@ def bases(node: ast.AST) -> Iterator[ast.AST]:
 class Names:
     """What the names in a script may stand for, wherever in it they are bound."""
 
-    def __init__(self, tree: ast.Module, star_names: StarNames) -> None:
+    def __init__(self, tree: ast.Module, star_names: StarNames, roots: frozenset[str] = ROOTS) -> None:
         self._star_names = star_names
-        # Names of apex as strings, other values as what the script assigns, None for anything else.
+        self._roots = roots
+        # Names of the packages as strings, other values as what the script assigns, None for the rest.
         self._names: dict[str, list[str | ast.expr | None]] = defaultdict(list)
         assigned: set[ast.AST] = set()
         for node in ast.walk(tree):
@@ -89,7 +90,7 @@ class Names:
     def _bind(self, node: ast.AST) -> None:
         if isinstance(node, ast.Import):
             for alias in node.names:
-                self._names[bound_name(alias)].append(imported_module(alias))
+                self._names[bound_name(alias)].append(imported_module(alias, self._roots))
         elif isinstance(node, ast.ImportFrom):
             for name, whole in self._imported_names(node):
                 self._names[name].append(whole)
@@ -102,11 +103,11 @@ class Names:
                 self._names[name].append(None)
 
     def _imported_names(self, node: ast.ImportFrom) -> Iterator[tuple[str, str | None]]:
-        is_apex = node.level == 0 and is_apex_name(node.module)
+        is_known = node.level == 0 and is_of(node.module, self._roots)
         for alias in node.names:
             if alias.name != "*":
-                yield alias.asname or alias.name, f"{node.module}.{alias.name}" if is_apex else None
-            elif is_apex:
+                yield alias.asname or alias.name, f"{node.module}.{alias.name}" if is_known else None
+            elif is_known:
                 yield from ((name, f"{node.module}.{name}") for name in self._star_names(node.module))
 
     def resolve(self, node: ast.expr, seen: frozenset[ast.expr] = frozenset()) -> list[str | None]:
@@ -120,16 +121,20 @@ class Names:
             return [found for way in ways for found in way]
         if isinstance(node, ast.Attribute):
             return [base and f"{base}.{node.attr}" for base in self.resolve(node.value, seen)]
-        return [imported_by_call(node) if isinstance(node, ast.Call) else None]
+        return [imported_by_call(node, self._roots) if isinstance(node, ast.Call) else None]
+
+    def values(self, node: ast.expr) -> list[str | ast.expr | None]:
+        """Returns what is assigned to a name; of any other expression itself."""
+        return list(self._names.get(node.id, ())) if isinstance(node, ast.Name) else [node]
 
 
-def is_apex_name(name: str | None) -> bool:
-    """Says whether a module is one of apex's.
+def is_of(name: str | None, roots: frozenset[str]) -> bool:
+    """Says whether a module is of one of these packages.
 
-    >>> is_apex_name("apex.parallel"), is_apex_name("apexlib")
+    >>> is_of("apex.parallel", ROOTS), is_of("apexlib", ROOTS)
     (True, False)
     """
-    return name is not None and name.partition(".")[0] in ROOTS
+    return name is not None and name.partition(".")[0] in roots
 
 
 def is_plain(node: ast.AST) -> bool:
@@ -142,10 +147,10 @@ def bound_name(alias: ast.alias) -> str:
     return alias.asname or alias.name.partition(".")[0]
 
 
-def imported_module(alias: ast.alias) -> str | None:
-    """Returns what that name stands for if it is apex's."""
+def imported_module(alias: ast.alias, roots: frozenset[str]) -> str | None:
+    """Returns what that name stands for if it is one of the packages'."""
     name = alias.name if alias.asname else bound_name(alias)
-    return name if is_apex_name(name) else None
+    return name if is_of(name, roots) else None
 
 
 def other_names(node: ast.AST) -> Iterator[str]:
@@ -158,9 +163,9 @@ def other_names(node: ast.AST) -> Iterator[str]:
         yield node.name
 
 
-def imported_by_call(node: ast.Call) -> str | None:
-    """Returns the module of apex's that a call imports, as `importlib.import_module` does."""
+def imported_by_call(node: ast.Call, roots: frozenset[str]) -> str | None:
+    """Returns the module of these packages that a call imports, as `importlib.import_module` does."""
     first = node.args[0] if node.args else None
     if ast.unparse(node.func) not in IMPORTERS or not isinstance(first, ast.Constant):
         return None
-    return first.value if isinstance(first.value, str) and is_apex_name(first.value) else None
+    return first.value if isinstance(first.value, str) and is_of(first.value, roots) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import inspect
 import warnings
 from collections.abc import Callable
@@ -105,6 +106,10 @@ class Explanation:
             blocks.append("\n".join([names[0].heading(), *(f"  {line}" for line in reasons)]))
             blocks.append("\n".join(f"  {line}" for line in table))
         return "\n\n".join(blocks)
+
+    def _repr_html_(self) -> str:
+        """Shows a notebook what `str` writes."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def align(rows: list[tuple[str, ...]]) -> list[str]:

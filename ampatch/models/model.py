@@ -71,7 +71,7 @@ def _validate_dtypes(index: int, model: Module, policy: Policy, values: ValuesBy
         if is_half and is_known and not policy.casts_model:
             raise AmpValueError(
                 f"models[{index}]: parameter {name!r} was cast to {param.dtype} by an earlier initialize: "
-                f"use that opt level for both, or call uninitialize first"
+                f"use that opt level for both, or call ampatch.uninitialize() first"
             )
 
 
@@ -83,8 +83,8 @@ def _validate_scripted(index: int, model: Module, policy: Policy) -> None:
     if scripted and (policy.casts_model or (not scripted[0] and casts_ends)):
         raise AmpValueError(
             f"models[{index}]: module {scripted[0]!r} is scripted, and cannot have hooks: expected a "
-            f"model of Python modules; script it after uninitialize, or use opt_level='O1' or 'O4' without "
-            f"cast_model_type and cast_model_outputs"
+            f"model of Python modules; script it after ampatch.uninitialize(), or use opt_level='O1' or 'O4' "
+            f"without cast_model_type and cast_model_outputs"
         )
 
 

@@ -70,7 +70,7 @@ class Patcher:
             places = ", ".join(dict.fromkeys(taken))
             raise PatchConflictError(
                 f"{places}: replaced by other code after ampatch had patched it, and left as it is; "
-                f"undo that patch, then call uninitialize again"
+                f"undo that patch, then call ampatch.uninitialize() again"
             )
 
     def retry(self) -> list[Patch]:

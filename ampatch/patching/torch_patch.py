@@ -49,7 +49,7 @@ class TorchPatch(RetriedPatch):
         if half is not None and policy.patch_torch_functions and policy.half is not half:
             raise AmpValueError(
                 f"{policy.opt_level} in {policy.half}, but an earlier initialize patched torch for {half}: "
-                f"use one half type for all models, or call uninitialize first"
+                f"use one half type for all models, or call ampatch.uninitialize() first"
             )
 
     def open(

@@ -10,6 +10,7 @@ from torch.nn import Module
 from ampatch.levels.undo import refer
 from ampatch.models.cast_tensor import Float32Values, own_tensors
 from ampatch.session.request import Call
+from ampatch.steps.foreign_step import find_hooked
 from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.weight import Weight
 
@@ -77,7 +78,10 @@ class Members:
         self._passive = [given for given in self._passive if all(given() is not one for one in names)]
 
     def find(self, optimizer: object) -> tuple[AmpOptimizer, Call] | None:
-        """Returns what is kept for an optimizer, and its call."""
+        """Returns what is kept for an optimizer, or for the one that a trainer has wrapped; and its call."""
+        return next(filter(None, map(self._find, _look_through(optimizer))), None)
+
+    def _find(self, optimizer: object) -> tuple[AmpOptimizer, Call] | None:
         found = self._optimizers.get(id(optimizer))
         amp = None if found is None else found[0]()
         if amp is None:
@@ -106,4 +110,11 @@ class Members:
 
     def is_any_passive(self, optimizers: Sequence[object]) -> bool:
         """Whether one of these passes through."""
-        return any(given() is one for one in optimizers for given in self._passive)
+        names = [one for optimizer in optimizers for one in _look_through(optimizer)]
+        return any(given() is one for one in names for given in self._passive)
+
+
+def _look_through(optimizer: object) -> list[object]:
+    """Lists an optimizer and the one inside it; a scheduler has one too, and no groups of parameters."""
+    inner = find_hooked(optimizer) if hasattr(optimizer, "param_groups") else None
+    return [optimizer] if inner is None else [optimizer, inner]

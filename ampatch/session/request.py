@@ -23,7 +23,7 @@ from ampatch.levels.policy import OPT_LEVELS, Policy
 from ampatch.levels.private import steps_in_backward
 from ampatch.models.kept import Keep
 from ampatch.session.alarms.limits import Alarms
-from ampatch.steps.foreign_step import list_wrapped
+from ampatch.steps.foreign_step import find_hooked
 from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.scaler import LossScaler
 
@@ -141,7 +141,8 @@ def validate_optimizers(request: Request, known: set[int], others: Sequence[AmpO
         if id(optimizer) in taken:
             raise AmpError(
                 f"optimizers[{index}] ({type(optimizer).__name__}) is given to initialize twice: "
-                f"an optimizer belongs to the first call that takes it; call uninitialize to start over"
+                f"an optimizer belongs to the first call that takes it; call ampatch.uninitialize() to start "
+                "over"
             )
         taken.add(id(optimizer))
         _validate_params(index, optimizer, known)
@@ -160,9 +161,9 @@ def unwrap_optimizer(given: object, index: int = 0) -> Optimizer:
             f"optimizers[{index}] is a {type(given).__name__}, a learning rate scheduler: pass the optimizer "
             f"that it was made for; schedulers are not given to initialize"
         )
-    for inner in list_wrapped(given):
-        if hasattr(inner, "_optimizer_step_pre_hooks"):
-            return inner
+    inner = find_hooked(given)
+    if inner is not None:
+        return inner
     hint = f"; a level is given as opt_level={given!r}" if given in (*OPT_LEVELS,) else ""
     raise AmpTypeError(
         f"optimizers[{index}] is a {type(given).__name__}: expected a torch.optim.Optimizer "

@@ -15,6 +15,7 @@ from ampatch.errors import AmpValueError, NotInitializedError
 from ampatch.levels.loss_scale import StaticLossScale
 from ampatch.models.cast_tensor import list_parts
 from ampatch.models.kept import select_kept
+from ampatch.models.memory import keep_freed_memory
 from ampatch.models.model import ModelCaster, validate_models
 from ampatch.patching.captures import Captures, Repeats
 from ampatch.patching.compiling import skip_own_frames
@@ -96,9 +97,7 @@ class Session(Listener):
 
     def open(self, request: Request) -> None:
         """Sets up one call; all or nothing: if anything raises, what was done is undone first."""
-        if not self._said_torch:
-            self._said_torch = True
-            warn_of_torch()
+        self._begin()
         self._forget_dropped()
         members, policy = self._members, request.policy
         values = members.map_values()
@@ -140,6 +139,13 @@ class Session(Listener):
         if policy.is_pure_half:
             caster.forget_originals()
         fit_states(states)
+
+    def _begin(self) -> None:
+        """Does what is to be done once a process."""
+        if not self._said_torch:
+            self._said_torch = True
+            warn_of_torch()
+            keep_freed_memory()
 
     def _forget_dropped(self) -> None:
         """Forgets what scripts have dropped since the last call: ids of theirs may be used again."""

@@ -24,6 +24,18 @@ def list_wrapped(given: object) -> Iterator[object]:
         given = named or next((value for value in kept if isinstance(value, Optimizer)), None)
 
 
+def find_hooked(given: object) -> Optimizer | None:
+    """Returns the first of these that has hooks of its own, None if none has.
+
+    Accelerate's wrapper derives from Optimizer and never calls its `__init__`; Lightning's hands on whatever
+    it is asked for, hooks too.
+    """
+    for one in list_wrapped(given):
+        if "_optimizer_step_pre_hooks" in getattr(one, "__dict__", {}):
+            return one  # type: ignore[return-value]  # only an Optimizer has these
+    return None
+
+
 def needs_whole_step(given: object, optimizer: Optimizer) -> bool:
     """Whether the hooks of an optimizer's step are not enough to skip it.
 

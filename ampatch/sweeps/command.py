@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from ampatch import AmpError, AmpValueError
-from ampatch.apex.run_command import DEVICE_HELP
+from ampatch.apex.run_command import DEVICE_HELP, LEGACY_HELP
 from ampatch.apex.script import find_script
 from ampatch.sweeps.faults import ArgumentError
 from ampatch.sweeps.plan import DEFAULTS, Plan
@@ -31,7 +31,7 @@ then leaves the seeds that the script sets alone. Exit status: 0 all went well, 
 
 OF_A_PLAN = ("seeds", "repeat", "steps", "warmup", "timeout", "nproc_per_node", "tolerance")
 # Beside --tolerance, which belongs to both.
-OF_A_SWEEP = ("script", "module", "device", "levels", "variant", *OF_A_PLAN[:-1], "out")
+OF_A_SWEEP = ("script", "module", "device", "legacy", "levels", "variant", *OF_A_PLAN[:-1], "out")
 OF_A_COMPARISON = ("slower", "more_memory")
 FLAGS = {"script": "SCRIPT", "module": "-m"}
 
@@ -60,6 +60,7 @@ def add_of_a_sweep(parser: argparse.ArgumentParser) -> None:
     ranks = "run the script on N ranks, as `torchrun --standalone --nproc-per-node N` does"
     add("--nproc-per-node", type=int, metavar="N", help=ranks)
     add("--device", choices=["cpu"], help=DEVICE_HELP)
+    add("--legacy", action="store_true", default=None, help=LEGACY_HELP)
     add = parser.add_argument_group("what is made of it").add_argument
     warmup = f"first steps of a run that are not timed; default: {DEFAULTS.warmup}; half of a short run"
     add("--warmup", type=int, metavar="N", help=warmup)

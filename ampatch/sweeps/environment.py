@@ -20,6 +20,8 @@ from ampatch.sweeps.records.record import Record
 from ampatch.sweeps.records.sweep import Environment
 
 GIT_SECONDS = 10
+MOST_IDLE = 0.25  # part of the processors' time; where more is left, others take nothing from a run
+IDLE = slice(3, 5)  # idle and iowait, of the times in /proc/stat
 
 
 def collect(script: Script) -> Environment:
@@ -91,6 +93,40 @@ def git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+class Load:
+    """What other programs take of the processors, from when this is made; known on Linux alone."""
+
+    def __init__(self, path: Path = Path("/proc/stat")) -> None:
+        self._path = path
+        self._before = read_times(path)
+        self._own = own_ticks()
+
+    def share(self) -> float | None:
+        """Returns the part of the processors' time that others took, 0 where enough was left for us.
+
+        Ours are this process and its children that have ended.
+        """
+        passed = [new - old for new, old in zip(read_times(self._path), self._before, strict=True)]
+        if not sum(passed):
+            return None
+        idle = sum(passed[IDLE]) / sum(passed)
+        own = (own_ticks() - self._own) / sum(passed)
+        return max(0.0, 1 - idle - own) if idle < MOST_IDLE else 0.0
+
+
+def read_times(path: Path) -> list[int]:
+    """Returns what the processors have spent their time on, in ticks: the eight kinds that Linux counts."""
+    try:
+        return [int(word) for word in path.read_text().split()[1:9]]
+    except (OSError, ValueError):
+        return []
+
+
+def own_ticks() -> float:
+    """Returns the processors' time of this process and of its children that have ended, in ticks."""
+    return sum(os.times()[:4]) * os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.0
 
 
 def find_cpu(path: Path = Path("/proc/cpuinfo")) -> str:

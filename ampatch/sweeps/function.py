@@ -37,7 +37,7 @@ def sweep(
     warmup: int | None = None,
     timeout: float | None = None,
     tolerance: float = DEFAULTS.tolerance,
-    processes: bool = True,
+    processes: bool | None = None,
     out: str | os.PathLike[str] | None = None,
 ) -> Sweep:
     """Trains with a function at several opt levels, and compares speed, memory and accuracy.
@@ -52,22 +52,25 @@ def sweep(
     by `seed`, from 0 up, before it is called. `levels` and `variants` are those of the command line, as are
     the other arguments: `steps` and `warmup` count steps, `timeout` seconds, `tolerance` spreads of O0.
 
-    Each run has its own process, which imports the function by its name; with `processes=False` all are
-    in this one. `out` is a folder that takes sweep.json, sweep.csv and sweep.html. Prints nothing.
+    Each run has its own process, which imports the function by its name. With `processes=False` all are in
+    this one, as by default those of a function that no other process can import: of a notebook, or a
+    lambda; the log says so. `out` is a folder that takes sweep.json, sweep.csv and sweep.html. Nothing is
+    printed.
 
     Returns a `Sweep`, with `records` of the runs, `rows` and a `recommendation`. Raises AmpValueError for
     arguments that cannot work, among them a `train` that never calls `initialize`.
     """
     require_no_child()
-    if processes:
+    place = find_place(train, processes)
+    if place:
         refuse_ranks()
     else:
         require_here(timeout)
-    script = Script(CHILD, (describe(train, processes), LEVEL, SEED), is_module=True)
+    script = Script(CHILD, (place, LEVEL, SEED), is_module=True)
     rows = parse_rows(levels, variants)
     warmup = DEFAULTS.warmup if warmup is None else warmup
     plan = Plan(script, rows, seeds, repeat, steps, warmup, timeout, tolerance, name_of(train))
-    return carry_out(plan, None if processes else execute_here(train), out)
+    return carry_out(plan, None if place else execute_here(train), out)
 
 
 def carry_out(plan: Plan, execute: Execute | None, out: str | os.PathLike[str] | None) -> Sweep:
@@ -94,19 +97,30 @@ def name_of(train: Train) -> str:
     return f"{getattr(train, '__module__', '?')}.{getattr(train, '__qualname__', type(train).__name__)}"
 
 
-def describe(train: Train, processes: bool) -> str:
-    """Says in JSON where a child finds the function; raises AmpValueError if it cannot."""
+def find_place(train: Train, processes: bool | None) -> str:
+    """Returns where a child finds the function; empty if it is to be called here.
+
+    Raises AmpValueError if it is no function, or if no child can find it and `processes` asks for them.
+    """
     if not callable(train):
         raise AmpValueError(f"train is {train!r}: expected a function of (opt_level, seed)")
-    if not processes:
-        return ""
+    place = "" if processes is False else describe(train)
+    if not place and processes:
+        raise AmpValueError(
+            f"train ({name_of(train)}) cannot be imported by another process: define it at the top level of "
+            "a module or of a script, or pass processes=False"
+        )
+    if not place and processes is None:
+        logger.info("sweep: all runs of %s are in this process: no other can import it", name_of(train))
+    return place
+
+
+def describe(train: Train) -> str:
+    """Says in JSON where a child finds the function; empty if no other process can import it."""
     module, name = getattr(train, "__module__", None), getattr(train, "__qualname__", "<none>")
     main = getattr(sys.modules.get("__main__"), "__file__", None) if module == "__main__" else None
     if module is None or "<" in name or (module == "__main__" and main is None):
-        raise AmpValueError(
-            f"train ({name}) cannot be imported by another process: define it at the top level of a module "
-            "or of a script, or pass processes=False"
-        )
+        return ""
     file = None if main is None else str(Path(main).absolute())
     path = [os.path.abspath(part) for part in sys.path]
     return json.dumps({"path": path, "file": file, "module": module, "name": name})

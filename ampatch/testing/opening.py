@@ -26,7 +26,7 @@ def session(
     what another one opened.
     """
     if is_open():
-        raise amp.AmpValueError("a session is open already: close it with amp.uninitialize() first")
+        raise amp.AmpValueError("a session is open already: close it with ampatch.uninitialize() first")
     model = make_model() if model is None else model
     try:
         arguments = {"opt_level": opt_level, "verbosity": 0, **kwargs}

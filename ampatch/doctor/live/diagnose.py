@@ -73,12 +73,13 @@ def as_optimizers(given: object) -> list[Optimizer]:
     found = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
     optimizers = []
     for index, one in enumerate(found):
-        inner = [
-            each for each in (one, *getattr(one, "__dict__", {}).values()) if isinstance(each, Optimizer)
-        ]
-        if not inner:
+        inner = one
+        while inner is not None and "_optimizer_step_pre_hooks" not in getattr(inner, "__dict__", {}):
+            kept = getattr(inner, "__dict__", {}).values()  # a wrapper, which has no hooks of its own
+            inner = next((each for each in kept if isinstance(each, Optimizer)), None)
+        if inner is None:
             raise amp.AmpTypeError(
                 f"optimizers[{index}] is a {type(one).__name__}: expected a torch.optim.Optimizer"
             )
-        optimizers.append(inner[0])
+        optimizers.append(inner)
     return optimizers

@@ -28,9 +28,14 @@ def require_here(timeout: float | None) -> None:
     None can be ended after a time, and a session that is open would end with the first of them.
     """
     if timeout is not None:
-        raise AmpValueError("timeout needs processes=True: a function in this process cannot be stopped")
+        raise AmpValueError(
+            "timeout needs processes=True, and a function that they can import: here it cannot be stopped"
+        )
     if in_use():
-        raise AmpError("this process has called initialize: call uninitialize first, or pass processes=True")
+        raise AmpError(
+            "this process has called initialize: call ampatch.uninitialize() first, or sweep a function that "
+            "other processes can import, with processes=True"
+        )
 
 
 def execute_here(train: Train) -> Execute:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ampatch import AmpError
+from ampatch.sweeps.environment import Load
 from ampatch.sweeps.measure.steps import read_count
 from ampatch.sweeps.plan import Run
 from ampatch.sweeps.processes import ranks
@@ -35,7 +36,7 @@ def execute(run: Run, timeout: float | None, on_steps: Callable[[int], None], st
 
     `on_steps` is told now and then how many steps it has made. Leaves nothing but the log behind.
     """
-    start = time.monotonic()
+    start, load = time.monotonic(), Load()
     # Scripts clear their own output, in which the logs may be.
     with tempfile.TemporaryDirectory(prefix="ampatch-run-", ignore_cleanup_errors=True) as folder:
         inner = replace(run, directory=folder)
@@ -49,7 +50,8 @@ def execute(run: Run, timeout: float | None, on_steps: Callable[[int], None], st
     if outcome is not Ending.FINISHED:
         lines = last_lines(run.log)
         cause = explain(outcome, process.returncode, raised or lines, stop)
-    return Record(run.row, run.seed, run.repeat, outcome, seconds, cause, lines, shorten(run.log), measured)
+    facts = (run.row, run.seed, run.repeat, outcome, seconds, cause, lines, shorten(run.log), measured)
+    return Record(*facts, busy=load.share())
 
 
 @contextmanager

@@ -124,6 +124,8 @@ class Measured:
 class Record:
     """One run: of which row, with which seed, how it ended, how long it took, and what was measured.
 
+    `busy` is the part of the processors' time that other programs took meanwhile, 0 where enough was
+    left, None where that is not known.
     `log` is the file with what the script said; `cause` says in one line why the run failed, and
     `last_lines` are those of the log, for a run that did.
     """
@@ -137,6 +139,7 @@ class Record:
     last_lines: tuple[str, ...] = ()
     log: str = ""
     measured: Measured | None = None
+    busy: float | None = None
 
     @property
     def failed(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -148,6 +149,10 @@ class Sweep:
         """Writes a line a row, and the recommendation."""
         width = max((len(row.name) for row in self.rows), default=0)
         return "\n".join([*(row.describe(width) for row in self.rows), self.recommendation.reason])
+
+    def _repr_html_(self) -> str:
+        """Shows a notebook what `str` writes."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 # ---- Short names of rows, for tables and charts: a level has its own, variants are V1, V2 and so on ----

@@ -1,7 +1,8 @@
-"""Names the level to take: the fastest whose accuracy is the same as that of O0."""
+"""Names the level to take: the fastest that is as accurate as O0, where times can be told apart."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 from ampatch.sweeps.records.numbers import ASCII
@@ -21,31 +22,41 @@ from ampatch.sweeps.verdicts.metric_names import most_important
 # Less is not worth a change of numerics, and hardly told apart from chance.
 FASTER = 1.02
 LESS_MEMORY = 0.05
+# From this part of the processors' time in other programs on, times say nothing, however often repeated: with
+# two busy loops on two cores a level of 1.5 times the speed of O0 came out at 0.62 of it, twice in a row.
+BUSY = 0.25
 
 
 def recommend(settings: Settings, records: Sequence[Record], rows: Sequence[SweepRow]) -> Recommendation:
     """Recommends the fastest row that is the same as O0, if it is faster by 2 % at least, or else O0.
 
-    Rows of `autocast` are there to compare with and are not recommended.
+    Nothing is recommended where times are too noisy to tell. Rows of `autocast` are there to compare with.
     """
-    name, reason = choose(rows)
+    name, reason = choose(rows, why_noisy(records))
     chosen = find_row(rows, name)
     sentences = [reason]
     if chosen:
-        sentences += [about_times(chosen, rows), about_autocast(chosen, rows), about_seeds(settings, records)]
+        sentences += [
+            about_equals(chosen, rows),
+            about_autocast(chosen, rows),
+            about_seeds(settings, records),
+        ]
     sentences.append(about_the_rest(settings, records))
     return Recommendation(name, " ".join(filter(None, sentences)))
 
 
-def choose(rows: Sequence[SweepRow]) -> tuple[str | None, str]:
+def choose(rows: Sequence[SweepRow], noise: str = "") -> tuple[str | None, str]:
     """Returns the name of the row to take, None if there is none, and why."""
     baseline = find_row(rows)
     obstacle = why_none(baseline, rows)
     if obstacle:
         return None, obstacle
-    same = [row for row in levels(rows) if row.verdict is Verdict.SAME and row.speed]
-    best = max(same, key=lambda row: row.speed, default=None)
-    if best and best.speed >= FASTER:
+    same = same_rows(rows)
+    faster = [row for row in same if is_faster(row, baseline)]
+    best = max(faster or same, key=lambda row: row.speed, default=None)
+    if best and (noise or (not faster and any(is_undecided(row, baseline) for row in same))):
+        return None, too_noisy(best, baseline, noise)
+    if faster:
         return best.name, praise(best, baseline)
     if baseline.verdict is Verdict.FAILED:
         return None, f"O0 cannot be relied on ({baseline.reason}), and no level of its accuracy is faster."
@@ -58,6 +69,47 @@ def choose(rows: Sequence[SweepRow]) -> tuple[str | None, str]:
         )
     said = (f"{row.name} {unknown_or(row)}" for row in levels(rows))
     return BASELINE, f"No other level has the accuracy of O0: {', '.join(said)}."
+
+
+def same_rows(rows: Sequence[SweepRow]) -> list[SweepRow]:
+    """Returns the rows that are as accurate as O0, and were timed."""
+    return [row for row in levels(rows) if row.verdict is Verdict.SAME and row.speed]
+
+
+def is_faster(row: SweepRow, other: SweepRow) -> bool:
+    """Says whether a row is faster by 2 %, and the quartiles of the two do not overlap."""
+    return row.step_ms.high < other.step_ms.low and row.step_ms.median * FASTER <= other.step_ms.median
+
+
+def is_undecided(row: SweepRow, baseline: SweepRow) -> bool:
+    """Says whether the quartiles leave open which of the two is faster, by 2 % at the most favourable."""
+    own, other = row.step_ms, baseline.step_ms
+    overlap = own.low <= other.high and other.low <= own.high
+    return overlap and own.low * FASTER <= other.high
+
+
+def why_noisy(records: Sequence[Record]) -> str:
+    """Says how much of the machine other programs took in a typical run, if much; else empty."""
+    shares = [record.busy for record in records if record.busy is not None]
+    busy = statistics.median(shares) if shares else 0.0
+    return (
+        f"other programs took {ASCII.percent(round(busy, 2))} of the processors' time" if busy >= BUSY else ""
+    )
+
+
+def too_noisy(row: SweepRow, baseline: SweepRow, noise: str) -> str:
+    """Says why times do not tell which row to take, and what would."""
+    why, how = (noise, "") if noise else ("their quartiles overlap", ", with --repeat 5")
+    return (
+        f"Too noisy to tell: {row.name} runs at {ASCII.ratio(row.speed)} the speed of O0 "
+        f"({quartiles(row)} against {quartiles(baseline)} ms a step), and {why}. Run it on a machine that "
+        f"does nothing else{how}."
+    )
+
+
+def quartiles(row: SweepRow) -> str:
+    """Writes between which times the middle half of the steps lies."""
+    return f"{ASCII.number(row.step_ms.low)} to {ASCII.number(row.step_ms.high)}"
 
 
 def unknown_or(row: SweepRow) -> str:
@@ -116,12 +168,13 @@ def accuracy(row: SweepRow) -> str:
     return f"{name} {ASCII.short(it.value)} against {ASCII.short(it.baseline)}{far}"
 
 
-def about_times(chosen: SweepRow, rows: Sequence[SweepRow]) -> str:
-    """Warns where steps of the chosen row were no faster than some of O0."""
-    baseline = find_row(rows)
-    if chosen is baseline or chosen.step_ms.high < baseline.step_ms.low:
+def about_equals(chosen: SweepRow, rows: Sequence[SweepRow]) -> str:
+    """Names the rows that may be as fast as the chosen one: where their quartiles overlap."""
+    others = [row for row in same_rows(rows) if row is not chosen and row.step_ms.low <= chosen.step_ms.high]
+    if chosen.name == BASELINE or not others:
         return ""
-    return "The quartiles of their times overlap: --repeat, on a machine that does nothing else, tells more."
+    names = ", ".join(row.name for row in others)
+    return f"Times do not tell it apart from {names}."
 
 
 def about_autocast(chosen: SweepRow, rows: Sequence[SweepRow]) -> str:
