@@ -198,8 +198,11 @@ def scale_loss(
     found = [SESSION.find(optimizer, index) for index, optimizer in enumerate(given)]
     scalers = SESSION.scalers(of_last_call=True) if of_last_call or not found else found[0][1].scalers
     scaler = pick_scaler(scalers, loss_id)
-    for observer in SESSION.observers:
-        observer.on_loss(loss.detach(), scaler.loss_id)
+    if SESSION.observers:
+        with torch._C.DisableTorchFunction():  # a mode of theirs takes it for a part of the loss
+            value = loss.detach()
+        for observer in SESSION.observers:
+            observer.on_loss(value, scaler.loss_id)
     return ScaledLoss(
         loss,
         list(dict.fromkeys(amp for amp, _ in found)),

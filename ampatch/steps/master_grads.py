@@ -67,23 +67,25 @@ class MasterGrads:
 
     def _find_changed(self) -> list[Weight]:
         """The pairs whose half gradient is not the one that was used, or not as it was then."""
-        return [
-            pair
-            for pair in self._pairs
-            if (grad := pair.half.grad) is not pair.grad_used
-            or grad is not pair.grad_seen
-            or (grad is not None and grad._version != pair.grad_version)
-        ]
+        with torch._C.DisableTorchFunction():  # a mode, as of a default device, would see each attribute
+            return [
+                pair
+                for pair in self._pairs
+                if (grad := pair.half.grad) is not pair.grad_used
+                or grad is not pair.grad_seen
+                or (grad is not None and grad._version != pair.grad_version)
+            ]
 
     # A block
 
     def begin(self) -> None:
         """Takes the half gradients away, so that what is there afterwards is new."""
         self._before = []
-        for pair in self._pairs:
-            if pair.steps:
-                clear_master_grad(pair)
-            self._set_aside(pair)
+        with torch._C.DisableTorchFunction():
+            for pair in self._pairs:
+                if pair.steps:
+                    clear_master_grad(pair)
+                self._set_aside(pair)
 
     def begin_again(self) -> None:
         """Lets gradients of an earlier block, which stayed scaled, count together with new ones."""

@@ -79,7 +79,7 @@ def agree_(found_inf: Tensor, groups: Iterable[dist.ProcessGroup]) -> None:
 
 def find_values(grad: Tensor) -> Tensor:
     """Returns what holds the values of a gradient on this rank; who writes there writes the gradient."""
-    if not hasattr(grad, "to_local"):
+    if type(grad) is Tensor or not hasattr(grad, "to_local"):
         return grad._values() if grad.is_sparse else grad
     with torch.no_grad():
         local = grad.to_local()  # of a DTensor

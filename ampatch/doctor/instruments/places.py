@@ -19,6 +19,7 @@ from ampatch.doctor.instruments.values import plain
 
 OURS = (os.path.dirname(ampatch.__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep)
 INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
+HERE = os.path.dirname(__file__)
 SHOWN = os.getcwd() + os.sep
 SCALERS = (os.path.join("steps", "scaler.py"), os.path.join("amp", "grad_scaler.py"))
 
@@ -185,7 +186,7 @@ def is_called_by_us() -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(OURS[1]):
         frame = frame.f_back
-    while frame is not None and frame.f_code.co_filename.startswith(os.path.dirname(__file__)):
+    while frame is not None and frame.f_code.co_filename.startswith(HERE):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(OURS[0])
 

@@ -33,6 +33,11 @@ class Flag:
         return bool(self._found)
 
 
+def can_overflow(dtype: torch.dtype, device: torch.device) -> bool:
+    """Says whether tensors of a kind have numbers that may be inf or NaN."""
+    return (dtype.is_floating_point or dtype.is_complex) and device.type != "meta"
+
+
 class Check:
     """Checks gradients and losses; one fused kernel for each device and dtype."""
 
@@ -42,12 +47,12 @@ class Check:
     @torch.no_grad()
     def of(self, tensors: Sequence[Tensor]) -> Flag | None:
         """Returns whether all are finite, None for none at all; no host sync."""
-        found = [
-            each for each in tensors if not each.is_meta and (each.is_floating_point() or each.is_complex())
-        ]
+        kinds = {(each.dtype, each.device) for each in tensors}
+        known = {kind for kind in kinds if can_overflow(*kind)}
+        found = [each for each in tensors if kinds == known or (each.dtype, each.device) in known]
         if not found:
             return None
-        device = next((each.device for each in found if each.is_cuda), found[0].device)
+        device = next((device for _, device in known if device.type == "cuda"), found[0].device)
         if device not in self._scalers:
             self._scalers[device] = amp.LossScaler(0, 1.0, device)
         scaler = self._scalers[device]

@@ -78,7 +78,7 @@ class Tape(TorchFunctionMode):
             return value  # a dtype, say
         if is_in_place(func) and args and record.slots.find(args[0]) is None:
             return func(*args, **kwargs)  # into what the script keeps, as a count: not to be done twice
-        if is_called_by_us() and not needs_graph(args):
+        if not needs_graph(args) and is_called_by_us():
             return func(*args, **kwargs)  # a scaler's own arithmetic
         taken = record.slots.refer(args), record.slots.refer(kwargs)
         result = func(*args, **kwargs)

@@ -192,9 +192,8 @@ class Watcher:
         """Checks the gradients that a step is about to use, unless a scaler does."""
         if self._scaling is not None or id(optimizer) in self._has_outcomes:
             return
-        gradients = [
-            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-        ]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        gradients = [grad for param in params if (grad := param.grad) is not None]
         losses = [value.clone() for value in self._record.losses()]
         flag = self._check.of([*gradients, *losses])
         scaler = own_scaler()

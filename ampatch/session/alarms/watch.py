@@ -135,9 +135,11 @@ class AlarmWatch:
         """Notes the loss of a block at a static scale."""
         if block.scaler.is_dynamic or block.scale.capture is not None or type(block.loss) is not Tensor:
             return
-        loss = block.loss.detach()
+        with torch._C.DisableTorchFunction():
+            loss = block.loss.detach()
+            loss = loss.sum() if loss.dim() else loss
         for amp in block.optimizers[:1]:
-            amp.losses[block.scaler.loss_id] = loss.sum() if loss.dim() else loss
+            amp.losses[block.scaler.loss_id] = loss
 
     def end_step(self, amp: AmpOptimizer) -> None:
         """Notes what led to a step, and judges what the host knows by now; no host sync unless it alarms."""
