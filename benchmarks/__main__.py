@@ -10,16 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.malloc import keep_memory
-
-if __name__ == "__main__":
-    keep_memory()  # before the imports that take seconds
-
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler says on stderr when it starts
 
 from ampatch.__main__ import BROKEN_PIPE, INTERRUPTED, Parser
 from benchmarks import measuring, memory, micro, steps, syncs
 from benchmarks.comparison import Comparison
+from benchmarks.fresh import keep_memory
 from benchmarks.options import Options, add_arguments, find_file_faults, parse_options
 
 FILE_WIDTH = 140  # of tables, where the output is no terminal
@@ -48,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     faults = faults or find_file_faults(arguments.out)
     if faults:
         parser.error("; ".join(faults))
+    if options.keeps_memory:
+        keep_memory()
     return run(options, arguments.out)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 import ampatch as amp
+from benchmarks.fresh import say_reason
 from benchmarks.series import Step
 from benchmarks.session import open_session
 from benchmarks.setting import Setting
@@ -116,7 +118,11 @@ class Autocast(Trainer):
 class AtLevel(Trainer):
     """Trains at an opt level of ampatch."""
 
-    opt_level: str
+    def __init__(
+        self, opt_level: str, workload: Workload, mode: Mode, setting: Setting, fused: bool = True
+    ) -> None:
+        super().__init__(workload, mode, setting, fused)
+        self.opt_level = opt_level
 
     def open(self) -> AbstractContextManager[object]:
         return open_session(self.model, self.opt_level, self.optimizer)
@@ -127,15 +133,6 @@ class AtLevel(Trainer):
     def backward(self, loss: Tensor) -> None:
         with amp.scale_loss(loss, self.optimizer) as scaled_loss:
             scaled_loss.backward()
-
-
-def at(level: str) -> type[AtLevel]:
-    """Returns the contender that trains at an opt level."""
-
-    class AtThisLevel(AtLevel):
-        opt_level = level
-
-    return AtThisLevel
 
 
 class Limit(Trainer):
@@ -176,17 +173,24 @@ class Limit(Trainer):
             param.grad = None
 
 
+Kind = Callable[..., Trainer]  # of a workload, a mode and a setting; picklable
+
 # By half type: levels compute in one of their own.
 LEVELS = {torch.bfloat16: ("O4", "O5"), torch.float16: ("O1", "O2", "O3")}
-CONTENDERS: dict[torch.dtype, dict[str, type[Trainer]]] = {
-    half: {"float32": Trainer, "autocast": Autocast, **{it: at(it) for it in levels}, "limit": Limit}
+CONTENDERS: dict[torch.dtype, dict[str, Kind]] = {
+    half: {
+        "float32": Trainer,
+        "autocast": Autocast,
+        **{level: partial(AtLevel, level) for level in levels},
+        "limit": Limit,
+    }
     for half, levels in LEVELS.items()
 }
 
 
 @contextmanager
 def open_step(
-    kind: type[Trainer], workload: Workload, mode: Mode, setting: Setting, fused: bool = True
+    kind: Kind, workload: Workload, mode: Mode, setting: Setting, fused: bool = True
 ) -> Iterator[Step]:
     """Yields the step of a contender, on a fresh model; torch is as before when the block ends."""
     trainer = kind(workload, mode, setting, fused)
@@ -195,8 +199,8 @@ def open_step(
 
 
 def choose_runnable(
-    kinds: Mapping[str, type[Trainer]], workload: Workload, mode: Mode, setting: Setting, fused: bool = True
-) -> tuple[dict[str, type[Trainer]], dict[str, str]]:
+    kinds: Mapping[str, Kind], workload: Workload, mode: Mode, setting: Setting, fused: bool = True
+) -> tuple[dict[str, Kind], dict[str, str]]:
     """Returns the contenders that can run one step here, and why the others cannot.
 
     There are processors for which torch has no float16 LSTM, say. Errors of ampatch itself are raised.
@@ -206,14 +210,12 @@ def choose_runnable(
     return {name: kind for name, kind in kinds.items() if name not in failures}, failures
 
 
-def _find_reason(
-    kind: type[Trainer], workload: Workload, mode: Mode, setting: Setting, fused: bool
-) -> str | None:
+def _find_reason(kind: Kind, workload: Workload, mode: Mode, setting: Setting, fused: bool) -> str | None:
     try:
         with open_step(kind, workload, mode, setting, fused) as step:
             step()
     except amp.AmpError:
         raise
     except RuntimeError as error:
-        return (str(error).splitlines() or [type(error).__name__])[0]
+        return say_reason(error)
     return None

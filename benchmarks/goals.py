@@ -77,10 +77,14 @@ DEEP, WIDE, CONV, TRANSFORMER, LSTM = "deep thin MLP", "wide MLP", "conv net", "
 SMALL = (CONV, WIDE, LSTM, TRANSFORMER, DEEP)
 LARGE = ("BERT-sized encoder", "ResNet-50-sized net")
 
-# In training O4 and autocast run the same ops of the transformer. In eval autocast on a CPU takes the fused
-# path of nn.TransformerEncoderLayer, in C++; O4 refuses it, because it ignores patched functions.
-TRAIN_LIMITS = {CONV: 1.0, WIDE: 1.0, LSTM: 1.0, TRANSFORMER: 1.05, DEEP: 1.1}
-FLOAT16_LIMITS = {CONV: 1.0, WIDE: 1.0, LSTM: 1.0, DEEP: 1.1}
+TRAIN_LIMITS = {CONV: 0.95, WIDE: 0.95, LSTM: 1.0, TRANSFORMER: 1.0, DEEP: 1.03}
+ACCUMULATE_LIMITS = {CONV: 0.9, WIDE: 0.9, LSTM: 0.95, TRANSFORMER: 0.95, DEEP: 0.95}
+# In eval autocast on a CPU takes the fused path of nn.TransformerEncoderLayer, in C++; O4 refuses it, because
+# it ignores patched functions.
+EVAL_LIMITS = {CONV: 0.92, WIDE: 0.92, LSTM: 0.92, TRANSFORMER: 1.0, DEEP: 0.92}
+HALF_MODEL_LIMITS = {CONV: 1.02, WIDE: 1.02, LSTM: 1.02, TRANSFORMER: 1.05, DEEP: 1.08}
+FLOAT16_LIMITS = {CONV: 0.98, WIDE: 0.98, LSTM: 0.98, DEEP: 1.05}
+LIMITS = {"train": TRAIN_LIMITS, "accumulate 4": ACCUMULATE_LIMITS, "eval": EVAL_LIMITS}
 
 
 def _step(workload: str, mode: str, ratio: str, limit: float, half: str, device: str = "cpu") -> Goal:
@@ -91,15 +95,19 @@ def _step(workload: str, mode: str, ratio: str, limit: float, half: str, device:
 
 def _steps() -> Iterator[Goal]:
     bf16, fp16 = "bfloat16", "float16"
-    yield from (_step(it, "train", "O4 / autocast", TRAIN_LIMITS[it], bf16) for it in SMALL)
-    for mode in ("accumulate 4", "eval"):
-        yield from (_step(it, mode, "O4 / autocast", 0.95, bf16) for it in SMALL)
-    for workload in SMALL:
-        yield _step(workload, "train", "O5 / limit", 1.1 if workload == DEEP else 1.05, bf16)
+    for mode, limits in LIMITS.items():
+        yield from (_step(it, mode, "O4 / autocast", limit, bf16) for it, limit in limits.items())
+    yield from (_step(it, "train", "O5 / limit", limit, bf16) for it, limit in HALF_MODEL_LIMITS.items())
     yield from (_step(it, "train", "O1 / autocast", limit, fp16) for it, limit in FLOAT16_LIMITS.items())
     for workload in LARGE:
         yield _step(workload, "train", "O1 / autocast", 1.0, fp16, "cuda")
         yield _step(workload, "train", "O2 / autocast", 0.9, fp16, "cuda")
+
+
+def _faults() -> Iterator[Goal]:
+    for workload in SMALL:
+        what = f"O4 / autocast page faults: {workload}"
+        yield Goal(what, "faults", workload, "train", "O4", "autocast", 1.0, "bfloat16")
 
 
 def _micro() -> Iterator[Goal]:
@@ -111,7 +119,7 @@ def _micro() -> Iterator[Goal]:
             what = f"{level} / unpatched: {op}, which is in no table"
             yield Goal(what, "micro", op, "whole", level, "unpatched", 1.02, half)
     for optimizer in ("AdamW, fused", "AdamW, foreach", "AdamW, plain", "SGD, foreach"):
-        for level, limit in (("O1", 1.0), ("O2", 1.3)):
+        for level, limit in (("O1", 1.0), ("O2", 1.25)):
             subject = "update of 1,000 parameters"
             what = f"{level} / GradScaler: {subject}, {optimizer}"
             yield Goal(what, "micro", subject, optimizer, level, "GradScaler", limit, "float16")
@@ -137,9 +145,9 @@ def _measuring() -> Iterator[Goal]:
         for level in levels:
             for workload in (*SMALL, *LARGE):
                 what = f"measured by a sweep / alone: {workload}, {level}"
-                yield Goal(what, "measuring", workload, level, "measured", "alone", 1.02, half, None)
+                yield Goal(what, "measuring", workload, level, "measured", "alone", 1.01, half, None)
                 what = f"diagnose=True / alone: {workload}, {level}"
                 yield Goal(what, "measuring", workload, level, "diagnosed", "alone", 1.03, half, None)
 
 
-GOALS = (*_steps(), *_micro(), *_memory(), *_syncs(), *_measuring())
+GOALS = (*_steps(), *_faults(), *_micro(), *_memory(), *_syncs(), *_measuring())

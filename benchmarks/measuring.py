@@ -12,35 +12,34 @@ import ampatch as amp
 from ampatch.sweeps.measure.recorder import Recorder
 from ampatch.sweeps.measure.steps import StepCounter
 from benchmarks.comparison import Comparison
-from benchmarks.contender import TRAIN, AtLevel, Trainer, choose_runnable, open_step
+from benchmarks.contender import CONTENDERS, LEVELS, TRAIN, Kind, open_step
 from benchmarks.options import Options
 from benchmarks.series import Step
 from benchmarks.setting import Setting
 from benchmarks.workload import Workload
 
-CONTENDERS = ("alone", "measured", "diagnosed")
+WAYS = ("alone", "measured", "diagnosed")
 
 
 def measure(options: Options) -> Iterator[Comparison]:
     """Yields a comparison for each level of each half type, number of threads and workload."""
     for setting in options.settings:
-        levels = {name: kind for name, kind in options.choose(setting).items() if issubclass(kind, AtLevel)}
+        levels = [name for name in options.choose(setting) if name in LEVELS[setting.half]]
         for workload in options.workloads:
-            kinds, failures = choose_runnable(levels, workload, TRAIN, setting)
-            for name, kind in kinds.items():
+            for name in levels:
+                kind = CONTENDERS[setting.half][name]
                 opened = (
                     partial(open_step, kind, workload, TRAIN, setting),
                     partial(open_measured, kind, workload, setting),
                     partial(open_diagnosed, kind, workload, setting),
                 )
-                series = options.time(dict(zip(CONTENDERS, opened, strict=True)), setting)
-                yield Comparison(
-                    "measuring", workload.name, name, "ms", setting, series, ("alone",), failures
-                )
+                it = options.time_fresh(dict(zip(WAYS, opened, strict=True)), setting)
+                what = "measuring", workload.name, name
+                yield Comparison(*what, "ms", setting, it.milliseconds, ("alone",), it.failures)
 
 
 @contextmanager
-def open_measured(kind: type[Trainer], workload: Workload, setting: Setting) -> Iterator[Step]:
+def open_measured(kind: Kind, workload: Workload, setting: Setting) -> Iterator[Step]:
     """Yields a training step that a recorder watches, as in a sweep's child."""
     with TemporaryDirectory() as folder:
         recorder = Recorder(StepCounter(Path(folder, "steps")))
@@ -49,7 +48,7 @@ def open_measured(kind: type[Trainer], workload: Workload, setting: Setting) -> 
 
 
 @contextmanager
-def open_diagnosed(kind: type[Trainer], workload: Workload, setting: Setting) -> Iterator[Step]:
+def open_diagnosed(kind: Kind, workload: Workload, setting: Setting) -> Iterator[Step]:
     """Yields a training step of `initialize(..., diagnose=True)`."""
     with amp.override(diagnose=True), open_step(kind, workload, TRAIN, setting) as step:
         yield step

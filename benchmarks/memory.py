@@ -8,7 +8,7 @@ from torch.utils.benchmark.utils.common import set_torch_threads
 
 from benchmarks.allocation import count_bytes, make_meter, save_nothing
 from benchmarks.comparison import Comparison
-from benchmarks.contender import TRAIN, Trainer, choose_runnable
+from benchmarks.contender import TRAIN, Kind, choose_runnable
 from benchmarks.options import Options
 from benchmarks.series import Series
 from benchmarks.setting import Setting
@@ -32,7 +32,7 @@ def measure(options: Options) -> Iterator[Comparison]:
                 yield Comparison("memory", workload.name, part, "MiB", setting, series, bases, failures)
 
 
-def measure_parts(kind: type[Trainer], workload: Workload, setting: Setting) -> dict[str, int]:
+def measure_parts(kind: Kind, workload: Workload, setting: Setting) -> dict[str, int]:
     """Returns the bytes of each part."""
     with make_meter(setting.device) as meter:
         trainer = kind(workload, TRAIN, setting)
@@ -50,7 +50,7 @@ def measure_parts(kind: type[Trainer], workload: Workload, setting: Setting) -> 
     return {PEAK: meter.allocated.peak, "casts": measure_casts(kind, workload, setting), **parts}
 
 
-def measure_casts(kind: type[Trainer], workload: Workload, setting: Setting) -> int:
+def measure_casts(kind: Kind, workload: Workload, setting: Setting) -> int:
     """Returns the bytes that live after a first forward and not before, less the loss.
 
     No activation is kept. What `torch.autocast` caches lives as long as its context, which stays open.

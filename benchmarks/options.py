@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.contender import CONTENDERS, MODES, Mode, Trainer
+from benchmarks import fresh
+from benchmarks.contender import CONTENDERS, MODES, Kind, Mode
+from benchmarks.fresh import Measured
 from benchmarks.series import Clock, Open, Series, run_rounds
 from benchmarks.setting import Setting, count_usable_cores
 from benchmarks.workload import WORKLOADS, Workload
@@ -32,6 +34,7 @@ class Options:
     workload_names: tuple[str, ...] = ()  # empty: all that the device is enough for
     mode_names: tuple[str, ...] = ()
     contender_names: tuple[str, ...] = ()
+    keeps_memory: bool = False
 
     @property
     def workloads(self) -> list[Workload]:
@@ -58,7 +61,7 @@ class Options:
         for half in self.halves:
             yield Setting(self.device, HALVES[half], self.threads[0])
 
-    def choose(self, setting: Setting) -> dict[str, type[Trainer]]:
+    def choose(self, setting: Setting) -> dict[str, Kind]:
         """The contenders of a half type that were asked for."""
         kinds = CONTENDERS[setting.half]
         names = self.contender_names or kinds
@@ -77,6 +80,16 @@ class Options:
             clock=clock,
         )
 
+    def time_fresh(self, contenders: Mapping[str, Open], setting: Setting) -> Measured:
+        """Times contenders in rounds, each in a process of its own."""
+        return fresh.run_rounds(
+            contenders,
+            threads=setting.threads,
+            device=setting.device,
+            rounds=self.rounds,
+            seconds=self.seconds,
+        )
+
     def describe(self) -> dict[str, object]:
         """The options as a result holds them."""
         contenders = dict.fromkeys(name for it in self.untimed_settings for name in self.choose(it))
@@ -86,6 +99,7 @@ class Options:
             "threads": list(self.threads),
             "rounds": self.rounds,
             "seconds": self.seconds,
+            "keeps_memory": self.keeps_memory,
             "groups": list(self.groups),
             "workloads": [one.name for one in self.workloads],
             "modes": [mode.name for mode in self.modes],
@@ -139,6 +153,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--only", dest="groups", type=parse_groups, default=GROUPS, metavar="GROUP,...", help=_list(GROUPS))
     add("--workload", dest="workload_names", **several, choices=workloads, default=(), help=_list(workloads))
     add("--mode", dest="mode_names", **several, choices=modes, default=(), help=_list(modes))
+    keep = "have glibc keep freed memory in steps and measuring, by its environment variables"
+    add("--keep-memory", dest="keeps_memory", action="store_true", help=keep)
     contenders = f"in steps, memory and syncs; {_list(NAMES)}"
     add("--contender", dest="contender_names", **several, choices=NAMES, default=(), help=contenders)
     out = "takes the result as JSON; default: %(default)s"

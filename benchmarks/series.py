@@ -9,16 +9,21 @@ import timeit
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch.utils.benchmark import Timer
 from torch.utils.benchmark.utils.common import set_torch_threads
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 Step = Callable[[], None]
 Open = Callable[[], AbstractContextManager[Step]]
 Clock = Callable[[], float]
 
-WARMUP_STEPS = 2  # torch's timer adds two of its own, or one in a hundred
+WARMUP_STEPS = 4
 MILLISECONDS = 1e3
 
 
@@ -42,9 +47,9 @@ class Series:
         return low, high
 
     def divide(self, other: Series) -> Series:
-        """The ratios, round by round; infinite where the other is zero."""
+        """The ratios, round by round; where the other is zero infinite, and 1 where both are."""
         pairs = zip(self.values, other.values, strict=True)
-        return Series(tuple(a / b if b else math.inf for a, b in pairs))
+        return Series(tuple(a / b if b else math.inf if a else 1.0 for a, b in pairs))
 
     def subtract(self, other: Series) -> Series:
         """The differences, round by round."""
@@ -113,23 +118,53 @@ def make_clock(device: str) -> Clock:
     return CudaClock() if device == "cuda" else timeit.default_timer
 
 
-def time_step(open_step: Open, threads: int, device: str, calls: int, clock: Clock | None = None) -> float:
-    """Times a function `calls` times, after a warm-up, and returns the milliseconds of one call."""
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one call took, as the mean of a turn."""
+
+    milliseconds: float
+    faults: float  # minor page faults of the process; 0 where the system does not count them
+
+
+def time_calls(step: Step, calls: int, clock: Clock) -> Turn:
+    """Calls a function so often, garbage collection and all, as a training loop would."""
+    faults, start = count_faults(), clock()
+    for _ in range(calls):
+        step()
+    elapsed = clock() - start
+    return Turn(elapsed / calls * MILLISECONDS, (count_faults() - faults) / calls)
+
+
+def count_faults() -> int:
+    """Returns how many pages this process waited for that were in memory, but not mapped."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt if resource else 0
+
+
+def time_step(open_step: Open, threads: int, device: str, clock: Clock | None, calls: int) -> Turn:
+    """Times a function `calls` times on a fresh model, after a warm-up."""
     with open_step() as step, set_torch_threads(threads):
         for _ in range(WARMUP_STEPS):
             step()
-        clock = clock or make_clock(device)
-        timer = Timer("step()", globals={"step": step}, num_threads=threads, timer=clock)
-        return timer.timeit(calls).mean * MILLISECONDS
+        return time_calls(step, calls, clock or make_clock(device))
 
 
-def choose_calls(open_step: Open, threads: int, device: str, seconds: float) -> int:
+def choose_calls(time: Callable[[int], Turn], seconds: float) -> int:
     """Returns how many calls take about so many seconds, two at least.
 
     Seconds of the device's own clock: one that sees only a part of a step would choose far too many.
     """
-    once = time_step(open_step, threads, device, 2) / MILLISECONDS
+    once = time(2).milliseconds / MILLISECONDS
     return max(2, round(seconds / max(once, 1e-7)))
+
+
+def interleave(timers: Mapping[str, Callable[[], Turn]], rounds: int) -> dict[str, list[Turn]]:
+    """Lets each have its turn once a round, in an order that is drawn for the round: in each run the same."""
+    orders = random.Random(0)
+    turns: dict[str, list[Turn]] = {name: [] for name in timers}
+    for _ in range(rounds):
+        for name in orders.sample(list(timers), len(timers)):
+            turns[name].append(timers[name]())
+    return turns
 
 
 def run_rounds(
@@ -143,14 +178,16 @@ def run_rounds(
 ) -> dict[str, Series]:
     """Times contenders in turn, `rounds` times, each about `seconds` at a time; in milliseconds a call.
 
-    Each round has an order of its own, so that none always follows the same one; the orders are those
-    of each run. What disturbs the machine for longer than a round disturbs all contenders. `clock`
-    replaces the device's own.
+    What disturbs the machine for longer than a round disturbs all contenders. `clock` replaces the
+    device's own.
     """
-    calls = {name: choose_calls(it, threads, device, seconds) for name, it in contenders.items()}
-    orders = random.Random(0)
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name in orders.sample(list(contenders), len(contenders)):
-            times[name].append(time_step(contenders[name], threads, device, calls[name], clock))
-    return {name: Series(tuple(values)) for name, values in times.items()}
+    timers = {}
+    for name, open_step in contenders.items():
+        time = partial(time_step, open_step, threads, device, clock)
+        # A clock that sees only a part of a step would choose far too many calls.
+        calls = choose_calls(partial(time_step, open_step, threads, device, None), seconds)
+        timers[name] = partial(time, calls)
+    return {
+        name: Series(tuple(turn.milliseconds for turn in it))
+        for name, it in interleave(timers, rounds).items()
+    }

@@ -6,19 +6,21 @@ from collections.abc import Iterator
 from functools import partial
 
 from benchmarks.comparison import Comparison
-from benchmarks.contender import choose_runnable, open_step
+from benchmarks.contender import open_step
 from benchmarks.options import Options
 
 
 def measure(options: Options) -> Iterator[Comparison]:
-    """Yields a comparison for each half type, number of threads, workload and mode."""
+    """Yields the times and the page faults of each half type, number of threads, workload and mode."""
     for setting in options.settings:
         for workload in options.workloads:
             for mode in options.modes:
-                kinds, failures = choose_runnable(options.choose(setting), workload, mode, setting)
                 contenders = {
-                    name: partial(open_step, kind, workload, mode, setting) for name, kind in kinds.items()
+                    name: partial(open_step, kind, workload, mode, setting)
+                    for name, kind in options.choose(setting).items()
                 }
-                series = options.time(contenders, setting)
+                it = options.time_fresh(contenders, setting)
+                what = workload.name, mode.name
                 bases = ("autocast", "limit")
-                yield Comparison("steps", workload.name, mode.name, "ms", setting, series, bases, failures)
+                yield Comparison("steps", *what, "ms", setting, it.milliseconds, bases, it.failures)
+                yield Comparison("faults", *what, "a step", setting, it.faults, bases[:1])

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.benchmark.utils.common import set_torch_threads
 
 from benchmarks.comparison import Comparison
-from benchmarks.contender import TRAIN, Trainer, choose_runnable
+from benchmarks.contender import TRAIN, Kind, Trainer, choose_runnable
 from benchmarks.options import Options
 from benchmarks.series import Series, Step
 from benchmarks.setting import Setting
@@ -49,7 +49,7 @@ def count_all(
     return {name: Series((float(count),)) for name, count in counts.items()}, failures
 
 
-def count_step(kind: type[Trainer], workload: Workload, setting: Setting, fused: bool) -> int:
+def count_step(kind: Kind, workload: Workload, setting: Setting, fused: bool) -> int:
     """Returns how often one step waits, after some that make what later ones keep."""
     trainer = kind(workload, TRAIN, setting, fused)
     with trainer.open():

@@ -22,6 +22,7 @@ from ampatch import AmpError  # noqa: E402
 from benchmarks import __main__ as command  # noqa: E402
 from benchmarks import (  # noqa: E402
     allocation,
+    fresh,
     goals,
     measuring,
     memory,
@@ -91,6 +92,7 @@ def test_series_of_different_runs_are_refused():
 def test_a_division_by_zero_is_null_in_json():
     described = Series((1.0,)).divide(Series((0.0,))).describe()
     assert described == {"median": None, "p25": None, "p75": None, "rounds": [None]}
+    assert Series((0.0,)).divide(Series((0.0,))).values == (1.0,)
 
 
 # ---- Rounds ----
@@ -122,9 +124,8 @@ def test_contenders_are_interleaved_in_an_order_that_changes():
     [
         # A timing lasts one second by this clock: two calls, or the ten that would last five seconds.
         (3, 5, None, 100.0, 2 + 3 * 10),
-        # That of a part stands still, but the step lasts: two calls take a second, and two are enough. The
-        # timer adds a nanosecond.
-        (1, 1, PartClock("cpu"), pytest.approx(0, abs=1e-5), 2 + 2),
+        # That of a part stands still, but the step lasts: two calls take a second, and two are enough.
+        (1, 1, PartClock("cpu"), 0.0, 2 + 2),
     ],
     ids=["step", "part"],
 )
@@ -135,8 +136,7 @@ def test_a_time_is_that_of_one_call_in_milliseconds(monkeypatch, rounds, seconds
     given = {} if clock is None else {"clock": clock}
     times = run_rounds(opened, threads=1, device="cpu", rounds=rounds, seconds=seconds, **given)
     assert times["it"].values == (median,) * rounds
-    # For each: ours to warm up, two of the timer's, and those that are timed.
-    assert len(made) == (1 + rounds) * (series.WARMUP_STEPS + 2) + calls
+    assert len(made) == (1 + rounds) * series.WARMUP_STEPS + calls
 
 
 def test_warm_up_and_timing_have_the_threads_of_the_setting():
@@ -145,6 +145,33 @@ def test_warm_up_and_timing_have_the_threads_of_the_setting():
     run_rounds({"it": opened}, threads=before + 1, device="cpu", rounds=1, seconds=1e-6)
     assert found == {before + 1}
     assert torch.get_num_threads() == before
+
+
+@contextmanager
+def open_allocation():
+    """A step that takes 64 MiB and gives them back: a page fault for each 4 KiB, unless malloc keeps them."""
+    yield lambda: torch.ones(2**24)
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc, and its variables")
+def test_a_fresh_process_has_the_default_malloc_and_counts_its_page_faults(monkeypatch):
+    for name in fresh.KEPT:
+        monkeypatch.setenv(name, "")  # so that it is as before in the end
+        monkeypatch.delenv(name)
+    times = {"threads": 1, "device": "cpu", "rounds": 2, "seconds": 1e-3}
+    found = fresh.run_rounds({"it": open_allocation}, **times)
+    assert found.faults["it"].median > 1000
+    fresh.keep_memory()
+    found = fresh.run_rounds({"it": open_allocation}, **times)
+    assert found.faults["it"].median < 10
+
+
+@pytest.mark.process
+def test_the_end_of_a_process_is_an_error_in_words():
+    times = {"threads": 1, "device": "cpu", "rounds": 1, "seconds": 1e-3}
+    with pytest.raises(RuntimeError, match="process of a contender ended"):
+        fresh.run_rounds({"it": partial(open_step, Mistaken, TINY, TRAIN, BF16)}, **times)
 
 
 @contextmanager
@@ -352,6 +379,15 @@ def test_the_parts_of_memory_are_those_computed_by_hand(name, parameters, master
     assert parts["peak"] > parameters + masters + parts["optimizer state"]
 
 
+@pytest.mark.parametrize(("setting", "level"), [(BF16, "O4"), (FP16, "O1")], ids=["O4", "O1"])
+def test_at_its_peak_a_step_has_what_autocast_has_and_the_casts(setting, level):
+    (wide,) = [workload for workload in WORKLOADS if workload.name == "wide MLP"]
+    kinds = CONTENDERS[setting.half]
+    ours, autocast = (memory.measure_parts(kinds[name], wide, setting) for name in (level, "autocast"))
+    kept = 8 * 2**10  # the ring of scale events, and the scale
+    assert ours["peak"] <= autocast["peak"] + ours["casts"] + kept
+
+
 # ---- Syncs ----
 
 
@@ -385,7 +421,7 @@ def test_a_wait_for_the_gpu_counts_once():
 def variants(goal):
     """What a goal's group calls its variants."""
     return {
-        "steps": {mode.name for mode in MODES},
+        **{group: {mode.name for mode in MODES} for group in ("steps", "faults")},
         "micro": {"added", "whole", *update.OPTIMIZERS},
         "memory": set(memory.PARTS),
         "syncs": set(syncs.OPTIMIZERS),
@@ -399,7 +435,7 @@ def subjects(goal):
 
 
 def contenders(goal):
-    more = {"micro": ["unpatched", "GradScaler"], "measuring": measuring.CONTENDERS}.get(goal.group, [None])
+    more = {"micro": ["unpatched", "GradScaler"], "measuring": measuring.WAYS}.get(goal.group, [None])
     return {*CONTENDERS[getattr(torch, goal.half)], *more}
 
 
@@ -523,7 +559,7 @@ def test_the_command_prints_tables_and_writes_json(out):
     for title in ("steps: cpu, bfloat16, 1 thread", "memory: cpu, bfloat16; MiB", "syncs:", "goals"):
         assert title in shown
     result = json.loads(out.read_text())
-    check_result(result, ["steps", "memory", "syncs"])
+    check_result(result, ["steps", "faults", "memory", "syncs"])
     steps = [row for row in result["rows"] if row["group"] == "steps"]
     assert [row["contender"] for row in steps] == list(CONTENDERS[torch.bfloat16])
     assert {row["subject"] for row in result["rows"]} == {"deep thin MLP"}
@@ -533,7 +569,7 @@ def test_what_measuring_costs_is_measured_too(measure):
     status, shown, result = measure(*QUICK, *MLP, "--only", "measuring", "--contender", "O4", "O5")
     check_result(result, ["measuring"])
     found = [(row["variant"], row["contender"]) for row in result["rows"]]
-    assert found == [(level, name) for level in ("O4", "O5") for name in measuring.CONTENDERS]
+    assert found == [(level, name) for level in ("O4", "O5") for name in measuring.WAYS]
     assert (status, "measured by a sweep / alone: deep thin MLP, O4" in shown.out) == (0, True)
 
 
