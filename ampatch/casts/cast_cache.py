@@ -150,10 +150,12 @@ class CastCache:
         """Ends the casts of parameters, by id, that are changed now: they are written again before use."""
         for entries in (self._entries, self._waiting):
             ended = entries.copy()
-            if not ended.keys() <= changed:
+            if ended.keys() <= changed:
+                entries.clear()
+            else:
                 ended = {key: entry for key, entry in ended.items() if key in changed}
-            for key in ended:
-                entries.pop(key, None)
+                for key in ended:
+                    entries.pop(key, None)
             if CAN_SEE_GRAPHS:
                 self._stale.update(ended)
 

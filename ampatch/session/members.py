@@ -79,15 +79,16 @@ class Members:
 
     def find(self, optimizer: object) -> tuple[AmpOptimizer, Call] | None:
         """Returns what is kept for an optimizer, or for the one that a trainer has wrapped; and its call."""
-        return next(filter(None, map(self._find, _look_through(optimizer))), None)
+        found = self._find(optimizer)
+        return found or next(filter(None, map(self._find, _look_through(optimizer)[1:])), None)
 
     def _find(self, optimizer: object) -> tuple[AmpOptimizer, Call] | None:
         found = self._optimizers.get(id(optimizer))
         amp = None if found is None else found[0]()
         if amp is None:
             return None
-        names = [amp.find_given(), *amp.masters.optimizers]
-        return (amp, found[1]) if any(optimizer is one for one in names) else None  # ids are used again
+        is_it = optimizer is amp.optimizer or optimizer is amp.find_given()  # ids are used again
+        return (amp, found[1]) if is_it or any(optimizer is one for one in amp.masters.optimizers) else None
 
     def optimizers(self, *, only_dynamic: bool = False) -> list[AmpOptimizer]:
         """What is kept for the optimizers; or for those of calls with dynamic loss scales."""

@@ -96,7 +96,6 @@ class MasterParams:
             state.update(items)
             forget_partition(optimizer)
 
-    @torch.no_grad()
     def take_edits(self) -> None:
         """Feeds masters with what was written into the model's parameters, or swapped, since they agreed."""
         touched = self.touched
@@ -108,11 +107,13 @@ class MasterParams:
             or (touched and id(half) in touched)
         ]
         for pair in edited:
-            pair.master.copy_(refine(pair.master.detach(), pair.half.detach()))
+            with torch.no_grad():
+                pair.master.copy_(refine(pair.master.detach(), pair.half.detach()))
 
     def copy_to_model(self) -> None:
         """Rounds the masters into the model's parameters; no host sync."""
-        _round(self.pairs, *self._plain)
+        if self.pairs:
+            _round(self.pairs, *self._plain)
 
     def copy_edits_to_model(self) -> None:
         """Rounds the masters that were written outside of a step, as some optimizers do; no host sync."""

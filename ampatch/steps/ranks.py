@@ -103,6 +103,8 @@ class LocalGrads:
 
     def are_coming(self) -> bool:
         """Whether the backward that has just run left its gradients on the rank."""
+        if not self.sharded:
+            return bool(self.coming)
         parts = [part for find in self.sharded if (part := find()) is not None]
         return bool(self.coming) or any(map(withholds_grads, parts))
 
