@@ -100,17 +100,19 @@ def test_a_checkpoint_resumes_bit_for_bit_on_another_number_of_ranks(level, two,
     assert snapshot(resumed) == snapshot(whole)
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_sharded_weights_train_in_a_second_session(level, two):
-    assert two(train_again, level) == [True] * 2
+@pytest.mark.parametrize(
+    ("before", "level"), [("O2", "O2"), ("O5", "O5"), ("O2", "O5"), ("O5", "O1"), ("O0", "O2"), ("O5", None)]
+)
+def test_sharded_weights_train_in_a_second_session(before, level, two):
+    assert two(train_again, before, level) == [True] * 2
 
 
-def train_again(level):
-    """Whether the forwards of a second session see the steps that it has made."""
-    model, optimizer = build(level)
+def train_again(before, level):
+    """Whether the forwards of a second session, or of float32 after it, see the steps that it has made."""
+    model, optimizer = build(before)
     train(model, optimizer, range(1))
     amp.uninitialize()
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    amp.initialize(model, optimizer, opt_level=level or "O2", verbosity=0, enabled=level is not None)
     train(model, optimizer, range(2))
     x = torch.ones(2, 6, dtype=model[0].weight.dtype)
     weights = [param.full_tensor() for param in model.parameters()]

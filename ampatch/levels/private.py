@@ -193,9 +193,25 @@ find_stream = Private("_C._cuda_getCurrentRawStream", "").find(int)
 
 def withholds_grads(module: torch.nn.Module) -> bool:
     """Whether a module that FSDP2 has sharded keeps gradients to itself, to average them later."""
+    return any(not (group.reduce_grads and group.all_reduce_grads) for group in _list_fsdp_groups(module))
+
+
+def gather_anew(module: torch.nn.Module) -> None:
+    """Has FSDP2 gather a module that it has sharded by the weights, and in the type, that they have now."""
+    module.reshard()
+    for group in _list_fsdp_groups(module):
+        for param in group.fsdp_params:
+            param.reset_sharded_param()
+            param.all_gather_outputs = []
+            vars(param).pop("_unsharded_param", None)
+        if all(hasattr(param, "orig_dtype") for param in group.fsdp_params):  # a forward has run
+            group._init_mp_dtypes()
+
+
+def _list_fsdp_groups(module: torch.nn.Module) -> list:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # older
-    return any(not (group.reduce_grads and group.all_reduce_grads) for group in groups if group is not None)
+    return [group for group in groups if group is not None]
 
 
 def keep_in_thread(key: str, thing: object) -> None:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch.distributed as dist
+from torch.nn import Module
 
 
 def has_ranks() -> bool:
     """Whether there are process groups at all."""
     return dist.is_available() and dist.is_initialized()
+
+
+def select_sharded(modules: Iterable[Module]) -> list[Module]:
+    """Returns those modules that FSDP2 has sharded."""
+    return [module for module in modules if hasattr(module, "set_requires_gradient_sync")]

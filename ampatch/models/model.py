@@ -14,6 +14,8 @@ from torch.nn.parameter import is_lazy
 from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.levels.policy import Policy
 from ampatch.levels.precision import HALF_TYPES
+from ampatch.levels.private import gather_anew
+from ampatch.levels.ranks import select_sharded
 from ampatch.levels.undo import weakly
 from ampatch.models.cast_tensor import CastModule, CastTensor, Float32Values, Shown, list_parts, own_tensors
 from ampatch.models.hooks import (
@@ -165,6 +167,8 @@ class ModelCaster:
         # On CUDA the weights of a recurrent net share one block of memory, which a cast breaks up.
         for module in recurrent:
             self._stack.callback(weakly(type(module).flatten_parameters, module))  # last, on restored weights
+        sharded = select_sharded(list_parts(self._models))
+        self._stack.callback(weakly(gather_anew, *sharded))
         self._find_tensors(dtype)
         self._hook_state_dicts()  # undone after the casts: the hooks keep alive what undoes these
         self._stack.callback(weakly(CastModule.cast_newcomers, *self._parts))
@@ -173,6 +177,8 @@ class ModelCaster:
             cast.cast(dtype)
         for module in recurrent:
             module.flatten_parameters()
+        for module in sharded:
+            gather_anew(module)
 
     def _find_tensors(self, dtype: torch.dtype | None) -> None:
         """Lists what to cast, if there is a `dtype`; a tensor has the values of the first module it is in."""

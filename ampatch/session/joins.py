@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ampatch.errors import AmpError
 from ampatch.levels.precision import HALF_TYPES
+from ampatch.levels.ranks import select_sharded
 from ampatch.levels.undo import weakly
 from ampatch.models.cast_tensor import Float32Values
 from ampatch.models.model import ModelCaster, select_python
@@ -28,7 +29,7 @@ from ampatch.session.request import Call, Request, unwrap_optimizer
 from ampatch.steps.foreign_step import WholeStep, needs_whole_step
 from ampatch.steps.masters import MasterParams
 from ampatch.steps.optimizer import AmpOptimizer
-from ampatch.steps.ranks import WatchForward, find_sharded, validate_sharded
+from ampatch.steps.ranks import WatchForward, validate_sharded
 from ampatch.steps.step import Listener
 from ampatch.steps.weight import Weight
 
@@ -70,12 +71,8 @@ class Joins:
     def _watch_ranks(self, model: Module, amps: Sequence[AmpOptimizer], call: Call) -> None:
         known = {id(param) for param in model.parameters()}
         listeners = [amp.local for amp in amps if not known.isdisjoint(map(id, amp.model_params()))]
-        sharded = find_sharded(model)
+        sharded = select_sharded(model.modules())
         validate_sharded(sharded)
-        for part in sharded:
-            part.to(
-                non_blocking=False
-            )  # changes nothing, but has FSDP2 look where weights are that were cast
         for local in listeners:
             local.sharded += map(weakref.ref, sharded)
         hook = WatchForward(listeners, known.union(map(id, sharded)))

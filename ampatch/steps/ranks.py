@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampatch.errors import AmpError
 from ampatch.levels.private import withholds_grads
-from ampatch.levels.ranks import has_ranks
+from ampatch.levels.ranks import has_ranks, select_sharded
 from ampatch.steps.master_grads import clear_master_grad
 from ampatch.steps.weight import Weight
 
@@ -152,7 +152,7 @@ class WatchForward:
                 note(id(module))
 
     def _validate_params(self, module: Module) -> None:
-        parts = find_sharded(module)
+        parts = select_sharded(module.modules())
         if parts and self._known.issuperset(map(id, parts)):
             return  # they hold other parameters while their forward runs
         new = {name: param for name, param in module.named_parameters() if id(param) not in self._known}
@@ -163,11 +163,6 @@ class WatchForward:
                 f"({moved[0]!r} for one), and the optimizer would step the old ones: call fully_shard or "
                 f"parallelize_module on the model first, then make the optimizer, then call initialize"
             )
-
-
-def find_sharded(module: Module) -> list[Module]:
-    """The parts of a module that FSDP2 has sharded."""
-    return [part for part in module.modules() if hasattr(part, "set_requires_gradient_sync")]
 
 
 def validate_sharded(parts: Sequence[Module]) -> None:
