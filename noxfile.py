@@ -49,6 +49,13 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def trainers(session: nox.Session) -> None:
+    """Runs the recipes of docs/trainers.md with the packages that they are for."""
+    install(session, "test,trainers")
+    session.run("pytest", "tests/test_trainers.py", "--all")
+
+
+@nox.session
 def mutants(session: nox.Session) -> None:
     """Plants faults in the engine and counts those that no test catches: `nox -s mutants -- --count 300`."""
     install(session, "test")
