@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -51,7 +52,7 @@ class Warner:
 
 
 class HalfWatch(SessionPatch):
-    """Watches half weights that are averaged, or stepped by an optimizer that nobody gave to `initialize`."""
+    """Watches half weights that are averaged, saved, or stepped by an optimizer that nobody gave to us."""
 
     def __init__(self, warner: Warner, members: Members) -> None:
         super().__init__()
@@ -63,6 +64,7 @@ class HalfWatch(SessionPatch):
         """Drops what was seen."""
         self._models: list[tuple[weakref.ref[Module], bool]] = []  # and if their half weights have masters
         self._seen: set[int] = set()  # optimizers, by id
+        self._savers: set[type] = set()  # whose save_pretrained is patched
 
     def open(self, undo: ExitStack) -> None:
         """Patches, unless it is done; `undo` receives the way back."""
@@ -79,6 +81,19 @@ class HalfWatch(SessionPatch):
             update(averaged, self._find_precise(averaged, model))
 
         patcher.replace(AveragedModel, "update_parameters", update_parameters)
+
+    # Saving
+
+    def _name_saved_types(self, models: Sequence[Module]) -> None:
+        """Has `save_pretrained` of transformers name the type that it saves, which is that of no half weight.
+
+        `from_pretrained` would cast what it reads to the type in the config.
+        """
+        for kind in {type(part) for model in models for part in model.modules()}:
+            owner = next((base for base in kind.__mro__ if "save_pretrained" in vars(base)), None)
+            if owner is not None and owner not in self._savers and self._patcher is not None:
+                self._savers.add(owner)
+                self._patcher.replace(owner, "save_pretrained", _saving_float32(owner.save_pretrained))
 
     # Averages
 
@@ -112,6 +127,7 @@ class HalfWatch(SessionPatch):
 
     def watch(self, models: Sequence[Module], wants_masters: bool) -> None:
         """Watches the half parameters of models, without keeping them alive."""
+        self._name_saved_types(models)
         self._models += [(weakref.ref(model), wants_masters) for model in models]
 
     def _find_half(self, *, wants_masters: bool) -> set[int]:
@@ -133,6 +149,27 @@ class HalfWatch(SessionPatch):
                 f"never saw it: it has no masters, so small updates are lost, and gradients stay scaled: "
                 f"make the optimizer first, then call amp.initialize(model, optimizer)",
             )
+
+
+def _saving_float32(save: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(save)
+    def save_pretrained(model: Module, *args: object, **kwargs: object) -> object:
+        parameters = model.parameters
+        # transformers names the type of the first one, which here has no elements, and that of a state_dict.
+        first = next(((name, it) for name, it in model.named_parameters() if it.is_floating_point()), None)
+        if first is None or first[1].dtype not in HALF_TYPES:
+            return save(model, *args, **kwargs)
+        part, _, name = first[0].rpartition(".")
+        dtype = model.get_submodule(part).state_dict().get(name, first[1]).dtype
+        typed = torch.empty(0, dtype=dtype, device=first[1].device)
+        with ExitStack() as undo:
+            undo.callback((patcher := Patcher()).close)
+            patcher.replace(
+                model, "parameters", lambda recurse=True: itertools.chain([typed], parameters(recurse))
+            )
+            return save(model, *args, **kwargs)
+
+    return save_pretrained
 
 
 def check_ranks(warner: Warner, amp: AmpOptimizer) -> None:
