@@ -28,19 +28,16 @@ def recipe(name):
     return found.partition("```python\n")[2].partition("```")[0]
 
 
-each_recipe = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.skipif(
-                importlib.util.find_spec(package) is None,
-                reason=f"{package} is not installed: pip install -c constraints.txt -e '.[trainers]'",
-            ),
+def each(names):
+    """Runs a test for each of these recipes whose package is installed."""
+    reason = "{} is not installed: pip install -c constraints.txt -e '.[trainers]'"
+    marks = {
+        name: pytest.mark.skipif(
+            importlib.util.find_spec(PACKAGES[name]) is None, reason=reason.format(PACKAGES[name])
         )
-        for name, package in PACKAGES.items()
-    ],
-)
+        for name in names
+    }
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
 
 
 def import_torchvision():
@@ -141,9 +138,69 @@ LEVELS = {
 
 
 @pytest.mark.process
-@each_recipe
+@each(PACKAGES)
 @pytest.mark.parametrize("options", LEVELS.values(), ids=LEVELS)
 def test_a_recipe_trains_as_a_plain_loop_does(name, options, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(recipe(name))
     print_in_forks(lambda: run_recipe(str(script), options), [script], tmp_path)
+
+
+MANUAL = """
+        loss = F.cross_entropy(self(inputs), labels)
+        optimizer = self.optimizers()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            self.manual_backward(scaled_loss)
+        optimizer.step()
+"""
+
+# What to write into a recipe so that the trainer's own mixed precision is on as well.
+TWO_PRECISIONS = {
+    "accelerate": [('"no"', '"bf16"')],
+    "lightning": [
+        ('plugins=AmpPrecision(opt_level="O4")', "precision='bf16-mixed', accelerator='cpu'"),
+        ("    accumulate_grad_batches=2,", ""),
+        ("    gradient_clip_val=1.0,", ""),
+        (
+            "__init__()\n        self.net",
+            "__init__()\n        self.automatic_optimization = False\n        self.net",
+        ),
+        (
+            "return torch.optim.AdamW(self.parameters(), lr=1e-2)",
+            "return amp.initialize(self, torch.optim.AdamW(self.parameters(), lr=1e-2))[1]",
+        ),
+        ("\n        loss = F.cross_entropy(self(inputs), labels)\n", MANUAL),
+    ],
+    "transformers": [("report_to", "bf16=True, use_cpu=True, report_to")],
+}
+
+
+def run_with_two_precisions(script):
+    """Runs it at O0, where the trainer's is the only one, then at a level that makes it two."""
+    warnings.resetwarnings()
+    warnings.simplefilter("ignore")
+    logging.getLogger("ampatch").addHandler(Raise(logging.WARNING))
+    import_torchvision()
+    with amp.override(verbosity=0, opt_level="O0"):
+        runpy.run_path(script, run_name="__main__")
+        amp.uninitialize()
+    with (
+        amp.override(verbosity=0, opt_level="O4"),
+        pytest.raises(
+            AssertionError, match=r"two mixed precisions meet: .* 'bf16(-mixed)?', beside .* write"
+        ),
+    ):
+        runpy.run_path(script, run_name="__main__")
+    return 0
+
+
+@pytest.mark.process
+@each(TWO_PRECISIONS)
+def test_a_trainer_whose_own_mixed_precision_is_on_is_warned_of(name, tmp_path):
+    text = recipe(name)
+    for old, new in TWO_PRECISIONS[name]:
+        assert old in text, old
+        text = text.replace(old, new)
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    print_in_forks(lambda: run_with_two_precisions(str(script)), [script], tmp_path)

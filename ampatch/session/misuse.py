@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -186,6 +187,31 @@ def check_ranks(warner: Warner, amp: AmpOptimizer) -> None:
             f"gradients by hand, or hold stages of a model, pass initialize(process_group=...), the group of "
             f"these ranks; if each trains a model of its own, ignore this",
         )
+
+
+# Where the wrapper that a trainer puts around an optimizer says the trainer's own precision, and its remedy.
+_TRAINERS = {
+    "accelerator_state.mixed_precision": "Accelerator(mixed_precision='no'), or TrainingArguments without "
+    "fp16 and bf16",
+    "_strategy.precision_plugin.precision": "Trainer(precision='32-true')",
+    "_strategy.precision.precision": "Fabric(precision='32-true')",
+}
+
+
+def check_trainer(warner: Warner, wrapper: object) -> None:
+    """Warns of a trainer that casts and scales as well, by the wrapper of its optimizer."""
+    for path, remedy in _TRAINERS.items():
+        try:
+            precision = attrgetter(path)(wrapper)
+        except AttributeError:
+            continue
+        if precision not in ("no", "32-true", "64-true"):
+            warner.warn(
+                "trainer",
+                f"two mixed precisions meet: the trainer of this {type(wrapper).__name__} has its own, "
+                f"{precision!r}, beside that of ampatch: each casts what the other one has cast, and "
+                f"gradients may be scaled twice: write {remedy}, or pass initialize(enabled=False)",
+            )
 
 
 def check_request(warner: Warner, request: Request, amps: Sequence[AmpOptimizer]) -> None:

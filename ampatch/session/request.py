@@ -102,6 +102,7 @@ class Call:
 
     verbosity: int
     scalers: list[LossScaler]
+    half: torch.dtype | None
     undo: ExitStack = field(default_factory=ExitStack)  # what was done to the models and the optimizers
     members: list[weakref.ref] = field(default_factory=list)  # these, to see whether any is left
 

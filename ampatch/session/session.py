@@ -28,7 +28,7 @@ from ampatch.session.alarms.watch import AlarmWatch
 from ampatch.session.announce import Announcer, NameRank, logger, say, warn_of_torch
 from ampatch.session.joins import Joins
 from ampatch.session.members import Members
-from ampatch.session.misuse import HalfWatch, check_ranks, check_request
+from ampatch.session.misuse import HalfWatch, check_ranks, check_request, check_trainer
 from ampatch.session.over_ranks import OverRanks
 from ampatch.session.request import (
     Call,
@@ -106,7 +106,7 @@ class Session(Listener):
         validate_optimizers(request, members.list_tensors(), members.optimizers())
         self.torch_patch.validate(policy)
         skip_own_frames(self._unframed)
-        call = Call(request.verbosity, make_scalers(request, len(self.scalers())))
+        call = Call(request.verbosity, make_scalers(request, len(self.scalers())), policy.half)
         # Tensors made in inference mode would never get gradients.
         with torch.inference_mode(mode=False), ExitStack() as undo, ExitStack() as patching:
             self._open_patches(request, undo)
@@ -242,6 +242,8 @@ class Session(Listener):
                 f"optimizers[{index}] ({kind}) is not one that initialize() returned: "
                 f"pass it to initialize first"
             )
+        if optimizer is not found[0].optimizer and found[1].half is not None:
+            check_trainer(self._warner, optimizer)
         return found
 
     def settle(self, optimizer: object) -> None:
