@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampatch as amp
-from helpers import assert_same_bits, scaled_backward
+from helpers import assert_same_bits, scaled_backward, snapshot
 from legacy import print_in_forks
 from test_readme import ROOT, read
 
@@ -26,6 +26,15 @@ def recipe(name):
     sections = read(ROOT / "docs" / "trainers.md").split("\n## ")[1:]
     (found,) = [text for text in sections if name in text.partition("\n")[0].lower()]
     return found.partition("```python\n")[2].partition("```")[0]
+
+
+def changed(name, replacements):
+    """Returns the script of a section with other words in it."""
+    text = recipe(name)
+    for old, new in replacements:
+        assert old in text, old
+        text = text.replace(old, new)
+    return text
 
 
 def each(names):
@@ -197,10 +206,79 @@ def run_with_two_precisions(script):
 @pytest.mark.process
 @each(TWO_PRECISIONS)
 def test_a_trainer_whose_own_mixed_precision_is_on_is_warned_of(name, tmp_path):
-    text = recipe(name)
-    for old, new in TWO_PRECISIONS[name]:
-        assert old in text, old
-        text = text.replace(old, new)
     script = tmp_path / "train.py"
-    script.write_text(text)
+    script.write_text(changed(name, TWO_PRECISIONS[name]))
     print_in_forks(lambda: run_with_two_precisions(str(script)), [script], tmp_path)
+
+
+LOOP = "for batch, labels in loader:"
+PARTS = "torch.arange(256).split(16)"
+NEW_MODEL = ("\nmodel = ", "\ntorch.manual_seed(1)\nmodel = ")
+# The Trainer draws the order of batches from the random numbers that are left.
+OTHER_WEIGHTS = ("tokens = ", "[param.data.zero_() for param in model.parameters()]\ntokens = ")
+SAVE_TIMM = "timm.utils.CheckpointSaver(model, optimizer, amp_scaler=loss_scaler).save_checkpoint(0)"
+LOAD_TIMM = "timm.models.resume_checkpoint(model, 'checkpoint-0.pth.tar', optimizer, loss_scaler)"
+
+# What to write into a recipe so that it runs to its end, stops halfway, and resumes with a new model.
+HALVES = {
+    "accelerate": (
+        [],
+        [
+            (LOOP, "for batch, labels in list(loader)[:16]:"),
+            ("print(", "accelerator.save_state('half')\nprint("),
+        ],
+        [(LOOP, "accelerator.load_state('half')\nfor batch, labels in list(loader)[16:]:"), NEW_MODEL],
+    ),
+    "lightning": (
+        [("max_epochs=1", "max_epochs=2")],
+        [("print(", "trainer.save_checkpoint('half.ckpt')\nprint(")],
+        [
+            ("max_epochs=1", "max_epochs=2"),
+            ("Classifier(), loader", "Classifier(), loader, ckpt_path='half.ckpt'"),
+            ("\ntrainer = ", "\ntorch.manual_seed(1)\ntrainer = "),
+        ],
+    ),
+    "transformers": (
+        [],
+        [("report_to", "save_steps=8, report_to")],
+        [("trainer.train()", "trainer.train(resume_from_checkpoint='out/checkpoint-8')"), OTHER_WEIGHTS],
+    ),
+    "timm": (
+        [],
+        [(PARTS, f"{PARTS}[:8]"), ("print(", f"{SAVE_TIMM}\nprint(")],
+        [
+            (PARTS, f"{PARTS}[8:]"),
+            ("loss_scaler = ApexScaler()", f"loss_scaler = ApexScaler()\n{LOAD_TIMM}"),
+            NEW_MODEL,
+        ],
+    ),
+}
+
+
+def run_halves(scripts):
+    """Runs the three; the first and the last end with the same weights and the same loss scale."""
+    warnings.resetwarnings()
+    warnings.simplefilter("ignore")
+    logging.getLogger("ampatch").addHandler(Raise(logging.WARNING))
+    import_torchvision()
+    ends = []
+    for script in scripts:
+        with amp.override(verbosity=0, **LEVELS["overflows"]):
+            names = runpy.run_path(script, run_name="__main__")
+        model = names.get("model") or names["trainer"].lightning_module
+        ends.append([snapshot(dict(model.state_dict())), amp.state_dict()])
+        amp.uninitialize()
+    whole, _, resumed = ends
+    assert resumed[0] == whole[0]
+    assert resumed[1] == whole[1]
+    assert resumed[1]["loss_scaler0"]["loss_scale"] < 2.0**30
+    return 0
+
+
+@pytest.mark.process
+@each(HALVES)
+def test_a_recipe_resumes_bit_equal_with_the_loss_scale_it_had(name, tmp_path):
+    scripts = [tmp_path / f"{part}.py" for part in ("whole", "half", "resumed")]
+    for script, replacements in zip(scripts, HALVES[name], strict=True):
+        script.write_text(changed(name, replacements))
+    print_in_forks(lambda: run_halves(list(map(str, scripts))), scripts[:1], tmp_path)
