@@ -25,6 +25,7 @@ from ampatch.levels.policy import OPT_LEVELS, Policy
 from ampatch.session.alarms.functions import history, on_alarm
 from ampatch.session.alarms.history import ScaleHistory, ScaleUpdate
 from ampatch.session.alarms.limits import Alarms
+from ampatch.session.alarms.log import log_to
 from ampatch.session.alarms.words import Alarm
 from ampatch.session.frontend import (
     clear_cache,
@@ -104,6 +105,7 @@ __all__ = [
     "history",
     "initialize",
     "load_state_dict",
+    "log_to",
     "loss_scalers",
     "master_pairs",
     "master_params",

@@ -174,7 +174,6 @@ def test_a_table_has_a_row_for_each_step_and_layer(tmp_path):
     assert (last["attempt"], last["module"], last["output"], last["headroom"]) == ("59", "head", "", "0.0")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs tensorboard")
 def test_scalars_are_those_of_the_table(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import sys
 import textwrap
 from io import StringIO
 from pathlib import Path
@@ -20,6 +21,7 @@ from ampatch.sweeps.records.sweep_file import from_json
 from ampatch.sweeps.records.table_file import to_csv
 from ampatch.sweeps.terminal.view import show
 from ampatch.sweeps.web.page import write_page
+from loggers import make_mlflow, make_wandb
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -80,7 +82,10 @@ def outside_blocks(page):
 
 
 @each_page
-def test_the_python_blocks_run_one_after_the_other(page):
+def test_the_python_blocks_run_one_after_the_other(page, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # for what they write
+    for module in (make_wandb(), make_mlflow()):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     namespace = {"__name__": page.stem}
     for line, code in blocks(page, "python"):
         exec(compile("\n" * line + code, str(page), "exec"), namespace)
@@ -239,6 +244,9 @@ MISTAKES = {
     "half a loss": lambda: start(num_losses=1.5),
     "loss_id": lambda: after(lambda it: amp.scale_loss(torch.ones(1), it, loss_id=1)),
     "loss_id in a string": lambda: after(lambda it: amp.scale_loss(torch.ones(1), it, loss_id="0")),
+    "log to a name": lambda: amp.log_to("runs"),
+    "log never": lambda: amp.log_to(print, every=0),
+    "count too late": lambda: after(lambda _: amp.log_to(print, casts=True), opt_level="O4"),
     "no block": lambda: after(lambda it: amp.scale_loss(torch.ones(1), it).backward()),
     "loss is a number": lambda: after(lambda it: amp.scale_loss(1.0, it)),
     "no model": lambda: start_with(None),

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ampatch.casts.cast_counter import CastCounts
 from ampatch.levels.policy import Policy
+from ampatch.session.alarms.history import ScaleUpdate
 from ampatch.session.session import SESSION
 from ampatch.steps.outcome import BackwardOutcome
 
@@ -43,6 +44,9 @@ class Observer:
 
     def on_step(self, optimizer: Optimizer) -> None:
         """Called after each step of an initialized optimizer, skipped or not."""
+
+    def on_scale(self, update: ScaleUpdate, loss_id: int) -> None:
+        """Called for each step of a loss when the host knows what became of it, maybe some steps later."""
 
     def on_report(self, metrics: dict[str, object]) -> None:
         """Called with what the script passed to `report`."""

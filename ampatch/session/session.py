@@ -71,7 +71,7 @@ class Session(Listener):
         self._unframed: set[str] = set()  # modules of ours that Dynamo knows not to compile
         self._said_torch = False
         self._name_rank = NameRank()
-        self.alarms = AlarmWatch()
+        self.alarms = AlarmWatch(lambda: self.observers)
         self.observers: tuple[Observer, ...] = ()
         self.overrides: dict[str, object] = {}
         self._reset()

@@ -32,6 +32,7 @@ from ampatch.steps.scaler import LossScaler
 
 if TYPE_CHECKING:
     from ampatch.levels.policy import Policy
+    from ampatch.session.inspection import Observer
     from ampatch.session.request import Request
     from ampatch.steps.block import ScaledLoss
     from ampatch.steps.optimizer import AmpOptimizer
@@ -97,7 +98,8 @@ class AlarmWatch:
     arrives a little later. Of a static scale only the losses are looked at, some steps later and all at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, observers: Callable[[], Sequence[Observer]]) -> None:
+        self._observers = observers
         self.callbacks: OrderedDict[int, Callable[[Alarm], object]] = OrderedDict()
         self.forget()
 
@@ -182,7 +184,7 @@ class AlarmWatch:
     # What the host knows
 
     def _read(self, *, wait: bool) -> Iterator[tuple[Record, ScaleUpdate]]:
-        """Yields what has become known and is no clean step like the one before; of each loss in order."""
+        """Yields what has become known, of each loss in order; steps like the one before to observers."""
         unread = self._unread
         if wait or len(unread) >= MOST_UNREAD:
             waiting = [outcome for *_, outcomes in unread for outcome in outcomes]
@@ -190,23 +192,29 @@ class AlarmWatch:
                 BackwardOutcome.read_all(waiting)
         while unread and all(outcome.is_known() for outcome in unread[0][2]):
             record, step, outcomes = unread.popleft()
-            if not record.count_if_calm(outcomes):
+            if self._observers() or not record.count_if_calm(outcomes):
                 yield record, _combine(step, outcomes)
         for ring in self._rings.values():
             for (record, step), loss in ring.take(all_of_them=wait):
                 scale, is_finite = record.scaler.number, math.isfinite(loss)
-                if not (is_finite and record.count_clean(scale)):
+                if self._observers() or not (is_finite and record.count_clean(scale)):
                     yield record, ScaleUpdate(step, scale, scale, False, is_finite)
+
+    def settle(self) -> None:
+        """Takes all that is on its way, and waits for it."""
+        for record, update in self._read(wait=True):
+            self._take(record, update, None)
 
     def history(self, loss_id: int) -> ScaleHistory:
         """Returns what is known of a loss; waits for what is on its way."""
-        for record, update in self._read(wait=True):
-            self._take(record, update, None)
+        self.settle()
         record = self._records.get(loss_id)
         return ScaleHistory(loss_id) if record is None else record.ring.history()
 
     def _take(self, record: Record, update: ScaleUpdate, amp: AmpOptimizer | None) -> None:
         record.ring.note(update)
+        for observer in self._observers():
+            observer.on_scale(update, record.scaler.loss_id)
         if record.judge is None:
             return
         kinds = record.judge.take(update, getattr(record.scaler.config, "floor", 0.0))

@@ -1,0 +1,318 @@
+"""`log_to`: loss scales and skipped steps in TensorBoard, or wherever a function sends them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ampatch as amp
+from helpers import Scalar, scaled_backward
+from loggers import make_mlflow, make_wandb
+from nets import EVERY_LEVEL
+from ranks import fixture
+from stepping import FUSED_MOMENTUM, INF, MOMENTUM
+from test_history import Run
+from test_host_syncs import count_reads
+
+two = fixture()
+SCALE = amp.DynamicLossScale(2.0**10, growth_interval=3)
+FACTORS = [1e-3, 1e-3, INF, 1e-3, 1e-3, 1e-3, INF, INF, 1e-3, 1e-3]
+
+
+class Rows(list):
+    """Keeps what it is called with; the target of a log."""
+
+    def __call__(self, values, step):
+        self.append((step, values))
+
+    def of(self, name, loss_id=0):
+        return [(step, values[key]) for step, values in self if (key := f"amp/{name}/{loss_id}") in values]
+
+
+def by_hand(run, factors=FACTORS, loss_id=0):
+    """Steps, and reads after each what a script can ask for."""
+    found, skipped = [], 0
+    for step, factor in enumerate(factors):
+        run.step(factor, loss_id=loss_id)
+        skipped += amp.step_was_skipped(run.optimizer)
+        found.append((step, {"scale": amp.get_loss_scale(loss_id), "skipped": skipped}))
+    return found
+
+
+def named(found, loss_id=0):
+    names = {"scale": f"amp/loss_scale/{loss_id}", "skipped": f"amp/skipped_steps/{loss_id}"}
+    return [(step, {names[name]: value for name, value in values.items()}) for step, values in found]
+
+
+# ---- What is logged ----
+
+
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+@pytest.mark.parametrize("variant", [MOMENTUM, FUSED_MOMENTUM], ids=str)
+@pytest.mark.parametrize("scale", [None, SCALE], ids=["own", "dynamic"])
+def test_every_step_is_logged_once_and_in_order_as_a_script_would_read_it(level, variant, scale):
+    found, rows = by_hand(Run(level, variant, scale)), Rows()
+    amp.uninitialize()
+    with amp.log_to(rows):
+        Run(level, variant, scale).step(*FACTORS)
+    assert rows == named(found)
+    assert all(type(value) is float for _, values in rows for value in values.values())
+
+
+def test_a_step_is_logged_at_once_where_the_step_reads_the_overflow_anyway():
+    rows, run = Rows(), Run()
+    with amp.log_to(rows):
+        for step in range(3):
+            run.step(1e-3)
+            assert len(rows) == step + 1
+
+
+def test_the_writer_of_tensorboard_takes_it(tmp_path):
+    from tensorboard.backend.event_processing import event_accumulator as tensorboard
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(tmp_path) as writer, amp.log_to(writer, first_step=100):
+        found = by_hand(Run("O2", loss_scale=SCALE))
+    events = tensorboard.EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
+    events.Reload()
+    assert events.Tags()["scalars"] == ["amp/loss_scale/0", "amp/skipped_steps/0"]
+    for tag, name in (("amp/loss_scale/0", "scale"), ("amp/skipped_steps/0", "skipped")):
+        seen = [(it.step, it.value) for it in events.Scalars(tag)]
+        assert seen == [(100 + step, values[name]) for step, values in found]
+
+
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_each_nth_step_is_logged_and_skipped_ones_between_are_counted(level):
+    rows = Rows()
+    with amp.log_to(rows, every=4):
+        found = by_hand(Run(level, loss_scale=SCALE))
+    assert rows == named(found)[::4]
+    assert rows.of("skipped_steps") == [(0, 0), (4, 1), (8, 3)]
+
+
+def test_each_loss_of_each_call_has_its_own_curve_and_counts_its_own_steps():
+    rows = Rows()
+    first = Run(num_losses=2)
+    with amp.log_to(rows):
+        of_losses = by_hand(first, loss_id=1), by_hand(first)
+        second = Run("O0", loss_scale="dynamic")
+        second.step(1e-3, INF)
+    assert [row for row in rows if "amp/loss_scale/1" in row[1]] == named(of_losses[0], 1)
+    assert [row for row in rows if "amp/loss_scale/0" in row[1]] == named(of_losses[1], 0)
+    assert rows.of("loss_scale", 2) == [(0, 2.0**16), (1, 2.0**15)]
+    assert rows.of("skipped_steps", 2) == [(0, 0), (1, 1)]
+
+
+def test_a_loss_of_two_optimizers_is_logged_once_a_step():
+    models = [Scalar(), Scalar()]
+    optimizers = [MOMENTUM(model.parameters()) for model in models]
+    amp.initialize(models, optimizers, opt_level="O1", verbosity=0)
+    rows = Rows()
+    with amp.log_to(rows):
+        for _ in range(3):
+            scaled_backward(sum(model(torch.ones(3)).sum() for model in models) * INF, optimizers)
+            for optimizer in optimizers:
+                optimizer.step()
+    assert rows.of("skipped_steps") == [(0, 1), (1, 2), (2, 3)]
+
+
+@pytest.mark.parametrize("option", ["delay_unscale", "delay_overflow_check"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
+def test_accumulated_and_delayed_passes_are_one_step(level, option):
+    rows, run = Rows(), Run(level, loss_scale=SCALE)
+    with amp.log_to(rows):
+        for factor in (1e-3, INF):
+            run.optimizer.zero_grad()
+            run.backward(factor, **{option: True})
+            run.backward(1e-3)
+            run.optimizer.step()
+    assert rows.of("loss_scale") == [(0, 2.0**10), (1, 2.0**9)]
+    assert rows.of("skipped_steps") == [(0, 0), (1, 1)]
+
+
+def test_casts_of_the_session_are_logged_where_they_are_wanted():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = Rows()
+    with amp.log_to(rows, casts=True):
+        amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        counts = []
+        for _ in range(3):
+            loss = sum(model(torch.ones(4, 3)).float().sum() for _ in range(2))
+            scaled_backward(loss * 1e-3, optimizer)
+            optimizer.step()
+            counts.append((amp.cast_counts().made, amp.cast_counts().reused))
+    found = zip(rows.of("casts_made"), rows.of("casts_reused"), strict=True)
+    assert [(made, reused) for (_, made), (_, reused) in found] == counts
+    assert counts[0][0] > 0
+    assert counts[0][1] > 0
+
+
+def test_casts_cannot_be_counted_once_torch_is_patched():
+    Run("O1")
+    with pytest.raises(amp.AmpError, match=r"log_to\(casts=True\) came after initialize"):
+        amp.log_to(Rows(), casts=True)
+    amp.uninitialize()
+    Run("O2")  # patches nothing
+    amp.log_to(Rows(), casts=True).close()
+
+
+# ---- How long ----
+
+
+def test_a_log_ends_when_it_is_closed_and_tells_what_it_has_not_told_yet():
+    rows, run = Rows(), Run("O4")
+    log = amp.log_to(rows)
+    run.step(*[1e-3] * 3)
+    assert rows == []
+    log.close()
+    assert [step for step, _ in rows] == [0, 1, 2]
+    run.step(*[1e-3] * 9)
+    amp.uninitialize()
+    assert len(rows) == 3
+    log.close()
+    assert len(rows) == 3
+
+
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+def test_a_log_outlives_uninitialize_and_its_undo_is_exact(level, check_torch):
+    rows = Rows()
+    with amp.log_to(rows, casts=True):
+        for _ in range(2):
+            model = Run(level).model
+            optimizer = MOMENTUM(model.parameters())
+            amp.uninitialize()
+            check_torch()
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+            scaled_backward(model(torch.ones(3)).float().sum() * 1e-3, optimizer)
+            optimizer.step()
+            amp.uninitialize()
+            check_torch()
+            assert model.weight.dtype is torch.float32
+    assert [step for step, _ in rows] == [0, 0]
+
+
+def test_disabled_calls_log_nothing():
+    rows, model = Rows(), Scalar()
+    optimizer = MOMENTUM(model.parameters())
+    with amp.log_to(rows):
+        amp.initialize(model, optimizer, enabled=False)
+        scaled_backward(model(torch.ones(3)).sum(), optimizer)
+        optimizer.step()
+    assert rows == []
+
+
+def test_a_callback_may_ask_for_the_history():
+    run, seen = Run(), []
+    with amp.log_to(lambda values, step: seen.append((step, amp.history().steps))):
+        run.step(1e-3, INF)
+    assert seen == [(0, 1), (1, 2)]
+
+
+def test_what_the_target_raises_is_logged_once_and_training_goes_on(caplog):
+    calls = []
+
+    def fail(values, step):
+        calls.append(step)
+        raise ConnectionError("no server")
+
+    run = Run()
+    with amp.log_to(fail):
+        run.step(1e-3, 1e-3)
+    assert calls == [0, 1]
+    assert caplog.text.count("what log_to was given raised; training goes on") == 1
+    assert "no server" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((None,), amp.AmpTypeError, r"log_to\(None\): expected a SummaryWriter, or a function"),
+        (("runs",), amp.AmpTypeError, r"log_to\('runs'\): expected a SummaryWriter"),
+        ((print, 0), amp.AmpValueError, "every is 0: expected a whole number of steps, 1 or more"),
+        ((print, True), amp.AmpValueError, "every is True"),
+        ((print, 2.0), amp.AmpValueError, "every is 2.0"),
+    ],
+)
+def test_what_cannot_work_is_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        amp.log_to(*arguments)
+    assert amp.observers() == ()
+
+
+# ---- What it costs ----
+
+
+@pytest.mark.parametrize("level", EVERY_LEVEL)
+@pytest.mark.parametrize("variant", [MOMENTUM, FUSED_MOMENTUM], ids=str)
+def test_a_log_reads_nothing_from_the_device_that_is_not_read_without_one(level, variant):
+    run = Run(level, variant)
+    run.step(*[1e-3] * 16)
+    without = count_reads(lambda: run.step(*[1e-3] * 16))
+    log = amp.log_to(Rows())
+    assert count_reads(lambda: run.step(*[1e-3] * 16)) == without
+    run.step(1e-3)
+    assert count_reads(log.close) <= 1
+
+
+# ---- Ranks ----
+
+
+def test_rank_0_alone_logs(monkeypatch):
+    rows, run = Rows(), Run()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with amp.log_to(rows):
+        for rank in ("1", "0"):
+            monkeypatch.setenv("RANK", rank)
+            run.step(INF)
+    assert rows.of("skipped_steps") == [(1, 2)]
+
+
+def train_on_ranks():
+    rows, model = Rows(), nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with amp.log_to(rows):
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        parallel = DistributedDataParallel(model)
+        for factor in (1e-3, INF if torch.distributed.get_rank() == 1 else 1e-3):
+            scaled_backward(parallel(torch.ones(4, 3)).float().sum() * factor, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        amp.uninitialize()
+    return list(rows)
+
+
+@pytest.mark.process
+def test_rank_0_logs_the_overflow_of_another(two):
+    first, second = two(train_on_ranks)
+    assert first == [
+        (0, {"amp/loss_scale/0": 2.0**16, "amp/skipped_steps/0": 0.0}),
+        (1, {"amp/loss_scale/0": 2.0**15, "amp/skipped_steps/0": 1.0}),
+    ]
+    assert second == []
+
+
+# ---- Other loggers ----
+
+
+def test_mlflow_takes_the_values_as_they_are():
+    mlflow = make_mlflow()
+    with amp.log_to(mlflow.log_metrics):
+        Run().step(1e-3, INF)
+    assert mlflow.metrics == [
+        ("amp/loss_scale/0", 2.0**16, 0),
+        ("amp/skipped_steps/0", 0.0, 0),
+        ("amp/loss_scale/0", 2.0**15, 1),
+        ("amp/skipped_steps/0", 1.0, 1),
+    ]
+
+
+def test_wandb_takes_them_beside_what_the_script_logs_itself():
+    run = make_wandb().init(project="digits")
+    trained = Run("O4")
+    with amp.log_to(lambda values, step: run.log({**values, "amp/step": step})):
+        for _ in range(10):
+            trained.step(1e-3)
+            run.log({"loss": 1.0})
+    steps = [values["amp/step"] for _, values in run.rows if "amp/step" in values]
+    assert steps == list(range(10))
