@@ -5,6 +5,7 @@ import functools
 import inspect
 import logging
 import re
+import sys
 import threading
 import warnings
 
@@ -55,6 +56,22 @@ def lines_of(function, word):
     """Where a word stands in the source of a function."""
     lines, first = inspect.getsourcelines(function)
     return {first + index for index, line in enumerate(lines) if word in line}
+
+
+@pytest.mark.parametrize(
+    ("at_prompt", "level", "count"), [(True, "O0", 1), (True, "O1", 0), (False, "O0", 0)]
+)
+def test_a_level_without_casts_after_one_with_is_warned_of_at_a_prompt(
+    at_prompt, level, count, warned, monkeypatch
+):
+    if at_prompt:
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    make("O1")
+    said = warned(make, level)
+    assert [text[:23] for text, *_ in said] == ["O0 patches no functions"] * count
+    assert warned(make, level) == []
+    amp.uninitialize()
+    assert warned(make, level) == []
 
 
 # ---- Wrong: a warning each, at the line that holds the word `wrong` ----

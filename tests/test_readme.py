@@ -207,6 +207,11 @@ def cast_twice():
     start_with(model, opt_level="O1")
 
 
+def patch_float32():
+    model, _ = start(opt_level="O0")
+    start_with(model, opt_level="O1")
+
+
 def patch_twice():
     start(opt_level="O1")
     start(opt_level="O4")
@@ -254,6 +259,7 @@ MISTAKES = {
     "DataParallel": lambda: start_with(nn.DataParallel(nn.Linear(1, 1))),
     "half model": lambda: start_with(nn.Linear(1, 1).half()),
     "cast twice": cast_twice,
+    "float32 before": patch_float32,
     "lazy": lambda: start_with(nn.LazyLinear(1), opt_level="O2"),
     "keep nothing": lambda: start(keep_fp32="head"),
     "keep a number": lambda: start(keep_fp32=[3]),

@@ -122,6 +122,29 @@ def test_a_model_cast_by_one_call_is_refused_by_a_level_that_needs_float32():
     assert model(X).dtype is FULL
 
 
+@pytest.mark.parametrize(("first", "second"), [("O2", "O5"), ("O5", "O3"), ("O3", "O5"), ("O5", "O2")])
+def test_a_model_cast_to_one_half_type_is_refused_by_a_level_of_the_other(first, second):
+    model = open_session(nn.Linear(3, 2), opt_level=first)
+    expected = model(X)
+    with pytest.raises(amp.AmpValueError, match=r"'weight' was cast to .* by an earlier initialize"):
+        open_session(model, opt_level=second)
+    assert torch.equal(model(X), expected)
+
+
+@pytest.mark.parametrize("patching", ["O1", "O4"])
+def test_a_model_that_runs_without_casts_is_refused_by_a_level_that_casts(patching):
+    model = open_session(nn.Linear(3, 2), opt_level="O0")
+    whole = open_session(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), opt_level=patching, keep_fp32=["1"])
+    for one in (model, whole[1]):
+        with pytest.raises(amp.AmpValueError, match=r"models\[0\] runs without casts since an earlier"):
+            open_session(one, opt_level=patching)
+    amp.uninitialize()
+    assert (
+        open_session(model, opt_level=patching)(X).dtype
+        is {"O1": torch.float16, "O4": torch.bfloat16}[patching]
+    )
+
+
 @pytest.mark.parametrize("opt_level", EVERY_LEVEL)
 def test_the_same_model_twice_in_one_call_is_one_model(opt_level):
     model = nn.Linear(3, 2)

@@ -53,6 +53,12 @@ def validate_models(models: Sequence[object], policy: Policy, values: ValuesById
                 f"bare model, then wrap what it returns"
             )
         _validate_dtypes(index, model, policy, values, allow_half)
+        if policy.patch_torch_functions and any(map(_turns_casts_off, model._forward_pre_hooks.values())):
+            raise AmpValueError(
+                f"models[{index}] runs without casts since an earlier initialize, by its opt level or its "
+                f"keep_fp32: {policy.opt_level} would change nothing in it; call ampatch.uninitialize() "
+                f"first, or pass a copy that was made before"
+            )
         _validate_scripted(index, model, policy)
 
 
@@ -70,11 +76,15 @@ def _validate_dtypes(index: int, model: Module, policy: Policy, values: ValuesBy
                 f".half() or .bfloat16() from the model, the opt level casts it (a copy of an initialized "
                 f"model must be made before initialize; allow_half_params=True takes it as it is)"
             )
-        if is_half and is_known and not policy.casts_model:
+        if is_half and is_known and param.dtype is not policy.cast_model_type:
             raise AmpValueError(
                 f"models[{index}]: parameter {name!r} was cast to {param.dtype} by an earlier initialize: "
                 f"use that opt level for both, or call ampatch.uninitialize() first"
             )
+
+
+def _turns_casts_off(hook: object) -> bool:
+    return isinstance(hook, EnterForward) and hook.off
 
 
 def _validate_scripted(index: int, model: Module, policy: Policy) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
+from ampatch.casts.cast import CASTS
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.stack import Line, find_line
 from ampatch.patching.patcher import Patcher, SessionPatch
@@ -217,6 +219,13 @@ def check_trainer(warner: Warner, wrapper: object) -> None:
 def check_request(warner: Warner, request: Request, amps: Sequence[AmpOptimizer]) -> None:
     """Warns of a call of `initialize` that works, and trains wrongly."""
     policy = request.policy
+    if CASTS.half is not None and not policy.patch_torch_functions and hasattr(sys, "ps1"):  # of a prompt
+        warner.warn(
+            "levels",
+            f"{policy.opt_level} patches no functions, but outside of its models those that an earlier "
+            f"initialize patched go on casting to {CASTS.half}: call ampatch.uninitialize() first, unless "
+            f"both train side by side",
+        )
     params = [param for model in request.models for param in model.parameters() if param.is_floating_point()]
     if policy.half is not None and params and all(param.dtype is torch.float64 for param in params):
         warner.warn(

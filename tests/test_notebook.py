@@ -1,0 +1,321 @@
+"""In a notebook: scripts run twice, cells are interrupted, modules reloaded, results shown."""
+
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.process
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+
+SHELL = """
+import os, sys
+os.environ["IPYTHONDIR"] = os.path.abspath("profile")
+from IPython.core.interactiveshell import InteractiveShell
+shell, raised = InteractiveShell.instance(colors="nocolor"), []
+shell.showtraceback = lambda *args, **kwargs: raised.append(sys.exc_info()[1])
+def cell(code):
+    "Runs code; returns what it raised."
+    raised.clear()
+    shell.run_cell(code)
+    return raised[0] if raised else None
+def value(code):
+    return shell.ev(code)
+"""
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+import ampatch as amp
+level = sys.argv[1]
+torch.manual_seed(0)
+model = nn.Linear(8, 16)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+x = torch.randn(32, 8)
+for _ in range(5):
+    optimizer.zero_grad()
+    features = model(x)
+    similarity = features @ features.T  # outside of the model
+    with amp.scale_loss(similarity.float().pow(2).mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+found = similarity.dtype, model.weight.detach().float().sum().item()
+"""
+
+
+@pytest.fixture
+def notebook(processes, tmp_path):
+    """Runs code in a process of its own, which has a shell of IPython; returns what it printed, by line."""
+
+    def run(code, **files):
+        for name, text in files.items():
+            (tmp_path / f"{name}.py").write_text(text)
+        done = processes.run(SHELL + textwrap.dedent(code), tmp_path)
+        assert done.status == 0, done.stderr
+        return done.stdout.splitlines()
+
+    return run
+
+
+# ---- A script twice ----
+
+
+@pytest.mark.parametrize("option", ["", "-i "])
+def test_a_script_runs_again_at_another_level_after_uninitialize(notebook, option):
+    code = f"""
+    alone = {{}}
+    for level in {LEVELS * 2}:
+        error = cell(f"%run {option}train.py {{level}}")
+        assert error is None, error
+        found = value("found")
+        assert alone.setdefault(level, found) == found, level
+        assert cell("import ampatch; ampatch.uninitialize()") is None
+        print(level, found[0])
+    """
+    kinds = {"O1": "float16", "O4": "bfloat16"}  # elsewhere the model returns float32
+    lines = [f"{level} torch.{kinds.get(level, 'float32')}" for level in LEVELS * 2]
+    assert notebook(code, train=SCRIPT) == lines
+
+
+def test_without_uninitialize_it_says_what_to_call(notebook):
+    code = """
+    import warnings
+    for first, second in ("O1", "O4"), ("O1", "O0"), ("O4", "O2"), ("O0", "O5"), ("O1", "O1"):
+        cell("import ampatch; ampatch.uninitialize()")
+        assert cell(f"%run train.py {first}") is None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            error = cell(f"%run train.py {second}")
+        print(type(error).__name__, [str(it.message) for it in caught], error)
+    """
+    error, *warned, harmless, same = notebook(code, train=SCRIPT)
+    assert error.startswith("AmpValueError [] O4 in torch.bfloat16, but an earlier initialize patched torch")
+    assert "call ampatch.uninitialize() first" in error
+    for line, level, dtype in zip(warned, ("O0", "O2"), ("float16", "bfloat16"), strict=True):
+        assert line.startswith(f"NoneType ['{level} patches no functions, but outside of its models")
+        assert f"go on casting to torch.{dtype}: call ampatch.uninitialize() first" in line
+    assert harmless == same == "NoneType [] None"
+
+
+def test_a_cell_that_initializes_the_same_model_again_says_what_to_call(notebook):
+    code = """
+    cell("import torch, ampatch as amp; model = torch.nn.Linear(2, 2)")
+    begin = '''optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="{}", verbosity=0)'''
+    for first, second in ("O0", "O1"), ("O0", "O4"), ("O2", "O5"), ("O5", "O3"), ("O2", "O0"), ("O1", "O4"):
+        assert cell(begin.format(first)) is None
+        error = cell(begin.format(second))
+        assert "call ampatch.uninitialize() first" in str(error), (first, second, error)
+        assert cell("amp.uninitialize()") is None
+        assert cell(begin.format(second)) is None
+        assert cell("amp.uninitialize()") is None
+    print("done")
+    """
+    assert notebook(code)[-1] == "done"
+
+
+# ---- Ctrl-C ----
+
+INTERRUPTED = """
+import signal
+import torch
+from torch import nn
+from torch.nn import functional as F
+import ampatch as amp
+
+stop = None
+
+def reach(place):
+    global stop
+    if stop == place:
+        stop = None
+        signal.raise_signal(signal.SIGINT)
+
+class Place(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        reach("backward")
+        return grad
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        x = Place.apply(self.first(x))
+        reach("forward")
+        return self.last(x.relu())
+
+def start(level):
+    global model, optimizer, x, y, losses
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x, losses = torch.randn(32, 8), []
+    y = x[:, :3].argmax(1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, diagnose=level == "O4")
+    optimizer.register_step_pre_hook(lambda *_: reach("step"))
+
+def train(steps=3):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x).float(), y)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            reach("block")
+            scaled_loss.backward()
+            reach("end of block")
+        reach("between")
+        optimizer.step()
+        losses.append(loss.item())
+"""
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_cell_that_is_interrupted_goes_on_where_it_was(notebook, level):
+    code = f"""
+    cell("from net import *; import net, torch.nn.functional as F; linear = F.linear; import ampatch")
+    def follow(*places):
+        cell("net.start({level!r})")
+        cell("net.train()")
+        for place in places:
+            cell(f"net.stop = {{place!r}}")
+            assert isinstance(cell("net.train(1)"), KeyboardInterrupt), place
+        assert cell("net.train()") is None
+        found = value("net.losses"), value("net.model.last.bias").tolist()
+        assert cell("ampatch.uninitialize()") is None
+        assert value("F.linear is linear and ampatch.observers() == ()")
+        return found
+    expected = follow()
+    for place in ("forward", "backward", "block", "end of block", "between", "step"):
+        assert follow(place) == expected, place
+        assert follow(place, place) == expected, place
+    print("done")
+    """
+    assert notebook(code, net=INTERRUPTED)[-1] == "done"
+
+
+FUNCTION = """
+def train(level, seed):
+    net.start(level)
+    net.train(8)
+    net.reach("sweep")
+    return {"loss": net.losses[-1]}
+"""
+
+
+def test_a_sweep_of_a_function_of_the_notebook_is_interrupted_and_runs_again(notebook):
+    code = f"""
+    cell("import net, ampatch, torch, torch.nn.functional as F; linear = F.linear")
+    cell({FUNCTION!r})
+    sweep = "result = ampatch.sweep(train, ['O0', 'O5'], steps=6)"
+    assert cell(sweep) is None
+    first = [record.measured.losses["0"].values for record in value("result.records")]
+    for place in ("forward", "end of block", "sweep"):
+        cell(f"net.stop = {{place!r}}; torch.manual_seed(5); state = torch.get_rng_state()")
+        assert isinstance(cell(sweep.replace("6", "100")), KeyboardInterrupt), place
+        assert value("F.linear is linear and ampatch.observers() == ()")
+        assert value("torch.equal(torch.get_rng_state(), state)")
+        assert isinstance(cell("ampatch.get_loss_scale()"), ampatch.NotInitializedError)
+    assert cell(sweep) is None
+    assert [record.measured.losses["0"].values for record in value("result.records")] == first
+    shown = shell.display_formatter.format(value("result"))[0]["text/html"]
+    assert shown.startswith("<pre>O0 ") and "\\nO5 " in shown, shown
+    assert isinstance(cell("net.start('O1'); ampatch.sweep(train, ['O0'])"), ampatch.AmpError)
+    print("done")
+    """
+    assert notebook(code, net=INTERRUPTED)[-1] == "done"
+
+
+SLOW = """
+import time
+import net
+
+def train(level, seed):
+    net.start(level)
+    net.train(2)
+    open("started", "w").close()
+    while True:
+        time.sleep(0.1)
+"""
+
+
+def test_a_sweep_in_processes_of_their_own_ends_with_the_cell(notebook):
+    code = """
+    import pathlib, signal, threading, time
+    def interrupt():
+        while not pathlib.Path("started").exists():
+            time.sleep(0.05)
+        signal.raise_signal(signal.SIGINT)
+    cell("import slow, ampatch")
+    threading.Thread(target=interrupt).start()
+    assert isinstance(cell("ampatch.sweep(slow.train, ['O0'])"), KeyboardInterrupt)
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        print("no child is left")
+    """
+    assert notebook(code, net=INTERRUPTED, slow=SLOW) == ["no child is left"]
+
+
+# ---- Modules that are reloaded ----
+
+MODULE = """
+import ampatch as amp
+from torch import nn
+from torch.nn.functional import linear
+
+@amp.float_function
+def precise(x):
+    return x * VERSION
+
+class Net(nn.Linear):
+    def forward(self, x):
+        return linear(x, self.weight) * VERSION
+"""
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
+def test_a_module_that_autoreload_reloads_keeps_its_casts(notebook, level):
+    code = f"""
+    text = open("net.py").read()
+    def write(version):
+        open("net.py", "w").write(text.replace("VERSION", str(version)))
+        os.utime("net.py", (version * 10**9,) * 2)
+    write(1)
+    for line in ("%load_ext autoreload", "%autoreload 2", "import torch, net, ampatch as amp"):
+        assert cell(line) is None
+    cell("x, original = torch.ones(2, 2), net.linear; torch.manual_seed(0); model = net.Net(2, 2)")
+    cell("amp.initialize(model, opt_level={level!r}, verbosity=0)")
+    cell("before = model(x), net.precise(x.half())")
+    write(2)
+    cell("after = model(x), net.precise(x.half())")
+    assert [it.dtype for it in value("after")] == [it.dtype for it in value("before")]
+    assert value("torch.equal(after[0], 2 * before[0]) and torch.equal(after[1], 2 * before[1])")
+    cell("amp.uninitialize()")
+    assert value("net.linear is original and torch.nn.functional.linear is original")
+    write(3)
+    assert value("model(x).dtype is net.precise(x).dtype is torch.float32")
+    print("done")
+    """
+    assert notebook(code, net=MODULE)[-1] == "done"
+
+
+# ---- What is shown ----
+
+
+def test_an_explanation_is_shown_as_it_is_printed(notebook):
+    code = """
+    cell("import ampatch")
+    shown = shell.display_formatter.format(value("ampatch.explain('softmax')"))[0]
+    print(shown["text/html"])
+    """
+    lines = notebook(code)
+    assert lines[0] == "<pre>softmax, at each level"
+    assert "  O1     float32        float32     float32        patched: FP32" in lines
+    assert lines[-1].endswith("</pre>")
