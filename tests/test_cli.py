@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -88,6 +89,9 @@ def test_env_prints_what_a_report_needs(capsys, monkeypatch):
     assert found["python"] == platform.python_version()
     assert found["wrapt"] == importlib.metadata.version("wrapt")
     assert found["OMP_NUM_THREADS"] == "1"
+    assert found["tensorboard"] == importlib.metadata.version("tensorboard")
+    assert "deepspeed" not in found
+    assert found["cores"].startswith(f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}, torch uses")
     assert str(Path(amp.__file__).parent) in found["ampatch"]
     assert "hidden" not in said
 

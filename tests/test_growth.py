@@ -193,7 +193,7 @@ def test_scalars_are_those_of_the_table(tmp_path):
         (["--against", "O9"], "--against 'O9': expected one of O0"),
         (["--every", "-1"], "--every -1: expected a number"),
         (["--html", "absent/r.html"], "--html 'absent/r.html': expected a file in a folder that exists"),
-        (["--tensorboard", "runs"], "pip install tensorboard"),
+        (["--tensorboard", "runs"], "tensorboard is not installed: pip install tensorboard"),
     ],
 )
 def test_what_cannot_be_written_is_refused_before_the_script_runs(arguments, said, capsys, monkeypatch):

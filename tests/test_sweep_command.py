@@ -159,10 +159,18 @@ def test_bad_input_is_one_line_and_no_process_is_started(folder, runs, arguments
     assert [path.name for path in folder.iterdir()] == ["train.py"]
 
 
-def test_rich_is_asked_for_before_the_first_run(folder, runs, capsys, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        (["rich", "matplotlib"], "ampatch sweep: rich is not installed: pip install rich matplotlib"),
+        (["jinja2"], "ampatch sweep: jinja2 is not installed: pip install jinja2"),
+    ],
+    ids=" ".join,
+)
+def test_packages_are_asked_for_before_the_first_run(missing, said, folder, runs, capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else "found")
     assert sweep("train.py", "--out", "out") == 2
-    assert "rich is not installed: pip install 'ampatch[tools]'" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"{said}\n"
     assert (runs.made, (folder / "out").exists()) == ([], False)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ampatch import OPT_LEVELS, AmpError, AmpValueError
+from ampatch import OPT_LEVELS, AmpValueError
+from ampatch.sweeps.environment import require
 
 if TYPE_CHECKING:
     from ampatch.doctor.finding import Report
@@ -37,8 +37,8 @@ def validate_outputs(arguments: argparse.Namespace) -> None:
         path = getattr(arguments, option)
         if path is not None and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
             raise AmpValueError(f"--{option} {path!r}: expected a file in a folder that exists")
-    if arguments.tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
-        raise AmpError("--tensorboard: tensorboard is not installed: pip install tensorboard")
+    needed = {"jinja2": arguments.html, "tensorboard": arguments.tensorboard}
+    require(*(package for package, option in needed.items() if option))
 
 
 def write_outputs(report: Report, arguments: argparse.Namespace, script: str) -> None:

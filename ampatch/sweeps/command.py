@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -11,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from ampatch import AmpError, AmpValueError
 from ampatch.apex.run_command import DEVICE_HELP, LEGACY_HELP
 from ampatch.apex.script import find_script
+from ampatch.sweeps.environment import require
 from ampatch.sweeps.faults import ArgumentError
 from ampatch.sweeps.plan import DEFAULTS, Plan
 from ampatch.sweeps.processes.ranks import refuse_ranks
@@ -117,7 +117,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         rows=rows,
         **given_of(arguments, OF_A_PLAN),
     )
-    require_rich()
+    require("rich", also=["matplotlib"])
     return sweep(plan, arguments.out)
 
 
@@ -157,7 +157,7 @@ def compare(arguments: argparse.Namespace) -> int:
             f"{flags(given) or '--'} beside --compare, which runs nothing: "
             "expected --slower, --more-memory and --tolerance alone"
         )
-    require_rich()
+    require("rich")
     from ampatch.sweeps.records.results import read_sweep
     from ampatch.sweeps.terminal import view
 
@@ -168,9 +168,3 @@ def compare(arguments: argparse.Namespace) -> int:
     view.show_comparison(view.Console(file=shown), comparison)
     shown.raise_error()
     return int(bool(comparison.regressions))
-
-
-def require_rich() -> None:
-    """Raises if rich, which is an extra, is missing."""
-    if importlib.util.find_spec("rich") is None:
-        raise AmpError("rich is not installed: pip install 'ampatch[tools]'")

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
-import platform
 from pathlib import Path
 
 import torch
 
 import ampatch
-from ampatch.sweeps.environment import find_cpu
+from ampatch.sweeps.environment import describe_machine
 
 SUMMARY = "print the versions, machine and settings that a report of a fault needs"
 PACKAGES = ("wrapt", "numpy", "rich", "matplotlib", "apex")
+# What wraps models and optimizers, or the loop; named where it is there.
+BESIDE = ("accelerate", "lightning", "pytorch-lightning", "transformers", "timm", "deepspeed", "tensorboard")
+ABSENT = "not installed"
 HALF_FLAGS = ("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16", "asimdhp", "bf16")
 # By name, since others may hold what nobody should send.
 SETTINGS = (
@@ -34,16 +36,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def collect() -> dict[str, str]:
+def collect() -> dict[str, object]:
     """Looks around; nothing raises."""
+    machine = describe_machine()
+    beside = {name: version for name in BESIDE if (version := find_version(name)) != ABSENT}
     return {
-        "ampatch": f"{ampatch.__version__} in {Path(ampatch.__file__).parent}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+        "ampatch": f"{machine['ampatch']} in {Path(ampatch.__file__).parent}",
+        "python": machine["python"],
+        "torch": machine["torch"],
         **{name: find_version(name) for name in PACKAGES},
-        "platform": platform.platform(),
-        "cpu": f"{find_cpu()}; half: {', '.join(find_half_flags()) or 'no instructions known'}",
-        "cores": f"{os.cpu_count()}, torch uses {torch.get_num_threads()} threads",
+        **beside,
+        "platform": machine["platform"],
+        "cpu": f"{machine['cpu']}; half: {', '.join(find_half_flags()) or 'no instructions known'}",
+        "cores": f"{machine['cores']} of {os.cpu_count()}, torch uses {machine['threads']} threads",
         "cuda": describe_cuda(),
         **{name: os.environ[name] for name in SETTINGS if name in os.environ},
     }
@@ -54,7 +59,7 @@ def find_version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return ABSENT
 
 
 def find_half_flags(path: Path = Path("/proc/cpuinfo")) -> list[str]:
@@ -70,5 +75,6 @@ def describe_cuda() -> str:
     """Returns the CUDA that torch was built for, cuDNN's version and the devices."""
     if not torch.cuda.is_available():
         return f"not available (torch built for {torch.version.cuda or 'the CPU'})"
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    names = [f"{device.name} (sm_{device.major}{device.minor})" for device in found]
     return f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}: {', '.join(names)}"

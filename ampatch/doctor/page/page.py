@@ -29,7 +29,7 @@ def write_page(report: Report, script: str) -> str:
 
     layers, charts = near_overflow(report.growth), None
     if importlib.util.find_spec("matplotlib") is None:
-        logger.warning("report.html: %s", sweep_page.NO_CHARTS)
+        logger.warning("--html: %s", sweep_page.NO_CHARTS)
     else:
         from ampatch.doctor.page.charts import charts_of
 

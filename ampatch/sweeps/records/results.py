@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ampatch import AmpError, AmpValueError
+from ampatch.sweeps.environment import require
 from ampatch.sweeps.faults import ArgumentError
 from ampatch.sweeps.records.sweep import Sweep
 from ampatch.sweeps.records.sweep_file import from_json, to_json
@@ -94,6 +95,7 @@ def open_results(out: str | None) -> Iterator[Results]:
 
 def prepare(out: str) -> Results:
     """Makes the folders, and tries whether files can be written there; raises AmpValueError if not."""
+    require("jinja2")  # of the page, which is written when all runs are through
     folder, expected = Path(out), "expected a folder, or a place for a new one"
     holds_old = (folder / JSON).exists()
     logs = folder / (NEW_LOGS if holds_old else LOGS)

@@ -19,7 +19,7 @@ from ampatch.sweeps.web.tables import byte_tables, result_tables, time_tables
 if TYPE_CHECKING:
     from jinja2 import Template
 
-NO_CHARTS = "There are no charts, since matplotlib is not installed: pip install 'ampatch[tools]'"
+NO_CHARTS = "There are no charts, since matplotlib is not installed: pip install matplotlib"
 # What XML and HTML do not allow, not even escaped; a tab and the ends of lines stay.
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffe\uffff]")
 # Long names may break after these.
