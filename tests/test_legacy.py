@@ -3,9 +3,13 @@
 import argparse
 import collections
 import importlib.machinery
+import importlib.util
+import re
 import sys
 import textwrap
 import time
+import warnings
+from importlib import metadata
 
 import numpy as np
 import pytest
@@ -15,6 +19,9 @@ from ampatch.__main__ import main
 from ampatch.apex.check import check_file
 from ampatch.apex.legacy import functions
 from ampatch.apex.legacy.mending import legacy
+from ampatch.apex.legacy.table import BREAKS, NAMES, PATTERNS
+from ampatch.apex.on_cpu import on_cpu
+from ampatch.apex.script import compile_source
 
 # A script of 2019, with many of its things at once. Each line breaks today.
 OLD = """
@@ -59,7 +66,59 @@ True True inf
 10
 Linear
 """
-SCHEDULER = "from torch.optim.lr_scheduler import StepLR\ns = StepLR(o, 1)\nfor epoch in epochs:\n"
+SCHEDULER = """import torch
+from torch.optim.lr_scheduler import StepLR
+optimizer = torch.optim.SGD([torch.ones(1)], 1)
+scheduler = StepLR(optimizer, 1"""
+HERE = "  # here"
+# What a row of the table is about, where importing its name says it not.
+SNIPPETS = {
+    "torch.symeig": "import torch\ntorch.symeig(torch.eye(2))",
+    "torch.eig": "import torch\ntorch.eig(torch.eye(2))",
+    "torch.solve": "import torch\ntorch.solve(torch.eye(2), torch.eye(2))",
+    "torch.lstsq": "import torch\ntorch.lstsq(torch.eye(2), torch.eye(2))",
+    "torch.matrix_rank": "import torch\nassert torch.matrix_rank(torch.eye(2)) == 2",
+    "torch.cuda.amp.GradScaler": "import torch\ntorch.cuda.amp.GradScaler()",
+    "torch.cuda.amp.autocast": "import torch\nwith torch.cuda.amp.autocast(): pass",
+    "async=": "import torch\ntorch.ones(1).to('cpu', async=True)",
+    "loss.data[0]": "import torch\nloss = torch.ones(3).sum()\nassert loss.data[0] == 3",
+    "iterator.next()": (
+        "from torch.utils.data import DataLoader\nbatches = iter(DataLoader([5]))\nbatches.next()"
+    ),
+    "correct[:k].view(-1)": (
+        "import torch\ncorrect = torch.ones(5, 4).t().eq(0)\ncorrect[:2].view(-1).float()"
+    ),
+    "1 - mask": "import torch\nmask = torch.ones(3) > 2\nassert (1 - mask).sum() == 3",
+    "masked_fill(x.byte(), ...)": "import torch\nx = torch.ones(3)\nx.masked_fill((x > 0).byte(), 2)",
+    "torch.load(...)": (
+        "import io, torch\nfile = io.BytesIO()\ntorch.save(torch.nn.Linear(1, 1), file)\n"
+        "file.seek(0)\ntorch.load(file)"
+    ),
+    "numpy.fromstring(bytes)": (
+        "import numpy as np\nassert np.fromstring(b'ab', dtype=np.uint8).tolist() == [97, 98]"
+    ),
+    "lr_scheduler(verbose=)": f"{SCHEDULER}, verbose=True)",
+    "--local_rank": (
+        "import argparse\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--local_rank', type=int)  # here\nparser.parse_args(['--local-rank=2'])"
+    ),
+    "torch.fft(...)": "from torch import fft, ones\nfft(ones(2, 2), 1)",
+    "torch.stft(...)": "import torch\ntorch.stft(torch.ones(16), 4, window=torch.ones(4))",
+    "retain_variables=": (
+        "import torch\nloss = torch.ones(1, requires_grad=True).sum()\nloss.backward(retain_variables=True)"
+    ),
+    "a Function without @staticmethod": (
+        "import torch\nclass F(torch.autograd.Function):  # here\n"
+        "    def forward(self, x): return x\nF()(torch.ones(1))"
+    ),
+    "yaml.load(file)": "import yaml\nyaml.load('a: 1')",
+    "volatile=": "import torch\ntorch.autograd.Variable(torch.ones(1), volatile=True)",
+    "scheduler.step() before training": (
+        f"{SCHEDULER})\nfor epoch in range(2):  # here\n    scheduler.step()\n    optimizer.step()"
+    ),
+    "pretrained=": "from torchvision.models import resnet18\nresnet18(pretrained=False)",
+    "CUDA": "import torch\ntorch.nn.Linear(1, 1).cuda()",
+}
 
 
 @pytest.fixture
@@ -74,58 +133,66 @@ def find(tmp_path):
     return find_in
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("from torch._six import inf", "torch._six"),
-        ("import collections as c\nc.Mapping", "collections.Mapping"),
-        ("import numpy as np\nx = np.zeros(3, dtype=np.int)", "numpy.int"),
-        ("import torch\ntorch.symeig(x)", "torch.symeig"),
-        ("x.to(device, async=True)", "async="),
-        ("total += loss.data[0]", "loss.data[0]"),
-        ("it = iter(loader)\nit.next()", "iterator.next()"),
-        ("x.masked_fill_(mask.byte(), 0)", "masked_fill(x.byte(), ...)"),
-        ("p.add_argument('--local_rank', type=int)", "--local_rank"),
-        ("from torch import fft\nfft(x, 1)", "torch.fft(...)"),
-        ("import torch\ntorch.stft(x, 9)", "torch.stft(...)"),
-        ("loss.backward(retain_variables=True)", "retain_variables="),
-        (
-            "from torch.autograd import Function\nclass F(Function):\n    def forward(self, x): return x",
-            "a Function without @staticmethod",
-        ),
-        ("import yaml\nyaml.load(open('x'))", "yaml.load(file)"),
-        ("from PIL import Image\nImage.ANTIALIAS", "PIL.Image.ANTIALIAS"),
-        ("from sklearn.externals import joblib", "sklearn.externals.joblib"),
-        ("import numpy\nnumpy.fromstring(data, numpy.uint8)", "numpy.fromstring(bytes)"),
-    ],
-)
-def test_what_breaks_is_found_with_its_line(find, text, name):
-    last = text.count("\n") + 1
-    assert [(found, status) for found, status, lines in find(text) if max(lines) in (last, 2)] == [
-        (name, "BREAKS")
-    ]
+def snippet(row):
+    """Returns lines that say what a row is about, the last of them or the one with the mark."""
+    place, _, name = row.name.rpartition(".")
+    return SNIPPETS.get(row.name, f"from {place} import {name}" if place else f"import {name}")
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "status"),
-    [
-        ("import torch\ntorch.load('x')", "torch.load(...)", "may break"),
-        ("correct[:k].view(-1)", "correct[:k].view(-1)", "may break"),
-        ("mask = x.eq(0)\n1 - mask", "1 - mask", "may break"),
-        ("Variable(x, volatile=True)", "volatile=", "warns"),
-        ("import torch\ntorch.cuda.amp.GradScaler()", "torch.cuda.amp.GradScaler", "warns"),
-        (
-            f"{SCHEDULER}    s.step()\n    o.step()",
-            "scheduler.step() before training",
-            "warns",
-        ),
-        ("model.cuda()", "CUDA", "needs CUDA"),
-        ("x.to('cuda:1')", "CUDA", "needs CUDA"),
-        ("import torch.distributed as d\nd.init_process_group(backend='nccl')", "CUDA", "needs CUDA"),
-    ],
-)
-def test_what_only_may_break_is_told_apart(find, text, name, status):
-    assert [found[:2] for found in find(text)] == [(name, status)]
+def is_due(row):
+    """Whether what is installed is of the versions that a row is about."""
+    if row.name == "CUDA":
+        return not torch.cuda.is_available()
+    if row.name == "distutils" and importlib.util.find_spec("setuptools"):
+        return False  # which brings it back
+    package, first, *last = re.findall(r"[\d.]+|[A-Za-z-]+(?= [\d])", row.since.replace("until ", ""))
+    if package == "Python":
+        return sys.version_info >= version(first)
+    try:
+        return version(first) <= version(metadata.version(package)) < version(*last or ["999"])
+    except metadata.PackageNotFoundError:
+        pytest.skip(f"there is no {package} here")
+
+
+def version(text):
+    return tuple(map(int, re.findall(r"\d+", text)[:2]))
+
+
+def fails(source, row):
+    """Whether a script of these lines dies, or warns if that is what its row says."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            exec(compile_source(source.encode(), "train.py"), {"__name__": "train"})
+        except (Exception, SystemExit):
+            return True
+    return row.status == "warns" and bool(said)
+
+
+every_row = pytest.mark.parametrize("row", [*NAMES, *PATTERNS], ids=lambda row: row.name)
+
+
+@every_row
+def test_what_a_row_says_breaks_today_and_is_mended_if_it_says_so(row):
+    source, due = snippet(row), is_due(row)
+    assert fails(source, row) == due
+    with on_cpu() if row.name == "CUDA" else legacy():
+        assert fails(source, row) == (due and row.name != "CUDA" and not row.is_mended)
+
+
+@every_row
+def test_what_a_row_says_is_found_with_its_line_and_remedy(row, tmp_path, capsys):
+    if not is_due(row) and row.name != "CUDA":
+        pytest.skip("it does not break here")
+    (tmp_path / "train.py").write_text(snippet(row))
+    status = main(["check", str(tmp_path / "train.py")])
+    lines = snippet(row).splitlines()
+    line = next((at for at, text in enumerate(lines, 1) if text.endswith(HERE)), len(lines))
+    path, found, remedy, _ = capsys.readouterr().out.splitlines()  # and no other row
+    assert (path, found) == (str(tmp_path / "train.py"), f"  {row.name}  {row.status:12}  line {line}")
+    assert row.remedy in remedy
+    assert ("`ampatch run --legacy` mends it" in remedy) == row.is_mended
+    assert status == (row.status == BREAKS)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +206,7 @@ def test_what_only_may_break_is_told_apart(find, text, name, status):
         "def next(self): pass\nprefetcher.next()",
         "import time\ntime.perf_counter()",
         "import numpy as np\nnp.float64, np.bool_",
-        f"{SCHEDULER}    o.step()\n    s.step()",
+        f"{SCHEDULER})\nfor epoch in range(2):\n    optimizer.step()\n    scheduler.step()",
         "for a in self.args: f(*a)",
     ],
 )

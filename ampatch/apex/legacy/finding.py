@@ -86,7 +86,7 @@ def is_gone(name: str) -> bool:
         warnings.simplefilter("ignore")
         try:
             pkgutil.resolve_name(name)
-        except (ImportError, AttributeError):
+        except Exception:  # a package that does not fit torch raises whatever it likes
             return True
     return False
 

@@ -6,15 +6,15 @@ import collections.abc
 from dataclasses import dataclass
 
 BREAKS, MAY_BREAK, WARNS, NEEDS_CUDA = "BREAKS", "may break", "warns", "needs CUDA"
-OURS = "ampatch.apex.legacy.functions"
+OURS, SIX = "ampatch.apex.legacy.functions", "ampatch.apex.legacy.torch_six"
 
 
 @dataclass(frozen=True, slots=True)
 class Old:
     """One thing that scripts say: a dotted name, or a pattern of code that finding.py knows by this name.
 
-    `new` is the dotted name of what `ampatch run --legacy` puts in the place of a name; `mends` says
-    that it mends the pattern.
+    `since` is the first version that does not take it, and may say until which. `new` is the dotted name
+    of what `ampatch run --legacy` puts in the place of a name; `mends` says that it mends the pattern.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Old:
 PYTHON = (
     *(
         Old(f"collections.{name}", "Python 3.10", f"collections.abc.{name}", f"collections.abc.{name}")
-        for name in collections.abc.__all__
+        for name in sorted({*collections.abc.__all__} - {"Buffer"})  # which came later
     ),
     Old("time.clock", "Python 3.8", "time.perf_counter", "time.perf_counter"),
     Old("fractions.gcd", "Python 3.9", "math.gcd", "math.gcd"),
@@ -41,12 +41,17 @@ PYTHON = (
     Old("base64.encodestring", "Python 3.9", "base64.encodebytes", "base64.encodebytes"),
     Old("base64.decodestring", "Python 3.9", "base64.decodebytes", "base64.decodebytes"),
     Old("imp", "Python 3.12", "importlib"),
-    Old("distutils", "Python 3.12", "setuptools, which brings it back, or packaging.version"),
+    Old("distutils", "Python 3.12", "packaging.version, or setuptools, which brings it back"),
 )
 NUMPY = (
     *(
         Old(f"numpy.{name}", "NumPy 1.24", name, f"builtins.{name}")
-        for name in ("float", "int", "bool", "object", "str", "complex")
+        for name in ("float", "int", "object", "str", "complex")
+    ),
+    Old("numpy.unicode", "NumPy 1.24", "str", "builtins.str"),
+    *(
+        Old(f"numpy.{name}", "NumPy 1.24, until 2.0", new, f"builtins.{new}")
+        for name, new in (("bool", "bool"), ("long", "int"))
     ),
     *(
         Old(f"numpy.{old}", "NumPy 2.0", f"numpy.{new}", f"numpy.{new}")
@@ -64,13 +69,13 @@ NUMPY = (
     Old("numpy.math", "NumPy 2.0", "math", "math"),
 )
 TORCH = (
-    Old("torch._six", "torch 2.0", "str, int, math.inf and collections.abc", "ampatch.apex.legacy.torch_six"),
+    Old("torch._six", "torch 2.0", "str, int, math.inf and collections.abc", SIX),
     Old("torch.symeig", "torch 2.0", "torch.linalg.eigh", f"{OURS}.symeig"),
     Old("torch.eig", "torch 1.13", "torch.linalg.eig, which is complex"),
-    Old("torch.solve", "torch 1.13", "torch.linalg.solve, arguments the other way round", f"{OURS}.solve"),
+    Old("torch.solve", "torch 1.12", "torch.linalg.solve, arguments the other way round", f"{OURS}.solve"),
     Old("torch.gesv", "torch 1.2", "torch.linalg.solve, arguments the other way round", f"{OURS}.solve"),
     Old("torch.lstsq", "torch 1.13", "torch.linalg.lstsq, arguments the other way round"),
-    Old("torch.gels", "torch 1.2", "torch.linalg.lstsq, arguments the other way round"),
+    Old("torch.gels", "torch 1.3", "torch.linalg.lstsq, arguments the other way round"),
     Old("torch.matrix_rank", "torch 1.13", "torch.linalg.matrix_rank", "torch.linalg.matrix_rank"),
     Old("torch.potrf", "torch 1.2", "torch.linalg.cholesky"),
     Old("torch.potrs", "torch 1.2", "torch.cholesky_solve"),
@@ -83,12 +88,11 @@ TORCH = (
     Old("torch.legacy", "torch 1.0", "torch.nn"),
     Old("torch.utils.ffi", "torch 1.0", "torch.utils.cpp_extension"),
     Old("torch.utils.serialization.load_lua", "torch 1.0", "a converted file"),
-    Old("torch.utils.data.dataloader._use_shared_memory", "torch 1.2", "torch.utils.data.get_worker_info"),
+    Old("torch.utils.data.dataloader._use_shared_memory", "torch 1.1", "torch.utils.data.get_worker_info"),
     Old("torch.utils.data.dataloader._DataLoaderIter", "torch 1.2", "iter(loader)"),
-    Old("torch.utils.data.dataloader.DataLoaderIter", "torch 1.0", "iter(loader)"),
-    Old("torch.utils.data.dataloader.string_classes", "torch 1.2", "str"),
-    Old("torch.utils.data.dataloader.numpy_type_map", "torch 1.2", "torch.utils.data.default_collate"),
-    Old("torch.nn.modules.linear._LinearWithBias", "torch 1.9", "torch.nn.Linear"),
+    Old("torch.utils.data.dataloader.string_classes", "torch 2.0", "str", f"{SIX}.string_classes"),
+    Old("torch.utils.data.dataloader.numpy_type_map", "torch 1.1", "torch.utils.data.default_collate"),
+    Old("torch.nn.modules.linear._LinearWithBias", "torch 1.9", "torch.nn.Linear", "torch.nn.Linear"),
     Old("torch.cuda.amp.GradScaler", "torch 2.4", 'torch.amp.GradScaler("cuda")', status=WARNS),
     Old("torch.cuda.amp.autocast", "torch 2.4", 'torch.autocast("cuda")', status=WARNS),
 )
@@ -98,16 +102,16 @@ OTHERS = (
         for old, new in (("ANTIALIAS", "LANCZOS"), ("LINEAR", "BILINEAR"), ("CUBIC", "BICUBIC"))
     ),
     Old("PIL.PILLOW_VERSION", "Pillow 9", "PIL.__version__", "PIL.__version__"),
-    *(Old(f"scipy.misc.{name}", "SciPy 1.2", f"imageio.{name}") for name in ("imread", "imsave")),
+    *(Old(f"scipy.misc.{name}", "SciPy 1.3", f"imageio.{name}") for name in ("imread", "imsave")),
     Old("scipy.misc.imresize", "SciPy 1.3", "PIL.Image.Image.resize"),
     Old("scipy.misc.logsumexp", "SciPy 1.3", "scipy.special.logsumexp"),
     Old("sklearn.externals.joblib", "scikit-learn 0.23", "joblib"),
     Old("sklearn.externals.six", "scikit-learn 0.23", "six"),
     Old("sklearn.cross_validation", "scikit-learn 0.20", "sklearn.model_selection"),
     Old("sklearn.datasets.fetch_mldata", "scikit-learn 0.22", "sklearn.datasets.fetch_openml"),
-    Old("torchvision.transforms.Scale", "torchvision 0.13", "torchvision.transforms.Resize"),
-    Old("torchvision.transforms.RandomSizedCrop", "torchvision 0.13", "RandomResizedCrop, of the same place"),
-    Old("torchvision.models.utils", "torchvision 0.13", "torch.hub.load_state_dict_from_url"),
+    Old("torchvision.transforms.Scale", "torchvision 0.12", "torchvision.transforms.Resize"),
+    Old("torchvision.transforms.RandomSizedCrop", "torchvision 0.12", "RandomResizedCrop, of the same place"),
+    Old("torchvision.models.utils", "torchvision 0.11", "torch.hub.load_state_dict_from_url"),
 )
 NAMES = (*PYTHON, *NUMPY, *TORCH, *OTHERS)
 
@@ -119,7 +123,7 @@ PATTERNS = (
     Old("iterator.next()", "torch 1.13", "next(iterator)", mends=True),
     Old("correct[:k].view(-1)", "torch 1.7", "reshape instead of view", status=MAY_BREAK, mends=True),
     Old("1 - mask", "torch 1.2", "~mask, if it is a tensor", status=MAY_BREAK, mends=True),
-    Old("masked_fill(x.byte(), ...)", "torch 2", "x.bool()", mends=True),
+    Old("masked_fill(x.byte(), ...)", "torch 2.1", "x.bool()", mends=True),
     Old(
         LOAD,
         "torch 2.6",
@@ -128,11 +132,11 @@ PATTERNS = (
         status=MAY_BREAK,
     ),
     Old("numpy.fromstring(bytes)", "NumPy 2.3", "numpy.frombuffer", mends=True),
-    Old("lr_scheduler(verbose=)", "a torch after 2.2", "scheduler.get_last_lr()", mends=True),
+    Old("lr_scheduler(verbose=)", "torch 2.7", "scheduler.get_last_lr()", mends=True),
     Old("--local_rank", "torch 2.0", 'int(os.environ["LOCAL_RANK"]), which torchrun sets', mends=True),
     Old("torch.fft(...)", "torch 1.8", "torch.fft.fftn, which is complex"),
-    Old("torch.stft(...)", "torch 1.8", "return_complex=True"),
-    Old("retain_variables=", "torch 0.4", "retain_graph="),
+    Old("torch.stft(...)", "torch 2.0", "return_complex=True"),
+    Old("retain_variables=", "torch 1.0", "retain_graph="),
     Old("a Function without @staticmethod", "torch 1.5", "static forward(ctx, ...), backward(ctx, ...)"),
     Old("yaml.load(file)", "PyYAML 6", "yaml.safe_load"),
     Old("volatile=", "torch 0.4", "with torch.no_grad():, as it has no effect", status=WARNS),
