@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ampatch import AmpError, AmpValueError
 from ampatch.apex.drop_in.real import is_real_installed
-from ampatch.apex.legacy.table import BREAKS, MAY_BREAK, NEEDS_CUDA, WARNS, Old
+from ampatch.apex.legacy.table import BREAKS, MAY_BREAK, NEEDS_CUDA, WARNS
 
 if TYPE_CHECKING:
     from ampatch.apex.check import Report
@@ -87,21 +87,13 @@ def table(report: Report) -> Iterator[str]:
         (name.name, name.lines, "NOT PROVIDED" if name.fault else "provided", name.fault)
         for name in report.names
     ]
-    rows += [(it.row.name, it.lines, it.row.status, remedy(it.row)) for it in report.findings]
+    rows += [(it.row.name, it.lines, it.row.status, it.row.advice) for it in report.findings]
     width = max(len(name) for name, *_ in rows)
     for name, lines, status, remark in rows:
         where = ", ".join(map(str, lines))
         yield f"  {name:{width}}  {status:12}  {'lines' if lines[1:] else 'line'} {where}"
         if remark:
             yield f"    {remark}"
-
-
-def remedy(row: Old) -> str:
-    """Says since when something breaks, what to write, and whether it can run as it is."""
-    if row.status == NEEDS_CUDA:
-        return row.remedy
-    mended = "; `ampatch run --legacy` mends it" if row.is_mended else ""
-    return f"since {row.since}: use {row.remedy}{mended}"
 
 
 def count(number: int, noun: str) -> str:

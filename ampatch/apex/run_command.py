@@ -3,9 +3,11 @@
 import argparse
 import functools
 import os
+import sys
 from collections.abc import Callable, Sequence
 
 from ampatch import OPT_LEVELS, AmpValueError, apex
+from ampatch.apex.legacy.cause import find_cause
 from ampatch.apex.script import Script, find_script, level_overrides
 
 SUMMARY = "run a script that was written for apex, unchanged"
@@ -17,7 +19,8 @@ NO_CUDA = (
     *("Cannot access accelerator device", "without ATen_cuda library", "requires CUDA support"),
     *("Tried to instantiate dummy base class", "Attempting to deserialize object on a CUDA device"),
     *("has no attribute '_cuda_", "have NCCL built in", "ProcessGroupNCCL is only supported with GPUs"),
-    *("compiled without CUDA support", "NVTX functions not installed"),
+    *("compiled without CUDA support", "NVTX functions not installed", "driver version is insufficient"),
+    *("requires at least one CUDA device", "invalid argument to reset_peak_memory_stats"),
 )
 DTYPES = ("float16", "bfloat16")
 LEGACY_HELP = "put back what torch, NumPy and Python have removed since the script was written"
@@ -73,13 +76,28 @@ def run(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 def run_advised(script: Script) -> int:
-    """Runs a script; the error of a machine without CUDA names the way to run it there."""
+    """Runs a script; an error that an option would have spared it names the option."""
     try:
         return script.run()
     except Exception as error:
         if any(said in str(error) for said in NO_CUDA):
-            error.args = (f"{error}\n`ampatch run --device cpu` runs this script on the CPU",)
+            add_line(error, "`ampatch run --device cpu` runs this script on the CPU")
+        cause = None if script.legacy else find_cause(error)
+        if cause:
+            add_line(error, f"{cause.name}, {cause.advice}")
         raise
+
+
+def add_line(error: Exception, line: str) -> None:
+    """Has a line follow what an error says."""
+    if sys.version_info >= (3, 11):
+        error.add_note(line)
+        return
+    error.args = (f"{error}\n{line}",)
+    if isinstance(error, AttributeError):
+        error.name = None  # else Python's own guess follows
+    if isinstance(error, (ImportError, SyntaxError)):  # which say another attribute
+        error.msg = f"{error.msg}\n{line}"
 
 
 def record_errors(run: Callable[[], int]) -> Callable[[], int]:

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
-import logging
 import os
 import pickle
-import pkgutil
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
-from types import ModuleType
 
 import numpy as np
 import torch
@@ -24,21 +19,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from ampatch.apex.changes import Changes
-from ampatch.apex.legacy.finding import KEYWORD, is_gone
-from ampatch.apex.legacy.table import NAMES, Old
+from ampatch.apex.legacy.finding import KEYWORD, pattern
+from ampatch.apex.legacy.names import put_back_names, telling
+from ampatch.apex.legacy.table import ASYNC, LOAD
+from ampatch.apex.legacy.told import Told
 
-LOG = logging.getLogger("ampatch")
 MASKED = (Tensor.masked_fill, Tensor.masked_fill_, Tensor.masked_select, torch.masked_select)
-TRUSTED = (
-    "%s holds more than tensors, and --legacy loads it as torch did before 2.6: it can run any code, so load "
-    "only what you trust"
-)
-# The linear algebra that torch still has the names of, and that raises.
-RAISING = ("torch.symeig", "torch.solve", "torch.matrix_rank")
 
 
 class LegacyMode(TorchFunctionMode):
     """Has functions of torch take what they took, in the thread that enters it."""
+
+    def __init__(self, told: Told) -> None:
+        super().__init__()
+        self._told = told
 
     def __torch_function__(
         self, func: Callable, types: object, args: tuple = (), kwargs: Mapping | None = None
@@ -46,14 +40,26 @@ class LegacyMode(TorchFunctionMode):
         """Calls a function of torch; an argument that it no longer takes is changed first."""
         given = kwargs or {}
         if func is Tensor.__getitem__ and is_first_of_none(*args):
+            self._told.tell(pattern("loss.data[0]"))
             return args[0] if args[0].requires_grad else args[0].item()
         if func in (Tensor.__rsub__, Tensor.__sub__, Tensor.sub) and any(map(is_bool, args)):
+            self._told.tell(pattern("1 - mask"))
             args = tuple(each.byte() if is_bool(each) else each for each in args)
-        if func in MASKED:
+        if func in MASKED and any(map(is_byte, args)):
+            self._told.tell(pattern("masked_fill(x.byte(), ...)"))
             args = tuple(each.bool() if is_byte(each) else each for each in args)
         if func is Tensor.view and not args[0].is_contiguous():
-            return view(*args, **given)
+            return self._view(*args, **given)
         return func(*args, **given)
+
+    def _view(self, tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
+        """Returns a view, or a copy of that shape where there can be none."""
+        try:
+            return tensor.view(*args, **kwargs)
+        except RuntimeError:
+            copied = tensor.reshape(*args, **kwargs)
+        self._told.tell(pattern("correct[:k].view(-1)"))
+        return copied
 
 
 def is_first_of_none(tensor: Tensor, index: object) -> bool:
@@ -71,16 +77,8 @@ def is_byte(value: object) -> bool:
     return isinstance(value, Tensor) and value.dtype is torch.uint8
 
 
-def view(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
-    """Returns a view, or a copy of that shape where there can be none."""
-    try:
-        return tensor.view(*args, **kwargs)
-    except RuntimeError:
-        return tensor.reshape(*args, **kwargs)
-
-
-def load_trusting(load: Callable) -> Callable:
-    """Returns `torch.load` that loads objects as well, with a warning, where a script says nothing of it."""
+def load_trusting(load: Callable, told: Told) -> Callable:
+    """Returns `torch.load` that loads objects as well, where a script says nothing of it."""
 
     @functools.wraps(load)
     def load_all(f: object, *args: object, **kwargs: object) -> object:
@@ -90,7 +88,7 @@ def load_trusting(load: Callable) -> Callable:
         except pickle.UnpicklingError:
             if kwargs.get("weights_only") is not None:
                 raise
-        warnings.warn(TRUSTED % (f if isinstance(f, (str, os.PathLike)) else "what is loaded"), stacklevel=2)
+        told.tell(pattern(LOAD))
         if hasattr(f, "seek"):
             f.seek(place)
         return load(f, *args, **kwargs | {"weights_only": False})
@@ -98,23 +96,26 @@ def load_trusting(load: Callable) -> Callable:
     return load_all
 
 
-def without_verbose(init: Callable) -> Callable:
+def without_verbose(init: Callable, told: Told) -> Callable:
     """Returns the `__init__` of a scheduler that takes `verbose` and is silent."""
 
     @functools.wraps(init)
     def silent_init(self: object, *args: object, **kwargs: object) -> None:
-        kwargs.pop("verbose", None)
+        if "verbose" in kwargs:
+            told.tell(pattern("lr_scheduler(verbose=)"))
+            del kwargs["verbose"]
         init(self, *args, **kwargs)
 
     return silent_init
 
 
-def with_rank(add_argument: Callable) -> Callable:
+def with_rank(add_argument: Callable, told: Told) -> Callable:
     """Returns `add_argument` whose option --local_rank is what today's launchers say it is."""
 
     @functools.wraps(add_argument)
     def add(self: object, *names: str, **options: object) -> argparse.Action:
         if "--local_rank" in names and "--local-rank" not in names:
+            told.tell(pattern("--local_rank"))
             names += ("--local-rank",)
             options["default"] = os.environ.get("LOCAL_RANK", options.get("default"))
         return add_argument(self, *names, **options)
@@ -122,7 +123,7 @@ def with_rank(add_argument: Callable) -> Callable:
     return add
 
 
-def from_bytes(fromstring: Callable) -> Callable:
+def from_bytes(fromstring: Callable, told: Told) -> Callable:
     """Returns `numpy.fromstring` that reads bytes, too."""
 
     @functools.wraps(fromstring)
@@ -131,6 +132,7 @@ def from_bytes(fromstring: Callable) -> Callable:
     ) -> object:
         if sep:
             return fromstring(string, dtype, count, sep=sep, **like)
+        told.tell(pattern("numpy.fromstring(bytes)"))
         return np.frombuffer(string, dtype, count).copy()
 
     return read
@@ -149,52 +151,39 @@ def mend_source(source: bytes) -> bytes:
     return source
 
 
-def compile_mended(source_to_code: Callable) -> Callable:
+def compile_mended(source_to_code: Callable, told: Told) -> Callable:
     """Returns what compiles the modules of a script, with their sources mended."""
 
     @functools.wraps(source_to_code)
     def compiling(self: object, data: object, path: object, **options: object) -> object:
-        return source_to_code(self, mend_source(data) if isinstance(data, bytes) else data, path, **options)
+        mended = mend_source(data) if isinstance(data, bytes) else data
+        if mended is not data:
+            told.tell(pattern(ASYNC), os.path.relpath(os.fsdecode(path)))
+        return source_to_code(self, mended, path, **options)
 
     return compiling
 
 
-def names_to_mend() -> Iterator[Old]:
-    """Yields the names that are gone here and can be put back."""
-    for row in NAMES:
-        root = row.name.partition(".")[0]
-        if row.new and importlib.util.find_spec(root) and (row.name in RAISING or is_gone(row.name)):
-            yield row
-
-
-def put_back(changes: Changes, row: Old) -> None:
-    """Gives a module its old name back."""
-    value = pkgutil.resolve_name(row.new)
-    place, _, name = row.name.rpartition(".")
-    changes.set_attribute(pkgutil.resolve_name(place), name, value)
-    if isinstance(value, ModuleType):
-        changes.add_module(row.name, value)
-
-
 @contextmanager
 def legacy() -> Iterator[None]:
-    """Puts back what torch, NumPy, Python and Pillow have taken away while the context is open."""
-    with Changes() as changes, LegacyMode():
-        mended = tuple(names_to_mend())
-        for row in mended:
-            put_back(changes, row)
-        changes.set_attribute(torch, "load", load_trusting(torch.load))
-        changes.set_attribute(np, "fromstring", from_bytes(np.fromstring))
+    """Puts back what torch, NumPy, Python and Pillow have taken away while the context is open.
+
+    The log has a warning for each thing, when a script says it for the first time.
+    """
+    told = Told()
+    with Changes() as changes, LegacyMode(told):
+        put_back_names(changes, told)
+        changes.set_attribute(torch, "load", load_trusting(torch.load, told))
+        changes.set_attribute(np, "fromstring", from_bytes(np.fromstring, told))
         # Made with a generator of its own, since to make one draws a number.
         iterator = type(iter(DataLoader([0], generator=torch.Generator()))).__base__
-        changes.set_attribute(iterator, "next", iterator.__next__)
+        changes.set_attribute(iterator, "next", telling(iterator.__next__, pattern("iterator.next()"), told))
         parser = argparse._ActionsContainer
-        changes.set_attribute(parser, "add_argument", with_rank(parser.add_argument))
+        changes.set_attribute(parser, "add_argument", with_rank(parser.add_argument, told))
         for kind in [each for each in vars(lr_scheduler).values() if isinstance(each, type)]:
             if issubclass(kind, lr_scheduler.LRScheduler) and "__init__" in vars(kind):
-                changes.set_attribute(kind, "__init__", without_verbose(kind.__init__))
+                changes.set_attribute(kind, "__init__", without_verbose(kind.__init__, told))
         loader = SourceFileLoader
-        changes.set_attribute(loader, "source_to_code", compile_mended(loader.source_to_code))
+        changes.set_attribute(loader, "source_to_code", compile_mended(loader.source_to_code, told))
         changes.set_attribute(sys, "dont_write_bytecode", True)  # else what is mended would stay on the disk
-        LOG.info("--legacy: put back %s", ", ".join(row.name for row in mended))
         yield

@@ -15,6 +15,7 @@ class Old:
 
     `since` is the first version that does not take it, and may say until which. `new` is the dotted name
     of what `ampatch run --legacy` puts in the place of a name; `mends` says that it mends the pattern.
+    `error` are words of the error, for what dies in lines that do not show it.
     """
 
     name: str
@@ -23,11 +24,20 @@ class Old:
     new: str | None = None
     status: str = BREAKS
     mends: bool = False
+    error: str = ""
 
     @property
     def is_mended(self) -> bool:
         """Whether `ampatch run --legacy` mends it."""
         return self.mends or self.new is not None
+
+    @property
+    def advice(self) -> str:
+        """Since when it breaks, what to write, and whether it can run as it is."""
+        if self.status == NEEDS_CUDA:
+            return self.remedy
+        mended = "; `ampatch run --legacy` mends it" if self.is_mended else ""
+        return f"since {self.since}: use {self.remedy}{mended}"
 
 
 PYTHON = (
@@ -119,17 +129,31 @@ LOAD = "torch.load(...)"
 ASYNC = "async="
 PATTERNS = (
     Old(ASYNC, "Python 3.7", "non_blocking=", mends=True),
-    Old("loss.data[0]", "torch 1.0", "loss.item()", mends=True),
-    Old("iterator.next()", "torch 1.13", "next(iterator)", mends=True),
+    Old("loss.data[0]", "torch 1.0", "loss.item()", mends=True, error="invalid index of a 0-dim tensor"),
+    Old(
+        "iterator.next()",
+        "torch 1.13",
+        "next(iterator)",
+        mends=True,
+        error="Iter' object has no attribute 'next'",
+    ),
     Old("correct[:k].view(-1)", "torch 1.7", "reshape instead of view", status=MAY_BREAK, mends=True),
-    Old("1 - mask", "torch 1.2", "~mask, if it is a tensor", status=MAY_BREAK, mends=True),
-    Old("masked_fill(x.byte(), ...)", "torch 2.1", "x.bool()", mends=True),
+    Old(
+        "1 - mask",
+        "torch 1.2",
+        "~mask, if it is a tensor",
+        status=MAY_BREAK,
+        mends=True,
+        error="with a bool tensor is not supported",
+    ),
+    Old("masked_fill(x.byte(), ...)", "torch 2.1", "x.bool()", mends=True, error="supports boolean masks"),
     Old(
         LOAD,
         "torch 2.6",
-        "weights_only=False, if the file holds objects and you trust it",
+        "weights_only=False, if you trust the file, which can run any code",
         mends=True,
         status=MAY_BREAK,
+        error="Weights only load failed",
     ),
     Old("numpy.fromstring(bytes)", "NumPy 2.3", "numpy.frombuffer", mends=True),
     Old("lr_scheduler(verbose=)", "torch 2.7", "scheduler.get_last_lr()", mends=True),

@@ -1,0 +1,93 @@
+"""Gives modules the names back that they have lost, and notices which of them a script uses."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import pkgutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+
+import torch
+
+from ampatch.apex.changes import Changes
+from ampatch.apex.legacy.finding import is_gone
+from ampatch.apex.legacy.table import NAMES, Old
+from ampatch.apex.legacy.told import Told
+
+# The linear algebra that torch still has the names of, and that raises.
+RAISING = ("torch.symeig", "torch.solve", "torch.matrix_rank")
+
+
+class OldNames:
+    """The `__getattr__` of a module that has old names again, beside what it had of its own."""
+
+    def __init__(self, module: ModuleType, rows: Mapping[str, Old], told: Told) -> None:
+        self._module = module
+        self._rows = rows
+        self._told = told
+        self._own = vars(module).get("__getattr__")
+
+    def __call__(self, name: str) -> object:
+        """Returns what an old name stands for."""
+        if name in self._rows:
+            self._told.tell(self._rows[name])
+            return pkgutil.resolve_name(self._rows[name].new)
+        if self._own is not None:
+            return self._own(name)
+        text = f"module {self._module.__name__!r} has no attribute {name!r}"
+        raise AttributeError(text, name=name, obj=self._module)
+
+
+def put_back_names(changes: Changes, told: Told) -> None:
+    """Puts the names back that are gone here, so that a use of them can be told of."""
+    places: dict[str, dict[str, Old]] = defaultdict(dict)
+    for row in names_to_mend():
+        value = pkgutil.resolve_name(row.new)
+        place, _, name = row.name.rpartition(".")
+        if isinstance(value, ModuleType):
+            value = OldModule(row, value, told)
+            changes.add_module(row.name, value)
+        if place == "torch":  # whose own `__getattr__` warns who calls it, and Dynamo asks it for all names
+            value = value if isinstance(value, ModuleType) else telling(value, row, told)
+            changes.set_attribute(torch, name, value)
+        else:
+            places[place][name] = row
+    for place, rows in places.items():
+        module = pkgutil.resolve_name(place)
+        changes.set_attribute(module, "__getattr__", OldNames(module, rows, told))
+
+
+def names_to_mend() -> Iterator[Old]:
+    """Yields the names that are gone here and can be put back."""
+    for row in NAMES:
+        root = row.name.partition(".")[0]
+        if row.new and importlib.util.find_spec(root) and (row.name in RAISING or is_gone(row.name)):
+            yield row
+
+
+class OldModule(ModuleType):
+    """A module under its old name."""
+
+    def __init__(self, row: Old, module: ModuleType, told: Told) -> None:
+        super().__init__(row.name)
+        self._row = row
+        self._module = module
+        self._told = told
+
+    def __getattr__(self, name: str) -> object:
+        """Returns what the module has."""
+        self._told.tell(self._row)
+        return getattr(self._module, name)
+
+
+def telling(function: Callable, row: Old, told: Told) -> Callable:
+    """Returns a function that tells when a script calls it."""
+
+    @functools.wraps(function)
+    def call(*args: object, **kwargs: object) -> object:
+        told.tell(row)
+        return function(*args, **kwargs)
+
+    return call
