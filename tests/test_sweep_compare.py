@@ -163,14 +163,32 @@ def test_both_sweeps_are_named():
     assert compare(sweep(run()), sweep(run())).sides[0].startswith(ENVIRONMENT.created)
 
 
-def test_what_else_differs_is_noted():
+def test_other_settings_and_another_machine_are_noted():
     other = replace(ENVIRONMENT, torch="2.14.0", commit=None)
-    comparison = compare(sweep(run()), sweep(run(), environment=other, arguments=("--epochs", "a b")))
+    comparison = compare(sweep(run()), sweep(run(), environment=other, script="new/train.py", repeat=2))
     assert comparison.notes == (
-        "arguments: --epochs 3 before, --epochs 'a b' after",
+        "script: train.py before, new/train.py after",
+        "repeat: 1 before, 2 after",
         "torch: 2.13.0+cu130 before, 2.14.0 after",
         f"commit: {ENVIRONMENT.commit} before, none after",
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"script": "other.py"}, "script train.py before, other.py after"),
+        ({"script": "-m train"}, "script train.py before, -m train after"),
+        ({"arguments": ("--epochs", "a b")}, "arguments --epochs 3 before, --epochs 'a b' after"),
+        ({"arguments": (), "steps": 9}, "arguments --epochs 3 before, none after; steps none before, 9 af"),
+        ({"nproc_per_node": 2}, "nproc_per_node none before, 2 after"),
+    ],
+    ids=["script", "module", "arguments", "steps", "ranks"],
+)
+def test_sweeps_of_different_training_are_refused(settings, said):
+    with pytest.raises(AmpValueError, match="trained different things, which cannot be compared") as caught:
+        compare(sweep(run()), sweep(run(), **settings))
+    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,17 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import PurePath
 
-from ampatch.sweeps.records.sweep import Environment, Sweep
+from ampatch import AmpValueError
+from ampatch.sweeps.records.sweep import Environment, Settings, Sweep
 from ampatch.sweeps.verdicts.change import Limits, RowChange
 from ampatch.sweeps.verdicts.distance import distances
 from ampatch.sweeps.verdicts.summary import finished, runs_of
 
 SLOWER = 0.05  # how much slower is too slow, as a part of 1
-SETTINGS = ("script", "arguments", "seeds", "repeat", "steps", "warmup")
+TRAINING = ("script", "arguments", "steps", "nproc_per_node")  # what is trained, and for how long
+SETTINGS = ("script", "seeds", "repeat", "warmup")
 ENVIRONMENT = ("device", "cpu", "cores", "threads", "platform", "torch", "python", "ampatch", "commit")
 
 
@@ -72,16 +75,33 @@ def compare(
     more than `tolerance` spreads (None: as many as `before` was judged by), or if it diverged. Memory counts
     if `more_memory` says which part more is allowed. What was measured before and is not any more is missing.
     A row that fails is a regression also if it failed before, or is new. What could not be compared is said,
-    and if that is all there is, it is a regression. Other scripts, settings and environments are noted.
+    and if that is all there is, it is a regression. Other settings and environments are noted.
 
-    Raises AmpValueError for a limit that is negative or not finite.
+    Raises AmpValueError for a limit that is negative or not finite, and for sweeps of another script (by the
+    name of its file: another checkout has another folder), or with other arguments, steps or ranks.
     """
+    refuse_other_training(before.settings, after.settings)
     limits = Limits(slower, before.settings.tolerance if tolerance is None else tolerance, more_memory)
     rows = dict.fromkeys(row.name for row in (*before.rows, *after.rows))
     changes = tuple(compare_row(row, before, after, limits) for row in rows)
     first, second = names or ("", "")
     sides = (write_side(first, before.environment), write_side(second, after.environment))
     return Comparison(changes, tuple(differences(before, after)), limits, sides)
+
+
+def refuse_other_training(before: Settings, after: Settings) -> None:
+    """Raises AmpValueError if the two sweeps trained something else, or for longer: neither got worse."""
+    pairs = [(name, getattr(before, name), getattr(after, name)) for name in TRAINING]
+    others = [
+        f"{name} {in_words(old)} before, {in_words(new)} after"
+        for name, old, new in pairs
+        if (PurePath(old).name != PurePath(new).name if name == "script" else old != new)
+    ]
+    if others:
+        raise AmpValueError(
+            f"the two sweeps trained different things, which cannot be compared: {'; '.join(others)}: "
+            "expected the same script with the same arguments"
+        )
 
 
 def write_side(name: str, environment: Environment) -> str:
