@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from ampatch.sweeps.processes.stop import Stop
 from ampatch.sweeps.records.record import Ending, Record
 from ampatch.sweeps.records.results import Results
 from ampatch.sweeps.records.sweep import Sweep
+from ampatch.sweeps.switches import find_switches
 from ampatch.sweeps.verdicts.summary import summarize
 
 
@@ -114,9 +116,19 @@ def validate_first(record: Record, plan: Plan) -> None:
     if not called:
         raise AmpValueError(
             f"'{name}' never called initialize (or did so with enabled=False, or in another process), so "
-            f"every level would be the same: add the line `amp.initialize(model, optimizer)`{log}"
+            f"every level would be the same: {how_to_initialize(plan)}{log}"
         )
     raise AmpValueError(
         f"'{name}' called initialize, but no optimizer that it got made a step at {record.row}, so "
         f"there is nothing to measure: expected calls of optimizer.step(){log}"
     )
+
+
+def how_to_initialize(plan: Plan) -> str:
+    """Says what would have a script call `initialize`: an option of its own, or a line more."""
+    switches = [] if plan.title else find_switches(plan.script)
+    if not switches:
+        return "add the line `amp.initialize(model, optimizer)`"
+    line = shlex.join([*plan.script.arguments, *switches[0].split()])
+    others = f" (or {', '.join(switches[1:])})" if switches[1:] else ""
+    return f"it has the option {switches[0]}{others}: end the command with `-- {line}`"
