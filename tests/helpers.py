@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import re
 import time
 from dataclasses import dataclass, field
@@ -188,3 +190,20 @@ def make_batches(variant, count):
     if variant.is_sparse:
         return [torch.randint(0, 6, (5,)) for _ in range(count)]  # with repetitions
     return [torch.randn(5, 4) for _ in range(count)]
+
+
+def import_torchvision():
+    """Imports torchvision, which timm needs, and others take if it is there.
+
+    The wheel on PyPI is for CUDA. Beside a torch for the CPU its own ops are not there, and its import
+    fails at the first two that it adds to; declared by name, they are enough.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        return
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:
+        for op in ("nms", "qnms"):
+            schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            torch.library.define(f"torchvision::{op}", schema)
+        importlib.import_module("torchvision")

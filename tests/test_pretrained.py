@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ampatch as amp
-from helpers import assert_same_bits, scaled_backward
+from helpers import assert_same_bits, import_torchvision, scaled_backward
 from legacy import print_in_forks
 
 HALF = ("O2", "O3", "O5")
@@ -72,6 +72,7 @@ def save_and_load(folder):
     """Saves a trained model of transformers in every way there is, and reads it back."""
     warnings.resetwarnings()
     warnings.simplefilter("ignore")
+    import_torchvision()
     import safetensors.torch
     from accelerate import Accelerator
     from transformers import BertConfig, BertForMaskedLM

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampatch as amp
-from helpers import assert_same_bits, scaled_backward, snapshot
+from helpers import assert_same_bits, import_torchvision, scaled_backward, snapshot
 from legacy import print_in_forks
 from test_readme import ROOT, read
 
@@ -47,23 +47,6 @@ def each(names):
         for name in names
     }
     return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
-
-
-def import_torchvision():
-    """Imports torchvision, which timm needs, and others take if it is there.
-
-    The wheel on PyPI is for CUDA. Beside a torch for the CPU its own ops are not there, and its import
-    fails at the first two that it adds to; declared by name, they are enough.
-    """
-    if importlib.util.find_spec("torchvision") is None:
-        return
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError:
-        for op in ("nms", "qnms"):
-            schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            torch.library.define(f"torchvision::{op}", schema)
-        importlib.import_module("torchvision")
 
 
 class Record:
