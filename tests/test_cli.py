@@ -1,10 +1,13 @@
 """The command line answers bad input with one clear line and exit status 2."""
 
+import contextlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,7 +47,10 @@ def one_line(capsys):
     ("arguments", "message"),
     [
         (["swep", "x.py"], "unknown command 'swep' (did you mean sweep?)"),
-        (["train"], "unknown command 'train' (choose from run, check, sweep, doctor, lists, env)"),
+        (
+            ["train"],
+            "unknown command 'train' (choose from run, check, sweep, doctor, lists, env, completion)",
+        ),
         (["sweep", "."], "'.' is a directory without __main__.py: expected a Python script"),
         (
             ["sweep", "x.py", "--seed=3"],
@@ -52,6 +58,7 @@ def one_line(capsys):
         ),
         (["lists", "--jsno"], "argument --jsno (did you mean --json?) (help: ampatch lists --help)"),
         (["check"], "the following arguments are required: PATH"),
+        (["completion", "elvish"], "shell 'elvish': expected one of bash, zsh"),
         (["check", "absent.py"], "'absent.py' does not exist: expected a Python script or a folder"),
         (["lists", "sofmax"], "close: softmax"),
         (["lists", "nn.LSTM"], "'nn.LSTM' is a module, and tables name functions"),
@@ -94,6 +101,51 @@ def test_env_prints_what_a_report_needs(capsys, monkeypatch):
     assert found["cores"].startswith(f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}, torch uses")
     assert str(Path(amp.__file__).parent) in found["ampatch"]
     assert "hidden" not in said
+
+
+COMPLETE = """
+source completion.bash
+COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMPREPLY=()
+_shtab_ampatch
+echo "${COMPREPLY[@]}"
+"""
+
+
+@pytest.fixture(scope="module")
+def completion():
+    """What `ampatch completion bash` prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert exit_status("completion", "bash") == 0
+    return said.getvalue()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("", " ".join(command.name for command in COMMANDS)),
+        ("sw", "sweep"),
+        ("sweep tr", "train.py"),
+        ("sweep train.py --see", "--seeds"),
+        ("run train.py --device ", "cpu"),
+        ("doctor --open FILE --h", "--html --help"),
+        ("doctor --html tr", "train.py"),
+        ("check train.py tr", "train.py"),
+        ("lists tr", ""),
+    ],
+)
+def test_a_shell_completes_commands_options_and_files(words, found, completion, tmp_path):
+    (tmp_path / "train.py").touch()
+    (tmp_path / "completion.bash").write_text(completion)
+    command = ["bash", "-c", COMPLETE, "bash", "ampatch", *words.split(" ")]
+    said = subprocess.check_output(command, cwd=tmp_path, text=True)
+    assert sorted(said.split()) == sorted(found.split())
+
+
+def test_completion_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert exit_status("completion", "zsh") == 2
+    assert one_line(capsys) == "ampatch completion: shtab is not installed: pip install shtab\n"
 
 
 def test_help_lists_every_command(capsys):

@@ -107,7 +107,7 @@ def test_the_commands_exist(page):
     shell += re.findall(r"`((?:ampatch|python|pytest|pip) [^`]+)`", text)
     commands = [part.strip() for text in shell for part in re.split(r"&&|\n", text) if part.strip()]
     for command in commands:
-        check_command(shlex.split(command.removeprefix("$ ")))
+        check_command(shlex.split(command.removeprefix("$ ").partition(" > ")[0]))
 
 
 def check_command(words):
