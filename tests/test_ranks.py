@@ -174,6 +174,32 @@ def test_kept_gradients_are_unscaled_by_what_they_were_made_with(ranks, level, w
     assert ranks(accumulate_with_another_scale, level, wrapper, change) == [(True, [10.0])] * RANKS
 
 
+def accumulate_with_a_closure(level, wrapper, by_closure):
+    """The second of two backward passes runs in a closure, inside the step, as Lightning has it."""
+    shards = wrapper == "FSDP2"
+    model, optimizer = open_linear(level, 64.0, shards)
+    model = model if shards else nn.parallel.DistributedDataParallel(model)
+    with unsynchronized(model, False):
+        run_block(model, optimizer, 1.0 + dist.get_rank())
+    with unsynchronized(model, True):
+        if by_closure:
+            optimizer.step(lambda: run_block(model, optimizer, 1.0 + dist.get_rank()))
+        else:
+            run_block(model, optimizer, 1.0 + dist.get_rank())
+            optimizer.step()
+    (param,) = amp.master_params(optimizer)
+    value = (param.full_tensor() if shards else param).tolist()
+    amp.uninitialize()
+    return value
+
+
+@pytest.mark.parametrize("wrapper", ["FSDP2", "DDP"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_kept_gradients_are_averaged_by_the_backward_in_a_closure(ranks, level, wrapper):
+    expected = ranks(accumulate_with_a_closure, level, wrapper, False)
+    assert ranks(accumulate_with_a_closure, level, wrapper, True) == expected == [expected[0]] * RANKS
+
+
 def accumulate_in_a_part(keeps):
     """Two blocks; in the first, one of two parts may keep its gradients back. The scale would double."""
     torch.manual_seed(0)

@@ -221,11 +221,10 @@ class AmpOptimizer:
         self.last_outcomes = []
         self._skip.begin(optimizer)
         self._enter_capture(self._listener.capture(), is_step=True)
-        self._before_update(optimizer)
+        changed = wrap_closure(args, kwargs, functools.partial(functools.partial, self._evaluate, optimizer))
+        self._before_update(optimizer, evaluates=changed is not None)
         self._listener.enter_step(self._step)
-        return wrap_closure(
-            args, kwargs, lambda closure: functools.partial(self._evaluate, optimizer, closure)
-        )
+        return changed
 
     def _evaluate(self, optimizer: Optimizer, closure: Callable[[], object]) -> object:
         """Runs a closure inside a step: with casts, on the current weights, its gradients unscaled."""
@@ -236,11 +235,12 @@ class AmpOptimizer:
         self._listener.enter_step(self._step)
         return result
 
-    def _before_update(self, optimizer: Optimizer) -> None:
+    def _before_update(self, optimizer: Optimizer, *, evaluates: bool = False) -> None:
         if self.end_block is not None:
             self.end_block()  # the step is inside a block: its gradients are needed now
-        self.settle()
-        self._grads.follow(is_step=True)
+        if not (evaluates and self.local.are_waiting):  # else a backward in the closure averages them
+            self.settle()
+            self._grads.follow(is_step=True)
         self.masters.take_edits()
         outcomes, self.pending = self.pending, []
         self.last_outcomes = self.last_outcomes + outcomes
