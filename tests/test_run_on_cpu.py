@@ -1,6 +1,7 @@
 """`ampatch run --device cpu` does on the CPU what scripts ask of CUDA, and they print the same."""
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -51,12 +52,99 @@ torch.save(model.state_dict(), "model.pt")
 for place in (None, "cuda", torch.device("cuda:0"), {"cuda:0": "cuda:1"}, lambda s, loc: s.cuda(0)):
     model.load_state_dict(torch.load("model.pt", map_location=place))
 os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
-torch.distributed.init_process_group(backend="nccl", init_method="env://")
+torch.distributed.init_process_group(backend="nccl", init_method="env://", device_id=torch.device("cuda:0"))
 for given in ({"device_ids": [0], "output_device": 0}, {}):
     print(DistributedDataParallel(model, **given)(x).device)
 print(DistributedDataParallel(model, [0], 0)(x).device)
 torch.distributed.destroy_process_group()
 """
+
+
+# What else scripts say, a manner each; all of it fails on a machine without CUDA.
+ASKED = {
+    "generators": """
+generator = torch.Generator("cuda").manual_seed(3)
+torch.randperm(4, generator=torch.Generator(device="cuda:0"), device="cuda")
+assert torch.randn(2, generator=generator, device="cuda").tolist() != [0, 0]
+assert isinstance(generator, torch.Generator) and isinstance(torch.default_generator, torch.Generator)
+""",
+    "devices": """
+devices = "cuda", "cuda:1", 0, torch.device("cuda", 0), torch.device(0), torch.device(type="cuda", index=1)
+for device in devices:
+    made = torch.zeros(2, device=device), torch.tensor([1.0], device=device), torch.ones(2).to(device)
+    made += torch.ones(1).new_zeros(2, device=device), nn.Linear(2, 2, device=device).to(device).weight
+    made += torch.ones(1).cuda(device, non_blocking=True), torch.zeros(1, device=made[0].get_device())
+    assert {str(tensor.device) for tensor in made} == {"cpu"}
+with torch.device("cuda"):
+    assert next(nn.Linear(2, 2).parameters()).device.type == "cpu"
+assert not made[0].is_cuda and torch.zeros(2, pin_memory=True).pin_memory().shape == (2,)
+""",
+    "defaults": """
+torch.set_default_tensor_type("torch.cuda.DoubleTensor")
+assert torch.ones(1).dtype is torch.float64
+torch.set_default_tensor_type(torch.cuda.FloatTensor)
+torch.set_default_device("cuda:0")
+assert str(torch.ones(1).device) == "cpu"
+torch.set_default_device(None)
+""",
+    "storages": """
+storage = torch.cuda.FloatStorage([1.0, 2.0])
+assert torch.cuda.FloatTensor(storage).tolist() == [1, 2]
+assert isinstance(torch.ones(1).cuda().storage().cuda(), torch.TypedStorage)
+""",
+    "pinned loaders": """
+for batch in torch.utils.data.DataLoader([torch.ones(1)], pin_memory=True, pin_memory_device="cuda"):
+    batch.cuda(non_blocking=True)
+""",
+    "streams": """
+stream, event = torch.cuda.Stream(device=0, priority=-1), torch.cuda.Event(blocking=True)
+with torch.cuda.stream(stream), stream:
+    event.record(torch.cuda.current_stream(device=0))
+torch.cuda.set_stream(stream)
+assert stream.cuda_stream == stream.priority == 0 and stream.device.type == "cpu"
+""",
+    "profiling": """
+torch.cuda.nvtx.range_push("forward")
+torch.cuda.nvtx.range_pop()
+with torch.cuda.nvtx.range("step"), torch.cuda.profiler.profile():
+    torch.cuda.cudart().cudaProfilerStart()
+torch.cuda.profiler.stop()
+""",
+    "memory": """
+torch.cuda.reset_accumulated_memory_stats()
+torch.cuda.set_per_process_memory_fraction(0.5, 0)
+properties = torch.cuda.get_device_properties(torch.device("cuda"))
+assert torch.cuda.memory.memory_allocated() / properties.total_memory == 0 < properties.multi_processor_count
+free, total = torch.cuda.mem_get_info()
+assert free / total == 1 and torch.cuda.utilization() == 0
+""",
+    "random numbers": """
+torch.cuda.random.set_rng_state(torch.cuda.random.get_rng_state(0), device=0)
+with torch.random.fork_rng(devices=[0]), torch.random.fork_rng():
+    torch.cuda.manual_seed_all(torch.cuda.initial_seed())
+from torch.utils.checkpoint import checkpoint
+x = torch.ones(8, requires_grad=True).cuda()
+for reentrant in (True, False):
+    checkpoint(nn.Dropout(), x, use_reentrant=reentrant).sum().backward()
+""",
+    "copies": """
+from torch.cuda import comm
+from torch.nn.parallel import data_parallel, gather, parallel_apply, replicate, scatter
+x = torch.arange(4.0, requires_grad=True).cuda()
+assert [part.tolist() for part in comm.scatter(x, [0, 1])] == [[0, 1], [2, 3]]
+assert comm.gather(comm.broadcast(x, [0, 1]), destination=0).numel() == 8
+assert comm.reduce_add_coalesced([[x], [x]])[0].tolist() == comm.reduce_add([x, x]).tolist() == [0, 2, 4, 6]
+module = nn.Linear(1, 1).cuda()
+parts = [part.view(-1, 1) for part in scatter(x, [0, 1])]
+apart = gather(parallel_apply(replicate(module, [0, 1]), parts), "cuda:0")
+assert torch.equal(apart, data_parallel(module, x.view(-1, 1), [0, 1]))
+apart.sum().backward()
+assert x.grad.tolist() == [module.weight.item()] * 4 and module.weight.grad.item() == 6
+""",
+    "statistics over ranks": """
+nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(2)).cuda()(torch.ones(3, 2).cuda())
+""",
+}
 
 
 @pytest.fixture
@@ -99,8 +187,29 @@ def test_the_error_of_a_machine_without_cuda_names_the_option(run, tmp_path):
     assert done.stderr.splitlines()[-1] == "`ampatch run --device cpu` runs this script on the CPU"
 
 
+@pytest.mark.parametrize("name", ASKED)
+def test_what_else_scripts_ask_of_cuda_is_done_on_the_cpu(name):
+    with on_cpu(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings(
+            "ignore", "(Typed|Untyped)Storage is deprecated|torch.set_default_tensor_type"
+        )
+        exec(ASKED[name], {"torch": torch, "nn": torch.nn})
+
+
 def test_torch_is_what_it_was_afterwards_and_was_told_the_truth_meanwhile():
-    kinds = torch.cuda, torch, torch.distributed, torch.nn.parallel.DistributedDataParallel
+    cuda = torch.cuda
+    kinds = (
+        cuda,
+        cuda.memory,
+        cuda.random,
+        cuda.nvtx,
+        cuda.profiler,
+        torch.nn.parallel,
+        torch.nn.parallel.comm,
+    )
+    kinds += torch.random, torch.nn.SyncBatchNorm, torch.utils.data.DataLoader, torch, torch.distributed
+    kinds += (torch.nn.parallel.DistributedDataParallel,)
     kinds += torch.Tensor, torch.UntypedStorage, torch.TypedStorage
     before = [dict(vars(kind)) for kind in kinds]
     truth = torch.cuda.is_available()

@@ -5,24 +5,37 @@ from __future__ import annotations
 import functools
 import re
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
 
 from ampatch.apex.changes import Changes
+from ampatch.apex.stand_ins import (
+    APPLIED,
+    COMM,
+    Context,
+    Event,
+    Generator,
+    Stream,
+    data_parallel,
+    parallel_apply,
+)
 
 CPU = torch.device("cpu")
 DEVICE = re.compile(r"cuda(:\d+)?")
 TYPES = ("Float", "Half", "BFloat16", "Double", "Byte", "Char", "Short", "Int", "Long", "Bool")
 
+NOTHING = {"range_push", "range_pop", "range_start", "range_end", "mark", "start", "stop", "init"}
 MOVES = ("to", "_parse_to")  # of tensors, and what modules ask: a number there is a GPU's
+
+MEMORY = 2**34  # which scripts divide by
 
 # What functions of torch.cuda answer to a script; None where they do nothing.
 ANSWERS: dict[str, object] = {
@@ -33,9 +46,20 @@ ANSWERS: dict[str, object] = {
     **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached")),
     **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), 0),
     **dict.fromkeys(("max_memory_reserved", "memory_cached", "max_memory_cached"), 0),
-    **{"mem_get_info": (0, 0), "get_rng_state_all": [], "set_rng_state": None, "set_rng_state_all": None},
+    **{
+        "mem_get_info": (MEMORY, MEMORY),
+        "get_rng_state_all": [],
+        "set_rng_state": None,
+        "set_rng_state_all": None,
+    },
     **{"memory_stats": Counter(), "memory_summary": "", "memory_snapshot": []},
-    "get_device_properties": SimpleNamespace(name="cpu", total_memory=0, major=0, minor=0),
+    **dict.fromkeys(("reset_accumulated_memory_stats", "set_per_process_memory_fraction")),
+    **{"utilization": 0, "memory_usage": 0, "can_device_access_peer": True, "initial_seed": 0},
+    **{"set_sync_debug_mode": None, "get_sync_debug_mode": 0},
+    "get_device_properties": SimpleNamespace(
+        name="cpu", total_memory=MEMORY, major=0, minor=0, multi_processor_count=1
+    ),
+    "cudart": SimpleNamespace(cudaProfilerStart=lambda: 0, cudaProfilerStop=lambda: 0),
 }
 
 
@@ -66,47 +90,15 @@ class CpuMode(TorchFunctionMode):
         """Calls a function of torch with the CPU for what is a CUDA device."""
         if func in (Tensor.cuda, Tensor.pin_memory):
             return args[0]
-        given = {name: to_cpu(value) for name, value in (kwargs or {}).items()}
+        if func is torch.device:
+            first = args[0] if args else (kwargs or {}).get("type")
+            if is_number(first) or to_cpu(first) != first:
+                return CPU
+        given = {name: to_cpu(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
         if is_number(given.get("device")):
             given["device"] = CPU
         moves = func.__name__ in MOVES
         return func(*(CPU if moves and is_number(value) else to_cpu(value) for value in args), **given)
-
-
-class Event:
-    """Stands in for `torch.cuda.Event`: what was called before is over."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        self._seconds = 0.0
-
-    def record(self, *_: object) -> None:
-        """Notes the time."""
-        self._seconds = time.perf_counter()
-
-    def elapsed_time(self, end: Event) -> float:
-        """The milliseconds from here to another event."""
-        return (end._seconds - self._seconds) * 1000
-
-    def wait(self, *_: object) -> None:
-        """Does nothing."""
-
-    synchronize = wait
-
-    def query(self) -> bool:
-        """Whether all is done: it is."""
-        return True
-
-
-class Stream(Event):
-    """Stands in for `torch.cuda.Stream`."""
-
-    wait_event = wait_stream = Event.wait
-
-    def record_event(self, event: Event | None = None) -> Event:
-        """Notes the time in an event."""
-        event = event or Event()
-        event.record()
-        return event
 
 
 def answer_scripts(function: Callable, answer: object) -> Callable:
@@ -118,13 +110,6 @@ def answer_scripts(function: Callable, answer: object) -> Callable:
         return function(*args, **kwargs) if caller in ("torch", "ampatch") else answer
 
     return answering
-
-
-class Context(nullcontext):
-    """Stands in for `torch.cuda.device` and `torch.cuda.stream`: a class, as torch uses it as a type."""
-
-    def __init__(self, given: object = None) -> None:
-        super().__init__(given)
 
 
 def with_arguments(function: Callable, change: Callable[[str, object], object]) -> Callable:
@@ -139,7 +124,9 @@ def with_arguments(function: Callable, change: Callable[[str, object], object]) 
 
 
 def to_gloo(name: str, value: object) -> object:
-    """Returns gloo for the backend of GPUs."""
+    """Returns gloo for the backend of GPUs, and None for a GPU."""
+    if name == "device_id":
+        return None
     return "gloo" if name in ("", "backend") and isinstance(value, str) and "nccl" in value else value
 
 
@@ -172,19 +159,29 @@ def on_cpu() -> Iterator[None]:
     """Maps CUDA devices, streams, events and nccl to the CPU while the context is open.
 
     What torch itself asks about CUDA is answered with the truth. Only the thread that opens it maps
-    devices; extensions in CUDA and `torch.Generator("cuda")` fail as before.
+    devices; extensions in CUDA fail as before.
     """
     with Changes() as changes, CpuMode():
         cuda = torch.cuda
-        for name in ANSWERS:
-            if hasattr(cuda, name):
-                changes.set_attribute(cuda, name, answer_scripts(getattr(cuda, name), ANSWERS[name]))
+        for place in (cuda, cuda.memory, cuda.random, cuda.profiler):
+            for name in ANSWERS.keys() & vars(place).keys():
+                changes.set_attribute(place, name, answer_scripts(getattr(place, name), ANSWERS[name]))
         for name, value in replacements():
             changes.set_attribute(cuda, name, value)
+        changes.set_attribute(cuda.random, "get_rng_state", cuda.get_rng_state)
+        for place in (torch.cuda.nvtx, torch.cuda.profiler):
+            for name in NOTHING & vars(place).keys():
+                changes.set_attribute(place, name, lambda *_, **__: 0)
         changes.set_attribute(Tensor, "record_stream", lambda *_: None)  # which takes no stream but its own
         for kind in (torch.UntypedStorage, torch.TypedStorage):
             changes.set_attribute(kind, "cuda", lambda storage, *_, **__: storage)
         changes.set_attribute(torch, "load", load_on_cpu(torch.load))
+        changes.set_attribute(torch, "Generator", Generator)
+        changes.set_attribute(DataLoader, "__init__", with_arguments(DataLoader.__init__, to_pageable))
+        changes.set_attribute(nn.SyncBatchNorm, "forward", nn.BatchNorm1d.forward)
+        fork = torch.random.fork_rng
+        changes.set_attribute(torch.random, "fork_rng", lambda _=(), enabled=True, **__: fork((), enabled))
+        change_copies(changes)
         for name in ("set_default_device", "set_default_tensor_type"):
             mapped = with_arguments(getattr(torch, name), lambda _, value: to_cpu(value))
             changes.set_attribute(torch, name, mapped)
@@ -199,9 +196,25 @@ def on_cpu() -> Iterator[None]:
 def replacements() -> Iterator[tuple[str, object]]:
     """The names of torch.cuda that stand for something else, and what."""
     yield from {"Event": Event, "Stream": Stream, "device": Context, "stream": Context}.items()
-    yield from dict.fromkeys(("current_stream", "default_stream"), lambda *_: Stream()).items()
-    yield "get_rng_state", lambda *_: torch.get_rng_state()
+    yield from dict.fromkeys(("current_stream", "default_stream"), lambda *_, **__: Stream()).items()
+    yield "set_stream", lambda _: None
+    yield "get_rng_state", lambda *_, **__: torch.get_rng_state()
     yield from ((f"{kind}Tensor", getattr(torch, f"{kind}Tensor")) for kind in TYPES)
+
+
+def change_copies(changes: Changes) -> None:
+    """Has what copies from GPU to GPU stay on the CPU."""
+    for name, function in COMM.items():
+        changes.set_attribute(torch.nn.parallel.comm, name, function)
+    for name, function in APPLIED.items():
+        changes.set_attribute(getattr(torch.nn.parallel._functions, name), "apply", staticmethod(function))
+    for function in (data_parallel, parallel_apply):
+        changes.set_attribute(torch.nn.parallel, function.__name__, function)
+
+
+def to_pageable(name: str, value: object) -> object:
+    """Has a loader pin no memory."""
+    return False if name == "pin_memory" else "" if name == "pin_memory_device" else value
 
 
 def change_backend(changes: Changes, distributed: ModuleType) -> None:
