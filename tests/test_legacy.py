@@ -51,7 +51,7 @@ print(args.local_rank, (1 - (x > 0)).sum().item(), x.masked_fill((x > 0).byte(),
 print(np.float(3), np.product([2, 3]), np.fromstring(b"ab", dtype=np.uint8).tolist())
 print(isinstance([], collections.Sequence), isinstance("", string_classes), inf)
 print(iter(torch.utils.data.DataLoader([5])).next().item())
-values, vectors = torch.symeig(2 * torch.eye(2), eigenvectors=True)
+values, vectors = torch.symeig((2 * torch.eye(2)).symeig(True)[0].diag(), eigenvectors=True)
 solution, _ = torch.gesv(torch.ones(2, 1), 2 * torch.eye(2))
 print(values.tolist(), solution.view(-1).tolist())
 correct = torch.ones(5, 4).topk(3, 1)[1].t().eq(0)
@@ -83,6 +83,10 @@ SNIPPETS = {
     "torch.solve": "import torch\ntorch.solve(torch.eye(2), torch.eye(2))",
     "torch.lstsq": "import torch\ntorch.lstsq(torch.eye(2), torch.eye(2))",
     "torch.matrix_rank": "import torch\nassert torch.matrix_rank(torch.eye(2)) == 2",
+    "torch.distributed.launch": (
+        "import torch.distributed\nimport importlib\n"
+        "try: importlib.import_module('torch.distributed.launch').main([])  # here\nexcept SystemExit: pass"
+    ),
     "torch.cuda.amp.GradScaler": "import torch\ntorch.cuda.amp.GradScaler()",
     "torch.cuda.amp.autocast": "import torch\nwith torch.cuda.amp.autocast(): pass",
     "async=": "import torch\ntorch.ones(1).to('cpu', async=True)",
@@ -225,6 +229,22 @@ def test_what_a_row_says_is_found_with_its_line_and_remedy(row, tmp_path, capsys
 
 
 @pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("import collections as c\nc.Mapping", "collections.Mapping"),
+        ("import numpy as np\nx = np.zeros(3, dtype=np.int)", "numpy.int"),
+        ("mask = x.eq(0)\n1 - mask", "1 - mask"),
+        ("x = y + 1\nvalues, _ = (x + x.t()).symeig(eigenvectors=True)", "torch.symeig"),
+        ("import sys\nrun([sys.executable, '-m', 'torch.distributed.launch'])", "torch.distributed.launch"),
+        ("x = y\nx.to('cuda:1')", "CUDA"),
+        ("import torch.distributed as d\nd.init_process_group(backend='nccl')", "CUDA"),
+    ],
+)
+def test_other_ways_of_saying_it_are_found(find, text, name):
+    assert [(found, lines) for found, _, lines in find(text)] == [(name, (2,))]
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "try:\n    from torch._six import inf\nexcept ImportError:\n    from math import inf",
@@ -232,6 +252,8 @@ def test_what_a_row_says_is_found_with_its_line_and_remedy(row, tmp_path, capsys
         "import torch\nd = torch.device('cuda' if torch.cuda.is_available() else 'cpu')",
         "import torch\ntorch.load('x', weights_only=True)",
         "self.data[0]",
+        "p.add_argument('--local_rank', type=int)\nrank = os.environ.get('LOCAL_RANK')",
+        "from scipy.linalg import lapack\nlapack.potrs(x)",
         "def next(self): pass\nprefetcher.next()",
         "import time\ntime.perf_counter()",
         "import numpy as np\nnp.float64, np.bool_",

@@ -17,9 +17,10 @@ import ampatch.apex
 from ampatch.apex.drop_in.mirror import EXTENSIONS, OURS, PARTS, own_name
 from ampatch.apex.drop_in.missing import explain
 from ampatch.apex.drop_in.real import public_names
-from ampatch.apex.legacy.finding import Finding, find_old, parse
+from ampatch.apex.legacy.finding import ROOTS, Finding, find_old, parse
 from ampatch.apex.legacy.table import BREAKS
-from ampatch.apex.uses import Use, find_uses
+from ampatch.apex.uses import ROOTS as APEX
+from ampatch.apex.uses import Names, Use, find_uses, is_of
 
 # In Python's words for a syntax error.
 PYTHON_2 = ("call to 'print'", "call to 'exec'", "multiple exception types", "leading zeros in decimal")
@@ -66,13 +67,17 @@ def check_file(path: Path) -> Report:
         place = f"'{path}', line {line}" if line else f"'{path}'"
         said = getattr(error, "msg", error)
         raise amp.AmpValueError(f"{place}: {said}; expected a script for this Python{older(said)}") from None
+    known = Names(tree, star_names, ROOTS)
+    uses = find_uses(tree, known)
     lines: dict[tuple[str, str | None], list[int]] = defaultdict(list)
-    for use in find_uses(tree, star_names):
-        judged = judge(use)
+    for use in uses:
+        judged = judge(use) if is_of(use.name, APEX) else None
         if judged is not None:
             lines[judged].append(use.line)
     names = (UsedName(name, tuple(dict.fromkeys(at)), fault) for (name, fault), at in lines.items())
-    return Report(path, tuple(sorted(names, key=lambda name: name.name)), (*findings, *find_old(tree)))
+    return Report(
+        path, tuple(sorted(names, key=lambda name: name.name)), (*findings, *find_old(tree, known, uses))
+    )
 
 
 def older(said: object) -> str:

@@ -33,14 +33,13 @@ class Use:
     sure: bool = True
 
 
-def find_uses(tree: ast.Module, star_names: StarNames, roots: frozenset[str] = ROOTS) -> list[Use]:
+def find_uses(tree: ast.Module, names: Names) -> list[Use]:
     """Lists the names that a script uses of apex, or of other packages, by line; of `a.b.c` the whole."""
-    names = Names(tree, star_names, roots)
     uses: set[Use] = set()
     inner: set[ast.AST] = set()
     for node in ast.walk(tree):  # what is around comes before what is inside
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            uses.update(Use(name, node.lineno) for name in imported(node, roots))
+            uses.update(Use(name, node.lineno) for name in imported(node, names.roots))
         elif node not in inner and is_loaded(node):
             found = set(names.resolve(node))
             inner.update(bases(node) if found - {None} else ())
@@ -77,7 +76,7 @@ class Names:
 
     def __init__(self, tree: ast.Module, star_names: StarNames, roots: frozenset[str] = ROOTS) -> None:
         self._star_names = star_names
-        self._roots = roots
+        self.roots = roots
         # Names of the packages as strings, other values as what the script assigns, None for the rest.
         self._names: dict[str, list[str | ast.expr | None]] = defaultdict(list)
         assigned: set[ast.AST] = set()
@@ -90,7 +89,7 @@ class Names:
     def _bind(self, node: ast.AST) -> None:
         if isinstance(node, ast.Import):
             for alias in node.names:
-                self._names[bound_name(alias)].append(imported_module(alias, self._roots))
+                self._names[bound_name(alias)].append(imported_module(alias, self.roots))
         elif isinstance(node, ast.ImportFrom):
             for name, whole in self._imported_names(node):
                 self._names[name].append(whole)
@@ -103,7 +102,7 @@ class Names:
                 self._names[name].append(None)
 
     def _imported_names(self, node: ast.ImportFrom) -> Iterator[tuple[str, str | None]]:
-        is_known = node.level == 0 and is_of(node.module, self._roots)
+        is_known = node.level == 0 and is_of(node.module, self.roots)
         for alias in node.names:
             if alias.name != "*":
                 yield alias.asname or alias.name, f"{node.module}.{alias.name}" if is_known else None
@@ -121,7 +120,7 @@ class Names:
             return [found for way in ways for found in way]
         if isinstance(node, ast.Attribute):
             return [base and f"{base}.{node.attr}" for base in self.resolve(node.value, seen)]
-        return [imported_by_call(node, self._roots) if isinstance(node, ast.Call) else None]
+        return [imported_by_call(node, self.roots) if isinstance(node, ast.Call) else None]
 
     def values(self, node: ast.expr) -> list[str | ast.expr | None]:
         """Returns what is assigned to a name; of any other expression itself."""

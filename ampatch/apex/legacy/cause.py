@@ -6,13 +6,14 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from ampatch.apex.legacy.finding import Finding, find_old, parse
-from ampatch.apex.legacy.table import NAMES, PATTERNS, Old
+from ampatch.apex.legacy.finding import ROOTS, ROWS, Finding, find_old, parse
+from ampatch.apex.legacy.table import Old
+from ampatch.apex.uses import Names, find_uses
 
 
 def find_cause(error: Exception) -> Old | None:
     """Returns the row of what `--legacy` would have mended, None if the error is of something else."""
-    rows = [row for row in (*NAMES, *PATTERNS) if row.error and row.error in str(error)]
+    rows = [row for row in ROWS.values() if row.error and row.error in str(error)]
     for path, line in reversed([*places(error)]):
         rows += [each.row for each in read_findings(path) if line in each.lines and not each.row.error]
     return next((row for row in rows if row.is_mended), None)
@@ -31,4 +32,5 @@ def read_findings(path: str) -> tuple[Finding, ...]:
         tree, findings = parse(Path(path).read_bytes(), path)
     except (OSError, SyntaxError, ValueError):
         return ()
-    return (*findings, *find_old(tree))
+    names = Names(tree, lambda _: (), ROOTS)
+    return (*findings, *find_old(tree, names, find_uses(tree, names)))

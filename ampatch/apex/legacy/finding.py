@@ -8,16 +8,20 @@ import pkgutil
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from torch.optim import lr_scheduler
 
 from ampatch.apex.legacy.table import ASYNC, LOAD, NAMES, PATTERNS, Old
-from ampatch.apex.uses import Names, find_uses
+from ampatch.apex.uses import ROOTS as APEX
+from ampatch.apex.uses import Names, Use
 
-ROOTS = frozenset({*(row.name.partition(".")[0] for row in NAMES), "torchvision", "yaml"})
+ROOTS = APEX | {*(row.name.partition(".")[0] for row in NAMES), "torchvision", "yaml"}
+ROWS = MappingProxyType({row.name: row for row in (*NAMES, *PATTERNS)})
+# What was a method of tensors as well, and of nothing else.
+METHODS = ("btrifact", "btrisolve", "gels", "gesv", "potrf", "potrs", "symeig", "trtrs")
 SCHEDULERS = "torch.optim.lr_scheduler"
 # Handlers that mean: where this is gone, do something else.
 FALLBACK = re.compile("ImportError|ModuleNotFoundError|AttributeError|NameError|TypeError|Exception")
@@ -45,29 +49,26 @@ def parse(source: bytes, name: str) -> tuple[ast.Module, tuple[Finding, ...]]:
             raise
         tree = ast.parse(mended, name)
     lines = (source.count(b"\n", 0, match.start()) + 1 for match in KEYWORD.finditer(source))
-    return tree, (Finding(pattern(ASYNC), tuple(dict.fromkeys(lines))),)
+    return tree, (Finding(ROWS[ASYNC], tuple(dict.fromkeys(lines))),)
 
 
-def pattern(name: str) -> Old:
-    """Returns the row of a pattern."""
-    return next(row for row in PATTERNS if row.name == name)
-
-
-def find_old(tree: ast.Module) -> tuple[Finding, ...]:
+def find_old(tree: ast.Module, names: Names, uses: Iterable[Use]) -> tuple[Finding, ...]:
     """Lists what in a script breaks, warns or needs CUDA; what it asks about first is left out."""
-    lines: dict[Old, list[int]] = defaultdict(list)
-    guarded = set(guarded_lines(tree))
-    for use in find_uses(tree, lambda _: (), ROOTS):
-        row = row_of(use.name)
-        if row is not None and use.sure:
-            lines[row].append(use.line)
-    names = Names(tree, lambda _: (), ROOTS)
+    lines: dict[Old | None, list[int]] = defaultdict(list)
+    for use in uses:
+        if use.sure:
+            lines[row_of(use.name)].append(use.line)
     for node in ast.walk(tree):
-        for row in PATTERNS:
-            if row.name in MATCHERS and MATCHERS[row.name](node, names):
-                lines[row].append(node.lineno)
+        for name, matches in MATCHERS.items():
+            if matches(node, names):
+                lines[ROWS[name]].append(node.lineno)
+        if is_method(node, names):
+            lines[ROWS[f"torch.{node.func.attr}"]].append(node.lineno)
+        if isinstance(node, ast.Constant) and node.value == "LOCAL_RANK":  # which it reads as well, then
+            lines.pop(ROWS["--local_rank"], None)
+    guarded = set(guarded_lines(tree))
     left = {row: tuple(sorted({*at} - guarded)) for row, at in lines.items()}
-    return tuple(Finding(row, left[row]) for row in (*NAMES, *PATTERNS) if left.get(row))
+    return tuple(Finding(row, left[row]) for row in ROWS.values() if left.get(row))
 
 
 def row_of(name: str) -> Old | None:
@@ -127,6 +128,12 @@ def calls(node: ast.AST, names: Names, *whole: str) -> bool:
 def keywords(node: ast.AST) -> Mapping[str | None, ast.expr]:
     """Returns the keyword arguments of a call."""
     return {each.arg: each.value for each in node.keywords} if isinstance(node, ast.Call) else {}
+
+
+def is_method(node: ast.AST, names: Names) -> bool:
+    """Whether a node calls a method that tensors had."""
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    return is_call and node.func.attr in METHODS and not any(names.resolve(node.func))
 
 
 def is_first(node: ast.AST) -> bool:
@@ -254,6 +261,9 @@ MATCHERS: Mapping[str, Matcher] = MappingProxyType(
         "pretrained=": lambda node, names: (
             "pretrained" in keywords(node)
             and any((name or "").startswith("torchvision.models") for name in names.resolve(node.func))
+        ),
+        "torch.distributed.launch": lambda node, _: (
+            getattr(node, "value", None) == "torch.distributed.launch"
         ),
         "CUDA": needs_cuda,
     }

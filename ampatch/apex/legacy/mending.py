@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from ampatch.apex.changes import Changes
-from ampatch.apex.legacy.finding import KEYWORD, pattern
+from ampatch.apex.legacy.finding import KEYWORD, ROWS
 from ampatch.apex.legacy.names import put_back_names, telling
 from ampatch.apex.legacy.table import ASYNC, LOAD
 from ampatch.apex.legacy.told import Told
@@ -40,13 +40,13 @@ class LegacyMode(TorchFunctionMode):
         """Calls a function of torch; an argument that it no longer takes is changed first."""
         given = kwargs or {}
         if func is Tensor.__getitem__ and is_first_of_none(*args):
-            self._told.tell(pattern("loss.data[0]"))
+            self._told.tell(ROWS["loss.data[0]"])
             return args[0] if args[0].requires_grad else args[0].item()
         if func in (Tensor.__rsub__, Tensor.__sub__, Tensor.sub) and any(map(is_bool, args)):
-            self._told.tell(pattern("1 - mask"))
+            self._told.tell(ROWS["1 - mask"])
             args = tuple(each.byte() if is_bool(each) else each for each in args)
         if func in MASKED and any(map(is_byte, args)):
-            self._told.tell(pattern("masked_fill(x.byte(), ...)"))
+            self._told.tell(ROWS["masked_fill(x.byte(), ...)"])
             args = tuple(each.bool() if is_byte(each) else each for each in args)
         if func is Tensor.view and not args[0].is_contiguous():
             return self._view(*args, **given)
@@ -58,7 +58,7 @@ class LegacyMode(TorchFunctionMode):
             return tensor.view(*args, **kwargs)
         except RuntimeError:
             copied = tensor.reshape(*args, **kwargs)
-        self._told.tell(pattern("correct[:k].view(-1)"))
+        self._told.tell(ROWS["correct[:k].view(-1)"])
         return copied
 
 
@@ -88,7 +88,7 @@ def load_trusting(load: Callable, told: Told) -> Callable:
         except pickle.UnpicklingError:
             if kwargs.get("weights_only") is not None:
                 raise
-        told.tell(pattern(LOAD))
+        told.tell(ROWS[LOAD])
         if hasattr(f, "seek"):
             f.seek(place)
         return load(f, *args, **kwargs | {"weights_only": False})
@@ -102,7 +102,7 @@ def without_verbose(init: Callable, told: Told) -> Callable:
     @functools.wraps(init)
     def silent_init(self: object, *args: object, **kwargs: object) -> None:
         if "verbose" in kwargs:
-            told.tell(pattern("lr_scheduler(verbose=)"))
+            told.tell(ROWS["lr_scheduler(verbose=)"])
             del kwargs["verbose"]
         init(self, *args, **kwargs)
 
@@ -115,7 +115,7 @@ def with_rank(add_argument: Callable, told: Told) -> Callable:
     @functools.wraps(add_argument)
     def add(self: object, *names: str, **options: object) -> argparse.Action:
         if "--local_rank" in names and "--local-rank" not in names:
-            told.tell(pattern("--local_rank"))
+            told.tell(ROWS["--local_rank"])
             names += ("--local-rank",)
             options["default"] = os.environ.get("LOCAL_RANK", options.get("default"))
         return add_argument(self, *names, **options)
@@ -132,7 +132,7 @@ def from_bytes(fromstring: Callable, told: Told) -> Callable:
     ) -> object:
         if sep:
             return fromstring(string, dtype, count, sep=sep, **like)
-        told.tell(pattern("numpy.fromstring(bytes)"))
+        told.tell(ROWS["numpy.fromstring(bytes)"])
         return np.frombuffer(string, dtype, count).copy()
 
     return read
@@ -158,7 +158,7 @@ def compile_mended(source_to_code: Callable, told: Told) -> Callable:
     def compiling(self: object, data: object, path: object, **options: object) -> object:
         mended = mend_source(data) if isinstance(data, bytes) else data
         if mended is not data:
-            told.tell(pattern(ASYNC), os.path.relpath(os.fsdecode(path)))
+            told.tell(ROWS[ASYNC], os.path.relpath(os.fsdecode(path)))
         return source_to_code(self, mended, path, **options)
 
     return compiling
@@ -177,7 +177,7 @@ def legacy() -> Iterator[None]:
         changes.set_attribute(np, "fromstring", from_bytes(np.fromstring, told))
         # Made with a generator of its own, since to make one draws a number.
         iterator = type(iter(DataLoader([0], generator=torch.Generator()))).__base__
-        changes.set_attribute(iterator, "next", telling(iterator.__next__, pattern("iterator.next()"), told))
+        changes.set_attribute(iterator, "next", telling(iterator.__next__, ROWS["iterator.next()"], told))
         parser = argparse._ActionsContainer
         changes.set_attribute(parser, "add_argument", with_rank(parser.add_argument, told))
         for kind in [each for each in vars(lr_scheduler).values() if isinstance(each, type)]:

@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 
 from ampatch.apex.changes import Changes
-from ampatch.apex.legacy.finding import is_gone
+from ampatch.apex.legacy.finding import METHODS, is_gone
 from ampatch.apex.legacy.table import NAMES, Old
 from ampatch.apex.legacy.told import Told
 
@@ -52,6 +52,8 @@ def put_back_names(changes: Changes, told: Told) -> None:
         if place == "torch":  # whose own `__getattr__` warns who calls it, and Dynamo asks it for all names
             value = value if isinstance(value, ModuleType) else telling(value, row, told)
             changes.set_attribute(torch, name, value)
+            if name in METHODS:
+                changes.set_attribute(torch.Tensor, name, value)
         else:
             places[place][name] = row
     for place, rows in places.items():

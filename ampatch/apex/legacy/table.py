@@ -103,6 +103,7 @@ TORCH = (
     Old("torch.utils.data.dataloader.string_classes", "torch 2.0", "str", f"{SIX}.string_classes"),
     Old("torch.utils.data.dataloader.numpy_type_map", "torch 1.1", "torch.utils.data.default_collate"),
     Old("torch.nn.modules.linear._LinearWithBias", "torch 1.9", "torch.nn.Linear", "torch.nn.Linear"),
+    Old("torch.distributed.launch", "torch 1.9", "torchrun, which sets LOCAL_RANK", status=WARNS),
     Old("torch.cuda.amp.GradScaler", "torch 2.4", 'torch.amp.GradScaler("cuda")', status=WARNS),
     Old("torch.cuda.amp.autocast", "torch 2.4", 'torch.autocast("cuda")', status=WARNS),
 )
