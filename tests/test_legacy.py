@@ -107,6 +107,14 @@ SNIPPETS = {
         "import numpy as np\nassert np.fromstring(b'ab', dtype=np.uint8).tolist() == [97, 98]"
     ),
     "lr_scheduler(verbose=)": f"{SCHEDULER}, verbose=True)",
+    "type(x) == Variable": (
+        "import torch\nfrom torch.autograd import Variable\nassert type(Variable(torch.ones(1))) == Variable"
+    ),
+    "q *= n of x.chunk(k)": (
+        "import torch\nx = torch.ones(4, requires_grad=True)\nq, k = (x + 0).chunk(2)\nq *= 2  # here\n"
+        "(q.sum() + k.sum()).backward()\nassert x.grad.tolist() == [2, 2, 1, 1]"
+    ),
+    "ids / n": "import torch\nids = torch.tensor([2])\ntorch.ones(3)[ids / 2]",
     "--local_rank": (
         "import argparse\nparser = argparse.ArgumentParser()\n"
         "parser.add_argument('--local_rank', type=int)  # here\nparser.parse_args(['--local-rank=2'])"

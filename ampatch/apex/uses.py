@@ -79,10 +79,15 @@ class Names:
         self.roots = roots
         # Names of the packages as strings, other values as what the script assigns, None for the rest.
         self._names: dict[str, list[str | ast.expr | None]] = defaultdict(list)
+        # Names for the parts of a value, as in `a, b = value`.
+        self.parts: dict[str, list[ast.expr]] = defaultdict(list)
         assigned: set[ast.AST] = set()
         for node in ast.walk(tree):
             if is_plain(node):
                 assigned.update(node.targets)
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
+                for target in node.targets[0].elts:
+                    self.parts[getattr(target, "id", "")].append(node.value)
             if node not in assigned:
                 self._bind(node)
 

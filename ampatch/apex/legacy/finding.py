@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from torch.optim import lr_scheduler
 
-from ampatch.apex.legacy.table import ASYNC, LOAD, NAMES, PATTERNS, Old
+from ampatch.apex.legacy.table import ASYNC, LOAD, NAMES, PART, PATTERNS, Old
 from ampatch.apex.uses import ROOTS as APEX
 from ampatch.apex.uses import Names, Use
 
@@ -26,6 +26,7 @@ SCHEDULERS = "torch.optim.lr_scheduler"
 # Handlers that mean: where this is gone, do something else.
 FALLBACK = re.compile("ImportError|ModuleNotFoundError|AttributeError|NameError|TypeError|Exception")
 ASKS = re.compile(r"version|hasattr|is_available|cuda|gpu", re.IGNORECASE)
+INDEX = re.compile(r"(id|ids|idx|inds?|index|indices)$", re.IGNORECASE)
 NUMBER = re.compile(r"loss|err|cost|acc|prec|correct|sum$|mean$|norm$", re.IGNORECASE)
 COMPARISONS = ("eq", "ne", "gt", "lt", "ge", "le")
 KEYWORD = re.compile(rb"\basync(?=\s*=[^=])")
@@ -177,6 +178,25 @@ def is_less_mask(node: ast.AST, names: Names) -> bool:
     return getattr(node.left, "value", None) == 1 and bool(values) and all(map(is_mask, values))
 
 
+def is_variable(node: ast.AST, names: Names) -> bool:
+    """Whether a node compares a type with the type that all tensors had."""
+    is_type = isinstance(node, ast.Compare) and last_name(node.left) == "type"
+    is_equal = is_type and isinstance(node.ops[0], (ast.Eq, ast.NotEq))
+    return is_equal and any("torch.autograd.Variable" in names.resolve(each) for each in node.comparators)
+
+
+def is_part(node: ast.AST, names: Names) -> bool:
+    """Whether a node changes in place what is one of several parts of a tensor."""
+    parts = names.parts.get(getattr(node.target, "id", ""), ()) if isinstance(node, ast.AugAssign) else ()
+    return any(last_name(each) in ("chunk", "split", "unbind") for each in parts)
+
+
+def is_divided_index(node: ast.AST) -> bool:
+    """Whether a node divides what is an index, as its name says."""
+    is_quotient = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
+    return is_quotient and bool(INDEX.search(last_name(node.left)))
+
+
 def is_byte_mask(node: ast.AST) -> bool:
     """Whether a node fills where a mask of bytes says."""
     fills = isinstance(node, ast.Call) and last_name(node) in ("masked_fill", "masked_fill_", "masked_select")
@@ -240,6 +260,9 @@ MATCHERS: Mapping[str, Matcher] = MappingProxyType(
         "iterator.next()": is_next,
         "correct[:k].view(-1)": lambda node, _: is_flat_view(node),
         "1 - mask": is_less_mask,
+        "type(x) == Variable": is_variable,
+        PART: is_part,
+        "ids / n": lambda node, _: is_divided_index(node),
         "masked_fill(x.byte(), ...)": lambda node, _: is_byte_mask(node),
         LOAD: lambda node, names: calls(node, names, "torch.load") and "weights_only" not in keywords(node),
         "numpy.fromstring(bytes)": lambda node, names: (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import os
 import pickle
 import sys
@@ -21,10 +22,14 @@ from torch.utils.data import DataLoader
 from ampatch.apex.changes import Changes
 from ampatch.apex.legacy.finding import KEYWORD, ROWS
 from ampatch.apex.legacy.names import put_back_names, telling
-from ampatch.apex.legacy.table import ASYNC, LOAD
+from ampatch.apex.legacy.table import ASYNC, LOAD, PART
 from ampatch.apex.legacy.told import Told
 
 MASKED = (Tensor.masked_fill, Tensor.masked_fill_, Tensor.masked_select, torch.masked_select)
+
+
+SPLITS = (Tensor.chunk, Tensor.split, torch.chunk, torch.split)
+IN_PLACE = (Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_)
 
 
 class LegacyMode(TorchFunctionMode):
@@ -48,6 +53,10 @@ class LegacyMode(TorchFunctionMode):
         if func in MASKED and any(map(is_byte, args)):
             self._told.tell(ROWS["masked_fill(x.byte(), ...)"])
             args = tuple(each.bool() if is_byte(each) else each for each in args)
+        if func in SPLITS and args:
+            return split_apart(func(*args, **given), *args, **given)
+        if func in IN_PLACE and hasattr(args[0], PART):
+            self._told.tell(ROWS[PART])
         if func is Tensor.view and not args[0].is_contiguous():
             return self._view(*args, **given)
         return func(*args, **given)
@@ -75,6 +84,18 @@ def is_bool(value: object) -> bool:
 def is_byte(value: object) -> bool:
     """Whether a value is a mask of bytes."""
     return isinstance(value, Tensor) and value.dtype is torch.uint8
+
+
+def split_apart(parts: tuple[Tensor, ...], tensor: Tensor, *args: object, **kwargs: object) -> tuple:
+    """Returns the same views of a tensor, made one by one, as autograd lets only those change in place."""
+    dim = kwargs.get("dim", args[1] if args[1:] else 0)
+    starts = itertools.accumulate((part.size(dim) for part in parts), initial=0)
+    views = tuple(
+        tensor.narrow(dim, start, part.size(dim)) for start, part in zip(starts, parts, strict=False)
+    )
+    for view in views:
+        setattr(view, PART, True)
+    return views
 
 
 def load_trusting(load: Callable, told: Told) -> Callable:
@@ -138,6 +159,18 @@ def from_bytes(fromstring: Callable, told: Told) -> Callable:
     return read
 
 
+def equal_to_tensors(told: Told) -> Callable:
+    """Returns the `==` of the class Variable, which is torch.Tensor to it."""
+
+    def equals(cls: type, other: object) -> bool:
+        if other is not Tensor:
+            return cls is other
+        told.tell(ROWS["type(x) == Variable"])
+        return True
+
+    return equals
+
+
 def mend_source(source: bytes) -> bytes:
     """Returns a source that Python parses, if it says `async=` where that was an argument's name.
 
@@ -178,6 +211,7 @@ def legacy() -> Iterator[None]:
         # Made with a generator of its own, since to make one draws a number.
         iterator = type(iter(DataLoader([0], generator=torch.Generator()))).__base__
         changes.set_attribute(iterator, "next", telling(iterator.__next__, ROWS["iterator.next()"], told))
+        changes.set_attribute(type(torch.autograd.Variable), "__eq__", equal_to_tensors(told))
         parser = argparse._ActionsContainer
         changes.set_attribute(parser, "add_argument", with_rank(parser.add_argument, told))
         for kind in [each for each in vars(lr_scheduler).values() if isinstance(each, type)]:

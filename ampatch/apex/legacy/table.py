@@ -128,6 +128,7 @@ NAMES = (*PYTHON, *NUMPY, *TORCH, *OTHERS)
 
 LOAD = "torch.load(...)"
 ASYNC = "async="
+PART = "q *= n of x.chunk(k)"
 PATTERNS = (
     Old(ASYNC, "Python 3.7", "non_blocking=", mends=True),
     Old("loss.data[0]", "torch 1.0", "loss.item()", mends=True, error="invalid index of a 0-dim tensor"),
@@ -156,6 +157,16 @@ PATTERNS = (
         status=MAY_BREAK,
         error="Weights only load failed",
     ),
+    Old("type(x) == Variable", "torch 0.4", "isinstance(x, torch.Tensor)", status=MAY_BREAK, mends=True),
+    Old(
+        PART,
+        "torch 1.8 or later",
+        "q = q * n",
+        status=MAY_BREAK,
+        mends=True,
+        error="not allow the output views to be modified inplace",
+    ),
+    Old("ids / n", "torch 1.6", "ids // n, if they are integers", status=MAY_BREAK),
     Old("numpy.fromstring(bytes)", "NumPy 2.3", "numpy.frombuffer", mends=True),
     Old("lr_scheduler(verbose=)", "torch 2.7", "scheduler.get_last_lr()", mends=True),
     Old("--local_rank", "torch 2.0", 'int(os.environ["LOCAL_RANK"]), which torchrun sets', mends=True),
