@@ -329,19 +329,23 @@ def test_a_script_of_2019_runs_as_it_is(processes, tmp_path):
     assert not (tmp_path / "__pycache__").exists(), "plain python must not find what was mended"
 
 
+RANK = SNIPPETS["--local_rank"].replace("['--local-rank=2']", "")
+
+
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("text", "line"),
     [
         ("import numpy\nnumpy.float(\n3)", "numpy.float, since NumPy 1.24: use float"),
         ("import helper", "async=, since Python 3.7: use non_blocking="),
+        (RANK, '--local_rank, since torch 2.0: use int(os.environ["LOCAL_RANK"]), which torchrun sets'),
     ],
 )
 def test_an_error_that_legacy_would_spare_a_script_names_the_option(processes, tmp_path, text, line):
     (tmp_path / "train.py").write_text(text)
     (tmp_path / "helper.py").write_text("x.cuda(async=True)")
-    done = processes.run("sys.exit(ampatch.__main__.main(['run', 'train.py']))", tmp_path)
-    assert done.status == 1
+    done = processes.run("sys.exit(ampatch.__main__.main(['run', 'train.py', '--local-rank=1']))", tmp_path)
+    assert done.status == (2 if text == RANK else 1)
     assert done.stderr.splitlines()[-1] == f"{line}; `ampatch run --legacy` mends it"
 
 

@@ -2,14 +2,17 @@
 
 import argparse
 import functools
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 
 from ampatch import OPT_LEVELS, AmpValueError, apex
 from ampatch.apex.legacy.cause import find_cause
+from ampatch.apex.legacy.finding import ROWS
 from ampatch.apex.script import Script, find_script, level_overrides
 
+LOG = logging.getLogger("ampatch")
 SUMMARY = "run a script that was written for apex, unchanged"
 HINT = "; the script's own arguments follow the script"
 VALUED = ("--opt-level", "--dtype", "--loss-scale", "--device")
@@ -85,6 +88,12 @@ def run_advised(script: Script) -> int:
         cause = None if script.legacy else find_cause(error)
         if cause:
             add_line(error, f"{cause.name}, {cause.advice}")
+        raise
+    except SystemExit as exit:
+        # What launchers passed; argparse has said that it does not know it, with this status.
+        is_rank = any(each.startswith("--local-rank") for each in script.arguments)
+        if exit.code == 2 and is_rank and not script.legacy:
+            LOG.warning("--local_rank, %s", ROWS["--local_rank"].advice)
         raise
 
 
