@@ -5,8 +5,10 @@ import torch
 from torch import nn
 
 import ampatch as amp
+from ampatch.patching.patcher import Patcher
+from ampatch.session.session import SESSION
 from helpers import scaled_backward
-from nets import EVERY_LEVEL, FULL, X, make_trained, train
+from nets import EVERY_LEVEL, FULL, X, make_trained, open_session, train
 from pictures import assert_same_picture, picture
 
 UNROUNDED = ["O0", "O1", "O2", "O4", "O5"]  # O3 keeps no float32 values
@@ -303,3 +305,42 @@ def test_the_history_of_lbfgs_has_the_type_of_its_parameters_at_o3_and_after_it(
     step()
     amp.uninitialize()
     assert step() < first
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+class Interrupts:
+    retry = property(interrupted)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (SESSION._data_watch, "forget", interrupted),
+        (Patcher, "close", interrupted),
+        (SESSION, "_captures", Interrupts()),  # before anything is undone
+    ],
+    ids=["forget", "close", "begin"],
+)
+def test_an_interrupted_uninitialize_is_finished_by_the_next(owner, name, value, monkeypatch, check_torch):
+    model = open_session(nn.Linear(3, 2), opt_level="O2")
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, value)
+        with pytest.raises(KeyboardInterrupt):
+            amp.uninitialize()
+    amp.uninitialize()
+    check_torch()
+    assert model.weight.dtype is FULL
+    assert not model._forward_hooks
+
+
+def test_models_are_restored_where_the_undo_of_their_call_is_interrupted(check_torch):
+    model = open_session(nn.Linear(3, 2), opt_level="O2")
+    SESSION._calls[0].members.append(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        amp.uninitialize()
+    check_torch()
+    assert model.weight.dtype is FULL
+    assert not model._forward_hooks

@@ -106,8 +106,8 @@ class RetriedPatch:
 
     def _close(self) -> None:
         patcher, self._patcher = self._patcher, None
+        self._blocked.append(patcher)  # first: Ctrl-C may end what follows
         self.forget()
-        self._blocked.append(patcher)
         patcher.close()
 
     def retry(self) -> None:

@@ -114,8 +114,8 @@ class Call:
 
     def close(self) -> None:
         """Undoes it on what is alive, which stays so until the end: some of it lives on our own hooks."""
-        alive = [reference() for reference in self.members]
-        self.undo.close()
+        with self.undo:  # even if Ctrl-C ends what follows
+            alive = [reference() for reference in self.members]
         alive.clear()
 
 

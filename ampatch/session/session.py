@@ -283,16 +283,17 @@ class Session(Listener):
             stack.push(self._patching.pop_all())
 
     def close(self) -> None:
-        """Undoes everything, last-in first-out."""
-        with ExitStack() as stack:
-            stack.callback(self._reset)
-            watches = self._data_watch, self._scale_watch, self._half_watch, self._distributed
-            for patch in (self.torch_patch, self._features, self._script_models, self._captures, *watches):
-                stack.callback(patch.retry)
-            stack.push(self._undo)
-            stack.push(self._patching)
-            for observer in self.observers:
-                stack.callback(observer.on_uninitialize)
+        """Undoes everything, last-in first-out; interrupted before it has begun, it undoes nothing."""
+        stack = ExitStack()
+        stack.callback(self._reset)
+        watches = self._data_watch, self._scale_watch, self._half_watch, self._distributed
+        for patch in (self.torch_patch, self._features, self._script_models, self._captures, *watches):
+            stack.callback(patch.retry)
+        stack.push(self._undo)
+        stack.push(self._patching)
+        for observer in self.observers:
+            stack.callback(observer.on_uninitialize)
+        stack.close()
 
 
 # The one session of this process: torch's namespace is one, so what changes it is one as well.
