@@ -30,13 +30,7 @@ from ampatch.session.joins import Joins
 from ampatch.session.members import Members
 from ampatch.session.misuse import HalfWatch, check_ranks, check_request, check_trainer
 from ampatch.session.over_ranks import OverRanks
-from ampatch.session.request import (
-    Call,
-    Request,
-    device_types,
-    make_scalers,
-    validate_optimizers,
-)
+from ampatch.session.request import Call, Request, device_types, make_scalers, validate_optimizers
 from ampatch.session.scale_watch import ScaleWatch, Warner
 from ampatch.steps.captured import capture_step
 from ampatch.steps.masters import fit_states
