@@ -174,6 +174,29 @@ def test_kept_gradients_are_unscaled_by_what_they_were_made_with(ranks, level, w
     assert ranks(accumulate_with_another_scale, level, wrapper, change) == [(True, [10.0])] * RANKS
 
 
+def wrap_first(level):
+    """Calls `initialize` on a model that is wrapped already, as Lightning does; returns a step's weight."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, alarms=None)
+    if level in ("O2", "O3", "O5"):
+        with pytest.raises(amp.AmpError, match="DistributedDataParallel was made before initialize cast"):
+            wrapped(torch.ones(2, 3))
+        return amp.uninitialize()
+    run_block(wrapped, optimizer, 1.0 + dist.get_rank())
+    optimizer.step()
+    amp.uninitialize()
+    return model.weight.tolist()
+
+
+def test_a_model_that_was_wrapped_before_its_weights_were_cast_is_refused(ranks):
+    for level in amp.OPT_LEVELS:
+        weights = ranks(wrap_first, level)
+        assert weights == [weights[0]] * RANKS
+
+
 def accumulate_with_a_closure(level, wrapper, by_closure):
     """The second of two backward passes runs in a closure, inside the step, as Lightning has it."""
     shards = wrapper == "FSDP2"

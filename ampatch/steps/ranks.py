@@ -131,6 +131,7 @@ class WatchForward:
         self._known = known
         self._kind: type | None = None  # of the module when it was looked at: fully_shard changes it
         self._holds_ddp = False
+        self._ddp: int | None = None  # the wrapper that was looked at, by id
 
     def __reduce__(self) -> tuple:
         return WatchForward, ()
@@ -145,6 +146,9 @@ class WatchForward:
             self._kind = type(module)
             self._holds_ddp = any(isinstance(part, DistributedDataParallel) for part in module.modules())
         ddp = DistributedDataParallel._active_ddp_module  # whose forward this call is inside of
+        if ddp is not None and self._ddp != id(ddp):
+            _validate_order(ddp)
+            self._ddp = id(ddp)
         for grads in self._listeners:
             grads.are_alone = ddp is None and not self._holds_ddp
             if ddp is not None:
@@ -162,6 +166,18 @@ class WatchForward:
                 f"{type(module).__name__}: {len(moved)} parameters were replaced after initialize "
                 f"({moved[0]!r} for one), and the optimizer would step the old ones: call fully_shard or "
                 f"parallelize_module on the model first, then make the optimizer, then call initialize"
+            )
+
+
+def _validate_order(ddp: DistributedDataParallel) -> None:
+    """Raises AmpError for a wrapper of weights that were cast since: it averages none of their gradients."""
+    made_of = getattr(ddp, "_get_ddp_logging_data", dict)().get("dtypes", "Half, BFloat16")  # in C++'s words
+    for dtype, name in ((torch.float16, "Half"), (torch.bfloat16, "BFloat16")):
+        if name not in made_of and any(param.dtype is dtype for param in ddp.parameters()):
+            raise AmpError(
+                f"DistributedDataParallel was made before initialize cast the weights to {dtype}, and would "
+                f"average none of their gradients: call initialize first, then wrap the model; where a "
+                f"trainer wraps it, take opt_level='O1' or 'O4'"
             )
 
 
