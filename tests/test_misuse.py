@@ -604,3 +604,22 @@ def test_skips_are_explained_by_what_is_not_finite(loss, weights, scale, message
     assert text.startswith("5 steps in a row were skipped")
     assert re.search(message, text)
     assert any(re.fullmatch(pattern, text) for pattern in explained())
+
+
+TRAINER = """
+def backward(loss):
+    loss.backward()
+"""
+
+
+@pytest.mark.parametrize("name", ["accelerate.accelerator", "lightning.pytorch.strategies", "transformers"])
+def test_a_warning_points_at_the_line_that_calls_a_trainer(name):
+    trainer = {"__name__": name}
+    exec(compile(TRAINER, "trainer.py", "exec"), trainer)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
+    trainer["backward"](model(torch.ones(2, 2)).float().sum())
+    with pytest.warns(UserWarning, match="outside of scale_loss") as caught:
+        optimizer.step()
+    assert caught[0].filename == __file__

@@ -11,6 +11,7 @@ import torch
 
 Line = tuple[str, int]  # file and line number
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_TRAINERS = ("accelerate", "lightning", "pytorch_lightning", "transformers", "contextlib", "functools")
 _INSIDE = (f"{Path(torch.__file__).parent}{os.sep}", PACKAGE)
 
 
@@ -25,8 +26,13 @@ def is_running(frame: FrameType | None) -> bool:
 
 
 def find_line(frame: FrameType | None = None) -> Line:
-    """The line of the user's source that runs: the innermost one outside of torch and ampatch."""
+    """The line of the user's source that runs: the innermost one outside of torch, ampatch and trainers."""
     frame = frame or sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+    while frame.f_back is not None and _is_inside(frame):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
+
+
+def _is_inside(frame: FrameType) -> bool:
+    package = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return package in _TRAINERS or frame.f_code.co_filename.startswith(_INSIDE)
