@@ -73,8 +73,10 @@ def _validate_dtypes(index: int, model: Module, policy: Policy, values: ValuesBy
         if is_half and not is_known and not allow_half:
             raise AmpValueError(
                 f"models[{index}]: parameter {name!r} is {param.dtype} already: expected float32; remove "
-                f".half() or .bfloat16() from the model, the opt level casts it (a copy of an initialized "
-                f"model must be made before initialize; allow_half_params=True takes it as it is)"
+                f".half() or .bfloat16() from the model, load it as float32 (dtype=torch.float32 of "
+                f"from_pretrained, precision='32-true' of Lightning): the opt level casts it (a "
+                f"copy of an initialized model must be made before initialize; "
+                f"allow_half_params=True takes it as it is)"
             )
         if is_half and is_known and param.dtype is not policy.cast_model_type:
             raise AmpValueError(
