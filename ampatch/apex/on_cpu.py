@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel, scatter_gather
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
@@ -26,6 +26,7 @@ from ampatch.apex.stand_ins import (
     Stream,
     data_parallel,
     parallel_apply,
+    replicate,
 )
 
 CPU = torch.device("cpu")
@@ -207,8 +208,8 @@ def change_copies(changes: Changes) -> None:
     for name, function in COMM.items():
         changes.set_attribute(torch.nn.parallel.comm, name, function)
     for name, function in APPLIED.items():
-        changes.set_attribute(getattr(torch.nn.parallel._functions, name), "apply", staticmethod(function))
-    for function in (data_parallel, parallel_apply):
+        changes.set_attribute(getattr(scatter_gather, name), "apply", staticmethod(function))
+    for function in (data_parallel, parallel_apply, replicate):
         changes.set_attribute(torch.nn.parallel, function.__name__, function)
 
 

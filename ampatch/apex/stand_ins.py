@@ -130,6 +130,11 @@ def data_parallel(
     return module(*(inputs if isinstance(inputs, tuple) else (inputs,)), **(module_kwargs or {}))
 
 
+def replicate(network: nn.Module, devices: Sequence[object], *_: object, **__: object) -> list[nn.Module]:
+    """Does what `torch.nn.parallel.replicate` does, with one module for all."""
+    return [network for _ in devices]
+
+
 def parallel_apply(
     modules: Sequence[nn.Module], inputs: Sequence[object], kwargs: Sequence | None = None, *_: object
 ) -> list[object]:
@@ -144,9 +149,8 @@ COMM = {
     **{"broadcast": broadcast, "broadcast_coalesced": broadcast_all, "scatter": scatter_tensor},
     **{"gather": gather_tensors, "reduce_add": add, "reduce_add_coalesced": add_all},
 }
-# What `scatter`, `gather` and `replicate` of torch.nn.parallel apply.
+# What `scatter` and `gather` of torch.nn.parallel apply.
 APPLIED = {
     "Scatter": lambda devices, sizes, dim, tensor: scatter_tensor(tensor, devices, sizes, dim),
     "Gather": lambda _, dim, *tensors: gather_tensors([torch.atleast_1d(each) for each in tensors], dim),
-    "Broadcast": lambda devices, *tensors: tensors * len(devices),
 }
