@@ -374,9 +374,12 @@ def test_the_bar_is_told_of_every_run_and_its_steps(folder, runs, monkeypatch):
     assert sweep("train.py", "--levels", "O0,O1", "--seeds", "2", "--steps", "20") == 1
     assert told == [
         (4, 20),
-        *[("start", "O0 seed 0"), ("show_steps", 5), ("finish", "finished")],
-        *[("start", "O1 seed 0"), ("show_steps", 5), ("finish", "timed out"), ("finish",)],
-        *[("start", "O0 seed 1"), ("show_steps", 5), ("finish", "finished")],
+        *[("start", "O0 seed 0"), ("show_steps", 5), ("show_left", None)],
+        *[("show_left", 3.0), ("finish", "finished")],
+        *[("start", "O1 seed 0"), ("show_steps", 5), ("show_left", pytest.approx(3.0, abs=0.9))],
+        *[("show_left", pytest.approx(1.0, abs=0.1)), ("finish", "timed out"), ("finish",)],
+        *[("start", "O0 seed 1"), ("show_steps", 5), ("show_left", pytest.approx(1.0, abs=0.9))],
+        *[("show_left", 0), ("finish", "finished")],
     ]
 
 

@@ -264,6 +264,7 @@ def progress(*, terminal):
         bar.finish("finished")
         bar.start("O1 seed 2")
         bar.show_steps(60)
+        bar.show_left(150.0)
         bar._progress.refresh()
         bar.finish("timed out")
         bar.finish()
@@ -273,11 +274,11 @@ def progress(*, terminal):
 def test_a_bar_shows_the_run_its_steps_and_the_time_left():
     shown = progress(terminal=True)
     assert "O1 seed 2" in shown
-    assert "1 of 4 runs step 60 of 200 0:00:00" in shown
+    assert "1 of 4 runs step 60 of 200 0:00:00 about 2 min left" in shown
     assert shown.rstrip().endswith("\x1b[2K")  # it leaves nothing behind
 
 
 def test_where_nobody_watches_there_is_a_line_for_each_run():
     lines = progress(terminal=False).splitlines()
     assert [line.partition(" after ")[0] for line in lines] == ["O0 seed 1: finished", "O1 seed 2: timed out"]
-    assert [line[-8:] for line in lines] == ["(1 of 4)", "(2 of 4)"]
+    assert [line.partition(" (")[2] for line in lines] == ["1 of 4)", "2 of 4, about 2 min left)"]

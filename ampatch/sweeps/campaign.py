@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from ampatch import AmpValueError
 from ampatch.sweeps.environment import collect, with_device
+from ampatch.sweeps.forecast import Forecast
 from ampatch.sweeps.plan import Plan, Run
 from ampatch.sweeps.processes.runner import Execute, execute, shorten
 from ampatch.sweeps.processes.stop import Stop
@@ -29,6 +31,9 @@ class SweepProgress(Protocol):
     def show_steps(self, steps: int) -> None:
         """Takes how many steps the run has made."""
 
+    def show_left(self, seconds: float | None) -> None:
+        """Takes how long the rest of the sweep takes, None if that is not known yet."""
+
     def finish(self, outcome: str = "") -> None:
         """Takes how a run ended; without an outcome it was left out."""
 
@@ -43,6 +48,7 @@ class Campaign:
         self._results = results
         self._stop = stop
         self._environment = collect(plan.script)
+        self._forecast = Forecast(plan.steps)
 
     def carry_out(self, progress: SweepProgress) -> None:
         """Executes run after run until the last one or until it is stopped, and saves what was measured.
@@ -54,19 +60,33 @@ class Campaign:
         ahead = deque(self._plan.runs(self._results.logs))
         while ahead and not self._stop:
             run = replace(ahead.popleft(), directory=str(self._results.logs.absolute()))
-            progress.start(self._title(run))
-            record = self._execute(run, self._plan.timeout, progress.show_steps, self._stop)
+            record = self._watch(run, ahead, progress)
             if not self.records:
                 validate_first(record, self._plan)
             left_out = leave_out(record, ahead)
             if left_out:
                 record = replace(record, cause=f"{record.cause}; {left_out} more of its runs are left out")
             self._keep(record)
+            progress.show_left(self._forecast.left(it.row for it in ahead))
             progress.finish(record.outcome)
             for _ in range(left_out):
                 progress.finish()
         if not self._stop:
             self._results.replace_old()
+
+    def _watch(self, run: Run, ahead: Sequence[Run], progress: SweepProgress) -> Record:
+        """Executes a run, and says meanwhile how far it is, and how long the rest takes."""
+
+        def on_steps(steps: int) -> None:
+            self._forecast.note_steps(steps)
+            progress.show_steps(steps)
+            progress.show_left(self._forecast.left(it.row for it in ahead))
+
+        progress.start(self._title(run))
+        self._forecast.start(run.row)
+        record = self._execute(run, self._plan.timeout, on_steps, self._stop)
+        self._forecast.finish(record)
+        return record
 
     def _keep(self, record: Record) -> None:
         self.records.append(record)

@@ -17,6 +17,7 @@ from ampatch.sweeps.processes.in_process import Train, execute_here, require_her
 from ampatch.sweeps.processes.ranks import refuse_ranks
 from ampatch.sweeps.processes.runner import Execute
 from ampatch.sweeps.processes.stop import Stop
+from ampatch.sweeps.records.numbers import write_left
 from ampatch.sweeps.records.results import open_results
 from ampatch.sweeps.records.sweep import LEVELS, Sweep
 from ampatch.sweeps.variant import parse_rows
@@ -127,10 +128,10 @@ def describe(train: Train) -> str:
 
 
 class ProgressLog(SweepProgress):
-    """Logs how each run ended."""
+    """Logs how each run ended, and how long the rest takes."""
 
     def __init__(self) -> None:
-        self._name = ""
+        self._name = self._left = ""
 
     def start(self, name: str) -> None:
         """Notes which run is on."""
@@ -139,6 +140,10 @@ class ProgressLog(SweepProgress):
     def show_steps(self, steps: int) -> None:
         """Leaves the steps of a run out."""
 
+    def show_left(self, seconds: float | None) -> None:
+        """Notes how long the rest takes."""
+        self._left = f", {write_left(seconds)}" if seconds else ""
+
     def finish(self, outcome: str = "") -> None:
         """Says how a run ended."""
-        logger.info("sweep: %s %s", self._name, outcome or "was left out")
+        logger.info("sweep: %s %s%s", self._name, outcome or "was left out", self._left)

@@ -152,3 +152,12 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+
+
+def write_left(seconds: float | None) -> str:
+    """Writes how long something still takes, empty if that is not known.
+
+    >>> write_left(750), write_left(None)
+    ('about 12 min left', '')
+    """
+    return "" if seconds is None else f"about {duration(seconds)} left"

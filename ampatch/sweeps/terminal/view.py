@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ampatch.sweeps.records.numbers import ASCII, duration
+from ampatch.sweeps.records.numbers import ASCII, duration, write_left
 from ampatch.sweeps.records.sweep import Recommendation, Sweep, SweepRow, Verdict, abbreviate, keys_of
 from ampatch.sweeps.terminal.caption import cut_middle, failure_of, printable, said_of_columns
 from ampatch.sweeps.terminal.terminal_table import WIDTH, build_comparison, build_table
@@ -26,7 +26,7 @@ class ProgressBar:
 
     def __init__(self, progress: Progress, total: int, limit: int | None = None) -> None:
         self._progress = progress
-        self._task = progress.add_task("", total=total, steps="")
+        self._task = progress.add_task("", total=total, steps="", left="")
         self._limit = "" if limit is None else f" of {limit}"
         self._name = ""
         self._started = time.monotonic()
@@ -42,6 +42,10 @@ class ProgressBar:
         """Shows how many steps the run has made, of how many if there is a limit."""
         self._progress.update(self._task, steps=f"step {steps}{self._limit}")
 
+    def show_left(self, seconds: float | None) -> None:
+        """Shows how long the rest of the sweep takes."""
+        self._progress.update(self._task, left=write_left(seconds))
+
     def finish(self, outcome: str = "") -> None:
         """Counts a run as over; a log is told how it ended, if that is said."""
         self._progress.advance(self._task)
@@ -50,7 +54,8 @@ class ProgressBar:
             return
         task = self._progress.tasks[self._task]
         took = duration(time.monotonic() - self._started)
-        say(console, f"{self._name}: {outcome} after {took} ({task.completed:.0f} of {task.total:.0f})")
+        left = f", {task.fields['left']}" if task.fields["left"] and not task.finished else ""
+        say(console, f"{self._name}: {outcome} after {took} ({task.completed:.0f} of {task.total:.0f}{left})")
 
 
 @contextmanager
@@ -62,14 +67,9 @@ def progress_bar(console: Console, total: int, limit: int | None = None) -> Iter
         TextColumn("{task.completed} of {task.total} runs"),
         TextColumn("{task.fields[steps]}"),
         TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[left]}"),
     )
-    shown = console.is_terminal
-    # The time left is that of the runs that are over: they take minutes, and all of them count.
-    week = 7 * 24 * 3600
-    with Progress(
-        *columns, console=console, transient=True, disable=not shown, speed_estimate_period=week
-    ) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         yield ProgressBar(progress, total, limit)
 
 
