@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -49,6 +50,7 @@ class Runs:
 
     def __init__(self):
         self.ways = {}
+        self.times = {}  # of a row, run after run
         self.made = []
         self.seen = []
 
@@ -66,6 +68,8 @@ class Runs:
         run.log.parent.mkdir(parents=True, exist_ok=True)
         run.log.write_text(f"{run.row} of {len(self.made)}")
         measured = Measured(initialized=True) if outcome is Ending.NO_STEPS else MEASURED
+        if times := self.times.get(run.row):
+            measured = replace(measured, step_ms=times.pop(0) if times[1:] else times[0])
         return Record(run.row, run.seed, run.repeat, outcome, 1.0, cause, (), str(run.log), measured)
 
 
@@ -111,13 +115,13 @@ def test_without_options_every_level_runs_once_and_the_yardstick_last(folder, ru
 
 
 def test_every_option_reaches_the_plan(folder, runs):
-    options = (
-        "--levels O0,O4 --seeds 2 --repeat 3 --steps 90 --warmup 9 --timeout 60 --tolerance 1.5 --out out"
-    )
+    options = "--levels O0,O4 --seeds 2 --repeat 3 --budget 0.01 --steps 90 --warmup 9 --timeout 60"
+    options += " --tolerance 1.5 --out out"
     assert sweep(*options.split(), "train.py", "--variant", "O2 loss_scale=8", "--", "--lr", "1") == 0
     settings = written(folder).settings
     assert settings.rows == ("O0", "O4", "O2 loss_scale=8")
     assert (settings.seeds, settings.repeat, settings.steps, settings.warmup) == (2, 3, 90, 9)
+    assert settings.budget == 0.01
     assert (settings.timeout, settings.tolerance) == (60.0, 1.5)
     assert (settings.script, settings.arguments) == ("train.py", ("--lr", "1"))
     assert len(runs.made) == 18
@@ -381,6 +385,56 @@ def test_the_bar_is_told_of_every_run_and_its_steps(folder, runs, monkeypatch):
         *[("start", "O0 seed 1"), ("show_steps", 5), ("show_left", pytest.approx(1.0, abs=0.9))],
         *[("show_left", 0), ("finish", "finished")],
     ]
+
+
+# ---- Repeats within a budget ----
+
+NEAR, APART = Spread(1.8, 1.7, 1.95, 15), Spread(1.7, 1.6, 1.75, 15)  # to the 1.9 to 2.1 ms of O0
+
+
+@pytest.fixture
+def seconds(runs, monkeypatch):
+    """Every run takes a second."""
+    monkeypatch.setattr(campaign.time, "monotonic", lambda: float(len(runs.made)))
+
+
+def test_with_a_budget_levels_are_repeated_in_turn_until_times_are_told_apart(folder, runs, seconds, capsys):
+    runs.times = {"O4": [NEAR, APART]}
+    assert sweep("train.py", "--levels", "O0,O4", "--budget", "1", "--out", "out") == 0
+    assert [(run.row, run.repeat) for run in runs.made] == [("O0", 0), ("O4", 0), ("O4", 1), ("O0", 1)]
+    assert written(folder).settings.repeat == 2
+    assert written(folder).recommendation.row == "O4"
+    reason = written(folder).recommendation.reason
+    assert "It was run 2 times, which was enough, within the budget of 1 min." in reason
+    assert "(4 of 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("budget", "rounds"), [("0.01", 1), ("0.09", 2), ("0.1", 3)])
+def test_no_round_is_begun_that_does_not_fit_into_the_budget(folder, runs, seconds, budget, rounds):
+    runs.times = {"O4": [NEAR]}
+    assert sweep("train.py", "--levels", "O0,O4", "--budget", budget, "--out", "out") == 0
+    assert len(runs.made) == 2 * rounds
+    reason = written(folder).recommendation.reason
+    assert reason.startswith("Too noisy to tell")
+    assert "with a larger --budget. It was run" in reason
+    assert f"{rounds} time{'s'[: rounds - 1]}, and the budget of {budget} min leaves too little" in reason
+    assert "runs were made" not in reason
+
+
+def test_a_level_that_timed_out_is_not_repeated_and_one_that_is_clear_at_once_neither(folder, runs, seconds):
+    runs.times, runs.ways = {"O4": [NEAR, APART]}, {"O1": Ending.TIMED_OUT}
+    assert sweep("train.py", "--levels", "O0,O1,O4", "--budget", "1", "--out", "out") == 1
+    assert [run.row for run in runs.made] == ["O0", "O1", "O4", "O4", "O0"]
+    runs.times, runs.ways, runs.made = {"O4": [APART]}, {}, []
+    assert sweep("train.py", "--levels", "O0,O4", "--budget", "1", "--out", "out") == 0
+    assert len(runs.made) == 2
+
+
+def test_a_budget_ends_at_the_most_runs_that_a_sweep_may_have(folder, runs, seconds, monkeypatch):
+    monkeypatch.setattr("ampatch.sweeps.plan.MOST_RUNS", 5)
+    runs.times = {"O4": [NEAR]}
+    assert sweep("train.py", "--levels", "O0,O4", "--budget", "1", "--out", "out") == 0
+    assert len(runs.made) == 4
 
 
 # ---- Where it runs ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from ampatch.sweeps.records.record import Ending, Record
 from ampatch.sweeps.records.results import Results
 from ampatch.sweeps.records.sweep import Sweep
 from ampatch.sweeps.switches import find_switches
+from ampatch.sweeps.verdicts.recommendation import is_too_noisy
 from ampatch.sweeps.verdicts.summary import summarize
 
 
@@ -30,6 +32,9 @@ class SweepProgress(Protocol):
 
     def show_steps(self, steps: int) -> None:
         """Takes how many steps the run has made."""
+
+    def add_runs(self, count: int) -> None:
+        """Takes how many runs more there will be."""
 
     def show_left(self, seconds: float | None) -> None:
         """Takes how long the rest of the sweep takes, None if that is not known yet."""
@@ -49,6 +54,7 @@ class Campaign:
         self._stop = stop
         self._environment = collect(plan.script)
         self._forecast = Forecast(plan.steps)
+        self._began = time.monotonic()
 
     def carry_out(self, progress: SweepProgress) -> None:
         """Executes run after run until the last one or until it is stopped, and saves what was measured.
@@ -58,7 +64,7 @@ class Campaign:
         cannot be compared.
         """
         ahead = deque(self._plan.runs(self._results.logs))
-        while ahead and not self._stop:
+        while not self._stop and (ahead or self._repeat(ahead, progress)):
             run = replace(ahead.popleft(), directory=str(self._results.logs.absolute()))
             record = self._watch(run, ahead, progress)
             if not self.records:
@@ -88,6 +94,22 @@ class Campaign:
         self._forecast.finish(record)
         return record
 
+    def _repeat(self, ahead: deque[Run], progress: SweepProgress) -> bool:
+        """Repeats it all once more, if times are not told apart and the budget has room for it."""
+        if not self._plan.may_repeat or not is_too_noisy(self.sweep().recommendation):
+            return False
+        again = replace(self._plan, repeat=self._plan.repeat + 1)
+        slow = {record.row for record in self.records if record.outcome is Ending.TIMED_OUT}
+        runs = [it for it in again.runs(self._results.logs) if it.repeat == self._plan.repeat]
+        runs = [it for it in runs if it.row not in slow]
+        left = self._forecast.left(it.row for it in runs) or 0.0
+        if time.monotonic() - self._began + left > again.budget * 60:
+            return False
+        self._plan = again
+        ahead.extend(runs)
+        progress.add_runs(len(runs))
+        return True
+
     def _keep(self, record: Record) -> None:
         self.records.append(record)
         if not record.failed:
@@ -108,7 +130,7 @@ class Campaign:
     def _title(self, run: Run) -> str:
         """Names a run, with its seed and repeat where there are several."""
         seed = f" seed {run.seed}" if self._plan.seeds > 1 else ""
-        repeat = f" repeat {run.repeat}" if self._plan.repeat > 1 else ""
+        repeat = f" repeat {run.repeat}" if self._plan.repeat > 1 or self._plan.budget else ""
         return f"{run.row}{seed}{repeat}"
 
 

@@ -29,7 +29,7 @@ EPILOG = """Everything after -- goes to the script; {seed} in it is replaced by 
 then leaves the seeds that the script sets alone. Exit status: 0 all went well, 1 a run failed (or, with
 --compare, a level got slower or less accurate), 2 bad input, 130 after Ctrl-C."""
 
-OF_A_PLAN = ("seeds", "repeat", "steps", "warmup", "timeout", "nproc_per_node", "tolerance")
+OF_A_PLAN = ("seeds", "repeat", "budget", "steps", "warmup", "timeout", "nproc_per_node", "tolerance")
 # Beside --tolerance, which belongs to both.
 OF_A_SWEEP = ("script", "module", "device", "legacy", "levels", "variant", *OF_A_PLAN[:-1], "out")
 OF_A_COMPARISON = ("slower", "more_memory")
@@ -54,6 +54,8 @@ def add_of_a_sweep(parser: argparse.ArgumentParser) -> None:
     seeds = f"train each with the seeds 0 to N-1; default: {DEFAULTS.seeds}"
     add("--seeds", type=int, metavar="N", help=seeds)
     add("--repeat", type=int, metavar="N", help=f"run all that N times; default: {DEFAULTS.repeat}")
+    budget = "repeat it more often, until times tell which level to take, for M minutes at the most"
+    add("--budget", type=float, metavar="M", help=budget)
     steps = "end a run after so many optimizer steps; default: where the script ends"
     add("--steps", type=int, metavar="N", help=steps)
     add("--timeout", type=float, metavar="S", help="end a run after so many seconds; default: never")

@@ -34,6 +34,7 @@ def sweep(
     *,
     variants: Sequence[str] = (),
     repeat: int = DEFAULTS.repeat,
+    budget: float | None = None,
     steps: int | None = None,
     warmup: int | None = None,
     timeout: float | None = None,
@@ -51,7 +52,8 @@ def sweep(
     `train(opt_level, seed)` calls `initialize`, which uses the level (or variant) of the run whatever it is
     given, and trains. What it passes to `report`, or returns as a dict, are its metrics. Everything is seeded
     by `seed`, from 0 up, before it is called. `levels` and `variants` are those of the command line, as are
-    the other arguments: `steps` and `warmup` count steps, `timeout` seconds, `tolerance` spreads of O0.
+    the other arguments: `steps` and `warmup` count steps, `budget` minutes, `timeout` seconds, `tolerance`
+    spreads of O0.
 
     Each run has its own process, which imports the function by its name. With `processes=False` all are in
     this one, as by default those of a function that no other process can import: of a notebook, or a
@@ -70,7 +72,8 @@ def sweep(
     script = Script(CHILD, (place, LEVEL, SEED), is_module=True)
     rows = parse_rows(levels, variants)
     warmup = DEFAULTS.warmup if warmup is None else warmup
-    plan = Plan(script, rows, seeds, repeat, steps, warmup, timeout, tolerance, name_of(train))
+    title = name_of(train)
+    plan = Plan(script, rows, seeds, repeat, steps, warmup, timeout, tolerance, title, budget=budget)
     return carry_out(plan, None if place else execute_here(train), out)
 
 
@@ -132,6 +135,9 @@ class ProgressLog(SweepProgress):
 
     def __init__(self) -> None:
         self._name = self._left = ""
+
+    def add_runs(self, count: int) -> None:
+        """Leaves out how many runs there are."""
 
     def start(self, name: str) -> None:
         """Notes which run is on."""

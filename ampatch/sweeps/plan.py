@@ -113,6 +113,7 @@ class Plan:
     tolerance: float = DEFAULTS.tolerance
     title: str = ""  # of what is run, if it is no script to its user
     nproc_per_node: int | None = None
+    budget: float | None = None  # minutes, in which it may be repeated more often until times tell
 
     def __post_init__(self) -> None:
         if not self.script.is_module and self.script.name == STDIN:
@@ -124,6 +125,7 @@ class Plan:
         check_arguments(
             ("seeds", self.seeds, self.seeds >= 1, "expected 1 or more"),
             ("repeat", self.repeat, self.repeat >= 1, "expected 1 or more"),
+            ("budget", self.budget, self.budget is None or self.budget > 0, "expected minutes, more than 0"),
             ("steps", steps, steps is None or steps >= 2, "expected 2 or more: times are from step to step"),
             ("warmup", self.warmup, self.warmup >= 0, "expected a number of steps, 0 or more"),
             ("timeout", timeout, timeout is None or timeout > 0, "expected seconds, more than 0"),
@@ -144,6 +146,11 @@ class Plan:
     def count(self) -> int:
         """Returns how many runs there are."""
         return len(self.rows) * self.seeds * self.repeat
+
+    @property
+    def may_repeat(self) -> bool:
+        """Says whether more repeats than were asked for are allowed."""
+        return self.budget is not None and self.count + self.count // self.repeat <= MOST_RUNS
 
     def runs(self, directory: Path) -> Iterator[Run]:
         """Yields the runs in the order in which they start; their files go to `directory`.
@@ -184,6 +191,7 @@ class Plan:
             rows=tuple(row.name for row in self.rows),
             seeds=self.seeds,
             repeat=self.repeat,
+            budget=self.budget,
             steps=self.steps,
             warmup=self.warmup,
             timeout=self.timeout,

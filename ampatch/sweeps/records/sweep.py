@@ -18,13 +18,17 @@ LEVELS = (*OPT_LEVELS, AUTOCAST)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a sweep was asked for; `rows` are its levels and variants, `arguments` the script's own."""
+    """What a sweep was asked for; `rows` are its levels and variants, `arguments` the script's own.
+
+    With a `budget`, in minutes, `repeat` is how often it came to be repeated.
+    """
 
     script: str
     arguments: tuple[str, ...]
     rows: tuple[str, ...]
     seeds: int = 1
     repeat: int = 1
+    budget: float | None = None
     steps: int | None = None
     warmup: int = 5
     timeout: float | None = None

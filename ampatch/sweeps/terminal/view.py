@@ -31,6 +31,10 @@ class ProgressBar:
         self._name = ""
         self._started = time.monotonic()
 
+    def add_runs(self, count: int) -> None:
+        """Counts with so many runs more."""
+        self._progress.update(self._task, total=self._progress.tasks[self._task].total + count)
+
     def start(self, name: str) -> None:
         """Shows which run is on."""
         self._name = name

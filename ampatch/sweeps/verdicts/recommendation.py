@@ -19,6 +19,7 @@ from ampatch.sweeps.records.sweep import (
 from ampatch.sweeps.verdicts.distance import compared_metrics
 from ampatch.sweeps.verdicts.metric_names import most_important
 
+TOO_NOISY = "Too noisy to tell"
 # Less is not worth a change of numerics, and hardly told apart from chance.
 FASTER = 1.02
 LESS_MEMORY = 0.05
@@ -32,7 +33,8 @@ def recommend(settings: Settings, records: Sequence[Record], rows: Sequence[Swee
 
     Nothing is recommended where times are too noisy to tell. Rows of `autocast` are there to compare with.
     """
-    name, reason = choose(rows, why_noisy(records))
+    more = "--repeat 5" if settings.budget is None else "a larger --budget"
+    name, reason = choose(rows, why_noisy(records), more)
     chosen = find_row(rows, name)
     sentences = [reason]
     if chosen:
@@ -41,11 +43,16 @@ def recommend(settings: Settings, records: Sequence[Record], rows: Sequence[Swee
             about_autocast(chosen, rows),
             about_seeds(settings, records),
         ]
-    sentences.append(about_the_rest(settings, records))
+    sentences += [about_budget(settings, records, reason), about_the_rest(settings, records)]
     return Recommendation(name, " ".join(filter(None, sentences)))
 
 
-def choose(rows: Sequence[SweepRow], noise: str = "") -> tuple[str | None, str]:
+def is_too_noisy(it: Recommendation) -> bool:
+    """Says whether nothing is recommended because times cannot be told apart."""
+    return it.reason.startswith(TOO_NOISY)
+
+
+def choose(rows: Sequence[SweepRow], noise: str = "", more: str = "--repeat 5") -> tuple[str | None, str]:
     """Returns the name of the row to take, None if there is none, and why."""
     baseline = find_row(rows)
     obstacle = why_none(baseline, rows)
@@ -55,7 +62,7 @@ def choose(rows: Sequence[SweepRow], noise: str = "") -> tuple[str | None, str]:
     faster = [row for row in same if is_faster(row, baseline)]
     best = max(faster or same, key=lambda row: row.speed, default=None)
     if best and (noise or (not faster and any(is_undecided(row, baseline) for row in same))):
-        return None, too_noisy(best, baseline, noise)
+        return None, too_noisy(best, baseline, noise, more)
     if faster:
         return best.name, praise(best, baseline)
     if baseline.verdict is Verdict.FAILED:
@@ -97,11 +104,11 @@ def why_noisy(records: Sequence[Record]) -> str:
     )
 
 
-def too_noisy(row: SweepRow, baseline: SweepRow, noise: str) -> str:
+def too_noisy(row: SweepRow, baseline: SweepRow, noise: str, more: str) -> str:
     """Says why times do not tell which row to take, and what would."""
-    why, how = (noise, "") if noise else ("their quartiles overlap", ", with --repeat 5")
+    why, how = (noise, "") if noise else ("their quartiles overlap", f", with {more}")
     return (
-        f"Too noisy to tell: {row.name} runs at {ASCII.ratio(row.speed)} the speed of O0 "
+        f"{TOO_NOISY}: {row.name} runs at {ASCII.ratio(row.speed)} the speed of O0 "
         f"({quartiles(row)} against {quartiles(baseline)} ms a step), and {why}. Run it on a machine that "
         f"does nothing else{how}."
     )
@@ -199,6 +206,17 @@ def about_seeds(settings: Settings, records: Sequence[Record]) -> str:
     measured = [it.measured for it in runs]
     results = {(it.final_loss, it.first_loss, *map(it.final, names)) for it in measured}
     return "The seeds changed nothing: does the script set its own?" if len(results) == 1 else ""
+
+
+def about_budget(settings: Settings, records: Sequence[Record], reason: str) -> str:
+    """Says how often it was run, where that was left to a budget, and what ended it."""
+    if settings.budget is None or any(record.outcome is Ending.INTERRUPTED for record in records):
+        return ""
+    often = ASCII.plural(settings.repeat, "time")
+    budget = f"the budget of {ASCII.short(settings.budget)} min"
+    if reason.startswith(TOO_NOISY):
+        return f"It was run {often}, and {budget} leaves too little for another."
+    return f"It was run {often}, which was enough, within {budget}."
 
 
 def about_the_rest(settings: Settings, records: Sequence[Record]) -> str:
