@@ -105,6 +105,7 @@ OPT_LEVELS: dict[str, Policy] = {
     "O4": _patching("O4", torch.bfloat16, _ONE),
     "O5": _casting("O5", torch.bfloat16, _ONE),
 }
+"""The opt levels by name, "O0" to "O5", each a `Policy` with the defaults of `initialize`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from ampatch.models.kept import normalize_keep
 from ampatch.session.alarms.limits import Alarms, parse_alarms
 from ampatch.session.post_mortem.write import parse_post_mortem
 from ampatch.session.request import (
+    Models,
+    Optimizers,
     Request,
     parse_process_group,
     returns_what_it_is_given,
@@ -34,8 +36,8 @@ if TYPE_CHECKING:
 
 @returns_what_it_is_given
 def initialize(
-    models: object,
-    optimizers: object = None,
+    models: Models,
+    optimizers: Optimizers | None = None,
     enabled: bool = True,
     opt_level: str = "O1",
     cast_model_type: torch.dtype | None = None,
@@ -58,7 +60,7 @@ def initialize(
     post_mortem: bool | str | os.PathLike[str] = True,
     diagnose: bool = False,
     process_group: ProcessGroup | None = None,
-) -> object:
+) -> Models | tuple[Models, Optimizers]:
     """Gives models and optimizers the mixed precision of an opt level, in place.
 
     ```python
@@ -92,7 +94,7 @@ def initialize(
     Raises AmpValueError and AmpTypeError (both AmpError) for arguments that cannot work.
     """
     arguments = {**locals(), **SESSION.overrides}
-    return _initialize(**arguments)
+    return cast("Models | tuple[Models, Optimizers]", _initialize(**arguments))
 
 
 def _initialize(

@@ -50,7 +50,7 @@ class Initialize(Protocol[Rest]):
 
 
 def returns_what_it_is_given(
-    initialize: Callable[Concatenate[object, object, Rest], object],
+    initialize: Callable[Concatenate[Module, object, Rest], object],
 ) -> Initialize[Rest]:
     """Tells type checkers so, without the other arguments being written three times; checks their names."""
     signature = inspect.signature(initialize)
