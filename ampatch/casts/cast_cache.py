@@ -73,10 +73,19 @@ class CastCache:
         self._waiting: dict[int, tuple] = {}  # entries of iterations that ended, not used since
         self._stale: dict[int, tuple] = {}  # entries of what a step has changed, to be written again
         self._rechecks = 0
-        self._all = self._entries, self._waiting, self._stale
         self.made = 0  # casts of parameters, ever
         self._by_memory: dict[int, list[int]] = {}  # keys of entries; sorted when they are asked for
-        self.cast_plain = self._make_cast_plain()
+        self.cast_plain, self._look_in = self._make_cast_plain()
+
+    @property
+    def _all(self) -> tuple[dict[int, tuple], ...]:
+        return self._entries, self._waiting, self._stale
+
+    def _begin(self) -> dict[int, tuple]:
+        """Goes on without entries; returns those that there were."""
+        entries, self._entries = self._entries, {}
+        self._look_in(self._entries)
+        return entries
 
     @property
     def nbytes(self) -> int:
@@ -128,8 +137,8 @@ class CastCache:
 
         That comes later, because most often a step comes first, and ends them all.
         """
-        self._waiting.update(self._entries.copy())
-        self._entries.clear()
+        if self._entries:
+            self._waiting = {**self._waiting, **self._begin()}
         self._rechecks += 1
         if self._rechecks % SWEEP == 0:
             self._drop_unowned()
@@ -148,16 +157,13 @@ class CastCache:
 
     def end(self, changed: Collection[int]) -> None:
         """Ends the casts of parameters, by id, that are changed now: they are written again before use."""
-        for entries in (self._entries, self._waiting):
-            ended = entries.copy()
-            if ended.keys() <= changed:
-                entries.clear()
-            else:
-                ended = {key: entry for key, entry in ended.items() if key in changed}
-                for key in ended:
-                    entries.pop(key, None)
-            if CAN_SEE_GRAPHS:
-                self._stale.update(ended)
+        ended = {**self._waiting, **self._begin()}
+        self._waiting = {}
+        if not ended.keys() <= changed:
+            self._waiting = {key: entry for key, entry in ended.items() if key not in changed}
+            ended = {key: entry for key, entry in ended.items() if key in changed}
+        if CAN_SEE_GRAPHS:
+            self._stale = {**self._stale, **ended}
 
     def cast(self, parameter: Tensor) -> Tensor:
         """Returns a parameter in the cache's dtype, cast now or earlier; others as they are."""
@@ -172,8 +178,13 @@ class CastCache:
     def _is_eligible(self, parameter: Tensor) -> bool:
         return parameter.dtype in self._sources and self._is_on_device(parameter)
 
-    def _make_cast_plain(self) -> Callable[[Tensor], Tensor]:
+    def _make_cast_plain(self) -> tuple[Callable[[Tensor], Tensor], Callable[[dict[int, tuple]], None]]:
+        """Returns the hot path, and what has it look in other entries: cells are read fastest."""
         find, make = self._entries.get, self._make
+
+        def look_in(entries: dict[int, tuple]) -> None:
+            nonlocal find
+            find = entries.get
 
         def cast_plain(parameter: Tensor) -> Tensor:
             """What `cast` does where nothing is recorded: the hot path."""
@@ -189,7 +200,7 @@ class CastCache:
                     return cast
             return make(parameter)
 
-        return cast_plain
+        return cast_plain, look_in
 
     def _make(self, parameter: Tensor) -> Tensor:
         key = id(parameter)

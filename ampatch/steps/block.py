@@ -54,29 +54,45 @@ class ScaledLoss(NotYetScaled):
     is_over: bool = False
 
     def __enter__(self) -> Tensor:
-        loss = self.loss
+        loss, optimizers = self.loss, self.optimizers
         self._capture = self.listener.capture()  # what the replay of a CUDA graph must repeat
-        held = [scale for one in self.optimizers if (scale := one.held_scale()) is not None]
-        if held and held[0].capture is self._capture:
-            self.scale, self.scaler = held[0], held[0].scaler
-        else:
-            self.scale = self.scaler.begin(loss.device, self._capture)
-        self._around = graph_task()  # a backward that the block itself is inside of
-        for optimizer in self.optimizers:
-            optimizer.prepare_backward(self.scale, self._end_by_step)
+        self._is_plain = (
+            self._capture is None and self.scaler.is_identity and all(map(_has_nothing_to_do, optimizers))
+        )
+        self.scale = self._begin()
         self.scaled = self.scale.scale(loss if loss.dtype is torch.float32 else loss.float())
         self.listener.begin_block(self)
         return self.scaled
+
+    def _begin(self) -> Scale:
+        """Prepares the optimizers for backward passes; returns what these are scaled by."""
+        if self._is_plain:
+            for optimizer in self.optimizers:
+                optimizer.end_block = self._end_by_step
+            return self.scaler.begin(self.loss.device)
+        held = [scale for one in self.optimizers if (scale := one.held_scale()) is not None]
+        if held and held[0].capture is self._capture:
+            scale, self.scaler = held[0], held[0].scaler
+        else:
+            scale = self.scaler.begin(self.loss.device, self._capture)
+        self._around = graph_task()  # a backward that the block itself is inside of
+        for optimizer in self.optimizers:
+            optimizer.prepare_backward(scale, self._end_by_step)
+        return scale
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._end()
         elif not self.is_over:
             self._close()
-            for optimizer in self.optimizers:
-                optimizer.discard_grads(self.scale)
-            for optimizer in self.optimizers:  # two of them may step one parameter
-                optimizer.restore_grads()
+            if not self._is_plain:
+                self._discard()
+
+    def _discard(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.discard_grads(self.scale)
+        for optimizer in self.optimizers:  # two of them may step one parameter
+            optimizer.restore_grads()
 
     def _end_by_step(self) -> None:
         """Ends the block at a step inside it.
@@ -84,7 +100,7 @@ class ScaledLoss(NotYetScaled):
         Raises AmpError for a step inside of its backward, unless the scale is a static 1: gradients that
         are still to come would be scaled, and who steps then could not see an overflow of theirs.
         """
-        if graph_task() != self._around and not self.scale.is_identity:
+        if not self.scale.is_identity and graph_task() != self._around:
             raise AmpError(
                 "scale_loss: an optimizer's step ran inside of backward, where gradients are still scaled: "
                 "step after the block, or use loss_scale=1.0 (the default of O4 and O5)"
@@ -96,6 +112,11 @@ class ScaledLoss(NotYetScaled):
         if self.is_over:
             return
         self._close()
+        if not self._is_plain:
+            self._settle()
+        self.listener.end_block(self.scaler.loss_id)
+
+    def _settle(self) -> None:
         outcome = None
         delays = self.delay_unscale or any(optimizer.local.are_coming() for optimizer in self.optimizers)
         if delays:
@@ -107,7 +128,6 @@ class ScaledLoss(NotYetScaled):
             grads = list(map(CapturedGrads, self.optimizers))
             delayed, update = self.scale if delays else None, not self.delay_overflow_check
             self._capture.append(CapturedBlock(grads, outcome, self.scaler, delayed, update))
-        self.listener.end_block(self.scaler.loss_id)
 
     def _close(self) -> None:
         self.is_over = True
@@ -139,6 +159,13 @@ class ScaledLoss(NotYetScaled):
         for optimizer in self.optimizers:
             optimizer.pending.append(outcome)
         return outcome
+
+
+def _has_nothing_to_do(optimizer: AmpOptimizer) -> bool:
+    """Whether a block at a static scale of 1 leaves the gradients of an optimizer where they come to be."""
+    local = optimizer.local
+    waits = optimizer.end_block or optimizer.delayed or local.read_scale or optimizer.capture is not None
+    return not (waits or optimizer.masters.pairs or local.coming or local.sharded)
 
 
 def _as_number(loss: Tensor) -> Tensor | None:

@@ -53,7 +53,7 @@ class AmpOptimizer:
         self.losses: dict[int, Tensor] = {}  # of blocks at static scales since the last step, by loss_id
         self.forwards: list[Callable[[], object]] = []  # of its models, what each was given
         self._step: FrameType | None = None  # the call that runs a step
-        self._capture: object = None  # the capture of a CUDA graph that the last block was in, and
+        self.capture: object = None  # the capture of a CUDA graph that the last block was in, and
         self.from_before: set[int] = set()  # the ids of parameters that had gradients before that block
 
     def params(self) -> list[Tensor]:
@@ -78,9 +78,9 @@ class AmpOptimizer:
                 f"and gradients of two scales would mix: end that block first, or add the losses"
             )
         self.end_block = end_block
-        if scale.capture is not None or self._capture is not None:
+        if scale.capture is not None or self.capture is not None:
             self._enter_capture(scale.capture)
-            self._capture = scale.capture
+            self.capture = scale.capture
             self.from_before = {id(param) for param in self.model_params() if param.grad is not None}
         if self.local.read_scale is not None:
             before, self.local.read_scale = self.local.read_scale, None
@@ -104,7 +104,7 @@ class AmpOptimizer:
             self.pending = [outcome for outcome in self.pending if outcome.capture is None]
             if self.delayed is not None and self.delayed.capture is not None:
                 self.delayed = None
-        elif capture is not self._capture:
+        elif capture is not self.capture:
             waits = is_step and (self.pending or self.delayed is not None)
             if waits or any(pair.master.grad is not None for pair in self.masters):
                 raise AmpError(
@@ -262,7 +262,7 @@ class AmpOptimizer:
     def repeat_backward(self, delayed: Scale | None, outcome: BackwardOutcome | None) -> None:
         """Notes that a block ran in a CUDA graph that was replayed."""
         self._enter_capture(None)
-        self._capture = None
+        self.capture = None
         self.delayed = delayed
         if outcome is not None:
             self.pending.append(outcome)

@@ -128,6 +128,11 @@ class LossScaler:
         return isinstance(self.config, DynamicLossScale)
 
     @property
+    def is_identity(self) -> bool:
+        """Whether scaling changes nothing, now and later: a static scale of 1."""
+        return self._number == 1.0 and not self.is_dynamic
+
+    @property
     def number(self) -> float:
         """The scale that it has if it is static, or was last set to; no host sync."""
         return self._number
