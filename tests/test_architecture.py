@@ -68,7 +68,7 @@ ARROWS = {
     "models": {"errors", "levels", "lists", "casts", "steps"},
     "session": {"errors", "table", "levels", "casts", "patching", "models", "steps"},
     PUBLIC: {"errors", "levels", "casts", "steps", "session"},
-    "testing": {PUBLIC, "table", "lists", "casts", "patching"},
+    "testing": {PUBLIC, "table", "lists", "casts", "patching", "session"},
     "apex": {PUBLIC, "table", "lists", "levels", "steps"},
     "sweeps": {PUBLIC, "apex"},
     "doctor": {PUBLIC, "apex", "levels", "sweeps"},

@@ -20,16 +20,15 @@ from ampatch.models.model import ModelCaster, validate_models
 from ampatch.patching.captures import Captures, Repeats
 from ampatch.patching.compiling import skip_own_frames
 from ampatch.patching.data_watch import DataWatch
-from ampatch.patching.distributed import DistributedPatch
 from ampatch.patching.scripting import ScriptModels
 from ampatch.patching.torch_features import TorchFeatures
 from ampatch.patching.torch_patch import TorchPatch
 from ampatch.session.alarms.watch import AlarmWatch
 from ampatch.session.announce import Announcer, NameRank, logger, say, warn_of_torch
+from ampatch.session.distributed import DistributedPatch
 from ampatch.session.joins import Joins
 from ampatch.session.members import Members
 from ampatch.session.misuse import HalfWatch, check_ranks, check_request, check_trainer
-from ampatch.session.over_ranks import OverRanks
 from ampatch.session.request import Call, Request, device_types, make_scalers, validate_optimizers
 from ampatch.session.scale_watch import ScaleWatch, Warner
 from ampatch.steps.captured import capture_step
@@ -58,7 +57,7 @@ class Session(Listener):
         self._script_models = ScriptModels()
         self._features = TorchFeatures()
         self._captures = Captures()
-        self._distributed = DistributedPatch(OverRanks(self._members))
+        self._distributed = DistributedPatch(self._members)
         self._warner = Warner()
         self._scale_watch = ScaleWatch(self._warner, self._members, self.scalers)
         self._half_watch = HalfWatch(self._warner, self._members)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ampatch.lists import TABLES
-from ampatch.patching.distributed import IMPORTED_LATER
+from ampatch.session.distributed import IMPORTED_LATER
 
 # Where ampatch patches, or might, beside the places of the tables.
 PLACES = (

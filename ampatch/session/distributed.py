@@ -5,19 +5,22 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch
 import wrapt
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ampatch.levels.private import CHECKPOINTS, explain_missing
 from ampatch.patching.patcher import Patcher, SessionPatch
+from ampatch.session.members import Members
+from ampatch.steps.foreign_step import WholeStep
+from ampatch.steps.scaler import LossScaler
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.join import JoinHook
@@ -29,32 +32,16 @@ STATE_DICT = "torch.distributed.checkpoint.state_dict"
 LOCAL_SGD = "torch.distributed.optim.post_localSGD_optimizer"
 IMPORTED_LATER = {STATE_DICT: STATE_DICT, LOCAL_SGD: f"{LOCAL_SGD}.PostLocalSGDOptimizer"}
 
-# Of an optimizer: its masters, by the half parameter that each stands for.
-FindMasters = Callable[[object], Mapping[Tensor, Parameter]]
 Rest, Result = ParamSpec("Rest"), TypeVar("Result")
 StateDictFunction = Callable[Concatenate[Module, Sequence[object], Rest], Result]
-Broadcast = Callable[[Tensor], object]  # in place, from the rank whose values count
-
-
-class Ranks(Protocol):
-    """What a session does for `torch.distributed`."""
-
-    def map_masters(self, optimizer: object) -> Mapping[Tensor, Parameter]:
-        """Returns the masters of an optimizer, by the half parameter that each stands for."""
-
-    def join_wrapper(self, wrapper: object, optimizer: Optimizer) -> None:
-        """Takes what somebody has put around an optimizer, whose steps it makes from now on."""
-
-    def broadcast_(self, model: Module, broadcast: Broadcast) -> None:
-        """Gives masters and loss scales of a model the values of one rank."""
 
 
 class DistributedPatch(SessionPatch):
     """Has checkpoints, local SGD and uneven inputs of `torch.distributed` work with masters."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, members: Members) -> None:
         super().__init__()
-        self._ranks = ranks
+        self._members = members
         patches = {STATE_DICT: self._patch_checkpoints, LOCAL_SGD: self._patch_local_sgd}
         self._modules = {name: patches[name] for name in IMPORTED_LATER}
         self._are_waiting = False
@@ -63,7 +50,7 @@ class DistributedPatch(SessionPatch):
         """Patches what is imported now, and the rest once it is."""
         if not torch.distributed.is_available():
             return
-        replacement = join_with_masters(DistributedDataParallel.join_hook, self._ranks)
+        replacement = join_with_masters(DistributedDataParallel.join_hook, self._members)
         patcher.replace(DistributedDataParallel, "join_hook", replacement)
         for name in self._modules:
             if name in sys.modules:
@@ -81,7 +68,7 @@ class DistributedPatch(SessionPatch):
             logger.warning("torch %s has %s", torch.__version__, line)
         for name in CHECKPOINTS:
             if not name.is_missing():
-                patcher.replace(*name.find_place(), with_names(name.find(), self._ranks.map_masters))
+                patcher.replace(*name.find_place(), with_names(name.find(), self._members))
 
     def _patch_local_sgd(self, patcher: Patcher) -> None:
         cls = sys.modules[LOCAL_SGD].PostLocalSGDOptimizer
@@ -90,13 +77,15 @@ class DistributedPatch(SessionPatch):
         @functools.wraps(original)
         def init(wrapper: object, optim: Optimizer, averager: object) -> None:
             original(wrapper, optim, averager)
-            self._ranks.join_wrapper(wrapper, optim)
+            found = self._members.find(optim)
+            if found is not None:  # as if the wrapper had been given to `initialize`
+                WholeStep(wrapper, found[0]).open(found[0].undo)
 
         patcher.replace(cls, "__init__", init)
 
 
 def with_names(
-    original: StateDictFunction[Rest, Result], find_masters: FindMasters
+    original: StateDictFunction[Rest, Result], members: Members
 ) -> StateDictFunction[Rest, Result]:
     """Returns a function of torch's that looks the parameters of optimizers up among those of a model.
 
@@ -105,7 +94,8 @@ def with_names(
 
     @functools.wraps(original)
     def call(model: Module, optimizers: Sequence[object], *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
-        masters = {half: master for one in optimizers for half, master in find_masters(one).items()}
+        found = [amp for amp, _ in filter(None, map(members.find, optimizers))]
+        masters = {pair.half: pair.master for amp in found for pair in amp.masters}
         own = vars(model)  # past `__setattr__`, by which compiled models set attributes of what they wrap
         if not masters or "named_parameters" in own:  # the one function calls the other
             return original(model, optimizers, *args, **kwargs)
@@ -134,9 +124,9 @@ class JoinWithMasters:
     without ampatch.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, hook: JoinHook, ranks: Ranks) -> None:
+    def __init__(self, ddp: DistributedDataParallel, hook: JoinHook, members: Members) -> None:
         self._ddp = ddp
-        self._ranks = ranks
+        self._members = members
         self._hook = hook
         self.main_hook = hook.main_hook
 
@@ -148,16 +138,33 @@ class JoinWithMasters:
         last = torch.tensor(rank, device=self._ddp.join_device)
         torch.distributed.all_reduce(last, torch.distributed.ReduceOp.MAX, group)
         source = torch.distributed.get_global_rank(group, int(last))
-        self._ranks.broadcast_(
-            self._ddp.module, functools.partial(torch.distributed.broadcast, src=source, group=group)
-        )
+        self._broadcast(functools.partial(torch.distributed.broadcast, src=source, group=group))
+
+    @torch.no_grad()
+    def _broadcast(self, broadcast: Callable[[Tensor], object]) -> None:
+        """Gives masters and loss scales the values of one rank; two host syncs a dynamic scale."""
+        params = set(self._ddp.module.parameters())
+        device = next(iter(params)).device
+        scalers: dict[LossScaler, None] = {}
+        for amp in self._members.optimizers():
+            if params.isdisjoint(amp.model_params()):
+                continue
+            scalers |= dict.fromkeys(self._members.find(amp.optimizer)[1].scalers)  # type: ignore[index]
+            for pair in amp.masters:
+                broadcast(pair.master.detach())
+                pair.mark_synced()
+        for scaler in [one for one in scalers if one.is_dynamic]:
+            state = scaler.state_dict()
+            values = torch.tensor(list(state.values()), dtype=torch.float64, device=device)
+            broadcast(values)
+            scaler.load_state_dict(dict(zip(state, values.tolist(), strict=True)))
 
 
-def join_with_masters(original: Callable[..., JoinHook], ranks: Ranks) -> Callable[..., object]:
+def join_with_masters(original: Callable[..., JoinHook], members: Members) -> Callable[..., object]:
     """Returns what makes the hook of a DistributedDataParallel for uneven inputs."""
 
     @functools.wraps(original)
     def join_hook(ddp: DistributedDataParallel, **kwargs: object) -> JoinWithMasters:
-        return JoinWithMasters(ddp, original(ddp, **kwargs), ranks)
+        return JoinWithMasters(ddp, original(ddp, **kwargs), members)
 
     return join_hook
