@@ -22,11 +22,9 @@ from ampatch.errors import (
 )
 from ampatch.levels.loss_scale import DynamicLossScale
 from ampatch.levels.policy import OPT_LEVELS, Policy
-from ampatch.session.alarms.functions import history, on_alarm
 from ampatch.session.alarms.history import ScaleHistory, ScaleUpdate
-from ampatch.session.alarms.limits import Alarms
-from ampatch.session.alarms.log import log_to
-from ampatch.session.alarms.words import Alarm
+from ampatch.session.alarms.limits import Alarm, Alarms
+from ampatch.session.alarms.log import history, log_to, on_alarm
 from ampatch.session.frontend import (
     clear_cache,
     disable_casts,

@@ -16,7 +16,7 @@ import ampatch as amp
 from ampatch.session.alarms.history import MOST_UPDATES
 from ampatch.session.alarms.inputs import SLOTS, LastForward
 from ampatch.session.alarms.judge import Judge
-from ampatch.session.alarms.underflow import count_underflow
+from ampatch.session.post_mortem.measure import count_underflow
 from ampatch.session.session import SESSION
 from helpers import Scalar, scaled_backward
 from nets import EVERY_LEVEL, X

@@ -59,15 +59,10 @@ class ScaleHistory(Sequence[ScaleUpdate]):
         return len(self.updates)
 
     def __str__(self) -> str:
-        return "\n".join(describe_history(self))
-
-
-def describe_history(history: ScaleHistory) -> list[str]:
-    """Returns one line for all steps, and one for each update."""
-    lines = [f"loss {history.loss_id}: {history.skipped} of {history.steps} steps were skipped"]
-    if history.forgotten:
-        lines.append(f"  ... {history.forgotten} earlier updates are forgotten")
-    return lines + [f"  step {update.step}: {describe_update(update)}" for update in history]
+        lines = [f"loss {self.loss_id}: {self.skipped} of {self.steps} steps were skipped"]
+        if self.forgotten:
+            lines.append(f"  ... {self.forgotten} earlier updates are forgotten")
+        return "\n".join([*lines, *(f"  step {update.step}: {describe_update(update)}" for update in self)])
 
 
 def describe_update(update: ScaleUpdate) -> str:

@@ -1,4 +1,4 @@
-"""Loss scales and skipped steps where people look: in TensorBoard, or wherever a function sends them."""
+"""What loss scales go through, for users: their history, who is told of alarms, and logs in TensorBoard."""
 
 from __future__ import annotations
 
@@ -8,13 +8,50 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Protocol, cast
 
+from torch.utils.hooks import RemovableHandle
+
 from ampatch.errors import AmpError, AmpTypeError, AmpValueError
-from ampatch.session.alarms.history import ScaleUpdate
+from ampatch.session.alarms.history import ScaleHistory, ScaleUpdate
+from ampatch.session.alarms.limits import Alarm
 from ampatch.session.announce import find_rank
 from ampatch.session.inspection import Observer, cast_counts, observe
+from ampatch.session.scalers import loss_scalers, pick_scaler
 from ampatch.session.session import SESSION
 
 logger = logging.getLogger("ampatch")
+
+
+def history(loss_id: int = 0) -> ScaleHistory:
+    """Returns what a loss scale went through: skipped steps, falls, growths, losses that were not finite.
+
+    ```python
+    for update in amp.history():
+        print(update.step, update.scale, update.skipped)
+    ```
+
+    Losses are numbered across calls of `initialize`; where all of them are disabled it is empty. Costs one
+    host sync if something is still on its way. Not part of `state_dict`. Raises NotInitializedError before
+    `initialize`, and AmpValueError or AmpTypeError for a number that no loss has.
+    """
+    scalers = loss_scalers()
+    return SESSION.alarms.history(pick_scaler(scalers, loss_id).loss_id) if scalers else ScaleHistory(loss_id)
+
+
+def on_alarm(callback: Callable[[Alarm], object]) -> RemovableHandle:
+    """Has a function called with each `Alarm` that is raised; `remove()` of what it returns ends that.
+
+    ```python
+    handle = amp.on_alarm(lambda alarm: send_mail(str(alarm)))
+    ```
+
+    It runs inside of the step that raised the alarm, on each rank. What it raises is logged, and training
+    goes on. It outlives `uninitialize`, and may be given before `initialize`.
+    """
+    if not callable(callback):
+        raise AmpTypeError(f"on_alarm({callback!r}): expected a function that takes an amp.Alarm")
+    removal = RemovableHandle(SESSION.alarms.callbacks)
+    SESSION.alarms.callbacks[removal.id] = callback
+    return removal
 
 
 class ScalarWriter(Protocol):

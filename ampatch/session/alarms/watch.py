@@ -22,9 +22,8 @@ from ampatch.models.model import select_python
 from ampatch.session.alarms.history import Ring, ScaleHistory, ScaleUpdate
 from ampatch.session.alarms.inputs import LastForward, LossRing
 from ampatch.session.alarms.judge import Judge
-from ampatch.session.alarms.limits import Alarms
-from ampatch.session.alarms.underflow import Underflow, count_underflow
-from ampatch.session.alarms.words import Alarm, explain_alarm
+from ampatch.session.alarms.limits import Alarm, Alarms, explain_alarm
+from ampatch.session.post_mortem.measure import Underflow, count_underflow
 from ampatch.session.post_mortem.pack import pack
 from ampatch.session.post_mortem.write import write
 from ampatch.steps.outcome import BackwardOutcome
