@@ -88,15 +88,23 @@ class Patcher:
         return taken
 
 
-class RetriedPatch:
-    """What a session patches; what others keep from being undone is undone later. A base class."""
+class SessionPatch:
+    """What is patched once a session; what others keep from being undone is undone later. A base class."""
 
     def __init__(self) -> None:
         self._patcher: Patcher | None = None
         self._blocked: list[Patcher] = []  # what others had patched over when we closed
 
+    def patch(self, patcher: Patcher) -> None:
+        """Replaces what is to be replaced."""
+
     def forget(self) -> None:
-        """Drops what was remembered for the patches; does nothing unless it is overridden."""
+        """Drops what was remembered for the patches."""
+
+    def open(self, undo: ExitStack) -> None:
+        """Patches, unless it is done; `undo` receives the way back."""
+        if self._patcher is None:
+            self.patch(self._begin(undo))
 
     def _begin(self, undo: ExitStack) -> Patcher:
         """Returns what replaces attributes; `undo` receives the way back."""
@@ -113,19 +121,6 @@ class RetriedPatch:
     def retry(self) -> None:
         """Undoes what somebody else's patch kept from being undone, where that is gone by now."""
         self._blocked = [patcher for patcher in reversed(self._blocked) if patcher.retry()][::-1]
-
-
-class SessionPatch(RetriedPatch):
-    """What is patched once a session, whatever the calls of `initialize` say; a base class."""
-
-    def patch(self, patcher: Patcher) -> None:
-        """Replaces what is to be replaced."""
-        raise NotImplementedError
-
-    def open(self, undo: ExitStack) -> None:
-        """Patches, unless it is done; `undo` receives the way back."""
-        if self._patcher is None:
-            self.patch(self._begin(undo))
 
 
 def get_raw(parent: object, attribute: str) -> object:

@@ -26,13 +26,13 @@ from ampatch.patching.compiling import (
     trace_methods,
 )
 from ampatch.patching.layers import allow_fast_path, allow_half_input, patch_autocast
-from ampatch.patching.patcher import Patcher, Place, RetriedPatch, peel, place_rows, qualify
+from ampatch.patching.patcher import Patcher, Place, SessionPatch, peel, place_rows, qualify
 from ampatch.patching.registration import Registration, bind
 from ampatch.patching.scripting import say_scripted
 from ampatch.table import Row
 
 
-class TorchPatch(RetriedPatch):
+class TorchPatch(SessionPatch):
     """Patches torch once a session, and keeps what users registered for the next one."""
 
     def __init__(self) -> None:
