@@ -162,13 +162,13 @@ WRONG = {
     **{
         f"a {type(wrong).__name__} for a model": (
             lambda model, optimizer, wrong=wrong: (wrong, optimizer),
-            f"models is a {type(wrong).__name__}: {NO_MODEL}",
+            rf"models\[0\] is a {type(wrong).__name__}: {NO_MODEL}",
         )
         for wrong in (None, "model", Linear, torch.ones(1), 3, {"a": Linear(1, 1)}, iter([]))
     },
     "the other way round": (
         lambda model, optimizer: (optimizer, model),
-        f"models is a Adam: {NO_MODEL}: models come first, then optimizers",
+        rf"models\[0\] is a Adam: {NO_MODEL}: models come first, then optimizers",
     ),
     "an optimizer among models": (
         lambda model, optimizer: ([model, optimizer], None),

@@ -44,8 +44,10 @@ def validate_models(models: Sequence[object], policy: Policy, values: ValuesById
     """Raises for anything that is no Module, or not float32; several faults are told one at a time."""
     for index, model in enumerate(models):
         if not isinstance(model, Module):
+            hint = ": models come first, then optimizers" if hasattr(model, "param_groups") else ""
             raise AmpTypeError(
-                f"models[{index}] is a {type(model).__name__}: expected a torch.nn.Module or a list of them"
+                f"models[{index}] is a {type(model).__name__}: expected a torch.nn.Module or a list of "
+                f"them{hint}"
             )
         if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
             raise AmpValueError(

@@ -113,8 +113,8 @@ def _initialize(
     **overrides: object,
 ) -> object:
     returned = models if optimizers is None else (models, optimizers)
-    model_list = _as_tuple(models, torch.nn.Module)
-    optimizer_list = () if optimizers is None else _as_tuple(optimizers, object)
+    model_list = _as_tuple(models)
+    optimizer_list = () if optimizers is None else _as_tuple(optimizers)
     if not parse_flag("enabled", enabled):
         SESSION.disable(optimizer_list)
         return returned
@@ -135,24 +135,15 @@ def _initialize(
         parse_process_group(process_group),
     )
     watches = parse_flag("diagnose", diagnose)
-    tool = (
-        importlib.import_module("ampatch.doctor.live.diagnose") if watches else None
-    )  # loaded when asked for
+    tool = importlib.import_module("ampatch.doctor.live.diagnose") if watches else None  # when asked for
     SESSION.open(request)
     if tool is not None:
         SESSION.enter(tool.watch(model_list, optimizer_list))
     return returned
 
 
-def _as_tuple(given: object, single: type) -> tuple:  # type: ignore[type-arg]  # Request checks what is in it
-    if isinstance(given, (list, tuple)):
-        return tuple(given)
-    if single is torch.nn.Module and not isinstance(given, single):
-        hint = ": models come first, then optimizers" if hasattr(given, "param_groups") else ""
-        raise AmpTypeError(
-            f"models is a {type(given).__name__}: expected a torch.nn.Module or a list of them{hint}"
-        )
-    return (given,)
+def _as_tuple(given: object) -> tuple:  # type: ignore[type-arg]  # Session.open checks what is in it
+    return tuple(given) if isinstance(given, (list, tuple)) else (given,)
 
 
 def _validate_num_losses(num_losses: object) -> None:
