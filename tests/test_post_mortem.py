@@ -212,7 +212,7 @@ def test_false_switches_it_off(tmp_path, monkeypatch):
 
 
 def test_other_ranks_write_only_where_their_own_loss_broke(tmp_path, monkeypatch):
-    monkeypatch.setattr(watch, "_rank", lambda: 5)
+    monkeypatch.setattr(watch, "find_rank", lambda: 5)
     run = Run(tmp_path, alarms=amp.Alarms(loss=False, skipped=1))
     run.step()
     run.step(factor=NAN)

@@ -22,6 +22,7 @@ from ampatch.levels.loss_scale import DynamicLossScale, StaticLossScale
 from ampatch.levels.policy import OPT_LEVELS, Policy
 from ampatch.levels.private import steps_in_backward
 from ampatch.models.kept import Keep
+from ampatch.session.alarms.inputs import LastForward
 from ampatch.session.alarms.limits import Alarms
 from ampatch.steps.foreign_step import find_hooked
 from ampatch.steps.optimizer import AmpOptimizer
@@ -100,17 +101,27 @@ class Call:
     The scalers stay, whatever becomes of models and optimizers: `state_dict` numbers them on.
     """
 
+    policy: Policy
     verbosity: int
     scalers: list[LossScaler]
-    half: torch.dtype | None
+    alarms: Alarms | None
+    folder: Path | None  # of post-mortems, and how many were written
+    post_mortems: int = 0
     undo: ExitStack = field(default_factory=ExitStack)  # what was done to the models and the optimizers
     members: list[weakref.ref] = field(default_factory=list)  # these, to see whether any is left
+    # The models, each with what its last forward was given.
+    forwards: list[tuple[weakref.ref[Module], weakref.ref[LastForward]]] = field(default_factory=list)
 
     def forget_dropped(self) -> None:
         """Forgets the undo once there is nothing left that it would undo."""
         if all(reference() is None for reference in self.members):
             self.undo.pop_all()
             self.members.clear()
+
+    def live_forwards(self) -> list[tuple[Module, LastForward]]:
+        """The models that are still there, each with what its last forward was given."""
+        pairs = [(model(), forward()) for model, forward in self.forwards]
+        return [(model, forward) for model, forward in pairs if model is not None and forward is not None]
 
     def close(self) -> None:
         """Undoes it on what is alive, which stays so until the end: some of it lives on our own hooks."""

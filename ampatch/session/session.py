@@ -99,7 +99,8 @@ class Session(Listener):
         validate_optimizers(request, members.list_tensors(), members.optimizers())
         self.torch_patch.validate(policy)
         skip_own_frames(self._unframed)
-        call = Call(request.verbosity, make_scalers(request, len(self.scalers())), policy.half)
+        scalers = make_scalers(request, len(self.scalers()))
+        call = Call(policy, request.verbosity, scalers, request.alarms, request.folder)
         # Tensors made in inference mode would never get gradients.
         with torch.inference_mode(mode=False), ExitStack() as undo, ExitStack() as patching:
             self._open_patches(request, undo)
@@ -111,7 +112,7 @@ class Session(Listener):
             changes_state = policy.is_pure_half or (policy.master_weights and request.allow_half_params)
             states = [weakref.ref(one) for amp in amps if changes_state for one in amp.masters.optimizers]
             call.undo.callback(fit_states, states)
-            self.alarms.open(request, call.scalers, amps, call.undo)  # sees batches before they are cast
+            self.alarms.open(call, request.models, amps)  # sees batches before they are cast
             caster = ModelCaster(request.models, policy, kept, values, call.undo)
             caster.open()
             members.add_modules(parts, caster.by_module)
@@ -235,7 +236,7 @@ class Session(Listener):
                 f"optimizers[{index}] ({kind}) is not one that initialize() returned: "
                 f"pass it to initialize first"
             )
-        if optimizer is not found[0].optimizer and found[1].half is not None:
+        if optimizer is not found[0].optimizer and found[1].policy.half is not None:
             check_trainer(self._warner, optimizer)
         return found
 

@@ -8,8 +8,7 @@ import math
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ampatch.levels.ranks import has_ranks
 from ampatch.models.model import select_python
 from ampatch.session.alarms.history import Ring, ScaleHistory, ScaleUpdate
 from ampatch.session.alarms.inputs import LastForward, LossRing
 from ampatch.session.alarms.judge import Judge
-from ampatch.session.alarms.limits import Alarm, Alarms, explain_alarm
+from ampatch.session.alarms.limits import Alarm, explain_alarm
+from ampatch.session.announce import find_rank
 from ampatch.session.post_mortem.measure import Underflow, count_underflow
 from ampatch.session.post_mortem.pack import pack
 from ampatch.session.post_mortem.write import write
@@ -30,9 +29,8 @@ from ampatch.steps.outcome import BackwardOutcome
 from ampatch.steps.scaler import LossScaler
 
 if TYPE_CHECKING:
-    from ampatch.levels.policy import Policy
     from ampatch.session.inspection import Observer
-    from ampatch.session.request import Request
+    from ampatch.session.request import Call
     from ampatch.steps.block import ScaledLoss
     from ampatch.steps.optimizer import AmpOptimizer
 
@@ -41,31 +39,13 @@ logger = logging.getLogger("ampatch")
 MOST_UNREAD = 8  # steps whose outcome nobody has read, until they are read together
 MOST_POST_MORTEMS = 3  # of one call of `initialize`
 
-Models = list[tuple[weakref.ref[Module], weakref.ref[LastForward]]]
-
-
-@dataclass(slots=True, eq=False)
-class Watched:
-    """One call of `initialize`, as far as alarms are concerned; keeps none of its models alive."""
-
-    policy: Policy
-    limits: Alarms | None
-    folder: Path | None
-    models: Models = field(default_factory=list)
-    written: int = 0
-
-    def live_models(self) -> list[tuple[Module, LastForward]]:
-        """The models that are still there, each with what its last forward was given."""
-        pairs = [(model(), forward()) for model, forward in self.models]
-        return [(model, forward) for model, forward in pairs if model is not None and forward is not None]
-
 
 @dataclass(slots=True, eq=False)
 class Record:
     """What is kept for one loss."""
 
     scaler: LossScaler
-    watched: Watched
+    call: Call
     ring: Ring
     judge: Judge | None
     begun: int = 0  # steps, including those that nobody has read
@@ -110,21 +90,18 @@ class AlarmWatch:
 
     # A call of initialize
 
-    def open(
-        self, request: Request, scalers: Sequence[LossScaler], amps: Sequence[AmpOptimizer], undo: ExitStack
-    ) -> None:
+    def open(self, call: Call, models: Sequence[Module], amps: Sequence[AmpOptimizer]) -> None:
         """Begins to follow the losses of a call."""
-        watched = Watched(request.policy, request.alarms, request.folder)
-        for scaler in scalers:
-            judge = None if request.alarms is None else Judge(request.alarms)
-            self._records[scaler.loss_id] = Record(scaler, watched, Ring(scaler.loss_id), judge)
-            undo.callback(self._records.pop, scaler.loss_id, None)
-        if request.alarms is None or request.folder is None:
+        for scaler in call.scalers:
+            judge = None if call.alarms is None else Judge(call.alarms)
+            self._records[scaler.loss_id] = Record(scaler, call, Ring(scaler.loss_id), judge)
+            call.undo.callback(self._records.pop, scaler.loss_id, None)
+        if call.alarms is None or call.folder is None:
             return
-        for model in select_python(request.models):
+        for model in select_python(models):
             forward = LastForward()
-            undo.callback(model.register_forward_pre_hook(forward, with_kwargs=True).remove)
-            watched.models.append((weakref.ref(model), weakref.ref(forward)))
+            call.undo.callback(model.register_forward_pre_hook(forward, with_kwargs=True).remove)
+            call.forwards.append((weakref.ref(model), weakref.ref(forward)))
             params = set(model.parameters())
             for amp in amps:
                 if not params.isdisjoint(amp.model_params()):
@@ -227,7 +204,7 @@ class AlarmWatch:
     ) -> None:
         """Tells of alarms; whatever goes wrong here, training goes on."""
         try:
-            limits, loss_id = record.watched.limits, record.scaler.loss_id
+            limits, loss_id = record.call.alarms, record.scaler.loss_id
             found = None if amp is None or "low" not in kinds else _look_closer(amp, update)
             words = {kind: explain_alarm(kind, loss_id, update, limits, found) for kind in kinds}
             alarms = [Alarm(kind, loss_id, update.step, update.scale, text) for kind, text in words.items()]
@@ -249,18 +226,18 @@ class AlarmWatch:
 
     def _write(self, record: Record, alarm: Alarm) -> Path | None:
         """Writes a post-mortem at the first alarm after a quiet time, on rank 0 and where a loss broke."""
-        watched, rank = record.watched, _rank()
+        call, rank = record.call, find_rank()
         before, record.last_alarm = record.last_alarm, record.begun
-        is_same = before is not None and record.begun - before <= watched.limits.within
-        if watched.folder is None or is_same or watched.written >= MOST_POST_MORTEMS:
+        is_same = before is not None and record.begun - before <= call.alarms.within
+        if call.folder is None or is_same or call.post_mortems >= MOST_POST_MORTEMS:
             return None
         if rank and alarm.kind != "loss":
             return None
-        watched.written += 1
+        call.post_mortems += 1
         facts = {name: getattr(alarm, name) for name in ("kind", "loss_id", "step", "scale", "message")}
         facts["steps_later"] = record.begun - 1 - alarm.step  # batch and weights are those of a later step
-        history, models = record.ring.history(), watched.live_models()
-        return write(watched.folder, rank, functools.partial(pack, facts, history, watched.policy, models))
+        history, models = record.ring.history(), call.live_forwards()
+        return write(call.folder, rank or 0, functools.partial(pack, facts, history, call.policy, models))
 
 
 def _combine(step: int, outcomes: Sequence[BackwardOutcome]) -> ScaleUpdate:
@@ -277,7 +254,3 @@ def _look_closer(amp: AmpOptimizer, update: ScaleUpdate) -> Underflow | None:
     halves = [(pair.half.grad, 1.0) for pair in amp.masters if pair.half.grad is not None]
     own = [(param.grad, update.scale) for param in amp.own_params() if param.grad is not None]
     return count_underflow([*halves, *own])
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if has_ranks() else 0
