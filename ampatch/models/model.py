@@ -239,7 +239,7 @@ class ModelCaster:
         """
         is_asked = not self._asked.isdisjoint(inner_ids([kept]))
         for module in kept.modules():
-            self._hook_inputs(module, torch.float32)
+            self._hook_inputs(module, CastInputs(torch.float32))
             self._hook_scope(module, EnterForward(True, torch.float32))
             if not is_asked:
                 self._hook_outputs(module, None, keeps_losses=True)
@@ -249,7 +249,7 @@ class ModelCaster:
         # In this order, so that the forward is on record when its input is not cast yet, and its output is.
         self._hook_outputs(module, None, keeps_losses=True)
         self._hook_scope(module, EnterAsGiven(True, torch.float32))
-        self._hook_inputs(module, torch.float32)
+        self._hook_inputs(module, CastInputs(torch.float32))
 
     def _hook_entries(self) -> None:
         """Has the half modules take what kept ones return."""
@@ -257,14 +257,13 @@ class ModelCaster:
         for module in list_parts(self._models):
             half = find_half(module)
             if half is not None and id(module) not in served:
-                handle = module.register_forward_pre_hook(CastEntry(half), with_kwargs=True)
-                self._stack.callback(handle.remove)
+                self._hook_inputs(module, CastEntry(half))
 
     def _hook_forward(self, model: Module) -> None:
         policy = self._policy
         if model not in self._kept:
             if policy.cast_model_type is not None:
-                self._hook_inputs(model, policy.cast_model_type)
+                self._hook_inputs(model, CastInputs(policy.cast_model_type))
             patches = policy.patch_torch_functions
             enter = EnterForward(not patches, None if patches else policy.cast_model_type)
             self._hook_scope(model, enter)
@@ -276,9 +275,8 @@ class ModelCaster:
         # Always: a forward that raised must not stay on record, and its tensors alive with it.
         self._stack.callback(module.register_forward_hook(leave, always_call=True).remove)
 
-    def _hook_inputs(self, module: Module, dtype: torch.dtype) -> None:
-        handle = module.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
-        self._stack.callback(handle.remove)
+    def _hook_inputs(self, module: Module, hook: CastInputs) -> None:
+        self._stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
     def _hook_outputs(self, module: Module, alone: torch.dtype | None, **how: bool) -> None:
         if alone is not None or self._policy.casts_model:

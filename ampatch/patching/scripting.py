@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch.nn import Module
@@ -46,7 +47,9 @@ class ScriptModels(SessionPatch):
         def create_script_module(model: Module, *args: object, is_tracing: bool = False, **kwargs) -> object:
             if not is_tracing:
                 self._say(model)
-            with _without_hooks(model):
+            with ExitStack() as undo:
+                undo.callback((patcher := Patcher()).close)
+                _hide_hooks(patcher, model)
                 return original(model, *args, is_tracing=is_tracing, **kwargs)
 
         return create_script_module
@@ -70,22 +73,11 @@ def _take_original(look_up: Callable[..., object]) -> Callable[..., object]:
     return lambda function, *args: look_up(peel(function), *args)
 
 
-@contextmanager
-def _without_hooks(model: Module) -> Iterator[None]:
-    """Takes our forward hooks away from a model and its parts for a moment."""
-    tables = [table for part in model.modules() for table in (part._forward_hooks, part._forward_pre_hooks)]
-    given = [dict(table) for table in tables]
-    for table in tables:
-        for key in [key for key, hook in table.items() if is_ours(hook)]:
-            del table[key]
-    try:
-        yield
-    finally:
-        for table, hooks in zip(tables, given, strict=True):
-            table.clear()
-            table.update(hooks)
-
-
-def is_ours(hook: object) -> bool:
-    """Whether a hook is one that `initialize` put on a module."""
-    return type(hook).__module__.partition(".")[0] == "ampatch"
+def _hide_hooks(patcher: Patcher, model: Module) -> None:
+    """Takes the forward hooks that `initialize` put on a model and its parts away."""
+    for part in model.modules():
+        for table in ("_forward_hooks", "_forward_pre_hooks"):
+            hooks = getattr(part, table).items()
+            others = [(key, hook) for key, hook in hooks if not type(hook).__module__.startswith("ampatch.")]
+            if len(others) < len(hooks):
+                patcher.replace(part, table, OrderedDict(others))
