@@ -172,18 +172,13 @@ class Catalog:
 
     def _what_it_is(self, text: str, path: str) -> str:
         """The message for what is no op."""
-        own = path.rpartition(".")[2]
         found = _resolve(path if "." in path else f"torch.nn.{path}")
         if isinstance(found, type) and issubclass(found, torch.nn.Module):
-            calls = [word for word in (_snake(own),) if word in self._paths]
-            hint = f", such as {calls[0]!r}" if calls else ""
-            on_cpu = [row.reason for row in lists.MODULES_ON_CPU.rows if row.name == found.__name__]
-            said = f"; in a half model on a CPU it runs in float32: {on_cpu[0]}" if on_cpu else ""
             return (
                 f"{text!r} is a module, and tables name functions: its forward runs in the types of the "
-                f"functions that it calls; look up those{hint}{said}"
+                f"functions that it calls; look up those"
             )
-        close = difflib.get_close_matches(own, self._paths, n=3, cutoff=0.7)
+        close = difflib.get_close_matches(path.rpartition(".")[2], self._paths, n=3, cutoff=0.7)
         hint = f"; close: {', '.join(close)}" if close else ""
         return f"{text!r} is not a known op of torch {self.version}{hint}"
 
@@ -251,12 +246,3 @@ def _ops_of(target: str) -> list[str]:
         known = {*dir(torch._C._VariableFunctions), *torch.functional.__all__}
         return [name for name in names if name in known]
     return [name for name in names if name not in _NOT_OPS and "torch_function" not in name]
-
-
-def _snake(name: str) -> str:
-    """Writes the name of a class as functions are called.
-
-    >>> _snake("LayerNorm"), _snake("LSTM"), _snake("MSELoss"), _snake("Conv2d")
-    ('layer_norm', 'lstm', 'mse_loss', 'conv2d')
-    """
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
