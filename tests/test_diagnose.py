@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ampatch as amp
 from ampatch.__main__ import main
-from ampatch.doctor.live.flag import Flag
+from ampatch.doctor.live.flag import Check, Flag
 from ampatch.doctor.live.patient import Patient
 from faults import judge, make
 
@@ -462,6 +462,25 @@ def test_what_the_script_counts_is_not_counted_twice():
             trainer.optimizer.zero_grad()
     assert total.tolist() == [3, 3, 3]
     assert only(patient).op == "exp"
+
+
+@pytest.mark.parametrize("kind", ["small", "large", "half", "sparse", "complex", "whole"])
+def test_a_check_sees_one_number_that_is_not_finite_among_tensors_of_each_kind(kind):
+    one = torch.ones(200, 200) if kind == "large" else torch.ones(3, 3)
+    other = {
+        "half": one.half(),
+        "sparse": one.to_sparse(),
+        "complex": one * 1j,
+        "whole": one.int(),
+    }.get(kind, one.clone())
+    check = Check()
+    assert not check.of([one, other]).read()
+    one[1, 2] = float("inf")
+    assert check.of([other, one]).read()
+    one[1, 2] = float("nan")
+    assert check.of([one, other]).read()
+    one[1, 2] = 1
+    assert not check.of([one, other]).read()
 
 
 # ---- A device that tells later ----

@@ -73,6 +73,7 @@ _SCALE = "loss scales other than a static 1 cannot be used"
 _ENGINE = "disable_casts() does not reach backward passes on a GPU"
 _SCRIPTS = "torch.jit.script refuses models with hooks, and patched functions"
 _LOSSES = "amp.diagnose does not see the operations of a loss"
+_BACKWARDS = "amp.diagnose explains no step whose backward pass is not that of a tensor"
 _COMPILED = "functions of torch.compile run as plain Python while torch is patched"
 _CHECKPOINTS = "torch.distributed.checkpoint.state_dict raises KeyError for optimizers with masters"
 
@@ -101,6 +102,7 @@ EAGER = (
     ),
     FUNCTION_MODES := Private("_C._len_torch_function_stack", _LOSSES),
     FUNCTION_MODE := Private("_C._get_function_stack_at", _LOSSES),
+    RUN_BACKWARD := Private("autograd._engine_run_backward", _BACKWARDS),
     REENTRANT := Private("utils.checkpoint.CheckpointFunction", "reentrant checkpoints may recompute uncast"),
 )
 

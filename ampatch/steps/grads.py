@@ -117,11 +117,12 @@ class EarlierGrads:
 
     def take(self, params: Iterable[Tensor]) -> None:
         """Takes the gradients of parameters away."""
-        for param in params:
-            grad = param.grad
-            if grad is not None:
-                self._set_aside.append((param, own_memory(grad)))
-                param.grad = None
+        with torch._C.DisableTorchFunction():  # a mode would be told of each
+            for param in params:
+                grad = param.grad
+                if grad is not None:
+                    self._set_aside.append((param, own_memory(grad)))
+                    param.grad = None
 
     @torch.no_grad()
     def change(self, change: Callable[[Tensor], Tensor]) -> None:

@@ -100,12 +100,17 @@ def around_scale(
     return scale(scaler, *args, **kwargs)
 
 
-def own_scaler() -> amp.LossScaler | None:
-    """Returns the first scaler of `initialize`, None where it is not in use."""
+def own_scalers() -> tuple[amp.LossScaler, ...]:
+    """Returns the scalers of `initialize`, none where it is not in use."""
     try:
-        return next(iter(amp.loss_scalers()), None)
+        return amp.loss_scalers()
     except amp.NotInitializedError:
-        return None
+        return ()
+
+
+def own_scaler() -> amp.LossScaler | None:
+    """Returns the first of them, None where there are none."""
+    return next(iter(own_scalers()), None)
 
 
 class Backwards:

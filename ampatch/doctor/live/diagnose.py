@@ -33,7 +33,8 @@ def watch(models: object, optimizers: object, scaler: object = None) -> Iterator
 
     Costs one fused check of the gradients a step where no loss scaler makes one, and no host sync: on a GPU
     what a scaler does not tell the host is read one step later, and until then a copy of the weights is kept.
-    Keeps the inputs of the last two steps alive. Raises AmpTypeError for what is no model or optimizer.
+    Keeps the inputs of the last step alive, on a GPU of the last two. Raises AmpTypeError for what is no
+    model or optimizer.
     """
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise amp.AmpTypeError(f"scaler is a {type(scaler).__name__}: expected a torch.amp.GradScaler")

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 import ampatch as amp
+from ampatch.levels.private import check_and_unscale_
+
+LARGE = 8192  # numbers of a tensor from which norms, which write nothing, are faster than the fused check
 
 
 class Flag:
     """1 on the device where a number is not finite; on a GPU the host hears of it later."""
 
-    def __init__(self, found: Tensor) -> None:
+    def __init__(self, found: Tensor | bool) -> None:
         self._found, self._arrived = found, None
-        if found.is_cuda:
+        if isinstance(found, Tensor) and found.is_cuda:
             self._host = torch.empty((), device="cpu", pin_memory=True)
             self._host.copy_(found, non_blocking=True)
             self._found, self._arrived = self._host, torch.cuda.Event()
@@ -43,10 +44,33 @@ class Check:
 
     def __init__(self) -> None:
         self._scalers: dict[torch.device, amp.LossScaler] = {}
+        self._found, self._one = torch.zeros((), device="cpu"), torch.ones((), device="cpu")
+        self._are_large: dict[int, bool] = {}  # by how many there are
+
+    def of(self, tensors: list[Tensor]) -> Flag | None:
+        """Returns whether all are finite, None for none at all; no host sync."""
+        if tensors and tensors[0].is_cpu and {*map(type, tensors)} == {Tensor}:
+            try:
+                return Flag(self._is_any_bad(tensors))
+            except RuntimeError:  # some are elsewhere, sparse, complex ...
+                self._found.zero_()
+        return self._ask(tensors)
+
+    def _is_any_bad(self, tensors: list[Tensor]) -> bool:
+        """Says whether a number is not finite; raises RuntimeError for what is not dense and on the host."""
+        count = len(tensors)
+        if count not in self._are_large:
+            self._are_large[count] = sum(each.numel() for each in tensors) > LARGE * count
+        if self._are_large[count] and torch.stack(torch._foreach_norm(tensors)).sum().isfinite():
+            return False
+        check_and_unscale_(tensors, self._found, self._one)  # by 1: it changes nothing
+        is_bad = self._found.item() > 0
+        if is_bad:
+            self._found.zero_()
+        return is_bad
 
     @torch.no_grad()
-    def of(self, tensors: Sequence[Tensor]) -> Flag | None:
-        """Returns whether all are finite, None for none at all; no host sync."""
+    def _ask(self, tensors: list[Tensor]) -> Flag | None:
         kinds = {(each.dtype, each.device) for each in tensors}
         known = {kind for kind in kinds if can_overflow(*kind)}
         found = [each for each in tensors if kinds == known or (each.dtype, each.device) in known]

@@ -16,6 +16,7 @@ from torch.nn import Module
 from ampatch.doctor.instruments.places import INSTALLED, OURS
 
 HERE = __file__.rpartition("frames.py")[0]
+LIBRARIES = (*OURS, *INSTALLED, "<frozen ")
 MOST = 30  # frames of libraries between an operation and the user's line
 
 PLAIN = (int, float, bool, str, type(None))
@@ -32,12 +33,19 @@ def capture(depth: int = 2) -> Frames:
     found: list[tuple[str, int]] = []
     while frame is not None and len(found) < MOST:
         name = frame.f_code.co_filename
-        if not name.startswith(HERE):
+        is_user, is_here = place_of(name)
+        if not is_here:
             found.append((name, frame.f_lineno))
-            if not name.startswith((*OURS, *INSTALLED, "<frozen ")):
-                break
+        if is_user:
+            break
         frame = frame.f_back
     return tuple(found)
+
+
+@functools.lru_cache(maxsize=1000)
+def place_of(name: str) -> tuple[bool, bool]:
+    """Says whether a file is the user's own, and whether it is one of a watch."""
+    return not name.startswith(LIBRARIES), name.startswith(HERE)
 
 
 def call_at(frames: Frames, run: Callable[[], object]) -> object:
@@ -63,7 +71,7 @@ def files_of(model: Module) -> list[Space]:
     for kind in {type(module) for module in model.modules()}:
         function = getattr(kind.forward, "__wrapped__", kind.forward)
         code = getattr(function, "__code__", None)
-        if code is not None and not code.co_filename.startswith((*OURS, *INSTALLED, "<frozen ")):
+        if code is not None and not code.co_filename.startswith(LIBRARIES):
             found[id(function.__globals__)] = function.__globals__
     return list(found.values())
 

@@ -6,11 +6,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from ampatch.doctor.instruments.places import device_of
 from ampatch.doctor.instruments.values import node_of, tensors_in
 from ampatch.doctor.live.frames import PLAIN, Frames, Surroundings, files_of
 
@@ -41,6 +43,8 @@ class Slots:
 
     def add(self, value: object) -> tuple[int, ...]:
         """Numbers the tensors in a result."""
+        if isinstance(value, Tensor):
+            return (self._add(value),)
         return tuple(self._add(tensor) for tensor in tensors_in(value))
 
     def _add(self, tensor: Tensor) -> int:
@@ -60,9 +64,11 @@ class Slots:
             return Slot(index)
         if node_of(tensor) is not None:
             self.is_whole = False
-        elif tensor.dim() == 0 and not isinstance(tensor, Parameter):
+        elif isinstance(tensor, Parameter):
+            return tensor
+        elif tensor.dim() == 0:
             return tensor.detach().clone()  # a loss scale, say, which is written in place
-        elif not isinstance(tensor, Parameter) and not tensor.is_inference():
+        elif not tensor.is_inference():
             self.given.append((tensor, tensor._version))
         return tensor
 
@@ -72,15 +78,16 @@ def map_tensors(value: object, change: Callable[[Tensor], object]) -> object:
     if isinstance(value, (Tensor, Slot)):
         return change(value)
     kind = type(value)
-    if kind in (tuple, list):
-        return kind([map_tensors(each, change) for each in value])
     if kind is dict:
-        return {key: map_tensors(each, change) for key, each in value.items()}
+        return {
+            key: each if type(each) in PLAIN else map_tensors(each, change) for key, each in value.items()
+        }
+    if kind in (tuple, list):
+        return kind([each if type(each) in PLAIN else map_tensors(each, change) for each in value])
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class Mode:
+class Mode(NamedTuple):
     """How operations ran: with or without a graph, and under which `torch.autocast`."""
 
     grad: bool
@@ -111,7 +118,11 @@ class Mode:
 
 @dataclass(slots=True)
 class Forward:
-    """A call of a model. `outputs` are the slots of what it returned, `gradients` what came back to them."""
+    """A call of a model.
+
+    `outputs` are the slots of what it returned, `nodes` where that stands in the graph: slot, number of the
+    node, and which of its results it is. `gradients` is what came back, by slot.
+    """
 
     find: Callable[[], Module | None]
     args: object
@@ -121,11 +132,11 @@ class Forward:
     random: list[Tensor]
     surroundings: Surroundings
     outputs: tuple[int, ...] = ()
+    nodes: list[tuple[int, int, int]] = field(default_factory=list)
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(NamedTuple):
     """An operation after a model's forward, such as one of the loss."""
 
     function: Callable[..., object]
@@ -136,8 +147,7 @@ class Operation:
     mode: Mode
 
 
-@dataclass(frozen=True, slots=True)
-class Backward:
+class Backward(NamedTuple):
     """A call of `Tensor.backward`; `loss` is a slot, or None for a tensor that nobody saw being made."""
 
     loss: int | None
@@ -156,10 +166,7 @@ class Record:
         self.state: dict[int, State] = {}  # by the id of the model
         self.spare = spare or {}  # whose memory may be used again
         self.weights: list[tuple[Tensor, Tensor]] = []  # and their copies, where the step cannot wait
-
-    def losses(self) -> list[Tensor]:
-        """Returns the values that backward passes began at."""
-        return [event.value for event in self.events if isinstance(event, Backward)]
+        self.losses: list[Tensor] = []  # the values that backward passes began at
 
     def is_changed(self) -> bool:
         """Says whether something that the step took was written to since."""
@@ -176,21 +183,28 @@ class State:
         self._modules = [(weakref.ref(each), *_plain_names(each)) for each in model.modules()]
         self._modules = [known for known in self._modules if not _is_of_torch(known[0]())]
         self._places = [(weakref.ref(each), name) for each in model.modules() for name in each._buffers]
+        device = device_of(model)
+        self.device, self.gpu = device.type, device if device.type == "cuda" else None
         self.files = files_of(model)
         self._buffers: list[Tensor] = []
         self._saved: list[Tensor] = []
         self._values: list[tuple[object, ...]] = []
 
-    @torch.no_grad()
     def save(self) -> None:
         """Takes the state; copies the buffers, no host sync."""
+        if self._places:
+            self._copy_buffers()
+        if self._modules:
+            self._values = [self._read(index) for index in range(len(self._modules))]
+
+    @torch.no_grad()
+    def _copy_buffers(self) -> None:
         found = [module._buffers.get(name) for find, name in self._places if (module := find()) is not None]
         buffers = [each for each in found if each is not None]
         if list(map(id, buffers)) != list(map(id, self._buffers)):
             self._buffers, self._saved = buffers, [torch.empty_like(each) for each in buffers]
         if buffers:
             torch._foreach_copy_(self._saved, buffers)
-        self._values = [self._read(index) for index in range(len(self._modules))]
 
     def _read(self, index: int) -> tuple[object, ...]:
         find, count, names = self._modules[index]

@@ -130,13 +130,13 @@ def set_random(states: Sequence[Tensor]) -> None:
             torch.cuda.set_rng_state(state)
 
 
-def nodes_of(roots: Sequence[Tensor]) -> Iterator[object]:
-    """Yields the nodes of a graph, each once."""
+def nodes_of(roots: Sequence[Tensor], first: int = 0) -> Iterator[object]:
+    """Yields the nodes of a graph, each once, but none that is older than the first."""
     found = [root.grad_fn for root in roots]
     seen: set[object] = set()
     while found:
         node = found.pop()
-        if node is None or node in seen:
+        if node is None or node in seen or node._sequence_nr() < first:
             continue
         seen.add(node)
         yield node

@@ -13,10 +13,12 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 import ampatch as amp
-from ampatch.doctor.instruments.values import tensors_in
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.live.flag import Flag
-from ampatch.doctor.live.record import Backward, Forward, Record
+from ampatch.doctor.live.record import Forward, Record
+from ampatch.doctor.live.rerun import nodes_of
+
+NONE = 2**63  # above the number of each node
 
 
 @dataclass(slots=True)
@@ -44,19 +46,19 @@ class Step:
         losses = all(outcome.is_loss_finite is not False for outcome in self.outcomes)
         scale = read[0][1] if read else self.scale
         if self.flag is not None and self.flag.read():
-            found = [bool(torch.isfinite(value).all()) for value in self.record.losses()]
+            found = [bool(torch.isfinite(value).all()) for value in self.record.losses]
             losses = losses and all(found)
             bad = bad or losses
         elif bad:
-            losses = losses and all(bool(torch.isfinite(value).all()) for value in self.record.losses())
+            losses = losses and all(bool(torch.isfinite(value).all()) for value in self.record.losses)
         return Attempt(self.number, scale, self.is_dynamic or bool(read), losses, not bad)
 
 
-def random_of(device: torch.device) -> list[Tensor]:
+def random_of(gpu: torch.device | None) -> list[Tensor]:
     """Returns the state of torch's generators, of the CPU and of the model's GPU; no host sync."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        states.append(torch.cuda.get_rng_state(device))
+    states = [torch.default_generator.get_state()]
+    if gpu is not None and not torch.cuda.is_current_stream_capturing():
+        states.append(torch.cuda.get_rng_state(gpu))
     return states
 
 
@@ -68,18 +70,25 @@ def outcomes_of(optimizer: Optimizer) -> tuple[amp.BackwardOutcome, ...] | None:
         return None
 
 
-def hold_gradients(record: Record, forward: Forward, output: object) -> None:
-    """Keeps the gradients that come back to what a model returned, if the loss cannot be made again."""
-    for slot, tensor in zip(forward.outputs, tensors_in(output), strict=True):
-        if tensor.grad_fn is not None:
-            tensor.register_hook(functools.partial(_hold, record, forward, slot))
+def hold_gradients(record: Record, roots: Sequence[Tensor]) -> bool:
+    """Has the gradients kept that come back to what models returned; says whether any can.
+
+    For a loss that cannot be made again. Nodes of a graph are numbered as they are made, and a number
+    keeps nothing alive.
+    """
+    forwards = [event for event in record.events if isinstance(event, Forward)]
+    places = [(it, slot, number, which) for it in forwards for slot, number, which in it.nodes]
+    oldest = min([number for *_, number, _ in places], default=NONE)
+    nodes = {node._sequence_nr(): node for node in nodes_of(roots, oldest)}
+    found = [place for place in places if place[2] in nodes]
+    for forward, slot, number, which in found:
+        nodes[number].register_prehook(functools.partial(_hold, forward, slot, which))
+    return bool(found)
 
 
-def _hold(record: Record, forward: Forward, slot: int, gradient: Tensor) -> None:
-    if not isinstance(record.events[-1], Backward):  # one that nobody saw begin
-        record.slots.is_whole = False
-    if not record.slots.is_whole:
-        forward.gradients[slot] = gradient
+def _hold(forward: Forward, slot: int, which: int, gradients: tuple[Tensor | None, ...]) -> None:
+    if gradients[which] is not None:
+        forward.gradients[slot] = gradients[which]
 
 
 @torch.no_grad()

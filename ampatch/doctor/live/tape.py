@@ -31,6 +31,8 @@ def is_in_place(function: Callable[..., object]) -> bool:
 
 def needs_graph(args: tuple[object, ...]) -> bool:
     """Says whether one of an operation's tensors has a graph."""
+    if args and type(args[0]) is Tensor and args[0].requires_grad:
+        return True
     return any(node_of(tensor) is not None for tensor in tensors_in(args))
 
 
@@ -72,9 +74,9 @@ class Tape(TorchFunctionMode):
     ) -> object:
         kwargs = kwargs or {}
         record = self.record
-        if record is None or func == GRAD:
+        if record is None:
             return func(*args, **kwargs)
-        if type(func) is ATTRIBUTE and not isinstance(value := func(*args, **kwargs), Tensor):
+        if type(func) is ATTRIBUTE and (not isinstance(value := func(*args), Tensor) or func == GRAD):
             return value  # a dtype, say
         if is_in_place(func) and args and record.slots.find(args[0]) is None:
             return func(*args, **kwargs)  # into what the script keeps, as a count: not to be done twice

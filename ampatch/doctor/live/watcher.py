@@ -17,14 +17,16 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import ampatch as amp
-from ampatch.doctor.instruments.clock import own_scaler, wrap
-from ampatch.doctor.instruments.places import device_of
+from ampatch.doctor.instruments.clock import own_scalers, wrap
+from ampatch.doctor.instruments.values import node_of, tensors_in
+from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.live.flag import Check, Flag
 from ampatch.doctor.live.frames import capture, take
 from ampatch.doctor.live.patient import Patient
 from ampatch.doctor.live.record import Backward, Forward, Mode, Record, State
 from ampatch.doctor.live.step import Step, copy_weights, hold_gradients, outcomes_of, random_of
 from ampatch.doctor.live.tape import Tape
+from ampatch.levels.private import RUN_BACKWARD
 
 SCALE_EVERY = 100  # attempts, between two looks at the scale of a GradScaler on a GPU, which wait for it
 
@@ -51,13 +53,15 @@ class Watcher:
         self._optimizers = {id(one): weakref.ref(one) for one in optimizers}
         self._patient = patient
         self._tape, self._check = Tape(), Check()
-        self._record, self._before = Record(), Record()
+        self._record = Record()
+        self._spare: dict[int, State] = {}  # of a step that was judged late
         self._is_over = False  # whether the next forward begins another step
         self._is_busy = False  # in a backward or a replay
         self._running: list[Module] = []
         self._forward: Forward | None = None
         self._steps: Counter[int] = Counter()
         self._frame: FrameType | None = None  # of the optimizer's step that runs
+        self._may_skip = False  # whether a scaler of ours may have it skipped
         self._scaling: GradScaler | None = None
         self._waiting: list[Step] = []
         self._has_outcomes: set[int] = set()
@@ -75,11 +79,13 @@ class Watcher:
         undo.callback(register_optimizer_step_pre_hook(self._begin_step).remove)
         undo.callback(register_optimizer_step_post_hook(self._end_step).remove)
         wrap(torch.Tensor, "backward", self._around_backward, undo)
+        if not RUN_BACKWARD.is_missing():
+            wrap(*RUN_BACKWARD.find_place(), self._around_engine, undo)
         wrap(GradScaler, "step", self._around_scaler, undo)
 
     def _forget(self, _: object) -> None:
         """A model is gone: what its steps took may go too."""
-        self._record, self._before, self._waiting = Record(), Record(), []
+        self._record, self._spare, self._waiting = Record(), {}, []
 
     def _finish(self) -> None:
         self._tape.stop()
@@ -91,22 +97,27 @@ class Watcher:
 
     def _enter(self, model: Module, args: tuple, kwargs: dict) -> None:
         self._tape.stop()
-        if self._is_busy or is_replay() or not torch.is_grad_enabled():
+        if self._is_busy or self._patient.is_replaying or not torch.is_grad_enabled():
             return
         self._running.append(model)
         if len(self._running) > 1:
             return
         if self._is_over:
-            spare, self._before = self._before.state, self._record
-            self._record, self._is_over = Record(spare), False
-        record, device = self._record, device_of(model)
+            waits = any(step.record is self._record for step in self._waiting)
+            self._record, self._is_over = Record(self._spare if waits else self._record.state), False
+        record = self._record
         if id(model) not in record.state:
             record.state[id(model)] = record.spare.pop(id(model), None) or State(model)
             record.state[id(model)].save()
-        taken = record.slots.refer(args), record.slots.refer(kwargs)
-        around = take(record.state[id(model)].files)
+        state = record.state[id(model)]
+        taken = record.slots.refer(args), record.slots.refer(kwargs) if kwargs else {}
         self._forward = Forward(
-            weakref.ref(model), *taken, capture(3), Mode.now(device.type), random_of(device), around
+            weakref.ref(model),
+            *taken,
+            capture(3),
+            Mode.now(state.device),
+            random_of(state.gpu),
+            take(state.files),
         )
 
     def _leave(self, model: Module, args: tuple, output: object) -> None:
@@ -117,8 +128,10 @@ class Watcher:
             return
         forward, self._forward = self._forward, None
         forward.outputs = self._record.slots.add(output)
+        for slot, tensor in zip(forward.outputs, tensors_in(output), strict=True):
+            if (node := node_of(tensor)) is not None:
+                forward.nodes.append((slot, node._sequence_nr(), tensor.output_nr))
         self._record.events.append(forward)
-        hold_gradients(self._record, forward, output)
         if not self._tape.start(self._record, forward.mode.device):
             self._record.slots.is_whole = False
 
@@ -132,12 +145,21 @@ class Watcher:
         slot = record.slots.find(loss)
         record.slots.is_whole &= slot is not None
         given = record.slots.refer(args), record.slots.refer(kwargs)
-        record.events.append(Backward(slot, *given, capture(3), loss.detach()))
+        record.losses.append(loss.detach().clone() if loss.dim() else loss.data)  # data has no version
+        if not record.slots.is_whole:
+            hold_gradients(record, [loss])
+        record.events.append(Backward(slot, *given, capture(3), record.losses[-1]))
         self._is_busy = True
         try:
             return original(loss, *args, **kwargs)
         finally:
             self._is_busy = False
+
+    def _around_engine(self, original: Callable[..., object], roots: Sequence, *args, **kwargs) -> object:
+        """Stands in for what runs each backward pass; of one that nobody saw begin the loss is not known."""
+        if not self._is_busy and hold_gradients(self._record, [it for it in roots if isinstance(it, Tensor)]):
+            self._record.slots.is_whole = False
+        return original(roots, *args, **kwargs)
 
     # ---- Steps ----
 
@@ -156,7 +178,7 @@ class Watcher:
         self._steps[id(optimizer)] = number + 1
         found = list(scaler._found_inf_per_device(optimizer).values()) if is_fused else []
         flag = Flag(torch.stack([each.to(found[0].device) for each in found]).amax()) if found else None
-        flag = flag or self._check.of(self._record.losses())
+        flag = flag or self._check.of(self._record.losses)
         self._scale = self._read_scale(scaler, skipped)
         self._settle(Step(weakref.ref(optimizer), number, self._record, flag, (), skipped, self._scale, True))
         return result
@@ -169,10 +191,11 @@ class Watcher:
 
     def _begin_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
         self._tape.stop()
-        if self._is_busy or not self._knows(optimizer) or self._is_inside():
+        if self._is_busy or not self._knows(optimizer) or (self._frame is not None and self._is_inside()):
             return None
-        self._frame = sys._getframe(1)
-        self._resolve()
+        self._frame, self._may_skip = sys._getframe(1), True
+        if self._waiting:
+            self._resolve()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._look(optimizer)
@@ -194,15 +217,21 @@ class Watcher:
             return
         params = [param for group in optimizer.param_groups for param in group["params"]]
         gradients = [grad for param in params if (grad := param.grad) is not None]
-        losses = [value.clone() for value in self._record.losses()]
-        flag = self._check.of([*gradients, *losses])
-        scaler = own_scaler()
-        scale = scaler.get_scale() if scaler is not None and not scaler.is_dynamic else None
-        step = Step(weakref.ref(optimizer), self._steps[id(optimizer)], self._record, flag, scale=scale)
-        if scaler is not None and scaler.is_dynamic and outcomes_of(optimizer) is not None:
-            self._waiting.append(step)  # it may be skipped: asked after it
-        else:
+        flag = self._check.of(gradients + self._record.losses)
+        scalers = own_scalers()
+        self._may_skip = any(scaler.is_dynamic for scaler in scalers)
+        is_static = not (scalers and scalers[0].is_dynamic)
+        scale = scalers[0].number if scalers and is_static else None
+        number = self._steps[id(optimizer)]
+        if is_static and (flag is None or not (flag.is_late or flag.read())):
+            self._is_over = True
+            self._patient.add(Attempt(number, scale))
+            return
+        step = Step(weakref.ref(optimizer), number, self._record, flag, scale=scale)
+        if is_static or outcomes_of(optimizer) is None:
             self._settle(step)
+        else:
+            self._waiting.append(step)  # it may be skipped: asked after it
 
     def _end_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if self._is_busy or not self._knows(optimizer) or self._frame is not sys._getframe(1):
@@ -211,7 +240,7 @@ class Watcher:
         if self._scaling is not None:
             self._steps[id(optimizer)] += 1
             return
-        outcomes = outcomes_of(optimizer)
+        outcomes = outcomes_of(optimizer) if self._may_skip else None
         if outcomes:
             self._has_outcomes.add(id(optimizer))
             self._waiting = [one for one in self._waiting if one.optimizer() is not optimizer]
@@ -234,19 +263,25 @@ class Watcher:
         due = [step for step in self._waiting if all_of_them or step.record is not self._record]
         self._waiting = [step for step in self._waiting if step not in due]
         for step in due:
+            self._spare = step.record.state
             self._judge(step)
 
     def _judge(self, step: Step) -> None:
         attempt = step.judge()
         if not self._patient.add(attempt):
             return
-        self._is_busy = self._patient.is_replaying = True
+        watching = [it for it in amp.observers() if isinstance(it, Patient)]  # of the same model, maybe
+        self._is_busy = True
+        for patient in watching:
+            patient.is_replaying = True
         try:
             models = [model for find in self._models if (model := find()) is not None]
             optimizers = [one for find in self._optimizers.values() if (one := find()) is not None]
             self._patient.examine(step.record, step.number, models, optimizers, step.optimizer())
         finally:
-            self._is_busy = self._patient.is_replaying = False
+            self._is_busy = False
+            for patient in watching:
+                patient.is_replaying = False
 
     def _knows(self, optimizer: Optimizer) -> bool:
         find = self._optimizers.get(id(optimizer))
@@ -255,13 +290,8 @@ class Watcher:
     def _is_inside(self) -> bool:
         """Says whether a step of ours runs: a class that calls `super().step()` runs the hooks twice."""
         frame: FrameType | None = sys._getframe(2)
-        while self._frame is not None and frame is not None:
+        while frame is not None:
             if frame is self._frame:
                 return True
             frame = frame.f_back
         return False
-
-
-def is_replay() -> bool:
-    """Says whether a watch, this one or another of the same model, replays a step."""
-    return any(isinstance(it, Patient) and it.is_replaying for it in amp.observers())
