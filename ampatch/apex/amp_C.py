@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import ampatch as amp
-from ampatch.apex.multi_tensor_apply.kernels import check_lists, past_autograd, set_flag_, widen, write_
-from ampatch.apex.multi_tensor_apply.norms import are_finite, norms, total_norm
+from ampatch.apex.multi_tensor_apply.kernels import kernel, set_flag_, write_
+from ampatch.apex.multi_tensor_apply.norms import are_finite, compute_type, norms, total_norm
 from ampatch.apex.multi_tensor_apply.optimizer_kernels import (
     multi_tensor_adagrad,
     multi_tensor_adam,
@@ -35,71 +35,58 @@ __all__ = [
     "multi_tensor_novograd",
 ]
 
-TensorLists = Sequence[Sequence[Tensor]]
+Flag = Tensor | None
+Lists = list[list[Tensor]]
 
 
-@past_autograd
-def multi_tensor_scale(
-    chunk_size: int, noop_flag: Tensor | None, tensor_lists: TensorLists, scale: float | Tensor
-) -> None:
+@kernel(2)
+def multi_tensor_scale(flag: Flag, lists: Lists, scale: float | Tensor) -> None:
     """Writes each tensor of the first list, times `scale`, into that of the second.
 
     Sets the flag to 1 if an input is inf or NaN.
     """
-    sources, targets = check_lists("multi_tensor_scale", tensor_lists, 2)
-    set_flag_(noop_flag, are_finite(sources))
+    sources, targets = lists
+    set_flag_(flag, are_finite(sources))
     write_(targets, _multiply(sources, scale))
 
 
-@past_autograd
-def multi_tensor_axpby(
-    chunk_size: int,
-    noop_flag: Tensor | None,
-    tensor_lists: TensorLists,
-    a: float,
-    b: float,
-    arg_to_check: int = -1,
-) -> None:
+@kernel(3)
+def multi_tensor_axpby(flag: Flag, lists: Lists, a: float, b: float, arg_to_check: int = -1) -> None:
     """Writes a * x + b * y, for x, y of the first two lists, into the tensors of the third.
 
     Sets the flag to 1 if an x (`arg_to_check` 0), a y (1) or any of both (-1) is inf or NaN.
     """
-    xs, ys, targets = check_lists("multi_tensor_axpby", tensor_lists, 3)
+    xs, ys, targets = lists
     checked = {0: xs, 1: ys, -1: [*xs, *ys]}.get(arg_to_check)
     if checked is None:
         raise amp.AmpValueError(
             f"multi_tensor_axpby: arg_to_check={arg_to_check!r}: expected 0 for x, 1 for y or -1 for both"
         )
-    set_flag_(noop_flag, are_finite(checked))
+    set_flag_(flag, are_finite(checked))
     others = [y.reshape(x.shape) for x, y in zip(xs, _multiply(ys, b), strict=True)]
     products = _multiply(xs, a)
     write_(targets, torch._foreach_add(products, others) if products else [])
 
 
 def _multiply(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
+    wide = [tensor.to(compute_type(tensor.dtype)) for tensor in tensors]
     if isinstance(factor, Tensor):
         factor = factor.data.reshape(())
-        return [wide * factor.to(wide.device) for wide in widen(tensors)]
-    return list(torch._foreach_mul(widen(tensors), float(factor))) if tensors else []
+        return [tensor * factor.to(tensor.device) for tensor in wide]
+    return list(torch._foreach_mul(wide, float(factor))) if wide else []
 
 
-@past_autograd
-def multi_tensor_l2norm(
-    chunk_size: int,
-    noop_flag: Tensor | None,
-    tensor_lists: TensorLists,
-    per_tensor: bool | None = False,
-) -> tuple[Tensor, Tensor]:
+@kernel(1)
+def multi_tensor_l2norm(flag: Flag, lists: Lists, per_tensor: bool | None = False) -> tuple[Tensor, Tensor]:
     """Returns the 2-norm over all tensors, of shape [1], and that of each, or an empty tensor.
 
     Sets the flag to 1 if the norm is not finite.
     """
-    (tensors,) = check_lists("multi_tensor_l2norm", tensor_lists, 1)
-    parts = norms(tensors)
+    parts = norms(lists[0])
     # As apex did, the norm of each tensor comes in one vector, on the device of the first.
-    device = next((part.device for part in parts), None if noop_flag is None else noop_flag.device)
+    device = next((part.device for part in parts), None if flag is None else flag.device)
     total = total_norm(parts, device)
-    set_flag_(noop_flag, total.isfinite())
+    set_flag_(flag, total.isfinite())
     if not per_tensor or not parts:
         return total.reshape(1), torch.empty(0, device=device)
     return total.reshape(1), torch.stack([part.to(device, torch.float32) for part in parts])

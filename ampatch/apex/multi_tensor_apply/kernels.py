@@ -4,39 +4,45 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 import ampatch as amp
-from ampatch.apex.multi_tensor_apply.norms import compute_type, is_plain
+from ampatch.apex.multi_tensor_apply.norms import is_plain
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def past_autograd(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a function to run without a graph, and without the casts of a session."""
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.no_grad(), amp.disable_casts():
-            return function(*args, **kwargs)
-
-    return run
+Lists = Sequence[Sequence[Tensor]]
+Kernel = Callable[..., object]
 
 
-def check_lists(
-    name: str, tensor_lists: Sequence[Sequence[Tensor]], count: int, most: int | None = None
-) -> list[list[Tensor]]:
+def kernel(count: int, most: int | None = None) -> Callable[[Kernel], Kernel]:
+    """Decorates a function of `amp_C` on `count` lists, or up to `most`: it gets the flag and these lists.
+
+    It runs without a graph, and without the casts of a session.
+    """
+
+    def decorate(function: Kernel) -> Kernel:
+        @functools.wraps(function)
+        def run(
+            chunk_size: int, noop_flag: Tensor | None, tensor_lists: Lists, *args: object, **kwargs: object
+        ) -> object:
+            with torch.no_grad(), amp.disable_casts():
+                lists = check_lists(function.__name__, tensor_lists, count, most or count)
+                return function(noop_flag, lists, *args, **kwargs)
+
+        return run
+
+    return decorate
+
+
+def check_lists(name: str, tensor_lists: Lists, count: int, most: int) -> list[list[Tensor]]:
     """Returns the lists, as lists of tensors without a graph or a version.
 
     Raises AmpValueError if there are not `count` of them (up to `most`), or if they do not fit.
     """
     lists = [[tensor.data for tensor in tensors] for tensors in tensor_lists]
-    if not count <= len(lists) <= (most or count):
-        raise amp.AmpValueError(f"{name}: found {len(lists)} lists of tensors, expected {most or count}")
+    if not count <= len(lists) <= most:
+        raise amp.AmpValueError(f"{name}: found {len(lists)} lists of tensors, expected {most}")
     if len({len(tensors) for tensors in lists}) > 1:
         raise amp.AmpValueError(
             f"{name}: the lists have {', '.join(str(len(tensors)) for tensors in lists)} tensors: "
@@ -55,11 +61,6 @@ def _check_row(name: str, index: int, row: Sequence[Tensor]) -> None:
         raise amp.AmpValueError(
             f"{name}: tensors {index} have shapes {shapes}: expected equal numbers of elements"
         )
-
-
-def widen(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns tensors in the type that is computed in; those that have it are returned themselves."""
-    return [tensor.to(compute_type(tensor.dtype)) for tensor in tensors]
 
 
 def write_(targets: Sequence[Tensor], results: Sequence[Tensor]) -> None:

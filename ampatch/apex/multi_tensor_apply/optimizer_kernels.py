@@ -1,4 +1,7 @@
-"""The functions of `amp_C` that step an optimizer: no-ops while the flag they are given is 1."""
+"""The functions of `amp_C` that step an optimizer: no-ops while the flag they are given is 1.
+
+They take lists of gradients, of parameters and of what is remembered of gradients, and then numbers.
+"""
 
 from __future__ import annotations
 
@@ -6,40 +9,29 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.optim.adagrad import adagrad
-from torch.optim.adam import adam
-from torch.optim.adamw import adamw
-from torch.optim.sgd import sgd
 
-from ampatch.apex.multi_tensor_apply.kernels import check_lists, past_autograd, write_
+from ampatch.apex.multi_tensor_apply import updates
+from ampatch.apex.multi_tensor_apply.kernels import kernel, write_
 from ampatch.apex.multi_tensor_apply.norms import compute_type
-from ampatch.apex.multi_tensor_apply.updates import (
-    Moments,
-    blend_norms,
-    clip_divisor,
-    lamb_,
-    novograd_,
-)
+from ampatch.apex.multi_tensor_apply.updates import Options
 
-TensorLists = Sequence[Sequence[Tensor]]
+Flag = Tensor | None
+Lists = list[list[Tensor]]
+
+
+def _step(flag: Flag, lists: Lists, update: Callable[..., object], *args: object) -> None:
+    """Runs an update on float32 copies, and writes all but the gradients back where the flag is not set."""
+    if not lists[0]:
+        return
+    copies = [_copy(tensors) for tensors in lists]
+    update(copies, *args)
+    for targets, results in zip(lists[1:], copies[1:], strict=True):
+        write_(targets, results if flag is None else _keep_if(flag, targets, results))
 
 
 def _copy(tensors: Sequence[Tensor]) -> list[Tensor]:
     kind = torch.contiguous_format
     return [tensor.to(compute_type(tensor.dtype), copy=True, memory_format=kind) for tensor in tensors]
-
-
-def _update(
-    flag: Tensor | None, lists: list[list[Tensor]], written: Sequence[int], step: Callable[..., object]
-) -> None:
-    """Runs a step on float32 copies, and writes back the lists named, where the flag is not set."""
-    copies = [_copy(tensors) for tensors in lists]
-    if not lists[0]:
-        return
-    step(*copies)
-    for index in written:
-        targets, results = lists[index], copies[index]
-        write_(targets, results if flag is None else _keep_if(flag, targets, results))
 
 
 def _keep_if(flag: Tensor, targets: list[Tensor], results: list[Tensor]) -> list[Tensor]:
@@ -50,163 +42,79 @@ def _keep_if(flag: Tensor, targets: list[Tensor], results: list[Tensor]) -> list
     ]
 
 
-def _steps(count: int, done: float) -> list[Tensor]:
-    return [torch.tensor(float(done)) for _ in range(count)]
+def _steps(lists: Lists, done: float) -> list[Tensor]:
+    return [torch.tensor(float(done)) for _ in lists[0]]
 
 
-@past_autograd
-def multi_tensor_adam(
-    chunk_size: int,
-    noop_flag: Tensor | None,
-    tensor_lists: TensorLists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-) -> None:
-    """One step of Adam on lists of gradients, parameters and both running means; `mode` 1 is AdamW's."""
-
-    def run(grads: list, params: list, exp_avgs: list, exp_avg_sqs: list) -> None:
-        # With infinitely many steps done, torch corrects nothing.
-        done = int(step) - 1 if bias_correction else float("inf")
-        (adamw if mode == 1 else adam)(
-            params, grads, exp_avgs, exp_avg_sqs, [], _steps(len(params), done),
-            amsgrad=False, beta1=beta1, beta2=beta2, lr=float(lr), weight_decay=weight_decay, eps=epsilon,
-            maximize=False,
-        )  # fmt: skip
-
-    _update(noop_flag, check_lists("multi_tensor_adam", tensor_lists, 4), (1, 2, 3), run)
+@kernel(4)
+def multi_tensor_adam(flag: Flag, lists: Lists, *numbers: float) -> None:
+    """One step of Adam; `mode` 1 is AdamW's."""
+    lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay = numbers
+    options = {"lr": float(lr), "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
+    # With infinitely many steps done, torch corrects nothing.
+    done = int(step) - 1 if bias_correction else float("inf")
+    _step(flag, lists, updates.adam_, _steps(lists, done), options, mode == 1)
 
 
-@past_autograd
-def multi_tensor_adagrad(
-    chunk_size: int,
-    noop_flag: Tensor | None,
-    tensor_lists: TensorLists,
-    lr: float,
-    epsilon: float,
-    mode: int,
-    weight_decay: float,
-) -> None:
-    """One step of Adagrad on lists of gradients, parameters and sums; weights decay apart in `mode` 1."""
-
-    def run(grads: list, params: list, sums: list) -> None:
-        if mode == 1:
-            torch._foreach_mul_(params, 1 - lr * weight_decay)
-        adagrad(
-            params, grads, sums, _steps(len(params), 0), lr=lr,
-            weight_decay=0.0 if mode == 1 else weight_decay, lr_decay=0.0, eps=epsilon, maximize=False,
-        )  # fmt: skip
-
-    _update(noop_flag, check_lists("multi_tensor_adagrad", tensor_lists, 3), (1, 2), run)
+@kernel(3)
+def multi_tensor_adagrad(flag: Flag, lists: Lists, *numbers: float) -> None:
+    """One step of Adagrad; weights decay apart in `mode` 1."""
+    lr, eps, mode, weight_decay = numbers
+    options = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+    _step(flag, lists, updates.adagrad_, _steps(lists, 0), options, mode == 1)
 
 
-@past_autograd
-def multi_tensor_sgd(
-    chunk_size: int,
-    noop_flag: Tensor | None,
-    tensor_lists: TensorLists,
-    wd: float,
-    momentum: float,
-    dampening: float,
-    lr: float,
-    nesterov: bool,
-    first_run: bool,
-    wd_after_momentum: bool,
-    scale: float = 1.0,
-) -> None:
-    """One step of SGD on lists of gradients (times `scale`), parameters and momenta.
+@kernel(3, most=4)
+def multi_tensor_sgd(flag: Flag, lists: Lists, *numbers: float) -> None:
+    """One step of SGD on gradients times `scale`; a fourth list takes the new parameters in another type."""
+    wd, momentum, dampening, lr, nesterov, first_run, wd_after_momentum, scale = (*numbers, 1.0)[:8]
+    options = {"lr": lr, "momentum": momentum, "dampening": dampening, "nesterov": nesterov}
 
-    A fourth list takes the new parameters in another type.
-    """
-    lists = check_lists("multi_tensor_sgd", tensor_lists, 3, most=4)
-
-    def run(grads: list, params: list, buffers: list, *copies: list) -> None:
+    def update(copies: Lists) -> None:
+        grads, params, buffers, *others = copies
         torch._foreach_mul_(grads, scale)
-        if wd_after_momentum:
-            torch._foreach_mul_(params, 1 - lr * wd)
         made: list[Tensor | None] = [None] * len(params) if first_run or not momentum else list(buffers)
-        sgd(
-            params, grads, made, weight_decay=0.0 if wd_after_momentum else wd, momentum=momentum, lr=lr,
-            dampening=dampening, nesterov=nesterov, maximize=False,
-        )  # fmt: skip
+        updates.sgd_(grads, params, made, {**options, "weight_decay": wd}, wd_after_momentum)
         if momentum:
             write_(buffers, [buffer for buffer in made if buffer is not None])
-        for copied in copies:
+        for copied in others:
             write_(copied, params)
 
-    _update(noop_flag, lists, range(1, len(lists)), run)
+    _step(flag, lists, update)
 
 
-@past_autograd
-def multi_tensor_lamb(
-    chunk_size: int,
-    noop_flag: Tensor | None,
-    tensor_lists: TensorLists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    bias_correction: int,
-    weight_decay: float,
-    grad_averaging: int,
-    mode: int,
-    global_grad_norm: Tensor | float,
-    max_grad_norm: float,
-    use_nvlamb_python: bool | None = False,
-) -> None:
-    """One step of LAMB on lists of gradients, parameters and both running means; `mode` 1 is AdamW's."""
-    correct, average = bool(bias_correction), bool(grad_averaging)
-    moments = Moments(beta1, beta2, epsilon, int(step), correct, average, weight_decay)
+@kernel(4)
+def multi_tensor_lamb(flag: Flag, lists: Lists, *numbers: float | Tensor | None) -> None:
+    """One step of LAMB; `mode` 1 is AdamW's."""
+    *common, mode, norm, max_norm, use_nvlamb = (*numbers, False)[:12]
 
-    def run(grads: list, params: list, exp_avgs: list, exp_avg_sqs: list) -> None:
-        lamb_(
-            params, grads, exp_avgs, exp_avg_sqs, lr=lr, moments=moments, adam_w_mode=mode == 1,
-            use_nvlamb=bool(use_nvlamb_python),
-            divisor=clip_divisor(_scalar(global_grad_norm, grads[0]), max_grad_norm),
-        )  # fmt: skip
+    def update(copies: Lists) -> None:
+        norm_here = torch.as_tensor(norm, dtype=torch.float32, device=copies[0][0].device).reshape(())
+        divisor = updates.clip_divisor(norm_here, max_norm)
+        updates.lamb_(copies, _read_options(*common), mode == 1, bool(use_nvlamb), divisor)
 
-    _update(noop_flag, check_lists("multi_tensor_lamb", tensor_lists, 4), (1, 2, 3), run)
+    _step(flag, lists, update)
 
 
-def _scalar(value: Tensor | float, like: Tensor) -> Tensor:
-    return torch.as_tensor(value, dtype=torch.float32, device=like.device).reshape(())
-
-
-@past_autograd
-def multi_tensor_novograd(
-    chunk_size: int,
-    noop_flag: Tensor | None,
-    tensor_lists: TensorLists,
-    grad_norms: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    bias_correction: int,
-    weight_decay: float,
-    grad_averaging: int,
-    mode: int,
-    norm_type: int,
-) -> None:
-    """One step of NovoGrad on lists of gradients, parameters and running means; blends `grad_norms` in place.
+@kernel(3)
+def multi_tensor_novograd(flag: Flag, lists: Lists, grad_norms: Tensor, *numbers: float) -> None:
+    """One step of NovoGrad, which blends `grad_norms` in place.
 
     With `mode` 0 gradients are normalized, and weights decay, before the running mean.
     """
-    correct, average = bool(bias_correction), bool(grad_averaging)
-    moments = Moments(beta1, beta2, epsilon, int(step), correct, average, weight_decay)
-    lists = check_lists("multi_tensor_novograd", tensor_lists, 3)
+    *common, mode, norm_type = numbers
 
-    def run(grads: list, params: list, exp_avgs: list, running: list) -> None:
-        blended = blend_norms(running[0].unbind(), grads, beta2, norm_type)
-        novograd_(params, grads, exp_avgs, blended, lr=lr, moments=moments, reg_inside_moment=mode == 0)
-        running[0].copy_(torch.stack(blended))
+    def update(copies: Lists) -> None:
+        grads, params, exp_avgs, (running,) = copies
+        options = _read_options(*common)
+        blended = updates.blend_norms(running.unbind(), grads, options["betas"][1], norm_type)
+        updates.novograd_([grads, params, exp_avgs, blended], options, mode == 0)
+        running.copy_(torch.stack(blended))
 
-    if lists[0]:
-        _update(noop_flag, [*lists, [grad_norms.data]], (1, 2, 3), run)
+    _step(flag, [*lists, [grad_norms.data]], update)
+
+
+def _read_options(lr: float, beta1: float, beta2: float, eps: float, step: int, *rest: float) -> Options:
+    names = ("bias_correction", "weight_decay", "grad_averaging")
+    options = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "step": int(step)}
+    return {**options, **dict(zip(names, rest, strict=True))}

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
-from torch.optim.adamw import adamw
 
 import ampatch as amp
 from ampatch.apex.multi_tensor_apply.optimizer_kernels import multi_tensor_adam
-from ampatch.apex.multi_tensor_apply.updates import clip
-from ampatch.apex.optimizers.batch import Batch, can_fuse
-from ampatch.apex.optimizers.fused_optimizer import CountingOptimizer, Group, check_positive
+from ampatch.apex.multi_tensor_apply.updates import adam_, clip
+from ampatch.apex.optimizers.batch import Batch
+from ampatch.apex.optimizers.fused_optimizer import CountingOptimizer, Group, Params
 
 
 class FusedAdam(CountingOptimizer):
@@ -29,7 +27,7 @@ class FusedAdam(CountingOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[Group],
+        params: Params,
         lr: float | Tensor = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -44,7 +42,6 @@ class FusedAdam(CountingOptimizer):
         eps_inside_sqrt: bool = False,
         max_grad_norm: float = 0.0,
     ) -> None:
-        check_positive("FusedAdam", lr=lr, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
         if eps_inside_sqrt:
             raise amp.AmpValueError(
                 "FusedAdam: eps_inside_sqrt=True is not supported, as in every apex since 2019: leave it out"
@@ -53,19 +50,13 @@ class FusedAdam(CountingOptimizer):
         self.amsgrad = amsgrad
         self.capturable = capturable
         self.max_grad_norm = max_grad_norm
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults, set_grad_none=set_grad_none, master_weights=master_weights)
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        self._check_positive(max_grad_norm=max_grad_norm)
+        super().__init__(params, {**defaults, "weight_decay": weight_decay}, set_grad_none, master_weights)
 
     @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Whether a step takes `found_inf`, and skips on the device; scaled gradients cannot be clipped."""
-        return self._can_fuse and not self.max_grad_norm
+    def _takes_scaled_grads(self) -> bool:
+        return not self.max_grad_norm
 
     def step(
         self,
@@ -95,29 +86,12 @@ class FusedAdam(CountingOptimizer):
         return batches
 
     def _update(self, group: Group, batch: Batch) -> None:
-        fused = can_fuse(batch.params[0], self.fused_devices)
-        found_inf = getattr(self, "found_inf", None)
+        fused = self._fused_options(batch)
+        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if self.amsgrad else 2]
+        lists = (batch.grads, batch.params, *(self._moments(name, batch) for name in names))
         steps = self._steps(batch, fused)
-        beta1, beta2 = group["betas"]
-        (adamw if self.adam_w_mode == 1 else adam)(
-            batch.params,
-            batch.grads,
-            self._moments("exp_avg", batch),
-            self._moments("exp_avg_sq", batch),
-            self._moments("max_exp_avg_sq", batch) if self.amsgrad else [],
-            steps if group["bias_correction"] else _count(steps, found_inf),
-            fused=fused or None,
-            grad_scale=getattr(self, "grad_scale", None),
-            found_inf=found_inf,
-            has_complex=any(param.is_complex() for param in batch.params),
-            amsgrad=self.amsgrad,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        steps = steps if group["bias_correction"] else _count(steps, fused["found_inf"])
+        adam_(lists, steps, group, self.adam_w_mode == 1, **fused)
 
 
 def _count(steps: list[Tensor], found_inf: Tensor | None) -> list[Tensor]:

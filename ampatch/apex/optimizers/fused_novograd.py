@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from ampatch.apex.multi_tensor_apply.norms import compute_type, norms
 from ampatch.apex.multi_tensor_apply.optimizer_kernels import multi_tensor_novograd
 from ampatch.apex.multi_tensor_apply.updates import blend_norms, novograd_
 from ampatch.apex.optimizers.batch import Batch
-from ampatch.apex.optimizers.fused_lamb import GroupCountingOptimizer
-from ampatch.apex.optimizers.fused_optimizer import Group, check_positive, refuse_amsgrad
+from ampatch.apex.optimizers.fused_optimizer import Group, GroupCountingOptimizer, Params
 from ampatch.levels.precision import HALF_TYPES
 
 
@@ -31,7 +30,7 @@ class FusedNovoGrad(GroupCountingOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[Group],
+        params: Params,
         lr: float | Tensor = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -44,8 +43,7 @@ class FusedNovoGrad(GroupCountingOptimizer):
         init_zero: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        refuse_amsgrad("FusedNovoGrad", amsgrad)
-        check_positive("FusedNovoGrad", lr=lr, eps=eps, weight_decay=weight_decay)
+        self._refuse_amsgrad(amsgrad)
         if norm_type not in (0, 2):
             raise amp.AmpValueError(
                 f"FusedNovoGrad: norm_type={norm_type!r}: expected 2, or 0 for the infinity norm"
@@ -54,30 +52,15 @@ class FusedNovoGrad(GroupCountingOptimizer):
         self.moment_mode = 0 if reg_inside_moment else 1
         self.norm_type = norm_type
         self.init_zero = init_zero
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "norm_type": norm_type,
-            "init_zero": init_zero,
-        }
-        super().__init__(params, defaults, set_grad_none=set_grad_none)
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        more = {"weight_decay": weight_decay, "grad_averaging": grad_averaging, "norm_type": norm_type}
+        super().__init__(params, {**defaults, **more, "init_zero": init_zero}, set_grad_none)
 
     def _update(self, group: Group, batch: Batch) -> None:
-        moments = self._read_moments(group)
-        blended = blend_norms(self._running_norms(batch), batch.grads, moments.beta2, self.norm_type)
-        novograd_(
-            batch.params,
-            batch.grads,
-            self._moments("exp_avg", batch),
-            blended,
-            lr=group["lr"],
-            moments=moments,
-            reg_inside_moment=self.reg_inside_moment,
-        )
+        _, beta2 = group["betas"]
+        blended = blend_norms(self._running_norms(batch), batch.grads, beta2, self.norm_type)
+        lists = (batch.grads, batch.params, self._moments("exp_avg", batch), blended)
+        novograd_(lists, group, self.reg_inside_moment)
         for owner, norm in zip(batch.owners, blended, strict=True):
             self.state[owner]["exp_avg_sq"] = norm.clone()  # not a view of all
 

@@ -10,18 +10,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import ampatch as amp
-from ampatch.apex.optimizers.batch import (
-    Batch,
-    align,
-    can_fuse,
-    find_params,
-    group_by_kind,
-    working_copy,
-)
+from ampatch.apex.optimizers.batch import Batch, align, can_fuse, find_params, group_by_kind, working_copy
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.steps.weight import refine
 
 Group = dict[str, object]
+Params = Iterable[Tensor] | Iterable[Group]
 
 
 class FusedOptimizer(Optimizer):
@@ -34,19 +28,21 @@ class FusedOptimizer(Optimizer):
     fused_devices: ClassVar[tuple[str, ...]] = ()  # for torch's fused kernel, where the class has one
 
     def __init__(
-        self,
-        params: Iterable[Tensor] | Iterable[Group],
-        defaults: Group,
-        *,
-        set_grad_none: bool = True,
-        master_weights: bool = False,
+        self, params: Params, defaults: Group, set_grad_none: bool = True, master_weights: bool = False
     ) -> None:
+        names = ("lr", "momentum", "eps", "weight_decay")
+        self._check_positive(**{name: defaults[name] for name in names if name in defaults})
         self.set_grad_none = set_grad_none
         self.master_weights = master_weights
         super().__init__(params, defaults)
         # As apex's had it: subclasses hand it to `multi_tensor_applier`, with the kernel of the class.
         first = self.param_groups[0]["params"][0]
         self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32, device=first.device)
+
+    def _check_positive(self, **values: object) -> None:
+        wrong = [f"{key}={value!r}" for key, value in values.items() if value is None or value < 0.0]
+        if wrong:
+            raise amp.AmpValueError(f"{type(self).__name__}: {', '.join(wrong)}: expected 0 or more")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None) -> object:
@@ -83,22 +79,24 @@ class FusedOptimizer(Optimizer):
 
     def _moments(self, name: str, batch: Batch) -> list[Tensor]:
         """Returns the state of that name for each parameter: zeros at first."""
-        found, new = [], []
         for owner, param in zip(batch.owners, batch.params, strict=True):
-            state = self.state[owner]
-            if name in state:  # in half or in another layout, where a checkpoint held it so
-                state[name] = align(state[name], param)
-            else:
-                state[name] = torch.empty_like(param)
-                new.append(state[name])
-            found.append(state[name])
-        _zero_(new)
-        return found
+            state = self.state[owner]  # in half or in another layout, where a checkpoint held it so
+            state[name] = align(state[name], param) if name in state else torch.zeros_like(param)
+        return [self.state[owner][name] for owner in batch.owners]
+
+    def _fused_options(self, batch: Batch) -> dict[str, object]:
+        scaling = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+        return {"fused": can_fuse(batch.params[0], self.fused_devices) or None, **scaling}
 
     @property
-    def _can_fuse(self) -> bool:
-        devices = self.fused_devices
-        return all(can_fuse(param, devices) for group in self.param_groups for param in group["params"])
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a step takes `found_inf`, and skips on the device."""
+        params = (param for group in self.param_groups for param in group["params"])
+        return self._takes_scaled_grads and all(can_fuse(param, self.fused_devices) for param in params)
+
+    @property
+    def _takes_scaled_grads(self) -> bool:
+        return True
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clears the gradients: to None or to zero, by `set_grad_none` if not said."""
@@ -137,16 +135,13 @@ class CountingOptimizer(FusedOptimizer):
     Apex counted those of a group, in `group["step"]`: there is the count of its first parameter.
     """
 
-    def _steps(self, batch: Batch, fused: bool) -> list[Tensor]:
-        device = batch.device if fused else torch.device("cpu")
-        new = [state for state in map(self.state.__getitem__, batch.owners) if "step" not in state]
-        for state in new:
-            state["step"] = torch.empty((), dtype=torch.float32, device=device)
-        _zero_([state["step"] for state in new])
-        for owner in batch.owners:  # a checkpoint may hold a number, or a tensor on the CPU
-            state = self.state[owner]
-            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=device)
-        return [self.state[owner]["step"] for owner in batch.owners]
+    def _steps(self, batch: Batch, fused: dict[str, object]) -> list[Tensor]:
+        device = batch.device if fused["fused"] else torch.device("cpu")
+        states = [self.state[owner] for owner in batch.owners]
+        for state in states:  # a checkpoint may hold a number, or a tensor on the CPU
+            done = state["step"] if "step" in state else torch.zeros((), device=device)
+            state["step"] = torch.as_tensor(done, dtype=torch.float32, device=device)
+        return [state["step"] for state in states]
 
     def _step(self) -> None:
         super()._step()
@@ -177,19 +172,23 @@ class CountingOptimizer(FusedOptimizer):
             self._name_step(group)
 
 
-def _zero_(tensors: list[Tensor]) -> None:
-    if tensors:
-        torch._foreach_zero_(tensors)
+class GroupCountingOptimizer(FusedOptimizer):
+    """Base of those that count the steps of a group, in `group["step"]`, as apex did."""
 
+    def _step(self) -> None:
+        found = [(group, self._batches(group)) for group in self.param_groups]
+        self._prepare([batch for _, batches in found for batch in batches])
+        for group, batches in found:
+            if batches:  # a step that is skipped has no gradients, and counts nothing
+                group["step"] = int(group.get("step", 0)) + 1
+            for batch in batches:
+                self._update(group, batch)
+                batch.write_back()
 
-def refuse_amsgrad(name: str, amsgrad: bool) -> None:
-    """Raises AmpError for `amsgrad`, which apex refused as well."""
-    if amsgrad:
-        raise amp.AmpError(f"{name} does not take amsgrad=True: leave it out, or use FusedAdam")
+    def _prepare(self, batches: list[Batch]) -> None:
+        """Sees the gradients of all groups, before any update."""
 
-
-def check_positive(name: str, **values: object) -> None:
-    """Raises AmpValueError for numbers below 0, all at once."""
-    wrong = [f"{key}={value!r}" for key, value in values.items() if value is None or value < 0.0]
-    if wrong:
-        raise amp.AmpValueError(f"{name}: {', '.join(wrong)}: expected 0 or more")
+    def _refuse_amsgrad(self, amsgrad: bool) -> None:
+        if amsgrad:  # as apex did
+            name = type(self).__name__
+            raise amp.AmpError(f"{name} does not take amsgrad=True: leave it out, or use FusedAdam")
