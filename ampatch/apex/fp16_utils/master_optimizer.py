@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 import ampatch as amp
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.steps.masters import MasterParams, fit_states
 from ampatch.steps.weight import Weight
+
+
+def of_inner(name: str) -> property:
+    """Makes a property that is the inner optimizer's attribute of that name."""
+    return property(
+        lambda self: getattr(self.optimizer, name),
+        lambda self, value: setattr(self.optimizer, name, value),
+        doc=f"The inner optimizer's `{name}`.",
+    )
+
+
+def of_all(groups: property) -> property:
+    """Makes a property with the parameters of all groups in one list."""
+    return property(
+        lambda self: [param for group in groups.__get__(self) for param in group], doc=groups.__doc__
+    )
 
 
 class MasterOptimizer(Optimizer):
@@ -49,38 +64,27 @@ class MasterOptimizer(Optimizer):
             yield from group["params"]
 
     @property
-    def all_fp16_params(self) -> list[Parameter]:
-        """The half parameters of the model that have masters."""
-        return [param for group in self.fp16_groups for param in group]
-
-    @property
-    def all_fp32_from_fp16_params(self) -> list[Parameter]:
-        """Their masters, in the same order."""
-        return [param for group in self.fp32_from_fp16_groups for param in group]
-
-    @property
-    def all_fp32_from_fp32_params(self) -> list[Parameter]:
-        """The parameters that are stepped as they are; frozen ones are in no list."""
-        return [param for group in self.fp32_from_fp32_groups for param in group]
-
-    @property
     def fp16_groups(self) -> list[list[Parameter]]:
-        """The half parameters that have masters, by param group."""
+        """The half parameters of the model that have masters, by param group."""
         halves = {id(pair.master): pair.half for pair in self._masters}
         return [[halves[id(master)] for master in group] for group in self.fp32_from_fp16_groups]
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[Parameter]]:
-        """The masters, by param group."""
+        """Their masters, in the same order."""
         return [
             [param for param in group["params"] if self._masters.owns(param)] for group in self.param_groups
         ]
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Parameter]]:
-        """The parameters that are stepped as they are, by param group."""
+        """The parameters that are stepped as they are; frozen ones are in no list."""
         others = [self._masters.select_others(group["params"]) for group in self.param_groups]
         return [[param for param in group if param.requires_grad] for group in others]
+
+    all_fp16_params = of_all(fp16_groups)
+    all_fp32_from_fp16_params = of_all(fp32_from_fp16_groups)
+    all_fp32_from_fp32_params = of_all(fp32_from_fp32_groups)
 
     def add_param_group(self, param_group: dict) -> None:
         """Adds a param group to the inner optimizer, and makes masters for its half parameters."""
@@ -89,36 +93,12 @@ class MasterOptimizer(Optimizer):
 
     # ---- What the inner optimizer has ----
 
-    @property
-    def state(self) -> dict:
-        """The state of the inner optimizer, by master."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: dict) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict]:
-        """The param groups of the inner optimizer, with masters in them."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict]) -> None:
-        self.optimizer.param_groups = value
-
-    @property
-    def defaults(self) -> dict:
-        """The options of the inner optimizer for param groups that do not say."""
-        return self.optimizer.defaults
-
-    def register_step_pre_hook(self, hook: Callable[..., object]) -> RemovableHandle:
-        """Registers a hook that runs before each step of the inner optimizer that is not skipped."""
-        return self.optimizer.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Callable[..., object]) -> RemovableHandle:
-        """Registers a hook that runs after each step of the inner optimizer that is not skipped."""
-        return self.optimizer.register_step_post_hook(hook)
+    state = of_inner("state")
+    param_groups = of_inner("param_groups")
+    defaults = of_inner("defaults")
+    # Hooks of theirs run around each step that is not skipped.
+    register_step_pre_hook = of_inner("register_step_pre_hook")
+    register_step_post_hook = of_inner("register_step_post_hook")
 
     def __getstate__(self) -> dict[str, object]:
         self._masters.take_edits()

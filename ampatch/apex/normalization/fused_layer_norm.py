@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -130,19 +131,13 @@ def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | Non
     return weight * (normalized.to(weight.dtype) if is_half else normalized)
 
 
-class _Function:
-    """Has the `apply` of an autograd function of apex's, and no more: torch knows the gradients."""
-
-    def __init__(self, apply: Callable[..., Tensor]) -> None:
-        self.apply = apply
-
-
-FusedLayerNormFunction = _Function(fused_layer_norm)
-FusedLayerNormAffineFunction = _Function(fused_layer_norm_affine)
-FusedLayerNormAffineMixedDtypesFunction = _Function(mixed_dtype_fused_layer_norm_affine)
-FusedRMSNormFunction = _Function(fused_rms_norm)
-FusedRMSNormAffineFunction = _Function(fused_rms_norm_affine)
-FusedRMSNormAffineMixedDtypesFunction = _Function(mixed_dtype_fused_rms_norm_affine)
+# Have the `apply` of an autograd function of apex's, and no more: torch knows the gradients.
+FusedLayerNormFunction = SimpleNamespace(apply=fused_layer_norm)
+FusedLayerNormAffineFunction = SimpleNamespace(apply=fused_layer_norm_affine)
+FusedLayerNormAffineMixedDtypesFunction = SimpleNamespace(apply=mixed_dtype_fused_layer_norm_affine)
+FusedRMSNormFunction = SimpleNamespace(apply=fused_rms_norm)
+FusedRMSNormAffineFunction = SimpleNamespace(apply=fused_rms_norm_affine)
+FusedRMSNormAffineMixedDtypesFunction = SimpleNamespace(apply=mixed_dtype_fused_rms_norm_affine)
 
 
 # ---- Modules ----
@@ -165,17 +160,21 @@ class _TakesMemoryEfficient(nn.Module):
 class FusedLayerNorm(_TakesMemoryEfficient, nn.LayerNorm):
     """nn.LayerNorm whose output has the type of its input, whatever type its weights have."""
 
+    _function = staticmethod(fused_layer_norm_affine)
+
     def forward(self, input: Tensor) -> Tensor:
         """Normalizes the last dimensions of the input."""
-        return fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
+        return self._function(input, self.weight, self.bias, self.normalized_shape, self.eps)
 
 
 class FusedRMSNorm(_TakesMemoryEfficient, nn.RMSNorm):
     """nn.RMSNorm whose output has the type of its input, whatever type its weight has."""
 
+    _function = staticmethod(fused_rms_norm_affine)
+
     def forward(self, input: Tensor) -> Tensor:
         """Normalizes the last dimensions of the input."""
-        return fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps)
+        return self._function(input, self.weight, self.normalized_shape, self.eps)
 
 
 class _AlwaysAffine(nn.Module):
@@ -199,16 +198,10 @@ class _AlwaysAffine(nn.Module):
 class MixedFusedLayerNorm(_AlwaysAffine, FusedLayerNorm):
     """A FusedLayerNorm whose output has the type of its weight. It always has one."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalizes the last dimensions of the input."""
-        return mixed_dtype_fused_layer_norm_affine(
-            input, self.weight, self.bias, self.normalized_shape, self.eps
-        )
+    _function = staticmethod(mixed_dtype_fused_layer_norm_affine)
 
 
 class MixedFusedRMSNorm(_AlwaysAffine, FusedRMSNorm):
     """A FusedRMSNorm whose output has the type of its weight. It always has one."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalizes the last dimensions of the input."""
-        return mixed_dtype_fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps)
+    _function = staticmethod(mixed_dtype_fused_rms_norm_affine)

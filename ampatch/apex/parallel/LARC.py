@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -57,18 +58,22 @@ class LARC:
         The gradients of a closure are scaled each time that it runs.
         """
         with self._absorbed_weight_decay() as decays:
-            adapt = _Adapt(self, decays)
             if closure is not None:
-                return self.optim.step(lambda: adapt.after(closure))
+                return self.optim.step(functools.partial(self._run, closure, decays))
             if not hasattr(self.optim, "_optimizer_step_pre_hooks"):
-                adapt(self.optim, (), {})  # a wrapper, which runs no hooks
+                self.scale_grads_(decays)  # of a wrapper, which runs no hooks
                 return self.optim.step()
             # Inside of the step, after the hooks that unscale gradients and skip it.
-            hook = self.optim.register_step_pre_hook(adapt)
+            hook = self.optim.register_step_pre_hook(_Adapt(self, decays))
             try:
                 return self.optim.step()
             finally:
                 hook.remove()
+
+    def _run(self, closure: Callable[[], object], weight_decays: list[float]) -> object:
+        result = closure()
+        self.scale_grads_(weight_decays)
+        return result
 
     @contextmanager
     def _absorbed_weight_decay(self) -> Iterator[list[float]]:
@@ -118,9 +123,3 @@ class _Adapt:
         if not self._is_done:
             self._is_done = True
             self._larc.scale_grads_(self._weight_decays)
-
-    def after(self, closure: Callable[[], object]) -> object:
-        """Runs a closure and scales what it leaves."""
-        result = closure()
-        self._larc.scale_grads_(self._weight_decays)
-        return result
