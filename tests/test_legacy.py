@@ -18,7 +18,7 @@ import torch
 from ampatch.__main__ import main
 from ampatch.apex.check import check_file
 from ampatch.apex.legacy import functions
-from ampatch.apex.legacy.cause import find_cause
+from ampatch.apex.legacy.finding import find_cause
 from ampatch.apex.legacy.mending import legacy
 from ampatch.apex.legacy.table import BREAKS, NAMES, PATTERNS
 from ampatch.apex.on_cpu import on_cpu

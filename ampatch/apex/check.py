@@ -17,10 +17,9 @@ import ampatch.apex
 from ampatch.apex.drop_in.mirror import EXTENSIONS, OURS, PARTS, own_name
 from ampatch.apex.drop_in.missing import explain
 from ampatch.apex.drop_in.real import public_names
-from ampatch.apex.legacy.finding import ROOTS, Finding, find_old, parse
+from ampatch.apex.legacy.finding import Finding, read
 from ampatch.apex.legacy.table import BREAKS
-from ampatch.apex.uses import ROOTS as APEX
-from ampatch.apex.uses import Names, Use, find_uses, is_of
+from ampatch.apex.uses import ROOTS, Use, is_of
 
 # In Python's words for a syntax error.
 PYTHON_2 = ("call to 'print'", "call to 'exec'", "multiple exception types", "leading zeros in decimal")
@@ -59,7 +58,7 @@ def check_file(path: Path) -> Report:
     if path.suffix == ".ipynb":  # which is an expression of Python's as well
         raise amp.AmpValueError(f"'{path}' is a notebook: expected a Python script, so export it as one")
     try:
-        tree, findings = parse(path.read_bytes(), str(path))
+        uses, findings = read(path.read_bytes(), str(path), star_names)
     except OSError as error:
         raise amp.AmpValueError(f"'{path}' cannot be read: {error.strerror}") from None
     except (SyntaxError, ValueError) as error:
@@ -67,17 +66,13 @@ def check_file(path: Path) -> Report:
         place = f"'{path}', line {line}" if line else f"'{path}'"
         said = getattr(error, "msg", error)
         raise amp.AmpValueError(f"{place}: {said}; expected a script for this Python{older(said)}") from None
-    known = Names(tree, star_names, ROOTS)
-    uses = find_uses(tree, known)
     lines: dict[tuple[str, str | None], list[int]] = defaultdict(list)
     for use in uses:
-        judged = judge(use) if is_of(use.name, APEX) else None
+        judged = judge(use) if is_of(use.name, ROOTS) else None
         if judged is not None:
             lines[judged].append(use.line)
     names = (UsedName(name, tuple(dict.fromkeys(at)), fault) for (name, fault), at in lines.items())
-    return Report(
-        path, tuple(sorted(names, key=lambda name: name.name)), (*findings, *find_old(tree, known, uses))
-    )
+    return Report(path, tuple(sorted(names, key=lambda name: name.name)), findings)
 
 
 def older(said: object) -> str:
@@ -88,8 +83,9 @@ def older(said: object) -> str:
 
 def star_names(module: str) -> tuple[str, ...]:
     """Returns what `from module import *` brings."""
-    own = find(module)
-    return tuple(name for name, _ in public_names(own.__name__)) if isinstance(own, ModuleType) else ()
+    _, own, rest = walk(module)
+    is_ours = isinstance(own, ModuleType) and not rest
+    return tuple(name for name, _ in public_names(own.__name__)) if is_ours else ()
 
 
 def judge(use: Use) -> tuple[str, str | None] | None:
@@ -102,12 +98,6 @@ def judge(use: Use) -> tuple[str, str | None] | None:
         close = difflib.get_close_matches(rest[0], dir(value), 1)
         fault = f"{known} has no {rest[0]!r}" + "".join(f"; close: {each}" for each in close)
     return (use.name, fault) if fault else None
-
-
-def find(name: str) -> object:
-    """Returns what a name of apex stands for here, None if it is not provided."""
-    _, value, rest = walk(name)
-    return None if rest else value
 
 
 def walk(name: str) -> tuple[str, object, tuple[str, ...]]:

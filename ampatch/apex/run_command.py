@@ -8,8 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from ampatch import OPT_LEVELS, AmpValueError, apex
-from ampatch.apex.legacy.cause import find_cause
-from ampatch.apex.legacy.finding import ROWS
+from ampatch.apex.legacy.finding import ROWS, find_cause
 from ampatch.apex.script import Script, find_script, level_overrides
 
 LOG = logging.getLogger("ampatch")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ampatch.apex.drop_in.missing import EXTENSION_NAMES
 
 ROOTS = frozenset({"apex", "amp_C", "apex_C", *EXTENSION_NAMES})
-# Nodes that bind a name in their own attribute `name`.
-NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
 IMPORTERS = ("import_module", "importlib.import_module")
 # `amp = None` is what scripts say where the import failed.
 NOTHING = (None, False)
@@ -38,13 +36,13 @@ def find_uses(tree: ast.Module, names: Names) -> list[Use]:
     uses: set[Use] = set()
     inner: set[ast.AST] = set()
     for node in ast.walk(tree):  # what is around comes before what is inside
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            uses.update(Use(name, node.lineno) for name in imported(node, names.roots))
-        elif node not in inner and is_loaded(node):
-            found = set(names.resolve(node))
-            inner.update(bases(node) if found - {None} else ())
-            for name in found - {None}:
-                uses.add(Use(name, node.lineno, sure=len(found) == 1))
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                uses.update(Use(name, node.lineno) for name in imported(node, names.roots))
+            case ast.Name(ctx=ast.Load()) | ast.Attribute() | ast.Call() if node not in inner:
+                found = set(names.resolve(node))
+                inner.update(bases(node) if found - {None} else ())
+                uses.update(Use(name, node.lineno, sure=len(found) == 1) for name in found - {None})
     return sorted(uses, key=lambda use: (use.line, use.name))
 
 
@@ -55,13 +53,6 @@ def imported(node: ast.Import | ast.ImportFrom, roots: frozenset[str]) -> Iterat
     elif node.level == 0 and is_of(node.module, roots):
         for alias in node.names:
             yield node.module if alias.name == "*" else f"{node.module}.{alias.name}"
-
-
-def is_loaded(node: ast.AST) -> bool:
-    """Says whether a node may stand for something of apex's."""
-    if isinstance(node, ast.Name):
-        return isinstance(node.ctx, ast.Load)
-    return isinstance(node, (ast.Attribute, ast.Call))
 
 
 def bases(node: ast.AST) -> Iterator[ast.AST]:
@@ -81,30 +72,36 @@ class Names:
         self._names: dict[str, list[str | ast.expr | None]] = defaultdict(list)
         # Names for the parts of a value, as in `a, b = value`.
         self.parts: dict[str, list[ast.expr]] = defaultdict(list)
-        assigned: set[ast.AST] = set()
+        assigned: set[ast.AST] = set()  # targets that are known by what is assigned to them
         for node in ast.walk(tree):
-            if is_plain(node):
-                assigned.update(node.targets)
-            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
-                for target in node.targets[0].elts:
-                    self.parts[getattr(target, "id", "")].append(node.value)
             if node not in assigned:
-                self._bind(node)
+                assigned.update(self._bind(node))
 
-    def _bind(self, node: ast.AST) -> None:
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                self._names[bound_name(alias)].append(imported_module(alias, self.roots))
-        elif isinstance(node, ast.ImportFrom):
-            for name, whole in self._imported_names(node):
-                self._names[name].append(whole)
-        elif is_plain(node):
-            if not (isinstance(node.value, ast.Constant) and node.value.value in NOTHING):
-                for target in node.targets:
-                    self._names[target.id].append(node.value)
-        else:
-            for name in other_names(node):
+    def _bind(self, node: ast.AST) -> Sequence[ast.AST]:
+        match node:
+            case ast.Import():
+                for alias in node.names:
+                    bound = alias.asname or alias.name.partition(".")[0]
+                    whole = alias.name if alias.asname else bound
+                    self._names[bound].append(whole if is_of(whole, self.roots) else None)
+            case ast.ImportFrom():
+                for name, whole in self._imported_names(node):
+                    self._names[name].append(whole)
+            case ast.Assign(targets, value) if all(isinstance(target, ast.Name) for target in targets):
+                if not (isinstance(value, ast.Constant) and value.value in NOTHING):
+                    for target in targets:
+                        self._names[target.id].append(value)
+                return targets
+            case ast.Assign([ast.Tuple(parts), *_], value):
+                for part in parts:
+                    self.parts[getattr(part, "id", "")].append(value)
+            case ast.Name(name, ast.Store() | ast.Del()) | ast.arg(name):
                 self._names[name].append(None)
+            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
+                self._names[name].append(None)
+            case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(str(name)):
+                self._names[name].append(None)
+        return ()
 
     def _imported_names(self, node: ast.ImportFrom) -> Iterator[tuple[str, str | None]]:
         is_known = node.level == 0 and is_of(node.module, self.roots)
@@ -119,13 +116,17 @@ class Names:
         if node in seen:
             return []
         seen |= {node}
-        if isinstance(node, ast.Name):
-            bound = self._names.get(node.id, ())
-            ways = (self.resolve(way, seen) if isinstance(way, ast.expr) else [way] for way in bound)
-            return [found for way in ways for found in way]
-        if isinstance(node, ast.Attribute):
-            return [base and f"{base}.{node.attr}" for base in self.resolve(node.value, seen)]
-        return [imported_by_call(node, self.roots) if isinstance(node, ast.Call) else None]
+        match node:
+            case ast.Name(name):
+                bound = self._names.get(name, ())
+                ways = (self.resolve(way, seen) if isinstance(way, ast.expr) else [way] for way in bound)
+                return [found for way in ways for found in way]
+            case ast.Attribute(value, name):
+                return [base and f"{base}.{name}" for base in self.resolve(value, seen)]
+            case ast.Call(function, [ast.Constant(str(name)), *_]):
+                is_import = ast.unparse(function) in IMPORTERS and is_of(name, self.roots)
+                return [name if is_import else None]
+        return [None]
 
     def values(self, node: ast.expr) -> list[str | ast.expr | None]:
         """Returns what is assigned to a name; of any other expression itself."""
@@ -139,37 +140,3 @@ def is_of(name: str | None, roots: frozenset[str]) -> bool:
     (True, False)
     """
     return name is not None and name.partition(".")[0] in roots
-
-
-def is_plain(node: ast.AST) -> bool:
-    """Says whether a node assigns a value to names, and to names alone."""
-    return isinstance(node, ast.Assign) and all(isinstance(target, ast.Name) for target in node.targets)
-
-
-def bound_name(alias: ast.alias) -> str:
-    """Returns the name that `import a.b` or `import a.b as c` binds."""
-    return alias.asname or alias.name.partition(".")[0]
-
-
-def imported_module(alias: ast.alias, roots: frozenset[str]) -> str | None:
-    """Returns what that name stands for if it is one of the packages'."""
-    name = alias.name if alias.asname else bound_name(alias)
-    return name if is_of(name, roots) else None
-
-
-def other_names(node: ast.AST) -> Iterator[str]:
-    """Yields the names that a node binds in other ways: targets, parameters, functions, handlers."""
-    if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-        yield node.id
-    elif isinstance(node, ast.arg):
-        yield node.arg
-    elif isinstance(node, NAMED) and node.name:
-        yield node.name
-
-
-def imported_by_call(node: ast.Call, roots: frozenset[str]) -> str | None:
-    """Returns the module of these packages that a call imports, as `importlib.import_module` does."""
-    first = node.args[0] if node.args else None
-    if ast.unparse(node.func) not in IMPORTERS or not isinstance(first, ast.Constant):
-        return None
-    return first.value if isinstance(first.value, str) and is_of(first.value, roots) else None

@@ -6,17 +6,20 @@ import ast
 import inspect
 import pkgutil
 import re
+import traceback
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 from torch.optim import lr_scheduler
 
 from ampatch.apex.legacy.table import ASYNC, LOAD, NAMES, PART, PATTERNS, Old
 from ampatch.apex.uses import ROOTS as APEX
-from ampatch.apex.uses import Names, Use
+from ampatch.apex.uses import Names, StarNames, Use, find_uses
 
 ROOTS = APEX | {*(row.name.partition(".")[0] for row in NAMES), "torchvision", "yaml"}
 ROWS = MappingProxyType({row.name: row for row in (*NAMES, *PATTERNS)})
@@ -28,8 +31,30 @@ FALLBACK = re.compile("ImportError|ModuleNotFoundError|AttributeError|NameError|
 ASKS = re.compile(r"version|hasattr|is_available|cuda|gpu", re.IGNORECASE)
 INDEX = re.compile(r"(id|ids|idx|inds?|index|indices)$", re.IGNORECASE)
 NUMBER = re.compile(r"loss|err|cost|acc|prec|correct|sum$|mean$|norm$", re.IGNORECASE)
+MASKED = ("masked_fill", "masked_fill_", "masked_select")
+CUDA = re.compile(r"torch\.cuda\.(\w+Tensor|Stream|Event|set_device)")
 COMPARISONS = ("eq", "ne", "gt", "lt", "ge", "le")
 KEYWORD = re.compile(rb"\basync(?=\s*=[^=])")
+
+# Functions that need a keyword today, by the row that says so.
+NEEDED = MappingProxyType(
+    {
+        LOAD: ("torch.load", "weights_only"),
+        "numpy.fromstring(bytes)": ("numpy.fromstring", "sep"),
+        "torch.fft(...)": ("torch.fft", None),
+        "torch.stft(...)": ("torch.stft", "return_complex"),
+    }
+)
+# Keywords that functions of a place, or of any, take no more.
+HAS_VERBOSE = "verbose" in inspect.signature(lr_scheduler.StepLR).parameters
+TAKEN = MappingProxyType(
+    {
+        **({} if HAS_VERBOSE else {"lr_scheduler(verbose=)": (SCHEDULERS, "verbose")}),
+        "pretrained=": ("torchvision.models", "pretrained"),
+        "retain_variables=": ("", "retain_variables"),
+        "volatile=": ("", "volatile"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +78,27 @@ def parse(source: bytes, name: str) -> tuple[ast.Module, tuple[Finding, ...]]:
     return tree, (Finding(ROWS[ASYNC], tuple(dict.fromkeys(lines))),)
 
 
+def read(source: bytes, path: str, star_names: StarNames) -> tuple[list[Use], tuple[Finding, ...]]:
+    """Returns the names that a script uses of apex and of other packages, and what in it is old."""
+    tree, findings = parse(source, path)
+    names = Names(tree, star_names, ROOTS)
+    uses = find_uses(tree, names)
+    return uses, (*findings, *find_old(tree, names, uses))
+
+
+def find_cause(error: Exception) -> Old | None:
+    """Returns the row of what `--legacy` would have mended, None if the error is of something else."""
+    rows = [row for row in ROWS.values() if row.error and row.error in str(error)]
+    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename:
+        places.append((error.filename, error.lineno))
+    for path, line in reversed(places):
+        with suppress(OSError, SyntaxError, ValueError):
+            _, findings = read(Path(path).read_bytes(), path, lambda _: ())
+            rows += [each.row for each in findings if line in each.lines and not each.row.error]
+    return next((row for row in rows if row.is_mended), None)
+
+
 def find_old(tree: ast.Module, names: Names, uses: Iterable[Use]) -> tuple[Finding, ...]:
     """Lists what in a script breaks, warns or needs CUDA; what it asks about first is left out."""
     lines: dict[Old | None, list[int]] = defaultdict(list)
@@ -60,11 +106,8 @@ def find_old(tree: ast.Module, names: Names, uses: Iterable[Use]) -> tuple[Findi
         if use.sure:
             lines[row_of(use.name)].append(use.line)
     for node in ast.walk(tree):
-        for name, matches in MATCHERS.items():
-            if matches(node, names):
-                lines[ROWS[name]].append(node.lineno)
-        if is_method(node, names):
-            lines[ROWS[f"torch.{node.func.attr}"]].append(node.lineno)
+        for name in patterns(node, names):
+            lines[ROWS[name]].append(node.lineno)
         if isinstance(node, ast.Constant) and node.value == "LOCAL_RANK":  # which it reads as well, then
             lines.pop(ROWS["--local_rank"], None)
     guarded = set(guarded_lines(tree))
@@ -111,7 +154,64 @@ def is_fallback(handler: ast.ExceptHandler) -> bool:
     return handler.type is None or bool(FALLBACK.search(ast.unparse(handler.type)))
 
 
-# ---- Patterns: whether a node is one ----
+# ---- Patterns ----
+
+
+def patterns(node: ast.AST, names: Names) -> Iterator[str]:
+    """Yields the names of the rows that a node is an example of; what a variable holds, its name says."""
+    match node:
+        case ast.Call():
+            yield from calls(node, names)
+        case ast.Subscript(ast.Attribute(of, "data"), ast.Constant(0)) if NUMBER.search(last_name(of)):
+            yield "loss.data[0]"
+        case ast.BinOp(ast.Constant(1), ast.Sub(), right) if is_mask(right, names):
+            yield "1 - mask"
+        case ast.BinOp(left, ast.Div()) if INDEX.search(last_name(left)):
+            yield "ids / n"
+        case ast.Compare(left, [ast.Eq() | ast.NotEq(), *_], others) if last_name(left) == "type":
+            if any("torch.autograd.Variable" in names.resolve(each) for each in others):
+                yield "type(x) == Variable"
+        case ast.AugAssign(ast.Name(name)):
+            if any(last_name(each) in ("chunk", "split", "unbind") for each in names.parts.get(name, ())):
+                yield PART
+        case ast.ClassDef() if is_old_function(node, names):
+            yield "a Function without @staticmethod"
+        case ast.For() if is_early_step(node, names):
+            yield "scheduler.step() before training"
+        case ast.Constant("torch.distributed.launch"):
+            yield "torch.distributed.launch"
+
+
+def calls(node: ast.Call, names: Names) -> Iterator[str]:
+    """Yields the names of the rows that a call is an example of."""
+    given, found = {each.arg for each in node.keywords}, names.resolve(node.func)
+    for row, (function, keyword) in NEEDED.items():
+        if {*found} == {function} and keyword not in given:
+            yield row
+    if {*found} == {"yaml.load"} and len(node.args) == 1 and "Loader" not in given:
+        yield "yaml.load(file)"
+    for row, (place, keyword) in TAKEN.items():
+        if keyword in given and (not place or any((name or "").startswith(place) for name in found)):
+            yield row
+    match node:
+        case ast.Call(ast.Attribute(iterator, "next"), []):
+            if any(isinstance(v, ast.Call) and last_name(v) == "iter" for v in names.values(iterator)):
+                yield "iterator.next()"
+        case ast.Call(ast.Attribute(ast.Subscript(slice=ast.Slice(lower=None)), "view")):
+            if ast.unparse(node).endswith(".view(-1)"):  # not contiguous since it was transposed
+                yield "correct[:k].view(-1)"
+        case ast.Call(ast.Attribute(attr=name)) if name in METHODS and not any(found):
+            yield f"torch.{name}"
+    if last_name(node) in MASKED and any(
+        isinstance(e, ast.Call) and last_name(e) == "byte" for e in node.args
+    ):
+        yield "masked_fill(x.byte(), ...)"
+    options = [getattr(each, "value", None) for each in node.args]
+    is_option = last_name(node) == "add_argument"
+    if is_option and "--local_rank" in options and "--local-rank" not in options:
+        yield "--local_rank"
+    if needs_cuda(node, found):
+        yield "CUDA"
 
 
 def last_name(node: ast.AST) -> str:
@@ -120,174 +220,40 @@ def last_name(node: ast.AST) -> str:
     return getattr(node, "attr", getattr(node, "id", ""))
 
 
-def calls(node: ast.AST, names: Names, *whole: str) -> bool:
-    """Whether a node calls one of these functions and cannot mean anything else."""
-    found = set(names.resolve(node.func)) if isinstance(node, ast.Call) else set()
-    return len(found) == 1 and found <= {*whole}
-
-
-def keywords(node: ast.AST) -> Mapping[str | None, ast.expr]:
-    """Returns the keyword arguments of a call."""
-    return {each.arg: each.value for each in node.keywords} if isinstance(node, ast.Call) else {}
-
-
-def is_method(node: ast.AST, names: Names) -> bool:
-    """Whether a node calls a method that tensors had."""
-    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    return is_call and node.func.attr in METHODS and not any(names.resolve(node.func))
-
-
-def is_first(node: ast.AST) -> bool:
-    """Whether a node is `....data[0]` of a number, as its name says."""
-    return (
-        isinstance(node, ast.Subscript)
-        and isinstance(node.slice, ast.Constant)
-        and node.slice.value == 0
-        and isinstance(node.value, ast.Attribute)
-        and node.value.attr == "data"
-        and bool(NUMBER.search(last_name(node.value.value)))
+def is_mask(node: ast.expr, names: Names) -> bool:
+    """Whether an expression is a comparison, or a name for one."""
+    values = names.values(node)
+    return bool(values) and all(
+        isinstance(each, ast.Compare) or (isinstance(each, ast.Call) and last_name(each) in COMPARISONS)
+        for each in values
     )
 
 
-def is_next(node: ast.AST, names: Names) -> bool:
-    """Whether a node calls `.next()` of what `iter` made."""
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)) or node.args:
-        return False
-    made = names.values(node.func.value)
-    return node.func.attr == "next" and any(isinstance(v, ast.Call) and last_name(v) == "iter" for v in made)
-
-
-def is_flat_view(node: ast.AST) -> bool:
-    """Whether a node is `....[:k].view(-1)`, of what is not contiguous since it was transposed."""
-    if not isinstance(node, ast.Call) or not ast.unparse(node).endswith(".view(-1)"):
-        return False
-    part = node.func.value
-    return isinstance(part, ast.Subscript) and isinstance(part.slice, ast.Slice) and part.slice.lower is None
-
-
-def is_mask(node: object) -> bool:
-    """Whether an expression is a comparison."""
-    return isinstance(node, ast.Compare) or (isinstance(node, ast.Call) and last_name(node) in COMPARISONS)
-
-
-def is_less_mask(node: ast.AST, names: Names) -> bool:
-    """Whether a node is 1 minus a comparison, or minus a name for one."""
-    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub)):
-        return False
-    values = names.values(node.right)
-    return getattr(node.left, "value", None) == 1 and bool(values) and all(map(is_mask, values))
-
-
-def is_variable(node: ast.AST, names: Names) -> bool:
-    """Whether a node compares a type with the type that all tensors had."""
-    is_type = isinstance(node, ast.Compare) and last_name(node.left) == "type"
-    is_equal = is_type and isinstance(node.ops[0], (ast.Eq, ast.NotEq))
-    return is_equal and any("torch.autograd.Variable" in names.resolve(each) for each in node.comparators)
-
-
-def is_part(node: ast.AST, names: Names) -> bool:
-    """Whether a node changes in place what is one of several parts of a tensor."""
-    parts = names.parts.get(getattr(node.target, "id", ""), ()) if isinstance(node, ast.AugAssign) else ()
-    return any(last_name(each) in ("chunk", "split", "unbind") for each in parts)
-
-
-def is_divided_index(node: ast.AST) -> bool:
-    """Whether a node divides what is an index, as its name says."""
-    is_quotient = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
-    return is_quotient and bool(INDEX.search(last_name(node.left)))
-
-
-def is_byte_mask(node: ast.AST) -> bool:
-    """Whether a node fills where a mask of bytes says."""
-    fills = isinstance(node, ast.Call) and last_name(node) in ("masked_fill", "masked_fill_", "masked_select")
-    return fills and any(isinstance(each, ast.Call) and last_name(each) == "byte" for each in node.args)
-
-
-def is_verbose(node: ast.AST, names: Names) -> bool:
-    """Whether a node makes a scheduler that prints, where schedulers do not."""
-    found = names.resolve(node.func) if isinstance(node, ast.Call) and "verbose" in keywords(node) else []
-    parameters = inspect.signature(lr_scheduler.StepLR).parameters
-    return "verbose" not in parameters and any((name or "").startswith(SCHEDULERS) for name in found)
-
-
-def is_rank_option(node: ast.AST) -> bool:
-    """Whether a node adds the option --local_rank as launchers no longer pass it."""
-    if not isinstance(node, ast.Call) or last_name(node) != "add_argument":
-        return False
-    options = [getattr(each, "value", None) for each in node.args]
-    return "--local_rank" in options and "--local-rank" not in options
-
-
-def is_old_function(node: ast.AST, names: Names) -> bool:
-    """Whether a node is an autograd Function whose forward is no static method."""
-    if not isinstance(node, ast.ClassDef):
-        return False
+def is_old_function(node: ast.ClassDef, names: Names) -> bool:
+    """Whether a class is an autograd Function whose forward is no static method."""
     bases = {name for base in node.bases for name in names.resolve(base)}
     methods = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "forward"]
     is_ours = bool(bases & {"torch.autograd.Function", "torch.autograd.function.Function"})
     return is_ours and any(not each.decorator_list for each in methods)
 
 
-def is_early_step(node: ast.AST, names: Names) -> bool:
-    """Whether a node is a loop whose first step is the scheduler's, before it trains."""
-    if not isinstance(node, ast.For):
-        return False
+def is_early_step(node: ast.For, names: Names) -> bool:
+    """Whether the first step of a loop is the scheduler's, before it trains."""
     calls = [call for part in node.body for call in ast.walk(part) if isinstance(call, ast.Call)]
     calls.sort(key=lambda call: (call.lineno, call.col_offset))
-    steps = [call for call in calls if last_name(call) in ("step", "train", "train_epoch")]
-    made = names.values(steps[0].func.value) if steps and isinstance(steps[0].func, ast.Attribute) else []
-    found = [name for each in made if isinstance(each, ast.Call) for name in names.resolve(each.func)]
-    is_scheduler = last_name(steps[0]) == "step" if steps else False
-    return is_scheduler and len(steps) > 1 and any((name or "").startswith(SCHEDULERS) for name in found)
+    match [call for call in calls if last_name(call) in ("step", "train", "train_epoch")]:
+        case [ast.Call(ast.Attribute(scheduler, "step")), _, *_]:
+            made = [each for each in names.values(scheduler) if isinstance(each, ast.Call)]
+            found = [name for each in made for name in names.resolve(each.func)]
+            return any((name or "").startswith(SCHEDULERS) for name in found)
+    return False
 
 
-def needs_cuda(node: ast.AST, names: Names) -> bool:
+def needs_cuda(node: ast.Call, found: Iterable[str | None]) -> bool:
     """Whether a call needs a GPU: `.cuda()`, a device or backend by name, types and streams."""
-    if not isinstance(node, ast.Call):
-        return False
-    given = [getattr(each, "value", None) for each in (*node.args, *keywords(node).values())]
-    named = any(isinstance(each, str) and re.fullmatch(r"cuda(:\d+)?|nccl", each) for each in given)
-    found = [name or "" for name in names.resolve(node.func)]
-    is_type = any(re.fullmatch(r"torch\.cuda\.(\w+Tensor|Stream|Event|set_device)", name) for name in found)
-    is_method = isinstance(node.func, ast.Attribute) and node.func.attr == "cuda"
-    return named or is_type or is_method
-
-
-Matcher = Callable[[ast.AST, Names], bool]
-MATCHERS: Mapping[str, Matcher] = MappingProxyType(
-    {
-        "loss.data[0]": lambda node, _: is_first(node),
-        "iterator.next()": is_next,
-        "correct[:k].view(-1)": lambda node, _: is_flat_view(node),
-        "1 - mask": is_less_mask,
-        "type(x) == Variable": is_variable,
-        PART: is_part,
-        "ids / n": lambda node, _: is_divided_index(node),
-        "masked_fill(x.byte(), ...)": lambda node, _: is_byte_mask(node),
-        LOAD: lambda node, names: calls(node, names, "torch.load") and "weights_only" not in keywords(node),
-        "numpy.fromstring(bytes)": lambda node, names: (
-            calls(node, names, "numpy.fromstring") and "sep" not in keywords(node)
-        ),
-        "lr_scheduler(verbose=)": is_verbose,
-        "--local_rank": lambda node, _: is_rank_option(node),
-        "torch.fft(...)": lambda node, names: calls(node, names, "torch.fft"),
-        "torch.stft(...)": lambda node, names: (
-            calls(node, names, "torch.stft") and "return_complex" not in keywords(node)
-        ),
-        "retain_variables=": lambda node, _: "retain_variables" in keywords(node),
-        "a Function without @staticmethod": is_old_function,
-        "yaml.load(file)": lambda node, names: (
-            calls(node, names, "yaml.load") and len(node.args) == 1 and "Loader" not in keywords(node)
-        ),
-        "volatile=": lambda node, _: "volatile" in keywords(node),
-        "scheduler.step() before training": is_early_step,
-        "pretrained=": lambda node, names: (
-            "pretrained" in keywords(node)
-            and any((name or "").startswith("torchvision.models") for name in names.resolve(node.func))
-        ),
-        "torch.distributed.launch": lambda node, _: (
-            getattr(node, "value", None) == "torch.distributed.launch"
-        ),
-        "CUDA": needs_cuda,
-    }
-)
+    given = [getattr(each, "value", None) for each in (*node.args, *(word.value for word in node.keywords))]
+    return (
+        any(isinstance(each, str) and re.fullmatch(r"cuda(:\d+)?|nccl", each) for each in given)
+        or any(re.fullmatch(CUDA, name or "") for name in found)
+        or (isinstance(node.func, ast.Attribute) and node.func.attr == "cuda")
+    )

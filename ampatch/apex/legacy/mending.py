@@ -21,13 +21,10 @@ from torch.utils.data import DataLoader
 
 from ampatch.apex.changes import Changes
 from ampatch.apex.legacy.finding import KEYWORD, ROWS
-from ampatch.apex.legacy.names import put_back_names, telling
+from ampatch.apex.legacy.names import Told, put_back_names, telling
 from ampatch.apex.legacy.table import ASYNC, LOAD, PART
-from ampatch.apex.legacy.told import Told
 
 MASKED = (Tensor.masked_fill, Tensor.masked_fill_, Tensor.masked_select, torch.masked_select)
-
-
 SPLITS = (Tensor.chunk, Tensor.split, torch.chunk, torch.split)
 IN_PLACE = (Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_)
 

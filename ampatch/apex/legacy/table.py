@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
+import functools
 from dataclasses import dataclass
 
 BREAKS, MAY_BREAK, WARNS, NEEDS_CUDA = "BREAKS", "may break", "warns", "needs CUDA"
@@ -129,47 +130,29 @@ NAMES = (*PYTHON, *NUMPY, *TORCH, *OTHERS)
 LOAD = "torch.load(...)"
 ASYNC = "async="
 PART = "q *= n of x.chunk(k)"
+mended = functools.partial(Old, mends=True)
 PATTERNS = (
-    Old(ASYNC, "Python 3.7", "non_blocking=", mends=True),
-    Old("loss.data[0]", "torch 1.0", "loss.item()", mends=True, error="invalid index of a 0-dim tensor"),
-    Old(
-        "iterator.next()",
-        "torch 1.13",
-        "next(iterator)",
-        mends=True,
-        error="Iter' object has no attribute 'next'",
+    mended(ASYNC, "Python 3.7", "non_blocking="),
+    mended("loss.data[0]", "torch 1.0", "loss.item()", error="invalid index of a 0-dim tensor"),
+    mended("iterator.next()", "torch 1.13", "next(iterator)", error="Iter' object has no attribute 'next'"),
+    mended("correct[:k].view(-1)", "torch 1.7", "reshape instead of view", status=MAY_BREAK),
+    mended(
+        "1 - mask", "torch 1.2", "~mask, if it is a tensor", None, MAY_BREAK, error="with a bool tensor is"
     ),
-    Old("correct[:k].view(-1)", "torch 1.7", "reshape instead of view", status=MAY_BREAK, mends=True),
-    Old(
-        "1 - mask",
-        "torch 1.2",
-        "~mask, if it is a tensor",
-        status=MAY_BREAK,
-        mends=True,
-        error="with a bool tensor is not supported",
-    ),
-    Old("masked_fill(x.byte(), ...)", "torch 2.1", "x.bool()", mends=True, error="supports boolean masks"),
-    Old(
+    mended("masked_fill(x.byte(), ...)", "torch 2.1", "x.bool()", error="supports boolean masks"),
+    mended(
         LOAD,
         "torch 2.6",
         "weights_only=False, if you trust the file, which can run any code",
-        mends=True,
         status=MAY_BREAK,
         error="Weights only load failed",
     ),
-    Old("type(x) == Variable", "torch 0.4", "isinstance(x, torch.Tensor)", status=MAY_BREAK, mends=True),
-    Old(
-        PART,
-        "torch 1.8 or later",
-        "q = q * n",
-        status=MAY_BREAK,
-        mends=True,
-        error="not allow the output views to be modified inplace",
-    ),
+    mended("type(x) == Variable", "torch 0.4", "isinstance(x, torch.Tensor)", status=MAY_BREAK),
+    mended(PART, "torch 1.8 or later", "q = q * n", None, MAY_BREAK, error="views to be modified inplace"),
     Old("ids / n", "torch 1.6", "ids // n, if they are integers", status=MAY_BREAK),
-    Old("numpy.fromstring(bytes)", "NumPy 2.3", "numpy.frombuffer", mends=True),
-    Old("lr_scheduler(verbose=)", "torch 2.7", "scheduler.get_last_lr()", mends=True),
-    Old("--local_rank", "torch 2.0", 'int(os.environ["LOCAL_RANK"]), which torchrun sets', mends=True),
+    mended("numpy.fromstring(bytes)", "NumPy 2.3", "numpy.frombuffer"),
+    mended("lr_scheduler(verbose=)", "torch 2.7", "scheduler.get_last_lr()"),
+    mended("--local_rank", "torch 2.0", 'int(os.environ["LOCAL_RANK"]), which torchrun sets'),
     Old("torch.fft(...)", "torch 1.8", "torch.fft.fftn, which is complex"),
     Old("torch.stft(...)", "torch 2.0", "return_complex=True"),
     Old("retain_variables=", "torch 1.0", "retain_graph="),
