@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from ampatch.apex.changes import Changes
-from ampatch.apex.stand_ins import (
-    APPLIED,
-    COMM,
-    Context,
-    Event,
-    Generator,
-    Stream,
-    data_parallel,
-    parallel_apply,
-    replicate,
-)
+from ampatch.apex.stand_ins import APPLIED, COMM, PARALLEL, Context, Event, Generator, Stream
 
+Replacement = tuple[object, str, object]  # an attribute of a module or class, and its new value
 CPU = torch.device("cpu")
 DEVICE = re.compile(r"cuda(:\d+)?")
 TYPES = ("Float", "Half", "BFloat16", "Double", "Byte", "Char", "Short", "Int", "Long", "Bool")
@@ -155,6 +146,11 @@ def without_devices(init: Callable) -> Callable:
     return init_on_cpu
 
 
+def to_pageable(name: str, value: object) -> object:
+    """Has a loader pin no memory."""
+    return False if name == "pin_memory" else "" if name == "pin_memory_device" else value
+
+
 @contextmanager
 def on_cpu() -> Iterator[None]:
     """Maps CUDA devices, streams, events and nccl to the CPU while the context is open.
@@ -163,65 +159,58 @@ def on_cpu() -> Iterator[None]:
     devices; extensions in CUDA fail as before.
     """
     with Changes() as changes, CpuMode():
-        cuda = torch.cuda
-        for place in (cuda, cuda.memory, cuda.random, cuda.profiler):
-            for name in ANSWERS.keys() & vars(place).keys():
-                changes.set_attribute(place, name, answer_scripts(getattr(place, name), ANSWERS[name]))
-        for name, value in replacements():
-            changes.set_attribute(cuda, name, value)
-        changes.set_attribute(cuda.random, "get_rng_state", cuda.get_rng_state)
-        for place in (torch.cuda.nvtx, torch.cuda.profiler):
-            for name in NOTHING & vars(place).keys():
-                changes.set_attribute(place, name, lambda *_, **__: 0)
-        changes.set_attribute(Tensor, "record_stream", lambda *_: None)  # which takes no stream but its own
-        for kind in (torch.UntypedStorage, torch.TypedStorage):
-            changes.set_attribute(kind, "cuda", lambda storage, *_, **__: storage)
-        changes.set_attribute(torch, "load", load_on_cpu(torch.load))
-        changes.set_attribute(torch, "Generator", Generator)
-        changes.set_attribute(DataLoader, "__init__", with_arguments(DataLoader.__init__, to_pageable))
-        changes.set_attribute(nn.SyncBatchNorm, "forward", nn.BatchNorm1d.forward)
-        fork = torch.random.fork_rng
-        changes.set_attribute(torch.random, "fork_rng", lambda _=(), enabled=True, **__: fork((), enabled))
-        change_copies(changes)
-        for name in ("set_default_device", "set_default_tensor_type"):
-            mapped = with_arguments(getattr(torch, name), lambda _, value: to_cpu(value))
-            changes.set_attribute(torch, name, mapped)
-        changes.set_attribute(
-            DistributedDataParallel, "__init__", without_devices(DistributedDataParallel.__init__)
-        )
-        if torch.distributed.is_available():
-            change_backend(changes, torch.distributed)
+        for replacements in (of_cuda(), of_copies(), of_others(), of_distributed()):
+            for owner, name, value in replacements:
+                changes.set_attribute(owner, name, value)
         yield
 
 
-def replacements() -> Iterator[tuple[str, object]]:
-    """The names of torch.cuda that stand for something else, and what."""
-    yield from {"Event": Event, "Stream": Stream, "device": Context, "stream": Context}.items()
-    yield from dict.fromkeys(("current_stream", "default_stream"), lambda *_, **__: Stream()).items()
-    yield "set_stream", lambda _: None
-    yield "get_rng_state", lambda *_, **__: torch.get_rng_state()
-    yield from ((f"{kind}Tensor", getattr(torch, f"{kind}Tensor")) for kind in TYPES)
+def of_cuda() -> Iterator[Replacement]:
+    """Yields what stands for functions, classes and types of torch.cuda."""
+    cuda = torch.cuda
+    for place in (cuda, cuda.memory, cuda.random, cuda.profiler):
+        for name in ANSWERS.keys() & vars(place).keys():
+            yield place, name, answer_scripts(getattr(place, name), ANSWERS[name])
+    for place in (cuda.nvtx, cuda.profiler):
+        yield from ((place, name, lambda *_, **__: 0) for name in NOTHING & vars(place).keys())
+    for name, value in {"Event": Event, "Stream": Stream, "device": Context, "stream": Context}.items():
+        yield cuda, name, value
+    for name in ("current_stream", "default_stream"):
+        yield cuda, name, lambda *_, **__: Stream()
+    yield cuda, "set_stream", lambda _: None
+    for place in (cuda, cuda.random):
+        yield place, "get_rng_state", lambda *_, **__: torch.get_rng_state()
+    yield from ((cuda, f"{kind}Tensor", getattr(torch, f"{kind}Tensor")) for kind in TYPES)
 
 
-def change_copies(changes: Changes) -> None:
-    """Has what copies from GPU to GPU stay on the CPU."""
-    for name, function in COMM.items():
-        changes.set_attribute(torch.nn.parallel.comm, name, function)
+def of_copies() -> Iterator[Replacement]:
+    """Yields what stands for functions that copy from GPU to GPU."""
+    yield from ((torch.nn.parallel.comm, name, function) for name, function in COMM.items())
+    yield from ((torch.nn.parallel, name, function) for name, function in PARALLEL.items())
     for name, function in APPLIED.items():
-        changes.set_attribute(getattr(scatter_gather, name), "apply", staticmethod(function))
-    for function in (data_parallel, parallel_apply, replicate):
-        changes.set_attribute(torch.nn.parallel, function.__name__, function)
+        yield getattr(scatter_gather, name), "apply", staticmethod(function)
 
 
-def to_pageable(name: str, value: object) -> object:
-    """Has a loader pin no memory."""
-    return False if name == "pin_memory" else "" if name == "pin_memory_device" else value
+def of_others() -> Iterator[Replacement]:
+    """Yields what stands for other functions of torch that know of GPUs."""
+    yield Tensor, "record_stream", lambda *_: None  # which takes no stream but its own
+    for kind in (torch.UntypedStorage, torch.TypedStorage):
+        yield kind, "cuda", lambda storage, *_, **__: storage
+    yield torch, "load", load_on_cpu(torch.load)
+    yield torch, "Generator", Generator
+    yield DataLoader, "__init__", with_arguments(DataLoader.__init__, to_pageable)
+    yield nn.SyncBatchNorm, "forward", nn.BatchNorm1d.forward
+    fork = torch.random.fork_rng
+    yield torch.random, "fork_rng", lambda _=(), enabled=True, **__: fork((), enabled)
+    for name in ("set_default_device", "set_default_tensor_type"):
+        yield torch, name, with_arguments(getattr(torch, name), lambda _, value: to_cpu(value))
 
 
-def change_backend(changes: Changes, distributed: ModuleType) -> None:
-    """Makes process groups of gloo where a script asks for nccl."""
-    for name in ("init_process_group", "new_group"):
-        changes.set_attribute(distributed, name, with_arguments(getattr(distributed, name), to_gloo))
-    changes.set_attribute(
-        distributed, "is_nccl_available", answer_scripts(distributed.is_nccl_available, True)
-    )
+def of_distributed() -> Iterator[Replacement]:
+    """Yields what makes process groups of gloo where a script asks for nccl."""
+    yield DistributedDataParallel, "__init__", without_devices(DistributedDataParallel.__init__)
+    distributed = torch.distributed
+    if distributed.is_available():
+        for name in ("init_process_group", "new_group"):
+            yield distributed, name, with_arguments(getattr(distributed, name), to_gloo)
+        yield distributed, "is_nccl_available", answer_scripts(distributed.is_nccl_available, True)

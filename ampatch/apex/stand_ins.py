@@ -82,17 +82,7 @@ class Generator(GENERATOR, metaclass=AnyGenerator):
 # ---- Copies from GPU to GPU ----
 
 
-def broadcast(tensor: Tensor, devices: Sequence[object] = (0,), **_: object) -> tuple[Tensor, ...]:
-    """Does what `torch.cuda.comm.broadcast` does."""
-    return (tensor,) * len(devices)
-
-
-def broadcast_all(tensors: Sequence[Tensor], devices: Sequence[object], *_: object) -> list[Sequence[Tensor]]:
-    """Does what `torch.cuda.comm.broadcast_coalesced` does."""
-    return [tensors for _ in devices]
-
-
-def scatter_tensor(
+def scatter(
     tensor: Tensor,
     devices: Sequence[object] = (0,),
     chunk_sizes: Sequence[int] | None = None,
@@ -100,57 +90,44 @@ def scatter_tensor(
     *_: object,
     **__: object,
 ) -> tuple[Tensor, ...]:
-    """Does what `torch.cuda.comm.scatter` does."""
+    """Stands in for `torch.cuda.comm.scatter`."""
     return tensor.split(list(chunk_sizes), dim) if chunk_sizes else tensor.chunk(len(devices), dim)
 
 
-def gather_tensors(tensors: Sequence[Tensor], dim: int = 0, *_: object, **__: object) -> Tensor:
-    """Does what `torch.cuda.comm.gather` does."""
-    return torch.cat(tuple(tensors), dim)
-
-
 def add(tensors: Sequence[Tensor], *_: object, **__: object) -> Tensor:
-    """Does what `torch.cuda.comm.reduce_add` does."""
+    """Stands in for `torch.cuda.comm.reduce_add`."""
     return torch.stack(tuple(tensors)).sum(0)
 
 
-def add_all(lists: Sequence[Sequence[Tensor]], *_: object, **__: object) -> tuple[Tensor, ...]:
-    """Does what `torch.cuda.comm.reduce_add_coalesced` does."""
-    return tuple(map(add, zip(*lists, strict=True)))
-
-
 def data_parallel(
-    module: nn.Module,
-    inputs: object,
-    *_: object,
-    module_kwargs: dict[str, object] | None = None,
-    **__: object,
+    module: nn.Module, inputs: object, *_: object, module_kwargs: dict | None = None, **__: object
 ) -> object:
-    """Does what `torch.nn.parallel.data_parallel` does."""
+    """Stands in for `torch.nn.parallel.data_parallel`."""
     return module(*(inputs if isinstance(inputs, tuple) else (inputs,)), **(module_kwargs or {}))
-
-
-def replicate(network: nn.Module, devices: Sequence[object], *_: object, **__: object) -> list[nn.Module]:
-    """Does what `torch.nn.parallel.replicate` does, with one module for all."""
-    return [network for _ in devices]
 
 
 def parallel_apply(
     modules: Sequence[nn.Module], inputs: Sequence[object], kwargs: Sequence | None = None, *_: object
 ) -> list[object]:
-    """Does what `torch.nn.parallel.parallel_apply` does, one after the other."""
-    return [
-        data_parallel(module, given, module_kwargs=named)
-        for module, given, named in zip(modules, inputs, kwargs or [{}] * len(modules), strict=True)
-    ]
+    """Stands in for `torch.nn.parallel.parallel_apply`: one after the other."""
+    rows = zip(modules, inputs, kwargs or [{}] * len(modules), strict=True)
+    return [data_parallel(module, given, module_kwargs=named) for module, given, named in rows]
 
 
 COMM = {
-    **{"broadcast": broadcast, "broadcast_coalesced": broadcast_all, "scatter": scatter_tensor},
-    **{"gather": gather_tensors, "reduce_add": add, "reduce_add_coalesced": add_all},
+    "broadcast": lambda tensor, devices=(0,), **_: (tensor,) * len(devices),
+    "broadcast_coalesced": lambda tensors, devices, *_: [tensors for _ in devices],
+    "scatter": scatter,
+    "gather": lambda tensors, dim=0, *_, **__: torch.cat(tuple(tensors), dim),
+    "reduce_add": add,
+    "reduce_add_coalesced": lambda lists, *_, **__: tuple(map(add, zip(*lists, strict=True))),
+}
+PARALLEL = {
+    **{"data_parallel": data_parallel, "parallel_apply": parallel_apply},
+    "replicate": lambda network, devices, *_, **__: [network for _ in devices],  # one module for all
 }
 # What `scatter` and `gather` of torch.nn.parallel apply.
 APPLIED = {
-    "Scatter": lambda devices, sizes, dim, tensor: scatter_tensor(tensor, devices, sizes, dim),
-    "Gather": lambda _, dim, *tensors: gather_tensors([torch.atleast_1d(each) for each in tensors], dim),
+    "Scatter": lambda devices, sizes, dim, tensor: scatter(tensor, devices, sizes, dim),
+    "Gather": lambda _, dim, *tensors: torch.cat([torch.atleast_1d(each) for each in tensors], dim),
 }
