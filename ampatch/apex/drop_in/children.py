@@ -29,28 +29,20 @@ class Preparation:
             # What a fork server is told. Newer Pythons have it import the script, but it installs
             # nothing; each of its children does both.
             return {key: value for key, value in data.items() if key != "init_main_from_path"}
-        return {"ampatch_path": PathEntry(FOLDER), "ampatch": Heritage(dict(self.overrides)), **data}
+        path = f"import sys; {FOLDER!r} in sys.path or sys.path.append({FOLDER!r})"
+        calls = {"ampatch_path": Call(exec, path), "ampatch": Call(inherit, dict(self.overrides))}
+        return {**calls, **data}
 
 
 @dataclass(frozen=True, slots=True)
-class PathEntry:
-    """Becomes an entry of sys.path where it is unpickled, unless it is there."""
+class Call:
+    """Calls a function where it is unpickled."""
 
-    folder: str
+    function: Callable[..., object]
+    argument: object
 
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
-        folder = repr(self.folder)
-        return exec, (f"import sys; {folder} in sys.path or sys.path.append({folder})",)
-
-
-@dataclass(frozen=True, slots=True)
-class Heritage:
-    """Installs apex where it is unpickled."""
-
-    overrides: dict[str, object]
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[dict[str, object]]]:
-        return inherit, (self.overrides,)
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object]]:
+        return self.function, (self.argument,)
 
 
 def inherit(overrides: dict[str, object]) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 
 from ampatch import __version__
-from ampatch.apex.changes import ABSENT, Changes
+from ampatch.apex.changes import Changes
 from ampatch.apex.drop_in.missing import explain
 
 PARTS = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
@@ -138,13 +138,4 @@ def tree(name: str) -> Iterator[tuple[str, ModuleType]]:
     yield name, module
     for found in pkgutil.iter_modules(getattr(module, "__path__", ())):
         if found.name != "__main__":
-            import_below(module, found.name)
             yield from tree(f"{name}.{found.name}")
-
-
-def import_below(package: ModuleType, name: str) -> None:
-    """Imports a submodule; what the package itself calls so stays in its place."""
-    before = vars(package).get(name, ABSENT)
-    importlib.import_module(f"{package.__name__}.{name}")
-    if before is not ABSENT:
-        setattr(package, name, before)

@@ -33,13 +33,9 @@ def is_nvidias(spec: ModuleSpec) -> bool:
 
 def is_installed(spec: ModuleSpec) -> bool:
     """Says whether a package lies where pip puts packages, and so is no part of the user's program."""
-    folders = {part for location in locations(spec) for part in location.split(os.sep)}
+    places = [*(spec.submodule_search_locations or ()), spec.origin or ""]
+    folders = {part for place in places for part in place.split(os.sep)}
     return bool(folders & {"site-packages", "dist-packages"})
-
-
-def locations(spec: ModuleSpec) -> list[str]:
-    """Returns the files and folders that a spec names."""
-    return [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.origin else ())]
 
 
 def find_fault(spec: ModuleSpec) -> str | None:
@@ -111,24 +107,24 @@ def fill(name: str, module: ModuleType, changes: Changes) -> None:
     """Adds to a module of a real apex what it lacks: parts to `apex`, and names to its parts."""
     if name == "apex":
         for part in PARTS:
-            if is_missing(f"apex.{part}", module):
+            if part not in vars(module) and lacks(module, f"apex.{part}"):
                 changes.set_attribute(module, part, add_modules(f"apex.{part}", changes))
     elif name not in WHOLE:
-        for each, value in public_names(own_name(name)):
+        submodules = [(each, own) for each, own in tree(name) if each != name and lacks(module, each)]
+        for each, own in submodules:
+            changes.add_module(each, own)
+        offered = [
+            *public_names(own_name(name)),
+            *((each.rpartition(".")[2], own) for each, own in submodules),
+        ]
+        for each, value in offered:
             if each not in vars(module):
                 changes.set_attribute(module, each, value)
-        fill_submodules(name, module, changes)
 
 
-def fill_submodules(name: str, module: ModuleType, changes: Changes) -> None:
-    """Adds the submodules that a part of a real apex lacks."""
-    for each, own in tree(name):
-        if each == name or each in sys.modules or find_on_path(each, module) is not None:
-            continue
-        changes.add_module(each, own)
-        child = each.rpartition(".")[2]
-        if child not in vars(module):
-            changes.set_attribute(module, child, own)
+def lacks(module: ModuleType, name: str) -> bool:
+    """Says whether a package has no submodule of this whole name: not loaded, and not on its path."""
+    return name not in sys.modules and find_elsewhere(name, getattr(module, "__path__", [])) is None
 
 
 def fill_loaded(changes: Changes) -> None:
@@ -137,17 +133,6 @@ def fill_loaded(changes: Changes) -> None:
         module = sys.modules.get(name)
         if module is not None and not module.__name__.startswith(OURS):
             fill(name, module, changes)
-
-
-def is_missing(name: str, package: ModuleType) -> bool:
-    """Says whether a package has no such part: not loaded, no attribute, not on its path."""
-    is_there = name in sys.modules or name.rpartition(".")[2] in vars(package)
-    return not is_there and find_on_path(name, package) is None
-
-
-def find_on_path(name: str, package: ModuleType) -> ModuleSpec | None:
-    """Finds a submodule of a package."""
-    return find_elsewhere(name, getattr(package, "__path__", []))
 
 
 def public_names(name: str) -> Iterator[tuple[str, object]]:
