@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -54,36 +55,6 @@ class AmpOptimizerState:
         yield from self.all_fp32_from_fp32_params
 
 
-NAMES = (
-    *("_amp_stash", "_amp_lazy_init", "_lazy_init_maybe_master_weights", "_prepare_amp_backward"),
-    *("_post_amp_backward", "_master_params_to_model_params"),
-)
-
-
-def attach(given: object) -> list[weakref.ref[Optimizer]]:
-    """Gives an initialized optimizer, or the one inside a wrapper, what apex gave it; returns which."""
-    optimizer = next((each for each in list_wrapped(given) if isinstance(each, Optimizer)), None)
-    if optimizer is None:
-        return []
-    values: list[object] = [
-        AmpOptimizerState(optimizer),
-        functools.partial(_mark_initialized, optimizer),
-        functools.partial(_mark_initialized, optimizer),
-        functools.partial(_prepare_backward, optimizer),
-        functools.partial(_end_backward, optimizer),
-    ]
-    if any(True for _ in amp.master_pairs(optimizer)):
-        values.append(functools.partial(_copy_masters, optimizer))
-    vars(optimizer).update(zip(NAMES, values, strict=False))
-    return [weakref.ref(optimizer)]
-
-
-def detach(optimizer: Optimizer) -> None:
-    """Takes it from an optimizer."""
-    for name in NAMES:
-        vars(optimizer).pop(name, None)
-
-
 def _mark_initialized(optimizer: Optimizer) -> None:
     """Does nothing: masters are made by `initialize`."""
     optimizer._amp_stash.lazy_init_called = True
@@ -120,3 +91,33 @@ def _end_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
         for param, grad in made:
             if grad is not None:
                 param.grad = grad if param.grad is None else param.grad + grad
+
+
+METHODS = MappingProxyType(
+    {
+        "_amp_lazy_init": _mark_initialized,
+        "_lazy_init_maybe_master_weights": _mark_initialized,
+        "_prepare_amp_backward": _prepare_backward,
+        "_post_amp_backward": _end_backward,
+        "_master_params_to_model_params": _copy_masters,
+    }
+)
+
+
+def attach(given: object) -> list[weakref.ref[Optimizer]]:
+    """Gives an initialized optimizer, or the one inside a wrapper, what apex gave it; returns which."""
+    optimizer = next((each for each in list_wrapped(given) if isinstance(each, Optimizer)), None)
+    if optimizer is None:
+        return []
+    vars(optimizer)["_amp_stash"] = AmpOptimizerState(optimizer)
+    has_masters = any(True for _ in amp.master_pairs(optimizer))
+    for name, function in METHODS.items():
+        if has_masters or function is not _copy_masters:
+            vars(optimizer)[name] = functools.partial(function, optimizer)
+    return [weakref.ref(optimizer)]
+
+
+def detach(optimizer: Optimizer) -> None:
+    """Takes it from an optimizer."""
+    for name in ("_amp_stash", *METHODS):
+        vars(optimizer).pop(name, None)

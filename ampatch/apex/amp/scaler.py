@@ -71,7 +71,7 @@ class LossScaler:
         return view
 
     def _take(self, scaler: amp.LossScaler, loss_id: int = 0) -> None:
-        self._scaler = scaler
+        self.scaler = scaler
         self.loss_id = loss_id
         self._own_buffer = self._overflow_buf = torch.zeros(1, dtype=torch.int32)
 
@@ -91,49 +91,28 @@ class LossScaler:
         )
         self._loss_scale, self._unskipped = state["_loss_scale"], state.get("_unskipped", 0)
 
-    @property
-    def scaler(self) -> amp.LossScaler:
-        """What it shows."""
-        return self._scaler
-
-    @property
-    def dynamic(self) -> bool:
-        """Whether the scale follows overflows."""
-        return self._scaler.is_dynamic
+    dynamic = property(lambda self: self.scaler.is_dynamic, doc="Whether the scale follows overflows.")
 
     def loss_scale(self) -> float:
         """Returns the scale, as a plain number."""
-        return self._scaler.get_scale()
+        return self.scaler.get_scale()
 
-    @property
-    def _loss_scale(self) -> float:
-        return self._scaler.get_scale()
-
-    @_loss_scale.setter
-    def _loss_scale(self, value: float) -> None:
-        self._scaler.set_scale(float(value))
-
-    @property
-    def _unskipped(self) -> int:
-        return self._scaler.state_dict()["unskipped"]
-
-    @_unskipped.setter
-    def _unskipped(self, value: int) -> None:
-        self._scaler.load_state_dict({"loss_scale": self._loss_scale, "unskipped": int(value)})
-
+    _loss_scale = property(loss_scale, lambda self, value: self.scaler.set_scale(float(value)))
+    _unskipped = property(
+        lambda self: self.scaler.state_dict()["unskipped"],
+        lambda self, value: self.scaler.load_state_dict(
+            {"loss_scale": self._loss_scale, "unskipped": int(value)}
+        ),
+    )
+    _has_overflow = property(
+        lambda self: self.scaler.did_overflow(),
+        lambda self, value: self._overflow_buf.fill_(bool(value)),  # for `update_scale`
+    )
     _scale_seq_len = _Option("growth_interval", 2000)
     _min_loss_scale = _Option("min_scale", None)
     _max_loss_scale = _Option("max_scale", 2.0**24)
 
     # Overflows
-
-    @property
-    def _has_overflow(self) -> bool:
-        return self._scaler.did_overflow()
-
-    @_has_overflow.setter
-    def _has_overflow(self, value: bool) -> None:
-        self._overflow_buf.fill_(bool(value))  # for `update_scale`
 
     def clear_overflow_state(self) -> None:
         """Forgets what was written into `_overflow_buf`."""
@@ -144,7 +123,7 @@ class LossScaler:
 
         `_overflow_buf` may be one that the script assigned, which it clears itself.
         """
-        should_skip = self._scaler.update(self._overflow_buf)
+        should_skip = self.scaler.update(self._overflow_buf)
         self._own_buffer.zero_()
         return should_skip
 

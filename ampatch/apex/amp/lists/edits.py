@@ -34,6 +34,13 @@ def list_banned(target: str) -> list[tuple[str, str]]:
     return [(row.name, row.reason) for row in rows if row.cast is Cast.BANNED]
 
 
+def list_functions(target: str) -> tuple[list, ...]:
+    """Returns the lists of a table in apex's order: half (twice), float32, widest, banned, sequences."""
+    half, full, widest = (list_names(target, cast) for cast in ("LOWER", "FP32", "PROMOTE"))
+    sequences = [name for name in ("cat", "stack") if hasattr(PLACES[target], name)]
+    return half, [*half], full, widest, list_banned(target), sequences
+
+
 def register_edits(overrides: Iterable[ModuleType]) -> bool:
     """Registers the functions that a script put into a list or took out of one.
 

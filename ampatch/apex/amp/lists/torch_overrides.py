@@ -2,12 +2,7 @@
 
 import torch
 
-from ampatch.apex.amp.lists.edits import list_banned, list_names
+from ampatch.apex.amp.lists.edits import list_functions
 
 MODULE = torch
-FP16_FUNCS = list_names("torch", "LOWER")
-BFLOAT16_FUNCS = list_names("torch", "LOWER")
-FP32_FUNCS = list_names("torch", "FP32")
-BANNED_FUNCS = list_banned("torch")
-CASTS = list_names("torch", "PROMOTE")
-SEQUENCE_CASTS = [name for name in ("cat", "stack") if hasattr(MODULE, name)]
+FP16_FUNCS, BFLOAT16_FUNCS, FP32_FUNCS, CASTS, BANNED_FUNCS, SEQUENCE_CASTS = list_functions("torch")
