@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -110,7 +110,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             predivide_factor=self.gradient_predivide_factor,
         )
         self.logger = None
-        self.reducer = GradReducer(averaging, _SyncsGrads(weakref.ref(self)))
+        self.reducer = GradReducer(averaging, functools.partial(_syncs_grads, weakref.ref(self)))
         self.reducer.watch(self.module.parameters())
 
     # What torch calls to make its own reducer, at construction and for a copy.
@@ -137,15 +137,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self.require_backward_grad_sync = True
 
 
-@dataclass(frozen=True, slots=True)
-class _SyncsGrads:
+def _syncs_grads(model: weakref.ref[DistributedDataParallel]) -> bool:
     """Whether a model averages gradients now: neither `no_sync` nor `disable_allreduce` is in force."""
-
-    model: weakref.ref[DistributedDataParallel]
-
-    def __call__(self) -> bool:
-        model = self.model()
-        return model is None or model.require_backward_grad_sync
+    alive = model()
+    return alive is None or alive.require_backward_grad_sync
 
 
 def _warn_of_keywords(**given: bool) -> None:

@@ -8,6 +8,7 @@ a model out: there it raises, or lets the ranks drift apart (torch 2.13).
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -119,13 +120,13 @@ class GradReducer:
         self._params = followed
 
     def _hook(self, param: Tensor) -> None:
-        handle = param.register_post_accumulate_grad_hook(_NoteGrad(weakref.ref(self)))
+        handle = param.register_post_accumulate_grad_hook(functools.partial(_note, weakref.ref(self)))
         weakref.finalize(self, handle.remove).atexit = False
         weight = self._averaging.weight
         if weight != 1.0:
             # Not a hook of the parameter: autograd.grad would run that too.
             node = torch.autograd.graph.get_gradient_edge(param).node
-            node.register_prehook(_Multiply(weight))
+            node.register_prehook(functools.partial(_multiply, weight))
             self._accumulators[id(param)] = node
 
     def watch_output(self, output: object) -> None:
@@ -136,7 +137,7 @@ class GradReducer:
         """
         for tensor in _find_tensors(output):
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(_Begin(self))
+                tensor.grad_fn.register_prehook(functools.partial(_begin, self))
 
     def begin(self) -> None:
         """Has the backward that runs now end with an average."""
@@ -174,33 +175,20 @@ def _find_tensors(output: object) -> list[Tensor]:
     return [tensor for item in items for tensor in _find_tensors(item)]
 
 
-@dataclass(frozen=True, slots=True)
-class _NoteGrad:
-    """A hook of a parameter, which may outlive the reducer: a module can be wrapped again."""
-
-    reducer: weakref.ref[GradReducer]
-
-    def __call__(self, param: Tensor) -> None:
-        reducer = self.reducer()
-        if reducer is not None:
-            reducer.note(param)
+# ---- Hooks ----
 
 
-@dataclass(frozen=True, slots=True)
-class _Begin:
-    """A hook of a graph, which keeps the reducer as long as there may be a backward."""
-
-    reducer: GradReducer
-
-    def __call__(self, grads: tuple) -> None:
-        self.reducer.begin()
+def _note(reducer: weakref.ref[GradReducer], param: Tensor) -> None:
+    """Tells a reducer of a gradient; a parameter may outlive it: a module can be wrapped again."""
+    alive = reducer()
+    if alive is not None:
+        alive.note(param)
 
 
-@dataclass(frozen=True, slots=True)
-class _Multiply:
-    """A hook of the node that adds to a gradient."""
+def _begin(reducer: GradReducer, grads: tuple) -> None:
+    """Tells a reducer, which a graph keeps as long as there may be a backward, that this one has begun."""
+    reducer.begin()
 
-    weight: float
 
-    def __call__(self, grads: tuple) -> tuple:
-        return tuple(grad if grad is None else grad * self.weight for grad in grads)
+def _multiply(weight: float, grads: tuple) -> tuple:
+    return tuple(grad if grad is None else grad * weight for grad in grads)

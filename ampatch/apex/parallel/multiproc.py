@@ -9,6 +9,7 @@ the others are ended, and its status is ours.
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import subprocess
@@ -55,18 +56,10 @@ def split_arguments(arguments: Sequence[str]) -> tuple[int, list[str]]:
     if name in PROCESSES:
         value, script = (value, arguments[1:]) if value else (arguments[1], arguments[2:])
         return int(value), list(script)
-    given = find_option(arguments, "--world-size") or os.environ.get("WORLD_SIZE")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--world-size", default=os.environ.get("WORLD_SIZE"))
+    given = parser.parse_known_args(arguments)[0].world_size
     return int(given or torch.cuda.device_count() or 1), list(arguments)
-
-
-def find_option(arguments: Sequence[str], name: str) -> str | None:
-    """Returns the value of an option, None if it is not there."""
-    for word, following in zip(arguments, [*arguments[1:], None], strict=True):
-        if word == name:
-            return following
-        if word.startswith(f"{name}="):
-            return word.removeprefix(f"{name}=")
-    return None
 
 
 def child_command(own: Sequence[str]) -> list[str]:

@@ -123,19 +123,12 @@ def convert_syncbn_model(
     A model that is a BatchNorm itself is returned as a new module. Parameters and buffers stay the very
     same objects, so that an optimizer made before steps them still; hooks and the training flag stay too.
     """
-    return _convert(module, process_group, channel_last, {})
-
-
-def _convert(
-    module: Module, group: dist.ProcessGroup | None, channel_last: bool, converted: dict[int, Module]
-) -> Module:
-    if id(module) not in converted:
-        is_batch_norm = isinstance(module, _BatchNorm)
-        converted[id(module)] = _adopt(module, group, channel_last) if is_batch_norm else module
-        for name, child in list(module._modules.items()):
-            if child is not None:
-                module._modules[name] = _convert(child, group, channel_last, converted)
-    return converted[id(module)]
+    found = [each for each in module.modules() if isinstance(each, _BatchNorm)]
+    converted = {id(each): _adopt(each, process_group, channel_last) for each in found}
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():
+            parent._modules[name] = converted.get(id(child), child)
+    return converted.get(id(module), module)
 
 
 def _adopt(batch_norm: Module, group: dist.ProcessGroup | None, channel_last: bool) -> SyncBatchNorm:
