@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import ModuleType
 
@@ -47,3 +49,13 @@ def restore_attribute(owner: object, name: str, value: object, before: object) -
         delattr(owner, name)
     else:
         setattr(owner, name, before)
+
+
+def wrap(function: Callable, replacement: Callable, *given: object) -> Callable:
+    """Returns a function whose calls go to `replacement`, with the function and what is given first."""
+
+    @functools.wraps(function)
+    def wrapped(*args: object, **kwargs: object) -> object:
+        return replacement(function, *given, *args, **kwargs)
+
+    return wrapped

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import sys
 from collections import Counter
@@ -16,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel, scatter_gather
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
-from ampatch.apex.changes import Changes
+from ampatch.apex.changes import Changes, wrap
 from ampatch.apex.stand_ins import APPLIED, COMM, PARALLEL, Context, Event, Generator, Stream
 
 Replacement = tuple[object, str, object]  # an attribute of a module or class, and its new value
@@ -93,26 +92,18 @@ class CpuMode(TorchFunctionMode):
         return func(*(CPU if moves and is_number(value) else to_cpu(value) for value in args), **given)
 
 
-def answer_scripts(function: Callable, answer: object) -> Callable:
-    """Returns a function with one answer; to torch and ampatch it says the truth."""
-
-    @functools.wraps(function)
-    def answering(*args: object, **kwargs: object) -> object:
-        caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-        return function(*args, **kwargs) if caller in ("torch", "ampatch") else answer
-
-    return answering
+def answer_scripts(function: Callable, answer: object, /, *args: object, **kwargs: object) -> object:
+    """Gives a script one answer; torch and ampatch get the function's, which is the truth."""
+    caller = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]
+    return function(*args, **kwargs) if caller in ("torch", "ampatch") else answer
 
 
-def with_arguments(function: Callable, change: Callable[[str, object], object]) -> Callable:
-    """Returns a function whose keyword arguments, and the first one, are changed."""
-
-    @functools.wraps(function)
-    def changed(*args: object, **kwargs: object) -> object:
-        args = (change("", args[0]), *args[1:]) if args else args
-        return function(*args, **{name: change(name, value) for name, value in kwargs.items()})
-
-    return changed
+def change_arguments(
+    function: Callable, change: Callable[[str, object], object], /, *args: object, **kwargs: object
+) -> object:
+    """Calls a function whose keyword arguments, and the first one, are changed."""
+    args = (change("", args[0]), *args[1:]) if args else args
+    return function(*args, **{name: change(name, value) for name, value in kwargs.items()})
 
 
 def to_gloo(name: str, value: object) -> object:
@@ -122,28 +113,20 @@ def to_gloo(name: str, value: object) -> object:
     return "gloo" if name in ("", "backend") and isinstance(value, str) and "nccl" in value else value
 
 
-def load_on_cpu(load: Callable) -> Callable:
-    """Returns `torch.load` that puts on the CPU what was saved on a GPU."""
-
-    @functools.wraps(load)
-    def load_there(f: object, map_location: object = None, *args: object, **kwargs: object) -> object:
-        if isinstance(map_location, Mapping):
-            map_location = {saved: to_cpu(place) for saved, place in map_location.items()}
-        place = "cpu" if map_location is None or is_number(map_location) else to_cpu(map_location)
-        return load(f, place, *args, **kwargs)
-
-    return load_there
+def load_there(
+    load: Callable, /, f: object, map_location: object = None, *args: object, **kwargs: object
+) -> object:
+    """Loads what was saved on a GPU to the CPU."""
+    if isinstance(map_location, Mapping):
+        map_location = {saved: to_cpu(place) for saved, place in map_location.items()}
+    place = "cpu" if map_location is None or is_number(map_location) else to_cpu(map_location)
+    return load(f, place, *args, **kwargs)
 
 
-def without_devices(init: Callable) -> Callable:
-    """Returns the `__init__` of DistributedDataParallel without the numbers of GPUs."""
-
-    @functools.wraps(init)
-    def init_on_cpu(self: object, module: object, *args: object, **kwargs: object) -> None:
-        others = {name: kwargs[name] for name in kwargs if name not in ("device_ids", "output_device")}
-        init(self, module, None, None, *args[2:], **others)
-
-    return init_on_cpu
+def init_on_cpu(init: Callable, /, self: object, module: object, *args: object, **kwargs: object) -> None:
+    """Runs the `__init__` of DistributedDataParallel without the numbers of GPUs."""
+    others = {name: kwargs[name] for name in kwargs if name not in ("device_ids", "output_device")}
+    init(self, module, None, None, *args[2:], **others)
 
 
 def to_pageable(name: str, value: object) -> object:
@@ -170,7 +153,7 @@ def of_cuda() -> Iterator[Replacement]:
     cuda = torch.cuda
     for place in (cuda, cuda.memory, cuda.random, cuda.profiler):
         for name in ANSWERS.keys() & vars(place).keys():
-            yield place, name, answer_scripts(getattr(place, name), ANSWERS[name])
+            yield place, name, wrap(getattr(place, name), answer_scripts, ANSWERS[name])
     for place in (cuda.nvtx, cuda.profiler):
         yield from ((place, name, lambda *_, **__: 0) for name in NOTHING & vars(place).keys())
     for name, value in {"Event": Event, "Stream": Stream, "device": Context, "stream": Context}.items():
@@ -196,21 +179,21 @@ def of_others() -> Iterator[Replacement]:
     yield Tensor, "record_stream", lambda *_: None  # which takes no stream but its own
     for kind in (torch.UntypedStorage, torch.TypedStorage):
         yield kind, "cuda", lambda storage, *_, **__: storage
-    yield torch, "load", load_on_cpu(torch.load)
+    yield torch, "load", wrap(torch.load, load_there)
     yield torch, "Generator", Generator
-    yield DataLoader, "__init__", with_arguments(DataLoader.__init__, to_pageable)
+    yield DataLoader, "__init__", wrap(DataLoader.__init__, change_arguments, to_pageable)
     yield nn.SyncBatchNorm, "forward", nn.BatchNorm1d.forward
     fork = torch.random.fork_rng
     yield torch.random, "fork_rng", lambda _=(), enabled=True, **__: fork((), enabled)
     for name in ("set_default_device", "set_default_tensor_type"):
-        yield torch, name, with_arguments(getattr(torch, name), lambda _, value: to_cpu(value))
+        yield torch, name, wrap(getattr(torch, name), change_arguments, lambda _, value: to_cpu(value))
 
 
 def of_distributed() -> Iterator[Replacement]:
     """Yields what makes process groups of gloo where a script asks for nccl."""
-    yield DistributedDataParallel, "__init__", without_devices(DistributedDataParallel.__init__)
+    yield DistributedDataParallel, "__init__", wrap(DistributedDataParallel.__init__, init_on_cpu)
     distributed = torch.distributed
     if distributed.is_available():
         for name in ("init_process_group", "new_group"):
-            yield distributed, name, with_arguments(getattr(distributed, name), to_gloo)
-        yield distributed, "is_nccl_available", answer_scripts(distributed.is_nccl_available, True)
+            yield distributed, name, wrap(getattr(distributed, name), change_arguments, to_gloo)
+        yield distributed, "is_nccl_available", wrap(distributed.is_nccl_available, answer_scripts, True)

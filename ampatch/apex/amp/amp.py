@@ -6,32 +6,19 @@ import torch
 from torch.nn import Parameter, ParameterList
 
 import ampatch
-from ampatch import (
-    bfloat16_function,
-    float_function,
-    half_function,
-    promote_function,
-    register_bfloat16_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
 from ampatch.apex.amp._amp_state import _amp_state
 from ampatch.apex.amp.frontend import OVERRIDES
 from ampatch.apex.amp.handle import AmpHandle, NoOpHandle
 from ampatch.apex.amp.lists.edits import register_edits
 
-__all__ = [
-    "bfloat16_function",
-    "float_function",
-    "half_function",
-    "init",
-    "promote_function",
-    "register_bfloat16_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-]
+bfloat16_function = ampatch.bfloat16_function
+float_function = ampatch.float_function
+half_function = ampatch.half_function
+promote_function = ampatch.promote_function
+register_bfloat16_function = ampatch.register_bfloat16_function
+register_float_function = ampatch.register_float_function
+register_half_function = ampatch.register_half_function
+register_promote_function = ampatch.register_promote_function
 
 
 def init(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import os
 import pickle
@@ -19,9 +18,9 @@ from torch.optim import lr_scheduler
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
-from ampatch.apex.changes import Changes
+from ampatch.apex.changes import Changes, wrap
 from ampatch.apex.legacy.finding import KEYWORD, ROWS
-from ampatch.apex.legacy.names import Told, put_back_names, telling
+from ampatch.apex.legacy.names import Told, put_back_names, tell
 from ampatch.apex.legacy.table import ASYNC, LOAD, PART
 
 MASKED = (Tensor.masked_fill, Tensor.masked_fill_, Tensor.masked_select, torch.masked_select)
@@ -95,65 +94,55 @@ def split_apart(parts: tuple[Tensor, ...], tensor: Tensor, *args: object, **kwar
     return views
 
 
-def load_trusting(load: Callable, told: Told) -> Callable:
-    """Returns `torch.load` that loads objects as well, where a script says nothing of it."""
-
-    @functools.wraps(load)
-    def load_all(f: object, *args: object, **kwargs: object) -> object:
-        place = f.tell() if hasattr(f, "tell") else 0
-        try:
-            return load(f, *args, **kwargs)
-        except pickle.UnpicklingError:
-            if kwargs.get("weights_only") is not None:
-                raise
-        told.tell(ROWS[LOAD])
-        if hasattr(f, "seek"):
-            f.seek(place)
-        return load(f, *args, **kwargs | {"weights_only": False})
-
-    return load_all
+def load_all(load: Callable, told: Told, /, f: object, *args: object, **kwargs: object) -> object:
+    """Has `torch.load` load objects as well, where a script says nothing of it."""
+    place = f.tell() if hasattr(f, "tell") else 0
+    try:
+        return load(f, *args, **kwargs)
+    except pickle.UnpicklingError:
+        if kwargs.get("weights_only") is not None:
+            raise
+    told.tell(ROWS[LOAD])
+    if hasattr(f, "seek"):
+        f.seek(place)
+    return load(f, *args, **kwargs | {"weights_only": False})
 
 
-def without_verbose(init: Callable, told: Told) -> Callable:
-    """Returns the `__init__` of a scheduler that takes `verbose` and is silent."""
-
-    @functools.wraps(init)
-    def silent_init(self: object, *args: object, **kwargs: object) -> None:
-        if "verbose" in kwargs:
-            told.tell(ROWS["lr_scheduler(verbose=)"])
-            del kwargs["verbose"]
-        init(self, *args, **kwargs)
-
-    return silent_init
+def init_silently(init: Callable, told: Told, /, self: object, *args: object, **kwargs: object) -> None:
+    """Has a scheduler take `verbose`, and be silent."""
+    if "verbose" in kwargs:
+        told.tell(ROWS["lr_scheduler(verbose=)"])
+        del kwargs["verbose"]
+    init(self, *args, **kwargs)
 
 
-def with_rank(add_argument: Callable, told: Told) -> Callable:
-    """Returns `add_argument` whose option --local_rank is what today's launchers say it is."""
-
-    @functools.wraps(add_argument)
-    def add(self: object, *names: str, **options: object) -> argparse.Action:
-        if "--local_rank" in names and "--local-rank" not in names:
-            told.tell(ROWS["--local_rank"])
-            names += ("--local-rank",)
-            options["default"] = os.environ.get("LOCAL_RANK", options.get("default"))
-        return add_argument(self, *names, **options)
-
-    return add
+def add_argument(
+    add: Callable, told: Told, /, self: object, *names: str, **options: object
+) -> argparse.Action:
+    """Has the option --local_rank be what today's launchers say it is."""
+    if "--local_rank" in names and "--local-rank" not in names:
+        told.tell(ROWS["--local_rank"])
+        names += ("--local-rank",)
+        options["default"] = os.environ.get("LOCAL_RANK", options.get("default"))
+    return add(self, *names, **options)
 
 
-def from_bytes(fromstring: Callable, told: Told) -> Callable:
-    """Returns `numpy.fromstring` that reads bytes, too."""
-
-    @functools.wraps(fromstring)
-    def read(
-        string: object, dtype: object = float, count: int = -1, *, sep: str = "", **like: object
-    ) -> object:
-        if sep:
-            return fromstring(string, dtype, count, sep=sep, **like)
-        told.tell(ROWS["numpy.fromstring(bytes)"])
-        return np.frombuffer(string, dtype, count).copy()
-
-    return read
+def read_bytes(
+    fromstring: Callable,
+    told: Told,
+    /,
+    string: object,
+    dtype: object = float,
+    count: int = -1,
+    *,
+    sep: str = "",
+    **like: object,
+) -> object:
+    """Has `numpy.fromstring` read bytes, too."""
+    if sep:
+        return fromstring(string, dtype, count, sep=sep, **like)
+    told.tell(ROWS["numpy.fromstring(bytes)"])
+    return np.frombuffer(string, dtype, count).copy()
 
 
 def equal_to_tensors(told: Told) -> Callable:
@@ -181,17 +170,14 @@ def mend_source(source: bytes) -> bytes:
     return source
 
 
-def compile_mended(source_to_code: Callable, told: Told) -> Callable:
-    """Returns what compiles the modules of a script, with their sources mended."""
-
-    @functools.wraps(source_to_code)
-    def compiling(self: object, data: object, path: object, **options: object) -> object:
-        mended = mend_source(data) if isinstance(data, bytes) else data
-        if mended is not data:
-            told.tell(ROWS[ASYNC], os.path.relpath(os.fsdecode(path)))
-        return source_to_code(self, mended, path, **options)
-
-    return compiling
+def compile_mended(
+    source_to_code: Callable, told: Told, /, self: object, data: object, path: object, **options: object
+) -> object:
+    """Has the modules of a script compiled with their sources mended."""
+    mended = mend_source(data) if isinstance(data, bytes) else data
+    if mended is not data:
+        told.tell(ROWS[ASYNC], os.path.relpath(os.fsdecode(path)))
+    return source_to_code(self, mended, path, **options)
 
 
 @contextmanager
@@ -203,18 +189,18 @@ def legacy() -> Iterator[None]:
     told = Told()
     with Changes() as changes, LegacyMode(told):
         put_back_names(changes, told)
-        changes.set_attribute(torch, "load", load_trusting(torch.load, told))
-        changes.set_attribute(np, "fromstring", from_bytes(np.fromstring, told))
+        changes.set_attribute(torch, "load", wrap(torch.load, load_all, told))
+        changes.set_attribute(np, "fromstring", wrap(np.fromstring, read_bytes, told))
         # Made with a generator of its own, since to make one draws a number.
         iterator = type(iter(DataLoader([0], generator=torch.Generator()))).__base__
-        changes.set_attribute(iterator, "next", telling(iterator.__next__, ROWS["iterator.next()"], told))
+        changes.set_attribute(iterator, "next", wrap(iterator.__next__, tell, told, ROWS["iterator.next()"]))
         changes.set_attribute(type(torch.autograd.Variable), "__eq__", equal_to_tensors(told))
         parser = argparse._ActionsContainer
-        changes.set_attribute(parser, "add_argument", with_rank(parser.add_argument, told))
+        changes.set_attribute(parser, "add_argument", wrap(parser.add_argument, add_argument, told))
         for kind in [each for each in vars(lr_scheduler).values() if isinstance(each, type)]:
             if issubclass(kind, lr_scheduler.LRScheduler) and "__init__" in vars(kind):
-                changes.set_attribute(kind, "__init__", without_verbose(kind.__init__, told))
+                changes.set_attribute(kind, "__init__", wrap(kind.__init__, init_silently, told))
         loader = SourceFileLoader
-        changes.set_attribute(loader, "source_to_code", compile_mended(loader.source_to_code, told))
+        changes.set_attribute(loader, "source_to_code", wrap(loader.source_to_code, compile_mended, told))
         changes.set_attribute(sys, "dont_write_bytecode", True)  # else what is mended would stay on the disk
         yield

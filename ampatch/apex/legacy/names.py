@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import logging
 import os
@@ -16,7 +15,7 @@ from types import ModuleType
 import torch
 
 import ampatch
-from ampatch.apex.changes import Changes
+from ampatch.apex.changes import Changes, wrap
 from ampatch.apex.legacy.finding import METHODS, is_gone
 from ampatch.apex.legacy.table import NAMES, Old
 
@@ -85,7 +84,7 @@ def put_back_names(changes: Changes, told: Told) -> None:
             value = OldModule(row, value, told)
             changes.add_module(row.name, value)
         if place == "torch":  # whose own `__getattr__` warns who calls it, and Dynamo asks it for all names
-            value = value if isinstance(value, ModuleType) else telling(value, row, told)
+            value = value if isinstance(value, ModuleType) else wrap(value, tell, told, row)
             changes.set_attribute(torch, name, value)
             if name in METHODS:
                 changes.set_attribute(torch.Tensor, name, value)
@@ -119,12 +118,7 @@ class OldModule(ModuleType):
         return getattr(self._module, name)
 
 
-def telling(function: Callable, row: Old, told: Told) -> Callable:
-    """Returns a function that tells when a script calls it."""
-
-    @functools.wraps(function)
-    def call(*args: object, **kwargs: object) -> object:
-        told.tell(row)
-        return function(*args, **kwargs)
-
-    return call
+def tell(function: Callable, told: Told, row: Old, /, *args: object, **kwargs: object) -> object:
+    """Calls a function, and tells that a script does."""
+    told.tell(row)
+    return function(*args, **kwargs)
