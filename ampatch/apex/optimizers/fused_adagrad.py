@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ampatch.apex.multi_tensor_apply.optimizer_kernels import multi_tensor_adagrad
+from ampatch.apex.amp_C import multi_tensor_adagrad
 from ampatch.apex.multi_tensor_apply.updates import adagrad_
 from ampatch.apex.optimizers.batch import Batch
 from ampatch.apex.optimizers.fused_optimizer import CountingOptimizer, Group, Params

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import ampatch as amp
-from ampatch.apex.multi_tensor_apply.optimizer_kernels import multi_tensor_adam
+from ampatch.apex.amp_C import multi_tensor_adam
 from ampatch.apex.multi_tensor_apply.updates import adam_, clip
 from ampatch.apex.optimizers.batch import Batch
 from ampatch.apex.optimizers.fused_optimizer import CountingOptimizer, Group, Params

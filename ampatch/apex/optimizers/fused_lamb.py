@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ampatch.apex.amp_C import multi_tensor_l2norm
+from ampatch.apex.amp_C import multi_tensor_l2norm, multi_tensor_lamb
 from ampatch.apex.multi_tensor_apply.norms import norms, total_norm
-from ampatch.apex.multi_tensor_apply.optimizer_kernels import multi_tensor_lamb
 from ampatch.apex.multi_tensor_apply.updates import clip_divisor, lamb_
 from ampatch.apex.optimizers.batch import Batch
 from ampatch.apex.optimizers.fused_optimizer import Group, GroupCountingOptimizer, Params

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import ampatch as amp
+from ampatch.apex.amp_C import multi_tensor_novograd
 from ampatch.apex.multi_tensor_apply.norms import compute_type, norms
-from ampatch.apex.multi_tensor_apply.optimizer_kernels import multi_tensor_novograd
 from ampatch.apex.multi_tensor_apply.updates import blend_norms, novograd_
 from ampatch.apex.optimizers.batch import Batch
 from ampatch.apex.optimizers.fused_optimizer import Group, GroupCountingOptimizer, Params

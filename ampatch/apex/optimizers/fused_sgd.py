@@ -7,7 +7,7 @@ import warnings
 from torch import Tensor
 
 import ampatch as amp
-from ampatch.apex.multi_tensor_apply.optimizer_kernels import multi_tensor_sgd
+from ampatch.apex.amp_C import multi_tensor_sgd
 from ampatch.apex.multi_tensor_apply.updates import sgd_
 from ampatch.apex.optimizers.batch import Batch
 from ampatch.apex.optimizers.fused_optimizer import FusedOptimizer, Group, Params
