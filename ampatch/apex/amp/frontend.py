@@ -8,11 +8,10 @@ from collections.abc import Iterable, MutableMapping
 from types import MappingProxyType
 
 import ampatch as amp
-from ampatch.apex.amp._amp_state import _amp_state
+from ampatch.apex.amp._amp_state import OptLevel, Properties, _amp_state
 from ampatch.apex.amp._process_optimizer import attach
 from ampatch.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from ampatch.apex.amp.lists.edits import register_edits
-from ampatch.apex.amp.properties import OptLevel, Properties
 from ampatch.apex.fp16_utils import FP16_Optimizer
 
 __all__ = ["Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
