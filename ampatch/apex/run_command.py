@@ -5,7 +5,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ampatch import OPT_LEVELS, AmpValueError, apex
 from ampatch.apex.legacy.finding import ROWS, find_cause
@@ -119,33 +119,25 @@ def read_overrides(arguments: argparse.Namespace) -> dict[str, object]:
     """Returns what `initialize` is made to use; raises AmpValueError for what it could not."""
     overrides: dict[str, object] = {}
     if arguments.opt_level is not None:
-        overrides |= level_overrides(parse_level(arguments.opt_level))
+        overrides |= level_overrides(one_of(OPT_LEVELS, "opt_level", arguments.opt_level))
     if arguments.dtype is not None:
         # The script's own would contradict it.
         overrides |= {"cast_model_type": None, "patch_torch_functions_type": None}
-        overrides["dtype"] = parse_dtype(arguments.dtype)
+        overrides["dtype"] = one_of(DTYPES, "dtype", arguments.dtype.removeprefix("torch."))
     if arguments.loss_scale is not None:
         overrides["loss_scale"] = parse_loss_scale(arguments.loss_scale)
     return overrides
 
 
-def parse_level(text: str) -> str:
-    """Reads an opt level."""
-    if text not in OPT_LEVELS:
-        raise AmpValueError(f"unknown opt_level {text!r}: expected one of {', '.join(OPT_LEVELS)}")
-    return text
+def one_of(names: Collection[str], kind: str, text: str) -> str:
+    """Reads a name.
 
-
-def parse_dtype(text: str) -> str:
-    """Reads a half type.
-
-    >>> parse_dtype("torch.bfloat16")
+    >>> one_of(DTYPES, "dtype", "bfloat16")
     'bfloat16'
     """
-    name = text.removeprefix("torch.")
-    if name not in DTYPES:
-        raise AmpValueError(f"unknown dtype {text!r}: expected one of {', '.join(DTYPES)}")
-    return name
+    if text not in names:
+        raise AmpValueError(f"unknown {kind} {text!r}: expected one of {', '.join(names)}")
+    return text
 
 
 def parse_loss_scale(text: str) -> str:

@@ -171,8 +171,9 @@ def patterns(node: ast.AST, names: Names) -> Iterator[str]:
         case ast.Compare(left, [ast.Eq() | ast.NotEq(), *_], others) if last_name(left) == "type":
             if any("torch.autograd.Variable" in names.resolve(each) for each in others):
                 yield "type(x) == Variable"
-        case ast.AugAssign(ast.Name(name)):
-            if any(last_name(each) in ("chunk", "split", "unbind") for each in names.parts.get(name, ())):
+        case ast.AugAssign(target):
+            whole = names.parts.get(getattr(target, "id", ""), ())
+            if any(last_name(each) in ("chunk", "split", "unbind") for each in whole):
                 yield PART
         case ast.ClassDef() if is_old_function(node, names):
             yield "a Function without @staticmethod"
