@@ -78,6 +78,11 @@ def _hide_hooks(patcher: Patcher, model: Module) -> None:
     for part in model.modules():
         for table in ("_forward_hooks", "_forward_pre_hooks"):
             hooks = getattr(part, table).items()
-            others = [(key, hook) for key, hook in hooks if not type(hook).__module__.startswith("ampatch.")]
+            others = [(key, hook) for key, hook in hooks if not is_ours(hook)]
             if len(others) < len(hooks):
                 patcher.replace(part, table, OrderedDict(others))
+
+
+def is_ours(hook: object) -> bool:
+    """Whether a hook is one that `initialize` put on a module."""
+    return type(hook).__module__.partition(".")[0] == "ampatch"
