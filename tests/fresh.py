@@ -10,9 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SERVER = """
-import json, os, sys
+import atexit, gc, json, os, sys
+
+def leave():
+    if _status is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_status)  # to take torch apart would take a second
+
+_status = None
+atexit.register(leave)  # before all others, to run after them
 import torch._dynamo  # which each optimizer would import at its first step
 import ampatch.apex, ampatch.__main__
+gc.freeze()
 for line in sys.stdin:
     request = json.loads(line)
     child = os.fork()
@@ -21,9 +31,14 @@ for line in sys.stdin:
         for number, name in (0, os.devnull), (1, "stdout"), (2, "stderr"):
             os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
         sys.path[0] = request["folder"]
-        exec(compile(request["code"], "<code>", "exec"))
-        sys.exit()
+        try:
+            exec(compile(request["code"], "<code>", "exec"))
+            sys.exit()
+        except SystemExit as ended:
+            _status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+            raise
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+_status = 0
 """
 
 

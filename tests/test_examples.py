@@ -27,17 +27,8 @@ LEARNED = 0.89
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def run_process(name, folder, *arguments):
-    """Runs an example in a process of its own, with warnings as errors, and returns what it prints."""
-    options = TORCHRUN if name == "distributed" else ("-W", "error")
-    command = [sys.executable, *options, EXAMPLES / f"{name}.py", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def run_forked(name, folder, *arguments):
-    """The same in a fork of this process, which has torch already, or in two that are ranks."""
+    """Runs an example in a fork of this process, or in two that are ranks, and returns what it prints."""
     path = str(EXAMPLES / f"{name}.py")
     count = 2 if name == "distributed" else None
     return print_in_forks(
@@ -143,8 +134,7 @@ def test_every_example_is_tested():
 @pytest.mark.process(keep=1)
 @pytest.mark.parametrize("name", CHECKS)
 def test_an_example_does_what_it_says_at_its_default_level(name, tmp_path):
-    run = run_process if name in {"digits", "distributed"} else run_forked
-    CHECKS[name](run(name, tmp_path))
+    CHECKS[name](run_forked(name, tmp_path))
 
 
 KILLED = """

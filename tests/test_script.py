@@ -72,27 +72,28 @@ def python(*arguments, cwd, **options):
     return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, **options)
 
 
-def run_both(*arguments, cwd, flags=(), **options):
-    """Runs something with `python` and with `ampatch run`; returns what both did."""
-    plain = python(*flags, *arguments, cwd=cwd, **options)
-    ours = python(*flags, "-m", "ampatch", "run", *arguments, cwd=cwd, **options)
-    return [(done.returncode, done.stdout, done.stderr) for done in (plain, ours)]
+@pytest.fixture
+def run_both(processes, tmp_path):
+    """Runs something with `python` and with `ampatch run`; returns how both ended."""
+
+    def run(*arguments, flags=None, **options):
+        command = [*(flags or []), *arguments]
+        plain = python(*command, cwd=tmp_path, **options)
+        if flags is None:
+            run = f"sys.exit(ampatch.__main__.main({['run', *arguments]!r}))"
+            return Ended(plain.returncode, plain.stdout, plain.stderr), processes.run(run, tmp_path)
+        ours = python(*flags, "-m", "ampatch", "run", *arguments, cwd=tmp_path, **options)
+        return [Ended(done.returncode, done.stdout, done.stderr) for done in (plain, ours)]
+
+    return run
 
 
 @pytest.mark.process(keep=1)
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_a_script_ends_as_it_does_under_python(ending, processes, tmp_path):
+def test_a_script_ends_as_it_does_under_python(ending, run_both, tmp_path):
     (tmp_path / "broken.py").write_text("def f(:")
     (tmp_path / "train.py").write_text(ENDINGS[ending] + "\n")
-    plain = python("train.py", cwd=tmp_path)
-    ours = processes.run("sys.exit(ampatch.__main__.main(['run', 'train.py']))", tmp_path)
-    assert ours == Ended(plain.returncode, plain.stdout, plain.stderr)
-
-
-@pytest.mark.parametrize("ending", ["interrupt", "chain"])
-def test_python_m_ampatch_ends_as_the_script_does(ending, tmp_path):
-    (tmp_path / "train.py").write_text(ENDINGS[ending] + "\n")
-    plain, ours = run_both("train.py", cwd=tmp_path)
+    plain, ours = run_both("train.py")
     assert ours == plain
 
 
@@ -124,58 +125,58 @@ def scripts(tmp_path):
     ],
     ids=" ".join,
 )
-def test_a_script_finds_what_it_finds_under_python(arguments, scripts):
-    plain, ours = run_both(*arguments, cwd=scripts)
+def test_a_script_finds_what_it_finds_under_python(arguments, scripts, run_both):
+    plain, ours = run_both(*arguments)
     assert ours == plain
-    assert ours[0] == 0
+    assert ours.status == 0
 
 
-def test_a_script_from_the_standard_input_finds_what_it_finds_under_python(scripts):
-    plain, ours = run_both("-", "--lr", "1", cwd=scripts, input=LOOK)
+def test_a_script_from_the_standard_input_finds_what_it_finds_under_python(scripts, run_both):
+    plain, ours = run_both("-", "--lr", "1", flags=[], input=LOOK)
     assert ours == plain
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.11 brought -P")
 @pytest.mark.parametrize("script", ["train.py", "folder"])
-def test_a_safe_path_stays_without_the_folder_of_the_script(script, scripts):
+def test_a_safe_path_stays_without_the_folder_of_the_script(script, scripts, run_both):
     # With -P there is no first entry that either of them could replace.
-    plain, ours = run_both(script, cwd=scripts, flags=["-P"])
+    plain, ours = run_both(script, flags=["-P"])
     assert ours == plain
 
 
-def test_the_traceback_of_a_module_has_the_frames_of_the_module_alone(tmp_path):
+def test_the_traceback_of_a_module_has_the_frames_of_the_module_alone(tmp_path, run_both):
     (tmp_path / "train.py").write_text("raise ValueError('bad')\n")
-    plain, ours = run_both("-m", "train", cwd=tmp_path)
-    assert ours[0] == plain[0] == 1
+    plain, ours = run_both("-m", "train")
+    assert ours.status == plain.status == 1
     # From Python 3.11 on without lines of its source.
-    assert ours[2] == re.sub(r'  File "[^"]*runpy(\.py|>)".*\n(?:    .*\n)*', "", plain[2])
+    assert ours.stderr == re.sub(r'  File "[^"]*runpy(\.py|>)".*\n(?:    .*\n)*', "", plain.stderr)
 
 
-def test_an_error_in_the_package_around_a_module_has_frames_of_the_package_alone(tmp_path):
+def test_an_error_in_the_package_around_a_module_has_frames_of_the_package_alone(tmp_path, run_both):
     (tmp_path / "package").mkdir()
     (tmp_path / "package/__init__.py").write_text("raise ValueError('bad')\n")
     (tmp_path / "package/train.py").write_text("")
-    done = python("-m", "ampatch", "run", "-m", "package.train", cwd=tmp_path)
+    _, ours = run_both("-m", "package.train")
     place = f'  File "{tmp_path}/package/__init__.py", line 1, in <module>'
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[:2] == ["Traceback (most recent call last):", place]
+    assert ours.status == 1
+    assert ours.stderr.splitlines()[:2] == ["Traceback (most recent call last):", place]
 
 
-def test_a_source_can_be_read_and_a_class_pickled(tmp_path):
+def test_a_source_can_be_read_and_a_class_pickled(tmp_path, run_both):
     (tmp_path / "train.py").write_text(
         "import inspect, pickle\n"
         "class Config:\n"
         "    lr = 1\n"
         "print(inspect.getsource(Config), pickle.loads(pickle.dumps(Config())).lr)\n"
     )
-    plain, ours = run_both("train.py", cwd=tmp_path)
+    plain, ours = run_both("train.py")
     assert ours == plain
-    assert "lr = 1" in ours[1]
+    assert "lr = 1" in ours.stdout
 
 
-def test_a_script_is_not_compiled_with_our_future_imports(tmp_path):
+def test_a_script_is_not_compiled_with_our_future_imports(tmp_path, run_both):
     (tmp_path / "train.py").write_text("def f(x: 1 + 1): pass\nprint(f.__annotations__)\n")
-    assert python("-m", "ampatch", "run", "train.py", cwd=tmp_path).stdout == "{'x': 2}\n"
+    assert run_both("train.py")[1].stdout == "{'x': 2}\n"
 
 
 def test_a_signal_from_outside_ends_a_script_as_under_python(tmp_path):
