@@ -1,5 +1,6 @@
 """Every kind of bad input: the error says what is wrong and what to do, and nothing was touched."""
 
+import contextlib
 import copy
 import math
 import re
@@ -11,6 +12,7 @@ from torch.nn import BatchNorm1d, DataParallel, Linear, Parameter, Sequential
 import ampatch as amp
 from helpers import Dense, Scalar, Sparse, scaled_backward
 from pictures import assert_same_picture, picture
+from test_readme import explained
 
 LEVELS = ["O1", "O2"]  # one that patches torch and one that casts the model: no check asks for more
 BOTH_LEVELS = pytest.mark.parametrize("level", LEVELS)
@@ -31,6 +33,14 @@ def make_pair():
 
 def do_nothing(*_):
     return None
+
+
+@contextlib.contextmanager
+def raises(error, match):
+    """Expects an error, and that docs/errors.md explains it."""
+    with pytest.raises(error, match=match) as caught:
+        yield caught
+    assert any(re.fullmatch(pattern, str(caught.value), re.DOTALL) for pattern in explained()), caught.value
 
 
 @pytest.fixture
@@ -54,7 +64,7 @@ def refused(untouched):
 
     def check(message, models, optimizers=None, *, objects=(), error=amp.AmpError, **options):
         untouched(*objects)
-        with pytest.raises(error, match=message):
+        with raises(error, match=message):
             amp.initialize(models, optimizers, **options)
         with pytest.raises(amp.NotInitializedError):
             amp.state_dict()
@@ -239,9 +249,7 @@ def test_an_argument_that_there_is_not_is_refused_and_the_nearest_is_named(refus
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
 def test_a_parameter_without_values_yet_is_refused_where_the_model_is_cast(level):
     model = Sequential(torch.nn.LazyLinear(2))
-    with pytest.raises(
-        amp.AmpValueError, match=r"parameter '0.weight' is not initialized yet: run one forward"
-    ):
+    with raises(amp.AmpValueError, match=r"parameter '0.weight' is not initialized yet: run one forward"):
         amp.initialize(model, opt_level=level)
 
 
@@ -276,9 +284,7 @@ def test_the_same_optimizer_in_a_second_call_is_refused_and_the_first_call_stays
     before = picture(model, optimizer)
     extra = Dense()
     untouched(extra)
-    with pytest.raises(
-        RuntimeError, match=r"optimizers\[0\] \(Adam\) is given to initialize twice: .*uninitialize"
-    ):
+    with raises(RuntimeError, match=r"optimizers\[0\] \(Adam\) is given to initialize twice: .*uninitialize"):
         amp.initialize(extra, optimizer, opt_level=level, verbosity=0)
     assert_same_picture(picture(model, optimizer), before)
     assert len(amp.state_dict()) == 1
@@ -291,9 +297,7 @@ def test_two_half_types_of_patched_functions_are_refused_and_the_first_stays():
     first, second = Scalar(), Dense()
     amp.initialize(first, opt_level="O1", verbosity=0)
     before = picture(second)
-    with pytest.raises(
-        amp.AmpValueError, match=r"O4 in torch.bfloat16, but .*torch.float16: use one half type"
-    ):
+    with raises(amp.AmpValueError, match=r"O4 in torch.bfloat16, but .*torch.float16: use one half type"):
         amp.initialize(second, opt_level="O4", verbosity=0)
     assert picture(second) == before
     assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float16
@@ -320,7 +324,7 @@ def test_a_call_before_initialize_says_so(untouched, call, closed_before):
         amp.initialize(Dense(), opt_level="O2", verbosity=0)
         amp.uninitialize()
     untouched(model, optimizer)
-    with pytest.raises(
+    with raises(
         amp.NotInitializedError, match=r"not initialized: call amp.initialize\(model, optimizer\)"
     ) as e:
         call(optimizer)
@@ -351,7 +355,7 @@ def test_a_loss_id_that_is_no_whole_number_in_the_range_is_refused(opened, loss_
         lambda: amp.get_loss_scale(loss_id),
         lambda: amp.set_loss_scale(2.0, loss_id),
     ]:
-        with pytest.raises(error, match=f"loss_id (is )?{loss_id!r}:? {message}"):
+        with raises(error, match=f"loss_id (is )?{loss_id!r}:? {message}"):
             call()
 
 
@@ -361,11 +365,11 @@ def test_an_optimizer_that_initialize_did_not_return_is_refused(opened):
     message = (
         r"optimizers\[{}\] \(Adam\) is not one that initialize\(\) returned: pass it to initialize first"
     )
-    with pytest.raises(amp.AmpValueError, match=message.format(0)):
+    with raises(amp.AmpValueError, match=message.format(0)):
         amp.scale_loss(torch.ones(()), optimizer)
-    with pytest.raises(amp.AmpValueError, match=message.format(1)):
+    with raises(amp.AmpValueError, match=message.format(1)):
         amp.scale_loss(torch.ones(()), [opened[1], optimizer])
-    with pytest.raises(amp.AmpValueError, match=message.format(0)):
+    with raises(amp.AmpValueError, match=message.format(0)):
         amp.step_was_skipped(optimizer)
     assert_same_picture(picture(model, optimizer), before)
 
@@ -375,14 +379,14 @@ def test_an_optimizer_of_a_session_that_was_closed_is_refused():
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     amp.uninitialize()
     amp.initialize(Dense(), opt_level="O1", verbosity=0)
-    with pytest.raises(amp.AmpValueError, match="is not one that initialize"):
+    with raises(amp.AmpValueError, match="is not one that initialize"):
         amp.scale_loss(torch.ones(()), optimizer)
 
 
 @pytest.mark.parametrize("wrong", [None, "adam", 3, {}], ids=repr)
 def test_what_is_no_optimizer_is_refused_by_scale_loss(opened, wrong):
     message = rf"optimizers\[0\] \({type(wrong).__name__}\) is not one that initialize\(\) returned"
-    with pytest.raises(amp.AmpValueError, match=message):
+    with raises(amp.AmpValueError, match=message):
         amp.scale_loss(torch.ones(()), wrong)
 
 
@@ -390,14 +394,14 @@ def test_what_is_no_optimizer_is_refused_by_scale_loss(opened, wrong):
 def test_a_backward_on_what_scale_loss_returns_is_told_to_write_with(enabled):
     model, optimizer = make_pair()
     amp.initialize(model, optimizer, enabled=enabled, verbosity=0)
-    with pytest.raises(amp.AmpTypeError, match=r"^scale_loss\(...\).backward\(\): .*`with amp.scale_loss"):
+    with raises(amp.AmpTypeError, match=r"^scale_loss\(...\).backward\(\): .*`with amp.scale_loss"):
         amp.scale_loss(torch.ones(()), optimizer).backward()
 
 
 @pytest.mark.parametrize("wrong", [1.0, None, [torch.ones(())], "loss"], ids=repr)
 def test_a_loss_that_is_no_tensor_is_refused(opened, wrong):
     message = f"loss is a {type(wrong).__name__}: expected a tensor, the output of the loss function"
-    with pytest.raises(amp.AmpTypeError, match=message):
+    with raises(amp.AmpTypeError, match=message):
         amp.scale_loss(wrong, opened[1])
 
 
@@ -418,13 +422,11 @@ def test_a_registration_of_a_missing_name_is_refused(register, level):
     if level:
         amp.initialize(Sparse(), opt_level=level, verbosity=0)
     names = set(vars(torch))
-    with pytest.raises(
-        ValueError, match="no function named 'softmaxx' in torch: check the name and the module"
-    ):
+    with raises(ValueError, match="no function named 'softmaxx' in torch: check the name and the module"):
         register(torch, "softmaxx")
-    with pytest.raises(ValueError, match=r"torch.pi is a float: expected a function"):
+    with raises(ValueError, match=r"torch.pi is a float: expected a function"):
         register(torch, "pi")
-    with pytest.raises(TypeError, match=r"name is .*: expected a string"):
+    with raises(TypeError, match=r"name is .*: expected a string"):
         register(torch, torch.softmax)
     assert set(vars(torch)) == names
     amp.uninitialize()
@@ -435,7 +437,7 @@ def test_a_registration_of_a_missing_name_is_refused(register, level):
     "decorate", [amp.half_function, amp.bfloat16_function, amp.float_function, amp.promote_function]
 )
 def test_a_decorator_of_what_is_no_function_is_refused(decorate):
-    with pytest.raises(amp.AmpTypeError, match="3 is a int: expected a function to decorate"):
+    with raises(amp.AmpTypeError, match="3 is a int: expected a function to decorate"):
         decorate(3)
 
 

@@ -173,48 +173,24 @@ def test_the_table_of_levels_agrees_with_the_levels():
         assert scale == ("dynamic" if str(policy.loss_scale) == "dynamic" else "1")
 
 
-# What a user may do wrong, each with an error that docs/errors.md must explain.
+# What a user may do wrong that test_bad_input.py does not have, each with an error for docs/errors.md.
 
 
 def start(**arguments):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, verbosity=0, **arguments)
-    return model, optimizer
-
-
-def stranger():
-    return torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-
-
-def start_with(model, optimizers=None, **arguments):
-    amp.initialize(model, optimizers, verbosity=0, **arguments)
-
-
-def twice():
-    model, optimizer = start()
-    start_with(model, optimizer)
+    return model
 
 
 def after(action, **arguments):
-    """Calls an action that gets the optimizer of a new session."""
-    _, optimizer = start(**arguments)
-    action(optimizer)
+    """Calls an action in a new session."""
+    start(**arguments)
+    action()
 
 
-def cast_twice():
-    model, _ = start(opt_level="O2")
-    start_with(model, opt_level="O1")
-
-
-def patch_float32():
-    model, _ = start(opt_level="O0")
-    start_with(model, opt_level="O1")
-
-
-def patch_twice():
-    start(opt_level="O1")
-    start(opt_level="O4")
+def start_twice(first, second):
+    amp.initialize(start(opt_level=first), opt_level=second, verbosity=0)
 
 
 def patch_over(monkeypatch):
@@ -225,65 +201,26 @@ def patch_over(monkeypatch):
         amp.uninitialize()
 
 
+def load(state):
+    after(lambda: amp.load_state_dict(state))
+
+
 MISTAKES = {
-    "level": lambda: start(opt_level="o1"),
-    "cast_model_type": lambda: start(opt_level="O1", cast_model_type=torch.float16),
-    "batchnorm": lambda: start(opt_level="O1", keep_batchnorm_fp32=True),
-    "masters": lambda: start(opt_level="O0", master_weights=True),
-    "patch": lambda: start(opt_level="O2", patch_torch_functions=True),
-    "two types": lambda: start(opt_level="O2", dtype=torch.float16, cast_model_type=torch.bfloat16),
-    "no half type": lambda: start(dtype=torch.float64),
-    "no type": lambda: start(dtype="half of it"),
-    "flag": lambda: start(opt_level="O2", master_weights="yes"),
-    "patched twice": patch_twice,
-    "misspelt": lambda: start(opt_lvl="O1"),
-    "override": lambda: amp.override(level="O1").__enter__(),
-    "scale in words": lambda: start(loss_scale="large"),
-    "scale 0": lambda: start(loss_scale=0),
-    "scale in a list": lambda: start(loss_scale=[1]),
-    "set scale": lambda: after(lambda _: amp.set_loss_scale(0)),
-    "set scale to a string": lambda: after(lambda _: amp.set_loss_scale("4")),
-    "bounds": lambda: start(min_loss_scale=4, max_loss_scale=2),
-    "bounds twice": lambda: start(loss_scale=amp.DynamicLossScale(), min_loss_scale=4),
-    "no losses": lambda: start(num_losses=0),
-    "half a loss": lambda: start(num_losses=1.5),
-    "loss_id": lambda: after(lambda it: amp.scale_loss(torch.ones(1), it, loss_id=1)),
-    "loss_id in a string": lambda: after(lambda it: amp.scale_loss(torch.ones(1), it, loss_id="0")),
+    "set scale": lambda: after(lambda: amp.set_loss_scale(0)),
+    "set scale to a string": lambda: after(lambda: amp.set_loss_scale("4")),
     "log to a name": lambda: amp.log_to("runs"),
     "log never": lambda: amp.log_to(print, every=0),
-    "count too late": lambda: after(lambda _: amp.log_to(print, casts=True), opt_level="O4"),
-    "no block": lambda: after(lambda it: amp.scale_loss(torch.ones(1), it).backward()),
-    "loss is a number": lambda: after(lambda it: amp.scale_loss(1.0, it)),
-    "no model": lambda: start_with(None),
-    "no model in a list": lambda: start_with([None]),
-    "DataParallel": lambda: start_with(nn.DataParallel(nn.Linear(1, 1))),
-    "half model": lambda: start_with(nn.Linear(1, 1).half()),
-    "cast twice": cast_twice,
-    "float32 before": patch_float32,
-    "lazy": lambda: start_with(nn.LazyLinear(1), opt_level="O2"),
-    "keep nothing": lambda: start(keep_fp32="head"),
-    "keep a number": lambda: start(keep_fp32=[3]),
-    "no optimizer": lambda: start_with(nn.Linear(1, 1), "sgd"),
-    "scheduler": lambda: start_with(nn.Linear(1, 1), torch.optim.lr_scheduler.StepLR(stranger(), 1)),
-    "optimizer twice": twice,
-    "optimizer of no model": lambda: start_with(nn.Linear(1, 1), stranger()),
-    "LBFGS": lambda: start_with(model := nn.Linear(1, 1), torch.optim.LBFGS(model.parameters())),
-    "strange optimizer": lambda: after(lambda _: amp.step_was_skipped(stranger())),
-    "too early": lambda: amp.scale_loss(torch.ones(1), stranger()),
-    "key": lambda: after(lambda _: amp.load_state_dict({"model": {}})),
-    "keys": lambda: after(lambda _: amp.load_state_dict({"loss_scaler0": {"scale": 1.0}})),
-    "loaded 0": lambda: after(
-        lambda _: amp.load_state_dict({"loss_scaler0": {"loss_scale": 0.0, "unskipped": 0}})
-    ),
-    "no state": lambda: after(lambda _: amp.load_state_dict([])),
+    "count too late": lambda: after(lambda: amp.log_to(print, casts=True), opt_level="O4"),
+    "cast twice": lambda: start_twice("O2", "O1"),
+    "float32 before": lambda: start_twice("O0", "O1"),
+    "key": lambda: load({"model": {}}),
+    "keys": lambda: load({"loss_scaler0": {"scale": 1.0}}),
+    "loaded 0": lambda: load({"loss_scaler0": {"loss_scale": 0.0, "unskipped": 0}}),
+    "no state": lambda: load([]),
     "banned": lambda: after(
-        lambda _: F.binary_cross_entropy(torch.ones(1).bfloat16(), torch.ones(1)), opt_level="O4"
+        lambda: F.binary_cross_entropy(torch.ones(1).bfloat16(), torch.ones(1)), opt_level="O4"
     ),
-    "in place": lambda: after(lambda _: torch.ones(1).bfloat16().exp_(), opt_level="O4"),
-    "no function": lambda: amp.register_half_function(torch, "einsumm"),
-    "not a function": lambda: amp.register_half_function(torch, "float16"),
-    "function, not a name": lambda: amp.register_half_function(torch, torch.einsum),
-    "decorated number": lambda: amp.float_function(3),
+    "in place": lambda: after(lambda: torch.ones(1).bfloat16().exp_(), opt_level="O4"),
 }
 
 
