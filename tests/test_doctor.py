@@ -71,8 +71,14 @@ for step in range(6):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("asks", ["not torch.isfinite(loss)", "math.isnan(loss.item())"])
-@pytest.mark.parametrize("gives_up", ["raise SystemExit(1)", "break", "raise ValueError('nan')"])
+@pytest.mark.parametrize(
+    ("asks", "gives_up"),
+    [
+        ("not torch.isfinite(loss)", "raise SystemExit(1)"),
+        ("math.isnan(loss.item())", "break"),
+        ("math.isnan(loss.item())", "raise ValueError('nan')"),
+    ],
+)
 def test_a_script_that_gives_up_on_a_bad_loss_is_explained(tmp_path, asks, gives_up):
     report = report_on(GIVES_UP.format(asks=asks, gives_up=gives_up), tmp_path)
     (first,) = report["findings"]

@@ -4,8 +4,6 @@ import errno
 import os
 import pickle
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -382,14 +380,11 @@ for step in range(3):
 
 @pytest.mark.process
 @pytest.mark.parametrize("command", ["run", "doctor"])
-def test_a_script_of_the_drop_in_leaves_a_file_but_not_under_the_doctor(tmp_path, command):
+def test_a_script_of_the_drop_in_leaves_a_file_but_not_under_the_doctor(processes, tmp_path, command):
     (tmp_path / "train.py").write_text(SCRIPT)
-    environment = {**os.environ, "AMPATCH_POST_MORTEM": "kept"}
-    arguments = [sys.executable, "-m", "ampatch", command, "train.py"]
-    done = subprocess.run(
-        arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    code = "os.environ['AMPATCH_POST_MORTEM'] = 'kept'\n"
+    done = processes.run(f"{code}sys.exit(ampatch.__main__.main([{command!r}, 'train.py']))", tmp_path)
     assert len(files(tmp_path / "kept")) == (command == "run"), done.stderr
     if command == "run":
-        assert done.returncode == 0
+        assert done.status == 0
         assert "the loss is inf or NaN" in done.stderr

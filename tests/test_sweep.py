@@ -31,18 +31,14 @@ for step in range(12):
 
 
 @pytest.fixture
-def sweep(tmp_path):
-    """Runs `ampatch sweep` as a user does, in a folder of its own, and returns the finished process."""
-    return partial(run_sweep, tmp_path)
+def sweep(processes, tmp_path):
+    """Runs `ampatch sweep` in a process and a folder of its own, and returns how it ended."""
+    return partial(run_sweep, processes, tmp_path)
 
 
-def command(*arguments):
-    return [sys.executable, "-m", "ampatch", "sweep", *map(str, arguments)]
-
-
-def run_sweep(folder, *arguments):
-    environment = os.environ | {"TMPDIR": str(folder)}
-    return subprocess.run(command(*arguments), cwd=folder, capture_output=True, text=True, env=environment)
+def run_sweep(processes, folder, *arguments):
+    code = "import tempfile; tempfile.tempdir = os.getcwd()\n"
+    return processes.run(f"{code}sys.exit(ampatch.__main__.main({['sweep', *arguments]!r}))", folder)
 
 
 def records_in(folder):
@@ -75,10 +71,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def many_ways(folder):
+def many_ways(processes, folder):
     """Sweeps a script that ends in another way at each level."""
     (folder / "train.py").write_text(MANY_WAYS)
-    return run_sweep(folder, "train.py", "--levels", "O0,O1,O2,autocast", "--out", "out")
+    return run_sweep(processes, folder, "train.py", "--levels", "O0,O1,O2,autocast", "--out", "out")
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +105,7 @@ def test_a_level_that_crashes_keeps_its_measurements_and_the_sweep_goes_on(many_
     assert '    if run == 2: raise ValueError("bad weights\\nin layer 3")' in record.last_lines
     assert record.last_lines[-2:] == ("ValueError: bad weights", "in layer 3")
     assert record.measured.steps == 12
-    assert many_ways.returncode == 1
+    assert many_ways.status == 1
 
 
 def test_the_output_of_a_script_is_in_its_log_and_nowhere_else(folder, many_ways, records):
@@ -132,7 +128,7 @@ print(*sys.argv[1:], torch.initial_seed())
     (tmp_path / "train.py").write_text("import torch; torch.manual_seed(5)\n" + TRAIN + checks)
     given = ["--epochs", "3", "--", "--seed={seed}", "-x"]
     done = sweep("train.py", "--levels", "O5", "--seeds", "2", "--out", "out", "--", *given)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.status == 0, done.stdout + done.stderr
     logs = [log.read_text().splitlines()[-1] for log in sorted((tmp_path / "out" / "logs").iterdir())]
     assert logs == ["--epochs 3 -- --seed=0 -x 5", "--epochs 3 -- --seed=1 -x 5"]
 
@@ -142,7 +138,7 @@ def test_a_module_runs_as_python_runs_it(tmp_path, sweep):
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "train.py").write_text(TRAIN + "assert __spec__.name == 'project.train'")
     done = sweep("-m", "project.train", "--levels", "O0", "--steps", "8", "--out", "out")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.status == 0, done.stdout + done.stderr
     assert records_in(tmp_path / "out")["O0"].measured.steps == 8
 
 
@@ -150,7 +146,7 @@ def test_a_script_that_does_not_call_initialize_ends_the_sweep_at_its_first_run(
     script = "import ampatch\nopen(__file__ + '.ran', 'a').write('x')\nif not ampatch: ampatch.initialize()"
     (tmp_path / "train.py").write_text(script)
     done = sweep("train.py")
-    assert done.returncode == 2
+    assert done.status == 2
     assert "'train.py' never called initialize" in done.stderr
     assert done.stdout == ""
     assert (tmp_path / "train.py.ran").read_text() == "x"
@@ -160,7 +156,8 @@ def test_ctrl_c_ends_the_children_and_keeps_what_they_measured(tmp_path):
     wait = "\nimport os; open('pid', 'w').write(str(os.getpid())); time.sleep(600)"
     (tmp_path / "train.py").write_text(TRAIN + wait)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command("train.py", "--out", "out"), cwd=tmp_path, **pipes) as process:
+    command = [sys.executable, "-m", "ampatch", "sweep", "train.py", "--out", "out"]
+    with subprocess.Popen(command, cwd=tmp_path, **pipes) as process:
         wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
         process.send_signal(signal.SIGINT)
         shown, said = process.communicate(timeout=60)
