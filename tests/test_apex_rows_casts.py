@@ -1,7 +1,6 @@
 """What scripts written for apex expect of O1 and O4, row by row of docs/apex-behaviour.md."""
 
 import operator
-import threading
 from pathlib import Path
 
 import pytest
@@ -319,18 +318,6 @@ def test_blocks_of_disabled_casts_nest_and_end_by_an_exception_too():
             raise KeyError((M @ M).dtype)
         assert (M @ M).dtype is FULL
     assert (M @ M).dtype is HALF
-
-
-@shows("o1-disable-casts-defect")
-def test_a_block_of_disabled_casts_holds_for_its_thread():
-    open_o1()
-    found = []
-    with amp.disable_casts():
-        thread = threading.Thread(target=lambda: found.append((M @ M).dtype))
-        thread.start()
-        thread.join()
-        assert (M @ M).dtype is FULL
-    assert found == [HALF]
 
 
 class Norms(torch.optim.SGD):

@@ -353,24 +353,6 @@ def test_half_parameters_of_the_scripts_own_have_masters_beside_a_model_type_of_
 # ---- Loss scalers ----
 
 
-@shows("initialize-num-losses")
-@pytest.mark.parametrize("loss_id", [-1, 2])
-def test_a_loss_id_that_no_loss_has_is_refused(loss_id):
-    net, optimizer = initialized(num_losses=2)
-    with pytest.raises(RuntimeError, match=f"loss_id {loss_id} is out of range: expected 0 to 1"):
-        amp.scale_loss(net(X).sum(), optimizer, loss_id=loss_id)
-
-
-@shows("initialize-bounds", "scaler-schedule")
-def test_bounds_hold_the_dynamic_scale():
-    net, optimizer = initialized(min_loss_scale=64.0, max_loss_scale=128.0)
-    found = [scaler_state()["loss_scale"]]
-    for _ in range(3):
-        step(net, optimizer, float("inf"))
-        found.append(scaler_state()["loss_scale"])
-    assert found == [128.0, 64.0, 64.0, 64.0]
-
-
 @shows("initialize-bounds")
 @pytest.mark.parametrize(("given", "after"), [(2.0**30, 2.0**24), (4.0, 64.0)])
 def test_bounds_hold_a_scale_that_is_assigned_from_the_next_update_on(given, after):

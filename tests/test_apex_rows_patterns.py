@@ -31,20 +31,6 @@ from apex_rows import (
 FULL, HALF = torch.float32, torch.bfloat16
 
 
-# ---- The return value of initialize ----
-
-
-@shows("patterns-return")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_the_return_value_may_be_dropped_or_misspelt(level):
-    net, optimizer = make()
-    mdoel, optimzier = amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
-    assert (mdoel, optimzier) == (net, optimizer)
-    with changed(net):
-        step(net, optimizer)
-    assert net.first.weight.dtype is CAST.get(level, FULL)
-
-
 # ---- Steps ----
 
 

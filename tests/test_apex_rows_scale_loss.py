@@ -114,16 +114,6 @@ def test_an_overflow_skips_one_step_of_every_optimizer_named_and_halves_the_scal
         iterate(1.0)
 
 
-@shows("scale-exit")
-def test_a_skipped_step_says_which_scaler_and_its_new_scale(capsys):
-    net, optimizer = make()
-    amp.initialize(net, optimizer, opt_level="O1", num_losses=2)
-    capsys.readouterr()
-    step(net, optimizer, INF, loss_id=1)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert all(words in line for words in ("Gradient overflow", "loss scaler 1", "32768.0"))
-
-
 @shows("scale-delay-unscale", "patterns-delay-unscale", "scale-delay-check")
 @pytest.mark.parametrize("delay", ["delay_unscale", "delay_overflow_check"])
 @pytest.mark.parametrize("level", EVERY_LEVEL)
@@ -256,18 +246,6 @@ def test_losses_with_scalers_of_their_own_lead_to_one_step():
     with changed(net):
         optimizer.step()
     assert scales(3) == [65536.0, 32768.0, 32768.0]
-
-
-@shows("patterns-autograd-grad")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_autograd_grad_of_an_input_in_the_block_counts_as_clean(level):
-    net, optimizer = initialized(level, loss_scale="dynamic")
-    delta = X.clone().requires_grad_()
-    with amp.scale_loss(loss_of(net, delta) * 2.0**-16, optimizer) as scaled_loss:
-        (grad,) = torch.autograd.grad(scaled_loss, delta)
-    assert torch.isfinite(grad).all()
-    assert scaler_state() == {**CLEAN, "unskipped": 1}
-    assert all(param.grad is None for param in net.parameters())
 
 
 @shows("patterns-autograd-grad")

@@ -276,12 +276,6 @@ def test_extra_state_that_is_no_tensor_passes(level):
 
 
 @shows("patterns-state-dict")
-def test_state_dict_before_initialize_is_caught_as_attribute_error():
-    with pytest.raises(AttributeError):
-        amp.state_dict()
-
-
-@shows("patterns-state-dict")
 def test_load_state_dict_takes_no_strict():
     initialized()
     with pytest.raises(TypeError, match="strict"):
