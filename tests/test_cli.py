@@ -79,11 +79,12 @@ def test_the_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out == "ampatch {}, torch {}, Python {}\n".format(*versions)
 
 
-def test_without_a_command_the_help_is_printed(capsys):
+def test_without_a_command_the_help_is_printed_which_lists_every_command(capsys):
     assert main([]) == 0
     bare = capsys.readouterr().out
     assert exit_status("--help") == 0
     assert bare == capsys.readouterr().out
+    assert all(command.name in bare for command in COMMANDS)
 
 
 def test_env_prints_what_a_report_needs(capsys, monkeypatch):
@@ -148,12 +149,6 @@ def test_completion_says_what_to_install(capsys, monkeypatch):
     assert one_line(capsys) == "ampatch completion: shtab is not installed: pip install shtab\n"
 
 
-def test_help_lists_every_command(capsys):
-    assert exit_status("--help") == 0
-    said = capsys.readouterr().out
-    assert all(command.name in said for command in COMMANDS)
-
-
 @pytest.mark.process(keep=1)
 def test_python_m_ampatch_is_the_command_line():
     command = [sys.executable, "-m", "ampatch", "sweep", "absent.py"]
@@ -202,11 +197,12 @@ def show(capsys, *arguments):
     return said.out
 
 
-def test_lists_prints_every_row_under_its_place(capsys):
-    place, found = None, set()
+def test_lists_prints_every_row_under_its_place_whose_heading_is_there_once(capsys):
+    place, headings, found = None, [], set()
     for line in show(capsys).splitlines():
         if line and not line.startswith(" "):
             place = line
+            headings.append(place)
         elif line:
             found.add((place, *line.split(maxsplit=2)))
     expected = {
@@ -216,10 +212,6 @@ def test_lists_prints_every_row_under_its_place(capsys):
         if not row.since and not row.until
     }
     assert expected <= found
-
-
-def test_each_place_has_one_heading(capsys):
-    headings = [line for line in show(capsys).splitlines() if line and not line.startswith(" ")]
     assert sorted(set(headings)) == sorted(headings)
     assert {table.target for table in lists.TABLES} <= set(headings)
 

@@ -103,12 +103,11 @@ def test_strings_of_argparse_are_a_scale_and_a_choice(classified):
     assert checkpoint["amp"]["loss_scaler0"]["loss_scale"] == 128.0
 
 
-@pytest.mark.parametrize("level", ["O0", "O2"])
-def test_a_resumed_classifier_ends_with_the_same_bits(level, classified, folder):
-    whole, expected = classified("--opt-level", level)
-    half = folder / f"half{level}"
+def test_a_resumed_classifier_ends_with_the_same_bits(classified, folder):
+    whole, expected = classified("--opt-level", "O2")
+    half = folder / "half"
     half.mkdir()
-    options = ["--opt-level", level, "--save-dir", half]
+    options = ["--opt-level", "O2", "--save-dir", half]
     ampatch_run("classify", *options, "--epochs", 3, folder=folder)
     resumed = ampatch_run("classify", *options, "--resume", half / "checkpoint.pth.tar", folder=folder)
     assert "(epoch 3)" in resumed
@@ -177,8 +176,8 @@ def epoch_losses(printed):
 
 @pytest.mark.parametrize(
     ("level", "override", "margin"),
-    [("O0", None, FLOAT32_MARGIN), ("O1", None, HALF_MARGIN), ("O1", "O5", HALF_MARGIN)],
-    ids=["O0", "O1", "command-line"],
+    [("O0", None, FLOAT32_MARGIN), ("O1", "O5", HALF_MARGIN)],
+    ids=["O0", "command-line"],
 )
 def test_two_processes_compute_what_one_does(level, override, margin, distributed):
     one, two = distributed("O0", 1, "--sync_bn"), distributed(level, 2, "--sync_bn", override=override)

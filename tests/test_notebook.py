@@ -176,7 +176,7 @@ def train(steps=3):
 """
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
 def test_a_cell_that_is_interrupted_goes_on_where_it_was(notebook, level):
     code = f"""
     cell("from net import *; import net, torch.nn.functional as F; linear = F.linear; import ampatch")
@@ -280,7 +280,7 @@ class Net(nn.Linear):
 """
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_module_that_autoreload_reloads_keeps_its_casts(notebook, level):
     code = f"""
     text = open("net.py").read()
