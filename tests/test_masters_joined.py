@@ -106,6 +106,25 @@ def test_a_parameter_that_is_in_a_group_already_cannot_be_added_again(level, whi
 
 
 @LEVELS
+def test_a_group_that_is_taken_out_and_added_again_goes_on_from_its_state(level):
+    model = Dense()
+    groups = [{"params": [model.first.weight]}, {"params": [model.second.weight]}]
+    by_hand = ByHand(list(model.parameters()), MOMENTUM, HALF[level])
+    by_hand.optimizer = MOMENTUM([{"params": [master]} for master in by_hand.masters])
+    optimizer = MOMENTUM(groups)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=SCALE, verbosity=0)
+    for added, batch in zip((None, False, True), make_batches(ADAM, 3), strict=True):
+        for one, param in ((optimizer, model.second.weight), (by_hand.optimizer, by_hand.masters[1])):
+            if added:
+                one.add_param_group({"params": [param]})
+            elif added is not None:
+                one.param_groups.pop()
+        iterate(model, optimizer, batch)
+        by_hand.iterate(batch)
+    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
+
+
+@LEVELS
 def test_frozen_parameters_get_masters_and_stay_as_they_are(level):
     model = Dense()
     model.first.weight.requires_grad_(False)

@@ -97,8 +97,8 @@ class Joins:
         """Makes the masters of half parameters, or takes those that they have."""
         known = self._members.map_values()
         for param in params:
-            if param.dtype not in HALF_TYPES or masters.owns(param):
-                continue
+            if param.dtype not in HALF_TYPES or masters.get(param) is not None:
+                continue  # a master is float32; one that is known was in another group before
             weight = known.setdefault(id(param), Float32Values()).get(param)
             if weight.master is None:
                 masters.add(weight)
@@ -154,9 +154,11 @@ def _refuse_join(**options: object) -> None:
 
 def _add_param_group(amp: AmpOptimizer, take: Take, original: Callable, group: dict) -> None:
     original(group)
-    params = amp.optimizer.param_groups[-1]["params"]
-    if any(amp.masters.get(param) is not None for param in params):
-        del amp.optimizer.param_groups[-1]
+    groups = amp.optimizer.param_groups
+    params, present = groups[-1]["params"], {id(param) for one in groups[:-1] for param in one["params"]}
+    pairs = [pair for param in params if (pair := amp.masters.get(param)) is not None]
+    if any(id(pair.master) in present for pair in pairs):  # others were in a group that was taken out
+        del groups[-1]
         raise ValueError("some parameters appear in more than one parameter group")
     take(params)
 
@@ -205,7 +207,7 @@ class CopyWithMasters:
 
 def _take_alone(masters: MasterParams, params: Sequence[Tensor]) -> None:
     for param in params:
-        if param.dtype in HALF_TYPES:
+        if param.dtype in HALF_TYPES and masters.get(param) is None:
             masters.add(Weight(param))
     masters.install()
 
