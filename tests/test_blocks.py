@@ -218,6 +218,40 @@ class Interruption(BaseException):
 
 
 @LEVELS
+@pytest.mark.parametrize("error", [ValueError, Interruption])
+def test_a_block_that_raises_before_it_has_begun_leaves_the_gradients_as_they_were(level, error, monkeypatch):
+    def fail(*_):
+        raise error
+
+    run = Beside(level, loss_scale=SCALE)
+    run.run_block(BATCHES[0])
+    block = amp.scale_loss(run.model(BATCHES[1]).float().sum(), run.optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "__mul__", fail)  # as where memory runs out
+        with pytest.raises(error):
+            block.__enter__()
+    assert snapshot(run.grad) == snapshot(BATCHES[0])
+    run.run_block(BATCHES[2])
+    run.step(BATCHES[0] + BATCHES[2])
+
+
+@LEVELS
+def test_an_optimizer_that_is_refused_inside_its_other_block_holds_up_none_that_is_named_with_it(level):
+    model = torch.nn.ModuleList([Scalar(), Scalar()])
+    first, second = [MOMENTUM([one.weight]) for one in model]
+    amp.initialize(model, [first, second], opt_level=level, loss_scale=SCALE, verbosity=0)
+    losses = [one(BATCHES[0]).float().sum() for one in model]
+    with amp.scale_loss(losses[1], second) as scaled_loss:
+        with pytest.raises(amp.AmpError, match="is inside another block"):
+            amp.scale_loss(sum(losses), [first, second]).__enter__()
+        scaled_loss.backward()
+    scaled_backward(losses[0], first)
+    for optimizer in (first, second):
+        (param,) = amp.master_params(optimizer)
+        assert snapshot(param.grad) == snapshot(BATCHES[0])
+
+
+@LEVELS
 @pytest.mark.parametrize("scale", [amp.DynamicLossScale(SCALE), 128.0], ids=str)
 @pytest.mark.parametrize("error", [ValueError, Interruption])
 def test_a_block_that_raises_leaves_the_gradients_as_they_were(level, scale, error):

@@ -54,17 +54,27 @@ class ScaledLoss(NotYetScaled):
     is_over: bool = False
 
     def __enter__(self) -> Tensor:
+        try:
+            return self._begin()
+        except BaseException:  # then nobody calls __exit__
+            for optimizer in [one for one in self.optimizers if one.end_block == self._end_by_step]:
+                optimizer.end_block = None
+                optimizer.restore_grads()
+            self.listener.close_block(self)
+            raise
+
+    def _begin(self) -> Tensor:
         loss, optimizers = self.loss, self.optimizers
         self._capture = self.listener.capture()  # what the replay of a CUDA graph must repeat
         self._is_plain = (
             self._capture is None and self.scaler.is_identity and all(map(_has_nothing_to_do, optimizers))
         )
-        self.scale = self._begin()
+        self.scale = self._prepare()
         self.scaled = self.scale.scale(loss if loss.dtype is torch.float32 else loss.float())
         self.listener.begin_block(self)
         return self.scaled
 
-    def _begin(self) -> Scale:
+    def _prepare(self) -> Scale:
         """Prepares the optimizers for backward passes; returns what these are scaled by."""
         if self._is_plain:
             for optimizer in self.optimizers:
