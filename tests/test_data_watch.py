@@ -51,6 +51,8 @@ READERS = {
     "asarray": lambda weight: np.asarray(weight.detach()),
     "a row": lambda weight: weight.detach()[1:].numpy(),
     "dlpack": lambda weight: torch.from_dlpack(weight.detach()),
+    "capsule": lambda weight: torch.from_dlpack(torch.to_dlpack(weight.detach())),
+    "capsule of utils": lambda weight: torch.from_dlpack(torch.utils.dlpack.to_dlpack(weight.detach())),
 }
 
 

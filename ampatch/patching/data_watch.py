@@ -15,7 +15,7 @@ from ampatch.patching.patcher import Patcher, SessionPatch, get_raw
 
 
 class WatchedView:
-    """Stands in for a method of tensors that shows their memory to others, and forgets the casts of it.
+    """Stands in for what shows the memory of a tensor to others, and forgets the casts of it.
 
     No function, so that Dynamo does not take it for a wrapper that casts.
     """
@@ -61,8 +61,13 @@ class DataWatch(SessionPatch):
             original.__set__(tensor, value)
 
         patcher.replace(Tensor, "data", property(read, write, doc=original.__doc__))
-        for name in ("numpy", "__dlpack__"):
-            patcher.replace(Tensor, name, WatchedView(get_raw(Tensor, name)))
+        for owner, name in (
+            (Tensor, "numpy"),
+            (Tensor, "__dlpack__"),
+            (torch, "to_dlpack"),
+            (torch.utils.dlpack, "to_dlpack"),
+        ):
+            patcher.replace(owner, name, WatchedView(get_raw(owner, name)))
         swap = torch.utils.swap_tensors
 
         @functools.wraps(swap)
