@@ -125,6 +125,18 @@ def test_a_group_that_is_taken_out_and_added_again_goes_on_from_its_state(level)
 
 
 @LEVELS
+def test_parameters_that_a_script_writes_into_a_group_are_stepped_by_their_masters(level):
+    model, optimizer, by_hand = open_both(level, MOMENTUM)
+    batches = make_batches(ADAM, 3)
+    for batch in batches:
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+        iterate(model, optimizer, batch)
+    by_hand.train(batches)
+    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
+    assert optimizer_bits(optimizer) == optimizer_bits(by_hand.optimizer)
+
+
+@LEVELS
 def test_frozen_parameters_get_masters_and_stay_as_they_are(level):
     model = Dense()
     model.first.weight.requires_grad_(False)

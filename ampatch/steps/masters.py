@@ -71,6 +71,13 @@ class MasterParams:
         for optimizer in self.optimizers:
             self.align_state(optimizer)
 
+    def install_again(self) -> None:
+        """Puts masters back where a script has written their half parameters into a group since."""
+        halves = self._by_half.keys()
+        groups = [group for optimizer in self.optimizers if halves for group in optimizer.param_groups]
+        if not all(halves.isdisjoint(map(id, group["params"])) for group in groups):
+            self.install()
+
     def align_state(self, optimizer: Optimizer) -> None:
         """Gives the state of masters their strides, for fused kernels; a hook for loaded state, too."""
         for pair in self.pairs:
