@@ -364,26 +364,27 @@ def test_files_that_cannot_be_written_in_the_end_are_named_and_the_table_is_show
 def test_the_bar_is_told_of_every_run_and_its_steps(folder, runs, monkeypatch):
     told = []
 
-    class BarOfTests:
-        def __getattr__(self, name):
-            return lambda *given: told.append((name, *given))
-
     @contextmanager
     def progress_bar(console, count, limit):
         told.append((count, limit))
-        yield BarOfTests()
+        yield lambda now: told.append(
+            (now.name, now.steps, now.record and now.record.outcome, now.done, now.total, now.left)
+        )
 
     monkeypatch.setattr("ampatch.sweeps.terminal.view.progress_bar", progress_bar)
     runs.ways = {"O1": Ending.TIMED_OUT}
     assert sweep("train.py", "--levels", "O0,O1", "--seeds", "2", "--steps", "20") == 1
     assert told == [
         (4, 20),
-        *[("start", "O0 seed 0"), ("show_steps", 5), ("show_left", None)],
-        *[("show_left", 3.0), ("finish", "finished")],
-        *[("start", "O1 seed 0"), ("show_steps", 5), ("show_left", pytest.approx(3.0, abs=0.9))],
-        *[("show_left", pytest.approx(1.0, abs=0.1)), ("finish", "timed out"), ("finish",)],
-        *[("start", "O0 seed 1"), ("show_steps", 5), ("show_left", pytest.approx(1.0, abs=0.9))],
-        *[("show_left", 0), ("finish", "finished")],
+        ("O0 seed 0", 0, None, 0, 4, None),
+        ("O0 seed 0", 5, None, 0, 4, None),
+        ("O0 seed 0", 0, "finished", 1, 4, 3.0),
+        ("O1 seed 0", 0, None, 1, 4, pytest.approx(3.0, abs=0.9)),
+        ("O1 seed 0", 5, None, 1, 4, pytest.approx(3.0, abs=0.9)),
+        ("O1 seed 0", 0, "timed out", 3, 4, pytest.approx(1.0, abs=0.1)),  # its other run is left out
+        ("O0 seed 1", 0, None, 3, 4, pytest.approx(1.0, abs=0.9)),
+        ("O0 seed 1", 5, None, 3, 4, pytest.approx(1.0, abs=0.9)),
+        ("O0 seed 1", 0, "finished", 4, 4, 0),
     ]
 
 

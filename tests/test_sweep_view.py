@@ -7,6 +7,7 @@ from io import BytesIO, StringIO, TextIOWrapper
 import pytest
 from rich.console import Console
 
+from ampatch.sweeps.campaign import SweepProgress
 from ampatch.sweeps.records.record import Curve, Ending, Measured, Record, Spread
 from ampatch.sweeps.records.sweep import Settings
 from ampatch.sweeps.terminal.stream import Stream
@@ -260,14 +261,11 @@ def progress(*, terminal):
     """What a bar shows of two runs out of three."""
     console = Console(file=StringIO(), width=100, force_terminal=terminal, color_system=None)
     with progress_bar(console, 4, 200) as bar:
-        bar.start("O0 seed 1")
-        bar.finish("finished")
-        bar.start("O1 seed 2")
-        bar.show_steps(60)
-        bar.show_left(150.0)
+        bar(SweepProgress("O0 seed 1", 0, record("O0"), 1, 4, None))
+        bar(SweepProgress("O1 seed 2", 60, None, 1, 4, 150.0))
         bar._progress.refresh()
-        bar.finish("timed out")
-        bar.finish()
+        timed_out = replace(record("O1"), outcome=Ending.TIMED_OUT)
+        bar(SweepProgress("O1 seed 2", 0, timed_out, 2, 4, 150.0))
     return console.file.getvalue()
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import shlex
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from ampatch import AmpValueError
 from ampatch.sweeps.environment import collect, with_device
@@ -24,23 +23,19 @@ from ampatch.sweeps.verdicts.recommendation import is_too_noisy
 from ampatch.sweeps.verdicts.summary import summarize
 
 
-class SweepProgress(Protocol):
-    """Is told how far a sweep is."""
+@dataclass(frozen=True, slots=True)
+class SweepProgress:
+    """How far a sweep is: the run that is on, or the one that is over if it has a `record`."""
 
-    def start(self, name: str) -> None:
-        """Takes which run is on."""
+    name: str
+    steps: int
+    record: Record | None
+    done: int  # runs, those that were left out as well
+    total: int
+    left: float | None  # seconds that the rest takes, None if that is not known yet
 
-    def show_steps(self, steps: int) -> None:
-        """Takes how many steps the run has made."""
 
-    def add_runs(self, count: int) -> None:
-        """Takes how many runs more there will be."""
-
-    def show_left(self, seconds: float | None) -> None:
-        """Takes how long the rest of the sweep takes, None if that is not known yet."""
-
-    def finish(self, outcome: str = "") -> None:
-        """Takes how a run ended; without an outcome it was left out."""
+Show = Callable[[SweepProgress], None]
 
 
 class Campaign:
@@ -55,8 +50,9 @@ class Campaign:
         self._environment = collect(plan.script)
         self._forecast = Forecast(plan.steps)
         self._began = time.monotonic()
+        self._total = plan.count
 
-    def carry_out(self, progress: SweepProgress) -> None:
+    def carry_out(self, show: Show) -> None:
         """Executes run after run until the last one or until it is stopped, and saves what was measured.
 
         A row that timed out is not run again. A sweep that is in the folder is replaced when a run has
@@ -64,37 +60,40 @@ class Campaign:
         cannot be compared.
         """
         ahead = deque(self._plan.runs(self._results.logs))
-        while not self._stop and (ahead or self._repeat(ahead, progress)):
+        while not self._stop and (ahead or self._repeat(ahead)):
             run = replace(ahead.popleft(), directory=str(self._results.logs.absolute()))
-            record = self._watch(run, ahead, progress)
+            record = self._watch(run, ahead, show)
             if not self.records:
                 validate_first(record, self._plan)
             left_out = leave_out(record, ahead)
             if left_out:
                 record = replace(record, cause=f"{record.cause}; {left_out} more of its runs are left out")
             self._keep(record)
-            progress.show_left(self._forecast.left(it.row for it in ahead))
-            progress.finish(record.outcome)
-            for _ in range(left_out):
-                progress.finish()
+            show(self._progress(run, ahead, record=record))
         if not self._stop:
             self._results.replace_old()
 
-    def _watch(self, run: Run, ahead: Sequence[Run], progress: SweepProgress) -> Record:
+    def _watch(self, run: Run, ahead: Sequence[Run], show: Show) -> Record:
         """Executes a run, and says meanwhile how far it is, and how long the rest takes."""
 
         def on_steps(steps: int) -> None:
             self._forecast.note_steps(steps)
-            progress.show_steps(steps)
-            progress.show_left(self._forecast.left(it.row for it in ahead))
+            show(self._progress(run, ahead, steps))
 
-        progress.start(self._title(run))
         self._forecast.start(run.row)
+        show(self._progress(run, ahead))
         record = self._execute(run, self._plan.timeout, on_steps, self._stop)
         self._forecast.finish(record)
         return record
 
-    def _repeat(self, ahead: deque[Run], progress: SweepProgress) -> bool:
+    def _progress(
+        self, run: Run, ahead: Sequence[Run], steps: int = 0, record: Record | None = None
+    ) -> SweepProgress:
+        left = self._forecast.left(it.row for it in ahead)
+        done = self._total - len(ahead) - (record is None)
+        return SweepProgress(self._title(run), steps, record, done, self._total, left)
+
+    def _repeat(self, ahead: deque[Run]) -> bool:
         """Repeats it all once more, if times are not told apart and the budget has room for it."""
         if not self._plan.may_repeat or not is_too_noisy(self.sweep().recommendation):
             return False
@@ -107,7 +106,7 @@ class Campaign:
             return False
         self._plan = again
         ahead.extend(runs)
-        progress.add_runs(len(runs))
+        self._total += len(runs)
         return True
 
     def _keep(self, record: Record) -> None:

@@ -81,7 +81,7 @@ def carry_out(plan: Plan, execute: Execute | None, out: str | os.PathLike[str] |
     """Makes the runs of a plan, and writes what came of them."""
     with open_results(None if out is None else str(out)) as results:
         campaign = Campaign(plan, results, Stop(), execute)
-        campaign.carry_out(ProgressLog())
+        campaign.carry_out(log_progress)
         result = campaign.sweep()
         results.save(result)
     return result
@@ -130,26 +130,8 @@ def describe(train: Train) -> str:
     return json.dumps({"path": path, "file": file, "module": module, "name": name})
 
 
-class ProgressLog(SweepProgress):
-    """Logs how each run ended, and how long the rest takes."""
-
-    def __init__(self) -> None:
-        self._name = self._left = ""
-
-    def add_runs(self, count: int) -> None:
-        """Leaves out how many runs there are."""
-
-    def start(self, name: str) -> None:
-        """Notes which run is on."""
-        self._name = name
-
-    def show_steps(self, steps: int) -> None:
-        """Leaves the steps of a run out."""
-
-    def show_left(self, seconds: float | None) -> None:
-        """Notes how long the rest takes."""
-        self._left = f", {write_left(seconds)}" if seconds else ""
-
-    def finish(self, outcome: str = "") -> None:
-        """Says how a run ended."""
-        logger.info("sweep: %s %s%s", self._name, outcome or "was left out", self._left)
+def log_progress(now: SweepProgress) -> None:
+    """Logs how a run ended, and how long the rest takes."""
+    if now.record is not None:
+        left = f", {write_left(now.left)}" if now.left else ""
+        logger.info("sweep: %s %s%s", now.name, now.record.outcome, left)

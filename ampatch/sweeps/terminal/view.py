@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ampatch.sweeps.campaign import SweepProgress
 from ampatch.sweeps.records.numbers import ASCII, duration, write_left
 from ampatch.sweeps.records.sweep import Recommendation, Sweep, SweepRow, Verdict, abbreviate, keys_of
 from ampatch.sweeps.terminal.caption import cut_middle, failure_of, printable, said_of_columns
@@ -28,38 +28,19 @@ class ProgressBar:
         self._progress = progress
         self._task = progress.add_task("", total=total, steps="", left="")
         self._limit = "" if limit is None else f" of {limit}"
-        self._name = ""
-        self._started = time.monotonic()
 
-    def add_runs(self, count: int) -> None:
-        """Counts with so many runs more."""
-        self._progress.update(self._task, total=self._progress.tasks[self._task].total + count)
-
-    def start(self, name: str) -> None:
-        """Shows which run is on."""
-        self._name = name
-        self._started = time.monotonic()
-        text = printable(cut_middle(name, LONGEST_TITLE))
-        self._progress.update(self._task, description=text, steps="")
-
-    def show_steps(self, steps: int) -> None:
-        """Shows how many steps the run has made, of how many if there is a limit."""
-        self._progress.update(self._task, steps=f"step {steps}{self._limit}")
-
-    def show_left(self, seconds: float | None) -> None:
-        """Shows how long the rest of the sweep takes."""
-        self._progress.update(self._task, left=write_left(seconds))
-
-    def finish(self, outcome: str = "") -> None:
-        """Counts a run as over; a log is told how it ended, if that is said."""
-        self._progress.advance(self._task)
-        console = self._progress.console
-        if not outcome or console.is_terminal:
+    def __call__(self, now: SweepProgress) -> None:
+        """Shows how far it is; a log is told of the runs that are over."""
+        left = write_left(now.left)
+        steps = f"step {now.steps}{self._limit}" if now.steps else ""
+        shown = {"description": printable(cut_middle(now.name, LONGEST_TITLE)), "steps": steps, "left": left}
+        self._progress.update(self._task, completed=now.done, total=now.total, **shown)
+        if now.record is None or self._progress.console.is_terminal:
             return
-        task = self._progress.tasks[self._task]
-        took = duration(time.monotonic() - self._started)
-        left = f", {task.fields['left']}" if task.fields["left"] and not task.finished else ""
-        say(console, f"{self._name}: {outcome} after {took} ({task.completed:.0f} of {task.total:.0f}{left})")
+        took = duration(now.record.seconds)
+        rest = f", {left}" if left and now.done < now.total else ""
+        line = f"{now.name}: {now.record.outcome} after {took} ({now.done} of {now.total}{rest})"
+        say(self._progress.console, line)
 
 
 @contextmanager
