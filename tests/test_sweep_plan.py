@@ -11,7 +11,7 @@ import torch
 import ampatch as amp
 from ampatch import AmpValueError
 from ampatch.apex.script import Script
-from ampatch.sweeps.plan import Plan, Run, slug
+from ampatch.sweeps.plan import Run, make_plan, slug
 from ampatch.sweeps.variant import LEVELS, OPTIONS, parse_rows, parse_variant
 
 # What a script passes beside its own level would contradict another one.
@@ -105,13 +105,13 @@ def test_a_variant_that_cannot_be_read_says_what_was_expected(text, message):
 def test_a_plan_refuses_what_initialize_would(script, text, message):
     before = torch.mm
     with pytest.raises(AmpValueError, match=f"variant '{text}': .*{message}"):
-        Plan(script, parse_rows(["O0"], [text]))
+        make_plan(script, parse_rows(["O0"], [text]))
     assert torch.mm is before
 
 
 def test_a_plan_leaves_an_initialize_alone_that_is_in_use(script):
     amp.initialize(torch.nn.Linear(1, 1), verbosity=0, loss_scale=8)
-    Plan(script, parse_rows([], ["O1 loss_scale=4"]))
+    make_plan(script, parse_rows([], ["O1 loss_scale=4"]))
     assert amp.get_loss_scale() == 8
     amp.uninitialize()
 
@@ -158,7 +158,7 @@ def test_the_yardstick_takes_a_half_type_and_a_scale(text, half, scale):
 
 
 def test_every_round_has_every_row_and_every_other_one_goes_backwards(script):
-    plan = Plan(script, parse_rows(["O0", "O1", "O4"]), seeds=2, repeat=2)
+    plan = make_plan(script, parse_rows(["O0", "O1", "O4"]), seeds=2, repeat=2)
     order = [(run.repeat, run.seed, run.row) for run in plan.runs(Path("logs"))]
     forth, back = ["O0", "O1", "O4"], ["O4", "O1", "O0"]
     rounds = [(0, 0, forth), (0, 1, back), (1, 0, forth), (1, 1, back)]
@@ -168,7 +168,7 @@ def test_every_round_has_every_row_and_every_other_one_goes_backwards(script):
 
 def test_no_two_runs_share_a_file(script):
     variants = ["O2 keep_fp32=a,b", "O2 keep_fp32=a-b", "O2 keep_fp32=a", "O2 loss_scale=1"]
-    plan = Plan(script, parse_rows(LEVELS, variants), seeds=2, repeat=2)
+    plan = make_plan(script, parse_rows(LEVELS, variants), seeds=2, repeat=2)
     runs = list(plan.runs(Path("logs")))
     files = Counter(path for run in runs for path in (run.log, run.progress, run.measured))
     assert len(files) == 3 * plan.count
@@ -183,7 +183,7 @@ def test_a_row_can_stand_in_the_name_of_a_file(value, tmp_path):
 
 def test_a_script_that_takes_the_seed_gets_that_of_the_run_and_keeps_its_own_seeds(script):
     given = replace(script, arguments=("--seed", "{seed}", "--out=run-{seed}", "{other}"))
-    runs = list(Plan(given, parse_rows(["O0"]), seeds=2).runs(Path("logs")))
+    runs = list(make_plan(given, parse_rows(["O0"]), seeds=2).runs(Path("logs")))
     assert [run.script.arguments for run in runs] == [
         ("--seed", "0", "--out=run-0", "{other}"),
         ("--seed", "1", "--out=run-1", "{other}"),
@@ -193,7 +193,7 @@ def test_a_script_that_takes_the_seed_gets_that_of_the_run_and_keeps_its_own_see
 
 def test_a_run_is_told_what_the_plan_says_and_survives_json(script):
     rows = parse_rows(["autocast"], ["O2 keep_fp32=head,norm* max_loss_scale=None"])
-    plan = Plan(script, rows, seeds=2, steps=100, warmup=7)
+    plan = make_plan(script, rows, seeds=2, steps=100, warmup=7)
     runs = list(plan.runs(Path("logs")))
     assert [Run.from_json(run.to_json()) for run in runs] == runs
     assert (runs[1].script, runs[1].steps, runs[1].warmup, runs[1].shift_seeds) == (script, 100, 7, True)
@@ -220,4 +220,4 @@ def test_a_run_is_told_what_the_plan_says_and_survives_json(script):
 )
 def test_a_plan_refuses_numbers_that_cannot_work(script, settings, message):
     with pytest.raises(AmpValueError, match=message):
-        Plan(script, parse_rows(["O0"]), **settings)
+        make_plan(script, parse_rows(["O0"]), **settings)

@@ -48,7 +48,7 @@ class Campaign:
         self._results = results
         self._stop = stop
         self._environment = collect(plan.script)
-        self._forecast = Forecast(plan.steps)
+        self._forecast = Forecast(plan.settings.steps)
         self._began = time.monotonic()
         self._total = plan.count
 
@@ -82,7 +82,7 @@ class Campaign:
 
         self._forecast.start(run.row)
         show(self._progress(run, ahead))
-        record = self._execute(run, self._plan.timeout, on_steps, self._stop)
+        record = self._execute(run, self._plan.settings.timeout, on_steps, self._stop)
         self._forecast.finish(record)
         return record
 
@@ -97,12 +97,13 @@ class Campaign:
         """Repeats it all once more, if times are not told apart and the budget has room for it."""
         if not self._plan.may_repeat or not is_too_noisy(self.sweep().recommendation):
             return False
-        again = replace(self._plan, repeat=self._plan.repeat + 1)
+        before = self._plan.settings
+        again = replace(self._plan, settings=replace(before, repeat=before.repeat + 1))
         slow = {record.row for record in self.records if record.outcome is Ending.TIMED_OUT}
-        runs = [it for it in again.runs(self._results.logs) if it.repeat == self._plan.repeat]
+        runs = [it for it in again.runs(self._results.logs) if it.repeat == before.repeat]
         runs = [it for it in runs if it.row not in slow]
         left = self._forecast.left(it.row for it in runs) or 0.0
-        if time.monotonic() - self._began + left > again.budget * 60:
+        if time.monotonic() - self._began + left > before.budget * 60:
             return False
         self._plan = again
         ahead.extend(runs)
@@ -118,7 +119,7 @@ class Campaign:
     def sweep(self) -> Sweep:
         """Makes of the records what there is to make of them."""
         environment = with_device(self._environment, self.records)
-        return summarize(self._plan.settings(), environment, tuple(map(self._with_log, self.records)))
+        return summarize(self._plan.settings, environment, tuple(map(self._with_log, self.records)))
 
     def _with_log(self, record: Record) -> Record:
         # The logs of the first runs may have been moved since.
@@ -128,8 +129,9 @@ class Campaign:
 
     def _title(self, run: Run) -> str:
         """Names a run, with its seed and repeat where there are several."""
-        seed = f" seed {run.seed}" if self._plan.seeds > 1 else ""
-        repeat = f" repeat {run.repeat}" if self._plan.repeat > 1 or self._plan.budget else ""
+        asked = self._plan.settings
+        seed = f" seed {run.seed}" if asked.seeds > 1 else ""
+        repeat = f" repeat {run.repeat}" if asked.repeat > 1 or asked.budget else ""
         return f"{run.row}{seed}{repeat}"
 
 
@@ -145,7 +147,7 @@ def leave_out(record: Record, ahead: deque[Run]) -> int:
 
 def validate_first(record: Record, plan: Plan) -> None:
     """Raises AmpValueError if the script failed before a level could matter, or had nothing to measure."""
-    name = plan.settings().script
+    name = plan.settings.script
     log = f" (log: {record.log})" if record.log else ""
     called = record.measured is not None and record.measured.initialized
     if record.outcome is Ending.CRASHED and record.measured is not None and not called:
@@ -167,7 +169,7 @@ def validate_first(record: Record, plan: Plan) -> None:
 
 def how_to_initialize(plan: Plan) -> str:
     """Says what would have a script call `initialize`: an option of its own, or a line more."""
-    switches = [] if plan.title else find_switches(plan.script)
+    switches = find_switches(plan.script)
     if not switches:
         return "add the line `amp.initialize(model, optimizer)`"
     line = shlex.join([*plan.script.arguments, *switches[0].split()])

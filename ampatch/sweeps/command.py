@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from ampatch import AmpError, AmpValueError
 from ampatch.apex.run_command import DEVICE_HELP, LEGACY_HELP
 from ampatch.apex.script import find_script
 from ampatch.sweeps.environment import require
 from ampatch.sweeps.faults import ArgumentError
-from ampatch.sweeps.plan import DEFAULTS, Plan
+from ampatch.sweeps.plan import DEFAULTS, LEAST, Plan, make_plan
 from ampatch.sweeps.processes.ranks import refuse_ranks
 from ampatch.sweeps.processes.stop import noting_signals
 from ampatch.sweeps.records.sweep import LEVELS
@@ -29,9 +29,7 @@ EPILOG = """Everything after -- goes to the script; {seed} in it is replaced by 
 then leaves the seeds that the script sets alone. Exit status: 0 all went well, 1 a run failed (or, with
 --compare, a level got slower or less accurate), 2 bad input, 130 after Ctrl-C."""
 
-OF_A_PLAN = ("seeds", "repeat", "budget", "steps", "warmup", "timeout", "nproc_per_node", "tolerance")
-# Beside --tolerance, which belongs to both.
-OF_A_SWEEP = ("script", "module", "device", "legacy", "levels", "variant", *OF_A_PLAN[:-1], "out")
+OF_A_SWEEP = ("script", "module", "device", "legacy", "levels", "variant", "out", *LEAST)
 OF_A_COMPARISON = ("slower", "more_memory")
 FLAGS = {"script": "SCRIPT", "module": "-m"}
 
@@ -82,7 +80,7 @@ def add_of_a_comparison(parser: argparse.ArgumentParser) -> None:
     add("--more-memory", type=float, metavar="PART", help=memory)
 
 
-def given_of(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, object]:
+def given_of(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, object]:
     """Returns those of the arguments that were given, by name."""
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
@@ -114,11 +112,8 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         raise AmpValueError(f"{flags(given)} without --compare: expected the two sweeps that are compared")
     levels = ",".join(LEVELS) if arguments.levels is None else arguments.levels
     rows = parse_rows([level.strip() for level in levels.split(",")], arguments.variant or ())
-    plan = Plan(
-        script=find_script(arguments, ", or --compare and two sweeps"),
-        rows=rows,
-        **given_of(arguments, OF_A_PLAN),
-    )
+    script = find_script(arguments, ", or --compare and two sweeps")
+    plan = make_plan(script, rows, **given_of(arguments, LEAST))
     require("rich", also=["matplotlib"])
     return sweep(plan, arguments.out)
 
@@ -135,7 +130,7 @@ def sweep(plan: Plan, out: str | None) -> int:
         if results.holds_old:
             view.say(errors, f"'{out}' holds a sweep already: it is replaced when a run has finished")
         campaign = Campaign(plan, results, stop)
-        with view.progress_bar(errors, plan.count, plan.steps) as bar:
+        with view.progress_bar(errors, plan.count, plan.settings.steps) as bar:
             campaign.carry_out(bar)
         if campaign.records:
             result = campaign.sweep()
@@ -154,6 +149,7 @@ def sweep(plan: Plan, out: str | None) -> int:
 def compare(arguments: argparse.Namespace) -> int:
     """Shows two sweeps side by side; returns 1 if a row got slower or less accurate, 0 otherwise."""
     given = given_of(arguments, OF_A_SWEEP)
+    given.pop("tolerance", None)  # which belongs to both
     if given or arguments.script_arguments:
         raise AmpValueError(
             f"{flags(given) or '--'} beside --compare, which runs nothing: "

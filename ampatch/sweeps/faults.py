@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 from ampatch import AmpValueError
+
+MORE_THAN_0 = math.ulp(0.0)  # the least number that is
 
 
 class ArgumentError(AmpValueError):
@@ -15,11 +18,12 @@ class ArgumentError(AmpValueError):
         super().__init__("; ".join(f"{name} {value!r}: {expected}" for name, value, expected in faults))
 
 
-def check_arguments(*rules: tuple[str, object, bool, str]) -> None:
-    """Takes the name of an argument, its value, whether that can work, and what is expected.
-
-    Raises ArgumentError for all at once that cannot work.
-    """
-    faults = [(name, value, expected) for name, value, works, expected in rules if not works]
+def validate_numbers(owner: object, least: Mapping[str, tuple[float, str]], most: float = math.inf) -> None:
+    """Raises ArgumentError for all attributes that are below their least, or above `most`; None may be."""
+    faults = [
+        (name, value, f"expected {expected}")
+        for name, (low, expected) in least.items()
+        if (value := getattr(owner, name)) is not None and not low <= value <= most
+    ]
     if faults:
         raise ArgumentError(faults)

@@ -12,7 +12,7 @@ from pathlib import Path
 from ampatch import AmpError, AmpValueError
 from ampatch.apex.script import Script
 from ampatch.sweeps.campaign import Campaign, SweepProgress
-from ampatch.sweeps.plan import DEFAULTS, LEVEL, SEED, Plan
+from ampatch.sweeps.plan import DEFAULTS, LEVEL, SEED, Plan, make_plan
 from ampatch.sweeps.processes.in_process import Train, execute_here, require_here
 from ampatch.sweeps.processes.ranks import refuse_ranks
 from ampatch.sweeps.processes.runner import Execute
@@ -70,10 +70,9 @@ def sweep(
     else:
         require_here(timeout)
     script = Script(CHILD, (place, LEVEL, SEED), is_module=True)
-    rows = parse_rows(levels, variants)
-    warmup = DEFAULTS.warmup if warmup is None else warmup
-    title = name_of(train)
-    plan = Plan(script, rows, seeds, repeat, steps, warmup, timeout, tolerance, title, budget=budget)
+    asked = {"seeds": seeds, "repeat": repeat, "budget": budget, "steps": steps, "timeout": timeout}
+    asked |= {"warmup": DEFAULTS.warmup if warmup is None else warmup, "tolerance": tolerance}
+    plan = make_plan(script, parse_rows(levels, variants), name_of(train), **asked)
     return carry_out(plan, None if place else execute_here(train), out)
 
 

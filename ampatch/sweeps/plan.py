@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ampatch import AmpValueError
 from ampatch.apex.script import STDIN, Script
-from ampatch.sweeps.faults import check_arguments
+from ampatch.sweeps.faults import MORE_THAN_0, validate_numbers
 from ampatch.sweeps.records.sweep import Settings
 from ampatch.sweeps.variant import Value, Variant
 
@@ -20,6 +20,17 @@ SEED, LEVEL = "{seed}", "{level}"  # in the script's arguments
 LONGEST_SLUG = 100
 MOST_RUNS = 10_000  # a mistyped number of seeds is told at once, and not after a year
 DEFAULTS = Settings(script="", arguments=(), rows=())
+# What is expected of the numbers of a plan: the least of each, and in words.
+LEAST = {
+    "seeds": (1, "1 or more"),
+    "repeat": (1, "1 or more"),
+    "budget": (MORE_THAN_0, "minutes, more than 0"),
+    "steps": (2, "2 or more: times are from step to step"),
+    "warmup": (0, "a number of steps, 0 or more"),
+    "timeout": (MORE_THAN_0, "seconds, more than 0"),
+    "nproc_per_node": (1, "1 or more"),
+    "tolerance": (0, "spreads of O0, 0 or more"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,25 +106,15 @@ def slug(row: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A script with its arguments, the rows to train it at, how often, how long, and how to compare.
+    """A script with its arguments, the rows to train it at, and what was asked for beside.
 
-    Each of `rows` runs with each of so many `seeds`, and all of that `repeat` times, each time for so many
-    `steps` at the most and `timeout` seconds; `warmup` steps are not timed. Each run has
-    `nproc_per_node` ranks, which torch.distributed.run starts; None is a process without it.
-    `tolerance` is in spreads of O0. Raises AmpValueError for what cannot work, all of the numbers at once.
+    Each row runs with each of so many seeds, and all of that as often as is asked for. Raises AmpValueError
+    for what cannot work, all of the numbers at once.
     """
 
     script: Script
     rows: tuple[Variant, ...]
-    seeds: int = DEFAULTS.seeds
-    repeat: int = DEFAULTS.repeat
-    steps: int | None = None
-    warmup: int = DEFAULTS.warmup
-    timeout: float | None = None
-    tolerance: float = DEFAULTS.tolerance
-    title: str = ""  # of what is run, if it is no script to its user
-    nproc_per_node: int | None = None
-    budget: float | None = None  # minutes, in which it may be repeated more often until times tell
+    settings: Settings
 
     def __post_init__(self) -> None:
         if not self.script.is_module and self.script.name == STDIN:
@@ -121,22 +122,7 @@ class Plan:
                 "the standard input can be read once, and a sweep reads its script often: save it to a file"
             )
         self.script.validate()
-        steps, timeout = self.steps, self.timeout
-        check_arguments(
-            ("seeds", self.seeds, self.seeds >= 1, "expected 1 or more"),
-            ("repeat", self.repeat, self.repeat >= 1, "expected 1 or more"),
-            ("budget", self.budget, self.budget is None or self.budget > 0, "expected minutes, more than 0"),
-            ("steps", steps, steps is None or steps >= 2, "expected 2 or more: times are from step to step"),
-            ("warmup", self.warmup, self.warmup >= 0, "expected a number of steps, 0 or more"),
-            ("timeout", timeout, timeout is None or timeout > 0, "expected seconds, more than 0"),
-            (
-                "nproc_per_node",
-                nproc := self.nproc_per_node,
-                nproc is None or nproc >= 1,
-                "expected 1 or more",
-            ),
-            ("tolerance", self.tolerance, self.tolerance >= 0, "expected spreads of O0, 0 or more"),
-        )
+        validate_numbers(self.settings, LEAST)
         if self.count > MOST_RUNS:
             raise AmpValueError(f"{self.count} runs: expected at most {MOST_RUNS:,}")
         for row in self.rows:
@@ -145,12 +131,13 @@ class Plan:
     @property
     def count(self) -> int:
         """Returns how many runs there are."""
-        return len(self.rows) * self.seeds * self.repeat
+        return len(self.rows) * self.settings.seeds * self.settings.repeat
 
     @property
     def may_repeat(self) -> bool:
         """Says whether more repeats than were asked for are allowed."""
-        return self.budget is not None and self.count + self.count // self.repeat <= MOST_RUNS
+        again = self.count + self.count // self.settings.repeat
+        return self.settings.budget is not None and again <= MOST_RUNS
 
     def runs(self, directory: Path) -> Iterator[Run]:
         """Yields the runs in the order in which they start; their files go to `directory`.
@@ -158,7 +145,7 @@ class Plan:
         Round after round through the rows, every other one backwards: a machine that slows down over the
         hours slows down all rows alike.
         """
-        rounds = itertools.product(range(self.repeat), range(self.seeds))
+        rounds = itertools.product(range(self.settings.repeat), range(self.settings.seeds))
         for number, (repeat, seed) in enumerate(rounds):
             rows = self.rows if number % 2 == 0 else reversed(self.rows)
             for row in rows:
@@ -178,23 +165,14 @@ class Plan:
             directory=str(directory.absolute()),
             autocast_dtype=row.autocast_dtype,
             shift_seeds=not any(SEED in argument for argument in given),
-            steps=self.steps,
-            warmup=self.warmup,
-            nproc_per_node=self.nproc_per_node,
+            steps=self.settings.steps,
+            warmup=self.settings.warmup,
+            nproc_per_node=self.settings.nproc_per_node,
         )
 
-    def settings(self) -> Settings:
-        """Returns what the sweep was asked for, as it is written down."""
-        return Settings(
-            script=self.title or (f"-m {self.script.name}" if self.script.is_module else self.script.name),
-            arguments=() if self.title else self.script.arguments,
-            rows=tuple(row.name for row in self.rows),
-            seeds=self.seeds,
-            repeat=self.repeat,
-            budget=self.budget,
-            steps=self.steps,
-            warmup=self.warmup,
-            timeout=self.timeout,
-            tolerance=self.tolerance,
-            nproc_per_node=self.nproc_per_node,
-        )
+
+def make_plan(script: Script, rows: tuple[Variant, ...], title: str = "", **asked: float | None) -> Plan:
+    """Makes a plan; `title` is the name of what is run, if that is no script to its user."""
+    name = title or (f"-m {script.name}" if script.is_module else script.name)
+    arguments = () if title else script.arguments
+    return Plan(script, rows, Settings(name, arguments, tuple(row.name for row in rows), **asked))

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ampatch.sweeps.faults import check_arguments
+from ampatch.sweeps.faults import validate_numbers
 from ampatch.sweeps.records.numbers import ASCII
 from ampatch.sweeps.records.record import Ending
 from ampatch.sweeps.records.sweep import Distance, SweepRow, Verdict
 from ampatch.sweeps.verdicts.summary import divide, step_ms
 from ampatch.sweeps.verdicts.verdict import write_distance
 
-SPREADS, PART = "a number of spreads such as 2", "a fraction such as 0.05 for 5 %"
-UNITS = {"slower": PART, "tolerance": SPREADS, "more_memory": PART}
+PART = (0, "a fraction such as 0.05 for 5 %, not less than 0")
+LEAST = {
+    "slower": PART,
+    "tolerance": (0, "a number of spreads such as 2, not less than 0"),
+    "more_memory": PART,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +31,7 @@ class Limits:
     more_memory: float | None
 
     def __post_init__(self) -> None:
-        values = [(name, getattr(self, name), unit) for name, unit in UNITS.items()]
-        check_arguments(
-            *(
-                (name, it, it is None or 0 <= it < math.inf, f"expected {unit}, not less than 0")
-                for name, it, unit in values
-            )
-        )
+        validate_numbers(self, LEAST, most=sys.float_info.max)
 
 
 @dataclass(frozen=True, slots=True)
