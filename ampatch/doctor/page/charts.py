@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from ampatch.doctor.finding import Report
 from ampatch.doctor.growth.curves import name_of
-from ampatch.sweeps.web.charts import BAD, INK, ROW, Chart, draw, paint_curve, set_ticks, set_values
+from ampatch.sweeps.web.charts import BAD, ROW, Chart, draw
 from ampatch.sweeps.web.curves import Points
 
 MOST_LAYERS = 6  # that have charts; the table and the CSV have more
@@ -37,11 +35,8 @@ def scale_charts(report: Report) -> list[Chart]:
     skipped = np.array([it for it in report.scale["skipped"] if it < steps.size], dtype=int)
     marks = Points(skipped.astype(float), values[skipped])
     words = f"from {scales[0]:g} to {scales[-1]:g}, {len(report.scale['skipped'])} steps skipped"
-    return [
-        chart(
-            "Loss scale", "", words, Points(steps.astype(float), values), marks, (scales.min(), scales.max())
-        )
-    ]
+    curve, shown = Points(steps.astype(float), values), (scales.min(), scales.max())
+    return [chart("Loss scale", "", words, curve, marks, shown)]
 
 
 def layer_charts(title: str, quantity: str, layers: Sequence[dict], growth: dict | None) -> list[Chart]:
@@ -49,26 +44,15 @@ def layer_charts(title: str, quantity: str, layers: Sequence[dict], growth: dict
     steps = np.array(growth["attempts"] if growth else [], dtype=float)
     curves = [np.array(it[quantity], dtype=float) for it in layers]  # None becomes NaN
     shown = np.concatenate([np.empty(0), *(curve[np.isfinite(curve) & (curve > 0)] for curve in curves)])
-    if steps.size < 2 or not shown.size or shown.min() == shown.max():
+    low, high = (shown.min(), shown.max()) if shown.size else (0.0, 0.0)
+    if steps.size < 2 or low == high:
         return []
     found = []
     for layer, curve in zip(layers, curves, strict=True):
         broken = np.array(layer["headroom"], dtype=float) == 0
-        values = np.where(curve > 0, curve, np.nan)
-        marks = Points(
-            steps[broken], np.full(broken.sum(), shown.min() if quantity == "headroom" else shown.max())
-        )
-        name = name_of(layer)
-        found.append(
-            chart(
-                title,
-                name,
-                Points(steps, values).describe(),
-                Points(steps, values),
-                marks,
-                (shown.min(), shown.max()),
-            )
-        )
+        points = Points(steps, np.where(curve > 0, curve, np.nan))
+        marks = Points(steps[broken], np.full(broken.sum(), low if quantity == "headroom" else high))
+        found.append(chart(title, name_of(layer), points.describe(), points, marks, (low, high)))
     return found
 
 
@@ -76,14 +60,7 @@ def chart(
     title: str, name: str, words: str, curve: Points, marks: Points, shown: tuple[float, float]
 ) -> Chart:
     """Returns the chart of a curve, over attempts at a step."""
-
-    def paint(axes: Axes) -> None:
-        paint_curve(axes, curve, BAD if marks.steps.size else ROW, 1.5)
-        axes.plot(marks.steps, marks.values, "x", color=INK, clip_on=False)
-        set_values(axes, *shown)
-        axes.set_xlim(0, max(curve.steps[-1], 1))
-        axes.set_xlabel("step", loc="right", labelpad=1)
-        set_ticks(axes.xaxis, MaxNLocator(4, steps=[1, 2, 5, 10], integer=True))
-
+    curves = [(curve, BAD if marks.steps.size else ROW, 1.5)]
     whole = f"{title} of {name}" if name else title
-    return Chart(name or title, whole, words, draw(paint, whole))
+    svg = draw(whole, curves, marks, shown, (0, max(curve.steps[-1], 1)))
+    return Chart(name or title, whole, words, svg)

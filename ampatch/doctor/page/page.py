@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 import math
-from pathlib import Path, PurePath
+from pathlib import Path
 
 import torch
 
@@ -15,39 +13,27 @@ from ampatch.doctor.finding import Report
 from ampatch.doctor.growth.curves import said_of_growth
 from ampatch.doctor.speed.brakes import first_of, said_of_speed
 from ampatch.doctor.words import SURVIVES
-from ampatch.sweeps.records.numbers import TYPESET
-from ampatch.sweeps.web import page as sweep_page
+from ampatch.sweeps.web.page import draw_charts, render
 
 MOST_ROWS = 60  # of a table; the JSON has all
 SMALLEST = 1e-6  # an error whose bar has no length
-logger = logging.getLogger("ampatch")
 
 
 def write_page(report: Report, script: str) -> str:
     """Returns the page of a report as one HTML file, to be written as UTF-8; charts need matplotlib."""
-    from markupsafe import Markup  # comes with Jinja2, as late as that
-
-    layers, charts = near_overflow(report.growth), None
-    if importlib.util.find_spec("matplotlib") is None:
-        logger.warning("--html: %s", sweep_page.NO_CHARTS)
-    else:
-        from ampatch.doctor.page.charts import charts_of
-
-        charts = charts_of(report, layers)
+    layers = near_overflow(report.growth)
     against, first = report.against, None
     if against:
         first = against["first"]
         rows = against["rows"][: max(MOST_ROWS, (first or 0) + 1)]
         against = against | {"rows": [row | {"bar": bar_of(row["error"])} for row in rows]}
-    return sweep_page.template_in(Path(__file__).parent).render(
+    return render(
+        Path(__file__).parent,
+        script,
+        draw_charts("--html", "ampatch.doctor.page.charts", report, layers),
         report=report,
-        base_style=Markup(Path(sweep_page.__file__).with_name("style.css").read_text(encoding="utf-8")),
-        script=PurePath(script).name or script,
-        n=TYPESET,
         survives=SURVIVES,
         layers=[describe_layer(layer) for layer in layers[:MOST_ROWS]],
-        charts=charts,
-        no_charts=sweep_page.NO_CHARTS,
         against=against,
         first=first,
         said={

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from io import StringIO
 
@@ -104,26 +104,9 @@ def chart_of(name: str, line: Line, baseline: Line | None, shown: tuple[float, f
     if colour == BAD:
         words = f"{row.verdict}; {words}"
 
-    def paint(axes: Axes) -> None:
-        if baseline:
-            paint_curve(axes, baseline.mean, O0, 5)
-        for run in line.runs:
-            paint_curve(axes, run, colour, 0.6)
-        paint_curve(axes, line.mean, colour, 1.5)
-        last = line.mean.break_off
-        axes.plot(last.steps, np.clip(last.values, *shown), "x", color=INK, clip_on=False)
-        set_values(axes, *shown)
-        axes.set_xlim(1, max(end, 2))
-        axes.set_xlabel("step", loc="right", labelpad=1)
-        set_ticks(axes.xaxis, MaxNLocator(4, steps=[1, 2, 5, 10], integer=True))
-
-    return Chart(row.name, title, words, draw(paint, title))
-
-
-def paint_curve(axes: Axes, points: Points, colour: str, width: float) -> None:
-    """Paints a curve with its gaps; a point without neighbours is a dot."""
-    axes.plot(points.steps, points.values, color=colour, linewidth=width)
-    axes.plot(points.lonely.steps, points.lonely.values, ".", color=colour)
+    curves = [(baseline.mean, O0, 5.0)] if baseline else []
+    curves += [(run, colour, 0.6) for run in line.runs] + [(line.mean, colour, 1.5)]
+    return Chart(row.name, title, words, draw(title, curves, line.mean.break_off, shown, (1, max(end, 2))))
 
 
 def set_values(axes: Axes, low: float, high: float) -> None:
@@ -148,18 +131,32 @@ def set_ticks(axis: Axis, locator: MaxNLocator | LogLocator) -> None:
 # ---- SVG ----
 
 
-def draw(paint: Callable[[Axes], None], salt: str) -> str:
-    """Returns what a function paints on axes, as the content of an `svg` element.
+def draw(
+    title: str,
+    curves: Sequence[tuple[Points, str, float]],
+    crosses: Points,
+    shown: tuple[float, float],
+    steps: tuple[float, float],
+) -> str:
+    """Returns curves, each with its colour and width, and crosses, as the content of an `svg` element.
 
     The settings of matplotlib are as they were afterwards, and the user's own have no effect. What is painted
-    alike is the same text but for the ids, which the salt tells apart.
+    alike is the same text but for the ids, which the title tells apart.
     """
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(STYLE | {"svg.hashsalt": ascii(salt)})
+        matplotlib.rcParams.update(STYLE | {"svg.hashsalt": ascii(title)})
         figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72)
         size = (WIDTH - LEFT - RIGHT) / WIDTH, (HEIGHT - FOOT - HEAD) / HEIGHT
-        paint(figure.add_axes((LEFT / WIDTH, FOOT / HEIGHT, *size)))
+        axes = figure.add_axes((LEFT / WIDTH, FOOT / HEIGHT, *size))
+        for points, colour, width in curves:
+            axes.plot(points.steps, points.values, color=colour, linewidth=width)
+            axes.plot(points.lonely.steps, points.lonely.values, ".", color=colour)
+        axes.plot(crosses.steps, np.clip(crosses.values, *shown), "x", color=INK, clip_on=False)
+        set_values(axes, *shown)
+        axes.set_xlim(*steps)
+        axes.set_xlabel("step", loc="right", labelpad=1)
+        set_ticks(axes.xaxis, MaxNLocator(4, steps=[1, 2, 5, 10], integer=True))
         file = StringIO()
         without = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         FigureCanvasSVG(figure).print_svg(file, metadata=without)

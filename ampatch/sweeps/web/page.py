@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import re
 from dataclasses import asdict
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
 
 from ampatch.sweeps.processes.log_file import ESCAPES
 from ampatch.sweeps.records.numbers import TYPESET
@@ -16,9 +16,7 @@ from ampatch.sweeps.records.sweep import Sweep, keys_of
 from ampatch.sweeps.terminal.caption import said_of_warmup
 from ampatch.sweeps.web.tables import byte_tables, result_tables, time_tables
 
-if TYPE_CHECKING:
-    from jinja2 import Template
-
+HERE = Path(__file__).parent
 NO_CHARTS = "There are no charts, since matplotlib is not installed: pip install matplotlib"
 # What XML and HTML do not allow, not even escaped; a tab and the ends of lines stay.
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffe\uffff]")
@@ -29,26 +27,19 @@ logger = logging.getLogger("ampatch")
 
 def write_page(sweep: Sweep) -> str:
     """Returns the page of a sweep as one HTML file, to be written as UTF-8; charts need matplotlib."""
-    charts = None
-    if importlib.util.find_spec("matplotlib") is None:
-        logger.warning("sweep.html: %s", NO_CHARTS)
-    else:
-        from ampatch.sweeps.web.charts import charts_of
-
-        charts = charts_of(sweep)
     measured = [it.measured for it in sweep.records if it.measured]
-    return template_in(Path(__file__).parent).render(
+    return render(
+        HERE,
+        sweep.settings.script,
+        draw_charts("sweep.html", "ampatch.sweeps.web.charts", sweep),
         sweep=sweep,
-        n=TYPESET,
-        script=PurePath(sweep.settings.script).name or sweep.settings.script,
+        version=sweep.environment.ampatch,
         keys=keys_of(row.name for row in sweep.rows),
         tables={
             "Results": result_tables(sweep),
             "Times of a step": time_tables(sweep),
             "Bytes and casts": byte_tables(sweep),
         },
-        charts=charts,
-        no_charts=NO_CHARTS,
         warmup=said_of_warmup(sweep),
         on_device={it.memory for it in measured if it.peak_mib is not None} == {"device"},
         last_losses=LAST_LOSSES,
@@ -56,21 +47,30 @@ def write_page(sweep: Sweep) -> str:
     )
 
 
-def template_in(folder: Path) -> Template:
-    """Returns the template of a page, `page.html.j2`, which takes nothing as markup that is not."""
+def draw_charts(page: str, module: str, *given: object) -> list | None:
+    """Returns the charts that a module draws of something; None without matplotlib, which the log says."""
+    if importlib.util.find_spec("matplotlib") is None:
+        logger.warning("%s: %s", page, NO_CHARTS)
+        return None
+    return importlib.import_module(module).charts_of(*given)
+
+
+def render(folder: Path, script: str, charts: list | None, **values: object) -> str:
+    """Returns the page of a folder, `page.html.j2`, which takes nothing as markup that is not."""
     # torch depends on it. Whoever imports ampatch waits neither for it nor for matplotlib.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    page = Environment(
-        loader=FileSystemLoader(folder),
+    pages = Environment(
+        loader=FileSystemLoader([folder, HERE]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         finalize=clean,
     )
-    page.filters.update(breakable=breakable)
-    return page.get_template("page.html.j2")
+    pages.filters.update(breakable=breakable)
+    values |= {"script": PurePath(script).name or script, "charts": charts, "no_charts": NO_CHARTS}
+    return pages.get_template("page.html.j2").render(n=TYPESET, **values)
 
 
 def clean(value: object) -> object:
