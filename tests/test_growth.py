@@ -14,8 +14,8 @@ from ampatch.__main__ import main
 from ampatch.doctor.growth import notes
 from ampatch.doctor.growth.curves import describe_growth, first_to_grow, headroom, said_of_growth
 from ampatch.doctor.growth.notes import Growth
-from ampatch.doctor.growth.tables import COLUMNS, rows_of, write_csv, write_scalars
 from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.outputs import COLUMNS, rows_of, write_csv, write_scalars
 from doctor_samples import STEPS, attempts_of, growing, notes_of, sample_growth
 
 # ---- Notes of a run ----

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ampatch import OPT_LEVELS, AmpValueError
+from ampatch.doctor.growth.curves import QUANTITIES
 from ampatch.sweeps.environment import require
 
 if TYPE_CHECKING:
     from ampatch.doctor.finding import Report
+
+NUMBERS = (*QUANTITIES, "headroom")
+COLUMNS = ("attempt", "step", "model", "module", "dtype", *NUMBERS)
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -51,9 +57,37 @@ def write_outputs(report: Report, arguments: argparse.Namespace, script: str) ->
         Path(arguments.html).write_text(write_page(report, script), encoding="utf-8")
     if report.growth is None or not (arguments.csv or arguments.tensorboard):
         return
-    from ampatch.doctor.growth.tables import write_csv, write_scalars
-
     if arguments.csv is not None:
         write_csv(report.growth, arguments.csv)
     if arguments.tensorboard is not None:
         write_scalars(report.growth, arguments.tensorboard)
+
+
+def rows_of(growth: dict) -> Iterator[tuple[object, ...]]:
+    """Yields a row of `COLUMNS` for each attempt and layer; None for what did not run or is not finite."""
+    for index, (attempt, step) in enumerate(zip(growth["attempts"], growth["steps"], strict=True)):
+        for layer in growth["layers"]:
+            numbers = [layer[name][index] for name in NUMBERS]
+            if any(it is not None for it in numbers):
+                yield (attempt, step, layer["model"], layer["module"], layer["dtype"], *numbers)
+
+
+def write_csv(growth: dict, path: str) -> None:
+    """Writes a table with a line of headings."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        writer.writerows(rows_of(growth))
+
+
+def write_scalars(growth: dict, folder: str) -> None:
+    """Writes a scalar for each quantity, layer and attempt, tagged `quantity/model.module`."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(folder) as writer:
+        for attempt, _, model, module, _, *numbers in rows_of(growth):
+            for name, number in zip(NUMBERS, numbers, strict=True):
+                if number is not None:
+                    writer.add_scalar(
+                        f"{name}/{model}.{module}" if module else f"{name}/{model}", number, attempt
+                    )
