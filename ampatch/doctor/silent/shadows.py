@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ampatch.doctor.instruments.marks import Marks
 from ampatch.doctor.instruments.places import Place, is_called_by_scaler
-from ampatch.doctor.instruments.values import floating_in, holds_no_number, key_of
+from ampatch.doctor.instruments.values import floating_in, holds_no_number
 from ampatch.doctor.silent.fault import Notes
 from ampatch.levels.precision import HALF_TYPES
 
@@ -74,13 +75,11 @@ class Shadows:
     def forget(self) -> None:
         """Begins with the next attempt."""
         self._shadows: dict[int, Shadow] = {}  # by the id of a tensor
-        self._marks: dict[int, set[int]] = {}  # of storages: faults
-        self._kept: list[Tensor] = []  # so that their addresses stay theirs
-        self._faults: list[Loss] = []
+        self._marks, self._faults = Marks(), list[Loss]()
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Notes the faults that have reached the loss."""
-        for index in sorted({mark for loss in losses for mark in self._marks.get(key_of(loss), ())}):
+        for index in sorted(self._marks.of(*losses)):
             it = self._faults[index]
             self._notes.add(it.kind, it.phase, it.where, it.op, it.place, **it.numbers)
 
@@ -105,7 +104,7 @@ class Shadows:
 
     def look(self, operation: Operation, repeated: Operation | None, given: list[Tensor]) -> None:
         """Looks at what an operation gives; `repeated` is what `prepare` made of it."""
-        marks = {mark for tensor in operation.taken for mark in self._marks.get(key_of(tensor), ())}
+        marks = self._marks.of(*operation.taken)
         if repeated is not None:
             known = [it for it in map(self._find, repeated.taken) if it is not None]
             loss = known[0].loss if known else find_loss(repeated, given)
@@ -114,8 +113,7 @@ class Shadows:
             for tensor, expected in zip(given, wanted, strict=False):
                 marks |= self._judge(tensor, expected, loss, is_new=not known)
         for tensor in given if marks else ():
-            self._marks.setdefault(key_of(tensor), set()).update(marks)
-            self._kept.append(tensor.detach())
+            self._marks.add(tensor, marks)
 
     def _find(self, tensor: Tensor) -> Shadow | None:
         """Returns the shadow of a tensor, None of one that was written to since, as through a view."""
