@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ampatch.doctor.speed.brakes import Brakes, is_sync, said_of_speed, sizes_of
+from ampatch.doctor.brakes import Brakes, is_sync, said_of_speed, sizes_of
 from doctor_samples import sample_speed
 
 

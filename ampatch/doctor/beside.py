@@ -13,11 +13,11 @@ import torch
 
 from ampatch.doctor.against.capture import Capture
 from ampatch.doctor.against.compare import compare, said_of_comparison
+from ampatch.doctor.brakes import Brakes, said_of_speed
 from ampatch.doctor.finding import Report
 from ampatch.doctor.growth.curves import describe_growth, said_of_growth
 from ampatch.doctor.growth.notes import Growth
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.speed.brakes import Brakes, said_of_speed
 
 if TYPE_CHECKING:
     from ampatch.doctor.child import Run

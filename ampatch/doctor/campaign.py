@@ -15,11 +15,11 @@ from pathlib import Path
 
 from ampatch import AmpError
 from ampatch.doctor.beside import add_beside, compare_levels
+from ampatch.doctor.brakes import MOST_STEPS
 from ampatch.doctor.child import Run
 from ampatch.doctor.finding import Finding, Report, read_finding
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent.examine import compare_gradients, examine_silent, pick_sample, plan_window
-from ampatch.doctor.speed.brakes import MOST_STEPS
 from ampatch.doctor.suspects import describe_scale, find_suspects, leave_out_mended
 from ampatch.sweeps.processes.runner import GRACE_SECONDS, end, wait
 from ampatch.sweeps.processes.stop import noting_signals

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ampatch.doctor.instruments.clock import Listener, listen, wrap
+from ampatch.doctor.instruments.clock import Follower, listen, wrap
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.places import Models
 from ampatch.doctor.instruments.values import is_finite, plain, quiet, tensors_in
@@ -30,7 +30,7 @@ LAST = 24  # the attempt after which a scale is not waited for: it has fallen fr
 Key = tuple[str, str, str, int, str]
 
 
-class Capture(Listener):
+class Capture(Follower):
     """Captures the first attempt whose gradients are finite, or whose forward is not, or the `wanted` one."""
 
     def __init__(self, wanted: int | None) -> None:
@@ -52,10 +52,6 @@ class Capture(Listener):
         """Follows the modules, and learns what the models are called."""
         if self._models.enter(module) and len(self._models.roots) > len(self._names):
             self._names.append(self._models.place.model)
-
-    def leave_module(self, module: Module) -> None:
-        """Follows the modules."""
-        self._models.leave()
 
     def _look_at_output(self, module: Module, args: tuple, output: object) -> None:
         """A hook: takes an output, and its gradient when it comes, but for what an inner module gave."""

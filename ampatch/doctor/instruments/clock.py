@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import ampatch as amp
+from ampatch.doctor.instruments.places import Models
 from ampatch.doctor.instruments.values import tensors_in
 
 
@@ -44,6 +45,20 @@ class Listener:
 
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Called after it."""
+
+
+class Follower(Listener):
+    """Follows the modules that run, by its `_models`."""
+
+    _models: Models
+
+    def enter_module(self, module: Module, args: tuple) -> None:
+        """Learns which models there are."""
+        self._models.enter(module)
+
+    def leave_module(self, module: Module) -> None:
+        """Follows the modules."""
+        self._models.leave()
 
 
 def listen(listener: Listener, undo: ExitStack) -> None:

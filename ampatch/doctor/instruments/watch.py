@@ -11,7 +11,7 @@ from torch.amp import GradScaler
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ampatch.doctor.instruments.clock import Listener, own_scaler
+from ampatch.doctor.instruments.clock import Follower, own_scaler
 from ampatch.doctor.instruments.places import Models
 from ampatch.doctor.instruments.values import is_finite, tensors_in
 from ampatch.levels.precision import HALF_TYPES
@@ -40,7 +40,7 @@ class Attempt:
 
 
 @dataclass
-class Watch(Listener):
+class Watch(Follower):
     """Watches a whole run; costs some host syncs a step."""
 
     attempts: list[Attempt] = field(default_factory=list)
@@ -67,10 +67,6 @@ class Watch(Listener):
         """Looks at what a model gives."""
         if self._models.depth == 1 and torch.is_grad_enabled():
             self._is_bad |= not all(map(is_finite, tensors_in(output)))
-
-    def leave_module(self, module: Module) -> None:
-        """Follows the modules."""
-        self._models.leave()
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Looks at the loss, with its scale."""

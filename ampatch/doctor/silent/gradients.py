@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
 import ampatch as amp
-from ampatch.doctor.instruments.clock import Listener, own_scaler
+from ampatch.doctor.instruments.clock import Follower, own_scaler
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.places import Models, user_line
 from ampatch.doctor.instruments.values import floating_in, plain, quiet
@@ -43,7 +43,7 @@ def is_sample(attempt: int) -> bool:
     return attempt <= 3
 
 
-class Ranges(Listener, amp.Observer):
+class Ranges(Follower, amp.Observer):
     """Notes at sampled attempts how much of each gradient float16 holds badly; costs a host sync each."""
 
     def __init__(self) -> None:
@@ -68,10 +68,6 @@ class Ranges(Listener, amp.Observer):
             device = parameter.device.type
             casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.float16
             self._uses_float16 = casts or parameter.dtype is torch.float16
-
-    def leave_module(self, module: Module) -> None:
-        """Follows the modules."""
-        self._models.leave()
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Learns which gradients there are already."""
@@ -109,7 +105,7 @@ def share_of_bad(grad: Tensor) -> Tensor:
     return torch.where(values.any(), share * is_half, torch.ones_like(share))
 
 
-class Sample(Listener):
+class Sample(Follower):
     """Saves the weights and the gradients of one attempt, or repeats it from these weights.
 
     Weights, buffers and random state are saved when a model is entered for the first time in the attempt,
@@ -150,10 +146,6 @@ class Sample(Listener):
                     if name in values:
                         value.copy_(values[name])
                 torch.set_rng_state(state)
-
-    def leave_module(self, module: Module) -> None:
-        """Follows the modules."""
-        self._models.leave()
 
     def _look_at_output(self, module: Module, args: tuple, output: object) -> None:
         for tensor in floating_in(output) if self._is_now and self._repeats and not self._grads else ():

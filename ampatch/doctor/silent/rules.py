@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from ampatch.doctor.instruments.clock import wrap
-from ampatch.doctor.instruments.places import Place, user_line
+from ampatch.doctor.instruments.places import Place, is_called_by_ampatch, is_called_by_user, user_line
 from ampatch.doctor.instruments.values import key_of
-from ampatch.doctor.silent.callers import is_called_by_ampatch, is_called_by_user
 from ampatch.doctor.silent.fault import Notes
 from ampatch.doctor.silent.scaled import Scaled
 from ampatch.doctor.silent.shadows import Operation

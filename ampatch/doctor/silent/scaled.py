@@ -19,10 +19,9 @@ from torch.nn import Module, Parameter
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
-from ampatch.doctor.instruments.clock import Listener, wrap
-from ampatch.doctor.instruments.places import Models, user_line
+from ampatch.doctor.instruments.clock import Follower, wrap
+from ampatch.doctor.instruments.places import Models, is_called_by_doctor, user_line
 from ampatch.doctor.instruments.values import is_finite, plain, quiet, tensors_in
-from ampatch.doctor.silent.callers import is_called_by_doctor
 from ampatch.doctor.silent.fault import Notes
 from ampatch.doctor.silent.library import listen_to_library
 
@@ -55,7 +54,7 @@ class ScaledLoss:
     was_used: bool = False
 
 
-class Scaled(Listener):
+class Scaled(Follower):
     """Follows the gradients of all models that run; costs a host sync a scaled loss."""
 
     def __init__(self, notes: Notes) -> None:
@@ -85,14 +84,6 @@ class Scaled(Listener):
         self._tell_unused(self._losses)
 
     # ---- The parts of a run ----
-
-    def enter_module(self, module: Module, args: tuple) -> None:
-        """Learns which models there are."""
-        self._models.enter(module)
-
-    def leave_module(self, module: Module) -> None:
-        """Follows the modules."""
-        self._models.leave()
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Asks whether a scaled loss is part of it, and what gradients there are."""

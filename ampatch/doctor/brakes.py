@@ -19,7 +19,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from ampatch.doctor.instruments.clock import Listener, listen, wrap
+from ampatch.doctor.instruments.clock import Follower, listen, wrap
 from ampatch.doctor.instruments.operations import name_of
 from ampatch.doctor.instruments.places import OURS, Models, user_line
 from ampatch.doctor.instruments.values import tensors_in
@@ -39,7 +39,7 @@ Place = tuple[str, str, str | None]  # operation, module, line
 
 
 @dataclass
-class Brakes(Listener):
+class Brakes(Follower):
     """What was seen: syncs, products and islands by their place, over some attempts."""
 
     steps: int = 0
@@ -71,10 +71,6 @@ class Brakes(Listener):
         """Follows the modules; an island ends with the forward."""
         if self._models.enter(module):
             self._open = None
-
-    def leave_module(self, module: Module) -> None:
-        """Follows the modules."""
-        self._models.leave()
 
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Counts."""

@@ -1,1 +1,0 @@
-"""Looks in the first steps for what keeps mixed precision from being faster."""
