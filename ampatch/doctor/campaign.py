@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import statistics
 import subprocess
@@ -21,7 +20,7 @@ from ampatch.doctor.finding import Finding, Report, read_finding
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent.examine import compare_gradients, examine_silent, pick_sample, plan_window
 from ampatch.doctor.suspects import describe_scale, find_suspects, leave_out_mended
-from ampatch.sweeps.processes.runner import GRACE_SECONDS, end, wait
+from ampatch.sweeps.processes.runner import child_process, wait
 from ampatch.sweeps.processes.stop import noting_signals
 
 MOST_TRACED = 8  # attempts of one run
@@ -35,14 +34,9 @@ def start_process(run: Run, folder: Path) -> tuple[int, str]:
     A signal that ends this process ends that one first, and what it has started.
     """
     command = [sys.executable, "-m", "ampatch.doctor.child", run.to_json()]
-    around = {"env": {"PYTHONHASHSEED": "0", **os.environ}, "start_new_session": True}
-    log, nothing = Path(folder, "stderr"), subprocess.DEVNULL
-    with log.open("wb") as errors, noting_signals() as stop:
-        process = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=errors, **around)
-        try:
-            wait(process, None, stop, lambda: None)
-        finally:
-            end(process, GRACE_SECONDS)
+    log = Path(folder, "stderr")
+    with noting_signals() as stop, child_process(command, log, stdout=subprocess.DEVNULL) as process:
+        wait(process, None, stop, lambda: None)
     if stop:
         raise KeyboardInterrupt if stop.signal == signal.SIGINT else SystemExit(stop.status)
     return process.returncode, log.read_text(errors="replace")

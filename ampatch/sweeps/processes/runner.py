@@ -8,7 +8,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +40,8 @@ def execute(run: Run, timeout: float | None, on_steps: Callable[[int], None], st
     # Scripts clear their own output, in which the logs may be.
     with tempfile.TemporaryDirectory(prefix="ampatch-run-", ignore_cleanup_errors=True) as folder:
         inner = replace(run, directory=folder)
-        with child_process(inner, run.log) as process:
+        grace = GRACE_SECONDS if run.nproc_per_node is None else ranks.SECONDS
+        with child_process(command_of(inner), run.log, run.seed, grace) as process:
             ended = wait(process, timeout, stop, lambda: on_steps(read_count(inner.progress)))
             seconds = time.monotonic() - start
         measured = ranks.slowest(list(map(take_measured, ranks.list_ranks(inner))))
@@ -55,26 +56,28 @@ def execute(run: Run, timeout: float | None, on_steps: Callable[[int], None], st
 
 
 @contextmanager
-def child_process(run: Run, path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Starts the child in a process group of its own, and ends the group however the block ends.
+def child_process(
+    command: Sequence[str], path: Path, seed: int = 0, grace: float = GRACE_SECONDS, stdout: int | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Starts a child in a process group of its own, and ends the group however the block ends.
 
-    What it prints goes to the file `path`.
+    What it prints goes to the file `path`, but for its standard output if that is to go elsewhere.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as log:
         process = subprocess.Popen(
-            command_of(run),
+            command,
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
+            stdout=log if stdout is None else stdout,
+            stderr=log,
             # Sets of strings have the order of the seed, unless the user says otherwise.
-            env={"PYTHONHASHSEED": str(run.seed), **os.environ},
+            env={"PYTHONHASHSEED": str(seed), **os.environ},
             start_new_session=True,
         )
         try:
             yield process
         finally:
-            end(process, GRACE_SECONDS if run.nproc_per_node is None else ranks.SECONDS)
+            end(process, grace)
 
 
 def command_of(run: Run) -> list[str]:
