@@ -9,6 +9,7 @@ import torch
 
 from ampatch.doctor.beside import said_beside
 from ampatch.doctor.finding import Finding, Report
+from ampatch.doctor.instruments.operations import CASTS
 from ampatch.doctor.instruments.values import HALF
 from ampatch.doctor.silent.words import describe_silent
 
@@ -20,7 +21,6 @@ SPREADS = ("std", "var", "std_mean", "var_mean")
 QUOTIENTS = ("div", "div_", "reciprocal", "rsqrt", "true_divide", "atan2")
 SUMS = ("sum", "mean", "cumsum", "matmul", "linear", "bmm", "mm", "addmm", "einsum", "conv1d", "conv2d")
 SUMS += ("conv3d", "baddbmm", "norm", "var", "std", "prod", "dot", "mv")
-CASTS = ("half", "to", "type", "bfloat16", "float", "_to_copy")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import ampatch as amp
+from ampatch.sweeps.measure.memory import tensors_in
 
 Tensors = list[Tensor]
 HALF = ("float16", "bfloat16")  # in `Damage.dtype`
@@ -69,21 +70,6 @@ def examine(tensor: Tensor, took_inf: bool = False) -> Damage | None:
         tuple(values.shape),
         str(values.dtype).removeprefix("torch."),
     )
-
-
-def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
-    """Yields the tensors in a value: itself, or what sequences, mappings and dataclasses hold."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each, depth - 1)
-    elif depth and isinstance(value, (tuple, list)):
-        for each in value:
-            yield from tensors_in(each, depth - 1)
-    elif depth and is_dataclass(value):
-        for each in getattr(value, "__dict__", {}).values():
-            yield from tensors_in(each, depth - 1)
 
 
 def floating_in(value: object) -> Tensors:

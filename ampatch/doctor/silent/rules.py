@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ampatch.doctor.instruments.clock import wrap
+from ampatch.doctor.instruments.operations import CASTS
 from ampatch.doctor.instruments.places import Place, is_called_by_ampatch, is_called_by_user, user_line
 from ampatch.doctor.instruments.values import key_of
 from ampatch.doctor.silent.fault import Notes
@@ -20,7 +21,6 @@ from ampatch.doctor.silent.scaled import Scaled
 from ampatch.doctor.silent.shadows import Operation
 from ampatch.levels.precision import HALF_TYPES
 
-CASTS = ("to", "half", "bfloat16", "float", "type", "type_as")
 VIEWS = ("", "t", "transpose", "permute", "view", "reshape", "flatten", "unsqueeze", "squeeze", "contiguous")
 VIEWS += ("chunk", "split", "unbind", "expand", "index", "detach", "swapaxes", "movedim", "narrow", "select")
 # Of gradients that are scaled these say something else than of those that are not.

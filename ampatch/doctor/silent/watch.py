@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ampatch.doctor.instruments.clock import Listener, listen
-from ampatch.doctor.instruments.operations import name_of
+from ampatch.doctor.instruments.operations import IGNORED, name_of
 from ampatch.doctor.instruments.places import Models, user_line
 from ampatch.doctor.instruments.values import floating_in, quiet
 from ampatch.doctor.silent.fault import Notes
@@ -22,8 +22,7 @@ from ampatch.doctor.silent.scaled import Scaled
 from ampatch.doctor.silent.shadows import Operation, Shadows
 
 FIRST = 16  # attempts whose operations are watched
-IGNORED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_")
-IGNORED += ("backward", "register_hook", "size", "untyped_storage", "data_ptr", "zeros_like", "full_like")
+LEFT_ALONE = (*IGNORED[1:], "untyped_storage", "data_ptr", "zeros_like", "full_like")  # but not properties
 
 
 class Silent(Listener):
@@ -120,7 +119,7 @@ class Operations(TorchFunctionMode, Listener):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = name_of(func)
-        if self._is_away or not self._is_active or name in IGNORED:
+        if self._is_away or not self._is_active or name in LEFT_ALONE:
             return func(*args, **kwargs)
         with quiet():
             operation = self._describe(name, func, args, kwargs)

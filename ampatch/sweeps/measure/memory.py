@@ -90,14 +90,16 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.nbytes
 
 
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Iterates over the tensors in nested containers, as optimizers keep them and models are given them."""
+def tensors_in(value: object, depth: int = 6) -> Iterator[Tensor]:
+    """Yields the tensors in a value: itself, or what sequences, mappings and dataclasses hold."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        yield from tensors_in(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
+        return
+    if isinstance(value, Mapping):
+        parts = list(value.values())
     elif is_dataclass(value):
-        yield from tensors_in([getattr(value, it.name, None) for it in fields(value)])
+        parts = [getattr(value, it.name, None) for it in fields(value)]
+    else:
+        parts = value if isinstance(value, (tuple, list)) else ()
+    for part in parts if depth else ():
+        yield from tensors_in(part, depth - 1)
