@@ -21,13 +21,12 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch as amp
-from ampatch.sweeps.measure.clock import HostClock
 from ampatch.sweeps.measure.curve import averaged, changes
 from ampatch.sweeps.measure.forwards import count_samples
 from ampatch.sweeps.measure.losses import Losses, final_loss, first_loss
 from ampatch.sweeps.measure.memory import peak_memory, reset_peak
 from ampatch.sweeps.measure.recorder import EnoughSteps, Recorder
-from ampatch.sweeps.measure.steps import StepCounter, StepTimes, read_count
+from ampatch.sweeps.measure.steps import HostClock, StepCounter, StepTimes, read_count
 from ampatch.sweeps.records.record import Bytes, Curve
 
 each_level = pytest.mark.parametrize("level", list(amp.OPT_LEVELS))

@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.nn import Module
 
 import ampatch as amp
-from ampatch.sweeps.measure.clock import DeviceClock, HostClock, Mark
 from ampatch.sweeps.measure.curve import CurveBuilder, averaged
 from ampatch.sweeps.measure.forwards import Samples, count_samples, watch_forwards
 from ampatch.sweeps.measure.losses import Losses, final_loss, first_loss, loss_noise
 from ampatch.sweeps.measure.memory import count_bytes, peak_memory
 from ampatch.sweeps.measure.scales import ScaleHistory
-from ampatch.sweeps.measure.steps import StepCounter, StepTimes
+from ampatch.sweeps.measure.steps import DeviceClock, HostClock, Mark, StepCounter, StepTimes
 from ampatch.sweeps.records.record import Bytes, CastRate, Curve, Measured
 
 LARGEST_STEP = 2**53  # up to which floats are whole numbers

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from ampatch.sweeps.measure.clock import HostClock, Mark
+import torch
+
 from ampatch.sweeps.records.record import Spread
 
 PROGRESS_SECONDS = 0.25
@@ -20,7 +22,50 @@ PARTS = ("forward", "backward", "update")
 TIMED, PERIOD = 16, 64
 BATCH = 64  # steps that are looked at together: one at a time costs ten times as much, in a cold cache
 
+Mark = object  # a point in time, which only its clock can read
 Interval = tuple[Mark, Mark]
+
+
+class HostClock:
+    """The clock of a CPU, where an operation is over when it returns; marks are seconds."""
+
+    def __init__(self) -> None:
+        self.mark = time.perf_counter  # a call less than a method
+
+    def is_over(self, mark: Mark) -> bool:
+        """Whether the device has come to a mark: always."""
+        return True
+
+    def milliseconds(self, start: Mark, end: Mark) -> float:
+        """Returns the time between two marks that are over."""
+        return (end - start) * 1000
+
+    def synchronize(self) -> None:
+        """Has nothing to wait for."""
+
+
+class DeviceClock(HostClock):
+    """Marks are CUDA events in the current stream: they cost the loop no host sync."""
+
+    def __init__(self) -> None:
+        self.mark = self._record
+
+    def _record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def is_over(self, mark: torch.cuda.Event) -> bool:
+        """Whether the device has come to the event."""
+        return mark.query()
+
+    def milliseconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Returns the time between two events, as the device took it."""
+        return start.elapsed_time(end)
+
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        torch.cuda.synchronize()
 
 
 class Step:
