@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
+import runpy
 import sys
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 
 from ampatch import AmpError, AmpValueError
 from ampatch.apex.script import Script
 from ampatch.sweeps.campaign import Campaign, SweepProgress
 from ampatch.sweeps.plan import DEFAULTS, LEVEL, SEED, Plan, make_plan
-from ampatch.sweeps.processes.in_process import Train, execute_here, require_here
+from ampatch.sweeps.processes.in_process import Train, call, execute_here, require_here
 from ampatch.sweeps.processes.ranks import refuse_ranks
 from ampatch.sweeps.processes.runner import Execute
 from ampatch.sweeps.processes.stop import Stop
@@ -22,7 +26,7 @@ from ampatch.sweeps.records.results import open_results
 from ampatch.sweeps.records.sweep import LEVELS, Sweep
 from ampatch.sweeps.variant import parse_rows
 
-CHILD = "ampatch.sweeps.processes.child_call"
+CHILD = "ampatch.sweeps.function"
 IN_CHILD = "AMPATCH_SWEEP_CHILD"  # set in the environment while a child loads the function
 logger = logging.getLogger("ampatch")
 
@@ -134,3 +138,30 @@ def log_progress(now: SweepProgress) -> None:
     if now.record is not None:
         left = f", {write_left(now.left)}" if now.left else ""
         logger.info("sweep: %s %s%s", now.name, now.record.outcome, left)
+
+
+# ---- In a child: `python -m ampatch.sweeps.function WHERE LEVEL SEED` ----
+
+
+def main(where: str, level: str, seed: str) -> None:
+    """Finds the function as `describe` says, and calls it."""
+    place = json.loads(where)
+    sys.path[:] = place["path"]
+    os.environ[IN_CHILD] = "1"
+    try:
+        train = find(place["file"], place["module"], place["name"])
+    except AmpError as error:
+        raise RuntimeError(str(error)) from None  # of the module: no level could matter
+    del os.environ[IN_CHILD]
+    call(train, level, int(seed))
+
+
+def find(file: str | None, module: str, name: str) -> Train:
+    """Imports the module, or runs the file without what it guards by `__name__`, and returns the function."""
+    if file is None:
+        return attrgetter(name)(importlib.import_module(module))
+    return attrgetter(name)(SimpleNamespace(**runpy.run_path(file, run_name="__mp_main__")))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -22,7 +22,7 @@ def find_switches(script: Script) -> list[str]:
     """
     calls = [call for tree in trees_of(find_file(script)) for call in ast.walk(tree) if is_option(call)]
     switches = [name for call in calls if is_switch(call) and (name := named(call, SWITCH))]
-    levels = [f"{name} O1" for call in calls if not default_of(call) and (name := named(call, LEVEL))]
+    levels = [f"{name} O1" for call in calls if not keyword(call, "default") and (name := named(call, LEVEL))]
     given = {word.partition("=")[0] for word in script.arguments}
     return [it for it in dict.fromkeys(switches or levels) if it.split()[0] not in given]
 
@@ -72,15 +72,10 @@ def named(call: ast.Call, pattern: re.Pattern[str]) -> str | None:
 
 def is_switch(call: ast.Call) -> bool:
     """Says whether an option takes no value, and is off without it."""
-    given = {word.arg: word.value for word in call.keywords}
-    action = given.get("action", given.get("is_flag"))
-    name = (
-        getattr(action, "value", None) if isinstance(action, ast.Constant) else getattr(action, "attr", None)
-    )
-    return name is True or name in ON
+    return keyword(call, "action") in ON or keyword(call, "is_flag") is True
 
 
-def default_of(call: ast.Call) -> object:
-    """Returns what an option is without being given; None where the script leaves it open."""
-    found = (word.value for word in call.keywords if word.arg == "default")
-    return next((it.value if isinstance(it, ast.Constant) else it for it in found), None)
+def keyword(call: ast.Call, name: str) -> object:
+    """Returns a constant that is given by name, or the last name of what else is given; None without it."""
+    found = next((it.value for it in call.keywords if it.arg == name), None)
+    return found.value if isinstance(found, ast.Constant) else getattr(found, "attr", found)

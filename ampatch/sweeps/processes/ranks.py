@@ -61,10 +61,7 @@ def slowest(ranks: Sequence[Measured | None]) -> Measured | None:
     samples = [rank.samples for rank in known if rank.samples is not None]
     return replace(
         known[0],
-        step_ms=slow.step_ms,
-        forward_ms=slow.forward_ms,
-        backward_ms=slow.backward_ms,
-        update_ms=slow.update_ms,
+        **{name: getattr(slow, name) for name in ("step_ms", "forward_ms", "backward_ms", "update_ms")},
         samples=sum(samples) if len(samples) == len(known) else None,
         peak_mib=max((rank.peak_mib for rank in known if rank.peak_mib is not None), default=None),
     )
