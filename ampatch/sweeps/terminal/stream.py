@@ -21,27 +21,24 @@ class Stream:
 
     def write(self, text: str) -> int:
         """Writes text, and says that all of it was taken."""
-        if self._stream is not None and self._error is None:
-            try:
-                encoding = self._stream.encoding or "utf-8"
-                self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-            except OSError as error:
-                self._fail(error)
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        self._try("write", text.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def flush(self) -> None:
         """Sends what was written on its way."""
-        if self._stream is not None and self._error is None:
-            try:
-                self._stream.flush()
-            except OSError as error:
-                self._fail(error)
+        self._try("flush")
 
-    def _fail(self, error: OSError) -> None:
-        self._error = error
-        with suppress(OSError):  # of a stream that is no file
-            # What the stream still holds is flushed when Python ends.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+    def _try(self, method: str, *given: str) -> None:
+        if self._stream is None or self._error is not None:
+            return
+        try:
+            getattr(self._stream, method)(*given)
+        except OSError as error:
+            self._error = error
+            with suppress(OSError):  # of a stream that is no file
+                # What the stream still holds is flushed when Python ends.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def raise_error(self) -> None:
         """Raises BrokenPipeError if nobody read what was written, AmpError if it failed in another way."""
