@@ -65,12 +65,12 @@ class Runs:
             stop(outcome, None)
             outcome = Ending.INTERRUPTED
         cause = "" if outcome is Ending.FINISHED else "why"
-        run.log.parent.mkdir(parents=True, exist_ok=True)
-        run.log.write_text(f"{run.row} of {len(self.made)}")
+        run.file("log").parent.mkdir(parents=True, exist_ok=True)
+        run.file("log").write_text(f"{run.row} of {len(self.made)}")
         measured = Measured(initialized=True) if outcome is Ending.NO_STEPS else MEASURED
         if times := self.times.get(run.row):
             measured = replace(measured, step_ms=times.pop(0) if times[1:] else times[0])
-        return Record(run.row, run.seed, run.repeat, outcome, 1.0, cause, (), str(run.log), measured)
+        return Record(run.row, run.seed, run.repeat, outcome, 1.0, cause, (), str(run.file("log")), measured)
 
 
 @pytest.fixture

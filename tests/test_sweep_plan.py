@@ -170,7 +170,7 @@ def test_no_two_runs_share_a_file(script):
     variants = ["O2 keep_fp32=a,b", "O2 keep_fp32=a-b", "O2 keep_fp32=a", "O2 loss_scale=1"]
     plan = make_plan(script, parse_rows(LEVELS, variants), seeds=2, repeat=2)
     runs = list(plan.runs(Path("logs")))
-    files = Counter(path for run in runs for path in (run.log, run.progress, run.measured))
+    files = Counter(path for run in runs for path in (run.file("log"), run.file("steps"), run.file("json")))
     assert len(files) == 3 * plan.count
 
 

@@ -39,9 +39,9 @@ def child(monkeypatch, run):
             before = f"""
 import os, signal, sys, time
 def leave(path, text): open(path, "w").write(text)
-def measured(text={json.dumps(to_plain(measured))!r}): leave({str(inner.measured)!r}, text)
-def stepped(): leave({str(inner.progress)!r}, "12")
-def raised(text): leave({str(inner.raised)!r}, text)
+def measured(text={json.dumps(to_plain(measured))!r}): leave({str(inner.file("json"))!r}, text)
+def stepped(): leave({str(inner.file("steps"))!r}, "12")
+def raised(text): leave({str(inner.file("raised"))!r}, text)
 """
             return [sys.executable, "-u", "-S", "-E", "-c", before + code]
 
@@ -122,7 +122,7 @@ def test_a_run_leaves_its_log_and_nothing_else(child, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     run = child("measured(); stepped(); raised('ValueError')")
     carry_out(run)
-    assert list(tmp_path.iterdir()) == [run.log]
+    assert list(tmp_path.iterdir()) == [run.file("log")]
 
 
 def test_a_script_that_clears_the_folder_of_the_logs_is_measured(child, tmp_path, monkeypatch):
@@ -180,7 +180,7 @@ def test_a_second_signal_does_not_wait_for_the_child(child, run, monkeypatch):
     monkeypatch.setattr(runner, "GRACE_SECONDS", 600)
     with pytest.raises(KeyboardInterrupt):
         interrupted(child(DEAF), signal.SIGINT, stop)
-    assert not is_alive(int(run.log.read_text()))
+    assert not is_alive(int(run.file("log").read_text()))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs process groups")

@@ -54,28 +54,13 @@ class Run:
     warmup: int = DEFAULTS.warmup
     nproc_per_node: int | None = None  # ranks, which torch.distributed.run starts
 
-    @property
-    def log(self) -> Path:
-        """Returns the file that takes what the script prints."""
-        return self._file("log")
+    def file(self, kind: str) -> Path:
+        """Returns the file of a kind.
 
-    @property
-    def progress(self) -> Path:
-        """Returns the file in which the child counts its steps."""
-        return self._file("steps")
-
-    @property
-    def measured(self) -> Path:
-        """Returns the file in which the child leaves what it measured."""
-        return self._file("json")
-
-    @property
-    def raised(self) -> Path:
-        """Returns the file in which the child leaves a line about the exception that ended it."""
-        return self._file("raised")
-
-    def _file(self, ending: str) -> Path:
-        return Path(self.directory, f"{slug(self.row)}-seed{self.seed}-repeat{self.repeat}.{ending}")
+        The "log" takes what the script prints, and the child leaves the others: "steps" counts these, "json"
+        is what it measured, and "raised" a line about the exception that ended it.
+        """
+        return Path(self.directory, f"{slug(self.row)}-seed{self.seed}-repeat{self.repeat}.{kind}")
 
     def to_json(self) -> str:
         """Writes the run as one line of JSON."""

@@ -30,7 +30,7 @@ def main(run: Run) -> None:
     """
     process = os.getpid()
     # A script that goes on after its last step, whatever is raised, may have to be ended by force.
-    recorder = Recorder(StepCounter(run.progress), run.steps, lambda: write(run, recorder))
+    recorder = Recorder(StepCounter(run.file("steps")), run.steps, lambda: write(run, recorder))
     signal.signal(signal.SIGTERM, exit_at_signal)
     try:
         apex.install(post_mortem=False, **run.overrides)
@@ -41,17 +41,17 @@ def main(run: Run) -> None:
     except Exception as error:
         recorder.note_error(error)
         if os.getpid() == process:
-            run.raised.write_text(line_of(error), encoding="utf-8", errors="backslashreplace")
+            run.file("raised").write_text(line_of(error), encoding="utf-8", errors="backslashreplace")
         raise
     finally:
         # A script may fork, and its children come through here as well.
-        if os.getpid() == process and not run.measured.exists():
+        if os.getpid() == process and not run.file("json").exists():
             write(run, recorder)
 
 
 def write(run: Run, recorder: Recorder) -> None:
     """Writes what was measured."""
-    run.measured.write_text(json.dumps(to_plain(recorder.measured(run.warmup))))
+    run.file("json").write_text(json.dumps(to_plain(recorder.measured(run.warmup))))
 
 
 @contextmanager

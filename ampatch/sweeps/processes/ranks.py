@@ -72,7 +72,8 @@ def first_raised(run: Run, log: Sequence[str]) -> tuple[str, ...]:
 
     The others fail because of it: they wait for what it does not send any more.
     """
-    files = [(rank, one.raised) for rank, one in enumerate(list_ranks(run)) if one.raised.exists()]
+    paths = [one.file("raised") for one in list_ranks(run)]
+    files = [(rank, path) for rank, path in enumerate(paths) if path.exists()]
     if not files:
         return () if run.nproc_per_node is None else find_ended(log)
     rank, path = min(files, key=lambda file: file[1].stat().st_mtime_ns)

@@ -36,22 +36,22 @@ def execute(run: Run, timeout: float | None, on_steps: Callable[[int], None], st
 
     `on_steps` is told now and then how many steps it has made. Leaves nothing but the log behind.
     """
-    start, load = time.monotonic(), Load()
+    start, load, log = time.monotonic(), Load(), run.file("log")
     # Scripts clear their own output, in which the logs may be.
     with tempfile.TemporaryDirectory(prefix="ampatch-run-", ignore_cleanup_errors=True) as folder:
         inner = replace(run, directory=folder)
-        grace = GRACE_SECONDS if run.nproc_per_node is None else ranks.SECONDS
-        with child_process(command_of(inner), run.log, run.seed, grace) as process:
-            ended = wait(process, timeout, stop, lambda: on_steps(read_count(inner.progress)))
+        grace, count = GRACE_SECONDS if run.nproc_per_node is None else ranks.SECONDS, inner.file("steps")
+        with child_process(command_of(inner), log, run.seed, grace) as process:
+            ended = wait(process, timeout, stop, lambda: on_steps(read_count(count)))
             seconds = time.monotonic() - start
         measured = ranks.slowest(list(map(take_measured, ranks.list_ranks(inner))))
-        raised = ranks.first_raised(inner, last_lines(run.log))
+        raised = ranks.first_raised(inner, last_lines(log))
     outcome = ended or judge(process.returncode, measured)
     lines, cause = (), ""
     if outcome is not Ending.FINISHED:
-        lines = last_lines(run.log)
+        lines = last_lines(log)
         cause = explain(outcome, process.returncode, raised or lines, stop)
-    facts = (run.row, run.seed, run.repeat, outcome, seconds, cause, lines, shorten(run.log), measured)
+    facts = (run.row, run.seed, run.repeat, outcome, seconds, cause, lines, shorten(log), measured)
     return Record(*facts, busy=load.share())
 
 
@@ -129,7 +129,7 @@ def send(process: subprocess.Popen[bytes], number: int) -> None:
 def take_measured(run: Run) -> Measured | None:
     """Reads what the child left behind, None if it was ended before it could."""
     try:
-        return read_measured(json.loads(run.measured.read_text()))
+        return read_measured(json.loads(run.file("json").read_text()))
     except (OSError, ValueError, AmpError):
         return None
 
