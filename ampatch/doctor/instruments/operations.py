@@ -24,7 +24,6 @@ REPEATED = "CheckpointFunctionBackward"  # what it gives comes of the operations
 COMPOSITE = ("multi_head_attention_forward",)  # written in Python: it is looked into
 ASKING = ("isnan", "isfinite", "isinf", "item", "tolist", "__bool__", "__float__", "allclose")
 CASTS = ("to", "half", "bfloat16", "float", "type", "type_as", "_to_copy")
-# Nodes that make a gradient of finite numbers times that which they take.
 # Nodes that multiply gradients by what is finite in the forward.
 MULTIPLY = tuple(
     f"{name}Backward0"

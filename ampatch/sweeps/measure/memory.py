@@ -81,13 +81,8 @@ def count_bytes(models: Iterable[Module], optimizers: Iterable[object], casts: i
 
 def nbytes_of(tensors: Iterable[Tensor]) -> int:
     """Adds up the bytes of tensors; of sparse ones, those of their values and indices."""
-    return sum(_nbytes(tensor) for tensor in tensors)
-
-
-def _nbytes(tensor: Tensor) -> int:
-    if tensor.is_sparse:
-        return tensor._values().nbytes + tensor._indices().nbytes
-    return tensor.nbytes
+    parts = [(it._values(), it._indices()) if it.is_sparse else (it,) for it in tensors]
+    return sum(part.nbytes for own in parts for part in own)
 
 
 def tensors_in(value: object, depth: int = 6) -> Iterator[Tensor]:

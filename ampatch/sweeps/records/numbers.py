@@ -65,14 +65,6 @@ class Alphabet:
         text = self._finish(with_exponent(size, 2) if size >= FAR else f"{size:,.{size < 100:d}f}")
         return text if text == "0.0" else ("+" if value > 0 else self.minus) + text
 
-    def distance(self, value: float) -> str:
-        """Writes how far something is, without a sign.
-
-        >>> ASCII.distance(-4.12), ASCII.distance(1e32)
-        ('4.1', '1e32')
-        """
-        return self.signed(abs(value)).removeprefix("+")
-
     def ratio(self, value: float | None) -> str:
         """Writes how many times something is.
 

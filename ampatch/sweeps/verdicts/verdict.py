@@ -140,5 +140,5 @@ def write_distance(distance: Distance, origin: str = BASELINE) -> str:
     if distance.unit == "percent" and distance.baseline:
         far = ASCII.percent(abs(distance.value / distance.baseline - 1))
     else:
-        far = f"{ASCII.distance(distance.spreads)} spreads"
+        far = f"{ASCII.signed(abs(distance.spreads)).removeprefix('+')} spreads"
     return f"{ASCII.short(distance.value)}, {far} {side} {origin}"
