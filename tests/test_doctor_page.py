@@ -1,6 +1,5 @@
 """The page of the doctor is one file that says everything, needs nothing, and can be read at any width."""
 
-import importlib.util
 import re
 from functools import cache
 
@@ -80,14 +79,6 @@ def test_a_run_without_a_fault_says_so():
 def test_names_cannot_leave_their_place():
     assert HOSTILE not in page("hostile").html
     assert HOSTILE in page("hostile").text
-
-
-def test_without_matplotlib_there_are_tables_and_words_on_what_is_missing(monkeypatch, caplog):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    html = write_page(REPORTS["sample"], "train.py")
-    assert "<svg" not in html
-    assert "matplotlib is not installed" in html
-    assert "matplotlib is not installed" in caplog.text
 
 
 @needs_chromium
