@@ -86,29 +86,25 @@ def find_folder(script: Script) -> Path:
 
 
 def find_commit(folder: Path) -> str | None:
-    """Returns the commit of the repository that a folder is in, with "+" if files of it have changed."""
-    commit = git(folder, "rev-parse", "--verify", "HEAD")
-    if not commit:
-        return None
-    return f"{commit}+" if git(folder, "status", "--porcelain", "--untracked-files=no") else commit
+    """Returns the commit of the repository that a folder is in, with "+" if files of it have changed.
 
-
-def git(folder: Path, *arguments: str) -> str | None:
-    """Returns what git says about a folder, None where it fails or is missing."""
+    None where git fails or is missing.
+    """
+    options = ("--always", "--abbrev=64", "--dirty=+", "--exclude=*")  # the whole hash, whatever its tags
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), *arguments],
+            ["git", "-C", str(folder), "describe", *options],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            errors="replace",
             timeout=GIT_SECONDS,
+            check=True,
             # Reading must not get into the way of a git that works there.
             env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout.strip()
 
 
 class Load:
