@@ -505,12 +505,12 @@ def origin(attempt, is_of_scale, op="mul"):
     ],
 )
 def test_what_a_smaller_scale_mends_counts_where_none_is_found(words, origins, found):
-    seen = Seen(tuple(attempts(words)), False, False, tuple(origins), 0)
+    seen = Seen(tuple(attempts(words)), False, False, tuple(origins))
     assert [it.op for it in findings_in(seen, origins)] == found
 
 
 def test_what_came_after_weights_were_lost_is_left_out():
-    seen = Seen(tuple(attempts("gwg")), False, False, (origin(1, False), origin(2, False)), 0)
+    seen = Seen(tuple(attempts("gwg")), False, False, (origin(1, False), origin(2, False)))
     assert [it["attempt"] for it in origins_of(seen)] == [1]
 
 

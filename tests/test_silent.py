@@ -14,7 +14,7 @@ from ampatch.doctor.instruments.precision import without_casts
 from ampatch.doctor.instruments.trace import Enough
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent.examine import examine_silent
-from ampatch.doctor.silent.gradients import Sample, compare
+from ampatch.doctor.silent.gradients import Sample, compare_gradients
 from ampatch.doctor.silent.watch import Silent
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the library, of the same faults
@@ -425,7 +425,7 @@ def test_gradients_that_underflow_are_told_from_zeros_of_float32(tmp_path, style
     shares = run_sample(text, tmp_path, attempt, repeats=False)
     assert shares[attempt] > 0.05
     run_sample(text, tmp_path, attempt, repeats=True)
-    found, unknown = compare(tmp_path, attempt)
+    found, unknown = compare_gradients(tmp_path, attempt)
     assert unknown == ""
     by_name = {it["parameter"]: it["numbers"] for it in found}
     assert {"one.weight", "two.weight"} <= set(by_name)
@@ -440,16 +440,16 @@ def test_gradients_that_underflow_are_told_from_zeros_of_float32(tmp_path, style
     again = again.replace("init_scale=1.0", f"init_scale={numbers['init_scale']}")
     for repeats in (False, True):
         run_sample(again, tmp_path, attempt, repeats)
-    assert compare(tmp_path, attempt) == ([], "")
+    assert compare_gradients(tmp_path, attempt) == ([], "")
 
 
 def test_a_step_that_is_another_in_float32_is_not_compared(tmp_path):
     text = LOSSES["native"].replace("torch.randn(4, 8), torch", "torch.randint(0, 9, (4,)), torch")
     text = text.replace("{small}", "1e-3").replace("{scale}", "1.0")
     run_sample(text, tmp_path, 0, repeats=False)
-    assert compare(tmp_path, 0) == ([], "whether gradients underflow: the step did not come again")
+    assert compare_gradients(tmp_path, 0) == ([], "whether gradients underflow: the step did not come again")
     run_sample(text.replace("1e-3", "1e-2"), tmp_path, 0, repeats=True)
-    assert "another loss" in compare(tmp_path, 0)[1]
+    assert "another loss" in compare_gradients(tmp_path, 0)[1]
 
 
 # ---- The whole command ----

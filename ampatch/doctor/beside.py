@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +15,14 @@ from ampatch.doctor.against.capture import Capture
 from ampatch.doctor.against.compare import compare, said_of_comparison
 from ampatch.doctor.brakes import Brakes, said_of_speed
 from ampatch.doctor.finding import Report
-from ampatch.doctor.growth.curves import describe_growth, said_of_growth
+from ampatch.doctor.growth.curves import said_of_growth
 from ampatch.doctor.growth.notes import Growth
-from ampatch.doctor.instruments.watch import Attempt
 
 if TYPE_CHECKING:
+    from ampatch.doctor.campaign import Seen
     from ampatch.doctor.child import Run
 
-Start = Callable[[str, "Run"], tuple[list[Attempt], list[dict]]]
+Start = Callable[[str, "Run"], "Seen"]
 
 
 def listen_beside(run: Run, seen: dict[str, object], undo: ExitStack) -> None:
@@ -42,14 +42,6 @@ def listen_beside(run: Run, seen: dict[str, object], undo: ExitStack) -> None:
         capture = Capture(run.wanted)
         undo.callback(lambda: capture.save(run.capture))
         capture.listen(undo)
-
-
-def add_beside(report: Report, seen: Mapping[str, dict]) -> Report:
-    """Returns a report with its fields `growth` and `speed`, of what the runs left by their names."""
-    watched, traced = seen["watched"], seen.get("traced", {})
-    attempts = [Attempt(**each) for each in watched["attempts"]]
-    growth = describe_growth(watched["growth"], attempts) if attempts else None
-    return replace(report, growth=growth, speed=traced.get("speed"))
 
 
 def compare_levels(start: Start, run: Run, level: str, unknown: list[str]) -> dict[str, object] | None:

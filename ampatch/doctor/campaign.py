@@ -13,12 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ampatch import AmpError
-from ampatch.doctor.beside import add_beside, compare_levels
+from ampatch.doctor.beside import compare_levels
 from ampatch.doctor.brakes import MOST_STEPS
 from ampatch.doctor.child import Run
 from ampatch.doctor.finding import Finding, Report, read_finding
+from ampatch.doctor.growth.curves import describe_growth
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.silent.examine import compare_gradients, examine_silent, pick_sample, plan_window
+from ampatch.doctor.silent.examine import examine_silent, pick_sample, plan_window
+from ampatch.doctor.silent.gradients import compare_gradients
 from ampatch.doctor.suspects import describe_scale, find_suspects, leave_out_mended
 from ampatch.sweeps.processes.runner import child_process, wait
 from ampatch.sweeps.processes.stop import noting_signals
@@ -44,7 +46,7 @@ def start_process(run: Run, folder: Path) -> tuple[int, str]:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one run of a script left behind.
+    """What one run of a script left behind; `growth` and `speed` only where they were asked for.
 
     `is_open` says that it ended on a forward with gradients which no step followed, as one does that gives up
     on a bad loss: what was traced there belongs to the attempt after the last.
@@ -54,7 +56,15 @@ class Seen:
     is_open: bool
     is_half: bool  # a model had half parameters
     origins: tuple[dict, ...]
-    status: int
+    silent: dict | None = None
+    growth: dict | None = None
+    speed: dict | None = None
+
+    @classmethod
+    def read(cls, left: dict) -> Seen:
+        """Makes it of what a child wrote."""
+        attempts = tuple(Attempt(**each) for each in left["attempts"])
+        return cls(**left | {"attempts": attempts, "origins": tuple(left["origins"])})
 
     @property
     def suspects(self) -> tuple[int, ...]:
@@ -74,7 +84,7 @@ class Campaign:
     every: int = 0  # attempts between those that are noted; 0: as many as curves need
     runs: int = 0
     unknown: list[str] = field(default_factory=list)
-    seen: dict[str, dict] = field(default_factory=dict)  # of the last run of a name
+    seen: dict[str, Seen] = field(default_factory=dict)  # of the last run of a name
     silent: list[dict] = field(default_factory=list)  # what the watched and the traced run left
 
     def report(self, propose: bool = False) -> Report:
@@ -110,7 +120,9 @@ class Campaign:
         harmless = merge(attempts, [it for it in origins if not it["has_reached"]])
         if sample is not None and not findings:
             self._start("compared", replace(self.run, level="O0", float32=True, sample=sample))
-            self.silent.append(compare_gradients(self.run.samples, sample, self.unknown))
+            faults, reason = compare_gradients(Path(self.run.samples), sample)
+            self.silent.append({"faults": faults})
+            self.unknown += [reason] if reason else []
         silent = examine_silent(self.silent, attempts, findings)
         return Report(
             *(tuple(findings), tuple(harmless), describe_scale(attempts), keep, self.runs),
@@ -126,8 +138,8 @@ class Campaign:
         """
         medians = []
         for name in ("traced", "kept"):
-            attempts = self.seen[name]["attempts"]
-            times = [it["seconds"] for index, it in enumerate(attempts) if index not in window]
+            attempts = self.seen[name].attempts
+            times = [it.seconds for index, it in enumerate(attempts) if index not in window]
             if len(times) < FEWEST_TIMED + MOST_STEPS:
                 return None
             medians.append(statistics.median(times[MOST_STEPS:]))
@@ -136,8 +148,15 @@ class Campaign:
     def beside(self, report: Report, against: str | None = None) -> Report:
         """Returns a report with what was noted beside it, and the comparison with a level."""
         compared = compare_levels(self._start, self.run, against, self.unknown) if against else None
-        report = add_beside(report, self.seen)
-        return replace(report, against=compared, runs=self.runs, unknown=tuple(self.unknown))
+        watched, traced = self.seen["watched"], self.seen.get("traced")
+        return replace(
+            report,
+            growth=describe_growth(watched.growth, watched.attempts) if watched.attempts else None,
+            speed=traced and traced.speed,
+            against=compared,
+            runs=self.runs,
+            unknown=tuple(self.unknown),
+        )
 
     def _survives(self, seen: Seen) -> bool | None:
         """Runs the script in float32 and says whether it stays finite to its end.
@@ -202,15 +221,14 @@ class Campaign:
             if not out.exists():
                 last = said.strip()[-500:] or "it said nothing; os._exit and kill do that"
                 raise AmpError(f"the {name} run left no report, and ended with status {status}: {last}")
-            seen = self.seen[name] = json.loads(out.read_text())
+            seen = self.seen[name] = Seen.read(json.loads(out.read_text()))
         if status:
             last = (said.strip() or "it said nothing").splitlines()[-1]
             ended = f"run ended with status {status}: {last}"
             if not any(it.endswith(ended) for it in self.unknown):  # the same of each run, once
                 self.unknown.append(f"the {name} {ended}")
-        self.silent += [seen["silent"]] if name in ("watched", "traced") else []
-        attempts = tuple(Attempt(**each) for each in seen["attempts"])
-        return Seen(attempts, seen["is_open"], seen["is_half"], tuple(seen["origins"]), status)
+        self.silent += [seen.silent] if name in ("watched", "traced") else []
+        return seen
 
 
 def origins_of(seen: Seen) -> tuple[dict, ...]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent.fault import SilentFault, read_faults
-from ampatch.doctor.silent.gradients import compare
 from ampatch.doctor.silent.watch import FIRST
 from ampatch.doctor.silent.words import remedies, why
 
@@ -45,10 +43,3 @@ def examine_silent(
         for fault in faults
         if fault.phase != "forward" or fault.where not in loud
     )
-
-
-def compare_gradients(folder: str, sample: int, unknown: list[str]) -> dict[str, object]:
-    """Returns what a comparison of gradients leaves; what is not known is added to `unknown`."""
-    faults, reason = compare(Path(folder), sample)
-    unknown += [reason] if reason else []
-    return {"faults": faults}

@@ -198,7 +198,7 @@ def named(module: Module) -> list[tuple[str, Tensor]]:
 # ---- The comparison ----
 
 
-def compare(folder: Path, attempt: int) -> tuple[list[dict[str, object]], str]:
+def compare_gradients(folder: Path, attempt: int) -> tuple[list[dict[str, object]], str]:
     """Returns the parameters whose gradients underflow, as a run leaves faults, and what is not known."""
     files = [folder / "half.pt", folder / "float32.pt"]
     if not all(file.exists() for file in files):
