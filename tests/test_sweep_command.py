@@ -195,7 +195,7 @@ def test_without_a_folder_nothing_but_logs_is_kept(folder, runs, capsys):
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("logs: ")]
     logs = Path(line.removeprefix("logs: "))
     assert logs.parent == folder
-    assert list(logs.iterdir()) == [runs.made[0].log]
+    assert list(logs.iterdir()) == [runs.made[0].file("log")]
     assert str(logs) == runs.made[0].directory
 
 
