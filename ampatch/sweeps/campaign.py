@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,14 +58,15 @@ class Campaign:
         finished, or when all of them have failed. Raises AmpValueError if the first run shows that the script
         cannot be compared.
         """
-        ahead = deque(self._plan.runs(self._results.logs))
+        ahead = list(self._plan.runs(self._results.logs))
         while not self._stop and (ahead or self._repeat(ahead)):
-            run = replace(ahead.popleft(), directory=str(self._results.logs.absolute()))
+            run = replace(ahead.pop(0), directory=str(self._results.logs.absolute()))
             record = self._watch(run, ahead, show)
             if not self.records:
                 validate_first(record, self._plan)
-            left_out = leave_out(record, ahead)
-            if left_out:
+            others = [it for it in ahead if it.row != run.row]
+            if record.outcome is Ending.TIMED_OUT and len(others) < len(ahead):
+                left_out, ahead = len(ahead) - len(others), others
                 record = replace(record, cause=f"{record.cause}; {left_out} more of its runs are left out")
             self._keep(record)
             show(self._progress(run, ahead, record=record))
@@ -93,7 +93,7 @@ class Campaign:
         done = self._total - len(ahead) - (record is None)
         return SweepProgress(self._title(run), steps, record, done, self._total, left)
 
-    def _repeat(self, ahead: deque[Run]) -> bool:
+    def _repeat(self, ahead: list[Run]) -> bool:
         """Repeats it all once more, if times are not told apart and the budget has room for it."""
         if not self._plan.may_repeat or not is_too_noisy(self.sweep().recommendation):
             return False
@@ -133,16 +133,6 @@ class Campaign:
         seed = f" seed {run.seed}" if asked.seeds > 1 else ""
         repeat = f" repeat {run.repeat}" if asked.repeat > 1 or asked.budget else ""
         return f"{run.row}{seed}{repeat}"
-
-
-def leave_out(record: Record, ahead: deque[Run]) -> int:
-    """Takes the other runs of a row that took too long from those to come, and returns how many they are."""
-    if record.outcome is not Ending.TIMED_OUT:
-        return 0
-    count, others = len(ahead), [run for run in ahead if run.row != record.row]
-    ahead.clear()
-    ahead.extend(others)
-    return count - len(others)
 
 
 def validate_first(record: Record, plan: Plan) -> None:
