@@ -64,8 +64,14 @@ def main(run: Run) -> None:
         overrides["keep_fp32"] = list(run.keep_fp32)
     apex.install(post_mortem=False, **overrides)
     watch, trace, silent, beside = Watch(), Trace(run.window, run.goes_on), Silent(), {}
+
+    def leave() -> None:
+        seen = {"attempts": watch.to_json(), "origins": trace.to_json(), "silent": silent.to_json()}
+        seen |= {"is_open": watch.is_open, "is_half": watch.is_half}
+        Path(run.out).write_text(json.dumps(beside | seen))
+
     with ExitStack() as stack:
-        stack.callback(lambda: Path(run.out).write_text(json.dumps(beside | seen_by(watch, trace, silent))))
+        stack.callback(leave)
         if run.float32:
             without_casts(stack)
         keep_float32(run.keep_fp32, stack)
@@ -83,13 +89,6 @@ def main(run: Run) -> None:
             Script(run.script, tuple(run.arguments), run.is_module).run()
         except Enough:
             return
-
-
-def seen_by(watch: Watch, trace: Trace, silent: Silent) -> dict[str, object]:
-    """Returns what a run leaves behind."""
-    found = {"attempts": watch.to_json(), "origins": trace.to_json()}
-    found["silent"] = silent.to_json()
-    return found | {"is_open": watch.is_open, "is_half": watch.is_half}
 
 
 if __name__ == "__main__":

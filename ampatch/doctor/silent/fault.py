@@ -7,23 +7,13 @@ from dataclasses import asdict, dataclass, field
 
 from ampatch.doctor.instruments.places import Place
 
-KINDS = (
-    "zeros",  # an overflow inside of an expression, which leaves zeros
-    "underflow",  # of gradients, or of an operation of the forward
-    "clipped_while_scaled",
-    "unscaled_twice",
-    "not_unscaled",
-    "scaled_not_backpropagated",
-    "unscaled_backward",
-    "two_scalers",
-    "float32_under_autocast",
-    "length_alone",
-)
-
 
 @dataclass(frozen=True, slots=True)
 class SilentFault:
-    """One silent fault: `numbers` are what was measured, by name; `steps` are those at which it was seen."""
+    """One silent fault, of a kind that `words.WORDS` explains.
+
+    `numbers` are what was measured, by name; `steps` are those at which it was seen.
+    """
 
     kind: str
     step: int | None
@@ -58,8 +48,6 @@ class Notes:
         **numbers: object,
     ) -> None:
         """Notes a fault, at the present attempt unless another is given."""
-        if kind not in KINDS:
-            raise ValueError(f"unknown kind {kind!r}: expected one of {', '.join(map(repr, KINDS))}")
         attempt = self.attempt if attempt is None else attempt
         key = (kind, where, op, place and place.module, parameter)
         if key not in self._found:

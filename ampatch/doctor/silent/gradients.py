@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from ampatch.doctor.instruments.clock import Follower, own_scaler
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.places import Models, user_line
 from ampatch.doctor.instruments.values import floating_in, plain, quiet
+from ampatch.doctor.silent.fault import SilentFault
 from ampatch.doctor.silent.scaled import Before, look_before, made_since
 
 SMALLEST = 2.0**-24  # of float16, a subnormal; half of it rounds to 0
@@ -215,7 +217,9 @@ def compare_gradients(folder: Path, attempt: int) -> tuple[list[dict[str, object
             numbers = measure(half["grads"][name], grad, half["scale"], most)
             if numbers["share"] >= LOST:
                 numbers |= {"init_scale": scale}
-                found.append(fault_of(name, attempt, half["where"], numbers))
+                layer, where = name.rpartition(".")[0], half["where"]
+                fault = (attempt, "backward", None, layer, name, "backward", where, numbers, (attempt,))
+                found.append(asdict(SilentFault("underflow", *fault)))
     return found, ""
 
 
@@ -245,10 +249,3 @@ def share_below(grad: Tensor, power: int) -> float:
 def best_scale(grads: Mapping[str, Tensor], most: float, largest: float) -> float:
     """Returns the largest power of two at which nothing overflows: none that is smaller loses less."""
     return 2.0 ** min(LARGEST_SCALE, math.floor(math.log2(LARGEST / largest))) if largest else 1.0
-
-
-def fault_of(name: str, attempt: int, where: str | None, numbers: dict[str, object]) -> dict[str, object]:
-    """Returns a fault as a run leaves it."""
-    fault = {"kind": "underflow", "step": attempt, "phase": "backward", "model": None, "op": "backward"}
-    fault |= {"module": name.rpartition(".")[0], "parameter": name, "where": where}
-    return fault | {"numbers": numbers, "steps": [attempt], "why": "", "remedies": []}

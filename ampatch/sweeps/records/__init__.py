@@ -1,4 +1,1 @@
-"""What a sweep measured, as values, and the files that keep it.
-
-Imports public names of the package alone.
-"""
+"""What a sweep measured, as values, and the files that keep it."""
