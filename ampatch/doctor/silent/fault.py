@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 
 from ampatch.doctor.instruments.places import Place
 
+Site = tuple[str, str | None, str, Place | None]  # phase, line, operation and module of a fault
+
 
 @dataclass(frozen=True, slots=True)
 class SilentFault:
@@ -43,16 +45,15 @@ class Notes:
         where: str | None,
         op: str,
         place: Place | None = None,
-        parameter: str | None = None,
         attempt: int | None = None,
         **numbers: object,
     ) -> None:
         """Notes a fault, at the present attempt unless another is given."""
         attempt = self.attempt if attempt is None else attempt
-        key = (kind, where, op, place and place.module, parameter)
+        key = (kind, where, op, place and place.module)
         if key not in self._found:
             model, module = (None, "") if place is None else (place.model, place.module)
-            fault = SilentFault(kind, attempt, phase, model, module, parameter, op, where, numbers)
+            fault = SilentFault(kind, attempt, phase, model, module, None, op, where, numbers)
             self._found[key] = fault, []
         attempts = self._found[key][1]
         if attempt not in attempts:

@@ -14,9 +14,9 @@ from torch.nn import Module
 
 from ampatch.doctor.instruments.clock import wrap
 from ampatch.doctor.instruments.operations import CASTS
-from ampatch.doctor.instruments.places import Place, is_called_by_ampatch, is_called_by_user, user_line
+from ampatch.doctor.instruments.places import is_called_by_ampatch, is_called_by_user, user_line
 from ampatch.doctor.instruments.values import key_of
-from ampatch.doctor.silent.fault import Notes
+from ampatch.doctor.silent.fault import Notes, Site
 from ampatch.doctor.silent.scaled import Scaled
 from ampatch.doctor.silent.shadows import Operation
 from ampatch.levels.precision import HALF_TYPES
@@ -54,10 +54,7 @@ class Known:
 class Cast:
     """A cast to float32 that the user has written, and what became of it."""
 
-    op: str
-    phase: str
-    place: Place | None
-    where: str | None
+    site: Site
     undone: str = ""  # the operation that ran in half nevertheless
     has_effect: bool = False
 
@@ -86,9 +83,7 @@ class Casts:
         """Notes the casts that had no effect."""
         for cast in self._all:
             if cast.undone and not cast.has_effect:
-                self._notes.add(
-                    "float32_under_autocast", cast.phase, cast.where, cast.op, cast.place, runs=cast.undone
-                )
+                self._notes.add("float32_under_autocast", *cast.site, runs=cast.undone)
 
     def look(self, operation: Operation, given: list[Tensor]) -> None:
         """Follows the tensors of a cast."""
@@ -112,7 +107,7 @@ class Casts:
     def _look_at_cast(self, operation: Operation, given: list[Tensor]) -> None:
         came = [tensor.dtype for tensor in (*operation.taken[:1], *given[:1])]
         if came[:1] and came[0] in HALF_TYPES and came[1:] == [torch.float32] and is_called_by_user():
-            cast = Cast(operation.name, operation.phase, operation.place, operation.where)
+            cast = Cast(operation.site)
             self._casts.add(given, cast)
             self._all.append(cast)
 
@@ -182,7 +177,7 @@ class Reads:
 class Sum:
     """A sum of products in half: over how many, and the largest that came of it."""
 
-    operation: Operation
+    site: Site
     length: int
     largest: float
 
@@ -208,7 +203,7 @@ class Lengths:
         elif operation.name in PRODUCTS and given[0].dtype is torch.float16:
             largest = given[0].detach().abs().max().item() if given[0].numel() else 0.0
             if math.isfinite(largest) and largest * HEADROOM > torch.finfo(torch.float16).max:
-                sums.append(Sum(operation, length_of(operation, given[0]), largest))
+                sums.append(Sum(operation.site, length_of(operation, given[0]), largest))
         elif operation.name not in VIEWS + CASTS:
             return
         for it in sums:
@@ -223,9 +218,8 @@ class Lengths:
         divisor = 1 / number if quotient.name.startswith("mul") else number
         for it in sums:
             if it.length > 1 and math.isclose(divisor, it.length, rel_tol=1e-3):
-                made = it.operation
                 numbers = {"length": it.length, "largest": it.largest, "divided_at": quotient.where}
-                self._notes.add("length_alone", made.phase, made.where, made.name, made.place, **numbers)
+                self._notes.add("length_alone", *it.site, **numbers)
 
 
 def length_of(operation: Operation, given: Tensor) -> int:

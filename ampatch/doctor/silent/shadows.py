@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from ampatch.doctor.instruments.marks import Marks
 from ampatch.doctor.instruments.places import Place, is_called_by_scaler
 from ampatch.doctor.instruments.values import floating_in, holds_no_number
-from ampatch.doctor.silent.fault import Notes
+from ampatch.doctor.silent.fault import Notes, Site
 from ampatch.levels.precision import HALF_TYPES
 
 DRAWS = ("dropout", "dropout_", "alpha_dropout", "feature_dropout", "bernoulli", "bernoulli_", "multinomial")
@@ -42,16 +42,18 @@ class Operation:
     place: Place | None
     where: str | None
 
+    @property
+    def site(self) -> Site:
+        """Returns where a fault of it stands."""
+        return self.phase, self.where, self.name, self.place
+
 
 @dataclass(frozen=True, slots=True)
 class Loss:
     """What half lost in an operation: `kind` is "zeros" after an overflow, else "underflow"."""
 
     kind: str
-    op: str
-    phase: str
-    place: Place | None
-    where: str | None
+    site: Site
     numbers: dict[str, object] = field(default_factory=dict)
 
 
@@ -81,7 +83,7 @@ class Shadows:
         """Notes the faults that have reached the loss."""
         for index in sorted(self._marks.of(*losses)):
             it = self._faults[index]
-            self._notes.add(it.kind, it.phase, it.where, it.op, it.place, **it.numbers)
+            self._notes.add(it.kind, *it.site, **it.numbers)
 
     def prepare(self, operation: Operation) -> Operation | None:
         """Returns what is needed to repeat an operation; one that draws cannot be repeated."""
@@ -167,7 +169,7 @@ class Shadows:
             first = wanted[is_grave].abs().max().item()
             numbers = {**loss.numbers, "share": share, "zeros": zeros, "float32_largest": first}
             kind = "zeros" if is_new else loss.kind  # what one operation loses alone, it lost inside
-            self._faults.append(Loss(kind, loss.op, loss.phase, loss.place, loss.where, numbers))
+            self._faults.append(Loss(kind, loss.site, numbers))
             return {len(self._faults) - 1}
         if is_far.any():
             self._add(tensor, wanted, loss)
@@ -193,12 +195,7 @@ def new_loss(kind: str, operation: Operation, tensor: Tensor) -> Loss:
     """Describes what an operation loses."""
     largest = max(it.detach().abs().max().item() for it in operation.taken if it.numel())
     numbers = {"input_largest": largest, "dtype": str(tensor.dtype).removeprefix("torch.")}
-    return Loss(kind, operation.name, *place_of(operation), numbers)
-
-
-def place_of(operation: Operation) -> tuple[str, Place | None, str | None]:
-    """Returns phase, place and line of an operation."""
-    return operation.phase, operation.place, operation.where
+    return Loss(kind, operation.site, numbers)
 
 
 def version_of(tensor: Tensor) -> int:
