@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ampatch.sweeps.records.numbers import ASCII
 from ampatch.sweeps.records.record import Curve, Ending, Measured, Record
 from ampatch.sweeps.records.sweep import BASELINE, Distance, Verdict
-from ampatch.sweeps.verdicts.distance import compared_metrics, finite, loss_sample
+from ampatch.sweeps.verdicts.distance import compared_metrics, finite, loss_sample, metric_sample
 
 LAST_STEPS = 20
 # A loss that ends above where it began by more than this part of it has not been trained.
@@ -61,7 +61,9 @@ def why_diverged(runs: Sequence[Record], baseline: Sequence[Record], loss: Dista
     The loss may rise by 10 % or by `tolerance` spreads; what O0's loss does as well is no divergence, and a
     metric that is not finite at O0 tells nothing.
     """
-    defined = [name for name in compared_metrics(runs) if all(map(math.isfinite, finals(baseline, name)))]
+    defined = [
+        it for it in compared_metrics(runs) if all(map(math.isfinite, metric_sample(baseline, it).values))
+    ]
     first, final = loss_sample(baseline).first, finite(loss.baseline)
     rises = first is None or final is None or final > first
     most = None if rises else tolerance * (loss.spread or 0)
@@ -70,12 +72,6 @@ def why_diverged(runs: Sequence[Record], baseline: Sequence[Record], loss: Dista
     if len(runs) > 1 and found:
         return f"{found[0]} ({len(found)} of {len(runs)} runs)"
     return "".join(found)
-
-
-def finals(records: Sequence[Record], metric: str) -> list[float]:
-    """Returns the last values of a metric, of the runs that reported it."""
-    values = [record.measured.final(metric) for record in records if record.measured]
-    return [value for value in values if value is not None]
 
 
 def why_run_diverged(measured: Measured, metrics: Sequence[str], most: float | None) -> str:
