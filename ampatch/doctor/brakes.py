@@ -39,7 +39,7 @@ Place = tuple[str, str, str | None]  # operation, module, line
 
 
 @dataclass
-class Brakes(Follower):
+class Brakes(TorchFunctionMode, Follower):
     """What was seen: syncs, products and islands by their place, over some attempts."""
 
     steps: int = 0
@@ -49,6 +49,7 @@ class Brakes(Follower):
     compiles: int = 0
 
     def __post_init__(self) -> None:
+        super().__init__()
         self._models = Models()
         self._open: list[tuple[str, str, str | None]] | None = None  # float32 after a half operation
 
@@ -61,7 +62,7 @@ class Brakes(Follower):
         """Looks until undone; entered before a trace, which then sees what the script calls."""
         wrap(torch, "compile", self._compile, undo)
         listen(self, undo)
-        undo.enter_context(Seer(self))
+        undo.enter_context(self)
 
     def _compile(self, compile: Callable[..., object], *args: object, **kwargs: object) -> object:
         self.compiles += 1
@@ -75,6 +76,13 @@ class Brakes(Follower):
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Counts."""
         self.steps += self.active
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if self.active:
+            with torch._C.DisableTorchFunction():
+                self.see(func, args, result)
+        return result
 
     def see(self, func: Callable[..., object], args: tuple, result: object) -> None:
         """Notes what an operation says about speed."""
@@ -121,21 +129,6 @@ class Brakes(Follower):
                 for (module, ops, where), count in self.islands.most_common()
             ],
         }
-
-
-class Seer(TorchFunctionMode):
-    """Tells of every operation."""
-
-    def __init__(self, brakes: Brakes) -> None:
-        super().__init__()
-        self._brakes = brakes
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if self._brakes.active:
-            with torch._C.DisableTorchFunction():
-                self._brakes.see(func, args, result)
-        return result
 
 
 def is_sync(func: Callable[..., object], name: str, args: tuple) -> bool:
