@@ -75,8 +75,8 @@ def test_an_output_belongs_to_the_innermost_module_that_gave_it():
 
 
 def test_what_is_noted_costs_a_host_sync_in_fifty_attempts(monkeypatch):
-    fetches, fetched = [], notes.fetched
-    monkeypatch.setattr(notes, "fetched", lambda tensors: fetches.append(1) or fetched(tensors))
+    fetches, fetched = [], notes.read_numbers
+    monkeypatch.setattr(notes, "read_numbers", lambda tensors: fetches.append(1) or fetched(tensors))
     growth = Growth()
     train(growth, 120)
     assert len(fetches) == 3

@@ -20,6 +20,7 @@ from ampatch.doctor.growth.curves import GRADIENT, NORM, OUTPUT, QUANTITIES, WEI
 from ampatch.doctor.instruments.clock import Listener, listen
 from ampatch.doctor.instruments.places import Models
 from ampatch.doctor.instruments.values import plain, quiet, tensors_in
+from ampatch.sweeps.measure.losses import read_numbers
 
 FETCHED = 50  # attempts that are fetched together
 MOST_KEPT = 400  # attempts that are kept, where nobody says how many
@@ -111,7 +112,7 @@ class Growth(Listener):
         """Brings what waits here, by one host sync."""
         tensors = [number[3] for _, numbers in self._waiting for number in numbers]
         with quiet():
-            values = iter(fetched(tensors))
+            values = iter(read_numbers(tensors))
         for attempt, numbers in self._waiting:
             self._keep(attempt, numbers, values)
         self._waiting.clear()
@@ -156,15 +157,6 @@ def largest(tensor: Tensor) -> Tensor:
     """Returns the largest magnitude of a tensor, NaN if it holds one; no host sync."""
     values = plain(tensor)
     return values.abs().amax() if values.numel() else values.new_zeros(())
-
-
-def fetched(tensors: list[Tensor]) -> list[float]:
-    """Returns the values of tensors of one number each, by one host sync."""
-    if not tensors:
-        return []
-    # A copy to the processor that does not wait would be read before it is there.
-    device = next((it.device for it in tensors if it.device.type != "cpu"), tensors[0].device)
-    return torch.stack([it.detach().to(device, torch.float32, non_blocking=True) for it in tensors]).tolist()
 
 
 def combine(one: float | None, other: float, quantity: int) -> float:

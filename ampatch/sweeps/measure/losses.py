@@ -43,7 +43,7 @@ class Losses:
 
     def _read(self) -> None:
         waiting, self._waiting, self._steps = self._waiting, [], 0
-        numbers = iter(_read_tensors([value for *_, value in waiting if isinstance(value, Tensor)]))
+        numbers = iter(read_numbers([value for *_, value in waiting if isinstance(value, Tensor)]))
         for step, loss_id, value in waiting:
             self._curves[loss_id].add(step, next(numbers) if isinstance(value, Tensor) else value)
 
@@ -71,11 +71,14 @@ def loss_noise(curves: Iterable[Curve]) -> float | None:
     return math.hypot(*map(_standard_error, lasts)) / len(lasts)
 
 
-def _read_tensors(losses: list[Tensor]) -> list[float]:
-    """Reads numbers from the device; one host sync for all."""
-    if not losses:
+def read_numbers(tensors: list[Tensor]) -> list[float]:
+    """Returns the values of tensors of one number each, by one host sync."""
+    if not tensors:
         return []
-    return torch.stack([loss.reshape(()).to(losses[0].device, torch.float32) for loss in losses]).tolist()
+    # A copy to the processor that does not wait would be read before it is there.
+    device = next((it.device for it in tensors if not it.is_cpu), tensors[0].device)
+    parts = [it.detach().reshape(()).to(device, torch.float32, non_blocking=True) for it in tensors]
+    return torch.stack(parts).tolist()
 
 
 def _standard_error(values: Collection[float]) -> float:
