@@ -159,8 +159,11 @@ def main(where: str, level: str, seed: str) -> None:
 def find(file: str | None, module: str, name: str) -> Train:
     """Imports the module, or runs the file without what it guards by `__name__`, and returns the function."""
     if file is None:
-        return attrgetter(name)(importlib.import_module(module))
-    return attrgetter(name)(SimpleNamespace(**runpy.run_path(file, run_name="__mp_main__")))
+        place: object = importlib.import_module(module)
+    else:
+        place = SimpleNamespace(**runpy.run_path(file, run_name="__mp_main__"))
+    train: Train = attrgetter(name)(place)
+    return train
 
 
 if __name__ == "__main__":
