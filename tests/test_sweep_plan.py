@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -159,7 +158,7 @@ def test_the_yardstick_takes_a_half_type_and_a_scale(text, half, scale):
 
 def test_every_round_has_every_row_and_every_other_one_goes_backwards(script):
     plan = make_plan(script, parse_rows(["O0", "O1", "O4"]), seeds=2, repeat=2)
-    order = [(run.repeat, run.seed, run.row) for run in plan.runs(Path("logs"))]
+    order = [(run.repeat, run.seed, run.row) for run in plan.runs()]
     forth, back = ["O0", "O1", "O4"], ["O4", "O1", "O0"]
     rounds = [(0, 0, forth), (0, 1, back), (1, 0, forth), (1, 1, back)]
     assert order == [(repeat, seed, row) for repeat, seed, rows in rounds for row in rows]
@@ -169,7 +168,7 @@ def test_every_round_has_every_row_and_every_other_one_goes_backwards(script):
 def test_no_two_runs_share_a_file(script):
     variants = ["O2 keep_fp32=a,b", "O2 keep_fp32=a-b", "O2 keep_fp32=a", "O2 loss_scale=1"]
     plan = make_plan(script, parse_rows(LEVELS, variants), seeds=2, repeat=2)
-    runs = list(plan.runs(Path("logs")))
+    runs = list(plan.runs())
     files = Counter(path for run in runs for path in (run.file("log"), run.file("steps"), run.file("json")))
     assert len(files) == 3 * plan.count
 
@@ -183,7 +182,7 @@ def test_a_row_can_stand_in_the_name_of_a_file(value, tmp_path):
 
 def test_a_script_that_takes_the_seed_gets_that_of_the_run_and_keeps_its_own_seeds(script):
     given = replace(script, arguments=("--seed", "{seed}", "--out=run-{seed}", "{other}"))
-    runs = list(make_plan(given, parse_rows(["O0"]), seeds=2).runs(Path("logs")))
+    runs = list(make_plan(given, parse_rows(["O0"]), seeds=2).runs())
     assert [run.script.arguments for run in runs] == [
         ("--seed", "0", "--out=run-0", "{other}"),
         ("--seed", "1", "--out=run-1", "{other}"),
@@ -194,7 +193,7 @@ def test_a_script_that_takes_the_seed_gets_that_of_the_run_and_keeps_its_own_see
 def test_a_run_is_told_what_the_plan_says_and_survives_json(script):
     rows = parse_rows(["autocast"], ["O2 keep_fp32=head,norm* max_loss_scale=None"])
     plan = make_plan(script, rows, seeds=2, steps=100, warmup=7)
-    runs = list(plan.runs(Path("logs")))
+    runs = list(plan.runs())
     assert [Run.from_json(run.to_json()) for run in runs] == runs
     assert (runs[1].script, runs[1].steps, runs[1].warmup, runs[1].shift_seeds) == (script, 100, 7, True)
     assert (runs[1].autocast_dtype, runs[1].overrides) == (

@@ -58,8 +58,9 @@ class Campaign:
         finished, or when all of them have failed. Raises AmpValueError if the first run shows that the script
         cannot be compared.
         """
-        ahead = list(self._plan.runs(self._results.logs))
+        ahead = list(self._plan.runs())
         while not self._stop and (ahead or self._repeat(ahead)):
+            # Logs may have moved since it was planned, and a script may change the working directory.
             run = replace(ahead.pop(0), directory=str(self._results.logs.absolute()))
             record = self._watch(run, ahead, show)
             if not self.records:
@@ -100,7 +101,7 @@ class Campaign:
         before = self._plan.settings
         again = replace(self._plan, settings=replace(before, repeat=before.repeat + 1))
         slow = {record.row for record in self.records if record.outcome is Ending.TIMED_OUT}
-        runs = [it for it in again.runs(self._results.logs) if it.repeat == before.repeat]
+        runs = [it for it in again.runs() if it.repeat == before.repeat]
         runs = [it for it in runs if it.row not in slow]
         left = self._forecast.left(it.row for it in runs) or 0.0
         if time.monotonic() - self._began + left > before.budget * 60:

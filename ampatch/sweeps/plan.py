@@ -47,7 +47,7 @@ class Run:
     repeat: int
     script: Script
     overrides: dict[str, Value]
-    directory: str
+    directory: str = ""
     autocast_dtype: str | None = None
     shift_seeds: bool = True
     steps: int | None = None
@@ -124,8 +124,8 @@ class Plan:
         again = self.count + self.count // self.settings.repeat
         return self.settings.budget is not None and again <= MOST_RUNS
 
-    def runs(self, directory: Path) -> Iterator[Run]:
-        """Yields the runs in the order in which they start; their files go to `directory`.
+    def runs(self) -> Iterator[Run]:
+        """Yields the runs in the order in which they start, as yet without a directory.
 
         Round after round through the rows, every other one backwards: a machine that slows down over the
         hours slows down all rows alike.
@@ -134,9 +134,9 @@ class Plan:
         for number, (repeat, seed) in enumerate(rounds):
             rows = self.rows if number % 2 == 0 else reversed(self.rows)
             for row in rows:
-                yield self._run(row, seed, repeat, directory)
+                yield self._run(row, seed, repeat)
 
-    def _run(self, row: Variant, seed: int, repeat: int, directory: Path) -> Run:
+    def _run(self, row: Variant, seed: int, repeat: int) -> Run:
         given = self.script.arguments
         level = str(row.overrides["opt_level"])
         arguments = tuple(it.replace(SEED, str(seed)).replace(LEVEL, level) for it in given)
@@ -146,8 +146,6 @@ class Plan:
             repeat=repeat,
             script=replace(self.script, arguments=arguments),
             overrides=row.overrides,
-            # A script may change the working directory.
-            directory=str(directory.absolute()),
             autocast_dtype=row.autocast_dtype,
             shift_seeds=not any(SEED in argument for argument in given),
             steps=self.settings.steps,
