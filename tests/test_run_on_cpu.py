@@ -60,6 +60,26 @@ torch.distributed.destroy_process_group()
 """
 
 
+# As the tutorials of 2019 start a process for each GPU.
+SPAWNED = """
+import os
+import numpy as np
+import torch
+
+
+def train(gpu):
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
+    torch.distributed.init_process_group(backend="nccl", world_size=1, rank=gpu)
+    torch.cuda.set_device(gpu)
+    print(torch.ones(1).cuda(gpu).device, np.float(torch.cuda.device_count()))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(train, nprocs=1)
+"""
+
+
 # What else scripts say, a manner each; all of it fails on a machine without CUDA.
 ASKED = {
     "generators": """
@@ -176,6 +196,13 @@ def test_what_scripts_ask_of_cuda_is_done_on_the_cpu(run, tmp_path):
     (tmp_path / "train.py").write_text(CUDA)
     done = run("--device", "cpu", "train.py")
     assert (done.status, done.stdout) == (0, "cpu\n" * 3), done.stderr
+
+
+@pytest.mark.process
+def test_processes_that_a_script_spawns_use_the_cpu_and_have_what_is_mended(run, tmp_path):
+    (tmp_path / "train.py").write_text(SPAWNED)
+    done = run("--device", "cpu", "--legacy", "train.py")
+    assert (done.status, done.stdout) == (0, "cpu 1.0\n"), done.stderr
 
 
 @pytest.mark.process

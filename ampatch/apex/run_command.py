@@ -82,7 +82,7 @@ def run_advised(script: Script) -> int:
     try:
         return script.run()
     except Exception as error:
-        if any(said in str(error) for said in NO_CUDA):
+        if script.device is None and any(said in str(error) for said in NO_CUDA):
             add_line(error, "`ampatch run --device cpu` runs this script on the CPU")
         cause = None if script.legacy else find_cause(error)
         if cause:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib.util
 import io
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.machinery import BuiltinImporter, ModuleSpec, SourceFileLoader, SourcelessFileLoader
+from multiprocessing import spawn
 from types import CodeType, ModuleType, TracebackType
 
 from ampatch import OPT_LEVELS, AmpError, AmpValueError
+from ampatch.apex.changes import Changes
+from ampatch.apex.drop_in.children import Preparation
 from ampatch.apex.on_cpu import on_cpu
 
 STDIN = "-"
@@ -61,10 +65,7 @@ class Script:
         without our frames, as if `python` had run the script.
         """
         try:
-            with (
-                open_legacy() if self.legacy else nullcontext(),
-                nullcontext() if self.device is None else on_cpu(),
-            ):
+            with expected(self.device, self.legacy):
                 start = self._prepare()
                 exec(start.code, new_main(start))
         except SystemExit:
@@ -261,6 +262,27 @@ def open_legacy() -> AbstractContextManager[None]:
     except ModuleNotFoundError as error:
         raise AmpError(f"--legacy needs {error.name}: pip install {error.name}") from error
     return legacy()
+
+
+@contextmanager
+def expected(device: str | None, legacy: bool) -> Iterator[None]:
+    """Gives a script what it expects of its machine and of its year, also in processes that it spawns."""
+    with Changes() as changes:
+        if legacy:
+            changes.enter_context(open_legacy())
+        if device is not None:
+            changes.enter_context(on_cpu())
+        given = {"device": device, "legacy": legacy}
+        preparation = Preparation(spawn.get_preparation_data, given, expect_to_the_end)
+        changes.set_attribute(spawn, "get_preparation_data", preparation)
+        yield
+
+
+def expect_to_the_end(**given: object) -> None:
+    """Gives a spawned process what its parent's script expects."""
+    stack = ExitStack()
+    stack.enter_context(expected(**given))
+    atexit.register(stack.close)  # which also keeps it until then
 
 
 def start_of_module(name: str) -> Start:

@@ -1,7 +1,8 @@
-"""Processes that multiprocessing starts anew: they have apex before they import the script."""
+"""Processes that multiprocessing starts anew: they are prepared before they import the script."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,15 +13,21 @@ import ampatch
 FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(ampatch.__file__)))
 
 
+def inherit(**overrides: object) -> None:
+    """Installs apex in a child, with the overrides of its parent."""
+    ampatch.apex.install(**overrides)
+
+
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """Takes the place of `multiprocessing.spawn.get_preparation_data`, and adds what installs apex.
+    """Takes the place of `multiprocessing.spawn.get_preparation_data`, and adds what a child calls.
 
     The child unpickles the data, and only then prepares itself with them: it imports the script.
     """
 
     original: Callable[[str], dict[str, object]]
-    overrides: Mapping[str, object]
+    arguments: Mapping[str, object]
+    function: Callable[..., object] = inherit
 
     def __call__(self, name: str) -> dict[str, object]:
         """Returns what a child is told."""
@@ -30,21 +37,15 @@ class Preparation:
             # nothing; each of its children does both.
             return {key: value for key, value in data.items() if key != "init_main_from_path"}
         path = f"import sys; {FOLDER!r} in sys.path or sys.path.append({FOLDER!r})"
-        calls = {"ampatch_path": Call(exec, path), "ampatch": Call(inherit, dict(self.overrides))}
-        return {**calls, **data}
+        call = Call(functools.partial(self.function, **self.arguments))
+        return {"ampatch_path": Call(functools.partial(exec, path)), **data, f"ampatch {len(data)}": call}
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """Calls a function where it is unpickled."""
 
-    function: Callable[..., object]
-    argument: object
+    function: Callable[[], object]
 
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object]]:
-        return self.function, (self.argument,)
-
-
-def inherit(overrides: dict[str, object]) -> None:
-    """Installs apex in a child, with the overrides of its parent."""
-    ampatch.apex.install(**overrides)
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return self.function, ()
