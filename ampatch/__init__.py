@@ -150,4 +150,6 @@ if not TYPE_CHECKING:  # which takes any name for one that is there, where there
             return importlib.import_module("ampatch.doctor.live.diagnose")
         hint = f": {INSTEAD[name]}" if name in INSTEAD else ""
         text = f"module {__name__!r} has no attribute {name!r}{hint}"
+        if hint and sys._getframe(1).f_code.co_name == "_handle_fromlist":
+            raise ImportError(text, name=__name__)  # for an AttributeError there, `from` has words of its own
         raise AttributeError(text, name=name, obj=sys.modules[__name__])

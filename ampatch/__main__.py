@@ -130,6 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not own:
         parser.print_help()
         return 0
+    if own[0].startswith("-") and own[0] not in parser._option_string_actions:
+        parser.error(parser.describe_unknown(own))
     if fault := find_command_fault(own[0]):
         parser.error(fault)
     arguments, unknown = parser.parse_known_args(own)

@@ -51,6 +51,8 @@ def one_line(capsys):
             ["train"],
             "unknown command 'train' (choose from run, check, sweep, doctor, lists, env, completion)",
         ),
+        (["--vershon"], "unrecognized argument --vershon (did you mean --version?)"),
+        (["--level", "O1"], "unrecognized arguments: --level O1"),
         (["sweep", "."], "'.' is a directory without __main__.py: expected a Python script"),
         (
             ["sweep", "x.py", "--seed=3"],

@@ -245,6 +245,7 @@ def test_what_a_row_says_is_found_with_its_line_and_remedy(row, tmp_path, capsys
         ("x = y + 1\nvalues, _ = (x + x.t()).symeig(eigenvectors=True)", "torch.symeig"),
         ("import sys\nrun([sys.executable, '-m', 'torch.distributed.launch'])", "torch.distributed.launch"),
         ("x = y\nx.to('cuda:1')", "CUDA"),
+        ("if torch.cuda.is_available():\n    loss = model.cuda()(x).loss.data[0]", "loss.data[0]"),
         ("import torch.distributed as d\nd.init_process_group(backend='nccl')", "CUDA"),
     ],
 )

@@ -90,4 +90,6 @@ def test_completion_shows_the_public_names():
 def test_a_name_of_torch_amp_says_what_to_write_instead(name, instead):
     with pytest.raises(AttributeError, match=rf"^module 'ampatch' has no attribute '{name}': .*{instead}"):
         getattr(amp, name)
+    with pytest.raises(ImportError, match=instead):
+        exec(f"from ampatch import {name}")
     assert not hasattr(amp, "scale_los")

@@ -28,7 +28,8 @@ METHODS = ("btrifact", "btrisolve", "gels", "gesv", "potrf", "potrs", "symeig", 
 SCHEDULERS = "torch.optim.lr_scheduler"
 # Handlers that mean: where this is gone, do something else.
 FALLBACK = re.compile("ImportError|ModuleNotFoundError|AttributeError|NameError|TypeError|Exception")
-ASKS = re.compile(r"version|hasattr|is_available|cuda|gpu", re.IGNORECASE)
+ASKS = re.compile(r"version|hasattr", re.IGNORECASE)
+ASKS_FOR_CUDA = re.compile(rf"{ASKS.pattern}|is_available|cuda|gpu", re.IGNORECASE)
 INDEX = re.compile(r"(id|ids|idx|inds?|index|indices)$", re.IGNORECASE)
 NUMBER = re.compile(r"loss|err|cost|acc|prec|correct|sum$|mean$|norm$", re.IGNORECASE)
 MASKED = ("masked_fill", "masked_fill_", "masked_select")
@@ -110,8 +111,7 @@ def find_old(tree: ast.Module, names: Names, uses: Iterable[Use]) -> tuple[Findi
             lines[ROWS[name]].append(node.lineno)
         if isinstance(node, ast.Constant) and node.value == "LOCAL_RANK":  # which it reads as well, then
             lines.pop(ROWS["--local_rank"], None)
-    guarded = set(guarded_lines(tree))
-    left = {row: tuple(sorted({*at} - guarded)) for row, at in lines.items()}
+    left = {row: tuple(sorted({*at}.difference(guarded_lines(tree, row)))) for row, at in lines.items()}
     return tuple(Finding(row, left[row]) for row in ROWS.values() if left.get(row))
 
 
@@ -136,12 +136,13 @@ def is_gone(name: str) -> bool:
     return False
 
 
-def guarded_lines(tree: ast.Module) -> Iterator[int]:
-    """Yields the lines that run only where a script has asked, or that it falls back from."""
+def guarded_lines(tree: ast.Module, row: Old | None) -> Iterator[int]:
+    """Yields the lines that run only where a script has asked for such things, or that it falls back from."""
+    asks = ASKS_FOR_CUDA if row is ROWS["CUDA"] else ASKS
     for node in ast.walk(tree):
         if isinstance(node, ast.Try) and any(is_fallback(each) for each in node.handlers):
             parts = node.body
-        elif isinstance(node, (ast.If, ast.IfExp)) and ASKS.search(ast.unparse(node.test)):
+        elif isinstance(node, (ast.If, ast.IfExp)) and asks.search(ast.unparse(node.test)):
             parts = [*node.body, *node.orelse] if isinstance(node, ast.If) else [node]
         else:
             continue
