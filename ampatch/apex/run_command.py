@@ -5,7 +5,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from ampatch import OPT_LEVELS, AmpValueError, apex
 from ampatch.apex.legacy.finding import ROWS, find_cause
@@ -82,11 +82,8 @@ def run_advised(script: Script) -> int:
     try:
         return script.run()
     except Exception as error:
-        if script.device is None and any(said in str(error) for said in NO_CUDA):
-            add_line(error, "`ampatch run --device cpu` runs this script on the CPU")
-        cause = None if script.legacy else find_cause(error)
-        if cause:
-            add_line(error, f"{cause.name}, {cause.advice}")
+        for line in advice(script, error):
+            add_line(error, line)
         raise
     except SystemExit as exit:
         # What launchers passed; argparse has said that it does not know it, with this status.
@@ -94,6 +91,15 @@ def run_advised(script: Script) -> int:
         if exit.code == 2 and is_rank and not script.legacy:
             LOG.warning("--local_rank, %s", ROWS["--local_rank"].advice)
         raise
+
+
+def advice(script: Script, error: Exception) -> Iterator[str]:
+    """Yields a line for each option that was not given and would have spared a script its error."""
+    if script.device is None and any(said in str(error) for said in NO_CUDA):
+        yield "`ampatch run --device cpu` runs this script on the CPU"
+    cause = None if script.legacy else find_cause(error)
+    if cause:
+        yield f"{cause.name}, {cause.advice}"
 
 
 def add_line(error: Exception, line: str) -> None:

@@ -14,6 +14,7 @@ import torch
 
 import ampatch as amp
 from ampatch import apex
+from ampatch.apex.run_command import advice
 from ampatch.sweeps.measure.recorder import EnoughSteps, Recorder
 from ampatch.sweeps.measure.seeds import set_seeds, shifted_seeds
 from ampatch.sweeps.measure.steps import StepCounter
@@ -41,7 +42,9 @@ def main(run: Run) -> None:
     except Exception as error:
         recorder.note_error(error)
         if os.getpid() == process:
-            run.file("raised").write_text(line_of(error), encoding="utf-8", errors="backslashreplace")
+            said = [line.replace("ampatch run", "ampatch sweep") for line in advice(run.script, error)]
+            text = "; ".join([line_of(error), *said])
+            run.file("raised").write_text(text, encoding="utf-8", errors="backslashreplace")
         raise
     finally:
         # A script may fork, and its children come through here as well.
