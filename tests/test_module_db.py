@@ -147,7 +147,10 @@ def cases_of(name):
     return found
 
 
-NAMES = [*INFOS, *OTHERS]
+NAMES = (*INFOS, *OTHERS)
+# To patch torch takes 0.1 s. So a dozen modules share a session, which is closed before a test looks.
+DOZENS = [NAMES[first : first + 12] for first in range(0, len(NAMES), 12)]
+each_dozen = pytest.mark.parametrize("names", DOZENS, ids=lambda names: names[0])
 # PyTorch's samples pass _random_samples, a private argument that must have the input's type. OTHERS has these
 # modules without it.
 NO_HALF_INPUT = ("nn.FractionalMaxPool2d", "nn.FractionalMaxPool3d")
@@ -257,20 +260,11 @@ def run_group(names, opt_level):
     return pairs
 
 
-def run(name, opt_level):
-    if opt_level in ("O2", "O5"):
-        return run_group((name,), opt_level)[name]
-    # To patch torch takes 0.1 s. So a dozen modules share a session, which is closed before a test looks.
-    first = NAMES.index(name) // 12 * 12
-    return run_group(tuple(NAMES[first : first + 12]), opt_level)[name]
-
-
 def run_all(opt_level):
     """Every case that trains in float32: the module's name, the type of its input, and two outcomes."""
-    for name in NAMES:
-        for given, found, plain in run(name, opt_level):
-            if plain.error is None:
-                yield name, given, found, plain
+    for names in DOZENS:
+        for name, runs in run_group(names, opt_level).items():
+            yield from ((name, *run) for run in runs if run[2].error is None)
 
 
 # ---- Every module ----
@@ -282,17 +276,18 @@ def test_every_module_of_torch_nn_is_run_or_has_a_reason_not_to_be():
     assert {cls.__name__ for cls in known ^ named} == set()
 
 
-@pytest.mark.exhaustive(keep=4)
-@pytest.mark.parametrize("name", NAMES)
-def test_every_sample_trains_in_float32(name):
-    assert [found for found in run_in_float32(name) if found.error] == []
+@pytest.mark.exhaustive(keep=1)
+@each_dozen
+def test_every_sample_trains_in_float32(names):
+    assert [(name, found) for name in names for found in run_in_float32(name) if found.error] == []
 
 
 @pytest.mark.exhaustive(keep=4)
-@pytest.mark.parametrize("name", NAMES)
+@each_dozen
 @pytest.mark.parametrize("opt_level", LEVELS)
-def test_a_module_trains_at_every_level(opt_level, name):
-    assert [(str(given), found) for given, found, _ in run(name, opt_level) if found.error] == []
+def test_a_module_trains_at_every_level(opt_level, names):
+    runs = [(name, *run) for name, group in run_group(names, opt_level).items() for run in group]
+    assert [(name, given, found) for name, given, found, _ in runs if found.error] == []
 
 
 @pytest.mark.exhaustive(keep=0)
@@ -322,17 +317,17 @@ def test_the_loss_is_close_to_that_of_float32(opt_level):
             assert abs(found.loss - plain.loss) <= TOLERANCES[opt_level] * plain.size + 1e-3, (name, found)
 
 
-@pytest.mark.exhaustive(keep=4)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.exhaustive(keep=2)
+@each_dozen
 @pytest.mark.parametrize("opt_level", ["O2", "O5"])
-def test_a_module_that_was_not_stepped_is_as_it_was(opt_level, name):
-    cases = [case for case in cases_of(name) if not case.training]
-    before = [copy.deepcopy(case.model.state_dict()) for case in cases]
-    amp.initialize([case.model for case in cases], opt_level=opt_level, verbosity=0)
-    for case in cases:
+def test_a_module_that_was_not_stepped_is_as_it_was(opt_level, names):
+    cases = [(name, case) for name in names for case in cases_of(name) if not case.training]
+    before = [copy.deepcopy(case.model.state_dict()) for _, case in cases]
+    amp.initialize([case.model for _, case in cases], opt_level=opt_level, verbosity=0)
+    for _, case in cases:
         call(case, case.model, FULL)
     amp.uninitialize()
-    for case, state in zip(cases, before, strict=True):
+    for (name, case), state in zip(cases, before, strict=True):
         for key, value in case.model.state_dict().items():
             assert value.dtype is state[key].dtype
-            assert torch.equal(value, state[key]), (case.name, key)
+            assert torch.equal(value, state[key]), (name, case.name, key)
