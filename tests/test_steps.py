@@ -82,10 +82,9 @@ def test_a_first_step_that_is_skipped_leaves_no_trace_in_what_follows(variant, l
     assert_same_bits(model.state_dict().values(), expected_weights.values())
 
 
-@pytest.mark.exhaustive(keep=16)
 @DYNAMIC_LEVELS
 @pytest.mark.parametrize("bad", [INF, -INF, float("nan")])
-@pytest.mark.parametrize("variant", [ADAM, FUSED_ADAM, MOMENTUM, FUSED_MOMENTUM], ids=str)
+@pytest.mark.parametrize("variant", [MOMENTUM, FUSED_ADAM], ids=str)
 def test_one_gradient_that_is_not_finite_skips_the_whole_step(variant, level, bad):
     model, optimizer = open_net(level, variant)
     for batch in make_batches(variant, 2):
@@ -149,10 +148,9 @@ def test_an_overflow_skips_one_step_of_every_optimizer_named(level):
             optimizer.zero_grad()
 
 
-@pytest.mark.exhaustive(keep=24)
 @DYNAMIC_LEVELS
 @pytest.mark.parametrize("variant", [ADAM, FUSED_ADAM, FUSED_MOMENTUM], ids=str)
-@pytest.mark.parametrize("bad", [{0}, {1}, {2}, {0, 2}], ids=str)
+@pytest.mark.parametrize("bad", [{1}, {0, 2}], ids=str)
 def test_overflows_in_any_of_several_losses_skip_once(level, variant, bad):
     run = Beside(level, variant, num_losses=3)
     run.run_block()
@@ -209,13 +207,10 @@ STEPS = {
 }
 
 
-@pytest.mark.exhaustive(keep=30)
 @LEVELS
 @pytest.mark.parametrize("way", STEPS)
 @pytest.mark.parametrize(
-    "variant",
-    [ADAM, FUSED_ADAM, MOMENTUM, FUSED_MOMENTUM, Variant(Derived), Variant(Derived, {"fused": True})],
-    ids=str,
+    "variant", [MOMENTUM, FUSED_ADAM, Variant(Derived), Variant(Derived, {"fused": True})], ids=str
 )
 def test_a_step_with_a_closure_is_the_step_without_one(level, variant, way):
     FUSED_ADAM([Parameter(torch.ones(1))])  # from its first instance on torch.optim.Adam.step runs hooks
@@ -288,11 +283,9 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.exhaustive(keep=12)
-@DYNAMIC_LEVELS
 @pytest.mark.parametrize("made", ["before", "after", "after a skipped step"])
 @pytest.mark.parametrize("make_scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
-@pytest.mark.parametrize("variant", [MOMENTUM, FUSED_ADAM], ids=str)
+@pytest.mark.parametrize(("level", "variant"), [("O1", FUSED_ADAM), ("O5", MOMENTUM)], ids=str)
 def test_schedulers_change_the_rate_as_without_amp_and_never_warn(variant, level, make_scheduler, made):
     oracle = variant([Parameter(torch.ones(1))])
     oracle_scheduler = make_scheduler(oracle)
@@ -367,9 +360,8 @@ def test_a_closure_that_raises_leaves_optimizer_and_casts_usable(level):
         assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is HALF[level]
 
 
-@pytest.mark.exhaustive(keep=16)
 @DYNAMIC_LEVELS
-@pytest.mark.parametrize("variant", [ADAM, FUSED_ADAM, MOMENTUM, FUSED_MOMENTUM], ids=str)
+@pytest.mark.parametrize("variant", [MOMENTUM, FUSED_ADAM], ids=str)
 @pytest.mark.parametrize("factors", [(INF, 1.0), (1.0, INF)], ids=["before", "inside"])
 def test_an_overflow_before_a_step_or_in_its_closure_skips_it(level, variant, factors):
     run = Beside(level, variant)
