@@ -267,7 +267,7 @@ SEQUENCES = [
 @pytest.mark.parametrize("sequence", SEQUENCES, ids=range(len(SEQUENCES)))
 @pytest.mark.parametrize("order", [(0,), (0, 1), (1, 0)], ids=["alone", "shared", "shared, turned"])
 @pytest.mark.parametrize("loss_scale", [1.0, 128.0, amp.DynamicLossScale(init_scale=128.0)], ids=str)
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
 def test_each_gradient_counts_once_whichever_blocks_it_took_part_in(level, loss_scale, order, sequence):
     model = Parts()
     params = [[model.first, model.second], [model.first]]
@@ -281,7 +281,7 @@ def test_each_gradient_counts_once_whichever_blocks_it_took_part_in(level, loss_
 
 
 @pytest.mark.parametrize("loss_scale", [1.0, 128.0])
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
 def test_a_block_that_raises_keeps_the_earlier_gradient_of_a_parameter_that_two_optimizers_step(
     level, loss_scale
 ):
@@ -316,7 +316,7 @@ def join(model, optimizer, moment):
         optimizer.add_param_group({"params": [model.second]})
 
 
-LEVELS = pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+LEVELS = pytest.mark.parametrize("level", ["O1", "O5"])
 
 
 @LEVELS

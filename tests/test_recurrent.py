@@ -96,7 +96,7 @@ def leaves_of(output):
 @pytest.mark.exhaustive(keep=24)
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+@pytest.mark.parametrize("opt_level", ["O1", "O5"])
 def test_a_recurrent_network_computes_what_it_does_in_half(opt_level, name, inputs):
     model, dtype = VARIANTS[name](), EVERY_LEVEL[opt_level]
     given, state, is_packed = INPUTS[inputs]
@@ -127,7 +127,7 @@ def test_a_recurrent_network_computes_what_it_does_in_half(opt_level, name, inpu
 @pytest.mark.parametrize("given", [FULL, HALF], ids=str)
 @pytest.mark.parametrize("state", [None, FULL, HALF], ids=str)
 @pytest.mark.parametrize("name", CELLS)
-@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+@pytest.mark.parametrize("opt_level", ["O1", "O5"])
 def test_a_recurrent_cell_trains_over_several_steps(opt_level, name, state, given):
     cell, dtype = CELLS[name](), EVERY_LEVEL[opt_level]
     plain, optimizer = copy.deepcopy(cell).to(dtype), sgd(cell)

@@ -99,7 +99,7 @@ PAIRS = [(name, transform) for transform in {**TRANSFORMS, **FORWARD_MODE} for n
 
 
 @pytest.mark.exhaustive(keep=24)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O5"])
 @pytest.mark.parametrize(
     ("name", "transform"), [pair for pair in PAIRS if pair[0] != "attention" or pair[1] in TRANSFORMS]
 )
