@@ -1,25 +1,30 @@
 """Plants faults in the engine, one at a time, and says which test catches each: `nox -s mutants`.
 
-The faults are drawn at random from all that `Faults` knows how to make. Each is planted in a copy of the
-repository, and meets the tests that reach its line: those of the short suite, but for sweeps and the drop-in
-for apex, or all tests with `--all`. Which those are is found by one run under coverage (`--trace` keeps it).
+The faults are drawn at random from all that `Faults` knows how to make. Each meets the tests that reach its
+line: those of the short suite without sweeps and the drop-in for apex, or all tests with `--all`. Which those
+are, one run under coverage says (`--trace` keeps it). The tests are collected once and run in forks: a
+fault in a function is a new `__code__`; what runs at import is run in a new process.
 """
 
 import argparse
 import ast
+import gc
+import inspect
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
+import types
 from collections import Counter, defaultdict
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
 import pytest
 import torch._dynamo  # noqa: F401 (so that the forks that run tests have it already)
@@ -27,8 +32,11 @@ import torch._dynamo  # noqa: F401 (so that the forks that run tests have it alr
 ROOT = Path(__file__).parents[1]
 ROOMS = ("casts", "patching", "models", "steps")
 CASES = 4  # of a test that are asked first
+QUIET = ("--all", "-p", "no:cacheprovider")
 # Faults that change nothing anybody can see: (file, before, after) and why.
-EQUIVALENT: dict[tuple[str, str, str], str] = {}
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    ("ampatch/casts/wrapper.py", "kwargs", "(True)"): "looks through keywords where there are none: slower",
+}
 
 SWAPS = {
     **{ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn},
@@ -54,6 +62,13 @@ class Mutant:
     end: int
     before: str
     after: str
+
+    def plant(self, source):
+        """Returns the file's source with the fault, whose lines keep their numbers."""
+        lines = b"\n" * self.before.count("\n")
+        after = self.after.encode()
+        after = after[:-1] + lines + after[-1:] if after.startswith(b"(") else after + lines
+        return source[: self.begin] + after + source[self.end :]
 
     def __str__(self):
         before, after = (" ".join(text.split())[:60] for text in (self.before, self.after))
@@ -150,35 +165,32 @@ class Faults(ast.NodeVisitor):
 
 
 class Campaign:
-    """Runs the tests that reach a fault's line, in two processes, and remembers which caught it."""
+    """A plugin of pytest: once the tests are collected, each fault meets those that reach its line."""
 
-    def __init__(self, options, folder):
-        self.options, self.killers, self.copies = options, Counter(), SimpleQueue()
+    def __init__(self, options, copy, drawn):
+        self.options, self.copy, self.drawn, self.results = options, copy, drawn, []
+        self.killers, self.seconds = Counter(), {}  # of a fault's file and a test; of a test
         self.sound: dict[str, bool] = {}  # whether tests that failed pass without a fault
         kept = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
-        for copy in (Path(folder, "0"), Path(folder, "1")):
-            for path in kept:
-                (copy / path).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / path, copy / path)
-            self.copies.put(copy)
+        for path in kept:
+            (copy / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, copy / path)
         self.tests = [path for path in kept if path.startswith("tests/test_")]
         if not options.all:
             self.tests = [path for path in self.tests if "sweep" not in path and "apex" not in path]
-        self.reached = self.trace(copy)
-        known = next(iter(tests for tests in self.reached.values() if tests))
-        assert not self.find_failure(copy, [min(known)]), "tests fail without a fault"
+        self.reached = self.trace()
 
-    def trace(self, copy):
+    def trace(self):
         """Runs the tests once, and returns which of them reach which line: {(path, line): names of tests}."""
         import coverage  # which the other tests do without
 
-        data = Path(self.options.trace or copy / "coverage")
+        data = Path(self.options.trace or self.copy / "coverage")
         if not data.exists():
             more = ["-n", "2", "--dist", "loadfile", "--cov=ampatch", "--cov-context=test", "--cov-report="]
             subprocess.run(
                 [sys.executable, "-m", "pytest", "-q", *more, *["--all"] * self.options.all, *self.tests],
-                cwd=copy,
-                env={**os.environ, "PYTHONPATH": str(copy), "COVERAGE_FILE": str(data.absolute())},
+                cwd=self.copy,
+                env={**os.environ, "PYTHONPATH": str(self.copy), "COVERAGE_FILE": str(data.absolute())},
             )
         found = coverage.CoverageData(data)
         found.read()
@@ -189,69 +201,103 @@ class Campaign:
                 reached[name, line].update(each.partition("|")[0] for each in contexts if each)
         return reached
 
-    def order(self, mutant):
-        """The tests that reach a fault, in parts: some cases of each, in likely files first; the rest."""
-        tests = self.reached[mutant.path, mutant.line]  # none: a line that runs at import
-        tests = tests or {
-            test for place in self.reached if place[0] == mutant.path for test in self.reached[place]
-        }
-        cases, files = defaultdict(list), defaultdict(list)
+    def run(self):
+        """Returns each fault with the test that caught it, or None."""
+        os.chdir(self.copy)
+        os.environ |= {"PYTHONPATH": str(self.copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        sys.path[:0] = [str(self.copy), str(self.copy / "tests")]
+        files = {test.partition("::")[0] for tests in self.reached.values() for test in tests}
+        self.out = os.fdopen(os.dup(1), "w")  # pytest keeps the other
+        status = pytest.main([*QUIET, "-p", "no:terminal", *sorted(files)], [self])
+        assert status == pytest.ExitCode.OK, f"the tests were not collected: {status!r}"
+        return self.results
+
+    def pytest_runtestloop(self, session):
+        self.items = {item.nodeid: item for item in session.items}
+        gc.unfreeze()
+        functions = [each for each in gc.get_objects() if type(each) is types.FunctionType]
+        self.functions = [each for each in functions if str(self.copy) in each.__code__.co_filename]
+        gc.freeze()
+        for mutant in self.drawn:
+            begun = time.monotonic()
+            killer = self.find_killer(mutant)
+            self.killers[mutant.path, (killer or "").partition("[")[0]] += 1
+            self.results.append((mutant, killer))
+            told = f"{'killed  ' if killer else 'SURVIVED'} {time.monotonic() - begun:5.1f} s"
+            print(told, mutant, killer or "", file=self.out, flush=True)
+        return True
+
+    def order(self, mutant, tests):
+        """Sorts tests: one case of each first, what caught faults in this file, bears its name, is fast."""
+        cases = defaultdict(list)
         for test in sorted(tests):
             cases[test.partition("[")[0]].append(test)
-        for name, each in cases.items():
-            files[name.partition("::")[0]] += each[:: -(-len(each) // CASES)]
+        turns = {}  # when a test's turn comes: some cases, evenly spread, then the rest
+        for each in cases.values():
+            turns |= dict.fromkeys(each, CASES)
+            turns |= {test: turn for turn, test in enumerate(each[:: -(-len(each) // CASES)])}
         stem = Path(mutant.path).stem
-        ranked = sorted(
-            files, key=lambda path: (stem not in path, -self.killers[mutant.path, path], len(files[path]))
-        )
-        parts = [
-            [test for path in part for test in files[path]]
-            for part in (ranked[:4], ranked[4:16], ranked[16:])
-        ]
-        parts.append(sorted(tests.difference(*parts)))
-        return [part for part in parts if part]
 
-    def run(self, mutant):
-        """Returns the fault and the test that caught it, or None."""
-        copy = self.copies.get()
-        try:
-            killer = next(
-                filter(None, (self.find_killer(copy, mutant, tests) for tests in self.order(mutant))), None
-            )
-        finally:
-            self.copies.put(copy)
-        self.killers[mutant.path, (killer or "").partition("::")[0]] += 1
-        print(f"{'killed  ' if killer else 'SURVIVED'} {mutant}  {killer or ''}", flush=True)
-        return mutant, killer
+        def rank(test):
+            name = test.partition("[")[0]
+            known = self.killers[mutant.path, name]
+            return turns[test], -known, stem not in test.partition("::")[0], self.seconds.get(name, 0.1)
 
-    def find_killer(self, copy, mutant, tests):
+        return sorted(tests, key=rank)
+
+    def find_killer(self, mutant):
         """Returns a test that fails with the fault and passes without it."""
-        target = copy / mutant.path
-        source = target.read_bytes()
+        changes = find_changes(mutant, self.functions)
+        reached = self.reached[mutant.path, mutant.line]
+        if changes is None or not reached:  # at import, or in a line that coverage counts to another one
+            places = [place for place in self.reached if place[0] == mutant.path]
+            reached = set().union(*map(self.reached.get, places))
+        tests = self.order(mutant, reached.intersection(self.items))[: self.options.most]
         while tests := [test for test in tests if self.sound.get(test, True)]:
-            target.write_bytes(source[: mutant.begin] + mutant.after.encode() + source[mutant.end :])
-            try:
-                killer = self.find_failure(copy, tests)
-            finally:
-                target.write_bytes(source)
+            with self.planted(mutant):
+                killer = self.fail_in_copy(tests) if changes is None else self.fail_in_fork(tests, changes)
             if killer is None or "::" not in killer:
                 return killer
             if killer not in self.sound:
-                self.sound[killer] = self.find_failure(copy, [killer]) is None
+                self.sound[killer] = self.fail_in_fork([killer]) is None
             if self.sound[killer]:
                 return killer
         return None
 
-    def find_failure(self, copy, tests):
+    @contextmanager
+    def planted(self, mutant):
+        """Has a fault in the copy, for the processes that tests start."""
+        target = self.copy / mutant.path
+        source = target.read_bytes()
+        target.write_bytes(mutant.plant(source))
+        try:
+            yield
+        finally:
+            target.write_bytes(source)
+
+    def fail_in_copy(self, tests):
+        """Returns the first test that fails in a new process, or None."""
+        command = [sys.executable, "-m", "pytest", "-x", "-rfE", *QUIET, *tests]
+        try:
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=10 * self.options.limit)
+        except subprocess.TimeoutExpired:
+            return "it ran too long"
+        failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", ran.stdout, re.MULTILINE)
+        return failed[1] if failed else None if ran.returncode in (0, 5) else "the start of pytest"
+
+    def fail_in_fork(self, tests, changes=()):
         """Returns the first test that fails, or None; tests that run too long have noticed as well."""
         reader, writer = multiprocessing.Pipe(duplex=False)
-        child = multiprocessing.get_context("fork").Process(target=run_tests, args=(copy, tests, writer))
+        args = (tests, changes, writer)
+        child = multiprocessing.get_context("fork").Process(target=self.run_tests, args=args)
         child.start()
         writer.close()
         try:
             while reader.poll(self.options.limit):
-                if (failed := reader.recv()) != STILL_RUNNING:
-                    return failed
+                test, seconds, failed = reader.recv()
+                self.seconds[test.partition("[")[0]] = seconds
+                if failed or test == tests[-1]:
+                    return test if failed else None
             return "it ran too long"
         except EOFError:
             return "the process died"
@@ -259,50 +305,56 @@ class Campaign:
             child.kill()
             child.join()
 
-
-STILL_RUNNING = "still running"
-
-
-class Chosen:
-    """A plugin of pytest that runs some tests alone, one case of each function first."""
-
-    def __init__(self, tests, tell):
-        self.tests, self.tell, self.failed = set(tests), tell, None
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items):
-        seen = Counter()
-        chosen = [item for item in items if item.nodeid in self.tests]
-        turns = []
-        for item in chosen:
-            seen[item.function] += 1
-            turns.append(seen[item.function])
-        items[:] = [
-            item for _, item in sorted(zip(turns, chosen, strict=True), key=lambda pair: min(pair[0], 2))
-        ]
+    def run_tests(self, tests, changes, writer):
+        """Runs tests in this fork until one fails."""
+        with open(os.devnull, "w") as nothing:
+            for stream in (1, 2):
+                os.dup2(nothing.fileno(), stream)
+        for function, code in changes:
+            function.__code__ = code
+        items = [self.items[test] for test in tests]
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            self.took, self.failed = 0.0, False
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            writer.send((item.nodeid, self.took, self.failed))
+            if self.failed:
+                break
+        os._exit(0)
 
     def pytest_runtest_logreport(self, report):
-        self.tell(STILL_RUNNING)
-        if report.failed and self.failed is None:
-            self.failed = report.nodeid
+        self.took += report.duration
+        self.failed |= report.failed
 
 
-def run_tests(copy, tests, writer):
-    """Runs tests in this fork of a process that has imported torch, and sends the first that fails."""
-    sys.dont_write_bytecode = True
-    with open(os.devnull, "w") as nothing:
-        os.dup2(nothing.fileno(), 1)
-        os.dup2(nothing.fileno(), 2)
-    os.chdir(copy)
-    sys.path[:0] = [str(copy), str(copy / "tests")]
-    files = sorted({test.partition("::")[0] for test in tests})
-    chosen = Chosen(tests, writer.send)
-    status = pytest.main(
-        ["-x", "-q", "--all", "-W", "ignore::pytest.PytestAssertRewriteWarning", *files], [chosen]
-    )
-    writer.send(chosen.failed or (None if status in (0, 5) else "the start of pytest"))
-    writer.close()
-    os._exit(0)
+def find_changes(mutant, functions):
+    """Returns which functions get which code from a fault, or None if it changes what runs at import."""
+    path = str(Path(mutant.path).absolute())
+    source = Path(path).read_bytes()
+    old, new = (compile(text, path, "exec", dont_inherit=True) for text in (source, mutant.plant(source)))
+    pairs = dict(pair_codes(old, new))
+    body = [pair for pair in pairs.items() if not pair[0].co_flags & inspect.CO_OPTIMIZED]  # of a class
+    changed = [(each, pairs.get(each.__code__, each.__code__)) for each in functions]
+    changed = [(function, code) for function, code in changed if function.__code__ != code]
+    closures = any(function.__code__.co_freevars != code.co_freevars for function, code in changed)
+    return None if any(is_changed(*pair) for pair in body) or closures or not changed else changed
+
+
+def pair_codes(old, new):
+    """Yields each code object in a file, with what it is with a fault."""
+    yield old, new
+    inner = [[each for each in code.co_consts if isinstance(each, types.CodeType)] for code in (old, new)]
+    if len(inner[0]) == len(inner[1]):
+        for pair in zip(*inner, strict=True):
+            yield from pair_codes(*pair)
+
+
+def is_changed(old, new):
+    """Whether code differs by more than the functions in it."""
+    outer = [
+        code.replace(co_consts=tuple(each for each in code.co_consts if not isinstance(each, types.CodeType)))
+        for code in (old, new)
+    ]
+    return outer[0] != outer[1]
 
 
 def main():
@@ -311,6 +363,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--rooms", nargs="+", default=ROOMS, choices=ROOMS)
     parser.add_argument("--limit", type=float, default=120, help="seconds that a test may take")
+    parser.add_argument("--most", type=int, help="how many tests a fault meets (default: all that reach it)")
     parser.add_argument("--all", action="store_true", help="ask the whole suite before a fault survives")
     parser.add_argument("--trace", help="a file that keeps which tests reach which line, or where it is kept")
     parser.add_argument("--out", help="a file for the table")
@@ -319,8 +372,8 @@ def main():
     faults = [fault for path in paths for fault in Faults(path.relative_to(ROOT).as_posix()).found]
     faults = [fault for fault in faults if (fault.path, fault.before, fault.after) not in EQUIVALENT]
     drawn = random.Random(options.seed).sample(faults, min(options.count, len(faults)))
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(Campaign(options, folder).run, drawn))
+    with tempfile.TemporaryDirectory() as folder:
+        results = Campaign(options, Path(folder), drawn).run()
     killed = sum(killer is not None for _, killer in results)
     print(f"{killed} of {len(drawn)} killed, drawn from {len(faults)} with seed {options.seed}")
     if options.out:
