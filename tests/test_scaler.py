@@ -122,6 +122,14 @@ def test_through_scale_loss_the_scale_follows_overflows_as_grad_scaler_does(leve
         amp.uninitialize()
 
 
+def test_the_scale_of_a_loss_is_one_object_until_it_is_updated():
+    scaler = LossScaler(0, amp.DynamicLossScale(), CPU)
+    scale = scaler.begin(CPU)
+    assert scaler.begin(CPU) is scale
+    run_ours(scaler, overflow=False)
+    assert scaler.begin(CPU) is not scale
+
+
 # Bounds
 
 
