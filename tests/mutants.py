@@ -349,11 +349,11 @@ def pair_codes(old, new):
 
 
 def is_changed(old, new):
-    """Whether code differs by more than the functions in it."""
-    outer = [
-        code.replace(co_consts=tuple(each for each in code.co_consts if not isinstance(each, types.CodeType)))
-        for code in (old, new)
-    ]
+    """Whether code differs by more than the functions in it, and where they end."""
+    outer = []
+    for code in (old, new):
+        consts = tuple(each for each in code.co_consts if not isinstance(each, types.CodeType))
+        outer.append(code.replace(co_consts=consts, co_linetable=b""))
     return outer[0] != outer[1]
 
 
