@@ -123,7 +123,7 @@ class Faults(ast.NodeVisitor):
         self.visit_children(node)
 
     def visit_Return(self, node):
-        if node.value is not None:
+        if node.value is not None and ast.unparse(node.value) != "None":
             self.add(node, ast.Return(ast.Constant(None)))
             self.visit_children(node)
 
