@@ -109,6 +109,7 @@ OVERRIDES = [
     ("O2", {"keep_batchnorm_fp32": "maybe"}, "keep_batchnorm_fp32='maybe': expected True, False or None"),
     ("O2", {"cast_model_outputs": "big"}, "cast_model_outputs='big': expected a floating dtype such as"),
     ("O1", {"enabled": "maybe"}, "enabled='maybe': expected True, False"),
+    ("O1", {"enabled": "O2"}, "enabled='O2': expected True, False or None; .* by name, opt_level='O2'"),
     (
         "O1",
         {"loss_scale": DYNAMIC, "min_loss_scale": 1.0},

@@ -322,6 +322,15 @@ def test_nan_in_a_batch_is_told_with_its_sample(run_script, capsys):
 
 
 @pytest.mark.process
+def test_an_old_script_for_cuda_is_examined_on_the_cpu(run_script):
+    text = script(batch="x = x.cuda() * (float('inf') if step == 2 else 1)").replace(
+        "0.1)", "0.1); from torch._six import inf"
+    )
+    _, report = run_script(text, "--device", "cpu", "--legacy")
+    assert [(it["phase"], it["step"]) for it in report["findings"]] == [("input", 2)]
+
+
+@pytest.mark.process
 def test_an_operation_of_the_loss_is_told_apart_from_the_model(run_script):
     _, report = run_script(script(loss="loss = loss + (loss * 0).log() if step == 2 else loss"))
     first = report["findings"][0]

@@ -51,6 +51,8 @@ class Run:
     wanted: int | None = None
     sample: int | None = None  # the attempt whose gradients go to the folder `samples`
     samples: str = ""
+    device: str | None = None  # as of a `Script`
+    legacy: bool = False
 
     def to_json(self) -> str:
         """Returns the arguments of a child process."""
@@ -86,7 +88,7 @@ def main(run: Run) -> None:
             stack.enter_context(trace)
         set_seeds(0)
         try:
-            Script(run.script, tuple(run.arguments), run.is_module).run()
+            Script(run.script, tuple(run.arguments), run.is_module, run.device, run.legacy).run()
         except Enough:
             return
 

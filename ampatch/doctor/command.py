@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ampatch import OPT_LEVELS, AmpError, AmpValueError
+from ampatch.apex.run_command import DEVICE_HELP, LEGACY_HELP
 from ampatch.apex.script import find_script
 from ampatch.doctor.outputs import add_outputs, validate_outputs, write_outputs
 from ampatch.doctor.words import describe, explain
@@ -27,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", metavar="SCRIPT", nargs="?", help="a script that trains")
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as `python -m` does")
     parser.add_argument("--opt-level", metavar="L", help="the level that initialize is made to use")
+    parser.add_argument("--device", choices=["cpu"], help=DEVICE_HELP)
+    parser.add_argument("--legacy", action="store_true", help=LEGACY_HELP)
     proposal = (
         "find the fewest modules that must stay float32; runs the script once for each, twice from two on"
     )
@@ -48,7 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise AmpValueError(f"--opt-level {arguments.opt_level!r}: expected one of {', '.join(OPT_LEVELS)}")
     script.validate()
     validate_outputs(arguments)
-    run = Run(script.name, script.arguments, script.is_module, level=arguments.opt_level)
+    given = {"level": arguments.opt_level, "device": script.device, "legacy": script.legacy}
+    run = Run(script.name, script.arguments, script.is_module, **given)
     campaign = Campaign(run, every=arguments.every)
     report = campaign.beside(campaign.report(arguments.propose), arguments.against)
     report = replace(

@@ -172,7 +172,12 @@ def parse_flag(name: str, value: object) -> bool | None:
         return value if value is None else bool(value)
     if value in ("True", "False"):
         return value == "True"
-    raise AmpTypeError(f"{name}={value!r}: expected True, False or None")
+    hint = (
+        f"; a level is passed by name, opt_level={value!r}"
+        if isinstance(value, str) and value in OPT_LEVELS
+        else ""
+    )
+    raise AmpTypeError(f"{name}={value!r}: expected True, False or None{hint}")
 
 
 def _resolve_half_type(level: Policy, overrides: Overrides) -> Policy:
