@@ -118,7 +118,7 @@ def test_the_output_of_a_script_is_in_its_log_and_nowhere_else(folder, many_ways
 def test_a_script_that_an_option_would_have_run_is_told_the_option(tmp_path, sweep):
     (tmp_path / "train.py").write_text("import time\ntime.clock()")
     done = sweep("train.py", "--levels", "O0")
-    assert (done.returncode, "; time.clock, since Python 3.8" in done.stderr) == (2, True), done.stderr
+    assert (done.status, "; time.clock, since Python 3.8" in done.stderr) == (2, True), done.stderr
     assert "`ampatch sweep --legacy` mends it (log: " in done.stderr
 
 

@@ -44,6 +44,7 @@ PLACES = (
     "torch.optim.swa_utils.AveragedModel",
     "torch.utils",
     "torch.utils.checkpoint",
+    "torch.utils.dlpack",
 )
 # torch.optim deletes the name of its own submodule, so that these are found by import.
 HOOKED = ("torch.optim.optimizer", "torch.nn.modules.module")
