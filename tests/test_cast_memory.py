@@ -99,6 +99,14 @@ def test_a_weight_that_was_given_other_memory_is_watched_there():
         assert_fresh(layer)
 
 
+def test_other_memory_is_seen_in_an_iteration_though_the_version_stays(linear):
+    waiting = linear(X)
+    with torch.autograd._unsafe_preserve_version_counter(linear.weight), torch.no_grad():
+        linear.weight.set_(torch.zeros(5, 3))
+    assert_fresh(linear)
+    del waiting
+
+
 def evaluate_for_long(model):
     """Until the cache looks for parameters that are gone, which it does now and then."""
     with torch.no_grad():

@@ -200,6 +200,19 @@ class Derived(torch.optim.Adam):
         return super().step(closure)
 
 
+def test_a_step_is_given_what_follows_its_closure():
+    class Noting(torch.optim.SGD):
+        def step(self, closure=None, *rest):
+            self.rest = rest
+            return super().step(closure)
+
+    model = Dense()
+    optimizer = Noting(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    optimizer.step(lambda: None, 5, 6)
+    assert optimizer.rest == (5, 6)
+
+
 STEPS = {
     "closure": lambda optimizer, closure: optimizer.step(closure),
     "closure=": lambda optimizer, closure: optimizer.step(closure=closure),
