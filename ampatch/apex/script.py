@@ -272,9 +272,10 @@ def expected(device: str | None, legacy: bool) -> Iterator[None]:
             changes.enter_context(open_legacy())
         if device is not None:
             changes.enter_context(on_cpu())
-        given = {"device": device, "legacy": legacy}
-        preparation = Preparation(spawn.get_preparation_data, given, expect_to_the_end)
-        changes.set_attribute(spawn, "get_preparation_data", preparation)
+        if legacy or device is not None:
+            given = {"device": device, "legacy": legacy}
+            preparation = Preparation(spawn.get_preparation_data, given, expect_to_the_end)
+            changes.set_attribute(spawn, "get_preparation_data", preparation)
         yield
 
 
