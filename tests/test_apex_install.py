@@ -65,6 +65,7 @@ def package(tmp_path):
         "from apex.parallel import convert_syncbn_model, SyncBatchNorm, LARC, Reducer\nLARC(Reducer and SGD)",
         "from apex.parallel.LARC import LARC\nLARC(SGD)",
         "from apex.fp16_utils import *\nFP16_Optimizer, network_to_half",
+        "import apex\napex.contrib.optimizers.FP16_Optimizer, apex.contrib.optimizers.FusedAdam",
         "from apex.amp._amp_state import _amp_state, maybe_print\n_amp_state.loss_scalers, maybe_print",
         "from apex.amp import _amp_state\n_amp_state.opt_properties",
         "from apex.normalization.fused_layer_norm import FusedLayerNorm\nFusedLayerNorm(3)",
@@ -127,9 +128,9 @@ def test_a_program_can_ask_for_apex_without_importing_it(run):
 def test_what_is_not_there_is_not_found_and_does_not_raise(installed):
     import apex
 
-    for name in ("apex.contrib", "apex.RNN", "apex.amp.no_such", "fused_layer_norm_cuda", "syncbn"):
+    for name in ("apex.transformer", "apex.RNN", "apex.amp.no_such", "fused_layer_norm_cuda", "syncbn"):
         assert importlib.util.find_spec(name) is None
-    assert not hasattr(apex, "contrib")
+    assert not hasattr(apex, "transformer")
     assert not hasattr(apex.amp, "no_such")
     assert list(apex.__path__) == []  # a package without files of ours
     assert apex.__spec__.name == apex.__name__ == "apex"
@@ -186,10 +187,12 @@ def test_an_unknown_override_is_refused():
 @pytest.mark.parametrize(
     ("code", "error", "message"),
     [
-        ("import apex.contrib", ModuleNotFoundError, "apex.contrib was"),
-        ("from apex import contrib", ImportError, "apex.contrib was"),
-        ("from apex.contrib.sparsity import ASP", ModuleNotFoundError, "apex.contrib was .*ampatch check"),
-        ("from apex.contrib import sparsity", ModuleNotFoundError, "apex.contrib was"),
+        ("import apex.transformer", ModuleNotFoundError, "apex.transformer was"),
+        ("from apex import transformer", ImportError, "apex.transformer was"),
+        ("from apex.transformer.layers import x", ModuleNotFoundError, "apex.transformer was"),
+        ("from apex.contrib.sparsity import ASP", ModuleNotFoundError, "apex.contrib.sparsity was ASP"),
+        ("from apex.contrib import sparsity", ImportError, "apex.contrib.sparsity was ASP"),
+        ("import apex.contrib.optimizers.fused_adam", ModuleNotFoundError, "use apex.optimizers.FusedAdam"),
         ("import apex.RNN", ModuleNotFoundError, "apex.RNN was .*: use torch.nn.LSTM"),
         ("from apex import RNN", ImportError, "apex.RNN was .*: use torch.nn.LSTM"),
         ("import apex\napex.RNN.LSTM", AttributeError, "apex.RNN was .*: use torch.nn.LSTM"),

@@ -22,7 +22,7 @@ from ampatch import __version__
 from ampatch.apex.changes import Changes
 from ampatch.apex.drop_in.missing import explain
 
-PARTS = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
+PARTS = ("amp", "contrib", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
 EXTENSIONS = ("amp_C", "apex_C")
 OURS = "ampatch.apex."
 
