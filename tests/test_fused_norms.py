@@ -152,6 +152,15 @@ def test_large_half_values_do_not_overflow(kind, half):
     assert kind(FEATURES)(x).isfinite().all()
 
 
+@KINDS
+def test_modules_call_the_function_of_their_module_as_it_is_now(kind, monkeypatch):
+    mixed = "mixed_dtype_" if kind.__name__.startswith("Mixed") else ""
+    name = "layer" if issubclass(kind, nn.LayerNorm) else "rms"
+    monkeypatch.setattr(module, f"{mixed}fused_{name}_norm_affine", lambda input, *_: input)
+    x = batch()
+    assert kind(FEATURES)(x) is x
+
+
 # Functions
 
 

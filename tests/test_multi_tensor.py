@@ -1,5 +1,7 @@
 """amp_C, apex_C and multi_tensor_applier: lists of tensors, written past autograd, with an overflow flag."""
 
+import inspect
+
 import pytest
 import torch
 from torch.nn import Parameter
@@ -369,6 +371,22 @@ def test_a_step_of_empty_lists_does_nothing(call):
         lists[3] = [torch.ones(3)]
     call(flag(), lists)
     assert lists[:3] == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("adam", 8), ("adagrad", 4), ("sgd", 8), ("lamb", 12), ("novograd", 11)]
+)
+def test_a_step_refuses_more_numbers_than_it_takes(name, count):
+    lists = step_lists()[: 4 if name in ("adam", "lamb") else 3]
+    before = snapshot(lists)
+    with pytest.raises((TypeError, ValueError)):
+        getattr(amp_C, f"multi_tensor_{name}")(1, flag(), lists, *[torch.ones(1)] * (count + 1))
+    assert snapshot(lists) == before
+
+
+def test_help_shows_the_arguments_that_a_call_takes():
+    first = [*inspect.signature(amp_C.multi_tensor_scale).parameters][:3]
+    assert first == ["chunk_size", "noop_flag", "tensor_lists"]
 
 
 # apex_C

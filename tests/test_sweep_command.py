@@ -479,6 +479,10 @@ def test_the_commit_is_that_of_the_scripts_repository_and_says_if_files_have_cha
     assert find_commit(tmp_path) == f"{commit}+"
 
 
+def test_a_folder_whose_name_is_no_text_has_no_commit_where_git_complains_of_it(tmp_path):
+    assert find_commit(tmp_path / os.fsdecode(b"caf\xe9")) is None
+
+
 @pytest.mark.parametrize(
     ("idle", "expected"), [(0, 1.0), (20, 0.8), (40, 0.0), (None, None)], ids=["full", "busy", "free", "none"]
 )

@@ -118,6 +118,10 @@ def _keep_if(flag: Tensor, targets: list[Tensor], results: list[Tensor]) -> list
     ]
 
 
+def _with(last: object, numbers: Sequence[object], count: int) -> Sequence[object]:
+    return numbers if len(numbers) == count else (*numbers, last)
+
+
 def _steps(lists: Lists, done: float) -> list[Tensor]:
     return [torch.tensor(float(done)) for _ in lists[0]]
 
@@ -143,7 +147,7 @@ def multi_tensor_adagrad(flag: Flag, lists: Lists, *numbers: float) -> None:
 @kernel(3, most=4)
 def multi_tensor_sgd(flag: Flag, lists: Lists, *numbers: float) -> None:
     """One step of SGD on gradients times `scale`; a fourth list takes the new parameters in another type."""
-    wd, momentum, dampening, lr, nesterov, first_run, wd_after_momentum, scale = (*numbers, 1.0)[:8]
+    wd, momentum, dampening, lr, nesterov, first_run, wd_after_momentum, scale = _with(1.0, numbers, 8)
     options = {"lr": lr, "momentum": momentum, "dampening": dampening, "nesterov": nesterov}
 
     def update(copies: Lists) -> None:
@@ -162,7 +166,7 @@ def multi_tensor_sgd(flag: Flag, lists: Lists, *numbers: float) -> None:
 @kernel(4)
 def multi_tensor_lamb(flag: Flag, lists: Lists, *numbers: float | Tensor | None) -> None:
     """One step of LAMB; `mode` 1 is AdamW's."""
-    *common, mode, norm, max_norm, use_nvlamb = (*numbers, False)[:12]
+    *common, mode, norm, max_norm, use_nvlamb = _with(False, numbers, 12)
 
     def update(copies: Lists) -> None:
         norm_here = torch.as_tensor(norm, dtype=torch.float32, device=copies[0][0].device).reshape(())

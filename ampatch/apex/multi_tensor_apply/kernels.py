@@ -30,6 +30,7 @@ def kernel(count: int, most: int | None = None) -> Callable[[Kernel], Kernel]:
                 lists = check_lists(function.__name__, tensor_lists, count, most or count)
                 return function(noop_flag, lists, *args, **kwargs)
 
+        del run.__wrapped__  # which takes other arguments than help and inspect are to show
         return run
 
     return decorate
