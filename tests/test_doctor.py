@@ -330,6 +330,15 @@ def test_an_old_script_for_cuda_is_examined_on_the_cpu(run_script):
 
 
 @pytest.mark.process
+def test_on_the_cpu_a_cast_is_no_part_of_the_operation_after_it(run_script):
+    loss = "high = (loss * (step != 2)).float()\n    loss = loss + high.log()"
+    text = script(batch="x = x.cuda(); y = y.cuda()", loss=loss)
+    _, report = run_script(text, "--device", "cpu")
+    line = 1 + text.splitlines().index("    loss = loss + high.log()")
+    assert [(it["op"], it["where"].rpartition(":")[2]) for it in report["findings"]] == [("log", str(line))]
+
+
+@pytest.mark.process
 def test_an_operation_of_the_loss_is_told_apart_from_the_model(run_script):
     _, report = run_script(script(loss="loss = loss + (loss * 0).log() if step == 2 else loss"))
     first = report["findings"][0]
