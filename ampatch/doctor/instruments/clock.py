@@ -43,6 +43,9 @@ class Listener:
     def begin_attempt(self, optimizer: Optimizer, scaler: GradScaler | None) -> None:
         """Called before an optimizer, or a scaler of torch for it, steps."""
 
+    def see_closure(self, optimizer: Optimizer, runs: bool) -> None:
+        """Called before and after the closure that a step was given."""
+
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Called after it."""
 
@@ -76,7 +79,7 @@ def listen(listener: Listener, undo: ExitStack) -> None:
         ).remove
     )
     attempts = Attempts(listener)
-    undo.callback(register_optimizer_step_pre_hook(lambda optimizer, *_: attempts.begin(optimizer)).remove)
+    undo.callback(register_optimizer_step_pre_hook(attempts.begin_step).remove)
     undo.callback(register_optimizer_step_post_hook(lambda optimizer, *_: attempts.end(optimizer)).remove)
     wrap(GradScaler, "step", attempts.of_scaler, undo)
     wrap(torch.autograd, "backward", Backwards(listener).around, undo)
@@ -161,6 +164,22 @@ class Attempts:
         self._depth += 1
         if self._depth == 1:
             self._listener.begin_attempt(optimizer, scaler)
+
+    def begin_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """A hook before a step; returns its arguments, with a closure that tells when it runs."""
+        self.begin(optimizer)
+
+        def tell(value: object) -> object:
+            return functools.partial(self._run_closure, optimizer, value) if callable(value) else value
+
+        return tuple(map(tell, args)), {name: tell(value) for name, value in kwargs.items()}
+
+    def _run_closure(self, optimizer: Optimizer, closure: Callable[..., object], *args, **kwargs) -> object:
+        self._listener.see_closure(optimizer, True)
+        try:
+            return closure(*args, **kwargs)
+        finally:
+            self._listener.see_closure(optimizer, False)
 
     def end(self, optimizer: Optimizer) -> None:
         """Tells that it is over."""
