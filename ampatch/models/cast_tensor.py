@@ -32,14 +32,19 @@ class Float32Values:
     """Knows the weights of a module, by the identity of the half tensor.
 
     The hooks of the module keep it alive, and with it the tensors: these live as long as the module.
+    A copied model has none yet, but what was `written` into those of the first goes into its half tensors.
     """
 
-    def __init__(self, notice: Shown | None = None) -> None:
+    def __init__(self, notice: Shown | None = None, written: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
         self.notice = notice or Shown()
         self._weights: dict[int, Weight] = {}
+        for half, precise in written:
+            half.detach().copy_(precise)
 
     def __reduce__(self) -> tuple:
-        return Float32Values, (self.notice,)  # those of a copied model, which has none yet
+        pairs = ((weight.half, weight.find_written()) for weight in self)
+        written = [(half, precise.detach()) for half, precise in pairs if precise is not None]
+        return Float32Values, (self.notice, written)
 
     def __contains__(self, tensor: Tensor) -> bool:
         return id(tensor) in self._weights

@@ -80,13 +80,20 @@ class Weight:
             return None
         return precise if _is_comparable(half) or _version(half) == self.version else None
 
-    def follow(self) -> None:
-        """Rounds the float32 values into the half tensor if they were written since; no host sync."""
+    def find_written(self) -> Tensor | None:
+        """The float32 values if they were written since the half tensor held their rounding; no host sync."""
         precise = self.precise
         if precise is None or (_version(precise) == self.written and id(precise) not in self.touched):
+            return None
+        return precise
+
+    def follow(self) -> None:
+        """Rounds the float32 values into the half tensor if they were written since; no host sync."""
+        written = self.find_written()
+        if written is None:
             return
         with torch.no_grad():
-            self.half.copy_(precise)
+            self.half.copy_(written)
         self.mark_synced()
         self.is_made = False  # worth keeping
 
