@@ -309,6 +309,15 @@ def test_the_search_of_the_scale_is_no_finding(run_script):
 
 
 @pytest.mark.process
+def test_the_scale_of_the_model_that_overflows_is_shown_where_there_are_two(run_script):
+    text = script("O1", loss="loss = loss * 1e4").replace("import ampatch as amp", "from apex import amp")
+    first = "other = nn.Linear(2, 2)\namp.initialize(other, torch.optim.SGD(other.parameters(), 0.1))\n"
+    _, report = run_script(text.replace("model, optimizer =", first + "model, optimizer ="))
+    assert report["scale"]["skipped"][:2] == [0, 1]
+    assert report["scale"]["history"][:3] == [[0, 65536.0], [1, 32768.0], [2, 16384.0]]
+
+
+@pytest.mark.process
 def test_the_search_of_a_scale_that_begins_far_too_high_is_no_finding(tmp_path):
     text = (
         GIVES_UP.format(asks="False", gives_up="pass")

@@ -34,6 +34,9 @@ class Listener:
     def see_scale(self, scale: float) -> None:
         """Called before a scaler scales a loss."""
 
+    def see_own_scaler(self, scaler: amp.LossScaler) -> None:
+        """Called before a backward pass of a loss that a scaler of ours has scaled."""
+
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Called before a backward pass from these tensors."""
 
@@ -82,7 +85,9 @@ def listen(listener: Listener, undo: ExitStack) -> None:
     undo.callback(register_optimizer_step_pre_hook(attempts.begin_step).remove)
     undo.callback(register_optimizer_step_post_hook(lambda optimizer, *_: attempts.end(optimizer)).remove)
     wrap(GradScaler, "step", attempts.of_scaler, undo)
-    wrap(torch.autograd, "backward", Backwards(listener).around, undo)
+    backwards = Backwards(listener)
+    wrap(torch.autograd, "backward", backwards.around, undo)
+    wrap(amp.LossScaler, "begin", backwards.note_scaler, undo)
     wrap(GradScaler, "scale", functools.partial(around_scale, listener), undo)
 
 
@@ -136,6 +141,12 @@ class Backwards:
 
     def __init__(self, listener: Listener) -> None:
         self._listener, self._is_inside = listener, False
+        self._scaler: amp.LossScaler | None = None  # the latest that scaled a loss
+
+    def note_scaler(self, begin: Callable[..., object], scaler: amp.LossScaler, *args, **kwargs) -> object:
+        """Stands in for `LossScaler.begin`: a script may have several, of which it uses the last alone."""
+        self._scaler = scaler
+        return begin(scaler, *args, **kwargs)
 
     def around(self, backward: Callable[..., object], *args, **kwargs) -> None:
         """Stands in for `torch.autograd.backward`."""
@@ -143,7 +154,9 @@ class Backwards:
             return backward(*args, **kwargs)
         scaler = own_scaler()
         if scaler is not None:
+            scaler = self._scaler or scaler
             self._listener.see_scale(scaler.get_scale())
+            self._listener.see_own_scaler(scaler)
         self._listener.begin_backward(tuple(tensors_in(args[:1] or kwargs.get("tensors"))))
         self._is_inside = True
         try:
