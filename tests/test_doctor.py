@@ -146,6 +146,18 @@ def test_a_script_without_modules_has_one_finding(tmp_path):
 
 
 @pytest.mark.process
+def test_what_a_closure_does_is_no_part_of_the_optimizer(tmp_path):
+    text = FUNCTIONS.replace("SGD([weight], 0.1)", "LBFGS([weight])")
+    text = text.replace("    h = (x", "    def closure():\n      optimizer.zero_grad()\n      h = (x")
+    text = text.replace("    loss = ", "      loss = ").replace(
+        "    optimizer.zero_grad()\n    loss", "      loss"
+    )
+    text = text.replace("    optimizer.step()", "      return loss\n    optimizer.step(closure)")
+    (first,) = report_on(text, tmp_path)["findings"]
+    assert (first["phase"], first["op"], first["step"]) == ("loss", "log", 2)
+
+
+@pytest.mark.process
 def test_what_a_script_does_in_half_by_itself_says_nothing_about_float32(tmp_path):
     text = HEAD + "model = model.half()\n" + LOOP.format(batch="x = x.half() * 300", loss="")
     text = text.replace(
@@ -297,6 +309,15 @@ def test_the_search_of_the_scale_is_no_finding(run_script):
 
 
 @pytest.mark.process
+def test_the_scale_of_the_model_that_overflows_is_shown_where_there_are_two(run_script):
+    text = script("O1", loss="loss = loss * 1e4").replace("import ampatch as amp", "from apex import amp")
+    first = "other = nn.Linear(2, 2)\namp.initialize(other, torch.optim.SGD(other.parameters(), 0.1))\n"
+    _, report = run_script(text.replace("model, optimizer =", first + "model, optimizer ="))
+    assert report["scale"]["skipped"][:2] == [0, 1]
+    assert report["scale"]["history"][:3] == [[0, 65536.0], [1, 32768.0], [2, 16384.0]]
+
+
+@pytest.mark.process
 def test_the_search_of_a_scale_that_begins_far_too_high_is_no_finding(tmp_path):
     text = (
         GIVES_UP.format(asks="False", gives_up="pass")
@@ -327,6 +348,27 @@ def test_an_old_script_for_cuda_is_examined_on_the_cpu(run_script):
     text = text.replace("import torch,", "from torch._six import inf; nan = inf - inf; import torch,", 1)
     _, report = run_script(text, "--device", "cpu", "--legacy")
     assert [(it["phase"], it["step"]) for it in report["findings"]] == [("input", 2)]
+
+
+@pytest.mark.process
+@pytest.mark.skipif(torch.cuda.is_available(), reason="autocast is on where there is a GPU")
+@pytest.mark.parametrize("context", ["torch.autocast('cuda')", "torch.cuda.amp.autocast()"])
+def test_autocast_for_a_gpu_that_is_not_there_is_told(run_script, context):
+    text = HEAD + LOOP.format(batch="x = x.cuda(); y = y.cuda()", loss="")
+    text = text.replace("with amp.scale_loss(loss, optimizer) as scaled:", f"with {context}:  # HERE")
+    text = text.replace("scaled.backward()", "F.cross_entropy(model(x), y).backward()")
+    _, report = run_script(text, "--device", "cpu")
+    line = next(index for index, it in enumerate(text.splitlines(), 1) if "# HERE" in it)
+    assert f"train.py:{line}, is off" in report["unknown"][0]
+
+
+@pytest.mark.process
+def test_on_the_cpu_a_cast_is_no_part_of_the_operation_after_it(run_script):
+    loss = "high = (loss * (step != 2)).float()\n    loss = loss + high.log()"
+    text = script(batch="x = x.cuda(); y = y.cuda()", loss=loss)
+    _, report = run_script(text, "--device", "cpu")
+    line = 1 + text.splitlines().index("    loss = loss + high.log()")
+    assert [(it["op"], it["where"].rpartition(":")[2]) for it in report["findings"]] == [("log", str(line))]
 
 
 @pytest.mark.process

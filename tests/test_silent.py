@@ -346,6 +346,7 @@ SOUND = {
     ),
     "a view is written over": native(STEP, forward("h = h * 1e6; h.view(-1).mul_(0).fill_(1); h = h + 1")),
     "a loss that vanishes": ours("loss = (model(x) * 1e-6).pow(2).mean()" + BLOCK, "O2"),
+    "a mean of nothing": native(STEP, forward("nothing = h[:0].mean()")),
     "padding rows": native(STEP, forward("h = h * (torch.arange(4) < 2).to(h).unsqueeze(1)")),
     "a small penalty": native(STEP, forward("h = h + h * 1e-9")),
     "confident softmax": native(STEP, forward("h = (h * 100).softmax(-1)")),

@@ -41,6 +41,18 @@ def test_what_is_written_into_the_state_dict_of_a_copy_shows_in_its_next_forward
 
 
 @pytest.mark.parametrize("level", EVERY_LEVEL)
+@pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
+def test_what_is_written_into_a_state_dict_is_in_a_copy_that_is_made_before_the_next_forward(
+    make_copy, level
+):
+    model = make()
+    open_session(model, sgd(model), level)
+    for owner in (copy.deepcopy(model), model):
+        fill(owner.state_dict(), 3.0)
+        assert_filled(make_copy(owner), 3.0)
+
+
+@pytest.mark.parametrize("level", EVERY_LEVEL)
 def test_what_is_written_into_a_models_state_dict_shows_in_its_next_forward(level):
     model = make().eval()
     open_session(model, sgd(model), level)

@@ -59,6 +59,7 @@ class Seen:
     silent: dict | None = None
     growth: dict | None = None
     speed: dict | None = None
+    without_gpu: tuple[str, ...] = ()  # lines that turn on autocast for a GPU that is not there
 
     @classmethod
     def read(cls, left: dict) -> Seen:
@@ -100,6 +101,12 @@ class Campaign:
         if not attempts and not seen.is_open:
             self.unknown.append(
                 "the script made no step of an optimizer, in its own process: nothing was watched"
+            )
+        if seen.without_gpu:
+            lines = ", ".join(seen.without_gpu[:3])
+            self.unknown.append(
+                f"what half precision does: autocast for cuda, at {lines}, is off where there is no GPU; "
+                "the script ran in float32, and with torch.autocast('cpu', torch.float16) it does not"
             )
         first = tuple(range(min(ALWAYS_TRACED, len(attempts))))
         window = seen.suspects[:MOST_TRACED] or first

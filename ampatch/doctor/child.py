@@ -15,7 +15,7 @@ from ampatch.apex.script import Script, level_overrides
 from ampatch.doctor.beside import listen_beside
 from ampatch.doctor.instruments.clock import listen
 from ampatch.doctor.instruments.operations import Enough
-from ampatch.doctor.instruments.precision import keep_float32, without_casts
+from ampatch.doctor.instruments.precision import keep_float32, note_autocast_without_gpu, without_casts
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.unseen import follow_unseen
 from ampatch.doctor.instruments.watch import Watch
@@ -69,11 +69,12 @@ def main(run: Run) -> None:
 
     def leave() -> None:
         seen = {"attempts": watch.to_json(), "origins": trace.to_json(), "silent": silent.to_json()}
-        seen |= {"is_open": watch.is_open, "is_half": watch.is_half}
+        seen |= {"is_open": watch.is_open, "is_half": watch.is_half, "without_gpu": sorted(without_gpu)}
         Path(run.out).write_text(json.dumps(beside | seen))
 
     with ExitStack() as stack:
         stack.callback(leave)
+        without_gpu = note_autocast_without_gpu(stack)
         if run.float32:
             without_casts(stack)
         keep_float32(run.keep_fp32, stack)

@@ -34,6 +34,9 @@ class Listener:
     def see_scale(self, scale: float) -> None:
         """Called before a scaler scales a loss."""
 
+    def see_own_scaler(self, scaler: amp.LossScaler) -> None:
+        """Called before a backward pass of a loss that a scaler of ours has scaled."""
+
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Called before a backward pass from these tensors."""
 
@@ -42,6 +45,9 @@ class Listener:
 
     def begin_attempt(self, optimizer: Optimizer, scaler: GradScaler | None) -> None:
         """Called before an optimizer, or a scaler of torch for it, steps."""
+
+    def see_closure(self, optimizer: Optimizer, runs: bool) -> None:
+        """Called before and after the closure that a step was given."""
 
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Called after it."""
@@ -76,10 +82,12 @@ def listen(listener: Listener, undo: ExitStack) -> None:
         ).remove
     )
     attempts = Attempts(listener)
-    undo.callback(register_optimizer_step_pre_hook(lambda optimizer, *_: attempts.begin(optimizer)).remove)
+    undo.callback(register_optimizer_step_pre_hook(attempts.begin_step).remove)
     undo.callback(register_optimizer_step_post_hook(lambda optimizer, *_: attempts.end(optimizer)).remove)
     wrap(GradScaler, "step", attempts.of_scaler, undo)
-    wrap(torch.autograd, "backward", Backwards(listener).around, undo)
+    backwards = Backwards(listener)
+    wrap(torch.autograd, "backward", backwards.around, undo)
+    wrap(amp.LossScaler, "begin", backwards.note_scaler, undo)
     wrap(GradScaler, "scale", functools.partial(around_scale, listener), undo)
 
 
@@ -133,6 +141,12 @@ class Backwards:
 
     def __init__(self, listener: Listener) -> None:
         self._listener, self._is_inside = listener, False
+        self._scaler: amp.LossScaler | None = None  # the latest that scaled a loss
+
+    def note_scaler(self, begin: Callable[..., object], scaler: amp.LossScaler, *args, **kwargs) -> object:
+        """Stands in for `LossScaler.begin`: a script may have several, of which it uses the last alone."""
+        self._scaler = scaler
+        return begin(scaler, *args, **kwargs)
 
     def around(self, backward: Callable[..., object], *args, **kwargs) -> None:
         """Stands in for `torch.autograd.backward`."""
@@ -140,7 +154,9 @@ class Backwards:
             return backward(*args, **kwargs)
         scaler = own_scaler()
         if scaler is not None:
+            scaler = self._scaler or scaler
             self._listener.see_scale(scaler.get_scale())
+            self._listener.see_own_scaler(scaler)
         self._listener.begin_backward(tuple(tensors_in(args[:1] or kwargs.get("tensors"))))
         self._is_inside = True
         try:
@@ -161,6 +177,22 @@ class Attempts:
         self._depth += 1
         if self._depth == 1:
             self._listener.begin_attempt(optimizer, scaler)
+
+    def begin_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """A hook before a step; returns its arguments, with a closure that tells when it runs."""
+        self.begin(optimizer)
+
+        def tell(value: object) -> object:
+            return functools.partial(self._run_closure, optimizer, value) if callable(value) else value
+
+        return tuple(map(tell, args)), {name: tell(value) for name, value in kwargs.items()}
+
+    def _run_closure(self, optimizer: Optimizer, closure: Callable[..., object], *args, **kwargs) -> object:
+        self._listener.see_closure(optimizer, True)
+        try:
+            return closure(*args, **kwargs)
+        finally:
+            self._listener.see_closure(optimizer, False)
 
     def end(self, optimizer: Optimizer) -> None:
         """Tells that it is over."""

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 
 from torch import Tensor
 
-from ampatch.doctor.instruments.places import Models, Place, is_called_by_us, user_line
+from ampatch.doctor.instruments.places import Models, Place, is_called_by_ampatch, user_line
 from ampatch.doctor.instruments.values import Damage, Tensors, is_finite, node_of, quiet, tensors_in
 
 # Operators by the names of their functions; those of torch end with _ where they work in place.
@@ -119,7 +119,7 @@ class Describer:
 
     def describe(self, name: str, given: Tensors) -> Call:
         """Describes an operation; a cast that we make for one is part of it."""
-        is_ours = is_called_by_us()
+        is_ours = is_called_by_ampatch()
         call = (self._pending if is_ours else None) or Call(
             name, self._phase(), self._models.place, user_line()
         )

@@ -21,8 +21,9 @@ OURS = (os.path.dirname(ampatch.__file__) + os.sep, os.path.dirname(torch.__file
 INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
 HERE = os.path.dirname(__file__)
 DOCTOR = os.path.dirname(HERE) + os.sep
-# What torch puts between a caller and a function under a mode.
+# What torch puts between a caller and a function under a mode, and the mode of `--device cpu`.
 BETWEEN = tuple(os.path.join(OURS[1], name) for name in ("overrides.py", "_tensor.py", "_jit_internal.py"))
+BETWEEN += (os.path.join(OURS[0], "apex", "on_cpu.py"),)
 SHOWN = os.getcwd() + os.sep
 SCALERS = (os.path.join("steps", "scaler.py"), os.path.join("amp", "grad_scaler.py"))
 
@@ -182,16 +183,6 @@ def user_frame() -> FrameType | None:
 def place(frame: FrameType) -> str:
     """Names the line that a frame is at, from the working directory on."""
     return f"{frame.f_code.co_filename.removeprefix(SHOWN)}:{frame.f_lineno}"
-
-
-def is_called_by_us() -> bool:
-    """Says whether the function that torch is about to run was called by code of ours, as a cast is."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(OURS[1]):
-        frame = frame.f_back
-    while frame is not None and frame.f_code.co_filename.startswith(HERE):
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(OURS[0])
 
 
 def is_called_by_scaler() -> bool:

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_map
 
 from ampatch.doctor.instruments.clock import wrap
-from ampatch.doctor.instruments.places import Models, device_of
+from ampatch.doctor.instruments.places import Models, device_of, user_line
 
 
 def without_casts(undo: ExitStack) -> None:
@@ -26,6 +26,23 @@ def without_casts(undo: ExitStack) -> None:
 
     wrap(torch.amp.GradScaler, "__init__", disabled, undo)
     wrap(torch.autocast, "__init__", disabled, undo)
+
+
+def note_autocast_without_gpu(undo: ExitStack) -> set[str]:
+    """Returns a set that gets the lines that turn on autocast for CUDA where there is none, until undone.
+
+    torch warns there, and computes in float32.
+    """
+    lines: set[str] = set()
+
+    def noted(init: Callable[..., None], *args: object, **kwargs: object) -> None:
+        init(*args, **kwargs)
+        given = inspect.signature(init).bind(*args, **kwargs).arguments
+        if given["device_type"] == "cuda" and given.get("enabled", True) and not torch.cuda.is_available():
+            lines.add(str(user_line()))
+
+    wrap(torch.autocast, "__init__", noted, undo)
+    return lines
 
 
 def keep_float32(names: Collection[str], undo: ExitStack) -> None:

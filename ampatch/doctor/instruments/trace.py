@@ -132,9 +132,7 @@ class Trace(TorchFunctionMode, Listener):
             if self._describer.part == "input":  # no model has run
                 self.origins.move_to_loss()
             with quiet():
-                for loss in losses:
-                    if not is_finite(loss):
-                        self.origins.reach(self._marks.of(loss))
+                self.origins.reach(self._marks.of(*(loss for loss in losses if not is_finite(loss))))
 
     def end_backward(self) -> None:
         """Looks at the gradients; the next micro-step begins."""
@@ -176,9 +174,13 @@ class Trace(TorchFunctionMode, Listener):
 
     def begin_attempt(self, optimizer: Optimizer, scaler: object) -> None:
         """The optimizer's own operations follow."""
-        self._describer.part = "optimizer"
         self.origins.micro_step = max(0, self.origins.micro_step - 1)  # it belongs to the last backward pass
-        if self.active:
+        self.see_closure(optimizer, False)
+
+    def see_closure(self, optimizer: Optimizer, runs: bool) -> None:
+        """Tells what a closure does from what its optimizer does, which takes the gradients."""
+        self._describer.part = "input" if runs else "optimizer"
+        if self.active and not runs:
             with quiet():
                 self.models.learn_masters(optimizer)
                 self._look_at_gradients(it for group in optimizer.param_groups for it in group["params"])
@@ -187,10 +189,8 @@ class Trace(TorchFunctionMode, Listener):
         """Looks at what the step made of the weights; the next window begins."""
         if self.active:
             with quiet():
-                for group in optimizer.param_groups:
-                    for parameter in group["params"]:
-                        if not is_finite(parameter):
-                            self.origins.reach(self._marks.of(parameter))
+                weights = [it for group in optimizer.param_groups for it in group["params"]]
+                self.origins.reach(self._marks.of(*(it for it in weights if not is_finite(it))))
         self.origins.end_attempt()
         if self.window is not None and self.origins.attempt > max(self.window) and not self.goes_on:
             raise Enough

@@ -11,7 +11,8 @@ from torch.amp import GradScaler
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ampatch.doctor.instruments.clock import Follower, own_scaler
+import ampatch as amp
+from ampatch.doctor.instruments.clock import Follower
 from ampatch.doctor.instruments.places import Models
 from ampatch.doctor.instruments.values import is_finite, tensors_in
 from ampatch.levels.precision import HALF_TYPES
@@ -68,11 +69,12 @@ class Watch(Follower):
         if self._models.depth == 1 and torch.is_grad_enabled():
             self._is_bad |= not all(map(is_finite, tensors_in(output)))
 
+    def see_own_scaler(self, scaler: amp.LossScaler) -> None:
+        """Notes its scale."""
+        self._now.scale, self._now.is_dynamic = scaler.get_scale(), scaler.is_dynamic
+
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
-        """Looks at the loss, with its scale."""
-        scaler = own_scaler()
-        if scaler is not None:
-            self._now.scale, self._now.is_dynamic = scaler.get_scale(), scaler.is_dynamic
+        """Looks at the loss."""
         self._is_bad = False
         self._now.loss &= all(map(is_finite, losses))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ampatch.doctor.instruments.places import is_called_by_us
+from ampatch.doctor.instruments.places import is_called_by_ampatch
 from ampatch.doctor.instruments.values import node_of, tensors_in
 from ampatch.doctor.live.frames import capture
 from ampatch.doctor.live.record import Mode, Operation, Record
@@ -80,7 +80,7 @@ class Tape(TorchFunctionMode):
             return value  # a dtype, say
         if is_in_place(func) and args and record.slots.find(args[0]) is None:
             return func(*args, **kwargs)  # into what the script keeps, as a count: not to be done twice
-        if not needs_graph(args) and is_called_by_us():
+        if not needs_graph(args) and is_called_by_ampatch():
             return func(*args, **kwargs)  # a scaler's own arithmetic
         taken = record.slots.refer(args), record.slots.refer(kwargs)
         result = func(*args, **kwargs)

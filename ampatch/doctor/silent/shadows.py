@@ -86,8 +86,8 @@ class Shadows:
             self._notes.add(it.kind, *it.site, **it.numbers)
 
     def prepare(self, operation: Operation) -> Operation | None:
-        """Returns what is needed to repeat an operation; one that draws cannot be repeated."""
-        if operation.name in DRAWS or not operation.taken:
+        """Returns what is needed to repeat an operation on numbers; one that draws cannot be repeated."""
+        if operation.name in DRAWS or not any(tensor.numel() for tensor in operation.taken):
             return None
         if not operation.name.endswith("_"):
             return operation
