@@ -256,3 +256,19 @@ def test_steps_without_scale_loss_are_those_of_float32_however_gradients_are_cle
         weights[opt_level] = model.state_dict()["weight"].float().clone()
         amp.uninitialize()
     assert torch.equal(weights[level], weights["O0"])
+
+
+@LEVELS
+@pytest.mark.parametrize("clear", ["optimizer", "optimizer, to zero", "model"])
+def test_a_backward_before_a_block_adds_to_it_however_gradients_are_cleared(level, clear):
+    model, optimizer, by_hand = open_both(level)
+    for batch in make_batches(ADAM, 3):
+        CLEAR[clear](model, optimizer)
+        model(batch).float().square().mean().backward()
+        backward(model, optimizer, batch)
+        optimizer.step()
+        by_hand.optimizer.zero_grad()
+        for by_hand.scale in (1.0, SCALE):
+            by_hand.backward(batch)
+        by_hand.optimizer.step()
+        assert_same_bits(amp.master_params(optimizer), by_hand.masters)
