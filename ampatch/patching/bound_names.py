@@ -270,7 +270,3 @@ class GraphNames:
         for module in [alive for reference in modules if (alive := reference()) is not None]:
             module.recompile()
         self._names = names
-
-    def close(self) -> None:
-        """Forgets the names."""
-        self._names.clear()
