@@ -292,6 +292,22 @@ def test_a_step_of_gradients_that_are_in_place_is_captured_alone(level, device):
     assert_same(*found)
 
 
+def test_an_observer_is_told_of_each_replayed_step(device):
+    class Counts(amp.Observer):
+        begun = 0
+
+        def on_step_begin(self, optimizer):
+            self.begun += 1
+
+    training, observer = Training("O4", device), Counts()
+    training.warm_up()
+    graph, _ = capture(training.step)
+    with amp.observe(observer):
+        for _ in range(3):
+            graph.replay()
+    assert observer.begun == 3
+
+
 @pytest.mark.parametrize("method", ["backward", "step"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_a_replay_after_the_optimizer_is_gone_computes_and_notes_nothing(level, method, played):

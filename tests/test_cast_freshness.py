@@ -428,6 +428,15 @@ def test_a_write_to_flat_memory_is_seen_after_an_evaluation_that_was_interrupted
             assert_fresh(model)
 
 
+@pytest.mark.parametrize("mode", WITHOUT_GRAD)
+def test_a_write_to_memory_that_somebody_has_got_since_the_last_evaluation_is_seen(mode, linear):
+    with mode():
+        assert_fresh(linear)
+        other = torch.empty(0).set_(linear.weight.untyped_storage())
+        other.fill_(7)
+        assert_fresh(linear)
+
+
 def test_a_part_that_is_called_without_grad_after_a_training_step_sees_a_write_to_flat_memory():
     model = nn.Sequential(nn.Linear(3, 5))
     write = flatten(model[0])
