@@ -261,8 +261,9 @@ def test_a_models_class_that_no_module_holds_and_that_holds_itself_is_searched()
         act = staticmethod(torch.exp)
 
     Local.kinds = [Local]
-    open_session(Local())
-    assert Local.act(half(2)).dtype is torch.float32
+    model = Local()
+    open_session(model)
+    assert model.act(half(2)).dtype is torch.float32
     amp.uninitialize()
     assert Local.act is torch.exp
 
