@@ -36,6 +36,61 @@ QUIET = ("--all", "-p", "no:cacheprovider")
 # Faults that change nothing anybody can see: (file, before, after) and why.
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("ampatch/casts/wrapper.py", "kwargs", "(True)"): "looks through keywords where there are none: slower",
+    (
+        "ampatch/casts/cast.py",
+        "is_known and not torch.compiler.is_dynamo_compiling()",
+        "(False)",
+    ): "asks more: slower",
+    (
+        "ampatch/casts/cast.py",
+        "tensor.device in devices or is_on_device(tensor)",
+        "(is_on_device(tensor))",
+    ): "slower",
+    (
+        "ampatch/casts/cast_cache.py",
+        "self._by_memory = by_memory if is_whole else {}",
+        "pass",
+    ): "sorts again: slower",
+    ("ampatch/casts/cast_cache.py", "is_whole", "(False)"): "sorts again: slower",
+    (
+        "ampatch/casts/thread.py",
+        "self._asks > 0",
+        "(self._asks >= 0)",
+    ): "a thread asks itself, and says the same",
+    (
+        "ampatch/casts/thread.py",
+        "self._asks > 0 and self._is_caller_off()",
+        "(self._is_caller_off())",
+    ): "a thread asks itself, and says the same",
+    (
+        "ampatch/casts/wrapper.py",
+        "is_grad_enabled() or thread.forwards",
+        "(is_grad_enabled() and thread.forwards)",
+    ): "the path for any call: slower",
+    (
+        "ampatch/casts/wrapper.py",
+        "is_grad_enabled() or thread.forwards",
+        "(thread.forwards)",
+    ): "the path for any call: slower",
+    (
+        "ampatch/models/hooks.py",
+        "is_usual or dtype is None",
+        "(is_usual)",
+    ): "Tensor.to(None) returns the tensor",
+    ("ampatch/models/memory.py", "32", "(33)"): "another size of a block that is freed at once: slower",
+    (
+        "ampatch/patching/layers.py",
+        "casts and {input.dtype, weight.dtype} <= ELIGIBLE and input.dtype != weight.dtype",
+        "(casts and {input.dtype, weight.dtype} <= ELIGIBLE)",
+    ): "an empty tensor of the type that the input has: slower",
+    ("ampatch/steps/block.py", "loss.dim()", "(True)"): "the sum of one number is that number: slower",
+    ("ampatch/steps/grads.py", "size and size + count > most", "(size)"): "smaller parts: slower",
+    ("ampatch/steps/masters.py", "True", "(False)"): "strict=, of two pairs",
+    (
+        "ampatch/steps/ranks.py",
+        'found_inf.is_cpu and dist.get_backend(group) == "nccl"',
+        "(dist.get_backend(group) == 'nccl')",
+    ): "copies a tensor that is on the GPU onto itself: slower",
 }
 
 SWAPS = {

@@ -98,13 +98,15 @@ def test_zero_grad_forgets_what_was_delayed_and_what_was_before_it(level):
 
 
 @DYNAMIC_LEVELS
+@pytest.mark.parametrize("factors", [(INF, 1.0), (1.0, INF)])
 @pytest.mark.parametrize("delays", [(True, True), (True, False), (False, True)])
-def test_the_overflow_of_one_loss_leaves_the_scale_of_another(level, delays):
+def test_the_overflow_of_one_loss_leaves_the_scale_of_another(level, delays, factors):
     run = Beside(level, num_losses=2)
-    run.run_block(factor=INF, loss_id=0, delay_unscale=delays[0])
-    run.run_block(loss_id=1, delay_unscale=delays[1])
+    for loss_id in (0, 1):
+        run.run_block(factor=factors[loss_id], loss_id=loss_id, delay_unscale=delays[loss_id])
     run.skip()
-    assert [amp.get_loss_scale(loss_id) for loss_id in (0, 1)] == [SCALE / 2, SCALE]
+    scales = [SCALE / 2 if factor == INF else SCALE for factor in factors]
+    assert [amp.get_loss_scale(loss_id) for loss_id in (0, 1)] == scales
 
 
 @DYNAMIC_LEVELS

@@ -256,6 +256,18 @@ def test_what_initialized_models_keep_follows_the_patches_and_is_put_back():
     assert part.act is part.partial.func is F.softmax
 
 
+def test_a_models_class_that_no_module_holds_and_that_holds_itself_is_searched():
+    class Local(nn.Module):
+        act = staticmethod(torch.exp)
+
+    Local.kinds = [Local]
+    model = Local()
+    open_session(model)
+    assert model.act(half(2)).dtype is torch.float32
+    amp.uninitialize()
+    assert Local.act is torch.exp
+
+
 class Failing(amp.Observer):
     def on_initialize(self, policy):
         raise ValueError("no more")

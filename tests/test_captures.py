@@ -278,6 +278,36 @@ def test_a_capture_without_a_replay_leaves_eager_training_as_it_was(level, devic
     assert_same(*found)
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_a_step_of_gradients_that_are_in_place_is_captured_alone(level, device):
+    found = []
+    for captures in (False, True):
+        training = Training(level, device)
+        training.warm_up()
+        for param in training.model.parameters():
+            param.grad = torch.ones_like(param)
+        advance = capture(training.optimizer.step)[0].replay if captures else training.optimizer.step
+        found.append(training.follow(advance, [1, 1]))
+        amp.uninitialize()
+    assert_same(*found)
+
+
+def test_an_observer_is_told_of_each_replayed_step(device):
+    class Counts(amp.Observer):
+        begun = 0
+
+        def on_step_begin(self, optimizer):
+            self.begun += 1
+
+    training, observer = Training("O4", device), Counts()
+    training.warm_up()
+    graph, _ = capture(training.step)
+    with amp.observe(observer):
+        for _ in range(3):
+            graph.replay()
+    assert observer.begun == 3
+
+
 @pytest.mark.parametrize("method", ["backward", "step"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_a_replay_after_the_optimizer_is_gone_computes_and_notes_nothing(level, method, played):

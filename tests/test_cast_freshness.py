@@ -37,6 +37,14 @@ def move_memory_and_edit(model):
     model.weight.data.sub_(2)
 
 
+def grow_memory(model):
+    """As FSDP2 does, which takes memory for a weight, and writes there past its version."""
+    storage = model.weight.untyped_storage()
+    storage.resize_(2 * storage.nbytes())
+    with torch.autograd._unsafe_preserve_version_counter(model.weight):
+        model.weight.sub_(2)
+
+
 def move_there_and_back(model):
     model.double()
     model.weight.sub_(2)
@@ -75,6 +83,7 @@ EDITS = {
     "assigned parameter": assign_parameter,
     "flattened and back": flatten_and_back,
     "moved memory": move_memory_and_edit,
+    "grown memory": grow_memory,
     "moved there and back": move_there_and_back,
 }
 # These take no tensor that a graph holds.
@@ -417,6 +426,15 @@ def test_a_write_to_flat_memory_is_seen_after_an_evaluation_that_was_interrupted
             write(value)
             model.error = None
             assert_fresh(model)
+
+
+@pytest.mark.parametrize("mode", WITHOUT_GRAD)
+def test_a_write_to_memory_that_somebody_has_got_since_the_last_evaluation_is_seen(mode, linear):
+    with mode():
+        assert_fresh(linear)
+        other = torch.empty(0).set_(linear.weight.untyped_storage())
+        other.fill_(7)
+        assert_fresh(linear)
 
 
 def test_a_part_that_is_called_without_grad_after_a_training_step_sees_a_write_to_flat_memory():

@@ -221,6 +221,7 @@ def test_an_op_that_parts_from_autocast_on_purpose_says_the_reason(op):
         (torch.lerp, False),
         (torch.exp, None),
         (F.dropout, None),
+        (F.kl_div, True),  # which warns of its reduction
     ],
     ids=lambda it: getattr(it, "__name__", str(it)),
 )

@@ -72,6 +72,8 @@ def test_a_sum_to_a_size_is_float32_and_without_a_sum_self_comes_back():
     for found in (x.sum_to_size(1, 3), x.sum_to_size((1, 3)), x.sum_to_size(size=(1, 3))):
         assert torch.equal(found, expected)
     assert x.sum_to_size(2, 3) is x
+    with pytest.raises(TypeError, match="missing 1 required positional"):  # torch's own error
+        x.sum_to_size()
 
 
 def test_a_response_is_normalized_in_float32_and_an_empty_one_comes_back():
@@ -164,7 +166,8 @@ def test_a_half_tensor_on_the_cpu_is_float32_and_goes_to_numpy(opt_level):
 def test_a_tensor_that_is_not_half_is_the_same_object_on_the_cpu(dtype):
     x = torch.ones(3).to(dtype)
     open_session()
-    assert x.cpu() is x
+    for one in (x, torch.nn.Parameter(x, requires_grad=False)):
+        assert one.cpu() is one
 
 
 def test_a_half_tensor_of_a_device_without_a_model_stays_half_on_the_cpu():

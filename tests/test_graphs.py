@@ -325,9 +325,10 @@ class ScriptsInside(nn.Module):
 
 
 @SCRIPTS
+@pytest.mark.parametrize("options", [{}, {"cast_model_outputs": torch.float32}])
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_scripted_part_of_an_initialized_model_runs_uncast_which_is_said(level, caplog):
-    model = open_session(ScriptsInside(), level)
+def test_a_scripted_part_of_an_initialized_model_runs_uncast_which_is_said(level, options, caplog):
+    model = open_session(ScriptsInside(), level, **options)
     assert "module 'scripted' is scripted: scripted code runs uncast" in caplog.text
     assert model.first(x_of()).dtype is LEVELS[level]
     assert model(x_of()).dtype is torch.float32

@@ -176,6 +176,12 @@ def test_a_half_model_that_is_allowed_trains_with_masters_and_stays_half_afterwa
     assert_same_bits(model[0].parameters(), [master.bfloat16() for master in masters[:2]])
 
 
+def test_a_half_model_that_is_allowed_may_have_another_half_type_than_the_level():
+    model, optimizer = half_beside_float()
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0, allow_half_params=True)
+    assert [param.dtype for param in model.parameters()] == [torch.bfloat16] * 2 + [torch.float16] * 2
+
+
 def test_the_state_of_half_parameters_has_the_type_of_what_the_optimizer_steps():
     model, _ = half_beside_float()
     optimizer = torch.optim.Adam(model.parameters(), lr=2.0**-4)

@@ -213,6 +213,20 @@ def test_a_weight_that_was_copied_in_between_steps_is_where_training_goes_on(lev
 
 
 @LEVELS
+def test_a_weight_that_was_swapped_for_another_is_where_training_goes_on(level):
+    model, optimizer, by_hand = open_both(level, MOMENTUM)
+    (batch,) = make_batches(ADAM, 1)
+    new = torch.randn(3, 4).to(HALF[level])
+    for _ in range(model.first.weight._version):
+        new.mul_(1)  # so that versions tell nothing
+    torch.utils.swap_tensors(model.first.weight, Parameter(new))
+    by_hand.masters[0].data.copy_(model.first.weight)
+    iterate(model, optimizer, batch)
+    by_hand.iterate(batch)
+    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
+
+
+@LEVELS
 def test_a_write_that_leaves_no_trace_shows_in_the_state_dict_and_one_by_data_reaches_the_step(level):
     model, optimizer, _ = open_both(level, Variant(torch.optim.SGD, {"lr": 0.0}))
     kept = model.first.weight.data
@@ -256,3 +270,19 @@ def test_steps_without_scale_loss_are_those_of_float32_however_gradients_are_cle
         weights[opt_level] = model.state_dict()["weight"].float().clone()
         amp.uninitialize()
     assert torch.equal(weights[level], weights["O0"])
+
+
+@LEVELS
+@pytest.mark.parametrize("clear", ["optimizer", "optimizer, to zero", "model"])
+def test_a_backward_before_a_block_adds_to_it_however_gradients_are_cleared(level, clear):
+    model, optimizer, by_hand = open_both(level)
+    for batch in make_batches(ADAM, 3):
+        CLEAR[clear](model, optimizer)
+        model(batch).float().square().mean().backward()
+        backward(model, optimizer, batch)
+        optimizer.step()
+        by_hand.optimizer.zero_grad()
+        for by_hand.scale in (1.0, SCALE):
+            by_hand.backward(batch)
+        by_hand.optimizer.step()
+        assert_same_bits(amp.master_params(optimizer), by_hand.masters)

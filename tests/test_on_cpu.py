@@ -214,6 +214,30 @@ def test_a_module_returns_float32_where_it_is_given_some_as_on_a_gpu(opt_level):
     assert seen == [FULL]
 
 
+class TakesLengths(nn.Module):
+    """A part without a half kernel, which is given whole numbers first."""
+
+    class Norm(nn.LocalResponseNorm):
+        def forward(self, lengths, x):
+            return super().forward(x)
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(4, 4, 1), self.Norm(2)
+
+    def forward(self, x):
+        return self.norm(torch.ones(2, dtype=torch.long), self.conv(x)).mul(1)
+
+
+@pytest.mark.parametrize("opt_level", CASTING)
+def test_a_module_returns_the_type_of_the_first_numbers_that_it_is_given(opt_level):
+    model, x = TakesLengths(), torch.rand(1, 4, 3)
+    hidden = copy.deepcopy(model.conv).to(CASTING[opt_level])(x.to(CASTING[opt_level]))
+    expected = F.local_response_norm(hidden.float(), 2).to(CASTING[opt_level]).float()
+    open_session(model, opt_level)
+    assert torch.equal(model(x), expected)
+
+
 def test_class_weights_of_a_loss_stay_float32():
     model, _ = build("MultiMarginLoss")
     weight = model.module.weight

@@ -151,6 +151,20 @@ def test_every_patch_over_ours_is_left_and_named_once_and_the_rest_is_undone(pat
     assert vars(Derived)["own"] is own
 
 
+def test_all_that_others_have_patched_is_undone_once_their_patches_are_gone(patcher):
+    modules = [make_module(), make_module()]
+    before = [module.function for module in modules]
+    for module in modules:
+        patcher.replace(module, "function", replacement)
+        module.function = other
+    with pytest.raises(amp.PatchConflictError):
+        patcher.close()
+    for module in modules:
+        module.function = replacement
+    patcher.close()
+    assert [module.function for module in modules] == before
+
+
 @pytest.mark.parametrize("back", ["ours", "the original"])
 @pytest.mark.parametrize("is_deleted", [False, True], ids=["replaced", "deleted"])
 def test_closing_again_when_the_other_patch_is_gone_undoes_ours_once(patcher, back, is_deleted):

@@ -322,6 +322,7 @@ def test_a_registered_function_pickles_by_its_name(register_and_open, monkeypatc
 
 REFUSED = {
     "missing": (F, "softmaxx", ValueError, r"no function named 'softmaxx' in torch\.nn\.functional"),
+    "missing from an object": (types.SimpleNamespace(), "show", ValueError, r"named 'show' in namespace\(\)"),
     "no function": (
         make_module(),
         "constant",

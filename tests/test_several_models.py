@@ -145,6 +145,13 @@ def test_a_model_that_runs_without_casts_is_refused_by_a_level_that_casts(patchi
     )
 
 
+@pytest.mark.parametrize("patching", ["O1", "O4"])
+def test_a_model_may_be_given_to_two_calls_at_a_level_that_casts(patching):
+    model = open_session(nn.Linear(3, 2), opt_level=patching)
+    expected = model(X)
+    assert torch.equal(open_session(model, opt_level=patching)(X), expected)
+
+
 @pytest.mark.parametrize("opt_level", EVERY_LEVEL)
 def test_the_same_model_twice_in_one_call_is_one_model(opt_level):
     model = nn.Linear(3, 2)

@@ -127,6 +127,9 @@ def test_a_state_dict_that_nobody_writes_keeps_no_float32_copy_of_a_copied_model
     again = duplicate.state_dict()["weight"]
     assert again.data_ptr() != shown.data_ptr()
     assert torch.equal(again, shown)
+    duplicate(X.to(duplicate.weight.dtype))
+    duplicate.load_state_dict({"weight": again + 1, "bias": duplicate.bias})
+    assert torch.equal(duplicate.weight, (again + 1).to(duplicate.weight.dtype))
 
 
 @pytest.mark.parametrize("level", HALVES)

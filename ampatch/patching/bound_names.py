@@ -156,7 +156,7 @@ class Search:
     def _search_partial(self, partial: functools.partial, depth: int) -> None:
         function = self._exchange(partial.func, depth)
         if function is not partial.func:  # in the same object, which others may hold
-            partial.__setstate__((function, partial.args, partial.keywords, vars(partial) or None))
+            partial.__setstate__((function, partial.args, partial.keywords, vars(partial)))
         self._search_items(partial.keywords, partial.keywords.items(), depth)
 
     def _search_defaults(self, function: FunctionType) -> None:
@@ -270,7 +270,3 @@ class GraphNames:
         for module in [alive for reference in modules if (alive := reference()) is not None]:
             module.recompile()
         self._names = names
-
-    def close(self) -> None:
-        """Forgets the names."""
-        self._names.clear()

@@ -83,7 +83,6 @@ class TorchPatch(SessionPatch):
     def _patch(self, policy: Policy, trace: Callable[[str], None] | None, undo: ExitStack) -> None:
         prepare_compiler()
         undo.callback(restore_compiler)
-        undo.callback(self._graph_names.close)
         undo.callback(self._names.close)
         patcher = self._begin(undo)
         CASTS.half = policy.half

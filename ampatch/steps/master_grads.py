@@ -37,15 +37,15 @@ class MasterGrads:
     def follow(self, *, is_step: bool = False) -> None:
         """Takes over what happened to half gradients since they were last seen, whoever did it.
 
-        New ones, of a `backward` outside any block, are unscaled and count. At a step so does one that was
-        changed in place since the last step, as where gradients are cleared to zero or never, if no block
-        has scaled it. For the rest see `drop_restarted`. A step warns once of changes that it does not see,
+        New ones, of a `backward` outside any block, are unscaled and count. So does one that was changed in
+        place since the last step, as where gradients are cleared to zero or never, if no block has scaled
+        it. For the rest see `drop_restarted`. A step warns once of changes that it does not see,
         and costs a host sync until then if one was changed in place.
         """
         changed = self._find_changed()
         if not changed:
             return
-        for pair in changed if is_step else ():
+        for pair in changed:
             if pair.master.grad is None and not pair.grad_scaled:
                 pair.grad_used = None
         self.feed(None, changed)

@@ -132,8 +132,7 @@ class Weight:
         precise, shown = self.find_precise(), self.read()
         if self.master is not None:
             return self.master if saved is self.half else shown  # state_dict(keep_vars=True)
-        if precise is None or not _share_memory(shown, precise):
-            self.remember(shown)
+        self.remember(shown)
         if not self.is_shown:
             self.is_shown, self.is_made = True, precise is None
         return shown
@@ -185,10 +184,6 @@ def _is_same(grad: Tensor, other: Tensor) -> bool:
 def _version(tensor: Tensor) -> int:
     """How often a tensor was written; one that was made in inference mode does not count."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    return one is other or is_wrapper(other) or one.data_ptr() == other.data_ptr()
 
 
 def _is_comparable(tensor: Tensor) -> bool:
