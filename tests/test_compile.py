@@ -241,6 +241,37 @@ def test_a_compiled_step_breaks_the_graph_and_is_right(part, level):
     assert_equal(train(Mlp, level, **{part: compile}), train(Mlp, level))
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="Dynamo traces no backward in this torch"
+)
+@pytest.mark.parametrize("level", LEVELS)
+def test_forward_backward_and_scale_loss_are_one_graph_that_is_compiled_once(level):
+    def iterate(model, optimizer):
+        loss = model(full(6, 4)).float().square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss.detach()
+
+    def train(iterate):
+        torch.manual_seed(0)
+        model = Mlp()
+        optimizer = sgd(model)
+        open_session(model, level, optimizers=optimizer, loss_scale=1.0)
+        losses = []
+        for _ in range(5):
+            losses.append(iterate(model, optimizer))
+            optimizer.step()
+            optimizer.zero_grad()
+        amp.uninitialize()
+        return [*losses, *(param.detach() for param in model.parameters())]
+
+    counter = CompileCounter()
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        found = train(torch.compile(iterate, backend=counter, fullgraph=True))
+    assert_equal(found, train(iterate))
+    assert counter.frame_count == 1
+
+
 # ---- Beside torch.autocast ----
 
 
