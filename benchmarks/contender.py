@@ -27,9 +27,11 @@ class Mode:
 
     name: str
     accumulation: int  # 0: evaluation
+    is_compiled: bool = False  # the forward and the loss, in one graph
 
 
 TRAIN, ACCUMULATE, EVALUATE = Mode("train", 1), Mode("accumulate 4", 4), Mode("eval", 0)
+COMPILED = Mode("train compiled", 1, is_compiled=True)  # only where it is asked for: compiling takes minutes
 MODES = (TRAIN, ACCUMULATE, EVALUATE)
 
 
@@ -46,6 +48,8 @@ class Trainer:
         self.optimizer = make_optimizer(self.model.parameters(), fused)
         self.mode = mode
         self.setting = setting
+        if mode.is_compiled:
+            self.compute_loss = torch.compile(self.compute_loss, fullgraph=True)
 
     def open(self) -> AbstractContextManager[object]:
         """Sets up what must be undone."""

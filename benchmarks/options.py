@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import fresh
-from benchmarks.contender import CONTENDERS, MODES, Kind, Mode
+from benchmarks.contender import COMPILED, CONTENDERS, MODES, Kind, Mode
 from benchmarks.fresh import Measured
 from benchmarks.series import Clock, Open, Series, run_rounds
 from benchmarks.setting import Setting, count_usable_cores
@@ -46,7 +46,8 @@ class Options:
     @property
     def modes(self) -> list[Mode]:
         """The modes to run them in."""
-        return [mode for mode in MODES if not self.mode_names or mode.name in self.mode_names]
+        chosen = self.mode_names or [mode.name for mode in MODES]
+        return [mode for mode in (*MODES, COMPILED) if mode.name in chosen]
 
     @property
     def settings(self) -> Iterator[Setting]:
@@ -140,7 +141,7 @@ class Options:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what `python -m benchmarks` accepts."""
     default = Options()
-    workloads, modes = [one.name for one in WORKLOADS], [mode.name for mode in MODES]
+    workloads, modes = [one.name for one in WORKLOADS], [mode.name for mode in (*MODES, COMPILED)]
     add = parser.add_argument
     several = {"nargs": "+", "metavar": "NAME"}
     add("--device", choices=("cpu", "cuda"), default=default.device, help="default: %(default)s")
@@ -152,7 +153,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=parse_seconds, default=default.seconds, metavar="S", help=seconds)
     add("--only", dest="groups", type=parse_groups, default=GROUPS, metavar="GROUP,...", help=_list(GROUPS))
     add("--workload", dest="workload_names", **several, choices=workloads, default=(), help=_list(workloads))
-    add("--mode", dest="mode_names", **several, choices=modes, default=(), help=_list(modes))
+    mode = _list(modes, "all but the last")
+    add("--mode", dest="mode_names", **several, choices=modes, default=(), help=mode)
     keep = "have glibc keep freed memory in steps and measuring, by its environment variables"
     add("--keep-memory", dest="keeps_memory", action="store_true", help=keep)
     contenders = f"in steps, memory and syncs; {_list(NAMES)}"

@@ -14,6 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # the benchmarks are run from a clone, and are not installed
@@ -34,7 +35,15 @@ from benchmarks import (  # noqa: E402
     update,
 )
 from benchmarks.comparison import Comparison  # noqa: E402
-from benchmarks.contender import ACCUMULATE, CONTENDERS, MODES, TRAIN, choose_runnable, open_step  # noqa: E402
+from benchmarks.contender import (  # noqa: E402
+    ACCUMULATE,
+    COMPILED,
+    CONTENDERS,
+    MODES,
+    TRAIN,
+    choose_runnable,
+    open_step,
+)
 from benchmarks.options import Options  # noqa: E402
 from benchmarks.quote import quote  # noqa: E402
 from benchmarks.series import CudaClock, PartClock, Series, run_rounds  # noqa: E402
@@ -240,6 +249,14 @@ def test_a_contender_does_the_work_of_float32(setting, name, mode):
     assert moved.norm().item() == pytest.approx(expected.norm().item(), rel=0.03)
 
 
+def test_a_compiled_contender_computes_its_loss_in_one_graph(monkeypatch):
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    found, expected = (train("O4", BF16, mode, 3) for mode in (COMPILED, TRAIN))
+    assert torch.equal(found[0], expected[0])
+    assert counter.frame_count == 1
+
+
 @each_contender
 def test_a_contender_leaves_torch_as_it_was(setting, name, check_torch):
     for mode in MODES:
@@ -421,7 +438,7 @@ def test_a_wait_for_the_gpu_counts_once():
 def variants(goal):
     """What a goal's group calls its variants."""
     return {
-        **{group: {mode.name for mode in MODES} for group in ("steps", "faults")},
+        **{group: {mode.name for mode in (*MODES, COMPILED)} for group in ("steps", "faults")},
         "micro": {"added", "whole", *update.OPTIMIZERS},
         "memory": set(memory.PARTS),
         "syncs": set(syncs.OPTIMIZERS),

@@ -7,12 +7,15 @@ import operator
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -236,6 +239,85 @@ def torch_tells(test):
 def test_a_compiled_step_breaks_the_graph_and_is_right(part, level):
     compile = functools.partial(torch.compile, backend="eager")
     assert_equal(train(Mlp, level, **{part: compile}), train(Mlp, level))
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="Dynamo traces no backward in this torch"
+)
+@pytest.mark.parametrize("level", LEVELS)
+def test_forward_backward_and_scale_loss_are_one_graph_that_is_compiled_once(level):
+    def iterate(model, optimizer):
+        loss = model(full(6, 4)).float().square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss.detach()
+
+    def train(iterate):
+        torch.manual_seed(0)
+        model = Mlp()
+        optimizer = sgd(model)
+        open_session(model, level, optimizers=optimizer, loss_scale=1.0)
+        losses = []
+        for _ in range(5):
+            losses.append(iterate(model, optimizer))
+            optimizer.step()
+            optimizer.zero_grad()
+        amp.uninitialize()
+        return [*losses, *(param.detach() for param in model.parameters())]
+
+    counter = CompileCounter()
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        found = train(torch.compile(iterate, backend=counter, fullgraph=True))
+    assert_equal(found, train(iterate))
+    assert counter.frame_count == 1
+
+
+# ---- Beside torch.autocast ----
+
+
+def run_compiled(level, **kwargs):
+    """Compiles forward and backward at a level, or under autocast in the type of O4."""
+    torch._dynamo.reset()
+    model = Mlp()
+    if level is not None:
+        open_session(model, level)
+    called = torch.compile(model, fullgraph=True, **kwargs)
+    with torch.autocast("cpu", torch.bfloat16, enabled=level is None):
+        output = called(full(6, 4))
+    output.float().sum().backward()
+    amp.uninitialize()
+
+
+def test_the_graphs_of_forward_and_backward_have_the_operations_of_autocasts():
+    def list_operations(level):
+        found = []
+
+        def note(graph, inputs):
+            found.append(Counter(str(node.target) for node in graph.graph.nodes if node.op[:4] == "call"))
+            return make_boxed_func(graph.forward)
+
+        run_compiled(level, backend=aot_autograd(fw_compiler=note, bw_compiler=note))
+        return found
+
+    expected = list_operations(None)
+    assert len(expected) == 2
+    assert list_operations("O4") == expected
+
+
+def test_a_weight_is_guarded_no_more_than_under_autocast():
+    def count_guards(level):
+        found = []
+
+        def note(guards):
+            found.extend(guard.guard_type for guard in guards if "_parameters[" in guard.name)
+            return [True] * len(guards)
+
+        run_compiled(level, backend="eager", options={"guard_filter_fn": note})
+        return Counter(found)
+
+    expected = count_guards(None)
+    assert expected["TENSOR_MATCH"] == 4
+    assert count_guards("O4") == expected
 
 
 # ---- Casts in the graph ----

@@ -183,7 +183,7 @@ def cast_eligible(dtype: torch.dtype) -> Casts:
     def cast(tensor: Tensor) -> Tensor:
         if tensor.dtype not in sources:
             return tensor
-        if issubclass(type(tensor), Parameter) and not is_compiling():
+        if not is_compiling() and issubclass(type(tensor), Parameter):
             return cached(tensor)
         return convert(tensor) if is_on_device(tensor) else tensor
 

@@ -194,7 +194,8 @@ class Session(Listener):
         self.alarms.begin_block(block)
 
     def close_block(self, block: ScaledLoss) -> None:
-        self.casts.end_iteration()
+        if not torch.compiler.is_dynamo_compiling():  # graphs keep no casts; a count would be a guard
+            self.casts.end_iteration()
         self._scale_watch.end_block(block)
 
     def end_block(self, loss_id: int) -> None:

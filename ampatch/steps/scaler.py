@@ -272,7 +272,7 @@ class LossScaler:
         validate_scale("loss scale", value)
         self._number = float(value)
         self._scale.fill_(self._number)
-        self._current: Scale | None = None
+        self._current: Scale | None = None if self.is_dynamic else Scale(self, self._number)
 
     def was_asked(self) -> bool:
         """Whether a script has asked for the scale since somebody asked this: it may scale by hand."""
