@@ -10,6 +10,7 @@ import torch
 from torch.nn import BatchNorm1d, DataParallel, Linear, Parameter, Sequential
 
 import ampatch as amp
+from apex_rows import shows
 from helpers import Dense, Scalar, Sparse, scaled_backward
 from pictures import assert_same_picture, picture
 from test_readme import explained
@@ -227,6 +228,7 @@ WRONG = {
 }
 
 
+@shows("initialize-half-params")
 @BOTH_LEVELS
 @pytest.mark.parametrize(("give", "message"), WRONG.values(), ids=WRONG)
 def test_models_and_optimizers_that_cannot_be_taken_are_refused(refused, level, give, message):
