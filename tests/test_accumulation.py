@@ -182,6 +182,7 @@ def test_several_backward_passes_in_one_block_are_unscaled_once(level):
     run.step(BATCHES[0] * 2)
 
 
+@shows("never-sparse")
 @LEVELS
 @pytest.mark.parametrize(
     "make", [Variant(torch.optim.SGD), Variant(torch.optim.SparseAdam), Variant(torch.optim.Adagrad)], ids=str

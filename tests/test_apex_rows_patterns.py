@@ -12,7 +12,6 @@ from apex_rows import (
     CAST,
     EVERY_LEVEL,
     INF,
-    MASTERED,
     PATCHED,
     Net,
     X,
@@ -23,7 +22,6 @@ from apex_rows import (
     is_same,
     loss_of,
     make,
-    set_scale,
     shows,
     step,
 )
@@ -32,19 +30,6 @@ FULL, HALF = torch.float32, torch.bfloat16
 
 
 # ---- Steps ----
-
-
-@shows("patterns-step-clears")
-@pytest.mark.parametrize("factor", [1.0, INF], ids=["step", "skipped step"])
-@pytest.mark.parametrize("level", MASTERED)
-def test_a_step_skipped_or_not_clears_the_gradients_of_masters(level, factor):
-    net, optimizer = initialized(level, loss_scale="dynamic")
-    set_scale(4.0)
-    step(net, optimizer, factor)
-    halves = {id(param) for param in net.parameters()}
-    masters = [param for param in amp.master_params(optimizer) if id(param) not in halves]
-    assert len(masters) >= 4
-    assert all(master.grad is None or not master.grad.any() for master in masters)
 
 
 class AllocatesEarly(torch.optim.Optimizer):

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-import ampatch
 from ampatch.apex import amp
 from apex_rows import (
     EVERY_LEVEL,
@@ -13,13 +12,10 @@ from apex_rows import (
     X,
     backward,
     changed,
-    copy_of,
     initialized,
-    is_same,
     loss_of,
     make,
     scaler_state,
-    set_scale,
     shows,
     step,
     unchanged,
@@ -101,19 +97,6 @@ def test_a_delayed_block_leaves_the_scale_alone_and_a_later_exit_settles_it(leve
         assert scaler_state() == CLEAN
         step(net, optimizer, 0.0)
     assert scales(1) == [32768.0]
-
-
-@shows("scale-masters", "patterns-model-grads")
-@pytest.mark.parametrize("level", MASTERED)
-def test_master_gradients_are_unscaled_and_those_of_the_model_stay_scaled(level):
-    net, optimizer = initialized(level, loss_scale=1024.0)
-    backward(net, optimizer)
-    for half, master in zip(net.parameters(), amp.master_params(optimizer), strict=True):
-        assert master.grad.dtype is torch.float32
-        if half.dtype is MASTERED[level]:
-            assert half.grad.dtype is half.dtype
-            assert torch.equal(master.grad * 1024.0, half.grad.float())
-    assert net.first.weight.grad.abs().max() > 0
 
 
 @shows("scale-before-initialize")
@@ -224,14 +207,6 @@ def test_gradients_zeroed_on_nan_and_continue_leave_a_clean_iteration(level):
     assert scaler_state() == {**CLEAN, "unskipped": 2}
 
 
-@shows("patterns-step-before-backward")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_a_step_before_any_backward_changes_nothing(level):
-    net, optimizer = initialized(level)
-    with unchanged(net):
-        optimizer.step()
-
-
 @shows("patterns-backward-outside")
 @pytest.mark.parametrize("level", MASTERED)
 def test_a_backward_outside_the_block_that_no_step_will_see_is_warned_of(level, caplog):
@@ -240,31 +215,3 @@ def test_a_backward_outside_the_block_that_no_step_will_see_is_warned_of(level, 
     loss_of(net).backward()
     optimizer.step()
     assert "call backward() inside scale_loss" in caplog.text
-
-
-def clear_by_zero_grad(net):
-    net.zero_grad()
-
-
-def clear_by_none(net):
-    for param in net.parameters():
-        param.grad = None
-
-
-@shows("patterns-model-grads")
-@pytest.mark.parametrize("clear", [clear_by_zero_grad, clear_by_none])
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_clearing_the_models_gradients_is_enough_to_start_over(level, clear):
-    weights = []
-    for overflows in (False, True):
-        torch.manual_seed(0)
-        net, optimizer = initialized(level, loss_scale="dynamic")
-        net.eval()  # BatchNorm then keeps no record of the first pass
-        if overflows:
-            step(net, optimizer, INF)  # nothing of the overflow may stay in the masters' gradients
-            clear(net)
-        set_scale(4.0)
-        step(net, optimizer)
-        weights.append(copy_of(net))
-        ampatch.uninitialize()
-    assert is_same(*weights)

@@ -419,6 +419,7 @@ REGISTER = [
 ]
 
 
+@shows("o1-register-missing")
 @pytest.mark.parametrize("register", REGISTER, ids=lambda function: function.__name__)
 @pytest.mark.parametrize("level", [None, "O1", "O2"])
 def test_a_registration_of_a_missing_name_is_refused(register, level):
