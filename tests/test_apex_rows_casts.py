@@ -10,7 +10,7 @@ from torch import nn
 
 import ampatch
 from ampatch.apex import amp
-from apex_rows import EVERY_LEVEL, PATCHED, Recorder, X, initialized, shows, step
+from apex_rows import EVERY_LEVEL, PATCHED, Recorder, X, initialized, shows
 
 FULL, HALF = torch.float32, torch.bfloat16
 CASTS = (Path(__file__).parents[1] / "docs/casts.md").read_text()
@@ -265,31 +265,3 @@ def test_einsum_is_registered_before_initialize(level):
 
 
 # ---- Where nothing is cast ----
-
-
-@shows("o1-disable-casts-defect")
-def test_blocks_of_disabled_casts_nest_and_end_by_an_exception_too():
-    open_o1()
-    with amp.disable_casts():
-        with pytest.raises(KeyError, match="float32"), amp.disable_casts():
-            raise KeyError((M @ M).dtype)
-        assert (M @ M).dtype is FULL
-    assert (M @ M).dtype is HALF
-
-
-class Norms(torch.optim.SGD):
-    """Multiplies matrices in its step."""
-
-    def step(self, closure=None):
-        self.seen = [(p @ p.T).dtype for group in self.param_groups for p in group["params"]]
-        return super().step(closure)
-
-
-@shows("o1-step-uncast")
-@pytest.mark.parametrize("level", PATCHED)
-def test_a_step_runs_with_casts_off(level):
-    net = nn.Linear(3, 3, bias=False)
-    net, optimizer = initialized(level, Norms, net, loss_scale=8.0)
-    step(net, optimizer, x=M)
-    assert optimizer.seen == [FULL]
-    assert (M @ M).dtype is PATCHED[level]

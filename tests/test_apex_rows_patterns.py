@@ -332,34 +332,6 @@ def test_c_functions_and_bound_methods_are_wrapped(level):
     assert net(X).dtype is FULL
 
 
-class Doubled(torch.autograd.Function):
-    """Notes the types that reach it."""
-
-    @staticmethod
-    @amp.half_function
-    def forward(ctx, x):
-        ctx.seen = [x.dtype]
-        Doubled.last = ctx.seen
-        return x * 2
-
-    @staticmethod
-    @amp.float_function
-    def backward(ctx, grad):
-        ctx.seen.append(grad.dtype)
-        return grad * 2
-
-
-@shows("patterns-decorators")
-@pytest.mark.parametrize("level", PATCHED)
-def test_both_directions_of_an_autograd_function_are_decorated(level):
-    initialized(level)
-    x = X.clone().requires_grad_()
-    result = Doubled.apply(x)
-    result.float().sum().backward()
-    assert Doubled.last == [PATCHED[level], FULL]
-    assert torch.equal(x.grad, torch.full_like(x, 2.0))
-
-
 # ---- On a box with a CPU, and beside a GPU ----
 
 

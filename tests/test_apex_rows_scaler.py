@@ -10,7 +10,6 @@ from ampatch.apex import amp
 from apex_rows import (
     EVERY_LEVEL,
     INF,
-    Net,
     initialized,
     is_same,
     scaler_state,
@@ -145,42 +144,6 @@ def test_a_restored_run_is_bit_equal_to_the_one_that_never_stopped(level, order)
         iterate(net, optimizer)
     assert is_same([*net.state_dict().values()], expected)
     assert amp.state_dict() == state
-
-
-@shows("scaler-model-state", "scaler-defect-rounded")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_the_models_state_dict_is_float32_and_has_every_bit(level):
-    net = Net()
-    expected = [value.clone() for value in net.state_dict().values()]
-    initialized(level, net=net)
-    if level == "O3":  # where nothing keeps what was rounded
-        expected = [value.half().float() if value.is_floating_point() else value for value in expected]
-    assert is_same([*net.state_dict().values()], expected)
-
-
-class WithExtraState(Net):
-    """A model that saves what is no tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.epoch = 3
-
-    def get_extra_state(self):
-        return {"epoch": self.epoch, "name": "net"}
-
-    def set_extra_state(self, state):
-        self.epoch = state["epoch"]
-
-
-@shows("scaler-extra-state")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_extra_state_that_is_no_tensor_passes(level):
-    net, _ = initialized(level, net=WithExtraState())
-    state = net.state_dict()
-    assert state["_extra_state"] == {"epoch": 3, "name": "net"}
-    net.epoch = 0
-    net.load_state_dict(state)
-    assert net.epoch == 3
 
 
 # ---- Before initialize, and by hand ----
