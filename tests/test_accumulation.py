@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ampatch as amp
+from apex_rows import shows
 from helpers import Scalar, Sparse, Variant, scaled_backward, snapshot
 from stepping import (
     BATCHES,
@@ -139,6 +140,7 @@ def test_a_delayed_optimizer_is_settled_by_the_scale_it_began_with(level):
     assert param_bits(optimizers[0]) == [snapshot(oracle)]
 
 
+@shows("patterns-backward-outside")
 @pytest.mark.parametrize("level", FLOAT32_LEVELS)
 def test_a_backward_outside_a_block_adds_to_the_unscaled_gradients(level):
     run = Beside(level)
@@ -149,6 +151,7 @@ def test_a_backward_outside_a_block_adds_to_the_unscaled_gradients(level):
     assert snapshot(run.grad) == snapshot(BATCHES[0] + BATCHES[1] + BATCHES[2])
 
 
+@shows("optimizers-master-params")
 @LEVELS
 def test_clipping_master_params_clips_unscaled_gradients(level):
     run = Beside(level)
@@ -161,6 +164,7 @@ def test_clipping_master_params_clips_unscaled_gradients(level):
         run.step(run.oracle.grad)
 
 
+@shows("patterns-edited-grads")
 @LEVELS
 def test_gradients_edited_inside_the_block_are_unscaled_afterwards(level):
     run = Beside(level)
@@ -180,6 +184,7 @@ def test_several_backward_passes_in_one_block_are_unscaled_once(level):
     run.step(BATCHES[0] * 2)
 
 
+@shows("never-sparse")
 @LEVELS
 @pytest.mark.parametrize(
     "make", [Variant(torch.optim.SGD), Variant(torch.optim.SparseAdam), Variant(torch.optim.Adagrad)], ids=str

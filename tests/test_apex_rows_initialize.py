@@ -21,7 +21,6 @@ from apex_rows import (
     X,
     backward,
     changed,
-    copy_of,
     initialized,
     is_same,
     make,
@@ -30,7 +29,6 @@ from apex_rows import (
     shows,
     step,
     types_of,
-    unchanged,
 )
 
 Pair = namedtuple("Pair", "image label")
@@ -59,35 +57,6 @@ class Graph:
 # ---- What goes in and comes out ----
 
 
-@shows("initialize-shapes", "patterns-return")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_what_comes_back_mirrors_what_came_in(level):
-    def call(models, *optimizers):
-        back = amp.initialize(models, *optimizers, opt_level=level, verbosity=0)
-        ampatch.uninitialize()
-        return back
-
-    (a, first), (b, second) = make(), make()
-    assert call(a) is a
-    assert call(a, first) == (a, first)
-    assert call([a], first) == ([a], first)
-    assert call(a, []) == (a, [])
-    assert call([a, b], [first, second]) == ([a, b], [first, second])
-
-
-@shows("initialize-same-objects")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_the_objects_passed_in_are_the_ones_that_change(level):
-    net, optimizer = make()
-    parameters = [*map(id, net.parameters())]
-    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
-    assert [*map(id, net.parameters())] == parameters
-    half = CAST.get(level, torch.float32)
-    assert net.first.weight.dtype is half
-    norm = half if level == "O3" else torch.float32
-    assert types_of(net.norm) == [norm, norm]
-
-
 @shows("initialize-batchnorm-buffers")
 @pytest.mark.parametrize("level", MASTERED)
 def test_a_batchnorm_without_weights_keeps_its_statistics_in_float32(level):
@@ -103,15 +72,6 @@ def test_a_batchnorm_without_weights_keeps_its_statistics_in_float32(level):
 
 
 # ---- Keywords and their values ----
-
-
-@shows("initialize-strings")
-@pytest.mark.parametrize(
-    ("keep", "dtype"), [("True", torch.float32), ("False", torch.float16), (None, torch.float32)]
-)
-def test_keep_batchnorm_fp32_is_read_from_a_string(keep, dtype):
-    net, _ = initialized("O2", keep_batchnorm_fp32=keep, loss_scale=None)
-    assert types_of(net.norm) == [dtype, dtype]
 
 
 @shows("initialize-strings")
@@ -152,21 +112,6 @@ def test_every_keyword_may_be_passed_at_once(level):
 
 
 # ---- enabled=False ----
-
-
-@shows("initialize-disabled", "initialize-disabled-defect", "patterns-cpu")
-def test_disabled_everything_passes_through_and_nothing_raises():
-    net, optimizer = make()
-    loss = net(X).sum()
-    with unchanged(net):
-        assert amp.initialize(net, optimizer, enabled=False, opt_level="O2") == (net, optimizer)
-    assert types_of(net) == [torch.float32] * 6
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        assert scaled_loss is loss
-    assert [*amp.master_params(optimizer)] == [*net.parameters()]
-    amp.load_state_dict(amp.state_dict())
-    with amp.disable_casts():
-        assert net(X).dtype is torch.float32
 
 
 # ---- What is refused ----
@@ -217,47 +162,6 @@ def test_float64_is_never_cast(level):
     found = model(X.double())
     assert model.args[0].dtype is model.wide.dtype is found.dtype is torch.float64
     assert (X.double() @ X.double().T).dtype is torch.float64
-
-
-@shows("initialize-half-params")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_a_model_with_half_parameters_is_refused_by_the_name_of_one(level):
-    net, optimizer = make()
-    net.last.half()
-    with pytest.raises(RuntimeError, match=r"'last\.weight' is torch\.float16"):
-        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
-
-
-@shows("initialize-contradictions")
-@pytest.mark.parametrize(
-    ("level", "name", "value"),
-    [
-        *[(level, "cast_model_type", torch.float16) for level in ("O0", *PATCHED)],
-        *[(level, "keep_batchnorm_fp32", value) for level in PATCHED for value in (True, "True", False)],
-        *[(level, "master_weights", value) for level in PATCHED for value in (True, False)],
-        *[(level, "patch_torch_functions", True) for level in ("O0", "O2", "O3", "O5")],
-        ("O0", "master_weights", True),
-    ],
-    ids=str,
-)
-def test_an_option_that_contradicts_a_level_is_refused(level, name, value):
-    with pytest.raises(RuntimeError, match=f"{name}=.* contradicts {level}"):
-        initialized(level, **{name: value})
-
-
-@shows("initialize-contradictions")
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("cast_model_type", value) for value in (None, False, "False", "None")),
-        ("patch_torch_functions", True),
-    ],
-)
-@pytest.mark.parametrize("level", PATCHED)
-def test_saying_what_the_level_says_is_no_contradiction(level, name, value):
-    net, _ = initialized(level, **{name: value})
-    assert types_of(net) == [torch.float32] * 6
-    assert net(X).dtype is PATCHED[level]
 
 
 @shows("initialize-model-float32")
@@ -380,20 +284,6 @@ def test_a_minimum_above_the_first_scale_is_the_first_one_but_of_static_scales(b
 # ---- verbosity ----
 
 
-@shows("initialize-verbosity")
-def test_verbosity_1_prints_the_options_before_and_after_the_overrides(capsys):
-    net, optimizer = make()
-    amp.initialize(net, optimizer, opt_level="O5", loss_scale=128.0, keep_batchnorm_fp32=False)
-    printed = capsys.readouterr().out
-    assert "Selected optimization level O5" in printed
-    lines = {line.split(":")[0].strip(): line for line in printed.splitlines() if ":" in line}
-    assert {"cast_model_type", "patch_torch_functions", "master_weights"} < lines.keys()
-    assert all(value in lines["loss_scale"] for value in ("128.0", "1.0"))
-    assert all(value in lines["keep_batchnorm_fp32"] for value in ("True", "False"))
-    net(X)
-    assert capsys.readouterr().out == ""
-
-
 CASTS = {
     "LOWER": (lambda x, half: torch.mm(x, x), "mm"),
     "FP32": (lambda x, half: torch.exp(half), "exp"),
@@ -417,25 +307,6 @@ def test_verbosity_2_prints_every_cast_with_the_function(kind, capsys):
 
 
 # ---- The outputs and inputs of a model ----
-
-
-@shows("initialize-outputs")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_cast_model_outputs_holds_at_any_level(level, dtype):
-    net, _ = initialized(level, cast_model_outputs=dtype)
-    assert net(X).dtype is dtype
-
-
-@shows("initialize-outputs", "patterns-inputs")
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-def test_outputs_in_dicts_and_tuples_are_float32(level):
-    half = torch.ones(2, dtype=CAST[level])
-    model = Recorder({"logits": half, "extras": (half, [half], "text", None)})
-    amp.initialize(model, opt_level=level, verbosity=0)
-    found = model(X)
-    assert found["logits"].dtype is found["extras"][0].dtype is found["extras"][1][0].dtype is torch.float32
-    assert found["extras"][2:] == ("text", None)
 
 
 @shows("initialize-inputs", "initialize-inputs-defects", "patterns-inputs", "never-namedtuple")
@@ -494,19 +365,3 @@ def test_state_from_before_keeps_every_bit_and_its_type(level):
     assert all(state.dtype is torch.float32 for state in found)
     assert all(map(torch.equal, found, expected))
     assert all(state.max() > 0 for state in found)
-
-
-@shows("initialize-undo-defect", "never-way-back")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_there_is_a_way_back(level, check_torch):
-    net, optimizer = make()
-    before = copy_of(net)
-    expected = net(X)
-    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
-    ampatch.uninitialize()
-    check_torch()
-    assert types_of(net) == [torch.float32] * 6
-    assert [*amp.master_params(optimizer)] == [*net.parameters()]
-    if level != "O3":  # where nothing keeps what was rounded
-        assert all(map(torch.equal, copy_of(net), before))
-        assert torch.equal(net(X), expected)

@@ -1,7 +1,5 @@
 """What users asked apex for and never got, row by row of docs/apex-behaviour.md."""
 
-import copy
-import io
 import subprocess
 import sys
 from collections import namedtuple
@@ -9,7 +7,6 @@ from importlib.metadata import requires
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import ampatch
@@ -24,12 +21,9 @@ from apex_rows import (
     X,
     changed,
     closure_of,
-    copy_of,
     initialized,
-    is_same,
     shows,
     step,
-    unchanged,
 )
 
 FULL, HALF = torch.float32, torch.bfloat16
@@ -93,57 +87,6 @@ def test_an_initialized_model_goes_into_data_parallel(level):
         step(wrapped, optimizer)
     assert wrapped(X).dtype is FULL
     assert set(wrapped.state_dict()) == {f"module.{name}" for name in net.state_dict()}
-
-
-def save_and_load(net):
-    file = io.BytesIO()
-    torch.save(net, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@shows("never-copies")
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, save_and_load])
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_an_initialized_model_is_copied_and_pickled(level, duplicate):
-    net, optimizer = initialized(level, loss_scale=4.0)
-    step(net, optimizer)
-    net.eval()
-    twin = duplicate(net)
-    assert torch.equal(twin(X), net(X))
-    assert is_same(copy_of(twin), copy_of(net))
-    net.train()
-    optimizer.zero_grad()
-    with unchanged(twin), changed(net):
-        step(net, optimizer)
-
-
-@shows("never-copies", "patterns-edited-weights")
-@pytest.mark.parametrize("level", [level for level in EVERY_LEVEL if level != "O3"])
-def test_an_average_by_hand_over_state_dicts_has_float32_precision(level):
-    net, optimizer = initialized(level, loss_scale=4.0)
-    names = [name for name, _ in net.named_parameters()]
-    average = [net.state_dict()[name].clone() for name in names]
-    expected = [master.detach().clone() for master in amp.master_params(optimizer)]
-    for _ in range(3):
-        optimizer.zero_grad()
-        step(net, optimizer)
-        state = net.state_dict()
-        torch._foreach_lerp_(average, [state[name] for name in names], 0.125)
-        torch._foreach_lerp_(expected, [master.detach() for master in amp.master_params(optimizer)], 0.125)
-    assert is_same(average, expected)
-
-
-# Bound before any patch, as `from torch.nn.functional import softmax` in a script's first lines.
-EARLY_SOFTMAX, EARLY_LINEAR = F.softmax, F.linear
-
-
-@shows("never-early-names")
-@pytest.mark.parametrize("level", PATCHED)
-def test_names_imported_before_patching_are_cast(level):
-    amp.initialize(Net(), opt_level=level, verbosity=0)
-    assert EARLY_SOFTMAX(X.to(PATCHED[level]), dim=1).dtype is FULL
-    assert EARLY_LINEAR(X, X).dtype is PATCHED[level]
 
 
 @shows("never-more-functions")

@@ -47,20 +47,6 @@ def test_half_parameters_are_replaced_by_masters_in_the_param_groups(level):
         assert master.requires_grad
 
 
-@shows("optimizers-master-params")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_clipping_master_params_clips_what_the_step_uses(level):
-    net, optimizer = initialized(level, loss_scale=4.0)
-    backward(net, optimizer, 100.0)
-    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.5)
-    norm = torch.stack([param.grad.float().norm() for param in amp.master_params(optimizer)]).norm()
-    assert norm <= 0.501  # half gradients of O3 round the quotient
-    before = [param.detach().clone() for param in amp.master_params(optimizer)]
-    optimizer.step()
-    moved = [(a - b).float().norm() for a, b in zip(before, amp.master_params(optimizer), strict=True)]
-    assert 0 < torch.stack(moved).norm() < 0.06
-
-
 def open_first_layer(level):
     """A net whose optimizer has the parameters of its first layer alone."""
     net = Net()

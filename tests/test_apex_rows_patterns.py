@@ -12,7 +12,6 @@ from apex_rows import (
     CAST,
     EVERY_LEVEL,
     INF,
-    MASTERED,
     PATCHED,
     Net,
     X,
@@ -23,7 +22,6 @@ from apex_rows import (
     is_same,
     loss_of,
     make,
-    set_scale,
     shows,
     step,
 )
@@ -32,19 +30,6 @@ FULL, HALF = torch.float32, torch.bfloat16
 
 
 # ---- Steps ----
-
-
-@shows("patterns-step-clears")
-@pytest.mark.parametrize("factor", [1.0, INF], ids=["step", "skipped step"])
-@pytest.mark.parametrize("level", MASTERED)
-def test_a_step_skipped_or_not_clears_the_gradients_of_masters(level, factor):
-    net, optimizer = initialized(level, loss_scale="dynamic")
-    set_scale(4.0)
-    step(net, optimizer, factor)
-    halves = {id(param) for param in net.parameters()}
-    masters = [param for param in amp.master_params(optimizer) if id(param) not in halves]
-    assert len(masters) >= 4
-    assert all(master.grad is None or not master.grad.any() for master in masters)
 
 
 class AllocatesEarly(torch.optim.Optimizer):
@@ -345,34 +330,6 @@ def test_c_functions_and_bound_methods_are_wrapped(level):
     assert function(X.to(PATCHED[level])).dtype is FULL
     assert net[0](X).dtype is PATCHED[level]
     assert net(X).dtype is FULL
-
-
-class Doubled(torch.autograd.Function):
-    """Notes the types that reach it."""
-
-    @staticmethod
-    @amp.half_function
-    def forward(ctx, x):
-        ctx.seen = [x.dtype]
-        Doubled.last = ctx.seen
-        return x * 2
-
-    @staticmethod
-    @amp.float_function
-    def backward(ctx, grad):
-        ctx.seen.append(grad.dtype)
-        return grad * 2
-
-
-@shows("patterns-decorators")
-@pytest.mark.parametrize("level", PATCHED)
-def test_both_directions_of_an_autograd_function_are_decorated(level):
-    initialized(level)
-    x = X.clone().requires_grad_()
-    result = Doubled.apply(x)
-    result.float().sum().backward()
-    assert Doubled.last == [PATCHED[level], FULL]
-    assert torch.equal(x.grad, torch.full_like(x, 2.0))
 
 
 # ---- On a box with a CPU, and beside a GPU ----

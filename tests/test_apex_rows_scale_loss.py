@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-import ampatch
 from ampatch.apex import amp
 from apex_rows import (
     EVERY_LEVEL,
@@ -13,14 +12,10 @@ from apex_rows import (
     X,
     backward,
     changed,
-    closure_of,
-    copy_of,
     initialized,
-    is_same,
     loss_of,
     make,
     scaler_state,
-    set_scale,
     shows,
     step,
     unchanged,
@@ -92,28 +87,6 @@ def test_gradients_are_unscaled_at_exit(level, way):
     assert max(grad.abs().max() for grad in inside) > 0
 
 
-@shows("scale-exit", "scale-defect-tuple")
-@pytest.mark.parametrize("kind", [list, tuple])
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_an_overflow_skips_one_step_of_every_optimizer_named_and_halves_the_scale(level, kind):
-    def iterate(factor):
-        with amp.scale_loss((loss_of(a) + loss_of(b)) * factor, kind(optimizers)) as scaled_loss:
-            scaled_loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    (a, first), (b, second) = make(), make()
-    optimizers = [first, second]
-    amp.initialize([a, b], optimizers, opt_level=level, loss_scale="dynamic", verbosity=0)
-    with unchanged(a, b):
-        iterate(INF)
-    assert scales(1) == [32768.0]
-    set_scale(2.0)  # float16 gradients fit in
-    with changed(a, b):
-        iterate(1.0)
-
-
 @shows("scale-delay-unscale", "patterns-delay-unscale", "scale-delay-check")
 @pytest.mark.parametrize("delay", ["delay_unscale", "delay_overflow_check"])
 @pytest.mark.parametrize("level", EVERY_LEVEL)
@@ -124,19 +97,6 @@ def test_a_delayed_block_leaves_the_scale_alone_and_a_later_exit_settles_it(leve
         assert scaler_state() == CLEAN
         step(net, optimizer, 0.0)
     assert scales(1) == [32768.0]
-
-
-@shows("scale-masters", "patterns-model-grads")
-@pytest.mark.parametrize("level", MASTERED)
-def test_master_gradients_are_unscaled_and_those_of_the_model_stay_scaled(level):
-    net, optimizer = initialized(level, loss_scale=1024.0)
-    backward(net, optimizer)
-    for half, master in zip(net.parameters(), amp.master_params(optimizer), strict=True):
-        assert master.grad.dtype is torch.float32
-        if half.dtype is MASTERED[level]:
-            assert half.grad.dtype is half.dtype
-            assert torch.equal(master.grad * 1024.0, half.grad.float())
-    assert net.first.weight.grad.abs().max() > 0
 
 
 @shows("scale-before-initialize")
@@ -171,49 +131,6 @@ def test_an_exception_leaves_no_stale_cast(level):
         raise KeyError
     linear.weight.data.zero_()
     assert torch.equal(linear(x).float(), torch.zeros(1, 4))
-
-
-@shows("scale-defect-closure", "never-closures")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_a_step_with_a_closure_works(level):
-    net, optimizer = initialized(level, loss_scale=4.0)
-    with changed(net):
-        assert optimizer.step(closure_of(net, optimizer)) > 0
-
-
-@shows("scale-defect-scheduler", "never-schedulers", "patterns-schedulers")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-@pytest.mark.parametrize("built", ["before initialize", "after initialize", "after a skipped step"])
-def test_a_scheduler_works_whenever_it_was_built_and_never_warns(level, built):
-    def build(now):
-        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) if now == built else scheduler
-
-    net, optimizer = make(lr=1.0)
-    scheduler = None
-    scheduler = build("before initialize")
-    amp.initialize(net, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
-    scheduler = build("after initialize")
-    step(net, optimizer, INF)  # the first step is a skipped one
-    if scheduler is not None:
-        scheduler.step()  # would warn, which is an error here
-    scheduler = build("after a skipped step")
-    for _ in range(2):
-        step(net, optimizer, 0.0)
-        scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == (0.25 if built == "after a skipped step" else 0.125)
-
-
-@shows("scale-defect-first-skip")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-@pytest.mark.parametrize(
-    "options", [{}, {"momentum": 0.9}, {"make_optimizer": torch.optim.Adam, "eps": 1e-4}], ids=str
-)
-def test_a_skipped_first_step_leaves_no_trace(level, options):
-    net, optimizer = make(0.01, **options)
-    amp.initialize(net, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
-    with unchanged(net):
-        step(net, optimizer, INF)
-    assert not optimizer.state
 
 
 @shows("scale-misuse")
@@ -273,17 +190,6 @@ def test_the_scaled_loss_divided_by_the_loss_is_the_scale_in_the_graph():
     assert net.first.weight.grad is not None
 
 
-@shows("patterns-edited-grads")
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-def test_gradients_that_are_edited_in_the_block_are_unscaled_at_exit(level):
-    net, optimizer = initialized(level, loss_scale=16.0)
-    with amp.scale_loss(loss_of(net), optimizer) as scaled_loss:
-        scaled_loss.backward()
-        for param in net.parameters():
-            param.grad.fill_(32.0)  # an all-reduce by hand
-    assert all(torch.equal(grad, torch.full_like(grad, 2.0)) for grad in grads_of(optimizer))
-
-
 @shows("patterns-edited-grads", "patterns-leave-early")
 @pytest.mark.parametrize("level", EVERY_LEVEL)
 def test_gradients_zeroed_on_nan_and_continue_leave_a_clean_iteration(level):
@@ -301,27 +207,6 @@ def test_gradients_zeroed_on_nan_and_continue_leave_a_clean_iteration(level):
     assert scaler_state() == {**CLEAN, "unskipped": 2}
 
 
-@shows("patterns-step-before-backward")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_a_step_before_any_backward_changes_nothing(level):
-    net, optimizer = initialized(level)
-    with unchanged(net):
-        optimizer.step()
-
-
-@shows("patterns-backward-outside")
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
-def test_a_backward_outside_the_block_adds_to_the_unscaled_gradients(level):
-    net, optimizer = initialized(level, loss_scale=128.0)
-    net.eval()
-    backward(net, optimizer)
-    once = grads_of(optimizer)
-    loss_of(net).backward()  # an adversarial step
-    for found, grad in zip(grads_of(optimizer), once, strict=True):
-        # The second pass is not scaled: float16 gradients lose digits that the first one kept.
-        torch.testing.assert_close(found, 2 * grad, rtol=1e-2, atol=1e-5)
-
-
 @shows("patterns-backward-outside")
 @pytest.mark.parametrize("level", MASTERED)
 def test_a_backward_outside_the_block_that_no_step_will_see_is_warned_of(level, caplog):
@@ -330,31 +215,3 @@ def test_a_backward_outside_the_block_that_no_step_will_see_is_warned_of(level, 
     loss_of(net).backward()
     optimizer.step()
     assert "call backward() inside scale_loss" in caplog.text
-
-
-def clear_by_zero_grad(net):
-    net.zero_grad()
-
-
-def clear_by_none(net):
-    for param in net.parameters():
-        param.grad = None
-
-
-@shows("patterns-model-grads")
-@pytest.mark.parametrize("clear", [clear_by_zero_grad, clear_by_none])
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_clearing_the_models_gradients_is_enough_to_start_over(level, clear):
-    weights = []
-    for overflows in (False, True):
-        torch.manual_seed(0)
-        net, optimizer = initialized(level, loss_scale="dynamic")
-        net.eval()  # BatchNorm then keeps no record of the first pass
-        if overflows:
-            step(net, optimizer, INF)  # nothing of the overflow may stay in the masters' gradients
-            clear(net)
-        set_scale(4.0)
-        step(net, optimizer)
-        weights.append(copy_of(net))
-        ampatch.uninitialize()
-    assert is_same(*weights)

@@ -10,6 +10,7 @@ import torch
 from torch.nn import BatchNorm1d, DataParallel, Linear, Parameter, Sequential
 
 import ampatch as amp
+from apex_rows import shows
 from helpers import Dense, Scalar, Sparse, scaled_backward
 from pictures import assert_same_picture, picture
 from test_readme import explained
@@ -227,6 +228,7 @@ WRONG = {
 }
 
 
+@shows("initialize-half-params")
 @BOTH_LEVELS
 @pytest.mark.parametrize(("give", "message"), WRONG.values(), ids=WRONG)
 def test_models_and_optimizers_that_cannot_be_taken_are_refused(refused, level, give, message):
@@ -417,6 +419,7 @@ REGISTER = [
 ]
 
 
+@shows("o1-register-missing")
 @pytest.mark.parametrize("register", REGISTER, ids=lambda function: function.__name__)
 @pytest.mark.parametrize("level", [None, "O1", "O2"])
 def test_a_registration_of_a_missing_name_is_refused(register, level):

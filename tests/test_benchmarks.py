@@ -582,6 +582,7 @@ def test_the_command_prints_tables_and_writes_json(out):
     assert {row["subject"] for row in result["rows"]} == {"deep thin MLP"}
 
 
+@pytest.mark.process
 def test_what_measuring_costs_is_measured_too(measure):
     status, shown, result = measure(*QUICK, *MLP, "--only", "measuring", "--contender", "O4", "O5")
     check_result(result, ["measuring"])
@@ -628,6 +629,7 @@ def test_bad_input_ends_with_status_2_and_a_sentence_and_makes_no_file(arguments
     assert not out.exists()
 
 
+@pytest.mark.process(keep=1)
 @pytest.mark.parametrize("others", [["O5"], []], ids=["one that can", "none"])
 def test_a_contender_that_cannot_run_ends_no_run(others, measure, monkeypatch):
     monkeypatch.setitem(CONTENDERS[torch.bfloat16], "autocast", Broken)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampatch as amp
+from apex_rows import shows
 from patched import HALF, half, open_session
 
 SOURCE = """
@@ -95,6 +96,7 @@ def run_all(m, x):
     return {name: result.dtype for name, result in ways.items()}
 
 
+@shows("never-early-names")
 def test_a_name_bound_before_casts_as_torchs_own_does(user):
     uncast = run_all(user, half(2, 3))
     assert set(uncast.values()) == {HALF}

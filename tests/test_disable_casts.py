@@ -12,6 +12,7 @@ from torch import nn
 
 import ampatch as amp
 from ampatch.casts.cast import CASTS
+from apex_rows import shows
 
 FULL, HALF = torch.float32, torch.bfloat16
 
@@ -55,6 +56,7 @@ def test_every_kind_of_row_is_off_in_the_block():
             torch.dot(half, mixed)
 
 
+@shows("o1-disable-casts-defect")
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_an_exception_ends_the_block(error):
     open_session()
@@ -300,6 +302,7 @@ def watching():
     return optimizer
 
 
+@shows("o1-step-uncast")
 def test_casts_are_off_inside_a_step_and_on_after_it(watching):
     watching.step()
     assert (watching.seen, product()) == (FULL, HALF)

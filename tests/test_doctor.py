@@ -33,7 +33,7 @@ from helpers import wait_until
 SEEDS = {"mlp": 47, "conv": 33, "attention": 35, "reused": 99, "rnn": 9, "tied": 103, "layer": 89}
 
 
-@pytest.mark.process(keep=1)
+@pytest.mark.process
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_planted_fault_is_found(tmp_path, family):
     fault = make(SEEDS[family])

@@ -129,7 +129,7 @@ def test_every_example_is_tested():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(CHECKS)
 
 
-@pytest.mark.process(keep=1)
+@pytest.mark.process
 @pytest.mark.parametrize("name", CHECKS)
 def test_an_example_does_what_it_says_at_its_default_level(name, tmp_path):
     CHECKS[name](run_forked(name, tmp_path))
@@ -205,6 +205,7 @@ def test_the_doctor_finds_what_breaks_in_an_example(name):
 
 
 # By default they run at O4, and `resume` at O2. With O2 the gradient penalty has a dynamic scale.
+@pytest.mark.exhaustive(keep=2)
 @pytest.mark.parametrize(
     ("name", "level"),
     [

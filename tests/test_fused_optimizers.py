@@ -39,7 +39,6 @@ from stepping import run_iteration
 
 
 ADAM = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
-TENSOR = torch.tensor(0.1)
 
 
 @shows("companions-optimizers")

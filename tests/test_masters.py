@@ -7,6 +7,7 @@ import torch
 from torch.nn import Parameter
 
 import ampatch as amp
+from apex_rows import shows
 from helpers import (
     OPTIMIZER_CLASSES,
     VARIANTS,
@@ -54,6 +55,7 @@ def test_master_params_are_the_float32_leaves_in_the_param_groups(level):
     assert [param.dtype for param in model.parameters()] == [HALF[level]] * 2
 
 
+@shows("patterns-state-dict")
 def test_master_params_works_without_initialize():
     model = Dense()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -73,6 +75,7 @@ def test_a_model_without_masters_is_stepped_itself_where_master_weights_is_false
 # Starting over
 
 
+@shows("never-set-to-none", "optimizers-zero-grad")
 @LEVELS
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_clears_the_gradients_of_model_and_masters(level, set_to_none):
@@ -101,6 +104,7 @@ START_OVER = {
 }
 
 
+@shows("patterns-model-grads")
 @LEVELS
 @pytest.mark.parametrize("start_over", START_OVER.values(), ids=START_OVER)
 def test_clearing_the_models_gradients_alone_starts_over(level, start_over):
@@ -134,6 +138,7 @@ def test_a_step_right_after_clearing_the_models_gradients_changes_nothing(level,
     assert snapshot([list(model.parameters()), list(amp.master_params(optimizer))]) == before
 
 
+@shows("patterns-step-clears")
 @LEVELS
 def test_a_step_clears_the_gradients_of_masters_and_leaves_those_of_the_model(level):
     model, optimizer, _ = open_both(level)
@@ -144,6 +149,7 @@ def test_a_step_clears_the_gradients_of_masters_and_leaves_those_of_the_model(le
     assert [param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True)] == [True, True]
 
 
+@shows("patterns-step-clears")
 def test_a_skipped_step_clears_the_gradients_of_masters_too():
     model, optimizer, by_hand = open_both("O2")
     bad, good = make_batches(ADAM, 2)
@@ -160,6 +166,7 @@ def test_a_skipped_step_clears_the_gradients_of_masters_too():
     assert_same_bits(amp.master_params(optimizer), by_hand.masters)
 
 
+@shows("scale-masters", "patterns-model-grads")
 @LEVELS
 def test_the_models_own_gradients_stay_scaled_in_the_half_type(level):
     model, optimizer, by_hand = open_both(level)
@@ -184,6 +191,7 @@ def test_a_backward_outside_the_block_adds_unscaled_gradients(level):
     assert_same_bits(amp.master_params(optimizer), by_hand.masters)
 
 
+@shows("patterns-step-before-backward")
 @LEVELS
 def test_a_step_before_any_backward_changes_nothing(level):
     model, optimizer, _ = open_both(level)

@@ -9,11 +9,13 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import ampatch as amp
+from apex_rows import shows
 from nets import EVERY_LEVEL, FULL, HALVES, Net, X, assert_same_state, clone_state, open_session
 
 # ---- Weights ----
 
 
+@shows("initialize-same-objects")
 @pytest.mark.parametrize("opt_level", HALVES)
 def test_floating_weights_and_buffers_are_rounded_to_half_in_the_same_objects(opt_level):
     half, model = HALVES[opt_level], Net()
@@ -36,6 +38,7 @@ def test_weights_stay_float32_at_the_other_levels(opt_level):
     assert {param.dtype for param in model.parameters()} == {FULL}
 
 
+@shows("initialize-strings")
 @pytest.mark.parametrize(
     ("opt_level", "override", "expected"),
     [
@@ -160,20 +163,6 @@ def test_inputs_in_any_container_are_cast(shown):
     assert batch.ids is ids
 
 
-def test_inputs_by_keyword_are_cast(shown):
-    model, half = shown
-    model(X, x=X, batch={"y": [X]}, mode="train")
-    assert (model.kwargs["x"].dtype, model.kwargs["batch"]["y"][0].dtype) == (half, half)
-    assert model.kwargs["mode"] == "train"
-
-
-def test_a_string_may_be_the_first_input(shown):
-    model, half = shown
-    model("generate", X)
-    assert model.args[0] == "generate"
-    assert model.args[1].dtype is half
-
-
 def test_inputs_that_are_no_floats_stay(shown):
     model, _ = shown
     values = (
@@ -222,6 +211,7 @@ def leaves_of(result):
     return [result["a"][0], result["b"][0], result["b"][1].first, result["d"]["e"]]
 
 
+@shows("initialize-outputs", "patterns-inputs")
 def test_outputs_are_float32_in_any_container(shown):
     model, half = shown
     model.result = outputs(torch.ones(2, dtype=half))
@@ -238,7 +228,8 @@ def test_outputs_that_are_no_tensors_stay(shown):
         assert model(X) is value
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, FULL], ids=str)
+@shows("initialize-outputs")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, FULL, torch.float64], ids=str)
 @pytest.mark.parametrize("opt_level", EVERY_LEVEL)
 def test_cast_model_outputs_holds_at_every_level(opt_level, dtype):
     model = open_session(Show(), opt_level=opt_level, cast_model_outputs=dtype)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import ampatch as amp
+from apex_rows import shows
 from nets import (
     COPIES,
     EVERY_LEVEL,
@@ -36,6 +37,7 @@ class WithExtraState(Net):
         self.extra = state
 
 
+@shows("scaler-model-state", "scaler-defect-rounded")
 @pytest.mark.parametrize("opt_level", EVERY_LEVEL)
 @pytest.mark.parametrize("with_optimizer", [True, False], ids=["optimizer", "no optimizer"])
 def test_state_dict_has_the_unrounded_values_of_every_tensor(opt_level, with_optimizer):
@@ -71,6 +73,7 @@ def test_an_edit_of_the_half_weights_shows_in_state_dict(opt_level):
     assert (model.state_dict()["scale"] == torch.tensor(0.2).to(MASTERED[opt_level]).float()).all()
 
 
+@shows("scaler-extra-state")
 @pytest.mark.parametrize("opt_level", EVERY_LEVEL)
 def test_extra_state_that_is_no_tensor_passes(opt_level):
     model = WithExtraState()
@@ -138,6 +141,7 @@ def test_loading_a_wrong_shape_raises_and_changes_nothing_of_that_tensor(opt_lev
 # ---- Copies ----
 
 
+@shows("never-copies")
 @pytest.mark.parametrize("opt_level", EVERY_LEVEL)
 def test_a_deep_copy_shows_its_own_weights(opt_level):
     model = Net()
@@ -155,6 +159,7 @@ def test_a_deep_copy_shows_its_own_weights(opt_level):
     assert not torch.equal(model.state_dict()["linear.weight"], twin.state_dict()["linear.weight"])
 
 
+@shows("never-copies")
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("opt_level", EVERY_LEVEL)
 def test_a_copy_works_within_the_session(duplicate, opt_level):

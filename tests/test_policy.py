@@ -8,6 +8,7 @@ import torch
 import ampatch as amp
 from ampatch.levels.loss_scale import StaticLossScale
 from ampatch.levels.policy import Overrides, resolve
+from apex_rows import shows
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -116,6 +117,7 @@ def test_two_names_of_one_half_type_may_agree(name):
 PATCH, MODEL, NORMS = "patch_torch_functions_type", "cast_model_type", "keep_batchnorm_fp32"
 
 
+@shows("initialize-contradictions")
 @pytest.mark.parametrize(
     ("level", "overrides", "message"),
     [
@@ -147,6 +149,7 @@ def test_an_override_that_contradicts_the_level_is_refused_with_the_way_out(leve
         resolve_with(level, **overrides)
 
 
+@shows("initialize-contradictions")
 @pytest.mark.parametrize(
     ("level", "overrides"),
     [
@@ -156,6 +159,7 @@ def test_an_override_that_contradicts_the_level_is_refused_with_the_way_out(leve
         ("O0", {"patch_torch_functions": False}),
         ("O0", {"master_weights": False}),
         ("O1", {MODEL: False}),
+        ("O4", {MODEL: "None"}),
         ("O1", {"patch_torch_functions": True}),
         ("O2", {MODEL: FP16}),
         ("O2", {NORMS: "True"}),
@@ -264,24 +268,3 @@ def test_policies_are_values():
     assert pickle.loads(pickle.dumps(policy)) == policy
     with pytest.raises(AttributeError):
         policy.opt_level = "O3"
-
-
-def test_the_banner_names_the_level_and_marks_what_was_overridden_and_verbosity_0_prints_none(capsys):
-    amp.initialize(torch.nn.Linear(1, 1), opt_level="O4", loss_scale="128.0")
-    printed = capsys.readouterr().out
-    assert "Selected optimization level O4" in printed
-    (line,) = [line for line in printed.splitlines() if "loss_scale" in line]
-    assert "128.0" in line
-    assert "overrides 1.0" in line
-    assert printed.count("overrides") == 1
-    amp.initialize(torch.nn.Linear(1, 1), opt_level="O4", verbosity=0)
-    assert capsys.readouterr() == ("", "")
-
-
-def test_a_float16_level_on_a_cpu_says_once_that_the_bfloat16_ones_are_fast(caplog):
-    amp.initialize([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)], opt_level="O1")
-    assert len([record for record in caplog.records if "O4 and O5" in record.message]) == 1
-    amp.uninitialize()
-    caplog.clear()
-    amp.initialize(torch.nn.Linear(1, 1), opt_level="O4")
-    assert not caplog.records

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ampatch as amp
+from apex_rows import shows
 from patched import FULL, HALF, open_session
 
 OTHER_HALF = torch.float16
@@ -174,6 +175,7 @@ class Product(torch.autograd.Function):
         return torch.ops.aten.mm(grad, weight.float().t()), torch.ops.aten.mm(x.float().t(), grad)
 
 
+@shows("patterns-decorators")
 def test_both_directions_of_an_autograd_function_are_decorated_under_staticmethod():
     SEEN.clear()
     open_session()

@@ -7,6 +7,7 @@ from torch import nn
 import ampatch as amp
 from ampatch.patching.patcher import Patcher
 from ampatch.session.session import SESSION
+from apex_rows import shows
 from helpers import scaled_backward
 from nets import EVERY_LEVEL, FULL, X, make_trained, open_session, train
 from pictures import assert_same_picture, picture
@@ -22,6 +23,7 @@ def make():
 # ---- Undo ----
 
 
+@shows("initialize-undo-defect", "never-way-back")
 @pytest.mark.parametrize("opt_level", UNROUNDED)
 def test_uninitialize_restores_everything_bit_for_bit_any_number_of_times(opt_level):
     model, optimizer = make_trained()
@@ -144,6 +146,7 @@ def test_hooks_of_the_user_stay():
 # ---- What comes back ----
 
 
+@shows("initialize-shapes", "patterns-return")
 @pytest.mark.parametrize("enabled", [True, False])
 def test_what_comes_back_has_the_shape_of_what_went_in(enabled):
     def call(*args):
@@ -231,6 +234,7 @@ def test_a_disabled_scale_loss_yields_the_loss_itself(disabled):
     assert model.weight.grad is not None
 
 
+@shows("initialize-disabled", "initialize-disabled-defect", "patterns-cpu")
 def test_the_other_functions_pass_through_while_disabled(disabled):
     model, optimizer = disabled
     with amp.disable_casts():

@@ -275,10 +275,3 @@ def test_a_wrapped_model_saves_float32(process_group, opt_level):
     before = clone_state(model)
     wrapped = DistributedDataParallel(open_session(model, opt_level=opt_level))
     assert_same_state(dict(wrapped.state_dict()), {f"module.{name}": value for name, value in before.items()})
-
-
-def test_a_model_that_is_wrapped_already_is_refused(process_group):
-    wrapped = DistributedDataParallel(nn.Linear(3, 2))
-    message = r"models\[0\] is wrapped in DistributedDataParallel already: call initialize on the bare"
-    with pytest.raises(amp.AmpValueError, match=message):
-        open_session(wrapped)

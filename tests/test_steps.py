@@ -7,6 +7,7 @@ import torch
 from torch.nn import Parameter
 
 import ampatch as amp
+from apex_rows import shows
 from helpers import (
     SKIPPING_VARIANTS,
     Dense,
@@ -60,6 +61,7 @@ def fill_free_memory():
         torch.full((6, 6), 7.0), [torch.full((size,), 7.0) for size in range(1, 40)]
 
 
+@shows("scale-defect-first-skip")
 @pytest.mark.exhaustive(keep=12)
 @DYNAMIC_LEVELS
 @pytest.mark.parametrize("variant", SKIPPING_VARIANTS, ids=str)
@@ -124,8 +126,10 @@ def test_the_gradients_of_a_skipped_step_are_still_there_after_it(variant, level
     assert run.grad is grad
 
 
+@shows("scale-exit", "scale-defect-tuple")
 @DYNAMIC_LEVELS
-def test_an_overflow_skips_one_step_of_every_optimizer_named(level):
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_an_overflow_skips_one_step_of_every_optimizer_named(level, kind):
     model = torch.nn.ModuleList([Scalar(), Scalar(), Scalar()])
     optimizers = [
         make([one.weight]) for make, one in zip([ADAM, FUSED_MOMENTUM, MOMENTUM], model, strict=True)
@@ -139,7 +143,7 @@ def test_an_overflow_skips_one_step_of_every_optimizer_named(level):
     ]:
         before = [param_bits(optimizer) for optimizer in optimizers]
         loss = sum(one(BATCHES[0]).float().sum() for one in model) * factor
-        scaled_backward(loss, [optimizers[index] for index in named])
+        scaled_backward(loss, kind(optimizers[index] for index in named))
         for index in named:
             optimizers[index].step()
         assert [index for index in range(3) if param_bits(optimizers[index]) != before[index]] == stepped
@@ -220,6 +224,7 @@ STEPS = {
 }
 
 
+@shows("scale-defect-closure", "never-closures")
 @LEVELS
 @pytest.mark.parametrize("way", STEPS)
 @pytest.mark.parametrize(
@@ -296,6 +301,7 @@ SCHEDULERS = {
 }
 
 
+@shows("scale-defect-scheduler", "never-schedulers", "patterns-schedulers")
 @pytest.mark.parametrize("made", ["before", "after", "after a skipped step"])
 @pytest.mark.parametrize("make_scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
 @pytest.mark.parametrize(("level", "variant"), [("O1", FUSED_ADAM), ("O5", MOMENTUM)], ids=str)

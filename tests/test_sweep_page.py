@@ -117,6 +117,7 @@ assert "matplotlib.pyplot" not in sys.modules  # which chooses a backend
 """
 
 
+@pytest.mark.process
 def test_matplotlib_comes_late_and_its_settings_are_neither_taken_nor_changed(request):
     done = subprocess.run([sys.executable, "-c", ALONE], cwd=request.config.rootpath, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()

@@ -529,6 +529,7 @@ def run_fresh(script):
     return float(subprocess.check_output([sys.executable, "-c", script]))
 
 
+@pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="writes to /proc")
 def test_peak_memory_sees_memory_that_was_given_back_and_can_be_forgotten():
     script = (
@@ -539,6 +540,7 @@ def test_peak_memory_sees_memory_that_was_given_back_and_can_be_forgotten():
     assert run_fresh(script) > 800
 
 
+@pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_memory_is_not_that_of_the_parent(tmp_path):
     child = "from ampatch.sweeps.measure.memory import peak_memory; print(peak_memory()[1])"

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ampatch as amp
 from ampatch.table import BANNED, FP32, FP32_INPLACE, LOWER, MATCH_SELF
 from ampatch.testing import assert_casts, parametrize_rows
+from apex_rows import shows
 from patched import FULL, HALF, LEVELS, full, half, open_session
 
 # ---- A wrapper passes for the function that it wraps ----
@@ -186,6 +187,7 @@ def test_a_blacklisted_function_in_place_works_on_full_tensors(path, row):
     )
 
 
+@shows("o1-in-place")
 def test_a_blacklisted_function_in_place_raises_on_half_tensors_and_leaves_them_alone():
     open_session()
     for path, row in each_blacklisted.args[1]:
@@ -196,6 +198,7 @@ def test_a_blacklisted_function_in_place_raises_on_half_tensors_and_leaves_them_
         assert torch.equal(tensor, before)
 
 
+@shows("o1-in-place-power")
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_the_operator_for_a_power_in_place_gives_the_power_in_float32(opt_level):
     model = open_session(opt_level=opt_level)
@@ -278,6 +281,7 @@ PROMOTED_BY_TORCH = {
 }
 
 
+@shows("o1-in-place-mixed")
 @pytest.mark.exhaustive(keep=8)
 @pytest.mark.parametrize("name", [*PROMOTED_BY_TORCH, *MATCHING])
 @pytest.mark.filterwarnings("ignore:index_reduce.. is in beta")

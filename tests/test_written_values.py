@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import ampatch as amp
+from apex_rows import shows
 from nets import COPIES, EVERY_LEVEL, HALVES, MASTERED, open_session, sgd
 
 X = torch.ones(2, 4)
@@ -73,6 +74,7 @@ def test_what_is_written_into_the_state_dict_of_a_model_without_optimizer_shows_
     assert_filled(average, 3.0)
 
 
+@shows("never-copies", "patterns-edited-weights")
 @pytest.mark.parametrize("level", EVERY_LEVEL)
 @pytest.mark.parametrize("make_average", [COPIES["deepcopy"], COPIES["pickle"]])
 def test_an_average_over_state_dicts_is_that_of_float32(level, make_average):
