@@ -148,6 +148,7 @@ def validate_optimizers(request: Request, known: set[int], others: Sequence[AmpO
     """
     known = known | {id(param) for model in request.models for param in model.parameters()}
     taken = {id(amp.optimizer) for amp in others}
+    shapes = {param.shape for model in request.models for param in model.parameters()}
     for index, given in enumerate(request.optimizers):
         optimizer = unwrap_optimizer(given, index)
         if id(optimizer) in taken:
@@ -157,7 +158,7 @@ def validate_optimizers(request: Request, known: set[int], others: Sequence[AmpO
                 "over"
             )
         taken.add(id(optimizer))
-        _validate_params(index, optimizer, known)
+        _validate_params(index, optimizer, known, shapes)
         _validate_closure_use(index, optimizer, request.policy)
         _validate_zero(index, optimizer, request.policy)
 
@@ -183,9 +184,14 @@ def unwrap_optimizer(given: object, index: int = 0) -> Optimizer:
     )
 
 
-def _validate_params(index: int, optimizer: Optimizer, known: set[int]) -> None:
+def _validate_params(index: int, optimizer: Optimizer, known: set[int], shapes: set[torch.Size]) -> None:
+    """Raises for parameters of no model that have the shapes of the models': most likely they were these.
+
+    Others are a script's own: a latent code that it fits, a temperature.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if params and not any(id(param) in known for param in params):
+    is_strange = not any(id(param) in known for param in params)
+    if params and is_strange and {param.shape for param in params} <= shapes:
         shape = tuple(params[0].shape)
         raise AmpValueError(
             f"optimizers[{index}] ({type(optimizer).__name__}) steps parameters of no initialized model (the "
