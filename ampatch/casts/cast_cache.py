@@ -64,8 +64,9 @@ class CastCache:
         self._thread = thread
         self._sources = ELIGIBLE - {dtype}
         self._is_on_device = is_on_device
-        # Other threads may add some at any time, and the garbage collector clears them all when it frees a
-        # model: who goes through them goes through a copy.
+        # Other threads may add and forget some at any time, and the garbage collector clears them all when it
+        # frees a model: who goes through them goes through a copy. Who moves one puts it into the other
+        # dictionary first, in place, so that whoever forgets it finds it there as well.
         # By id: cast, version, pointer, requires_grad, device and stream (None but on CUDA), the parameter
         # (kept, so that its id stays its own), its memory if the cast may outlive an iteration, and the
         # version of the cast. Plain tuples unpack fastest.
@@ -73,19 +74,10 @@ class CastCache:
         self._waiting: dict[int, tuple] = {}  # entries of iterations that ended, not used since
         self._stale: dict[int, tuple] = {}  # entries of what a step has changed, to be written again
         self._rechecks = 0
+        self._all = self._entries, self._waiting, self._stale
         self.made = 0  # casts of parameters, ever
         self._by_memory: dict[int, list[int]] = {}  # keys of entries; sorted when they are asked for
-        self.cast_plain, self._look_in = self._make_cast_plain()
-
-    @property
-    def _all(self) -> tuple[dict[int, tuple], ...]:
-        return self._entries, self._waiting, self._stale
-
-    def _begin(self) -> dict[int, tuple]:
-        """Goes on without entries; returns those that there were."""
-        entries, self._entries = self._entries, {}
-        self._look_in(self._entries)
-        return entries
+        self.cast_plain = self._make_cast_plain()
 
     @property
     def nbytes(self) -> int:
@@ -137,8 +129,8 @@ class CastCache:
 
         That comes later, because most often a step comes first, and ends them all.
         """
-        if self._entries:
-            self._waiting = {**self._waiting, **self._begin()}
+        self._waiting.update(self._entries)
+        self._entries.clear()
         self._rechecks += 1
         if self._rechecks % SWEEP == 0:
             self._drop_unowned()
@@ -157,13 +149,18 @@ class CastCache:
 
     def end(self, changed: Collection[int]) -> None:
         """Ends the casts of parameters, by id, that are changed now: they are written again before use."""
-        ended = {**self._waiting, **self._begin()}
-        self._waiting = {}
-        if not ended.keys() <= changed:
-            self._waiting = {key: entry for key, entry in ended.items() if key not in changed}
+        waiting = self._waiting
+        waiting.update(self._entries)
+        self._entries.clear()
+        ended = waiting.copy()
+        if ended.keys() <= changed:
+            waiting.clear()
+        else:
             ended = {key: entry for key, entry in ended.items() if key in changed}
+            for key in ended:
+                waiting.pop(key, None)
         if CAN_SEE_GRAPHS:
-            self._stale = {**self._stale, **ended}
+            self._stale.update(ended)
 
     def cast(self, parameter: Tensor) -> Tensor:
         """Returns a parameter in the cache's dtype, cast now or earlier; others as they are."""
@@ -178,13 +175,8 @@ class CastCache:
     def _is_eligible(self, parameter: Tensor) -> bool:
         return parameter.dtype in self._sources and self._is_on_device(parameter)
 
-    def _make_cast_plain(self) -> tuple[Callable[[Tensor], Tensor], Callable[[dict[int, tuple]], None]]:
-        """Returns the hot path, and what has it look in other entries: cells are read fastest."""
+    def _make_cast_plain(self) -> Callable[[Tensor], Tensor]:
         find, make = self._entries.get, self._make
-
-        def look_in(entries: dict[int, tuple]) -> None:
-            nonlocal find
-            find = entries.get
 
         def cast_plain(parameter: Tensor) -> Tensor:
             """What `cast` does where nothing is recorded: the hot path."""
@@ -200,7 +192,7 @@ class CastCache:
                     return cast
             return make(parameter)
 
-        return cast_plain, look_in
+        return cast_plain
 
     def _make(self, parameter: Tensor) -> Tensor:
         key = id(parameter)
