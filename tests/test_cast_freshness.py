@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -488,7 +489,7 @@ def test_uninitialize_forgets_the_casts(linear):
 
 
 def interrupt(run, act):
-    """Runs a function again and again, with an act before its first instruction in the cache, the second ..."""
+    """Runs a function again and again, with an act before another instruction in the cache."""
     for moment in itertools.count():
         instructions = itertools.count()
 
@@ -541,3 +542,32 @@ def test_a_write_by_another_thread_while_casts_are_moved_is_seen(name):
         block = prepare()
         if name == "step":
             end_block(block)
+
+
+def test_a_step_by_another_thread_while_casts_are_written_again_is_seen():
+    """A fused optimizer leaves no version, so that nothing but its end tells of the step."""
+    models = [nn.Linear(3, 5) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, fused=True) for model in models]
+    open_session(models, optimizers)
+
+    def step(index):
+        models[index](X).sum().backward()
+        optimizers[index].step()
+
+    def step_elsewhere():
+        thread = threading.Thread(target=optimizers[1].step)
+        thread.start()
+        thread.join()
+
+    def prepare():
+        for index in range(2):
+            thread = threading.Thread(target=step, args=(index,))
+            thread.start()
+            thread.join()
+
+    prepare()
+    waiting = []  # for its backward, so that the iteration goes on
+    for _ in interrupt(lambda: waiting.append(models[0](X)), step_elsewhere):
+        assert_fresh(models[1])
+        waiting.clear()
+        prepare()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
+from threading import get_ident
 
 import torch
 from torch import Tensor
@@ -72,12 +73,17 @@ class CastCache:
         # version of the cast. Plain tuples unpack fastest.
         self._entries: dict[int, tuple] = {}
         self._waiting: dict[int, tuple] = {}  # entries of iterations that ended, not used since
-        self._stale: dict[int, tuple] = {}  # entries of what a step has changed, to be written again
+        # By thread: entries of what its steps have changed, to be written again, by itself: only there is no
+        # other step on the way.
+        self._stale: dict[int, dict[int, tuple]] = {}
         self._rechecks = 0
-        self._all = self._entries, self._waiting, self._stale
         self.made = 0  # casts of parameters, ever
         self._by_memory: dict[int, list[int]] = {}  # keys of entries; sorted when they are asked for
         self.cast_plain = self._make_cast_plain()
+
+    @property
+    def _all(self) -> tuple[dict[int, tuple], ...]:
+        return self._entries, self._waiting, *self._stale.values()
 
     @property
     def nbytes(self) -> int:
@@ -137,7 +143,7 @@ class CastCache:
 
     def _drop_unowned(self) -> None:
         """Forgets the casts of parameters that nobody else has any more."""
-        for entries in (self._waiting, self._stale):
+        for entries in self._all[1:]:
             for key, (_, _, _, requires_grad, *_, parameter, _, _) in entries.copy().items():
                 if count_references(parameter) <= OWN_REFERENCES[requires_grad]:
                     entries.pop(key, None)
@@ -160,7 +166,7 @@ class CastCache:
             for key in ended:
                 waiting.pop(key, None)
         if CAN_SEE_GRAPHS:
-            self._stale.update(ended)
+            self._stale.setdefault(get_ident(), {}).update(ended)
 
     def cast(self, parameter: Tensor) -> Tensor:
         """Returns a parameter in the cache's dtype, cast now or earlier; others as they are."""
@@ -196,8 +202,9 @@ class CastCache:
 
     def _make(self, parameter: Tensor) -> Tensor:
         key = id(parameter)
-        if key in self._stale:
-            self._write_again()
+        stale = self._stale.get(get_ident(), {})
+        if key in stale:
+            self._write_again(stale)
             if key in self._entries:
                 return self.cast_plain(parameter)
         entry = self._waiting.pop(key, None)
@@ -229,9 +236,9 @@ class CastCache:
                 self._by_memory = {}
         return cast
 
-    def _write_again(self) -> None:
-        """Casts all that a step has changed into the memory of their earlier casts."""
-        found = [entry for entry in self._take_stale() if _fits(entry)]
+    def _write_again(self, stale: dict[int, tuple]) -> None:
+        """Casts all that steps have changed into the memory of their earlier casts."""
+        found = [entry for entry in _take_all(stale) if _fits(entry)]
         if not found:
             return
         versions = [entry[6]._version for entry in found]
@@ -243,20 +250,21 @@ class CastCache:
             cast, parameter = entry[0], entry[6]
             self._entries[id(parameter)] = (cast, version, *entry[2:8], cast._version)
 
-    def _take_stale(self) -> Iterator[tuple]:
-        """Yields what is to be written again; another thread may take some of it at the same time."""
-        while self._stale:
-            try:
-                yield self._stale.popitem()[1]
-            except KeyError:
-                return
-
 
 def _is_as_it_was(parameter: Tensor, entry: tuple) -> bool:
     """Whether a cast still holds for sure: nobody else reaches the memory, and no function wrote the cast."""
     _, version, *_, memory, _ = entry
     is_alone = memory is not None and not is_shared(memory)
     return is_alone and parameter._version == version and _is_in_place(entry)
+
+
+def _take_all(entries: dict[int, tuple]) -> Iterator[tuple]:
+    """Yields entries, and takes them out; another thread may drop some of them at the same time."""
+    while entries:
+        try:
+            yield entries.popitem()[1]
+        except KeyError:
+            return
 
 
 def _fits(entry: tuple) -> bool:
