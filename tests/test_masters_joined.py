@@ -107,7 +107,9 @@ def test_a_group_that_is_taken_out_and_added_again_goes_on_from_its_state(level)
 
 
 @LEVELS
-@pytest.mark.parametrize("moment", ["before the block", "in the block", "before clipping", "before the step"])
+@pytest.mark.parametrize(
+    "moment", ["before clearing", "before the block", "in the block", "before clipping", "before the step"]
+)
 def test_parameters_that_a_script_writes_into_a_group_are_stepped_by_their_masters(level, moment):
     model, optimizer, by_hand = open_both(level, MOMENTUM)
 
@@ -117,6 +119,8 @@ def test_parameters_that_a_script_writes_into_a_group_are_stepped_by_their_maste
 
     batches = make_batches(ADAM, 3)
     for batch in batches:
+        backward(model, optimizer, batch)
+        write("before clearing")
         optimizer.zero_grad()
         write("before the block")
         with amp.scale_loss(model(batch).square().mean(), optimizer) as scaled_loss:

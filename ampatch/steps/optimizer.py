@@ -286,9 +286,9 @@ class AmpOptimizer:
 
     def zero_grad(self, original: Callable[..., None], *args: object, **kwargs: object) -> None:
         """Clears the gradients of masters and model."""
+        self.masters.install_again()
         original(*args, **kwargs)
-        set_to_none = kwargs.get("set_to_none", args[0] if args else True)
-        self._grads.clear(set_to_none=bool(set_to_none))
+        self._grads.clear(set_to_none=bool(kwargs.get("set_to_none", args[0] if args else True)))
 
     def close(self) -> None:
         """Leaves the gradients unscaled, and takes the model's weights as they are now.
