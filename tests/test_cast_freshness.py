@@ -1,11 +1,16 @@
 """The cast cache is never stale: whatever writes to a weight, the next forward sees it."""
 
+import itertools
+import sys
+import threading
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import ampatch as amp
+from ampatch.casts import cast_cache
 from ampatch.casts.cast import CASTS
 from caching import HALF, MODES, WITHOUT_GRAD, X, assert_fresh, backward, by_hand, open_session, open_training
 
@@ -499,3 +504,88 @@ def test_uninitialize_forgets_the_casts(linear):
     write_data(linear)
     open_session(linear)
     assert_fresh(linear)
+
+
+def interrupt(run, act):
+    """Runs a function again and again, with an act before another instruction in the cache."""
+    for moment in itertools.count():
+        instructions = itertools.count()
+
+        def trace(frame, event, arg, moment=moment, instructions=instructions):
+            if frame.f_code.co_filename != cast_cache.__file__:
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode" and next(instructions) == moment:
+                act()
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            run()
+        finally:
+            sys.settrace(before)
+        if next(instructions) <= moment:
+            return
+        yield moment
+
+
+@pytest.mark.parametrize("name", ["block", "step"])
+def test_a_write_by_another_thread_while_casts_are_moved_is_seen(name):
+    """Python may switch threads between any two instructions, and the write comes between these."""
+    model, other = nn.Linear(3, 5), nn.Linear(3, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    open_session([model, other], optimizer)
+
+    def prepare():
+        loss = model(X).sum()
+        assert_fresh(other)
+        block = amp.scale_loss(loss, optimizer)
+        block.__enter__().backward()
+        return block
+
+    def end_block(block):
+        block.__exit__(None, None, None)
+
+    def negate():
+        for param in other.parameters():
+            param.data.neg_()
+
+    block = prepare()
+    run = {"block": lambda: end_block(block), "step": optimizer.step}[name]
+    if name == "step":
+        end_block(block)
+    for _ in interrupt(run, negate):
+        assert_fresh(other)
+        block = prepare()
+        if name == "step":
+            end_block(block)
+
+
+def test_a_step_by_another_thread_while_casts_are_written_again_is_seen():
+    """A fused optimizer leaves no version, so that nothing but its end tells of the step."""
+    models = [nn.Linear(3, 5) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, fused=True) for model in models]
+    open_session(models, optimizers)
+
+    def step(index):
+        models[index](X).sum().backward()
+        optimizers[index].step()
+
+    def step_elsewhere():
+        thread = threading.Thread(target=optimizers[1].step)
+        thread.start()
+        thread.join()
+
+    def prepare():
+        for index in range(2):
+            thread = threading.Thread(target=step, args=(index,))
+            thread.start()
+            thread.join()
+
+    prepare()
+    waiting = []  # for its backward, so that the iteration goes on
+    for _ in interrupt(lambda: waiting.append(models[0](X)), step_elsewhere):
+        assert_fresh(models[1])
+        waiting.clear()
+        prepare()

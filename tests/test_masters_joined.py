@@ -28,6 +28,7 @@ from mastering import (
     iterate,
     open_both,
     optimizer_bits,
+    saved,
     train,
     train_plainly,
 )
@@ -106,11 +107,46 @@ def test_a_group_that_is_taken_out_and_added_again_goes_on_from_its_state(level)
 
 
 @LEVELS
-def test_parameters_that_a_script_writes_into_a_group_are_stepped_by_their_masters(level):
+@pytest.mark.parametrize(
+    "moment", ["before clearing", "before the block", "in the block", "before clipping", "before the step"]
+)
+def test_parameters_that_a_script_writes_into_a_group_are_stepped_by_their_masters(level, moment):
     model, optimizer, by_hand = open_both(level, MOMENTUM)
+
+    def write(now):
+        if now == moment:
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+
+    batches = make_batches(ADAM, 3)
+    for batch in batches:
+        backward(model, optimizer, batch)
+        write("before clearing")
+        optimizer.zero_grad()
+        write("before the block")
+        with amp.scale_loss(model(batch).square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            write("in the block")
+        write("before clipping")
+        torch.nn.utils.clip_grad_value_(amp.master_params(optimizer), 0.5)
+        write("before the step")
+        optimizer.step()
+        by_hand.optimizer.zero_grad()
+        by_hand.backward(batch)
+        torch.nn.utils.clip_grad_value_(by_hand.masters, 0.5)
+        by_hand.optimizer.step()
+    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
+    assert optimizer_bits(optimizer) == optimizer_bits(by_hand.optimizer)
+
+
+@LEVELS
+def test_an_optimizer_is_saved_and_loaded_with_parameters_that_a_script_wrote_into_a_group(level):
+    model, optimizer, by_hand = open_both(level, ADAM)
     batches = make_batches(ADAM, 3)
     for batch in batches:
         optimizer.param_groups[0]["params"] = list(model.parameters())
+        state = saved(optimizer.state_dict())
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+        optimizer.load_state_dict(state)
         iterate(model, optimizer, batch)
     by_hand.train(batches)
     assert_same_bits(amp.master_params(optimizer), by_hand.masters)

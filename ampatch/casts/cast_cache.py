@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
+from threading import get_ident
 
 import torch
 from torch import Tensor
@@ -64,28 +65,25 @@ class CastCache:
         self._thread = thread
         self._sources = ELIGIBLE - {dtype}
         self._is_on_device = is_on_device
-        # Other threads may add some at any time, and the garbage collector clears them all when it frees a
-        # model: who goes through them goes through a copy.
+        # Other threads may add and forget some at any time, and the garbage collector clears them all when it
+        # frees a model: who goes through them goes through a copy. Who moves one puts it into the other
+        # dictionary first, in place, so that whoever forgets it finds it there as well.
         # By id: cast, version, pointer, requires_grad, device and stream (None but on CUDA), the parameter
         # (kept, so that its id stays its own), its memory if the cast may outlive an iteration, and the
         # version of the cast. Plain tuples unpack fastest.
         self._entries: dict[int, tuple] = {}
         self._waiting: dict[int, tuple] = {}  # entries of iterations that ended, not used since
-        self._stale: dict[int, tuple] = {}  # entries of what a step has changed, to be written again
+        # By thread: entries of what its steps have changed, to be written again, by itself: only there is no
+        # other step on the way.
+        self._stale: dict[int, dict[int, tuple]] = {}
         self._rechecks = 0
         self.made = 0  # casts of parameters, ever
         self._by_memory: dict[int, list[int]] = {}  # keys of entries; sorted when they are asked for
-        self.cast_plain, self._look_in = self._make_cast_plain()
+        self.cast_plain = self._make_cast_plain()
 
     @property
     def _all(self) -> tuple[dict[int, tuple], ...]:
-        return self._entries, self._waiting, self._stale
-
-    def _begin(self) -> dict[int, tuple]:
-        """Goes on without entries; returns those that there were."""
-        entries, self._entries = self._entries, {}
-        self._look_in(self._entries)
-        return entries
+        return self._entries, self._waiting, *self._stale.values()
 
     @property
     def nbytes(self) -> int:
@@ -137,15 +135,15 @@ class CastCache:
 
         That comes later, because most often a step comes first, and ends them all.
         """
-        if self._entries:
-            self._waiting = {**self._waiting, **self._begin()}
+        self._waiting.update(self._entries)
+        self._entries.clear()
         self._rechecks += 1
         if self._rechecks % SWEEP == 0:
             self._drop_unowned()
 
     def _drop_unowned(self) -> None:
         """Forgets the casts of parameters that nobody else has any more."""
-        for entries in (self._waiting, self._stale):
+        for entries in self._all[1:]:
             for key, (_, _, _, requires_grad, *_, parameter, _, _) in entries.copy().items():
                 if count_references(parameter) <= OWN_REFERENCES[requires_grad]:
                     entries.pop(key, None)
@@ -157,13 +155,18 @@ class CastCache:
 
     def end(self, changed: Collection[int]) -> None:
         """Ends the casts of parameters, by id, that are changed now: they are written again before use."""
-        ended = {**self._waiting, **self._begin()}
-        self._waiting = {}
-        if not ended.keys() <= changed:
-            self._waiting = {key: entry for key, entry in ended.items() if key not in changed}
+        waiting = self._waiting
+        waiting.update(self._entries)
+        self._entries.clear()
+        ended = waiting.copy()
+        if ended.keys() <= changed:
+            waiting.clear()
+        else:
             ended = {key: entry for key, entry in ended.items() if key in changed}
+            for key in ended:
+                waiting.pop(key, None)
         if CAN_SEE_GRAPHS:
-            self._stale = {**self._stale, **ended}
+            self._stale.setdefault(get_ident(), {}).update(ended)
 
     def cast(self, parameter: Tensor) -> Tensor:
         """Returns a parameter in the cache's dtype, cast now or earlier; others as they are."""
@@ -178,13 +181,8 @@ class CastCache:
     def _is_eligible(self, parameter: Tensor) -> bool:
         return parameter.dtype in self._sources and self._is_on_device(parameter)
 
-    def _make_cast_plain(self) -> tuple[Callable[[Tensor], Tensor], Callable[[dict[int, tuple]], None]]:
-        """Returns the hot path, and what has it look in other entries: cells are read fastest."""
+    def _make_cast_plain(self) -> Callable[[Tensor], Tensor]:
         find, make = self._entries.get, self._make
-
-        def look_in(entries: dict[int, tuple]) -> None:
-            nonlocal find
-            find = entries.get
 
         def cast_plain(parameter: Tensor) -> Tensor:
             """What `cast` does where nothing is recorded: the hot path."""
@@ -200,12 +198,13 @@ class CastCache:
                     return cast
             return make(parameter)
 
-        return cast_plain, look_in
+        return cast_plain
 
     def _make(self, parameter: Tensor) -> Tensor:
         key = id(parameter)
-        if key in self._stale:
-            self._write_again()
+        stale = self._stale.get(get_ident(), {})
+        if key in stale:
+            self._write_again(stale)
             if key in self._entries:
                 return self.cast_plain(parameter)
         entry = self._waiting.pop(key, None)
@@ -237,9 +236,9 @@ class CastCache:
                 self._by_memory = {}
         return cast
 
-    def _write_again(self) -> None:
-        """Casts all that a step has changed into the memory of their earlier casts."""
-        found = [entry for entry in self._take_stale() if _fits(entry)]
+    def _write_again(self, stale: dict[int, tuple]) -> None:
+        """Casts all that steps have changed into the memory of their earlier casts."""
+        found = [entry for entry in _take_all(stale) if _fits(entry)]
         if not found:
             return
         versions = [entry[6]._version for entry in found]
@@ -251,20 +250,21 @@ class CastCache:
             cast, parameter = entry[0], entry[6]
             self._entries[id(parameter)] = (cast, version, *entry[2:8], cast._version)
 
-    def _take_stale(self) -> Iterator[tuple]:
-        """Yields what is to be written again; another thread may take some of it at the same time."""
-        while self._stale:
-            try:
-                yield self._stale.popitem()[1]
-            except KeyError:
-                return
-
 
 def _is_as_it_was(parameter: Tensor, entry: tuple) -> bool:
     """Whether a cast still holds for sure: nobody else reaches the memory, and no function wrote the cast."""
     _, version, *_, memory, _ = entry
     is_alone = memory is not None and not is_shared(memory)
     return is_alone and parameter._version == version and _is_in_place(entry)
+
+
+def _take_all(entries: dict[int, tuple]) -> Iterator[tuple]:
+    """Yields entries, and takes them out; another thread may drop some of them at the same time."""
+    while entries:
+        try:
+            yield entries.popitem()[1]
+        except KeyError:
+            return
 
 
 def _fits(entry: tuple) -> bool:

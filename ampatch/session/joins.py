@@ -142,6 +142,8 @@ def _attach(amp: AmpOptimizer, has_masters: bool, take: Take) -> None:
         amp.undo.callback(one.register_step_post_hook(amp.after_step).remove)
         if hasattr(one, "_optimizer_load_state_dict_post_hooks"):
             amp.undo.callback(one.register_load_state_dict_post_hook(amp.masters.align_state).remove)
+            amp.undo.callback(one.register_load_state_dict_pre_hook(amp.masters.install_again).remove)
+            amp.undo.callback(one.register_state_dict_pre_hook(amp.masters.install_again).remove)
 
 
 def _refuse_join(**options: object) -> None:
@@ -173,7 +175,7 @@ def _find_inner(optimizer: Optimizer) -> list[Optimizer]:
 
 def _order_hooks(optimizer: Optimizer) -> None:
     """Makes an optimizer's dictionaries of hooks ordered: torch cannot add a hook to a plain one."""
-    for kind in ("step_pre", "step_post", "load_state_dict_post"):
+    for kind in ("step_pre", "step_post", "state_dict_pre", "load_state_dict_pre", "load_state_dict_post"):
         name = f"_optimizer_{kind}_hooks"
         if type(getattr(optimizer, name, None)) is dict:
             setattr(optimizer, name, OrderedDict(getattr(optimizer, name)))

@@ -144,6 +144,9 @@ class HalfWatch(SessionPatch):
         if torch.compiler.is_dynamo_compiling() or id(optimizer) in self._seen:
             return
         self._seen.add(id(optimizer))
+        found = self._members.find(optimizer)
+        if found is not None:  # its own hook comes later
+            found[0].masters.install_again()
         half = self._find_half(wants_masters=True)
         if any(id(param) in half for group in optimizer.param_groups for param in group["params"]):
             self._warner.warn(

@@ -87,7 +87,6 @@ class ScaledLoss(NotYetScaled):
             scale = self.scaler.begin(self.loss.device, self._capture)
         self._around = graph_task()  # a backward that the block itself is inside of
         for optimizer in self.optimizers:
-            optimizer.masters.install_again()
             optimizer.prepare_backward(scale, self._end_by_step)
         return scale
 

@@ -71,8 +71,8 @@ class MasterParams:
         for optimizer in self.optimizers:
             self.align_state(optimizer)
 
-    def install_again(self) -> None:
-        """Puts masters back where a script has written their half parameters into a group since."""
+    def install_again(self, *_: object) -> None:
+        """Puts masters back where a script wrote their half parameters into a group since; a hook, too."""
         halves = self._by_half.keys()
         groups = [group for optimizer in self.optimizers if halves for group in optimizer.param_groups]
         if not all(halves.isdisjoint(map(id, group["params"])) for group in groups):
@@ -105,6 +105,7 @@ class MasterParams:
 
     def take_edits(self) -> None:
         """Feeds masters with what was written into the model's parameters, or swapped, since they agreed."""
+        self.install_again()
         touched = self.touched
         edited = [
             pair

@@ -163,9 +163,9 @@ class AmpOptimizer:
     def unscale(self, scale: Scale, found_inf: Tensor | None, done: set[int] | None) -> None:
         """Unscales the new gradients; no host sync. `end_backward` must follow.
 
-        `found_inf` is needed where the scale is no static 1. `done` holds the ids of gradients that other
-        optimizers of the block have unscaled, if there are any.
+        `found_inf` is needed unless the scale is a static 1; `done` are those that others unscaled, by id.
         """
+        self.masters.install_again()
         if self.delayed is not None:
             self._earlier.give_back()  # scaled as well
             self.delayed, self.local.are_waiting = None, False
@@ -286,9 +286,9 @@ class AmpOptimizer:
 
     def zero_grad(self, original: Callable[..., None], *args: object, **kwargs: object) -> None:
         """Clears the gradients of masters and model."""
+        self.masters.install_again()
         original(*args, **kwargs)
-        set_to_none = kwargs.get("set_to_none", args[0] if args else True)
-        self._grads.clear(set_to_none=bool(set_to_none))
+        self._grads.clear(set_to_none=bool(kwargs.get("set_to_none", args[0] if args else True)))
 
     def close(self) -> None:
         """Leaves the gradients unscaled, and takes the model's weights as they are now.
