@@ -31,7 +31,7 @@ class Captures(SessionPatch):
 
     def current(self) -> Repeats | None:
         """Returns what collects what is to be repeated, None if this thread captures nothing."""
-        return self._open.get(get_ident())
+        return self._open.get(get_ident()) if self._open else None  # torch.compile knows no get_ident
 
     def patch(self, patcher: Patcher) -> None:
         """Replaces the methods by which graphs are captured and replayed."""

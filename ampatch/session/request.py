@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar, cas
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ampatch.errors import AmpError, AmpTypeError, AmpValueError
@@ -146,9 +147,10 @@ def validate_optimizers(request: Request, known: set[int], others: Sequence[AmpO
 
     `known` are the ids of the tensors of earlier calls, `others` their optimizers.
     """
-    known = known | {id(param) for model in request.models for param in model.parameters()}
+    params = [param for model in request.models for param in model.parameters()]
+    known = known | set(map(id, params))
     taken = {id(amp.optimizer) for amp in others}
-    shapes = {param.shape for model in request.models for param in model.parameters()}
+    shapes = {param.shape for param in params if not is_lazy(param)}
     for index, given in enumerate(request.optimizers):
         optimizer = unwrap_optimizer(given, index)
         if id(optimizer) in taken:
@@ -191,7 +193,7 @@ def _validate_params(index: int, optimizer: Optimizer, known: set[int], shapes: 
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     is_strange = not any(id(param) in known for param in params)
-    if params and is_strange and {param.shape for param in params} <= shapes:
+    if params and is_strange and {param.shape for param in params if not is_lazy(param)} <= shapes:
         shape = tuple(params[0].shape)
         raise AmpValueError(
             f"optimizers[{index}] ({type(optimizer).__name__}) steps parameters of no initialized model (the "

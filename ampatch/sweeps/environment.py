@@ -97,6 +97,7 @@ def find_commit(folder: Path) -> str | None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",  # it names folders, whose names need not be text
             timeout=GIT_SECONDS,
             check=True,
             # Reading must not get into the way of a git that works there.

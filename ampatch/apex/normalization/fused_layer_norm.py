@@ -141,6 +141,7 @@ FusedRMSNormAffineMixedDtypesFunction = SimpleNamespace(apply=mixed_dtype_fused_
 
 
 # ---- Modules ----
+# Their functions are looked up at each call: a script may have replaced them here.
 
 
 class _TakesMemoryEfficient(nn.Module):
@@ -160,7 +161,7 @@ class _TakesMemoryEfficient(nn.Module):
 class FusedLayerNorm(_TakesMemoryEfficient, nn.LayerNorm):
     """nn.LayerNorm whose output has the type of its input, whatever type its weights have."""
 
-    _function = staticmethod(fused_layer_norm_affine)
+    _function = staticmethod(lambda *args: fused_layer_norm_affine(*args))
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalizes the last dimensions of the input."""
@@ -170,7 +171,7 @@ class FusedLayerNorm(_TakesMemoryEfficient, nn.LayerNorm):
 class FusedRMSNorm(_TakesMemoryEfficient, nn.RMSNorm):
     """nn.RMSNorm whose output has the type of its input, whatever type its weight has."""
 
-    _function = staticmethod(fused_rms_norm_affine)
+    _function = staticmethod(lambda *args: fused_rms_norm_affine(*args))
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalizes the last dimensions of the input."""
@@ -198,10 +199,10 @@ class _AlwaysAffine(nn.Module):
 class MixedFusedLayerNorm(_AlwaysAffine, FusedLayerNorm):
     """A FusedLayerNorm whose output has the type of its weight. It always has one."""
 
-    _function = staticmethod(mixed_dtype_fused_layer_norm_affine)
+    _function = staticmethod(lambda *args: mixed_dtype_fused_layer_norm_affine(*args))
 
 
 class MixedFusedRMSNorm(_AlwaysAffine, FusedRMSNorm):
     """A FusedRMSNorm whose output has the type of its weight. It always has one."""
 
-    _function = staticmethod(mixed_dtype_fused_rms_norm_affine)
+    _function = staticmethod(lambda *args: mixed_dtype_fused_rms_norm_affine(*args))
