@@ -1,8 +1,10 @@
 """The cast cache is never stale: whatever writes to a weight, the next forward sees it."""
 
+import contextlib
 import itertools
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -560,6 +562,24 @@ def test_a_write_by_another_thread_while_casts_are_moved_is_seen(name):
         block = prepare()
         if name == "step":
             end_block(block)
+
+
+def test_steps_in_threads_in_turn_keep_one_cast_of_each_weight():
+    """As a pool of threads makes them: each thread's steps end the casts that it made."""
+    model = nn.Linear(3, 5)
+    optimizer = open_training(model)
+    sizes = []
+
+    def train():
+        backward(model(X).float().sum(), optimizer)
+        optimizer.step()
+        sizes.append(CASTS.get_cache(HALF).nbytes)
+
+    with contextlib.ExitStack() as stack:
+        pools = [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(4)]
+        for pool in pools:
+            pool.submit(train).result()
+    assert sizes == [sizes[0]] * 4
 
 
 def test_a_step_by_another_thread_while_casts_are_written_again_is_seen():

@@ -231,6 +231,8 @@ class CastCache:
                 cast = self._convert(parameter)
         # Fake tensors and those of a running torch.func transform are dead once it ends.
         if type(cast) is Tensor and not is_transformed():
+            for stale in tuple(self._stale.values()):  # other threads need theirs no more
+                stale.pop(key, None)
             self._entries[key] = (cast, *state, parameter, find_memory(parameter), cast._version)
             if self._by_memory:
                 self._by_memory = {}
