@@ -121,6 +121,19 @@ def test_grid_sample_follows_the_wider_type_and_is_listed(grid_type):
 IN_PLACE = [operator.iadd, operator.isub, operator.imul, operator.itruediv]
 
 
+@shows("o1-in-place-power")
+@pytest.mark.parametrize("level", PATCHED)
+def test_a_power_in_place_by_its_operator_is_a_new_float32_tensor(level):
+    open_o1(level)
+    x = old = torch.tensor([300.0, 1e-4]).to(PATCHED[level])
+    x **= 2
+    assert x.dtype is FULL
+    assert torch.equal(x, old.float() ** 2)
+    assert old.dtype is PATCHED[level]
+    with pytest.raises(NotImplementedError, match=r"pow_ .*use pow, which"):
+        old.pow_(2)
+
+
 @shows("o1-in-place-operators")
 @pytest.mark.parametrize("operate", IN_PLACE)
 @pytest.mark.parametrize("own", [FULL, HALF], ids=str)

@@ -163,6 +163,20 @@ def test_inputs_in_any_container_are_cast(shown):
     assert batch.ids is ids
 
 
+def test_inputs_by_keyword_are_cast(shown):
+    model, half = shown
+    model(X, x=X, batch={"y": [X]}, mode="train")
+    assert (model.kwargs["x"].dtype, model.kwargs["batch"]["y"][0].dtype) == (half, half)
+    assert model.kwargs["mode"] == "train"
+
+
+def test_a_string_may_be_the_first_input(shown):
+    model, half = shown
+    model("generate", X)
+    assert model.args[0] == "generate"
+    assert model.args[1].dtype is half
+
+
 def test_inputs_that_are_no_floats_stay(shown):
     model, _ = shown
     values = (
