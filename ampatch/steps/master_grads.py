@@ -105,15 +105,20 @@ class MasterGrads:
 
     def feed(self, unscale: Unscale | None, pairs: Sequence[Weight] | None = None) -> None:
         """Adds new half gradients, of all pairs or of some, to the masters', each `unscale`d in float32."""
-        fresh = [
-            pair
-            for pair in (self._pairs if pairs is None else pairs)
-            if (grad := pair.half.grad) is not None
-            and grad is not pair.grad_used
-            and (pair.grad_used is None or pair.has_fresh_grad())
-        ]
-        if fresh:
-            _feed(fresh, unscale)
+        first: list[Weight] = []
+        others: list[Weight] = []
+        is_scaled = unscale is not None
+        for pair in self._pairs if pairs is None else pairs:
+            grad, used = pair.half.grad, pair.grad_used
+            if grad is None or grad is used or not (used is None or pair.has_fresh_grad()):
+                continue
+            pair.grad_used = pair.grad_seen = grad
+            pair.grad_version, pair.grad_scaled = grad._version, is_scaled
+            (first if pair.master.grad is None else others).append(pair)
+        for pair, grad in zip(first, _cast(first, unscale), strict=True):
+            pair.master.grad = grad
+        if others:
+            _add(others, unscale)
 
     def end(self) -> None:
         """Puts a gradient from before the block back where the block made none."""
@@ -193,19 +198,6 @@ def _was_edited(pair: Weight) -> bool:
     if grad is None or grad is not pair.grad_seen:
         return False
     return grad._version != pair.grad_version and not grad.is_sparse
-
-
-def _feed(pairs: list[Weight], unscale: Unscale | None) -> None:
-    """Casts the half gradients of some pairs to float32, and adds them to what their masters have."""
-    first, others = [], []
-    for pair in pairs:
-        pair.grad_used = pair.grad_seen = grad = pair.half.grad
-        pair.grad_version, pair.grad_scaled = grad._version, unscale is not None
-        (first if pair.master.grad is None else others).append(pair)
-    for pair, grad in zip(first, _cast(first, unscale), strict=True):
-        pair.master.grad = grad
-    if others:
-        _add(others, unscale)
 
 
 def _add(pairs: list[Weight], unscale: Unscale | None) -> None:

@@ -144,8 +144,12 @@ def _round(pairs: list[Weight], halves: list[Tensor], masters: list[Tensor]) -> 
     for pair in pairs if len(halves) < len(pairs) else ():
         if pair.is_wrapper:
             pair.half.copy_(pair.master)
-    for pair in pairs:
-        pair.mark_synced()
+    touched = pairs[0].touched
+    for pair in pairs:  # `Weight.mark_synced`, written out: this runs for each at each step
+        half, master = pair.half, pair.master
+        pair.version, pair.written, pair.pointer = half._version, master._version, half.data_ptr()
+        if touched:
+            touched.difference_update((id(half), id(master)))
 
 
 def fit_states(optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
