@@ -77,6 +77,7 @@ class CastCache:
         # other step on the way.
         self._stale: dict[int, dict[int, tuple]] = {}
         self._rechecks = 0
+        self._is_checked = False  # whether what waits was looked at since the last recheck
         self.made = 0  # casts of parameters, ever
         self._by_memory: dict[int, list[int]] = {}  # keys of entries; sorted when they are asked for
         self.cast_plain = self._make_cast_plain()
@@ -108,7 +109,7 @@ class CastCache:
         self._drop(id(parameter))
 
     def _drop(self, key: int) -> None:
-        for entries in self._all:
+        for entries in (*self._all, self._entries):  # into which what waits may have gone meanwhile
             entries.pop(key, None)
 
     def forget_memory(self, tensor: Tensor) -> None:
@@ -137,6 +138,7 @@ class CastCache:
         """
         self._waiting.update(self._entries)
         self._entries.clear()
+        self._is_checked = False
         self._rechecks += 1
         if self._rechecks % SWEEP == 0:
             self._drop_unowned()
@@ -207,10 +209,11 @@ class CastCache:
             self._write_again(stale)
             if key in self._entries:
                 return self.cast_plain(parameter)
-        entry = self._waiting.pop(key, None)
-        if entry is not None and _is_as_it_was(parameter, entry):
-            self._entries[key] = entry
-            return entry[0]
+        if key in self._waiting:
+            self._take_waiting(key)
+            if key in self._entries:
+                return self.cast_plain(parameter)
+            self._waiting.pop(key, None)
         if not self._is_eligible(parameter):
             return parameter
         self.made += 1
@@ -238,6 +241,17 @@ class CastCache:
                 self._by_memory = {}
         return cast
 
+    def _take_waiting(self, key: int) -> None:
+        """Takes a cast that holds into use again, and with the first of an iteration all that do."""
+        entries, waiting = self._entries, self._waiting
+        keys, self._is_checked = [key] if self._is_checked else list(waiting), True
+        for key in keys:
+            entry = waiting.get(key)
+            if entry is not None and _is_as_it_was(entry):
+                entries[key] = entry
+                if waiting.pop(key, None) is None:  # another thread has forgotten it
+                    entries.pop(key, None)
+
     def _write_again(self, stale: dict[int, tuple]) -> None:
         """Casts all that steps have changed into the memory of their earlier casts."""
         found = [entry for entry in _take_all(stale) if _fits(entry)]
@@ -253,11 +267,11 @@ class CastCache:
             self._entries[id(parameter)] = (cast, version, *entry[2:8], cast._version)
 
 
-def _is_as_it_was(parameter: Tensor, entry: tuple) -> bool:
+def _is_as_it_was(entry: tuple) -> bool:
     """Whether a cast still holds for sure: nobody else reaches the memory, and no function wrote the cast."""
-    _, version, *_, memory, _ = entry
+    memory, parameter = entry[7], entry[6]
     is_alone = memory is not None and not is_shared(memory)
-    return is_alone and parameter._version == version and _is_in_place(entry)
+    return is_alone and parameter._version == entry[1] and _is_in_place(entry)
 
 
 def _take_all(entries: dict[int, tuple]) -> Iterator[tuple]:
