@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ampatch.sweeps.records.record import Ending
+from ampatch.sweeps.records.sweep import Verdict
 from ampatch.sweeps.records.sweep_file import from_json
 from helpers import wait_until
 
@@ -113,6 +114,22 @@ def test_the_output_of_a_script_is_in_its_log_and_nowhere_else(folder, many_ways
     logs = [Path(folder, record.log) for record in records.values()]
     assert all(log.read_text().startswith("said aloud\nand on\n") for log in logs)
     assert sorted(logs) == sorted((folder / "out" / "logs").iterdir())
+
+
+RESUMED = TRAIN.replace(
+    "for step", "if os.path.exists(file): model.load_state_dict(torch.load(file))\nfor step"
+)
+
+
+@pytest.mark.parametrize(("name", "is_compared"), [("{level}.pt", True), ("ck.pt", False)])
+def test_a_level_that_resumes_from_what_another_wrote_is_not_compared(tmp_path, sweep, name, is_compared):
+    (tmp_path / "train.py").write_text(
+        f"import os, sys\nfile = sys.argv[1]\n{RESUMED}\ntorch.save(model.state_dict(), file)"
+    )
+    done = sweep("train.py", "--levels", "O0,O3", "--out", "out", "--", name)
+    row = from_json((tmp_path / "out/sweep.json").read_text()).rows[1]
+    assert (row.verdict is not Verdict.UNKNOWN) is is_compared
+    assert ("began with other weights" in " ".join(done.stdout.split())) is not is_compared
 
 
 def test_a_script_that_an_option_would_have_run_is_told_the_option(tmp_path, sweep):

@@ -13,6 +13,7 @@ from ampatch.sweeps.records.sweep import Distance, Settings, Verdict
 from ampatch.sweeps.verdicts.distance import Sample, deviation, distance, mean
 from ampatch.sweeps.verdicts.metric_names import is_about_accuracy, is_lower_better, most_important
 from ampatch.sweeps.verdicts.summary import pool, summarize
+from ampatch.sweeps.verdicts.verdict import OTHER_START
 from sweep_samples import ENVIRONMENT, run
 
 NAN, INF = math.nan, math.inf
@@ -285,6 +286,10 @@ VERDICTS = {
     "interrupted in part": ([O0, O1, HALF_RUN], SAME, ""),
     "interrupted": ([O0, HALF_RUN], UNKNOWN, "interrupted"),
     "not run": ([O0], UNKNOWN, "not run"),
+    "other weights": ([run("O0", start=(0.5, 1.0)), run("O1", NAN, start=(0.5, 1.02))], UNKNOWN, OTHER_START),
+    "weights that are not finite": ([run("O0", start=(0.5,)), run("O1", start=(NAN,))], UNKNOWN, OTHER_START),
+    "rounded weights": ([run("O0", start=(0.5, 1.0)), run("O1", start=(0.5, 1.004))], SAME, ""),
+    "another seed": ([run("O0", start=(0.5,)), run("O1", seed=1, start=(0.7,))], SAME, ""),
     "no O0": ([O1], UNKNOWN, "there is no O0 to compare with"),
     "O0 crashed": ([O0_CRASHED, O1], UNKNOWN, "there is no O0 to compare with"),
     "O0 crashed in part": ([O0_CRASHED, O0, run("O1", 0.9)], WORSE, "loss 0.9, 80 % above O0"),

@@ -15,8 +15,8 @@ from ampatch.casts.holders import (
     OWN_REFERENCES,
     count_references,
     find_memory,
-    is_held,
-    is_shared,
+    fits,
+    is_as_it_was,
 )
 from ampatch.casts.thread import ThreadState
 from ampatch.levels.precision import ELIGIBLE
@@ -247,14 +247,14 @@ class CastCache:
         keys, self._is_checked = [key] if self._is_checked else list(waiting), True
         for key in keys:
             entry = waiting.get(key)
-            if entry is not None and _is_as_it_was(entry):
+            if entry is not None and is_as_it_was(entry):
                 entries[key] = entry
                 if waiting.pop(key, None) is None:  # another thread has forgotten it
                     entries.pop(key, None)
 
     def _write_again(self, stale: dict[int, tuple]) -> None:
         """Casts all that steps have changed into the memory of their earlier casts."""
-        found = [entry for entry in _take_all(stale) if _fits(entry)]
+        found = [entry for entry in _take_all(stale) if fits(entry)]
         if not found:
             return
         versions = [entry[6]._version for entry in found]
@@ -267,13 +267,6 @@ class CastCache:
             self._entries[id(parameter)] = (cast, version, *entry[2:8], cast._version)
 
 
-def _is_as_it_was(entry: tuple) -> bool:
-    """Whether a cast still holds for sure: nobody else reaches the memory, and no function wrote the cast."""
-    memory, parameter = entry[7], entry[6]
-    is_alone = memory is not None and not is_shared(memory)
-    return is_alone and parameter._version == entry[1] and _is_in_place(entry)
-
-
 def _take_all(entries: dict[int, tuple]) -> Iterator[tuple]:
     """Yields entries, and takes them out; another thread may drop some of them at the same time."""
     while entries:
@@ -281,24 +274,6 @@ def _take_all(entries: dict[int, tuple]) -> Iterator[tuple]:
             yield entries.popitem()[1]
         except KeyError:
             return
-
-
-def _fits(entry: tuple) -> bool:
-    """Whether a cast may be written again: its parameter still has its shape, and nobody holds the cast."""
-    if is_held(entry) or not _is_in_place(entry) or entry[0].shape != entry[6].shape:
-        return False
-    return entry[4] is None or not torch.cuda.is_current_stream_capturing()
-
-
-def _is_in_place(entry: tuple) -> bool:
-    """Whether a parameter has the memory that it was cast from, and its cast was written by nobody else."""
-    cast, _, pointer, requires_grad, device, stream, parameter, _, written = entry
-    return (
-        cast._version == written
-        and parameter.data_ptr() == pointer
-        and parameter.requires_grad == requires_grad
-        and (device is None or find_stream(device) == stream)
-    )
 
 
 def _find_device(parameter: Tensor) -> int | None:

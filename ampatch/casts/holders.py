@@ -1,4 +1,4 @@
-"""Who else holds a weight, its memory, or a cast of it: counted, and told from what a cache itself holds."""
+"""Whether a kept cast still holds: who else has the weight, its memory or the cast, and was one written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampatch.levels.private import count_holders, count_users
+from ampatch.levels.private import count_holders, count_users, find_stream
 
 count_references = sys.getrefcount
 
@@ -68,3 +68,31 @@ def find_memory(parameter: Tensor) -> torch.UntypedStorage | None:
     if is_shared(memory) or not (memory.resizable() and parameter.is_leaf):
         return None
     return memory if parameter.is_cuda or not memory.is_shared() else None
+
+
+# An entry of a cache, as CastCache describes it
+
+
+def is_as_it_was(entry: tuple) -> bool:
+    """Whether a cast still holds for sure: nobody else reaches the memory, and no function wrote the cast."""
+    memory, parameter = entry[7], entry[6]
+    is_alone = memory is not None and not is_shared(memory)
+    return is_alone and parameter._version == entry[1] and _is_in_place(entry)
+
+
+def fits(entry: tuple) -> bool:
+    """Whether a cast may be written again: its parameter still has its shape, and nobody holds the cast."""
+    if is_held(entry) or not _is_in_place(entry) or entry[0].shape != entry[6].shape:
+        return False
+    return entry[4] is None or not torch.cuda.is_current_stream_capturing()
+
+
+def _is_in_place(entry: tuple) -> bool:
+    """Whether a parameter has the memory that it was cast from, and its cast was written by nobody else."""
+    cast, _, pointer, requires_grad, device, stream, parameter, _, written = entry
+    return (
+        cast._version == written
+        and parameter.data_ptr() == pointer
+        and parameter.requires_grad == requires_grad
+        and (device is None or find_stream(device) == stream)
+    )

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 import ampatch as amp
 from ampatch.sweeps.records.record import Bytes
 
 MIB = 2**20
+SAMPLES = 32
 
 
 def peak_memory() -> tuple[str, float | None]:
@@ -77,6 +78,14 @@ def count_bytes(models: Iterable[Module], optimizers: Iterable[object], casts: i
         optimizer_state=nbytes_of(states.values()),
         casts=casts,
     )
+
+
+def sample_weights(models: Iterable[Module]) -> tuple[float, ...]:
+    """Returns the middle element of parameters, evenly chosen: enough to tell weights from others."""
+    params = [param for model in models for param in model.parameters() if type(param) is Parameter]
+    chosen = [param for param in params if param.numel() and not param.is_meta]
+    chosen = chosen[:: len(chosen) // SAMPLES + 1]
+    return tuple(param.detach().flatten()[param.numel() // 2].item() for param in chosen)
 
 
 def nbytes_of(tensors: Iterable[Tensor]) -> int:

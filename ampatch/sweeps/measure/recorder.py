@@ -16,7 +16,7 @@ import ampatch as amp
 from ampatch.sweeps.measure.curve import CurveBuilder, averaged
 from ampatch.sweeps.measure.forwards import Samples, count_samples, watch_forwards
 from ampatch.sweeps.measure.losses import Losses, final_loss, first_loss, loss_noise
-from ampatch.sweeps.measure.memory import count_bytes, peak_memory
+from ampatch.sweeps.measure.memory import count_bytes, peak_memory, sample_weights
 from ampatch.sweeps.measure.scales import ScaleHistory
 from ampatch.sweeps.measure.steps import DeviceClock, HostClock, Mark, StepCounter, StepTimes
 from ampatch.sweeps.records.record import Bytes, CastRate, Curve, Measured
@@ -57,6 +57,7 @@ class Recorder(amp.Observer):
         self._scales = ScaleHistory()
         self._metrics: dict[str, CurveBuilder] = defaultdict(CurveBuilder)
         self._bytes: Bytes | None = None
+        self._start: tuple[float, ...] = ()
         self._cast_bytes = 0  # after a backward: a step forgets casts before it begins
         self._casts = (0, 0)
         self._models: list[weakref.ref[Module]] = []
@@ -113,6 +114,7 @@ class Recorder(amp.Observer):
         if self._times.steps < LOOKED_AT:
             models = [model for it in self._models if (model := it()) is not None]
             optimizers = [optimizer for it in self._optimizers if (optimizer := it()) is not None]
+            self._start = sample_weights(models) if self._bytes is None else self._start
             self._bytes = count_bytes(models, optimizers, self._cast_bytes)
         if self._times.present.has_parts:
             self._update = self._times.clock.mark()
@@ -201,6 +203,7 @@ class Recorder(amp.Observer):
             loss_noise=loss_noise(losses.values()),
             loss_scales=self._scales.build(),
             metrics={name: short_metric(builder.build()) for name, builder in self._metrics.items()},
+            start=self._start,
             device=torch.cuda.get_device_name() if memory == "device" else "cpu",
             threads=torch.get_num_threads(),
         )

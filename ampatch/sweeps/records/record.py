@@ -74,7 +74,7 @@ class Measured:
     those a step. `skipped` are the steps that an overflow skipped. `memory` says which memory `peak_mib` is:
     "resident" or "device". Losses are kept by their `loss_id`, loss scales by the number of their scaler
     (where they changed), metrics by name. `first_loss` and `final_loss` are means of the first and the last
-    losses, `loss_noise` the standard error of the latter.
+    losses, `loss_noise` the standard error of the latter, `start` some weights before the first step.
     """
 
     initialized: bool = False
@@ -95,6 +95,7 @@ class Measured:
     loss_noise: float | None = None
     loss_scales: dict[str, Curve] = field(default_factory=dict)
     metrics: dict[str, Curve] = field(default_factory=dict)
+    start: tuple[float, ...] = ()
     device: str = "cpu"
     threads: int = 1
 

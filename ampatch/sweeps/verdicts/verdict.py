@@ -14,6 +14,12 @@ from ampatch.sweeps.verdicts.distance import compared_metrics, finite, loss_samp
 LAST_STEPS = 20
 # A loss that ends above where it began by more than this part of it has not been trained.
 RISE = 0.1
+# Levels round what they begin with, by 2**-8 at most. Training changes weights by more than this part.
+OTHER_WEIGHTS = 0.01
+OTHER_START = (
+    "it began with other weights than O0: give each run checkpoints of its own, with {level} and {seed} in "
+    "the arguments of the script, or seed what draws the weights"
+)
 NAMED = 2  # losses and metrics that a reason names
 
 
@@ -35,6 +41,8 @@ def judge(
         return Verdict.UNKNOWN, "interrupted" if own else "not run"
     if failure := why_failed(runs):
         return Verdict.FAILED, failure
+    if name != BASELINE and began_elsewhere(runs, baseline):
+        return Verdict.UNKNOWN, OTHER_START
     if divergence := why_diverged(runs, baseline, loss, tolerance):
         return Verdict.DIVERGED, divergence
     if name == BASELINE:
@@ -53,6 +61,18 @@ def why_failed(runs: Sequence[Record]) -> str:
     (first, count), *others = sorted(ends.items(), key=lambda end: (-end[1], end[0]))
     rest = [f"{count} {outcome}" for outcome, count in others]
     return ", ".join([f"{count} of {len(runs)} runs {first}", *rest])
+
+
+def began_elsewhere(runs: Sequence[Record], baseline: Sequence[Record]) -> bool:
+    """Whether a run began with other weights than the first run of O0 with its seed."""
+    starts = {it.seed: it.measured.start for it in reversed(baseline) if it.measured}
+    pairs = [(it.measured.start, starts.get(it.seed, ())) for it in runs if it.measured]
+    return any(is_elsewhere(own, other) for own, other in pairs if len(own) == len(other))
+
+
+def is_elsewhere(own: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether weights differ from others by more than rounding does."""
+    return not math.dist(own, other) <= OTHER_WEIGHTS * math.hypot(*other)
 
 
 def why_diverged(runs: Sequence[Record], baseline: Sequence[Record], loss: Distance, tolerance: float) -> str:
