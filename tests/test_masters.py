@@ -191,6 +191,23 @@ def test_a_backward_outside_the_block_adds_unscaled_gradients(level):
     assert_same_bits(amp.master_params(optimizer), by_hand.masters)
 
 
+@LEVELS
+def test_a_backward_outside_the_block_is_clipped_through_master_params(level):
+    model, optimizer, by_hand = open_both(level, scale=1.0)
+    for batch in make_batches(ADAM, 3):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.01)
+        by_hand.optimizer.zero_grad()
+        by_hand.backward(batch)
+        assert snapshot(norm) == snapshot(torch.nn.utils.clip_grad_norm_(by_hand.masters, 0.01))
+        with warnings.catch_warnings():  # of a backward outside of scale_loss at a dynamic scale
+            warnings.simplefilter("ignore")
+            optimizer.step()
+        by_hand.optimizer.step()
+        assert_same_bits(amp.master_params(optimizer), by_hand.masters)
+
+
 @shows("patterns-step-before-backward")
 @LEVELS
 def test_a_step_before_any_backward_changes_nothing(level):

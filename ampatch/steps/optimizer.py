@@ -129,10 +129,11 @@ class AmpOptimizer:
         return self.local.read_scale or (self.delayed if self.local.are_waiting else None)
 
     def settle_for_reader(self) -> None:
-        """Unscales gradients that wait to be averaged over ranks: somebody is about to use them."""
+        """Takes those of a plain backward, and unscales what waits for ranks: somebody is about to read."""
         if self.local.are_waiting:
-            self.local.read_scale = self.delayed
-            self.local.read_found_inf = self._unscale_delayed()
+            self.local.read_scale, self.local.read_found_inf = self.delayed, self._unscale_delayed()
+        elif self.end_block is None and self.delayed is None:
+            self._grads.follow()
 
     def settle(self) -> None:
         """Unscales what a block with `delay_unscale` left scaled."""
@@ -282,10 +283,8 @@ class AmpOptimizer:
         """Whether the last step was skipped; one host sync if the optimizer skips on the device."""
         return BackwardOutcome.read_all(self.last_outcomes)
 
-    # What masters make necessary: both reach the model's parameters, which are not in the groups
-
     def zero_grad(self, original: Callable[..., None], *args: object, **kwargs: object) -> None:
-        """Clears the gradients of masters and model."""
+        """Clears the gradients of masters, and those of the model, which are not in the groups."""
         self.masters.install_again()
         original(*args, **kwargs)
         self._grads.clear(set_to_none=bool(kwargs.get("set_to_none", args[0] if args else True)))
