@@ -128,12 +128,12 @@ class AmpOptimizer:
         """The scale of gradients that wait to be averaged, which those of the next block are added to."""
         return self.local.read_scale or (self.delayed if self.local.are_waiting else None)
 
-    def settle_for_reader(self) -> None:
-        """Takes those of a plain backward, and unscales what waits for ranks: somebody is about to read."""
-        if self.local.are_waiting:
+    def settle_for_reader(self, *, is_backward: bool = False) -> None:
+        """Takes in those of plain backwards; unscales what waits for ranks, if no plain backward is next."""
+        if self.local.are_waiting and not is_backward:
             self.local.read_scale, self.local.read_found_inf = self.delayed, self._unscale_delayed()
         elif self.end_block is None and self.delayed is None:
-            self._grads.follow()
+            self._grads.follow(looks=is_backward)
 
     def settle(self) -> None:
         """Unscales what a block with `delay_unscale` left scaled."""
@@ -295,4 +295,5 @@ class AmpOptimizer:
         The scale is not asked: after an exception on one rank the others would wait for it.
         """
         self._unscale_delayed()
+        self._grads.drop_restarted()
         self.masters.take_edits()

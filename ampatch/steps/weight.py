@@ -36,7 +36,7 @@ class Weight:
     __slots__ = (
         *("half", "is_made", "is_shown", "is_wrapper", "master", "pointer", "precise", "touched"),
         *("version", "written"),
-        *("grad_scaled", "grad_seen", "grad_used", "grad_version", "optimizers", "steps"),
+        *("grad_alone", "grad_scaled", "grad_seen", "grad_used", "grad_version", "optimizers", "steps"),
     )
 
     def __init__(self, half: Tensor, precise: Tensor | None = None) -> None:
@@ -47,11 +47,12 @@ class Weight:
         self.is_shown = False  # whether a state_dict shows what no master stands for
         self.is_made = False  # whether that was made to be shown
         # What `MasterGrads` knows of the half gradient: the one that has gone into the master's, and
-        # the one that was there when it last looked, with its version; and whether the used one is scaled.
+        # the one that was there when it last looked, with its version; whether the used one is scaled, and
+        # whether the master's has no others in it.
         self.grad_used: Tensor | None = None
         self.grad_seen: Tensor | None = None
         self.grad_version = 0
-        self.grad_scaled = False
+        self.grad_scaled = self.grad_alone = False
         self.optimizers = 0  # how many step the master
         self.steps = 0  # how many of them have used its gradient
         self.is_wrapper = is_wrapper(half)
