@@ -58,6 +58,43 @@ def test_a_weight_that_is_written_after_the_data_of_its_master_was_read_keeps_wh
     assert all(norms)
 
 
+def read_halves(model, optimizer):
+    assert all(param.data.float().norm() for param in model.parameters())
+
+
+def read_masters(model, optimizer):
+    assert all(param.data.norm() for param in amp.master_params(optimizer))
+
+
+def clip(params, through_data):
+    for param in params:
+        if through_data:
+            param.data.clamp_(-0.25, 0.25)
+        else:
+            with torch.no_grad():
+                param.clamp_(-0.25, 0.25)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("order", ["read, write", "write, read"])
+@pytest.mark.parametrize("read", [read_halves, read_masters])
+@pytest.mark.parametrize("through_data", [True, False])
+def test_a_write_counts_whatever_was_read_before_or_after_it(level, order, read, through_data):
+    model, optimizer = open_model(level)
+    for _ in range(3):
+        backward(model(X).float().sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        if order == "read, write":
+            read(model, optimizer)
+        clip(amp.master_params(optimizer) if read is read_halves else model.parameters(), through_data)
+        if order == "write, read":
+            read(model, optimizer)
+    assert all(param.abs().max() <= 0.25 for param in model.state_dict().values())
+    model(X)
+    assert all(param.abs().max() <= 0.25 for param in model.parameters())
+
+
 READERS = {
     "numpy": lambda weight: weight.detach().numpy(),
     "asarray": lambda weight: np.asarray(weight.detach()),

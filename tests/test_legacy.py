@@ -97,6 +97,9 @@ SNIPPETS = {
     "correct[:k].view(-1)": (
         "import torch\ncorrect = torch.ones(5, 4).t().eq(0)\ncorrect[:2].view(-1).float()"
     ),
+    "-mask": "import torch\nmask = torch.ones(3) > 2\n-mask",
+    "array.tostring()": "import numpy as np\nnp.ones(3).tostring()",
+    "random.sample(set(...), k)": "import random\nids = set(range(9))\nrandom.sample(ids, 3)",
     "1 - mask": "import torch\nmask = torch.ones(3) > 2\nassert (1 - mask).sum() == 3",
     "masked_fill(x.byte(), ...)": "import torch\nx = torch.ones(3)\nx.masked_fill((x > 0).byte(), 2)",
     "torch.load(...)": (

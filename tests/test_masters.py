@@ -15,6 +15,7 @@ from helpers import (
     Variant,
     assert_same_bits,
     make_batches,
+    scaled_backward,
     snapshot,
     torch_is_before,
 )
@@ -191,6 +192,23 @@ def test_a_backward_outside_the_block_adds_unscaled_gradients(level):
     assert_same_bits(amp.master_params(optimizer), by_hand.masters)
 
 
+@LEVELS
+def test_a_backward_outside_the_block_is_clipped_through_master_params(level):
+    model, optimizer, by_hand = open_both(level, scale=1.0)
+    for batch in make_batches(ADAM, 3):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.01)
+        by_hand.optimizer.zero_grad()
+        by_hand.backward(batch)
+        assert snapshot(norm) == snapshot(torch.nn.utils.clip_grad_norm_(by_hand.masters, 0.01))
+        with warnings.catch_warnings():  # of a backward outside of scale_loss at a dynamic scale
+            warnings.simplefilter("ignore")
+            optimizer.step()
+        by_hand.optimizer.step()
+        assert_same_bits(amp.master_params(optimizer), by_hand.masters)
+
+
 @shows("patterns-step-before-backward")
 @LEVELS
 def test_a_step_before_any_backward_changes_nothing(level):
@@ -294,3 +312,107 @@ def test_a_backward_before_a_block_adds_to_it_however_gradients_are_cleared(leve
             by_hand.backward(batch)
         by_hand.optimizer.step()
         assert_same_bits(amp.master_params(optimizer), by_hand.masters)
+
+
+class Heads(torch.nn.Module):
+    """Two weights of which each forward uses one."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = torch.nn.ParameterList(torch.ones(2).split(1))
+
+    def forward(self, batch, head):
+        return self.heads[head] * batch
+
+
+@LEVELS
+@pytest.mark.parametrize("run", [scaled_backward, lambda loss, _: loss.backward()], ids=["block", "plain"])
+def test_zeros_of_zero_grad_step_what_a_backward_does_not_use_as_in_float32(level, run):
+    weights = {}
+    for opt_level in ("O0", level):
+        model = Heads()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
+        amp.initialize(model, optimizer, opt_level=opt_level, loss_scale=1.0, verbosity=0)
+        for head in (0, 1, 0, 1):
+            optimizer.zero_grad(set_to_none=False)
+            run(model(torch.ones(1), head).sum(), optimizer)
+            optimizer.step()
+        weights[opt_level] = torch.stack(list(model.state_dict().values()))
+        amp.uninitialize()
+    assert torch.equal(weights[level], weights["O0"])
+
+
+def replace_grads(model, batch):
+    for param in model.parameters():
+        param.grad = param.grad / 4
+
+
+def backward_in_a_graph(model, batch):
+    """Accumulates into new tensors."""
+    model(batch).sum().backward(inputs=list(model.parameters()), create_graph=True)
+
+
+CHANGE = {
+    "in place": lambda model, batch: model.weight.grad.div_(4),
+    "replaced": replace_grads,
+    "clipped": lambda model, batch: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
+    "zeros": lambda model, batch: model.zero_grad(set_to_none=False),
+    "backward": lambda model, batch: model(batch).sum().backward(),
+    "backward in a graph": backward_in_a_graph,
+    "cleared, backward": lambda model, batch: (model.zero_grad(), model(batch).sum().backward()),
+}
+
+
+@LEVELS
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("change", CHANGE.values(), ids=CHANGE)
+def test_what_changes_the_gradient_of_a_block_that_scaled_nothing_counts_as_in_float32(level, change):
+    weights, batch = {}, torch.tensor([[1.0, 2.0, 2.0]])
+    for opt_level in ("O0", level):
+        model = torch.nn.Linear(3, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
+        amp.initialize(model, optimizer, opt_level=opt_level, loss_scale=1.0, verbosity=0)
+        for is_changed in (False, True):
+            optimizer.zero_grad()
+            scaled_backward(model(batch).sum(), optimizer)
+            if is_changed:
+                change(model, 2 * batch)
+            optimizer.step()
+        weights[opt_level] = model.state_dict()["weight"].clone()
+        amp.uninitialize()
+    assert torch.equal(weights[level], weights["O0"])
+
+
+@LEVELS
+@pytest.mark.parametrize("when", ["before the step", "after the step"])
+@pytest.mark.parametrize("start_over", START_OVER.values(), ids=START_OVER)
+def test_a_backward_after_clearing_the_models_gradients_starts_over(level, start_over, when):
+    model, optimizer, by_hand = open_both(level)
+    first, second, third = make_batches(ADAM, 3)
+    if when == "after the step":
+        iterate(model, optimizer, first)
+        by_hand.iterate(first)
+        by_hand.optimizer.zero_grad()
+    else:
+        backward(model, optimizer, first)
+    start_over(model)
+    model(second).square().mean().backward()
+    backward(model, optimizer, third)
+    optimizer.step()
+    for by_hand.scale, batch in ((1.0, second), (SCALE, third)):
+        by_hand.backward(batch)
+    by_hand.optimizer.step()
+    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
+
+
+@LEVELS
+def test_what_is_put_in_the_place_of_a_scaled_gradient_is_ignored_with_a_warning(level, caplog):
+    model, optimizer, by_hand = open_both(level)
+    (batch,) = make_batches(ADAM, 1)
+    backward(model, optimizer, batch)
+    replace_grads(model, batch)
+    optimizer.step()
+    by_hand.iterate(batch)
+    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
+    assert "the step ignores that" in caplog.text

@@ -308,6 +308,15 @@ def test_uninitialize_between_backward_and_step_keeps_the_unscaled_gradients(lev
 
 
 @LEVELS
+def test_uninitialize_leaves_no_gradient_where_the_models_were_cleared(level):
+    model, optimizer, _ = open_both(level)
+    backward(model, optimizer, make_batches(ADAM, 1)[0])
+    model.zero_grad()
+    amp.uninitialize()
+    assert [param.grad for param in model.parameters()] == [None, None]
+
+
+@LEVELS
 def test_a_group_that_was_added_meanwhile_holds_the_models_parameters_afterwards(level):
     model = Dense()
     optimizer = ADAM([model.first.weight])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import MethodType
+from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -33,11 +35,18 @@ class WatchedView:
         return view
 
 
+class Watched(Protocol):
+    """A half weight and its master."""
+
+    def settle(self, asked: Tensor) -> None:
+        """Called before one of them, `asked` for its `.data`, may be written."""
+
+
 class DataWatch(SessionPatch):
     """Watches `.data` while a session depends on weights that it copied.
 
     Who asks for `.data` may write: a cached cast is forgotten, and the parameter noted in `touched` if
-    it is in `watched` (half weights and their masters), so that the two are compared before they are
+    it is in `watched` (half weights and their masters, by id), so that the two are compared before they are
     used. Idioms such as `p.data.clamp_(-c, c)` work. An array of NumPy or a DLPack capsule ends the cast
     as well, as does `swap_tensors`, which takes no tensor with a graph. What CUDA graphs write is for
     `Captures` to see.
@@ -45,7 +54,7 @@ class DataWatch(SessionPatch):
 
     def __init__(self) -> None:
         super().__init__()
-        self.watched: set[int] = set()
+        self.watched: WeakValueDictionary[int, Watched] = WeakValueDictionary()
         self.touched: set[int] = set()
 
     def patch(self, patcher: Patcher) -> None:
@@ -83,12 +92,15 @@ class DataWatch(SessionPatch):
             CASTS.forget(tensor)
         else:
             CASTS.forget_memory(tensor)
-        if id(tensor) in self.watched:
+        weight = self.watched.get(id(tensor))
+        if weight is not None:
+            weight.settle(tensor)
             self.touched.add(id(tensor))
 
     def keep_watching(self, params: set[int]) -> None:
         """Drops the ids of parameters that are gone."""
-        self.watched &= params
+        for key in set(self.watched) - params:
+            del self.watched[key]
         self.touched &= params
 
     def forget(self) -> None:

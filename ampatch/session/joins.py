@@ -102,7 +102,7 @@ class Joins:
             weight = known.setdefault(id(param), Float32Values()).get(param)
             if weight.master is None:
                 masters.add(weight)
-                self._data_watch.watched.update((id(weight.half), id(weight.master)))
+                self._data_watch.watched.update({id(weight.half): weight, id(weight.master): weight})
             else:
                 masters.share(weight)
         masters.install()

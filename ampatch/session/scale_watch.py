@@ -150,6 +150,8 @@ class ScaleWatch(SessionPatch):
         if scaled:
             return []
         if not blocks:
+            for amp in self._members.optimizers():  # while what was cleared still shows that it was
+                amp.settle_for_reader(is_backward=True)
             return _read_grads(self._list_dynamic(), self._outside)
         return [seen for one in blocks for seen in _read_grads(one.block.optimizers, one.unscaled)]
 

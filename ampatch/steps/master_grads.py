@@ -30,27 +30,30 @@ class MasterGrads:
     def __init__(self, pairs: list[Weight]) -> None:
         self._pairs = pairs
         self._warned = False
-        self._before: list[tuple[Weight, Tensor]] = []  # half gradients from before the open block
+        # Half gradients from before the open block, and which of these were used.
+        self._before: list[tuple[Weight, Tensor, Tensor | None]] = []
 
     # Between blocks
 
-    def follow(self, *, is_step: bool = False) -> None:
+    def follow(self, *, is_step: bool = False, looks: bool = False) -> None:
         """Takes over what happened to half gradients since they were last seen, whoever did it.
 
-        New ones, of a `backward` outside any block, are unscaled and count. So does one that was changed in
-        place since the last step, as where gradients are cleared to zero or never, if no block has scaled
-        it. For the rest see `drop_restarted`. A step warns once of changes that it does not see,
-        and costs a host sync until then if one was changed in place.
+        New ones, of a `backward` outside any block, are unscaled and count. So does what was changed
+        while no block has scaled it, as where gradients are cleared to zero or never, or clipped: it is all
+        of the gradient, unless the master has others beside. For the rest see `drop_restarted`, and it
+        `looks` whether a scaled one was cleared to zero before it sees the next. A step warns
+        once of changes that it does not see. Both cost a host sync if one was changed in place.
         """
         changed = self._find_changed()
         if not changed:
             return
         for pair in changed:
-            if pair.master.grad is None and not pair.grad_scaled:
-                pair.grad_used = None
-        self.feed(None, changed)
+            if not pair.grad_scaled and (pair.master.grad is None or _is_rewritten(pair)):
+                pair.grad_used = pair.master.grad = None
+        new = [pair for pair in changed if pair.grad_used is None or pair.master.grad is None]
+        self.feed(None, new if is_step else [pair for pair in new if not _is_cleared(pair)])
         to_warn = is_step and not self._warned
-        if _drop_restarted(changed, to_warn) and to_warn:
+        if _drop_restarted(changed, to_warn or looks) and to_warn:
             self._warned = True
             logger.warning(
                 "gradients of the half model changed after the block of scale_loss that made them, and the "
@@ -63,7 +66,7 @@ class MasterGrads:
 
         Costs one host sync, and that only if one was changed in place while its master had a gradient.
         """
-        _drop_restarted(self._find_changed(), to_warn=False)
+        _drop_restarted(self._find_changed(), to_look=False)
 
     def _find_changed(self) -> list[Weight]:
         """The pairs whose half gradient is not the one that was used, or not as it was then."""
@@ -99,7 +102,7 @@ class MasterGrads:
     def _set_aside(self, pair: Weight) -> None:
         half = pair.half
         if half.grad is not None:
-            self._before.append((pair, half.grad))
+            self._before.append((pair, half.grad, pair.grad_used))
             half.grad = None
         pair.grad_used = pair.grad_seen = None
 
@@ -114,7 +117,8 @@ class MasterGrads:
                 continue
             pair.grad_used = pair.grad_seen = grad
             pair.grad_version, pair.grad_scaled = grad._version, is_scaled
-            (first if pair.master.grad is None else others).append(pair)
+            pair.grad_alone = is_alone = pair.master.grad is None
+            (first if is_alone else others).append(pair)
         for pair, grad in zip(first, _cast(first, unscale), strict=True):
             pair.master.grad = grad
         if others:
@@ -123,10 +127,10 @@ class MasterGrads:
     def end(self) -> None:
         """Puts a gradient from before the block back where the block made none."""
         before, self._before = self._before, []
-        for pair, grad in before:
+        for pair, grad, used in before:
             if pair.half.grad is None:
-                pair.half.grad = grad
-                mark_grad_used(pair)
+                pair.half.grad, pair.grad_used = grad, used
+                _mark_grad_seen(pair)
 
     def note_seen(self) -> None:
         """Notes the half gradients as they are now, used or not."""
@@ -151,13 +155,13 @@ class MasterGrads:
                 pair.steps = 0
 
     def clear(self, *, set_to_none: bool) -> None:
-        """Clears the half gradients, as `Optimizer.zero_grad` does."""
+        """Clears the half gradients, as `Optimizer.zero_grad` does; zeros are new ones for a step."""
         for pair in self._pairs:
             half = pair.half
             if not set_to_none and half.grad is not None:
                 half.grad = half.grad.detach().zero_()
-                pair.grad_scaled = False
-                mark_grad_used(pair)
+                pair.grad_used, pair.grad_scaled = None, False
+                _mark_grad_seen(pair)
             else:
                 half.grad = pair.grad_used = pair.grad_seen = None
 
@@ -180,16 +184,39 @@ def clear_master_grad(pair: Weight) -> None:
     pair.steps = 0
 
 
-def _drop_restarted(pairs: Sequence[Weight], to_warn: bool) -> bool:
+def _drop_restarted(pairs: Sequence[Weight], to_look: bool) -> bool:
+    """Returns whether any change was not taken over; needs `to_look` for one whose master has no gradient."""
     cleared = [pair for pair in pairs if pair.grad_seen is not None and pair.half.grad is None]
-    edited = [pair for pair in pairs if (to_warn or pair.master.grad is not None) and _was_edited(pair)]
+    edited = [pair for pair in pairs if (to_look or pair.master.grad is not None) and _was_edited(pair)]
     # Zeroing leaves +0 everywhere; clipping by an infinite norm, for one, leaves -0 and nan as well.
     bits = [pair.half.grad.detach().view(torch.int16).any() for pair in edited]
     is_zeroed = bool(bits) and not torch.stack([bit.to(bits[0].device) for bit in bits]).any()
     for pair in [*cleared, *edited] if is_zeroed else cleared:
         clear_master_grad(pair)
         mark_grad_used(pair)
-    return not is_zeroed and any(pair.grad_used is pair.half.grad for pair in edited)
+        pair.grad_scaled = False
+    is_edited = not is_zeroed and any(pair.grad_used is pair.half.grad for pair in edited)
+    return is_edited or (to_look and any(map(_is_ignored, pairs)))
+
+
+def _is_cleared(pair: Weight) -> bool:
+    """Whether all there is are the zeros of `zero_grad`: only a step needs these."""
+    grad = pair.half.grad
+    if grad is None or grad is not pair.grad_seen or pair.grad_used is not None:
+        return False
+    return grad._version == pair.grad_version
+
+
+def _is_rewritten(pair: Weight) -> bool:
+    """Whether the half gradient that the master has, and no other, was changed or replaced."""
+    grad, used = pair.half.grad, pair.grad_used
+    is_one = pair.grad_alone and grad is not None and used is not None
+    return is_one and (grad is used or pair.has_fresh_grad())
+
+
+def _is_ignored(pair: Weight) -> bool:
+    """Whether the half gradient was put in the place of one that was used, and was not used itself."""
+    return pair.grad_used is not None and pair.has_fresh_grad()
 
 
 def _was_edited(pair: Weight) -> bool:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.private import forget_partition
-from ampatch.steps.weight import Weight, refine
+from ampatch.steps.weight import Weight
 
 
 class MasterParams:
@@ -115,8 +115,7 @@ class MasterParams:
             or (touched and id(half) in touched)
         ]
         for pair in edited:
-            with torch.no_grad():
-                pair.master.copy_(refine(pair.master.detach(), pair.half.detach()))
+            pair.take_edit()
 
     def copy_to_model(self) -> None:
         """Rounds the masters into the model's parameters; no host sync."""
@@ -129,7 +128,7 @@ class MasterParams:
         edited = [
             pair
             for pair in self.pairs
-            if pair.written != pair.master._version or (touched and id(pair.master) in touched)
+            if pair.written != pair.master._version or (touched and pair.was_asked_last())
         ]
         if edited:
             plain = [pair for pair in edited if not pair.is_wrapper]

@@ -128,11 +128,12 @@ class AmpOptimizer:
         """The scale of gradients that wait to be averaged, which those of the next block are added to."""
         return self.local.read_scale or (self.delayed if self.local.are_waiting else None)
 
-    def settle_for_reader(self) -> None:
-        """Unscales gradients that wait to be averaged over ranks: somebody is about to use them."""
-        if self.local.are_waiting:
-            self.local.read_scale = self.delayed
-            self.local.read_found_inf = self._unscale_delayed()
+    def settle_for_reader(self, *, is_backward: bool = False) -> None:
+        """Takes in those of plain backwards; unscales what waits for ranks, if no plain backward is next."""
+        if self.local.are_waiting and not is_backward:
+            self.local.read_scale, self.local.read_found_inf = self.delayed, self._unscale_delayed()
+        elif self.end_block is None and self.delayed is None:
+            self._grads.follow(looks=is_backward)
 
     def settle(self) -> None:
         """Unscales what a block with `delay_unscale` left scaled."""
@@ -282,10 +283,8 @@ class AmpOptimizer:
         """Whether the last step was skipped; one host sync if the optimizer skips on the device."""
         return BackwardOutcome.read_all(self.last_outcomes)
 
-    # What masters make necessary: both reach the model's parameters, which are not in the groups
-
     def zero_grad(self, original: Callable[..., None], *args: object, **kwargs: object) -> None:
-        """Clears the gradients of masters and model."""
+        """Clears the gradients of masters, and those of the model, which are not in the groups."""
         self.masters.install_again()
         original(*args, **kwargs)
         self._grads.clear(set_to_none=bool(kwargs.get("set_to_none", args[0] if args else True)))
@@ -296,4 +295,5 @@ class AmpOptimizer:
         The scale is not asked: after an exception on one rank the others would wait for it.
         """
         self._unscale_delayed()
+        self._grads.drop_restarted()
         self.masters.take_edits()

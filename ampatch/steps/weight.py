@@ -35,8 +35,8 @@ class Weight:
 
     __slots__ = (
         *("half", "is_made", "is_shown", "is_wrapper", "master", "pointer", "precise", "touched"),
-        *("version", "written"),
-        *("grad_scaled", "grad_seen", "grad_used", "grad_version", "optimizers", "steps"),
+        *("__weakref__", "version", "written"),
+        *("grad_alone", "grad_scaled", "grad_seen", "grad_used", "grad_version", "optimizers", "steps"),
     )
 
     def __init__(self, half: Tensor, precise: Tensor | None = None) -> None:
@@ -47,11 +47,12 @@ class Weight:
         self.is_shown = False  # whether a state_dict shows what no master stands for
         self.is_made = False  # whether that was made to be shown
         # What `MasterGrads` knows of the half gradient: the one that has gone into the master's, and
-        # the one that was there when it last looked, with its version; and whether the used one is scaled.
+        # the one that was there when it last looked, with its version; whether the used one is scaled, and
+        # whether the master's has no others in it.
         self.grad_used: Tensor | None = None
         self.grad_seen: Tensor | None = None
         self.grad_version = 0
-        self.grad_scaled = False
+        self.grad_scaled = self.grad_alone = False
         self.optimizers = 0  # how many step the master
         self.steps = 0  # how many of them have used its gradient
         self.is_wrapper = is_wrapper(half)
@@ -83,9 +84,13 @@ class Weight:
     def find_written(self) -> Tensor | None:
         """The float32 values if they were written since the half tensor held their rounding; no host sync."""
         precise = self.precise
-        if precise is None or (_version(precise) == self.written and id(precise) not in self.touched):
+        if precise is None or (_version(precise) == self.written and not self.was_asked_last()):
             return None
         return precise
+
+    def was_asked_last(self) -> bool:
+        """Whether somebody asked for `.data` of the float32 values, and wrote no half tensor since."""
+        return id(self.precise) in self.touched and _version(self.half) == self.version
 
     def follow(self) -> None:
         """Rounds the float32 values into the half tensor if they were written since; no host sync."""
@@ -156,6 +161,28 @@ class Weight:
         master.__dict__.update(half.__dict__ | master.__dict__)
         self.touched = touched
         self.mark_synced()
+
+    def is_edited(self) -> bool:
+        """Whether the half tensor was written, or may have been, or swapped, since master and it agreed."""
+        half = self.half
+        moved = self.pointer != half.data_ptr()
+        return moved or self.version != _version(half) or id(half) in self.touched
+
+    @torch.no_grad()
+    def take_edit(self) -> None:
+        """Feeds the master with what was written into the half tensor; no host sync."""
+        self.master.copy_(refine(self.master.detach(), self.half.detach()))  # type: ignore[union-attr]
+        self.mark_synced()
+
+    def settle(self, asked: Tensor) -> None:
+        """Brings to the half tensor, or its master, what was written into the other one before.
+
+        Its `.data` was asked for: who asks may write, and whatever was written last counts.
+        """
+        if asked is self.half:
+            self.follow()
+        elif self.half.device == asked.device and self.half.shape == asked.shape and self.is_edited():
+            self.take_edit()
 
     def has_fresh_grad(self) -> bool:
         """Whether there is a half gradient that has not gone into the master's.

@@ -21,7 +21,7 @@ from ampatch.apex.legacy.table import ASYNC, LOAD, NAMES, PART, PATTERNS, Old
 from ampatch.apex.uses import ROOTS as APEX
 from ampatch.apex.uses import Names, StarNames, Use, find_uses
 
-ROOTS = APEX | {*(row.name.partition(".")[0] for row in NAMES), "torchvision", "yaml"}
+ROOTS = APEX | {*(row.name.partition(".")[0] for row in NAMES), "random", "torchvision", "yaml"}
 ROWS = MappingProxyType({row.name: row for row in (*NAMES, *PATTERNS)})
 # What was a method of tensors as well, and of nothing else.
 METHODS = ("btrifact", "btrisolve", "gels", "gesv", "potrf", "potrs", "symeig", "trtrs")
@@ -167,6 +167,8 @@ def patterns(node: ast.AST, names: Names) -> Iterator[str]:
             yield "loss.data[0]"
         case ast.BinOp(ast.Constant(1), ast.Sub(), right) if is_mask(right, names):
             yield "1 - mask"
+        case ast.UnaryOp(ast.USub(), operand) if is_mask(operand, names):
+            yield "-mask"
         case ast.BinOp(left, ast.Div()) if INDEX.search(last_name(left)):
             yield "ids / n"
         case ast.Compare(left, [ast.Eq() | ast.NotEq(), *_], others) if last_name(left) == "type":
@@ -202,6 +204,11 @@ def calls(node: ast.Call, names: Names) -> Iterator[str]:
         case ast.Call(ast.Attribute(ast.Subscript(slice=ast.Slice(lower=None)), "view")):
             if ast.unparse(node).endswith(".view(-1)"):  # not contiguous since it was transposed
                 yield "correct[:k].view(-1)"
+        case ast.Call(ast.Attribute(attr="tostring"), []):
+            yield "array.tostring()"
+        case ast.Call(args=[sampled, _]) if {*found} == {"random.sample"}:
+            if any(isinstance(v, ast.Set) or last_name(v) == "set" for v in names.values(sampled)):
+                yield "random.sample(set(...), k)"
         case ast.Call(ast.Attribute(attr=name)) if name in METHODS and not any(found):
             yield f"torch.{name}"
     if last_name(node) in MASKED and any(

@@ -139,6 +139,7 @@ PATTERNS = (
     mended(
         "1 - mask", "torch 1.2", "~mask, if it is a tensor", None, MAY_BREAK, error="with a bool tensor is"
     ),
+    Old("-mask", "torch 1.2", "~mask, if it is a tensor", status=MAY_BREAK),
     mended("masked_fill(x.byte(), ...)", "torch 2.1", "x.bool()", error="supports boolean masks"),
     mended(
         LOAD,
@@ -151,6 +152,8 @@ PATTERNS = (
     mended(PART, "torch 1.8 or later", "q = q * n", None, MAY_BREAK, error="views to be modified inplace"),
     Old("ids / n", "torch 1.6", "ids // n, if they are integers", status=MAY_BREAK),
     mended("numpy.fromstring(bytes)", "NumPy 2.3", "numpy.frombuffer"),
+    Old("array.tostring()", "NumPy 2.3", "array.tobytes()"),
+    Old("random.sample(set(...), k)", "Python 3.11", "random.sample(sorted(...), k)"),
     mended("lr_scheduler(verbose=)", "torch 2.7", "scheduler.get_last_lr()"),
     mended("--local_rank", "torch 2.0", 'int(os.environ["LOCAL_RANK"]), which torchrun sets'),
     Old("torch.fft(...)", "torch 1.8", "torch.fft.fftn, which is complex"),
