@@ -15,7 +15,7 @@ from nets import EVERY_LEVEL, FULL, HALVES, Net, X, assert_same_state, clone_sta
 # ---- Weights ----
 
 
-@shows("initialize-same-objects")
+@shows("initialize-same-objects", "initialize-float64")
 @pytest.mark.parametrize("opt_level", HALVES)
 def test_floating_weights_and_buffers_are_rounded_to_half_in_the_same_objects(opt_level):
     half, model = HALVES[opt_level], Net()
@@ -144,6 +144,7 @@ def shown(request):
     return open_session(Show(), opt_level=request.param), HALVES[request.param]
 
 
+@shows("initialize-inputs", "patterns-inputs", "never-namedtuple")
 def test_inputs_in_any_container_are_cast(shown):
     model, half = shown
     ids = torch.arange(3)
@@ -177,6 +178,7 @@ def test_a_string_may_be_the_first_input(shown):
     assert model.args[1].dtype is half
 
 
+@shows("initialize-inputs-defects")
 def test_inputs_that_are_no_floats_stay(shown):
     model, _ = shown
     values = (

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ampatch as amp
+from apex_rows import shows
 from helpers import needs_torch, scaled_backward
 from nets import (
     EVERY_LEVEL,
@@ -26,6 +27,7 @@ from nets import (
 # ---- Several models and calls ----
 
 
+@shows("never-casts-where-wanted")
 @pytest.mark.parametrize("order", ["O0 first", "O0 last"])
 @pytest.mark.parametrize("patching", ["O1", "O4"])
 def test_a_model_at_o0_beside_a_patching_one_runs_without_casts(order, patching):

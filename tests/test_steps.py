@@ -152,6 +152,7 @@ def test_an_overflow_skips_one_step_of_every_optimizer_named(level, kind):
             optimizer.zero_grad()
 
 
+@shows("patterns-several-losses", "initialize-num-losses")
 @DYNAMIC_LEVELS
 @pytest.mark.parametrize("variant", [ADAM, FUSED_ADAM, FUSED_MOMENTUM], ids=str)
 @pytest.mark.parametrize("bad", [{1}, {0, 2}], ids=str)
