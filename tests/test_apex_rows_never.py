@@ -14,9 +14,6 @@ from apex_rows import (
     EVERY_LEVEL,
     INF,
     MASTERED,
-    PATCHED,
-    Net,
-    X,
     closure_of,
     initialized,
     shows,
@@ -46,17 +43,6 @@ def test_the_gradients_of_a_skipped_step_show_which_layer_overflowed():
     assert ampatch.step_was_skipped(optimizer)
     bad = [name for name, param in net.named_parameters() if not torch.isfinite(param.grad).all()]
     assert bad[-2:] == ["last.weight", "last.bias"]
-
-
-@shows("never-more-functions")
-@pytest.mark.parametrize("level", PATCHED)
-def test_einsum_index_add_and_fourier_transforms_take_what_o1_gives_them(level):
-    half = PATCHED[level]
-    amp.initialize(Net(), opt_level=level, verbosity=0)
-    assert torch.einsum("ij,kj->ik", X, X.to(half)).dtype is half
-    added = torch.zeros(3, 4).index_add(0, torch.tensor([0, 1, 2]), X.to(half))
-    assert torch.equal(added, X.to(half).float())
-    assert torch.fft.rfft(X.to(half)).dtype is torch.complex64
 
 
 @pytest.mark.process

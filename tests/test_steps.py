@@ -342,29 +342,6 @@ def test_a_scheduler_that_follows_the_loss_works(level):
 # Closures
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_functions_are_cast_inside_a_closure_and_not_inside_the_step(level):
-    seen = []
-
-    class Nosy(torch.optim.SGD):
-        def step(self, closure=None):
-            with torch.enable_grad():
-                closure()
-            seen.append(torch.nn.functional.linear(torch.ones(1, 4), torch.ones(1, 4)).dtype)
-
-    model, optimizer = open_net(level, Variant(Nosy))
-
-    def closure():
-        optimizer.zero_grad()
-        output = model(torch.ones(1, 4))
-        seen.append(output.dtype)
-        scaled_backward(output.float().sum(), optimizer)
-
-    optimizer.step(closure)
-    seen.append(model(torch.ones(1, 4)).dtype)
-    assert seen == [HALF[level], torch.float32, HALF[level]]
-
-
 @LEVELS
 def test_a_closure_that_raises_leaves_optimizer_and_casts_usable(level):
     run = Beside(level)
