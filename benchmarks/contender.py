@@ -14,9 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 import ampatch as amp
+from ampatch import testing
 from benchmarks.fresh import say_reason
 from benchmarks.series import Step
-from benchmarks.session import open_session
 from benchmarks.setting import Setting
 from benchmarks.workload import Workload
 
@@ -129,7 +129,7 @@ class AtLevel(Trainer):
         self.opt_level = opt_level
 
     def open(self) -> AbstractContextManager[object]:
-        return open_session(self.model, self.opt_level, self.optimizer)
+        return testing.session(self.opt_level, self.model, self.optimizer)
 
     def list_masters(self) -> list[Tensor]:
         return [master for _, master in amp.master_pairs(self.optimizer)]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ampatch import testing
 from benchmarks import opening, update
 from benchmarks.comparison import Comparison
 from benchmarks.options import Options
 from benchmarks.series import Open, Series, Step
-from benchmarks.session import open_session
 from benchmarks.setting import Setting
 
 CALLS = range(1000)  # in one step: what surrounds them is less than a hundredth of one
@@ -164,12 +164,13 @@ def open_autocast(make_model: Callable[[], nn.Module], inputs: Tensor, setting: 
 def open_level(make_model: Callable[[], nn.Module], inputs: Tensor, level: str | None) -> Iterator[Step]:
     """Yields the forward of a model at a level, or of a plain one."""
     model = make_model().to(inputs.device)
-    with open_session(model, level):
+    with nullcontext() if level is None else testing.session(level, model):
         yield partial(model, inputs)
 
 
 @contextmanager
 def open_unlisted(call: Callable[[Tensor], None], inputs: Tensor, level: str | None) -> Iterator[Step]:
     """Yields the calls of an op, outside of a model."""
-    with open_session(nn.Linear(WIDTH, WIDTH).to(inputs.device), level):
+    model = nn.Linear(WIDTH, WIDTH).to(inputs.device)
+    with nullcontext() if level is None else testing.session(level, model):
         yield partial(call, inputs)

@@ -23,7 +23,9 @@ OPTIMIZERS = {"fused optimizer": True, "optimizer not fused": False}
 WARMUP_STEPS = 3
 
 # What reads values, as dispatched ops and, for those that dispatch none on a CPU, as functions.
-READS = frozenset({"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select"})
+READS = frozenset(
+    {"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "masked_select"}
+)
 READING_FUNCTIONS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu})
 
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import ampatch as amp
+from ampatch import testing
 from benchmarks.comparison import Comparison
 from benchmarks.options import Options
 from benchmarks.series import Open, Step
-from benchmarks.session import open_session
 from benchmarks.setting import Setting
 
 COUNT, SIZE = 1000, 64
@@ -114,7 +114,7 @@ def open_level(make_optimizer: Callable[..., Optimizer], setting: Setting, level
     """Yields the update at a level."""
     model = Small(setting.device)
     optimizer = make_optimizer(list(model.parameters()))
-    with open_session(model, level, optimizer):
+    with testing.session(level, model, optimizer):
         params = list(model.parameters())
         grads, loss = Grads.make(params), torch.ones((), device=setting.device)
 

@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import sys
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -13,6 +14,8 @@ import torch
 import ampatch as amp
 from ampatch.session.session import SESSION
 from ampatch.testing import TorchSnapshot
+
+sys.path.append(str(Path(__file__).parents[1]))  # the benchmarks are run from a clone, and are not installed
 
 pytest_plugins = ["ampatch.testing.plugin", "cuda_graphs"]
 

@@ -37,6 +37,7 @@ ADD_UP = {
 }
 
 
+@shows("patterns-delay-unscale")
 @LEVELS
 @pytest.mark.parametrize("blocks", ADD_UP.values(), ids=ADD_UP)
 def test_blocks_add_up(level, blocks):
@@ -64,6 +65,7 @@ def test_a_scale_changed_between_accumulated_blocks_does_no_harm(level):
     run.step(SUM)
 
 
+@shows("scale-delay-unscale")
 @pytest.mark.parametrize("level", FLOAT32_LEVELS)
 def test_a_delayed_block_neither_unscales_nor_checks_nor_counts(level):
     run = Beside(level)

@@ -69,7 +69,8 @@ def test_initialize_takes_apex_arguments_in_apex_order():
         *("verbosity", "min_loss_scale", "max_loss_scale"),
     ]
     # Not `signature`: those who select arguments by their names ask this, which follows no wrapper.
-    assert inspect.getfullargspec(amp.initialize).args[: len(apexs)] == apexs
+    for initialize in (amp.initialize, ampatch.initialize):
+        assert inspect.getfullargspec(initialize).args[: len(apexs)] == apexs
 
 
 def test_a_function_is_applied_to_the_tensors_of_a_batch():

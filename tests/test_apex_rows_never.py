@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections import namedtuple
 from importlib.metadata import requires
 
 import pytest
@@ -12,14 +11,9 @@ from torch import nn
 import ampatch
 from ampatch.apex import amp
 from apex_rows import (
-    CAST,
     EVERY_LEVEL,
     INF,
     MASTERED,
-    PATCHED,
-    Net,
-    X,
-    changed,
     closure_of,
     initialized,
     shows,
@@ -27,7 +21,6 @@ from apex_rows import (
 )
 
 FULL, HALF = torch.float32, torch.bfloat16
-Pair = namedtuple("Pair", "image label")
 
 
 @shows("never-cpu", "patterns-cpu")
@@ -42,32 +35,6 @@ def test_every_level_trains_on_a_cpu(level):
     assert losses[-1] < 0.5 * losses[0]
 
 
-@shows("never-keep-fp32")
-@pytest.mark.parametrize("level", [*CAST, *PATCHED])
-def test_a_module_stays_float32_by_its_name(level):
-    net, _ = initialized(level, keep_fp32=["last"])
-    seen = {}
-    net.first.register_forward_hook(lambda module, args, output: seen.update(first=output.dtype))
-    net.last.register_forward_pre_hook(lambda module, args: seen.update(last=module.weight.dtype))
-    net(X)
-    assert seen == {"first": {**CAST, **PATCHED}[level], "last": FULL}
-
-
-@shows("never-casts-where-wanted")
-@pytest.mark.parametrize("level", PATCHED)
-def test_casts_are_off_where_a_block_or_a_level_says_so(level):
-    patched, plain = Net(), Net()
-    amp.initialize(patched, opt_level=level, verbosity=0)
-    amp.initialize(plain, opt_level="O0", verbosity=0)
-    with amp.disable_casts():
-        assert patched(X).dtype is FULL
-    assert patched(X).dtype is PATCHED[level]
-    seen = []
-    plain.first.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    plain(X)
-    assert seen == [FULL]
-
-
 @shows("never-which-layer")
 def test_the_gradients_of_a_skipped_step_show_which_layer_overflowed():
     net, optimizer = initialized("O4", loss_scale="dynamic")
@@ -76,28 +43,6 @@ def test_the_gradients_of_a_skipped_step_show_which_layer_overflowed():
     assert ampatch.step_was_skipped(optimizer)
     bad = [name for name, param in net.named_parameters() if not torch.isfinite(param.grad).all()]
     assert bad[-2:] == ["last.weight", "last.bias"]
-
-
-@shows("never-data-parallel")
-@pytest.mark.parametrize("level", CAST)
-def test_an_initialized_model_goes_into_data_parallel(level):
-    net, optimizer = initialized(level, loss_scale=4.0)
-    wrapped = nn.DataParallel(net)
-    with changed(net):
-        step(wrapped, optimizer)
-    assert wrapped(X).dtype is FULL
-    assert set(wrapped.state_dict()) == {f"module.{name}" for name in net.state_dict()}
-
-
-@shows("never-more-functions")
-@pytest.mark.parametrize("level", PATCHED)
-def test_einsum_index_add_and_fourier_transforms_take_what_o1_gives_them(level):
-    half = PATCHED[level]
-    amp.initialize(Net(), opt_level=level, verbosity=0)
-    assert torch.einsum("ij,kj->ik", X, X.to(half)).dtype is half
-    added = torch.zeros(3, 4).index_add(0, torch.tensor([0, 1, 2]), X.to(half))
-    assert torch.equal(added, X.to(half).float())
-    assert torch.fft.rfft(X.to(half)).dtype is torch.complex64
 
 
 @pytest.mark.process

@@ -15,10 +15,7 @@ from apex_rows import (
     Net,
     backward,
     changed,
-    copy_of,
     initialized,
-    is_same,
-    make,
     scaler_state,
     set_scale,
     shows,
@@ -27,82 +24,6 @@ from apex_rows import (
 )
 
 # ---- Optimizers ----
-
-
-@shows("optimizers-masters")
-@pytest.mark.parametrize("level", MASTERED)
-def test_half_parameters_are_replaced_by_masters_in_the_param_groups(level):
-    net, optimizer = make()
-    groups = optimizer.param_groups
-    before = copy_of(net)
-    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
-    stepped = optimizer.param_groups[0]["params"]
-    assert optimizer.param_groups is groups
-    assert [id(param) for param in amp.master_params(optimizer)] == [*map(id, stepped)]
-    assert is_same([param.detach() for param in stepped], before)
-    for param, master in zip(net.parameters(), stepped, strict=True):
-        is_half = param.dtype is MASTERED[level]
-        assert (master is param) != is_half
-        assert master.is_leaf
-        assert master.requires_grad
-
-
-def open_first_layer(level):
-    """A net whose optimizer has the parameters of its first layer alone."""
-    net = Net()
-    optimizer = torch.optim.SGD(net.first.parameters(), lr=0.1)
-    return amp.initialize(net, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
-
-
-@shows("optimizers-add-group")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_a_group_that_is_added_later_is_trained(level):
-    net, optimizer = open_first_layer(level)
-    optimizer.add_param_group({"params": net.last.parameters(), "lr": 0.5})
-    added = optimizer.param_groups[1]["params"]
-    assert len(added) == 2
-    if level in MASTERED:
-        assert all(param.dtype is torch.float32 for param in added)
-    with changed(net.last):
-        step(net, optimizer)
-
-
-@shows("optimizers-join-scaled")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_a_parameter_that_joins_with_a_scaled_gradient_is_not_stepped_by_it(level, caplog):
-    net, optimizer = open_first_layer(level)
-    backward(net, optimizer)
-    optimizer.add_param_group({"params": net.last.parameters()})
-    with unchanged(net.last):
-        optimizer.step()
-    assert "2 new parameters had a gradient" in caplog.text
-
-
-@shows("optimizers-unrounded")
-@pytest.mark.parametrize("level", MASTERED)
-def test_masters_begin_with_the_values_that_the_model_had_unrounded(level):
-    net = Net()
-    with torch.no_grad():
-        net.first.weight.fill_(1 + 2.0**-20)  # 1 in either half type
-    before = [*map(torch.clone, copy_of(net))]
-    _, optimizer = initialized(level, net=net)
-    assert is_same([master.detach() for master in amp.master_params(optimizer)], before)
-    assert torch.equal(net.first.weight, torch.ones_like(net.first.weight))
-
-
-@shows("optimizers-frozen")
-@pytest.mark.parametrize("level", MASTERED)
-def test_frozen_parameters_have_masters_and_stay_until_they_are_thawed(level):
-    net = Net()
-    net.first.requires_grad_(False)
-    _, optimizer = initialized(level, net=net, lr=0.5, loss_scale=4.0)
-    assert {master.dtype for master in amp.master_params(optimizer)} == {torch.float32}
-    with unchanged(net.first), changed(net.last):
-        step(net, optimizer)
-    net.first.requires_grad_(True)
-    optimizer.zero_grad()
-    with changed(net.first):
-        step(net, optimizer)
 
 
 # ---- amp._amp_state ----

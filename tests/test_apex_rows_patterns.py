@@ -265,33 +265,6 @@ def test_a_block_that_runs_without_grad_and_again_in_backward_has_the_plain_grad
     assert is_same(*found)
 
 
-class TiedNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids):
-        return self.head(self.embed(ids))
-
-
-@shows("patterns-tied")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_tied_weights_stay_tied_and_have_both_gradients(level):
-    net, ids = TiedNet(), torch.tensor([0, 1])
-    plain = TiedNet()
-    plain.load_state_dict(net.state_dict())
-    plain(ids).sum().backward()
-    _, optimizer = initialized(level, net=net, loss_scale=4.0)
-    with amp.scale_loss(net(ids).float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    (stepped,) = amp.master_params(optimizer)
-    # Sums of a few half products, some near 4.
-    torch.testing.assert_close(stepped.grad.float(), plain.embed.weight.grad, rtol=0.02, atol=0.03)
-    optimizer.step()
-    assert net.head.weight is net.embed.weight
-
-
 @shows("patterns-retain-graph")
 @pytest.mark.parametrize("level", [level for level in EVERY_LEVEL if level not in CAST])
 def test_a_graph_that_is_kept_gives_the_same_gradients_again(level):

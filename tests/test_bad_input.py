@@ -319,6 +319,7 @@ CALLS = {
 }
 
 
+@shows("scale-before-initialize")
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("closed_before", [False, True], ids=["never", "closed"])
 def test_a_call_before_initialize_says_so(untouched, call, closed_before):

@@ -16,12 +16,9 @@ from rich.console import Console
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))  # the benchmarks are run from a clone, and are not installed
-
-from ampatch import AmpError  # noqa: E402
-from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import (  # noqa: E402
+from ampatch import AmpError
+from benchmarks import __main__ as command
+from benchmarks import (
     allocation,
     fresh,
     goals,
@@ -34,8 +31,8 @@ from benchmarks import (  # noqa: E402
     syncs,
     update,
 )
-from benchmarks.comparison import Comparison  # noqa: E402
-from benchmarks.contender import (  # noqa: E402
+from benchmarks.comparison import Comparison
+from benchmarks.contender import (
     ACCUMULATE,
     COMPILED,
     CONTENDERS,
@@ -44,13 +41,14 @@ from benchmarks.contender import (  # noqa: E402
     choose_runnable,
     open_step,
 )
-from benchmarks.options import Options  # noqa: E402
-from benchmarks.quote import quote  # noqa: E402
-from benchmarks.series import CudaClock, PartClock, Series, run_rounds  # noqa: E402
-from benchmarks.setting import Setting, describe_machine  # noqa: E402
-from benchmarks.workload import WORKLOADS, Workload  # noqa: E402
-from helpers import without_chatter  # noqa: E402
+from benchmarks.options import Options
+from benchmarks.quote import quote
+from benchmarks.series import CudaClock, PartClock, Series, run_rounds
+from benchmarks.setting import Setting, describe_machine
+from benchmarks.workload import WORKLOADS, Workload
+from helpers import without_chatter
 
+ROOT = Path(__file__).parents[1]
 BF16 = Setting("cpu", torch.bfloat16, 1)
 FP16 = Setting("cpu", torch.float16, 1)
 BATCH, FEATURES, HIDDEN, CLASSES = 32, 16, 24, 10
@@ -413,12 +411,16 @@ def test_at_its_peak_a_step_has_what_autocast_has_and_the_casts(setting, level):
     [
         (lambda tensor: tensor.item(), 1),
         (lambda tensor: bool(tensor), 1),
+        (lambda tensor: float(tensor), 1),
+        (lambda tensor: int(tensor), 1),
+        (lambda tensor: tensor.cpu(), 1),
+        (lambda tensor: torch.allclose(tensor, tensor), 1),
         (lambda tensor: tensor.tolist(), 1),
         (lambda tensor: torch.equal(tensor, tensor), 1),
         (lambda tensor: tensor.nonzero(), 1),
         (lambda tensor: (tensor + 1).sum(), 0),
     ],
-    ids=["item", "bool", "tolist", "equal", "nonzero", "none"],
+    ids=["item", "bool", "float", "int", "cpu", "allclose", "tolist", "equal", "nonzero", "none"],
 )
 def test_a_read_of_a_value_counts_once(read, count):
     assert syncs.count_reads(partial(read, torch.ones(1))) == count

@@ -7,6 +7,7 @@ import torch
 from torch.nn import Parameter
 
 import ampatch as amp
+from apex_rows import shows
 from helpers import (
     Scalar,
     scaled_backward,
@@ -99,6 +100,7 @@ def test_autograd_grad_inside_the_block_without_a_parameter_gradient_counts_as_c
     assert param_bits(run.optimizer) == before
 
 
+@shows("patterns-autograd-grad")
 @LEVELS
 def test_inside_the_graph_the_scale_is_that_of_the_block_and_gradients_of_inputs_keep_it(level):
     run = Beside(level)
@@ -285,6 +287,7 @@ def test_a_block_that_raises_after_a_delayed_one_leaves_what_was_delayed(level):
     run.step(BATCHES[0] + BATCHES[2])
 
 
+@shows("scale-exit", "patterns-leave-early")
 @LEVELS
 def test_continue_break_and_return_leave_the_block_as_its_end_does(level):
     run = Beside(level)
@@ -310,6 +313,7 @@ def test_continue_break_and_return_leave_the_block_as_its_end_does(level):
     assert amp.state_dict()["loss_scaler0"]["unskipped"] == 4
 
 
+@shows("patterns-edited-grads", "patterns-leave-early")
 @LEVELS
 def test_a_batch_that_is_given_up_inside_the_block_costs_no_step(level):
     run = Beside(level)

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import ampatch as amp
 from ampatch.casts.cast_tree import cast_batch, cast_call, cast_to, cast_tree
+from apex_rows import shows
 
 HALF = torch.bfloat16
 Pair = namedtuple("Pair", ["first", "second"])
@@ -257,6 +258,7 @@ NEVER_CAST = [
 ]
 
 
+@shows("initialize-float64")
 @pytest.mark.parametrize("dtype", NEVER_CAST, ids=str)
 def test_a_dtype_that_is_not_eligible_is_never_cast(patched, dtype):
     tensor = torch.ones(2).to(dtype)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampatch as amp
+from apex_rows import shows
 from caching import MODES, WITHOUT_GRAD, CountCasts, Tied, backward, open_session, open_training
 
 ONES = torch.ones(2, 3)
@@ -31,6 +32,7 @@ def test_a_weight_is_cast_once_for_several_forwards(frozen):
     assert casts.count == 1
 
 
+@shows("patterns-tied")
 def test_a_weight_shared_by_two_modules_is_cast_once():
     model = nn.Sequential(nn.Linear(3, 5, bias=False), nn.Linear(5, 3), nn.Linear(3, 5, bias=False))
     model[2].weight = model[0].weight
@@ -40,6 +42,7 @@ def test_a_weight_shared_by_two_modules_is_cast_once():
     assert casts.count == 1
 
 
+@shows("o1-one-gradient")
 def test_several_uses_and_forwards_add_up_to_one_gradient():
     model = Tied()
     reference = copy.deepcopy(model)
@@ -122,6 +125,7 @@ ITERATIONS = {
 }
 
 
+@shows("o1-cache")
 @pytest.mark.parametrize("name", ITERATIONS)
 def test_a_weight_is_cast_once_an_iteration(name):
     model = Tied()

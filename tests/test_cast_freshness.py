@@ -14,6 +14,7 @@ from torch import nn
 import ampatch as amp
 from ampatch.casts import cast_cache
 from ampatch.casts.cast import CASTS
+from apex_rows import shows
 from caching import HALF, MODES, WITHOUT_GRAD, X, assert_fresh, backward, by_hand, open_session, open_training
 
 
@@ -491,6 +492,7 @@ def test_functions_called_outside_of_any_model_under_no_grad_see_a_write_through
     assert torch.equal(found, by_hand(linear))
 
 
+@shows("scale-defect-cache-exception")
 def test_an_exception_in_a_block_leaves_no_cast_behind():
     model = nn.Linear(3, 5)
     optimizer = open_training(model)

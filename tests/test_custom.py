@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ampatch as amp
+from apex_rows import shows
 from helpers import needs_torch
 from patched import FULL, HALF, LEVELS, full, half, open_session
 
@@ -150,6 +151,7 @@ def test_what_torch_takes_of_a_half_tensor_runs_in_half():
 # ---- Tensor.cpu ----
 
 
+@shows("o1-cpu")
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_a_half_tensor_on_the_cpu_is_float32_and_goes_to_numpy(opt_level):
     x = torch.rand(3, 4).to(LEVELS[opt_level])

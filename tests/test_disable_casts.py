@@ -81,6 +81,7 @@ def test_sessions_that_open_and_close_in_a_block_keep_the_count_right():
             assert product() is FULL
 
 
+@shows("never-casts-where-wanted")
 def test_a_block_holds_inside_and_around_a_forward():
     class Model(nn.Linear):
         def forward(self, x):

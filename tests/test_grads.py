@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch as amp
 from ampatch.steps.grads import accumulate_
+from apex_rows import shows
 from helpers import assert_same_bits, scaled_backward, snapshot
 
 HALF = {"O2": torch.float16, "O5": torch.bfloat16}
@@ -319,6 +320,7 @@ def join(model, optimizer, moment):
 LEVELS = pytest.mark.parametrize("level", ["O1", "O5"])
 
 
+@shows("optimizers-join-scaled")
 @LEVELS
 @pytest.mark.parametrize("loss_scale", [128.0, amp.DynamicLossScale(init_scale=128.0)], ids=str)
 @pytest.mark.parametrize("moment", ["after a block", "after a delayed block", "in a block"])

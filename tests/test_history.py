@@ -18,10 +18,10 @@ from ampatch.session.alarms.inputs import SLOTS, LastForward
 from ampatch.session.alarms.judge import Judge
 from ampatch.session.post_mortem.measure import count_underflow
 from ampatch.session.session import SESSION
+from benchmarks.syncs import count_reads
 from helpers import Scalar, scaled_backward
 from nets import EVERY_LEVEL, X
 from stepping import FUSED_MOMENTUM, INF, MOMENTUM
-from test_host_syncs import count_reads
 
 NAN = float("nan")
 

@@ -5,11 +5,10 @@ import warnings
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch as amp
 from ampatch.apex.parallel import LARC
+from benchmarks.syncs import count_reads
 from helpers import (
     SKIPPING_VARIANTS,
     Dense,
@@ -30,51 +29,6 @@ from stepping import (
     run_block,
     run_iteration,
 )
-
-
-class HostReads(TorchDispatchMode):
-    """Counts what makes the host wait for a device: reading a value of a tensor."""
-
-    OPS = frozenset(
-        {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "allclose", "masked_select"}
-    )
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-        self._functions = ListReads(self)
-
-    def __enter__(self):
-        self._functions.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        self._functions.__exit__(*error)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket.__name__ in self.OPS
-        return func(*args, **(kwargs or {}))
-
-
-class ListReads(TorchFunctionMode):
-    """Counts the reads that no dispatched op shows on a CPU."""
-
-    FUNCTIONS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu})
-
-    def __init__(self, counter):
-        super().__init__()
-        self._counter = counter
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self._counter.count += func in self.FUNCTIONS
-        return func(*args, **(kwargs or {}))
-
-
-def count_reads(iterate):
-    with HostReads() as reads:
-        iterate()
-    return reads.count
 
 
 def count_reads_of(variant, level=None, factor=1.0, accumulate=1, **options):
@@ -99,25 +53,6 @@ def count_reads_of(variant, level=None, factor=1.0, accumulate=1, **options):
     amp.set_loss_scale(SCALE)
     iterate_scaled()
     return count_reads(lambda: iterate_scaled(factor)) - own
-
-
-def test_the_counter_of_host_reads_sees_every_way_to_read():
-    value = torch.ones(())
-    for read in [
-        value.item,
-        value.tolist,
-        value.__bool__,
-        value.__float__,
-        value.__int__,
-        value.cpu,
-        value.nonzero,
-    ]:
-        with HostReads() as reads:
-            read()
-        assert reads.count == 1, read
-    with HostReads() as reads:
-        torch.equal(value, value)
-    assert reads.count == 1
 
 
 @pytest.mark.exhaustive(keep=12)

@@ -130,15 +130,6 @@ def test_there_are_no_pairs_without_masters(level):
     assert list(amp.master_pairs(optimizer)) == []
 
 
-def test_what_is_written_into_a_master_shows_in_the_model():
-    model, optimizer = start()
-    half, master = next(amp.master_pairs(optimizer))
-    with torch.no_grad():
-        master.fill_(0.1)
-    model(torch.randn(2, 4))
-    assert_same_bits([half], [torch.full_like(half, 0.1)])
-
-
 def test_an_optimizer_that_initialize_did_not_return_has_no_pairs_to_ask_for():
     start()
     stranger = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)

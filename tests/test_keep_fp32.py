@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampatch as amp
+from apex_rows import shows
 from helpers import scaled_backward
 
 FULL = torch.float32
@@ -123,6 +124,7 @@ WAYS = {
 }
 
 
+@shows("never-keep-fp32", "never-casts-where-wanted")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("opt_level", HALVES)
 def test_what_is_named_runs_in_float32_and_the_rest_does_not(opt_level, way):

@@ -6,13 +6,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ampatch as amp
+from benchmarks.syncs import count_reads
 from helpers import Scalar, scaled_backward
 from loggers import make_mlflow, make_wandb
 from nets import EVERY_LEVEL
 from ranks import fixture
 from stepping import FUSED_MOMENTUM, INF, MOMENTUM
 from test_history import Run
-from test_host_syncs import count_reads
 
 two = fixture()
 SCALE = amp.DynamicLossScale(2.0**10, growth_interval=3)

@@ -29,6 +29,7 @@ def test_the_variants_hold_every_class_of_torch_optim():
     assert len(OPTIMIZER_CLASSES) >= (14 if torch_is_before("2.9") else 15)
 
 
+@shows("optimizers-unrounded")
 @pytest.mark.exhaustive(keep=12)
 @LEVELS
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -44,6 +45,7 @@ def test_weights_are_bit_equal_to_a_float32_optimizer_fed_the_same_gradients(var
     assert optimizer_bits(optimizer) == optimizer_bits(by_hand.optimizer)
 
 
+@shows("optimizers-masters")
 @LEVELS
 def test_master_params_are_the_float32_leaves_in_the_param_groups(level):
     model, optimizer, _ = open_both(level)

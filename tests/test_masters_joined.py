@@ -8,6 +8,7 @@ from torch.nn import Parameter
 from torch.nn.functional import linear
 
 import ampatch as amp
+from apex_rows import shows
 from helpers import (
     SKIPPING_VARIANTS,
     Dense,
@@ -36,6 +37,7 @@ from mastering import (
 # What an optimizer brings along, and gets later
 
 
+@shows("optimizers-add-group")
 @LEVELS
 def test_a_group_that_is_added_later_gets_masters(level):
     model = Dense()
@@ -153,6 +155,7 @@ def test_an_optimizer_is_saved_and_loaded_with_parameters_that_a_script_wrote_in
     assert optimizer_bits(optimizer) == optimizer_bits(by_hand.optimizer)
 
 
+@shows("optimizers-frozen")
 @LEVELS
 def test_frozen_parameters_get_masters_and_stay_as_they_are(level):
     model = Dense()
@@ -167,6 +170,7 @@ def test_frozen_parameters_get_masters_and_stay_as_they_are(level):
     assert model.first.weight.grad is None
 
 
+@shows("optimizers-frozen")
 @LEVELS
 def test_a_parameter_that_is_unfrozen_later_is_trained_from_its_float32_values(level):
     model = Dense()
@@ -192,6 +196,7 @@ class Tied(torch.nn.Module):
         return self.decode(torch.relu(self.encode(batch)))
 
 
+@shows("patterns-tied")
 @LEVELS
 def test_tied_weights_have_one_master_and_both_gradients(level):
     model = Tied()
@@ -255,6 +260,7 @@ def test_two_optimizers_that_share_a_parameter_both_step_one_gradient(level):
 # The way back
 
 
+@shows("initialize-state-defect")
 @pytest.mark.exhaustive(keep=12)
 @LEVELS
 @pytest.mark.parametrize("variant", SKIPPING_VARIANTS, ids=str)

@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import ampatch as amp
 from ampatch.session.announce import explain_skips
+from apex_rows import shows
 from helpers import assert_same_bits, needs_torch, scaled_backward
 from nets import HALVES, MASTERED, Net, X, open_session, sgd
 from test_readme import explained
@@ -143,6 +144,7 @@ WRONG = [
 STATIC = {"loss_scale": 65536.0}
 
 
+@shows("scale-misuse")
 @pytest.mark.exhaustive(keep=16)
 @pytest.mark.parametrize("options", [{"loss_scale": "dynamic"}, STATIC], ids=["dynamic", "static"])
 @pytest.mark.parametrize("level", ["O1", "O5"])

@@ -98,23 +98,6 @@ def test_without_uninitialize_it_says_what_to_call(notebook):
     assert harmless == same == "NoneType [] None"
 
 
-def test_a_cell_that_initializes_the_same_model_again_says_what_to_call(notebook):
-    code = """
-    cell("import torch, ampatch as amp; model = torch.nn.Linear(2, 2)")
-    begin = '''optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="{}", verbosity=0)'''
-    for first, second in ("O0", "O1"), ("O0", "O4"), ("O2", "O5"), ("O5", "O3"), ("O2", "O0"), ("O1", "O4"):
-        assert cell(begin.format(first)) is None
-        error = cell(begin.format(second))
-        assert "call ampatch.uninitialize() first" in str(error), (first, second, error)
-        assert cell("amp.uninitialize()") is None
-        assert cell(begin.format(second)) is None
-        assert cell("amp.uninitialize()") is None
-    print("done")
-    """
-    assert notebook(code)[-1] == "done"
-
-
 # ---- Ctrl-C ----
 
 INTERRUPTED = """

@@ -44,6 +44,7 @@ def test_a_level_means_what_the_table_says(level):
     assert not policy.allow_banned
 
 
+@shows("initialize-keywords")
 @pytest.mark.parametrize("level", LEVELS)
 def test_none_overrides_nothing_and_the_string_of_argparse_neither(level):
     names = Overrides.__dataclass_fields__.keys() - {"max_loss_scale", "allow_banned"}

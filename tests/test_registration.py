@@ -48,6 +48,7 @@ KINDS = {
 each_kind = pytest.mark.parametrize(("decorate", "register", "expected"), KINDS.values(), ids=KINDS)
 
 
+@shows("o1-decorators", "never-early-names")
 @each_kind
 def test_a_decorated_function_acts_only_while_a_session_patches(decorate, register, expected):
     function = decorate(show)

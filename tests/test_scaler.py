@@ -102,6 +102,7 @@ def test_gradients_are_unscaled_to_the_bits_of_grad_scaler(overflows, init_scale
     assert snapshot(grad) == snapshot(oracle.param.grad)
 
 
+@shows("scaler-schedule")
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_through_scale_loss_the_scale_follows_overflows_as_grad_scaler_does(level):
     chance = random.Random(level)
@@ -271,6 +272,7 @@ def test_each_loss_has_a_scale_of_its_own():
     assert [amp.get_loss_scale(loss_id) for loss_id in range(3)] == [2.0**16, 64.0, 2.0**15]
 
 
+@shows("scale-delay-check")
 def test_a_delayed_overflow_check_leaves_the_scale_and_counts_at_the_next_one():
     model, optimizer = open_session()
     run_iteration(model, optimizer, INF, delay_overflow_check=True)

@@ -9,7 +9,7 @@ from ampatch.patching.patcher import Patcher
 from ampatch.session.session import SESSION
 from apex_rows import shows
 from helpers import scaled_backward
-from nets import EVERY_LEVEL, FULL, X, make_trained, open_session, train
+from nets import EVERY_LEVEL, FULL, X, make_trained, open_session
 from pictures import assert_same_picture, picture
 
 UNROUNDED = ["O0", "O1", "O2", "O4", "O5"]  # O3 keeps no float32 values
@@ -69,31 +69,6 @@ def test_uninitialize_at_o3_restores_everything_but_the_rounding():
     assert found[1] == expected[1]
     assert {param.dtype for param in model.parameters()} == {FULL}
     assert [param.tolist() for param in model.parameters()] == rounded
-
-
-@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
-def test_training_goes_on_after_uninitialize(opt_level):
-    model, optimizer = make_trained()
-    amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, loss_scale=1.0)
-    train(model, optimizer, steps=2)
-    amp.uninitialize()
-    before = model.linear.weight.detach().clone()
-    optimizer.zero_grad()
-    model(X).sum().backward()
-    optimizer.step()
-    assert not torch.equal(model.linear.weight.detach(), before)
-    assert {tensor.dtype for state in optimizer.state.values() for tensor in state.values()} == {FULL}
-
-
-def test_initialize_works_again_at_another_level():
-    model, optimizer = make_trained()
-    for opt_level in ["O1", "O2", "O0", "O5", "O4", "O3", "O2", "O1"]:
-        amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, loss_scale=1.0)
-        train(model, optimizer)
-        amp.uninitialize()
-        assert {param.dtype for param in model.parameters()} == {FULL}
-        assert not model._forward_hooks
-        assert not model._forward_pre_hooks
 
 
 def test_uninitialize_without_a_session_does_nothing():
@@ -173,29 +148,6 @@ def test_the_callers_lists_are_not_changed():
     amp.initialize(models, optimizers, opt_level="O2", verbosity=0)
     assert models == [a, b]
     assert optimizers == [o, p]
-
-
-def test_the_positional_order_is_that_of_apex():
-    model, optimizer = make()
-    amp.initialize(
-        model,
-        optimizer,
-        True,
-        "O2",
-        torch.bfloat16,
-        None,
-        True,
-        True,
-        4.0,
-        torch.float16,
-        2,
-        0,
-        None,
-        2.0**24,
-    )
-    assert model.weight.dtype is torch.bfloat16
-    assert model(X).dtype is torch.float16
-    assert amp.get_loss_scale(1) == 4.0
 
 
 # ---- enabled=False ----

@@ -152,6 +152,7 @@ def test_an_overflow_skips_one_step_of_every_optimizer_named(level, kind):
             optimizer.zero_grad()
 
 
+@shows("patterns-several-losses", "initialize-num-losses")
 @DYNAMIC_LEVELS
 @pytest.mark.parametrize("variant", [ADAM, FUSED_ADAM, FUSED_MOMENTUM], ids=str)
 @pytest.mark.parametrize("bad", [{1}, {0, 2}], ids=str)
@@ -339,29 +340,6 @@ def test_a_scheduler_that_follows_the_loss_works(level):
 
 
 # Closures
-
-
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_functions_are_cast_inside_a_closure_and_not_inside_the_step(level):
-    seen = []
-
-    class Nosy(torch.optim.SGD):
-        def step(self, closure=None):
-            with torch.enable_grad():
-                closure()
-            seen.append(torch.nn.functional.linear(torch.ones(1, 4), torch.ones(1, 4)).dtype)
-
-    model, optimizer = open_net(level, Variant(Nosy))
-
-    def closure():
-        optimizer.zero_grad()
-        output = model(torch.ones(1, 4))
-        seen.append(output.dtype)
-        scaled_backward(output.float().sum(), optimizer)
-
-    optimizer.step(closure)
-    seen.append(model(torch.ones(1, 4)).dtype)
-    assert seen == [HALF[level], torch.float32, HALF[level]]
 
 
 @LEVELS

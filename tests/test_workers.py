@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 import ampatch as amp
+from apex_rows import shows
 from nets import open_session
 
 LEVELS = pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
@@ -105,6 +106,7 @@ def test_backward_may_run_in_a_thread_of_its_own(level):
         assert torch.equal(param.grad, grad)
 
 
+@shows("never-data-parallel")
 @LEVELS
 def test_data_parallel_without_a_gpu_calls_the_model_itself(level):
     model = open_session(make_net(), opt_level=level)

@@ -317,6 +317,7 @@ def probabilities(dtype):
     return torch.rand(4).clamp(0.1, 0.9).to(dtype)
 
 
+@shows("o1-banned")
 @pytest.mark.parametrize(
     "function", [lambda *args: F.binary_cross_entropy(*args), nn.BCELoss()], ids=["function", "module"]
 )
@@ -327,6 +328,7 @@ def test_binary_cross_entropy_on_half_raises_and_points_to_the_logits_form(funct
         function(probabilities(HALF), torch.ones(4))
 
 
+@shows("o1-allow-banned", "never-allow-banned")
 @pytest.mark.parametrize("options", [{}, {"allow_banned": True}], ids=["refused", "allowed"])
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_binary_cross_entropy_runs_in_float32_or_not_at_all(opt_level, options):

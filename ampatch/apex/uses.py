@@ -7,9 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ampatch.apex.drop_in.missing import EXTENSION_NAMES
+from ampatch.apex.drop_in.mirror import ROOTS
 
-ROOTS = frozenset({"apex", "amp_C", "apex_C", *EXTENSION_NAMES})
 IMPORTERS = ("import_module", "importlib.import_module")
 # `amp = None` is what scripts say where the import failed.
 NOTHING = (None, False)

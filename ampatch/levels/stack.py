@@ -25,9 +25,9 @@ def is_running(frame: FrameType | None) -> bool:
     return caller is frame
 
 
-def find_line(frame: FrameType | None = None) -> Line:
+def find_line() -> Line:
     """The line of the user's source that runs: the innermost one outside of torch, ampatch and trainers."""
-    frame = frame or sys._getframe(1)
+    frame = sys._getframe(1)
     while frame.f_back is not None and _is_inside(frame):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno

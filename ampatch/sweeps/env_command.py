@@ -62,10 +62,10 @@ def find_version(package: str) -> str:
         return ABSENT
 
 
-def find_half_flags(path: Path = Path("/proc/cpuinfo")) -> list[str]:
+def find_half_flags() -> list[str]:
     """Returns the instructions for half types that Linux says the CPU has."""
     try:
-        words = set(path.read_text().split())
+        words = set(Path("/proc/cpuinfo").read_text().split())
     except OSError:
         return []
     return [flag for flag in HALF_FLAGS if flag in words]

@@ -14,13 +14,11 @@ from types import FrameType, ModuleType
 import ampatch as amp
 from ampatch.apex.changes import Changes
 from ampatch.apex.drop_in.children import Preparation
-from ampatch.apex.drop_in.mirror import EXTENSIONS, PARTS, VERSION, mirror_spec
-from ampatch.apex.drop_in.missing import EXTENSION_NAMES, explain
+from ampatch.apex.drop_in.mirror import PACKAGES, ROOTS, VERSION, mirror_spec
+from ampatch.apex.drop_in.missing import explain
 from ampatch.apex.drop_in.real import LOG, WatchingLoader, fill_loaded, find_elsewhere, find_fault
 
-ROOTS = frozenset({"apex", *EXTENSIONS, *EXTENSION_NAMES})
 BOOTSTRAP = "<frozen importlib._bootstrap>"
-WATCHED = frozenset({"apex", *(f"apex.{part}" for part in PARTS), *EXTENSIONS})
 
 
 class ApexFinder(MetaPathFinder):
@@ -88,7 +86,7 @@ class ApexFinder(MetaPathFinder):
         return None
 
     def _watch(self, real: ModuleSpec) -> ModuleSpec:
-        if real.name in WATCHED and hasattr(real.loader, "exec_module"):
+        if real.name in PACKAGES and hasattr(real.loader, "exec_module"):
             real.loader = WatchingLoader(real.loader, self._changes)
         return real
 

@@ -20,10 +20,12 @@ from types import FrameType, ModuleType
 
 from ampatch import __version__
 from ampatch.apex.changes import Changes
-from ampatch.apex.drop_in.missing import explain
+from ampatch.apex.drop_in.missing import EXTENSION_NAMES, explain
 
 PARTS = ("amp", "contrib", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
 EXTENSIONS = ("amp_C", "apex_C")
+PACKAGES = ("apex", *(f"apex.{part}" for part in PARTS), *EXTENSIONS)  # what a real one may lack
+ROOTS = frozenset({"apex", *EXTENSIONS, *EXTENSION_NAMES})
 OURS = "ampatch.apex."
 
 # 0.1 is what apex's own setup.py said, to the end.

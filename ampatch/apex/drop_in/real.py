@@ -12,14 +12,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from ampatch.apex.changes import Changes
-from ampatch.apex.drop_in.mirror import EXTENSIONS, OURS, PARTS, add_modules, mirror_spec, own_name, tree
+from ampatch.apex.drop_in.mirror import OURS, PACKAGES, PARTS, add_modules, mirror_spec, own_name, tree
 
 LOG = logging.getLogger("ampatch")
 
 # The packages that NVIDIA's apex has or had at the top.
-KNOWN_PARTS = frozenset(
-    {*PARTS, "contrib", "fused_dense", "mlp", "pyprof", "reparameterization", "transformer"}
-)
+KNOWN_PARTS = frozenset({*PARTS, "fused_dense", "mlp", "pyprof", "reparameterization", "transformer"})
 # These hold state that their parts share: a name of ours in a real one would act on another state.
 WHOLE = ("apex.amp",)
 
@@ -129,7 +127,7 @@ def lacks(module: ModuleType, name: str) -> bool:
 
 def fill_loaded(changes: Changes) -> None:
     """Fills in what a real apex that is imported already lacks."""
-    for name in ("apex", *(f"apex.{part}" for part in PARTS), *EXTENSIONS):
+    for name in PACKAGES:
         module = sys.modules.get(name)
         if module is not None and not module.__name__.startswith(OURS):
             fill(name, module, changes)

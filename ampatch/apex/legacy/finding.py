@@ -17,8 +17,8 @@ from types import MappingProxyType
 
 from torch.optim import lr_scheduler
 
+from ampatch.apex.drop_in.mirror import ROOTS as APEX
 from ampatch.apex.legacy.table import ASYNC, LOAD, NAMES, PART, PATTERNS, Old
-from ampatch.apex.uses import ROOTS as APEX
 from ampatch.apex.uses import Names, StarNames, Use, find_uses
 
 ROOTS = APEX | {*(row.name.partition(".")[0] for row in NAMES), "random", "torchvision", "yaml"}
