@@ -95,6 +95,18 @@ def test_a_write_counts_whatever_was_read_before_or_after_it(level, order, read,
     assert all(param.abs().max() <= 0.25 for param in model.parameters())
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_master_params_show_what_was_written_into_the_model_and_keep_what_is_written_afterwards(level):
+    model, optimizer = open_model(level)
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+        assert next(amp.master_params(optimizer)).eq(0.5).all()
+        model(X)
+        next(amp.master_params(optimizer)).fill_(0.25)
+    optimizer.step()
+    assert next(amp.master_params(optimizer)).eq(0.25).all()
+
+
 READERS = {
     "numpy": lambda weight: weight.detach().numpy(),
     "asarray": lambda weight: np.asarray(weight.detach()),

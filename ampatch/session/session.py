@@ -242,10 +242,10 @@ class Session(Listener):
         return found
 
     def settle(self, optimizer: object) -> None:
-        """Has masters in the groups, and unscaled what waits for ranks: somebody is about to use them."""
+        """Has masters in the groups, with edits of the model, and their gradients: somebody will use them."""
         found = self._members.find(optimizer)
         if found is not None:
-            found[0].masters.install_again()
+            found[0].masters.take_edits()
             found[0].settle_for_reader()
 
     def is_passive(self, optimizers: Sequence[object]) -> bool:

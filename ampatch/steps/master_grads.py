@@ -193,8 +193,8 @@ def _drop_restarted(pairs: Sequence[Weight], to_look: bool) -> bool:
     is_zeroed = bool(bits) and not torch.stack([bit.to(bits[0].device) for bit in bits]).any()
     for pair in [*cleared, *edited] if is_zeroed else cleared:
         clear_master_grad(pair)
-        mark_grad_used(pair)
-        pair.grad_scaled = False
+        pair.grad_used, pair.grad_scaled = None, False  # zeros are new ones for a step
+        _mark_grad_seen(pair)
     is_edited = not is_zeroed and any(pair.grad_used is pair.half.grad for pair in edited)
     return is_edited or (to_look and any(map(_is_ignored, pairs)))
 
