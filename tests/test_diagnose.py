@@ -464,10 +464,17 @@ def test_what_the_script_counts_is_not_counted_twice():
     assert only(patient).op == "exp"
 
 
-@pytest.mark.parametrize("kind", ["small", "large", "half", "sparse", "complex", "whole"])
+SIZES = {"large": 200, "large beside small": 200}
+
+
+@pytest.mark.parametrize(
+    "kind", ["small", *SIZES, "small beside large", "half", "sparse", "complex", "whole"]
+)
 def test_a_check_sees_one_number_that_is_not_finite_among_tensors_of_each_kind(kind):
-    one = torch.ones(200, 200) if kind == "large" else torch.ones(3, 3)
+    one = torch.ones(SIZES.get(kind, 3), SIZES.get(kind, 3))
     other = {
+        "large beside small": torch.ones(3, 3),
+        "small beside large": torch.ones(200, 200),
         "half": one.half(),
         "sparse": one.to_sparse(),
         "complex": one * 1j,
@@ -481,6 +488,16 @@ def test_a_check_sees_one_number_that_is_not_finite_among_tensors_of_each_kind(k
     assert check.of([one, other]).read()
     one[1, 2] = 1
     assert not check.of([one, other]).read()
+
+
+def test_finite_numbers_whose_sum_is_infinite_are_fine():
+    assert not Check().of([torch.full((200, 200), 3e38), torch.ones(3)]).read()
+
+
+def test_a_large_sparse_gradient_is_checked():
+    one = torch.ones(200, 200)
+    one[1, 2] = float("inf")
+    assert Check().of([torch.ones(3), one.to_sparse()]).read()
 
 
 # ---- A device that tells later ----

@@ -60,8 +60,10 @@ class Tape(TorchFunctionMode):
     def stop(self) -> None:
         """Notes no more; leaves the stack, unless a mode of the script's is above it now."""
         self.record = None
+        if not self._is_on_stack:
+            return
         count = count_function_modes()
-        if self._is_on_stack and count and function_mode(count - 1) is self:
+        if count and function_mode(count - 1) is self:
             self._is_on_stack = False
             self.__exit__(None, None, None)
 

@@ -103,7 +103,7 @@ class Watcher:
         if len(self._running) > 1:
             return
         if self._is_over:
-            waits = any(step.record is self._record for step in self._waiting)
+            waits = self._waiting and any(step.record is self._record for step in self._waiting)
             self._record, self._is_over = Record(self._spare if waits else self._record.state), False
         record = self._record
         if id(model) not in record.state:
