@@ -271,14 +271,27 @@ def test_nan_in_a_batch_is_told_with_its_sample():
     assert (only(patient).phase, only(patient).step, only(patient).sample) == ("input", 1, 2)
 
 
-def test_the_search_of_a_scale_is_no_finding():
-    trainer = Trainer("O2", make_model(at=()), loss_scale=amp.DynamicLossScale(2.0**26, max_scale=2.0**26))
+@pytest.mark.parametrize("power", [26, 40])
+def test_the_search_of_a_scale_is_no_finding(power):
+    scale = amp.DynamicLossScale(2.0**power, max_scale=2.0**power)
+    trainer = Trainer("O2", make_model(at=()), loss_scale=scale)
     with watch(trainer) as patient:
-        for _ in range(30):
+        for _ in range(power + 4):
             trainer.step()
     report = patient.report()
     assert report.findings == ()
     assert 1 <= report.runs < len(report.scale["skipped"])
+
+
+def test_the_search_is_that_of_the_scale_in_use_where_there_are_two():
+    other = nn.Linear(2, 2)
+    amp.initialize(other, torch.optim.SGD(other.parameters(), 0.1), opt_level="O0", verbosity=0)
+    trainer = Trainer("O1", make_model(at=()), loss_scale=amp.DynamicLossScale(2.0**26, max_scale=2.0**26))
+    with watch(trainer) as patient:
+        for _ in range(30):
+            trainer.step()
+    assert patient.report().findings == ()
+    assert patient.report().scale["history"][0] == (0, 2.0**26)
 
 
 def test_micro_steps_are_counted():
