@@ -60,7 +60,7 @@ class Patient(ScalerInUse):
         self._good = 0.0  # the largest scale that a step was made with
         self._is_over = False  # weights are bad
         self._is_searching = False  # for a scale that does not overflow
-        self._logged: set[tuple[object, ...]] = set()
+        self._logged: set[object] = set()
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -165,9 +165,8 @@ class Patient(ScalerInUse):
     def _tell(self, is_end: bool = False) -> None:
         """Logs findings that are new; of a scale that no step was made with more may be too large."""
         for it in self._found(is_end or self._good > 0):
-            key = (it.phase, it.op, it.model, it.module, it.call, it.where, it.parameter)
-            if key not in self._logged:
-                self._logged.add(key)
+            if it.identity not in self._logged:
+                self._logged.add(it.identity)
                 logger.warning("%s", "\n".join(describe_finding(it)))
 
     @property
