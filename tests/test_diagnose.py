@@ -260,6 +260,22 @@ def test_a_backward_that_is_not_of_a_tensor():
     assert "whether float32 survives is not known" in patient.report().unknown[0]
 
 
+def test_a_penalty_on_gradients_has_its_line():
+    trainer = Trainer("plain", make_model(at=()))
+    with watch(trainer) as patient:
+        for step in range(4):
+            x = torch.randn(4, 8, requires_grad=True)
+            out = trainer.model(x).sum() * (step != 2)
+            (grad,) = torch.autograd.grad(out, x, create_graph=True)
+            norm = grad.pow(2).sum(-1).sqrt()
+            (out + ((norm - 1) ** 2).mean()).backward()
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+    found = only(patient)
+    assert (found.step, found.phase, found.op, found.float32_survives) == (2, "backward", "sqrt", False)
+    assert patient.report().unknown == ()
+
+
 def test_nan_in_a_batch_is_told_with_its_sample():
     trainer = Trainer("plain", make_model(at=()))
     x = torch.randn(4, 8)

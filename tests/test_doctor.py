@@ -657,6 +657,7 @@ def test_the_same_at_several_steps_is_one_finding():
     ("given", "said"),
     [
         ({"float32_survives": True}, "keep_fp32=['a']: "),
+        ({"op": "acos", "kind": "nan"}, "a small margin inside of its domain"),
         ({"float32_survives": True, "autocast": True}, "call 'a' under torch.autocast("),
         ({"float32_survives": False}, "learning rate"),
         ({"op": "log"}, "logits"),

@@ -48,6 +48,7 @@ class Tape(TorchFunctionMode):
         self.record: Record | None = None
         self._device = "cpu"
         self._is_on_stack = False
+        self.runs = False  # whether an operation does that is noted
 
     def start(self, record: Record, device: str) -> bool:
         """Notes what follows; returns whether it can."""
@@ -85,7 +86,11 @@ class Tape(TorchFunctionMode):
         if not needs_graph(args) and is_called_by_ampatch():
             return func(*args, **kwargs)  # a scaler's own arithmetic
         taken = record.slots.refer(args), record.slots.refer(kwargs)
-        result = func(*args, **kwargs)
+        self.runs = True
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self.runs = False
         if func is SET or isinstance(result, Tensor) or any(True for _ in tensors_in(result)):
             mode = Mode.now(self._device)
             outputs = record.slots.add(result)

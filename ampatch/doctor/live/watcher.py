@@ -158,7 +158,8 @@ class Watcher:
 
     def _around_engine(self, original: Callable[..., object], roots: Sequence, *args, **kwargs) -> object:
         """Stands in for what runs each backward pass; of one that nobody saw begin the loss is not known."""
-        if not self._is_busy and hold_gradients(self._record, [it for it in roots if isinstance(it, Tensor)]):
+        is_noted = self._is_busy or self._tape.runs  # torch.autograd.grad in a loss is one of its operations
+        if not is_noted and hold_gradients(self._record, [it for it in roots if isinstance(it, Tensor)]):
             self._record.slots.is_whole = False
         return original(roots, *args, **kwargs)
 
