@@ -260,6 +260,22 @@ def test_a_backward_that_is_not_of_a_tensor():
     assert "whether float32 survives is not known" in patient.report().unknown[0]
 
 
+def test_a_penalty_on_gradients_has_its_line():
+    trainer = Trainer("plain", make_model(at=()))
+    with watch(trainer) as patient:
+        for step in range(4):
+            x = torch.randn(4, 8, requires_grad=True)
+            out = trainer.model(x).sum() * (step != 2)
+            (grad,) = torch.autograd.grad(out, x, create_graph=True)
+            norm = grad.pow(2).sum(-1).sqrt()
+            (out + ((norm - 1) ** 2).mean()).backward()
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+    found = only(patient)
+    assert (found.step, found.phase, found.op, found.float32_survives) == (2, "backward", "sqrt", False)
+    assert patient.report().unknown == ()
+
+
 def test_nan_in_a_batch_is_told_with_its_sample():
     trainer = Trainer("plain", make_model(at=()))
     x = torch.randn(4, 8)
@@ -271,14 +287,27 @@ def test_nan_in_a_batch_is_told_with_its_sample():
     assert (only(patient).phase, only(patient).step, only(patient).sample) == ("input", 1, 2)
 
 
-def test_the_search_of_a_scale_is_no_finding():
-    trainer = Trainer("O2", make_model(at=()), loss_scale=amp.DynamicLossScale(2.0**26, max_scale=2.0**26))
+@pytest.mark.parametrize("power", [26, 40])
+def test_the_search_of_a_scale_is_no_finding(power):
+    scale = amp.DynamicLossScale(2.0**power, max_scale=2.0**power)
+    trainer = Trainer("O2", make_model(at=()), loss_scale=scale)
     with watch(trainer) as patient:
-        for _ in range(30):
+        for _ in range(power + 4):
             trainer.step()
     report = patient.report()
     assert report.findings == ()
     assert 1 <= report.runs < len(report.scale["skipped"])
+
+
+def test_the_search_is_that_of_the_scale_in_use_where_there_are_two():
+    other = nn.Linear(2, 2)
+    amp.initialize(other, torch.optim.SGD(other.parameters(), 0.1), opt_level="O0", verbosity=0)
+    trainer = Trainer("O1", make_model(at=()), loss_scale=amp.DynamicLossScale(2.0**26, max_scale=2.0**26))
+    with watch(trainer) as patient:
+        for _ in range(30):
+            trainer.step()
+    assert patient.report().findings == ()
+    assert patient.report().scale["history"][0] == (0, 2.0**26)
 
 
 def test_micro_steps_are_counted():
@@ -464,10 +493,17 @@ def test_what_the_script_counts_is_not_counted_twice():
     assert only(patient).op == "exp"
 
 
-@pytest.mark.parametrize("kind", ["small", "large", "half", "sparse", "complex", "whole"])
+SIZES = {"large": 200, "large beside small": 200}
+
+
+@pytest.mark.parametrize(
+    "kind", ["small", *SIZES, "small beside large", "half", "sparse", "complex", "whole"]
+)
 def test_a_check_sees_one_number_that_is_not_finite_among_tensors_of_each_kind(kind):
-    one = torch.ones(200, 200) if kind == "large" else torch.ones(3, 3)
+    one = torch.ones(SIZES.get(kind, 3), SIZES.get(kind, 3))
     other = {
+        "large beside small": torch.ones(3, 3),
+        "small beside large": torch.ones(200, 200),
         "half": one.half(),
         "sparse": one.to_sparse(),
         "complex": one * 1j,
@@ -481,6 +517,16 @@ def test_a_check_sees_one_number_that_is_not_finite_among_tensors_of_each_kind(k
     assert check.of([one, other]).read()
     one[1, 2] = 1
     assert not check.of([one, other]).read()
+
+
+def test_finite_numbers_whose_sum_is_infinite_are_fine():
+    assert not Check().of([torch.full((200, 200), 3e38), torch.ones(3)]).read()
+
+
+def test_a_large_sparse_gradient_is_checked():
+    one = torch.ones(200, 200)
+    one[1, 2] = float("inf")
+    assert Check().of([torch.ones(3), one.to_sparse()]).read()
 
 
 # ---- A device that tells later ----

@@ -317,6 +317,53 @@ def test_the_scale_of_the_model_that_overflows_is_shown_where_there_are_two(run_
     assert report["scale"]["history"][:3] == [[0, 65536.0], [1, 32768.0], [2, 16384.0]]
 
 
+GAN = """
+import torch, torch.nn.functional as F
+torch.manual_seed(0)
+generator, critic = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+of_critic = torch.optim.SGD(critic.parameters(), lr=0.1)
+optimizer = torch.optim.SGD(generator.parameters(), lr=0.1)
+for step in range(6):
+    of_critic.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = F.softplus(critic(generator(torch.randn(2, 4)).detach())).mean()
+    scaler.scale(loss * float("inf") if step == 2 else loss).backward()
+    scaler.step(of_critic)
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = F.softplus(-critic(generator(torch.randn(2, 4)))).mean()
+    inputs = list(generator.parameters()) if step == 2 else None
+    scaler.scale(loss).backward(inputs=inputs)
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.process
+def test_gradients_that_an_earlier_step_of_another_optimizer_left_are_not_this_ones(tmp_path):
+    report = report_on(GAN, tmp_path)
+    assert report["scale"]["skipped"] == [4]  # the critic's third step
+
+
+@pytest.mark.process
+def test_an_eps_that_vanishes_in_half_is_one_finding(tmp_path):
+    text = script("O3").replace(
+        "torch.optim.SGD(model.parameters(), lr=0.1)", "torch.optim.Adam(model.parameters())"
+    )
+    text = text.replace("x, y = torch.randn(4, 8)", "x, y = torch.zeros(4, 8)")
+    (found,) = report_on(text, tmp_path)["findings"]
+    assert (found["phase"], found["step"]) == ("optimizer", 0)
+
+
+@pytest.mark.process
+def test_an_infinite_rate_is_found_with_its_operation(tmp_path):
+    text = script("O1", batch="optimizer.param_groups[0]['lr'] = float('inf') if step == 2 else 0.1")
+    text = text.replace("nn.Linear(8, 8), nn.ReLU(), ", "")  # no gradient is 0: no weight becomes NaN
+    found = report_on(text, tmp_path)["findings"][0]
+    assert (found["phase"], found["step"], found["op"]) == ("optimizer", 2, "add_")
+
+
 @pytest.mark.process
 def test_the_search_of_a_scale_that_begins_far_too_high_is_no_finding(tmp_path):
     text = (
@@ -610,6 +657,7 @@ def test_the_same_at_several_steps_is_one_finding():
     ("given", "said"),
     [
         ({"float32_survives": True}, "keep_fp32=['a']: "),
+        ({"op": "acos", "kind": "nan"}, "a small margin inside of its domain"),
         ({"float32_survives": True, "autocast": True}, "call 'a' under torch.autocast("),
         ({"float32_survives": False}, "learning rate"),
         ({"op": "log"}, "logits"),

@@ -401,6 +401,12 @@ LOSSES = {
     "O1": ours("loss = loss * {small}" + BLOCK, "O1", SMALL).replace("verb", "loss_scale={scale}, verb"),
     "O2": ours("loss = loss * {small}" + BLOCK, "O2", SMALL).replace("verb", "loss_scale={scale}, verb"),
 }
+LOSSES["O1, the second of two"] = LOSSES["O1"].replace(
+    "model, optimizer = amp",
+    "with torch.random.fork_rng(): other = nn.Linear(2, 2)\n"
+    "amp.initialize(other, torch.optim.SGD(other.parameters(), 0.1), loss_scale=64.0, verbosity=0)\n"
+    "model, optimizer = amp",
+)
 
 
 def run_sample(text, folder, attempt, repeats):

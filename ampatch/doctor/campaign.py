@@ -265,10 +265,9 @@ def steps_of(attempts: Sequence[Attempt]) -> dict[int, int]:
 
 def merge_steps(findings: Sequence[Finding]) -> list[Finding]:
     """Keeps the first of findings that are the same at several steps, with their steps."""
-    merged: dict[tuple[object, ...], Finding] = {}
+    merged: dict[object, Finding] = {}
     for it in findings:
-        key = (it.phase, it.op, it.model, it.module, it.call, it.where, it.parameter)
-        first = merged.setdefault(key, it)
+        first = merged.setdefault(it.identity, it)
         if it.step is not None and it.step not in first.steps:
-            merged[key] = replace(first, steps=(*first.steps, it.step))
+            merged[it.identity] = replace(first, steps=(*first.steps, it.step))
     return list(merged.values())

@@ -45,6 +45,12 @@ class Finding:
     why: str = ""
     remedies: tuple[str, ...] = ()
 
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What findings share that are one: in an optimizer an operation is one, for all parameters."""
+        of_module = (self.module, self.call, self.parameter) if self.phase != "optimizer" else ()
+        return (self.phase, self.op, self.model, self.where, *of_module)
+
 
 @dataclass(frozen=True, slots=True)
 class Report:

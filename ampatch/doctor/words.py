@@ -73,6 +73,11 @@ CAUSES = (  # the first that fits is the reason
         "clamp the base: x.clamp(min=eps) ** p, with an eps that the type can hold",
         backward=True,
     ),
+    Cause(
+        ("acos", "asin", "arccos", "arcsin", "atanh", "acosh"),
+        "It takes what lies outside of its domain, or whose derivative there is infinite.",
+        "clamp what it takes, by a small margin inside of its domain: cosines round to more than 1",
+    ),
     Cause(LOGARITHMS, "A negative number has no logarithm.", LOGITS, kind="nan", backward=False),
     Cause(LOGARITHMS, "The logarithm of 0 is -inf{tiny}.", LOGITS),
     Cause(

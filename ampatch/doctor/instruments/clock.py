@@ -87,7 +87,7 @@ def listen(listener: Listener, undo: ExitStack) -> None:
     wrap(GradScaler, "step", attempts.of_scaler, undo)
     backwards = Backwards(listener)
     wrap(torch.autograd, "backward", backwards.around, undo)
-    wrap(amp.LossScaler, "begin", backwards.note_scaler, undo)
+    undo.enter_context(amp.observe(backwards))
     wrap(GradScaler, "scale", functools.partial(around_scale, listener), undo)
 
 
@@ -123,40 +123,33 @@ def around_scale(
     return scale(scaler, *args, **kwargs)
 
 
-def own_scalers() -> tuple[amp.LossScaler, ...]:
-    """Returns the scalers of `initialize`, none where it is not in use."""
-    try:
-        return amp.loss_scalers()
-    except amp.NotInitializedError:
-        return ()
+class ScalerInUse(amp.Observer):
+    """Knows the scaler of ours that scaled the latest loss: a script may have several, and use one."""
+
+    scaler: amp.LossScaler | None = None
+
+    def on_loss(self, loss: Tensor, loss_id: int) -> None:
+        """Notes it."""
+        self.scaler = amp.loss_scalers()[loss_id]
+
+    def on_uninitialize(self) -> None:
+        """Forgets it."""
+        self.scaler = None
 
 
-def own_scaler() -> amp.LossScaler | None:
-    """Returns the first of them, None where there are none."""
-    return next(iter(own_scalers()), None)
-
-
-class Backwards:
+class Backwards(ScalerInUse):
     """Tells of backward passes, but not of those that run inside another, as reentrant checkpoints do."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener, self._is_inside = listener, False
-        self._scaler: amp.LossScaler | None = None  # the latest that scaled a loss
-
-    def note_scaler(self, begin: Callable[..., object], scaler: amp.LossScaler, *args, **kwargs) -> object:
-        """Stands in for `LossScaler.begin`: a script may have several, of which it uses the last alone."""
-        self._scaler = scaler
-        return begin(scaler, *args, **kwargs)
 
     def around(self, backward: Callable[..., object], *args, **kwargs) -> None:
         """Stands in for `torch.autograd.backward`."""
         if self._is_inside:
             return backward(*args, **kwargs)
-        scaler = own_scaler()
-        if scaler is not None:
-            scaler = self._scaler or scaler
-            self._listener.see_scale(scaler.get_scale())
-            self._listener.see_own_scaler(scaler)
+        if self.scaler is not None:
+            self._listener.see_scale(self.scaler.get_scale())
+            self._listener.see_own_scaler(self.scaler)
         self._listener.begin_backward(tuple(tensors_in(args[:1] or kwargs.get("tensors"))))
         self._is_inside = True
         try:
@@ -164,6 +157,15 @@ class Backwards:
         finally:
             self._is_inside = False
         self._listener.end_backward()
+
+
+def with_closure(args: tuple, kwargs: dict, run: Callable[..., object]) -> tuple[tuple, dict] | None:
+    """Returns the arguments of a step, with `run(closure)` for its closure; None where it has none."""
+    given = [*args[1:], *kwargs.values()]  # hooks see the optimizer first
+    if not any(map(callable, given)):
+        return None
+    new = [functools.partial(run, each) if callable(each) else each for each in given]
+    return (args[0], *new[: len(args) - 1]), dict(zip(kwargs, new[len(args) - 1 :], strict=True))
 
 
 class Attempts:
@@ -178,14 +180,10 @@ class Attempts:
         if self._depth == 1:
             self._listener.begin_attempt(optimizer, scaler)
 
-    def begin_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def begin_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """A hook before a step; returns its arguments, with a closure that tells when it runs."""
         self.begin(optimizer)
-
-        def tell(value: object) -> object:
-            return functools.partial(self._run_closure, optimizer, value) if callable(value) else value
-
-        return tuple(map(tell, args)), {name: tell(value) for name, value in kwargs.items()}
+        return with_closure(args, kwargs, functools.partial(self._run_closure, optimizer))
 
     def _run_closure(self, optimizer: Optimizer, closure: Callable[..., object], *args, **kwargs) -> object:
         self._listener.see_closure(optimizer, True)

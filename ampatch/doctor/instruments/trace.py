@@ -229,7 +229,8 @@ class Trace(TorchFunctionMode, Listener):
             if name.endswith("_") and args:  # in place; of functions named _foreach_ a list
                 given += floating_in(args[0])
             if given:
-                constant = not bad and holds_no_number((args, tuple(kwargs.values())))
+                may_mask = not bad and self._describer.part != "optimizer"  # a rate may be infinite
+                constant = may_mask and holds_no_number((args, *kwargs.values()))
                 self._look(self._describer.describe(name, given), taken, bad, given, largest, constant)
         return result
 
@@ -249,8 +250,7 @@ class Trace(TorchFunctionMode, Listener):
         worst = next((tensor for tensor in given if not is_finite(tensor)), None)
         damage = None if worst is None else examine(worst, bool(bad))
         if damage is not None and bad and not came:
-            came = self._marks_of_unseen(call, bad)
-            marks = marks | came
+            marks = marks | (came := self._marks_of_unseen(call, bad))
         of_mask = damage is not None and damage.kind == "inf" and not came and (constant or bool(bad))
         if damage is not None and not came and not of_mask:
             parameter = self.models.name_of(worst)

@@ -53,6 +53,7 @@ class Watch(Follower):
         self._steps: dict[int, int] = {}
         self._optimizers: list[Optimizer] = []  # kept, so that an id stays one optimizer's
         self._is_bad = False  # what a model gave, since the last backward pass
+        self._old: set[int] = set()  # parameters whose gradients were bad before it, of another step maybe
         self.is_half = False  # whether a model has half parameters
         self.is_open = False  # whether a forward that learns was followed by no step
 
@@ -77,17 +78,20 @@ class Watch(Follower):
         """Looks at the loss."""
         self._is_bad = False
         self._now.loss &= all(map(is_finite, losses))
+        self._old = {id(it) for it in self._models.parameters() if not has_finite_grad(it)}
 
     def end_backward(self) -> None:
         """Looks at the gradients."""
         self._models.forget_calls()
-        gradients = [p.grad for p in self._models.parameters() if p.grad is not None]
-        self._now.gradients &= all(map(is_finite, gradients))
+        made = (it for it in self._models.parameters() if id(it) not in self._old)
+        self._now.gradients &= all(map(has_finite_grad, made))
 
     def begin_attempt(self, optimizer: Optimizer, scaler: GradScaler | None) -> None:
         """Counts."""
         if scaler is not None and scaler.is_enabled():
             self._now.scale, self._now.is_dynamic = scaler.get_scale(), True
+        own = (it for group in optimizer.param_groups for it in group["params"] if id(it) in self._old)
+        self._now.gradients &= all(map(has_finite_grad, own))
         if id(optimizer) not in self._steps:
             self._optimizers.append(optimizer)
         self._now.step = self._steps.get(id(optimizer), 0)
@@ -105,3 +109,8 @@ class Watch(Follower):
     def to_json(self) -> list[dict[str, object]]:
         """Returns what was noted."""
         return [asdict(attempt) for attempt in self.attempts]
+
+
+def has_finite_grad(parameter: Tensor) -> bool:
+    """Says whether all numbers of a parameter's gradient are finite, as are those of none."""
+    return parameter.grad is None or is_finite(parameter.grad)

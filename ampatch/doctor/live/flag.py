@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import compress
+
 import torch
 from torch import Tensor
 
 import ampatch as amp
 from ampatch.levels.private import check_and_unscale_
 
-LARGE = 8192  # numbers of a tensor from which norms, which write nothing, are faster than the fused check
+LARGE = 8192  # numbers of a tensor from which its sum, which writes nothing, is faster than the fused check
 
 
 class Flag:
@@ -45,7 +47,7 @@ class Check:
     def __init__(self) -> None:
         self._scalers: dict[torch.device, amp.LossScaler] = {}
         self._found, self._one = torch.zeros((), device="cpu"), torch.ones((), device="cpu")
-        self._are_large: dict[int, bool] = {}  # by how many there are
+        self._large: dict[int, list[bool]] = {}  # which are, by how many there are: sizes hardly change
 
     def of(self, tensors: list[Tensor]) -> Flag | None:
         """Returns whether all are finite, None for none at all; no host sync."""
@@ -59,10 +61,12 @@ class Check:
     def _is_any_bad(self, tensors: list[Tensor]) -> bool:
         """Says whether a number is not finite; raises RuntimeError for what is not dense and on the host."""
         count = len(tensors)
-        if count not in self._are_large:
-            self._are_large[count] = sum(each.numel() for each in tensors) > LARGE * count
-        if self._are_large[count] and torch.stack(torch._foreach_norm(tensors)).sum().isfinite():
-            return False
+        if count not in self._large:
+            self._large[count] = [each.numel() > LARGE for each in tensors]
+        large = list(compress(tensors, self._large[count]))
+        are_plain = large and all(each.is_cpu and each.layout is torch.strided for each in large)
+        if are_plain and torch.stack([each.sum() for each in large]).sum().isfinite():  # no number is bad
+            tensors = [it for it, is_large in zip(tensors, self._large[count], strict=True) if not is_large]
         check_and_unscale_(tensors, self._found, self._one)  # by 1: it changes nothing
         is_bad = self._found.item() > 0
         if is_bad:

@@ -44,8 +44,8 @@ class InFloat32(Rerun):
 def is_of_precision(event: Operation) -> bool:
     """Says whether an operation is a cast of ours, or a scaler's product."""
     name = name_of(event.function)
-    is_ours = bool(event.frames) and event.frames[0][0].startswith(OURS[0])
-    is_scaler = any(file.endswith(SCALERS) for file, _ in event.frames)
+    is_ours = bool(event.frames) and event.frames[0][0].co_filename.startswith(OURS[0])
+    is_scaler = any(code.co_filename.endswith(SCALERS) for code, _ in event.frames)
     return (is_ours and name in CASTS) or (is_scaler and name in ("mul", "mul_"))
 
 

@@ -9,7 +9,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType
 
 from torch.nn import Module
 
@@ -24,18 +24,21 @@ MOST_ENTRIES = 30  # of a dictionary
 
 Space = dict[str, object]
 Surroundings = list[tuple[Space, Space]]  # names and their values: where they are kept, and what they were
-Frames = tuple[tuple[str, int], ...]  # (file, line), from the operation to the user's line
+Frames = tuple[tuple[CodeType, int], ...]  # code and instruction, from the operation to the user's line
 
 
 def capture(depth: int = 2) -> Frames:
-    """Returns the frames from the caller's caller to the first of the user's own."""
+    """Returns the frames from the caller's caller to the first of the user's own.
+
+    Their lines are looked up by `line_of` when a step is replayed: that takes longer than all of this.
+    """
     frame: FrameType | None = sys._getframe(depth)
-    found: list[tuple[str, int]] = []
+    found: list[tuple[CodeType, int]] = []
     while frame is not None and len(found) < MOST:
-        name = frame.f_code.co_filename
-        is_user, is_here = place_of(name)
+        code = frame.f_code
+        is_user, is_here = place_of(code.co_filename)
         if not is_here:
-            found.append((name, frame.f_lineno))
+            found.append((code, frame.f_lasti))
         if is_user:
             break
         frame = frame.f_back
@@ -50,13 +53,20 @@ def place_of(name: str) -> tuple[bool, bool]:
 
 def call_at(frames: Frames, run: Callable[[], object]) -> object:
     """Calls a function from these frames: what looks up the stack finds the files and lines they name."""
-    for name, line in frames:
-        run = functools.partial(FunctionType(_code_at(name, line), {}), run)
+    for code, instruction in frames:
+        at = _code_at(code.co_filename, line_of(code, instruction))
+        run = functools.partial(FunctionType(at, {}), run)
     return run()
 
 
+def line_of(code: CodeType, instruction: int) -> int:
+    """Returns the line of an instruction, the first of its function where it has none."""
+    lines = (line for start, end, line in code.co_lines() if start <= instruction < end and line)
+    return next(lines, code.co_firstlineno)
+
+
 @functools.lru_cache(maxsize=1000)
-def _code_at(name: str, line: int) -> object:
+def _code_at(name: str, line: int) -> CodeType:
     return _call.__code__.replace(co_filename=name, co_firstlineno=line)
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from torch.nn import Module
 from torch.optim import Optimizer
 
-import ampatch as amp
 from ampatch.doctor.campaign import (
     MOST_TRACED,
     describe_scale,
@@ -18,6 +17,7 @@ from ampatch.doctor.campaign import (
     merge_steps,
 )
 from ampatch.doctor.finding import Finding, Report, read_finding
+from ampatch.doctor.instruments.clock import ScalerInUse
 from ampatch.doctor.instruments.operations import Call, Origin
 from ampatch.doctor.instruments.values import examine, is_finite
 from ampatch.doctor.instruments.watch import Attempt
@@ -47,7 +47,7 @@ class Replayed:
 
 
 @dataclass
-class Patient(amp.Observer):
+class Patient(ScalerInUse):
     """What is watched. `findings` and `report()` say what broke so far, as `ampatch doctor` does."""
 
     replays: list[Replayed] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Patient(amp.Observer):
         self._good = 0.0  # the largest scale that a step was made with
         self._is_over = False  # weights are bad
         self._is_searching = False  # for a scale that does not overflow
-        self._logged: set[tuple[object, ...]] = set()
+        self._logged: set[object] = set()
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -128,7 +128,8 @@ class Patient(amp.Observer):
         optimizer: Optimizer | None,
     ) -> None:
         """Replays the latest attempt, and logs what is found."""
-        origins, survives, unknown = replay(record, models, optimizers, optimizer)
+        scale = self._runs[-1].attempt.scale or 1.0
+        origins, survives, unknown = replay(record, models, optimizers, optimizer, scale)
         self.unknown += [f"step {number}: {line}" for line in unknown]
         of_weights = [it for it in origins if it["phase"] == "optimizer" and not it["call"]["op"]]
         was_good = len(self._runs) > 1 and self._runs[-2].attempt.is_finite
@@ -164,9 +165,8 @@ class Patient(amp.Observer):
     def _tell(self, is_end: bool = False) -> None:
         """Logs findings that are new; of a scale that no step was made with more may be too large."""
         for it in self._found(is_end or self._good > 0):
-            key = (it.phase, it.op, it.model, it.module, it.call, it.where, it.parameter)
-            if key not in self._logged:
-                self._logged.add(key)
+            if it.identity not in self._logged:
+                self._logged.add(it.identity)
                 logger.warning("%s", "\n".join(describe_finding(it)))
 
     @property

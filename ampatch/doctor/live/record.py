@@ -17,8 +17,7 @@ from ampatch.doctor.instruments.values import node_of, tensors_in
 from ampatch.doctor.live.frames import PLAIN, Frames, Surroundings, files_of
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """Stands for a tensor that the step itself made, by number."""
 
     index: int
@@ -56,7 +55,7 @@ class Slots:
 
     def refer(self, value: object) -> object:
         """Returns arguments with slots in the place of tensors that the step made."""
-        return map_tensors(value, self._refer)
+        return map_tensors(value, self._refer) if value else value
 
     def _refer(self, tensor: Tensor) -> object:
         index = self.find(tensor)
@@ -64,7 +63,7 @@ class Slots:
             return Slot(index)
         if node_of(tensor) is not None:
             self.is_whole = False
-        elif isinstance(tensor, Parameter):
+        elif type(tensor) is not Tensor and isinstance(tensor, Parameter):  # asks Python code of torch's
             return tensor
         elif tensor.dim() == 0:
             return tensor.detach().clone()  # a loss scale, say, which is written in place
@@ -75,9 +74,9 @@ class Slots:
 
 def map_tensors(value: object, change: Callable[[Tensor], object]) -> object:
     """Returns a value with its tensors and slots changed; what is no plain container stays as it is."""
-    if isinstance(value, (Tensor, Slot)):
-        return change(value)
     kind = type(value)
+    if kind is Tensor or isinstance(value, (Tensor, Slot)):
+        return change(value)
     if kind is dict:
         return {
             key: each if type(each) in PLAIN else map_tensors(each, change) for key, each in value.items()
@@ -93,17 +92,14 @@ class Mode(NamedTuple):
     grad: bool
     device: str
     autocast: bool
-    dtype: torch.dtype
+    dtype: torch.dtype | None  # None where autocast is off
 
     @classmethod
     def now(cls, device: str) -> Mode:
         """Returns how they run here."""
-        return cls(
-            torch.is_grad_enabled(),
-            device,
-            torch.is_autocast_enabled(device),
-            torch.get_autocast_dtype(device),
-        )
+        is_on = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if is_on else None
+        return cls(torch.is_grad_enabled(), device, is_on, dtype)
 
     @contextmanager
     def entered(self, casts: bool = True) -> Iterator[None]:

@@ -28,7 +28,11 @@ Outcome = tuple[list[dict], bool | None, list[str]]
 
 
 def replay(
-    record: Record, models: Sequence[Module], optimizers: Sequence[Optimizer], optimizer: Optimizer | None
+    record: Record,
+    models: Sequence[Module],
+    optimizers: Sequence[Optimizer],
+    optimizer: Optimizer | None,
+    scale: float,
 ) -> Outcome:
     """Returns the origins of a step, whether float32 survives it, and what could not be known."""
     unknown: list[str] = []
@@ -37,7 +41,7 @@ def replay(
     try:
         refuse(record, models)
         with as_it_was(record, models):
-            origins, error = trace_again(record, models, optimizer)
+            origins, error = trace_again(record, models, optimizer, scale)
         if error is not None:
             raise error
         with as_it_was(record, models):
@@ -111,10 +115,11 @@ class Traced(Rerun):
 
 
 def trace_again(
-    record: Record, models: Sequence[Module], optimizer: Optimizer | None
+    record: Record, models: Sequence[Module], optimizer: Optimizer | None, scale: float
 ) -> tuple[list[dict], Exception | None]:
     """Does a step again under a trace; returns its origins, and the error that ended it."""
     trace = Trace(None)
+    trace.see_scale(scale)
     run = Traced(record, {id(model): unwrap(model) for model in models}, trace)
     with ExitStack() as stack:
         stack.callback(register_module_forward_pre_hook(trace.enter_module).remove)

@@ -48,6 +48,7 @@ class Tape(TorchFunctionMode):
         self.record: Record | None = None
         self._device = "cpu"
         self._is_on_stack = False
+        self.runs = False  # whether an operation does that is noted
 
     def start(self, record: Record, device: str) -> bool:
         """Notes what follows; returns whether it can."""
@@ -60,8 +61,10 @@ class Tape(TorchFunctionMode):
     def stop(self) -> None:
         """Notes no more; leaves the stack, unless a mode of the script's is above it now."""
         self.record = None
+        if not self._is_on_stack:
+            return
         count = count_function_modes()
-        if self._is_on_stack and count and function_mode(count - 1) is self:
+        if count and function_mode(count - 1) is self:
             self._is_on_stack = False
             self.__exit__(None, None, None)
 
@@ -83,7 +86,11 @@ class Tape(TorchFunctionMode):
         if not needs_graph(args) and is_called_by_ampatch():
             return func(*args, **kwargs)  # a scaler's own arithmetic
         taken = record.slots.refer(args), record.slots.refer(kwargs)
-        result = func(*args, **kwargs)
+        self.runs = True
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self.runs = False
         if func is SET or isinstance(result, Tensor) or any(True for _ in tensors_in(result)):
             mode = Mode.now(self._device)
             outputs = record.slots.add(result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections import Counter
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import ampatch as amp
-from ampatch.doctor.instruments.clock import own_scalers, wrap
+from ampatch.doctor.instruments.clock import with_closure, wrap
 from ampatch.doctor.instruments.values import node_of, tensors_in
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.live.flag import Check, Flag
@@ -103,7 +104,7 @@ class Watcher:
         if len(self._running) > 1:
             return
         if self._is_over:
-            waits = any(step.record is self._record for step in self._waiting)
+            waits = self._waiting and any(step.record is self._record for step in self._waiting)
             self._record, self._is_over = Record(self._spare if waits else self._record.state), False
         record = self._record
         if id(model) not in record.state:
@@ -157,7 +158,8 @@ class Watcher:
 
     def _around_engine(self, original: Callable[..., object], roots: Sequence, *args, **kwargs) -> object:
         """Stands in for what runs each backward pass; of one that nobody saw begin the loss is not known."""
-        if not self._is_busy and hold_gradients(self._record, [it for it in roots if isinstance(it, Tensor)]):
+        is_noted = self._is_busy or self._tape.runs  # torch.autograd.grad in a loss is one of its operations
+        if not is_noted and hold_gradients(self._record, [it for it in roots if isinstance(it, Tensor)]):
             self._record.slots.is_whole = False
         return original(roots, *args, **kwargs)
 
@@ -196,20 +198,16 @@ class Watcher:
         self._frame, self._may_skip = sys._getframe(1), True
         if self._waiting:
             self._resolve()
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
+        changed = with_closure(args, kwargs, functools.partial(self._look_after, optimizer))
+        if changed is None:
             self._look(optimizer)
-            return None
+        return changed
 
-        def look_after() -> object:
-            result = closure()
-            self._tape.stop()
-            self._look(optimizer)
-            return result
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": look_after}
-        return (args[0], look_after, *args[2:]), kwargs
+    def _look_after(self, optimizer: Optimizer, closure: Callable[[], object]) -> object:
+        result = closure()
+        self._tape.stop()
+        self._look(optimizer)
+        return result
 
     def _look(self, optimizer: Optimizer) -> None:
         """Checks the gradients that a step is about to use, unless a scaler does."""
@@ -218,10 +216,10 @@ class Watcher:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         gradients = [grad for param in params if (grad := param.grad) is not None]
         flag = self._check.of(gradients + self._record.losses)
-        scalers = own_scalers()
-        self._may_skip = any(scaler.is_dynamic for scaler in scalers)
-        is_static = not (scalers and scalers[0].is_dynamic)
-        scale = scalers[0].number if scalers and is_static else None
+        scaler = self._patient.scaler
+        is_static = scaler is None or not scaler.is_dynamic
+        self._may_skip = not is_static
+        scale = scaler.number if scaler is not None and is_static else None
         number = self._steps[id(optimizer)]
         if is_static and (flag is None or not (flag.is_late or flag.read())):
             self._is_over = True

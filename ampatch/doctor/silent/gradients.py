@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
 import ampatch as amp
-from ampatch.doctor.instruments.clock import Follower, own_scaler
+from ampatch.doctor.instruments.clock import Follower
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.places import Models, user_line
 from ampatch.doctor.instruments.values import floating_in, plain, quiet
@@ -154,12 +154,15 @@ class Sample(Follower):
             if tensor.requires_grad:
                 tensor.register_hook(lambda grad: self._largest.append(plain(grad).abs().amax()))
 
+    def see_own_scaler(self, scaler: amp.LossScaler) -> None:
+        """Notes its scale."""
+        if self._is_now and not self._grads:
+            self._scale = scaler.get_scale()
+
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
-        """Notes loss and scale."""
+        """Notes the loss."""
         self._before = clean(self._models) if self._is_now and not self._grads else []
         if self._is_now and not self._grads:
-            scaler = own_scaler()
-            self._scale = 1.0 if scaler is None else scaler.get_scale()
             self._loss, self._where = sum(loss.detach().sum().item() for loss in losses), user_line()
 
     def end_backward(self) -> None:
