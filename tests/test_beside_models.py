@@ -261,11 +261,12 @@ def test_one_block_of_autocast_may_be_entered_by_several_threads(level):
     thread = threading.Thread(target=model, args=(X,))
     thread.start()
     inside.wait(10)
-    with block:
+    with block as entered:
         found["outside of a forward"] = (X @ X.T).dtype
         outside.set()
         thread.join()
     half = HALF[level]
+    assert entered is block
     assert found == {"inside": torch.float32, "after": half, "outside of a forward": half}
     assert (X @ X.T).dtype is half
     with amp.disable_casts():
@@ -346,14 +347,15 @@ def test_blocks_of_autocast_may_end_in_another_order_than_they_began(level):
                 with torch.autocast("cpu", enabled=False):
                     yield (x @ x.T).dtype
 
-            first = uncast()
-            inside = [next(first)]
-            with torch.autocast("cpu", enabled=False):
-                first.close()
-                inside.append((x @ x.T).dtype)
-            return inside, (x @ x.T).dtype
+            found = []
+            for device in ("cpu", "cuda"):  # a block of another device turns nothing off
+                first = uncast()
+                found.append(next(first))
+                with torch.autocast(device, enabled=False):
+                    first.close()
+                    found.append((x @ x.T).dtype)
+            return found
 
-    model = open_session(Crossing(), opt_level=level)
-    inside, after = model(X)
-    assert inside == [torch.float32, torch.float32]
-    assert after is HALF[level]
+    full, half = torch.float32, HALF[level]
+    assert open_session(Crossing(), opt_level=level)(X) == [full, full, full, half]
+    assert (X @ X.T).dtype is half

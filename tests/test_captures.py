@@ -106,7 +106,7 @@ def assert_as_eagerly(level, device, eager, captured, outside=None, how="fused",
     factors = factors or FACTORS.get(level, POISONED)
     training = Training(level, device, how, **kwargs)
     training.warm_up()
-    expected = training.follow(lambda: eager(training), factors) + training.follow(training.step, [1])
+    expected = training.follow(lambda: eager(training), [*factors, 1])
     amp.uninitialize()
     training = Training(level, device, how, **kwargs)
     training.warm_up()
@@ -120,7 +120,7 @@ def assert_as_eagerly(level, device, eager, captured, outside=None, how="fused",
     found = training.follow(advance, factors)
     if outside is None and level in ("O2", "O5"):
         assert all(master.grad is None for _, master in amp.master_pairs(training.optimizer))
-    assert_same(found + training.follow(training.step, [1]), expected)
+    assert_same(found + training.follow(lambda: eager(training), [1]), expected)
 
 
 def step(training):

@@ -652,13 +652,13 @@ def test_half_models_and_patched_ones_in_one_graph_keep_their_types():
 
 
 @CHECKPOINTS
-def test_a_checkpoint_with_casts_off_inside_a_graph_stays_uncast():
+def test_a_checkpoint_inside_a_graph_casts_or_does_not_as_it_does_without():
     def function(a, b):
-        return checkpoint(off(use_methods), a, b, use_reentrant=False) + checkpoint(
-            use_methods, a, b, use_reentrant=False
-        )
+        uncast = checkpoint(off(use_methods), a, b, use_reentrant=False)
+        cast = checkpoint(use_methods, a, b, use_reentrant=False)
+        return *uncast, *cast, call_checkpointed(model, a)
 
-    open_session()
+    model = open_session(nn.Linear(3, 2))
     assert_equal(compiled(function)(A, B), function(A, B))
 
 

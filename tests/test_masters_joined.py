@@ -247,10 +247,14 @@ def test_two_optimizers_that_share_a_parameter_take_turns(level):
 @LEVELS
 def test_two_optimizers_that_share_a_parameter_both_step_one_gradient(level):
     model, optimizers, by_hand = open_shared(level)
-    for batch in make_batches(ADAM, 3):
+    for scale, batch in zip((SCALE, 1.0, SCALE), make_batches(ADAM, 3), strict=True):
         for optimizer in [*optimizers, *by_hand.others]:
             optimizer.zero_grad()
-        backward(model, optimizers, batch)
+        if scale == 1.0:  # without a block
+            model(batch).square().mean().backward()
+        else:
+            backward(model, optimizers, batch)
+        by_hand.scale = scale
         by_hand.backward(batch)
         for optimizer in [*optimizers, *by_hand.others]:
             optimizer.step()

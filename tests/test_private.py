@@ -23,6 +23,7 @@ from torch._dynamo.variables.builtin import BuiltinVariable
 hidden, has = set(sys.argv[1:]), hasattr
 def is_asking(): return sys._getframe(2).f_globals["__name__"] == "ampatch.levels.private"
 builtins.hasattr = lambda parent, name: not (name in hidden and is_asking()) and has(parent, name)
+if "CheckpointFunction" in hidden: del torch.utils.checkpoint.CheckpointFunction
 import ampatch as amp
 from torch import nn
 torch.manual_seed(0)

@@ -197,14 +197,14 @@ def test_a_model_that_was_wrapped_before_its_weights_were_cast_is_refused(ranks)
         assert weights == [weights[0]] * RANKS
 
 
-def accumulate_with_a_closure(level, wrapper, by_closure):
+def accumulate_with_a_closure(level, wrapper, syncs, by_closure):
     """The second of two backward passes runs in a closure, inside the step, as Lightning has it."""
     shards = wrapper == "FSDP2"
     model, optimizer = open_linear(level, 64.0, shards)
     model = model if shards else nn.parallel.DistributedDataParallel(model)
     with unsynchronized(model, False):
         run_block(model, optimizer, 1.0 + dist.get_rank())
-    with unsynchronized(model, True):
+    with unsynchronized(model, syncs):
         if by_closure:
             optimizer.step(lambda: run_block(model, optimizer, 1.0 + dist.get_rank()))
         else:
@@ -219,8 +219,14 @@ def accumulate_with_a_closure(level, wrapper, by_closure):
 @pytest.mark.parametrize("wrapper", ["FSDP2", "DDP"])
 @pytest.mark.parametrize("level", ["O1", "O5"])
 def test_kept_gradients_are_averaged_by_the_backward_in_a_closure(ranks, level, wrapper):
-    expected = ranks(accumulate_with_a_closure, level, wrapper, False)
-    assert ranks(accumulate_with_a_closure, level, wrapper, True) == expected == [expected[0]] * RANKS
+    expected = ranks(accumulate_with_a_closure, level, wrapper, True, False)
+    assert ranks(accumulate_with_a_closure, level, wrapper, True, True) == expected == [expected[0]] * RANKS
+
+
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_gradients_that_a_closure_keeps_are_unscaled_for_its_step(ranks, level):
+    expected = ranks(accumulate_with_a_closure, level, "DDP", False, False)
+    assert ranks(accumulate_with_a_closure, level, "DDP", False, True) == expected
 
 
 def accumulate_in_a_part(keeps):
@@ -404,8 +410,8 @@ def test_parameters_that_are_replaced_after_initialize_are_refused(ranks, level,
         assert "Linear: 1 parameters were replaced after initialize ('weight' for one)" in text
 
 
-def shard_beside_batch_norm(apart):
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+def shard_beside_batch_norm(apart, is_frozen=False):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).requires_grad_(not is_frozen))
     for part in (*([model[1]] if apart else []), model):
         fully_shard(part, mesh=mesh(RANKS))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -421,4 +427,5 @@ def shard_beside_batch_norm(apart):
 def test_fsdp_with_weights_of_two_types_in_one_part_is_refused(ranks):
     for text in ranks(shard_beside_batch_norm, False):
         assert "holds torch.bfloat16 and torch.float32 weights in one part" in text
-    assert ranks(shard_beside_batch_norm, True) == [None] * RANKS
+    for rest in ((True,), (False, True)):
+        assert ranks(shard_beside_batch_norm, *rest) == [None] * RANKS

@@ -104,7 +104,7 @@ class Catalog:
         function = _resolve(path)
         # What is at no place of ours may save, set or compile when it is called.
         is_known = path in self._paths.get(self._base(path.rpartition(".")[2]), ())
-        native = promotes(function) if is_known and callable(function) else None
+        native = promotes(function) if is_known else None
         row = self._held.get(path)
         if row is not None:
             return Name(path, row.cast, row.reason + _unlike_autocast(path), promotes=native)

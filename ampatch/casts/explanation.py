@@ -132,7 +132,7 @@ _CALLS: tuple[Callable[[Callable, Tensor, Tensor], object], ...] = (
 )
 
 
-def promotes(function: Callable) -> bool | None:
+def promotes(function: Callable | None) -> bool | None:
     """Whether an op takes a float32 and a float16 matrix together; None if it takes no two matrices.
 
     Calls it, so `function` must be an op of torch. Call it where nothing is cast.

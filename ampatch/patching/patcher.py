@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import pkgutil
 import types
@@ -173,9 +174,7 @@ def peel(function: Callable) -> Callable:
     """
     if isinstance(function, types.MethodType):
         return types.MethodType(peel(function.__func__), function.__self__)
-    while hasattr(function, "__wrapped__") and _is_ours(function):
-        function = function.__wrapped__
-    return function
+    return inspect.unwrap(function, stop=lambda one: not _is_ours(one))
 
 
 def _is_ours(function: Callable) -> bool:

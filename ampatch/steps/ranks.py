@@ -130,7 +130,6 @@ class WatchForward:
         self._listeners = listeners
         self._known = known
         self._kind: type | None = None  # of the module when it was looked at: fully_shard changes it
-        self._holds_ddp = False
         self._ddp: int | None = None  # the wrapper that was looked at, by id
 
     def __reduce__(self) -> tuple:
