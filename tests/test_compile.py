@@ -304,6 +304,7 @@ def test_the_graphs_of_forward_and_backward_have_the_operations_of_autocasts():
     assert list_operations("O4") == expected
 
 
+@needs_torch("2.8", "guard_filter_fn, which shows the guards")
 def test_a_weight_is_guarded_no_more_than_under_autocast():
     def count_guards(level):
         found = []
