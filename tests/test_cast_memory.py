@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ampatch as amp
-from ampatch.casts import cast_cache
+from ampatch.casts import cast_cache, holders
 from ampatch.casts.cast_cache import SWEEP
 from caching import (
     HALF,
@@ -239,7 +239,8 @@ def streams(monkeypatch):
     """Has the CPU pass for a CUDA device; returns a function that changes its current stream."""
     current = [0]
     monkeypatch.setattr(cast_cache, "_find_device", lambda parameter: 1)
-    monkeypatch.setattr(cast_cache, "find_stream", lambda device: current[device - 1])
+    for module in (cast_cache, holders):
+        monkeypatch.setattr(module, "find_stream", lambda device: current[device - 1])
     return lambda stream: current.__setitem__(0, stream)
 
 
