@@ -244,6 +244,8 @@ def test_torch_is_what_it_was_afterwards_and_was_told_the_truth_meanwhile():
         assert torch.cuda.is_available()
         assert torch.nn.DataParallel(torch.nn.Linear(1, 1)).device_ids == [0][: int(truth)]
         assert torch.ones(1).cuda().device.type == "cpu"
+        torch.get_device_module("cuda:1")  # which remembers what it answers
+    assert torch.get_device_module("cuda:1") is cuda
     after = [dict(vars(kind)) for kind in kinds]
     assert [
         name for old, new in zip(before, after, strict=True) for name in old if old[name] is not new.get(name)

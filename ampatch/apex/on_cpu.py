@@ -145,7 +145,10 @@ def on_cpu() -> Iterator[None]:
         for replacements in (of_cuda(), of_copies(), of_others(), of_distributed()):
             for owner, name, value in replacements:
                 changes.set_attribute(owner, name, value)
-        yield
+        try:
+            yield
+        finally:
+            getattr(torch.get_device_module, "cache_clear", bool)()  # it has learned that CUDA is the CPU
 
 
 def of_cuda() -> Iterator[Replacement]:
