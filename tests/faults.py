@@ -63,7 +63,7 @@ FORWARD = (
     Kind("forward", "add_", "h = h * 0 + torch.finfo(h.dtype).max; h.add_(h)"),
     Kind("forward", "mul_", "h = h * 0 + torch.finfo(h.dtype).max; h.mul_(4)"),
     Kind("forward", "div_", "h = h.clone(); h.div_(h * 0)"),
-    Kind("forward", "cumsum", "h = (h * 0 + torch.finfo(h.dtype).max).cumsum(-1)"),
+    Kind("forward", "cumsum", "h = (h * 0 + torch.finfo(h.dtype).max).cumsum(-1, dtype=h.dtype)"),
     Kind("forward", "logit", "h = torch.logit(torch.sigmoid(h * 0 + 1e4))"),
     Kind("forward", "acos", "h = torch.acos(h.abs() + 2)"),
     Kind(
