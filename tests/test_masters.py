@@ -418,3 +418,14 @@ def test_what_is_put_in_the_place_of_a_scaled_gradient_is_ignored_with_a_warning
     by_hand.iterate(batch)
     assert_same_bits(amp.master_params(optimizer), by_hand.masters)
     assert "the step ignores that" in caplog.text
+
+
+@LEVELS
+def test_a_layer_that_is_made_anew_after_loading_stays_so(level):
+    model, optimizer, _ = open_both(level)
+    model.load_state_dict(model.state_dict())
+    (weight, *_) = model.parameters()
+    torch.nn.init.constant_(weight, 0.25)
+    model(*make_batches(ADAM, 1))
+    assert weight.eq(0.25).all()
+    assert next(amp.master_params(optimizer)).eq(0.25).all()

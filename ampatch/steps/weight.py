@@ -148,6 +148,7 @@ class Weight:
         precise = self.find_precise()
         if precise is not None:
             precise.copy_(loaded)
+            self.written = _version(precise)  # the half tensor is about to be loaded, too
 
     # Masters
 
