@@ -362,6 +362,19 @@ def test_clipping_the_models_own_gradients_is_told_and_the_step_ignores_it(most,
     assert "edit amp.master_params" in caplog.text
 
 
+@pytest.mark.parametrize("most", [1e-30, 0.5])
+def test_clipping_the_models_own_gradients_counts_where_nothing_has_scaled_them(most, caplog):
+    model, optimizer = start("O5", lr=0.5)
+    backward(model(ONES).square().sum() / 8, optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+    masters = list(amp.master_params(optimizer))
+    pairs = zip(masters, model.parameters(), strict=True)
+    expected = [master - 0.5 * param.grad.float() for master, param in pairs]
+    optimizer.step()
+    assert all(map(torch.equal, masters, expected))
+    assert "edit amp.master_params" not in caplog.text
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 def test_gradients_that_two_optimizers_of_a_block_share_are_unscaled_once(level):
     model = nn.Linear(2, 2)

@@ -245,12 +245,12 @@ class CastCache:
         """Takes a cast that holds into use again, and with the first of an iteration all that do."""
         entries, waiting = self._entries, self._waiting
         keys, self._is_checked = [key] if self._is_checked else list(waiting), True
-        for key in keys:
-            entry = waiting.get(key)
+        for each in keys:
+            entry = waiting.get(each)
             if entry is not None and is_as_it_was(entry):
-                entries[key] = entry
-                if waiting.pop(key, None) is None:  # another thread has forgotten it
-                    entries.pop(key, None)
+                entries[each] = entry
+                if waiting.pop(each, None) is None:  # another thread has forgotten it
+                    entries.pop(each, None)
 
     def _write_again(self, stale: dict[int, tuple]) -> None:
         """Casts all that steps have changed into the memory of their earlier casts."""

@@ -106,7 +106,7 @@ class MasterParams:
     def take_edits(self) -> None:
         """Feeds masters with what was written into the model's parameters, or swapped, since they agreed."""
         self.install_again()
-        touched = self.touched
+        touched = self.touched  # `Weight.is_edited`, written out: this runs for each at each step
         edited = [
             pair
             for pair in self.pairs

@@ -114,7 +114,8 @@ class Recorder(amp.Observer):
         if self._times.steps < LOOKED_AT:
             models = [model for it in self._models if (model := it()) is not None]
             optimizers = [optimizer for it in self._optimizers if (optimizer := it()) is not None]
-            self._start = sample_weights(models) if self._bytes is None else self._start
+            if self._bytes is None:
+                self._start = sample_weights(models)
             self._bytes = count_bytes(models, optimizers, self._cast_bytes)
         if self._times.present.has_parts:
             self._update = self._times.clock.mark()
