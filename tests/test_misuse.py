@@ -359,9 +359,10 @@ def test_a_script_that_is_right_is_not_warned(warned, script, level, options):
     assert warned(script, *make(level, **options)) == []
 
 
-def test_a_scaler_in_the_place_of_scale_loss_is_right_where_weights_are_float32(warned):
+@pytest.mark.parametrize("options", [{}, {"diagnose": True}], ids=["plain", "watched"])
+def test_a_scaler_in_the_place_of_scale_loss_is_right_where_weights_are_float32(warned, options):
     def run():
-        model, optimizer = make("O1")
+        model, optimizer = make("O1", **options)
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(model(X).pow(2).mean()).backward()
         scaler.step(optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -235,7 +236,7 @@ class ScaleWatch(SessionPatch):
 
 def _is_called_by_grad_scaler() -> bool:
     """Whether the step that runs is one of an enabled GradScaler, whatever is around the optimizer."""
-    code = torch.amp.GradScaler.step.__code__
+    code = inspect.unwrap(torch.amp.GradScaler.step).__code__  # `diagnose` puts a watch around it
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
