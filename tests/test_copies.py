@@ -61,10 +61,24 @@ def copy_a_copy(model, optimizer):
     return copy.deepcopy(copy_pair(model, optimizer))
 
 
-@pytest.mark.exhaustive(keep=10)
+def pickle_reversed(model, optimizer):
+    return pickle.loads(pickle.dumps([optimizer, model]))[::-1]
+
+
+def save_trainer(model, optimizer):
+    torch.save(Trainer(model, optimizer), saved := io.BytesIO())
+    saved.seek(0)
+    trainer = torch.load(saved, weights_only=False)
+    return trainer.model, trainer.optimizer
+
+
+CLONES = [copy_pair, copy_reversed, copy_trainer, copy_a_copy, pickle_reversed, save_trainer]
+
+
+@pytest.mark.exhaustive(keep=15)
 @LEVELS
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam], ids=["sgd", "adam"])
-@pytest.mark.parametrize("clone", [copy_pair, copy_reversed, copy_trainer, copy_a_copy])
+@pytest.mark.parametrize("clone", CLONES)
 def test_a_model_and_an_optimizer_that_are_copied_together_train_as_the_originals_do(clone, make, level):
     model, optimizer = open_training(level, make=make)
     train(model, optimizer, steps=2)
@@ -79,9 +93,10 @@ def test_a_model_and_an_optimizer_that_are_copied_together_train_as_the_original
 
 
 @MASTERED
-def test_a_copied_pair_goes_on_after_uninitialize(level):
+@pytest.mark.parametrize("clone", CLONES)
+def test_a_copied_pair_goes_on_after_uninitialize(clone, level):
     model, optimizer = open_training(level)
-    other, its_optimizer = copy_pair(model, optimizer)
+    other, its_optimizer = clone(model, optimizer)
     amp.uninitialize()
     before = other[3].weight.clone()
     train_plainly(other, its_optimizer)
@@ -94,9 +109,9 @@ def test_an_optimizer_is_as_it_was_after_it_was_copied(level):
     copy.deepcopy(optimizer)
     train(model, optimizer)
     amp.uninitialize()
-    assert "__deepcopy__" not in vars(optimizer)
-    copied = copy.deepcopy((model, optimizer))
-    train_plainly(*copied)
+    assert not {"__reduce_ex__", "__setstate__"} & set(vars(optimizer))
+    for clone in CLONES:
+        train_plainly(*clone(model, optimizer))
 
 
 @LEVELS

@@ -40,16 +40,15 @@ class Patcher:
     def __len__(self) -> int:
         return len(self._patches)
 
-    def replace(self, parent: object, attribute: str, replacement: object, *, optional: bool = False) -> None:
+    def replace(self, parent: object, attribute: str, replacement: object) -> None:
         """Sets an attribute of a module, a class or an instance, and remembers what was there.
 
         "It was not there" is a state to restore: most Tensor methods are inherited, and a class is
         read through its `__dict__`, where `getattr` would bind a method or unwrap a staticmethod.
-        Raises AttributeError for one that is not there at all, unless it is `optional`.
+        Raises AttributeError for one that is not there at all.
         """
         previous = vars(parent).get(attribute, _ABSENT)
-        may_be_absent = optional and not hasattr(parent, attribute)
-        original = _ABSENT if may_be_absent else get_raw(parent, attribute)
+        original = get_raw(parent, attribute)
         setattr(parent, attribute, replacement)
         self._patches.append(Patch(parent, attribute, previous, replacement, original))
 

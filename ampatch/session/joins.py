@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import weakref
@@ -12,7 +11,7 @@ from contextlib import ExitStack
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from ampatch.errors import AmpError
@@ -131,7 +130,7 @@ def _attach(amp: AmpOptimizer, has_masters: bool, take: Take) -> None:
     methods = {"add_param_group": functools.partial(_add_param_group, amp, take, optimizer.add_param_group)}
     if has_masters:
         methods["zero_grad"] = functools.partial(amp.zero_grad, optimizer.zero_grad)
-        instance.replace(optimizer, "__deepcopy__", CopyWithMasters(amp), optional=True)
+        instance.replace(optimizer, "__reduce_ex__", CopyWithMasters(amp))
         if hasattr(optimizer, "join_hook"):
             instance.replace(optimizer, "join_hook", _refuse_join)
     for name, method in methods.items():
@@ -182,29 +181,37 @@ def _order_hooks(optimizer: Optimizer) -> None:
 
 
 class CopyWithMasters:
-    """Copies an optimizer and its masters; what `copy.deepcopy` finds on it as `__deepcopy__`.
+    """Copies an optimizer and its masters; what `copy` and `pickle` find on it as `__reduce_ex__`.
 
     The copy is no part of the session. It takes the gradients of plain backward passes, steps masters of
-    its own and rounds them into the copied half weights: `copy.deepcopy((model, optimizer))` trains.
+    its own and rounds them into the copied half weights: `copy.deepcopy((model, optimizer))` trains, and
+    so does a pair that was pickled together.
     """
 
     def __init__(self, amp: AmpOptimizer) -> None:
         self._amp = amp
 
-    def __call__(self, memo: dict) -> Optimizer:
-        optimizer = self._amp.optimizer
-        del optimizer.__deepcopy__
-        try:
-            copied = copy.deepcopy(optimizer, memo)
-        finally:
-            optimizer.__deepcopy__ = self  # type: ignore[attr-defined]
-        masters = MasterParams([copied], self._amp.masters.touched)
-        for pair in self._amp.masters:
-            # The memo hands the same copy to a model that is copied together with the optimizer.
-            masters.add(Weight(copy.deepcopy(pair.half, memo)), copy.deepcopy(pair.master, memo))
-        amp = AmpOptimizer(copied, masters, Listener())
-        _attach(amp, True, functools.partial(_take_alone, masters))
-        return copied
+    def __call__(self, protocol: int) -> tuple:
+        optimizer, masters = self._amp.optimizer, self._amp.masters
+        new, args, *state = type(optimizer).__reduce_ex__(optimizer, protocol)
+        # The half parameters are those of a model that is copied together with the optimizer.
+        return _make_copy, (new, args), (state[0], [(pair.half, pair.master) for pair in masters])
+
+
+def _make_copy(new: Callable[..., Optimizer], args: tuple) -> Optimizer:
+    """Makes an optimizer that takes masters with its state, which comes later, and once."""
+    copied = new(*args)
+
+    def set_state(state: tuple[dict, list[tuple[Parameter, Parameter]]]) -> None:
+        del copied.__setstate__
+        copied.__setstate__(state[0])
+        masters = MasterParams([copied], set())
+        for half, master in state[1]:
+            masters.add(Weight(half), master)
+        _attach(AmpOptimizer(copied, masters, Listener()), True, functools.partial(_take_alone, masters))
+
+    copied.__setstate__ = set_state  # type: ignore[method-assign]
+    return copied
 
 
 def _take_alone(masters: MasterParams, params: Sequence[Tensor]) -> None:
