@@ -99,11 +99,18 @@ def zero_param_grads(model):
         param.grad.zero_()
 
 
+def zero_grads_through_data(model):
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.data.zero_()
+
+
 START_OVER = {
     "model.zero_grad": lambda model: model.zero_grad(),
     "model.zero_grad(False)": lambda model: model.zero_grad(set_to_none=False),
     "grad = None": clear_param_grads,
     "grad.zero_": zero_param_grads,
+    "grad.data.zero_": zero_grads_through_data,
 }
 
 
@@ -273,6 +280,7 @@ CLEAR = {
     "optimizer, to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
     "model": lambda model, optimizer: model.zero_grad(),
     "model, to zero": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "by hand, through data": lambda model, optimizer: zero_grads_through_data(model),
     "never": lambda model, optimizer: None,
 }
 
@@ -356,6 +364,9 @@ def backward_in_a_graph(model, batch):
 
 CHANGE = {
     "in place": lambda model, batch: model.weight.grad.div_(4),
+    "through data": lambda model, batch: model.weight.grad.data.clamp_(-1, 1),
+    "data replaced": lambda model, batch: setattr(model.weight.grad, "data", model.weight.grad.data / 4),
+    "zeros through data": lambda model, batch: model.weight.grad.data.zero_(),
     "replaced": replace_grads,
     "clipped": lambda model, batch: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
     "zeros": lambda model, batch: model.zero_grad(set_to_none=False),
@@ -408,16 +419,39 @@ def test_a_backward_after_clearing_the_models_gradients_starts_over(level, start
     assert_same_bits(amp.master_params(optimizer), by_hand.masters)
 
 
+def halve_through_data(model, batch):
+    for param in model.parameters():
+        param.grad.data.div_(2)
+
+
 @LEVELS
-def test_what_is_put_in_the_place_of_a_scaled_gradient_is_ignored_with_a_warning(level, caplog):
+@pytest.mark.parametrize("change", [replace_grads, halve_through_data])
+def test_what_is_put_in_the_place_of_a_scaled_gradient_is_ignored_with_a_warning(level, change, caplog):
     model, optimizer, by_hand = open_both(level)
     (batch,) = make_batches(ADAM, 1)
     backward(model, optimizer, batch)
-    replace_grads(model, batch)
+    change(model, batch)
     optimizer.step()
     by_hand.iterate(batch)
     assert_same_bits(amp.master_params(optimizer), by_hand.masters)
     assert "the step ignores that" in caplog.text
+
+
+@LEVELS
+@pytest.mark.parametrize("scale", [1.0, SCALE])
+def test_gradients_that_are_only_read_through_data_leave_those_of_masters_as_they_are(level, scale, caplog):
+    model, optimizer, _ = open_both(level, scale=scale)
+    first, second = make_batches(ADAM, 2)
+    for batch in (first, second):
+        backward(model, optimizer, batch)
+        assert all(param.grad.data.norm() for param in model.parameters())
+    masters = list(amp.master_params(optimizer))
+    torch.nn.utils.clip_grad_norm_(masters, 0.01)
+    assert all(param.grad.data.norm() for param in model.parameters())
+    expected = [master.grad.clone() for master in amp.master_params(optimizer)]
+    optimizer.register_step_pre_hook(lambda *_: assert_same_bits([it.grad for it in masters], expected))
+    optimizer.step()
+    assert "the step ignores that" not in caplog.text
 
 
 @LEVELS

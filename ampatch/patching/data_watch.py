@@ -6,13 +6,14 @@ import functools
 from collections.abc import Callable
 from types import MethodType
 from typing import Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from ampatch.casts.cast import CASTS
+from ampatch.levels.precision import HALF_TYPES
 from ampatch.patching.patcher import Patcher, SessionPatch, get_raw
 
 
@@ -38,8 +39,13 @@ class WatchedView:
 class Watched(Protocol):
     """A half weight and its master."""
 
+    half: Tensor
+
     def settle(self, asked: Tensor) -> None:
         """Called before one of them, `asked` for its `.data`, may be written."""
+
+    def watch_grad(self) -> None:
+        """Called before the gradient of the half weight may be."""
 
 
 class DataWatch(SessionPatch):
@@ -47,15 +53,16 @@ class DataWatch(SessionPatch):
 
     Who asks for `.data` may write: a cached cast is forgotten, and the parameter noted in `touched` if
     it is in `watched` (half weights and their masters, by id), so that the two are compared before they are
-    used. Idioms such as `p.data.clamp_(-c, c)` work. An array of NumPy or a DLPack capsule ends the cast
-    as well, as does `swap_tensors`, which takes no tensor with a graph. What CUDA graphs write is for
-    `Captures` to see.
+    used; so are half gradients. Idioms such as `p.data.clamp_(-c, c)` and `p.grad.data.zero_()` work. An
+    array of NumPy or a DLPack capsule ends the cast as well, as does `swap_tensors`, which takes no tensor
+    with a graph. What CUDA graphs write is for `Captures` to see.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.watched: WeakValueDictionary[int, Watched] = WeakValueDictionary()
         self.touched: set[int] = set()
+        self._owners: dict[int, ref[Watched]] = {}  # of gradients, by id, as they were last
 
     def patch(self, patcher: Patcher) -> None:
         """Puts a property on Tensor, and replaces the functions."""
@@ -92,10 +99,26 @@ class DataWatch(SessionPatch):
             CASTS.forget(tensor)
         else:
             CASTS.forget_memory(tensor)
+            self._note_grad(tensor)
         weight = self.watched.get(id(tensor))
         if weight is not None:
             weight.settle(tensor)
             self.touched.add(id(tensor))
+
+    def _note_grad(self, grad: Tensor) -> None:
+        if grad.dtype in HALF_TYPES and grad.is_leaf and self.watched:
+            with torch._C.DisableTorchFunction():
+                if not self._watch_grad(grad):
+                    weights = (reference() for reference in self.watched.valuerefs())
+                    self._owners = {id(one.half.grad): ref(one) for one in weights if one is not None}
+                    self._watch_grad(grad)
+
+    def _watch_grad(self, grad: Tensor) -> bool:
+        owner = self._owners.get(id(grad), lambda: None)()
+        if owner is None or owner.half.grad is not grad:
+            return False
+        owner.watch_grad()
+        return True
 
     def keep_watching(self, params: set[int]) -> None:
         """Drops the ids of parameters that are gone."""
@@ -105,5 +128,6 @@ class DataWatch(SessionPatch):
 
     def forget(self) -> None:
         """Drops the parameters."""
+        self._owners = {}
         self.watched.clear()
         self.touched.clear()

@@ -71,13 +71,14 @@ class MasterGrads:
     def _find_changed(self) -> list[Weight]:
         """The pairs whose half gradient is not the one that was used, or not as it was then."""
         with torch._C.DisableTorchFunction():  # a mode, as of a default device, would see each attribute
-            return [
+            changed = [
                 pair
                 for pair in self._pairs
                 if (grad := pair.half.grad) is not pair.grad_used
                 or grad is not pair.grad_seen
                 or (grad is not None and grad._version != pair.grad_version)
             ]
+            return [pair for pair in changed if not pair.was_grad_read()]
 
     # A block
 

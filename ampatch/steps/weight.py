@@ -36,7 +36,16 @@ class Weight:
     __slots__ = (
         *("half", "is_made", "is_shown", "is_wrapper", "master", "pointer", "precise", "touched"),
         *("__weakref__", "version", "written"),
-        *("grad_alone", "grad_scaled", "grad_seen", "grad_used", "grad_version", "optimizers", "steps"),
+        *(
+            "grad_alone",
+            "grad_copy",
+            "grad_scaled",
+            "grad_seen",
+            "grad_used",
+            "grad_version",
+            "optimizers",
+            "steps",
+        ),
     )
 
     def __init__(self, half: Tensor, precise: Tensor | None = None) -> None:
@@ -53,6 +62,7 @@ class Weight:
         self.grad_seen: Tensor | None = None
         self.grad_version = 0
         self.grad_scaled = self.grad_alone = False
+        self.grad_copy: Tensor | None = None  # what it was when its `.data` was asked for
         self.optimizers = 0  # how many step the master
         self.steps = 0  # how many of them have used its gradient
         self.is_wrapper = is_wrapper(half)
@@ -195,6 +205,22 @@ class Weight:
         if grad is None or grad is used:
             return False
         return used is None or not _is_same(grad, used)
+
+    def watch_grad(self) -> None:
+        """Copies the half gradient, whose `.data` was asked for: what is written there leaves no trace."""
+        grad = self.half.grad
+        if grad is self.grad_seen and grad._version == self.grad_version:
+            self.grad_copy, self.grad_version = grad.detach().clone(), ~grad._version  # no version there is
+
+    def was_grad_read(self) -> bool:
+        """Whether the half gradient is as it was when its `.data` was asked for; one host sync if it was."""
+        before, self.grad_copy = self.grad_copy, None
+        grad = self.half.grad
+        is_traced = before is None or grad is not self.grad_seen or grad._version != ~self.grad_version
+        if is_traced or not _is_same(grad, before):
+            return False
+        self.grad_version = grad._version
+        return True
 
 
 def _make_dense(tensor: Tensor) -> Tensor:
