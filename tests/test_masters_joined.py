@@ -12,6 +12,7 @@ from apex_rows import shows
 from helpers import (
     SKIPPING_VARIANTS,
     Dense,
+    Variant,
     assert_same_bits,
     make_batches,
     make_net,
@@ -183,6 +184,42 @@ def test_a_parameter_that_is_unfrozen_later_is_trained_from_its_float32_values(l
     train(model, optimizer, batches)
     by_hand.train(batches)
     assert_same_bits(amp.master_params(optimizer), by_hand.masters)
+
+
+class KeepsParams(torch.optim.Optimizer):
+    """Steps the parameters that it was made with, and not what is in its groups."""
+
+    def __init__(self, params, lr, keep):
+        params = list(params)
+        super().__init__(params, {})
+        self.kept = keep(params)
+
+    def step(self, closure=None):
+        kept = self.kept["all"] if isinstance(self.kept, dict) else self.kept
+        for param in kept:
+            param.data.add_(param.grad, alpha=-0.25)
+
+
+@LEVELS
+@pytest.mark.parametrize("keep", [list, tuple])
+def test_an_optimizer_that_keeps_a_list_of_its_parameters_steps_masters(level, keep, caplog):
+    model, optimizer, by_hand = open_both(level, Variant(KeepsParams, {"keep": keep}))
+    batches = make_batches(ADAM, 2)
+    for batch in batches:
+        iterate(model, optimizer, batch)
+    by_hand.train(batches)
+    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
+    amp.uninitialize()
+    assert all(kept is param for kept, param in zip(optimizer.kept, model.parameters(), strict=True))
+    assert not caplog.records
+
+
+@LEVELS
+def test_an_optimizer_that_steps_the_half_weights_is_warned_of(level, caplog):
+    model, optimizer, _ = open_both(level, Variant(KeepsParams, {"keep": lambda kept: {"all": kept}}))
+    iterate(model, optimizer, *make_batches(ADAM, 1))
+    assert "KeepsParams.step wrote into the half weights" in caplog.text
+    assert caplog.text.count("half weights") == 1
 
 
 class Tied(torch.nn.Module):

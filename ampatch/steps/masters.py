@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -13,6 +14,8 @@ from torch.optim import Optimizer
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.private import forget_partition
 from ampatch.steps.weight import Weight
+
+logger = logging.getLogger("ampatch")
 
 
 class MasterParams:
@@ -29,6 +32,7 @@ class MasterParams:
         self._by_half: dict[int, Weight] = {}
         self._by_master: dict[int, Weight] = {}
         self.optimizers = optimizers
+        self._was_checked = False
 
     def __del__(self) -> None:
         for pair in self.pairs:  # which live on with the model
@@ -97,6 +101,9 @@ class MasterParams:
             for group in optimizer.param_groups:
                 params = group["params"]
                 params[:] = [by_id.get(id(param), param) for param in params]
+            for name, own in list(vars(optimizer).items()):  # of parameters, which some step instead
+                if type(own) in (list, tuple) and not by_id.keys().isdisjoint(map(id, own)):
+                    setattr(optimizer, name, type(own)(by_id.get(id(param), param) for param in own))
             state = optimizer.state
             items = [(by_id.get(id(param), param), value) for param, value in state.items()]
             state.clear()
@@ -121,6 +128,17 @@ class MasterParams:
         """Rounds the masters into the model's parameters; no host sync."""
         if self.pairs:
             _round(self.pairs, *self._plain)
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Rounds the masters into the model; the first time warns of one that steps half weights itself."""
+        if not self._was_checked and any(pair.is_edited() for pair in self.pairs):
+            logger.warning(
+                "%s.step wrote into the half weights of the model, which its float32 masters overwrite: "
+                "nothing is trained by that; have it step the params in its param_groups, or use O1 or O4",
+                type(optimizer).__name__,
+            )
+        self._was_checked = True
+        self.copy_to_model()
 
     def copy_edits_to_model(self) -> None:
         """Rounds the masters that were written outside of a step, as some optimizers do; no host sync."""

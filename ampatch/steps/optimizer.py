@@ -255,7 +255,7 @@ class AmpOptimizer:
         self._step = None
         self._skip.end(optimizer)
         self._grads.drop()  # first, because rounding may need memory
-        self.masters.copy_to_model()
+        self.masters.end_step(optimizer)
         if self._listener.capture() is not None:
             self.last_outcomes = []  # nothing was computed: replays will
         self._listener.exit_step(self)
