@@ -24,6 +24,7 @@ _FUNCTIONS_AND_METHODS = (
     *_refused(_NO_KERNEL, "qr", "svd", "triangular_solve", "inverse", "quantile", "nanquantile", "histogram"),
     *_refused(_SVD, "pinverse"),
     *_refused(_LU, "logdet", "slogdet", "det"),
+    *_refused("a value that float16 cannot hold, such as -1e9", "masked_fill"),
 )
 
 REFUSED = (

@@ -135,6 +135,27 @@ def test_what_torch_refuses_of_a_half_tensor_runs_in_float32(name):
     assert torch.equal(call(x), expected)
 
 
+FILL = {
+    "method": lambda x, mask, value: x.masked_fill(mask, value),
+    "function": lambda x, mask, value: torch.masked_fill(input=x, mask=mask, value=value),
+    "tensor": lambda x, mask, value: x.masked_fill(mask, torch.tensor(value)),
+}
+
+
+@pytest.mark.parametrize("fill", FILL.values(), ids=FILL)
+def test_a_value_that_float16_cannot_hold_fills_a_float32_tensor(fill):
+    mask = torch.ones(3, 3).triu(1) > 0
+    x, weight = torch.rand(3, 4), torch.rand(3, 4, requires_grad=True)
+    open_session(opt_level="O1")
+    scores = x @ weight.T
+    assert fill(scores, mask, -1e4).dtype is torch.float16
+    filled = fill(scores, mask, -1e9)
+    assert torch.equal(filled, fill(scores.float(), mask, -1e9))
+    filled.softmax(-1)[:, 0].sum().backward()
+    assert weight.grad.isfinite().all()
+    assert weight.grad.any()
+
+
 def test_an_error_of_the_callers_is_the_one_that_torch_raises():
     open_session()
     with pytest.raises(RuntimeError, match="must be batches of square matrices"):
