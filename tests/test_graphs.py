@@ -169,6 +169,16 @@ def test_a_graph_module_made_while_patched_is_copied(copy_of):
 torch.fx.wrap("leaf")
 
 
+@SCRIPTS
+@pytest.mark.parametrize("record", [torch.jit.trace, lambda function, x: make_fx(function)(x)])
+def test_what_torch_refuses_in_half_is_not_tried_while_it_is_recorded(record):
+    """A call that fails stays in what make_fx recorded, and ends the process in a trace."""
+    x = torch.eye(3) + 0.1 * torch.rand(3, 3)
+    expected = torch.linalg.inv(x.bfloat16().float())
+    open_session(opt_level="O4")
+    assert torch.equal(record(lambda x: torch.linalg.inv(x.bfloat16()), x)(x), expected)
+
+
 def test_make_fx_takes_no_cast_from_the_cache_for_a_constant():
     model = open_session(nn.Linear(3, 2))
     pending = model(x_of())

@@ -173,7 +173,7 @@ class CastCache:
     def cast(self, parameter: Tensor) -> Tensor:
         """Returns a parameter in the cache's dtype, cast now or earlier; others as they are."""
         # Without grad mode and outside of a forward nothing says when an iteration ends.
-        if (is_grad_enabled() or self._thread.forwards) and not _is_recorded():
+        if (is_grad_enabled() or self._thread.forwards) and not is_recorded():
             return self.cast_plain(parameter)
         if not self._is_eligible(parameter):
             return parameter
@@ -281,6 +281,6 @@ def _find_device(parameter: Tensor) -> int | None:
     return parameter.get_device() if parameter.is_cuda else None
 
 
-def _is_recorded() -> bool:
+def is_recorded() -> bool:
     """Whether torch.jit.trace or make_fx records operations: an earlier cast would be a constant there."""
     return tracing_state() is not None or dispatch_mode(_PROXY) is not None

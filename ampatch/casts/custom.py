@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampatch.casts.cast import CASTS
+from ampatch.casts.cast_cache import is_recorded
 from ampatch.casts.cast_tree import TensorCast, cast_tree
 from ampatch.levels.precision import ELIGIBLE, HALF_TYPES
 
@@ -23,10 +24,10 @@ _TO_NUMPY = "torch.utils.tensorboard"  # which hands what it is given to numpy
 def where_refused(original: Function, widen: TensorCast, *args: object, **kwargs: object) -> object:
     """Runs as it is given, and in float32 where torch refuses that: it has no half kernel.
 
-    What is compiled cannot be tried, and runs in float32.
+    What is compiled or recorded cannot be tried, and runs in float32: the call that fails would stay there.
     """
     given = args, kwargs
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_recorded():
         args, kwargs = cast_tree(given, widen)  # type: ignore[misc]
         return original(*args, **kwargs)
     try:
