@@ -296,6 +296,16 @@ def test_the_same_optimizer_in_a_second_call_is_refused_and_the_first_call_stays
     amp.uninitialize()
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_optimizer_of_the_masters_of_another_one_is_refused(level):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, keep_fp32=["1"], verbosity=0)
+    other = torch.optim.Adam(amp.master_params(optimizer))  # and two parameters of the model
+    with raises(amp.AmpValueError, match=r"optimizers\[0\] \(Adam\) steps masters of an earlier optimizer"):
+        amp.initialize(model, other, opt_level=level, verbosity=0)
+
+
 def test_two_half_types_of_patched_functions_are_refused_and_the_first_stays():
     first, second = Scalar(), Dense()
     amp.initialize(first, opt_level="O1", verbosity=0)

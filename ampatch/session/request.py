@@ -150,6 +150,7 @@ def validate_optimizers(request: Request, known: set[int], others: Sequence[AmpO
     params = [param for model in request.models for param in model.parameters()]
     known = known | set(map(id, params))
     taken = {id(amp.optimizer) for amp in others}
+    masters = {id(pair.master) for amp in others for pair in amp.masters}
     shapes = {param.shape for param in params if not is_lazy(param)}
     for index, given in enumerate(request.optimizers):
         optimizer = unwrap_optimizer(given, index)
@@ -160,7 +161,7 @@ def validate_optimizers(request: Request, known: set[int], others: Sequence[AmpO
                 "over"
             )
         taken.add(id(optimizer))
-        _validate_params(index, optimizer, known, shapes)
+        _validate_params(index, optimizer, known, shapes, masters)
         _validate_closure_use(index, optimizer, request.policy)
         _validate_zero(index, optimizer, request.policy)
 
@@ -186,12 +187,19 @@ def unwrap_optimizer(given: object, index: int = 0) -> Optimizer:
     )
 
 
-def _validate_params(index: int, optimizer: Optimizer, known: set[int], shapes: set[torch.Size]) -> None:
-    """Raises for parameters of no model that have the shapes of the models': most likely they were these.
+def _validate_params(
+    index: int, optimizer: Optimizer, known: set[int], shapes: set[torch.Size], masters: set[int]
+) -> None:
+    """Raises for masters, and for parameters of no model that have the models' shapes: most likely its own.
 
     Others are a script's own: a latent code that it fits, a temperature.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not masters.isdisjoint(map(id, params)):
+        raise AmpValueError(
+            f"optimizers[{index}] ({type(optimizer).__name__}) steps masters of an earlier optimizer, which "
+            f"get no gradients from this one's blocks: make it from model.parameters()"
+        )
     is_strange = not any(id(param) in known for param in params)
     if params and is_strange and {param.shape for param in params if not is_lazy(param)} <= shapes:
         shape = tuple(params[0].shape)
