@@ -24,7 +24,8 @@ from ampatch.models.cast_tensor import CastModule, Float32Values, own_tensors
 class CastInputs:
     """Casts a module's floating inputs, in any container; a forward pre-hook with kwargs.
 
-    On a deep copy or a pickled model it follows the weights, which their owner may cast to float32.
+    On a deep copy or a pickled model it follows the weights, which their owner may cast to float32. Who puts
+    it onto the successor of a module, as torch.ao.quantization does, may leave kwargs out.
     """
 
     dtype: torch.dtype
@@ -33,11 +34,12 @@ class CastInputs:
     def __reduce__(self) -> tuple:
         return type(self), (self.dtype, True)
 
-    def __call__(self, module: Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def __call__(self, module: Module, args: tuple, kwargs: dict | None = None) -> tuple | None:
         dtype = self.find_dtype(module)
         if dtype is None:
             return None
-        return cast_call(args, kwargs, dtype, cast_object(dtype))
+        cast = cast_call(args, kwargs or {}, dtype, cast_object(dtype))
+        return cast[0] if kwargs is None else cast
 
     def find_dtype(self, module: Module) -> torch.dtype | None:
         """What the inputs are cast to; None for a copy whose weights are not half any more."""
@@ -54,10 +56,13 @@ class CastEntry(CastInputs):
     Objects of unknown classes stay: inside a model these are no batches.
     """
 
-    def __call__(self, module: Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def __call__(self, module: Module, args: tuple, kwargs: dict | None = None) -> tuple | None:
         dtype = self.find_dtype(module)
         is_usual = len(args) == 1 and not kwargs and getattr(args[0], "dtype", None) is dtype
-        return None if is_usual or dtype is None else cast_call(args, kwargs, dtype)
+        if is_usual or dtype is None:
+            return None
+        cast = cast_call(args, kwargs or {}, dtype)
+        return cast[0] if kwargs is None else cast
 
 
 @dataclass(frozen=True, slots=True)
