@@ -99,10 +99,10 @@ class Session(Listener):
         validate_optimizers(request, members.list_tensors(), members.optimizers())
         self.torch_patch.validate(policy)
         skip_own_frames(self._unframed)
-        scalers = make_scalers(request, len(self.scalers()))
-        call = Call(policy, request.verbosity, scalers, request.alarms, request.folder)
-        # Tensors made in inference mode would never get gradients.
+        # Tensors made in inference mode would never get gradients, and a scale could not be written.
         with torch.inference_mode(mode=False), ExitStack() as undo, ExitStack() as patching:
+            scalers = make_scalers(request, len(self.scalers()))
+            call = Call(policy, request.verbosity, scalers, request.alarms, request.folder)
             self._open_patches(request, undo)
             undo.callback(call.close)
             call.undo.callback(members.restore, members.copy())
