@@ -140,12 +140,6 @@ for step in range(4):
 
 
 @pytest.mark.process
-def test_a_script_without_modules_has_one_finding(tmp_path):
-    (first,) = report_on(FUNCTIONS, tmp_path)["findings"]
-    assert (first["phase"], first["op"], first["step"]) == ("loss", "log", 2)
-
-
-@pytest.mark.process
 def test_what_a_closure_does_is_no_part_of_the_optimizer(tmp_path):
     text = FUNCTIONS.replace("SGD([weight], 0.1)", "LBFGS([weight], max_iter=2)")
     text = text.replace("    h = (x", "    def closure():\n      optimizer.zero_grad()\n      h = (x")

@@ -5,7 +5,6 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from multiprocessing import spawn
 
 import pytest
 
@@ -216,14 +215,6 @@ def test_a_child_finds_ampatch_where_its_parent_found_it(monkeypatch):
 def test_a_fork_server_does_not_import_the_script_before_its_children_have_apex(monkeypatch):
     told = {"sys_path": [], "init_main_from_path": "train.py"}
     assert Preparation(lambda name: dict(told), {})("ignore") == {"sys_path": []}
-
-
-def test_children_are_started_as_ever_after_uninstall():
-    before = spawn.get_preparation_data
-    ampatch.apex.install()
-    assert spawn.get_preparation_data is not before
-    ampatch.apex.uninstall()
-    assert spawn.get_preparation_data is before
 
 
 DISTRIBUTED = """
