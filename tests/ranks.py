@@ -23,7 +23,7 @@ class Ranks:
         self._processes = {}
 
     def _start(self):
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("fork")  # it has torch already
         self._starts += 1
         address = f"file://{self._folder / f'store{self._starts}'}"
         for rank in range(self._count):

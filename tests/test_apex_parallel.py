@@ -4,6 +4,7 @@ import contextlib
 import copy
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import warnings
@@ -16,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampatch as amp
-from ampatch.apex.parallel import LARC, DistributedDataParallel, Reducer, convert_syncbn_model
+from ampatch.apex.parallel import LARC, DistributedDataParallel, Reducer, convert_syncbn_model, multiproc
 from ampatch.apex.parallel.distributed import apply_flat_dist_call, flat_dist_call, flatten, unflatten
 from apex_rows import shows
 from helpers import without_chatter
@@ -200,11 +201,11 @@ WAYS = [
     backwards_that_are_not_synchronized,
     evaluation_in_between,
 ]
-SETTINGS = {
-    "mean": {},
-    "sum": {"gradient_average": False},
-    "predivided": {"gradient_predivide_factor": 2.0, "allreduce_always_fp32": True},
-}
+MEAN, SUM = {}, {"gradient_average": False}
+PREDIVIDED = {"gradient_predivide_factor": 2.0, "allreduce_always_fp32": True}
+# How gradients are added up does not depend on what the model did.
+SETTINGS = [(way, MEAN) for way in WAYS]
+SETTINGS += [(way, it) for way in (WAYS[0], another_branch_on_each_rank) for it in (SUM, PREDIVIDED)]
 
 
 def make_input():
@@ -241,8 +242,7 @@ def compare_with_single_processes(way, settings):
 
 
 @shows("companions-ddp")
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize(("way", "settings"), SETTINGS, ids=lambda it: getattr(it, "__name__", str(it)))
 def test_gradients_are_the_mean_over_ranks_of_what_each_rank_adds_up(ranks, way, settings):
     ranks(compare_with_single_processes, way, settings)
 
@@ -632,7 +632,7 @@ def test_unflatten_gives_back_what_flatten_took():
 # ---- multiproc ----
 
 SCRIPT = """
-import argparse, sys
+import argparse
 import torch
 from apex import amp
 from apex.parallel import DistributedDataParallel
@@ -640,11 +640,8 @@ from apex.parallel import DistributedDataParallel
 parser = argparse.ArgumentParser()
 parser.add_argument("--rank", type=int)
 parser.add_argument("--world-size", type=int)
-parser.add_argument("--fail", action="store_true")
 args = parser.parse_args()
 print("rank", args.rank, "of", args.world_size)
-if args.fail and args.rank == 1:
-    sys.exit(7)
 torch.distributed.init_process_group("gloo", "env://", rank=args.rank, world_size=args.world_size)
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -656,11 +653,13 @@ print(model.module.weight.dtype, [param.grad.tolist() for param in amp.master_pa
 """
 
 
-def run_multiproc(tmp_path, *words):
+@shows("companions-multiproc")
+def test_multiproc_starts_ranks_that_have_apex_and_the_options_of_the_run(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
+    words = ["--opt-level", "O5", "-m", "apex.parallel.multiproc", "train.py", "--world-size", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment.pop("WORLD_SIZE", None)
-    return subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "ampatch", "run", *words],
         cwd=tmp_path,
         env=environment,
@@ -668,18 +667,21 @@ def run_multiproc(tmp_path, *words):
         text=True,
         timeout=120,
     )
-
-
-@shows("companions-multiproc")
-def test_multiproc_starts_ranks_that_have_apex_and_the_options_of_the_run(tmp_path):
-    words = ["--opt-level", "O5", "-m", "apex.parallel.multiproc", "train.py", "--world-size", "2"]
-    result = run_multiproc(tmp_path, *words)
     assert result.returncode == 0, result.stderr
     expected = "torch.bfloat16 [[0.5, 0.5]]\n"
     assert without_chatter(result.stdout) == f"rank 0 of 2\n{expected}"
     assert without_chatter((tmp_path / "GPU_1.log").read_text()) == f"rank 1 of 2\n{expected}"
 
 
-def test_multiproc_returns_the_status_of_the_rank_that_failed_and_ends_the_others(tmp_path):
-    words = ["-m", "apex.parallel.multiproc", "--nproc_per_node=2", "train.py", "--fail"]
-    assert run_multiproc(tmp_path, *words).returncode == 7
+WAITS_OR_FAILS = "import os, sys, time; sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(60)"
+
+
+def test_multiproc_returns_the_status_of_the_rank_that_failed_and_ends_the_others(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(WAITS_OR_FAILS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["multiproc.py", "--nproc_per_node=2", "train.py"])
+    monkeypatch.setattr(multiproc, "child_command", lambda own: [sys.executable])  # which imports no torch
+    wait, ranks = multiproc.wait, []
+    monkeypatch.setattr(multiproc, "wait", lambda workers: ranks.extend(workers) or wait(workers))
+    assert multiproc.main() == 7
+    assert [rank.returncode for rank in ranks] == [-signal.SIGTERM, 7]

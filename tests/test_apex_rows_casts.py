@@ -130,9 +130,6 @@ def test_batchnorm_takes_half_with_float32_weights_and_gives_half(level):
     assert norm(x.float()).dtype is FULL
 
 
-# ---- The cache ----
-
-
 # ---- Functions of the user's ----
 
 
@@ -143,6 +140,3 @@ def test_einsum_is_registered_before_initialize(level):
     open_o1(level)
     assert torch.einsum("ij,jk->ik", M, M).dtype is PATCHED[level]
     assert torch.einsum("ij,jk->ik", [M, M]).dtype is PATCHED[level]
-
-
-# ---- Where nothing is cast ----

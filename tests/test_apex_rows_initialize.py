@@ -240,9 +240,6 @@ def test_verbosity_2_prints_every_cast_with_the_function(kind, capsys):
     assert any("float32" in line and "bfloat16" in line and name in line for line in lines)
 
 
-# ---- The outputs and inputs of a model ----
-
-
 # ---- What was wrong ----
 
 

@@ -23,9 +23,6 @@ from apex_rows import (
     unchanged,
 )
 
-# ---- Optimizers ----
-
-
 # ---- amp._amp_state ----
 
 

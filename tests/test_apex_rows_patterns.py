@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import ampatch
 from ampatch.apex import amp
 from apex_rows import (
     CAST,
@@ -17,7 +16,6 @@ from apex_rows import (
     X,
     backward,
     changed,
-    copy_of,
     initialized,
     is_same,
     loss_of,
@@ -215,54 +213,6 @@ def test_an_edit_of_a_weight_between_steps_is_seen_and_trained_on(level, edit):
     step(net, optimizer, 0.0)
     for param in (*net.parameters(), *amp.master_params(optimizer)):
         assert torch.equal(param, torch.full_like(param, 0.25))
-
-
-class Reversible(torch.autograd.Function):
-    """Runs its block under no_grad, and again with grad inside of backward."""
-
-    @staticmethod
-    def forward(ctx, x, block, *weights):
-        ctx.block = block
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return block(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        x = x.detach().requires_grad_()
-        with torch.enable_grad():
-            output = ctx.block(x)
-        output.backward(grad)
-        return (x.grad, None, *[None for _ in ctx.block.parameters()])
-
-
-class WithReversible(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block, self.last = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 2)
-        self.is_reversible = True
-
-    def forward(self, x):
-        run = Reversible.apply if self.is_reversible else lambda x, block, *weights: block(x)
-        return self.last(run(x, self.block, *self.block.parameters()))
-
-
-@shows("patterns-reversible")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_a_block_that_runs_without_grad_and_again_in_backward_has_the_plain_gradients(level):
-    found = []
-    for is_reversible in (True, False):
-        torch.manual_seed(0)
-        net = WithReversible()
-        net.is_reversible = is_reversible
-        _, optimizer = initialized(level, net=net, loss_scale=4.0)
-        for _ in range(2):
-            optimizer.zero_grad()
-            step(net, optimizer)
-        found.append(copy_of(net))
-        ampatch.uninitialize()
-    assert is_same(*found)
 
 
 @shows("patterns-retain-graph")

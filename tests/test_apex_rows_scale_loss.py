@@ -45,9 +45,6 @@ def test_a_static_scale_of_1_yields_the_loss_in_float32(level):
         assert torch.equal(scaled_loss, loss.half().float())
 
 
-# ---- What happens when the block ends ----
-
-
 # ---- What was wrong ----
 
 

@@ -32,9 +32,6 @@ def shown():
     return tuple(scaler_state().values())
 
 
-# ---- The schedule ----
-
-
 # ---- Checkpoints of the scalers ----
 
 
@@ -115,6 +112,3 @@ def test_a_restored_run_is_bit_equal_to_the_one_that_never_stopped(level, order)
         iterate(net, optimizer)
     assert is_same([*net.state_dict().values()], expected)
     assert amp.state_dict() == state
-
-
-# ---- Before initialize, and by hand ----

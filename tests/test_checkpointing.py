@@ -13,6 +13,7 @@ from torch.utils.checkpoint import (
 )
 
 import ampatch as amp
+from apex_rows import shows
 
 LEVELS = pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
@@ -118,6 +119,7 @@ CASES = {
 }
 
 
+@shows("patterns-reversible")
 @LEVELS
 @REENTRANT
 @pytest.mark.parametrize("name", CASES)

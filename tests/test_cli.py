@@ -160,18 +160,6 @@ def test_python_m_ampatch_is_the_command_line():
 
 
 @pytest.mark.process
-def test_the_command_line_itself_does_not_import_what_is_slow():
-    # ampatch's own __init__ needs torch; what the commands add must not cost anything.
-    code = (
-        "import sys, ampatch; before = set(sys.modules)\n"
-        "import ampatch.__main__\n"
-        "print({name.partition('.')[0] for name in set(sys.modules) - before})"
-    )
-    added = subprocess.check_output([sys.executable, "-c", code], text=True)
-    assert not {"rich", "torch", "matplotlib", "numpy"} & eval(added)
-
-
-@pytest.mark.process
 def test_commands_need_torch_and_wrapt_alone(tmp_path):
     path = tmp_path / "train.py"
     path.write_text("print('trained')")

@@ -277,17 +277,6 @@ def test_what_runs_today_is_not_listed(find, text):
     assert find(text) == []
 
 
-@pytest.mark.parametrize(("text", "status"), [("import time\ntime.clock()", 1), ("model.cuda()", 0)])
-def test_the_exit_status_is_1_for_what_breaks_and_0_for_what_needs_cuda(text, status, tmp_path, capsys):
-    (tmp_path / "train.py").write_text(text)
-    assert main(["check", str(tmp_path / "train.py")]) == status
-    said = capsys.readouterr().out
-    remedy = (
-        "use time.perf_counter; `ampatch run --legacy` mends it" if status else "`ampatch run --device cpu`"
-    )
-    assert remedy in said
-
-
 def places():
     kinds = [torch, np, collections, time, argparse._ActionsContainer, torch.optim.lr_scheduler.StepLR]
     return [*kinds, importlib.machinery.SourceFileLoader, torch.utils.data.dataloader._BaseDataLoaderIter]

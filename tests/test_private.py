@@ -2,7 +2,6 @@
 
 import ast
 import logging
-import subprocess
 import sys
 import threading
 import time
@@ -20,10 +19,12 @@ PACKAGE = Path(amp.__file__).parent
 WITHOUT = """
 import builtins, logging, sys, torch, torch._dynamo, torch.jit._recursive, torch.utils.checkpoint
 from torch._dynamo.variables.builtin import BuiltinVariable
-hidden, has = set(sys.argv[1:]), hasattr
+hidden, has = HIDDEN, hasattr
 def is_asking(): return sys._getframe(2).f_globals["__name__"] == "ampatch.levels.private"
 builtins.hasattr = lambda parent, name: not (name in hidden and is_asking()) and has(parent, name)
 if "CheckpointFunction" in hidden: del torch.utils.checkpoint.CheckpointFunction
+for name in [name for name in sys.modules if name.partition(".")[0] == "ampatch"]:
+    del sys.modules[name]  # what it finds at its import, it is to look for once more
 import ampatch as amp
 from torch import nn
 torch.manual_seed(0)
@@ -48,11 +49,17 @@ print(loss.isfinite().item(), next(model.parameters()).dtype)
 """
 
 
-def run_without(*names):
-    command = [sys.executable, "-c", WITHOUT, *(name.path.rpartition(".")[2] for name in names)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "torch.float32\nTrue torch.float32\n"), done.stderr
-    return [line for line in done.stderr.splitlines() if line.startswith("torch ")]
+@pytest.fixture
+def run_without(processes, tmp_path):
+    """Trains in a process that lacks names; returns what is said of them."""
+
+    def run(*names):
+        hidden = {name.path.rpartition(".")[2] for name in names}
+        done = processes.run(WITHOUT.replace("HIDDEN", repr(hidden)), tmp_path)
+        assert (done.status, done.stdout) == (0, "torch.float32\nTrue torch.float32\n"), done.stderr
+        return [line for line in done.stderr.splitlines() if line.startswith("torch ")]
+
+    return run
 
 
 def test_each_private_name_is_there_in_the_releases_that_were_tested():
@@ -61,7 +68,7 @@ def test_each_private_name_is_there_in_the_releases_that_were_tested():
 
 
 @pytest.mark.process
-def test_torch_without_any_private_name_trains_and_one_line_tells_each_loss():
+def test_torch_without_any_private_name_trains_and_one_line_tells_each_loss(run_without):
     scale = [private.CHECK_AND_UNSCALE, private.UPDATE_SCALE, private.GROUP]
     names = [name for name in private.EAGER if name not in scale]
     lines = run_without(*names)
@@ -72,7 +79,7 @@ def test_torch_without_any_private_name_trains_and_one_line_tells_each_loss():
 
 @pytest.mark.process
 @pytest.mark.parametrize("names", [private.DYNAMO, private.DYNAMO[-1:]], ids=["any", "one"])
-def test_without_a_name_of_dynamo_compiled_functions_run_as_plain_python(names):
+def test_without_a_name_of_dynamo_compiled_functions_run_as_plain_python(run_without, names):
     (line, *_) = lines = run_without(*names)
     assert len(lines) == 3, "once for each time that torch is patched"
     assert line.startswith(f"torch {torch.__version__}: torch.compile runs functions as plain Python until")

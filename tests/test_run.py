@@ -5,7 +5,6 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from multiprocessing import spawn
 
 import pytest
 
@@ -13,7 +12,6 @@ import ampatch.apex
 from ampatch.__main__ import main
 from ampatch.apex.drop_in.children import Preparation
 from ampatch.apex.run_command import split
-from helpers import without_chatter
 
 pytestmark = pytest.mark.process
 
@@ -216,54 +214,6 @@ def test_a_child_finds_ampatch_where_its_parent_found_it(monkeypatch):
 def test_a_fork_server_does_not_import_the_script_before_its_children_have_apex(monkeypatch):
     told = {"sys_path": [], "init_main_from_path": "train.py"}
     assert Preparation(lambda name: dict(told), {})("ignore") == {"sys_path": []}
-
-
-def test_children_are_started_as_ever_after_uninstall():
-    before = spawn.get_preparation_data
-    ampatch.apex.install()
-    assert spawn.get_preparation_data is not before
-    ampatch.apex.uninstall()
-    assert spawn.get_preparation_data is before
-
-
-DISTRIBUTED = """
-import argparse
-import os
-import torch
-from apex import amp
-from apex.parallel import DistributedDataParallel
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--lr", type=float)
-lr = parser.parse_args().lr
-torch.distributed.init_process_group("gloo")
-rank = torch.distributed.get_rank()
-model = torch.nn.Linear(2, 1, bias=False)
-torch.nn.init.zeros_(model.weight)
-optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-model = DistributedDataParallel(model)
-loss = model(torch.full((1, 2), float(rank))).sum()
-with amp.scale_loss(loss, optimizer) as scaled_loss:
-    scaled_loss.backward()
-optimizer.step()
-weight = next(amp.master_params(optimizer)).tolist()
-print(f"{rank} {amp._amp_state.opt_properties.opt_level} {weight}\\n", end="")
-torch.distributed.destroy_process_group()
-"""
-
-
-def test_torchrun_runs_a_script_through_us(tmp_path):
-    (tmp_path / "train.py").write_text(DISTRIBUTED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    command += ["ampatch", "run", "--opt-level", "O4", "train.py", "--lr", "0.5"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
-    # The gradients are 0 on rank 0 and 1 on rank 1.
-    assert sorted(without_chatter(done.stdout).splitlines()) == [
-        "0 O4 [[-0.25, -0.25]]",
-        "1 O4 [[-0.25, -0.25]]",
-    ], done.stderr
 
 
 # ---- Sweeps ----

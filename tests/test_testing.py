@@ -1,7 +1,6 @@
 """The helpers for people who test ops: they pass what is right, and say what is wrong."""
 
 import pkgutil
-import subprocess
 import sys
 import textwrap
 import types
@@ -441,12 +440,6 @@ def test_a_row_of_ours_resolves_to_a_function(path, row):
 
 
 # ---- The fixture ----
-
-
-@pytest.mark.process
-def test_the_helpers_need_no_pytest():
-    code = "import sys, ampatch.testing; print('pytest' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"
 
 
 def test_the_fixture_opens_a_session_that_the_test_need_not_close(amp_session):
