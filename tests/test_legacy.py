@@ -110,6 +110,7 @@ SNIPPETS = {
         "import numpy as np\nassert np.fromstring(b'ab', dtype=np.uint8).tolist() == [97, 98]"
     ),
     "lr_scheduler(verbose=)": f"{SCHEDULER}, verbose=True)",
+    "Adam(betas=(0, 0.9))": "import torch\ntorch.optim.AdamW([torch.ones(1)], 1e-3, betas=(0, 0.9))",
     "type(x) == Variable": (
         "import torch\nfrom torch.autograd import Variable\nassert type(Variable(torch.ones(1))) == Variable"
     ),

@@ -206,6 +206,9 @@ def calls(node: ast.Call, names: Names) -> Iterator[str]:
                 yield "correct[:k].view(-1)"
         case ast.Call(ast.Attribute(attr="tostring"), []):
             yield "array.tostring()"
+        case ast.Call(keywords=words) if {*found} & {"torch.optim.Adam", "torch.optim.AdamW"}:
+            if any(ast.unparse(word).startswith("betas=(0,") for word in words):
+                yield "Adam(betas=(0, 0.9))"
         case ast.Call(args=[sampled, _]) if {*found} == {"random.sample"}:
             if any(isinstance(v, ast.Set) or last_name(v) == "set" for v in names.values(sampled)):
                 yield "random.sample(set(...), k)"

@@ -116,6 +116,24 @@ def init_silently(init: Callable, told: Told, /, self: object, *args: object, **
     init(self, *args, **kwargs)
 
 
+def init_with_floats(
+    init: Callable,
+    told: Told,
+    /,
+    self: object,
+    params: object,
+    lr: object = 1e-3,
+    betas: tuple = (0.9, 0.999),
+    *args: object,
+    **kwargs: object,
+) -> None:
+    """Has Adam and AdamW take a 0 among their betas."""
+    if any(isinstance(each, int) for each in betas):
+        told.tell(ROWS["Adam(betas=(0, 0.9))"])
+        betas = tuple(map(float, betas))
+    init(self, params, lr, betas, *args, **kwargs)
+
+
 def add_argument(
     add: Callable, told: Told, /, self: object, *names: str, **options: object
 ) -> argparse.Action:
@@ -200,6 +218,8 @@ def legacy() -> Iterator[None]:
         for kind in [each for each in vars(lr_scheduler).values() if isinstance(each, type)]:
             if issubclass(kind, lr_scheduler.LRScheduler) and "__init__" in vars(kind):
                 changes.set_attribute(kind, "__init__", wrap(kind.__init__, init_silently, told))
+        for kind in (torch.optim.Adam, torch.optim.AdamW):
+            changes.set_attribute(kind, "__init__", wrap(kind.__init__, init_with_floats, told))
         loader = SourceFileLoader
         changes.set_attribute(loader, "source_to_code", wrap(loader.source_to_code, compile_mended, told))
         changes.set_attribute(sys, "dont_write_bytecode", True)  # else what is mended would stay on the disk
