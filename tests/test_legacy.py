@@ -303,6 +303,17 @@ def test_all_is_what_it_was_afterwards():
     assert "torch._six" not in sys.modules
 
 
+def test_masks_of_bytes_choose_what_is_set():
+    mask, values = torch.tensor([True, False, True]), torch.zeros(3, dtype=torch.uint8)
+    x, rows = torch.ones(3), torch.ones(2, 3)
+    with legacy():
+        x[1 - mask] = 5
+        rows[0, mask.byte()] = 0
+        values[mask] = torch.tensor([7, 8], dtype=torch.uint8)
+    assert (x.tolist(), rows.tolist()) == ([1, 5, 1], [[0, 1, 0], [1, 1, 1]])
+    assert values.tolist() == [7, 0, 8]
+
+
 def test_old_functions_compute_what_they_did():
     x = torch.randn(2, 6, dtype=torch.float64)
     whole = torch.view_as_complex(functions.rfft(x, 1))

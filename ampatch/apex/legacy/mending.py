@@ -49,6 +49,10 @@ class LegacyMode(TorchFunctionMode):
         if func in MASKED and any(map(is_byte, args)):
             self._told.tell(ROWS["masked_fill(x.byte(), ...)"])
             args = tuple(each.bool() if is_byte(each) else each for each in args)
+        if func is Tensor.__setitem__ and any(map(is_byte, parts_of(args[1]))):
+            self._told.tell(ROWS["masked_fill(x.byte(), ...)"])
+            index = tuple(each.bool() if is_byte(each) else each for each in parts_of(args[1]))
+            args = (args[0], index, args[2])
         if func in SPLITS and args:
             return split_apart(func(*args, **given), *args, **given)
         if func in IN_PLACE and hasattr(args[0], PART):
@@ -80,6 +84,11 @@ def is_bool(value: object) -> bool:
 def is_byte(value: object) -> bool:
     """Whether a value is a mask of bytes."""
     return isinstance(value, Tensor) and value.dtype is torch.uint8
+
+
+def parts_of(index: object) -> tuple:
+    """Returns the index of each dimension."""
+    return index if isinstance(index, tuple) else (index,)
 
 
 def split_apart(parts: tuple[Tensor, ...], tensor: Tensor, *args: object, **kwargs: object) -> tuple:
