@@ -111,6 +111,10 @@ SNIPPETS = {
     ),
     "lr_scheduler(verbose=)": f"{SCHEDULER}, verbose=True)",
     "Adam(betas=(0, 0.9))": "import torch\ntorch.optim.AdamW([torch.ones(1)], 1e-3, betas=(0, 0.9))",
+    "Sampler.__init__(data)": (
+        "from torch.utils.data.sampler import Sampler\nclass Balanced(Sampler):\n"
+        "    def __init__(self, data):\n        super(Balanced, self).__init__(data)  # here\nBalanced([1])"
+    ),
     "type(x) == Variable": (
         "import torch\nfrom torch.autograd import Variable\nassert type(Variable(torch.ones(1))) == Variable"
     ),
@@ -291,6 +295,7 @@ def test_the_exit_status_is_1_for_what_breaks_and_0_for_what_needs_cuda(text, st
 
 def places():
     kinds = [torch, np, collections, time, argparse._ActionsContainer, torch.optim.lr_scheduler.StepLR]
+    kinds += torch.optim.Adam, torch.optim.AdamW, torch.utils.data.Sampler
     return [*kinds, importlib.machinery.SourceFileLoader, torch.utils.data.dataloader._BaseDataLoaderIter]
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import lr_scheduler
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from ampatch.apex.changes import Changes, wrap
 from ampatch.apex.legacy.finding import KEYWORD, ROWS
@@ -125,6 +125,12 @@ def init_silently(init: Callable, told: Told, /, self: object, *args: object, **
     init(self, *args, **kwargs)
 
 
+def init_sampler(init: Callable, told: Told, /, self: object, data_source: object = None) -> None:
+    """Has a sampler take what it is to draw from, with which it never did anything."""
+    if data_source is not None:
+        told.tell(ROWS["Sampler.__init__(data)"])
+
+
 def init_with_floats(
     init: Callable,
     told: Told,
@@ -227,6 +233,8 @@ def legacy() -> Iterator[None]:
         for kind in [each for each in vars(lr_scheduler).values() if isinstance(each, type)]:
             if issubclass(kind, lr_scheduler.LRScheduler) and "__init__" in vars(kind):
                 changes.set_attribute(kind, "__init__", wrap(kind.__init__, init_silently, told))
+        if "__init__" not in vars(Sampler):
+            changes.set_attribute(Sampler, "__init__", wrap(Sampler.__init__, init_sampler, told))
         for kind in (torch.optim.Adam, torch.optim.AdamW):
             changes.set_attribute(kind, "__init__", wrap(kind.__init__, init_with_floats, told))
         loader = SourceFileLoader
