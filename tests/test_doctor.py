@@ -15,14 +15,14 @@ from torch import nn
 
 from ampatch.__main__ import main
 from ampatch.doctor.campaign import Seen, findings_in, merge_steps, origins_of
-from ampatch.doctor.finding import Finding
+from ampatch.doctor.finding import Finding, Report
 from ampatch.doctor.instruments.places import Models, user_line
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.values import examine as examine_tensor
 from ampatch.doctor.instruments.values import holds_no_number, is_finite
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.suspects import describe_scale, find_suspects, is_collapse
-from ampatch.doctor.words import explain, remedies
+from ampatch.doctor.words import describe, explain, remedies
 from faults import FAMILIES, examine, judge, make, make_proposal, measure_float32, report_on
 from helpers import wait_until
 
@@ -87,9 +87,12 @@ def test_a_script_that_gives_up_on_a_bad_loss_is_explained(tmp_path, asks, gives
 
 
 @pytest.mark.process
-def test_a_batch_that_a_script_leaves_out_is_explained(tmp_path):
+@pytest.mark.parametrize("when", ["== 3", ">= 3"])
+def test_batches_that_a_script_leaves_out_are_explained_once(tmp_path, when):
     text = GIVES_UP.format(asks="not torch.isfinite(loss)", gives_up="continue")
-    text = text.replace("model(x).log() if step == 3 else model(x)", "model(x * (1e30 if step == 3 else 1))")
+    text = text.replace(
+        "model(x).log() if step == 3 else model(x)", f"model(x * (1e30 if step {when} else 1))"
+    )
     (first,) = report_on(text, tmp_path)["findings"]
     assert (first["step"], first["op"], first["where"].rpartition(":")[2]) == (3, "linear", "9")
 
@@ -643,8 +646,16 @@ def finding(**given):
 
 
 def test_the_same_at_several_steps_is_one_finding():
-    merged = merge_steps([finding(step=1), finding(step=4), finding(step=4, op="log")])
+    merged = merge_steps([finding(step=1), finding(step=4, call=1), finding(step=4, op="log")])
     assert [(it.op, it.steps) for it in merged] == [("exp", (1, 4)), ("log", (4,))]
+
+
+def test_a_line_with_a_finding_is_not_called_harmless():
+    harmless = (finding(phase="backward"), finding(where="t.py:2"))
+    said = list(describe(Report(findings=(finding(step=1),), harmless=harmless)))
+    assert [line for line in said if "armless" in line] == [
+        "Harmless, since it reached nothing: inf or NaN made at t.py:2"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,11 @@ SNIPPETS = {
         "import numpy as np\nassert np.fromstring(b'ab', dtype=np.uint8).tolist() == [97, 98]"
     ),
     "lr_scheduler(verbose=)": f"{SCHEDULER}, verbose=True)",
+    "Adam(betas=(0, 0.9))": "import torch\ntorch.optim.AdamW([torch.ones(1)], 1e-3, betas=(0, 0.9))",
+    "Sampler.__init__(data)": (
+        "from torch.utils.data.sampler import Sampler\nclass Balanced(Sampler):\n"
+        "    def __init__(self, data):\n        super(Balanced, self).__init__(data)  # here\nBalanced([1])"
+    ),
     "type(x) == Variable": (
         "import torch\nfrom torch.autograd import Variable\nassert type(Variable(torch.ones(1))) == Variable"
     ),
@@ -279,6 +284,7 @@ def test_what_runs_today_is_not_listed(find, text):
 
 def places():
     kinds = [torch, np, collections, time, argparse._ActionsContainer, torch.optim.lr_scheduler.StepLR]
+    kinds += torch.optim.Adam, torch.optim.AdamW, torch.utils.data.Sampler
     return [*kinds, importlib.machinery.SourceFileLoader, torch.utils.data.dataloader._BaseDataLoaderIter]
 
 
@@ -289,6 +295,17 @@ def test_all_is_what_it_was_afterwards():
         assert time.clock is time.perf_counter
     assert [dict(vars(place)) for place in places()] == before
     assert "torch._six" not in sys.modules
+
+
+def test_masks_of_bytes_choose_what_is_set():
+    mask, values = torch.tensor([True, False, True]), torch.zeros(3, dtype=torch.uint8)
+    x, rows = torch.ones(3), torch.ones(2, 3)
+    with legacy():
+        x[1 - mask] = 5
+        rows[0, mask.byte()] = 0
+        values[mask] = torch.tensor([7, 8], dtype=torch.uint8)
+    assert (x.tolist(), rows.tolist()) == ([1, 5, 1], [[0, 1, 0], [1, 1, 1]])
+    assert values.tolist() == [7, 0, 8]
 
 
 def test_old_functions_compute_what_they_did():

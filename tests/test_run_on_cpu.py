@@ -126,7 +126,7 @@ assert stream.cuda_stream == stream.priority == 0 and stream.device.type == "cpu
     "profiling": """
 torch.cuda.nvtx.range_push("forward")
 torch.cuda.nvtx.range_pop()
-with torch.cuda.nvtx.range("step"), torch.cuda.profiler.profile():
+with torch.cuda.nvtx.range("step"), torch.cuda.profiler.profile(), torch.autograd.profiler.emit_nvtx():
     torch.cuda.cudart().cudaProfilerStart()
 torch.cuda.profiler.stop()
 """,
@@ -231,6 +231,7 @@ def test_torch_is_what_it_was_afterwards_and_was_told_the_truth_meanwhile():
         cuda.memory,
         cuda.random,
         cuda.nvtx,
+        torch.autograd.profiler,
         cuda.profiler,
         torch.nn.parallel,
         torch.nn.parallel.comm,

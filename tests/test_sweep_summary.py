@@ -289,6 +289,17 @@ VERDICTS = {
     "other weights": ([run("O0", start=(0.5, 1.0)), run("O1", NAN, start=(0.5, 1.02))], UNKNOWN, OTHER_START),
     "weights that are not finite": ([run("O0", start=(0.5,)), run("O1", start=(NAN,))], UNKNOWN, OTHER_START),
     "rounded weights": ([run("O0", start=(0.5, 1.0)), run("O1", start=(0.5, 1.004))], SAME, ""),
+    "fewer steps": (
+        [O0, run("O1", seed=1), run("O0", seed=1), run("O1", steps=89)],
+        *(UNKNOWN, "it ended after 89 steps, and O0 after 100: --steps 89 compares as many of both"),
+    ),
+    "more steps": (
+        [O0, run("O1", steps=120, skipped=(1, 2, 3))],
+        *(UNKNOWN, "it ended after 120 steps, and O0 after 100: --steps 100 compares as many of both"),
+    ),
+    "about as many steps": ([O0, run("O1", steps=91)], SAME, ""),
+    "as many that were not skipped": ([O0, run("O1", steps=120, skipped=tuple(range(20)))], SAME, ""),
+    "as many with those that were skipped": ([O0, run("O1", skipped=tuple(range(20)))], SAME, ""),
     "another seed": ([run("O0", start=(0.5,)), run("O1", seed=1, start=(0.7,))], SAME, ""),
     "no O0": ([O1], UNKNOWN, "there is no O0 to compare with"),
     "O0 crashed": ([O0_CRASHED, O1], UNKNOWN, "there is no O0 to compare with"),

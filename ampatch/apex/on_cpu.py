@@ -6,7 +6,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -159,6 +159,7 @@ def of_cuda() -> Iterator[Replacement]:
             yield place, name, wrap(getattr(place, name), answer_scripts, ANSWERS[name])
     for place in (cuda.nvtx, cuda.profiler):
         yield from ((place, name, lambda *_, **__: 0) for name in NOTHING & vars(place).keys())
+    yield torch.autograd.profiler, "emit_nvtx", lambda *_, **__: nullcontext()
     for name, value in {"Event": Event, "Stream": Stream, "device": Context, "stream": Context}.items():
         yield cuda, name, value
     for name in ("current_stream", "default_stream"):

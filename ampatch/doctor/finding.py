@@ -47,8 +47,11 @@ class Finding:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What findings share that are one: in an optimizer an operation is one, for all parameters."""
-        of_module = (self.module, self.call, self.parameter) if self.phase != "optimizer" else ()
+        """What findings share that are one: in an optimizer an operation is one, for all parameters.
+
+        Calls of a module are not told apart: a script that leaves batches out makes ever more of them.
+        """
+        of_module = (self.module, self.parameter) if self.phase != "optimizer" else ()
         return (self.phase, self.op, self.model, self.where, *of_module)
 
 

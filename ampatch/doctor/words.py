@@ -196,8 +196,8 @@ def describe(report: Report) -> Iterator[str]:
         yield f"Proposed: keep_fp32={list(report.keep_fp32)} ({said})"
     if report.scale.get("search"):
         yield f"The loss scale looked for its size in {len(report.scale['skipped'])} steps: no fault."
-    silent = {fault.where for fault in report.silent}
-    harmless = [str(it.where) for it in report.harmless if it.where not in silent]
+    named = {it.where for it in (*report.findings, *report.silent)}
+    harmless = [str(it.where) for it in report.harmless if it.where not in named]
     if harmless:
         yield f"Harmless, since it reached nothing: inf or NaN made at {', '.join(dict.fromkeys(harmless))}"
     for line in report.unknown:

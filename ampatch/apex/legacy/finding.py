@@ -109,6 +109,7 @@ def find_old(tree: ast.Module, names: Names, uses: Iterable[Use]) -> tuple[Findi
     for node in ast.walk(tree):
         for name in patterns(node, names):
             lines[ROWS[name]].append(node.lineno)
+        lines[ROWS["Sampler.__init__(data)"]] += [call.lineno for call in sampler_calls(node, names)]
         if isinstance(node, ast.Constant) and node.value == "LOCAL_RANK":  # which it reads as well, then
             lines.pop(ROWS["--local_rank"], None)
     left = {row: tuple(sorted({*at}.difference(guarded_lines(tree, row)))) for row, at in lines.items()}
@@ -206,6 +207,9 @@ def calls(node: ast.Call, names: Names) -> Iterator[str]:
                 yield "correct[:k].view(-1)"
         case ast.Call(ast.Attribute(attr="tostring"), []):
             yield "array.tostring()"
+        case ast.Call(keywords=words) if {*found} & {"torch.optim.Adam", "torch.optim.AdamW"}:
+            if any(ast.unparse(word).startswith("betas=(0,") for word in words):
+                yield "Adam(betas=(0, 0.9))"
         case ast.Call(args=[sampled, _]) if {*found} == {"random.sample"}:
             if any(isinstance(v, ast.Set) or last_name(v) == "set" for v in names.values(sampled)):
                 yield "random.sample(set(...), k)"
@@ -244,6 +248,16 @@ def is_old_function(node: ast.ClassDef, names: Names) -> bool:
     methods = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "forward"]
     is_ours = bool(bases & {"torch.autograd.Function", "torch.autograd.function.Function"})
     return is_ours and any(not each.decorator_list for each in methods)
+
+
+def sampler_calls(node: ast.AST, names: Names) -> Iterator[ast.Call]:
+    """Yields the calls in a sampler's class that give the class of samplers what it draws from."""
+    bases = {name for base in getattr(node, "bases", ()) for name in names.resolve(base)}
+    if bases & {"torch.utils.data.Sampler", "torch.utils.data.sampler.Sampler"}:
+        for call in ast.walk(node):
+            match call:
+                case ast.Call(ast.Attribute(ast.Call(of), "__init__"), [_]) if last_name(of) == "super":
+                    yield call
 
 
 def is_early_step(node: ast.For, names: Names) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import lr_scheduler
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from ampatch.apex.changes import Changes, wrap
 from ampatch.apex.legacy.finding import KEYWORD, ROWS
@@ -49,6 +49,10 @@ class LegacyMode(TorchFunctionMode):
         if func in MASKED and any(map(is_byte, args)):
             self._told.tell(ROWS["masked_fill(x.byte(), ...)"])
             args = tuple(each.bool() if is_byte(each) else each for each in args)
+        if func is Tensor.__setitem__ and any(map(is_byte, parts_of(args[1]))):
+            self._told.tell(ROWS["masked_fill(x.byte(), ...)"])
+            index = tuple(each.bool() if is_byte(each) else each for each in parts_of(args[1]))
+            args = (args[0], index, args[2])
         if func in SPLITS and args:
             return split_apart(func(*args, **given), *args, **given)
         if func in IN_PLACE and hasattr(args[0], PART):
@@ -80,6 +84,11 @@ def is_bool(value: object) -> bool:
 def is_byte(value: object) -> bool:
     """Whether a value is a mask of bytes."""
     return isinstance(value, Tensor) and value.dtype is torch.uint8
+
+
+def parts_of(index: object) -> tuple:
+    """Returns the index of each dimension."""
+    return index if isinstance(index, tuple) else (index,)
 
 
 def split_apart(parts: tuple[Tensor, ...], tensor: Tensor, *args: object, **kwargs: object) -> tuple:
@@ -114,6 +123,30 @@ def init_silently(init: Callable, told: Told, /, self: object, *args: object, **
         told.tell(ROWS["lr_scheduler(verbose=)"])
         del kwargs["verbose"]
     init(self, *args, **kwargs)
+
+
+def init_sampler(init: Callable, told: Told, /, self: object, data_source: object = None) -> None:
+    """Has a sampler take what it is to draw from, with which it never did anything."""
+    if data_source is not None:
+        told.tell(ROWS["Sampler.__init__(data)"])
+
+
+def init_with_floats(
+    init: Callable,
+    told: Told,
+    /,
+    self: object,
+    params: object,
+    lr: object = 1e-3,
+    betas: tuple = (0.9, 0.999),
+    *args: object,
+    **kwargs: object,
+) -> None:
+    """Has Adam and AdamW take a 0 among their betas."""
+    if any(isinstance(each, int) for each in betas):
+        told.tell(ROWS["Adam(betas=(0, 0.9))"])
+        betas = tuple(map(float, betas))
+    init(self, params, lr, betas, *args, **kwargs)
 
 
 def add_argument(
@@ -200,6 +233,10 @@ def legacy() -> Iterator[None]:
         for kind in [each for each in vars(lr_scheduler).values() if isinstance(each, type)]:
             if issubclass(kind, lr_scheduler.LRScheduler) and "__init__" in vars(kind):
                 changes.set_attribute(kind, "__init__", wrap(kind.__init__, init_silently, told))
+        if "__init__" not in vars(Sampler):
+            changes.set_attribute(Sampler, "__init__", wrap(Sampler.__init__, init_sampler, told))
+        for kind in (torch.optim.Adam, torch.optim.AdamW):
+            changes.set_attribute(kind, "__init__", wrap(kind.__init__, init_with_floats, told))
         loader = SourceFileLoader
         changes.set_attribute(loader, "source_to_code", wrap(loader.source_to_code, compile_mended, told))
         changes.set_attribute(sys, "dont_write_bytecode", True)  # else what is mended would stay on the disk

@@ -155,6 +155,8 @@ PATTERNS = (
     Old("array.tostring()", "NumPy 2.3", "array.tobytes()"),
     Old("random.sample(set(...), k)", "Python 3.11", "random.sample(sorted(...), k)"),
     mended("lr_scheduler(verbose=)", "torch 2.7", "scheduler.get_last_lr()"),
+    mended("Sampler.__init__(data)", "torch 2.10", "super().__init__()"),
+    mended("Adam(betas=(0, 0.9))", "torch 2.6", "0.0", error="betas must be either both floats"),
     mended("--local_rank", "torch 2.0", 'int(os.environ["LOCAL_RANK"]), which torchrun sets'),
     Old("torch.fft(...)", "torch 1.8", "torch.fft.fftn, which is complex"),
     Old("torch.stft(...)", "torch 2.0", "return_complex=True"),

@@ -20,6 +20,7 @@ OTHER_START = (
     "it began with other weights than O0: give each run checkpoints of its own, with {level} and {seed} in "
     "the arguments of the script, or seed what draws the weights"
 )
+OTHER_LENGTH = 0.9  # of the steps of O0: scripts that stop early stop a little apart
 NAMED = 2  # losses and metrics that a reason names
 
 
@@ -47,7 +48,7 @@ def judge(
         return Verdict.DIVERGED, divergence
     if name == BASELINE:
         return Verdict.BASELINE, ""
-    if obstacle := why_not_compared(baseline, loss, metrics):
+    if obstacle := why_not_compared(baseline, loss, metrics) or other_length(runs, baseline):
         return Verdict.UNKNOWN, obstacle
     inferiority = why_worse([("loss", loss), *metrics.items()], tolerance)
     return (Verdict.WORSE, inferiority) if inferiority else (Verdict.SAME, "")
@@ -73,6 +74,22 @@ def began_elsewhere(runs: Sequence[Record], baseline: Sequence[Record]) -> bool:
 def is_elsewhere(own: Sequence[float], other: Sequence[float]) -> bool:
     """Whether weights differ from others by more than rounding does."""
     return not math.dist(own, other) <= OTHER_WEIGHTS * math.hypot(*other)
+
+
+def other_length(runs: Sequence[Record], baseline: Sequence[Record]) -> str:
+    """Says how many steps a run made, if not about as many as O0 with its seed; empty if all did.
+
+    A script that trains for a time ends so, or one that gives up on a bad loss. Some count no skipped steps.
+    """
+    lengths = {it.seed: it.measured.steps for it in reversed(baseline) if it.measured}
+    for it in runs:
+        if it.measured is None or it.seed not in lengths:
+            continue
+        own, other = it.measured.steps, lengths[it.seed]
+        if own < OTHER_LENGTH * other or OTHER_LENGTH * (own - len(it.measured.skipped)) > other:
+            said = f"it ended after {own} steps, and O0 after {other}"
+            return f"{said}: --steps {min(own, other)} compares as many of both"
+    return ""
 
 
 def why_diverged(runs: Sequence[Record], baseline: Sequence[Record], loss: Distance, tolerance: float) -> str:
