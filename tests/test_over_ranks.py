@@ -21,7 +21,7 @@ from torch.optim import AdamW
 
 import ampatch as amp
 from helpers import snapshot
-from ranks import fixture, gather, is_equal_on_ranks
+from ranks import FSDP2, fixture, gather, is_equal_on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -90,6 +90,7 @@ def leg(level, steps, load=None, save=None):
     return full(states)
 
 
+@FSDP2
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_checkpoint_resumes_bit_for_bit_on_another_number_of_ranks(level, two, four, tmp_path):
     two(leg, level, range(3), save=tmp_path / "first")
@@ -100,6 +101,7 @@ def test_a_checkpoint_resumes_bit_for_bit_on_another_number_of_ranks(level, two,
     assert snapshot(resumed) == snapshot(whole)
 
 
+@FSDP2
 @pytest.mark.parametrize(
     ("before", "level"), [("O2", "O2"), ("O5", "O5"), ("O2", "O5"), ("O5", "O1"), ("O0", "O2"), ("O5", None)]
 )

@@ -23,6 +23,7 @@ from ampatch.sweeps.records.table_file import to_csv
 from ampatch.sweeps.terminal.view import show
 from ampatch.sweeps.web.page import write_page
 from loggers import make_mlflow, make_wandb
+from ranks import FSDP2
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -37,11 +38,6 @@ BESIDE = [
 LINKED = [*PAGES, *(ROOT / name for name in BESIDE)]
 SWEEP = "pip install -c constraints.txt -e '.[tools,examples]' && ampatch sweep examples/digits.py"
 TEST = "pip install -c constraints.txt -e '.[test]' && pytest -n 2 --dist loadfile"
-
-# Not the scripts for packages that only CI has: see test_trainers.py.
-each_page = pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name != "trainers.md"], ids=lambda page: page.name
-)
 
 
 def read(page):
@@ -95,7 +91,14 @@ def run_blocks(page):
             dist.destroy_process_group()
 
 
-@each_page
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=[FSDP2] * (page.name == "distributed.md"))
+        for page in PAGES
+        if page.name != "trainers.md"  # the scripts for packages that only CI has: see test_trainers.py
+    ],
+)
 def test_the_python_blocks_run_one_after_the_other(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # for what they write
     for module in (make_wandb(), make_mlflow()):
