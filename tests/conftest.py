@@ -10,6 +10,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+import torch.distributed as dist
 
 import ampatch as amp
 from ampatch.session.session import SESSION
@@ -90,6 +91,14 @@ def no_session_left(torch_as_it_was, monkeypatch):
     monkeypatch.setattr(SESSION.torch_patch, "_registrations", registered)
     yield
     amp.uninitialize()
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

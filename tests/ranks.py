@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 import ampatch as amp
+from helpers import needs_torch
 
+FSDP2 = needs_torch("2.7", "FSDP2 on a CPU, whose streams recorded no events")
 TIMEOUT = 60  # seconds until ranks count as waiting for each other for ever
 
 
@@ -78,6 +80,7 @@ def serve(pipe, address, rank, count):
     """What each process runs."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0")  # as in setup.cfg
+    warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")  # torch 2.6
     torch.set_num_threads(1)
     dist.init_process_group("gloo", address, rank=rank, world_size=count)
     while True:

@@ -32,13 +32,6 @@ LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 ranks = fixture()
 
 
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 # ---- DistributedDataParallel: which gradients are averaged ----
 
 

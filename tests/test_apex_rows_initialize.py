@@ -62,16 +62,9 @@ def test_booleans_may_be_the_numbers_0_and_1(value):
 # ---- What is refused ----
 
 
-@pytest.fixture
-def one_process(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 @shows("initialize-wrapped")
 @pytest.mark.parametrize("wrap", [DataParallel, DistributedDataParallel])
-def test_a_wrapped_model_is_refused_and_wrapping_after_works(wrap, one_process):
+def test_a_wrapped_model_is_refused_and_wrapping_after_works(wrap, one_rank):
     net, optimizer = make()
     with pytest.raises(RuntimeError, match=rf"{wrap.__name__}.*wrap"):
         amp.initialize(wrap(net), optimizer, opt_level="O1")

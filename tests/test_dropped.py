@@ -339,5 +339,6 @@ def test_what_is_remembered_of_a_call_is_forgotten_with_its_models():
     for _ in range(4):
         trained(amp, "O2")
         gc.collect()
-        counts.append(len(gc.get_objects()))
-    assert counts[3] - counts[2] < 60  # the call and its loss scaler
+        # Python 3.10 lists the `__dict__` of every object as well.
+        counts.append(sum(type(it) is not dict for it in gc.get_objects()))
+    assert counts[3] - counts[2] < 58  # the call and its loss scaler

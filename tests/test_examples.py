@@ -14,6 +14,7 @@ from ampatch.doctor.campaign import Campaign, Run, start_process
 from faults import fork_child
 from helpers import snapshot
 from legacy import print_in_forks
+from ranks import FSDP2
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -152,6 +153,7 @@ with amp.observe(Kill()):
 """
 
 
+@FSDP2
 @pytest.mark.process
 def test_a_rank_that_is_killed_starts_again_from_the_last_checkpoint_and_ends_with_the_same_weights(
     tmp_path, monkeypatch

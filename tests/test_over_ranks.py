@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import ampatch as amp
-from helpers import snapshot
-from ranks import fixture, gather, is_equal_on_ranks
+from helpers import needs_torch, snapshot
+from ranks import FSDP2, fixture, gather, is_equal_on_ranks
 
 pytestmark = pytest.mark.process
 
@@ -90,6 +90,7 @@ def leg(level, steps, load=None, save=None):
     return full(states)
 
 
+@FSDP2
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_checkpoint_resumes_bit_for_bit_on_another_number_of_ranks(level, two, four, tmp_path):
     two(leg, level, range(3), save=tmp_path / "first")
@@ -100,6 +101,7 @@ def test_a_checkpoint_resumes_bit_for_bit_on_another_number_of_ranks(level, two,
     assert snapshot(resumed) == snapshot(whole)
 
 
+@FSDP2
 @pytest.mark.parametrize(
     ("before", "level"), [("O2", "O2"), ("O5", "O5"), ("O2", "O5"), ("O5", "O1"), ("O0", "O2"), ("O5", None)]
 )
@@ -344,6 +346,7 @@ def train_whole(steps=6):
     return [copies(one) for one in optimizers]
 
 
+@needs_torch("2.7", "pipelines that average over their micro-batches")  # and a 1F1B that ends on gloo
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_the_stages_of_a_pipeline_take_the_steps_of_one_process(level, schedule, two):

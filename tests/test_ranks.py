@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch as amp
 from ampatch.apex.fp16_utils import DynamicLossScaler, FP16_Optimizer
-from ranks import fixture
+from ranks import FSDP2, fixture
 from ranks_matrix import RANKS, Case, find_faults, mesh, unsynchronized
 
 pytestmark = pytest.mark.process
@@ -52,11 +52,14 @@ SMOKE = [
 ]
 
 
-@pytest.mark.parametrize("case", SMOKE, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=[FSDP2] * (case.wrapper != "TP")) for case in SMOKE]
+)
 def test_ranks_take_the_step_of_one_process(ranks, case):
     assert ranks(find_faults, case)[0] == []
 
 
+@FSDP2
 @pytest.mark.parametrize("fault", ["each rank skips alone", "doubled inverse scale"])
 def test_the_matrix_finds_a_planted_fault(ranks, fault):
     assert ranks(find_faults, Case("HSDP", "O1", "foreach", True), fault)[0]
@@ -167,7 +170,7 @@ def accumulate_with_another_scale(level, wrapper, change):
 
 
 @pytest.mark.parametrize("change", ["set_loss_scale", "loss_id", "nothing", "static", "identity"])
-@pytest.mark.parametrize("wrapper", ["FSDP2", "DDP"])
+@pytest.mark.parametrize("wrapper", [pytest.param("FSDP2", marks=FSDP2), "DDP"])
 @pytest.mark.parametrize("level", ["O1", "O5"])
 def test_kept_gradients_are_unscaled_by_what_they_were_made_with(ranks, level, wrapper, change):
     # Two rows of ones, times the mean of 1 to 4, in each of two blocks.
@@ -216,7 +219,7 @@ def accumulate_with_a_closure(level, wrapper, syncs, by_closure):
     return value
 
 
-@pytest.mark.parametrize("wrapper", ["FSDP2", "DDP"])
+@pytest.mark.parametrize("wrapper", [pytest.param("FSDP2", marks=FSDP2), "DDP"])
 @pytest.mark.parametrize("level", ["O1", "O5"])
 def test_kept_gradients_are_averaged_by_the_backward_in_a_closure(ranks, level, wrapper):
     expected = ranks(accumulate_with_a_closure, level, wrapper, True, False)
@@ -250,6 +253,7 @@ def compare_parts():
     return all(map(torch.equal, accumulate_in_a_part(True), accumulate_in_a_part(False)))
 
 
+@FSDP2
 def test_a_part_that_keeps_its_gradients_keeps_the_scale(ranks):
     assert ranks(compare_parts) == [True] * RANKS
 
@@ -339,6 +343,7 @@ def delay(level):
     return amp.step_was_skipped(optimizer), amp.get_loss_scale()
 
 
+@FSDP2
 @pytest.mark.parametrize("level", ["O1", "O5"])
 def test_a_delayed_block_agrees_at_the_step(ranks, level):
     assert ranks(delay, level) == [(True, 32.0)] * RANKS
@@ -403,7 +408,7 @@ def shard_after_initialize(level, way):
         return str(error)
 
 
-@pytest.mark.parametrize("way", ["fully_shard", "parallelize_module"])
+@pytest.mark.parametrize("way", [pytest.param("fully_shard", marks=FSDP2), "parallelize_module"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O5"])
 def test_parameters_that_are_replaced_after_initialize_are_refused(ranks, level, way):
     for text in ranks(shard_after_initialize, level, way):
@@ -424,6 +429,7 @@ def shard_beside_batch_norm(apart, is_frozen=False):
     return None
 
 
+@FSDP2
 def test_fsdp_with_weights_of_two_types_in_one_part_is_refused(ranks):
     for text in ranks(shard_beside_batch_norm, False):
         assert "holds torch.bfloat16 and torch.float32 weights in one part" in text

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 from torch.nn import functional as F
@@ -22,6 +23,7 @@ from ampatch.sweeps.records.table_file import to_csv
 from ampatch.sweeps.terminal.view import show
 from ampatch.sweeps.web.page import write_page
 from loggers import make_mlflow, make_wandb
+from ranks import FSDP2
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -36,11 +38,6 @@ BESIDE = [
 LINKED = [*PAGES, *(ROOT / name for name in BESIDE)]
 SWEEP = "pip install -c constraints.txt -e '.[tools,examples]' && ampatch sweep examples/digits.py"
 TEST = "pip install -c constraints.txt -e '.[test]' && pytest -n 2 --dist loadfile"
-
-# Not the scripts for packages that only CI has: see test_trainers.py.
-each_page = pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name != "trainers.md"], ids=lambda page: page.name
-)
 
 
 def read(page):
@@ -81,14 +78,53 @@ def outside_blocks(page):
     return re.sub(r"^ *```.*?^ *```", "", read(page), flags=re.DOTALL | re.MULTILINE)
 
 
-@each_page
+def run_blocks(page):
+    """Runs the blocks of a page; if one fails, undoes what those after it would have undone."""
+    namespace = {"__name__": page.stem}
+    try:
+        for line, code in blocks(page, "python"):
+            exec(compile("\n" * line + code, str(page), "exec"), namespace)
+    finally:
+        amp.uninitialize()
+        ampatch.apex.uninstall()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=[FSDP2] * (page.name == "distributed.md"))
+        for page in PAGES
+        if page.name != "trainers.md"  # the scripts for packages that only CI has: see test_trainers.py
+    ],
+)
 def test_the_python_blocks_run_one_after_the_other(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # for what they write
     for module in (make_wandb(), make_mlflow()):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    namespace = {"__name__": page.stem}
-    for line, code in blocks(page, "python"):
-        exec(compile("\n" * line + code, str(page), "exec"), namespace)
+    run_blocks(page)
+
+
+FAILS = """
+```python
+import torch.distributed as dist
+import ampatch.apex
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ampatch.apex.install()
+1 / 0
+```
+"""
+
+
+def test_a_block_that_fails_leaves_nothing_to_other_tests(tmp_path):
+    page, finders = tmp_path / "page.md", [*sys.meta_path]
+    page.write_text(FAILS)
+    with pytest.raises(ZeroDivisionError):
+        run_blocks(page)
+    assert not dist.is_initialized()
+    assert sys.meta_path == finders
 
 
 def test_readme_says_the_two_commands_in_a_block_each():

@@ -309,6 +309,27 @@ def test_a_method_is_registered_for_what_inherits_it_and_comes_back_as_it_was(re
     assert dict(vars(owner)) == before
 
 
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def test_apply_of_an_autograd_function_is_registered_and_comes_back_as_it_was(register_and_open):
+    register_and_open(amp.register_half_function, Twice, "apply")
+    x = full().requires_grad_()
+    result = Twice.apply(x)
+    result.sum().backward()
+    assert (result.dtype, x.grad.dtype) == (HALF, FULL)
+    amp.uninitialize()
+    assert Twice.apply(x).dtype is FULL
+    assert "apply" not in vars(Twice)
+
+
 def test_a_registered_function_pickles_by_its_name(register_and_open, monkeypatch):
     register_and_open(amp.register_half_function, Ops, "method")
     assert (Ops.method.__module__, Ops.method.__qualname__) == (__name__, "Ops.method")

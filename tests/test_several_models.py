@@ -205,13 +205,6 @@ def test_evaluation_mode_and_no_grad_give_what_training_mode_gives(opt_level):
 # ---- DistributedDataParallel ----
 
 
-@pytest.fixture
-def process_group():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def accumulate_and_step(wrap, opt_level):
     """Trains two steps of two blocks each; returns the parameters and the gradients of the last step."""
     torch.manual_seed(5)
@@ -233,7 +226,7 @@ def accumulate_and_step(wrap, opt_level):
 @pytest.mark.parametrize("bucket_view", [False, True], ids=["copies", "bucket views"])
 @pytest.mark.parametrize("opt_level", EVERY_LEVEL)
 def test_training_in_distributed_data_parallel_is_bit_equal_to_training_without(
-    process_group, opt_level, bucket_view
+    one_rank, opt_level, bucket_view
 ):
     def wrap(model):
         return DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
@@ -247,7 +240,7 @@ def test_training_in_distributed_data_parallel_is_bit_equal_to_training_without(
 
 
 @pytest.mark.parametrize("opt_level", ["O1", "O2", "O5"])
-def test_accumulation_without_synchronization_is_bit_equal(process_group, opt_level):
+def test_accumulation_without_synchronization_is_bit_equal(one_rank, opt_level):
     def run(wrap):
         torch.manual_seed(5)
         model = nn.Linear(3, 2)
@@ -275,7 +268,7 @@ COMPLEX_GLOO = needs_torch("2.9", "gloo that sends complex tensors, of which thi
 
 @COMPLEX_GLOO
 @pytest.mark.parametrize("opt_level", MASTERED)
-def test_a_wrapped_model_saves_float32(process_group, opt_level):
+def test_a_wrapped_model_saves_float32(one_rank, opt_level):
     model = Net()
     before = clone_state(model)
     wrapped = DistributedDataParallel(open_session(model, opt_level=opt_level))

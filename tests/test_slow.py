@@ -5,7 +5,6 @@ from contextlib import ExitStack
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from ampatch.doctor.brakes import Brakes, is_sync, said_of_speed, sizes_of
 from doctor_samples import sample_speed
@@ -104,7 +103,7 @@ def test_only_the_first_steps_are_looked_at():
 
 def test_a_call_of_torch_compile_is_noted():
     assert look(1)["compiled"] is False
-    assert look(1, after=lambda loss: torch.compile(F.relu, backend="eager"))["compiled"] is True
+    assert look(1, after=lambda loss: torch.compile(Net(), backend="eager"))["compiled"] is True
 
 
 def test_what_is_said_names_a_number_and_a_line():

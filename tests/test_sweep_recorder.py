@@ -438,6 +438,11 @@ def test_bytes_are_those_of_the_tensors_that_are_kept(recorder, level, parameter
     assert recorder.measured().bytes == Bytes(*(size * NUMBERS for size in sizes))
 
 
+def test_casts_are_those_of_a_block_where_ranks_forget_them_at_its_end(recorder, one_rank):
+    train(3, "O4")
+    assert recorder.measured().bytes.casts == 2 * NUMBERS
+
+
 class CountCopies(TorchDispatchMode):
     """Counts what is cast to bfloat16 by anybody."""
 

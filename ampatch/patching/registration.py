@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ClassMethodDescriptorType
 from typing import TypeVar
 
 import torch
@@ -68,9 +69,9 @@ def bind(registration: Registration, original: object) -> object:
     """Returns what stands in for a registered function while torch is patched."""
     half = registration.dtype or CASTS.half
     assert half is not None, "bound while torch is not patched"
-    binding = type(original) if isinstance(original, (staticmethod, classmethod)) else None
+    binding, function = _unbind(original)
     wrapper = wrap(
-        original.__func__ if binding else original,
+        function,
         registration.cast,
         half,
         place=qualify(registration.parent, registration.attribute),
@@ -79,3 +80,12 @@ def bind(registration: Registration, original: object) -> object:
     if isinstance(registration.parent, type) and not hasattr(original, "__get__"):
         binding = staticmethod  # a builtin, which is not bound to instances, and stays so
     return binding(wrapper) if binding else wrapper
+
+
+def _unbind(original: object) -> tuple[type | None, Callable]:
+    """Returns what binds a function to its class, if anything does, and the function itself."""
+    if isinstance(original, ClassMethodDescriptorType):  # `apply` of torch.autograd.Function in torch 2.15
+        return classmethod, lambda cls, *args, **kwargs: original.__get__(None, cls)(*args, **kwargs)
+    if isinstance(original, (staticmethod, classmethod)):
+        return type(original), original.__func__
+    return None, original

@@ -22,7 +22,7 @@ def follow_unseen(trace: Trace, undo: ExitStack) -> None:
     held = vars(Function)["apply"]
 
     def apply(cls: type[Function], *args: object, **kwargs: object) -> object:
-        given = held.__func__(cls, *args, **kwargs)
+        given = held.__get__(None, cls)(*args, **kwargs)
         if not cls.__module__.startswith(LIBRARIES):
             trace.see_function(cls.__name__, (args, kwargs), given)
         return given

@@ -58,7 +58,7 @@ class Recorder(amp.Observer):
         self._metrics: dict[str, CurveBuilder] = defaultdict(CurveBuilder)
         self._bytes: Bytes | None = None
         self._start: tuple[float, ...] = ()
-        self._cast_bytes = 0  # after a backward: a step forgets casts before it begins
+        self._cast_bytes = 0  # before a backward: steps forget casts, and over ranks backwards do
         self._casts = (0, 0)
         self._models: list[weakref.ref[Module]] = []
         self._optimizers: list[weakref.ref] = []
@@ -98,6 +98,8 @@ class Recorder(amp.Observer):
         if self._is_over:
             return
         self._losses.add(loss_id, loss)
+        if self._times.steps < LOOKED_AT:
+            self._cast_bytes = amp.cast_counts().cached_bytes
         if self._times.present.has_parts:
             self._backward = self._times.clock.mark()
 
@@ -106,8 +108,6 @@ class Recorder(amp.Observer):
         if self._backward is not None:
             self._times.present.backward.append((self._backward, self._times.clock.mark()))
             self._backward = None
-        if self._times.steps < LOOKED_AT:
-            self._cast_bytes = amp.cast_counts().cached_bytes
 
     def on_step_begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Begins the time of an update, and once looks at what is in memory."""
