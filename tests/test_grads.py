@@ -281,6 +281,17 @@ def test_each_gradient_counts_once_whichever_blocks_it_took_part_in(level, loss_
     assert grads == [sum(first for first, *_ in sequence), sum(second for _, second, _ in sequence)]
 
 
+@pytest.mark.parametrize("level", HALF)
+def test_uninitialize_keeps_what_a_plain_backward_added_to_zeros_after_a_step(level):
+    (param,), optimizer = open_session(level, [(2,)], loss_scale=1.0)
+    hand_over([param], optimizer, [torch.ones(2, dtype=HALF[level])])
+    optimizer.step()
+    param.grad.zero_()
+    (param * 3).sum().backward()
+    amp.uninitialize()
+    assert torch.equal(param.grad, torch.full((2,), 3.0))
+
+
 @pytest.mark.parametrize("loss_scale", [1.0, 128.0])
 @pytest.mark.parametrize("level", ["O1", "O5"])
 def test_a_block_that_raises_keeps_the_earlier_gradient_of_a_parameter_that_two_optimizers_step(

@@ -129,7 +129,7 @@ class CastTensor:
             return self._given_grad  # nobody touched it
         if weight.master is not None and weight.master.grad is not None:
             return weight.master.grad
-        return cast_grads([grad], [values])[0] if is_fresh else None
+        return cast_grads([grad], [values])[0] if is_fresh or weight.was_grad_remade() else None
 
 
 class CastModule:

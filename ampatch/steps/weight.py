@@ -206,6 +206,12 @@ class Weight:
             return False
         return used is None or not _is_same(grad, used)
 
+    def was_grad_remade(self) -> bool:
+        """Whether the half gradient that was used was cleared in place and made again, by no block."""
+        grad = self.half.grad
+        is_used = grad is not None and grad is self.grad_used
+        return is_used and not self.grad_scaled and grad._version != self.grad_version
+
     def watch_grad(self) -> None:
         """Copies the half gradient, whose `.data` was asked for: what is written there leaves no trace."""
         grad = self.half.grad
