@@ -99,10 +99,15 @@ def cast_object(dtype: torch.dtype) -> Callable[[object], object]:
     return cast
 
 
-def cast_call(args: tuple, kwargs: dict, dtype: torch.dtype, other: Other = None) -> tuple[tuple, dict]:
-    """Casts the arguments of a call; one that is given twice is the same again."""
+def cast_call(args: tuple, kwargs: dict | None, dtype: torch.dtype, other: Other = None) -> tuple:
+    """Casts what a forward hook was given, and returns what the hook is to; kwargs may be left out.
+
+    An argument that is given twice is the same again.
+    """
     cast = cast_to(dtype)
     args = tuple([cast_tree(arg, cast, other) for arg in args])
+    if kwargs is None:
+        return args
     return args, {name: cast_tree(arg, cast, other) for name, arg in kwargs.items()}
 
 

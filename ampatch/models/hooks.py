@@ -38,8 +38,7 @@ class CastInputs:
         dtype = self.find_dtype(module)
         if dtype is None:
             return None
-        cast = cast_call(args, kwargs or {}, dtype, cast_object(dtype))
-        return cast[0] if kwargs is None else cast
+        return cast_call(args, kwargs, dtype, cast_object(dtype))
 
     def find_dtype(self, module: Module) -> torch.dtype | None:
         """What the inputs are cast to; None for a copy whose weights are not half any more."""
@@ -59,10 +58,7 @@ class CastEntry(CastInputs):
     def __call__(self, module: Module, args: tuple, kwargs: dict | None = None) -> tuple | None:
         dtype = self.find_dtype(module)
         is_usual = len(args) == 1 and not kwargs and getattr(args[0], "dtype", None) is dtype
-        if is_usual or dtype is None:
-            return None
-        cast = cast_call(args, kwargs or {}, dtype)
-        return cast[0] if kwargs is None else cast
+        return None if is_usual or dtype is None else cast_call(args, kwargs, dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,16 +36,8 @@ class Weight:
     __slots__ = (
         *("half", "is_made", "is_shown", "is_wrapper", "master", "pointer", "precise", "touched"),
         *("__weakref__", "version", "written"),
-        *(
-            "grad_alone",
-            "grad_copy",
-            "grad_scaled",
-            "grad_seen",
-            "grad_used",
-            "grad_version",
-            "optimizers",
-            "steps",
-        ),
+        *("grad_alone", "grad_copy", "grad_scaled", "grad_seen", "grad_used", "grad_version"),
+        *("optimizers", "steps"),
     )
 
     def __init__(self, half: Tensor, precise: Tensor | None = None) -> None:

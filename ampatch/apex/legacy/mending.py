@@ -47,12 +47,9 @@ class LegacyMode(TorchFunctionMode):
             self._told.tell(ROWS["1 - mask"])
             args = tuple(each.byte() if is_bool(each) else each for each in args)
         if func in MASKED and any(map(is_byte, args)):
-            self._told.tell(ROWS["masked_fill(x.byte(), ...)"])
-            args = tuple(each.bool() if is_byte(each) else each for each in args)
+            args = self._with_masks(args)
         if func is Tensor.__setitem__ and any(map(is_byte, parts_of(args[1]))):
-            self._told.tell(ROWS["masked_fill(x.byte(), ...)"])
-            index = tuple(each.bool() if is_byte(each) else each for each in parts_of(args[1]))
-            args = (args[0], index, args[2])
+            args = (args[0], self._with_masks(parts_of(args[1])), args[2])
         if func in SPLITS and args:
             return split_apart(func(*args, **given), *args, **given)
         if func in IN_PLACE and hasattr(args[0], PART):
@@ -60,6 +57,11 @@ class LegacyMode(TorchFunctionMode):
         if func is Tensor.view and not args[0].is_contiguous():
             return self._view(*args, **given)
         return func(*args, **given)
+
+    def _with_masks(self, values: tuple) -> tuple:
+        """Returns values with masks in the place of those of bytes."""
+        self._told.tell(ROWS["masked_fill(x.byte(), ...)"])
+        return tuple(each.bool() if is_byte(each) else each for each in values)
 
     def _view(self, tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Returns a view, or a copy of that shape where there can be none."""
