@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import random
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import ampatch as amp
 from ampatch.casts import cast_cache, holders
+from ampatch.casts.cast import CASTS
 from ampatch.casts.cast_cache import SWEEP
 from caching import (
     HALF,
@@ -337,6 +339,28 @@ def test_threads_that_share_a_model_get_right_results(linear):
                 amp.clear_cache()
 
     run_in_threads(work)
+
+
+def test_a_cast_that_is_freed_while_another_thread_adds_one(linear, monkeypatch):
+    """PyTorch lets other threads run while it frees memory."""
+    late, convert, cache = nn.Linear(3, 5), torch.Tensor.bfloat16, CASTS.get_cache(HALF)
+
+    def in_another_thread(module):
+        thread = threading.Thread(target=module, args=(X,))
+        thread.start()
+        thread.join()
+
+    def convert_twice(tensor):
+        if tensor is linear.bias:
+            monkeypatch.setattr(cache, "_convert", convert)
+            in_another_thread(linear)  # makes a cast of its own, and ends its iteration
+            weakref.finalize(cache._waiting[id(tensor)][0], in_another_thread, late)
+        return convert(tensor)
+
+    monkeypatch.setattr(cache, "_convert", convert_twice)
+    linear.requires_grad_(False)(X)
+    assert_fresh(linear)
+    assert_fresh(late)
 
 
 def test_threads_that_train_their_own_models_do_not_disturb_each_other():

@@ -4,6 +4,7 @@ import copy
 import gc
 import math
 import pickle
+import threading
 import weakref
 
 import pytest
@@ -18,6 +19,7 @@ from ampatch.session.alarms.inputs import SLOTS, LastForward
 from ampatch.session.alarms.judge import Judge
 from ampatch.session.post_mortem.measure import count_underflow
 from ampatch.session.session import SESSION
+from ampatch.steps.outcome import BackwardOutcome
 from benchmarks.syncs import count_reads
 from helpers import Scalar, scaled_backward
 from nets import EVERY_LEVEL, X
@@ -145,6 +147,25 @@ def test_a_loss_of_two_optimizers_is_one_step():
         for optimizer in optimizers:
             optimizer.step()
     assert (amp.history().steps, amp.history().skipped) == (3, 3)
+
+
+def test_a_step_of_another_thread_while_one_reads_what_became_known(run, monkeypatch):
+    """Python may switch threads between a look at what is known and taking it."""
+    other, is_known, looks = Run(), BackwardOutcome.is_known, []
+
+    def step_elsewhere_at_the_second_look(outcome):
+        known = is_known(outcome)
+        looks.append(outcome)
+        if len(looks) == 2:
+            thread = threading.Thread(target=other.step, args=(1e-3,))
+            thread.start()
+            thread.join()
+        return known
+
+    monkeypatch.setattr(BackwardOutcome, "is_known", step_elsewhere_at_the_second_look)
+    run.step(1e-3)
+    assert looks[0] is looks[1] and len(looks) > 2
+    assert [amp.history(loss_id).steps for loss_id in (0, 1)] == [1, 1]
 
 
 def test_a_history_forgets_the_oldest():

@@ -136,7 +136,7 @@ class CastCache:
 
         That comes later, because most often a step comes first, and ends them all.
         """
-        self._waiting.update(self._entries)
+        _merge(self._entries, into=self._waiting)
         self._entries.clear()
         self._is_checked = False
         self._rechecks += 1
@@ -158,7 +158,7 @@ class CastCache:
     def end(self, changed: Collection[int]) -> None:
         """Ends the casts of parameters, by id, that are changed now: they are written again before use."""
         waiting = self._waiting
-        waiting.update(self._entries)
+        _merge(self._entries, into=waiting)
         self._entries.clear()
         ended = waiting.copy()
         if ended.keys() <= changed:
@@ -265,6 +265,15 @@ class CastCache:
         for entry, version in zip(found, versions, strict=True):
             cast, parameter = entry[0], entry[6]
             self._entries[id(parameter)] = (cast, version, *entry[2:8], cast._version)
+
+
+def _merge(entries: dict[int, tuple], into: dict[int, tuple]) -> None:
+    """Adds entries in place; again if another thread changed them while a cast that is replaced was freed."""
+    while True:
+        try:
+            return into.update(entries)
+        except RuntimeError:  # "dict mutated during update"
+            continue
 
 
 def _take_all(entries: dict[int, tuple]) -> Iterator[tuple]:

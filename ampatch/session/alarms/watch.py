@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -80,6 +81,7 @@ class AlarmWatch:
     def __init__(self, observers: Callable[[], Sequence[Observer]]) -> None:
         self._observers = observers
         self.callbacks: OrderedDict[int, Callable[[Alarm], object]] = OrderedDict()
+        self._reading = threading.RLock()  # of the thread that reads, whose callbacks may read as well
         self.forget()
 
     def forget(self) -> None:
@@ -127,8 +129,12 @@ class AlarmWatch:
                 self._note_loss(loss_id, loss)
         if amp.last_outcomes:
             self._note_outcomes(amp.last_outcomes)
-        for record, update in self._read(wait=False):
-            self._take(record, update, amp)
+        if self._reading.acquire(blocking=False):  # else another thread reads, and this step later
+            try:
+                for record, update in self._read(wait=False):
+                    self._take(record, update, amp)
+            finally:
+                self._reading.release()
         for forward in amp.forwards:
             last = forward()
             if last is not None:
@@ -178,8 +184,9 @@ class AlarmWatch:
 
     def settle(self) -> None:
         """Takes all that is on its way, and waits for it."""
-        for record, update in self._read(wait=True):
-            self._take(record, update, None)
+        with self._reading:
+            for record, update in self._read(wait=True):
+                self._take(record, update, None)
 
     def history(self, loss_id: int) -> ScaleHistory:
         """Returns what is known of a loss; waits for what is on its way."""
