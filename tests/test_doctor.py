@@ -423,6 +423,14 @@ def test_an_operation_of_the_loss_is_told_apart_from_the_model(run_script):
 
 
 @pytest.mark.process
+def test_an_operation_on_complex_numbers_is_told(run_script):
+    wave = "wave = torch.fft.rfft(x * (step != 2)); wave = wave / wave.abs()"
+    _, report = run_script(script(loss=f"{wave}; loss = loss + torch.fft.irfft(wave).mean()"))
+    (found,) = report["findings"]
+    assert (found["op"], found["step"], found["dtype"], found["kind"]) == ("div", 2, "complex64", "nan")
+
+
+@pytest.mark.process
 def test_an_infinity_that_reaches_nothing_is_harmless(run_script):
     status, report = run_script(script(loss="seen = (loss.detach() * 0).log()"))
     assert (status, report["findings"]) == (0, [])

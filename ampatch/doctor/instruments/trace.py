@@ -38,8 +38,8 @@ from ampatch.doctor.instruments.values import (
     HALF,
     Tensors,
     examine,
-    floating_in,
     holds_no_number,
+    inexact_in,
     is_finite,
     largest_of,
     plain,
@@ -215,7 +215,7 @@ class Trace(TorchFunctionMode, Listener):
         if name in COMPOSITE:
             with inside_of(func), self:
                 return func(*args, **kwargs)
-        taken = floating_in((args, kwargs))
+        taken = inexact_in((args, kwargs))
         if name in ASKING:
             self._asked |= self._marks.of(*taken)
         with quiet():
@@ -225,9 +225,9 @@ class Trace(TorchFunctionMode, Listener):
         device = taken[0].device.type if taken else "cpu"
         self._autocast = device if torch.is_autocast_enabled(device) else None
         with quiet():
-            given = floating_in(result)
+            given = inexact_in(result)
             if name.endswith("_") and args:  # in place; of functions named _foreach_ a list
-                given += floating_in(args[0])
+                given += inexact_in(args[0])
             if given:
                 may_mask = not bad and self._describer.part != "optimizer"  # a rate may be infinite
                 constant = may_mask and holds_no_number((args, *kwargs.values()))
@@ -236,9 +236,9 @@ class Trace(TorchFunctionMode, Listener):
 
     def see_function(self, name: str, args: object, result: object) -> None:
         """Learns of a `torch.autograd.Function`, whose node has no operation; those in its forward have."""
-        if self.active and not self._in_backward and (given := floating_in(result)):
+        if self.active and not self._in_backward and (given := inexact_in(result)):
             with quiet():
-                self._graph.tag(floating_in(args), given, self._describer.describe(name, given))
+                self._graph.tag(inexact_in(args), given, self._describer.describe(name, given))
 
     def _look(
         self, call: Call, taken: Tensors, bad: Tensors, given: Tensors, largest: float | None, constant: bool
