@@ -431,6 +431,15 @@ def test_an_operation_on_complex_numbers_is_told(run_script):
 
 
 @pytest.mark.process
+def test_a_model_that_is_called_in_vmap_is_looked_into(run_script):
+    text = script("O4").replace("model(x)", "torch.func.vmap(lambda row: model(row).exp() / (step != 2))(x)")
+    _, report = run_script(text)
+    (found,) = report["findings"]
+    assert (found["op"], found["phase"], found["step"]) == ("div", "loss", 2)
+    assert (found["count"], report["unknown"]) == (12, [])
+
+
+@pytest.mark.process
 def test_an_infinity_that_reaches_nothing_is_harmless(run_script):
     status, report = run_script(script(loss="seen = (loss.detach() * 0).log()"))
     assert (status, report["findings"]) == (0, [])

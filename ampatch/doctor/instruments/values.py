@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import ampatch as amp
+from ampatch.levels.private import unwrap
 from ampatch.sweeps.measure.memory import tensors_in
 
 Tensors = list[Tensor]
@@ -34,7 +35,7 @@ class Damage:
 
 def plain(tensor: Tensor) -> Tensor:
     """Returns the values of a tensor: of a sparse one the sums that it holds, of a DTensor the local ones."""
-    tensor = tensor.detach()
+    tensor = unwrap(tensor).detach()
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
     if tensor.layout is torch.sparse_coo:
