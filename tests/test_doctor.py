@@ -387,6 +387,28 @@ def test_nan_in_a_batch_is_told_with_its_sample(run_script, capsys):
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("value", ["inf", "-inf"])
+def test_an_infinity_in_a_batch_is_told_with_its_sample(run_script, value):
+    """As of `np.log(0)`; what layers make of it is no fault of theirs."""
+    _, report = run_script(script(batch=f"x[3, 5] = float('{value}') if step == 2 else 0"))
+    (found,) = report["findings"]
+    assert (found["phase"], found["op"], found["step"], found["sample"]) == ("input", "", 2, 3)
+    assert found["why"] == "sample 3 of the batch holds inf before the model sees it."
+
+
+@pytest.mark.process
+def test_a_mask_in_a_batch_is_no_data(run_script):
+    masked = "class Masked(nn.Linear):\n    def forward(self, x, mask):\n"
+    masked += "        return super().forward((x + mask).softmax(-1))\n"
+    text = script("O4", batch="mask = torch.full((4, 8), float('-inf')); mask[step == 2 :, :3] = 0")
+    text = text.replace("model = nn", f"{masked}model = Masked(8, 3)  #").replace(
+        "model(x)", "model(x, mask)"
+    )
+    (found,) = run_script(text)[1]["findings"]
+    assert (found["phase"], found["op"], found["step"], found["sample"]) == ("forward", "softmax", 2, 0)
+
+
+@pytest.mark.process
 def test_an_old_script_for_cuda_is_examined_on_the_cpu(run_script):
     text = script(batch="x = x.cuda(); x[2, 5] = nan if step == 2 else 1")
     text = text.replace("import torch,", "from torch._six import inf; nan = inf - inf; import torch,", 1)
