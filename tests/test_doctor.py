@@ -445,6 +445,16 @@ def test_an_operation_of_the_loss_is_told_apart_from_the_model(run_script):
 
 
 @pytest.mark.process
+def test_what_a_script_does_to_gradients_is_part_of_the_step(run_script):
+    edit = "    for p in amp.master_params(optimizer): p.grad.div_(step != 2)\n    optimizer.step()"
+    _, report = run_script(script("O5").replace("    optimizer.step()", edit))
+    (found,) = report["findings"]
+    assert (found["op"], found["phase"], found["step"]) == ("div_", "optimizer", 2)
+    assert (found["parameter"], found["sample"], found["micro_step"]) == ("0.weight", None, 0)
+    assert "div_ made" in found["why"]
+
+
+@pytest.mark.process
 def test_an_operation_on_complex_numbers_is_told(run_script):
     wave = "wave = torch.fft.rfft(x * (step != 2)); wave = wave / wave.abs()"
     _, report = run_script(script(loss=f"{wave}; loss = loss + torch.fft.irfft(wave).mean()"))

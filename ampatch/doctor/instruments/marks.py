@@ -53,6 +53,16 @@ class Origins:
             if self.all[index].phase == "loss":
                 self.all[index].phase = "forward"
 
+    def move_to_step(self, marks: Collection[int], name: str | None) -> bool:
+        """What is done to the gradient of a parameter after its backward pass is no part of the next input.
+
+        Says whether there are marks.
+        """
+        for origin in self.of_input(marks):
+            if origin.attempt == self.attempt and origin.micro_step > self.micro_step:
+                origin.phase, origin.micro_step, origin.parameter = "optimizer", self.micro_step, name
+        return bool(marks)
+
     def move_to_loss(self) -> None:
         """What a script without a model does before the backward pass is its loss."""
         now = (self.attempt, self.micro_step, "input")

@@ -146,11 +146,11 @@ class Trace(TorchFunctionMode, Listener):
 
     def _look_at_gradients(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is None or is_finite(gradient) or self._marks.of(gradient):
+            gradient, name = parameter.grad, self.models.name_of(parameter)
+            is_good = gradient is None or is_finite(gradient)
+            if is_good or self.origins.move_to_step(self._marks.of(gradient), name):
                 continue
             self.origins.reach(self._came_back)
-            name = self.models.name_of(parameter)
             is_old = name in self._old and bool(self.origins.all)
             if not (self._found_in_backward or is_old):
                 call = Call("accumulate_grad", "backward", None, user_line(), str(parameter.dtype)[6:])
