@@ -387,6 +387,28 @@ def test_nan_in_a_batch_is_told_with_its_sample(run_script, capsys):
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("value", ["inf", "-inf"])
+def test_an_infinity_in_a_batch_is_told_with_its_sample(run_script, value):
+    """As of `np.log(0)`; what layers make of it is no fault of theirs."""
+    _, report = run_script(script(batch=f"x[3, 5] = float('{value}') if step == 2 else 0"))
+    (found,) = report["findings"]
+    assert (found["phase"], found["op"], found["step"], found["sample"]) == ("input", "", 2, 3)
+    assert found["why"] == "sample 3 of the batch holds inf before the model sees it."
+
+
+@pytest.mark.process
+def test_a_mask_in_a_batch_is_no_data(run_script):
+    masked = "class Masked(nn.Linear):\n    def forward(self, x, mask):\n"
+    masked += "        return super().forward((x + mask).softmax(-1))\n"
+    text = script("O4", batch="mask = torch.full((4, 8), float('-inf')); mask[step == 2 :, :3] = 0")
+    text = text.replace("model = nn", f"{masked}model = Masked(8, 3)  #").replace(
+        "model(x)", "model(x, mask)"
+    )
+    (found,) = run_script(text)[1]["findings"]
+    assert (found["phase"], found["op"], found["step"], found["sample"]) == ("forward", "softmax", 2, 0)
+
+
+@pytest.mark.process
 def test_an_old_script_for_cuda_is_examined_on_the_cpu(run_script):
     text = script(batch="x = x.cuda(); x[2, 5] = nan if step == 2 else 1")
     text = text.replace("import torch,", "from torch._six import inf; nan = inf - inf; import torch,", 1)
@@ -420,6 +442,33 @@ def test_an_operation_of_the_loss_is_told_apart_from_the_model(run_script):
     _, report = run_script(script(loss="loss = loss + (loss * 0).log() if step == 2 else loss"))
     first = report["findings"][0]
     assert (first["phase"], first["step"], first["op"], first["module"]) == ("loss", 2, "log", "")
+
+
+@pytest.mark.process
+def test_what_a_script_does_to_gradients_is_part_of_the_step(run_script):
+    edit = "    for p in amp.master_params(optimizer): p.grad.div_(step != 2)\n    optimizer.step()"
+    _, report = run_script(script("O5").replace("    optimizer.step()", edit))
+    (found,) = report["findings"]
+    assert (found["op"], found["phase"], found["step"]) == ("div_", "optimizer", 2)
+    assert (found["parameter"], found["sample"], found["micro_step"]) == ("0.weight", None, 0)
+    assert "div_ made" in found["why"]
+
+
+@pytest.mark.process
+def test_an_operation_on_complex_numbers_is_told(run_script):
+    wave = "wave = torch.fft.rfft(x * (step != 2)); wave = wave / wave.abs()"
+    _, report = run_script(script(loss=f"{wave}; loss = loss + torch.fft.irfft(wave).mean()"))
+    (found,) = report["findings"]
+    assert (found["op"], found["step"], found["dtype"], found["kind"]) == ("div", 2, "complex64", "nan")
+
+
+@pytest.mark.process
+def test_a_model_that_is_called_in_vmap_is_looked_into(run_script):
+    text = script("O4").replace("model(x)", "torch.func.vmap(lambda row: model(row).exp() / (step != 2))(x)")
+    _, report = run_script(text)
+    (found,) = report["findings"]
+    assert (found["op"], found["phase"], found["step"]) == ("div", "loss", 2)
+    assert (found["count"], report["unknown"]) == (12, [])
 
 
 @pytest.mark.process

@@ -169,6 +169,26 @@ def test_a_step_of_another_thread_while_one_reads_what_became_known(run, monkeyp
     assert [amp.history(loss_id).steps for loss_id in (0, 1)] == [1, 1]
 
 
+def test_a_history_is_asked_for_while_another_thread_notes_an_overflow(run, monkeypatch):
+    """Python may switch threads while it copies what is kept."""
+    run.step(1e-3)
+
+    def copy_slowly(updates):
+        copying = iter(updates)
+        first = next(copying)
+        threads.append(threading.Thread(target=run.step, args=(math.inf,)))
+        threads[0].start()
+        threads[0].join(0.2)  # it may wait for this thread
+        return (first, *copying)
+
+    threads = []
+    monkeypatch.setattr("ampatch.session.alarms.history.tuple", copy_slowly, raising=False)
+    assert len(amp.history()) == 1
+    threads[0].join()
+    monkeypatch.undo()
+    assert len(amp.history()) == 2
+
+
 def test_a_history_forgets_the_oldest():
     run = Run(loss_scale=amp.DynamicLossScale(2.0**20, backoff_factor=0.999), alarms=None)
     for _ in range(MOST_UPDATES + 5):

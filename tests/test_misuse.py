@@ -582,6 +582,12 @@ def test_an_average_that_is_older_than_the_session_or_of_a_half_model_of_ones_ow
     assert averaged.module.linear.weight.dtype is torch.float32
 
 
+def test_an_eps_is_looked_at_whatever_the_default_device():
+    model = torch.nn.Linear(2, 2)
+    with torch.device("meta"), pytest.warns(UserWarning, match="eps=1e-08 of Adam is 0 in float16"):
+        amp.initialize(model, torch.optim.Adam(model.parameters()), opt_level="O3", verbosity=0)
+
+
 # ---- Steps skipped in a row ----
 
 

@@ -65,6 +65,15 @@ def broken_batch():
 # ---- What is in a file ----
 
 
+def test_the_batch_of_a_model_that_is_called_in_vmap_is_in_the_file(tmp_path):
+    run, x = Run(tmp_path, "O1"), broken_batch()
+    run.model.drop.p = 0.0
+    scaled_backward(torch.func.vmap(run.model)(x).float().sum(), run.optimizer)
+    run.optimizer.step()
+    (given,) = load(tmp_path)["models"][0]["batch"]
+    assert torch.equal(given["values"].nan_to_num(7.0), x.nan_to_num(7.0))
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_file_holds_the_step_at_which_a_loss_broke(tmp_path, level):
     run, x, mask = Run(tmp_path, level), broken_batch(), torch.arange(6)

@@ -9,6 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 import ampatch as amp
+from ampatch.steps.master_grads import MasterGrads
+from ampatch.steps.optimizer import AmpOptimizer
 from apex_rows import shows
 from nets import open_session
 
@@ -113,6 +115,123 @@ def test_data_parallel_without_a_gpu_calls_the_model_itself(level):
     parallel = nn.DataParallel(model)
     assert torch.equal(parallel(X), model(X))
     assert parallel.state_dict()["module.0.weight"].dtype is torch.float32
+
+
+# ---- Threads that look while another one trains ----
+
+
+MASTERS = pytest.mark.parametrize("level", ["O2", "O5"])
+WEIGHT = torch.linspace(-1.0, 1.0, 64).view(1, 64)  # of which most have no exact half
+LOOKS = {
+    "state_dict": lambda model, optimizer: model.state_dict(),
+    "master_params": lambda model, optimizer: list(amp.master_params(optimizer)),
+    ".data of masters": lambda model, optimizer: [one.data for one in optimizer.param_groups[0]["params"]],
+    "forward": lambda model, optimizer: model(torch.ones(1, 64)),
+}
+
+
+def in_a_thread(run, *args, timeout=None):
+    thread = threading.Thread(target=run, args=args)
+    thread.start()
+    thread.join(timeout)
+    return thread
+
+
+def open_row(level, kind=torch.optim.SGD):
+    """A model of one row, whose gradient is always 2**-6, and each step of which takes 2**-7 off."""
+    model = nn.Linear(64, 1, bias=False)
+    model.weight.data.copy_(WEIGHT)
+    optimizer = kind(model.parameters(), lr=0.5)
+    open_session(model, optimizer, opt_level=level, loss_scale=1024.0)
+    return model, optimizer
+
+
+def backward_row(model, optimizer):
+    with amp.scale_loss(model(torch.full((1, 64), 2.0**-6)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+@MASTERS
+@pytest.mark.parametrize("is_touched", [False, True], ids=["", "asked for .data"])
+def test_a_state_dict_takes_nothing_back_that_another_thread_steps_meanwhile(level, is_touched, monkeypatch):
+    """Between reading float32 values and writing them Python may switch to the thread that trains."""
+    model, optimizer = open_row(level)
+    backward_row(model, optimizer)
+    steps, where = [], torch.where
+
+    def step_before_it_returns(*args):
+        chosen = where(*args)
+        if not steps:
+            steps.append(in_a_thread(optimizer.step, timeout=0.2))  # it may wait for this thread
+        return chosen
+
+    monkeypatch.setattr(torch, "where", step_before_it_returns)
+    if is_touched:
+        model.weight.data
+    model.state_dict()
+    steps[0].join() if steps else optimizer.step()
+    assert torch.equal(next(amp.master_params(optimizer)).detach(), WEIGHT - 2.0**-7)
+
+
+@MASTERS
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_who_looks_in_the_middle_of_a_step_changes_nothing(level, look, caplog):
+    class Slow(torch.optim.SGD):
+        def step(self, closure=None):
+            in_a_thread(lambda: model.weight.data)
+            super().step(closure)
+            in_a_thread(look, model, self)
+
+    model, optimizer = open_row(level, Slow)
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward_row(model, optimizer)
+        optimizer.step()
+    assert torch.equal(next(amp.master_params(optimizer)).detach(), WEIGHT - 2.0**-6)
+    assert not caplog.records
+
+
+@MASTERS
+def test_masters_are_asked_for_while_a_block_ends_in_another_thread(level, monkeypatch):
+    model, optimizer = open_row(level)
+    unscale = AmpOptimizer.unscale
+
+    def look_first(*args):
+        in_a_thread(LOOKS["master_params"], model, optimizer)
+        unscale(*args)
+
+    monkeypatch.setattr(AmpOptimizer, "unscale", look_first)
+    backward_row(model, optimizer)
+    (master,) = amp.master_params(optimizer)
+    assert torch.equal(master.grad, torch.full((1, 64), 2.0**-6))
+
+
+@MASTERS
+def test_masters_are_asked_for_while_a_block_begins_in_another_thread(level, monkeypatch):
+    model, optimizer = open_row(level)
+    follow, inside, looked = MasterGrads.follow, threading.Event(), threading.Event()
+
+    def train():
+        with amp.scale_loss(model(torch.full((1, 64), 2.0**-6)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            inside.set()
+            assert looked.wait(10)
+
+    def follow_later(*args, **kwargs):
+        monkeypatch.setattr(MasterGrads, "follow", follow)
+        thread = threading.Thread(target=train)
+        thread.start()
+        inside.wait(0.2)  # it may wait for this thread
+        follow(*args, **kwargs)
+        threads.append(thread)
+
+    threads = []
+    monkeypatch.setattr(MasterGrads, "follow", follow_later)
+    list(amp.master_params(optimizer))
+    looked.set()
+    threads[0].join()
+    (master,) = amp.master_params(optimizer)
+    assert torch.equal(master.grad, torch.full((1, 64), 2.0**-6))
 
 
 # ---- Processes ----

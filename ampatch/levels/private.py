@@ -75,6 +75,7 @@ _SCRIPTS = "torch.jit.script refuses models with hooks, and patched functions"
 _LOSSES = "amp.diagnose does not see the operations of a loss"
 _BACKWARDS = "amp.diagnose explains no step whose backward pass is not that of a tensor"
 _COMPILED = "functions of torch.compile run as plain Python while torch is patched"
+_WRAPPED = "ampatch doctor fails on models that are called in torch.func, and no post-mortem has their batch"
 _CHECKPOINTS = "torch.distributed.checkpoint.state_dict raises KeyError for optimizers with masters"
 
 EAGER = (
@@ -86,6 +87,8 @@ EAGER = (
     MODE := Private("_C._get_dispatch_mode", _TRACES),
     PROXY := Private("_C._TorchDispatchModeKey.PROXY", _TRACES),
     TRANSFORMED := Private("_C._are_functorch_transforms_active", "casts made in torch.func may outlive it"),
+    IS_WRAPPED := Private("_C._functorch.is_functorch_wrapped_tensor", _WRAPPED),
+    UNWRAP := Private("_C._functorch.get_unwrapped", _WRAPPED),
     FORWARD_AD := Private("autograd.forward_ad._current_level", "half BatchNorm fails in forward-mode AD"),
     KEEP_IN_THREAD := Private("_C._stash_obj_in_tls", _ENGINE),
     FIND_IN_THREAD := Private("_C._get_obj_in_tls", _ENGINE),
@@ -176,6 +179,14 @@ count_holders = HOLDERS.find(_nothing)  # how many hold a tensor in C++; None if
 tracing_state, count_modes, dispatch_mode = TRACING.find(_nothing), MODE_COUNT.find(int), MODE.find(_nothing)
 count_function_modes, function_mode = FUNCTION_MODES.find(lambda: 1), FUNCTION_MODE.find(_nothing)
 is_transformed = TRANSFORMED.find(bool)
+_is_wrapped, _unwrap = IS_WRAPPED.find(bool), UNWRAP.find(_nothing)
+
+
+def unwrap(tensor: Tensor) -> Tensor:
+    """Returns what lies under the transforms of `torch.func`: of `vmap`, all samples at once."""
+    while _is_wrapped(tensor):
+        tensor = _unwrap(tensor)
+    return tensor
 
 
 def forward_ad_level() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from threading import RLock
 from types import FrameType
 
 import torch
@@ -17,12 +18,38 @@ _INSIDE = (f"{Path(torch.__file__).parent}{os.sep}", PACKAGE)
 
 def is_running(frame: FrameType | None) -> bool:
     """Whether a call is on this thread's stack."""
-    if frame is None:
-        return True
-    caller: FrameType | None = sys._getframe(1)
+    return frame is None or _is_below(frame, sys._getframe(1))
+
+
+def _is_below(frame: FrameType | None, top: FrameType) -> bool:
+    caller: FrameType | None = top
     while caller is not None and caller is not frame:
         caller = caller.f_back
     return caller is frame
+
+
+class Turn:
+    """Lets one thread at a time change what threads share; entered, it says whether no other is in a step.
+
+    Nobody waits for a step. It may raise, and then only the stacks tell that it is over.
+    """
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+        self.step: FrameType | None = None  # the call that runs a step
+
+    def __enter__(self) -> bool:
+        self._lock.acquire()
+        step = self.step
+        return is_running(step) or not any(_is_below(step, top) for top in sys._current_frames().values())
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def begin_step(self, frame: FrameType) -> None:
+        """Begins a step, once no other thread changes anything."""
+        with self._lock:
+            self.step = frame
 
 
 def find_line() -> Line:

@@ -103,7 +103,6 @@ class DataWatch(SessionPatch):
         weight = self.watched.get(id(tensor))
         if weight is not None:
             weight.settle(tensor)
-            self.touched.add(id(tensor))
 
     def _note_grad(self, grad: Tensor) -> None:
         if grad.dtype in HALF_TYPES and grad.is_leaf and self.watched:

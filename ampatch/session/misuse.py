@@ -253,4 +253,4 @@ def _loses_eps(optimizer: Optimizer, group: dict) -> bool:
     if not is_torchs or group.get("fused") or not isinstance(eps, float) or eps == 0:
         return False
     has_half = any(param.dtype is torch.float16 for param in group["params"])
-    return has_half and not torch.tensor(eps, dtype=torch.float16).item()
+    return has_half and abs(eps) <= 2.0**-25  # which is rounded to 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NoReturn
@@ -94,9 +94,7 @@ class ScaledLoss(NotYetScaled):
         if kind is None:
             self._end()
         elif not self.is_over:
-            self._close()
-            if not self._is_plain:
-                self._discard()
+            self._close(self._discard)
 
     def _discard(self) -> None:
         for optimizer in self.optimizers:
@@ -121,9 +119,7 @@ class ScaledLoss(NotYetScaled):
         """Unscales what the block made, once."""
         if self.is_over:
             return
-        self._close()
-        if not self._is_plain:
-            self._settle()
+        self._close(self._settle)
         self.listener.end_block(self.scaler.loss_id)
 
     def _settle(self) -> None:
@@ -139,11 +135,15 @@ class ScaledLoss(NotYetScaled):
             delayed, update = self.scale if delays else None, not self.delay_overflow_check
             self._capture.append(CapturedBlock(grads, outcome, self.scaler, delayed, update))
 
-    def _close(self) -> None:
+    def _close(self, settle: Callable[[], None]) -> None:
         self.is_over = True
-        for optimizer in self.optimizers:
-            optimizer.end_block = None
         self.listener.close_block(self)
+        try:
+            if not self._is_plain:
+                settle()
+        finally:  # from here on other threads may look at the gradients
+            for optimizer in self.optimizers:
+                optimizer.end_block = None
 
     def _unscale(self) -> BackwardOutcome | None:
         was_delayed = any(optimizer.delayed is not None for optimizer in self.optimizers)

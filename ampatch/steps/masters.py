@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.private import forget_partition
+from ampatch.levels.stack import Turn
 from ampatch.steps.weight import Weight
 
 logger = logging.getLogger("ampatch")
@@ -27,6 +28,7 @@ class MasterParams:
 
     def __init__(self, optimizers: Sequence[Optimizer], touched: set[int]) -> None:
         self.touched = touched
+        self.turn = Turn()
         self.pairs: list[Weight] = []
         self._plain: tuple[list[Tensor], list[Tensor]] = [], []  # halves and masters that are no wrappers
         self._by_half: dict[int, Weight] = {}
@@ -56,7 +58,7 @@ class MasterParams:
 
     def add(self, pair: Weight, master: Parameter | None = None) -> None:
         """Makes a master of a weight's float32 values, or takes one that is in the param groups already."""
-        pair.make_master(self.touched, master)
+        pair.make_master(self.touched, self.turn, master)
         self.share(pair)
 
     def share(self, pair: Weight) -> None:
@@ -114,20 +116,22 @@ class MasterParams:
         """Feeds masters with what was written into the model's parameters, or swapped, since they agreed."""
         self.install_again()
         touched = self.touched  # `Weight.is_edited`, written out: this runs for each at each step
-        edited = [
-            pair
-            for pair in self.pairs
-            if pair.version != (half := pair.half)._version
-            or pair.pointer != half.data_ptr()
-            or (touched and id(half) in touched)
-        ]
-        for pair in edited:
-            pair.take_edit()
+        with self.turn as is_free:
+            edited = [
+                pair
+                for pair in self.pairs
+                if pair.version != (half := pair.half)._version
+                or pair.pointer != half.data_ptr()
+                or (touched and id(half) in touched)
+            ]
+            for pair in edited if is_free else ():
+                pair.take_edit()
 
     def copy_to_model(self) -> None:
         """Rounds the masters into the model's parameters; no host sync."""
         if self.pairs:
-            _round(self.pairs, *self._plain)
+            with self.turn:
+                _round(self.pairs, *self._plain)
 
     def end_step(self, optimizer: Optimizer) -> None:
         """Rounds the masters into the model; the first time warns of one that steps half weights itself."""
@@ -143,14 +147,15 @@ class MasterParams:
     def copy_edits_to_model(self) -> None:
         """Rounds the masters that were written outside of a step, as some optimizers do; no host sync."""
         touched = self.touched  # `Weight.follow`, written out: this runs before each forward
-        edited = [
-            pair
-            for pair in self.pairs
-            if pair.written != pair.master._version or (touched and pair.was_asked_last())
-        ]
-        if edited:
-            plain = [pair for pair in edited if not pair.is_wrapper]
-            _round(edited, [pair.half for pair in plain], [pair.master for pair in plain])
+        with self.turn as is_free:
+            edited = [
+                pair
+                for pair in self.pairs
+                if pair.written != pair.master._version or (touched and pair.was_asked_last())
+            ]
+            if edited and is_free:  # else a step rounds them when it ends
+                plain = [pair for pair in edited if not pair.is_wrapper]
+                _round(edited, [pair.half for pair in plain], [pair.master for pair in plain])
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from types import FrameType
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ class AmpOptimizer:
         self.undo = ExitStack()  # what was done to the optimizer; lives as long
         self.casts: Sequence[object] = ()  # those of its parameters, for undo, should the modules be gone
         self.masters = masters
-        self._grads = MasterGrads(masters.pairs)
+        self._grads, self._turn = MasterGrads(masters.pairs), masters.turn
         self._listener = listener
         self.pending: list[BackwardOutcome] = []  # of the blocks since the last step
         self.last_outcomes: list[BackwardOutcome] = []  # of the blocks that led to the last step
@@ -52,7 +51,6 @@ class AmpOptimizer:
         self.skipped = 0  # how many steps in a row were
         self.losses: dict[int, Tensor] = {}  # of blocks at static scales since the last step, by loss_id
         self.forwards: list[Callable[[], object]] = []  # of its models, what each was given
-        self._step: FrameType | None = None  # the call that runs a step
         self.capture: object = None  # the capture of a CUDA graph that the last block was in, and
         self.from_before: set[int] = set()  # the ids of parameters that had gradients before that block
 
@@ -77,7 +75,8 @@ class AmpOptimizer:
                 f"scale_loss: {type(self.optimizer).__name__} is inside another block of scale_loss already, "
                 f"and gradients of two scales would mix: end that block first, or add the losses"
             )
-        self.end_block = end_block
+        with self._turn:
+            self.end_block = end_block
         if scale.capture is not None or self.capture is not None:
             self._enter_capture(scale.capture)
             self.capture = scale.capture
@@ -130,15 +129,16 @@ class AmpOptimizer:
 
     def settle_for_reader(self, *, is_backward: bool = False) -> None:
         """Takes in those of plain backwards; unscales what waits for ranks, if no plain backward is next."""
-        if self.local.are_waiting and not is_backward:
-            self.local.read_scale, self.local.read_found_inf = self.delayed, self._unscale_delayed()
-        elif self.end_block is None and self.delayed is None:
-            self._grads.follow(looks=is_backward)
+        with self._turn as is_free:
+            if is_free and self.local.are_waiting and not is_backward:
+                self.local.read_scale, self.local.read_found_inf = self.delayed, self._unscale_delayed()
+            elif is_free and self.end_block is None and self.delayed is None:
+                self._grads.follow(looks=is_backward)
 
     def settle(self) -> None:
         """Unscales what a block with `delay_unscale` left scaled."""
         scale, found_inf = self.delayed, self._unscale_delayed()
-        if scale is None and self._step is not None:  # what somebody has read before
+        if scale is None and self._turn.step is not None:  # what somebody has read before
             scale, found_inf = self.local.read_scale, self.local.read_found_inf
             self.local.read_scale = None
         if scale is None:
@@ -215,16 +215,16 @@ class AmpOptimizer:
 
         A class that calls the `step` of its base class runs the hooks of both: the outer ones count.
         """
-        if self._step is not None and is_running(self._step):
+        if self._turn.step is not None and is_running(self._turn.step):
             return None
-        self._step = sys._getframe(1)
+        self._turn.begin_step(sys._getframe(1))
         self._listener.begin_step(self)
         self.last_outcomes = []
         self._skip.begin(optimizer)
         self._enter_capture(self._listener.capture(), is_step=True)
         changed = wrap_closure(args, kwargs, functools.partial(functools.partial, self._evaluate, optimizer))
         self._before_update(optimizer, evaluates=changed is not None)
-        self._listener.enter_step(self._step)
+        self._listener.enter_step(self._turn.step)
         return changed
 
     def _evaluate(self, optimizer: Optimizer, closure: Callable[[], object]) -> object:
@@ -233,7 +233,7 @@ class AmpOptimizer:
         self.masters.copy_to_model()
         result = closure()
         self._before_update(optimizer)
-        self._listener.enter_step(self._step)
+        self._listener.enter_step(self._turn.step)
         return result
 
     def _before_update(self, optimizer: Optimizer, *, evaluates: bool = False) -> None:
@@ -250,12 +250,12 @@ class AmpOptimizer:
 
     def after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         """Completes a step; the hook that runs after `optimizer.step`."""
-        if self._step is not sys._getframe(1):
+        if self._turn.step is not sys._getframe(1):
             return
-        self._step = None
         self._skip.end(optimizer)
         self._grads.drop()  # first, because rounding may need memory
         self.masters.end_step(optimizer)
+        self._turn.step = None
         if self._listener.capture() is not None:
             self.last_outcomes = []  # nothing was computed: replays will
         self._listener.exit_step(self)

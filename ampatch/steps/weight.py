@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
-
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from ampatch.levels.private import is_expanded
+from ampatch.levels.stack import Turn
 
 
 def refine(precise: Tensor, half: Tensor) -> Tensor:
@@ -35,7 +34,7 @@ class Weight:
 
     __slots__ = (
         *("half", "is_made", "is_shown", "is_wrapper", "master", "pointer", "precise", "touched"),
-        *("__weakref__", "version", "written"),
+        *("__weakref__", "turn", "version", "written"),
         *("grad_alone", "grad_copy", "grad_scaled", "grad_seen", "grad_used", "grad_version"),
         *("optimizers", "steps"),
     )
@@ -44,7 +43,8 @@ class Weight:
         self.half = half
         self.precise = precise  # None where there are no float32 values, or none any more
         self.master: Parameter | None = None  # the same, once an optimizer steps them
-        self.touched: Set[int] = frozenset()
+        self.touched: set[int] = set()
+        self.turn = Turn()
         self.is_shown = False  # whether a state_dict shows what no master stands for
         self.is_made = False  # whether that was made to be shown
         # What `MasterGrads` knows of the half gradient: the one that has gone into the master's, and
@@ -69,7 +69,7 @@ class Weight:
         self.written = 0 if precise is None else _version(precise)
         self.pointer = 0 if self.master is None else half.data_ptr()
         if self.touched:
-            self.touched.difference_update((id(half), id(precise)))  # type: ignore[attr-defined]
+            self.touched.difference_update((id(half), id(precise)))
 
     def remember(self, precise: Tensor | None) -> None:
         """Takes float32 values of which the half tensor holds the rounding; None frees those that it had."""
@@ -118,12 +118,17 @@ class Weight:
 
         What was written into the half tensor since goes there first: on the device, so that nobody waits.
         """
-        self.follow()
+        with self.turn as is_free:
+            return self._read(is_free)
+
+    def _read(self, is_free: bool) -> Tensor:
+        if is_free:
+            self.follow()
         precise, half = self.find_precise(), self.half.detach()
         if precise is None:
             return half.float()
-        if not _is_comparable(half):
-            return precise
+        if not is_free or not _is_comparable(half):
+            return precise.detach()
         is_moved = precise.device != half.device  # by Module.to
         if is_moved or precise.is_inference() or is_expanded(precise):
             return refine(precise.detach().to(half.device), half)
@@ -154,7 +159,7 @@ class Weight:
 
     # Masters
 
-    def make_master(self, touched: set[int], master: Parameter | None = None) -> None:
+    def make_master(self, touched: set[int], turn: Turn, master: Parameter | None = None) -> None:
         """Makes a master of the float32 values, or takes one that optimizers step already."""
         half = self.half
         if master is None:
@@ -162,7 +167,7 @@ class Weight:
         self.master = self.precise = master
         # Attributes that optimizers look for; what a wrapper holds is its own.
         master.__dict__.update(half.__dict__ | master.__dict__)
-        self.touched = touched
+        self.touched, self.turn = touched, turn
         self.mark_synced()
 
     def is_edited(self) -> bool:
@@ -180,12 +185,16 @@ class Weight:
     def settle(self, asked: Tensor) -> None:
         """Brings to the half tensor, or its master, what was written into the other one before.
 
-        Its `.data` was asked for: who asks may write, and whatever was written last counts.
+        Its `.data` was asked for: who asks may write, which is noted, and whatever was written last counts.
         """
-        if asked is self.half:
-            self.follow()
-        elif self.half.device == asked.device and self.half.shape == asked.shape and self.is_edited():
-            self.take_edit()
+        with self.turn as is_free:
+            if not is_free:
+                return  # the step overwrites it
+            if asked is self.half:
+                self.follow()
+            elif self.half.device == asked.device and self.half.shape == asked.shape and self.is_edited():
+                self.take_edit()
+            self.touched.add(id(asked))
 
     def has_fresh_grad(self) -> bool:
         """Whether there is a half gradient that has not gone into the master's.

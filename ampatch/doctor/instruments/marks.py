@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from torch import Tensor
 
 from ampatch.doctor.instruments.operations import Call, Origin
-from ampatch.doctor.instruments.values import Damage, key_of
+from ampatch.doctor.instruments.places import Place
+from ampatch.doctor.instruments.values import Damage, examine, key_of, plain
+
+WEIGHING = ("softmax", "attention", "cross_entropy")  # of nothing but -inf these make NaN, whatever made it
 
 
 class Origins:
@@ -49,6 +53,16 @@ class Origins:
             if self.all[index].phase == "loss":
                 self.all[index].phase = "forward"
 
+    def move_to_step(self, marks: Collection[int], name: str | None) -> bool:
+        """What is done to the gradient of a parameter after its backward pass is no part of the next input.
+
+        Says whether there are marks.
+        """
+        for origin in self.of_input(marks):
+            if origin.attempt == self.attempt and origin.micro_step > self.micro_step:
+                origin.phase, origin.micro_step, origin.parameter = "optimizer", self.micro_step, name
+        return bool(marks)
+
     def move_to_loss(self) -> None:
         """What a script without a model does before the backward pass is its loss."""
         now = (self.attempt, self.micro_step, "input")
@@ -79,3 +93,35 @@ class Marks:
         """Marks a tensor, and all that shares its memory."""
         self._of.setdefault(key_of(tensor), set()).update(marks)
         self._kept.append(tensor.detach())
+
+
+class InfiniteData:
+    """Infinities in what models were given, and what comes of them: a fault where that becomes NaN.
+
+    A mask, which holds nothing but 0 and -inf, is no data.
+    """
+
+    def __init__(self) -> None:
+        self._marks = Marks()
+        self._found: list[tuple[Call, Damage]] = []
+
+    def note(self, tensor: Tensor, place: Place | None, where: str | None) -> bool:
+        """Notes a part of a batch that is not finite; says whether there is no NaN in it."""
+        values = plain(tensor)
+        if values.isnan().any():
+            return False
+        if not ((values == 0) | (values == -math.inf)).all():
+            self._marks.add(tensor, {len(self._found)})
+            self._found.append((Call("", "input", place, where), examine(tensor)))
+        return True
+
+    def follow(self, taken: Collection[Tensor], given: Collection[Tensor]) -> None:
+        """Notes what an operation made of infinities."""
+        marks = self._marks.of(*taken)
+        for tensor in given if marks else ():
+            self._marks.add(tensor, marks)
+
+    def blame(self, call: Call, taken: Collection[Tensor], origins: Origins) -> set[int]:
+        """Returns the marks of the data that an operation made NaN of."""
+        found = () if any(word in call.op for word in WEIGHING) else self._marks.of(*taken)
+        return {origins.add(*self._found[index]) for index in found}

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ampatch.doctor.instruments.clock import Listener
-from ampatch.doctor.instruments.marks import Marks, Origins
+from ampatch.doctor.instruments.marks import InfiniteData, Marks, Origins
 from ampatch.doctor.instruments.operations import (
     ASKING,
     COMPOSITE,
@@ -38,8 +38,8 @@ from ampatch.doctor.instruments.values import (
     HALF,
     Tensors,
     examine,
-    floating_in,
     holds_no_number,
+    inexact_in,
     is_finite,
     largest_of,
     plain,
@@ -64,7 +64,7 @@ class Trace(TorchFunctionMode, Listener):
 
     def _begin_window(self) -> None:
         self.active = self.window is None or self.origins.attempt in self.window
-        self._marks = Marks()
+        self._marks, self._infinite = Marks(), InfiniteData()
         self._graph = Graph(self.models, self._on_bad_gradient)
         self._describer.begin()
         self._in_backward = self._is_off = self._found_in_backward = False
@@ -116,7 +116,7 @@ class Trace(TorchFunctionMode, Listener):
         for tensor in tensors_in(args):
             marks = self._marks.of(tensor)
             self.origins.move_to_forward(marks)
-            if is_finite(tensor) or not torch.isnan(plain(tensor)).any():
+            if is_finite(tensor) or self._infinite.note(tensor, self.models.place, user_line()):
                 continue
             for origin in self.origins.of_input(marks):  # made of a part of the batch, shown in all of it
                 origin.damage = examine(tensor)
@@ -146,11 +146,11 @@ class Trace(TorchFunctionMode, Listener):
 
     def _look_at_gradients(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is None or is_finite(gradient) or self._marks.of(gradient):
+            gradient, name = parameter.grad, self.models.name_of(parameter)
+            is_good = gradient is None or is_finite(gradient)
+            if is_good or self.origins.move_to_step(self._marks.of(gradient), name):
                 continue
             self.origins.reach(self._came_back)
-            name = self.models.name_of(parameter)
             is_old = name in self._old and bool(self.origins.all)
             if not (self._found_in_backward or is_old):
                 call = Call("accumulate_grad", "backward", None, user_line(), str(parameter.dtype)[6:])
@@ -215,7 +215,7 @@ class Trace(TorchFunctionMode, Listener):
         if name in COMPOSITE:
             with inside_of(func), self:
                 return func(*args, **kwargs)
-        taken = floating_in((args, kwargs))
+        taken = inexact_in((args, kwargs))
         if name in ASKING:
             self._asked |= self._marks.of(*taken)
         with quiet():
@@ -225,9 +225,9 @@ class Trace(TorchFunctionMode, Listener):
         device = taken[0].device.type if taken else "cpu"
         self._autocast = device if torch.is_autocast_enabled(device) else None
         with quiet():
-            given = floating_in(result)
+            given = inexact_in(result)
             if name.endswith("_") and args:  # in place; of functions named _foreach_ a list
-                given += floating_in(args[0])
+                given += inexact_in(args[0])
             if given:
                 may_mask = not bad and self._describer.part != "optimizer"  # a rate may be infinite
                 constant = may_mask and holds_no_number((args, *kwargs.values()))
@@ -236,9 +236,9 @@ class Trace(TorchFunctionMode, Listener):
 
     def see_function(self, name: str, args: object, result: object) -> None:
         """Learns of a `torch.autograd.Function`, whose node has no operation; those in its forward have."""
-        if self.active and not self._in_backward and (given := floating_in(result)):
+        if self.active and not self._in_backward and (given := inexact_in(result)):
             with quiet():
-                self._graph.tag(floating_in(args), given, self._describer.describe(name, given))
+                self._graph.tag(inexact_in(args), given, self._describer.describe(name, given))
 
     def _look(
         self, call: Call, taken: Tensors, bad: Tensors, given: Tensors, largest: float | None, constant: bool
@@ -250,7 +250,7 @@ class Trace(TorchFunctionMode, Listener):
         worst = next((tensor for tensor in given if not is_finite(tensor)), None)
         damage = None if worst is None else examine(worst, bool(bad))
         if damage is not None and bad and not came:
-            marks = marks | (came := self._marks_of_unseen(call, bad))
+            marks = marks | (came := self._marks_of_unseen(call, bad, damage.kind))
         of_mask = damage is not None and damage.kind == "inf" and not came and (constant or bool(bad))
         if damage is not None and not came and not of_mask:
             parameter = self.models.name_of(worst)
@@ -263,9 +263,10 @@ class Trace(TorchFunctionMode, Listener):
         call.infinite = examine(bad[0]) if of_mask and bad else None
         for tensor in given if marks else ():
             self._marks.add(tensor, marks)
+        self._infinite.follow(bad, given)
 
-    def _marks_of_unseen(self, call: Call, bad: list[Tensor]) -> set[int]:
-        """Says where bad numbers come from that no operation made: weights, or NaN in the data."""
+    def _marks_of_unseen(self, call: Call, bad: list[Tensor], kind: str) -> set[int]:
+        """Says where bad numbers come from that no operation made: weights, or NaN and inf in the data."""
         for tensor in bad:
             if isinstance(tensor, Parameter) or torch.isnan(plain(tensor)).any():
                 name = self.models.name_of(tensor)
@@ -275,7 +276,7 @@ class Trace(TorchFunctionMode, Listener):
                 marks = {self.origins.add(unseen, examine(tensor), parameter=name)}
                 self._marks.add(tensor, marks)
                 return marks
-        return set()
+        return self._infinite.blame(call, bad, self.origins) if kind == "nan" else set()
 
     def _on_bad_gradient(
         self, call: Call, node: object, parameter: str | None, made: Tensor, taken: tuple
@@ -293,7 +294,6 @@ class Trace(TorchFunctionMode, Listener):
             self._came_back.add(self.origins.add(data, call.infinite))
             return
         more = {"input_largest": largest_of(given), "parameter": parameter, "node": node.name()}
-        mark = self.origins.add(call, examine(made), **more)
-        self._came_back.add(mark)
+        self._came_back.add(mark := self.origins.add(call, examine(made), **more))
         origin = self.origins.all[mark]
         origin.phase, origin.is_of_scale = "backward", is_cured_by_scale(node, taken, self.scale)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import ampatch as amp
+from ampatch.levels.private import unwrap
 from ampatch.sweeps.measure.memory import tensors_in
 
 Tensors = list[Tensor]
@@ -34,7 +35,7 @@ class Damage:
 
 def plain(tensor: Tensor) -> Tensor:
     """Returns the values of a tensor: of a sparse one the sums that it holds, of a DTensor the local ones."""
-    tensor = tensor.detach()
+    tensor = unwrap(tensor).detach()
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
     if tensor.layout is torch.sparse_coo:
@@ -42,9 +43,14 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor if tensor.layout is torch.strided else tensor.values()
 
 
+def is_inexact(tensor: Tensor) -> bool:
+    """Says whether a tensor can hold inf and NaN; complex ones can as well."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def is_finite(tensor: Tensor) -> bool:
     """Says whether all numbers of a tensor are finite; costs a host sync."""
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
+    if not is_inexact(tensor) or tensor.is_meta:
         return True
     return bool(torch.isfinite(plain(tensor)).all())
 
@@ -72,6 +78,11 @@ def examine(tensor: Tensor, took_inf: bool = False) -> Damage | None:
     )
 
 
+def inexact_in(value: object) -> Tensors:
+    """Returns the tensors in a value that can hold inf and NaN."""
+    return [tensor for tensor in tensors_in(value) if is_inexact(tensor)]
+
+
 def floating_in(value: object) -> Tensors:
     """Returns the floating tensors in a value."""
     return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]
@@ -88,9 +99,9 @@ def holds_no_number(value: object, depth: int = 4) -> bool:
 
 def largest_of(tensors: list[Tensor]) -> float | None:
     """Returns the largest magnitude in some tensors, None of none."""
-    values = [plain(tensor).float() for tensor in tensors if tensor.numel() and not tensor.is_meta]
+    values = [plain(tensor).abs().float() for tensor in tensors if tensor.numel() and not tensor.is_meta]
     return max(
-        (each[torch.isfinite(each)].abs().amax().item() for each in values if torch.isfinite(each).any()),
+        (each[torch.isfinite(each)].amax().item() for each in values if torch.isfinite(each).any()),
         default=None,
     )
 

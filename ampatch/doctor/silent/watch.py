@@ -20,6 +20,7 @@ from ampatch.doctor.silent.gradients import Ranges, Sample
 from ampatch.doctor.silent.rules import Casts, Lengths, Reads
 from ampatch.doctor.silent.scaled import Scaled
 from ampatch.doctor.silent.shadows import Operation, Shadows
+from ampatch.levels.private import is_transformed
 
 FIRST = 16  # attempts whose operations are watched
 LEFT_ALONE = (*IGNORED[1:], "untyped_storage", "data_ptr", "zeros_like", "full_like")  # but not properties
@@ -119,7 +120,7 @@ class Operations(TorchFunctionMode, Listener):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = name_of(func)
-        if self._is_away or not self._is_active or name in LEFT_ALONE:
+        if self._is_away or not self._is_active or name in LEFT_ALONE or is_transformed():
             return func(*args, **kwargs)
         with quiet():
             operation = self._describe(name, func, args, kwargs)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from ampatch.levels.private import unwrap
 from ampatch.patching.torch_features import BeforeGraph
 
 SLOTS = 8  # losses that go to the host together: one copy for all of them
@@ -48,8 +49,12 @@ class LastForward(BeforeGraph):
 
 
 def _without_graph(value: object, depth: int = 0) -> object:
-    """Returns a value with its tensors detached, in tuples, lists and dicts; what else there is, as it is."""
+    """Returns a value with its tensors detached, in tuples, lists and dicts; what else there is, as it is.
+
+    Of those in `torch.func`, whose transforms end with the forward, what lies underneath.
+    """
     if type(value) is Tensor or isinstance(value, Tensor):
+        value = unwrap(value)
         return value.detach() if value.requires_grad else value
     if type(value) not in (tuple, list, dict) or len(value) > MOST_ITEMS or depth > MOST_DEPTH:
         return value

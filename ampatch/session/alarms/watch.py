@@ -190,9 +190,10 @@ class AlarmWatch:
 
     def history(self, loss_id: int) -> ScaleHistory:
         """Returns what is known of a loss; waits for what is on its way."""
-        self.settle()
-        record = self._records.get(loss_id)
-        return ScaleHistory(loss_id) if record is None else record.ring.history()
+        with self._reading:
+            self.settle()
+            record = self._records.get(loss_id)
+            return ScaleHistory(loss_id) if record is None else record.ring.history()
 
     def _take(self, record: Record, update: ScaleUpdate, amp: AmpOptimizer | None) -> None:
         record.ring.note(update)
