@@ -137,8 +137,8 @@ class ScaledLoss(NotYetScaled):
 
     def _close(self, settle: Callable[[], None]) -> None:
         self.is_over = True
-        self.listener.close_block(self)
         try:
+            self.listener.close_block(self)
             if not self._is_plain:
                 settle()
         finally:  # from here on other threads may look at the gradients
