@@ -382,6 +382,15 @@ def test_a_snapshot_names_what_was_replaced_added_or_deleted(place, name, monkey
         assert snapshot.changes() == ["torch.mm"]
 
 
+@pytest.mark.parametrize("name", ["__slotnames__", "__annotations_cache__"])
+def test_what_python_notes_at_a_class_of_torch_is_no_change(name, monkeypatch):
+    """The annotations are noted from Python 3.14 on, when somebody asks for them."""
+    monkeypatch.delattr(nn.Module, name, raising=False)
+    snapshot = TorchSnapshot.take()
+    monkeypatch.setattr(nn.Module, name, [], raising=False)
+    assert snapshot.changes() == []
+
+
 def test_a_snapshot_names_a_table_of_hooks():
     snapshot = TorchSnapshot.take()
     hook = nn.modules.module.register_module_forward_hook(lambda *_: None)

@@ -51,8 +51,8 @@ HOOKED = ("torch.optim.optimizer", "torch.nn.modules.module")
 # These change vars(torch) when they are first imported, torch.manual_seed among it.
 LAZY = ("torch._dynamo", "torch._inductor", "torch.onnx")
 _ABSENT = object()
-# Python notes there which warnings a module has shown, and how to copy instances of a class.
-PYTHONS_OWN = ("__warningregistry__", "__slotnames__")
+# Python notes there which warnings a module has shown, how to copy instances of a class, and its annotations.
+PYTHONS_OWN = ("__warningregistry__", "__slotnames__", "__annotations_cache__")
 # Dynamo replaces these for good when it first compiles a module.
 DYNAMOS_OWN = (
     "torch.nn.Module.___needs_generation_tag_patch",
