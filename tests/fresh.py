@@ -41,6 +41,37 @@ for line in sys.stdin:
 _status = 0
 """
 
+# Has a sweep start its runs as forks of its own process, which has torch already.
+RUNS_ARE_FORKS = """
+import subprocess, traceback
+from ampatch.sweeps.plan import Run
+from ampatch.sweeps.processes import child, runner
+
+class Fork(subprocess.Popen):
+    def _execute_child(self, command, *options):
+        read, _, _, out, _, error = options[9:15]
+        self.pid = os.fork()
+        self._child_created = True
+        if self.pid:
+            return
+        os.setsid()
+        for number, file in enumerate((read, out, error)):
+            os.dup2(file, number)
+        status = 1
+        try:
+            child.main(Run.from_json(command[-1]))
+            status = 0
+        except SystemExit as ended:
+            status = ended.code
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+
+runner.subprocess = type("Forks", (), vars(subprocess) | {"Popen": Fork})
+"""
+
 
 @dataclass(frozen=True)
 class Ended:
