@@ -25,6 +25,7 @@ import ampatch.apex, ampatch.__main__
 gc.freeze()
 for line in sys.stdin:
     request = json.loads(line)
+    exec(request["first"])
     child = os.fork()
     if not child:
         os.chdir(request["folder"])
@@ -88,9 +89,12 @@ class FreshProcesses:
     def __init__(self, server: subprocess.Popen) -> None:
         self._server = server
 
-    def run(self, code: str, folder: Path) -> Ended:
-        """Runs code in a folder, which is the first entry of its sys.path."""
-        request = {"code": textwrap.dedent(code), "folder": str(folder)}
+    def run(self, code: str, folder: Path, first: str = "") -> Ended:
+        """Runs code in a folder, which is the first entry of its sys.path.
+
+        `first` is what the process imports that all are forked from, once for those that need it.
+        """
+        request = {"code": textwrap.dedent(code), "folder": str(folder), "first": first}
         print(json.dumps(request), file=self._server.stdin, flush=True)
         status = int(self._server.stdout.readline())
         return Ended(status, *((folder / name).read_text() for name in ("stdout", "stderr")))
