@@ -433,7 +433,7 @@ def fork_child(run: Run, folder: Path) -> tuple[int, str]:
     said = folder / "said.txt"
     child = os.fork()
     if child == 0:
-        run_forked(lambda: run_child(run), said)
+        run_forked(lambda: run_child(Run(**json.loads(run.to_json()))), said)
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status), said.read_text()
 

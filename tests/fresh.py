@@ -25,6 +25,7 @@ import ampatch.apex, ampatch.__main__
 gc.freeze()
 for line in sys.stdin:
     request = json.loads(line)
+    exec(request["first"])
     child = os.fork()
     if not child:
         os.chdir(request["folder"])
@@ -39,6 +40,37 @@ for line in sys.stdin:
             raise
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 _status = 0
+"""
+
+# Has a sweep start its runs as forks of its own process, which has torch already.
+RUNS_ARE_FORKS = """
+import subprocess, traceback
+from ampatch.sweeps.plan import Run
+from ampatch.sweeps.processes import child, runner
+
+class Fork(subprocess.Popen):
+    def _execute_child(self, command, *options):
+        read, _, _, out, _, error = options[9:15]
+        self.pid = os.fork()
+        self._child_created = True
+        if self.pid:
+            return
+        os.setsid()
+        for number, file in enumerate((read, out, error)):
+            os.dup2(file, number)
+        status = 1
+        try:
+            child.main(Run.from_json(command[-1]))
+            status = 0
+        except SystemExit as ended:
+            status = ended.code
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+
+runner.subprocess = type("Forks", (), vars(subprocess) | {"Popen": Fork})
 """
 
 
@@ -57,9 +89,12 @@ class FreshProcesses:
     def __init__(self, server: subprocess.Popen) -> None:
         self._server = server
 
-    def run(self, code: str, folder: Path) -> Ended:
-        """Runs code in a folder, which is the first entry of its sys.path."""
-        request = {"code": textwrap.dedent(code), "folder": str(folder)}
+    def run(self, code: str, folder: Path, first: str = "") -> Ended:
+        """Runs code in a folder, which is the first entry of its sys.path.
+
+        `first` is what the process imports that all are forked from, once for those that need it.
+        """
+        request = {"code": textwrap.dedent(code), "folder": str(folder), "first": first}
         print(json.dumps(request), file=self._server.stdin, flush=True)
         status = int(self._server.stdout.readline())
         return Ended(status, *((folder / name).read_text() for name in ("stdout", "stderr")))

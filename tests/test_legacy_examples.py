@@ -64,7 +64,7 @@ def classified(folder):
             saved = folder / f"classify{len(done)}"
             saved.mkdir()
             options = [*arguments, "--save-dir", saved]
-            printed = ampatch_run("classify", *options, folder=folder, level=override, is_fork=not override)
+            printed = ampatch_run("classify", *options, folder=folder, level=override)
             done[key] = printed, torch.load(saved / "checkpoint.pth.tar")
         return done[key]
 

@@ -51,7 +51,8 @@ def notebook(processes, tmp_path):
     def run(code, **files):
         for name, text in files.items():
             (tmp_path / f"{name}.py").write_text(text)
-        done = processes.run(SHELL + textwrap.dedent(code), tmp_path)
+        first = "import IPython.core.interactiveshell"
+        done = processes.run(SHELL + textwrap.dedent(code), tmp_path, first)
         assert done.status == 0, done.stderr
         return done.stdout.splitlines()
 

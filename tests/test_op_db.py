@@ -8,6 +8,7 @@ Every exception stands in `lists.DIFFERENT_FROM_AUTOCAST`, and every entry there
 forms of functions that run in float32 raise on a half tensor, by design: the tables say which.
 """
 
+import functools
 import operator
 from dataclasses import dataclass
 
@@ -106,6 +107,10 @@ class Sweep:
                 for place, form in enumerate(self.forms[index])
             }
 
+    @functools.cache  # noqa: B019 (one instance, as long as the tests of this file)
+    def run_plain(self, dtype):
+        return self.run(dtype, looked_up=False)
+
     def run_under_autocast(self, dtype, half):
         """By autocast's switch: torch.autocast needs a GPU to be on."""
         before = torch.get_autocast_dtype("cuda")
@@ -130,7 +135,7 @@ class Sweep:
     def cases(self, opt_level):
         half = LEVELS[opt_level]
         for dtype in (FULL, half):
-            plain, theirs = self.run(dtype, looked_up=False), self.run_under_autocast(dtype, half)
+            plain, theirs = self.run_plain(dtype), self.run_under_autocast(dtype, half)
             ours = self.run_patched(dtype, opt_level)
             for (index, place), result in ours.items():
                 name, is_main = self.forms[index][place][0], place == 0

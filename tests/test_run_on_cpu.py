@@ -20,7 +20,7 @@ SCRIPTS = {
     "adversarial": ["--epochs", "1"],
     "classify": ["--epochs", "1"],
     "dcgan": ["--niter", "1"],
-    "language_model": ["--max_steps", "20"],
+    "language_model": ["--max_steps", "8"],
     "segment": ["--epochs", "1"],
 }
 

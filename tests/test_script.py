@@ -74,16 +74,15 @@ def python(*arguments, cwd, **options):
 
 @pytest.fixture
 def run_both(processes, tmp_path):
-    """Runs something with `python` and with `ampatch run`; returns how both ended."""
+    """Runs something with `python` and with `ampatch run`; returns how both ended.
 
-    def run(*arguments, flags=None, **options):
-        command = [*(flags or []), *arguments]
-        plain = python(*command, cwd=tmp_path, **options)
-        if flags is None:
-            run = f"sys.exit(ampatch.__main__.main({['run', *arguments]!r}))"
-            return Ended(plain.returncode, plain.stdout, plain.stderr), processes.run(run, tmp_path)
-        ours = python(*flags, "-m", "ampatch", "run", *arguments, cwd=tmp_path, **options)
-        return [Ended(done.returncode, done.stdout, done.stderr) for done in (plain, ours)]
+    `first` is what the second process, which is a fork, does before.
+    """
+
+    def run(*arguments, flags=(), first="", **options):
+        plain = python(*flags, *arguments, cwd=tmp_path, **options)
+        run = f"{first}\nsys.exit(ampatch.__main__.main({['run', *arguments]!r}))"
+        return Ended(plain.returncode, plain.stdout, plain.stderr), processes.run(run, tmp_path)
 
     return run
 
@@ -132,15 +131,25 @@ def test_a_script_finds_what_it_finds_under_python(arguments, scripts, run_both)
 
 
 def test_a_script_from_the_standard_input_finds_what_it_finds_under_python(scripts, run_both):
-    plain, ours = run_both("-", "--lr", "1", flags=[], input=LOOK)
+    first = "os.dup2(os.open('train.py', os.O_RDONLY), 0)"
+    plain, ours = run_both("-", "--lr", "1", first=first, input=LOOK)
     assert ours == plain
+
+
+# With -P there is no first entry that either of them could replace.
+SAFE_PATH = """
+class Flags:
+    safe_path = True
+    __getattr__ = sys.flags.__getattribute__
+sys.flags = Flags()
+del sys.path[0]
+"""
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.11 brought -P")
 @pytest.mark.parametrize("script", ["train.py", "folder"])
 def test_a_safe_path_stays_without_the_folder_of_the_script(script, scripts, run_both):
-    # With -P there is no first entry that either of them could replace.
-    plain, ours = run_both(script, flags=["-P"])
+    plain, ours = run_both(script, flags=["-P"], first=SAFE_PATH)
     assert ours == plain
 
 
@@ -193,20 +202,16 @@ def test_a_signal_from_outside_ends_a_script_as_under_python(tmp_path):
     assert ends[1][1] == -signal.SIGINT
 
 
-def test_a_closed_pipe_is_the_scripts_own_error(tmp_path):
-    (tmp_path / "train.py").write_text("while True: print('line')\n")
-    errors = []
-    for before in ("", "-m ampatch run "):
-        command = f"{sys.executable} {before}train.py | head -n 1"
-        done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True)
-        errors.append(done.stderr)
-    assert errors[0] == errors[1]
-    assert "BrokenPipeError" in errors[1]
-
-
-def test_the_installed_command_runs_a_script_as_python_does(scripts):
+def test_the_installed_command_runs_a_script_as_python_does_until_its_reader_is_gone(tmp_path):
     command = os.path.join(os.path.dirname(sys.executable), "ampatch")
     if not os.path.exists(command):
         pytest.skip("ampatch is not installed beside this Python")
-    done = subprocess.run([command, "run", "train.py", "x"], cwd=scripts, capture_output=True, text=True)
-    assert done.stdout == python("train.py", "x", cwd=scripts).stdout
+    (tmp_path / "train.py").write_text(LOOK + "while True: print('line')\n")
+    ends = []
+    for before in (sys.executable, f"{command} run"):
+        shell = f"{before} train.py x | head -n 40"
+        done = subprocess.run(shell, shell=True, cwd=tmp_path, capture_output=True, text=True)
+        ends.append((done.stdout, done.stderr))
+    assert ends[0] == ends[1]
+    assert "BrokenPipeError" in ends[1][1]
+    assert "['train.py', 'x']" in ends[1][0]

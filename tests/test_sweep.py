@@ -12,6 +12,7 @@ import pytest
 from ampatch.sweeps.records.record import Ending
 from ampatch.sweeps.records.sweep import Verdict
 from ampatch.sweeps.records.sweep_file import from_json
+from fresh import RUNS_ARE_FORKS
 from helpers import wait_until
 
 pytestmark = pytest.mark.process
@@ -39,7 +40,8 @@ def sweep(processes, tmp_path):
 
 def run_sweep(processes, folder, *arguments):
     code = "import tempfile; tempfile.tempdir = os.getcwd()\n"
-    return processes.run(f"{code}sys.exit(ampatch.__main__.main({['sweep', *arguments]!r}))", folder)
+    code += f"{RUNS_ARE_FORKS}sys.exit(ampatch.__main__.main({['sweep', *arguments]!r}))"
+    return processes.run(code, folder)
 
 
 def records_in(folder):

@@ -3,9 +3,11 @@
 import copy
 import importlib
 import importlib.util
+import json
 import logging
 import runpy
 import warnings
+from functools import cache, partial
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampatch as amp
+from ampatch import apex
 from helpers import assert_same_bits, import_torchvision, scaled_backward, snapshot
 from legacy import print_in_forks
 from test_readme import ROOT, read
@@ -129,15 +132,6 @@ LEVELS = {
 }
 
 
-@pytest.mark.process
-@each(PACKAGES)
-@pytest.mark.parametrize("options", LEVELS.values(), ids=LEVELS)
-def test_a_recipe_trains_as_a_plain_loop_does(name, options, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(recipe(name))
-    print_in_forks(lambda: run_recipe(str(script), options), [script], tmp_path)
-
-
 MANUAL = """
         loss = F.cross_entropy(self(inputs), labels)
         optimizer = self.optimizers()
@@ -184,14 +178,6 @@ def run_with_two_precisions(script):
     ):
         runpy.run_path(script, run_name="__main__")
     return 0
-
-
-@pytest.mark.process
-@each(TWO_PRECISIONS)
-def test_a_trainer_whose_own_mixed_precision_is_on_is_warned_of(name, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(changed(name, TWO_PRECISIONS[name]))
-    print_in_forks(lambda: run_with_two_precisions(str(script)), [script], tmp_path)
 
 
 LOOP = "for batch, labels in loader:"
@@ -258,10 +244,66 @@ def run_halves(scripts):
     return 0
 
 
+def write(path, text):
+    path.write_text(text)
+    return str(path)
+
+
+def run_all(name, folder):
+    """Does all that is done with a package, each in a fork of this process, which imports it once."""
+    warnings.simplefilter("ignore")
+    import_torchvision()
+    if name == "timm":
+        apex.install()  # timm looks for it when it is imported
+    importlib.import_module({"transformers": "transformers.trainer"}.get(name, PACKAGES[name]))
+    script = write(folder / "train.py", recipe(name))
+    tasks = {level: partial(run_recipe, script, options) for level, options in LEVELS.items()}
+    if name in TWO_PRECISIONS:
+        script = write(folder / "two.py", changed(name, TWO_PRECISIONS[name]))
+        tasks["two precisions"] = partial(run_with_two_precisions, script)
+    if name in HALVES:
+        parts = zip(("whole", "half", "resumed"), HALVES[name], strict=True)
+        scripts = [write(folder / f"{part}.py", changed(name, words)) for part, words in parts]
+        tasks["halves"] = partial(run_halves, scripts)
+    found = {}
+    for task, function in tasks.items():
+        (folder / task).mkdir()
+        try:
+            print_in_forks(function, ["train.py"], folder / task)
+            found[task] = "done"
+        except AssertionError as error:
+            found[task] = str(error)
+    (folder / "found.json").write_text(json.dumps(found))
+    return 0
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """What came of all that is done with a package."""
+
+    @cache
+    def find(name):
+        folder = tmp_path_factory.mktemp(name)
+        print_in_forks(lambda: run_all(name, folder), ["train.py"], folder)
+        return json.loads((folder / "found.json").read_text())
+
+    return find
+
+
+@pytest.mark.process
+@each(PACKAGES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_recipe_trains_as_a_plain_loop_does(name, level, outcomes):
+    assert outcomes(name)[level] == "done"
+
+
+@pytest.mark.process
+@each(TWO_PRECISIONS)
+def test_a_trainer_whose_own_mixed_precision_is_on_is_warned_of(name, outcomes):
+    assert outcomes(name)["two precisions"] == "done"
+
+
 @pytest.mark.process
 @each(HALVES)
-def test_a_recipe_resumes_bit_equal_with_the_loss_scale_it_had(name, tmp_path):
-    scripts = [tmp_path / f"{part}.py" for part in ("whole", "half", "resumed")]
-    for script, replacements in zip(scripts, HALVES[name], strict=True):
-        script.write_text(changed(name, replacements))
-    print_in_forks(lambda: run_halves(list(map(str, scripts))), scripts[:1], tmp_path)
+def test_a_recipe_resumes_bit_equal_with_the_loss_scale_it_had(name, outcomes):
+    assert outcomes(name)["halves"] == "done"
