@@ -151,6 +151,14 @@ def test_completion_says_what_to_install(capsys, monkeypatch):
     assert one_line(capsys) == "ampatch completion: shtab is not installed: pip install shtab\n"
 
 
+@pytest.mark.process(keep=1)
+def test_python_m_ampatch_is_the_command_line():
+    command = [sys.executable, "-m", "ampatch", "sweep", "absent.py"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("ampatch sweep: 'absent.py' does not exist")
+
+
 @pytest.mark.process
 def test_commands_need_torch_and_wrapt_alone(tmp_path):
     path = tmp_path / "train.py"
