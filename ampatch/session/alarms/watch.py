@@ -129,12 +129,7 @@ class AlarmWatch:
                 self._note_loss(loss_id, loss)
         if amp.last_outcomes:
             self._note_outcomes(amp.last_outcomes)
-        if self._reading.acquire(blocking=False):  # else another thread reads, and this step later
-            try:
-                for record, update in self._read(wait=False):
-                    self._take(record, update, amp)
-            finally:
-                self._reading.release()
+        self._take_known(amp, wait=False)
         for forward in amp.forwards:
             last = forward()
             if last is not None:
@@ -184,9 +179,15 @@ class AlarmWatch:
 
     def settle(self) -> None:
         """Takes all that is on its way, and waits for it."""
-        with self._reading:
-            for record, update in self._read(wait=True):
-                self._take(record, update, None)
+        self._take_known(None, wait=True)
+
+    def _take_known(self, amp: AmpOptimizer | None, *, wait: bool) -> None:
+        if self._reading.acquire(blocking=wait):  # else another thread reads, and this step later
+            try:
+                for record, update in self._read(wait=wait):
+                    self._take(record, update, amp)
+            finally:
+                self._reading.release()
 
     def history(self, loss_id: int) -> ScaleHistory:
         """Returns what is known of a loss; waits for what is on its way."""
