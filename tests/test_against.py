@@ -152,7 +152,7 @@ def test_a_script_on_torch_amp_is_compared_and_everything_is_written(tmp_path, c
     status = main(["doctor", "--against", "O0", *outputs, str(tmp_path / "train.py")])
     assert status == 0
     report = json.loads((tmp_path / "json").read_text())
-    assert report["runs"] == 4
+    assert report["runs"] == 5  # one of them for what the search of the scale may hide
     assert report["against"]["attempt"] == 5  # the first whose gradients are finite
     assert report["against"]["first"] is None
     assert [row["module"] for row in report["against"]["rows"][:2]] == ["0", "1"]

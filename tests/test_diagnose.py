@@ -297,6 +297,20 @@ def test_the_search_of_a_scale_is_no_finding(power):
     assert 1 <= report.runs < len(report.scale["skipped"])
 
 
+def test_a_fault_that_a_scale_hides_in_its_search_is_found():
+    scale = amp.DynamicLossScale(2.0**26, max_scale=2.0**26)
+    trainer = Trainer(
+        "O1", make_model(lambda h: h + (h - h.detach()).pow(2).sum().sqrt(), (0,)), loss_scale=scale
+    )
+    with watch(trainer) as patient:
+        for _ in range(30):
+            trainer.step()
+    found = only(patient)
+    assert (found.step, found.phase, found.module, found.op) == (0, "backward", "1", "sqrt")
+    assert found.float32_survives is False
+    assert not patient.unknown
+
+
 def test_the_search_is_that_of_the_scale_in_use_where_there_are_two():
     other = nn.Linear(2, 2)
     amp.initialize(other, torch.optim.SGD(other.parameters(), 0.1), opt_level="O0", verbosity=0)

@@ -315,6 +315,23 @@ def test_the_search_of_the_scale_is_no_finding(run_script):
 
 
 @pytest.mark.process
+def test_a_fault_that_a_scale_hides_in_its_search_is_found(run_script):
+    text = script("O1").replace(
+        "verbosity=0", "loss_scale=amp.DynamicLossScale(2.0**30, max_scale=2.0**30), verbosity=0"
+    )
+    text = text.replace("nn.ReLU()", "Fault()").replace("range(6)", "range(40)")
+    fault = "h + (h - h.detach()).pow(2).sum().sqrt() if step == 1 else h"
+    text = text.replace(
+        "model =", f"class Fault(nn.Module):\n    def forward(self, h):\n        return {fault}\nmodel =", 1
+    )
+    status, report = run_script(text)
+    (found,) = report["findings"]
+    assert (status, found["step"], found["phase"], found["op"]) == (1, 1, "backward", "sqrt")
+    assert (found["module"], found["where"].rpartition(":")[2]) == ("1", "8")
+    assert (found["float32_survives"], report["runs"]) == (False, 3)
+
+
+@pytest.mark.process
 def test_the_scale_of_the_model_that_overflows_is_shown_where_there_are_two(run_script):
     text = script("O1", loss="loss = loss * 1e4").replace("import ampatch as amp", "from apex import amp")
     first = "other = nn.Linear(2, 2)\namp.initialize(other, torch.optim.SGD(other.parameters(), 0.1))\n"

@@ -21,7 +21,7 @@ from ampatch.doctor.growth.curves import describe_growth
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent.examine import examine_silent, pick_sample, plan_window
 from ampatch.doctor.silent.gradients import compare_gradients
-from ampatch.doctor.suspects import describe_scale, find_suspects, leave_out_mended
+from ampatch.doctor.suspects import describe_scale, find_hidden, find_suspects, leave_out_mended
 from ampatch.sweeps.processes.runner import child_process, wait
 from ampatch.sweeps.processes.stop import noting_signals
 
@@ -97,17 +97,8 @@ class Campaign:
     def _report(self, propose: bool) -> Report:
         """Watches, traces what broke, asks whether float32 survives, and proposes what to keep in it."""
         seen = self._start("watched", replace(self.run, every=self.every))
+        self._say_what_was_not_watched(seen)
         attempts = seen.attempts
-        if not attempts and not seen.is_open:
-            self.unknown.append(
-                "the script made no step of an optimizer, in its own process: nothing was watched"
-            )
-        if seen.without_gpu:
-            lines = ", ".join(seen.without_gpu[:3])
-            self.unknown.append(
-                f"what half precision does: autocast for cuda, at {lines}, is off where there is no GPU; "
-                "the script ran in float32, and with torch.autocast('cpu', torch.float16) it does not"
-            )
         first = tuple(range(min(ALWAYS_TRACED, len(attempts))))
         window = seen.suspects[:MOST_TRACED] or first
         sample = pick_sample(self.silent, attempts)
@@ -118,15 +109,20 @@ class Campaign:
             step = steps_of(attempts)[seen.suspects[0]]
             again = f"what broke at step {step}: it did not happen again when the script was repeated"
             self.unknown.append(f"{again}: seed what it draws")
-        findings = findings_in(seen, origins)
-        survives = self._survives(seen) if findings else None
+        findings, survives = findings_in(seen, origins), None
+        hidden = find_hidden(origins)
+        if findings or hidden or sample is not None:
+            again = self._in_float32(seen, hidden, None if findings else sample)
+            findings = sorted(
+                merge(attempts, find_behind(again, hidden)) + findings, key=lambda it: it.step or 0
+            )
+            survives = self._survives(seen, again) if findings else None
         findings = [replace(finding, float32_survives=survives) for finding in findings]
         keep = (
             self._propose(findings[0].module, window) if propose and survives and findings[0].module else ()
         )
         harmless = merge(attempts, [it for it in origins if not it["has_reached"]])
         if sample is not None and not findings:
-            self._start("compared", replace(self.run, level="O0", float32=True, sample=sample))
             faults, reason = compare_gradients(Path(self.run.samples), sample)
             self.silent.append({"faults": faults})
             self.unknown += [reason] if reason else []
@@ -137,6 +133,18 @@ class Campaign:
             silent=silent,
             keep_fp32_cost=self._cost(window) if keep else None,
         )
+
+    def _say_what_was_not_watched(self, seen: Seen) -> None:
+        if not seen.attempts and not seen.is_open:
+            self.unknown.append(
+                "the script made no step of an optimizer, in its own process: nothing was watched"
+            )
+        if seen.without_gpu:
+            lines = ", ".join(seen.without_gpu[:3])
+            self.unknown.append(
+                f"what half precision does: autocast for cuda, at {lines}, is off where there is no GPU; "
+                "the script ran in float32, and with torch.autocast('cpu', torch.float16) it does not"
+            )
 
     def _cost(self, window: Sequence[int]) -> float | None:
         """Returns how many times as long a step takes with what is kept, both traced, outside of what was.
@@ -165,15 +173,18 @@ class Campaign:
             unknown=tuple(self.unknown),
         )
 
-    def _survives(self, seen: Seen) -> bool | None:
-        """Runs the script in float32 and says whether it stays finite to its end.
+    def _in_float32(self, seen: Seen, hidden: tuple[int, ...], sample: int | None) -> Seen:
+        """Runs the script in float32, and traces there what a loss scale may have hidden.
 
-        Where a script may have given up on a bad loss, what it then did is traced here as well.
+        Where the script may have given up on a bad loss, what it then did is traced as well.
         """
         left_out = tuple(index for index, it in enumerate(seen.attempts) if it.left_out)
-        window = left_out + ((len(seen.attempts),) if seen.is_open else ())
-        run = replace(self.run, level="O0", float32=True, traces=bool(window), window=window, goes_on=True)
-        again = self._start("float32", run)
+        window = left_out + ((len(seen.attempts),) if seen.is_open else ()) + hidden
+        run = replace(self.run, level="O0", float32=True, goes_on=True, sample=sample)
+        return self._start("float32", replace(run, traces=bool(window), window=window))
+
+    def _survives(self, seen: Seen, again: Seen) -> bool | None:
+        """Says whether the run in float32 stayed finite to its end."""
         broken = [attempt for attempt in again.attempts if not attempt.is_finite]
         if not broken and len(again.attempts) < len(seen.attempts):
             self.unknown.append("in float32 the script ended before its last step")
@@ -243,6 +254,12 @@ def origins_of(seen: Seen) -> tuple[dict, ...]:
     bad = (index for index, attempt in enumerate(seen.attempts) if not attempt.weights)
     last = next(bad, len(seen.attempts))
     return tuple(it for it in seen.origins if it["attempt"] <= last)
+
+
+def find_behind(again: Seen, hidden: Sequence[int]) -> list[dict]:
+    """Returns what broke in float32 at attempts whose gradients a loss scale had made too large."""
+    found = () if again.is_half else origins_of(again)
+    return [it for it in found if it["has_reached"] and it["attempt"] in hidden]
 
 
 def findings_in(seen: Seen, origins: Sequence[dict]) -> list[Finding]:

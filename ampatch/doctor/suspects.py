@@ -26,6 +26,13 @@ def leave_out_mended(
     return [it for it in found if it not in of_search and not it["is_of_scale"]]
 
 
+def find_hidden(found: Sequence[dict]) -> tuple[int, ...]:
+    """Returns the attempts where nothing but the scale was found too large: more may break behind it."""
+    reached = [it for it in found if it["has_reached"]]
+    explained = {it["attempt"] for it in reached if not it["is_of_scale"]}
+    return tuple(sorted({it["attempt"] for it in reached} - explained))
+
+
 def find_untried(attempts: Sequence[Attempt]) -> tuple[int, ...]:
     """Returns the attempts that broke at a larger scale than any that a step was made with before."""
     good = 0.0

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 import ampatch as amp
 from ampatch.doctor.instruments.operations import CASTS, name_of
 from ampatch.doctor.instruments.places import OURS, SCALERS, unwrap
+from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.values import is_finite, off_casts, tensors_in
 from ampatch.doctor.live.record import Backward, Operation, Record, Slot
 from ampatch.doctor.live.rerun import Impossible, Rerun
@@ -21,10 +22,28 @@ from ampatch.doctor.live.rerun import Impossible, Rerun
 class InFloat32(Rerun):
     """Does a step again on float32 copies of the models, with no casts and no loss scale."""
 
-    def __init__(self, record: Record, models: Mapping[int, Module], twins: Mapping[int, Tensor]) -> None:
-        super().__init__(record, models)
-        self._twins = twins  # parameters of the copies, by the ids of those that they stand for
+    def __init__(
+        self, record: Record, models: Sequence[Module], optimizers: Sequence[Optimizer], trace: Trace | None
+    ) -> None:
+        if not record.slots.is_whole:
+            raise Impossible("how the loss came of the model is not known")
+        masters = {id(half): master for one in optimizers for half, master in masters_of(one)}
+        self._twins: dict[int, Tensor] = {}  # parameters of the copies, by the ids of those they stand for
+        copies = {id(model): copy_in_float32(unwrap(model), masters, self._twins) for model in models}
+        super().__init__(record, copies, trace)
         self.casts = False
+
+    def run(self) -> None:
+        """Does all events, with casts off."""
+        with off_casts():
+            super().run()
+
+    def is_finite(self) -> bool:
+        """Says whether all losses and gradients of the run are finite."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        losses = [self.values[one.loss] for one in self._record.events if isinstance(one, Backward)]
+        with off_casts():
+            return all(map(is_finite, [*gradients, *losses]))
 
     def _resolve(self, value: Tensor | Slot) -> Tensor:
         if isinstance(value, Slot):
@@ -47,21 +66,6 @@ def is_of_precision(event: Operation) -> bool:
     is_ours = bool(event.frames) and event.frames[0][0].co_filename.startswith(OURS[0])
     is_scaler = any(code.co_filename.endswith(SCALERS) for code, _ in event.frames)
     return (is_ours and name in CASTS) or (is_scaler and name in ("mul", "mul_"))
-
-
-def survives_in_float32(record: Record, models: Sequence[Module], optimizers: Sequence[Optimizer]) -> bool:
-    """Says whether a step stays finite in float32; raises Impossible where that cannot be tried."""
-    if not record.slots.is_whole:
-        raise Impossible("how the loss came of the model is not known")
-    masters = {id(half): master for one in optimizers for half, master in masters_of(one)}
-    twins: dict[int, Tensor] = {}
-    copies = {id(model): copy_in_float32(unwrap(model), masters, twins) for model in models}
-    run = InFloat32(record, copies, twins)
-    with off_casts():
-        run.run()
-        gradients = [p.grad for p in run.parameters if p.grad is not None]
-        losses = [run.values[one.loss] for one in record.events if isinstance(one, Backward)]
-        return all(map(is_finite, [*gradients, *losses]))
 
 
 def masters_of(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:

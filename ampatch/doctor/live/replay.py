@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -18,10 +17,11 @@ from ampatch.doctor.instruments.places import unwrap, user_line
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.unseen import follow_unseen
 from ampatch.doctor.instruments.values import examine, is_finite
-from ampatch.doctor.live.float32 import survives_in_float32
+from ampatch.doctor.live.float32 import InFloat32
 from ampatch.doctor.live.frames import call_at
 from ampatch.doctor.live.record import Backward, Forward, Record
 from ampatch.doctor.live.rerun import Impossible, Rerun
+from ampatch.doctor.suspects import find_hidden
 from ampatch.levels.ranks import has_ranks
 
 Outcome = tuple[list[dict], bool | None, list[str]]
@@ -41,11 +41,22 @@ def replay(
     try:
         refuse(record, models)
         with as_it_was(record, models):
-            origins, error = trace_again(record, models, optimizer, scale)
+            trace = Trace(None)
+            trace.see_scale(scale)
+            run = Rerun(record, {id(model): unwrap(model) for model in models}, trace)
+            origins, error = trace_again(trace, run, record, optimizer)
         if error is not None:
             raise error
         with as_it_was(record, models):
-            survives = survives_in_float32(record, models, optimizers)
+            trace = Trace(None) if find_hidden(origins) else None
+            again = InFloat32(record, models, optimizers, trace)
+            behind, error = (
+                trace_again(trace, again, record, optimizer) if trace else ([], attempt(again.run))
+            )
+            if error is not None:
+                raise error
+            survives = again.is_finite()
+            origins = [it for it in behind if it["has_reached"]] + origins
     except Exception as error:  # of the script's own code, or of torch: training goes on
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         what = "whether float32 survives is not known" if origins else "it could not be replayed"
@@ -95,32 +106,10 @@ def as_it_was(record: Record, models: Sequence[Module]) -> Iterator[None]:
         yield
 
 
-class Traced(Rerun):
-    """Does a step again, and tells a trace of its parts."""
-
-    def __init__(self, record: Record, models: Mapping[int, Module], trace: Trace) -> None:
-        super().__init__(record, models)
-        self._trace = trace
-
-    def backward(self, event: Backward) -> None:
-        """Goes backward again, from the line that did."""
-        call_at(event.frames, functools.partial(self._backward, event))
-
-    def _backward(self, event: Backward) -> None:
-        returned = [slot for one in self._record.events if isinstance(one, Forward) for slot in one.outputs]
-        whole = self._record.slots.is_whole and event.loss is not None
-        self._trace.begin_backward(tuple(self.values[slot] for slot in ([event.loss] if whole else returned)))
-        super().backward(event)
-        self._trace.end_backward()
-
-
 def trace_again(
-    record: Record, models: Sequence[Module], optimizer: Optimizer | None, scale: float
+    trace: Trace, run: Rerun, record: Record, optimizer: Optimizer | None
 ) -> tuple[list[dict], Exception | None]:
     """Does a step again under a trace; returns its origins, and the error that ended it."""
-    trace = Trace(None)
-    trace.see_scale(scale)
-    run = Traced(record, {id(model): unwrap(model) for model in models}, trace)
     with ExitStack() as stack:
         stack.callback(register_module_forward_pre_hook(trace.enter_module).remove)
         after = register_module_forward_hook(lambda module, *_: trace.leave_module(module), always_call=True)

@@ -11,6 +11,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
+from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.values import quiet, tensors_in
 from ampatch.doctor.live.frames import Surroundings, call_at, restored
 from ampatch.doctor.live.record import Backward, Forward, Operation, Record, Slot, map_tensors
@@ -21,10 +22,10 @@ class Impossible(Exception):
 
 
 class Rerun:
-    """Does the events of a record again, with `models` by the ids of those that ran."""
+    """Does the events of a record again, with `models` by the ids of those that ran; may tell a trace."""
 
-    def __init__(self, record: Record, models: Mapping[int, Module]) -> None:
-        self._record, self._models = record, models
+    def __init__(self, record: Record, models: Mapping[int, Module], trace: Trace | None = None) -> None:
+        self._record, self._models, self._trace = record, models, trace
         self.values: dict[int, Tensor] = {}
         self.parameters = [p for model in models.values() for p in model.parameters() if p.requires_grad]
         self.casts = True
@@ -77,7 +78,21 @@ class Rerun:
             self.keep(event.outputs, call_at(event.frames, run))
 
     def backward(self, event: Backward) -> None:
-        """Goes backward again; gradients are added up as in the step."""
+        """Goes backward again, under a trace from the line that did."""
+        if self._trace is None:
+            self._go_backward(event)
+        else:
+            call_at(event.frames, functools.partial(self._trace_backward, self._trace, event))
+
+    def _trace_backward(self, trace: Trace, event: Backward) -> None:
+        returned = [slot for one in self._record.events if isinstance(one, Forward) for slot in one.outputs]
+        whole = self._record.slots.is_whole and event.loss is not None
+        trace.begin_backward(tuple(self.values[slot] for slot in ([event.loss] if whole else returned)))
+        self._go_backward(event)
+        trace.end_backward()
+
+    def _go_backward(self, event: Backward) -> None:
+        """Gradients are added up as in the step."""
         roots, given = self.find_roots(event)
         kept = {name: event.kwargs[name] for name in ("retain_graph", "create_graph") if name in event.kwargs}
         with restored(self._surroundings):
