@@ -7,6 +7,8 @@ import torch
 from torch.nn import Parameter
 
 import ampatch as amp
+from ampatch.steps.optimizer import AmpOptimizer
+from ampatch.steps.scaler import LossScaler
 from apex_rows import shows
 from helpers import (
     Scalar,
@@ -266,6 +268,23 @@ def test_a_block_that_raises_leaves_the_gradients_as_they_were(level, scale, err
     run.raise_in_block(error=error)
     assert snapshot(run.grad) == snapshot(BATCHES[0])
     assert amp.state_dict() == state
+    run.run_block(BATCHES[2])
+    run.step(BATCHES[0] + BATCHES[2])
+
+
+@LEVELS
+@pytest.mark.parametrize("place", [(LossScaler, "new_found_inf"), (AmpOptimizer, "unscale")])
+def test_a_block_whose_end_is_interrupted_leaves_the_gradients_as_they_were(level, place, monkeypatch):
+    def interrupt(*_):
+        raise Interruption
+
+    run = Beside(level, loss_scale=SCALE)
+    run.run_block(BATCHES[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(*place, interrupt)
+        with pytest.raises(Interruption):
+            run.run_block(BATCHES[1])
+    assert snapshot(run.grad) == snapshot(BATCHES[0])
     run.run_block(BATCHES[2])
     run.step(BATCHES[0] + BATCHES[2])
 
