@@ -134,8 +134,8 @@ def cases_of(name):
         samples = INFOS[name].module_inputs_func(
             INFOS[name], device="cpu", dtype=FULL, requires_grad=True, training=training
         )
-        # LinearCrossEntropyLoss has 857, Transformer 64, most have fewer than 10: 24 evenly spread will do.
-        for sample in samples[:: math.ceil(len(samples) / 24)]:
+        # LinearCrossEntropyLoss has 857, Transformer 64, most have fewer than 10: 8 evenly spread will do.
+        for sample in samples[:: math.ceil(len(samples) / 8)]:
             torch.manual_seed(0)
             made, called = sample.constructor_input, sample.forward_input
             model = INFOS[name].module_cls(*made.args, **made.kwargs).to(FULL)
@@ -283,32 +283,21 @@ def test_every_module_of_torch_nn_is_run_or_has_a_reason_not_to_be():
     assert {cls.__name__ for cls in known ^ named} == set()
 
 
-@pytest.mark.exhaustive(keep=1)
-@each_dozen
-def test_every_sample_trains_in_float32(names):
-    assert [(name, found) for name in names for found in run_in_float32(name) if found.error] == []
-
-
 @pytest.mark.exhaustive(keep=4)
 @each_dozen
 @pytest.mark.parametrize("opt_level", LEVELS)
-def test_a_module_trains_at_every_level(opt_level, names):
+def test_a_module_trains_at_every_level_and_in_float32(opt_level, names):
     runs = [(name, *run) for name, group in run_group(names, opt_level).items() for run in group]
-    assert [(name, given, found) for name, given, found, _ in runs if found.error] == []
+    assert [run for run in runs if run[2].error or run[3].error] == []
 
 
 @pytest.mark.exhaustive(keep=0)
 @pytest.mark.parametrize("opt_level", LEVELS)
-def test_gradients_that_are_stepped_are_float32_and_finite(opt_level):
+def test_gradients_are_float32_and_finite_and_a_step_moves_every_parameter_that_has_one(opt_level):
     for name, given, found, plain in run_all(opt_level):
         assert found.types == plain.types, (name, given, found)
         assert found.is_finite or not plain.is_finite, (name, given, found)
-
-
-@pytest.mark.exhaustive(keep=0)
-@pytest.mark.parametrize("opt_level", LEVELS)
-def test_a_step_moves_every_parameter_that_has_a_gradient(opt_level):
-    assert [(name, given, found) for name, given, found, _ in run_all(opt_level) if found.unmoved] == []
+        assert not found.unmoved, (name, given, found)
 
 
 # Outputs are of order 1. bfloat16 rounds by up to 0.4 %: at O4 weights and activations of matrix products,
@@ -326,11 +315,10 @@ def test_the_loss_is_close_to_that_of_float32(opt_level):
 
 @pytest.mark.exhaustive(keep=2)
 @each_dozen
-@pytest.mark.parametrize("opt_level", ["O2", "O5"])
-def test_a_module_that_was_not_stepped_is_as_it_was(opt_level, names):
+def test_a_module_that_was_not_stepped_is_as_it_was(names):
     cases = [(name, case) for name in names for case in cases_of(name) if not case.training]
     before = [copy.deepcopy(case.model.state_dict()) for _, case in cases]
-    amp.initialize([case.model for _, case in cases], opt_level=opt_level, verbosity=0)
+    amp.initialize([case.model for _, case in cases], opt_level="O2", verbosity=0)
     for _, case in cases:
         call(case, case.model, FULL)
     amp.uninitialize()
