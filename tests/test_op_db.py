@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.exhaustive(keep=0),  # test_casts_against_autocast and others stand for it in the short suite
     pytest.mark.filterwarnings("ignore:.*:"),  # ops that warn of their age or of their experiments
 ]
-COUNT = 3  # calls of an op: all of them take minutes, and differ in few ops
+COUNT = 2  # calls of an op: all of them take minutes, and differ in few ops
 HALF = torch.float16  # O4 has the same rows
 RAISES = "raises"
 EXCEPTIONS = dict(lists.DIFFERENT_FROM_AUTOCAST)
