@@ -187,29 +187,7 @@ def test_a_flag_that_is_no_flag_is_refused(name, value):
     assert repr(value) in str(error.value)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("dtype", [None, FP32, FP16, "torch.float16", torch.float64])
-def test_outputs_are_float32_where_the_model_is_cast_or_of_any_floating_dtype(level, dtype):
-    default = None if level in ("O1", "O4") else FP32
-    expected = {None: default, "torch.float16": FP16}.get(dtype, dtype)
-    assert resolve_with(level, cast_model_outputs=dtype).output_dtype is expected
-
-
 # The loss scale of a level
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("dynamic", amp.DynamicLossScale()),
-        (128, StaticLossScale(128.0)),
-        ("128.0", StaticLossScale(128.0)),
-        (amp.DynamicLossScale(4.0), amp.DynamicLossScale(4.0)),
-    ],
-)
-def test_the_loss_scale_of_every_level_can_be_overridden(level, value, expected):
-    assert resolve_with(level, loss_scale=value).loss_scale == expected
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
