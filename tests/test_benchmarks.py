@@ -5,6 +5,7 @@ import itertools
 import json
 import multiprocessing
 import re
+import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
@@ -515,6 +516,11 @@ def measure(out, capsys):
     return measure_here
 
 
+def start_benchmarks(*arguments):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-m", "benchmarks", *map(str, arguments)], cwd=ROOT, **pipes)
+
+
 def split_progress(errors):
     """Returns the lines that say how far a run is, and what else it said."""
     lines = without_chatter(errors).splitlines()
@@ -622,6 +628,26 @@ def test_an_interrupted_run_keeps_what_it_has_and_ends_with_status_130(measure, 
     _, other = split_progress(shown.err)
     assert other == [f"python -m benchmarks: interrupted; {out} has what was measured until then"]
     assert [row["median"] for row in result["rows"]] == [1.5]
+
+
+@pytest.mark.process
+def test_a_reader_who_has_enough_loses_no_result(out):
+    with start_benchmarks("--only", "syncs", *MLP, "--contender", "O4", "--out", out) as run:
+        run.stdout.close()
+        _, other = split_progress(run.stderr.read())
+    assert (run.wait(), other) == (141, [])
+    assert json.loads(out.read_text())["rows"]
+
+
+def test_what_cannot_be_written_is_shown(out, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setitem(command.MEASURES, "steps", lambda options: [compare_steps(O4=(1.5,))])
+    monkeypatch.setattr(report, "write", refuse)
+    with pytest.raises(OSError, match="no space left"):
+        command.main(["--only", "steps", "--out", str(out)])
+    assert "LSTM, train" in capsys.readouterr().out
 
 
 def test_without_git_the_commit_is_none(tmp_path, monkeypatch):
