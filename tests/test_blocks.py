@@ -103,16 +103,6 @@ def test_inside_the_graph_the_scale_is_that_of_the_block_and_gradients_of_inputs
 
 
 @LEVELS
-def test_two_calls_of_initialize_have_scalers_of_their_own(level):
-    first, second = Beside(level), Beside(level)
-    first.run_block(factor=INF)
-    second.run_block(BATCHES[1])
-    first.skip()
-    second.step(BATCHES[1])
-    assert [amp.get_loss_scale(index) for index in range(2)] == [SCALE / 2, SCALE]
-
-
-@LEVELS
 def test_one_loss_may_name_several_optimizers(level):
     model = torch.nn.ModuleList([Scalar(), Scalar()])
     optimizers = [MOMENTUM([one.weight]) for one in model]
