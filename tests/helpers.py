@@ -115,35 +115,24 @@ class Variant:
 _VARIANTS = {
     "SGD": [
         {},
-        {"momentum": 0.9},
-        {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
         {"momentum": 0.9, "nesterov": True, "foreach": True},
-        {"momentum": 0.9, "foreach": False, "maximize": True},
-        {"fused": True},
+        {"momentum": 0.9, "dampening": 0.3, "foreach": False},
         {"momentum": 0.9, "fused": True},
-        {"momentum": 0.9, "dampening": 0.3, "fused": True},
-        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "fused": True},
+        {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1, "fused": True},
     ],
     "Adam": [
-        {},
         {"foreach": True, "weight_decay": 0.1},
         {"foreach": False, "amsgrad": True},
-        {"foreach": True, "amsgrad": True},
         {"fused": True},
         {"amsgrad": True, "fused": True},
     ],
-    "AdamW": [{}, {"foreach": True}, {"foreach": False, "amsgrad": True}, {"fused": True}],
-    "Adagrad": [{}, {"foreach": True, "lr_decay": 0.1}, {"foreach": False}, {"fused": True}],
-    "RMSprop": [{}, {"momentum": 0.9, "centered": True, "foreach": True}, {"foreach": False}],
+    "AdamW": [{"foreach": True}, {"fused": True}],
+    "Adagrad": [{"foreach": True, "lr_decay": 0.1}, {"fused": True}],
+    "RMSprop": [{"momentum": 0.9, "centered": True}],
     "LBFGS": [{"max_iter": 4}, {"max_iter": 4, "line_search_fn": "strong_wolfe"}],
 }
-_BOTH_WAYS = ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop")
 VARIANTS = [
-    Variant(kind, options)
-    for kind in OPTIMIZER_CLASSES
-    for options in _VARIANTS.get(
-        kind.__name__, [{"foreach": True}, {"foreach": False}] if kind.__name__ in _BOTH_WAYS else [{}]
-    )
+    Variant(kind, options) for kind in OPTIMIZER_CLASSES for options in _VARIANTS.get(kind.__name__, [{}])
 ]
 SKIPPING_VARIANTS = [variant for variant in VARIANTS if not variant.needs_closure]
 

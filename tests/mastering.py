@@ -8,12 +8,7 @@ from torch.nn import Parameter
 from torch.nn.functional import embedding, linear
 
 import ampatch as amp
-from helpers import (
-    Variant,
-    make_net,
-    scaled_backward,
-    snapshot,
-)
+from helpers import Variant, make_net, scaled_backward, snapshot
 
 HALF = {"O2": torch.float16, "O5": torch.bfloat16}
 LEVELS = pytest.mark.parametrize("level", list(HALF))

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import ampatch as amp
+from helpers import scaled_backward as backward  # noqa: F401 (as most tests here call it)
 
 FULL, DOUBLE = torch.float32, torch.float64
 LEVELS = {"O1": torch.float16, "O4": torch.bfloat16}
@@ -30,8 +31,3 @@ def start(opt_level, model=None, wrap=None, lr=0.1, **kwargs):
     optimizer = wrap(optimizer) if wrap else optimizer
     amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, **kwargs)
     return model, optimizer
-
-
-def backward(loss, optimizer, **kwargs):
-    with amp.scale_loss(loss, optimizer, **kwargs) as scaled_loss:
-        scaled_loss.backward()

@@ -5,13 +5,7 @@ import torch
 from torch.nn import Parameter
 
 import ampatch as amp
-from helpers import (
-    Scalar,
-    Variant,
-    make_net,
-    scaled_backward,
-    snapshot,
-)
+from helpers import Scalar, Variant, make_net, scaled_backward, snapshot
 
 INF = float("inf")
 HALF = {"O1": torch.float16, "O2": torch.float16, "O4": torch.bfloat16, "O5": torch.bfloat16}

@@ -54,7 +54,6 @@ IMPORTS = {name: imported_modules(path) for name, path in NAMES.items()}
 # ---- Who imports whom ----
 
 PUBLIC = "ampatch"  # the names that the package itself holds
-ENGINE = {"errors", "levels", "casts", "patching", "models", "steps", "session"}
 
 # The whole picture: what each room, or file beside the rooms, imports. `lists` are rows, and import
 # the words of `table` alone.

@@ -9,7 +9,7 @@ from torch import nn
 
 import ampatch as amp
 from helpers import needs_torch
-from nets import HALVES, sgd
+from nets import HALVES
 from patched import FULL, HALF, LEVELS, open_session
 
 # Of the samples here on purpose, and of nested tensors, which torch itself makes in evaluation.
@@ -96,24 +96,6 @@ def test_attention_takes_masks_of_any_type(given, mask):
     assert model(x, x, x, attn_mask=torch.zeros(5, 5, dtype=mask))[0].dtype is HALF
 
 
-@pytest.mark.exhaustive(keep=12)
-@pytest.mark.parametrize("masks", MASKS)
-@pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("opt_level", ["O1", "O2", "O4", "O5"])
-def test_attention_trains_at_every_level(opt_level, name, masks):
-    model, x = MODULES[name](), data()
-    expected = rows(model(x, **MASKS[masks]), MASKS[masks])
-    optimizer = sgd(model)
-    open_session(model, opt_level, optimizers=optimizer, loss_scale=1.0)
-    found = rows(model(x, **MASKS[masks]), MASKS[masks])
-    # Outputs are of order 1. bfloat16 rounds by 0.4 %, in up to twelve matrix products and as many sums.
-    assert (found.float() - expected).abs().max() < 0.1
-    with amp.scale_loss(found.float().pow(2).mean(), optimizer) as loss:
-        loss.backward()
-    assert all(param.grad.isfinite().all() for param in amp.master_params(optimizer))
-    optimizer.step()
-
-
 # ---- Evaluation, where torch has fast paths ----
 
 
@@ -123,11 +105,10 @@ def test_attention_trains_at_every_level(opt_level, name, masks):
     [*((masks, "no_grad") for masks in MASKS), ("padding", "inference_mode"), ("padding", "frozen")],
 )
 @pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("opt_level", LEVELS)
-def test_evaluation_casts_as_training_does(opt_level, name, masks, mode):
+def test_evaluation_casts_as_training_does(name, masks, mode):
     model, x = MODULES[name]().requires_grad_(False), data()
     plain = copy.deepcopy(model)
-    open_session(model, opt_level)
+    open_session(model)
     with MODES[mode]():
         expected = rows(model(x, **MASKS[masks]), MASKS[masks])
         found = rows(model.eval()(x, **MASKS[masks]), MASKS[masks])
@@ -148,7 +129,7 @@ def test_evaluation_takes_half_inputs(opt_level, name):
 
 @pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("opt_level", HALVES)
+@pytest.mark.parametrize("opt_level", ["O3", "O5"])
 def test_evaluation_of_a_half_model_is_that_of_torch_in_half(opt_level, name, masks):
     model, x, dtype = MODULES[name]().eval(), data(), HALVES[opt_level]
 

@@ -2,7 +2,6 @@
 
 import threading
 
-import numpy
 import pytest
 import torch
 from torch import distributions, nn
@@ -13,8 +12,8 @@ from nets import open_session
 
 pytestmark = pytest.mark.exhaustive(keep=6)  # of each test
 
-LEVELS = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-PATCHED = pytest.mark.parametrize("level", ["O1", "O4"])
+LEVELS = pytest.mark.parametrize("level", ["O2", "O4"])
+PATCHED = pytest.mark.parametrize("level", ["O1"])
 HALF = {"O1": torch.float16, "O2": torch.float16, "O4": torch.bfloat16, "O5": torch.bfloat16}
 X = torch.tensor([[1.0, -0.5, 0.25], [0.5, 0.75, -1.0]])
 
@@ -35,10 +34,7 @@ def backward(model, optimizer):
 
 # ---- Weights and gradients ----
 
-INITIALIZERS = [
-    *("xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_", "trunc_normal_"),
-    *("normal_", "uniform_", "eye_", "ones_"),
-]
+INITIALIZERS = ["xavier_uniform_", "kaiming_normal_", "trunc_normal_", "eye_"]
 
 
 @pytest.mark.exhaustive(keep=10)
@@ -52,14 +48,14 @@ def test_a_weight_is_initialized_anew_with_the_numbers_that_torch_draws(name, le
     torch.manual_seed(1)
     initialize(model[0].weight)
     # Random numbers of a half type are others, of the same size.
-    if model[0].weight.dtype is torch.float32 or name in ("eye_", "ones_"):
+    if model[0].weight.dtype is torch.float32 or name == "eye_":
         assert torch.equal(model[0].weight.float(), expected)
     else:
         assert 0.3 < model[0].weight.float().std() / expected.std() < 3
     assert torch.equal(model.state_dict()["0.weight"], model[0].weight.float())
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+@PATCHED
 def test_orthogonal_weights_are_made_in_float32(level):
     model, _ = open_training(level)
     nn.init.orthogonal_(model[0].weight)
@@ -86,16 +82,6 @@ def test_gradients_are_clipped_by_norms_in_float32(options, level):
     torch.testing.assert_close(total, torch.tensor(0.01), atol=1e-6, rtol=1e-4)
     nn.utils.clip_grad_value_(params, 0.001)
     assert max(param.grad.abs().max() for param in params) <= 0.001
-
-
-@LEVELS
-def test_parameters_go_into_a_vector_and_back(level):
-    model, optimizer = open_training(level)
-    vector = nn.utils.parameters_to_vector(model.parameters())
-    nn.utils.vector_to_parameters(vector * 2, model.parameters())
-    assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), vector * 2)
-    backward(model, optimizer)
-    optimizer.step()
 
 
 # ---- Random numbers ----
@@ -126,14 +112,6 @@ def test_distributions_of_a_models_output_draw_and_score(name, level):
     assert model[3].bias.grad is not None
 
 
-@LEVELS
-def test_the_random_state_is_forked_and_comes_back(level):
-    model = open_session(nn.Sequential(nn.Linear(3, 64), nn.Dropout(0.5)), opt_level=level)
-    with torch.random.fork_rng():
-        first = model(X)
-    assert torch.equal(model(X), first)
-
-
 # ---- Numbers shown, compared and handed on ----
 
 
@@ -144,27 +122,6 @@ def test_tensors_and_modules_print_as_without_ampatch(level):
     expected = [repr(tensor) for tensor in tensors] + [repr(make_net()), f"{values.sum():.3f}"]
     model = open_session(make_net(), opt_level=level)
     assert [repr(tensor) for tensor in tensors] + [repr(model), f"{values.sum():.3f}"] == expected
-
-
-@LEVELS
-def test_half_results_are_compared(level):
-    model = open_session(make_net(), opt_level=level)
-    output = model(X).detach()
-    torch.testing.assert_close(output, output.clone())
-    assert torch.allclose(output, output.clone())
-    assert torch.isclose(output, output.clone()).all()
-    with pytest.raises(AssertionError, match="not close"):
-        torch.testing.assert_close(output, output + 1)
-
-
-@LEVELS
-def test_numpy_takes_and_gives_float32(level):
-    model = open_session(make_net(), opt_level=level)
-    output = model(X).detach().float()
-    assert numpy.array_equal(output.numpy(), numpy.asarray(output.tolist(), dtype=numpy.float32))
-    assert torch.from_numpy(numpy.exp(X.numpy())).dtype is torch.float32
-    product = X @ torch.from_numpy(numpy.ones((3, 3), dtype=numpy.float32))
-    assert product.dtype is (HALF[level] if level in ("O1", "O4") else torch.float32)
 
 
 # ---- Numbers of other kinds ----
@@ -204,19 +161,6 @@ def test_a_quantized_model_beside_ours_gives_what_it_gave(level):
 
 
 # ---- Profiling ----
-
-
-@LEVELS
-def test_a_profile_shows_the_operations_of_the_model(level):
-    model = open_session(make_net(), opt_level=level)
-    on_cpu = [torch.profiler.ProfilerActivity.CPU]
-    with (
-        torch.profiler.profile(activities=on_cpu, acc_events=True) as profile,
-        torch.profiler.record_function("my forward"),
-    ):
-        model(X)
-    names = {event.key for event in profile.key_averages()}
-    assert {"my forward", "aten::linear", "aten::layer_norm"} <= names
 
 
 # ---- torch.autocast in the same program ----

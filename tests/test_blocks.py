@@ -10,23 +10,8 @@ import ampatch as amp
 from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.scaler import LossScaler
 from apex_rows import shows
-from helpers import (
-    Scalar,
-    scaled_backward,
-    snapshot,
-)
-from stepping import (
-    ADAM,
-    BATCHES,
-    FLOAT32_LEVELS,
-    INF,
-    LEVELS,
-    MOMENTUM,
-    SCALE,
-    Beside,
-    param_bits,
-    run_block,
-)
+from helpers import Scalar, scaled_backward, snapshot
+from stepping import BATCHES, FLOAT32_LEVELS, INF, LEVELS, MOMENTUM, SCALE, Beside, param_bits, run_block
 
 
 class Critic(torch.nn.Module):
@@ -117,56 +102,6 @@ def test_inside_the_graph_the_scale_is_that_of_the_block_and_gradients_of_inputs
 
 
 # Several models, optimizers and losses
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-def test_a_gan_with_two_models_two_optimizers_and_three_losses_trains_as_by_hand(level):
-    models = [Scalar(), Scalar()]
-    makes = [ADAM, MOMENTUM]
-    optimizers = [make(model.parameters()) for make, model in zip(makes, models, strict=True)]
-    oracles = [Parameter(model.weight.detach().clone()) for model in models]
-    by_hand = [make([oracle]) for make, oracle in zip(makes, oracles, strict=True)]
-    (generator, critic), (generator_optimizer, critic_optimizer) = amp.initialize(
-        models, optimizers, opt_level=level, num_losses=3, loss_scale=amp.DynamicLossScale(SCALE), verbosity=0
-    )
-    half = {"O2": torch.float16, "O5": torch.bfloat16}.get(level, torch.float32)
-
-    def forward_by_hand(index, batch):
-        return (oracles[index].to(half) * batch.to(half)).float()
-
-    def update_by_hand(index, *losses):
-        grads = [torch.autograd.grad(loss * SCALE, oracles[index])[0] / SCALE for loss in losses]
-        oracles[index].grad = sum(grads)
-        by_hand[index].step()
-
-    for batch in BATCHES:
-        critic_optimizer.zero_grad()
-        run_block(critic, critic_optimizer, batch, -1.0, loss_id=0)
-        fake = generator(batch).detach()
-        run_block(critic, critic_optimizer, fake, 1.0, loss_id=1)
-        critic_optimizer.step()
-        fake_by_hand = forward_by_hand(0, batch).detach()
-        update_by_hand(1, -forward_by_hand(1, batch).sum(), forward_by_hand(1, fake_by_hand).sum())
-        generator_optimizer.zero_grad()
-        with amp.scale_loss(
-            -critic(generator(batch)).float().sum(), generator_optimizer, loss_id=2
-        ) as scaled_loss:
-            scaled_loss.backward()
-        generator_optimizer.step()
-        update_by_hand(0, -forward_by_hand(1, forward_by_hand(0, batch)).sum())
-        assert param_bits(critic_optimizer) == [snapshot(oracles[1])]
-        assert param_bits(generator_optimizer) == [snapshot(oracles[0])]
-    assert {state["unskipped"] for state in amp.state_dict().values()} == {len(BATCHES)}
-
-
-@LEVELS
-def test_two_calls_of_initialize_have_scalers_of_their_own(level):
-    first, second = Beside(level), Beside(level)
-    first.run_block(factor=INF)
-    second.run_block(BATCHES[1])
-    first.skip()
-    second.step(BATCHES[1])
-    assert [amp.get_loss_scale(index) for index in range(2)] == [SCALE / 2, SCALE]
 
 
 @LEVELS

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.exhaustive(keep=6)  # of each test
 
 INF = float("inf")
 WARM = 3
-LEVELS = ["O0", "O1", "O2", "O4", "O5"]
+LEVELS = ["O1", "O2", "O4"]  # O5 is O2 with a static scale, as O4 is O1
 DYNAMIC = ["O1", "O2"]
 OPTIMIZERS = {
     "plain": {"foreach": False},

@@ -161,14 +161,6 @@ def test_a_write_through_data_after_a_block_or_a_step_is_seen():
         assert_fresh(model)
 
 
-def test_a_step_written_by_hand_is_seen_while_the_output_is_still_held(linear):
-    output = linear(X)
-    output.sum().backward()
-    write_data(linear)
-    assert_fresh(linear)
-    assert output.grad_fn is not None
-
-
 def test_a_weight_that_functions_use_outside_of_any_model_is_seen_after_a_step_by_hand(linear):
     def assert_fresh_outside():
         found = torch.nn.functional.linear(X, linear.weight, linear.bias)
@@ -239,29 +231,6 @@ def test_a_step_is_seen_by_the_next_forward(name):
             optimizer.step()
             assert_fresh(model)
         del waiting
-
-
-def swap(model, other):
-    """Swaps the values of two models through `.data`, in the memory that they have."""
-    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        value = mine.data.clone()
-        mine.data.copy_(theirs.data)
-        theirs.data.copy_(value)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_average_swapped_in_for_an_evaluation_and_out_again_is_seen(mode):
-    model, average = nn.Linear(3, 5), nn.Linear(3, 5)
-    optimizer = open_training(model)
-    for _ in range(2):
-        backward(model(X).sum(), optimizer)
-        optimizer.step()
-        with mode():
-            assert_fresh(model)
-            for _ in range(2):
-                swap(model, average)
-                assert_fresh(model)
-        assert_fresh(model)
 
 
 def flatten(model):
@@ -395,18 +364,6 @@ def test_a_write_by_another_thread_while_a_cast_is_made_is_seen(linear, monkeypa
     with torch.no_grad():
         linear(X)
         monkeypatch.setattr(cache, "_convert", convert)
-        assert_fresh(linear)
-
-
-def test_weights_may_be_swapped_there_and_back(linear):
-    average = nn.Linear(3, 5)
-    for mode in (torch.no_grad, torch.enable_grad):
-        with mode():
-            assert_fresh(linear)
-        for _ in range(2):
-            for mine, theirs in zip(linear.parameters(), average.parameters(), strict=True):
-                torch.utils.swap_tensors(mine, theirs)
-        linear(X).sum().backward()
         assert_fresh(linear)
 
 

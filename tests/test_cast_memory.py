@@ -361,18 +361,3 @@ def test_a_cast_that_is_freed_while_another_thread_adds_one(linear, monkeypatch)
     linear.requires_grad_(False)(X)
     assert_fresh(linear)
     assert_fresh(late)
-
-
-def test_threads_that_train_their_own_models_do_not_disturb_each_other():
-    models = [nn.Linear(3, 5) for _ in range(4)]
-    sgds = [torch.optim.SGD(model.parameters(), lr=0.01, fused=True) for model in models]
-    open_session(models, sgds)
-
-    def work(index):
-        for _ in range(10):
-            backward(models[index](X).sum(), sgds[index])
-            sgds[index].step()
-            sgds[index].zero_grad()
-            assert_fresh(models[index])
-
-    run_in_threads(work)

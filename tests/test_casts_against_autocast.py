@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 import ampatch as amp
-from helpers import torch_is_before
 from patched import FULL, LEVELS, open_session
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
@@ -32,129 +31,59 @@ class Make:
         self.dtypes, self.then, self.device = itertools.cycle(dtypes), then, device
         self.generator = torch.Generator().manual_seed(3)
 
-    def __call__(self, *shape, low=0.1, high=0.9):
+    def __call__(self, *shape):
         dtype = next(self.dtypes)
         if self.device != "cpu":
             return torch.empty(shape, dtype=dtype, device=self.device)
-        values = low + (high - low) * torch.rand(shape, generator=self.generator)
-        values = values.to(dtype)
+        values = (0.1 + 0.8 * torch.rand(shape, generator=self.generator)).to(dtype)
         return values if self.then is None else values.to(self.then)
 
     def ints(self, *shape, high):
         count = math.prod(shape)
         return (torch.arange(count, device=self.device) % high).reshape(shape)
 
-    def signs(self, *shape):
-        """Targets of 1 and -1, in float32 whatever the inputs are."""
-        count = math.prod(shape)
-        values = 1.0 - 2.0 * (torch.arange(count, device=self.device) % 2)
-        return values.reshape(shape)
 
-
-# One of each kind, and each form that PyTorch's database of ops lacks: test_op_db.py has the others.
+# A few of each kind, and each form that PyTorch's database of ops lacks: test_op_db.py has the others.
 CALLS = {
     # name: (cast, call of a Make)
-    "conv1d": (LOWER, lambda t: F.conv1d(t(1, 2, 5), t(3, 2, 3), t(3))),
     "conv2d": (LOWER, lambda t: F.conv2d(t(1, 2, 5, 5), t(3, 2, 3, 3), t(3))),
     "conv1d by keywords": (LOWER, lambda t: F.conv1d(input=t(1, 2, 5), weight=t(3, 2, 3), bias=t(3))),
-    "conv_transpose2d": (LOWER, lambda t: F.conv_transpose2d(t(1, 2, 5, 5), t(2, 3, 3, 3))),
     "conv_tbc": (LOWER, lambda t: F.conv_tbc(t(5, 1, 2), t(3, 2, 3), t(3))),
     "linear": (LOWER, lambda t: F.linear(t(2, 3), t(4, 3), t(4))),
-    "prelu": (LOWER, lambda t: F.prelu(t(2, 3), t(1))),
     "sdpa": (LOWER, lambda t: F.scaled_dot_product_attention(t(1, 2, 4, 8), t(1, 2, 4, 8), t(1, 2, 4, 8))),
     "matmul": (LOWER, lambda t: torch.matmul(t(2, 3), t(3, 4))),
     "a @ b": (LOWER, lambda t: t(2, 3) @ t(3, 4)),
-    "mm": (LOWER, lambda t: torch.mm(t(2, 3), t(3, 4))),
     "mm by keywords": (LOWER, lambda t: torch.mm(input=t(2, 3), mat2=t(3, 4))),
-    "addmm": (LOWER, lambda t: torch.addmm(t(2, 4), t(2, 3), t(3, 4))),
-    "baddbmm": (LOWER, lambda t: torch.baddbmm(t(2, 2, 4), t(2, 2, 3), t(2, 3, 4), beta=0.5)),
     "chain_matmul": (LOWER, lambda t: torch.chain_matmul(t(2, 3), t(3, 4), t(4, 2))),
     "multi_dot": (LOWER, lambda t: torch.linalg.multi_dot([t(2, 3), t(3, 4), t(4, 2)])),
-    "einsum": (LOWER, lambda t: torch.einsum("ij,jk->ik", t(2, 3), t(3, 4))),
     "einsum of a list": (LOWER, lambda t: torch.einsum("ij,jk->ik", [t(2, 3), t(3, 4)])),
     "einsum by sublists": (LOWER, lambda t: torch.einsum(t(2, 3), [0, 1], t(3, 4), [1, 2], [0, 2])),
     "softmax": (FP32, lambda t: F.softmax(t(2, 3), dim=1)),
     "torch.softmax": (FP32, lambda t: torch.softmax(input=t(2, 3), dim=1)),
     "Tensor.softmax": (FP32, lambda t: t(2, 3).softmax(dim=-1)),
-    "log_softmax": (FP32, lambda t: F.log_softmax(t(2, 3), dim=1)),
-    "softplus": (FP32, lambda t: F.softplus(t(2, 3))),
-    "layer_norm": (FP32, lambda t: F.layer_norm(t(2, 3), (3,), t(3), t(3))),
-    "group_norm": (FP32, lambda t: F.group_norm(t(2, 4, 3), 2, t(4), t(4))),
-    "rms_norm": (FP32, lambda t: F.rms_norm(t(2, 3), (3,), t(3))),
-    "normalize": (FP32, lambda t: F.normalize(t(2, 3))),
-    "cosine_similarity": (FP32, lambda t: F.cosine_similarity(t(2, 3), t(2, 3))),
-    "cdist": (FP32, lambda t: torch.cdist(t(2, 3), t(4, 3))),
-    "cross_entropy": (FP32, lambda t: F.cross_entropy(t(2, 3), t.ints(2, high=3))),
     "cross_entropy with weights": (
         FP32,
         lambda t: F.cross_entropy(t(2, 3), t.ints(2, high=3), weight=t(3), label_smoothing=0.1),
     ),
-    "nll_loss": (FP32, lambda t: F.nll_loss(t(2, 3), t.ints(2, high=3))),
-    "mse_loss": (FP32, lambda t: F.mse_loss(t(2, 3), t(2, 3))),
     "bce_with_logits": (FP32, lambda t: F.binary_cross_entropy_with_logits(t(2, 3), t(2, 3))),
-    "cosine_embedding_loss": (FP32, lambda t: F.cosine_embedding_loss(t(2, 3), t(2, 3), t.signs(2))),
     "interpolate bilinear": (FP32, lambda t: F.interpolate(t(1, 1, 2, 2), size=(4, 4), mode="bilinear")),
     "exp": (FP32, lambda t: torch.exp(t(3))),
     "Tensor.exp": (FP32, lambda t: t(3).exp()),
-    "expm1": (FP32, lambda t: torch.expm1(t(3))),
-    "log1p": (FP32, lambda t: t(3).log1p()),
-    "rsqrt": (FP32, lambda t: torch.rsqrt(t(3))),
-    "pow": (FP32, lambda t: torch.pow(t(3), 2)),
     "pow of two tensors": (FP32, lambda t: torch.pow(t(3), t(3))),
     "x ** 2": (FP32, lambda t: t(3) ** 2),
     "2 ** x": (FP32, lambda t: 2 ** t(3)),
     "1 / x": (FP32, lambda t: 1 / t(3)),
-    "sum": (FP32, lambda t: torch.sum(t(2, 3))),
     "Tensor.sum": (FP32, lambda t: t(2, 3).sum(dim=1, keepdim=True)),
-    "cumsum": (FP32, lambda t: torch.cumsum(t(2, 3), 1)),
-    "logsumexp": (FP32, lambda t: torch.logsumexp(t(2, 3), 1)),
-    "norm": (FP32, lambda t: torch.norm(t(2, 3))),
     "linalg.norm": (FP32, lambda t: torch.linalg.norm(t(2, 3))),
-    "dist": (FP32, lambda t: torch.dist(t(3), t(3))),
-    "bilinear": (PROMOTE, lambda t: F.bilinear(t(2, 3), t(2, 4), t(5, 3, 4), t(5))),
-    "cross": (PROMOTE, lambda t: torch.cross(t(2, 3), t(2, 3), dim=1)),
     "dot": (PROMOTE, lambda t: torch.dot(input=t(3), tensor=t(3))),
-    "tensordot": (PROMOTE, lambda t: torch.tensordot(t(2, 3), t(3, 4), dims=1)),
-    "scatter_add": (PROMOTE, lambda t: t(4).scatter_add(0, t.ints(4, high=2), t(4))),
     "index_put": (PROMOTE, lambda t: t(4).index_put((t.ints(2, high=4),), t(2))),
     "add": (NATIVE, lambda t: t(3) + t(3)),
-    "div": (NATIVE, lambda t: t(3) / t(3)),
     "cat": (NATIVE, lambda t: torch.cat([t(2, 3), t(2, 3)])),
     "where": (NATIVE, lambda t: torch.where(t.ints(3, high=2) > 0, t(3), t(3))),
-    "addcmul": (NATIVE, lambda t: torch.addcmul(t(3), t(3), t(3))),
-    "atan2": (NATIVE, lambda t: torch.atan2(t(3), t(3))),
     "gelu": (NATIVE, lambda t: F.gelu(t(3))),
-    "mean": (NATIVE, lambda t: t(2, 3).mean()),
     "batch_norm": (NATIVE, lambda t: F.batch_norm(t(2, 3), torch.zeros(3), torch.ones(3))),
     "embedding": (NATIVE, lambda t: F.embedding(t.ints(3, high=2), t(2, 4))),
 }
-
-# Autocast refuses mixed types here, or has no rule; the cast by hand is the oracle.
-BEYOND_AUTOCAST = {
-    "lerp": (PROMOTE, lambda t: torch.lerp(t(3), t(3), 0.5)),
-    "index_add": (PROMOTE, lambda t: t(4).index_add(0, t.ints(2, high=4), t(2))),
-    "grid_sample": (
-        PROMOTE,
-        lambda t: F.grid_sample(t(1, 1, 3, 3), t(1, 2, 2, 2), align_corners=False),
-    ),
-    "embedding_bag": (
-        PROMOTE,
-        lambda t: F.embedding_bag(t.ints(2, 2, high=3), t(3, 4), per_sample_weights=t(2, 2), mode="sum"),
-    ),
-    "ctc_loss": (
-        FP32,
-        lambda t: F.ctc_loss(t(4, 1, 3).log(), torch.tensor([[1, 2]]), torch.tensor([4]), torch.tensor([2])),
-    ),
-    "gaussian_nll_loss": (FP32, lambda t: F.gaussian_nll_loss(t(2, 3), t(2, 3), t(2, 3))),
-    "fft": (FP32, lambda t: torch.fft.rfft(t(6))),
-    "stft": (
-        FP32,
-        lambda t: torch.stft(t(16), n_fft=4, window=t(4), return_complex=True),
-    ),
-    "sum_to_size": (FP32, lambda t: t(2, 3).sum_to_size(1, 3)),
-    "special.log_softmax": (FP32, lambda t: torch.special.log_softmax(t(2, 3), 1)),
-}
-EVERY_CALL = {**CALLS, **BEYOND_AUTOCAST}
 
 
 def input_dtypes(half):
@@ -191,8 +120,7 @@ def ask_autocast(call, dtypes, half):
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_results_have_the_dtypes_that_autocast_gives(opt_level):
     half = LEVELS[opt_level]
-    without = {"rms_norm"} if torch_is_before("2.13") else set()  # autocast does not know it there
-    calls = {name: call for name, (_, call) in CALLS.items() if name not in without}
+    calls = {name: call for name, (_, call) in CALLS.items()}
     inputs = [(name, dtypes) for name in calls for dtypes in input_dtypes(half).values()]
     expected = {given: ask_autocast(calls[given[0]], given[1], half) for given in inputs}
     expected = {given: dtypes for given, dtypes in expected.items() if dtypes is not None}
@@ -217,26 +145,26 @@ def cast_by_hand(cast, dtypes, half):
 
 def test_results_are_those_of_the_function_on_arguments_cast_by_hand():
     half = torch.bfloat16
-    inputs = [(name, dtypes) for name in EVERY_CALL for dtypes in input_dtypes(half).values()]
+    inputs = [(name, dtypes) for name in CALLS for dtypes in input_dtypes(half).values()]
     expected = []
     for name, dtypes in inputs:
-        cast, call = EVERY_CALL[name]
+        cast, call = CALLS[name]
         expected.append(call(Make(dtypes, then=cast_by_hand(cast, dtypes, half))))
     open_session(opt_level="O4")
-    found = [EVERY_CALL[name][1](Make(dtypes)) for name, dtypes in inputs]
+    found = [CALLS[name][1](Make(dtypes)) for name, dtypes in inputs]
     same = map(is_same, found, expected)
     assert [given for given, is_right in zip(inputs, same, strict=True) if not is_right] == []
 
 
 def test_float64_arguments_give_what_they_give_without_ampatch():
     expected = {}
-    for name, (cast, call) in EVERY_CALL.items():
+    for name, (cast, call) in CALLS.items():
         if cast != NATIVE:
             with contextlib.suppress(RuntimeError):  # torch itself refuses some
                 expected[name] = call(Make((torch.float64,)))
-    assert len(expected) > 50
+    assert len(expected) > 25
     open_session(opt_level="O4")
-    calls = {name: EVERY_CALL[name][1] for name in expected}
+    calls = {name: CALLS[name][1] for name in expected}
     assert [name for name in calls if not is_same(calls[name](Make((torch.float64,))), expected[name])] == []
 
 

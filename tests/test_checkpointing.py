@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
 import ampatch as amp
 from apex_rows import shows
 
-LEVELS = pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+LEVELS = pytest.mark.parametrize("level", ["O1", "O5"])  # one that patches and one that casts the model
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ampatch as amp
 from helpers import needs_torch
-from nets import EVERY_LEVEL, HALVES, sgd
+from nets import sgd
 from patched import FULL, HALF, LEVELS, open_session
 
 pytestmark = pytest.mark.exhaustive(keep=6)  # of each test
@@ -158,9 +158,13 @@ WAYS = {
 }
 
 
-@pytest.mark.exhaustive(keep=8)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("level", EVERY_LEVEL)
+@pytest.mark.parametrize(
+    ("level", "way"),
+    [
+        *(("O0", "eager"), ("O1", "with its loss"), ("O2", "aot_eager"), ("O3", "in place")),
+        *(("O4", "aot_eager"), ("O4", "in place"), ("O5", "eager"), ("O5", "with its loss")),
+    ],
+)
 def test_a_compiled_model_trains_to_the_same_bits(level, way):
     compile, plain = WAYS[way]
     assert_equal(train(Mlp, level, compile), train(Mlp, level, plain))
@@ -171,7 +175,7 @@ class Checkpointed(Attention):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
+@pytest.mark.parametrize("level", ["O2", "O4"])
 @pytest.mark.parametrize("make", [Conv, Attention, Transformer, Recurrent, Checkpointed])
 def test_models_of_every_kind_train_to_the_same_bits(make, level):
     assert_equal(train(make, level, compiled), train(Attention if make is Checkpointed else make, level))
@@ -503,7 +507,7 @@ def test_a_function_compiled_before_initialize_casts_after_it_and_not_after_unin
 
 
 @pytest.mark.exhaustive(keep=4)
-@pytest.mark.parametrize("level", [*LEVELS, *HALVES])
+@pytest.mark.parametrize("level", ["O1", "O3", "O5"])
 @pytest.mark.parametrize("is_given", [False, True], ids=["compiled", "compiled and given"])
 def test_a_model_compiled_before_initialize_casts_after_it_and_not_after_uninitialize(level, is_given):
     model = Mlp()
@@ -589,7 +593,7 @@ CALLS = [
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     ("level", "backend"),
-    [("O1", "eager"), ("O2", "aot_eager"), ("O4", "eager"), ("O4", "aot_eager"), ("O5", "eager")],
+    [("O2", "aot_eager"), ("O4", "aot_eager"), ("O5", "eager")],
 )
 def test_a_kept_part_of_a_compiled_model_computes_and_returns_what_it_does_uncompiled(level, call, backend):
     model = WithKept(call)
@@ -606,7 +610,7 @@ def test_a_kept_part_of_a_compiled_model_computes_and_returns_what_it_does_uncom
 
 
 @torch_tells
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O4", "O5"])
 def test_a_kept_part_whose_graph_breaks_stays_float32(level):
     def call(module, x):
         torch._dynamo.graph_break()
@@ -679,7 +683,7 @@ def test_what_is_compiled_while_patched_is_apart_in_shared_caches_for_every_thre
     assert len(tags - {before}) == 2
 
 
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize("level", ["O3", "O5"])
 def test_a_model_whose_weights_are_loaded_between_calls_compiles_as_a_whole(level):
     """More parameters than Dynamo would compile one function for."""
     model = nn.Sequential(*[nn.Linear(size, size + 1) for size in range(2, 12)])
@@ -692,15 +696,14 @@ def test_a_model_whose_weights_are_loaded_between_calls_compiles_as_a_whole(leve
     assert torch.equal(found, model(x))
 
 
-@BOTH_BACKENDS
-@pytest.mark.parametrize("level", EVERY_LEVEL)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
 @pytest.mark.parametrize("place", ["masters", "state_dict"])
-def test_what_is_written_shows_in_the_next_call_of_a_compiled_model(place, level, backend):
+def test_what_is_written_shows_in_the_next_call_of_a_compiled_model(place, level):
     """As SAM and Lookahead write into the parameters that they step."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     open_session(model, level, optimizers=optimizer)
-    compiled, x = torch.compile(model, backend=backend, fullgraph=True), torch.ones(1, 2)
+    compiled, x = torch.compile(model, backend="aot_eager", fullgraph=True), torch.ones(1, 2)
     compiled(x)
     for value in (3.0, 5.0):
         written = amp.master_params(optimizer) if place == "masters" else model.state_dict().values()

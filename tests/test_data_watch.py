@@ -46,18 +46,6 @@ def test_a_master_keeps_its_precision_where_data_is_only_read(level):
         assert torch.equal(param, earlier)
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_weight_that_is_written_after_the_data_of_its_master_was_read_keeps_what_was_written(level):
-    model, optimizer = open_model(level)
-    norms = [param.data.norm() for param in amp.master_params(optimizer)]
-    model(X)
-    with torch.no_grad():
-        model.weight.fill_(0.5)
-    model(X)
-    assert model.weight.eq(0.5).all()
-    assert all(norms)
-
-
 def read_halves(model, optimizer):
     assert all(param.data.float().norm() for param in model.parameters())
 

@@ -164,7 +164,7 @@ MODULES = [pytest.param(amp, id="native"), pytest.param(apex_amp, id="drop-in")]
 @pytest.mark.exhaustive(keep=16)
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("fold", FOLDS.values(), ids=FOLDS)
-@pytest.mark.parametrize("level", EVERY_LEVEL)
+@pytest.mark.parametrize("level", ["O0", "O2", "O4"])
 def test_a_model_and_an_optimizer_that_a_script_drops_are_freed(level, fold, module):
     assert alive(fold(module, level)) == []
 
@@ -212,7 +212,7 @@ def evaluated_with_a_weight_that_knows_its_model(module, level):
     [failed_in_step, interrupted, evaluated_with_a_weight_that_knows_its_model],
     ids=lambda fold: fold.__name__,
 )
-@pytest.mark.parametrize("level", EVERY_LEVEL)
+@pytest.mark.parametrize("level", ["O2", "O4"])
 def test_what_an_exception_or_a_cached_cast_holds_is_freed_by_the_next_call(level, fold):
     dropped = fold(amp, level)
     amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)

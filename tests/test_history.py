@@ -314,7 +314,7 @@ LIMITS = st.builds(
 )
 
 
-@settings(max_examples=600)
+@settings(max_examples=300)
 @given(st.lists(STEPS, max_size=24), LIMITS, st.sampled_from([0.0, 16.0, 128.0]))
 def test_the_judge_says_what_the_rules_say(steps, limits, floor):
     updates, scale = [], 256.0
@@ -401,17 +401,6 @@ def test_the_search_for_a_scale_raises_no_alarm():
         amp.set_loss_scale(2.0**30)
         run.overflow(20)
     assert run.alarms == []
-
-
-def test_a_search_that_finds_nothing_ends_in_an_alarm(run):
-    run.overflow(16)
-    assert run.kinds == [("low", 9), ("skipped", 14)]
-
-
-def test_an_alarm_comes_again_after_a_quiet_time():
-    with Run(alarms=amp.Alarms(within=3)) as run:
-        run.step(1e-3, NAN, 1e-3, NAN, *[1e-3] * 3, NAN)
-    assert run.kinds == [("loss", 1), ("loss", 7)]
 
 
 def test_alarms_can_be_switched_off(caplog):

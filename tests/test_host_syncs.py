@@ -9,12 +9,7 @@ import torch
 import ampatch as amp
 from ampatch.apex.parallel import LARC
 from benchmarks.syncs import count_reads
-from helpers import (
-    SKIPPING_VARIANTS,
-    Dense,
-    make_batches,
-    make_net,
-)
+from helpers import SKIPPING_VARIANTS, Dense, make_batches, make_net
 from stepping import (
     ADAM,
     DYNAMIC_LEVELS,
@@ -29,6 +24,8 @@ from stepping import (
     run_block,
     run_iteration,
 )
+
+EITHER = pytest.mark.parametrize(("level", "factor"), [("O1", 1.0), ("O1", INF), ("O5", INF)])
 
 
 def count_reads_of(variant, level=None, factor=1.0, accumulate=1, **options):
@@ -56,8 +53,7 @@ def count_reads_of(variant, level=None, factor=1.0, accumulate=1, **options):
 
 
 @pytest.mark.exhaustive(keep=12)
-@DYNAMIC_LEVELS
-@pytest.mark.parametrize("factor", [1.0, INF], ids=["clean", "overflow"])
+@EITHER
 @pytest.mark.parametrize("variant", [v for v in SKIPPING_VARIANTS if not v.is_fused], ids=str)
 def test_an_iteration_costs_one_host_sync_at_the_most(variant, level, factor):
     assert count_reads_of(variant, level, factor, verbosity=1) <= 1
@@ -70,8 +66,7 @@ def test_accumulation_costs_one_host_sync_an_iteration_all_the_same(variant, lev
 
 
 @pytest.mark.exhaustive(keep=12)
-@DYNAMIC_LEVELS
-@pytest.mark.parametrize("factor", [1.0, INF], ids=["clean", "overflow"])
+@EITHER
 @pytest.mark.parametrize("variant", [v for v in SKIPPING_VARIANTS if v.takes_found_inf], ids=str)
 def test_an_iteration_costs_no_host_sync_with_an_optimizer_that_takes_found_inf(variant, level, factor):
     assert count_reads_of(variant, level, factor) <= 0
@@ -108,8 +103,7 @@ class Wrapper:
         self.optim.step()
 
 
-@DYNAMIC_LEVELS
-@pytest.mark.parametrize("factor", [1.0, INF], ids=["clean", "overflow"])
+@EITHER
 @pytest.mark.parametrize(("wrap", "reads"), [(LARC, 0), (Wrapper, 1)], ids=["LARC", "another"])
 def test_a_wrapper_that_changes_gradients_alone_costs_no_host_sync(wrap, reads, level, factor):
     model = Dense()

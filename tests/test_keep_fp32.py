@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import ampatch as amp
 from apex_rows import shows
-from helpers import scaled_backward
 
 FULL = torch.float32
-HALVES = dict.fromkeys(["O1", "O2", "O3"], torch.float16) | dict.fromkeys(["O4", "O5"], torch.bfloat16)
-CASTING, PATCHING = ["O2", "O3", "O5"], ["O1", "O4"]
+# One that patches, and of those that cast the model one of each type; O3 keeps no BatchNorm.
+HALVES = {"O3": torch.float16, "O4": torch.bfloat16, "O5": torch.bfloat16}
+CASTING = ["O3", "O5"]
 EVERY_LEVEL = ["O0", *HALVES]
 X = torch.tensor([[1.0, -2.0], [0.25, 3.0]])
 
@@ -138,7 +138,7 @@ def test_what_is_named_runs_in_float32_and_the_rest_does_not(opt_level, way):
         if isinstance(module, Spy):
             expected = FULL if name in kept else HALVES[opt_level]
             assert set(module.seen) == {expected}, name
-            assert opt_level in PATCHING or module.weight.dtype is expected, name
+            assert opt_level == "O4" or module.weight.dtype is expected, name
 
 
 @pytest.mark.parametrize("opt_level", EVERY_LEVEL)
@@ -151,21 +151,6 @@ def test_the_whole_model_may_be_kept(opt_level, find):
     open_session(model, opt_level, keep_fp32=find(model))
     assert torch.equal(model(X), expected)
     assert set(types_of(model).values()) == {FULL}
-
-
-@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
-def test_keeping_something_at_o0_and_everywhere_else_trains(opt_level):
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    open_session(model, opt_level, optimizer, keep_fp32="decoder", loss_scale=1.0)
-    before = model.state_dict()["decoder.first.weight"].clone()
-    for _ in range(2):
-        scaled_backward(model(X).float().pow(2).mean(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert not torch.equal(model.state_dict()["decoder.first.weight"], before)
-    assert {param.dtype for param in amp.master_params(optimizer)} <= {FULL, HALVES.get(opt_level)}
-    assert model.decoder.first.weight.dtype is FULL
 
 
 @pytest.mark.parametrize("opt_level", HALVES)
@@ -201,24 +186,6 @@ def test_a_kept_module_in_a_model_inside_of_another_model_returns_float32(opt_le
     model = nn.Sequential(body, inner)
     amp.initialize([model, inner], opt_level=opt_level, verbosity=0, keep_fp32=named)
     assert torch.equal(model(X), expected)
-
-
-@pytest.mark.parametrize("opt_level", CASTING)
-def test_a_kept_module_and_a_half_one_add_up_to_float32(opt_level):
-    class Residual(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.linear = nn.LayerNorm(2), Spy()
-
-        def forward(self, x):
-            x = self.norm(x)
-            self.seen = (x + self.linear(x)).dtype
-            return x
-
-    model = open_session(nn.Sequential(Residual(), Spy()), opt_level, keep_fp32=nn.LayerNorm)
-    model(X)
-    assert model[0].seen is FULL
-    assert types_of(model) == {"0.linear": HALVES[opt_level], "1": HALVES[opt_level]}
 
 
 class Mixes(nn.Module):
@@ -366,32 +333,17 @@ def test_an_encoder_with_kept_parts_evaluates_padded_sequences(opt_level, keep):
     assert torch.allclose(found, expected, atol=0.05)  # half has three digits
 
 
-@pytest.mark.parametrize("opt_level", CASTING)
-def test_inside_of_a_kept_module_nothing_is_rounded_in_between(opt_level):
-    model = Model()
-    expected = model.decoder(X)
-    inputs = []
-    model.decoder.second.register_forward_pre_hook(lambda module, args: inputs.append(args[0].dtype))
-    open_session(model, opt_level, keep_fp32="decoder*")
-    found = []
-    model.decoder.second.register_forward_hook(lambda module, args, output: found.append(output))
-    model.decoder(X)
-    assert inputs[-1] is FULL
-    assert torch.equal(found[-1], expected)
-
-
-@pytest.mark.parametrize("opt_level", ["O1", "O4"])
-def test_no_function_is_cast_inside_of_a_kept_module(opt_level):
+def test_no_function_is_cast_inside_of_a_kept_module():
     class Calls(nn.Module):
         def forward(self, x):
             self.seen = (torch.mm(x, x).dtype, (x @ x).dtype, F.linear(x, x).dtype)
             return x
 
     model = nn.Sequential(Spy(), Calls())
-    open_session(model, opt_level, keep_fp32=Calls)
+    open_session(model, "O4", keep_fp32=Calls)
     model(X)
     assert model[1].seen == (FULL, FULL, FULL)
-    assert torch.mm(X, X).dtype is HALVES[opt_level]
+    assert torch.mm(X, X).dtype is torch.bfloat16
 
 
 # ---- Parts that are called alone ----
@@ -480,19 +432,6 @@ class Fails(Spy):
 
 
 @pytest.mark.parametrize("opt_level", HALVES)
-def test_an_exception_inside_of_a_kept_module_leaves_everything_as_it_was(opt_level):
-    model = nn.Sequential(Spy(), Fails(), Spy())
-    open_session(model, opt_level, keep_fp32="1")
-    model[1].fails = True
-    for _ in range(2):
-        with pytest.raises(ArithmeticError):
-            model(X)
-    model[1].fails = False
-    model(X)
-    assert [layer.seen[-1] for layer in model] == [HALVES[opt_level], FULL, HALVES[opt_level]]
-
-
-@pytest.mark.parametrize("opt_level", HALVES)
 def test_an_exception_that_the_model_catches_leaves_casts_on_after_it(opt_level):
     class Catches(nn.Module):
         def __init__(self):
@@ -545,22 +484,6 @@ def test_a_model_at_o0_beside_a_patching_one_recomputes_its_activations_in_float
     assert plain[1].seen == plain[1].spy.seen == [FULL, FULL]
 
 
-@pytest.mark.parametrize("opt_level", CASTING)
-def test_a_recurrent_network_may_be_kept(opt_level):
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.into, self.lstm, self.head = Spy(), nn.LSTM(2, 2), Spy()
-
-        def forward(self, x):
-            output, _ = self.lstm(self.into(x))
-            return self.head(output)
-
-    model = open_session(Recurrent(), opt_level, keep_fp32=nn.LSTM)
-    assert model(X[None]).dtype is FULL
-    assert model.lstm.weight_ih_l0.dtype is FULL
-
-
 class WithLoss(nn.Module):
     """A model that computes its loss itself, as those for speech do."""
 
@@ -577,7 +500,7 @@ class Mean(nn.Module):
         return -x.mean()
 
 
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize("level", CASTING)
 @pytest.mark.parametrize(
     ("loss", "keep"),
     [(nn.MultiMarginLoss, ()), (functools.partial(nn.MultiMarginLoss, reduction="none"), ()), (Mean, [Mean])],

@@ -1,13 +1,15 @@
-"""The cast tables against the installed torch: its names, and its own promotion."""
+"""The cast tables against the installed torch: its names, its own promotion, and autocast's lists."""
 
 import importlib.util
 import pkgutil
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from ampatch import lists
-from ampatch.table import FP32, FP32_INPLACE, MATCH_SELF, PROMOTE, validate
+from ampatch.table import FP32, FP32_INPLACE, LOWER, MATCH_SELF, PROMOTE, validate
 
 ROWS = [(table.target, row) for table in lists.TABLES for row in table.select(torch.__version__).rows]
 CASTS = {(target, row.name): row.cast for target, row in ROWS}
@@ -140,40 +142,19 @@ MIXED_CALLS = {
 }
 
 
-MIXED_ROWS = [(target, row) for target, row in ROWS if row.cast in (PROMOTE, MATCH_SELF)]
-BOTH_ORDERS = pytest.mark.parametrize("dtypes", [(HALF, FULL), (FULL, HALF)], ids=["half-full", "full-half"])
-
-
-def mixed_call(target, row, first, rest):
-    """Returns a call of the row's op and its arguments, the first of a type of its own."""
-    call, shapes = MIXED_CALLS[row.name if row.name in MIXED_CALLS else row.name.removesuffix("_")]
-    function = getattr(pkgutil.resolve_name(target), row.name)
-    args = [torch.ones(shape, dtype=rest if index else first) for index, shape in enumerate(shapes)]
-    return lambda *args: call(function, *args), args
-
-
-@BOTH_ORDERS
+@pytest.mark.parametrize("dtypes", [(HALF, FULL), (FULL, HALF)], ids=["half-full", "full-half"])
 def test_an_op_whose_arguments_are_promoted_refuses_mixed_dtypes_natively(dtypes):
-    for target, row in MIXED_ROWS:
-        call, args = mixed_call(target, row, *dtypes)
+    """What it does while patched test_op_db_on_cpu.py says."""
+    first, rest = dtypes
+    for target, row in [(target, row) for target, row in ROWS if row.cast in (PROMOTE, MATCH_SELF)]:
+        call, shapes = MIXED_CALLS[row.name if row.name in MIXED_CALLS else row.name.removesuffix("_")]
+        function = getattr(pkgutil.resolve_name(target), row.name)
+        args = [torch.ones(shape, dtype=rest if index else first) for index, shape in enumerate(shapes)]
         if (row.name, *dtypes) == ("linear_cross_entropy", HALF, FULL):
-            assert call(*args).dtype is HALF  # it refuses the other order alone
+            assert call(function, *args).dtype is HALF  # it refuses the other order alone
             continue
         with pytest.raises((RuntimeError, IndexError), match=r"(?i)dtype|type|expected|did not match"):
-            call(*args)
-
-
-@BOTH_ORDERS
-@pytest.mark.filterwarnings("ignore:index_reduce.. is in beta:UserWarning")
-def test_an_op_whose_arguments_are_promoted_runs_on_the_dtype_of_its_row(dtypes):
-    for target, row in MIXED_ROWS:
-        call, args = mixed_call(target, row, *dtypes)
-        dtype = FULL if row.cast is PROMOTE else dtypes[0]
-        result = call(*(arg.to(dtype) for arg in args))
-        if row.name in ("isclose", "allclose"):
-            continue  # these say whether, and have run
-        assert result.dtype is dtype, (target, row)
-        assert row.cast is PROMOTE or result.data_ptr() == args[0].data_ptr(), (target, row)
+            call(function, *args)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -182,3 +163,55 @@ def test_a_fourier_transform_refuses_half_natively_on_a_cpu(dtype):
     for name in [name for target, name in CASTS if target == "torch.fft"]:
         with pytest.raises(RuntimeError, match=r"(?i)unsupported dtype|doesn't support"):
             getattr(torch.fft, name)(torch.ones(4, 4, dtype=dtype))
+
+
+# ---- torch.autocast's lists, in the installed header: test_op_db.py asks autocast itself ----
+
+HEADER = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text()
+POLICIES = {
+    "LOWER_PRECISION_FP": {LOWER},
+    "FP32": {FP32},
+    "FP32_SET_OPT_DTYPE": {FP32},
+    "DIFFERENT_REDISPATCH_SIGNATURE": {FP32},
+    "PROMOTE": {PROMOTE},
+}
+
+
+def autocast_ops():
+    for policy in POLICIES:
+        macro = re.search(rf"#define AT_FORALL_{policy}\(_\)(.*?[^\\])\n", HEADER, re.DOTALL)[1]
+        names = re.findall(r"_\((?:ADD_NS\()?(\w+)", macro)
+        yield from ((policy, name) for name in dict.fromkeys(names))
+
+
+AUTOCAST_OPS = list(autocast_ops())
+
+
+def test_every_list_of_the_header_is_read():
+    lists_in_header = set(re.findall(r"#define AT_FORALL_(\w+)\(", HEADER))
+    deprecated = {"DEPRECATED_AUTOCAST_BACKENDS", "DEPRECATED_AUTOCAST_BAKCNEDS"}  # as torch 2.6 spells it
+    assert lists_in_header - deprecated == set(POLICIES)
+
+
+def test_every_op_of_the_lists_is_read():
+    begins = HEADER.index("#define AT_FORALL_LOWER_PRECISION_FP")
+    entries = re.findall(r"^ +_\(\s*(?:\\\s*)?(?:ADD_NS\()?(\w+)", HEADER[begins:], re.MULTILINE)
+    assert len(entries) >= 100
+    assert {op for _, op in AUTOCAST_OPS} == set(entries)
+
+
+def casts_of(op):
+    """The casts of the rows of an op of autocast's; one of torch.sparse is another one by the same name."""
+    name = op.removeprefix("linalg_")
+    return {cast for (target, listed), cast in CASTS.items() if listed == name and target != "torch.sparse"}
+
+
+def test_an_op_that_autocast_lists_has_that_cast_here_or_a_reason_why_not():
+    excused = dict(lists.AUTOCAST_WITHOUT_ROW)
+    expected = {op: set() if op in excused else POLICIES[policy] for policy, op in AUTOCAST_OPS}
+    assert {op: casts_of(op) for op in expected} == expected
+
+
+def test_the_deliberate_differences_are_ops_that_autocast_lists():
+    assert set(dict(lists.AUTOCAST_WITHOUT_ROW)) <= {op for _, op in AUTOCAST_OPS}
+    assert all(reason for _, reason in lists.AUTOCAST_WITHOUT_ROW)

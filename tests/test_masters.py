@@ -188,20 +188,6 @@ def test_the_models_own_gradients_stay_scaled_in_the_half_type(level):
 
 
 @LEVELS
-def test_a_backward_outside_the_block_adds_unscaled_gradients(level):
-    model, optimizer, by_hand = open_both(level)
-    (batch,) = make_batches(ADAM, 1)
-    model(batch).square().mean().backward()
-    with warnings.catch_warnings(record=True) as caught:  # it counts, and is said where the scale is dynamic
-        warnings.simplefilter("always")
-        optimizer.step()
-    assert all("outside of scale_loss" in str(warning.message) for warning in caught)
-    by_hand.scale = 1.0
-    by_hand.iterate(batch)
-    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
-
-
-@LEVELS
 def test_a_backward_outside_the_block_is_clipped_through_master_params(level):
     model, optimizer, by_hand = open_both(level, scale=1.0)
     for batch in make_batches(ADAM, 3):

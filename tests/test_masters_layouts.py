@@ -7,18 +7,8 @@ import torch
 from torch.nn import Parameter
 
 import ampatch as amp
-from helpers import (
-    Dense,
-    Variant,
-    make_batches,
-)
-from mastering import (
-    HALF,
-    LEVELS,
-    SCALE,
-    backward,
-    train,
-)
+from helpers import Dense, Variant, make_batches
+from mastering import HALF, LEVELS, SCALE, backward, train
 
 
 class Convolve(torch.nn.Module):
@@ -85,8 +75,7 @@ def train_convolution(level, variant, change, when, **options):
 
 
 @pytest.mark.exhaustive(keep=24)
-@LEVELS
-@pytest.mark.parametrize("when", [0, 2])
+@pytest.mark.parametrize(("level", "when"), [("O2", 0), ("O5", 2)])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("variant", FUSED, ids=str)
 def test_a_fused_optimizer_steps_masters_in_whatever_layout_the_model_has(level, variant, change, when):

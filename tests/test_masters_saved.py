@@ -8,30 +8,8 @@ import torch
 from torch.nn import Parameter
 
 import ampatch as amp
-from helpers import (
-    SKIPPING_VARIANTS,
-    Dense,
-    Variant,
-    assert_same_bits,
-    make_batches,
-    make_net,
-    snapshot,
-)
-from mastering import (
-    ADAM,
-    HALF,
-    LEVELS,
-    MOMENTUM,
-    SCALE,
-    ByHand,
-    all_state,
-    iterate,
-    open_both,
-    optimizer_bits,
-    saved,
-    train,
-    train_plainly,
-)
+from helpers import SKIPPING_VARIANTS, Variant, assert_same_bits, make_batches, make_net, snapshot
+from mastering import ADAM, LEVELS, MOMENTUM, SCALE, all_state, iterate, open_both, saved, train
 
 
 def resume(level, variant, checkpoint, order, make_scheduler, scale=SCALE):
@@ -94,31 +72,6 @@ def test_a_resumed_run_is_bit_equal_to_the_one_that_never_stopped(variant, level
     model, optimizer, scheduler = resume(level, variant, checkpoint, order, make_scheduler)
     found = [run(model, optimizer, scheduler, batches), *all_state(model, optimizer, scheduler)]
     assert snapshot(found) == snapshot(expected)
-
-
-@LEVELS
-def test_a_float32_checkpoint_goes_on_at_a_level_with_masters_and_back(level):
-    model = Dense()
-    optimizer = ADAM(model.parameters())
-    train_plainly(model, optimizer, make_batches(ADAM, 2))
-    checkpoint = saved([model.state_dict(), optimizer.state_dict()])
-    by_hand = ByHand(list(model.parameters()), ADAM, HALF[level])
-    by_hand.optimizer.load_state_dict(saved(checkpoint[1]))  # loading shares the tensors
-    model, optimizer, _ = open_both(level)
-    model.load_state_dict(checkpoint[0])
-    optimizer.load_state_dict(checkpoint[1])
-    batches = make_batches(ADAM, 2)
-    train(model, optimizer, batches)
-    by_hand.train(batches)
-    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
-    checkpoint = saved([model.state_dict(), optimizer.state_dict()])
-    amp.uninitialize()
-    model = Dense()
-    optimizer = ADAM(model.parameters())
-    model.load_state_dict(checkpoint[0])
-    optimizer.load_state_dict(checkpoint[1])
-    assert_same_bits(model.parameters(), by_hand.masters)
-    assert optimizer_bits(optimizer) == optimizer_bits(by_hand.optimizer)
 
 
 @LEVELS

@@ -141,13 +141,15 @@ WRONG = [
     (clip_value_of_masters, "clipped at 1 inside a block"),
     (a_scaler_beside_the_block, "a GradScaler steps"),
 ]
-STATIC = {"loss_scale": 65536.0}
+DYNAMIC, STATIC = {"loss_scale": "dynamic"}, {"loss_scale": 65536.0}
+EITHER = pytest.mark.parametrize(
+    ("level", "options"), [("O5", DYNAMIC), ("O1", STATIC)], ids=["dynamic", "static"]
+)
 
 
 @shows("scale-misuse")
 @pytest.mark.exhaustive(keep=16)
-@pytest.mark.parametrize("options", [{"loss_scale": "dynamic"}, STATIC], ids=["dynamic", "static"])
-@pytest.mark.parametrize("level", ["O1", "O5"])
+@EITHER
 @pytest.mark.parametrize(("script", "message"), WRONG)
 def test_a_script_that_trains_wrongly_is_warned_once_at_the_line_to_change(
     warned, script, message, level, options
@@ -164,7 +166,7 @@ def test_a_script_that_trains_wrongly_is_warned_once_at_the_line_to_change(
         amp.uninitialize()  # and again in the next session
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
 def test_at_a_static_scale_of_1_nothing_is_wrong_with_them(warned, level):
     for script, _ in WRONG[:-1]:
         assert warned(script, *make(level, loss_scale=1.0)) == []
@@ -352,8 +354,7 @@ RIGHT = [
 
 
 @pytest.mark.exhaustive(keep=32)
-@pytest.mark.parametrize("options", [{"loss_scale": "dynamic"}, STATIC], ids=["dynamic", "static"])
-@pytest.mark.parametrize("level", ["O1", "O5"])
+@EITHER
 @pytest.mark.parametrize("script", RIGHT)
 def test_a_script_that_is_right_is_not_warned(warned, script, level, options):
     assert warned(script, *make(level, **options)) == []
@@ -536,12 +537,12 @@ def average_beside_training(level, averaged_as, average=None, **options):
     return moved, [one - start for one, start in zip(exact, first, strict=True)]
 
 
-AVERAGES = pytest.mark.parametrize("average", [None, get_ema_multi_avg_fn(0.9)], ids=["mean", "exponential"])
-
-
-@AVERAGES
-@pytest.mark.parametrize("use_buffers", [False, True])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize(
+    ("average", "use_buffers"),
+    [(None, False), (get_ema_multi_avg_fn(0.9), True)],
+    ids=["mean", "exponential"],
+)
+@pytest.mark.parametrize("level", ["O1", "O3", "O5"])
 def test_an_averaged_model_in_float32_moves_as_the_float32_values_do(warned, level, use_buffers, average):
     def run():
         moved, exact = average_beside_training(level, AveragedModel.float, average, use_buffers=use_buffers)

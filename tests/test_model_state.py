@@ -53,14 +53,6 @@ def test_state_dict_has_the_unrounded_values_of_every_tensor(opt_level, with_opt
     assert_same_state(dict(model.state_dict()), before)
 
 
-def test_state_dict_has_the_unrounded_values_of_what_the_optimizer_does_not_step():
-    model = Net()
-    model.out.requires_grad_(False)
-    before = clone_state(model)
-    open_session(model, torch.optim.SGD(model.linear.parameters(), lr=0.1), "O2")
-    assert_same_state(dict(model.state_dict()), before)
-
-
 @pytest.mark.parametrize("opt_level", MASTERED)
 def test_an_edit_of_the_half_weights_shows_in_state_dict(opt_level):
     model = Net()
@@ -104,18 +96,6 @@ def test_state_dict_with_keep_vars_gives_what_takes_gradients(opt_level):
     model = Net()
     open_session(model, sgd(model), opt_level)
     assert model.state_dict(keep_vars=True)["linear.weight"].requires_grad
-
-
-@pytest.mark.parametrize("opt_level", MASTERED)
-def test_loading_keeps_every_bit(opt_level):
-    model, source = Net(), Net()
-    optimizer = sgd(model)
-    open_session(model, optimizer, opt_level)
-    expected = clone_state(source)
-    model.load_state_dict(source.state_dict())
-    assert_same_state(dict(model.state_dict()), expected)
-    assert torch.equal(model.linear.weight.detach(), source.linear.weight.detach().to(MASTERED[opt_level]))
-    assert torch.equal(next(amp.master_params(optimizer)).detach(), source.linear.weight.detach())
 
 
 @pytest.mark.parametrize("opt_level", MASTERED)

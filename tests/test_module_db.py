@@ -48,14 +48,10 @@ OTHERS = {
     "CosineSimilarity": (nn.CosineSimilarity, lambda: (x(3, 4), x(3, 4))),
     "CrossMapLRN2d": (lambda: nn.CrossMapLRN2d(3), lambda: (x(1, 4, 3, 3),)),
     "Dropout": (nn.Dropout, lambda: (x(3, 4),)),
-    "Dropout1d": (nn.Dropout1d, lambda: (x(2, 3, 4),)),
-    "Dropout2d": (nn.Dropout2d, lambda: (x(2, 3, 4, 4),)),
-    "Dropout3d": (nn.Dropout3d, lambda: (x(2, 3, 2, 2, 2),)),
     "EmbeddingBag": (
         lambda: nn.EmbeddingBag(5, 4, mode="sum"),
         lambda: (torch.tensor([[1, 2], [3, 4]]), None, x(2, 2)),
     ),
-    "FeatureAlphaDropout": (nn.FeatureAlphaDropout, lambda: (x(2, 3, 4),)),
     "Flatten": (nn.Flatten, lambda: (x(2, 3, 4),)),
     "Fold": (lambda: nn.Fold((4, 4), (2, 2)), lambda: (x(1, 8, 9),)),
     "FractionalMaxPool2d": (lambda: nn.FractionalMaxPool2d(2, 2), lambda: (x(1, 2, 4, 4),)),
@@ -63,15 +59,10 @@ OTHERS = {
     "Hardsigmoid": (nn.Hardsigmoid, lambda: (x(3),)),
     "Identity": (nn.Identity, lambda: (x(3),)),
     "LazyBatchNorm1d": (nn.LazyBatchNorm1d, lambda: (x(3, 4),)),
-    "LazyBatchNorm2d": (nn.LazyBatchNorm2d, lambda: (x(3, 4, 2, 2),)),
-    "LazyBatchNorm3d": (nn.LazyBatchNorm3d, lambda: (x(3, 4, 2, 2, 2),)),
     "LazyInstanceNorm1d": (lambda: nn.LazyInstanceNorm1d(affine=True), lambda: (x(3, 4, 5),)),
-    "LazyInstanceNorm2d": (lambda: nn.LazyInstanceNorm2d(affine=True), lambda: (x(3, 4, 2, 2),)),
-    "LazyInstanceNorm3d": (lambda: nn.LazyInstanceNorm3d(affine=True), lambda: (x(3, 4, 2, 2, 2),)),
     "LazyLinear": (lambda: nn.LazyLinear(3), lambda: (x(3, 4),)),
     "MaxUnpool1d": (lambda: nn.MaxUnpool1d(2), lambda: images(4)),
     "MaxUnpool2d": (lambda: nn.MaxUnpool2d(2), lambda: images(4, 4)),
-    "MaxUnpool3d": (lambda: nn.MaxUnpool3d(2), lambda: images(4, 4, 4)),
     "PairwiseDistance": (nn.PairwiseDistance, lambda: (x(3, 4), x(3, 4))),
     "PixelShuffle": (lambda: nn.PixelShuffle(2), lambda: (x(1, 4, 2, 2),)),
     "PixelUnshuffle": (lambda: nn.PixelUnshuffle(2), lambda: (x(1, 1, 4, 4),)),
@@ -88,10 +79,12 @@ OTHERS = {
     "Unflatten": (lambda: nn.Unflatten(1, (2, 2)), lambda: (x(3, 4),)),
     "Unfold": (lambda: nn.Unfold((2, 2)), lambda: (x(1, 2, 4, 4),)),
     "Upsample": (lambda: nn.Upsample(scale_factor=2, mode="bicubic"), lambda: (x(1, 1, 4, 4),)),
-    "UpsamplingBilinear2d": (lambda: nn.UpsamplingBilinear2d(scale_factor=2), lambda: (x(1, 1, 4, 4),)),
-    "UpsamplingNearest2d": (lambda: nn.UpsamplingNearest2d(scale_factor=2), lambda: (x(1, 1, 4, 4),)),
 }
 NO_LAYERS = {
+    **dict.fromkeys(("Dropout1d", "Dropout2d", "Dropout3d", "FeatureAlphaDropout"), "as Dropout"),
+    **dict.fromkeys((f"Lazy{kind}Norm{n}d" for kind in ("Batch", "Instance") for n in (2, 3)), "as 1d"),
+    **dict.fromkeys(("UpsamplingBilinear2d", "UpsamplingNearest2d"), "Upsample by older names"),
+    "MaxUnpool3d": "as MaxUnpool2d",
     **dict.fromkeys(("Module", "RNNBase", "RNNCellBase"), "a base class"),
     **dict.fromkeys(("ModuleDict", "ModuleList"), "holds modules, is not called"),
     **dict.fromkeys(("ParameterDict", "ParameterList"), "holds parameters, is not called"),
@@ -134,8 +127,8 @@ def cases_of(name):
         samples = INFOS[name].module_inputs_func(
             INFOS[name], device="cpu", dtype=FULL, requires_grad=True, training=training
         )
-        # LinearCrossEntropyLoss has 857, Transformer 64, most have fewer than 10: 24 evenly spread will do.
-        for sample in samples[:: math.ceil(len(samples) / 24)]:
+        # LinearCrossEntropyLoss has 857, Transformer 64, most have fewer than 10: 8 evenly spread will do.
+        for sample in samples[:: math.ceil(len(samples) / 8)]:
             torch.manual_seed(0)
             made, called = sample.constructor_input, sample.forward_input
             model = INFOS[name].module_cls(*made.args, **made.kwargs).to(FULL)
@@ -283,32 +276,21 @@ def test_every_module_of_torch_nn_is_run_or_has_a_reason_not_to_be():
     assert {cls.__name__ for cls in known ^ named} == set()
 
 
-@pytest.mark.exhaustive(keep=1)
-@each_dozen
-def test_every_sample_trains_in_float32(names):
-    assert [(name, found) for name in names for found in run_in_float32(name) if found.error] == []
-
-
 @pytest.mark.exhaustive(keep=4)
 @each_dozen
 @pytest.mark.parametrize("opt_level", LEVELS)
-def test_a_module_trains_at_every_level(opt_level, names):
+def test_a_module_trains_at_every_level_and_in_float32(opt_level, names):
     runs = [(name, *run) for name, group in run_group(names, opt_level).items() for run in group]
-    assert [(name, given, found) for name, given, found, _ in runs if found.error] == []
+    assert [run for run in runs if run[2].error or run[3].error] == []
 
 
 @pytest.mark.exhaustive(keep=0)
 @pytest.mark.parametrize("opt_level", LEVELS)
-def test_gradients_that_are_stepped_are_float32_and_finite(opt_level):
+def test_gradients_are_float32_and_finite_and_a_step_moves_every_parameter_that_has_one(opt_level):
     for name, given, found, plain in run_all(opt_level):
         assert found.types == plain.types, (name, given, found)
         assert found.is_finite or not plain.is_finite, (name, given, found)
-
-
-@pytest.mark.exhaustive(keep=0)
-@pytest.mark.parametrize("opt_level", LEVELS)
-def test_a_step_moves_every_parameter_that_has_a_gradient(opt_level):
-    assert [(name, given, found) for name, given, found, _ in run_all(opt_level) if found.unmoved] == []
+        assert not found.unmoved, (name, given, found)
 
 
 # Outputs are of order 1. bfloat16 rounds by up to 0.4 %: at O4 weights and activations of matrix products,
@@ -326,11 +308,10 @@ def test_the_loss_is_close_to_that_of_float32(opt_level):
 
 @pytest.mark.exhaustive(keep=2)
 @each_dozen
-@pytest.mark.parametrize("opt_level", ["O2", "O5"])
-def test_a_module_that_was_not_stepped_is_as_it_was(opt_level, names):
+def test_a_module_that_was_not_stepped_is_as_it_was(names):
     cases = [(name, case) for name in names for case in cases_of(name) if not case.training]
     before = [copy.deepcopy(case.model.state_dict()) for _, case in cases]
-    amp.initialize([case.model for _, case in cases], opt_level=opt_level, verbosity=0)
+    amp.initialize([case.model for _, case in cases], opt_level="O2", verbosity=0)
     for _, case in cases:
         call(case, case.model, FULL)
     amp.uninitialize()

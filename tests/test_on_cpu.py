@@ -161,12 +161,6 @@ def test_a_function_of_a_tensor_elsewhere_is_not_cast():
     assert F.avg_pool3d(x, 2).dtype is HALF
 
 
-def test_casts_turned_off_leave_the_function_to_torch():
-    open_session()
-    with amp.disable_casts(), pytest.raises(REFUSAL, match="not implemented for"):
-        F.avg_pool3d(half(*VOLUME), 2)
-
-
 # ---- Modules ----
 
 
@@ -260,18 +254,3 @@ def test_at_levels_that_patch_the_module_has_no_hooks():
     open_session(model, "O4")
     assert not model[1]._forward_pre_hooks
     assert model(torch.rand(1, 1, 2, 2, 2)).dtype is FULL
-
-
-def test_an_optimizer_steps_after_losses_on_half_outputs():
-    """A loss that is no part of the model gets half outputs where cast_model_outputs says so."""
-    model = nn.Linear(3, 3)
-    loss = nn.CTCLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize([model, loss], optimizer, opt_level="O5", cast_model_outputs=HALF, verbosity=0)
-    before = model.weight.clone()
-    _, shape, targets = MODULES["CTCLoss"]
-    logits = model(torch.rand(shape))
-    assert logits.dtype is HALF
-    scaled_backward(loss(logits.log_softmax(-1), *targets), optimizer)
-    optimizer.step()
-    assert not torch.equal(model.weight, before)

@@ -1,6 +1,7 @@
 """Recurrent networks and cells at every level: in half, on packed sequences, with states of either type."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -94,8 +95,10 @@ def leaves_of(output):
 
 
 @pytest.mark.exhaustive(keep=24)
-@pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    ("name", "inputs"),
+    [pair for pair in itertools.product(VARIANTS, INPUTS) if pair[0] == "lstm" or "no state" in pair[1]],
+)
 @pytest.mark.parametrize("opt_level", ["O1", "O5"])
 def test_a_recurrent_network_computes_what_it_does_in_half(opt_level, name, inputs):
     model, dtype = VARIANTS[name](), EVERY_LEVEL[opt_level]
@@ -124,8 +127,7 @@ def test_a_recurrent_network_computes_what_it_does_in_half(opt_level, name, inpu
 
 
 @pytest.mark.exhaustive(keep=16)
-@pytest.mark.parametrize("given", [FULL, HALF], ids=str)
-@pytest.mark.parametrize("state", [None, FULL, HALF], ids=str)
+@pytest.mark.parametrize(("given", "state"), [(FULL, None), (FULL, HALF), (HALF, FULL)], ids=str)
 @pytest.mark.parametrize("name", CELLS)
 @pytest.mark.parametrize("opt_level", ["O1", "O5"])
 def test_a_recurrent_cell_trains_over_several_steps(opt_level, name, state, given):
@@ -190,7 +192,7 @@ def train(network, x, opt_level, keep_fp32=()):
 
 
 @pytest.mark.parametrize("name", COMPUTED)
-@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+@pytest.mark.parametrize("opt_level", ["O1", "O5"])
 def test_a_network_whose_weights_are_computed_trains(opt_level, name):
     x = torch.randn(3, 2, 4)
     torch.manual_seed(1)
@@ -215,7 +217,7 @@ def test_a_copy_of_a_network_computes_the_same_on_weights_of_its_own(opt_level):
 
 
 @pytest.mark.parametrize("change", ["in place", "loaded", "replaced", "moved", "flattened"])
-@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+@pytest.mark.parametrize("opt_level", ["O1", "O5"])
 def test_a_changed_weight_is_seen_by_the_next_forward(opt_level, change):
     network, x, dtype = nn.LSTM(4, 6), torch.randn(3, 2, 4), EVERY_LEVEL[opt_level]
     other = copy.deepcopy(network)
@@ -259,8 +261,8 @@ class Tagger(nn.Module):
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("opt_level", ["O1", "O5"])
 def test_a_kept_network_runs_in_float32_and_its_neighbours_do_not(opt_level, make, is_packed):
     model, dtype, x = Tagger(make(4, 6), is_packed), EVERY_LEVEL[opt_level], torch.randn(3, 2, 4)
     before, recurrent = copy.deepcopy(model.before).to(dtype), copy.deepcopy(model.recurrent)

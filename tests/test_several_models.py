@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ampatch as amp
 from apex_rows import shows
-from helpers import needs_torch, scaled_backward
+from helpers import scaled_backward
 from nets import (
     EVERY_LEVEL,
     FULL,
@@ -193,15 +193,6 @@ def test_a_model_moved_after_initialize_saves_trains_and_comes_back_as_one_that_
     assert model(X).dtype is FULL
 
 
-@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
-def test_evaluation_mode_and_no_grad_give_what_training_mode_gives(opt_level):
-    model = open_session(nn.Linear(3, 2), opt_level=opt_level)
-    expected = model(X).detach()
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            assert torch.equal(model.eval()(X), expected)
-
-
 # ---- DistributedDataParallel ----
 
 
@@ -224,7 +215,7 @@ def accumulate_and_step(wrap, opt_level):
 
 
 @pytest.mark.parametrize("bucket_view", [False, True], ids=["copies", "bucket views"])
-@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+@pytest.mark.parametrize("opt_level", ["O2", "O3", "O4"])
 def test_training_in_distributed_data_parallel_is_bit_equal_to_training_without(
     one_rank, opt_level, bucket_view
 ):
@@ -237,39 +228,3 @@ def test_training_in_distributed_data_parallel_is_bit_equal_to_training_without(
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.dtype is theirs.dtype
         assert torch.equal(mine, theirs)
-
-
-@pytest.mark.parametrize("opt_level", ["O1", "O2", "O5"])
-def test_accumulation_without_synchronization_is_bit_equal(one_rank, opt_level):
-    def run(wrap):
-        torch.manual_seed(5)
-        model = nn.Linear(3, 2)
-        optimizer = sgd(model)
-        open_session(model, optimizer, opt_level, loss_scale=64.0)
-        wrapped = wrap(model)
-        if wrapped is model:
-            contexts = [torch.enable_grad, torch.enable_grad]
-        else:
-            contexts = [wrapped.no_sync, torch.enable_grad]
-        for context in contexts:
-            with context(), amp.scale_loss(wrapped(X).pow(2).mean(), optimizer) as scaled:
-                scaled.backward()
-        grads = [param.grad.clone() for param in amp.master_params(optimizer)]
-        amp.uninitialize()
-        return grads
-
-    expected = run(lambda model: model)
-    found = run(lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True))
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
-
-
-COMPLEX_GLOO = needs_torch("2.9", "gloo that sends complex tensors, of which this net has one")
-
-
-@COMPLEX_GLOO
-@pytest.mark.parametrize("opt_level", MASTERED)
-def test_a_wrapped_model_saves_float32(one_rank, opt_level):
-    model = Net()
-    before = clone_state(model)
-    wrapped = DistributedDataParallel(open_session(model, opt_level=opt_level))
-    assert_same_state(dict(wrapped.state_dict()), {f"module.{name}": value for name, value in before.items()})

@@ -35,17 +35,6 @@ def test_a_call_that_is_enabled_wins_over_an_earlier_one_that_was_not():
         assert torch.equal(scaled_loss, loss * 2.0**16)
 
 
-def test_blocks_of_one_optimizer_cannot_be_nested_and_the_outer_one_goes_on():
-    model, optimizer = start("O4", loss_scale=8.0)
-    x = ONES
-    inner = amp.scale_loss(model(x).sum(), optimizer)
-    with amp.scale_loss(model(x).sum(), optimizer) as outer:
-        with pytest.raises(amp.AmpError, match=r"SGD is inside another block .* end that block first"):
-            inner.__enter__()
-        outer.backward()
-    assert torch.equal(model.weight.grad, torch.ones(2, 2))
-
-
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_a_model_initialized_in_inference_mode_trains(level):
     model = nn.Linear(2, 2)
@@ -71,14 +60,6 @@ def test_a_scripted_model_whose_inputs_or_outputs_would_be_cast_is_refused(optio
     model = torch.jit.script(nn.Linear(2, 2))
     with pytest.raises(amp.AmpValueError, match=rf"module '' is scripted.*without .*{option}"):
         amp.initialize(model, opt_level="O4", verbosity=0, **{option: torch.float32})
-
-
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-def test_a_model_on_the_meta_device_comes_back_as_float32(level):
-    model = nn.Linear(2, 2, device="meta")
-    amp.initialize(model, opt_level=level, verbosity=0)
-    amp.uninitialize()
-    assert model.weight.dtype is torch.float32
 
 
 class Sam(torch.optim.Optimizer):
@@ -122,44 +103,6 @@ def test_an_optimizer_that_writes_parameters_by_itself_trains(level):
     ascents = [losses[i + 1] > losses[i] for i in range(0, 12, 2)]
     assert all(ascents)
     assert losses[-2] < losses[0] / 4
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_change_of_master_params_shows_in_the_next_forward(level):
-    model, x = nn.Linear(3, 2), torch.ones(1, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    for param in amp.master_params(optimizer):
-        param.data.fill_(0.25)
-    assert torch.equal(model(x), torch.full((1, 2), 1.0))
-    with torch.no_grad():
-        for param in amp.master_params(optimizer):
-            param.fill_(0.5)
-    assert torch.equal(model(x), torch.full((1, 2), 2.0))
-
-
-class Lookahead(torch.optim.Optimizer):
-    """A wrapper that never calls the __init__ of its base class, as some published ones do."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-        self.param_groups, self.state = optimizer.param_groups, optimizer.state
-
-    def step(self, closure=None):
-        return self.optimizer.step(closure)
-
-    def zero_grad(self):
-        self.optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
-def test_the_steps_of_a_wrapper_are_skipped_as_those_of_the_optimizer_inside(level):
-    model, optimizer = start(level, wrap=Lookahead, loss_scale=amp.DynamicLossScale(8.0))
-    before = [param.clone() for param in amp.master_params(optimizer)]
-    backward(model(ONES).sum() * float("inf"), optimizer)
-    optimizer.step()
-    assert amp.step_was_skipped(optimizer)
-    assert all(map(torch.equal, before, amp.master_params(optimizer)))
 
 
 class Wrapper:
@@ -361,30 +304,6 @@ def test_clipping_the_models_own_gradients_is_told_and_the_step_ignores_it(most,
         optimizer.step()
         assert all(map(torch.equal, masters, expected))
     assert "edit amp.master_params" in caplog.text
-
-
-@pytest.mark.parametrize("most", [1e-30, 0.5])
-def test_clipping_the_models_own_gradients_counts_where_nothing_has_scaled_them(most, caplog):
-    model, optimizer = start("O5", lr=0.5)
-    backward(model(ONES).square().sum() / 8, optimizer)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), most)
-    masters = list(amp.master_params(optimizer))
-    pairs = zip(masters, model.parameters(), strict=True)
-    expected = [master - 0.5 * param.grad.float() for master, param in pairs]
-    optimizer.step()
-    assert all(map(torch.equal, masters, expected))
-    assert "edit amp.master_params" not in caplog.text
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
-def test_gradients_that_two_optimizers_of_a_block_share_are_unscaled_once(level):
-    model = nn.Linear(2, 2)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.25, 0.5)]
-    amp.initialize(model, optimizers, opt_level=level, loss_scale=8.0, verbosity=0)
-    for _ in range(2):
-        backward(model(ONES).sum(), optimizers)
-    for param in amp.master_params(optimizers[1]):
-        assert torch.equal(param.grad, torch.full_like(param, 2.0))
 
 
 THIRD = torch.eye(2) / 3

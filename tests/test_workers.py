@@ -27,19 +27,6 @@ def make_net():
 
 
 @LEVELS
-def test_threads_that_call_one_model_at_once_get_what_one_gets(level):
-    model = open_session(make_net().eval(), opt_level=level)
-    expected = model(X)
-
-    def call(index):
-        with (torch.no_grad, torch.enable_grad, torch.inference_mode)[index % 3]():
-            return all(torch.equal(model(X).detach(), expected) for _ in range(10))
-
-    with ThreadPoolExecutor(4) as threads:
-        assert all(threads.map(call, range(12)))
-
-
-@LEVELS
 def test_threads_that_run_backward_at_once_add_up_their_gradients(level):
     model = open_session(make_net(), opt_level=level)
     # Half gradients are added in any order: of powers of two every sum is exact.
@@ -53,18 +40,6 @@ def test_threads_that_run_backward_at_once_add_up_their_gradients(level):
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(run, range(4)))
     assert torch.equal(bias.grad.float(), torch.full((2,), 4.0 * 4 * len(X)))
-
-
-@pytest.mark.parametrize("level", HALF)
-def test_a_thread_that_is_started_where_casts_are_off_begins_with_casts(level):
-    open_session(make_net(), opt_level=level)
-    seen = []
-    with amp.disable_casts():
-        thread = threading.Thread(target=lambda: seen.append((X @ X.T).dtype))
-        thread.start()
-        thread.join()
-        assert (X @ X.T).dtype is torch.float32
-    assert seen == [HALF[level]]
 
 
 @pytest.mark.parametrize("level", HALF)
@@ -94,18 +69,6 @@ def test_one_thread_may_be_inside_a_model_while_another_works_outside(level):
         done.set()
         assert output.result().dtype is torch.float32
     assert outside.dtype is HALF[level]
-
-
-@LEVELS
-def test_backward_may_run_in_a_thread_of_its_own(level):
-    model = open_session(make_net(), opt_level=level)
-    loss = model(X).float().pow(2).sum()
-    expected = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
-    for param, grad in zip(model.parameters(), expected, strict=True):
-        assert torch.equal(param.grad, grad)
 
 
 @shows("never-data-parallel")
@@ -298,15 +261,6 @@ def test_spawned_workers_run_plain_torch():
     for _ in range(2):
         for batch in loader:
             assert {value.dtype for value in batch.values()} == {torch.float32}
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("level", ["O4", "O5"])
-def test_a_model_in_a_forked_worker_gives_what_it_gives_here(level):
-    model = open_session(make_net(), opt_level=level)
-    with torch.no_grad():
-        expected = torch.stack([model(X), model(X + 1)])
-    assert torch.equal(next(iter(load(Outputs(model), "fork"))), expected)
 
 
 @pytest.mark.process

@@ -67,31 +67,6 @@ def test_every_row_is_patched_by_what_passes_for_the_original(faults):
     assert {said: faults(check) for said, check in CHECKS.items()} == {said: [] for said in CHECKS}
 
 
-class StoresFunction(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.act = F.softmax
-
-    def forward(self, x):
-        return self.act(x, dim=-1)
-
-
-def test_a_module_that_stores_a_patched_function_can_be_copied_and_pickled_and_outlives_the_session():
-    open_session()
-    module, x = StoresFunction(), half(2, 3)
-    data = pickle.dumps(module)
-    assert copy.deepcopy(module)(x).dtype is pickle.loads(data)(x).dtype is FULL
-    amp.uninitialize()
-    assert torch.equal(module(x), F.softmax(x, dim=-1))
-    assert pickle.loads(data).act is F.softmax
-
-
-def test_a_name_bound_before_initialize_is_not_cast():
-    linear = F.linear
-    open_session()
-    assert linear(full(2, 3), full(4, 3)).dtype is FULL
-
-
 # ---- out= ----
 
 
@@ -110,14 +85,16 @@ WITH_OUT = {
 
 
 @pytest.mark.filterwarnings("ignore:Using torch.cross without specifying the dim arg")
-@pytest.mark.parametrize("name", WITH_OUT)
-def test_a_call_with_out_is_left_alone(name):
-    kind = HALF if name == "exp of half" else FULL
-    expected = WITH_OUT[name](torch.empty(3, 3, dtype=kind))
+def test_a_call_with_out_is_left_alone():
+    def run():
+        for name, call in WITH_OUT.items():
+            out = torch.empty(3, 3, dtype=HALF if name == "exp of half" else FULL)
+            assert call(out) is out, name
+            yield out
+
+    expected = list(run())
     open_session()
-    out = torch.empty(3, 3, dtype=kind)
-    assert WITH_OUT[name](out) is out
-    assert torch.equal(out, expected)
+    assert list(map(torch.equal, run(), expected)) == [True] * len(WITH_OUT)
 
 
 def test_a_keyword_that_is_none_says_nothing():
@@ -175,16 +152,17 @@ ARGUMENTS = {
 each_blacklisted = parametrize_rows(cast=FP32_INPLACE)
 
 
-def test_there_are_blacklisted_functions_in_place():
-    assert {"torch.Tensor.exp_", "torch.Tensor.pow_", "torch.exp_"} <= set(each_blacklisted.kwargs["ids"])
+def test_a_blacklisted_function_in_place_works_on_full_tensors():
+    def run():
+        for path, row in each_blacklisted.args[1]:
+            x = torch.eye(2) / 2 + 0.25
+            assert pkgutil.resolve_name(path)(x, *ARGUMENTS.get(row.name, ())) is x, path
+            yield path, x.tolist()
 
-
-@pytest.mark.exhaustive(keep=6)
-@each_blacklisted
-def test_a_blacklisted_function_in_place_works_on_full_tensors(path, row):
-    assert_casts(
-        path, full(2, 2), *ARGUMENTS.get(row.name, ()), expect=row.cast, opt_level="O4", gradients=False
-    )
+    expected = dict(run())
+    assert {"torch.Tensor.exp_", "torch.Tensor.pow_", "torch.exp_"} <= set(expected)
+    open_session()
+    assert dict(run()) == expected
 
 
 @shows("o1-in-place")
@@ -244,25 +222,12 @@ def test_the_error_says_what_to_write_instead():
 ROWS_0_AND_2 = torch.tensor([0, 2])
 ZEROS = torch.zeros(1, 4, dtype=torch.long)
 MASK = torch.eye(4).bool()
+# What PyTorch's database of ops lacks, and one that it has: test_op_db_on_cpu.py has the others.
 MATCHING = {
-    "addmm_": ("torch.Tensor.addmm_", full(4, 4), full(4, 3), full(3, 4)),
-    "addmv_": ("torch.Tensor.addmv_", full(4), full(4, 3), full(3)),
     "torch.addmv_": ("torch.addmv_", full(4), full(4, 3), full(3)),
-    "addbmm_": ("torch.Tensor.addbmm_", full(4, 4), full(2, 4, 3), full(2, 3, 4)),
-    "baddbmm_": ("torch.Tensor.baddbmm_", full(1, 4, 4), full(1, 4, 3), full(1, 3, 4)),
     "lerp_": ("torch.Tensor.lerp_", full(4, 4), full(4, 4), 0.5),
-    "lerp_ by a tensor": ("torch.Tensor.lerp_", full(4, 4), full(4, 4), full(4, 4)),
-    "index_add_": ("torch.Tensor.index_add_", full(4, 4), 0, ROWS_0_AND_2, full(2, 4)),
-    "index_copy_": ("torch.Tensor.index_copy_", full(4, 4), 0, ROWS_0_AND_2, full(2, 4)),
-    "index_put_": ("torch.Tensor.index_put_", full(4, 4), (ROWS_0_AND_2,), full(2, 4)),
     "torch.index_put_": ("torch.index_put_", full(4, 4), (ROWS_0_AND_2,), full(2, 4)),
-    "index_reduce_": ("torch.Tensor.index_reduce_", full(4, 4), 0, ROWS_0_AND_2, full(2, 4), "amax"),
-    "masked_scatter_": ("torch.Tensor.masked_scatter_", full(4, 4), MASK, full(4)),
-    "put_": ("torch.Tensor.put_", full(4, 4), torch.tensor([0, 5]), full(2)),
-    "scatter_": ("torch.Tensor.scatter_", full(4, 4), 0, ZEROS, full(1, 4)),
     "scatter_ by keyword": (lambda x, src: x.scatter_(dim=0, index=ZEROS, src=src), full(4, 4), full(1, 4)),
-    "scatter_add_": ("torch.Tensor.scatter_add_", full(4, 4), 0, ZEROS, full(1, 4)),
-    "scatter_reduce_": ("torch.Tensor.scatter_reduce_", full(4, 4), 0, ZEROS, full(1, 4), "sum"),
     "x[mask] = y": (lambda x, y: operator.setitem(x, MASK, y), full(4, 4), full(4)),
     "x[indices] = y": (lambda x, y: operator.setitem(x, ROWS_0_AND_2, y), full(4, 4), full(2, 4)),
     "x[indices, slice] = y": (
@@ -275,16 +240,13 @@ MATCHING = {
 
 PROMOTED_BY_TORCH = {
     "x[slice] = y": (lambda x, y: operator.setitem(x, slice(0, 2), y), full(4, 4), full(2, 4)),
-    "copy_": ("torch.Tensor.copy_", full(4, 4), full(4, 4)),
     "+=": (operator.iadd, full(4, 4), full(4, 4)),
-    "addcmul_": ("torch.Tensor.addcmul_", full(4, 4), full(4, 4), full(4, 4)),
 }
 
 
 @shows("o1-in-place-mixed")
 @pytest.mark.exhaustive(keep=8)
 @pytest.mark.parametrize("name", [*PROMOTED_BY_TORCH, *MATCHING])
-@pytest.mark.filterwarnings("ignore:index_reduce.. is in beta")
 def test_a_function_in_place_on_mixed_types_follows_self(name):
     call, expected = MATCHING.get(name), MATCH_SELF
     if name in PROMOTED_BY_TORCH:

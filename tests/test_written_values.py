@@ -29,16 +29,27 @@ def assert_filled(model, value):
         assert (tensor == value).all(), name
 
 
+OWNERS = {"the model": lambda model, other: model, "one without optimizer": lambda model, other: other} | {
+    f"a copy by {name}": lambda model, other, make_copy=make_copy: make_copy(model)
+    for name, make_copy in COPIES.items()
+}
+
+
 @pytest.mark.parametrize("level", EVERY_LEVEL)
-@pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
-def test_what_is_written_into_the_state_dict_of_a_copy_shows_in_its_next_forward(make_copy, level):
-    model = make()
-    open_session(model, sgd(model), level)
-    average = make_copy(model).eval()
-    fill(average.state_dict(), 3.0)
-    average(X)
-    assert_filled(average, 3.0)
-    assert all((tensor == 3).all() for tensor in average.state_dict().values())
+@pytest.mark.parametrize("find", OWNERS.values(), ids=OWNERS)
+def test_what_is_written_into_a_state_dict_shows_in_the_next_forward(find, level):
+    model, other = make(), make()
+    amp.initialize([model, other], sgd(model), opt_level=level, verbosity=0)
+    owner = find(model, other).eval()
+    fill(owner.state_dict(), 3.0)
+    owner(X)
+    assert_filled(owner, 3.0)
+    fill(owner.state_dict(), 5.0)
+    assert all((tensor == 5).all() for tensor in owner.state_dict().values())
+    owner(X)
+    assert_filled(owner, 5.0)
+    amp.uninitialize()
+    assert_filled(owner, 5.0)
 
 
 @pytest.mark.parametrize("level", EVERY_LEVEL)
@@ -51,27 +62,6 @@ def test_what_is_written_into_a_state_dict_is_in_a_copy_that_is_made_before_the_
     for owner in (copy.deepcopy(model), model):
         fill(owner.state_dict(), 3.0)
         assert_filled(make_copy(owner), 3.0)
-
-
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_what_is_written_into_a_models_state_dict_shows_in_its_next_forward(level):
-    model = make().eval()
-    open_session(model, sgd(model), level)
-    fill(model.state_dict(), 3.0)
-    assert all((tensor == 3).all() for tensor in model.state_dict().values())
-    model(X)
-    assert_filled(model, 3.0)
-
-
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_what_is_written_into_the_state_dict_of_a_model_without_optimizer_shows_in_its_next_forward(level):
-    model, average = make(), make().eval()
-    amp.initialize([model, average], sgd(model), opt_level=level, verbosity=0)
-    fill(average.state_dict(), 3.0)
-    average(X)
-    assert_filled(average, 3.0)
-    amp.uninitialize()
-    assert_filled(average, 3.0)
 
 
 @shows("never-copies", "patterns-edited-weights")
