@@ -25,9 +25,6 @@ from ranks import FSDP2, fixture, gather, is_equal_on_ranks
 
 pytestmark = pytest.mark.process
 
-LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
-
-
 two = fixture()
 
 
@@ -91,7 +88,7 @@ def leg(level, steps, load=None, save=None):
 
 
 @FSDP2
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_checkpoint_resumes_bit_for_bit_on_another_number_of_ranks(level, two, four, tmp_path):
     two(leg, level, range(3), save=tmp_path / "first")
     four(leg, level, range(3, 5), load=tmp_path / "first", save=tmp_path / "second")
@@ -303,7 +300,7 @@ def train_two_models(level):
     return [copies(one) for one in optimizers], skips, [amp.get_loss_scale(one) for one in range(3)]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O2", "O4"])
 def test_two_models_with_three_losses_take_the_steps_of_one_process(level, two):
     found, others = two(train_two_models, level)
     assert snapshot(found) == snapshot(others)
@@ -348,7 +345,7 @@ def train_whole(steps=6):
 
 @needs_torch("2.7", "pipelines that average over their micro-batches")  # and a 1F1B that ends on gloo
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
 def test_the_stages_of_a_pipeline_take_the_steps_of_one_process(level, schedule, two):
     for found, skips, scales in two(train_stage, level, schedule):
         assert all(map(are_close, found, train_whole()))
