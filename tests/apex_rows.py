@@ -78,19 +78,6 @@ def step(net, optimizer, factor=1.0, **kwargs):
     optimizer.step()
 
 
-def closure_of(net, optimizer):
-    """What an optimizer that evaluates its loss itself is given."""
-
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(net)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        return loss
-
-    return closure
-
-
 def scaler_state(loss_id=0):
     return amp.state_dict()[f"loss_scaler{loss_id}"]
 

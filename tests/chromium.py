@@ -5,10 +5,11 @@ import json
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from colour_vision import contrast
 
 NAME = "chromium"
 SECONDS = 120
@@ -106,19 +107,6 @@ addEventListener("load", () => {
 </script>"""
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What a browser made of pages: the measures by "page at width", and what it logged."""
-
-    measures: dict[str, dict]
-    log: str
-
-    @property
-    def console(self) -> list[str]:
-        """The lines that pages wrote to the console, by themselves or because something is wrong."""
-        return [line for line in self.log.splitlines() if "CONSOLE" in line]
-
-
 def start(arguments: list[str], folder: Path) -> subprocess.CompletedProcess:
     """Starts a browser that knows nothing, and waits for its end."""
     profile = tempfile.mkdtemp(dir=folder)
@@ -128,11 +116,25 @@ def start(arguments: list[str], folder: Path) -> subprocess.CompletedProcess:
     return done
 
 
-def look_at(pages: dict[str, str], widths: list[int], folder: Path, *, dark: bool = False) -> Seen:
-    """Opens pages in frames of several widths, all in one browser."""
+def look_at(pages: dict[str, str], widths: list[int], folder: Path, *, dark: bool) -> dict[str, dict]:
+    """Opens pages in frames of several widths, all in one browser; fails unless each fits and can be read.
+
+    Returns what the browser measured, by "page at width".
+    """
     content = json.dumps({"html": pages, "widths": widths}).replace("<", "\\u003c")
     path = folder / f"harness-{'dark' if dark else 'light'}.html"
     path.write_text(HARNESS.replace("PAGES", content), encoding="utf-8")
     done = start([*([DARK] if dark else []), "--dump-dom", path.as_uri()], folder)
     result = done.stdout.rpartition('<pre id="result">')[2].partition("</pre>")[0]
-    return Seen(json.loads(html.unescape(result)), done.stderr)
+    seen = json.loads(html.unescape(result))
+    assert len(seen) == len(widths) * len(pages)
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []  # what pages complain of
+    for place, it in seen.items():
+        assert it["dark"] == dark, place
+        assert (it["scroll"] <= it["width"], it["outside"]) == (True, []), place
+        assert (it["loaded"], it["cut"], it["crossing"]) == ([], [], []), place
+        assert [pair for pair in it["colours"] if contrast(*pair[:2]) < 4.5] == [], place
+        assert len(it["colours"]) >= 2, place
+    # A frame of 390 has a scroll bar, which a phone lays over the page.
+    assert seen["sample at 390"]["smallest"] > 10.5
+    return seen

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
+from torch.optim import SGD, Adam, AdamW
 
 import ampatch as amp
 from ampatch.apex.fp16_utils import FP16_Optimizer, network_to_half
@@ -19,13 +19,8 @@ HALF, FLOAT, BF16 = torch.float16, torch.float32, torch.bfloat16
 OPTIMIZERS = {
     "SGD": (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
     "SGD, fused": (SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
-    "Adam": (Adam, {"lr": 0.01}),
     "Adam, foreach": (Adam, {"lr": 0.01, "foreach": True, "amsgrad": True}),
-    "Adam, fused": (Adam, {"lr": 0.01, "fused": True}),
-    "AdamW": (AdamW, {"lr": 0.01}),
     "AdamW, fused": (AdamW, {"lr": 0.01, "fused": True}),
-    "Adagrad, fused": (Adagrad, {"lr": 0.1, "fused": True}),
-    "RMSprop": (RMSprop, {"lr": 0.01, "momentum": 0.9}),
 }
 each_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 

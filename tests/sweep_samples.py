@@ -7,7 +7,6 @@ from ampatch.sweeps.records.record import Bytes, CastRate, Curve, Ending, Measur
 from ampatch.sweeps.records.sweep import Environment, Settings, Sweep
 from ampatch.sweeps.verdicts.summary import summarize
 
-MIB = 2**20
 WEIGHTS = 11_689_512  # of a ResNet-18
 VARIANT = "O2 keep_batchnorm_fp32=False loss_scale=128"
 CRASHING = "O5 cast_model_outputs=float16"

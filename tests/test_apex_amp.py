@@ -96,11 +96,6 @@ def test_an_unknown_argument_raises_a_type_error_that_names_it():
 # ---- What _amp_state shows ----
 
 
-def test_before_initialize_the_state_has_no_scalers_options_or_handle():
-    for name in ("loss_scalers", "opt_properties", "handle"):
-        assert not hasattr(amp._amp_state, name)
-
-
 def added_names(optimizer):
     return [name for name in vars(optimizer) if "amp" in name or "master" in name]
 
@@ -145,13 +140,6 @@ def test_a_session_under_the_newer_names_alone_is_not_followed():
 
 
 # ---- Loss scalers ----
-
-
-def test_what_a_script_keeps_on_a_scaler_stays_there():
-    start(num_losses=2)
-    amp._amp_state.loss_scalers[1].note = "kept"
-    assert amp._amp_state.loss_scalers[1].note == "kept"
-    assert not hasattr(amp._amp_state.loss_scalers[0], "note")
 
 
 def test_the_counter_interval_and_bounds_can_be_assigned():

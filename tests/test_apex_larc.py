@@ -171,7 +171,7 @@ def train_with_larc(level, loss_scale, overflow=False):
 
 
 @shows("companions-larc", "optimizers-larc")
-@pytest.mark.parametrize("loss_scale", [None, 1.0, 1024.0], ids=str)
+@pytest.mark.parametrize("loss_scale", [None, 1024.0], ids=str)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 def test_larc_under_every_level_trains_as_in_float32(level, loss_scale):
     expected = train_with_larc(None, None)[-1]
@@ -182,12 +182,11 @@ def test_larc_under_every_level_trains_as_in_float32(level, loss_scale):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_step_of_larc_that_is_skipped_changes_neither_weights_nor_state(level):
-    first, second, third = train_with_larc(level, "dynamic", overflow=level not in ("O0",))
-    if level in ("O1", "O2"):
-        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-        assert not torch.equal(second[0], third[0])
+    first, second, third = train_with_larc(level, "dynamic", overflow=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(second[0], third[0])
     assert all(value.isfinite().all() for value in third)
 
 

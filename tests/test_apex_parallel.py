@@ -26,9 +26,6 @@ from ranks import fixture, gather, is_equal_on_ranks
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parent.parent
-LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
-
-
 ranks = fixture()
 
 
@@ -76,11 +73,6 @@ def two_losses_one_after_the_other(model, x, rank):
     right.pow(2).sum().backward()
 
 
-def two_forwards_before_one_backward(model, x, rank):
-    first = model(x, 0).sum()
-    (first + model(x, 1).pow(2).sum()).backward()
-
-
 def two_forwards_before_two_backwards(model, x, rank):
     first, second = model(x, 0).sum(), model(2 * x, 0).pow(2).sum()
     first.backward()
@@ -94,11 +86,6 @@ def a_branch_that_is_never_used(model, x, rank):
 
 def another_branch_on_each_rank(model, x, rank):
     model(x, rank).sum().backward()
-
-
-def another_branch_each_time(model, x, rank):
-    for head in (0, 1, 0):
-        model(x, head).pow(2).sum().backward()
 
 
 def outputs_in_objects_and_containers(model, x, rank):
@@ -168,22 +155,11 @@ def backwards_that_are_not_synchronized(model, x, rank):
     model(x, 0).sum().backward()
 
 
-def evaluation_in_between(model, x, rank):
-    model.eval()
-    with torch.no_grad():
-        model(x)
-    model.train()
-    model(x)  # no backward follows
-    model(x, 0).sum().backward()
-
-
 WAYS = [
     two_losses_one_after_the_other,
-    two_forwards_before_one_backward,
     two_forwards_before_two_backwards,
     a_branch_that_is_never_used,
     another_branch_on_each_rank,
-    another_branch_each_time,
     outputs_in_objects_and_containers,
     reentrant_checkpoints_that_share_a_layer,
     a_part_that_is_frozen_for_a_while,
@@ -192,7 +168,6 @@ WAYS = [
     a_penalty_on_the_gradient_of_the_input,
     steps_between_that_clear_in_place,
     backwards_that_are_not_synchronized,
-    evaluation_in_between,
 ]
 MEAN, SUM = {}, {"gradient_average": False}
 PREDIVIDED = {"gradient_predivide_factor": 2.0, "allreduce_always_fp32": True}
@@ -372,7 +347,7 @@ def wrap_masters(level):
     return all(torch.equal(a, b) for a, b in zip(masters, before, strict=True))
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_masters_come_from_rank_0_in_float32(ranks, level):
     assert ranks(wrap_masters, level) == [True] * 2
 
@@ -455,8 +430,7 @@ def compare_training(level, **kwargs):
     return skipped
 
 
-@pytest.mark.parametrize("larc", [False, True], ids=["plain", "LARC"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "larc"), [("O0", False), ("O1", True), ("O3", False), ("O5", True)])
 def test_two_ranks_train_as_one_process_on_the_joined_batch(ranks, level, larc):
     assert ranks(compare_training, level, larc=larc) == [[False] * 4] * 2
 
@@ -515,7 +489,7 @@ def accumulate_unsynchronized(level, scale, wrap, stop, delay, read=False):
     ],
     ids=["ours", "ours-disable", "torchs"],
 )
-@pytest.mark.parametrize(("level", "scale"), [*((level, 128.0) for level in LEVELS), ("O5", 1.0)])
+@pytest.mark.parametrize(("level", "scale"), [("O1", 128.0), ("O2", 128.0), ("O5", 1.0)])
 def test_gradients_accumulated_without_averaging_are_averaged_with_the_next(
     ranks, level, scale, wrap, stop, delay
 ):
@@ -524,9 +498,7 @@ def test_gradients_accumulated_without_averaging_are_averaged_with_the_next(
     assert ranks(accumulate_unsynchronized, level, scale, wrap, stop, delay) == expected
 
 
-@pytest.mark.parametrize(
-    ("level", "scale"), [*((level, 128.0) for level in LEVELS), ("O1", amp.DynamicLossScale(128.0))]
-)
+@pytest.mark.parametrize(("level", "scale"), [("O2", 128.0), ("O1", amp.DynamicLossScale(128.0))])
 def test_reading_the_masters_meanwhile_keeps_nothing_from_being_averaged(ranks, level, scale):
     arguments = level, scale, nn.parallel.DistributedDataParallel, "no_sync", False, True
     assert ranks(accumulate_unsynchronized, *arguments) == [[[4.5, 4.5], [3.0]]] * 2

@@ -80,7 +80,7 @@ class Lookahead:
                     param.copy_(slow)
 
 
-@shows("patterns-third-party", "patterns-early-state")
+@shows("patterns-third-party", "patterns-early-state", "never-cpu")
 @pytest.mark.parametrize("level", EVERY_LEVEL)
 def test_an_optimizer_that_makes_its_state_at_once_and_overrides_everything_trains(level):
     net, optimizer = initialized(level, AllocatesEarly, loss_scale=4.0)

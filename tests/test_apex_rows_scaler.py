@@ -1,21 +1,82 @@
-"""What scripts written for apex expect of scales and checkpoints, row by row of docs/apex-behaviour.md."""
+"""What scripts written for apex expect of losses and their scales, and never got, row by row."""
 
 import io
 
 import pytest
 import torch
+from torch import nn
 
 import ampatch
 from ampatch.apex import amp
 from apex_rows import (
     EVERY_LEVEL,
+    INF,
+    MASTERED,
+    backward,
     initialized,
     is_same,
+    loss_of,
     scaler_state,
     set_scale,
     shows,
     step,
 )
+
+# ---- What it yields ----
+
+
+@shows("scale-yields")
+@pytest.mark.parametrize("shape", [(), (2, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("level", ["O0", "O1", "O5"])
+def test_it_yields_the_loss_in_float32_times_the_scale_in_any_shape(level, dtype, shape):
+    _, optimizer = initialized(level, loss_scale=128.0)
+    loss = torch.full(shape, 1.5, dtype=dtype, requires_grad=True)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss.dtype is torch.float32
+        assert torch.equal(scaled_loss, torch.full(shape, 192.0))
+        scaled_loss.sum().backward()
+    assert torch.equal(loss.grad, torch.full(shape, 128.0, dtype=dtype))
+
+
+@shows("scale-yields")
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_a_static_scale_of_1_yields_the_loss_in_float32(level):
+    _, optimizer = initialized(level, loss_scale=1.0)
+    loss = torch.tensor(0.1)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss is loss
+    with amp.scale_loss(loss.half(), optimizer) as scaled_loss:
+        assert torch.equal(scaled_loss, loss.half().float())
+
+
+# ---- What was wrong ----
+
+
+@shows("scale-defect-lost-grads")
+@pytest.mark.parametrize("level", MASTERED)
+def test_float32_parameters_keep_their_gradients_at_a_static_scale_of_1(level):
+    net, optimizer = initialized(level, loss_scale=1.0)
+    net.eval()  # equal batches then give equal gradients
+    backward(net, optimizer)
+    once = net.norm.weight.grad.clone()
+    assert once.abs().max() > 0
+    backward(net, optimizer)
+    assert net.norm.weight.dtype is torch.float32
+    assert torch.equal(net.norm.weight.grad, 2 * once)
+
+
+# ---- Several losses, and what scripts do inside the block ----
+
+
+@shows("patterns-backward-outside")
+@pytest.mark.parametrize("level", MASTERED)
+def test_a_backward_outside_the_block_that_no_step_will_see_is_warned_of(level, caplog):
+    net, optimizer = initialized(level, loss_scale=128.0)
+    backward(net, optimizer)
+    loss_of(net).backward()
+    optimizer.step()
+    assert "call backward() inside scale_loss" in caplog.text
 
 
 def iterate(net, optimizer, factor=1.0):
@@ -112,3 +173,51 @@ def test_a_restored_run_is_bit_equal_to_the_one_that_never_stopped(level, order)
         iterate(net, optimizer)
     assert is_same([*net.state_dict().values()], expected)
     assert amp.state_dict() == state
+
+
+FULL, HALF = torch.float32, torch.bfloat16
+
+
+@shows("never-which-layer")
+def test_the_gradients_of_a_skipped_step_show_which_layer_overflowed():
+    net, optimizer = initialized("O4", loss_scale="dynamic")
+    net.last.register_full_backward_pre_hook(lambda module, grads: tuple(grad * INF for grad in grads))
+    step(net, optimizer)
+    assert ampatch.step_was_skipped(optimizer)
+    bad = [name for name, param in net.named_parameters() if not torch.isfinite(param.grad).all()]
+    assert bad[-2:] == ["last.weight", "last.bias"]
+
+
+class KeptBytes:
+    """Counts the bytes that a forward keeps for its backward, but for those of parameters."""
+
+    def __init__(self, net):
+        self.of_parameters = {param.untyped_storage().data_ptr() for param in net.parameters()}
+        self.count, self.seen = 0, set()
+
+    def keep(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.of_parameters | self.seen:
+            self.seen.add(storage.data_ptr())
+            self.count += storage.nbytes()
+        return tensor
+
+
+def bytes_kept(level):
+    net = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(64, 64), nn.Tanh())])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    kept = KeptBytes(net)
+    with torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor):
+        net(torch.ones(64, 64))
+    ampatch.uninitialize()
+    return kept.count
+
+
+@shows("never-why-o2")
+@pytest.mark.parametrize("level", MASTERED)
+def test_a_half_model_keeps_half_the_bytes_for_its_backward(level):
+    full, half = bytes_kept("O0"), bytes_kept(level)
+    # All but the float32 input, which is cast, and the float32 output.
+    assert half < 0.6 * full
+    assert half < bytes_kept("O4")

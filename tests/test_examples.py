@@ -131,7 +131,7 @@ def test_every_example_is_tested():
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", [name for name in CHECKS if name != "gan"])  # which runs at O2 below
 def test_an_example_does_what_it_says_at_its_default_level(name, tmp_path):
     CHECKS[name](run_forked(name, tmp_path))
 
@@ -205,20 +205,8 @@ def test_the_doctor_finds_what_breaks_in_an_example(name):
     assert (list(report["keep_fp32"]), report["runs"]) == (keep_fp32, runs)
 
 
-# By default they run at O4, and `resume` at O2. With O2 the gradient penalty has a dynamic scale.
-@pytest.mark.exhaustive(keep=2)
-@pytest.mark.parametrize(
-    ("name", "level"),
-    [
-        ("accumulation", "O2"),
-        ("accumulation", "O3"),
-        ("resume", "O1"),
-        ("resume", "O5"),
-        ("gradient_penalty", "O2"),
-    ],
-)
-def test_an_example_does_what_it_says_at_other_levels(name, level, run):
-    CHECKS[name](run(name, level))
+def test_accumulation_clips_half_gradients_as_well(run):
+    check_accumulation(run("accumulation", "O3"))
 
 
 def test_the_three_losses_of_the_gan_have_scales_of_their_own(run):

@@ -215,26 +215,13 @@ def test_a_loss_that_the_script_scaled_itself_works_with_update_master_grads():
     for (x, y), factor in zip(batches(4), (1.0, float("inf"), 1.0, 1.0), strict=True):
         net.zero_grad()
         (loss_of(net, x, y) * factor * optimizer.loss_scale).backward()
-        optimizer.update_master_grads()
+        optimizer.update_fp32_grads()  # the first name of update_master_grads
         optimizer.step()
         expected.zero_grad()
         expected.backward(loss_of(other, x, y) * factor)
         expected.step()
     assert freeze(net, optimizer) == freeze(other, expected)
     assert optimizer.loss_scale == expected.loss_scale == 2**15
-
-
-def test_gradients_are_unscaled_once_and_again_after_they_were_cleared():
-    net, optimizer = make(static_loss_scale=128.0)
-    net.eval()
-    backward(net, optimizer)
-    found = [param.grad.clone() for param in amp.master_params(optimizer)]
-    optimizer.update_master_grads()
-    assert_same_bits([param.grad for param in amp.master_params(optimizer)], found)
-    optimizer.zero_grad()
-    (loss_of(net, *next(batches(1))) * 128.0).backward()
-    optimizer.update_master_grads()
-    assert_same_bits([param.grad for param in amp.master_params(optimizer)], found)
 
 
 def test_master_gradients_are_clipped_by_their_norm_together():
@@ -244,7 +231,7 @@ def test_master_gradients_are_clipped_by_their_norm_together():
     for copied, param in zip(copies, amp.master_params(optimizer), strict=True):
         copied.grad = param.grad.clone()
     expected = torch.nn.utils.clip_grad_norm_(copies, 0.01, norm_type=1)
-    assert optimizer.clip_master_grads(0.01, norm_type=1) == expected
+    assert optimizer.clip_fp32_grads(0.01, norm_type=1) == expected  # the first name of clip_master_grads
     assert_same_bits([p.grad for p in amp.master_params(optimizer)], [p.grad for p in copies])
 
 
@@ -348,15 +335,6 @@ def test_an_overflow_in_one_of_several_backward_passes_counts_once():
     assert optimizer.loss_scale == 2**15
 
 
-def test_a_static_scale_does_not_look_for_overflows():
-    net, optimizer = make(static_loss_scale=128.0)
-    overflow(net, optimizer)
-    assert optimizer.overflow is False
-    optimizer.step()
-    assert optimizer.loss_scale == 128.0
-    assert not torch.isfinite(optimizer.all_fp32_from_fp16_params[0]).all()
-
-
 @pytest.mark.parametrize("clear", ["optimizer", "model"])
 def test_a_loop_that_leaves_the_step_out_after_an_overflow_gets_a_smaller_scale(clear):
     net, optimizer = make(dynamic_loss_scale=True)
@@ -382,10 +360,3 @@ def test_an_overflow_is_logged(caplog, capfd, verbose, level):
     told = "Gradient overflow.  Skipping step, loss scale 65536.0 becomes 32768.0"
     assert caplog.record_tuples == [("ampatch", level, told)]
     assert capfd.readouterr().out == ""
-
-
-def test_the_first_names_of_the_methods_are_there():
-    net, optimizer = make(static_loss_scale=128.0)
-    backward(net, optimizer, update_master_grads=False)
-    optimizer.update_fp32_grads()
-    assert optimizer.clip_fp32_grads(1e9) == optimizer.clip_master_grads(1e9)

@@ -120,7 +120,7 @@ def test_hooks_run_for_the_steps_that_are_taken():
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_a_copy_of_model_and_optimizer_trains_alike(duplicate):
-    net, optimizer = make("Adam", dynamic_loss_scale=True)
+    net, optimizer = make("Adam, foreach", dynamic_loss_scale=True)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     train(net, optimizer, batches(2))
     other, copied = duplicate((net, optimizer))
@@ -231,10 +231,10 @@ def test_training_resumes_bit_for_bit(name):
 
 @pytest.mark.parametrize("order", ["model", "optimizer", "optimizer alone"])
 def test_masters_and_model_agree_in_whatever_order_they_are_loaded(order):
-    net, optimizer = make("Adam")
+    net, optimizer = make("Adam, foreach")
     train(net, optimizer, batches(4))
     saved = reload({"model": net.state_dict(), "optimizer": optimizer.state_dict()})
-    other, resumed = make("Adam")
+    other, resumed = make("Adam, foreach")
     loads = [(other, "model"), (resumed, "optimizer")]
     for item, name in {"model": loads, "optimizer": loads[::-1], "optimizer alone": loads[1:]}[order]:
         item.load_state_dict(saved[name])
@@ -339,7 +339,7 @@ def test_the_state_of_a_plain_optimizer_is_refused():
 
 
 def test_a_state_of_other_masters_is_refused_and_changes_nothing():
-    net, optimizer = make("Adam", static_loss_scale=128.0)
+    net, optimizer = make("Adam, foreach", static_loss_scale=128.0)
     train(net, optimizer, batches(1))
     other = FP16_Optimizer(Adam(nn.Linear(2, 2).half().parameters()), dynamic_loss_scale=True)
     before = freeze(net, optimizer)

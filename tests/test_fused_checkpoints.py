@@ -11,13 +11,12 @@ from ampatch.apex.optimizers import (
     FusedAdam,
     FusedNovoGrad,
 )
-from fused import EVERY, HALF_TYPES, SHAPES, STEPS, make_grads, make_params, named, run, state_of, twins
+from fused import EVERY, SHAPES, STEPS, make_grads, make_params, named, run, state_of, twins
 from helpers import assert_same_bits
 
 
-@pytest.mark.exhaustive(keep=30)
 @EVERY
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF_TYPES], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "checkpoint"])
 def test_a_copy_goes_on_as_the_original(make, how, dtype):
     params = make_params(dtype)

@@ -57,13 +57,6 @@ def run(layer, x, dtype=None):
 # Modules
 
 
-@shows("companions-normalization")
-@KINDS
-def test_a_module_is_that_of_torch_bit_for_bit(kind):
-    layer, x = make(kind), batch()
-    assert_same_bits(run(layer, x), run(plain(layer), x))
-
-
 @pytest.mark.parametrize("kind", [FusedLayerNorm, FusedRMSNorm])
 def test_a_module_without_weights(kind):
     layer, x = kind(FEATURES, 1e-3, False, True), batch()
@@ -128,11 +121,12 @@ def test_mixed_modules_give_the_type_of_their_weight(kind, half):
     assert out.dtype is half
 
 
-@HALF
+@shows("companions-normalization")
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @KINDS
-def test_one_half_type_is_computed_by_torch(kind, half):
-    layer, x = make(kind).to(half), batch(half)
-    assert_same_bits(run(layer, x), run(plain(layer).to(half), x))
+def test_one_type_is_computed_by_torch(kind, dtype):
+    layer, x = make(kind).to(dtype), batch(dtype)
+    assert_same_bits(run(layer, x), run(plain(layer).to(dtype), x))
 
 
 @HALF
@@ -142,14 +136,6 @@ def test_half_weights_with_float32_input(kind, half):
     expected = plain(copy.deepcopy(layer).float())(x)
     dtype = half if "Mixed" in kind.__name__ else torch.float32
     assert_same_bits([layer(x)], [expected.to(dtype)])
-
-
-@HALF
-@KINDS
-def test_large_half_values_do_not_overflow(kind, half):
-    x = torch.full((2, FEATURES), 3e4, dtype=half)
-    x[:, 0] = -3e4
-    assert kind(FEATURES)(x).isfinite().all()
 
 
 @KINDS
@@ -220,7 +206,7 @@ class Net(nn.Module):
         return self.out(self.hidden)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @KINDS
 def test_a_model_computes_what_it_does_with_modules_of_torch(kind, level):
     nets = [Net(kind) for _ in range(2)]
@@ -248,12 +234,11 @@ def test_patched_functions_make_it_float32(kind, level):
         assert layer(x).dtype is (torch.float32 if "Mixed" in kind.__name__ else x.dtype)
 
 
-@pytest.mark.parametrize("level", [None, "O4", "O5"])
+@pytest.mark.parametrize("level", ["O4", "O5"])
 @KINDS
 def test_it_compiles_whole_as_a_part_of_a_model(kind, level):
     net, x = Net(kind), torch.randn(3, FEATURES)
-    if level is not None:
-        amp.initialize(net, opt_level=level, verbosity=0)
+    amp.initialize(net, opt_level=level, verbosity=0)
     torch.compiler.reset()
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
     assert_same_bits([compiled(x)], [net(x)])

@@ -177,13 +177,12 @@ def test_adagrad_that_decays_weights_apart():
     assert_like(named(FusedAdagrad, lr=0.1, weight_decay=0.2, adagrad_w_mode=True), update)
 
 
-@pytest.mark.exhaustive(keep=24)
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("correct", [True, False])
-@pytest.mark.parametrize("use_nvlamb", [False, True])
-@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0, None])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("adam_w_mode", [True, False])
+@pytest.mark.parametrize(
+    ("adam_w_mode", "weight_decay", "max_grad_norm", "use_nvlamb"),
+    [(True, 0.1, 1.0, False), (False, 0.1, 0.0, False), (True, 0.0, None, False), (False, 0.0, 1.0, True)],
+)
 def test_lamb(adam_w_mode, weight_decay, max_grad_norm, use_nvlamb, correct, average):
     def update(w, g, state, t, norm):
         g = g / max(norm / max_grad_norm, 1.0) if max_grad_norm else g
@@ -200,9 +199,7 @@ def test_lamb(adam_w_mode, weight_decay, max_grad_norm, use_nvlamb, correct, ave
     assert_like(named(FusedLAMB, lr=0.1, betas=(0.9, 0.95), eps=1e-6, **options), update)
 
 
-@pytest.mark.exhaustive(keep=16)
-@pytest.mark.parametrize("reg_inside_moment", [False, True])
-@pytest.mark.parametrize("norm_type", [2, 0])
+@pytest.mark.parametrize(("reg_inside_moment", "norm_type"), [(False, 2), (True, 2), (True, 0)])
 @pytest.mark.parametrize("init_zero", [False, True])
 @pytest.mark.parametrize("bias_correction", [True, False])
 @pytest.mark.parametrize("grad_averaging", [True, False])
@@ -484,9 +481,8 @@ def open_level(make, level, **options):
     return model, optimizer
 
 
-@pytest.mark.exhaustive(keep=16)
 @EVERY
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("first", [0, 2])
 def test_a_skipped_step_changes_no_parameter_and_no_state(make, level, first):
     model, optimizer = open_level(make, level, loss_scale=amp.DynamicLossScale(2.0**8))
@@ -505,9 +501,8 @@ def test_a_skipped_step_changes_no_parameter_and_no_state(make, level, first):
     assert snapshot(list(model.parameters())) != before[0][0]
 
 
-@pytest.mark.exhaustive(keep=25)
 @EVERY
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
 def test_the_trajectory_is_that_of_a_float32_optimizer(make, level):
     model = Scalar(3)
     optimizer = make(model.parameters())

@@ -70,12 +70,8 @@ def test_the_wheel_holds_every_module_the_tables_and_the_page_and_nothing_but_th
     assert {name.partition("/")[0] for name in names} == {"ampatch", DIST_INFO}
 
 
-def test_the_wheel_installs_the_command(site):
-    entry_points = site / DIST_INFO / "entry_points.txt"
-    assert "ampatch = ampatch.__main__:main" in entry_points.read_text()
-
-
-def test_the_installed_package_finds_its_tables(site, tmp_path):
+def test_the_installed_package_has_the_command_and_finds_its_tables(site, tmp_path):
+    assert "ampatch = ampatch.__main__:main" in (site / DIST_INFO / "entry_points.txt").read_text()
     done = python("import ampatch.lists; print(ampatch.lists.__file__)", tmp_path, path=site)
     assert done.stdout.strip() == str(site / "ampatch" / "lists" / "__init__.py"), done.stderr
 
@@ -117,8 +113,3 @@ def test_every_way_of_installing_works_beside_the_clone_in_it_and_elsewhere(clon
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
             found[way, place.name] = done.stdout.strip() or done.stderr
     assert {case: said for case, said in found.items() if not said.endswith("ampatch/__init__.py")} == {}
-
-
-def test_a_source_tree_finds_its_tables(clone, tmp_path):
-    done = python("import ampatch.lists; print(ampatch.lists.__file__)", tmp_path, path=clone)
-    assert done.stdout.strip() == str(clone / "lists" / "__init__.py"), done.stderr

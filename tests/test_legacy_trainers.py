@@ -47,10 +47,9 @@ def float32_loss(folder):
     return eval_loss(printed)
 
 
-@pytest.mark.parametrize("override", [None, "O5"])
-def test_a_language_model_with_accumulation_learns_as_in_float32(override, float32_loss, folder):
-    printed = ampatch_run("language_model", *LENGTH, "--fp16", folder=folder, level=override)
-    assert selected_level(printed) == (override or "O1")
+def test_a_language_model_with_accumulation_learns_as_in_float32(float32_loss, folder):
+    printed = ampatch_run("language_model", *LENGTH, "--fp16", folder=folder, level="O5")
+    assert selected_level(printed) == "O5"
     assert abs(eval_loss(printed) - float32_loss) < LOSS_MARGIN
 
 
@@ -85,12 +84,6 @@ def test_a_segmentation_net_learns_with_a_dynamic_fp16_optimizer(segmented):
     assert numbers(r"loss scale ([\d.]+)", printed)[0] >= 2.0**10
 
 
-def test_a_segmentation_net_learns_with_amp(folder):
-    printed = ampatch_run("segment", "--opt-level", "O1", folder=folder, level="O5")
-    assert selected_level(printed) == "O5"
-    assert mean_iou(printed) > IOU_LEARNED
-
-
 def test_a_resumed_fp16_optimizer_ends_with_the_same_bits(segmented, folder):
     whole, saved = segmented
     options = ["--fp16", "--dynamic-loss-scale", "--save-dir", folder]
@@ -110,17 +103,16 @@ TRAINER_LEARNED = 92.0
 SET_BY_HAND = 2.0**20
 
 
-@pytest.mark.parametrize(("level", "optimizer"), [("O2", "lookahead_radam"), ("O4", "radam")])
-def test_a_trainer_with_its_own_optimizer_and_averaged_weights_learns(level, optimizer, folder):
-    arguments = ["--apex-amp", "--loss-scale", "dynamic", "--opt-level", level, "--opt", optimizer]
-    printed = ampatch_run("trainer", *arguments, "--output", f"{level}.pth", folder=folder)
-    assert selected_level(printed) == level
+def test_a_trainer_with_its_own_optimizer_and_averaged_weights_learns(folder):
+    arguments = ["--apex-amp", "--loss-scale", "dynamic", "--opt-level", "O2", "--opt", "lookahead_radam"]
+    printed = ampatch_run("trainer", *arguments, "--output", "trained.pth", folder=folder)
+    assert selected_level(printed) == "O2"
     accuracies = numbers(r"accuracy ([\d.]+) averaged ([\d.]+)", printed)
     assert numbers(r"majority ([\d.]+)", printed)[0] < TRAINER_LEARNED < min(accuracies)
     # What the script wrote into the scaler counts: it was halved for each overflow, and it is saved.
     scale = numbers(r"epoch 9 loss [\d.]+ loss scale ([\d.]+)", printed)[0]
     assert scale == SET_BY_HAND / 2 ** len(re.findall("Gradient overflow", printed))
-    assert torch.load(folder / f"{level}.pth")["amp"]["loss_scaler0"]["loss_scale"] == scale
+    assert torch.load(folder / "trained.pth")["amp"]["loss_scaler0"]["loss_scale"] == scale
 
 
 # ---- adversarial ----
@@ -139,13 +131,4 @@ def test_adversarial_training_makes_a_classifier_robust(folder):
     assert "Selected optimization level" not in printed
     clean, robust = numbers(r"Test Acc ([\d.]+) PGD Acc ([\d.]+)", printed)
     assert clean > CLEAN
-    assert robust > ROBUST
-
-
-def test_without_adversarial_training_the_attack_succeeds(folder):
-    """Were it not so, the test above could not tell a robust classifier from an attack that does nothing."""
-    options = [*EPOCHS, "--attack", "none", "--opt-level", "O4"]
-    printed = ampatch_run("adversarial", *options, folder=folder)
-    clean, robust = numbers(r"Test Acc ([\d.]+) PGD Acc ([\d.]+)", printed)
-    assert clean > CLEAN
-    assert robust < ROBUST - 10
+    assert ROBUST < robust < clean - 10, "an attack that does nothing finds everybody robust"

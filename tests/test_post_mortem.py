@@ -388,12 +388,13 @@ for step in range(3):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("command", ["run", "doctor"])
-def test_a_script_of_the_drop_in_leaves_a_file_but_not_under_the_doctor(processes, tmp_path, command):
+@pytest.mark.usefixtures("doctor_in_forks")
+def test_a_script_of_the_drop_in_leaves_a_file_but_not_under_the_doctor(processes, tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(SCRIPT)
-    code = "os.environ['AMPATCH_POST_MORTEM'] = 'kept'\n"
-    done = processes.run(f"{code}sys.exit(ampatch.__main__.main([{command!r}, 'train.py']))", tmp_path)
-    assert len(files(tmp_path / "kept")) == (command == "run"), done.stderr
-    if command == "run":
-        assert done.status == 0
-        assert "the loss is inf or NaN" in done.stderr
+    monkeypatch.setenv("AMPATCH_POST_MORTEM", str(tmp_path / "kept"))
+    assert main(["doctor", str(tmp_path / "train.py")]) == 1
+    assert files(tmp_path / "kept") == []
+    code = "os.environ['AMPATCH_POST_MORTEM'] = 'kept'\nsys.exit(ampatch.__main__.main(['run', 'train.py']))"
+    done = processes.run(code, tmp_path)
+    assert (done.status, len(files(tmp_path / "kept"))) == (0, 1), done.stderr
+    assert "the loss is inf or NaN" in done.stderr

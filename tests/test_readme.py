@@ -106,27 +106,6 @@ def test_the_python_blocks_run_one_after_the_other(page, monkeypatch, tmp_path):
     run_blocks(page)
 
 
-FAILS = """
-```python
-import torch.distributed as dist
-import ampatch.apex
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-ampatch.apex.install()
-1 / 0
-```
-"""
-
-
-def test_a_block_that_fails_leaves_nothing_to_other_tests(tmp_path):
-    page, finders = tmp_path / "page.md", [*sys.meta_path]
-    page.write_text(FAILS)
-    with pytest.raises(ZeroDivisionError):
-        run_blocks(page)
-    assert not dist.is_initialized()
-    assert sys.meta_path == finders
-
-
 def test_readme_says_the_two_commands_in_a_block_each():
     assert [code.strip() for _, code in blocks(README, "bash")] == [SWEEP, TEST]
 

@@ -16,13 +16,7 @@ SAYS = {
     r"\.to\((self\.)?device\)": ".cuda()",
     r"map_location=device": "map_location=lambda storage, loc: storage.cuda()",
 }
-SCRIPTS = {
-    "adversarial": ["--epochs", "1"],
-    "classify": ["--epochs", "1"],
-    "dcgan": ["--niter", "1"],
-    "language_model": ["--max_steps", "8"],
-    "segment": ["--epochs", "1"],
-}
+SCRIPTS = {"classify": ["--epochs", "1"], "language_model": ["--max_steps", "8"]}
 
 # A name of torch.cuda each, as prefetchers, samplers, checkpoints and launchers use them.
 CUDA = """

@@ -36,7 +36,6 @@ ENDINGS = {
     "interrupt": "raise KeyboardInterrupt",
     "sigterm": "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)",
     "syntax": "x = 1\ndef f(:\n    pass",
-    "indentation": "if 1:\nx = 1",
     "import": "import no_such_module",
     "import-of-syntax-error": "import broken",
     "amp-error": "import ampatch as amp, torch\namp.initialize(torch.nn.Linear(1, 1), opt_level='o1')",

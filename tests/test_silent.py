@@ -145,7 +145,6 @@ return x * torch.rsqrt(variance + 1e-6)
 """
 FAULTS = {
     # An overflow that vanishes.
-    "norm under autocast": ("zeros", native(STEP, norm(RMS))),
     "norm in lines": ("zeros", native(STEP, norm(RMS_LINES))),
     "norm at O1": ("zeros", ours(BLOCK, "O1", norm(RMS_LINES))),
     "norm at O2": ("zeros", ours(BLOCK, "O2", norm(RMS_LINES))),
@@ -275,9 +274,6 @@ critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.01)
 """
 )
 SOUND = {
-    "native": native(STEP),
-    "O1": ours(BLOCK),
-    "O2": ours(BLOCK, "O2"),
     "O4": ours(BLOCK, "O4"),
     "O5": ours(BLOCK, "O5"),
     "norm": native(STEP, norm(RMS, 1.0)),

@@ -118,9 +118,11 @@ def run_recipe(script, options):
         monkeypatch.undo()
         losses, skipped = record.train_again()
         assert_same_bits(trained.values(), record.twins[0].state_dict().values())
+        state = amp.state_dict()
+        amp.uninitialize()
     assert losses[-1] < 0.6 * losses[0] or skipped
     assert (0 < skipped < len(losses) / 2) == ("loss_scale" in options), skipped
-    return 0
+    return [snapshot(trained), state]
 
 
 LEVELS = {
@@ -177,7 +179,6 @@ def run_with_two_precisions(script):
         ),
     ):
         runpy.run_path(script, run_name="__main__")
-    return 0
 
 
 LOOP = "for batch, labels in loader:"
@@ -225,28 +226,25 @@ HALVES = {
 
 
 def run_halves(scripts):
-    """Runs the three; the first and the last end with the same weights and the same loss scale."""
-    warnings.resetwarnings()
-    warnings.simplefilter("ignore")
-    logging.getLogger("ampatch").addHandler(Raise(logging.WARNING))
-    import_torchvision()
-    ends = []
-    for script in scripts:
+    """Runs the three; the first trains as a plain loop does, and the last ends as the first."""
+    whole = run_recipe(scripts[0], LEVELS["overflows"])
+    for script in scripts[1:]:
         with amp.override(verbosity=0, **LEVELS["overflows"]):
             names = runpy.run_path(script, run_name="__main__")
         model = names.get("model") or names["trainer"].lightning_module
-        ends.append([snapshot(dict(model.state_dict())), amp.state_dict()])
+        resumed = [snapshot(dict(model.state_dict())), amp.state_dict()]
         amp.uninitialize()
-    whole, _, resumed = ends
-    assert resumed[0] == whole[0]
-    assert resumed[1] == whole[1]
-    assert resumed[1]["loss_scaler0"]["loss_scale"] < 2.0**30
-    return 0
+    assert resumed == whole
+    assert whole[1]["loss_scaler0"]["loss_scale"] < 2.0**30
 
 
 def write(path, text):
     path.write_text(text)
     return str(path)
+
+
+def call(function):
+    function()  # whose result is no exit status
 
 
 def run_all(name, folder):
@@ -258,6 +256,8 @@ def run_all(name, folder):
     importlib.import_module({"transformers": "transformers.trainer"}.get(name, PACKAGES[name]))
     script = write(folder / "train.py", recipe(name))
     tasks = {level: partial(run_recipe, script, options) for level, options in LEVELS.items()}
+    if name in HALVES:
+        del tasks["overflows"]  # which is the first of its three
     if name in TWO_PRECISIONS:
         script = write(folder / "two.py", changed(name, TWO_PRECISIONS[name]))
         tasks["two precisions"] = partial(run_with_two_precisions, script)
@@ -269,12 +269,11 @@ def run_all(name, folder):
     for task, function in tasks.items():
         (folder / task).mkdir()
         try:
-            print_in_forks(function, ["train.py"], folder / task)
+            print_in_forks(partial(call, function), ["train.py"], folder / task)
             found[task] = "done"
         except AssertionError as error:
             found[task] = str(error)
     (folder / "found.json").write_text(json.dumps(found))
-    return 0
 
 
 @pytest.fixture(scope="module")
@@ -292,9 +291,9 @@ def outcomes(tmp_path_factory):
 
 @pytest.mark.process
 @each(PACKAGES)
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_recipe_trains_as_a_plain_loop_does(name, level, outcomes):
-    assert outcomes(name)[level] == "done"
+def test_a_recipe_trains_as_a_plain_loop_does(name, outcomes):
+    assert outcomes(name)["as written"] == "done"
+    assert name in HALVES or outcomes(name)["overflows"] == "done"
 
 
 @pytest.mark.process
@@ -305,5 +304,5 @@ def test_a_trainer_whose_own_mixed_precision_is_on_is_warned_of(name, outcomes):
 
 @pytest.mark.process
 @each(HALVES)
-def test_a_recipe_resumes_bit_equal_with_the_loss_scale_it_had(name, outcomes):
+def test_a_recipe_whose_steps_overflow_does_so_too_and_resumes_bit_equal_with_its_loss_scale(name, outcomes):
     assert outcomes(name)["halves"] == "done"
