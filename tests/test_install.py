@@ -113,3 +113,8 @@ def test_every_way_of_installing_works_beside_the_clone_in_it_and_elsewhere(clon
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
             found[way, place.name] = done.stdout.strip() or done.stderr
     assert {case: said for case, said in found.items() if not said.endswith("ampatch/__init__.py")} == {}
+
+
+def test_a_source_tree_finds_its_tables(clone, tmp_path):
+    done = python("import ampatch.lists; print(ampatch.lists.__file__)", tmp_path, path=clone)
+    assert done.stdout.strip() == str(clone / "lists" / "__init__.py"), done.stderr
