@@ -23,7 +23,8 @@ Replacements = Mapping[int, tuple[object, object]]  # id of what is looked for: 
 
 # What torch and those that patch it keep is what they need to work, or to undo.
 _LEFT_ALONE = frozenset({"ampatch", "functorch", "torch", "torchgen", "triton", "wrapt"})
-# Of torch itself only this part calls functions that have rows by names of its own (torch 2.13).
+# Of torch itself only this part calls functions that have rows by names of its own, and by global ones
+# alone (torch 2.6 to 2.15).
 _SEARCHED_IN_TORCH = "torch.distributions."
 _STANDARD_LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _DICTIONARIES = frozenset({dict, OrderedDict, defaultdict})
@@ -101,16 +102,20 @@ class Search:
         of_torch = {id(module) for path, module in modules if path.partition(".")[0] == "torch"}
         of_torch.update(self._replacements)
         for path, module in modules:
-            if issubclass(type(module), ModuleType) and self._is_searched(path):
-                names = _read_globals(module)
-                is_package = _is_installed(names) and path != "__main__"
-                if not is_package or not of_torch.isdisjoint(map(id, list(names.values()))):
-                    self._search_globals(names, is_package)
+            if _is_left_alone(path) or not issubclass(type(module), ModuleType):
+                continue
+            names = _read_globals(module)
+            is_package = _is_installed(names) and path != "__main__"
+            if is_package and of_torch.isdisjoint(map(id, list(names.values()))):
+                continue  # first, as most of them: what follows takes longer
+            if self._is_searched(path):
+                depth = 0 if path.startswith(_SEARCHED_IN_TORCH) else _MAX_DEPTH
+                self._search_globals(names, is_package, depth)
 
-    def _search_globals(self, names: dict[str, object], is_package: bool) -> None:
+    def _search_globals(self, names: dict[str, object], is_package: bool, depth: int) -> None:
         # What packages keep under private names is theirs, but for the functions that they import.
         for name, value in list(names.items()):
-            new = self._exchange(value, 0 if is_package and name.startswith("_") else _MAX_DEPTH)
+            new = self._exchange(value, 0 if is_package and name.startswith("_") else depth)
             if new is not value:
                 names[name] = new
 
@@ -211,13 +216,17 @@ def _search(replacements: Replacements, models: Models, in_modules: bool = True)
 
 def _is_searched(path: str) -> bool:
     """Whether what a module defines is looked into, by its name: not what Python and torch define."""
-    if path.partition(".")[0] in _LEFT_ALONE:
-        return path.startswith(_SEARCHED_IN_TORCH)
+    if _is_left_alone(path):
+        return False
     if path in sys.builtin_module_names:  # as sys, which keeps all modules
         return False
     module = sys.modules.get(path)
     names = _read_globals(module) if issubclass(type(module), ModuleType) else {}  # type: ignore[arg-type]
     return _is_installed(names) or not str(names.get("__file__")).startswith(_STANDARD_LIBRARY)
+
+
+def _is_left_alone(path: str) -> bool:
+    return path.partition(".")[0] in _LEFT_ALONE and not path.startswith(_SEARCHED_IN_TORCH)
 
 
 def _read_globals(module: ModuleType) -> dict[str, object]:

@@ -36,6 +36,7 @@ class Patcher:
 
     def __init__(self) -> None:
         self._patches: list[Patch] = []
+        self._originals: dict[tuple[int, str], object] = {}  # by id of the parent, and attribute
 
     def __len__(self) -> int:
         return len(self._patches)
@@ -51,13 +52,12 @@ class Patcher:
         original = get_raw(parent, attribute)
         setattr(parent, attribute, replacement)
         self._patches.append(Patch(parent, attribute, previous, replacement, original))
+        self._originals.setdefault((id(parent), attribute), original)
 
     def find_original(self, parent: object, attribute: str) -> object:
         """Returns what an attribute was before any patch of ours, raw."""
-        for patch in self._patches:
-            if patch.parent is parent and patch.attribute == attribute:
-                return patch.original
-        return get_raw(parent, attribute)
+        place = id(parent), attribute
+        return self._originals[place] if place in self._originals else get_raw(parent, attribute)
 
     def close(self) -> None:
         """Undoes every replacement.
@@ -85,6 +85,7 @@ class Patcher:
             elif found is not patch.previous:  # nor has somebody put that back
                 taken.append(patch)
         self._patches = taken[::-1]
+        self._originals = {(id(patch.parent), patch.attribute): patch.original for patch in taken}
         return taken
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 import sys
@@ -88,7 +89,7 @@ class TorchSnapshot:
                 importlib.import_module(name)
         imported = [place for module, place in IMPORTED_LATER.items() if module in sys.modules]
         places = [*PLACES, *imported, *(table.target for table in TABLES if _exists(table.target))]
-        namespaces = {path: dict(vars(pkgutil.resolve_name(path))) for path in places}
+        namespaces = {path: dict(_look_up(path)) for path in places}
         namespaces |= {path: dict(vars(importlib.import_module(path))) for path in HOOKED}
         hooks = {
             f"{path}.{name}": list(item.items())
@@ -117,10 +118,17 @@ class TorchSnapshot:
             raise AssertionError(f"torch is not as it was: changed are {', '.join(changes)}")
 
 
+@functools.cache
+def _look_up(path: str) -> dict[str, object]:
+    """Returns the names of a module or class, live; to find them takes longer than to copy them."""
+    found: dict[str, object] = vars(pkgutil.resolve_name(path))
+    return found
+
+
 def _exists(path: str) -> bool:
     """Whether this torch has the place of a table."""
     try:
-        pkgutil.resolve_name(path)
+        _look_up(path)
     except (ImportError, AttributeError):
         return False
     return True
