@@ -569,6 +569,7 @@ def test_what_measuring_costs_is_measured_too(measure, in_forks):
     assert (status, "measured by a sweep / alone: deep thin MLP, O4" in shown.out) == (0, True)
 
 
+@pytest.mark.exhaustive(keep=0)
 def test_the_micro_benchmarks_are_written_too(measure, monkeypatch):
     monkeypatch.setattr(update, "COUNT", 4)
     monkeypatch.setattr(opening, "LAYERS", 2)
