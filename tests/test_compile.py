@@ -590,6 +590,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.exhaustive(keep=3)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     ("level", "backend"),

@@ -209,6 +209,7 @@ def test_accumulation_clips_half_gradients_as_well(run):
     check_accumulation(run("accumulation", "O3"))
 
 
+@pytest.mark.process
 def test_the_three_losses_of_the_gan_have_scales_of_their_own(run):
     printed = run("gan", "O2")
     check_gan(printed)

@@ -234,6 +234,7 @@ def test_patched_functions_make_it_float32(kind, level):
         assert layer(x).dtype is (torch.float32 if "Mixed" in kind.__name__ else x.dtype)
 
 
+@pytest.mark.exhaustive(keep=2)
 @pytest.mark.parametrize("level", ["O4", "O5"])
 @KINDS
 def test_it_compiles_whole_as_a_part_of_a_model(kind, level):

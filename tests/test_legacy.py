@@ -214,6 +214,7 @@ def test_what_a_row_says_breaks_today_and_is_mended_if_it_says_so(row, die):
         assert bool(die(row)) == (due and row.name != "CUDA" and not row.is_mended)
 
 
+@pytest.mark.exhaustive(keep=10)
 @pytest.mark.parametrize("row", MENDED, ids=lambda row: row.name)
 def test_the_option_is_named_to_a_script_that_dies_of_a_row_and_says_what_it_mended(row, die, caplog):
     if not is_due(row):
