@@ -232,6 +232,19 @@ def test_a_block_that_raises_at_a_static_scale_of_1_leaves_what_plain_torch_leav
     assert snapshot(run.grad) == snapshot(BATCHES[0] + BATCHES[1])
 
 
+def test_a_block_that_raises_around_another_one_drops_the_half_gradients_of_both():
+    def raise_around_another():
+        with amp.scale_loss(run.model(BATCHES[1]).float().sum(), run.optimizer) as scaled_loss:
+            run.run_block(BATCHES[2])
+            scaled_loss.backward()
+            raise Interruption
+
+    run = Beside("O5", loss_scale=1.0)
+    with pytest.raises(Interruption):
+        raise_around_another()
+    assert run.model.weight.grad is None
+
+
 @LEVELS
 def test_a_block_that_raises_after_a_delayed_one_leaves_what_was_delayed(level):
     run = Beside(level)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NoReturn
@@ -57,7 +57,10 @@ class ScaledLoss(NotYetScaled):
         try:
             return self._begin()
         except BaseException:  # then nobody calls __exit__
-            self._give_up()
+            for optimizer in [one for one in self.optimizers if one.end_block == self._end_by_step]:
+                optimizer.end_block = None
+                optimizer.restore_grads()
+            self.listener.close_block(self)
             raise
 
     def _begin(self) -> Tensor:
@@ -88,30 +91,15 @@ class ScaledLoss(NotYetScaled):
         return scale
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._end()
-        finally:
-            self._give_up()
+        if kind is None:
+            self._end()
+        elif not self.is_over:
+            self._close(self._discard)
 
-    def _give_up(self) -> None:
-        """Drops the gradients of a block that is not over: it raised, or somebody interrupted its end."""
-        still_open = [one for one in self.optimizers if one.end_block == self._end_by_step]
-        if not still_open:
-            return
-        self.is_over = True
-        self.listener.close_block(self)
-        try:
-            if not self._is_plain:
-                self._discard(still_open)
-        finally:  # from here on other threads may look at the gradients
-            for optimizer in still_open:
-                optimizer.end_block = None
-
-    def _discard(self, optimizers: Sequence[AmpOptimizer]) -> None:
-        for optimizer in optimizers if self.scaled is not None else ():
+    def _discard(self) -> None:
+        for optimizer in self.optimizers:
             optimizer.discard_grads(self.scale)
-        for optimizer in optimizers:  # two of them may step one parameter
+        for optimizer in self.optimizers:  # two of them may step one parameter
             optimizer.restore_grads()
 
     def _end_by_step(self) -> None:
@@ -131,12 +119,11 @@ class ScaledLoss(NotYetScaled):
         """Unscales what the block made, once."""
         if self.is_over:
             return
-        self.is_over = True
-        self.listener.close_block(self)
-        if not self._is_plain:
-            self._settle()
-        for optimizer in self.optimizers:  # from here on other threads may look at the gradients
-            optimizer.end_block = None
+        try:
+            self._close(self._settle)
+        except BaseException:  # Ctrl-C, say: some gradients may still be scaled
+            self._close(self._discard)
+            raise
         self.listener.end_block(self.scaler.loss_id)
 
     def _settle(self) -> None:
@@ -151,6 +138,16 @@ class ScaledLoss(NotYetScaled):
             grads = list(map(CapturedGrads, self.optimizers))
             delayed, update = self.scale if delays else None, not self.delay_overflow_check
             self._capture.append(CapturedBlock(grads, outcome, self.scaler, delayed, update))
+
+    def _close(self, settle: Callable[[], None]) -> None:
+        self.is_over = True
+        try:
+            self.listener.close_block(self)
+            if not self._is_plain:
+                settle()
+        finally:  # from here on other threads may look at the gradients
+            for optimizer in self.optimizers:
+                optimizer.end_block = None
 
     def _unscale(self) -> BackwardOutcome | None:
         was_delayed = any(optimizer.delayed is not None for optimizer in self.optimizers)

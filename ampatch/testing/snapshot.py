@@ -119,9 +119,9 @@ class TorchSnapshot:
 
 
 @functools.cache
-def _look_up(path: str) -> dict[str, object]:
+def _look_up(path: str) -> Mapping[str, object]:
     """Returns the names of a module or class, live; to find them takes longer than to copy them."""
-    found: dict[str, object] = vars(pkgutil.resolve_name(path))
+    found: Mapping[str, object] = vars(pkgutil.resolve_name(path))
     return found
 
 
