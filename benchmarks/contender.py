@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 import ampatch as amp
 from ampatch import testing
+from ampatch.casts.kernels import flatten_parameters
 from benchmarks.fresh import say_reason
 from benchmarks.series import Step
 from benchmarks.setting import Setting
@@ -158,7 +159,7 @@ class Limit(Trainer):
             master.grad = torch.zeros_like(master)
         for module in self.model.modules():
             if isinstance(module, nn.RNNBase):
-                module.flatten_parameters()  # on a GPU: else each call copies the weights into one block
+                flatten_parameters(module)  # on a GPU: else each call copies the weights into one block
         self.optimizer = make_optimizer([*self.masters, *self.kept], fused)
 
     def list_masters(self) -> list[Tensor]:

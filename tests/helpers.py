@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import re
 import time
+import warnings
 from dataclasses import dataclass, field
 
 import pytest
@@ -53,6 +55,18 @@ def snapshot(value):
     if isinstance(value, list | tuple):
         return [snapshot(item) for item in value]
     return value
+
+
+@contextlib.contextmanager
+def sync_debug_mode(mode):
+    """Has CUDA warn of what waits for it, or raise."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's prototype
+        torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def scaled_backward(loss, optimizers, **options):

@@ -331,6 +331,7 @@ def test_a_replay_after_the_optimizer_is_gone_computes_and_notes_nothing(level, 
         ("O5", "fused", True, 1, "backward", "zero_grad"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # since it was refused
 def test_what_no_graph_can_do_is_refused_in_a_capture_with_the_way_out(
     level, how, warm, backwards, method, message, device
 ):

@@ -232,6 +232,20 @@ def test_an_operation_of_the_loss_has_its_line(kind):
     assert len(calls) == 4  # the script's own code did not run again
 
 
+def test_an_operation_of_the_loss_has_its_line_where_a_script_has_set_a_default_device():
+    def change(loss):
+        torch.set_default_device("cpu")  # again, while the operations of the loss are noted
+        return loss + (loss * 0).log()
+
+    torch.set_default_device("cpu")
+    try:
+        found = only(train("plain", model=make_model(at=()), change=change, steps=1))
+    finally:
+        torch.set_default_device(None)
+    assert (found.phase, found.op, found.float32_survives) == ("loss", "log", False)
+    assert torch._C._len_torch_function_stack() == 0
+
+
 def test_a_loss_that_nobody_can_make_again_is_told_with_what_is_not_known():
     class Bad(torch.autograd.Function):
         @staticmethod

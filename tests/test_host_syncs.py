@@ -9,7 +9,7 @@ import torch
 import ampatch as amp
 from ampatch.apex.parallel import LARC
 from benchmarks.syncs import count_reads
-from helpers import SKIPPING_VARIANTS, Dense, make_batches, make_net
+from helpers import SKIPPING_VARIANTS, Dense, make_batches, make_net, sync_debug_mode
 from stepping import (
     ADAM,
     DYNAMIC_LEVELS,
@@ -128,21 +128,22 @@ def test_a_static_scale_costs_no_host_sync(level, variant):
     assert count_reads_of(variant, level, loss_scale=SCALE, verbosity=1) <= 0
 
 
+FUSED = [variant for variant in SKIPPING_VARIANTS if variant.is_fused]
+
+
 @pytest.mark.cuda
 @DYNAMIC_LEVELS
-@pytest.mark.parametrize("variant", [v for v in SKIPPING_VARIANTS if v.is_fused], ids=str)
+# Torch's Adagrad has no fused kernel there.
+@pytest.mark.parametrize("variant", [it for it in FUSED if "Adagrad" not in str(it)], ids=str)
 def test_on_a_gpu_nothing_waits_with_an_optimizer_that_takes_found_inf(variant, level):
     model = make_net(variant).cuda()
     optimizer = variant(model.parameters())
     amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=1)
     batch = torch.randn(5, 4, device="cuda")
     run_iteration(model, optimizer, batch)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_debug_mode("error"):
         for factor in [1.0, INF, 1.0]:
             run_iteration(model, optimizer, batch, factor)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert amp.get_loss_scale() < 2.0**16
 
 
@@ -155,12 +156,9 @@ def test_on_a_gpu_a_step_waits_once_at_the_most(variant, level):
     amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=1)
     batch = torch.randn(5, 4, device="cuda")
     run_iteration(model, optimizer, batch)
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
+    with sync_debug_mode("warn"):
         for factor in [1.0, INF, 1.0]:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 run_iteration(model, optimizer, batch, factor)
             assert len([one for one in caught if "synchroniz" in str(one.message)]) <= 1
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -11,7 +11,7 @@ from ampatch.apex import amp_C, apex_C
 from ampatch.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
 from ampatch.apex.optimizers import FusedLAMB, FusedNovoGrad
 from apex_rows import shows
-from helpers import assert_same_bits, snapshot
+from helpers import assert_same_bits, snapshot, sync_debug_mode
 
 INF, NAN = float("inf"), float("nan")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -407,11 +407,8 @@ def test_no_host_sync_on_a_gpu():
     tensors = [torch.randn(5, device="cuda") for _ in range(3)]
     targets = [torch.zeros(5, device="cuda", dtype=torch.float16) for _ in range(3)]
     buffer = torch.zeros(1, dtype=torch.int32, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_debug_mode("error"):
         amp_C.multi_tensor_scale(1, buffer, [tensors, targets], 2.0)
         amp_C.multi_tensor_axpby(1, buffer, [tensors, tensors, targets], 2.0, 1.0, -1)
         amp_C.multi_tensor_l2norm(1, buffer, [tensors], True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert buffer.tolist() == [0]

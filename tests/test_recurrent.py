@@ -286,8 +286,6 @@ def test_a_kept_network_runs_in_float32_and_its_neighbours_do_not(opt_level, mak
 
 
 @pytest.mark.cuda
-# cuDNN wants all weights in one block. Casts made one by one are not, so it copies them once more.
-@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("opt_level", EVERY_LEVEL)
 def test_a_recurrent_network_trains_on_a_gpu(opt_level, name):

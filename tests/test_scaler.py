@@ -158,14 +158,16 @@ def test_hysteresis_forgives_overflows_until_enough_came_in_a_row(overflows, hys
 # Unscaling
 
 
+@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("bad", [INF, -INF, math.nan])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_what_is_not_finite_is_found_in_gradients_of_any_dtype(dtype, bad):
-    scaler = LossScaler(0, amp.DynamicLossScale(), CPU)
-    good, found_inf = torch.ones(3, dtype=dtype), scaler.new_found_inf()
+def test_what_is_not_finite_is_found_in_gradients_of_any_dtype(dtype, bad, device):
+    scaler = LossScaler(0, amp.DynamicLossScale(2.0), device)
+    good, found_inf = torch.ones(3, dtype=dtype, device=device), scaler.new_found_inf()
     scaler.unscale_([good], found_inf)
     assert found_inf == 0
-    scaler.unscale_([good, torch.tensor([1.0, bad], dtype=dtype)], found_inf)
+    assert good.tolist() == [0.5] * 3
+    scaler.unscale_([good, torch.tensor([1.0, bad], dtype=dtype, device=device)], found_inf)
     assert found_inf == 1
 
 
@@ -360,7 +362,7 @@ def test_overflows_are_told_where_cuda_is_the_default_device(capsys):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     torch.set_default_device("cuda")
     try:
-        amp.initialize(model, optimizer, opt_level="O2", verbosity=1)
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=1, loss_scale=amp.DynamicLossScale(256.0))
         for factor in (1.0, INF, 1.0):
             scaled_backward(model(torch.ones(2, 3)).sum() * factor, optimizer)
             optimizer.step()

@@ -1,6 +1,7 @@
 """Silent faults: scripts that train wrongly without a sign, and their sound siblings."""
 
 import json
+import re
 from contextlib import ExitStack, suppress
 from textwrap import dedent
 
@@ -420,11 +421,14 @@ def run_sample(text, folder, attempt, repeats):
     return dict(silent.to_json()["ranges"])
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("attempt", [0, 2])
 @pytest.mark.parametrize("style", LOSSES)
-def test_gradients_that_underflow_are_told_from_zeros_of_float32(tmp_path, style, attempt):
+def test_gradients_that_underflow_are_told_from_zeros_of_float32(tmp_path, style, attempt, device):
     text = LOSSES[style].replace("torch.randn(4, 8), torch", "torch.randint(0, 9, (4,)), torch")
     text = text.replace("{small}", f"(2e-6 if step >= {attempt} else 1.0)").replace("{scale}", "1.0")
+    text = text.replace('"cpu"', f'"{device}"').replace("Net()\n", f"Net().to('{device}')\n")
+    text = re.sub("    x, y = .*", rf"\g<0>\n    x, y = x.to('{device}'), y.to('{device}')", text)
     shares = run_sample(text, tmp_path, attempt, repeats=False)
     assert shares[attempt] > 0.05
     run_sample(text, tmp_path, attempt, repeats=True)

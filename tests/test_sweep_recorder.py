@@ -28,6 +28,7 @@ from ampatch.sweeps.measure.memory import peak_memory, reset_peak
 from ampatch.sweeps.measure.recorder import EnoughSteps, Recorder
 from ampatch.sweeps.measure.steps import HostClock, StepCounter, StepTimes, read_count
 from ampatch.sweeps.records.record import Bytes, Curve
+from helpers import sync_debug_mode
 
 each_level = pytest.mark.parametrize("level", list(amp.OPT_LEVELS))
 
@@ -590,11 +591,8 @@ def test_on_a_gpu_times_are_those_of_the_device(recorder, fused):
 
 @pytest.mark.cuda
 def test_on_a_gpu_a_step_that_is_measured_waits_for_nothing(recorder):
-    before = torch.cuda.get_sync_debug_mode()
-    try:
+    with contextlib.ExitStack() as stack:
         for number, _ in enumerate(train_on_gpu(40, fused=True)):  # fewer than are read together
             if number == 10:
-                torch.cuda.set_sync_debug_mode("error")
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+                stack.enter_context(sync_debug_mode("error"))
     assert recorder.measured().steps == 40

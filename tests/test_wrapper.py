@@ -103,6 +103,40 @@ def test_a_keyword_that_is_none_says_nothing():
     assert F.softmax(half(2, 3), -1, dtype=None).dtype is FULL
 
 
+# ---- Softmax, whose kernels take half ----
+
+Y, W = torch.tensor([[0, 5], [2, 1], [4, 4]]), torch.rand(6) + 0.5
+ON_LOGITS = {
+    "loss": lambda x: F.cross_entropy(x, Y),
+    "weight": lambda x: F.cross_entropy(x, Y, W, reduction="sum", ignore_index=4),
+    "by position": lambda x: F.cross_entropy(x, Y, W, None, 4, None, "none", 0.0),
+    "legacy": lambda x: nn.CrossEntropyLoss(size_average=False)(x, Y),
+    "one sample": lambda x: F.cross_entropy(x[0, :, 0], Y[0, 0]),
+    "smooth": lambda x: F.cross_entropy(x, Y, label_smoothing=0.1),
+    "smooth by position": lambda x: F.cross_entropy(x, Y, None, None, 4, None, "mean", 0.1),
+    "probabilities": lambda x: F.cross_entropy(x, torch.softmax(x.detach(), 1)),
+    "by names": lambda x: F.cross_entropy(input=x, target=Y),
+    "softmax": lambda x: F.softmax(x, 1),
+    "method": lambda x: x.log_softmax(dim=-1),
+    "function": lambda x: torch.log_softmax(x, 0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce args")
+@pytest.mark.parametrize("call", ON_LOGITS.values(), ids=ON_LOGITS)
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_a_softmax_of_half_logits_has_the_bits_of_one_of_their_float32_copy(opt_level, call):
+    open_session(nn.Linear(2, 2), opt_level)
+    logits = torch.randn(3, 6, 2, dtype=LEVELS[opt_level], requires_grad=True)
+    results = []
+    for x in (logits, logits.float()):
+        result = call(x)
+        results += [result, *torch.autograd.grad(result.sum(), logits)]
+    assert [it.dtype for it in results] == [FULL, LEVELS[opt_level]] * 2
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[1], results[3])
+
+
 # ---- dtype= ----
 
 

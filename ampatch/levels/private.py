@@ -73,9 +73,11 @@ _SCALE = "loss scales other than a static 1 cannot be used"
 _ENGINE = "disable_casts() does not reach backward passes on a GPU"
 _SCRIPTS = "torch.jit.script refuses models with hooks, and patched functions"
 _LOSSES = "amp.diagnose does not see the operations of a loss"
+_LOSSES_THERE = f"{_LOSSES} after torch.set_default_device"
 _BACKWARDS = "amp.diagnose explains no step whose backward pass is not that of a tensor"
 _COMPILED = "functions of torch.compile run as plain Python while torch is patched"
 _WRAPPED = "ampatch doctor fails on models that are called in torch.func, and no post-mortem has their batch"
+_RECURRENT = "recurrent networks copy their half weights at each call on a GPU, and torch warns of it"
 _CHECKPOINTS = "torch.distributed.checkpoint.state_dict raises KeyError for optimizers with masters"
 
 EAGER = (
@@ -105,7 +107,9 @@ EAGER = (
     ),
     FUNCTION_MODES := Private("_C._len_torch_function_stack", _LOSSES),
     FUNCTION_MODE := Private("_C._get_function_stack_at", _LOSSES),
+    DEFAULT_DEVICE := Private("_GLOBAL_DEVICE_CONTEXT", _LOSSES_THERE),
     RUN_BACKWARD := Private("autograd._engine_run_backward", _BACKWARDS),
+    FLATTEN := Private("_cudnn_rnn_flatten_weight", _RECURRENT),
     REENTRANT := Private("utils.checkpoint.CheckpointFunction", "reentrant checkpoints may recompute uncast"),
 )
 
@@ -178,8 +182,17 @@ count_users = USE_COUNT.find(_nothing)  # how many hold a memory, by its `_cdata
 count_holders = HOLDERS.find(_nothing)  # how many hold a tensor in C++; None if nobody can say
 tracing_state, count_modes, dispatch_mode = TRACING.find(_nothing), MODE_COUNT.find(int), MODE.find(_nothing)
 count_function_modes, function_mode = FUNCTION_MODES.find(lambda: 1), FUNCTION_MODE.find(_nothing)
+_default_device = DEFAULT_DEVICE.find()
 is_transformed = TRANSFORMED.find(bool)
 _is_wrapped, _unwrap = IS_WRAPPED.find(bool), UNWRAP.find(_nothing)
+
+
+def has_function_modes() -> bool:
+    """Whether a script's function modes are on torch's stack; `set_default_device`'s is below all others."""
+    count = count_function_modes()
+    if count == 1 and function_mode(0) is getattr(_default_device, "device_context", None):
+        return False
+    return count > 0
 
 
 def unwrap(tensor: Tensor) -> Tensor:
@@ -196,8 +209,21 @@ def forward_ad_level() -> int:
 
 _stash, find_in_thread = KEEP_IN_THREAD.find(_nothing), FIND_IN_THREAD.find(_nothing)
 is_in_thread = IS_IN_THREAD.find(_nothing)
-check_and_unscale_, update_scale_ = CHECK_AND_UNSCALE.find(_fail), UPDATE_SCALE.find(_fail)
+_check_and_unscale_, update_scale_ = CHECK_AND_UNSCALE.find(_fail), UPDATE_SCALE.find(_fail)
 group_by_kind = GROUP.find(_fail)
+
+
+def check_and_unscale_(tensors: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
+    """Multiplies tensors of one kind by `inverse`, and sets `found_inf` to 1 where one is inf or NaN.
+
+    CUDA's kernel takes no bfloat16: it gets float32, which is rounded once.
+    """
+    if not (tensors and tensors[0].is_cuda and tensors[0].dtype is torch.bfloat16):
+        return _check_and_unscale_(tensors, found_inf, inverse)
+    wide = [tensor.float() for tensor in tensors]
+    _check_and_unscale_(wide, found_inf, inverse)
+    torch._foreach_copy_(tensors, wide)
+
 
 # The stream that is current on a CUDA device, given the device's index: a tenth of the time that
 # `torch.cuda.current_stream` takes. Torch without CUDA has no such function, and nobody to ask it.

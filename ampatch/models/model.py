@@ -11,6 +11,7 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from ampatch.casts.kernels import flatten_parameters
 from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.levels.policy import Policy
 from ampatch.levels.precision import HALF_TYPES
@@ -190,7 +191,7 @@ class ModelCaster:
         for cast in self._cast:
             cast.cast(dtype)
         for module in recurrent:
-            module.flatten_parameters()
+            flatten_parameters(module)
         for module in sharded:
             gather_anew(module)
 

@@ -87,9 +87,11 @@ class Scale:
 
     def _get_inverse(self, device: torch.device) -> Tensor:
         if self._inverse is None:
+            value = self._value
+            if not isinstance(value, Tensor):  # filled in, since a CUDA graph takes no copy from the host
+                value = torch.full((), value, dtype=torch.float32, device=device)
             # Through float64, as GradScaler does, so that both round alike.
-            value = torch.as_tensor(self._value, dtype=torch.float32, device=device)
-            self._inverse = value.double().reciprocal().float()
+            self._inverse = value.to(device).double().reciprocal().float()
         return self._inverse
 
 

@@ -62,6 +62,13 @@ DYNAMOS_OWN = (
     "torch.nn.Module.__init__",
     "torch.nn.Module.__setstate__",
 )
+# CUDA notes there at its first use that it was used.
+CUDAS_OWN = (
+    "torch.cuda._initialized",
+    "torch.cuda._cached_device_count",
+    "torch.cuda._get_device_properties",
+    "torch.cuda.default_generators",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +113,7 @@ class TorchSnapshot:
             f"{path}.{name}"
             for path, old in self.namespaces.items()
             for name in _changes(old, now.namespaces[path])
-            if f"{path}.{name}" not in DYNAMOS_OWN
+            if f"{path}.{name}" not in (*DYNAMOS_OWN, *CUDAS_OWN)
         ]
         hooks = [name for name, old in self.hooks.items() if now.hooks[name] != old]
         return sorted([*found, *hooks])

@@ -7,7 +7,6 @@ levels, can be compared number by number, at the same weights and on the same ba
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
@@ -21,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ampatch.doctor.instruments.clock import Follower, listen, wrap
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.places import Models
-from ampatch.doctor.instruments.values import is_finite, plain, quiet, tensors_in
+from ampatch.doctor.instruments.values import drop_alike, is_finite, plain, quiet, tensors_in
 
 SAMPLES = 2**16  # numbers of a tensor, at most
 LAST = 24  # the attempt after which a scale is not waited for: it has fallen from 2**24 to 1
@@ -110,16 +109,3 @@ def hold_weights(optimizer: Optimizer, *_: object) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
-
-
-def drop_alike(
-    dropout: Callable[..., Tensor],
-    input: Tensor,
-    p: float = 0.5,
-    training: bool = True,
-    inplace: bool = False,
-) -> Tensor:
-    """Drops the same elements at any type: on a GPU what is drawn depends on the type."""
-    if not training:
-        return input
-    return input * dropout(torch.ones_like(input, dtype=torch.float32), p).to(input.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -144,3 +144,34 @@ def off_casts() -> Iterator[None]:
             return
         with context:
             yield
+
+
+def random_of(gpu: torch.device | None) -> dict[str, Tensor]:
+    """Returns the states of torch's generators, of the CPU and of a GPU, by device; no host sync."""
+    states = {"cpu": torch.default_generator.get_state()}
+    if gpu is not None and not torch.cuda.is_current_stream_capturing():
+        states[str(gpu)] = torch.cuda.get_rng_state(gpu)
+    return states
+
+
+def set_random(states: Mapping[str, Tensor]) -> None:
+    """Sets torch's generators to what `random_of` returned."""
+    with torch._C.DisableTorchFunction():
+        for device, state in states.items():
+            if device == "cpu":
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, device)
+
+
+def drop_alike(
+    dropout: Callable[..., Tensor],
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> Tensor:
+    """Drops the same elements at any type: on a GPU what is drawn depends on the type."""
+    if not training:
+        return input
+    return input * dropout(torch.ones_like(input, dtype=torch.float32), p).to(input.dtype)

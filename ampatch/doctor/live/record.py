@@ -125,7 +125,7 @@ class Forward:
     kwargs: object
     frames: Frames
     mode: Mode
-    random: list[Tensor]
+    random: dict[str, Tensor]
     surroundings: Surroundings
     outputs: tuple[int, ...] = ()
     nodes: list[tuple[int, int, int]] = field(default_factory=list)

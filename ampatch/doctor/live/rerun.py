@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
 from ampatch.doctor.instruments.trace import Trace
-from ampatch.doctor.instruments.values import quiet, tensors_in
+from ampatch.doctor.instruments.values import quiet, set_random, tensors_in
 from ampatch.doctor.live.frames import Surroundings, call_at, restored
 from ampatch.doctor.live.record import Backward, Forward, Operation, Record, Slot, map_tensors
 
@@ -135,14 +135,6 @@ class Rerun:
         if not pairs:
             raise Impossible("how the loss came of the model is not known")
         return [value for value, _ in pairs], [gradient for _, gradient in pairs]
-
-
-def set_random(states: Sequence[Tensor]) -> None:
-    """Sets torch's generators."""
-    with torch._C.DisableTorchFunction():
-        torch.set_rng_state(states[0])
-        for state in states[1:]:
-            torch.cuda.set_rng_state(state)
 
 
 def nodes_of(roots: Sequence[Tensor], first: int = 0) -> Iterator[object]:

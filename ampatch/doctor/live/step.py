@@ -54,14 +54,6 @@ class Step:
         return Attempt(self.number, scale, self.is_dynamic or bool(read), losses, not bad)
 
 
-def random_of(gpu: torch.device | None) -> list[Tensor]:
-    """Returns the state of torch's generators, of the CPU and of the model's GPU; no host sync."""
-    states = [torch.default_generator.get_state()]
-    if gpu is not None and not torch.cuda.is_current_stream_capturing():
-        states.append(torch.cuda.get_rng_state(gpu))
-    return states
-
-
 def outcomes_of(optimizer: Optimizer) -> tuple[amp.BackwardOutcome, ...] | None:
     """Returns what our scaler found before the last step, None for an optimizer that is not ours."""
     try:

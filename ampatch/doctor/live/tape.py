@@ -12,7 +12,7 @@ from ampatch.doctor.instruments.places import is_called_by_ampatch
 from ampatch.doctor.instruments.values import node_of, tensors_in
 from ampatch.doctor.live.frames import capture
 from ampatch.doctor.live.record import Mode, Operation, Record
-from ampatch.levels.private import count_function_modes, function_mode
+from ampatch.levels.private import count_function_modes, function_mode, has_function_modes
 
 GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 ATTRIBUTE = type(GRAD)
@@ -37,7 +37,7 @@ def needs_graph(args: tuple[object, ...]) -> bool:
 
 
 class Tape(TorchFunctionMode):
-    """Writes into `record`, while it is the one mode on torch's stack.
+    """Writes into `record`, while no mode of the script's is on torch's stack.
 
     It goes there when a forward ends and leaves before the backward; it does not go on top of a mode of
     the script's, whose end would then take the wrong one away.
@@ -53,7 +53,7 @@ class Tape(TorchFunctionMode):
     def start(self, record: Record, device: str) -> bool:
         """Notes what follows; returns whether it can."""
         self.record, self._device = record, device
-        if not self._is_on_stack and count_function_modes() == 0:
+        if not self._is_on_stack and not has_function_modes():
             self.__enter__()
             self._is_on_stack = True
         return self._is_on_stack

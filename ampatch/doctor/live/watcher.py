@@ -19,13 +19,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import ampatch as amp
 from ampatch.doctor.instruments.clock import with_closure, wrap
-from ampatch.doctor.instruments.values import node_of, tensors_in
+from ampatch.doctor.instruments.values import node_of, random_of, tensors_in
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.live.flag import Check, Flag
 from ampatch.doctor.live.frames import capture, take
 from ampatch.doctor.live.patient import Patient
 from ampatch.doctor.live.record import Backward, Forward, Mode, Record, State
-from ampatch.doctor.live.step import Step, copy_weights, hold_gradients, outcomes_of, random_of
+from ampatch.doctor.live.step import Step, copy_weights, hold_gradients, outcomes_of
 from ampatch.doctor.live.tape import Tape
 from ampatch.levels.private import RUN_BACKWARD
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn import Module
+from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
 import ampatch as amp
-from ampatch.doctor.instruments.clock import Follower
+from ampatch.doctor.instruments.clock import Follower, wrap
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.places import Models, user_line
-from ampatch.doctor.instruments.values import floating_in, plain, quiet
+from ampatch.doctor.instruments.values import drop_alike, floating_in, plain, quiet, random_of, set_random
 from ampatch.doctor.silent.fault import SilentFault
 from ampatch.doctor.silent.scaled import Before, look_before, made_since
 
@@ -124,8 +125,12 @@ class Sample(Follower):
         self._largest: list[Tensor] = []  # gradients of activations
 
     def open(self, undo: ExitStack) -> None:
-        """Watches what modules return, until undone."""
+        """Watches what modules return, and has the attempt drop the same in both runs, until undone."""
         undo.callback(register_module_forward_hook(self._look_at_output).remove)
+        wrap(F, "dropout", self._drop, undo)
+
+    def _drop(self, dropout: Callable[..., Tensor], *args, **kwargs) -> Tensor:
+        return drop_alike(dropout, *args, **kwargs) if self._is_now else dropout(*args, **kwargs)
 
     @property
     def _is_now(self) -> bool:
@@ -138,16 +143,17 @@ class Sample(Follower):
             return
         file = self._folder / f"weights-{len(self._entered)}.pt"
         self._entered.add(id(module))
+        gpu = next((param.device for param in module.parameters() if param.is_cuda), None)
         with quiet():
             if not self._repeats:
                 values = {name: value.detach().clone() for name, value in named(module)}
-                torch.save((values, torch.get_rng_state()), file)
+                torch.save((values, random_of(gpu)), file)
             elif file.exists():
-                values, state = torch.load(file, weights_only=True)
+                values, states = torch.load(file, weights_only=True)
                 for name, value in named(module):
                     if name in values:
                         value.copy_(values[name])
-                torch.set_rng_state(state)
+                set_random(states)
 
     def _look_at_output(self, module: Module, args: tuple, output: object) -> None:
         for tensor in floating_in(output) if self._is_now and self._repeats and not self._grads else ():

@@ -1,0 +1,135 @@
+"""Where a kernel does better with half tensors as they are: softmax, and weights of recurrent networks."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ampatch.casts.cast import CASTS
+from ampatch.casts.cast_tree import TensorCast
+from ampatch.levels.precision import HALF_TYPES
+from ampatch.levels.private import (
+    FLATTEN,
+    count_modes,
+    has_function_modes,
+    is_transformed,
+    tracing_state,
+)
+
+SOFTMAX = ("softmax", "log_softmax")
+# By function: the gates whose weights are the rows of one matrix, and cuDNN's number of the mode.
+MODES = {"rnn_relu": (1, 0), "rnn_tanh": (1, 1), "lstm": (4, 2), "gru": (3, 3)}
+
+
+def use_kernel(wrapper: Callable, original: Callable, name: str, cast: TensorCast) -> Callable:
+    """Returns what stands in for a function of torch: `wrapper`, or what calls it where that is best."""
+    if name in SOFTMAX:
+        return _read_half(wrapper, original)
+    if name == "cross_entropy":
+        return _read_half_logits(wrapper)
+    if name in MODES and torch.backends.cuda.is_built():
+        return _cast_into_one_block(wrapper, name, cast)
+    return wrapper
+
+
+def _is_plain() -> bool:
+    """Whether casts are on, and a call runs as it stands: not compiled, traced, transformed or watched."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    thread = CASTS.thread
+    is_seen = count_modes() or has_function_modes() or is_transformed() or tracing_state() is not None
+    return not (is_seen or (thread.off and thread.is_off()))
+
+
+def _is_half(tensor: object) -> bool:
+    return type(tensor) is Tensor and tensor.dtype in HALF_TYPES and CASTS.is_on_device(tensor)
+
+
+# ---- Softmax: CUDA's kernel reads half and writes float32, so that no float32 copy is made of its input ----
+
+
+def _read_half(wrapper: Callable, original: Callable) -> Callable:
+    """Returns what stands in for a softmax: it has `original` itself compute a half tensor's in float32."""
+
+    def softmax(*args, **kwargs):
+        if 0 < len(args) < 3 and not kwargs.keys() - {"dim"} and _is_half(args[0]) and _is_plain():
+            return original(*args, **kwargs, dtype=torch.float32)
+        return wrapper(*args, **kwargs)
+
+    return softmax
+
+
+def _read_half_logits(wrapper: Callable) -> Callable:
+    """Returns what stands in for `cross_entropy`: of half logits it takes the log_softmax in float32."""
+
+    def cross_entropy(*args, **kwargs):
+        is_usual = 1 < len(args) < 8 and isinstance(args[1], Tensor) and not args[1].is_floating_point()
+        if is_usual and not kwargs.get("label_smoothing") and _is_half(args[0]) and _is_plain():
+            return _cross_entropy(*args, **kwargs)
+        return wrapper(*args, **kwargs)
+
+    return cross_entropy
+
+
+def _cross_entropy(
+    logits: Tensor, target: Tensor, *args: object, label_smoothing: float = 0.0, **kwargs: object
+) -> Tensor:
+    scores = F.log_softmax(logits, dim=min(logits.dim() - 1, 1), dtype=torch.float32)
+    return F.nll_loss(scores, target, *args, **kwargs)  # type: ignore[arg-type]
+
+
+# ---- Recurrent networks: cuDNN copies weights into one block of memory in each call, unless they are ----
+
+
+def flatten_parameters(module: torch.nn.RNNBase) -> None:
+    """Does what the module's method of this name does, for bfloat16 too, which that one leaves apart."""
+    module.flatten_parameters()
+    weights = module._flat_weights
+    if len(weights) == len(module._flat_weights_names) and _are_apart(weights):
+        _put_in_one_block(module.mode.lower(), weights, module.num_layers, module.bidirectional)
+
+
+def _cast_into_one_block(wrapper: Callable, name: str, cast: TensorCast) -> Callable:
+    """Returns what stands in for a recurrent function of torch: it gives `wrapper` weights that are cast."""
+
+    def recurrent(*args, **kwargs):
+        if len(args) == 9 and not kwargs and _is_plain():
+            is_packed = isinstance(args[1], Tensor) and not args[1].is_floating_point()  # sizes of batches
+            before, given, rest = args[: 2 + is_packed], args[2 + is_packed], args[3 + is_packed :]
+            weights = [cast(weight) for weight in given]
+            if _are_apart(weights) and not any(map(operator.is_, weights, given)):
+                _put_in_one_block(name, weights, rest[1], rest[4])
+            args = (*before, weights, *rest)
+        return wrapper(*args, **kwargs)
+
+    return recurrent
+
+
+def _are_apart(weights: Sequence[Tensor | None]) -> bool:
+    """Whether these are half weights, each by itself, that cuDNN would take in one block."""
+    first = weights[0]
+    if not (isinstance(first, Tensor) and first.is_cuda and first.dtype in HALF_TYPES):
+        return False
+    if not all(isinstance(it, Tensor) and it.dtype is first.dtype and it.is_cuda for it in weights):
+        return False
+    if len({it.untyped_storage()._cdata for it in weights}) == 1:  # type: ignore[union-attr]
+        return False
+    if len({it.data_ptr() for it in weights}) < len(weights):  # type: ignore[union-attr]
+        return False  # tied
+    return torch.backends.cudnn.enabled and torch.version.hip is None and not FLATTEN.is_missing()
+
+
+def _put_in_one_block(name: str, weights: Sequence[Tensor], layers: int, is_bidirectional: bool) -> None:
+    """Moves weights, in the order of `torch.nn.RNNBase`; their values, versions and graphs stay."""
+    gates, mode = MODES[name]
+    count = len(weights) // (layers * (1 + is_bidirectional))  # of a layer; odd with a projection
+    projected = weights[1].shape[1] if count % 2 else 0
+    rows, columns = weights[0].shape
+    with torch.no_grad(), torch.cuda.device_of(weights[0]):
+        FLATTEN.find()(
+            weights, count, columns, mode, rows // gates, projected, layers, False, is_bidirectional
+        )
