@@ -15,6 +15,7 @@ from ampatch.doctor.instruments.precision import without_casts
 from ampatch.doctor.instruments.trace import Enough
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent.examine import examine_silent
+from ampatch.doctor.silent import gradients
 from ampatch.doctor.silent.gradients import Sample, compare_gradients
 from ampatch.doctor.silent.watch import Silent
 
@@ -457,6 +458,17 @@ def test_a_step_that_is_another_in_float32_is_not_compared(tmp_path):
     assert compare_gradients(tmp_path, 0) == ([], "whether gradients underflow: the step did not come again")
     run_sample(text.replace("1e-3", "1e-2"), tmp_path, 0, repeats=True)
     assert "another loss" in compare_gradients(tmp_path, 0)[1]
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_step_that_draws_by_type_is_not_compared_on_a_gpu(tmp_path, monkeypatch, draws):
+    monkeypatch.setattr(gradients, "gpu_of", lambda module: torch.device("cpu"))
+    monkeypatch.setattr(gradients, "random_of", lambda gpu: {"cpu": torch.get_rng_state()})
+    text = LOSSES["O1"].replace("torch.randn(4, 8), torch", "torch.randint(0, 9, (4,)), torch")
+    text = text.replace("{small}", "(1.0 + 0 * torch.rand(()))" if draws else "1.0").replace("{scale}", "1.0")
+    for repeats in (False, True):
+        run_sample(text, tmp_path, 0, repeats)
+    assert compare_gradients(tmp_path, 0)[1].endswith("others than F.dropout draw some") == draws
 
 
 # ---- The whole command ----

@@ -123,6 +123,9 @@ class Sample(Follower):
         self._grads: dict[str | None, Tensor] = {}
         self._before: list[Before] = []
         self._largest: list[Tensor] = []  # gradients of activations
+        self._gpu: torch.device | None = None
+        self._random: dict[str, Tensor] = {}  # as it is if nothing else than dropout draws
+        self._is_drawn = False
 
     def open(self, undo: ExitStack) -> None:
         """Watches what modules return, and has the attempt drop the same in both runs, until undone."""
@@ -130,7 +133,17 @@ class Sample(Follower):
         wrap(F, "dropout", self._drop, undo)
 
     def _drop(self, dropout: Callable[..., Tensor], *args, **kwargs) -> Tensor:
-        return drop_alike(dropout, *args, **kwargs) if self._is_now else dropout(*args, **kwargs)
+        if not self._is_now:
+            return dropout(*args, **kwargs)
+        self._look_at_draws()
+        result = drop_alike(dropout, *args, **kwargs)
+        self._random = random_of(self._gpu)
+        return result
+
+    def _look_at_draws(self) -> None:
+        """Notes whether others have drawn: on a GPU what they get depends on the type."""
+        if self._gpu is not None:
+            self._is_drawn |= not is_same(self._random, random_of(self._gpu))
 
     @property
     def _is_now(self) -> bool:
@@ -143,17 +156,18 @@ class Sample(Follower):
             return
         file = self._folder / f"weights-{len(self._entered)}.pt"
         self._entered.add(id(module))
-        gpu = next((param.device for param in module.parameters() if param.is_cuda), None)
+        self._gpu = gpu_of(module)
         with quiet():
             if not self._repeats:
                 values = {name: value.detach().clone() for name, value in named(module)}
-                torch.save((values, random_of(gpu)), file)
+                torch.save((values, random_of(self._gpu)), file)
             elif file.exists():
                 values, states = torch.load(file, weights_only=True)
                 for name, value in named(module):
                     if name in values:
                         value.copy_(values[name])
                 set_random(states)
+        self._random = random_of(self._gpu)
 
     def _look_at_output(self, module: Module, args: tuple, output: object) -> None:
         for tensor in floating_in(output) if self._is_now and self._repeats and not self._grads else ():
@@ -170,6 +184,7 @@ class Sample(Follower):
         self._before = clean(self._models) if self._is_now and not self._grads else []
         if self._is_now and not self._grads:
             self._loss, self._where = sum(loss.detach().sum().item() for loss in losses), user_line()
+            self._look_at_draws()
 
     def end_backward(self) -> None:
         """Keeps the gradients of the first backward pass of the attempt."""
@@ -188,7 +203,7 @@ class Sample(Follower):
         if self._is_now and self._grads:
             largest = max((it.item() for it in self._largest), default=0.0)
             kept = {"loss": self._loss / self._scale, "scale": self._scale, "where": self._where}
-            kept |= {"grads": self._grads, "largest": largest}
+            kept |= {"grads": self._grads, "largest": largest, "is_drawn": self._is_drawn}
             torch.save(kept, self._folder / ("float32.pt" if self._repeats else "half.pt"))
         self._attempt += 1
         if self._repeats and self._attempt > self._wanted:
@@ -199,6 +214,16 @@ def clean(models: Models) -> list[Before]:
     """Looks at the parameters that have no gradient as yet, or one of zeros; costs a host sync each."""
     with quiet():
         return look_before(it for it in models.parameters() if it.grad is None or not plain(it.grad).any())
+
+
+def gpu_of(module: Module) -> torch.device | None:
+    """Returns the GPU that a module is on, if it is on one."""
+    return next((param.device for param in module.parameters() if param.is_cuda), None)
+
+
+def is_same(states: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+    """Says whether the states of all generators are the same."""
+    return all(torch.equal(state, others[device]) for device, state in states.items())
 
 
 def named(module: Module) -> list[tuple[str, Tensor]]:
@@ -217,6 +242,9 @@ def compare_gradients(folder: Path, attempt: int) -> tuple[list[dict[str, object
     half, full = (torch.load(file, weights_only=True) for file in files)
     if not abs(half["loss"] - full["loss"]) <= SAME_LOSS * abs(full["loss"]) + SMALLEST:
         return [], "whether gradients underflow: in float32 the step has another loss"
+    if half["is_drawn"] or full["is_drawn"]:
+        drawn = "random numbers on a GPU depend on the type, and others than F.dropout draw some"
+        return [], f"whether gradients underflow: {drawn}"
     grads: Mapping[str, Tensor] = full["grads"]
     most = max((grad.abs().max().item() for grad in grads.values() if grad.numel()), default=0.0)
     scale = best_scale(grads, most, max(most, full["largest"]))
