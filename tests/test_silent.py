@@ -14,8 +14,8 @@ from ampatch.apex.script import level_overrides
 from ampatch.doctor.instruments.precision import without_casts
 from ampatch.doctor.instruments.trace import Enough
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.silent.examine import examine_silent
 from ampatch.doctor.silent import gradients
+from ampatch.doctor.silent.examine import examine_silent
 from ampatch.doctor.silent.gradients import Sample, compare_gradients
 from ampatch.doctor.silent.watch import Silent
 
