@@ -20,6 +20,8 @@ from ampatch.levels.private import (
     tracing_state,
 )
 
+is_compiling = torch.compiler.is_dynamo_compiling
+
 SOFTMAX = ("softmax", "log_softmax")
 # By function: the gates whose weights are the rows of one matrix, and cuDNN's number of the mode.
 MODES = {"rnn_relu": (1, 0), "rnn_tanh": (1, 1), "lstm": (4, 2), "gru": (3, 3)}
@@ -37,9 +39,7 @@ def use_kernel(wrapper: Callable, original: Callable, name: str, cast: TensorCas
 
 
 def _is_plain() -> bool:
-    """Whether casts are on, and a call runs as it stands: not compiled, traced, transformed or watched."""
-    if torch.compiler.is_dynamo_compiling():
-        return False
+    """Whether casts are on, and a call runs as it stands: not traced, transformed or watched."""
     thread = CASTS.thread
     is_seen = count_modes() or has_function_modes() or is_transformed() or tracing_state() is not None
     return not (is_seen or (thread.off and thread.is_off()))
@@ -56,6 +56,8 @@ def _read_half(wrapper: Callable, original: Callable) -> Callable:
     """Returns what stands in for a softmax: it has `original` itself compute a half tensor's in float32."""
 
     def softmax(*args, **kwargs):
+        if is_compiling():  # of whose code Dynamo sees no more
+            return wrapper(*args, **kwargs)
         if 0 < len(args) < 3 and not kwargs.keys() - {"dim"} and _is_half(args[0]) and _is_plain():
             return original(*args, **kwargs, dtype=torch.float32)
         return wrapper(*args, **kwargs)
@@ -67,6 +69,8 @@ def _read_half_logits(wrapper: Callable) -> Callable:
     """Returns what stands in for `cross_entropy`: of half logits it takes the log_softmax in float32."""
 
     def cross_entropy(*args, **kwargs):
+        if is_compiling():
+            return wrapper(*args, **kwargs)
         is_usual = 1 < len(args) < 8 and isinstance(args[1], Tensor) and not args[1].is_floating_point()
         if is_usual and not kwargs.get("label_smoothing") and _is_half(args[0]) and _is_plain():
             return _cross_entropy(*args, **kwargs)
@@ -97,7 +101,7 @@ def _cast_into_one_block(wrapper: Callable, name: str, cast: TensorCast) -> Call
     """Returns what stands in for a recurrent function of torch: it gives `wrapper` weights that are cast."""
 
     def recurrent(*args, **kwargs):
-        if len(args) == 9 and not kwargs and _is_plain():
+        if not is_compiling() and len(args) == 9 and not kwargs and _is_plain():
             is_packed = isinstance(args[1], Tensor) and not args[1].is_floating_point()  # sizes of batches
             before, given, rest = args[: 2 + is_packed], args[2 + is_packed], args[3 + is_packed :]
             weights = [cast(weight) for weight in given]
