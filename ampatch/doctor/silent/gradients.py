@@ -124,7 +124,7 @@ class Sample(Follower):
         self._before: list[Before] = []
         self._largest: list[Tensor] = []  # gradients of activations
         self._gpu: torch.device | None = None
-        self._random: dict[str, Tensor] = {}  # as it is if nothing else than dropout draws
+        self._random: Tensor | None = None  # of the GPU, as it is if nothing else than dropout draws
         self._is_drawn = False
 
     def open(self, undo: ExitStack) -> None:
@@ -137,13 +137,16 @@ class Sample(Follower):
             return dropout(*args, **kwargs)
         self._look_at_draws()
         result = drop_alike(dropout, *args, **kwargs)
-        self._random = random_of(self._gpu)
+        self._random = self._read_random()
         return result
+
+    def _read_random(self) -> Tensor | None:
+        return random_of(self._gpu).get(str(self._gpu))
 
     def _look_at_draws(self) -> None:
         """Notes whether others have drawn: on a GPU what they get depends on the type."""
-        if self._gpu is not None:
-            self._is_drawn |= not is_same(self._random, random_of(self._gpu))
+        if self._random is not None:
+            self._is_drawn |= not torch.equal(self._random, random_of(self._gpu)[str(self._gpu)])
 
     @property
     def _is_now(self) -> bool:
@@ -167,7 +170,7 @@ class Sample(Follower):
                     if name in values:
                         value.copy_(values[name])
                 set_random(states)
-        self._random = random_of(self._gpu)
+        self._random = self._read_random()
 
     def _look_at_output(self, module: Module, args: tuple, output: object) -> None:
         for tensor in floating_in(output) if self._is_now and self._repeats and not self._grads else ():
@@ -185,6 +188,7 @@ class Sample(Follower):
         if self._is_now and not self._grads:
             self._loss, self._where = sum(loss.detach().sum().item() for loss in losses), user_line()
             self._look_at_draws()
+            self._gpu = self._random = None  # a checkpoint draws again in the backward
 
     def end_backward(self) -> None:
         """Keeps the gradients of the first backward pass of the attempt."""
@@ -219,11 +223,6 @@ def clean(models: Models) -> list[Before]:
 def gpu_of(module: Module) -> torch.device | None:
     """Returns the GPU that a module is on, if it is on one."""
     return next((param.device for param in module.parameters() if param.is_cuda), None)
-
-
-def is_same(states: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
-    """Says whether the states of all generators are the same."""
-    return all(torch.equal(state, others[device]) for device, state in states.items())
 
 
 def named(module: Module) -> list[tuple[str, Tensor]]:
