@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import ampatch as amp
+from ampatch.casts import kernels
+from ampatch.casts.cast import CASTS
 from nets import sgd
 from patched import FULL, HALF, LEVELS, backward, full, half, open_session
 
@@ -283,6 +286,47 @@ def test_a_kept_network_runs_in_float32_and_its_neighbours_do_not(opt_level, mak
 
 
 # ---- On a GPU ----
+
+
+def lay_out(weights, *_):
+    """Moves weights into one block, as `torch._cudnn_rnn_flatten_weight` does on a GPU."""
+    block = torch.cat([weight.detach().flatten() for weight in weights])
+    for weight, part in zip(weights, block.split([weight.numel() for weight in weights]), strict=True):
+        set_data(weight, part.view(weight.shape))
+
+
+set_data = torch._C.TensorBase.data.__set__  # which ampatch does not see
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru without bias"])
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_casts_lie_in_one_block_and_are_written_again_in_it(monkeypatch, opt_level, name):
+    def is_apart(weights):
+        return len({weight.untyped_storage()._cdata for weight in weights}) > 1
+
+    def train(blocks):
+        torch.manual_seed(0)
+        model, seen = VARIANTS[name](), []
+        monkeypatch.setattr(kernels, "_are_apart", is_apart if blocks else lambda weights: False)
+        optimizer = sgd(model)
+        open_session(model, opt_level, optimizers=optimizer, loss_scale=1.0)
+        for step in range(4):
+            if step == 3:
+                with torch.no_grad():
+                    model.weight_hh_l0[0, 0] = 1.0  # one is cast anew, and all move
+            backward(mean_square(model(torch.ones(3, 2, 4))[0]), optimizer)
+            seen.append([entry[0].data_ptr() for _, entry in CASTS.get_cache(LEVELS[opt_level])._list()])
+            optimizer.step()
+            optimizer.zero_grad()
+        amp.uninitialize()
+        return list(model.parameters()), seen
+
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(kernels, "FLATTEN", SimpleNamespace(find=lambda: lay_out))
+    (expected, _), (found, seen) = train(blocks=False), train(blocks=True)
+    assert all(map(torch.equal, found, expected))
+    assert sorted(seen[0]) == sorted(seen[1]) == sorted(seen[2])
+    assert len(seen[0]) == len(found)
 
 
 @pytest.mark.cuda

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from ampatch.levels.private import count_holders, count_users, find_stream
 
 count_references = sys.getrefcount
+NEIGHBOURS = "_ampatch_neighbours"  # of a cast: how many others are in its block of memory
 
 
 def _count_own(requires_grad: bool) -> tuple[int, int]:
@@ -49,7 +50,12 @@ CAN_SEE_GRAPHS = _OWN_HOLDERS is not None  # that hold a cast
 
 def is_held(entry: tuple) -> bool:
     """Whether others hold the cast that an entry begins with, or its memory: a graph, or who looked at it."""
-    return _count_holders(entry) != _OWN_HOLDERS
+    found = _count_holders(entry)
+    if found == _OWN_HOLDERS:
+        return False
+    users, *others = found
+    neighbours = getattr(entry[0], NEIGHBOURS, 0)
+    return not neighbours or users is None or (users - neighbours, *others) != _OWN_HOLDERS
 
 
 def is_shared(memory: torch.UntypedStorage) -> bool:

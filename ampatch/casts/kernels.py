@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ampatch.casts.cast import CASTS
 from ampatch.casts.cast_tree import TensorCast
+from ampatch.casts.holders import NEIGHBOURS
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.private import (
     FLATTEN,
@@ -107,6 +108,8 @@ def _cast_into_one_block(wrapper: Callable, name: str, cast: TensorCast) -> Call
             weights = [cast(weight) for weight in given]
             if _are_apart(weights) and not any(map(operator.is_, weights, given)):
                 _put_in_one_block(name, weights, rest[1], rest[4])
+                for weight in weights:
+                    setattr(weight, NEIGHBOURS, len(weights) - 1)
             args = (*before, weights, *rest)
         return wrapper(*args, **kwargs)
 
