@@ -137,6 +137,15 @@ def test_a_softmax_of_half_logits_has_the_bits_of_one_of_their_float32_copy(opt_
     assert torch.equal(results[1], results[3])
 
 
+@pytest.mark.parametrize("name", ["cross_entropy", "softmax"])
+def test_what_a_script_has_put_in_the_place_of_a_softmax_is_called_as_before(monkeypatch, name):
+    calls = []
+    monkeypatch.setattr(F, name, lambda x, other: calls.append(x.dtype))
+    open_session(nn.Linear(2, 2))
+    getattr(F, name)(half(3, 6), 1)
+    assert calls == [FULL]
+
+
 # ---- dtype= ----
 
 
