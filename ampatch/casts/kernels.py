@@ -1,4 +1,4 @@
-"""Where a kernel does better with half tensors as they are: softmax, and weights of recurrent networks."""
+"""What kernels of CUDA take better than casts one by one: float16 by softmax, and weights of LSTMs."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ MODES = {"rnn_relu": (1, 0), "rnn_tanh": (1, 1), "lstm": (4, 2), "gru": (3, 3)}
 
 def use_kernel(wrapper: Callable, original: Callable, name: str, cast: TensorCast) -> Callable:
     """Returns what stands in for a function of torch: `wrapper`, or what calls it where that is best."""
+    if not torch.backends.cuda.is_built():
+        return wrapper
     code = getattr(original, "__code__", None)
     is_torchs = code is None or code.co_filename == F.__file__  # and nobody has put his own there
     if name in SOFTMAX and is_torchs:
         return _read_half(wrapper, original)
     if name == "cross_entropy" and is_torchs:
         return _read_half_logits(wrapper)
-    if name in MODES and torch.backends.cuda.is_built():
-        return _cast_into_one_block(wrapper, name, cast)
-    return wrapper
+    return _cast_into_one_block(wrapper, name, cast) if name in MODES else wrapper
 
 
 def _is_plain() -> bool:
@@ -48,20 +48,25 @@ def _is_plain() -> bool:
     return not (is_seen or (thread.off and thread.is_off()))
 
 
-def _is_half(tensor: object) -> bool:
-    return type(tensor) is Tensor and tensor.dtype in HALF_TYPES and CASTS.is_on_device(tensor)
+# ---- Softmax: the kernel reads float16 and writes float32, so that no float32 copy is made of its input ----
 
 
-# ---- Softmax: CUDA's kernel reads half and writes float32, so that no float32 copy is made of its input ----
+def _is_read(tensor: object) -> bool:
+    return (
+        type(tensor) is Tensor
+        and tensor.is_cuda
+        and tensor.dtype is torch.float16
+        and CASTS.is_on_device(tensor)
+    )
 
 
 def _read_half(wrapper: Callable, original: Callable) -> Callable:
-    """Returns what stands in for a softmax: it has `original` itself compute a half tensor's in float32."""
+    """Returns what stands in for a softmax: it has `original` itself compute one of float16 in float32."""
 
     def softmax(*args, **kwargs):
         if is_compiling():  # of whose code Dynamo sees no more
             return wrapper(*args, **kwargs)
-        if 0 < len(args) < 3 and not kwargs.keys() - {"dim"} and _is_half(args[0]) and _is_plain():
+        if 0 < len(args) < 3 and not kwargs.keys() - {"dim"} and _is_read(args[0]) and _is_plain():
             return original(*args, **kwargs, dtype=torch.float32)
         return wrapper(*args, **kwargs)
 
@@ -69,13 +74,13 @@ def _read_half(wrapper: Callable, original: Callable) -> Callable:
 
 
 def _read_half_logits(wrapper: Callable) -> Callable:
-    """Returns what stands in for `cross_entropy`: of half logits it takes the log_softmax in float32."""
+    """Returns what stands in for `cross_entropy`: of float16 logits it takes the log_softmax in float32."""
 
     def cross_entropy(*args, **kwargs):
         if is_compiling():
             return wrapper(*args, **kwargs)
         is_usual = 1 < len(args) < 8 and isinstance(args[1], Tensor) and not args[1].is_floating_point()
-        if is_usual and not kwargs.get("label_smoothing") and _is_half(args[0]) and _is_plain():
+        if is_usual and not kwargs.get("label_smoothing") and _is_read(args[0]) and _is_plain():
             return _cross_entropy(*args, **kwargs)
         return wrapper(*args, **kwargs)
 
