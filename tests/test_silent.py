@@ -462,8 +462,10 @@ def test_a_step_that_is_another_in_float32_is_not_compared(tmp_path):
 
 @pytest.mark.parametrize("draws", [False, True])
 def test_a_step_that_draws_by_type_is_not_compared_on_a_gpu(tmp_path, monkeypatch, draws):
-    monkeypatch.setattr(gradients, "gpu_of", lambda module: torch.device("cpu"))
-    monkeypatch.setattr(gradients, "random_of", lambda gpu: {"cpu": torch.get_rng_state()})
+    monkeypatch.setattr(
+        gradients, "random_of", lambda _: dict.fromkeys(("cpu", "gpu"), torch.get_rng_state())
+    )
+    monkeypatch.setattr(gradients, "set_random", lambda states: torch.set_rng_state(states["gpu"]))
     text = LOSSES["O1"].replace("torch.randn(4, 8), torch", "torch.randint(0, 9, (4,)), torch")
     text = text.replace("{small}", "(1.0 + 0 * torch.rand(()))" if draws else "1.0").replace("{scale}", "1.0")
     for repeats in (False, True):

@@ -55,15 +55,12 @@ LAZY = ("torch._dynamo", "torch._inductor", "torch.onnx")
 _ABSENT = object()
 # Python notes there which warnings a module has shown, how to copy instances of a class, and its annotations.
 PYTHONS_OWN = ("__warningregistry__", "__slotnames__", "__annotations_cache__")
-# Dynamo replaces these for good when it first compiles a module.
-DYNAMOS_OWN = (
+# Dynamo replaces the first of these for good when it compiles a module, CUDA the others at its first use.
+TORCHS_OWN = (
     "torch.nn.Module.___needs_generation_tag_patch",
     "torch.nn.Module.___has_generation_tag_patch",
     "torch.nn.Module.__init__",
     "torch.nn.Module.__setstate__",
-)
-# CUDA notes there at its first use that it was used.
-CUDAS_OWN = (
     "torch.cuda._initialized",
     "torch.cuda._cached_device_count",
     "torch.cuda._get_device_properties",
@@ -113,7 +110,7 @@ class TorchSnapshot:
             f"{path}.{name}"
             for path, old in self.namespaces.items()
             for name in _changes(old, now.namespaces[path])
-            if f"{path}.{name}" not in (*DYNAMOS_OWN, *CUDAS_OWN)
+            if f"{path}.{name}" not in TORCHS_OWN
         ]
         hooks = [name for name, old in self.hooks.items() if now.hooks[name] != old]
         return sorted([*found, *hooks])

@@ -146,11 +146,11 @@ def off_casts() -> Iterator[None]:
             yield
 
 
-def random_of(gpu: torch.device | None) -> dict[str, Tensor]:
+def random_of(device: torch.device) -> dict[str, Tensor]:
     """Returns the states of torch's generators, of the CPU and of a GPU, by device; no host sync."""
     states = {"cpu": torch.default_generator.get_state()}
-    if gpu is not None and not torch.cuda.is_current_stream_capturing():
-        states[str(gpu)] = torch.cuda.get_rng_state(gpu)
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        states[str(device)] = torch.cuda.get_rng_state(device)
     return states
 
 

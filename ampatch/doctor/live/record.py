@@ -179,8 +179,7 @@ class State:
         self._modules = [(weakref.ref(each), *_plain_names(each)) for each in model.modules()]
         self._modules = [known for known in self._modules if not _is_of_torch(known[0]())]
         self._places = [(weakref.ref(each), name) for each in model.modules() for name in each._buffers]
-        device = device_of(model)
-        self.device, self.gpu = device.type, device if device.type == "cuda" else None
+        self.device = device_of(model)
         self.files = files_of(model)
         self._buffers: list[Tensor] = []
         self._saved: list[Tensor] = []

@@ -116,8 +116,8 @@ class Watcher:
             weakref.ref(model),
             *taken,
             capture(3),
-            Mode.now(state.device),
-            random_of(state.gpu),
+            Mode.now(state.device.type),
+            random_of(state.device),
             take(state.files),
         )
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 import ampatch as amp
 from ampatch.doctor.instruments.clock import Follower, wrap
 from ampatch.doctor.instruments.operations import Enough
-from ampatch.doctor.instruments.places import Models, user_line
+from ampatch.doctor.instruments.places import Models, device_of, user_line
 from ampatch.doctor.instruments.values import drop_alike, floating_in, plain, quiet, random_of, set_random
 from ampatch.doctor.silent.fault import SilentFault
 from ampatch.doctor.silent.scaled import Before, look_before, made_since
@@ -123,8 +123,8 @@ class Sample(Follower):
         self._grads: dict[str | None, Tensor] = {}
         self._before: list[Before] = []
         self._largest: list[Tensor] = []  # gradients of activations
-        self._gpu: torch.device | None = None
-        self._random: Tensor | None = None  # of the GPU, as it is if nothing else than dropout draws
+        self._device = torch.device("cpu")  # of the model
+        self._random: dict[str, Tensor] = {}  # as it is if nothing else than dropout draws
         self._is_drawn = False
 
     def open(self, undo: ExitStack) -> None:
@@ -137,16 +137,14 @@ class Sample(Follower):
             return dropout(*args, **kwargs)
         self._look_at_draws()
         result = drop_alike(dropout, *args, **kwargs)
-        self._random = self._read_random()
+        self._random = random_of(self._device)
         return result
-
-    def _read_random(self) -> Tensor | None:
-        return random_of(self._gpu).get(str(self._gpu))
 
     def _look_at_draws(self) -> None:
         """Notes whether others have drawn: on a GPU what they get depends on the type."""
-        if self._random is not None:
-            self._is_drawn |= not torch.equal(self._random, random_of(self._gpu)[str(self._gpu)])
+        now = random_of(self._device)
+        gpus = self._random.keys() & now.keys() - {"cpu"}
+        self._is_drawn |= not all(torch.equal(self._random[gpu], now[gpu]) for gpu in gpus)
 
     @property
     def _is_now(self) -> bool:
@@ -159,18 +157,18 @@ class Sample(Follower):
             return
         file = self._folder / f"weights-{len(self._entered)}.pt"
         self._entered.add(id(module))
-        self._gpu = gpu_of(module)
+        self._device = device_of(module)
         with quiet():
             if not self._repeats:
                 values = {name: value.detach().clone() for name, value in named(module)}
-                torch.save((values, random_of(self._gpu)), file)
+                torch.save((values, random_of(self._device)), file)
             elif file.exists():
                 values, states = torch.load(file, weights_only=True)
                 for name, value in named(module):
                     if name in values:
                         value.copy_(values[name])
                 set_random(states)
-        self._random = self._read_random()
+        self._random = random_of(self._device)
 
     def _look_at_output(self, module: Module, args: tuple, output: object) -> None:
         for tensor in floating_in(output) if self._is_now and self._repeats and not self._grads else ():
@@ -188,7 +186,7 @@ class Sample(Follower):
         if self._is_now and not self._grads:
             self._loss, self._where = sum(loss.detach().sum().item() for loss in losses), user_line()
             self._look_at_draws()
-            self._gpu = self._random = None  # a checkpoint draws again in the backward
+            self._device = torch.device("cpu")  # a checkpoint draws again in the backward
 
     def end_backward(self) -> None:
         """Keeps the gradients of the first backward pass of the attempt."""
@@ -218,11 +216,6 @@ def clean(models: Models) -> list[Before]:
     """Looks at the parameters that have no gradient as yet, or one of zeros; costs a host sync each."""
     with quiet():
         return look_before(it for it in models.parameters() if it.grad is None or not plain(it.grad).any())
-
-
-def gpu_of(module: Module) -> torch.device | None:
-    """Returns the GPU that a module is on, if it is on one."""
-    return next((param.device for param in module.parameters() if param.is_cuda), None)
 
 
 def named(module: Module) -> list[tuple[str, Tensor]]:
