@@ -28,9 +28,8 @@ from ampatch.session.announce import Announcer, NameRank, logger, say, warn_of_t
 from ampatch.session.distributed import DistributedPatch
 from ampatch.session.joins import Joins
 from ampatch.session.members import Members
-from ampatch.session.misuse import HalfWatch, check_ranks, check_request, check_trainer
+from ampatch.session.misuse.watch import MisuseWatch
 from ampatch.session.request import Call, Request, device_types, make_scalers, validate_optimizers
-from ampatch.session.scale_watch import ScaleWatch, Warner
 from ampatch.steps.captured import capture_step
 from ampatch.steps.masters import fit_states
 from ampatch.steps.optimizer import AmpOptimizer
@@ -58,9 +57,7 @@ class Session(Listener):
         self._features = TorchFeatures()
         self._captures = Captures()
         self._distributed = DistributedPatch(self._members)
-        self._warner = Warner()
-        self._scale_watch = ScaleWatch(self._warner, self._members, self.scalers)
-        self._half_watch = HalfWatch(self._warner, self._members)
+        self._misuse = MisuseWatch(self._members, self.scalers)
         self._unframed: set[str] = set()  # modules of ours that Dynamo knows not to compile
         self._said_torch = False
         self._name_rank = NameRank()
@@ -71,7 +68,7 @@ class Session(Listener):
 
     def _reset(self) -> None:
         self.casts.thread.reset()
-        self._warner.forget()
+        self._misuse.forget()
         self.alarms.forget()
         self._undo = ExitStack()
         self._patching = ExitStack()  # of torch's functions: undone before the rest, or alone
@@ -117,7 +114,7 @@ class Session(Listener):
             caster.open()
             members.add_modules(parts, caster.by_module)
             self._joins.open(request, caster, amps, call)
-            check_request(self._warner, request, amps)
+            self._misuse.check_request(request, amps)
             if policy.patch_torch_functions:
                 self._patch_torch(request, patching)
             self._calls.append(call)
@@ -128,8 +125,7 @@ class Session(Listener):
         # Nothing raises from here on: what follows cannot be undone exactly.
         for amp in amps:
             self._joins.drop_scaled("initialize", amp.model_params())
-        if policy.casts_model:
-            self._half_watch.watch(request.models, policy.master_weights)
+        self._misuse.end_open(request)
         if policy.is_pure_half:
             caster.forget_originals()
         fit_states(states)
@@ -165,10 +161,7 @@ class Session(Listener):
             undo.callback(logger.removeFilter, self._name_rank)
         self._script_models.open(undo)
         self._captures.open(undo)
-        if policy.loss_scale != StaticLossScale(1.0):
-            self._scale_watch.open(undo)
-        if policy.casts_model:
-            self._half_watch.open(undo)
+        self._misuse.open(policy, undo)
 
     def _tell_opened(self, request: Request) -> None:
         if request.verbosity >= 1:
@@ -190,21 +183,20 @@ class Session(Listener):
 
     def begin_block(self, block: ScaledLoss) -> None:
         self._joins.was_scaled |= not block.scale.is_identity
-        self._scale_watch.begin_block(block)
+        self._misuse.begin_block(block)
         self.alarms.begin_block(block)
 
     def close_block(self, block: ScaledLoss) -> None:
         if not torch.compiler.is_dynamo_compiling():  # graphs keep no casts; a count would be a guard
             self.casts.end_iteration()
-        self._scale_watch.end_block(block)
+        self._misuse.close_block(block)
 
     def end_block(self, loss_id: int) -> None:
         for observer in self.observers:
             observer.on_backward(loss_id)
 
     def begin_step(self, optimizer: AmpOptimizer) -> None:
-        self._scale_watch.check_step(optimizer)
-        check_ranks(self._warner, optimizer)
+        self._misuse.begin_step(optimizer)
         for observer in self.observers:
             observer.on_step_begin(optimizer.optimizer)
 
@@ -238,7 +230,7 @@ class Session(Listener):
                 f"pass it to initialize first"
             )
         if optimizer is not found[0].optimizer and found[1].policy.half is not None:
-            check_trainer(self._warner, optimizer)
+            self._misuse.check_trainer(optimizer)
         return found
 
     def settle(self, optimizer: object) -> None:
@@ -282,7 +274,7 @@ class Session(Listener):
         """Undoes everything, last-in first-out; interrupted before it has begun, it undoes nothing."""
         stack = ExitStack()
         stack.callback(self._reset)
-        watches = self._data_watch, self._scale_watch, self._half_watch, self._distributed
+        watches = self._data_watch, self._misuse, self._distributed
         for patch in (self.torch_patch, self._features, self._script_models, self._captures, *watches):
             stack.callback(patch.retry)
         stack.push(self._undo)

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad
 
 from ampatch.levels.private import graph_task
 from ampatch.levels.stack import Line, find_line
 from ampatch.patching.patcher import Patcher, SessionPatch
-from ampatch.session.misuse import Warner
+from ampatch.session.misuse.warner import Warner
 from ampatch.steps.grads import leads_to
 
 if TYPE_CHECKING:
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
     from ampatch.steps.block import ScaledLoss
     from ampatch.steps.optimizer import AmpOptimizer
     from ampatch.steps.scaler import LossScaler
-
-# Nobody means a limit below this, once the scale is taken off: it was given as if gradients were unscaled.
-LEAST_LIMIT = 0.05
 
 RIGHT = "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
 INSIDE = (
@@ -38,10 +34,6 @@ INSIDE = (
 OUTSIDE = (
     "backward() outside of scale_loss made the gradients of a step at a dynamic loss scale: small ones may "
     f"be lost, and an overflow is not skipped: write {RIGHT}"
-)
-CLIPPED = (
-    "gradients are clipped at {:g} inside a block of scale_loss, where they are still multiplied by the loss "
-    "scale ({:g}), and masters have none yet: clip those of amp.master_params(optimizer) after the block"
 )
 TWO_SCALES = (
     "a GradScaler steps an optimizer whose gradients scale_loss scales and unscales: use one of the two; "
@@ -83,40 +75,33 @@ class ScaleWatch(SessionPatch):
 
     def forget(self) -> None:
         """Drops what was seen."""
-        self._blocks: dict[int, OpenBlock] = {}  # by the id of the block; the innermost is the last
+        self.blocks: dict[int, OpenBlock] = {}  # by the id of the block; the innermost is the last
         self._had_block: set[int] = set()  # optimizers, since their last step
         self._inside: dict[int, Line] = {}  # optimizers, and what gave them unscaled gradients in a block
         self._outside: dict[int, Line] = {}  # the same, where no block was open
         self._looked_at: set[int] = set()  # optimizers, for a GradScaler that steps them
-        self._has_judged_clipping = False
 
     def patch(self, patcher: Patcher) -> None:
-        """Replaces what gradients are made and clipped by; private names of torch only where they exist."""
+        """Replaces what gradients are made by."""
         patcher.replace(torch.autograd, "backward", self._watch_backward(torch.autograd.backward))
-        for name, watch in (
-            ("_clip_grads_with_norm_", self._watch_norm),
-            ("_group_tensors_by_device_and_dtype", self._watch_value),
-        ):
-            if hasattr(clip_grad, name):
-                patcher.replace(clip_grad, name, watch(getattr(clip_grad, name)))
 
     # Blocks
 
     def begin_block(self, block: ScaledLoss) -> None:
         """Notes that a block has begun."""
         if not block.scale.is_identity and self._patcher is not None:
-            self._blocks[id(block)] = OpenBlock(block)
+            self.blocks[id(block)] = OpenBlock(block)
             self._had_block.update(map(id, block.optimizers))
 
     def end_block(self, block: ScaledLoss) -> None:
         """Notes that a block ends, before its gradients are unscaled."""
-        ended = self._blocks.pop(id(block), None)
+        ended = self.blocks.pop(id(block), None)
         if ended is not None and not ended.was_scaled:
             self._inside.update(ended.unscaled)
 
-    def _list_blocks(self) -> list[OpenBlock]:
+    def list_blocks(self) -> list[OpenBlock]:
         """The open blocks of this thread."""
-        return [one for one in list(self._blocks.values()) if one.thread == threading.get_ident()]
+        return [one for one in list(self.blocks.values()) if one.thread == threading.get_ident()]
 
     # Backward
 
@@ -124,7 +109,7 @@ class ScaleWatch(SessionPatch):
         @functools.wraps(run)
         def backward(tensors: object, grad_tensors: object = None, *args: object, **kwargs: object) -> None:
             seen: list[SeenGrad] = []
-            blocks = list(self._blocks.values())  # at once: other threads may open some
+            blocks = list(self.blocks.values())  # at once: other threads may open some
             if blocks and tensors is blocks[-1].block.scaled:
                 blocks[-1].was_scaled = True
             # Not looked at are those inside of another one, and those that are given gradients to begin with,
@@ -144,7 +129,7 @@ class ScaleWatch(SessionPatch):
         """Looks at what a backward begins at; returns what shows whose gradients it makes, if not scaled."""
         if not isinstance(roots, (list, tuple)) or not all(isinstance(root, Tensor) for root in roots):
             return []
-        blocks = self._list_blocks()
+        blocks = self.list_blocks()
         scaled = [one for one in blocks if leads_to(roots, one.block.scaled)]
         for one in scaled:
             one.was_scaled = True
@@ -161,52 +146,6 @@ class ScaleWatch(SessionPatch):
         found = self._members.optimizers(only_dynamic=True)
         return [amp for amp in found if not hasattr(amp.find_given(), "backward")]
 
-    # Clipping
-
-    def _watch_norm(self, clip: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(clip)
-        def clip_norm(parameters: object, max_norm: float, *args: object, **kwargs: object) -> None:
-            if self._blocks:
-                params = [parameters] if isinstance(parameters, Tensor) else parameters
-                self._check_clipping([param.grad for param in params if param.grad is not None], max_norm)
-            clip(parameters, max_norm, *args, **kwargs)
-
-        return clip_norm
-
-    def _watch_value(self, group: Callable[..., object]) -> Callable[..., object]:
-        """Watches a function that `clip_grad_value_` calls, and so wherever a script has its name from."""
-
-        @functools.wraps(group)
-        def group_tensors(lists: list[list[Tensor]], *args: object, **kwargs: object) -> object:
-            if self._blocks:
-                caller = sys._getframe(1)
-                if caller.f_code.co_name == "clip_grad_value_":
-                    self._check_clipping(lists[0], caller.f_locals["clip_value"])
-            return group(lists, *args, **kwargs)
-
-        return group_tensors
-
-    def _check_clipping(self, grads: list[Tensor], limit: float) -> None:
-        """Warns of a limit that is not scaled, as the gradients are in a block; one host sync a session.
-
-        Masters have no gradients there: to clip nothing is to clip theirs.
-        """
-        if self._has_judged_clipping or (
-            torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        ):
-            return
-        given = set(map(id, grads))
-        for block in [one.block for one in self._list_blocks()]:
-            known = {id(param.grad) for optimizer in block.optimizers for param in _all_params(optimizer)}
-            if given & known or (
-                not given and any(optimizer.masters.pairs for optimizer in block.optimizers)
-            ):
-                self._has_judged_clipping = True
-                scale = block.scale.scaler.get_scale()
-                if limit / scale < LEAST_LIMIT:
-                    self._warner.warn("clipping", CLIPPED.format(float(limit), scale))
-                return
-
     # A step
 
     def check_step(self, optimizer: AmpOptimizer) -> None:
@@ -219,7 +158,7 @@ class ScaleWatch(SessionPatch):
                 self._warner.warn("GradScaler", TWO_SCALES)
             self._looked_at.add(key)
         inside, outside = self._inside.pop(key, None), self._outside.pop(key, None)
-        if not (inside or outside) or all(param.grad is None for param in _all_params(optimizer)):
+        if not (inside or outside) or all(param.grad is None for param in all_params(optimizer)):
             return
         if inside:
             self._warner.warn("inside", INSIDE, inside)
@@ -243,7 +182,7 @@ def _is_called_by_grad_scaler() -> bool:
     return frame is not None and frame.f_locals["self"].is_enabled()
 
 
-def _all_params(optimizer: AmpOptimizer) -> Iterator[Tensor]:
+def all_params(optimizer: AmpOptimizer) -> Iterator[Tensor]:
     """The parameters that an optimizer steps, and those that its masters stand for."""
     yield from optimizer.params()
     for pair in optimizer.masters:

@@ -1,0 +1,86 @@
+"""Gradients that are clipped in a block of `scale_loss`, where they are still scaled."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+
+from ampatch.patching.patcher import Patcher, SessionPatch
+from ampatch.session.misuse.loss_scale import ScaleWatch, all_params
+from ampatch.session.misuse.warner import Warner
+
+# Nobody means a limit below this, once the scale is taken off: it was given as if gradients were unscaled.
+LEAST_LIMIT = 0.05
+
+CLIPPED = (
+    "gradients are clipped at {:g} inside a block of scale_loss, where they are still multiplied by the loss "
+    "scale ({:g}), and masters have none yet: clip those of amp.master_params(optimizer) after the block"
+)
+
+
+class ClipWatch(SessionPatch):
+    """Watches what gradients are clipped by; private names of torch only where they exist."""
+
+    def __init__(self, warner: Warner, scale_watch: ScaleWatch) -> None:
+        super().__init__()
+        self._warner = warner
+        self._scale_watch = scale_watch
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what was seen."""
+        self._has_judged = False
+
+    def patch(self, patcher: Patcher) -> None:
+        """Replaces what `clip_grad_norm_` and `clip_grad_value_` call, wherever a script has them from."""
+        for name, watch in (
+            ("_clip_grads_with_norm_", self._watch_norm),
+            ("_group_tensors_by_device_and_dtype", self._watch_value),
+        ):
+            if hasattr(clip_grad, name):
+                patcher.replace(clip_grad, name, watch(getattr(clip_grad, name)))
+
+    def _watch_norm(self, clip: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(clip)
+        def clip_norm(parameters: object, max_norm: float, *args: object, **kwargs: object) -> None:
+            if self._scale_watch.blocks:
+                params = [parameters] if isinstance(parameters, Tensor) else parameters
+                self._check([param.grad for param in params if param.grad is not None], max_norm)
+            clip(parameters, max_norm, *args, **kwargs)
+
+        return clip_norm
+
+    def _watch_value(self, group: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(group)
+        def group_tensors(lists: list[list[Tensor]], *args: object, **kwargs: object) -> object:
+            if self._scale_watch.blocks:
+                caller = sys._getframe(1)
+                if caller.f_code.co_name == "clip_grad_value_":
+                    self._check(lists[0], caller.f_locals["clip_value"])
+            return group(lists, *args, **kwargs)
+
+        return group_tensors
+
+    def _check(self, grads: list[Tensor], limit: float) -> None:
+        """Warns of a limit that is not scaled, as the gradients are in a block; one host sync a session.
+
+        Masters have no gradients there: to clip nothing is to clip theirs.
+        """
+        is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if self._has_judged or is_capturing:
+            return
+        given = set(map(id, grads))
+        for block in [one.block for one in self._scale_watch.list_blocks()]:
+            known = {id(param.grad) for optimizer in block.optimizers for param in all_params(optimizer)}
+            has_masters = any(optimizer.masters.pairs for optimizer in block.optimizers)
+            if given & known or (not given and has_masters):
+                self._has_judged = True
+                scale = block.scale.scaler.get_scale()
+                if limit / scale < LEAST_LIMIT:
+                    self._warner.warn("clipping", CLIPPED.format(float(limit), scale))
+                return

@@ -1,0 +1,30 @@
+"""Says each kind of misuse once, in the log and as a warning at the line to change."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+from ampatch.levels.stack import Line, find_line
+
+logger = logging.getLogger("ampatch")
+
+
+class Warner:
+    """Says each kind of thing once: in the log, and as a warning that points at a line."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def forget(self) -> None:
+        """Lets everything be said again."""
+        self._said.clear()
+
+    def warn(self, kind: str, text: str, line: Line | None = None) -> None:
+        """Warns of a kind of misuse; `line` is the one to change, by default the one that runs."""
+        if kind in self._said:
+            return
+        self._said.add(kind)
+        file, number = line or find_line()
+        logger.warning("%s:%d: %s", file, number, text)
+        warnings.warn_explicit(text, UserWarning, file, number)

@@ -1,0 +1,75 @@
+"""All that is watched for misuse while a session is open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from ampatch.levels.loss_scale import StaticLossScale
+from ampatch.session.misuse.calls import check_ranks, check_request, check_trainer
+from ampatch.session.misuse.clipping import ClipWatch
+from ampatch.session.misuse.half_weights import HalfWatch
+from ampatch.session.misuse.loss_scale import ScaleWatch
+from ampatch.session.misuse.warner import Warner
+
+if TYPE_CHECKING:
+    from ampatch.levels.policy import Policy
+    from ampatch.session.members import Members
+    from ampatch.session.request import Request
+    from ampatch.steps.block import ScaledLoss
+    from ampatch.steps.optimizer import AmpOptimizer
+    from ampatch.steps.scaler import LossScaler
+
+
+class MisuseWatch:
+    """Tells each kind of misuse once a session, and changes nothing."""
+
+    def __init__(self, members: Members, list_scalers: Callable[[], list[LossScaler]]) -> None:
+        self._warner = Warner()
+        self._scale = ScaleWatch(self._warner, members, list_scalers)
+        self._clip = ClipWatch(self._warner, self._scale)
+        self._half = HalfWatch(self._warner, members)
+
+    def forget(self) -> None:
+        """Lets everything be said again."""
+        self._warner.forget()
+
+    def retry(self) -> None:
+        """Undoes what somebody else's patch kept from being undone, where that is gone by now."""
+        for patch in (self._scale, self._clip, self._half):
+            patch.retry()
+
+    def open(self, policy: Policy, undo: ExitStack) -> None:
+        """Patches what a call of this policy needs watched; `undo` receives the way back."""
+        if policy.loss_scale != StaticLossScale(1.0):
+            self._scale.open(undo)
+            self._clip.open(undo)
+        if policy.casts_model:
+            self._half.open(undo)
+
+    def check_request(self, request: Request, amps: Sequence[AmpOptimizer]) -> None:
+        """Warns of a call of `initialize` that works, and trains wrongly."""
+        check_request(self._warner, request, amps)
+
+    def check_trainer(self, wrapper: object) -> None:
+        """Warns of a trainer that casts and scales as well, by the wrapper of its optimizer."""
+        check_trainer(self._warner, wrapper)
+
+    def end_open(self, request: Request) -> None:
+        """Watches the models of a call, once nothing of it can raise any more."""
+        if request.policy.casts_model:
+            self._half.watch(request.models, request.policy.master_weights)
+
+    def begin_block(self, block: ScaledLoss) -> None:
+        """Notes that a block has begun."""
+        self._scale.begin_block(block)
+
+    def close_block(self, block: ScaledLoss) -> None:
+        """Notes that a block ends, before its gradients are unscaled."""
+        self._scale.end_block(block)
+
+    def begin_step(self, amp: AmpOptimizer) -> None:
+        """Warns of what a step must not use as it is; called before anything of it is done."""
+        self._scale.check_step(amp)
+        check_ranks(self._warner, amp)
