@@ -412,15 +412,15 @@ def halve_through_data(model, batch):
 
 @LEVELS
 @pytest.mark.parametrize("change", [replace_grads, halve_through_data])
-def test_what_is_put_in_the_place_of_a_scaled_gradient_is_ignored_with_a_warning(level, change, caplog):
+def test_what_is_put_in_the_place_of_a_scaled_gradient_is_ignored_with_a_warning(level, change):
     model, optimizer, by_hand = open_both(level)
     (batch,) = make_batches(ADAM, 1)
     backward(model, optimizer, batch)
     change(model, batch)
-    optimizer.step()
+    with pytest.warns(UserWarning, match="the step ignores that"):
+        optimizer.step()
     by_hand.iterate(batch)
     assert_same_bits(amp.master_params(optimizer), by_hand.masters)
-    assert "the step ignores that" in caplog.text
 
 
 @LEVELS

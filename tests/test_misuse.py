@@ -179,6 +179,100 @@ def test_a_block_of_a_static_scale_hides_nothing_from_those_of_a_dynamic_one(war
     assert "outside of scale_loss" in text
 
 
+# ---- The same, at the levels where it matters ----
+
+
+def backward_beside_a_block(model, optimizer):
+    """Plain gradients that are added to those of a block, as apex took them at O1."""
+    scaled_backward(model(X).pow(2).mean(), optimizer)
+    model(X).abs().mean().backward()  # wrong
+    optimizer.step()
+
+
+def clip_the_model_after_blocks(clip, model, optimizer):
+    for _ in range(2):
+        scaled_backward(model(X).pow(2).mean(), optimizer)
+    clip(model.parameters(), 1e-4)  # wrong
+    optimizer.step()
+
+
+clip_norm_after_blocks = functools.partial(clip_the_model_after_blocks, CLIP_NORM)
+clip_value_after_blocks = functools.partial(clip_the_model_after_blocks, CLIP_VALUE)
+
+
+def a_scaler_alone(model, optimizer):
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    before = [param.detach().clone() for param in model.parameters()]
+    scaler.scale(model(X).pow(2).mean()).backward()
+    scaler.step(optimizer)  # wrong
+    moved = [param - old for param, old in zip(model.parameters(), before, strict=True)]
+    assert (
+        0 < max(it.abs().max() for it in moved) < 1
+    )  # what the scaler did not unscale would be 128 times it
+
+
+def a_scaler_that_skips(model, optimizer):
+    """It skips the step by which it would be known."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
+        (scaler.scale(scaled) * float("inf")).backward()
+    scaler.step(optimizer)  # wrong
+
+
+def step_with_zeros(optimizer):
+    for param in amp.master_params(optimizer):
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+
+
+def half_model(model, optimizer):
+    model.half()  # wrong
+    step_with_zeros(optimizer)
+
+
+def half_part(model, optimizer):
+    model.norm.to(torch.bfloat16)  # wrong
+    step_with_zeros(optimizer)
+
+
+def half_data(model, optimizer):
+    model.linear.weight.data = model.linear.weight.data.half()  # wrong
+    step_with_zeros(optimizer)
+
+
+def half_at_the_end(model, optimizer):
+    scaled_step(model, optimizer)
+    model.half()
+
+
+@shows("scale-misuse")
+@pytest.mark.parametrize(
+    ("script", "message", "wrong_at", "right_at"),
+    [
+        (backward_beside_a_block, "the step ignores that", ["O2"], ["O1", "O4", "O5"]),
+        (clip_norm_after_blocks, "the step ignores that", ["O2", "O5"], ["O1", "O4"]),
+        (clip_value_after_blocks, "the step ignores that", ["O2", "O5"], ["O1", "O4"]),
+        (a_scaler_alone, "a GradScaler steps an optimizer with float32 masters", ["O2", "O5"], ["O1", "O4"]),
+        (a_scaler_that_skips, "a GradScaler steps an optimizer whose", ["O1", "O2"], []),
+        (half_model, "became torch.float16 after initialize", ["O1", "O2", "O4", "O5"], []),
+        (half_part, "became torch.bfloat16 after initialize", ["O1", "O2", "O4", "O5"], []),
+        (half_data, "became torch.float16 after initialize", ["O1", "O4"], ["O2", "O5"]),
+        (half_at_the_end, "", [], ["O1", "O2", "O4", "O5"]),
+    ],
+)
+def test_what_is_wrong_at_some_levels_is_told_there_alone(warned, script, message, wrong_at, right_at):
+    source = getattr(script, "func", script)
+    for level in (*wrong_at, *right_at):
+        found = warned(script, *make(level))
+        amp.uninitialize()
+        if level in right_at:
+            assert found == [], level
+            continue
+        [(text, file, line)] = found
+        assert re.search(message, text), level
+        assert (file, {line}) == (__file__, lines_of(source, "# wrong")), level
+
+
 # ---- Right, though it looks much the same: no warning ----
 
 
@@ -189,13 +283,6 @@ def attack(model, optimizer):
         model(x).sum().backward()
         assert x.grad is not None
         scaled_step(model, optimizer)
-
-
-def backward_beside_a_block(model, optimizer):
-    """Plain gradients that are added to those of a block, as apex took them."""
-    scaled_backward(model(X).pow(2).mean(), optimizer)
-    model(X).abs().mean().backward()
-    optimizer.step()
 
 
 def loss_made_of_the_scaled_one(model, optimizer):
@@ -344,7 +431,7 @@ def zeros_after_a_probe(model, optimizer):
 
 
 RIGHT = [
-    *(attack, backward_beside_a_block, loss_made_of_the_scaled_one, gradients_asked_for_by_name),
+    *(attack, loss_made_of_the_scaled_one, gradients_asked_for_by_name),
     *(scaled_by_hand, second_loss_scaled_by_what_the_first_tells, another_models_loss_in_the_block),
     *(step_before_any_backward_and_twice, gradients_of_ones_own, scaled_by_the_scaler_itself),
     *(zeros_after_a_probe, delayed_and_several, nested, closure_and_step_inside),

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from ampatch.casts.cast import CASTS
 from ampatch.levels.precision import HALF_TYPES
+from ampatch.levels.stack import Line, find_line
 from ampatch.patching.patcher import Patcher, SessionPatch, get_raw
 
 
@@ -62,6 +63,7 @@ class DataWatch(SessionPatch):
         super().__init__()
         self.watched: WeakValueDictionary[int, Watched] = WeakValueDictionary()
         self.touched: set[int] = set()
+        self.halved: dict[int, Line] = {}  # float32 tensors that were made half, by id, and by which line
         self._owners: dict[int, ref[Watched]] = {}  # of gradients, by id, as they were last
 
     def patch(self, patcher: Patcher) -> None:
@@ -74,6 +76,8 @@ class DataWatch(SessionPatch):
 
         def write(tensor: Tensor, value: Tensor) -> None:
             self._note(tensor)
+            if isinstance(value, Tensor) and value.dtype in HALF_TYPES and tensor.dtype is torch.float32:
+                self.halved[id(tensor)] = find_line()
             original.__set__(tensor, value)
 
         patcher.replace(Tensor, "data", property(read, write, doc=original.__doc__))
@@ -130,3 +134,4 @@ class DataWatch(SessionPatch):
         self._owners = {}
         self.watched.clear()
         self.touched.clear()
+        self.halved.clear()

@@ -96,6 +96,12 @@ class Members:
         found = [find() for find, call in known if not only_dynamic or call.scalers[0].is_dynamic]
         return list(dict.fromkeys(amp for amp in found if amp is not None))
 
+    def others(self, named: Sequence[AmpOptimizer]) -> list[AmpOptimizer]:
+        """What is kept for all optimizers but these."""
+        if len(self._optimizers) <= len(named):  # as in most scripts
+            return []
+        return [amp for amp in self.optimizers() if amp not in named]
+
     def pairs(self) -> Iterator[Weight]:
         """The weights that have masters."""
         for amp in self.optimizers():

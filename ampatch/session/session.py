@@ -57,7 +57,7 @@ class Session(Listener):
         self._features = TorchFeatures()
         self._captures = Captures()
         self._distributed = DistributedPatch(self._members)
-        self._misuse = MisuseWatch(self._members, self.scalers)
+        self._misuse = MisuseWatch(self._members, self.scalers, self._data_watch.halved)
         self._unframed: set[str] = set()  # modules of ours that Dynamo knows not to compile
         self._said_torch = False
         self._name_rank = NameRank()
@@ -181,6 +181,9 @@ class Session(Listener):
     def capture(self) -> Repeats | None:
         return self._captures.current()
 
+    def list_others(self, named: Sequence[AmpOptimizer]) -> Sequence[AmpOptimizer]:
+        return self._members.others(named)
+
     def begin_block(self, block: ScaledLoss) -> None:
         self._joins.was_scaled |= not block.scale.is_identity
         self._misuse.begin_block(block)
@@ -199,6 +202,9 @@ class Session(Listener):
         self._misuse.begin_step(optimizer)
         for observer in self.observers:
             observer.on_step_begin(optimizer.optimizer)
+
+    def ignore_edits(self, optimizer: AmpOptimizer) -> None:
+        self._misuse.ignore_edits()
 
     def enter_step(self, frame: FrameType) -> None:
         self.casts.thread.begin_step(frame)

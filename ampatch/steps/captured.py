@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ampatch.errors import AmpError
 from ampatch.levels.undo import weakly
 from ampatch.steps.master_grads import mark_grad_used
 from ampatch.steps.outcome import BackwardOutcome
@@ -72,6 +73,22 @@ class CapturedBlock:
             if amp is not None:
                 grads.attach()
                 amp.repeat_backward(delayed, outcome)
+
+
+def enter_capture(amp: AmpOptimizer, capture: object, is_step: bool = False) -> None:
+    """Tells what is captured in a CUDA graph from what is not, of which a graph can know nothing."""
+    if capture is None:  # nobody has computed what a capture left: replays will
+        amp.pending = [outcome for outcome in amp.pending if outcome.capture is None]
+        if amp.delayed is not None and amp.delayed.capture is not None:
+            amp.delayed = None
+    elif capture is not amp.capture:
+        waits = is_step and (amp.pending or amp.delayed is not None)
+        if waits or any(pair.master.grad is not None for pair in amp.masters):
+            raise AmpError(
+                f"{type(amp.optimizer).__name__}: a block of scale_loss before this CUDA graph waits "
+                f"for its step, which replays would not see: step or call zero_grad() before the "
+                f"capture, and capture scale_loss together with step()"
+            )
 
 
 def capture_step(amp: AmpOptimizer, capture: list[Callable[[], None]]) -> None:

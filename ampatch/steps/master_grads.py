@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,8 +9,6 @@ from torch import Tensor
 
 from ampatch.steps.grads import accumulate_, add_grads, cast_grads
 from ampatch.steps.weight import Weight
-
-logger = logging.getLogger("ampatch")
 
 Unscale = Callable[[list[Tensor]], None]
 
@@ -28,38 +25,34 @@ class MasterGrads:
     """
 
     def __init__(self, pairs: list[Weight]) -> None:
-        self._pairs = pairs
-        self._warned = False
+        self.pairs = pairs
+        self._told = False
         # Half gradients from before the open block, and which of these were used.
         self._before: list[tuple[Weight, Tensor, Tensor | None]] = []
 
     # Between blocks
 
-    def follow(self, *, is_step: bool = False, looks: bool = False) -> None:
+    def follow(self, *, is_step: bool = False, looks: bool = False) -> bool:
         """Takes over what happened to half gradients since they were last seen, whoever did it.
 
         New ones, of a `backward` outside any block, are unscaled and count. So does what was changed
         while no block has scaled it, as where gradients are cleared to zero or never, or clipped: it is all
         of the gradient, unless the master has others beside. For the rest see `drop_restarted`, and it
-        `looks` whether a scaled one was cleared to zero before it sees the next. A step warns
-        once of changes that it does not see. Both cost a host sync if one was changed in place.
+        `looks` whether a scaled one was cleared to zero before it sees the next. Says of a step, once,
+        whether it ignores changes. Both cost a host sync if one was changed in place.
         """
         changed = self._find_changed()
         if not changed:
-            return
+            return False
         for pair in changed:
             if not pair.grad_scaled and (pair.master.grad is None or _is_rewritten(pair)):
                 pair.grad_used = pair.master.grad = None
         new = [pair for pair in changed if pair.grad_used is None or pair.master.grad is None]
         self.feed(None, new if is_step else [pair for pair in new if not _is_cleared(pair)])
-        to_warn = is_step and not self._warned
-        if _drop_restarted(changed, to_warn or looks) and to_warn:
-            self._warned = True
-            logger.warning(
-                "gradients of the half model changed after the block of scale_loss that made them, and the "
-                "step ignores that: call backward() inside scale_loss, and edit "
-                "amp.master_params(optimizer)"
-            )
+        to_tell = is_step and not self._told
+        ignores = _drop_restarted(changed, to_tell or looks) and to_tell
+        self._told |= ignores
+        return ignores
 
     def drop_restarted(self) -> None:
         """Drops masters' gradients where the model's were cleared: a wish to start over.
@@ -73,7 +66,7 @@ class MasterGrads:
         with torch._C.DisableTorchFunction():  # a mode, as of a default device, would see each attribute
             changed = [
                 pair
-                for pair in self._pairs
+                for pair in self.pairs
                 if (grad := pair.half.grad) is not pair.grad_used
                 or grad is not pair.grad_seen
                 or (grad is not None and grad._version != pair.grad_version)
@@ -86,7 +79,7 @@ class MasterGrads:
         """Takes the half gradients away, so that what is there afterwards is new."""
         self._before = []
         with torch._C.DisableTorchFunction():
-            for pair in self._pairs:
+            for pair in self.pairs:
                 if pair.steps:
                     clear_master_grad(pair)
                 self._set_aside(pair)
@@ -94,7 +87,7 @@ class MasterGrads:
     def begin_again(self) -> None:
         """Lets gradients of an earlier block, which stayed scaled, count together with new ones."""
         self._before = []
-        for pair in self._pairs:
+        for pair in self.pairs:
             if pair.grad_used is pair.half.grad:
                 self._set_aside(pair)  # from before that block, which made none
             else:
@@ -112,7 +105,7 @@ class MasterGrads:
         first: list[Weight] = []
         others: list[Weight] = []
         is_scaled = unscale is not None
-        for pair in self._pairs if pairs is None else pairs:
+        for pair in self.pairs if pairs is None else pairs:
             grad, used = pair.half.grad, pair.grad_used
             if grad is None or grad is used or not (used is None or pair.has_fresh_grad()):
                 continue
@@ -135,7 +128,7 @@ class MasterGrads:
 
     def note_seen(self) -> None:
         """Notes the half gradients as they are now, used or not."""
-        for pair in self._pairs:
+        for pair in self.pairs:
             _mark_grad_seen(pair)
 
     # A step
@@ -146,7 +139,7 @@ class MasterGrads:
         Those of the model stay where they are. `mark_grad_used` and `clear_master_grad` are written out:
         this runs for each parameter at each step.
         """
-        for pair in self._pairs:
+        for pair in self.pairs:
             pair.grad_used = pair.grad_seen = grad = pair.half.grad
             if grad is not None:
                 pair.grad_version = grad._version
@@ -157,7 +150,7 @@ class MasterGrads:
 
     def clear(self, *, set_to_none: bool) -> None:
         """Clears the half gradients, as `Optimizer.zero_grad` does; zeros are new ones for a step."""
-        for pair in self._pairs:
+        for pair in self.pairs:
             half = pair.half
             if not set_to_none and half.grad is not None:
                 half.grad = half.grad.detach().zero_()

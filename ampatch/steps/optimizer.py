@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from threading import get_ident
 
 import torch
 from torch import Tensor
@@ -14,8 +15,8 @@ from torch.optim import Optimizer
 from ampatch.errors import AmpError
 from ampatch.levels.stack import is_running
 from ampatch.levels.undo import refer
-from ampatch.steps.captured import CapturedBlock, CapturedGrads
-from ampatch.steps.grads import EarlierGrads, find_grads
+from ampatch.steps.captured import CapturedBlock, CapturedGrads, enter_capture
+from ampatch.steps.grads import EarlierGrads, UnnamedGrads, find_grads
 from ampatch.steps.master_grads import MasterGrads
 from ampatch.steps.masters import MasterParams
 from ampatch.steps.outcome import BackwardOutcome
@@ -25,10 +26,7 @@ from ampatch.steps.step import Listener, SkipStep, wrap_closure
 
 
 class AmpOptimizer:
-    """Unscales the gradients of one optimizer, skips its steps on overflow and feeds its masters.
-
-    Everything happens in hooks of `optimizer.step`, which survive LR schedulers.
-    """
+    """Unscales gradients of one optimizer, skips steps on overflow and feeds masters, in hooks of `step`."""
 
     def __init__(
         self, optimizer: Optimizer, masters: MasterParams, listener: Listener, given: object = None
@@ -44,6 +42,7 @@ class AmpOptimizer:
         self.last_outcomes: list[BackwardOutcome] = []  # of the blocks that led to the last step
         self.end_block: Callable[[], None] | None = None  # ends the block that is open
         self.delayed: Scale | None = None  # what the gradients are still scaled by
+        self.unnamed = UnnamedGrads()
         self.local = LocalGrads()
         self.agreement = Agreement()
         self._earlier = EarlierGrads()
@@ -53,6 +52,7 @@ class AmpOptimizer:
         self.forwards: list[Callable[[], object]] = []  # of its models, what each was given
         self.capture: object = None  # the capture of a CUDA graph that the last block was in, and
         self.from_before: set[int] = set()  # the ids of parameters that had gradients before that block
+        self._thread: int | None = None  # that used it last
 
     def params(self) -> list[Tensor]:
         """The parameters that the optimizer steps: masters where there are any."""
@@ -76,9 +76,9 @@ class AmpOptimizer:
                 f"and gradients of two scales would mix: end that block first, or add the losses"
             )
         with self._turn:
-            self.end_block = end_block
+            self.end_block, self._thread, self.unnamed.were_stepped = end_block, get_ident(), False
         if scale.capture is not None or self.capture is not None:
-            self._enter_capture(scale.capture)
+            enter_capture(self, scale.capture)
             self.capture = scale.capture
             self.from_before = {id(param) for param in self.model_params() if param.grad is not None}
         if self.local.read_scale is not None:
@@ -97,20 +97,11 @@ class AmpOptimizer:
         if not scale.is_identity:
             self._earlier.take(self.own_params())
 
-    def _enter_capture(self, capture: object, is_step: bool = False) -> None:
-        """Tells what is captured in a CUDA graph from what is not, of which a graph can know nothing."""
-        if capture is None:  # nobody has computed what a capture left: replays will
-            self.pending = [outcome for outcome in self.pending if outcome.capture is None]
-            if self.delayed is not None and self.delayed.capture is not None:
-                self.delayed = None
-        elif capture is not self.capture:
-            waits = is_step and (self.pending or self.delayed is not None)
-            if waits or any(pair.master.grad is not None for pair in self.masters):
-                raise AmpError(
-                    f"{type(self.optimizer).__name__}: a block of scale_loss before this CUDA graph waits "
-                    f"for its step, which replays would not see: step or call zero_grad() before the "
-                    f"capture, and capture scale_loss together with step()"
-                )
+    def is_idle(self) -> bool:
+        """Whether no block or step of its own is open, and no other thread uses it."""
+        step, local = self._turn.step, self.local
+        waits = self.end_block or self.delayed or local.are_waiting or local.read_scale
+        return not (waits or (step and is_running(step))) and self._thread in (None, get_ident())
 
     @torch.no_grad()
     def delay(self, scale: Scale) -> None:
@@ -133,24 +124,31 @@ class AmpOptimizer:
             if is_free and self.local.are_waiting and not is_backward:
                 self.local.read_scale, self.local.read_found_inf = self.delayed, self._unscale_delayed()
             elif is_free and self.end_block is None and self.delayed is None:
+                self.unnamed.unscale(edited=not is_backward)
+                self.unnamed.were_stepped &= not is_backward
                 self._grads.follow(looks=is_backward)
 
-    def settle(self) -> None:
-        """Unscales what a block with `delay_unscale` left scaled."""
+    def settle(self, *, is_step: bool = False) -> None:
+        """Unscales what a block left scaled: with `delay_unscale`, or where it named others."""
+        if self.unnamed.scale and (left := self.unnamed.settle(is_step=is_step)):
+            self._finish(*left)
         scale, found_inf = self.delayed, self._unscale_delayed()
         if scale is None and self._turn.step is not None:  # what somebody has read before
             scale, found_inf = self.local.read_scale, self.local.read_found_inf
             self.local.read_scale = None
-        if scale is None:
-            return
-        outcome = None
-        if scale.scaler.is_dynamic:
-            # As in apex, a delayed block does not count towards growth.
-            groups = self.agreement.list_groups(self.params())
-            outcome = scale.scaler.finish(found_inf, counts=False, capture=scale.capture, groups=groups)
-            self.pending.append(outcome)
-        if scale.capture is not None:
-            scale.capture.append(CapturedBlock([CapturedGrads(self)], outcome, scale.scaler))
+        if scale is not None:
+            outcome = self._finish(scale, found_inf)
+            if scale.capture is not None:
+                scale.capture.append(CapturedBlock([CapturedGrads(self)], outcome, scale.scaler))
+
+    def _finish(self, scale: Scale, found_inf: Tensor) -> BackwardOutcome | None:
+        if not scale.scaler.is_dynamic:
+            return None
+        # As in apex, a delayed block does not count towards growth.
+        groups = self.agreement.list_groups(self.params())
+        outcome = scale.scaler.finish(found_inf, counts=False, capture=scale.capture, groups=groups)
+        self.pending.append(outcome)
+        return outcome
 
     def _unscale_delayed(self) -> Tensor | None:
         """Returns the found_inf of what a block left scaled; the scale knows nothing of it yet."""
@@ -218,10 +216,11 @@ class AmpOptimizer:
         if self._turn.step is not None and is_running(self._turn.step):
             return None
         self._turn.begin_step(sys._getframe(1))
+        self._thread = get_ident()
         self._listener.begin_step(self)
         self.last_outcomes = []
         self._skip.begin(optimizer)
-        self._enter_capture(self._listener.capture(), is_step=True)
+        enter_capture(self, self._listener.capture(), is_step=True)
         changed = wrap_closure(args, kwargs, functools.partial(functools.partial, self._evaluate, optimizer))
         self._before_update(optimizer, evaluates=changed is not None)
         self._listener.enter_step(self._turn.step)
@@ -240,11 +239,11 @@ class AmpOptimizer:
         if self.end_block is not None:
             self.end_block()  # the step is inside a block: its gradients are needed now
         if not (evaluates and self.local.are_waiting):  # else a backward in the closure averages them
-            self.settle()
-            self._grads.follow(is_step=True)
+            self.settle(is_step=True)
+            if self._grads.follow(is_step=True):
+                self._listener.ignore_edits(self)
         self.masters.take_edits()
-        outcomes, self.pending = self.pending, []
-        self.last_outcomes = self.last_outcomes + outcomes
+        self.last_outcomes, outcomes, self.pending = self.last_outcomes + self.pending, self.pending, []
         if outcomes:
             self._skip.skip_after_overflow(optimizer, self.params(), self.last_outcomes)
 
@@ -255,14 +254,14 @@ class AmpOptimizer:
         self._skip.end(optimizer)
         self._grads.drop()  # first, because rounding may need memory
         self.masters.end_step(optimizer)
-        self._turn.step = None
+        self._turn.step, self.unnamed.were_stepped = None, True
         if self._listener.capture() is not None:
             self.last_outcomes = []  # nothing was computed: replays will
         self._listener.exit_step(self)
 
     def repeat_backward(self, delayed: Scale | None, outcome: BackwardOutcome | None) -> None:
         """Notes that a block ran in a CUDA graph that was replayed."""
-        self._enter_capture(None)
+        enter_capture(self, None)
         self.capture = None
         self.delayed = delayed
         if outcome is not None:
@@ -295,5 +294,6 @@ class AmpOptimizer:
         The scale is not asked: after an exception on one rank the others would wait for it.
         """
         self._unscale_delayed()
+        self.unnamed.unscale(edited=True)
         self._grads.drop_restarted()
         self.masters.take_edits()

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
+from ampatch.levels.precision import HALF_TYPES
+from ampatch.levels.stack import Line, find_line
 from ampatch.patching.patcher import Patcher, SessionPatch
 from ampatch.session.misuse.loss_scale import ScaleWatch, all_params
 from ampatch.session.misuse.warner import Warner
@@ -20,6 +22,12 @@ LEAST_LIMIT = 0.05
 CLIPPED = (
     "gradients are clipped at {:g} inside a block of scale_loss, where they are still multiplied by the loss "
     "scale ({:g}), and masters have none yet: clip those of amp.master_params(optimizer) after the block"
+)
+
+
+IGNORED = (
+    "gradients of the half model changed after the block of scale_loss that made them, and the step ignores "
+    "that: call backward() inside scale_loss, and edit amp.master_params(optimizer)"
 )
 
 
@@ -35,6 +43,7 @@ class ClipWatch(SessionPatch):
     def forget(self) -> None:
         """Drops what was seen."""
         self._has_judged = False
+        self._line: Line | None = None  # where gradients of half weights were clipped last
 
     def patch(self, patcher: Patcher) -> None:
         """Replaces what `clip_grad_norm_` and `clip_grad_value_` call, wherever a script has them from."""
@@ -48,9 +57,11 @@ class ClipWatch(SessionPatch):
     def _watch_norm(self, clip: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(clip)
         def clip_norm(parameters: object, max_norm: float, *args: object, **kwargs: object) -> None:
+            params = [parameters] if isinstance(parameters, Tensor) else parameters
             if self._scale_watch.blocks:
-                params = [parameters] if isinstance(parameters, Tensor) else parameters
                 self._check([param.grad for param in params if param.grad is not None], max_norm)
+            elif any(param.dtype in HALF_TYPES for param in params):
+                self._note_line()
             clip(parameters, max_norm, *args, **kwargs)
 
         return clip_norm
@@ -58,13 +69,24 @@ class ClipWatch(SessionPatch):
     def _watch_value(self, group: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(group)
         def group_tensors(lists: list[list[Tensor]], *args: object, **kwargs: object) -> object:
-            if self._scale_watch.blocks:
+            if self._scale_watch.blocks or any(grad.dtype in HALF_TYPES for grad in lists[0]):
                 caller = sys._getframe(1)
-                if caller.f_code.co_name == "clip_grad_value_":
+                is_clipping = caller.f_code.co_name == "clip_grad_value_"
+                if is_clipping and self._scale_watch.blocks:
                     self._check(lists[0], caller.f_locals["clip_value"])
+                elif is_clipping:
+                    self._note_line()
             return group(lists, *args, **kwargs)
 
         return group_tensors
+
+    def _note_line(self) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            self._line = find_line()
+
+    def warn_of_ignored(self) -> None:
+        """Warns of a step that ignores what was done to gradients of half weights, as clipping them."""
+        self._warner.warn("ignored", IGNORED, self._scale_watch.outside or self._line)
 
     def _check(self, grads: list[Tensor], limit: float) -> None:
         """Warns of a limit that is not scaled, as the gradients are in a block; one host sync a session.

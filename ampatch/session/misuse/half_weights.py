@@ -22,7 +22,9 @@ from ampatch.patching.patcher import Patcher, SessionPatch
 from ampatch.session.misuse.warner import Warner
 
 if TYPE_CHECKING:
+    from ampatch.levels.stack import Line
     from ampatch.session.members import Members
+    from ampatch.steps.optimizer import AmpOptimizer
 
 
 class HalfWatch(SessionPatch):
@@ -118,6 +120,7 @@ class HalfWatch(SessionPatch):
         found = self._members.find(optimizer)
         if found is not None:  # its own hook comes later
             found[0].masters.install_again()
+            return
         half = self._find_half(wants_masters=True)
         if any(id(param) in half for group in optimizer.param_groups for param in group["params"]):
             self._warner.warn(
@@ -147,3 +150,19 @@ def _saving_float32(save: Callable[..., object]) -> Callable[..., object]:
             return save(model, *args, **kwargs)
 
     return save_pretrained
+
+
+def check_halved(warner: Warner, halved: dict[int, Line], amp: AmpOptimizer) -> None:
+    """Warns before a step of weights without masters that became half after `initialize`.
+
+    `halved` are tensors that did, by id, with the lines.
+    """
+    own = [param for param in amp.own_params() if id(param) in halved and param.dtype in HALF_TYPES]
+    if own:
+        warner.warn(
+            "halved",
+            f"float32 weights became {own[0].dtype} after initialize and have no masters: small updates are "
+            f"lost: take this line out, as casts need no half weights, or use opt_level='O2' or 'O5', which "
+            f"makes them half and keeps float32 masters",
+            halved[id(own[0])],
+        )

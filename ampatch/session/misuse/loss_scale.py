@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -18,13 +19,14 @@ from ampatch.levels.private import graph_task
 from ampatch.levels.stack import Line, find_line
 from ampatch.patching.patcher import Patcher, SessionPatch
 from ampatch.session.misuse.warner import Warner
+from ampatch.steps.block import begin_unnamed, end_unnamed
 from ampatch.steps.grads import leads_to
 
 if TYPE_CHECKING:
     from ampatch.session.members import Members
     from ampatch.steps.block import ScaledLoss
     from ampatch.steps.optimizer import AmpOptimizer
-    from ampatch.steps.scaler import LossScaler
+    from ampatch.steps.scaler import LossScaler, Scale
 
 RIGHT = "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
 INSIDE = (
@@ -35,9 +37,13 @@ OUTSIDE = (
     "backward() outside of scale_loss made the gradients of a step at a dynamic loss scale: small ones may "
     f"be lost, and an overflow is not skipped: write {RIGHT}"
 )
-TWO_SCALES = (
-    "a GradScaler steps an optimizer whose gradients scale_loss scales and unscales: use one of the two; "
-    "without the GradScaler, call optimizer.step()"
+BY_OTHERS = (
+    "{} steps gradients of a block of scale_loss that does not name it (here the step unscales them, in apex "
+    "it did not): name each optimizer that the loss is for, `scale_loss(loss, [first, second])`"
+)
+LATE = (
+    "backward() ran after its block of scale_loss had ended, where nothing unscales gradients (the step of "
+    f"{{}} did): move backward() into the block, {RIGHT}"
 )
 
 
@@ -50,6 +56,9 @@ class OpenBlock:
     was_scaled: bool = False  # whether the scaled loss was part of any backward
     unscaled: dict[int, Line] = field(default_factory=dict)  # optimizers that others gave gradients to
 
+
+MANY = 8  # blocks that have ended, of which a backward may still begin at what they yielded
+EndedBlock = tuple["ref[Tensor]", "Scale", bool]  # what it yielded, and whether that went backward in it
 
 # Where to note an optimizer, by id, with a line, if a parameter has another gradient than this of a version.
 SeenGrad = tuple[dict[int, Line], int, Line, Tensor, Tensor | None, int]
@@ -76,10 +85,13 @@ class ScaleWatch(SessionPatch):
     def forget(self) -> None:
         """Drops what was seen."""
         self.blocks: dict[int, OpenBlock] = {}  # by the id of the block; the innermost is the last
+        self._ended: list[EndedBlock] = []
+        self._left: dict[int, tuple[str, Line]] = {}  # optimizers, and what left them scaled gradients
         self._had_block: set[int] = set()  # optimizers, since their last step
         self._inside: dict[int, Line] = {}  # optimizers, and what gave them unscaled gradients in a block
         self._outside: dict[int, Line] = {}  # the same, where no block was open
-        self._looked_at: set[int] = set()  # optimizers, for a GradScaler that steps them
+        self.outside: Line | None = None  # what did so for the step that runs
+        self._judged: set[tuple[int, str]] = set()  # optimizers, and what left them scaled gradients
 
     def patch(self, patcher: Patcher) -> None:
         """Replaces what gradients are made by."""
@@ -96,8 +108,18 @@ class ScaleWatch(SessionPatch):
     def end_block(self, block: ScaledLoss) -> None:
         """Notes that a block ends, before its gradients are unscaled."""
         ended = self.blocks.pop(id(block), None)
-        if ended is not None and not ended.was_scaled:
+        if ended is None:
+            return
+        if not ended.was_scaled:
             self._inside.update(ended.unscaled)
+        self._ended = [one for one in self._ended if one[0]() is not None][1 - MANY :]
+        self._ended.append((ref(block.scaled), block.scale, ended.was_scaled))
+        self._note_left(BY_OTHERS, block.left)
+
+    def _note_left(self, text: str, optimizers: Sequence[AmpOptimizer]) -> None:
+        for optimizer in optimizers:
+            if (id(optimizer), text) not in self._judged:
+                self._left[id(optimizer)] = text, find_line()
 
     def list_blocks(self) -> list[OpenBlock]:
         """The open blocks of this thread."""
@@ -109,25 +131,44 @@ class ScaleWatch(SessionPatch):
         @functools.wraps(run)
         def backward(tensors: object, grad_tensors: object = None, *args: object, **kwargs: object) -> None:
             seen: list[SeenGrad] = []
+            late: Sequence[AmpOptimizer] = ()
             blocks = list(self.blocks.values())  # at once: other threads may open some
             if blocks and tensors is blocks[-1].block.scaled:
                 blocks[-1].was_scaled = True
-            # Not looked at are those inside of another one, and those that are given gradients to begin with,
-            # which may be scaled.
-            elif grad_tensors is None and graph_task() == -1:
-                seen = self._look_before([tensors] if isinstance(tensors, Tensor) else tensors)
+            elif graph_task() == -1:  # not inside of another one
+                roots = [tensors] if isinstance(tensors, Tensor) else tensors
+                if (scale := self._find_late(roots)) is not None:
+                    late = begin_unnamed(self._members.optimizers(), scale)
+                elif grad_tensors is None:  # else these may be scaled
+                    seen = self._look_before(roots)
             try:
                 run(tensors, grad_tensors, *args, **kwargs)
             finally:
+                self._note_left(LATE, end_unnamed(late))
                 for found, key, line, param, grad, version in seen:
                     if param.grad is not grad or (grad is not None and grad._version != version):
                         found[key] = line
 
         return backward
 
+    def _find_late(self, roots: object) -> Scale | None:
+        """The scale of a block that has ended, if a backward begins at what it yielded, or what came of that.
+
+        To look for it is to walk through a graph; what went backward in its block has none left, as a rule.
+        """
+        if not _are_tensors(roots):
+            return None
+        for find, scale, was_scaled in reversed(self._ended):
+            scaled = find()
+            if scaled is None or scaled.grad_fn is None:
+                continue
+            if any(root is scaled for root in roots) or (not was_scaled and leads_to(roots, scaled)):
+                return scale
+        return None
+
     def _look_before(self, roots: object) -> list[SeenGrad]:
         """Looks at what a backward begins at; returns what shows whose gradients it makes, if not scaled."""
-        if not isinstance(roots, (list, tuple)) or not all(isinstance(root, Tensor) for root in roots):
+        if not _are_tensors(roots):
             return []
         blocks = self.list_blocks()
         scaled = [one for one in blocks if leads_to(roots, one.block.scaled)]
@@ -148,22 +189,35 @@ class ScaleWatch(SessionPatch):
 
     # A step
 
+    def had_block(self, amp: AmpOptimizer) -> bool:
+        """Whether a block has named the optimizer since its last step."""
+        return id(amp) in self._had_block
+
     def check_step(self, optimizer: AmpOptimizer) -> None:
         """Warns of gradients that a step must not use as they are; called before anything of it is done."""
         key = id(optimizer)
+        self._check_left(optimizer)
         had_block = key in self._had_block
         if had_block:
             self._had_block.discard(key)
-            if key not in self._looked_at and _is_called_by_grad_scaler():
-                self._warner.warn("GradScaler", TWO_SCALES)
-            self._looked_at.add(key)
-        inside, outside = self._inside.pop(key, None), self._outside.pop(key, None)
-        if not (inside or outside) or all(param.grad is None for param in all_params(optimizer)):
+        inside, self.outside = self._inside.pop(key, None), self._outside.pop(key, None)
+        if not (inside or self.outside) or all(param.grad is None for param in all_params(optimizer)):
             return
         if inside:
             self._warner.warn("inside", INSIDE, inside)
         elif not (had_block or _is_called_by_grad_scaler() or self._is_right(optimizer)):
-            self._warner.warn("outside", OUTSIDE, outside)
+            self._warner.warn("outside", OUTSIDE, self.outside)
+
+    def _check_left(self, amp: AmpOptimizer) -> None:
+        """Warns of gradients that no block unscales; one host sync, for the first of an optimizer."""
+        if amp.unnamed.end():  # the block is still open
+            self._note_left(BY_OTHERS, [amp])
+        text, line = self._left.pop(id(amp), ("", None))
+        used = amp.unnamed.find_used() if text else None
+        if used is not None:
+            self._judged.add((id(amp), text))
+            if used:  # where a script has cleared them to zero, it is right
+                self._warner.warn(text, text.format(type(amp.optimizer).__name__), line)
 
     def _is_right(self, amp: AmpOptimizer) -> bool:
         """Whether a script may scale by hand, or steps zeros; one host sync, before a warning."""
@@ -171,6 +225,10 @@ class ScaleWatch(SessionPatch):
         return any(asked) or not any(
             param.grad.detach().any() for param in amp.model_params() if param.grad is not None
         )
+
+
+def _are_tensors(roots: object) -> TypeGuard[Sequence[Tensor]]:
+    return isinstance(roots, (list, tuple)) and all(isinstance(root, Tensor) for root in roots)
 
 
 def _is_called_by_grad_scaler() -> bool:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 from ampatch.levels.loss_scale import StaticLossScale
 from ampatch.session.misuse.calls import check_ranks, check_request, check_trainer
 from ampatch.session.misuse.clipping import ClipWatch
-from ampatch.session.misuse.half_weights import HalfWatch
+from ampatch.session.misuse.grad_scaler import GradScalerWatch
+from ampatch.session.misuse.half_weights import HalfWatch, check_halved
 from ampatch.session.misuse.loss_scale import ScaleWatch
 from ampatch.session.misuse.warner import Warner
 
 if TYPE_CHECKING:
     from ampatch.levels.policy import Policy
+    from ampatch.levels.stack import Line
     from ampatch.session.members import Members
     from ampatch.session.request import Request
     from ampatch.steps.block import ScaledLoss
@@ -25,10 +27,14 @@ if TYPE_CHECKING:
 class MisuseWatch:
     """Tells each kind of misuse once a session, and changes nothing."""
 
-    def __init__(self, members: Members, list_scalers: Callable[[], list[LossScaler]]) -> None:
+    def __init__(
+        self, members: Members, list_scalers: Callable[[], list[LossScaler]], halved: dict[int, Line]
+    ) -> None:
+        self._halved = halved  # float32 tensors that became half, by id
         self._warner = Warner()
         self._scale = ScaleWatch(self._warner, members, list_scalers)
         self._clip = ClipWatch(self._warner, self._scale)
+        self._scaler = GradScalerWatch(self._warner, members, self._scale)
         self._half = HalfWatch(self._warner, members)
 
     def forget(self) -> None:
@@ -37,14 +43,17 @@ class MisuseWatch:
 
     def retry(self) -> None:
         """Undoes what somebody else's patch kept from being undone, where that is gone by now."""
-        for patch in (self._scale, self._clip, self._half):
+        for patch in (self._scale, self._clip, self._scaler, self._half):
             patch.retry()
 
     def open(self, policy: Policy, undo: ExitStack) -> None:
         """Patches what a call of this policy needs watched; `undo` receives the way back."""
-        if policy.loss_scale != StaticLossScale(1.0):
+        is_scaled = policy.loss_scale != StaticLossScale(1.0)
+        if is_scaled:
             self._scale.open(undo)
+        if is_scaled or policy.master_weights:
             self._clip.open(undo)
+            self._scaler.open(undo)
         if policy.casts_model:
             self._half.open(undo)
 
@@ -73,3 +82,9 @@ class MisuseWatch:
         """Warns of what a step must not use as it is; called before anything of it is done."""
         self._scale.check_step(amp)
         check_ranks(self._warner, amp)
+        if self._halved:
+            check_halved(self._warner, self._halved, amp)
+
+    def ignore_edits(self) -> None:
+        """Warns of gradients of half weights that were changed where masters do not see it."""
+        self._clip.warn_of_ignored()

@@ -1,0 +1,60 @@
+"""A GradScaler beside `scale_loss`, or in its place where an optimizer has masters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch.amp import GradScaler
+
+from ampatch.patching.patcher import Patcher, SessionPatch
+from ampatch.session.misuse.loss_scale import RIGHT, ScaleWatch
+from ampatch.session.misuse.warner import Warner
+
+if TYPE_CHECKING:
+    from ampatch.session.members import Members
+
+BESIDE = (
+    "a GradScaler steps an optimizer whose gradients scale_loss scales and unscales: use one of the two; "
+    "without the GradScaler, call optimizer.step()"
+)
+INSTEAD = (
+    "a GradScaler steps an optimizer with float32 masters, which get their gradients from scale_loss: write "
+    f"{RIGHT}, then optimizer.step()"
+)
+
+
+class GradScalerWatch(SessionPatch):
+    """Watches `GradScaler.step`: it is known there, even where it skips the step of the optimizer."""
+
+    def __init__(self, warner: Warner, members: Members, scale_watch: ScaleWatch) -> None:
+        super().__init__()
+        self._warner = warner
+        self._members = members
+        self._scale_watch = scale_watch
+
+    def patch(self, patcher: Patcher) -> None:
+        """Replaces what a GradScaler steps and unscales by; it has no hooks."""
+        for name in ("step", "unscale_"):
+            patcher.replace(GradScaler, name, self._watch(getattr(GradScaler, name)))
+
+    def _watch(self, run: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(run)
+        def watched(scaler: GradScaler, optimizer: object, *args: object, **kwargs: object) -> object:
+            if scaler.is_enabled():
+                self._check(optimizer)
+            return run(scaler, optimizer, *args, **kwargs)
+
+        return watched
+
+    def _check(self, optimizer: object) -> None:
+        found = self._members.find(optimizer)
+        if found is None:
+            return
+        amp = found[0]
+        if self._scale_watch.had_block(amp):
+            self._warner.warn("GradScaler", BESIDE)
+        elif amp.masters.pairs and not any(pair.master.grad is not None for pair in amp.masters):
+            self._warner.warn("GradScaler", INSTEAD)
+            amp.settle_for_reader()  # masters have gradients then, which it unscales as well

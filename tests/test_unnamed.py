@@ -1,0 +1,279 @@
+"""Gradients that a block of scale_loss makes for optimizers that it does not name, or after it has ended."""
+
+import contextlib
+import functools
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import ampatch as amp
+from apex_rows import shows
+from helpers import scaled_backward, snapshot
+from test_misuse import lines_of
+
+SCALE = amp.DynamicLossScale(2.0**8)
+X = torch.linspace(-1, 1, 24).reshape(8, 3)
+OPTIMIZERS = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "fused": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
+}
+
+
+class Pair:
+    """Two models in a row, each with an optimizer; a block may name the first optimizer alone, or both."""
+
+    def __init__(self, names_both, level="O1", kind="sgd", calls=1, **options):
+        torch.manual_seed(0)
+        self.models = [
+            nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)),
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)),
+        ]
+        self.first, self.second = [OPTIMIZERS[kind](model.parameters()) for model in self.models]
+        options = {"opt_level": level, "verbosity": 0, "loss_scale": SCALE} | options
+        groups = [[0, 1]] if calls == 1 else [[0], [1]]
+        for group in groups:
+            optimizers = [[self.first, self.second][one] for one in group]
+            amp.initialize([self.models[one] for one in group], optimizers, **options)
+        self.named = [self.first, self.second] if names_both else self.first
+
+    def loss(self, x=X):
+        return self.models[1](torch.tanh(self.models[0](x))).float().pow(2).mean()
+
+    def zero_grad(self, **options):
+        self.first.zero_grad(**options)
+        self.second.zero_grad(**options)
+
+    def step(self):
+        self.first.step()
+        self.second.step()
+
+    def bits(self):
+        return snapshot([list(amp.master_params(one)) for one in (self.first, self.second)])
+
+
+def in_one_block(pair, **options):
+    for _ in range(3):
+        pair.zero_grad(**options)
+        scaled_backward(pair.loss(), pair.named)
+        pair.step()
+
+
+def in_several_blocks(pair):
+    for _ in range(2):
+        pair.zero_grad()
+        for x in X.split(4):
+            scaled_backward(pair.loss(x), pair.named)
+        pair.step()
+
+
+def before_a_block_of_its_own(pair):
+    for _ in range(2):
+        pair.zero_grad()
+        scaled_backward(pair.loss(), pair.named)
+        scaled_backward(pair.loss(-X), [pair.second, pair.first])
+        pair.step()
+
+
+def after_a_block_of_its_own(pair):
+    for _ in range(2):
+        pair.zero_grad()
+        scaled_backward(pair.loss(-X), [pair.second, pair.first])
+        scaled_backward(pair.loss(), pair.named)
+        pair.step()
+
+
+def clipped(pair):
+    for _ in range(2):
+        pair.zero_grad()
+        scaled_backward(pair.loss(), pair.named)
+        torch.nn.utils.clip_grad_norm_(amp.master_params(pair.second), 0.01)
+        pair.step()
+
+
+def stepped_inside(pair):
+    pair.zero_grad()
+    with amp.scale_loss(pair.loss(), pair.named) as scaled:
+        scaled.backward()
+        pair.second.step()
+    pair.first.step()
+
+
+def of_two_losses(pair):
+    pair.zero_grad()
+    for loss_id in (0, 1):
+        scaled_backward(pair.loss(X * (1 + loss_id)), pair.named, loss_id=loss_id)
+    pair.step()
+
+
+def train(script, names_both, **options):
+    """Returns the weights and the warnings of a script."""
+    pair = Pair(names_both, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        script(pair)
+    bits = pair.bits()
+    amp.uninitialize()
+    return bits, [str(it.message) for it in caught]
+
+
+CASES = [
+    (in_one_block, {}),
+    (in_one_block, {"kind": "fused"}),
+    (in_one_block, {"calls": 2}),
+    (in_one_block, {"loss_scale": 128.0}),
+    (functools.partial(in_one_block, set_to_none=False), {}),
+    *[(script, {}) for script in (in_several_blocks, before_a_block_of_its_own, after_a_block_of_its_own)],
+    *[(script, {}) for script in (clipped, stepped_inside)],
+    (of_two_losses, {"num_losses": 2}),
+]
+
+
+@shows("scale-defect-unnamed")
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize(("script", "options"), CASES)
+def test_an_optimizer_that_a_block_does_not_name_steps_what_it_would_if_named(script, options, level):
+    expected, said = train(script, names_both=True, level=level, **options)
+    assert said == []
+    found, said = train(script, names_both=False, level=level, **options)
+    assert found == expected
+    [text] = said
+    assert "a block of scale_loss that does not name it" in text
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_of_an_optimizer_that_is_not_named_skips_its_step_alone(level):
+    pair = Pair(False, level)
+    pair.models[1][2].bias.register_hook(lambda grad: grad * float("inf"))
+    before = pair.bits()
+    scaled_backward(pair.loss(), pair.named)
+    with pytest.warns(UserWarning, match="does not name it"):
+        pair.step()
+    after = pair.bits()
+    assert (after[0] == before[0], after[1] == before[1]) == (False, True)
+    assert amp.get_loss_scale() == 2.0**7
+
+
+# ---- A GAN: the generator's loss leaves gradients at the discriminator, and nobody steps these ----
+
+CLEARING = {
+    "to none": lambda pair: pair.second.zero_grad(),
+    "to zero": lambda pair: pair.second.zero_grad(set_to_none=False),
+    "by the model": lambda pair: pair.models[1].zero_grad(set_to_none=False),
+    "through data": lambda pair: [
+        p.grad.data.zero_() for p in pair.models[1].parameters() if p.grad is not None
+    ],
+}
+
+
+def train_gan(pair, clear, is_plain):
+    for _ in range(3):
+        clear(pair)
+        fake = torch.tanh(pair.models[0](X)).detach()
+        loss = pair.models[1](fake).float().pow(2).mean()
+        loss.backward() if is_plain else scaled_backward(loss, pair.second)
+        pair.second.step()
+        pair.first.zero_grad()
+        scaled_backward(pair.loss(-X), pair.first)
+        pair.first.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("clear", CLEARING)
+def test_what_is_cleared_before_the_next_backward_neither_counts_nor_warns(clear, level):
+    script = functools.partial(train_gan, clear=CLEARING[clear], is_plain=False)
+    expected = train(functools.partial(script, clear=CLEARING["to none"]), names_both=False, level=level)
+    assert expected[1] == []
+    assert train(script, names_both=False, level=level) == expected
+
+
+def test_a_discriminator_that_is_trained_without_blocks_steps_its_own_gradients():
+    def run(clear):
+        pair = Pair(False, "O1")
+        amp.uninitialize()
+        for model, optimizer, level in zip(pair.models, (pair.first, pair.second), ("O1", "O0"), strict=True):
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        with amp.disable_casts():
+            train_gan(pair, CLEARING[clear], is_plain=True)
+        return pair.bits()
+
+    assert run("to none") == run("to zero")
+
+
+def test_a_block_that_raises_leaves_the_others_gradients_as_they_were():
+    pair = Pair(False, "O1")
+    scaled_backward(pair.loss(), [pair.first, pair.second])
+    before = snapshot([param.grad for param in pair.models[1].parameters()])
+    with contextlib.suppress(KeyError), amp.scale_loss(pair.loss(), pair.first) as scaled:
+        scaled.backward()
+        raise KeyError
+    assert snapshot([param.grad for param in pair.models[1].parameters()]) == before
+
+
+def test_an_optimizer_of_another_thread_is_left_alone():
+    pair = Pair(False, "O1")
+    other = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    amp.initialize(other, optimizer, opt_level="O1", verbosity=0, loss_scale=SCALE)
+    inside, outside = threading.Event(), threading.Event()
+
+    def train_other():
+        scaled_backward(other(X).pow(2).mean(), optimizer)
+        inside.set()
+        assert outside.wait(60)
+
+    thread = threading.Thread(target=train_other)
+    thread.start()
+    assert inside.wait(60)
+    grad = other.weight.grad
+    with amp.scale_loss(pair.loss(), pair.named) as scaled:
+        assert other.weight.grad is grad
+        scaled.backward()
+    outside.set()
+    thread.join()
+
+
+# ---- backward() after the block ----
+
+
+def late(pair):
+    for _ in range(3):
+        pair.zero_grad()
+        with amp.scale_loss(pair.loss(), pair.named) as scaled:
+            pass
+        scaled.backward()  # wrong
+        pair.step()
+
+
+def late_by_a_part(pair):
+    for _ in range(3):
+        pair.zero_grad()
+        with amp.scale_loss(2 * pair.loss(), pair.named) as scaled:
+            pass
+        torch.autograd.backward([scaled / 2])  # wrong
+        pair.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("script", [late, late_by_a_part])
+def test_a_backward_after_its_block_trains_as_one_inside_and_is_told_with_its_line(script, level):
+    expected, _ = train(in_one_block, names_both=True, level=level)
+    pair = Pair(True, level)
+    with pytest.warns(UserWarning, match=r"move backward\(\) into the block") as caught:
+        script(pair)
+    assert pair.bits() == expected
+    assert [(it.filename, it.lineno) for it in caught] == [(__file__, *lines_of(script, "# wrong"))]
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_second_backward_after_the_block_is_told_and_one_of_another_loss_is_not(is_late):
+    pair = Pair(True, "O1")
+    with amp.scale_loss(pair.loss(), pair.named) as scaled:
+        scaled.backward(retain_graph=True)
+    (scaled if is_late else X.clone().requires_grad_().square().sum()).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pair.step()
+    assert ["had ended" in str(it.message) for it in caught] == [True] * is_late
