@@ -458,6 +458,22 @@ def test_a_scaler_in_the_place_of_scale_loss_is_right_where_weights_are_float32(
     assert warned(run) == []
 
 
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_scaler_in_the_place_of_scale_loss_skips_the_step_of_a_fused_optimizer(level):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    open_session(model, optimizer, level)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for factor, moves in ((1.0, True), (float("inf"), False), (1.0, True)):
+        before = model.linear.weight.detach().clone()
+        optimizer.zero_grad()
+        (scaler.scale(model(X).pow(2).mean()) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(model.linear.weight, before) is not moves
+        assert torch.isfinite(model.linear.weight).all()
+
+
 def test_a_warning_that_is_an_error_stops_the_step_with_nothing_half_done():
     model, optimizer = make("O1")
     before = [param.detach().clone() for param in model.parameters()]

@@ -243,6 +243,11 @@ FAULTS = {
         "scaled_not_backpropagated",
         ours(BLOCK + "with amp.scale_loss(model(x).mean(), optimizer) as more:  # FAULT\n    pass"),
     ),
+    "a backward after its block": (
+        "late_backward",
+        ours("with amp.scale_loss(loss, optimizer) as scaled:\n    pass\nscaled.backward()  # FAULT"),
+    ),
+    "a part in half": ("half_after_initialize", ours("model[2].half()  # FAULT\n" + BLOCK, "O4")),
     # Casts and sums.
     "a cast that is undone": ("float32_under_autocast", native(STEP, forward("h = h.float()  # FAULT"))),
     "casts of both factors": (
@@ -493,6 +498,34 @@ def test_the_report_has_silent_faults_and_the_exit_status_has_not(tmp_path, caps
     assert (zeros["kind"], zeros["op"], zeros["model"], zeros["module"]) == ("zeros", "pow", "model", "1")
     assert "clipped_while_scaled" in said
     assert "float32" in said
+
+
+UNNAMED = """
+first, second = [torch.optim.SGD(part.parameters(), lr=1e-6) for part in (model[0], model[2])]
+optimizers = [first, second]
+import ampatch as amp
+amp.initialize(model, optimizers, opt_level="O1", verbosity=0)
+x = torch.randn(4, 8)
+for step in range(9):
+    first.zero_grad(); second.zero_grad()
+    with amp.scale_loss(99 * model(x).pow(2).mean(), {named}) as scaled:  # FAULT
+        scaled.backward()
+    first.step(); second.step()
+"""
+
+
+@pytest.mark.usefixtures("doctor_in_forks")
+@pytest.mark.process
+@pytest.mark.parametrize(("named", "advice"), [("first", ["name each optimizer"]), ("optimizers", [])])
+def test_two_optimizers_of_one_loss_are_to_be_named_and_their_scales_search_is_no_finding(
+    named, advice, tmp_path
+):
+    (tmp_path / "train.py").write_text(HEAD + UNNAMED.format(named=named))
+    out = tmp_path / "report.json"
+    assert main(["doctor", "--json", str(out), str(tmp_path / "train.py")]) == 0
+    report = json.loads(out.read_text())
+    assert report["findings"] == []
+    assert [remedy[:19] for fault in report["silent"] for remedy in fault["remedies"]] == advice
 
 
 @pytest.mark.usefixtures("doctor_in_forks")

@@ -79,7 +79,7 @@ def is_collapse(attempts: Sequence[Attempt], explained: Collection[int] = ()) ->
             return True
         if attempt.is_finite:
             good = attempt.scale or 0.0
-        elif (attempt.scale or 0.0) <= good and index not in explained:
+        elif (attempt.scale or 0.0) <= good and index not in explained and not attempt.is_again:
             again += 1
     return again > MOST_OVERFLOWS or (good == 0 and not all(attempt.is_finite for attempt in attempts))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -74,12 +75,13 @@ class SkipStep:
 
     def __init__(self) -> None:
         self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._put: tuple[Tensor, Tensor | None] | None = None  # our found_inf, and that of a GradScaler
         self._stepped: set[int] = set()  # params that a fused optimizer keeps no state for
 
     def begin(self, optimizer: Optimizer) -> None:
         """Forgets what a step that raised may have left."""
         self._hidden = []
-        vars(optimizer).pop("found_inf", None)
+        self._take_away(optimizer)
 
     def skip_after_overflow(
         self, optimizer: Optimizer, params: Sequence[Tensor], outcomes: list[BackwardOutcome]
@@ -93,7 +95,7 @@ class SkipStep:
             if id(param) not in stepped and param not in state and param.grad is not None
         ]
         if takes_found_inf and not new:
-            optimizer.found_inf = BackwardOutcome.combine(outcomes)  # type: ignore[attr-defined]
+            self._put_found_inf(optimizer, BackwardOutcome.combine(outcomes))
         elif BackwardOutcome.read_all(outcomes):
             hidden = [(param, param.grad) for param in params if param.grad is not None]
             for param, _ in hidden:
@@ -104,7 +106,20 @@ class SkipStep:
 
     def end(self, optimizer: Optimizer) -> None:
         """Puts hidden gradients back."""
-        vars(optimizer).pop("found_inf", None)
+        self._take_away(optimizer)
         for param, grad in self._hidden:
             param.grad = grad
         self._hidden = []
+
+    def _put_found_inf(self, optimizer: Optimizer, found_inf: Tensor) -> None:
+        theirs = vars(optimizer).get("found_inf")
+        both = found_inf if theirs is None else torch.maximum(found_inf, theirs.to(found_inf.device))
+        self._put = both, theirs
+        optimizer.found_inf = both  # type: ignore[attr-defined]
+
+    def _take_away(self, optimizer: Optimizer) -> None:
+        put, self._put = self._put, None
+        if put is not None and vars(optimizer).get("found_inf") is put[0]:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+            if put[1] is not None:
+                optimizer.found_inf = put[1]  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
 
 import torch
@@ -31,6 +31,7 @@ class Attempt:
     loss: bool = True
     gradients: bool = True
     weights: bool = True
+    is_again: bool = False  # of the backward pass that the attempt before was of
     left_out: bool = False  # a model gave bad numbers, and no backward pass followed
     seconds: float = 0.0  # since the attempt before, with what it costs to watch
 
@@ -53,6 +54,7 @@ class Watch(Follower):
         self._steps: dict[int, int] = {}
         self._optimizers: list[Optimizer] = []  # kept, so that an id stays one optimizer's
         self._is_bad = False  # what a model gave, since the last backward pass
+        self._has_backward = False  # since the last attempt
         self._old: set[int] = set()  # parameters whose gradients were bad before it, of another step maybe
         self.is_half = False  # whether a model has half parameters
         self.is_open = False  # whether a forward that learns was followed by no step
@@ -76,7 +78,7 @@ class Watch(Follower):
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Looks at the loss."""
-        self._is_bad = False
+        self._is_bad, self._has_backward = False, True
         self._now.loss &= all(map(is_finite, losses))
         self._old = {id(it) for it in self._models.parameters() if not has_finite_grad(it)}
 
@@ -90,6 +92,8 @@ class Watch(Follower):
         """Counts."""
         if scaler is not None and scaler.is_enabled():
             self._now.scale, self._now.is_dynamic = scaler.get_scale(), True
+        elif self._now.scale is None and not self._has_backward and self.attempts:  # the second of one loss
+            self._now = replace(self.attempts[-1], weights=True, left_out=False, is_again=True)
         own = (it for group in optimizer.param_groups for it in group["params"] if id(it) in self._old)
         self._now.gradients &= all(map(has_finite_grad, own))
         if id(optimizer) not in self._steps:
@@ -105,6 +109,7 @@ class Watch(Follower):
         self._now.seconds = perf_counter() - self._since
         self.attempts.append(self._now)
         self._now, self.is_open, self._since = Attempt(), False, perf_counter()
+        self._has_backward = False
 
     def to_json(self) -> list[dict[str, object]]:
         """Returns what was noted."""

@@ -10,6 +10,7 @@ from ampatch.doctor.silent.fault import SilentFault, read_faults
 from ampatch.doctor.silent.watch import FIRST
 from ampatch.doctor.silent.words import remedies, why
 
+EXPLAINED = {"scaled_not_backpropagated": "late_backward"}  # kinds, by what else tells of them
 NEAR = 0.8  # of the worst is as good: an early attempt costs less
 
 
@@ -38,8 +39,9 @@ def examine_silent(
     loud = {getattr(finding, "where", None) for finding in findings}
     found = [fault for run in seen for fault in run["faults"]]
     faults = read_faults(found, {index: attempt.step for index, attempt in enumerate(attempts)})
+    kinds = {fault.kind for fault in faults}
     return tuple(
         replace(fault, why=why(fault), remedies=remedies(fault))
         for fault in faults
-        if fault.phase != "forward" or fault.where not in loud
+        if (fault.phase != "forward" or fault.where not in loud) and EXPLAINED.get(fault.kind) not in kinds
     )

@@ -12,13 +12,18 @@ import ampatch as amp
 from ampatch.doctor.instruments.places import SHOWN, user_line
 from ampatch.doctor.silent.fault import Notes
 
-# What the library warns of, by words of its message.
-WARNINGS = (
-    ("are clipped at", "clipped_while_scaled", "clip_grad"),
-    ("backward() in a block", "unscaled_backward", "backward"),
-    ("backward() outside of scale_loss", "unscaled_backward", "backward"),
-    ("a GradScaler steps", "two_scalers", "step"),
-)
+# What the library warns of, by its names of misuse: the fault and the operation.
+MISUSE = {
+    "clipping": ("clipped_while_scaled", "clip_grad"),
+    "inside": ("unscaled_backward", "backward"),
+    "outside": ("unscaled_backward", "backward"),
+    "late": ("late_backward", "backward"),
+    "unnamed": ("unnamed_optimizer", "scale_loss"),
+    "GradScaler": ("two_scalers", "step"),
+    "ignored": ("ignored_edits", "step"),
+    "halved": ("half_after_initialize", "half"),
+    "stranger": ("unknown_optimizer", "step"),
+}
 
 
 def listen_to_library(notes: Notes, count_backwards: Callable[[], int], undo: ExitStack) -> None:
@@ -38,12 +43,11 @@ class Warned(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Reads a line of the log: file, number and text."""
-        if not isinstance(record.args, tuple) or len(record.args) != 3:
-            return
-        file, number, text = record.args
-        for words, kind, op in WARNINGS:
-            if words in str(text):
-                self._notes.add(kind, "optimizer", f"{str(file).removeprefix(SHOWN)}:{number}", op, said=text)
+        found = MISUSE.get(getattr(record, "misuse", ""))
+        if found is not None:
+            file, number, text = record.args
+            where = f"{str(file).removeprefix(SHOWN)}:{number}"
+            self._notes.add(found[0], "optimizer", where, found[1], said=text)
 
 
 class Blocks(amp.Observer):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from string import Formatter
 
 from ampatch.doctor.silent.fault import SilentFault
 
 MOST_SHOWN = 5
+COLON = re.compile(r": (?=(?:[^`]*`[^`]*`)*[^`]*$)")  # that is in no code
 
 # By kind: why, with the numbers of the fault, and what to do.
 WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -67,6 +69,13 @@ WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
         "a loss is scaled here, and no backward pass came of what {op} returned.",
         ("call backward() on the scaled loss: scaler.scale(loss).backward()", "or take the line away"),
     ),
+    "scale_loss": (
+        "a block of {op} ends without a backward pass of what it yields.",
+        (
+            "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()",
+            "or take the block away",
+        ),
+    ),
     "unscaled_backward": (
         "a backward pass of a loss that is not scaled makes gradients that are divided by the loss scale: "
         "they are lost beside the others, and small ones become zero.",
@@ -74,10 +83,6 @@ WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
             "scale every loss of a step: scaler.scale(loss).backward()",
             "or add the losses first, and scale the sum",
         ),
-    ),
-    "two_scalers": (
-        "a GradScaler steps an optimizer whose gradients scale_loss scales and unscales.",
-        ("use one of the two: without the GradScaler, call optimizer.step()",),
     ),
     "float32_under_autocast": (
         "the cast to float32 has no effect: {runs} casts to half again, by itself.",
@@ -97,21 +102,27 @@ WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 def why(fault: SilentFault) -> str:
     """Says in a sentence what is wrong."""
+    if "said" in fault.numbers:  # by the library: what is wrong, and after the colon what to do
+        return ": ".join(COLON.split(str(fault.numbers["said"]))[:-1]) + "."
     text = words_of(fault)[0]
     values = {"op": fault.op, **fault.numbers}
     if all(name is None or name in values for _, name, _, _ in Formatter().parse(text)):
         return text.format(**values)
-    return str(fault.numbers.get("said", "")) or text.partition(" (")[0].format(**values) + "."
+    return text.partition(" (")[0].format(**values) + "."
 
 
 def remedies(fault: SilentFault) -> tuple[str, ...]:
     """Says what to change, the likeliest first."""
+    if "said" in fault.numbers:
+        return (COLON.split(str(fault.numbers["said"]))[-1],)
     exponent = math.frexp(fault.numbers.get("init_scale", 1.0))[1] - 1
     return tuple(text.replace("{init_scale}", f"2.0**{exponent}") for text in words_of(fault)[1])
 
 
 def words_of(fault: SilentFault) -> tuple[str, tuple[str, ...]]:
-    """Returns the words of a kind; a gradient that underflows has its own."""
+    """Returns the words of a kind; a gradient that underflows has its own, and a block of `scale_loss`."""
+    if fault.op == "scale_loss":
+        return WORDS["scale_loss"]
     return WORDS["gradient" if "init_scale" in fault.numbers else fault.kind]
 
 

@@ -26,7 +26,7 @@ INSTEAD = (
 
 
 class GradScalerWatch(SessionPatch):
-    """Watches `GradScaler.step`: it is known there, even where it skips the step of the optimizer."""
+    """Watches where a GradScaler looks at gradients: it is known there, even where it skips the step."""
 
     def __init__(self, warner: Warner, members: Members, scale_watch: ScaleWatch) -> None:
         super().__init__()
@@ -35,9 +35,10 @@ class GradScalerWatch(SessionPatch):
         self._scale_watch = scale_watch
 
     def patch(self, patcher: Patcher) -> None:
-        """Replaces what a GradScaler steps and unscales by; it has no hooks."""
-        for name in ("step", "unscale_"):
-            patcher.replace(GradScaler, name, self._watch(getattr(GradScaler, name)))
+        """Replaces what a GradScaler unscales by, or looks by for a fused optimizer; it has no hooks."""
+        for name in ("unscale_", "_check_inf_per_device"):
+            if hasattr(GradScaler, name):
+                patcher.replace(GradScaler, name, self._watch(getattr(GradScaler, name)))
 
     def _watch(self, run: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(run)

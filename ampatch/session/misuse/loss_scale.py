@@ -37,7 +37,7 @@ OUTSIDE = (
     "backward() outside of scale_loss made the gradients of a step at a dynamic loss scale: small ones may "
     f"be lost, and an overflow is not skipped: write {RIGHT}"
 )
-BY_OTHERS = (
+UNNAMED = (
     "{} steps gradients of a block of scale_loss that does not name it (here the step unscales them, in apex "
     "it did not): name each optimizer that the loss is for, `scale_loss(loss, [first, second])`"
 )
@@ -45,6 +45,7 @@ LATE = (
     "backward() ran after its block of scale_loss had ended, where nothing unscales gradients (the step of "
     f"{{}} did): move backward() into the block, {RIGHT}"
 )
+LEFT = {"unnamed": UNNAMED, "late": LATE}  # what leaves scaled gradients
 
 
 @dataclass(slots=True, eq=False)
@@ -114,12 +115,12 @@ class ScaleWatch(SessionPatch):
             self._inside.update(ended.unscaled)
         self._ended = [one for one in self._ended if one[0]() is not None][1 - MANY :]
         self._ended.append((ref(block.scaled), block.scale, ended.was_scaled))
-        self._note_left(BY_OTHERS, block.left)
+        self._note_left("unnamed", block.left)
 
-    def _note_left(self, text: str, optimizers: Sequence[AmpOptimizer]) -> None:
+    def _note_left(self, kind: str, optimizers: Sequence[AmpOptimizer]) -> None:
         for optimizer in optimizers:
-            if (id(optimizer), text) not in self._judged:
-                self._left[id(optimizer)] = text, find_line()
+            if (id(optimizer), kind) not in self._judged:
+                self._left[id(optimizer)] = kind, find_line()
 
     def list_blocks(self) -> list[OpenBlock]:
         """The open blocks of this thread."""
@@ -144,7 +145,7 @@ class ScaleWatch(SessionPatch):
             try:
                 run(tensors, grad_tensors, *args, **kwargs)
             finally:
-                self._note_left(LATE, end_unnamed(late))
+                self._note_left("late", end_unnamed(late))
                 for found, key, line, param, grad, version in seen:
                     if param.grad is not grad or (grad is not None and grad._version != version):
                         found[key] = line
@@ -211,13 +212,13 @@ class ScaleWatch(SessionPatch):
     def _check_left(self, amp: AmpOptimizer) -> None:
         """Warns of gradients that no block unscales; one host sync, for the first of an optimizer."""
         if amp.unnamed.end():  # the block is still open
-            self._note_left(BY_OTHERS, [amp])
-        text, line = self._left.pop(id(amp), ("", None))
-        used = amp.unnamed.find_used() if text else None
+            self._note_left("unnamed", [amp])
+        kind, line = self._left.pop(id(amp), (None, None))
+        used = amp.unnamed.find_used() if kind else None
         if used is not None:
-            self._judged.add((id(amp), text))
+            self._judged.add((id(amp), kind))
             if used:  # where a script has cleared them to zero, it is right
-                self._warner.warn(text, text.format(type(amp.optimizer).__name__), line)
+                self._warner.warn(kind, LEFT[kind].format(type(amp.optimizer).__name__), line)
 
     def _is_right(self, amp: AmpOptimizer) -> bool:
         """Whether a script may scale by hand, or steps zeros; one host sync, before a warning."""

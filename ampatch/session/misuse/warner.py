@@ -26,5 +26,5 @@ class Warner:
             return
         self._said.add(kind)
         file, number = line or find_line()
-        logger.warning("%s:%d: %s", file, number, text)
+        logger.warning("%s:%d: %s", file, number, text, extra={"misuse": kind})
         warnings.warn_explicit(text, UserWarning, file, number)
