@@ -559,6 +559,44 @@ def test_half_parameters_that_should_have_masters_are_not_stepped_by_a_stranger(
     assert (file, {line}) == (__file__, lines_of(step_by_a_stranger, "# wrong"))
 
 
+def step_what_a_block_scaled(pair, other, optimizer):
+    for _ in range(2):
+        with amp.scale_loss((pair[0](X) * other(X)).sum(), pair[1]) as scaled:
+            scaled.backward()
+        optimizer.step()  # wrong
+
+
+@pytest.mark.parametrize(
+    ("level", "options", "is_told"), [("O1", {}, True), ("O1", STATIC, True), ("O4", {}, False)]
+)
+@pytest.mark.parametrize("is_part", [True, False])
+def test_an_optimizer_that_initialize_never_saw_steps_no_scaled_gradients_in_silence(
+    warned, level, options, is_told, is_part
+):
+    pair, other = make(level, **options), nn.Linear(3, 2)
+    if is_part:
+        amp.initialize(other, opt_level=level, verbosity=0, **options)
+    found = warned(step_what_a_block_scaled, pair, other, sgd(other))
+    assert ["initialize never saw it" in text for text, *_ in found] == [True] * is_told
+    assert {line for *_, line in found} <= lines_of(step_what_a_block_scaled, "# wrong")
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_a_stranger_that_has_gradients_of_its_own_is_left_alone(warned, is_plain):
+    pair, critic = make("O1"), nn.Linear(2, 1)
+    optimizer = sgd(critic)
+
+    def train():
+        for _ in range(3):
+            critic.zero_grad()
+            loss = critic(pair[0](X).detach()).sum()
+            loss.backward() if is_plain else (loss * amp.get_loss_scale()).backward()
+            optimizer.step()
+            scaled_backward(critic(pair[0](X)).sum(), pair[1])
+
+    assert warned(train) == []
+
+
 def test_other_optimizers_and_copies_are_no_strangers(warned):
     def run():
         model, optimizer = make("O5")

@@ -266,24 +266,3 @@ def _see_grads(params: Iterable[Tensor]) -> list[SeenGrad]:
 
 def _find_seen(seen: Iterable[SeenGrad], *, edited: bool) -> list[Tensor]:
     return [one for one, grad, version in seen if one.grad is grad and (edited or grad._version == version)]
-
-
-def leads_to(roots: Sequence[Tensor], scaled: Tensor) -> bool:
-    """Whether any of these tensors was computed from the scaled loss.
-
-    Nodes of a graph are numbered as they are made, so those older than the scaled loss need no look.
-    """
-    target = scaled.grad_fn
-    if any(root is scaled for root in roots) or target is None:
-        return True
-    first = target._sequence_nr()
-    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if node is target:
-            return True
-        inner = {one for one, _ in node.next_functions if one is not None and one._sequence_nr() >= first}
-        waiting += inner - seen
-        seen |= inner
-    return False

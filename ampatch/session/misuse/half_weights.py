@@ -1,4 +1,4 @@
-"""Half weights that train wrongly without an error: averaged, saved, or stepped by a stranger."""
+"""Half weights that train wrongly without an error: averaged, saved, or made after `initialize`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
 from ampatch.levels.precision import HALF_TYPES
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class HalfWatch(SessionPatch):
-    """Watches half weights that are averaged, saved, or stepped by an optimizer that nobody gave to us."""
+    """Watches half weights that are averaged or saved."""
 
     def __init__(self, warner: Warner, members: Members) -> None:
         super().__init__()
@@ -39,14 +37,7 @@ class HalfWatch(SessionPatch):
     def forget(self) -> None:
         """Drops what was seen."""
         self._models: list[tuple[weakref.ref[Module], bool]] = []  # and if their half weights have masters
-        self._seen: set[int] = set()  # optimizers, by id
         self._savers: set[type] = set()  # whose save_pretrained is patched
-
-    def open(self, undo: ExitStack) -> None:
-        """Patches, unless it is done; `undo` receives the way back."""
-        if self._patcher is None:
-            super().open(undo)
-            undo.callback(register_optimizer_step_pre_hook(self._check_optimizer).remove)
 
     def patch(self, patcher: Patcher) -> None:
         """Has averages in float32 made of masters; `AveragedModel` has no hooks."""
@@ -75,7 +66,7 @@ class HalfWatch(SessionPatch):
 
     def _find_precise(self, averaged: AveragedModel, model: Module) -> Module | SimpleNamespace:
         """What to average: the model with its masters, if it is one of ours with half weights."""
-        half = self._find_half(wants_masters=False)
+        half = self.find_half(wants_masters=False)
         if not any(id(param) in half for param in model.parameters()):
             return model
         if any(param.dtype in HALF_TYPES for param in averaged.module.parameters()):
@@ -99,36 +90,18 @@ class HalfWatch(SessionPatch):
             buffers=lambda: map(widen, model.buffers(), averaged.module.buffers()),
         )
 
-    # Steps of optimizers that nobody knows
+    # Half weights
 
     def watch(self, models: Sequence[Module], wants_masters: bool) -> None:
         """Watches the half parameters of models, without keeping them alive."""
         self._name_saved_types(models)
         self._models += [(weakref.ref(model), wants_masters) for model in models]
 
-    def _find_half(self, *, wants_masters: bool) -> set[int]:
+    def find_half(self, *, wants_masters: bool) -> set[int]:
         """The ids of half parameters of our models: of all, or of those that have masters."""
         models = [ref() for ref, wants in self._models if wants or not wants_masters]
         params = [param for model in models if model is not None for param in model.parameters()]
         return {id(param) for param in params if param.dtype in HALF_TYPES}
-
-    def _check_optimizer(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        """Looks once at what an optimizer steps; a hook before the step of every optimizer there is."""
-        if torch.compiler.is_dynamo_compiling() or id(optimizer) in self._seen:
-            return
-        self._seen.add(id(optimizer))
-        found = self._members.find(optimizer)
-        if found is not None:  # its own hook comes later
-            found[0].masters.install_again()
-            return
-        half = self._find_half(wants_masters=True)
-        if any(id(param) in half for group in optimizer.param_groups for param in group["params"]):
-            self._warner.warn(
-                "stranger",
-                f"{type(optimizer).__name__} steps half parameters of an initialized model, and initialize "
-                f"never saw it: it has no masters, so small updates are lost, and gradients stay scaled: "
-                f"make the optimizer first, then call amp.initialize(model, optimizer)",
-            )
 
 
 def _saving_float32(save: Callable[..., object]) -> Callable[..., object]:
@@ -157,7 +130,8 @@ def check_halved(warner: Warner, halved: dict[int, Line], amp: AmpOptimizer) -> 
 
     `halved` are tensors that did, by id, with the lines.
     """
-    own = [param for param in amp.own_params() if id(param) in halved and param.dtype in HALF_TYPES]
+    changed = [param for param in amp.own_params() if id(param) in halved and param.dtype in HALF_TYPES]
+    own = [param for param in changed if amp.masters.get(param) is None]
     if own:
         warner.warn(
             "halved",

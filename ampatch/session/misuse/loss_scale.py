@@ -18,9 +18,9 @@ from torch import Tensor
 from ampatch.levels.private import graph_task
 from ampatch.levels.stack import Line, find_line
 from ampatch.patching.patcher import Patcher, SessionPatch
+from ampatch.session.misuse.graphs import leads_to, list_leaves
 from ampatch.session.misuse.warner import Warner
 from ampatch.steps.block import begin_unnamed, end_unnamed
-from ampatch.steps.grads import leads_to
 
 if TYPE_CHECKING:
     from ampatch.session.members import Members
@@ -92,6 +92,9 @@ class ScaleWatch(SessionPatch):
         self._inside: dict[int, Line] = {}  # optimizers, and what gave them unscaled gradients in a block
         self._outside: dict[int, Line] = {}  # the same, where no block was open
         self.outside: Line | None = None  # what did so for the step that runs
+        self._scaled = self._plain = 0  # backwards that began at a scaled loss, and others
+        self._leaves: set[int] = set()  # what such losses were computed from
+        self._walks = MANY  # how often the graphs of blocks were walked through for these
         self._judged: set[tuple[int, str]] = set()  # optimizers, and what left them scaled gradients
 
     def patch(self, patcher: Patcher) -> None:
@@ -115,6 +118,8 @@ class ScaleWatch(SessionPatch):
             self._inside.update(ended.unscaled)
         self._ended = [one for one in self._ended if one[0]() is not None][1 - MANY :]
         self._ended.append((ref(block.scaled), block.scale, ended.was_scaled))
+        if self._walks < MANY:
+            self.find_leaves()
         self._note_left("unnamed", block.left)
 
     def _note_left(self, kind: str, optimizers: Sequence[AmpOptimizer]) -> None:
@@ -136,12 +141,16 @@ class ScaleWatch(SessionPatch):
             blocks = list(self.blocks.values())  # at once: other threads may open some
             if blocks and tensors is blocks[-1].block.scaled:
                 blocks[-1].was_scaled = True
+                self._scaled += 1
             elif graph_task() == -1:  # not inside of another one
                 roots = [tensors] if isinstance(tensors, Tensor) else tensors
                 if (scale := self._find_late(roots)) is not None:
                     late = begin_unnamed(self._members.optimizers(), scale)
-                elif grad_tensors is None:  # else these may be scaled
+                    self._scaled += 1
+                elif grad_tensors is None:
                     seen = self._look_before(roots)
+                else:
+                    self._plain += 1  # or scaled by these
             try:
                 run(tensors, grad_tensors, *args, **kwargs)
             finally:
@@ -175,6 +184,7 @@ class ScaleWatch(SessionPatch):
         scaled = [one for one in blocks if leads_to(roots, one.block.scaled)]
         for one in scaled:
             one.was_scaled = True
+        self._scaled, self._plain = self._scaled + bool(scaled), self._plain + (not scaled)
         if scaled:
             return []
         if not blocks:
@@ -220,10 +230,24 @@ class ScaleWatch(SessionPatch):
             if used:  # where a script has cleared them to zero, it is right
                 self._warner.warn(kind, LEFT[kind].format(type(amp.optimizer).__name__), line)
 
+    def count_backwards(self) -> tuple[int, int]:
+        """How many began at a scaled loss, and how many did not."""
+        return self._scaled, self._plain
+
+    def find_leaves(self) -> set[int]:
+        """The ids of what the losses of the latest blocks were computed from; asked, looks at the next, too."""
+        self._walks = self._walks + 1 if self._walks < MANY else 0
+        for scaled in [find() for find, *_ in self._ended]:
+            self._leaves.update(() if scaled is None else map(id, list_leaves(scaled)))
+        return self._leaves
+
+    def was_asked(self) -> bool:
+        """Whether a script has asked for a scale since this was called: it may scale by hand."""
+        return True in [scaler.was_asked() for scaler in self._list_scalers()]  # of all: it resets them
+
     def _is_right(self, amp: AmpOptimizer) -> bool:
         """Whether a script may scale by hand, or steps zeros; one host sync, before a warning."""
-        asked = [scaler.was_asked() for scaler in self._list_scalers()]  # all of them: it resets them
-        return any(asked) or not any(
+        return self.was_asked() or not any(
             param.grad.detach().any() for param in amp.model_params() if param.grad is not None
         )
 

@@ -20,6 +20,10 @@ class Warner:
         """Lets everything be said again."""
         self._said.clear()
 
+    def has_said(self, kind: str) -> bool:
+        """Whether a kind of misuse was warned of."""
+        return kind in self._said
+
     def warn(self, kind: str, text: str, line: Line | None = None) -> None:
         """Warns of a kind of misuse; `line` is the one to change, by default the one that runs."""
         if kind in self._said:

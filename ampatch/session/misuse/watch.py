@@ -12,6 +12,7 @@ from ampatch.session.misuse.clipping import ClipWatch
 from ampatch.session.misuse.grad_scaler import GradScalerWatch
 from ampatch.session.misuse.half_weights import HalfWatch, check_halved
 from ampatch.session.misuse.loss_scale import ScaleWatch
+from ampatch.session.misuse.strangers import StrangerWatch
 from ampatch.session.misuse.warner import Warner
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class MisuseWatch:
         self._clip = ClipWatch(self._warner, self._scale)
         self._scaler = GradScalerWatch(self._warner, members, self._scale)
         self._half = HalfWatch(self._warner, members)
+        self._strangers = StrangerWatch(self._warner, members, self._half, self._scale)
 
     def forget(self) -> None:
         """Lets everything be said again."""
@@ -56,6 +58,8 @@ class MisuseWatch:
             self._scaler.open(undo)
         if policy.casts_model:
             self._half.open(undo)
+        if is_scaled or policy.casts_model:
+            self._strangers.open(undo)
 
     def check_request(self, request: Request, amps: Sequence[AmpOptimizer]) -> None:
         """Warns of a call of `initialize` that works, and trains wrongly."""
