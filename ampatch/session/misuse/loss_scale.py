@@ -235,7 +235,7 @@ class ScaleWatch(SessionPatch):
         return self._scaled, self._plain
 
     def find_leaves(self) -> set[int]:
-        """The ids of what the losses of the latest blocks were computed from; asked, looks at the next, too."""
+        """The ids of what losses of the latest blocks were computed from; asked, it looks at the next too."""
         self._walks = self._walks + 1 if self._walks < MANY else 0
         for scaled in [find() for find, *_ in self._ended]:
             self._leaves.update(() if scaled is None else map(id, list_leaves(scaled)))
