@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -294,16 +295,16 @@ def test_zeroed_gradients_of_a_delayed_block_do_not_lose_those_of_the_next(level
 
 
 @pytest.mark.parametrize("most", [1e-30, 0.5])  # of an infinite norm the first leaves -0 and nan
-def test_clipping_the_models_own_gradients_is_told_and_the_step_ignores_it(most, caplog):
+def test_clipping_the_models_own_gradients_is_told_and_the_step_ignores_it(most):
     model, optimizer = start("O2", lr=0.5)
     backward(model(ONES).square().sum() / 8, optimizer)
     masters = list(amp.master_params(optimizer))
     expected = [master - 0.5 * master.grad for master in masters]
-    for _ in range(2):
+    for told in (pytest.warns(UserWarning, match="edit amp.master_params"), nullcontext()):
         torch.nn.utils.clip_grad_norm_(model.parameters(), most)
-        optimizer.step()
+        with told:
+            optimizer.step()
         assert all(map(torch.equal, masters, expected))
-    assert "edit amp.master_params" in caplog.text
 
 
 THIRD = torch.eye(2) / 3
