@@ -131,6 +131,25 @@ class CastTensor:
             return weight.master.grad
         return cast_grads([grad], [values])[0] if is_fresh or weight.was_grad_remade() else None
 
+    def loses_steps(self, dtype: torch.dtype) -> bool:
+        """Whether this is a buffer of whole numbers, or of ever larger or smaller ones, that rounding moves.
+
+        These are positions, frequencies, noise levels and the like. A mask of -1e9 is none.
+        """
+        if isinstance(self.tensor, Parameter) or is_wrapper(self.tensor) or self.tensor.is_meta:
+            return False
+        values = self.tensor.detach().flatten()
+        is_moved = (values.to(dtype) != values) & (values.abs() <= torch.finfo(torch.float16).max)
+        if not is_moved.any():
+            return False
+        steps, count = values.diff().sign(), values.numel()
+        is_ramp = count >= 8 and count == max(self.tensor.shape) and abs(steps.sum()) == count - 1
+        return is_ramp or bool((values == values.round()).all())
+
+    def describe(self) -> str:
+        """Names the tensor and the class of its module."""
+        return f"{self.name!r} of {type(self._module()).__name__}"
+
 
 class CastModule:
     """The tensors of one module that were cast, and the way back; the module's hooks keep it alive."""

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import is_parametrized
 
 from ampatch import lists
@@ -114,6 +115,27 @@ def select_without_kernel(models: Iterable[Module]) -> list[Module]:
         for module in model.modules()
         if isinstance(module, classes)
     ]
+
+
+def select_buffered(models: Iterable[Module]) -> list[Module]:
+    """Returns the modules that compute with float32 buffers, and have no parameters.
+
+    Rotary frequencies, tables of positions, frozen or moving averages: positions above 256 are rounded in
+    bfloat16, and an average that moves by less than 1/256 of itself stays where it is. BatchNorm has a rule
+    of its own; what has no forward is read by others, in their type.
+    """
+    return [
+        module
+        for module in list_parts(models)
+        if type(module).forward is not Module.forward
+        and not any(True for _ in module.parameters())
+        and any(map(_has_float32_buffer, module.modules()))
+    ]
+
+
+def _has_float32_buffer(module: Module) -> bool:
+    buffers = () if isinstance(module, _BatchNorm) else module.buffers(recurse=False)
+    return any(buffer.dtype is torch.float32 for buffer in buffers)
 
 
 def _own_parts(module: Module) -> list[Module]:
