@@ -23,6 +23,8 @@ Keep = str | type[Module] | Module
 _SINGLE = ("MultiheadAttention", "AdaptiveLogSoftmaxWithLoss", "LinearCrossEntropyLoss")
 _SINGLE_TYPE = tuple(getattr(torch.nn, name) for name in _SINGLE if hasattr(torch.nn, name))
 
+_TRANSFORMER_LAYERS = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer)
+
 
 def normalize_keep(keep_fp32: object) -> tuple[Keep, ...]:
     """Reads `keep_fp32`: one pattern, class or module, or a sequence of them."""
@@ -136,6 +138,18 @@ def select_buffered(models: Iterable[Module]) -> list[Module]:
 def _has_float32_buffer(module: Module) -> bool:
     buffers = () if isinstance(module, _BatchNorm) else module.buffers(recurse=False)
     return any(buffer.dtype is torch.float32 for buffer in buffers)
+
+
+def select_masked(models: Iterable[Module]) -> list[Module]:
+    """Returns the attention that refuses a float32 mask among half weights, which older torch added in place.
+
+    Inside a Transformer layer it takes one, and a hook would cost the layer its fast path.
+    """
+    parts = list_parts(models)
+    layers = [part for part in parts if isinstance(part, _TRANSFORMER_LAYERS)]
+    inside = {id(child) for layer in layers for child in layer.children()}
+    found = [part for part in parts if isinstance(part, torch.nn.MultiheadAttention)]
+    return [part for part in found if id(part) not in inside]
 
 
 def _own_parts(module: Module) -> list[Module]:

@@ -35,6 +35,7 @@ from ampatch.models.kept import (
     find_half,
     inner_ids,
     select_buffered,
+    select_masked,
     select_outermost,
     select_without_kernel,
 )
@@ -156,7 +157,7 @@ class ModelCaster:
         for module in self._kept:
             hook = self._keep_inside if id(module) in self._as_given else self._keep
             hook(module)
-        if self._returns_float32:
+        if self._policy.casts_model:
             self._hook_entries()
         for model in select_python(self._models):
             self._hook_forward(model)
@@ -259,9 +260,10 @@ class ModelCaster:
         self._hook_inputs(module, CastInputs(torch.float32))
 
     def _hook_entries(self) -> None:
-        """Has the half modules take what kept ones return."""
+        """Has the half modules take what kept ones return, and attention float32 masks."""
         served = inner_ids(self._kept) | {id(model) for model in self._models}
-        for module in list_parts(self._models):
+        parts = list_parts(self._models) if self._returns_float32 else select_masked(self._models)
+        for module in parts:
             half = find_half(module)
             if half is not None and id(module) not in served:
                 self._hook_inputs(module, CastEntry(half))
