@@ -628,7 +628,7 @@ def test_a_model_with_a_part_in_float64_is_not_told(warned):
 
 
 RAMP = torch.linspace(1e-4, 0.02, 1000)
-TABLES = {  # a buffer, and whether half moves it by whole steps
+TABLES = {  # values, and whether half moves it by whole steps
     "positions": (torch.arange(5000.0), True),
     "a grid": (torch.stack(torch.meshgrid(torch.arange(2999.0), torch.arange(2.0), indexing="ij")), True),
     "frequencies": (1e4 ** -torch.linspace(0, 1, 16), True),
@@ -641,14 +641,15 @@ TABLES = {  # a buffer, and whether half moves it by whole steps
 }
 
 
+@pytest.mark.parametrize("as_held", [nn.Buffer, functools.partial(nn.Parameter, requires_grad=False)])
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("level", HALVES)
-def test_a_buffer_whose_steps_half_moves_is_named(warned, level, table):
+def test_what_no_step_trains_is_named_if_half_moves_its_steps(warned, level, table, as_held):
     values, is_told = TABLES[table]
     model = Net()
-    model.register_buffer("table", values.clone())
+    model.table = as_held(values.clone())
     found = warned(lambda: open_session(model, None, level))
-    expected = f"{level} rounds the buffer 'table' of Net to {HALVES[level]}, which moves its steps"
+    expected = f"{level} rounds 'table' of Net to {HALVES[level]}, which moves its steps"
     assert [text.startswith(expected) for text, *_ in found] == [True] * is_told
     amp.uninitialize()
     assert warned(lambda: open_session(nn.Sequential(model), None, level, keep_fp32=Net)) == []

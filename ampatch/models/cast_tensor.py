@@ -132,18 +132,20 @@ class CastTensor:
         return cast_grads([grad], [values])[0] if is_fresh or weight.was_grad_remade() else None
 
     def loses_steps(self, dtype: torch.dtype) -> bool:
-        """Whether this is a buffer of whole numbers, or of ever larger or smaller ones, that rounding moves.
+        """Whether rounding moves what no step trains: whole numbers, or ever larger or smaller ones.
 
         These are positions, frequencies, noise levels and the like. A mask of -1e9 is none.
         """
-        if isinstance(self.tensor, Parameter) or is_wrapper(self.tensor) or self.tensor.is_meta:
+        tensor = self.tensor
+        has_values = not (is_wrapper(tensor) or tensor.is_meta or tensor.is_nested)
+        if tensor.requires_grad or not has_values or tensor.layout is not torch.strided:
             return False
-        values = self.tensor.detach().flatten()
+        values = tensor.detach().flatten()
         is_moved = (values.to(dtype) != values) & (values.abs() <= torch.finfo(torch.float16).max)
         if not is_moved.any():
             return False
         steps, count = values.diff().sign(), values.numel()
-        is_ramp = count >= 8 and count == max(self.tensor.shape) and abs(steps.sum()) == count - 1
+        is_ramp = count >= 8 and count == max(tensor.shape) and abs(steps.sum()) == count - 1
         return is_ramp or bool((values == values.round()).all())
 
     def describe(self) -> str:

@@ -147,7 +147,7 @@ class ModelCaster:
         self._as_given = {id(module) for module in lacking} - self._asked
         self._kept = select_outermost(add_sharers(models, list(dict.fromkeys([*asked, *lacking]))))
         self._cast: list[CastTensor] = []
-        self.rounded: list[str] = []  # buffers that half moves by whole steps
+        self.rounded: list[str] = []  # what half moves by whole steps
         self._stack = undo
 
     def open(self) -> None:

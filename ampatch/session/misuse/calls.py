@@ -87,12 +87,12 @@ def check_request(warner: Warner, request: Request, amps: Sequence[AmpOptimizer]
             )
 
 
-def check_rounded(warner: Warner, buffers: Sequence[str], policy: Policy) -> None:
-    """Warns of buffers, as they are named, whose values half moves by whole steps."""
-    if buffers:
+def check_rounded(warner: Warner, rounded: Sequence[str], policy: Policy) -> None:
+    """Warns of buffers and frozen parameters, as they are named, whose values half moves by whole steps."""
+    if rounded:
         warner.warn(
             "rounded",
-            f"{policy.opt_level} rounds the buffer {', '.join(dict.fromkeys(buffers))} to {policy.half}, "
+            f"{policy.opt_level} rounds {', '.join(dict.fromkeys(rounded))} to {policy.half}, "
             f"which moves its steps: positions, frequencies or noise levels from it are wrong. Name the "
             f"module that holds it in keep_fp32, or move it into one without parameters whose forward "
             f"computes with it: at O2 and O5 these stay float32",

@@ -62,7 +62,7 @@ class MisuseWatch:
             self._strangers.open(undo)
 
     def check_request(self, request: Request, amps: Sequence[AmpOptimizer], rounded: Sequence[str]) -> None:
-        """Warns of a call of `initialize` that works, and trains wrongly; `rounded` names buffers."""
+        """Warns of a call of `initialize` that works, and trains wrongly; `rounded` names what half moves."""
         check_request(self._warner, request, amps)
         check_rounded(self._warner, rounded, request.policy)
 
