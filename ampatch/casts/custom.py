@@ -146,10 +146,13 @@ def _sums_nothing(args: tuple) -> bool:
     """Whether an einsum by its equation sums over no index that two operands share."""
     if not args or not isinstance(args[0], str):
         return False
-    inputs, arrow, output = args[0].replace(" ", "").replace("...", ".").partition("->")
-    terms = inputs.split(",")
-    shared = {index for index in inputs if sum(index in term for term in terms) > 1}
-    return shared <= {*(output if arrow else ".")}  # without an arrow, an ellipsis is kept and a pair summed
+    inputs, arrow, output = args[0].replace("...", ".").partition("->")
+    seen: set[str] = set()
+    shared: set[str] = set()
+    for term in map(set, inputs.split(",")):
+        shared |= seen & term
+        seen |= term
+    return shared <= {" ", *(output if arrow else ".")}  # without an arrow only an ellipsis is kept
 
 
 # The code of a row is found by the name of its function; every other one is `where_refused`.
