@@ -9,6 +9,7 @@ DIFFERENT_FROM_AUTOCAST = (
     ("_upsample_bilinear2d_aa", "an operator of ATen by itself, which no Python name leads to; interpolate has a row"),
     ("nn.functional.interpolate.area", "float32 as in every other mode; autocast leaves this one, a mean, alone"),
     ("nn.functional.binary_cross_entropy", "takes float32, as apex did; autocast raises whatever the types are"),
+    ("einsum", "left as it is where no products are summed: positions times frequencies lose whole turns in half"),
     ("linalg.pinv.singular", "float32 where torch refuses half: the sample multiplies matrices; autocast raises"),
 )
 

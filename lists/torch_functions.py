@@ -34,7 +34,7 @@ TORCH = CastTable(
         Row("addbmm", LOWER, "batched tensor-core GEMM, reduced over the batch"),
         Row("baddbmm", LOWER, "batched tensor-core GEMM with the sum fused in"),
         Row("chain_matmul", LOWER, "a chain of GEMMs that ATen calls itself, out of a patch's sight"),
-        Row("einsum", LOWER, "ends in bmm inside ATen, out of a patch's sight"),
+        Row("einsum", LOWER, "a bmm inside ATen, out of sight of a patch; left alone where it sums no products"),
         Row("matrix_power", CUSTOM, "multiplies in half; inverts first for a negative power, as half has no inverse"),
         Row("prelu", LOWER, "refuses mixed types; follows the half activations, and a slope needs little precision"),
         # Recurrent networks, whose weights come as a list.

@@ -233,3 +233,23 @@ def test_a_scripted_layer_runs_uncast(make):
         expected = model(x)
         open_session()
         assert torch.equal(torch.jit.script(model)(x), expected)
+
+
+class Weighing(nn.Module):
+    """Makes its mask in the forward, and has attention give its weights, as it does by default."""
+
+    def __init__(self, mask):
+        super().__init__()
+        self.attention, self.mask = nn.MultiheadAttention(8, 2, batch_first=True), mask
+
+    def forward(self, x):
+        return self.attention(x, x, x, attn_mask=self.mask.clone())
+
+
+@pytest.mark.parametrize("opt_level", HALVES)
+def test_attention_that_gives_its_weights_takes_a_mask_that_a_half_forward_makes(opt_level):
+    model, x = Weighing(CAUSAL), torch.randn(2, 5, 8)
+    open_session(model, opt_level=opt_level)
+    expected = model(x)
+    model.mask = MASKS["float"]["mask"]
+    assert all(map(torch.equal, model(x), expected))

@@ -49,6 +49,16 @@ def test_a_power_of_a_matrix_is_torchs_of_a_half_or_a_float64_matrix_bit_for_bit
     assert torch.equal(torch.linalg.matrix_power(x if dtype is torch.float64 else x.float(), n), expected)
 
 
+@pytest.mark.parametrize("equation", ["i,j->ij", "i , j", "...,f->...f", "i,i->i"])
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_angles_of_positions_that_an_einsum_multiplies_are_those_of_float32(opt_level, equation):
+    positions, frequencies = torch.arange(2000.0), 1e4 ** -torch.linspace(0, 1, 2000)
+    expected = torch.einsum(equation, positions, frequencies)
+    open_session(opt_level=opt_level)
+    assert torch.equal(torch.einsum(equation, positions, frequencies), expected)
+    assert torch.einsum("i,i->", frequencies, frequencies).dtype is LEVELS[opt_level]
+
+
 def test_what_a_cast_would_not_change_is_not_tried_again(monkeypatch):
     calls, original = [], torch.linalg.inv
 

@@ -536,7 +536,7 @@ def test_two_threads_have_blocks_of_their_own(warned):
     assert warned(run) == []
 
 
-# ---- Optimizers that initialize never saw, float64, eps ----
+# ---- Optimizers that initialize never saw, float64, eps, rounded buffers ----
 
 
 def step_by_a_stranger(level, **options):
@@ -625,6 +625,34 @@ def test_a_model_with_a_part_in_float64_is_not_told(warned):
     model = Net()
     model.out.double()
     assert warned(lambda: open_session(model, None, "O1")) == []
+
+
+RAMP = torch.linspace(1e-4, 0.02, 1000)
+TABLES = {  # values, and whether half moves it by whole steps
+    "positions": (torch.arange(5000.0), True),
+    "a grid": (torch.stack(torch.meshgrid(torch.arange(2999.0), torch.arange(2.0), indexing="ij")), True),
+    "frequencies": (1e4 ** -torch.linspace(0, 1, 16), True),
+    "noise levels": (torch.cumprod(1 - RAMP, 0)[None], True),
+    "few positions": (torch.arange(256.0), False),
+    "a mask": (torch.full((4, 4), -1e9).triu(1), False),
+    "slopes": (2.0 ** -torch.arange(8.0), False),
+    "a mean": (torch.tensor([0.485, 0.456, 0.406]), False),
+    "sines": (RAMP.sin() * torch.ones(2, 1), False),
+}
+
+
+@pytest.mark.parametrize("as_held", [nn.Buffer, functools.partial(nn.Parameter, requires_grad=False)])
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("level", HALVES)
+def test_what_no_step_trains_is_named_if_half_moves_its_steps(warned, level, table, as_held):
+    values, is_told = TABLES[table]
+    model = Net()
+    model.table = as_held(values.clone())
+    found = warned(lambda: open_session(model, None, level))
+    expected = f"{level} rounds 'table' of Net to {HALVES[level]}, which moves its steps"
+    assert [text.startswith(expected) for text, *_ in found] == [True] * is_told
+    amp.uninitialize()
+    assert warned(lambda: open_session(nn.Sequential(model), None, level, keep_fp32=Net)) == []
 
 
 EPS = [

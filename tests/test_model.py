@@ -1,5 +1,6 @@
 """A model at O2, O3 and O5: its weights, what goes in and what comes out."""
 
+import copy
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from apex_rows import shows
-from nets import EVERY_LEVEL, FULL, HALVES, Net, X, open_session
+from nets import EVERY_LEVEL, FULL, HALVES, MASTERED, Net, X, open_session
 
 # ---- Weights ----
 
@@ -65,6 +66,88 @@ def test_other_normalizations_are_cast():
         nn.Sequential(nn.LayerNorm(3), nn.GroupNorm(1, 3), nn.InstanceNorm1d(3, affine=True))
     )
     assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+
+
+class Rotary(nn.Module):
+    """Adds the cosines of positions times frequencies; at position 400 half is wrong by whole turns."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("frequencies", torch.tensor([1.0, 0.9, 0.7]))
+
+    def forward(self, x):
+        positions = torch.arange(len(x), dtype=self.frequencies.dtype)
+        return x + torch.outer(positions, self.frequencies).cos().to(x.dtype)
+
+
+class Mean(nn.Module):
+    """Subtracts a moving average, which half never moves from 0.9."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.full((3,), 0.9))
+
+    def forward(self, x):
+        self.mean.lerp_(x.detach().to(self.mean.dtype).mean(0), 0.001)
+        return x - self.mean
+
+
+class Spread(nn.Module):
+    """A frozen normalization, whose variance is inf in float16."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("var", torch.full((3,), 1e6))
+
+    def forward(self, x):
+        return (x + 1) * 1000 / self.var.sqrt()
+
+
+@shows("initialize-buffers")
+@pytest.mark.parametrize("part", [Rotary(), Mean(), Spread(), nn.Sequential(nn.ReLU(), Rotary())])
+@pytest.mark.parametrize("opt_level", MASTERED)
+def test_a_part_of_buffers_alone_computes_in_float32_among_half_layers(opt_level, part):
+    first, last = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
+    nn.init.zeros_(first.weight)
+    nn.init.zeros_(first.bias)
+    nn.init.eye_(last.weight)
+    plain = copy.deepcopy(part)
+    model = open_session(nn.Sequential(first, copy.deepcopy(part), last), opt_level=opt_level)
+    for _ in range(50):
+        expected, found = plain(torch.zeros(400, 3)), model(torch.zeros(400, 3))
+    assert torch.equal(found, expected.to(MASTERED[opt_level]).float())
+
+
+@pytest.mark.parametrize(
+    ("opt_level", "override", "expected"),
+    [("O5", None, FULL), ("O3", None, torch.float16), ("O5", False, torch.bfloat16)],
+)
+def test_buffers_alone_are_kept_where_batchnorm_is(opt_level, override, expected):
+    model = nn.Sequential(nn.Linear(3, 3), Mean())
+    model.table = nn.Module()  # which others read: it has no forward
+    model.table.register_buffer("rows", torch.randn(3))
+    open_session(model, opt_level=opt_level, keep_batchnorm_fp32=override)
+    assert model[1].mean.dtype is expected
+    assert model.table.rows.dtype is HALVES[opt_level]
+
+
+@pytest.mark.parametrize("opt_level", MASTERED)
+def test_a_loss_with_class_weights_stays_in_float32(opt_level):
+    class Classifier(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 3)
+            self.loss = nn.CrossEntropyLoss(torch.tensor([1.1, 0.3, 2.7]))
+
+        def forward(self, x):
+            self.logits = super().forward(x)
+            return self.loss(self.logits, torch.arange(3))
+
+    model = open_session(Classifier(), opt_level=opt_level)
+    loss = model(X)
+    assert model.logits.dtype is MASTERED[opt_level]
+    assert torch.equal(
+        loss, nn.functional.cross_entropy(model.logits.float(), torch.arange(3), model.loss.weight)
+    )
 
 
 # ---- Inputs ----

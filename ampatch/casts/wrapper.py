@@ -14,7 +14,7 @@ from ampatch.casts.cast import CASTS, Casts, cast_eligible
 from ampatch.casts.cast_cache import is_grad_enabled
 from ampatch.casts.cast_counter import CastCounter
 from ampatch.casts.cast_tree import TensorCast, cast_listed, cast_tree, may_hold_tensors
-from ampatch.casts.custom import CUSTOM_CASTS, where_refused
+from ampatch.casts.custom import CUSTOM_CASTS, leave_elementwise, where_refused
 from ampatch.casts.kernels import use_kernel
 from ampatch.errors import BannedFunctionError
 from ampatch.levels.precision import ELIGIBLE, HALF_TYPES
@@ -71,6 +71,8 @@ def wrap(
         wrapper = _wrap_listed(original, uncast, dtype, casts, has_dtype=kind is Cast.FP32)
         if counter is None and trace is None:  # who would not see what a kernel casts itself
             wrapper = use_kernel(wrapper, original, place[1].rpartition(".")[2], casts.any)
+        if place[1] == "einsum":
+            wrapper = leave_elementwise(wrapper, original)
     functools.update_wrapper(wrapper, original)
     wrapper.__module__, wrapper.__qualname__ = place
     return wrapper

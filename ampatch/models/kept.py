@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import is_parametrized
 
 from ampatch import lists
@@ -21,6 +22,8 @@ Keep = str | type[Module] | Module
 # has the type of their input. LinearCrossEntropyLoss came with torch 2.13.
 _SINGLE = ("MultiheadAttention", "AdaptiveLogSoftmaxWithLoss", "LinearCrossEntropyLoss")
 _SINGLE_TYPE = tuple(getattr(torch.nn, name) for name in _SINGLE if hasattr(torch.nn, name))
+
+_TRANSFORMER_LAYERS = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer)
 
 
 def normalize_keep(keep_fp32: object) -> tuple[Keep, ...]:
@@ -114,6 +117,39 @@ def select_without_kernel(models: Iterable[Module]) -> list[Module]:
         for module in model.modules()
         if isinstance(module, classes)
     ]
+
+
+def select_buffered(models: Iterable[Module]) -> list[Module]:
+    """Returns the modules that compute with float32 buffers, and have no parameters.
+
+    Rotary frequencies, tables of positions, frozen or moving averages: positions above 256 are rounded in
+    bfloat16, and an average that moves by less than 1/256 of itself stays where it is. BatchNorm has a rule
+    of its own; what has no forward is read by others, in their type.
+    """
+    return [
+        module
+        for module in list_parts(models)
+        if type(module).forward is not Module.forward
+        and not any(True for _ in module.parameters())
+        and any(map(_has_float32_buffer, module.modules()))
+    ]
+
+
+def _has_float32_buffer(module: Module) -> bool:
+    buffers = () if isinstance(module, _BatchNorm) else module.buffers(recurse=False)
+    return any(buffer.dtype is torch.float32 for buffer in buffers)
+
+
+def select_masked(models: Iterable[Module]) -> list[Module]:
+    """Returns the attention that refuses a float32 mask among half weights, which older torch added in place.
+
+    Inside a Transformer layer it takes one, and a hook would cost the layer its fast path.
+    """
+    parts = list_parts(models)
+    layers = [part for part in parts if isinstance(part, _TRANSFORMER_LAYERS)]
+    inside = {id(child) for layer in layers for child in layer.children()}
+    found = [part for part in parts if isinstance(part, torch.nn.MultiheadAttention)]
+    return [part for part in found if id(part) not in inside]
 
 
 def _own_parts(module: Module) -> list[Module]:

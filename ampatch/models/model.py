@@ -34,6 +34,8 @@ from ampatch.models.kept import (
     add_sharers,
     find_half,
     inner_ids,
+    select_buffered,
+    select_masked,
     select_outermost,
     select_without_kernel,
 )
@@ -140,9 +142,12 @@ class ModelCaster:
         self._asked = inner_ids(asked)
         self._returns_float32 = bool(asked) and policy.casts_model  # among half modules, which cast it
         lacking = select_without_kernel(models) if policy.casts_model else []
-        self._without_kernel = {id(module) for module in lacking} - self._asked
+        if policy.casts_model and policy.keep_batchnorm_fp32:
+            lacking += select_buffered(models)
+        self._as_given = {id(module) for module in lacking} - self._asked
         self._kept = select_outermost(add_sharers(models, list(dict.fromkeys([*asked, *lacking]))))
         self._cast: list[CastTensor] = []
+        self.rounded: list[str] = []  # what half moves by whole steps
         self._stack = undo
 
     def open(self) -> None:
@@ -150,9 +155,9 @@ class ModelCaster:
         if self._policy.has_half_weights:
             self._cast_weights(self._policy.cast_model_type if self._policy.casts_model else None)
         for module in self._kept:
-            hook = self._replace_kernel if id(module) in self._without_kernel else self._keep
+            hook = self._keep_inside if id(module) in self._as_given else self._keep
             hook(module)
-        if self._returns_float32:
+        if self._policy.casts_model:
             self._hook_entries()
         for model in select_python(self._models):
             self._hook_forward(model)
@@ -189,6 +194,8 @@ class ModelCaster:
         self._stack.callback(weakly(CastModule.cast_newcomers, *self._parts))
         self._stack.callback(weakly(CastTensor.restore, *self._cast))
         for cast in self._cast:
+            if cast.loses_steps(dtype):
+                self.rounded.append(cast.describe())
             cast.cast(dtype)
         for module in recurrent:
             flatten_parameters(module)
@@ -245,17 +252,18 @@ class ModelCaster:
             if not is_asked:
                 self._hook_outputs(module, None, keeps_losses=True)
 
-    def _replace_kernel(self, module: Module) -> None:
-        """Lets a module that a CPU has no half kernel for take and return half there, as on a GPU."""
+    def _keep_inside(self, module: Module) -> None:
+        """Lets a module compute in float32, and return the type that it is given."""
         # In this order, so that the forward is on record when its input is not cast yet, and its output is.
         self._hook_outputs(module, None, keeps_losses=True)
         self._hook_scope(module, EnterAsGiven(True, torch.float32))
         self._hook_inputs(module, CastInputs(torch.float32))
 
     def _hook_entries(self) -> None:
-        """Has the half modules take what kept ones return."""
+        """Has the half modules take what kept ones return, and attention float32 masks."""
         served = inner_ids(self._kept) | {id(model) for model in self._models}
-        for module in list_parts(self._models):
+        parts = list_parts(self._models) if self._returns_float32 else select_masked(self._models)
+        for module in parts:
             half = find_half(module)
             if half is not None and id(module) not in served:
                 self._hook_inputs(module, CastEntry(half))

@@ -114,7 +114,7 @@ class Session(Listener):
             caster.open()
             members.add_modules(parts, caster.by_module)
             self._joins.open(request, caster, amps, call)
-            self._misuse.check_request(request, amps)
+            self._misuse.check_request(request, amps, caster.rounded)
             if policy.patch_torch_functions:
                 self._patch_torch(request, patching)
             self._calls.append(call)

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from ampatch.levels.loss_scale import StaticLossScale
-from ampatch.session.misuse.calls import check_ranks, check_request, check_trainer
+from ampatch.session.misuse.calls import check_ranks, check_request, check_rounded, check_trainer
 from ampatch.session.misuse.clipping import ClipWatch
 from ampatch.session.misuse.grad_scaler import GradScalerWatch
 from ampatch.session.misuse.half_weights import HalfWatch, check_halved
@@ -61,9 +61,10 @@ class MisuseWatch:
         if is_scaled or policy.casts_model:
             self._strangers.open(undo)
 
-    def check_request(self, request: Request, amps: Sequence[AmpOptimizer]) -> None:
-        """Warns of a call of `initialize` that works, and trains wrongly."""
+    def check_request(self, request: Request, amps: Sequence[AmpOptimizer], rounded: Sequence[str]) -> None:
+        """Warns of a call of `initialize` that works, and trains wrongly; `rounded` names what half moves."""
         check_request(self._warner, request, amps)
+        check_rounded(self._warner, rounded, request.policy)
 
     def check_trainer(self, wrapper: object) -> None:
         """Warns of a trainer that casts and scales as well, by the wrapper of its optimizer."""
