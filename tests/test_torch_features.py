@@ -3,8 +3,6 @@
 import contextlib
 import copy
 import pickle
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import nn
@@ -271,7 +269,11 @@ def test_a_step_inside_the_block_sees_unscaled_gradients_once(level):
 def test_clearing_the_models_gradients_starts_over_whatever_the_last_block_was(level, between, set_to_none):
     model, optimizer = start(level, loss_scale=8.0)
     backward(model(ONES).sum(), optimizer)
-    raises = pytest.raises(ValueError, match="no more") if between == "raised" else contextlib.nullcontext()
+    raises = (
+        pytest.raises(ValueError, match="no more")
+        if between == "raised"
+        else contextlib.contextlib.nullcontext()
+    )
     options = {"delay_unscale": between == "delayed", "delay_overflow_check": True}
     with raises, amp.scale_loss(model(ONES).sum(), optimizer, **options) as scaled_loss:
         if between == "raised":
@@ -300,7 +302,7 @@ def test_clipping_the_models_own_gradients_is_told_and_the_step_ignores_it(most)
     backward(model(ONES).square().sum() / 8, optimizer)
     masters = list(amp.master_params(optimizer))
     expected = [master - 0.5 * master.grad for master in masters]
-    for told in (pytest.warns(UserWarning, match="edit amp.master_params"), nullcontext()):
+    for told in (pytest.warns(UserWarning, match="edit amp.master_params"), contextlib.nullcontext()):
         torch.nn.utils.clip_grad_norm_(model.parameters(), most)
         with told:
             optimizer.step()
