@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -269,11 +270,7 @@ def test_a_step_inside_the_block_sees_unscaled_gradients_once(level):
 def test_clearing_the_models_gradients_starts_over_whatever_the_last_block_was(level, between, set_to_none):
     model, optimizer = start(level, loss_scale=8.0)
     backward(model(ONES).sum(), optimizer)
-    raises = (
-        pytest.raises(ValueError, match="no more")
-        if between == "raised"
-        else contextlib.contextlib.nullcontext()
-    )
+    raises = pytest.raises(ValueError, match="no more") if between == "raised" else contextlib.nullcontext()
     options = {"delay_unscale": between == "delayed", "delay_overflow_check": True}
     with raises, amp.scale_loss(model(ONES).sum(), optimizer, **options) as scaled_loss:
         if between == "raised":
