@@ -78,8 +78,11 @@ _BACKWARDS = "amp.diagnose explains no step whose backward pass is not that of a
 _COMPILED = "functions of torch.compile run as plain Python while torch is patched"
 _WRAPPED = "ampatch doctor fails on models that are called in torch.func, and no post-mortem has their batch"
 _RECURRENT = "recurrent networks copy their half weights at each call on a GPU, and torch warns of it"
+_OPS = "ops of torch.library are cast inside, and may return other types than they declare"
 _CHECKPOINTS = "torch.distributed.checkpoint.state_dict raises KeyError for optimizers with masters"
 
+OPS = Private("_ops.OpOverload", _OPS), Private("_ops.OpOverloadPacket", _OPS)
+BACKWARDS = Private("_library.custom_ops.CustomOpDef", _OPS), Private("_library.autograd.Info", _OPS)
 EAGER = (
     GRAPH_TASK := Private("_C._current_graph_task_id", _LATE_WRITES),
     USE_COUNT := Private("_C._storage_Use_Count", "casts of weights are made again in each iteration"),
@@ -111,6 +114,8 @@ EAGER = (
     RUN_BACKWARD := Private("autograd._engine_run_backward", _BACKWARDS),
     FLATTEN := Private("_cudnn_rnn_flatten_weight", _RECURRENT),
     REENTRANT := Private("utils.checkpoint.CheckpointFunction", "reentrant checkpoints may recompute uncast"),
+    *OPS,
+    *BACKWARDS,
 )
 
 DYNAMO = (

@@ -109,12 +109,13 @@ def forget_graphs() -> None:
 def tag_caches(patcher: Patcher, half: torch.dtype) -> None:
     """Keeps what is compiled while torch is patched apart, in the caches that processes share.
 
-    These know a graph by its text, which does not show what a function casts inside. A tag that the
-    user sets wins. The default is what every thread sees, unlike what `torch.compiler.config` is set to.
+    These know a graph by its text, which does not show what a function casts inside; where ampatch changes
+    that, the number does. A tag that the user sets wins. The default is what every thread sees, unlike what
+    `torch.compiler.config` is set to.
     """
     entry = getattr(torch.compiler.config, "_config", {}).get("cache_key_tag")
     if entry is not None:
-        patcher.replace(entry, "default", f"ampatch {half}")
+        patcher.replace(entry, "default", f"ampatch 2 {half}")
 
 
 def restore_compiler() -> None:

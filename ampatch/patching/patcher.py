@@ -54,6 +54,11 @@ class Patcher:
         self._patches.append(Patch(parent, attribute, previous, replacement, original))
         self._originals.setdefault((id(parent), attribute), original)
 
+    def add(self, parent: object, attribute: str, value: object) -> None:
+        """Sets an attribute that is not there, neither inherited nor provided otherwise."""
+        setattr(parent, attribute, value)
+        self._patches.append(Patch(parent, attribute, _ABSENT, value, value))
+
     def find_original(self, parent: object, attribute: str) -> object:
         """Returns what an attribute was before any patch of ours, raw."""
         place = id(parent), attribute

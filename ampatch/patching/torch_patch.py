@@ -26,6 +26,7 @@ from ampatch.patching.compiling import (
     trace_methods,
 )
 from ampatch.patching.layers import allow_fast_path, allow_half_input, patch_autocast
+from ampatch.patching.library import leave_ops_uncast
 from ampatch.patching.patcher import Patcher, Place, SessionPatch, peel, place_rows, qualify
 from ampatch.patching.registration import Registration, bind
 from ampatch.patching.scripting import say_scripted
@@ -97,6 +98,7 @@ class TorchPatch(SessionPatch):
         patcher.replace(torch.backends.mha, "get_fastpath_enabled", allow_fast_path())
         self._graph_names.open(patcher)
         patch_autocast(patcher)
+        leave_ops_uncast(patcher)
         trace_methods(patcher, policy.half)
         tag_caches(patcher, policy.half)
         forget_graphs()
