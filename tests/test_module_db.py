@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
 from torch.nn.parameter import is_lazy
 from torch.testing._internal.common_modules import module_db
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 import ampatch as amp
 
@@ -19,6 +20,7 @@ pytestmark = [
     # What torch itself says of PyTorch's samples: reductions that are wanted, fast paths that are not taken.
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),  # as torch uses it for `jvp`
 ]
 
 LEVELS = {"O1": torch.float16, "O2": torch.float16, "O4": torch.bfloat16, "O5": torch.bfloat16}
@@ -319,3 +321,106 @@ def test_a_module_that_was_not_stepped_is_as_it_was(names):
         for key, value in case.model.state_dict().items():
             assert value.dtype is state[key].dtype
             assert torch.equal(value, state[key]), (name, case.name, key)
+
+
+# ---- Every module in the transforms of torch.func ----
+
+
+class Function:
+    """What a module gives for parameters and floating inputs: its floating outputs, or a mean of them."""
+
+    def __init__(self, case, given):
+        self._case, self._given = case, given
+        self._leaves, self._spec = tree_flatten(case.inputs(FULL))
+        self._places = [place for place, leaf in enumerate(self._leaves) if is_floating(leaf)]
+        self._buffers = {name: buffer.detach().clone() for name, buffer in case.model.named_buffers()}
+        params = {name: param.detach() for name, param in case.model.named_parameters()}
+        # Values of which every type has the same, so that maxima and bends are at the same places.
+        inputs = [self._leaves[place].detach().bfloat16().float() for place in self._places]
+        self.args = (params, *inputs)
+        self.inputs = tuple(range(1, len(self.args)))
+
+    def __call__(self, params, *inputs):
+        leaves = self._leaves.copy()
+        for place, value in zip(self._places, inputs, strict=True):
+            leaves[place] = value.to(self._given)
+        torch.manual_seed(1)
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        outputs = functional_call(self._case.model, (params, self._buffers), args, kwargs)
+        return tuple(filter(is_floating, tree_leaves(outputs)))
+
+    def loss(self, *args):
+        return loss_of(self(*args))
+
+    def map(self, function):
+        params, *inputs = self.args
+        samples = [torch.stack((value, 0.75 * value)) for value in inputs]
+        return vmap(function, (None, *[0] * len(samples)), randomness="same")(params, *samples)
+
+
+def is_floating(value):
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def push_forward(function):
+    outputs, tangents = jvp(function, function.args, tree_map(torch.ones_like, function.args))
+    assert [out.dtype for out in outputs] == [tangent.dtype for tangent in tangents]
+    return outputs, tangents
+
+
+TRANSFORMS = {
+    "functional_call": lambda function: function(*function.args),
+    "grad": lambda function: grad(function.loss, (0, *function.inputs))(*function.args),
+    "vmap": lambda function: function.map(function),
+    "vmap(grad)": lambda function: function.map(grad(function.loss, (0, *function.inputs))),
+    "jacrev": lambda function: jacrev(function, function.inputs)(*function.args),
+    "jacfwd": lambda function: jacfwd(function, function.inputs, randomness="same")(*function.args),
+    "jvp": push_forward,
+}
+
+
+def transform(case, given):
+    """What each transform gives, or the error that it raises."""
+    found = {}
+    for name, run in TRANSFORMS.items():
+        try:
+            found[name] = tree_leaves(run(Function(case, given)))
+        except Exception as error:
+            found[name] = error
+    return found
+
+
+@functools.cache
+def transform_in_float32(name):
+    return [transform(case, FULL) for case in cases_of(name)]
+
+
+def are_close(found, expected):
+    """Whether numbers differ by some roundings to bfloat16, which are 0.4 % of the largest at most."""
+    size = max([1.0, *(number.abs().max().item() for number in expected if number.numel())])
+    pairs = list(zip(found, expected, strict=True))
+    return all(torch.allclose(new.float(), old, atol=0.1 * size, equal_nan=True) for new, old in pairs)
+
+
+@pytest.mark.exhaustive(keep=2)
+@each_dozen
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_a_transform_of_a_module_gives_what_it_gives_in_float32(opt_level, names):
+    runs = [
+        (name, case, expected)
+        for name in names
+        if name not in NO_HALF_INPUT
+        for case, expected in zip(cases_of(name), transform_in_float32(name), strict=True)
+    ][:: STRIDES[opt_level]]
+    amp.initialize([case.model for _, case, _ in runs], opt_level=opt_level, verbosity=0, allow_banned=True)
+    # Half where casts are, as from a layer before it; elsewhere the model casts its inputs.
+    given = LEVELS[opt_level] if opt_level in ("O1", "O4") else FULL
+    faults = []
+    for name, case, expected in runs:
+        for key, found in transform(case, given).items():
+            if isinstance(expected[key], Exception):
+                continue
+            # A sum of squares may be more than a float16 model holds.
+            if isinstance(found, Exception) or not (opt_level == "O2" or are_close(found, expected[key])):
+                faults.append((name, case.name, key, found))
+    assert faults == []

@@ -189,7 +189,7 @@ def test_uninitialize_ends_a_disabled_session(disabled):
 @pytest.mark.parametrize(
     ("place", "name"),
     [
-        (torch.nn.functional, "batch_norm"),
+        (torch, "batch_norm"),
         (torch.Tensor, "data"),
         (torch.jit._recursive, "create_script_module"),
     ],

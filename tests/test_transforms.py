@@ -40,6 +40,10 @@ MODELS = {
     "linear": lambda: nn.Sequential(nn.Linear(3, 8), nn.GELU(), nn.Linear(8, 2)),
     "batch norm": norm(nn.BatchNorm1d),
     "layer norm": norm(nn.LayerNorm),
+    "instance norm": lambda: nn.Sequential(
+        *(nn.Unflatten(-1, (1, 3)), nn.Conv1d(1, 4, 1), nn.InstanceNorm1d(4, affine=True)),
+        *(nn.GLU(-2), nn.Flatten(-2), nn.Linear(6, 2)),
+    ),
     "convolution": lambda: nn.Sequential(nn.Unflatten(-1, (1, 3)), nn.Conv1d(1, 4, 2), nn.Flatten(-2)),
     "attention": Attends,
 }
@@ -60,12 +64,16 @@ def pull_back(model, x):
 
 
 def push_forward(model, x):
-    return jvp(model, (x,), (torch.ones_like(x),))[1]
+    output, tangent = jvp(model, (x,), (torch.ones_like(x),))
+    assert tangent.dtype is output.dtype
+    return tangent
 
 
 def follow_dual(model, x):
     with forward_ad.dual_level():
-        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+        output, tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x))))
+    assert tangent.dtype is output.dtype
+    return tangent
 
 
 def derive_twice(model, x):

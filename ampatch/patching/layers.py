@@ -1,8 +1,9 @@
-"""Has layers that look at dtypes, and blocks of `torch.autocast(enabled=False)`, work as under autocast."""
+"""Has layers that look at dtypes, layers in transforms, and blocks of `autocast(enabled=False)` work."""
 
 from __future__ import annotations
 
 import functools
+import pkgutil
 import sys
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ampatch.casts.cast import CASTS
+from ampatch.casts.cast_tree import cast_to, cast_tree
 from ampatch.levels.precision import ELIGIBLE, HALF_TYPES
 from ampatch.levels.private import ENTER_AUTOCAST, forward_ad_level, is_transformed
 from ampatch.levels.stack import is_running
@@ -52,26 +54,46 @@ def allow_fast_path() -> Callable[[], bool]:
     return get_fastpath_enabled
 
 
-def patch_batch_norm(patcher: Patcher) -> None:
-    """Has `batch_norm` compute in float32 inside of a transform, and return the type of its input.
+def widen_in_transforms(patcher: Patcher) -> None:
+    """Has functions compute in float32 inside of a transform where half fails; their results stay half."""
+    for path, name, fails in _FAIL_IN_TRANSFORMS:
+        owner = pkgutil.resolve_name(path)
+        patcher.replace(owner, name, _widen(getattr(owner, name), fails))
 
-    Its kernels take half input with float32 weights, but the formulas that torch has for `vmap`, `jvp` and
-    the derivatives of a derivative do not: they raise, or return float32.
-    """
-    original = torch.nn.functional.batch_norm
 
+def _widen(original: Callable[..., object], fails: Callable[[tuple], bool]) -> Callable[..., object]:
     @functools.wraps(original)
-    def batch_norm(input: Tensor, *args: object, **kwargs: object) -> object:
+    def widened(input: Tensor, *args: object, **kwargs: object) -> object:
         is_plain = torch.compiler.is_dynamo_compiling() or not (is_transformed() or forward_ad_level() >= 0)
-        if is_plain or input.dtype not in HALF_TYPES or not _has_float32((*args, *kwargs.values())):
+        if is_plain or input.dtype not in HALF_TYPES or not fails((input, *args, *kwargs.values())):
             return original(input, *args, **kwargs)
-        return original(input.float(), *args, **kwargs).to(input.dtype)
+        args, kwargs = cast_tree(((input, *args), kwargs), cast_to(torch.float32))  # type: ignore[misc,assignment]
+        return cast_tree(original(*args, **kwargs), cast_to(input.dtype))
 
-    patcher.replace(torch.nn.functional, "batch_norm", batch_norm)
+    return widened
 
 
 def _has_float32(values: tuple) -> bool:
     return any(isinstance(value, Tensor) and value.dtype is torch.float32 for value in values)
+
+
+def _is_on_cpu(values: tuple) -> bool:
+    return values[0].device.type == "cpu"
+
+
+def _is_float16_on_cpu(values: tuple) -> bool:
+    return _is_on_cpu(values) and values[0].dtype is torch.float16
+
+
+# Elsewhere these take half input (torch 2.13). Normalizations have kernels for it with float32 weights, but
+# the formulas for `vmap`, `jvp` and the derivatives of a derivative raise, or return float32. On a CPU the
+# `jvp` of `glu` has no half kernel, and oneDNN, whose LSTM alone has a rule for `vmap`, none in float16.
+_FAIL_IN_TRANSFORMS = (
+    ("torch", "batch_norm", _has_float32),
+    ("torch", "instance_norm", _has_float32),
+    ("torch.nn.functional", "glu", _is_on_cpu),
+    ("torch._VF", "lstm", _is_float16_on_cpu),
+)
 
 
 def patch_autocast(patcher: Patcher) -> None:

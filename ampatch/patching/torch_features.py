@@ -15,7 +15,7 @@ from ampatch.casts.cast import CASTS
 from ampatch.casts.thread import Forward
 from ampatch.errors import AmpValueError
 from ampatch.levels.private import REENTRANT
-from ampatch.patching.layers import patch_batch_norm
+from ampatch.patching.layers import widen_in_transforms
 from ampatch.patching.patcher import Patcher, SessionPatch, peel
 from ampatch.patching.scripting import is_ours
 
@@ -40,7 +40,7 @@ class TorchFeatures(SessionPatch):
     def patch(self, patcher: Patcher) -> None:
         """Patches what these features look up."""
         patch_checkpoint(patcher)
-        patch_batch_norm(patcher)
+        widen_in_transforms(patcher)
         name_originals(patcher)
         refresh_compiled(patcher)
         refuse_hooks_of_ours(patcher)

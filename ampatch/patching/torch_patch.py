@@ -93,8 +93,6 @@ class TorchPatch(SessionPatch):
             undo.callback(register(lambda optimizer, *_: CASTS.end_casts(optimizer)).remove)
         self._patch_rows(patcher, policy, trace)
         patcher.replace(torch.nn.RNNBase, "check_input", allow_half_input())
-        batch_norm = torch.nn.functional.batch_norm  # patched at the levels without tables as well
-        self._names.add(peel(batch_norm), batch_norm)
         patcher.replace(torch.backends.mha, "get_fastpath_enabled", allow_fast_path())
         self._graph_names.open(patcher)
         patch_autocast(patcher)
