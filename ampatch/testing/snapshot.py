@@ -43,6 +43,7 @@ PLACES = (
     "torch._dynamo.variables.tensor.TensorVariable",
     "torch.nn.utils",
     "torch.nn.utils.clip_grad",
+    "torch.amp.GradScaler",
     "torch.nn.parallel.DistributedDataParallel",
     "torch.autograd",
     "torch.optim",
