@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import ampatch as amp
-from ampatch.session.announce import explain_skips
 from apex_rows import shows
 from helpers import assert_same_bits, needs_torch, scaled_backward
 from nets import HALVES, MASTERED, Net, X, open_session, sgd
@@ -756,33 +755,6 @@ def test_an_eps_is_looked_at_whatever_the_default_device():
     model = torch.nn.Linear(2, 2)
     with torch.device("meta"), pytest.warns(UserWarning, match="eps=1e-08 of Adam is 0 in float16"):
         amp.initialize(model, torch.optim.Adam(model.parameters()), opt_level="O3", verbosity=0)
-
-
-# ---- Steps skipped in a row ----
-
-
-@pytest.mark.parametrize(
-    ("loss", "weights", "scale", "message"),
-    [
-        (
-            False,
-            True,
-            2048.0,
-            "loss itself is inf or NaN before .*: no loss scale helps.*batch.*learning rate",
-        ),
-        (False, None, 2048.0, "loss itself is inf or NaN before"),
-        (True, True, 2048.0, "the loss is finite, gradients overflow at a loss scale of 2048. .*init_scale$"),
-        (None, None, 2048.0, "skipped: gradients overflow at a loss scale of 2048. .*keep_fp32.*O4 or O5"),
-        (False, False, 1e-7, "weights are inf or NaN: .*checkpoint, with a lower learning rate"),
-        (True, False, 1e-7, "weights are inf or NaN"),
-        (True, True, 1.0, "gradients overflow at a loss scale of 1, the lowest allowed.*min_loss_scale$"),
-    ],
-)
-def test_skips_are_explained_by_what_is_not_finite(loss, weights, scale, message):
-    text = explain_skips(5, loss, weights, scale, floor=1.0)
-    assert text.startswith("5 steps in a row were skipped")
-    assert re.search(message, text)
-    assert any(re.fullmatch(pattern, text) for pattern in explained())
 
 
 TRAINER = """

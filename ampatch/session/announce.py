@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import weakref
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,9 +15,10 @@ from ampatch.levels.ranks import has_ranks
 from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.outcome import BackwardOutcome
 
-logger = logging.getLogger("ampatch")
+if TYPE_CHECKING:
+    from ampatch.session.request import Call
 
-STREAK = 5  # steps skipped in a row: finding the first scale takes several; as many again are worth a word
+logger = logging.getLogger("ampatch")
 
 
 def find_rank() -> int | None:
@@ -79,8 +80,7 @@ class Announcer:
     """Announces the calls and the overflows of a session."""
 
     def __init__(self) -> None:
-        # Of each step the optimizer, and what led to it.
-        self._unannounced: list[tuple[weakref.ref[AmpOptimizer], Sequence[BackwardOutcome]]] = []
+        self._unannounced: list[Sequence[BackwardOutcome]] = []  # of each step what led to it
         self._said_slow = False
 
     def announce(self, policy: Policy, device_types: set[str]) -> None:
@@ -93,7 +93,7 @@ class Announcer:
                 policy.opt_level,
             )
 
-    def announce_step(self, amp: AmpOptimizer, floor: float) -> None:
+    def announce_step(self, amp: AmpOptimizer, calls: Sequence[Call]) -> None:
         """Says a line if a step was skipped, this one or an earlier one, once the device has told of it.
 
         As in apex one line for each step of an optimizer, by the first of its blocks that overflowed. After
@@ -101,56 +101,15 @@ class Announcer:
         least that the loss scale can become.
         """
         if amp.last_outcomes:
-            self._unannounced.append((weakref.ref(amp), amp.last_outcomes))
+            self._unannounced.append(amp.last_outcomes)
         waiting = []
-        for find, outcomes in self._unannounced:
+        for outcomes in self._unannounced:
             if None in [outcome.poll() for outcome in outcomes]:
                 waiting.append((find, outcomes))
                 continue
             first = next((outcome.loss_id for outcome in outcomes if outcome.read()[0]), None)
             if first is not None:
-                outcomes = [outcome for outcome in outcomes if outcome.loss_id == first]
-                say(format_overflow(first, outcomes[0].read()[1], outcomes[-1].read()[2]))
-            stepped = find()
-            if stepped is not None:
-                stepped.skipped = 0 if first is None else stepped.skipped + 1
-                if stepped.skipped == STREAK:
-                    logger.warning("%s", _explain(stepped, outcomes, floor))
+                of_it = [outcome.read() for outcome in outcomes if outcome.loss_id == first]
+                begin = max(id for call in calls if (id := call.scalers[0].loss_id) <= first)
+                say(format_overflow(first - begin, of_it[0][1], of_it[-1][2]))
         self._unannounced = waiting
-
-
-def _explain(amp: AmpOptimizer, outcomes: Sequence[BackwardOutcome], floor: float) -> str:
-    losses = [outcome.is_loss_finite for outcome in outcomes]
-    are_losses_finite = False if False in losses else None if None in losses else True
-    params = amp.params()
-    found = [torch.isfinite(param.detach()).all().to(params[0].device) for param in params]
-    are_weights_finite = bool(torch.stack(found).all())
-    return explain_skips(STREAK, are_losses_finite, are_weights_finite, outcomes[-1].read()[2], floor)
-
-
-def explain_skips(
-    count: int, loss_is_finite: bool | None, weights_are_finite: bool | None, scale: float, floor: float = 0.0
-) -> str:
-    """Says why so many steps in a row were skipped, and what to try; None is what nobody has looked at.
-
-    `floor` is the least that the scale can become, 0 if it may go on falling.
-    """
-    begin = f"{count} steps in a row were skipped"
-    if weights_are_finite is False:
-        return (
-            f"{begin}, and weights are inf or NaN: no loss scale can help now. Start again from a "
-            f"checkpoint, with a lower learning rate or with clipping"
-        )
-    if loss_is_finite is False:
-        return (
-            f"{begin}, and the loss itself is inf or NaN before it is scaled: no loss scale helps. Look for "
-            f"inf or NaN in the batch, for log(0) or a division by 0 in the loss, and for activations above "
-            f"65504 (keep_fp32 of their layer, or O4 or O5); lower the learning rate"
-        )
-    finite = "though the loss is finite, " if loss_is_finite else ""
-    is_least = scale <= floor
-    return (
-        f"{begin}: {finite}gradients overflow at a loss scale of {scale:g}"
-        f"{', the lowest allowed' if is_least else ''}. Name the layer that overflows in keep_fp32, take "
-        f"bfloat16 (O4 or O5), or {'lower min_loss_scale' if is_least else 'begin with a lower init_scale'}"
-    )

@@ -220,7 +220,7 @@ class Session(Listener):
             return
         call = self.find(optimizer.optimizer)[1]
         if call.verbosity >= 1:
-            self._announcer.announce_step(optimizer, getattr(call.scalers[0].config, "floor", 0.0))
+            self._announcer.announce_step(optimizer, self._calls)
         self.alarms.end_step(optimizer)
         for observer in self.observers:
             observer.on_step(optimizer.optimizer)

@@ -47,7 +47,6 @@ class AmpOptimizer:
         self.agreement = Agreement()
         self._earlier = EarlierGrads()
         self._skip = SkipStep()
-        self.skipped = 0  # how many steps in a row were
         self.losses: dict[int, Tensor] = {}  # of blocks at static scales since the last step, by loss_id
         self.forwards: list[Callable[[], object]] = []  # of its models, what each was given
         self.capture: object = None  # the capture of a CUDA graph that the last block was in, and
