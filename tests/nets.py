@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 def open_session(model, optimizer=None, opt_level="O5", **kwargs):
-    amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, **kwargs)
+    amp.initialize(model, optimizer, opt_level=opt_level, **kwargs)
     return model
 
 

@@ -13,7 +13,7 @@ HALF = torch.bfloat16
 
 def open_session(model=None, opt_level="O4", **kwargs):
     model = nn.Linear(2, 2) if model is None else model  # a compiled one cannot say whether it is true
-    return amp.initialize(model, opt_level=opt_level, verbosity=0, **kwargs)
+    return amp.initialize(model, opt_level=opt_level, **kwargs)
 
 
 def half(*shape):
@@ -29,5 +29,5 @@ def start(opt_level, model=None, wrap=None, lr=0.1, **kwargs):
     model = nn.Linear(2, 2) if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     optimizer = wrap(optimizer) if wrap else optimizer
-    amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, **kwargs)
+    amp.initialize(model, optimizer, opt_level=opt_level, **kwargs)
     return model, optimizer

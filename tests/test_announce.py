@@ -18,13 +18,59 @@ def make():
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def test_verbosity_0_is_silent(capsys):
+@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
+def test_verbosity_0_prints_logs_and_writes_nothing_but_errors(
+    opt_level, capsys, caplog, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("AMPATCH_POST_MORTEM", raising=False)
+    monkeypatch.setattr(SESSION, "_said_torch", False)
+    monkeypatch.setattr("ampatch.session.announce.is_tested", lambda: False)
+    caplog.set_level(logging.DEBUG, "ampatch")
     model, optimizer = make()
-    amp.initialize(model, optimizer, opt_level="O1", verbosity=0, loss_scale="dynamic")
-    scaled_backward(model(X).sum() * float("inf"), optimizer)
-    optimizer.step()
+    amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, loss_scale="dynamic")
+    with amp.on_alarm(lambda alarm: 1 / 0):
+        for _ in range(10):
+            scaled_backward(model(X).sum() * float("inf"), optimizer)
+            optimizer.step()
     assert amp.step_was_skipped(optimizer)
     assert capsys.readouterr() == ("", "")
+    assert {record.levelname for record in caplog.records if record.name == "ampatch"} == {"ERROR"}
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["beside", "after"])
+def test_verbosity_0_silences_its_own_session_alone(ends, caplog):
+    for verbosity in (0, 1):
+        amp.initialize(nn.Linear(3, 2), opt_level="O2", verbosity=verbosity)
+        assert ("O2 computes in float16" in caplog.text) == (verbosity == 1)
+        if ends:
+            amp.uninitialize()
+    logging.getLogger("ampatch").warning("heard")
+    assert "heard" in caplog.text
+
+
+@pytest.mark.parametrize("door", [amp, amp.apex.amp], ids=["ampatch", "apex"])
+@pytest.mark.parametrize("losses", [(1, 1), (2, 1), (1, 2), (2, 1, 2)], ids=str)
+def test_a_loss_has_its_number_within_its_call_however_often_initialize_was_called(losses, door, capsys):
+    for _ in range(2):  # undone, and again
+        made, alarms, names = [make() for _ in losses], [], set()
+        for level, count, (model, optimizer) in zip(("O2", "O1", "O5"), losses, made, strict=False):
+            door.initialize(model, optimizer, opt_level=level, num_losses=count, loss_scale="dynamic")
+        for call, (model, optimizer) in enumerate(made):
+            call = call if door is amp else len(losses) - 1  # in apex scalers are those of the last call
+            first = sum(losses[:call])
+            for loss_id in range(losses[call]):
+                capsys.readouterr()
+                with amp.on_alarm(alarms.append):
+                    with door.scale_loss(model(X).sum() * float("inf"), optimizer, loss_id=loss_id) as scaled:
+                        scaled.backward()
+                    optimizer.step()
+                assert f"loss scaler {loss_id} reducing" in capsys.readouterr().out
+                later = f" of a later initialize (amp.history({first + loss_id}))" if first else ""
+                names.add(f"loss {loss_id}{later}, step 0")
+        assert {alarm.message.partition(":")[0] for alarm in alarms} == names
+        amp.uninitialize()
 
 
 @pytest.mark.parametrize("opt_level", EVERY_LEVEL)
@@ -82,58 +128,6 @@ def test_float16_on_a_cpu_says_once_that_bfloat16_is_the_fast_type(caplog, opt_l
 def test_other_types_on_a_cpu_warn_of_nothing(caplog, kwargs):
     amp.initialize(nn.Linear(3, 2), **kwargs)
     assert caplog.text == ""
-
-
-def skip(optimizer, loss, times):
-    for _ in range(times):
-        optimizer.zero_grad()
-        scaled_backward(loss(), optimizer)
-        optimizer.step()
-
-
-@pytest.mark.parametrize("how", ["plain", "fused"])
-def test_five_skipped_steps_in_a_row_are_explained_once_by_the_loss(caplog, how):
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=how == "fused")
-    amp.initialize(model, optimizer, opt_level="O1", verbosity=1)
-    skip(optimizer, lambda: model(X).sum() * float("nan"), 4)
-    assert "in a row" not in caplog.text
-    skip(optimizer, lambda: model(X).sum() * float("nan"), 5)
-    assert caplog.text.count("5 steps in a row were skipped") == 1
-    assert "the loss itself is inf or NaN" in caplog.text
-    caplog.clear()
-    skip(optimizer, lambda: model(X).sum() * 1e-6, 1)
-    skip(optimizer, lambda: model.weight[0, 0] * 3e38, 5)
-    assert "the loss is finite" in caplog.text
-
-
-def test_skipped_steps_with_lost_weights_say_that_no_scale_helps(caplog):
-    model, optimizer = make()
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=1)
-    with torch.no_grad():
-        model.weight.fill_(float("nan"))
-    skip(optimizer, lambda: model(X).float().square().sum(), 5)
-    assert "weights are inf or NaN" in caplog.text
-
-
-def test_skipped_steps_that_are_not_in_a_row_need_no_word(caplog):
-    model, optimizer = make()
-    amp.initialize(model, optimizer, opt_level="O1", verbosity=1)
-    for _ in range(3):
-        skip(optimizer, lambda: model(X).sum() * float("inf"), 4)
-        skip(optimizer, lambda: model(X).sum() * 1e-6, 1)
-    assert "in a row" not in caplog.text
-
-
-def test_skipped_steps_of_several_losses_do_not_say_that_a_loss_is_finite(caplog):
-    model, optimizer = make()
-    amp.initialize(model, optimizer, opt_level="O1", verbosity=1)
-    for _ in range(5):
-        optimizer.zero_grad()
-        for factor, delays in [(float("nan"), True), (1e-6, False)]:
-            scaled_backward(model(X).sum() * factor, optimizer, delay_unscale=delays)
-        optimizer.step()
-    assert "5 steps in a row were skipped: gradients overflow" in caplog.text
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

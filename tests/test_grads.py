@@ -337,7 +337,7 @@ def test_a_gradient_that_may_be_scaled_does_not_count_when_its_parameter_joins(
 ):
     model = Parts()
     optimizer = torch.optim.SGD([model.first], lr=2.0**-6)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=loss_scale, verbosity=0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=loss_scale)
     join(model, optimizer, moment)
     assert "1 new parameter had a gradient" in caplog.text
     scaled_backward(model(1.0, 3.0), optimizer)
@@ -379,7 +379,7 @@ def test_a_gradient_that_is_known_counts_when_its_parameter_joins(level, case, c
 def test_a_gradient_that_may_be_scaled_does_not_count_for_a_later_initialize(level, caplog):
     models = [Parts(), Parts()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
-    amp.initialize(models[0], optimizers[0], opt_level=level, loss_scale=128.0, verbosity=0)
+    amp.initialize(models[0], optimizers[0], opt_level=level, loss_scale=128.0)
     scaled_backward(models[0](1.0, 2.0) + models[1](0, 2.0), optimizers[0])
     amp.initialize(models[1], optimizers[1], opt_level=level, loss_scale=128.0, verbosity=0)
     assert "1 new parameter had a gradient" in caplog.text

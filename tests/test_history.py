@@ -329,8 +329,10 @@ def test_the_judge_says_what_the_rules_say(steps, limits, floor):
 # ---- Alarms of a run ----
 
 
-def test_a_loss_that_is_not_finite_raises_one_alarm(run, caplog):
-    run.step(1e-3, NAN, NAN, 1e-3, NAN)
+def test_a_loss_that_is_not_finite_raises_one_alarm(caplog):
+    with Run(verbosity=1) as run:
+        caplog.clear()
+        run.step(1e-3, NAN, NAN, 1e-3, NAN)
     assert run.kinds == [("loss", 1)]
     assert caplog.text.count("the loss is inf or NaN before it is scaled") == 1
     (record,) = caplog.records

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import warnings
 from pathlib import Path
 from threading import RLock
 from types import FrameType
 
 import torch
+
+logger = logging.getLogger("ampatch")
 
 Line = tuple[str, int]  # file and line number
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
@@ -58,6 +62,13 @@ def find_line() -> Line:
     while frame.f_back is not None and _is_inside(frame):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
+
+
+def warn(text: str, line: Line | None = None, kind: str = "") -> None:
+    """Says what a script does wrong: in the log, and as a warning that points at the line to change."""
+    file, number = line or find_line()
+    logger.warning("%s:%d: %s", file, number, text, extra={"misuse": kind})
+    warnings.warn_explicit(text, UserWarning, file, number)
 
 
 def _is_inside(frame: FrameType) -> bool:

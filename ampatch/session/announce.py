@@ -37,11 +37,15 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-class NameRank(logging.Filter):
-    """Begins each line of the log with the rank, where there are several."""
+class LogFilter(logging.Filter):
+    """Lets errors alone pass at verbosity 0; begins each line with the rank, where there are several."""
+
+    is_silent = False
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Changes the record."""
+        """Says whether a record passes, and changes it."""
+        if self.is_silent and record.levelno < logging.ERROR:
+            return False
         rank = find_rank()
         if rank is not None:
             record.msg = f"rank {rank}: {record.msg}"
@@ -96,16 +100,15 @@ class Announcer:
     def announce_step(self, amp: AmpOptimizer, calls: Sequence[Call]) -> None:
         """Says a line if a step was skipped, this one or an earlier one, once the device has told of it.
 
-        As in apex one line for each step of an optimizer, by the first of its blocks that overflowed. After
-        several in a row the log says why that may be, and looks at the weights: one host sync. `floor` is the
-        least that the loss scale can become.
+        As in apex one line for each step of an optimizer, by the first of its blocks that overflowed. A
+        loss has the number that scripts know it by: that within its call.
         """
         if amp.last_outcomes:
             self._unannounced.append(amp.last_outcomes)
         waiting = []
         for outcomes in self._unannounced:
             if None in [outcome.poll() for outcome in outcomes]:
-                waiting.append((find, outcomes))
+                waiting.append(outcomes)
                 continue
             first = next((outcome.loss_id for outcome in outcomes if outcome.read()[0]), None)
             if first is not None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
 
 from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.levels.loss_scale import is_number, validate_scale
+from ampatch.levels.stack import warn
 from ampatch.session.session import SESSION
 from ampatch.steps.scaler import LossScaler
-
-logger = logging.getLogger("ampatch")
 
 
 def loss_scalers(*, of_last_call: bool = False) -> tuple[LossScaler, ...]:
@@ -69,10 +67,9 @@ def load_state_dict(state_dict: dict[str, dict[str, float | int]], *, of_last_ca
     for key, state in state_dict.items():
         _validate_state(key, state)
     if len(state_dict) != len(scalers):
-        logger.warning(
-            "the checkpoint holds %d loss scalers, this session has %d: those that both have are loaded",
-            len(state_dict),
-            len(scalers),
+        warn(
+            f"the checkpoint holds {len(state_dict)} loss scalers, this session has {len(scalers)}: those "
+            f"that both have are loaded"
         )
     for index, scaler in enumerate(scalers):
         if f"loss_scaler{index}" in state_dict:

@@ -24,7 +24,7 @@ from ampatch.patching.scripting import ScriptModels
 from ampatch.patching.torch_features import TorchFeatures
 from ampatch.patching.torch_patch import TorchPatch
 from ampatch.session.alarms.watch import AlarmWatch
-from ampatch.session.announce import Announcer, NameRank, logger, say, warn_of_torch
+from ampatch.session.announce import Announcer, LogFilter, logger, say, warn_of_torch
 from ampatch.session.distributed import DistributedPatch
 from ampatch.session.joins import Joins
 from ampatch.session.members import Members
@@ -60,7 +60,7 @@ class Session(Listener):
         self._misuse = MisuseWatch(self._members, self.scalers, self._data_watch.halved)
         self._unframed: set[str] = set()  # modules of ours that Dynamo knows not to compile
         self._said_torch = False
-        self._name_rank = NameRank()
+        self._log_filter = LogFilter()
         self.alarms = AlarmWatch(lambda: self.observers)
         self.observers: tuple[Observer, ...] = ()
         self.overrides: dict[str, object] = {}
@@ -87,17 +87,18 @@ class Session(Listener):
 
     def open(self, request: Request) -> None:
         """Sets up one call; all or nothing: if anything raises, what was done is undone first."""
-        self._begin()
         self._forget_dropped()
+        keep_freed_memory()
         members, policy = self._members, request.policy
-        values = members.map_values()
-        validate_models(request.models, policy, values, request.allow_half_params)
-        kept = select_kept(request.models, request.keep_fp32)
-        validate_optimizers(request, members.list_tensors(), members.optimizers())
-        self.torch_patch.validate(policy)
-        skip_own_frames(self._unframed)
         # Tensors made in inference mode would never get gradients, and a scale could not be written.
         with torch.inference_mode(mode=False), ExitStack() as undo, ExitStack() as patching:
+            self._open_log(request, undo)
+            values = members.map_values()
+            validate_models(request.models, policy, values, request.allow_half_params)
+            kept = select_kept(request.models, request.keep_fp32)
+            validate_optimizers(request, members.list_tensors(), members.optimizers())
+            self.torch_patch.validate(policy)
+            skip_own_frames(self._unframed)
             scalers = make_scalers(request, len(self.scalers()))
             call = Call(policy, request.verbosity, scalers, request.alarms, request.folder)
             self._open_patches(request, undo)
@@ -130,12 +131,17 @@ class Session(Listener):
             caster.forget_originals()
         fit_states(states)
 
-    def _begin(self) -> None:
-        """Does what is to be done once a process."""
-        if not self._said_torch:
+    def _open_log(self, request: Request, undo: ExitStack) -> None:
+        """Filters the log, from now on: it is silent while all calls are."""
+        log, were_silent = self._log_filter, self._log_filter.is_silent
+        undo.callback(setattr, log, "is_silent", were_silent)
+        log.is_silent = request.verbosity < 1 and (were_silent or not self._calls)
+        if log not in logger.filters:
+            logger.addFilter(log)
+            undo.callback(logger.removeFilter, log)
+        if not (log.is_silent or self._said_torch):
             self._said_torch = True
             warn_of_torch()
-            keep_freed_memory()
 
     def _forget_dropped(self) -> None:
         """Forgets what scripts have dropped since the last call: ids of theirs may be used again."""
@@ -156,9 +162,6 @@ class Session(Listener):
             self._features.open(undo)
         if policy.master_weights or policy.loss_scale != StaticLossScale(1.0):
             self._distributed.open(undo)
-        if self._name_rank not in logger.filters:
-            logger.addFilter(self._name_rank)
-            undo.callback(logger.removeFilter, self._name_rank)
         self._script_models.open(undo)
         self._captures.open(undo)
         self._misuse.open(policy, undo)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -13,10 +12,8 @@ from torch.optim import Optimizer
 
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.private import forget_partition
-from ampatch.levels.stack import Turn
+from ampatch.levels.stack import Turn, warn
 from ampatch.steps.weight import Weight
-
-logger = logging.getLogger("ampatch")
 
 
 class MasterParams:
@@ -135,14 +132,15 @@ class MasterParams:
 
     def end_step(self, optimizer: Optimizer) -> None:
         """Rounds the masters into the model; the first time warns of one that steps half weights itself."""
-        if not self._was_checked and any(pair.is_edited() for pair in self.pairs):
-            logger.warning(
-                "%s.step wrote into the half weights of the model, which its float32 masters overwrite: "
-                "nothing is trained by that; have it step the params in its param_groups, or use O1 or O4",
-                type(optimizer).__name__,
-            )
+        wrote_half = not self._was_checked and any(pair.is_edited() for pair in self.pairs)
         self._was_checked = True
         self.copy_to_model()
+        if wrote_half:
+            warn(
+                f"{type(optimizer).__name__}.step wrote into the half weights of the model, which its "
+                f"float32 masters overwrite: nothing is trained by that; have it step the params in its "
+                f"param_groups, or use O1 or O4"
+            )
 
     def copy_edits_to_model(self) -> None:
         """Rounds the masters that were written outside of a step, as some optimizers do; no host sync."""

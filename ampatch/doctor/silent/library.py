@@ -29,25 +29,26 @@ MISUSE = {
 def listen_to_library(notes: Notes, count_backwards: Callable[[], int], undo: ExitStack) -> None:
     """Notes the faults that the library sees, until undone."""
     warned, logger = Warned(notes), logging.getLogger("ampatch")
-    logger.addHandler(warned)
-    undo.callback(logger.removeHandler, warned)
+    logger.addFilter(warned)
+    undo.callback(logger.removeFilter, warned)
     undo.enter_context(amp.observe(Blocks(notes, count_backwards)))
 
 
-class Warned(logging.Handler):
-    """Notes what the library warns of."""
+class Warned(logging.Filter):
+    """Notes what the library warns of, before the session's own filter silences it at verbosity 0."""
 
     def __init__(self, notes: Notes) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__()
         self._notes = notes
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Reads a line of the log: file, number and text."""
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Reads a line of the log, file, number and text, and lets it pass."""
         found = MISUSE.get(getattr(record, "misuse", ""))
         if found is not None:
             file, number, text = record.args
             where = f"{str(file).removeprefix(SHOWN)}:{number}"
             self._notes.add(found[0], "optimizer", where, found[1], said=text)
+        return True
 
 
 class Blocks(amp.Observer):

@@ -89,6 +89,7 @@ class Alarm:
 
 
 FIND = "`ampatch doctor` finds the line"
+KEEP = "With initialize(post_mortem=True) the first alarm writes a post-mortem for `ampatch doctor --open`"
 SENTENCES = {
     "loss": f"the loss is inf or NaN before it is scaled: no loss scale helps. {FIND}",
     "skipped": (
@@ -110,8 +111,17 @@ SENTENCES = {
 }
 
 
-def explain_alarm(kind: str, loss_id: int, update: ScaleUpdate, limits: Alarms, detail: object = None) -> str:
+def explain_alarm(kind: str, name: str, update: ScaleUpdate, limits: Alarms, detail: object = None) -> str:
     """Says what an alarm is about, and what to do; `detail` is what was found at a closer look."""
     told = "" if detail is None else f" ({detail})"
     sentence = SENTENCES[kind].format(update=update, limits=limits, detail=told)
-    return f"loss {loss_id}, step {update.step}: {sentence}"
+    return f"{name}, step {update.step}: {sentence}"
+
+
+def name_loss(loss_id: int, first: int) -> str:
+    """Names a loss as `scale_loss` knows it; `first` is the number that `history` has for its call's first.
+
+    >>> name_loss(2, 0), name_loss(2, 1)
+    ('loss 2', 'loss 1 of a later initialize (amp.history(2))')
+    """
+    return f"loss {loss_id - first}" + (f" of a later initialize (amp.history({loss_id}))" if first else "")

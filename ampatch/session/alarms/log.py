@@ -148,7 +148,7 @@ class Log(Observer):
                 cast("Callable[..., object]", self._target)(values, step)
         except Exception:
             if not self._has_failed:
-                logger.warning(
+                logger.error(
                     "what log_to was given raised; training goes on, and no more is said of it", exc_info=True
                 )
             self._has_failed = True

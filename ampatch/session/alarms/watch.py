@@ -21,7 +21,7 @@ from ampatch.models.model import select_python
 from ampatch.session.alarms.history import Ring, ScaleHistory, ScaleUpdate
 from ampatch.session.alarms.inputs import LastForward, LossRing
 from ampatch.session.alarms.judge import Judge
-from ampatch.session.alarms.limits import Alarm, explain_alarm
+from ampatch.session.alarms.limits import KEEP, Alarm, explain_alarm, name_loss
 from ampatch.session.announce import find_rank
 from ampatch.session.post_mortem.measure import Underflow, count_underflow
 from ampatch.session.post_mortem.pack import pack
@@ -213,15 +213,19 @@ class AlarmWatch:
     ) -> None:
         """Tells of alarms; whatever goes wrong here, training goes on."""
         try:
-            limits, loss_id = record.call.alarms, record.scaler.loss_id
+            call, loss_id = record.call, record.scaler.loss_id
             found = None if amp is None or "low" not in kinds else _look_closer(amp, update)
-            words = {kind: explain_alarm(kind, loss_id, update, limits, found) for kind in kinds}
-            alarms = [Alarm(kind, loss_id, update.step, update.scale, text) for kind, text in words.items()]
+            name = name_loss(loss_id, call.scalers[0].loss_id)
+            words = {kind: explain_alarm(kind, name, update, call.alarms, found) for kind in kinds}
+            end = "" if call.folder is not None else f". {KEEP}"
+            alarms = [
+                Alarm(kind, loss_id, update.step, update.scale, text + end) for kind, text in words.items()
+            ]
             path = self._write(record, alarms[0])
             for alarm in alarms:
                 self._tell(replace(alarm, post_mortem=path))
         except Exception:
-            logger.warning("an alarm could not be told", exc_info=True)
+            logger.error("an alarm could not be told", exc_info=True)
 
     def _tell(self, alarm: Alarm) -> None:
         logger.warning("%s", alarm.message)
@@ -231,7 +235,7 @@ class AlarmWatch:
             try:
                 callback(alarm)
             except Exception:
-                logger.warning("a callback of on_alarm raised; training goes on", exc_info=True)
+                logger.error("a callback of on_alarm raised; training goes on", exc_info=True)
 
     def _write(self, record: Record, alarm: Alarm) -> Path | None:
         """Writes a post-mortem at the first alarm after a quiet time, on rank 0 and where a loss broke."""

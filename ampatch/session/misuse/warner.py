@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-
-from ampatch.levels.stack import Line, find_line
-
-logger = logging.getLogger("ampatch")
+from ampatch.levels.stack import Line, warn
 
 
 class Warner:
@@ -26,9 +21,6 @@ class Warner:
 
     def warn(self, kind: str, text: str, line: Line | None = None) -> None:
         """Warns of a kind of misuse; `line` is the one to change, by default the one that runs."""
-        if kind in self._said:
-            return
-        self._said.add(kind)
-        file, number = line or find_line()
-        logger.warning("%s:%d: %s", file, number, text, extra={"misuse": kind})
-        warnings.warn_explicit(text, UserWarning, file, number)
+        if kind not in self._said:
+            self._said.add(kind)
+            warn(text, line, kind)
