@@ -34,9 +34,8 @@ class Run:
     def __init__(self, folder, level="O2", **options):
         self.model = Net()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        amp.initialize(
-            self.model, self.optimizer, opt_level=level, verbosity=0, post_mortem=folder, **options
-        )
+        options = {"verbosity": 0, "post_mortem": folder, **options}
+        amp.initialize(self.model, self.optimizer, opt_level=level, **options)
 
     def step(self, x=None, factor=1e-2, **others):
         self.optimizer.zero_grad()
@@ -191,23 +190,30 @@ def test_names_follow_the_clock_over_the_turn_of_a_second(tmp_path, monkeypatch)
     assert names == sorted(names)
 
 
+@pytest.mark.parametrize("asked", [None, True])
 @pytest.mark.parametrize(("value", "expected"), [("0", []), ("off", []), ("", []), ("kept", ["kept"])])
-def test_the_environment_says_where_files_go(tmp_path, monkeypatch, value, expected):
+def test_the_environment_says_where_files_go(tmp_path, monkeypatch, value, expected, asked):
     monkeypatch.setenv("AMPATCH_POST_MORTEM", value)
     monkeypatch.chdir(tmp_path)
-    Run(True).step(factor=NAN)
+    Run(asked).step(factor=NAN)
     assert files(tmp_path) == expected
     assert [len(files(tmp_path / name)) for name in expected] == [1] * len(expected)
 
 
-def test_the_usual_folder_is_where_the_script_runs(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("asked", [None, True])
+def test_who_asks_finds_the_file_where_the_script_runs_and_who_does_not_is_told_how(
+    tmp_path, monkeypatch, caplog, asked
+):
     monkeypatch.delenv("AMPATCH_POST_MORTEM")
     monkeypatch.chdir(tmp_path)
-    run = Run(True)
+    run = Run(asked, verbosity=1)
     assert files(tmp_path) == []  # nothing before something happens
     run.step(factor=NAN)
-    (name,) = files(tmp_path / "ampatch-post-mortem")
-    assert f"ampatch doctor --open {tmp_path / 'ampatch-post-mortem' / name}" in caplog.text
+    assert ("With initialize(post_mortem=True) the first alarm writes a post-mortem" in caplog.text) != asked
+    if asked:
+        (name,) = files(tmp_path / "ampatch-post-mortem")
+        assert f"ampatch doctor --open {tmp_path / 'ampatch-post-mortem' / name}" in caplog.text
+    assert len(files(tmp_path)) == bool(asked)
 
 
 def test_false_switches_it_off(tmp_path, monkeypatch):
@@ -394,7 +400,7 @@ def test_a_script_of_the_drop_in_leaves_a_file_but_not_under_the_doctor(processe
     monkeypatch.setenv("AMPATCH_POST_MORTEM", str(tmp_path / "kept"))
     assert main(["doctor", str(tmp_path / "train.py")]) == 1
     assert files(tmp_path / "kept") == []
-    code = "os.environ['AMPATCH_POST_MORTEM'] = 'kept'\nsys.exit(ampatch.__main__.main(['run', 'train.py']))"
+    code = "del os.environ['AMPATCH_POST_MORTEM']\nsys.exit(ampatch.__main__.main(['run', 'train.py']))"
     done = processes.run(code, tmp_path)
-    assert (done.status, len(files(tmp_path / "kept"))) == (0, 1), done.stderr
+    assert (done.status, len(files(tmp_path / "ampatch-post-mortem"))) == (0, 1), done.stderr
     assert "the loss is inf or NaN" in done.stderr

@@ -71,6 +71,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 def run(arguments: argparse.Namespace) -> Callable[[], int]:
     """Sets up what the script will find, and returns what runs it."""
     script = find_script(arguments)
+    os.environ.setdefault("AMPATCH_POST_MORTEM", "ampatch-post-mortem")  # also of ranks and other children
     apex.install(**read_overrides(arguments))
     script.validate()
     run = functools.partial(run_advised, script)

@@ -57,7 +57,7 @@ def initialize(
     allow_banned: bool = False,
     allow_half_params: bool = False,
     alarms: Alarms | None = Alarms(),  # noqa: B008  # a frozen value
-    post_mortem: bool | str | os.PathLike[str] = True,
+    post_mortem: bool | str | os.PathLike[str] | None = None,
     diagnose: bool = False,
     process_group: ProcessGroup | None = None,
 ) -> Models | tuple[Models, Optimizers]:
@@ -84,7 +84,7 @@ def initialize(
     - `allow_half_params`: takes models with half parameters, which stay half, instead of raising.
     - `alarms`: when to raise an alarm about a loss and its scale, in the log and to `on_alarm`; None: never.
     - `post_mortem`: where the first alarm leaves a file for `ampatch doctor --open`: a folder, or True for
-      that of the environment variable AMPATCH_POST_MORTEM (0: none) or `ampatch-post-mortem`; False: nowhere.
+      `ampatch-post-mortem`; by default where the environment variable AMPATCH_POST_MORTEM says, or nowhere.
     - `diagnose`: watches each step and explains one that breaks (see `amp.diagnose.watch`), until
       `uninitialize`; `amp.diagnose.patient()` has what was found.
     - `process_group`: ranks that skip steps together, where gradients are averaged by hand or each rank holds

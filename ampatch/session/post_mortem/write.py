@@ -17,7 +17,7 @@ from ampatch.errors import AmpTypeError
 logger = logging.getLogger("ampatch")
 
 VARIABLE = "AMPATCH_POST_MORTEM"  # a folder, or 0 for none
-FOLDER = "ampatch-post-mortem"  # in the current folder of the process
+FOLDER = "ampatch-post-mortem"  # in the current folder of the process, for who names none
 MOST_FILES = 16  # in a folder: the oldest of ours go
 OFF = ("0", "", "off", "no", "false")
 
@@ -25,12 +25,12 @@ OFF = ("0", "", "off", "no", "false")
 def parse_post_mortem(value: object) -> Path | None:
     """Reads what a user may pass as `post_mortem`: the folder to write to, None for nowhere.
 
-    True is the folder that the environment names, or `ampatch-post-mortem`.
+    None is the folder that the environment names; True as well, or else `ampatch-post-mortem`.
     """
-    if value is False or value is None:
+    if value is False:
         return None
-    if value is True:
-        named = os.environ.get(VARIABLE, FOLDER)
+    if value is True or value is None:
+        named = os.environ.get(VARIABLE, FOLDER if value else "")
         return None if named.lower() in OFF else Path(named)
     if isinstance(value, (str, os.PathLike)):
         return Path(value)
@@ -55,7 +55,7 @@ def write(folder: Path, rank: int, gather: Callable[[], object]) -> Path | None:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
         kind = type(error).__name__
-        logger.warning("no post-mortem was written to %s: %s: %s; training goes on", folder, kind, error)
+        logger.error("no post-mortem was written to %s: %s: %s; training goes on", folder, kind, error)
         return None
     remove_oldest(folder)
     return path.absolute()
