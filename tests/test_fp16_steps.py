@@ -247,8 +247,8 @@ def test_masters_and_model_agree_in_whatever_order_they_are_loaded(order):
     assert freeze(other, resumed) == freeze(net, optimizer)
 
 
-def test_a_state_has_the_keys_of_apex_and_stays_as_it_was_saved():
-    net, optimizer = make(dynamic_loss_scale=True)
+def test_a_state_has_the_keys_of_apex_and_who_loads_it_has_a_scale_of_its_own():
+    _, optimizer = make(dynamic_loss_scale=True)
     state = optimizer.state_dict()
     assert list(state) == [
         "loss_scaler",
@@ -258,9 +258,6 @@ def test_a_state_has_the_keys_of_apex_and_stays_as_it_was_saved():
         "optimizer_state_dict",
         "fp32_from_fp16",
     ]
-    overflow(net, optimizer)
-    optimizer.step()
-    assert state["loss_scaler"].loss_scale == 2**16
     other, resumed = make()
     resumed.load_state_dict(state)
     overflow(other, resumed)

@@ -73,6 +73,19 @@ class OptLevel:
         return properties
 
 
+class Scalers(list[LossScaler]):
+    """Views of loss scalers: one that a script puts in the place of another takes effect."""
+
+    def __setitem__(self, index: int, view: LossScaler) -> None:  # type: ignore[override]
+        if not isinstance(view, LossScaler):
+            raise amp.AmpTypeError(
+                f"loss_scalers[{index}] = {view!r}: expected an apex.amp.scaler.LossScaler"
+            )
+        before = self[index]
+        view.replace(before)
+        super().__setitem__(index, view)
+
+
 class AmpState(amp.Observer):
     """Shows the state of ampatch's session under the names that apex had for it.
 
@@ -88,7 +101,7 @@ class AmpState(amp.Observer):
         self.allow_incoming_model_not_fp32 = False
         self.min_loss_scale: float | None = None
         self.max_loss_scale: float | None = 2.0**24
-        self._views: list[LossScaler] = []
+        self._views = Scalers()
         self.attached: list[weakref.ref[Optimizer]] = []  # optimizers with names of apex's
         self._listening: AbstractContextManager[None] | None = None
         self.is_told = False  # whether the last call of `initialize` was an enabled one
@@ -98,8 +111,8 @@ class AmpState(amp.Observer):
         """Those of the last `initialize`; what is assigned to their attributes takes effect."""
         scalers = amp.loss_scalers(of_last_call=True)
         if [view.scaler for view in self._views] != [*scalers]:
-            self._views = [LossScaler.show(scaler, index) for index, scaler in enumerate(scalers)]
-        return [*self._views]
+            self._views = Scalers(LossScaler.show(scaler, index) for index, scaler in enumerate(scalers))
+        return self._views
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -141,7 +154,7 @@ class AmpState(amp.Observer):
         """Shows nothing any more."""
         for optimizer in [alive for reference in self.attached if (alive := reference()) is not None]:
             detach(optimizer)
-        self.attached, self._views = [], []
+        self.attached, self._views = [], Scalers()
         listening, self._listening = self._listening, None
         listening.__exit__(None, None, None)
         vars(self).pop("opt_properties", None)

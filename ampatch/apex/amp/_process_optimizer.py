@@ -49,6 +49,30 @@ class AmpOptimizerState:
 
     all_fp32_params = all_fp32_from_fp32_params
 
+    # As in apex there are groups only where there are masters: scripts ask with `hasattr`.
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """The model's half parameters that have masters, by param group."""
+        halves = {id(master): half for half, master in amp.master_pairs(self._optimizer)}
+        return [[halves[id(master)] for master in group] for group in self.fp32_from_fp16_groups]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """The masters, in the same order."""
+        return self._select(self.all_fp32_from_fp16_params)
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """The float32 parameters that the model has itself, by param group."""
+        return self._select(self.all_fp32_from_fp32_params)
+
+    def _select(self, wanted: list[Tensor]) -> list[list[Tensor]]:
+        if not self.all_fp16_params:
+            raise AttributeError("there are groups of masters at O2 and O5 alone")
+        known, groups = set(map(id, wanted)), self._optimizer.param_groups
+        return [[param for param in group["params"] if id(param) in known] for group in groups]
+
     def model_params(self) -> Iterator[Tensor]:
         """The parameters that backward gives gradients to."""
         yield from self.all_fp16_params

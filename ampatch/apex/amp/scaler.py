@@ -75,6 +75,13 @@ class LossScaler:
         self.loss_id = loss_id
         self._own_buffer = self._overflow_buf = torch.zeros(1, dtype=torch.int32)
 
+    def replace(self, other: LossScaler) -> None:
+        """Takes the place of another view, whose scaler gets the options and the scale of this one."""
+        scale, unskipped, config = self._loss_scale, self._unskipped, self.scaler.config
+        self._take(other.scaler, other.loss_id)
+        self.scaler.config = config
+        self._loss_scale, self._unskipped = scale, unskipped
+
     def __getstate__(self) -> dict[str, object]:
         # The layout that apex pickled, as in the checkpoints of its FP16_Optimizer.
         bounds = ("_max_loss_scale", "_min_loss_scale")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Mapping
@@ -78,10 +78,12 @@ class FP16_Optimizer(MasterOptimizer):
         self._are_scaled = None
         to_none = set_grads_to_None if set_to_none is None else set_to_none
         for param in (*self.all_fp16_params, *self._params()):
-            if to_none or param.grad is None:
+            if to_none:
                 param.grad = None
-            else:
-                param.grad = param.grad.detach().zero_()
+            elif param.grad is not None:
+                if param.grad.grad_fn is not None:
+                    param.grad.detach_()
+                param.grad.requires_grad_(False).zero_()
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
         """Runs the backward pass of the loss times the loss scale, and hands the masters its gradients.
@@ -254,14 +256,16 @@ class FP16_Optimizer(MasterOptimizer):
         ```python
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "saved.pt")
         ```
+
+        As in apex they are the objects themselves, which scripts prune through: `copy.deepcopy` keeps them.
         """
         return {
-            "loss_scaler": copy.copy(self.loss_scaler),
+            "loss_scaler": self.loss_scaler,
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
             "first_closure_call_this_step": self.first_closure_call_this_step,
             "optimizer_state_dict": self.optimizer.state_dict(),
-            "fp32_from_fp16": [[master.detach() for master in group] for group in self.fp32_from_fp16_groups],
+            "fp32_from_fp16": self.fp32_from_fp16_groups,
         }
 
     @torch.no_grad()
@@ -272,13 +276,16 @@ class FP16_Optimizer(MasterOptimizer):
         Raises AmpValueError for a state of other parameters, and changes nothing then.
         """
         scaler = read_loss_scaler(state_dict)
-        masters = read_masters(state_dict, self.fp32_from_fp16_groups)
+        is_apart = "fp32_from_fp16" in state_dict  # else masters are among all that is stepped
+        stepped = [group["params"] for group in self.param_groups]
+        groups = self.fp32_from_fp16_groups if is_apart else stepped
+        masters = read_masters(state_dict, groups)
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         self.loss_scaler, self.dynamic_loss_scale = scaler, bool(state_dict["dynamic_loss_scale"])
         self.overflow = state_dict.get("overflow", False)
         self.first_closure_call_this_step = state_dict.get("first_closure_call_this_step", True)
         self._counts, self._are_scaled = False, None
-        for master, saved in zip(self.all_fp32_from_fp16_params, masters, strict=True):
+        for master, saved in zip(itertools.chain(*groups), masters, strict=True):
             master.copy_(saved)
         self._master_params_to_model_params()
 

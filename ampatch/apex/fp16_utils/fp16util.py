@@ -115,7 +115,9 @@ def model_grads_to_master_grads(
     """
     if flat_master:
         grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in model_params]
-        master_params[0].grad = _flatten(grads)
+        (master,) = master_params
+        master.grad = torch.empty_like(master) if master.grad is None else master.grad
+        master.grad.copy_(_flatten(grads))
         return
     dense = []
     for model, master in zip(model_params, master_params, strict=True):

@@ -7,22 +7,46 @@ from torch.nn import Parameter
 from ampatch.apex import fp16_utils
 
 
+def of_scaler(name: str) -> property:
+    """Makes a property that is the loss scaler's attribute of that name."""
+    return property(
+        lambda self: getattr(self.loss_scaler, name),
+        lambda self, value: setattr(self.loss_scaler, name, value),
+        doc=f"The loss scaler's `{name}`.",
+    )
+
+
 class FP16_Optimizer(fp16_utils.FP16_Optimizer):
     """Wraps a fused optimizer over half parameters; that of `fp16_utils` but for a few names.
 
     Gradients are clipped by a FusedAdam that was made with `max_grad_norm`.
     """
 
+    cur_scale = of_scaler("cur_scale")
+    cur_iter = of_scaler("cur_iter")
+    last_overflow_iter = of_scaler("last_overflow_iter")
+    scale_factor = of_scaler("scale_factor")
+    scale_window = of_scaler("scale_window")
+
     def zero_grad(self, set_grads_to_None: bool = True, set_to_none: bool | None = None) -> None:
         """Clears the gradients of the model and of the masters: to None, unless told to zero."""
         super().zero_grad(set_grads_to_None, set_to_none)
 
     @property
-    def cur_scale(self) -> float:
-        """The loss scale."""
-        return self.loss_scale
+    def fp16_groups(self) -> list[list[Parameter]]:
+        """The parameters of the model, by param group."""
+        halves = {id(pair.master): pair.half for pair in self._masters}
+        return [[halves.get(id(param), param) for param in group] for group in self.fp32_groups]
 
     @property
     def fp32_groups(self) -> list[list[Parameter]]:
-        """The float32 masters of half parameters, by param group."""
-        return self.fp32_from_fp16_groups
+        """What is stepped for them, in the same order: masters, and parameters that are float32."""
+        return [group["params"] for group in self.param_groups]
+
+    def state_dict(self) -> dict[str, object]:
+        """Returns the state of the inner optimizer, what is stepped and the loss scaler, in apex's format."""
+        return {
+            **{"dynamic_loss_scale": self.dynamic_loss_scale, "cur_iter": 0, **vars(self.loss_scaler)},
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_groups": self.fp32_groups,
+        }

@@ -55,6 +55,12 @@ class FusedAdam(CountingOptimizer):
         super().__init__(params, {**defaults, "weight_decay": weight_decay}, set_grad_none, master_weights)
 
     @property
+    def param_groups_master(self) -> list[dict[str, list[Tensor | None]]]:
+        """The masters, by param group; None for each parameter without `master_weights`."""
+        copy = self._working_copy if self.master_weights else lambda _: None
+        return [{"params": [copy(param) for param in group["params"]]} for group in self.param_groups]
+
+    @property
     def _takes_scaled_grads(self) -> bool:
         return not self.max_grad_norm
 

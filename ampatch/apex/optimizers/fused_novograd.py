@@ -62,18 +62,18 @@ class FusedNovoGrad(GroupCountingOptimizer):
         lists = (batch.grads, batch.params, self._moments("exp_avg", batch), blended)
         novograd_(lists, group, self.reg_inside_moment)
         for owner, norm in zip(batch.owners, blended, strict=True):
-            self.state[owner]["exp_avg_sq"] = norm.clone()  # not a view of all
+            self.state[owner]["exp_avg_sq"].copy_(norm)
 
     def _running_norms(self, batch: Batch) -> list[Tensor]:
         states = [self.state[owner] for owner in batch.owners]
         new = [index for index, state in enumerate(states) if "exp_avg_sq" not in state]
         first = norms([batch.grads[index] for index in new], 2.0 if self.norm_type == 2 else float("inf"))
         for index, norm in zip(new, first, strict=True):
-            states[index]["exp_avg_sq"] = torch.zeros_like(norm) if self.init_zero else norm
-        return [
-            state["exp_avg_sq"].to(grad.device, compute_type(grad.dtype))
-            for state, grad in zip(states, batch.grads, strict=True)
-        ]
+            # Not a view of all.
+            states[index]["exp_avg_sq"] = torch.zeros_like(norm) if self.init_zero else norm.clone()
+        for state, grad in zip(states, batch.grads, strict=True):
+            state["exp_avg_sq"] = state["exp_avg_sq"].to(grad.device, compute_type(grad.dtype))
+        return [state["exp_avg_sq"] for state in states]
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Loads a checkpoint, ours or apex's, which had the running norms of a group together."""

@@ -34,6 +34,7 @@ class FusedOptimizer(Optimizer):
         self._check_positive(**{name: defaults[name] for name in names if name in defaults})
         self.set_grad_none = set_grad_none
         self.master_weights = master_weights
+        self._marks: dict[Tensor, tuple[int, int]] = {}  # of parameters, how we left the master
         super().__init__(params, defaults)
         # As apex's had it: subclasses hand it to `multi_tensor_applier`, with the kernel of the class.
         first = self.param_groups[0]["params"][0]
@@ -59,6 +60,8 @@ class FusedOptimizer(Optimizer):
             for batch in self._batches(group):
                 self._update(group, batch)
                 batch.write_back()
+                if self.master_weights:
+                    self._marks |= zip(batch.owners, map(_mark, batch.params), strict=True)
 
     def _update(self, group: Group, batch: Batch) -> None:
         raise NotImplementedError
@@ -73,8 +76,11 @@ class FusedOptimizer(Optimizer):
         full = param.detach().float()
         state = self.state[param]
         state["master_param"] = master = align(state.get("master_param", full), full)
-        # The model's weights count where somebody wrote into them, as load_state_dict does.
-        master.copy_(refine(master, param.detach()))
+        # The model's weights count where somebody wrote into them, as load_state_dict does; unless it was
+        # into the master.
+        if self._marks.get(param) in (None, _mark(master)):
+            master.copy_(refine(master, param.detach()))
+        self._marks[param] = _mark(master)
         return master
 
     def _moments(self, name: str, batch: Batch) -> list[Tensor]:
@@ -123,10 +129,16 @@ class FusedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
+        self._marks = {}
         self.defaults.pop("differentiable", None)  # an option of torch's optimizers, which torch adds
         for group in self.param_groups:  # a checkpoint of torch's lacks some of ours
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
+
+
+def _mark(master: Tensor) -> tuple[int, int]:
+    """What a master had been through at a time: another mark shows that somebody wrote there since."""
+    return master._version, master.data_ptr()
 
 
 class CountingOptimizer(FusedOptimizer):
