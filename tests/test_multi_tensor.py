@@ -9,7 +9,6 @@ from torch.nn import Parameter
 import ampatch as amp
 from ampatch.apex import amp_C, apex_C
 from ampatch.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
-from ampatch.apex.optimizers import FusedLAMB, FusedNovoGrad
 from apex_rows import shows
 from helpers import assert_same_bits, snapshot, sync_debug_mode
 
@@ -276,33 +275,6 @@ def test_adam_is_that_of_torch(mode, kind):
     assert_same_bits(params, expected)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_sgd_is_that_of_torch_and_fills_a_half_copy(momentum):
-    grads, params = moments()
-    buffers = [torch.full_like(param, NAN) for param in params]  # the first run does not read them
-    halves = [torch.zeros_like(param, dtype=torch.float16) for param in params]
-    expected = [Parameter(param.clone()) for param in params]
-    run_torch(torch.optim.SGD(expected, 0.1, momentum, weight_decay=0.1), expected, grads, 2)
-    scaled = [grad * 4 for grad in grads]
-    for first in (True, False):
-        amp_C.multi_tensor_sgd(
-            1, flag(), [scaled, params, buffers, halves], 0.1, momentum, 0.0, 0.1, False, first, False, 0.25
-        )
-    assert_same_bits(params, expected)
-    assert_same_bits(halves, [param.half() for param in params])
-
-
-@pytest.mark.parametrize("mode", [0, 1])
-def test_adagrad_is_that_of_torch_or_decays_apart(mode):
-    grads, params = moments()
-    sums = [torch.zeros_like(param) for param in params]
-    decay = 0.1 if mode == 0 else 0.0
-    expected = [Parameter(param * (1 - 0.1 * 0.1) if mode else param.clone()) for param in params]
-    run_torch(torch.optim.Adagrad(expected, 0.1, weight_decay=decay, eps=1e-8), expected, grads)
-    amp_C.multi_tensor_adagrad(1, flag(), [grads, params, sums], 0.1, 1e-8, mode, 0.1)
-    assert_same_bits(params, expected)
-
-
 def test_half_parameters_take_float32_moments():
     grads, params = moments(2)
     halves = [param.half() for param in params]
@@ -314,73 +286,21 @@ def test_half_parameters_take_float32_moments():
     assert_same_bits([*lists[0], *lists[1]], [*lists[2], *lists[3]])
 
 
-def call_novograd(buffer, lists):
-    norms = lists[3][0].view(-1)[:3]
-    amp_C.multi_tensor_novograd(1, buffer, lists[:3], norms, 0.1, 0.9, 0.99, 1e-8, 1, 1, 0.1, 1, 1, 2)
-
-
-LAMB = (0.1, 0.9, 0.99, 1e-6, 1, 1, 0.1, 1, 1, torch.ones(1), 1.0, False)
-CALLS = {
-    "adam": lambda buffer, lists: run_adam(lists, buffer),
-    "sgd": lambda buffer, lists: amp_C.multi_tensor_sgd(
-        1, buffer, lists[:3], 0.1, 0.9, 0.0, 0.1, *[False] * 3
-    ),
-    "adagrad": lambda buffer, lists: amp_C.multi_tensor_adagrad(1, buffer, lists[:3], 0.1, 1e-8, 0, 0.1),
-    "lamb": lambda buffer, lists: amp_C.multi_tensor_lamb(1, buffer, lists, *LAMB),
-    "novograd": call_novograd,
-}
-STEPS = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-
-
-def step_lists():
-    lists = [*moments(), *moments()]
-    lists[2:] = [[tensor.abs() for tensor in tensors] for tensors in lists[2:]]
-    return lists
-
-
-def test_lamb_and_novograd_are_those_of_the_optimizers():
-    grads, params = moments()
-    norm = amp_C.multi_tensor_l2norm(1, flag(), [grads])[0]
-    for kind in (FusedLAMB, FusedNovoGrad):
-        expected = [Parameter(param.clone()) for param in params]
-        optimizer = kind(expected, lr=0.1, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1)
-        run_torch(optimizer, expected, grads)
-        found = [param.clone() for param in params]
-        lists = [grads, found, *[[torch.zeros_like(param) for param in params] for _ in range(2)]]
-        if kind is FusedLAMB:
-            amp_C.multi_tensor_lamb(1, flag(), lists, 0.1, 0.9, 0.99, 1e-6, 1, 1, 0.1, 1, 1, norm, 1.0)
-        else:
-            norms = amp_C.multi_tensor_l2norm(1, flag(), [grads], True)[1]  # as at a first step
-            amp_C.multi_tensor_novograd(1, flag(), lists[:3], norms, 0.1, 0.9, 0.99, 1e-6, 1, 1, 0.1, 1, 1, 2)
-        assert_same_bits(found, expected)
-
-
-@STEPS
 @pytest.mark.parametrize("is_set", [False, True])
-def test_a_step_is_a_no_op_while_the_flag_is_set(call, is_set):
-    lists = step_lists()
+def test_a_step_is_a_no_op_while_the_flag_is_set(is_set):
+    grads, params = moments()
+    lists = [grads, params, *([tensor.abs() for tensor in tensors] for tensors in moments())]
     before = snapshot(lists)
-    call(flag().fill_(int(is_set)), lists)
+    run_adam(lists, flag().fill_(int(is_set)))
     assert (snapshot(lists) == before) is is_set
 
 
-@STEPS
-def test_a_step_of_empty_lists_does_nothing(call):
-    lists = [[] for _ in step_lists()]
-    if call is call_novograd:
-        lists[3] = [torch.ones(3)]
-    call(flag(), lists)
-    assert lists[:3] == [[], [], []]
-
-
-@pytest.mark.parametrize(
-    ("name", "count"), [("adam", 8), ("adagrad", 4), ("sgd", 8), ("lamb", 12), ("novograd", 11)]
-)
-def test_a_step_refuses_more_numbers_than_it_takes(name, count):
-    lists = step_lists()[: 4 if name in ("adam", "lamb") else 3]
+def test_a_step_of_empty_lists_does_nothing_and_one_of_more_numbers_is_refused():
+    run_adam([[], [], [], []], flag())
+    lists = [*moments(), *moments()]
     before = snapshot(lists)
-    with pytest.raises((TypeError, ValueError)):
-        getattr(amp_C, f"multi_tensor_{name}")(1, flag(), lists, *[torch.ones(1)] * (count + 1))
+    with pytest.raises(ValueError, match="too many values"):
+        amp_C.multi_tensor_adam(1, flag(), lists, *[torch.ones(1)] * 9)
     assert snapshot(lists) == before
 
 

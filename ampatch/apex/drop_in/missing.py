@@ -51,10 +51,14 @@ INSIDE = (
     Missing("apex.parallel.distributed.split_half_float_double", "a sort by dtype", f"{DIST}.split_by_type"),
     Missing("amp_C.multi_tensor_adam_capturable", "Adam for CUDA graphs", f"{ADAM}(capturable=True)"),
     Missing("amp_C.multi_tensor_adam_capturable_master", "Adam for CUDA graphs", f"{ADAM}(capturable=True)"),
+    *(
+        Missing(f"amp_C.multi_tensor_{name}", "a step of an optimizer", f"apex.optimizers.Fused{kind}")
+        for name, kind in (("adagrad", "Adagrad"), ("lamb", "LAMB"), ("novograd", "NovoGrad"), ("sgd", "SGD"))
+    ),
     Missing("amp_C.multi_tensor_l2norm_scale", "scaling and a norm", "amp_C.multi_tensor_scale, then l2norm"),
     Missing("amp_C.multi_tensor_lamb_mp", "LAMB with half parameters", f"{LAMB} at O2"),
-    Missing("amp_C.multi_tensor_lamb_stage1_cuda", "the first half of LAMB", "amp_C.multi_tensor_lamb"),
-    Missing("amp_C.multi_tensor_lamb_stage2_cuda", "the second half of LAMB", "amp_C.multi_tensor_lamb"),
+    Missing("amp_C.multi_tensor_lamb_stage1_cuda", "the first half of LAMB", LAMB),
+    Missing("amp_C.multi_tensor_lamb_stage2_cuda", "the second half of LAMB", LAMB),
     Missing("amp_C.multi_tensor_lars", "LARS", "apex.parallel.LARC"),
     Missing("amp_C.multi_tensor_unscale_l2norm", "a norm divided by a scale", "amp_C.multi_tensor_l2norm"),
     Missing("amp_C.update_scale_hysteresis", "a loss scale", "ampatch.DynamicLossScale(hysteresis=2)"),

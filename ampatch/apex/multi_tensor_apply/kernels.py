@@ -15,8 +15,8 @@ Lists = Sequence[Sequence[Tensor]]
 Kernel = Callable[..., object]
 
 
-def kernel(count: int, most: int | None = None) -> Callable[[Kernel], Kernel]:
-    """Decorates a function of `amp_C` on `count` lists, or up to `most`: it gets the flag and these lists.
+def kernel(count: int) -> Callable[[Kernel], Kernel]:
+    """Decorates a function of `amp_C` on `count` lists: it gets the flag and these lists.
 
     It runs without a graph, and without the casts of a session.
     """
@@ -27,7 +27,7 @@ def kernel(count: int, most: int | None = None) -> Callable[[Kernel], Kernel]:
             chunk_size: int, noop_flag: Tensor | None, tensor_lists: Lists, *args: object, **kwargs: object
         ) -> object:
             with torch.no_grad(), amp.disable_casts():
-                lists = check_lists(function.__name__, tensor_lists, count, most or count)
+                lists = check_lists(function.__name__, tensor_lists, count)
                 return function(noop_flag, lists, *args, **kwargs)
 
         del run.__wrapped__  # which takes other arguments than help and inspect are to show
@@ -36,14 +36,14 @@ def kernel(count: int, most: int | None = None) -> Callable[[Kernel], Kernel]:
     return decorate
 
 
-def check_lists(name: str, tensor_lists: Lists, count: int, most: int) -> list[list[Tensor]]:
+def check_lists(name: str, tensor_lists: Lists, count: int) -> list[list[Tensor]]:
     """Returns the lists, as lists of tensors without a graph or a version.
 
-    Raises AmpValueError if there are not `count` of them (up to `most`), or if they do not fit.
+    Raises AmpValueError if there are not `count` of them, or if they do not fit.
     """
     lists = [[tensor.data for tensor in tensors] for tensors in tensor_lists]
-    if not count <= len(lists) <= most:
-        raise amp.AmpValueError(f"{name}: found {len(lists)} lists of tensors, expected {most}")
+    if len(lists) != count:
+        raise amp.AmpValueError(f"{name}: found {len(lists)} lists of tensors, expected {count}")
     if len({len(tensors) for tensors in lists}) > 1:
         raise amp.AmpValueError(
             f"{name}: the lists have {', '.join(str(len(tensors)) for tensors in lists)} tensors: "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ampatch.apex.amp_C import multi_tensor_adagrad
 from ampatch.apex.multi_tensor_apply.updates import adagrad_
 from ampatch.apex.optimizers.batch import Batch
 from ampatch.apex.optimizers.fused_optimizer import CountingOptimizer, Group, Params
@@ -12,7 +11,6 @@ class FusedAdagrad(CountingOptimizer):
     """Adagrad with the arguments that apex's FusedAdagrad had; `adagrad_w_mode` decays weights apart."""
 
     fused_devices = ("cpu", "cuda")
-    multi_tensor_adagrad = staticmethod(multi_tensor_adagrad)
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ampatch.apex.amp_C import multi_tensor_l2norm, multi_tensor_lamb
+from ampatch.apex.amp_C import multi_tensor_l2norm
 from ampatch.apex.multi_tensor_apply.norms import norms, total_norm
 from ampatch.apex.multi_tensor_apply.updates import clip_divisor, lamb_
 from ampatch.apex.optimizers.batch import Batch
@@ -20,7 +20,6 @@ class FusedLAMB(GroupCountingOptimizer):
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2019.
     """
 
-    multi_tensor_lamb = staticmethod(multi_tensor_lamb)
     multi_tensor_l2norm = staticmethod(multi_tensor_l2norm)
 
     def __init__(

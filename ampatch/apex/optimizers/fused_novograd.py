@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 import ampatch as amp
-from ampatch.apex.amp_C import multi_tensor_novograd
 from ampatch.apex.multi_tensor_apply.norms import compute_type, norms
 from ampatch.apex.multi_tensor_apply.updates import blend_norms, novograd_
 from ampatch.apex.optimizers.batch import Batch
@@ -25,8 +24,6 @@ class FusedNovoGrad(GroupCountingOptimizer):
 
     Source: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments", 2019.
     """
-
-    multi_tensor_novograd = staticmethod(multi_tensor_novograd)
 
     def __init__(
         self,

@@ -7,7 +7,6 @@ import warnings
 from torch import Tensor
 
 import ampatch as amp
-from ampatch.apex.amp_C import multi_tensor_sgd
 from ampatch.apex.multi_tensor_apply.updates import sgd_
 from ampatch.apex.optimizers.batch import Batch
 from ampatch.apex.optimizers.fused_optimizer import FusedOptimizer, Group, Params
@@ -21,7 +20,6 @@ class FusedSGD(FusedOptimizer):
     """
 
     fused_devices = ("cpu", "cuda", "xpu", "mps")
-    multi_tensor_sgd = staticmethod(multi_tensor_sgd)
 
     def __init__(
         self,
