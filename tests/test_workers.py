@@ -138,7 +138,7 @@ def test_a_state_dict_takes_nothing_back_that_another_thread_steps_meanwhile(lev
 
 @MASTERS
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
-def test_who_looks_in_the_middle_of_a_step_changes_nothing(level, look, caplog):
+def test_who_looks_in_the_middle_of_a_step_changes_nothing(level, look):
     class Slow(torch.optim.SGD):
         def step(self, closure=None):
             in_a_thread(lambda: model.weight.data)
@@ -151,7 +151,6 @@ def test_who_looks_in_the_middle_of_a_step_changes_nothing(level, look, caplog):
         backward_row(model, optimizer)
         optimizer.step()
     assert torch.equal(next(amp.master_params(optimizer)).detach(), WEIGHT - 2.0**-6)
-    assert not caplog.records
 
 
 @MASTERS

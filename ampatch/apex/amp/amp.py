@@ -42,7 +42,7 @@ def init(
     everywhere = ParameterList([Parameter(torch.empty(0, device=device))])
     with _amp_state.listening():
         ampatch.initialize(
-            everywhere, opt_level="O1", verbosity=2 if verbose else 0, allow_banned=allow_banned
+            everywhere, opt_level="O1", verbosity=2 if verbose else 1, allow_banned=allow_banned
         )
     level = _amp_state.opt_properties.opt_level
     if level not in ("O0", "O1", "O4"):
