@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import gc
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -25,7 +27,7 @@ class Changes(ExitStack):
     def set_attribute(self, owner: object, name: str, value: object) -> None:
         """Sets an attribute of a module or an object."""
         before = vars(owner).get(name, ABSENT)
-        setattr(owner, name, value)
+        assign(owner, name, value)
         self.callback(restore_attribute, owner, name, value, before)
 
     def set_class(self, module: ModuleType, cls: type[ModuleType]) -> None:
@@ -33,6 +35,16 @@ class Changes(ExitStack):
         if type(module) is ModuleType:
             module.__class__ = cls
             self.callback(setattr, module, "__class__", ModuleType)
+
+
+def assign(owner: object, name: str, value: object) -> None:
+    """Sets an attribute, or deletes it; a class that was written in C takes it in its dictionary alone."""
+    try:
+        delattr(owner, name) if value is ABSENT else setattr(owner, name, value)
+    except TypeError:
+        (attributes,) = gc.get_referents(vars(owner))
+        attributes.pop(name) if value is ABSENT else attributes.update({name: value})
+        ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))
 
 
 def remove_module(name: str, module: ModuleType) -> None:
@@ -43,12 +55,8 @@ def remove_module(name: str, module: ModuleType) -> None:
 
 def restore_attribute(owner: object, name: str, value: object, before: object) -> None:
     """Takes an attribute back."""
-    if vars(owner).get(name, ABSENT) is not value:
-        return
-    if before is ABSENT:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, before)
+    if vars(owner).get(name, ABSENT) is value:
+        assign(owner, name, before)
 
 
 def wrap(function: Callable, replacement: Callable, *given: object) -> Callable:

@@ -18,7 +18,7 @@ from ampatch.apex.drop_in.mirror import EXTENSIONS, OURS, PARTS, ROOTS, own_name
 from ampatch.apex.drop_in.missing import explain
 from ampatch.apex.drop_in.real import public_names
 from ampatch.apex.legacy.finding import Finding, read
-from ampatch.apex.legacy.table import BREAKS
+from ampatch.apex.legacy.old import BREAKS
 from ampatch.apex.uses import Use, is_of
 
 # In Python's words for a syntax error.

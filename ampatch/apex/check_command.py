@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ampatch import AmpError, AmpValueError
 from ampatch.apex.drop_in.real import is_real_installed
-from ampatch.apex.legacy.table import BREAKS, MAY_BREAK, NEEDS_CUDA, WARNS
+from ampatch.apex.legacy.old import BREAKS, MAY_BREAK, NEEDS_CUDA, WARNS
 
 if TYPE_CHECKING:
     from ampatch.apex.check import Report

@@ -3,106 +3,32 @@
 from __future__ import annotations
 
 import argparse
-import itertools
+import builtins
+import functools
+import inspect
 import os
 import pickle
+import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
+from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import lr_scheduler
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Sampler
 
 from ampatch.apex.changes import Changes, wrap
 from ampatch.apex.legacy.finding import KEYWORD, ROWS
-from ampatch.apex.legacy.names import Told, put_back_names, tell
-from ampatch.apex.legacy.table import ASYNC, LOAD, PART
-
-MASKED = (Tensor.masked_fill, Tensor.masked_fill_, Tensor.masked_select, torch.masked_select)
-SPLITS = (Tensor.chunk, Tensor.split, torch.chunk, torch.split)
-IN_PLACE = (Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_)
-
-
-class LegacyMode(TorchFunctionMode):
-    """Has functions of torch take what they took, in the thread that enters it."""
-
-    def __init__(self, told: Told) -> None:
-        super().__init__()
-        self._told = told
-
-    def __torch_function__(
-        self, func: Callable, types: object, args: tuple = (), kwargs: Mapping | None = None
-    ) -> object:
-        """Calls a function of torch; an argument that it no longer takes is changed first."""
-        given = kwargs or {}
-        if func is Tensor.__getitem__ and is_first_of_none(*args):
-            self._told.tell(ROWS["loss.data[0]"])
-            return args[0] if args[0].requires_grad else args[0].item()
-        if func in (Tensor.__rsub__, Tensor.__sub__, Tensor.sub) and any(map(is_bool, args)):
-            self._told.tell(ROWS["1 - mask"])
-            args = tuple(each.byte() if is_bool(each) else each for each in args)
-        if func in MASKED and any(map(is_byte, args)):
-            args = self._with_masks(args)
-        if func is Tensor.__setitem__ and any(map(is_byte, parts_of(args[1]))):
-            args = (args[0], self._with_masks(parts_of(args[1])), args[2])
-        if func in SPLITS and args:
-            return split_apart(func(*args, **given), *args, **given)
-        if func in IN_PLACE and hasattr(args[0], PART):
-            self._told.tell(ROWS[PART])
-        if func is Tensor.view and not args[0].is_contiguous():
-            return self._view(*args, **given)
-        return func(*args, **given)
-
-    def _with_masks(self, values: tuple) -> tuple:
-        """Returns values with masks in the place of those of bytes."""
-        self._told.tell(ROWS["masked_fill(x.byte(), ...)"])
-        return tuple(each.bool() if is_byte(each) else each for each in values)
-
-    def _view(self, tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """Returns a view, or a copy of that shape where there can be none."""
-        try:
-            return tensor.view(*args, **kwargs)
-        except RuntimeError:
-            copied = tensor.reshape(*args, **kwargs)
-        self._told.tell(ROWS["correct[:k].view(-1)"])
-        return copied
-
-
-def is_first_of_none(tensor: Tensor, index: object) -> bool:
-    """Whether the first element is taken of a tensor that is one number."""
-    return tensor.dim() == 0 and index == 0 and isinstance(index, int) and not isinstance(index, bool)
-
-
-def is_bool(value: object) -> bool:
-    """Whether a value is a mask, with which torch does not compute."""
-    return isinstance(value, Tensor) and value.dtype is torch.bool
-
-
-def is_byte(value: object) -> bool:
-    """Whether a value is a mask of bytes."""
-    return isinstance(value, Tensor) and value.dtype is torch.uint8
-
-
-def parts_of(index: object) -> tuple:
-    """Returns the index of each dimension."""
-    return index if isinstance(index, tuple) else (index,)
-
-
-def split_apart(parts: tuple[Tensor, ...], tensor: Tensor, *args: object, **kwargs: object) -> tuple:
-    """Returns the same views of a tensor, made one by one, as autograd lets only those change in place."""
-    dim = kwargs.get("dim", args[1] if args[1:] else 0)
-    starts = itertools.accumulate((part.size(dim) for part in parts), initial=0)
-    views = tuple(
-        tensor.narrow(dim, start, part.size(dim)) for start, part in zip(starts, parts, strict=False)
-    )
-    for view in views:
-        setattr(view, PART, True)
-    return views
+from ampatch.apex.legacy.functions import fft
+from ampatch.apex.legacy.names import Places, Told, put_back_names, show_there, tell
+from ampatch.apex.legacy.patterns import LIBROSA, POSITIONAL
+from ampatch.apex.legacy.table import ASYNC, COPY, LOAD, NUMPY_LOAD, RAGGED
+from ampatch.apex.legacy.tensors import LegacyMode
 
 
 def load_all(load: Callable, told: Told, /, f: object, *args: object, **kwargs: object) -> object:
@@ -180,6 +106,97 @@ def read_bytes(
     return np.frombuffer(string, dtype, count).copy()
 
 
+def make_array(
+    make: Callable, told: Told, /, object: object, dtype: object = None, **kwargs: object
+) -> np.ndarray:
+    """Has NumPy make arrays of rows of several lengths, and copies where it is told to make none."""
+    try:
+        return make(object, dtype, **kwargs)
+    except ValueError as error:
+        row = next((row for row in (ROWS[RAGGED], ROWS[COPY]) if row.error in str(error)), None)
+        if row is None or (dtype is not None and row is ROWS[RAGGED]):
+            raise
+    told.tell(row)
+    if row is ROWS[COPY]:
+        return make_array(make, told, object, dtype, **{**kwargs, "copy": None})
+    return make(object, builtins.object, **kwargs)
+
+
+class OldNpz(np.lib.npyio.NpzFile):
+    """An archive of arrays that gives objects as well."""
+
+    told: Told
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        """Reads an array."""
+        try:
+            return super().__getitem__(key)
+        except ValueError as error:
+            if self.allow_pickle or ROWS[NUMPY_LOAD].error not in str(error):
+                raise
+        self.told.tell(ROWS[NUMPY_LOAD])
+        self.allow_pickle = True
+        return super().__getitem__(key)
+
+
+def load_objects(load: Callable, told: Told, /, file: object, *args: object, **kwargs: object) -> object:
+    """Has `numpy.load` load objects as well, where a script says nothing of it."""
+    if args[1:] or "allow_pickle" in kwargs:
+        return load(file, *args, **kwargs)
+    place = file.tell() if hasattr(file, "seek") else 0
+    try:
+        loaded = load(file, *args, **kwargs)
+    except ValueError as error:
+        if ROWS[NUMPY_LOAD].error not in str(error):
+            raise
+        if hasattr(file, "seek"):
+            file.seek(place)
+        loaded = load(file, *args, **kwargs, allow_pickle=True)
+        told.tell(ROWS[NUMPY_LOAD])
+    if type(loaded) is OldNpz.__base__:
+        loaded.__class__, loaded.told = OldNpz, told
+    return loaded
+
+
+def sample_any(
+    sample: Callable, told: Told, /, self: object, population: object, *args: object, **kw: object
+) -> list:
+    """Has `random.sample` draw from sets, in the order that they have."""
+    if isinstance(population, Set):
+        told.tell(ROWS["random.sample(set(...), k)"])
+        population = tuple(population)
+    return sample(self, population, *args, **kw)
+
+
+def load_yaml(load: Callable, told: Told, /, stream: object, Loader: object = None) -> object:
+    """Has `yaml.load` and `load_all` take the loader that was theirs."""
+    if Loader is None:
+        told.tell(ROWS["yaml.load(file)"])
+        Loader = sys.modules["yaml"].FullLoader
+    return load(stream, Loader)
+
+
+def take_positional(function: Callable, told: Told, /, *args: object, **kwargs: object) -> object:
+    """Has a function of librosa take arguments without their names."""
+    names = [
+        each for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY
+    ]
+    count = POSITIONAL[function.__name__]
+    if args[count:]:
+        told.tell(ROWS["librosa.filters.mel(sr, n_fft)"])
+    named = zip((each.name for each in names), args[count:], strict=False)
+    return function(*args[:count], **dict(named), **kwargs)
+
+
+class OldTransforms(ModuleType):
+    """The module torch.fft, which was a function as well."""
+
+    def __call__(self, *args: object, **kwargs: object) -> Tensor:
+        """Transforms pairs of real and imaginary parts."""
+        self._told.tell(ROWS["torch.fft(...)"])
+        return fft(*args, **kwargs)
+
+
 def equal_to_tensors(told: Told) -> Callable:
     """Returns the `==` of the class Variable, which is torch.Tensor to it."""
 
@@ -215,30 +232,51 @@ def compile_mended(
     return source_to_code(self, mended, path, **options)
 
 
+# Functions that take more than today, by the places that have them.
+WIDER = (
+    ("torch", "load", load_all),
+    ("numpy", "fromstring", read_bytes),
+    *(("numpy", name, make_array) for name in ("array", "asarray", "asanyarray")),
+    ("numpy", "load", load_objects),
+    ("argparse._ActionsContainer", "add_argument", add_argument),
+    *((f"torch.optim.{name}", "__init__", init_with_floats) for name in ("Adam", "AdamW")),
+    ("random.Random", "sample", sample_any),
+    *(("yaml", name, load_yaml) for name in ("load", "load_all")),
+    *((place, name, take_positional) for place, names in LIBROSA.items() for name in names),
+)
+
+
+def widen(changes: Changes, told: Told, name: str, wider: Callable, owner: object) -> None:
+    """Has a function of a module or class take more."""
+    changes.set_attribute(owner, name, wrap(getattr(owner, name), wider, told))
+    if owner is random.Random:  # of which the module's function is a method
+        changes.set_attribute(random, name, getattr(random._inst, name))
+
+
 @contextmanager
 def legacy() -> Iterator[None]:
-    """Puts back what torch, NumPy, Python and Pillow have taken away while the context is open.
+    """Puts back what torch, NumPy, Python and other packages have taken away while the context is open.
 
     The log has a warning for each thing, when a script says it for the first time.
     """
     told = Told()
     with Changes() as changes, LegacyMode(told):
-        put_back_names(changes, told)
-        changes.set_attribute(torch, "load", wrap(torch.load, load_all, told))
-        changes.set_attribute(np, "fromstring", wrap(np.fromstring, read_bytes, told))
+        changes.set_attribute(warnings, "showwarning", wrap(warnings.showwarning, show_there))
+        places = Places(changes)
+        put_back_names(changes, places, told)
+        for place, name, wider in WIDER:
+            places.change(place, functools.partial(widen, changes, told, name, wider))
+        changes.set_class(torch.fft, OldTransforms)
+        changes.set_attribute(torch.fft, "_told", told)
         # Made with a generator of its own, since to make one draws a number.
         iterator = type(iter(DataLoader([0], generator=torch.Generator()))).__base__
         changes.set_attribute(iterator, "next", wrap(iterator.__next__, tell, told, ROWS["iterator.next()"]))
         changes.set_attribute(type(torch.autograd.Variable), "__eq__", equal_to_tensors(told))
-        parser = argparse._ActionsContainer
-        changes.set_attribute(parser, "add_argument", wrap(parser.add_argument, add_argument, told))
         for kind in [each for each in vars(lr_scheduler).values() if isinstance(each, type)]:
             if issubclass(kind, lr_scheduler.LRScheduler) and "__init__" in vars(kind):
                 changes.set_attribute(kind, "__init__", wrap(kind.__init__, init_silently, told))
         if "__init__" not in vars(Sampler):
             changes.set_attribute(Sampler, "__init__", wrap(Sampler.__init__, init_sampler, told))
-        for kind in (torch.optim.Adam, torch.optim.AdamW):
-            changes.set_attribute(kind, "__init__", wrap(kind.__init__, init_with_floats, told))
         loader = SourceFileLoader
         changes.set_attribute(loader, "source_to_code", wrap(loader.source_to_code, compile_mended, told))
         changes.set_attribute(sys, "dont_write_bytecode", True)  # else what is mended would stay on the disk
