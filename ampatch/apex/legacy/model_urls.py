@@ -7,10 +7,9 @@ OLD = {"inception_v3": "inception_v3_google"}
 
 
 def __getattr__(name: str) -> dict[str, str]:
-    try:
-        models = importlib.import_module(f"torchvision.models.{name}")
-    except ModuleNotFoundError as error:
-        raise AttributeError(str(error)) from error
+    if name.startswith("_"):  # which the import system asks for
+        raise AttributeError(name)
+    models = importlib.import_module(f"torchvision.models.{name}")
     names = [each.removesuffix("_Weights") for each in vars(models) if each.endswith("_Weights")]
     found = {name.lower(): getattr(models, f"{name}_Weights") for name in names}
     return {
