@@ -287,6 +287,8 @@ def test_what_a_row_says_is_found_with_its_line_and_remedy(row, tmp_path, capsys
         ("import librosa\nlibrosa.util.pad_center(window, size)", "librosa.filters.mel(sr, n_fft)"),
         ("import numpy\nx = numpy.array(y, copy=False)", "numpy.array(copy=False)"),
         ("x = y[0]\nlow = x.ptp()", "numpy.ndarray.ptp"),
+        ("import argparse\nparser.add_argument('--local-rank', type=int)", "--local_rank"),
+        ("import argparse\nparser.add_argument('--gpu', dest='local_rank')", "--local_rank"),
         ("if torch.cuda.is_available():\n    loss = model.cuda()(x).loss.data[0]", "loss.data[0]"),
         ("import torch.distributed as d\nd.init_process_group(backend='nccl')", "CUDA"),
     ],
@@ -427,6 +429,50 @@ def test_a_script_of_2019_runs_as_it_is(processes, tmp_path):
     assert len(said) == 18 - (np.lib.NumpyVersion(np.__version__) < "2.0.0"), done.stderr  # of np.product
     assert "--legacy mends async= in helper.py; since Python 3.7: use non_blocking=" in said
     assert not (tmp_path / "__pycache__").exists(), "plain python must not find what was mended"
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "rank", "is_mended"),
+    [
+        (["--local_rank"], [], 1, True),
+        (["--local-rank"], [], 1, True),
+        (["-r", "--local_rank", "--local-rank"], [], 1, True),
+        (["--gpu"], [], 1, True),
+        (["--local_rank"], ["--local-rank=3"], 3, True),
+        (["--local-rank"], ["--local_rank", "3"], 3, True),
+        (["--local_rank"], ["--local_rank=3"], 3, False),
+        (["--gpu"], ["--gpu", "3"], 3, False),
+    ],
+)
+def test_a_script_gets_the_rank_that_torchrun_sets_however_it_spells_it(
+    options, words, rank, is_mended, monkeypatch, caplog
+):
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    parser = argparse.ArgumentParser()
+    parser.add_argument(*options, dest="local_rank", type=int, required=True)
+    with legacy():
+        assert parser.parse_args().local_rank == rank
+        assert parser.parse_known_args([*words, "--x"])[1] == ["--x"]
+    assert len(caplog.messages) == is_mended
+
+
+def test_legacy_says_nothing_of_a_rank_where_no_launcher_sets_one(monkeypatch, caplog):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", default=0)
+    with legacy():
+        assert parser.parse_args([]).local_rank == 0
+        assert argparse.ArgumentParser().parse_known_args(["--local-rank=1"])[1] == ["--local-rank=1"]
+    assert caplog.messages == []
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("rank", ["--local-rank=1", "--local_rank=1"])
+def test_a_launcher_may_give_us_the_rank_which_is_the_scripts(processes, tmp_path, rank):
+    (tmp_path / "train.py").write_text("import sys\nprint(sys.argv)")
+    done = processes.run(f"sys.exit(ampatch.__main__.main([{rank!r}, 'run', 'train.py', '-x']))", tmp_path)
+    assert done.stdout == f"{['train.py', rank, '-x']}\n", done.stderr
 
 
 TORCHVISION = """

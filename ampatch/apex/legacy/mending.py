@@ -9,6 +9,7 @@ import inspect
 import os
 import pickle
 import random
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Set
@@ -77,15 +78,31 @@ def init_with_floats(
     init(self, params, lr, betas, *args, **kwargs)
 
 
-def add_argument(
-    add: Callable, told: Told, /, self: object, *names: str, **options: object
-) -> argparse.Action:
-    """Has the option --local_rank be what today's launchers say it is."""
-    if "--local_rank" in names and "--local-rank" not in names:
+def parse_rank(
+    parse: Callable,
+    told: Told,
+    /,
+    self: argparse.ArgumentParser,
+    args: object = None,
+    namespace: object = None,
+) -> object:
+    """Gives an option --local_rank or --local-rank what launchers gave it, who set LOCAL_RANK today."""
+    spellings = [word for action in self._actions for word in rank_spellings(action)]
+    given = sys.argv[1:] if args is None else list(args)
+    words = [re.sub(r"^--local[-_]rank(?==|$)", spellings[0], word) for word in given] if spellings else given
+    is_said = any(word.partition("=")[0] in spellings for word in words)
+    if spellings and not is_said and "LOCAL_RANK" in os.environ:
+        words = [f"{spellings[0]}={os.environ['LOCAL_RANK']}", *words]
+    if words != given:
         told.tell(ROWS["--local_rank"])
-        names += ("--local-rank",)
-        options["default"] = os.environ.get("LOCAL_RANK", options.get("default"))
-    return add(self, *names, **options)
+    return parse(self, words, namespace)
+
+
+def rank_spellings(action: argparse.Action) -> list[str]:
+    """Returns the words for an option, if it is that for the local rank."""
+    words = [word for word in action.option_strings if word.startswith("--")]
+    names = {action.dest, *(word.strip("-").replace("-", "_") for word in words)}
+    return words if "local_rank" in names else []
 
 
 def read_bytes(
@@ -238,7 +255,7 @@ WIDER = (
     ("numpy", "fromstring", read_bytes),
     *(("numpy", name, make_array) for name in ("array", "asarray", "asanyarray")),
     ("numpy", "load", load_objects),
-    ("argparse._ActionsContainer", "add_argument", add_argument),
+    *(("argparse.ArgumentParser", name, parse_rank) for name in ("parse_args", "parse_known_args")),
     *((f"torch.optim.{name}", "__init__", init_with_floats) for name in ("Adam", "AdamW")),
     ("random.Random", "sample", sample_any),
     *(("yaml", name, load_yaml) for name in ("load", "load_all")),

@@ -124,9 +124,8 @@ def calls(node: ast.Call, names: Names) -> Iterator[str]:
         isinstance(e, ast.Call) and last_name(e) == "byte" for e in node.args
     ):
         yield "masked_fill(x.byte(), ...)"
-    options = [getattr(each, "value", None) for each in node.args]
-    is_option = last_name(node) == "add_argument"
-    if is_option and "--local_rank" in options and "--local-rank" not in options:
+    options = [getattr(each, "value", None) for each in (*node.args, *(word.value for word in node.keywords))]
+    if last_name(node) == "add_argument" and {"--local_rank", "--local-rank", "local_rank"} & {*options}:
         yield "--local_rank"
     if needs_cuda(node, found):
         yield "CUDA"
