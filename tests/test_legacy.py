@@ -5,7 +5,6 @@ import collections
 import importlib.machinery
 import importlib.util
 import os
-import pkgutil
 import random
 import re
 import sys
@@ -377,9 +376,7 @@ def test_a_warning_of_an_old_name_names_the_line_that_says_it():
 @pytest.mark.parametrize("correct_bias", [True, False])
 def test_the_adamw_of_transformers_steps_as_it_did(correct_bias):
     weight = torch.tensor([1.0, -2.0], requires_grad=True)
-    with legacy():
-        kind = pkgutil.resolve_name("ampatch.apex.legacy.adamw.AdamW")
-    optimizer = kind([weight], 0.1, (0.8, 0.9), 0.01, 0.3, correct_bias)
+    optimizer = functions.AdamW([weight], 0.1, (0.8, 0.9), 0.01, 0.3, correct_bias)
     w, mean, square = [1.0, -2.0], [0.0, 0.0], [0.0, 0.0]
     for step, grads in enumerate([(0.5, 3.0), (-1.0, 0.25), (2.0, 1.0)], 1):
         weight.grad = torch.tensor(grads)

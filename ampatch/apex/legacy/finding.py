@@ -8,7 +8,7 @@ import re
 import traceback
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from ampatch.apex.drop_in.mirror import ROOTS as APEX
 from ampatch.apex.legacy.old import Old
 from ampatch.apex.legacy.patterns import patterns, sampler_calls
 from ampatch.apex.legacy.table import ASYNC, NAMES, PATTERNS
-from ampatch.apex.uses import Names, StarNames, Use, find_uses
+from ampatch.apex.uses import Names, Use, find_uses
 
 ROOTS = APEX | {*(row.name.partition(".")[0] for row in NAMES), "librosa", "random", "torchvision", "yaml"}
 ROWS = MappingProxyType({row.name: row for row in (*NAMES, *PATTERNS)})
@@ -50,12 +50,19 @@ def parse(source: bytes, name: str) -> tuple[ast.Module, tuple[Finding, ...]]:
     return tree, (Finding(ROWS[ASYNC], tuple(dict.fromkeys(lines))),)
 
 
-def read(source: bytes, path: str, star_names: StarNames) -> tuple[list[Use], tuple[Finding, ...]]:
+def read(
+    source: bytes, path: str, read_names: Callable[[ast.Module], Names]
+) -> tuple[list[Use], tuple[Finding, ...]]:
     """Returns the names that a script uses of apex and of other packages, and what in it is old."""
     tree, findings = parse(source, path)
-    names = Names(tree, star_names, ROOTS)
+    names = read_names(tree)
     uses = find_uses(tree, names)
     return uses, (*findings, *find_old(tree, names, uses))
+
+
+def read_alone(tree: ast.Module) -> Names:
+    """Returns the names in a script, but for what its own modules bring."""
+    return Names(tree, lambda module, level: {}, ROOTS)
 
 
 def find_cause(error: Exception) -> Old | None:
@@ -66,7 +73,7 @@ def find_cause(error: Exception) -> Old | None:
         places.append((error.filename, error.lineno))
     for path, line in reversed(places):
         with suppress(OSError, SyntaxError, ValueError):
-            _, findings = read(Path(path).read_bytes(), path, lambda _: ())
+            _, findings = read(Path(path).read_bytes(), path, read_alone)
             rows += [each.row for each in findings if line in each.lines and not each.row.error]
     return next((row for row in rows if row.is_mended), None)
 

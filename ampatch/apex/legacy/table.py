@@ -209,7 +209,7 @@ OTHERS = (
         for name in ("resnet", "vgg", "densenet", "alexnet", "squeezenet", "inception", "googlenet")
     ),
     *(
-        Old(f"transformers.{place}AdamW", "transformers 4.50", "torch.optim.AdamW", f"{LEGACY}.adamw.AdamW")
+        Old(f"transformers.{place}AdamW", "transformers 4.50", "torch.optim.AdamW", f"{OURS}.AdamW")
         for place in ("", "optimization.")
     ),
     *(
