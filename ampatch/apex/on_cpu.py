@@ -152,6 +152,7 @@ def on_cpu() -> Iterator[None]:
     devices; extensions in CUDA fail as before.
     """
     with Changes() as changes, CpuMode():
+        changes.show_warnings_there()
         for replacements in (of_cuda(), of_copies(), of_others(), of_distributed()):
             for owner, name, value in replacements:
                 changes.set_attribute(owner, name, value)

@@ -10,7 +10,6 @@ import pickle
 import random
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
@@ -25,7 +24,7 @@ from ampatch.apex.changes import Changes, wrap
 from ampatch.apex.legacy.arrays import load_objects, make_array, read_bytes
 from ampatch.apex.legacy.finding import KEYWORD, ROWS
 from ampatch.apex.legacy.functions import fft
-from ampatch.apex.legacy.names import Places, Told, put_back_names, show_there, tell
+from ampatch.apex.legacy.names import Places, Told, put_back_names, tell
 from ampatch.apex.legacy.patterns import LIBROSA, POSITIONAL
 from ampatch.apex.legacy.table import ASYNC, LOAD
 from ampatch.apex.legacy.tensors import LegacyMode
@@ -207,7 +206,7 @@ def legacy() -> Iterator[None]:
     """
     told = Told()
     with Changes() as changes, LegacyMode(told):
-        changes.set_attribute(warnings, "showwarning", wrap(warnings.showwarning, show_there))
+        changes.show_warnings_there()
         places = Places(changes)
         put_back_names(changes, places, told)
         for place, name, wider in WIDER:

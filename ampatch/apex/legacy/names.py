@@ -12,21 +12,18 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from importlib.machinery import SourceFileLoader
-from types import FrameType, ModuleType
+from types import ModuleType
 
 import numpy as np
 import torch
 
-import ampatch
-from ampatch.apex.changes import Changes, wrap
+from ampatch.apex.changes import Changes, script_frame, wrap
 from ampatch.apex.legacy.finding import is_gone
 from ampatch.apex.legacy.old import Old
 from ampatch.apex.legacy.patterns import METHODS
 from ampatch.apex.legacy.table import NAMES
 
 LOG = logging.getLogger("ampatch")
-OURS = os.path.dirname(ampatch.__file__)
-PASSED = (os.path.dirname(torch.__file__), OURS, "<frozen importlib", warnings.__file__)
 LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 # The linear algebra that torch still has the names of, and that raises.
 RAISING = ("torch.symeig", "torch.solve", "torch.matrix_rank")
@@ -52,14 +49,6 @@ class Told:
             LOG.warning("--legacy mends %s in %s; since %s: use %s", row.name, place, row.since, row.remedy)
 
 
-def script_frame() -> FrameType | None:
-    """Returns the frame of the line that called torch or us."""
-    frame = sys._getframe(1)
-    while frame and frame.f_code.co_filename.startswith(PASSED):
-        frame = frame.f_back
-    return frame
-
-
 def script_place() -> str | None:
     """Returns the line that called torch or us, None if it is one of another library."""
     frame = script_frame()
@@ -79,14 +68,6 @@ def warn_there(function: Callable, *args: object) -> object:
         registry = frame.f_globals.setdefault("__warningregistry__", {})
         warnings.warn_explicit(each.message, each.category, *place, registry)
     return value
-
-
-def show_there(show: Callable, /, message: object, kind: type, path: str, line: int, *args: object) -> None:
-    """Shows a warning that names a line of ours at the line of the script that led there."""
-    frame = script_frame() if path.startswith(OURS) else None
-    if frame is not None:
-        path, line = frame.f_code.co_filename, frame.f_lineno
-    show(message, kind, path, line, *args)
 
 
 # ---- Where names are put back ----
