@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+import dataclasses
 import importlib.machinery
 import importlib.util
 import os
@@ -330,13 +331,24 @@ def places():
 
 def test_all_is_what_it_was_afterwards():
     before = [dict(vars(place)) for place in places()]
+    finders = [*sys.meta_path]
     with legacy():
         assert np.float is float
         assert np.arange(3).ptp() == 2
         assert time.clock is time.perf_counter
     assert [dict(vars(place)) for place in places()] == before
+    assert sys.meta_path == finders
     assert "torch._six" not in sys.modules
     assert type(torch.fft) is type(os)
+
+
+def test_a_module_is_not_imported_under_its_old_name_because_python_looks_at_all_modules():
+    with legacy():
+        old = sys.modules["numpy.math"]
+        old._row = dataclasses.replace(old._row, new="no_such_module:")
+        assert not hasattr(old, "__file__")
+        with pytest.raises(ModuleNotFoundError):
+            old.pi
 
 
 def test_masks_of_bytes_choose_what_is_set():

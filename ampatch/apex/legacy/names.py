@@ -10,14 +10,16 @@ import sys
 import sysconfig
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from importlib.machinery import SourceFileLoader
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
 
 import numpy as np
 import torch
 
 from ampatch.apex.changes import Changes, script_frame, wrap
+from ampatch.apex.drop_in.real import find_elsewhere
 from ampatch.apex.legacy.finding import is_gone
 from ampatch.apex.legacy.old import Old
 from ampatch.apex.legacy.patterns import METHODS
@@ -73,13 +75,16 @@ def warn_there(function: Callable, *args: object) -> object:
 # ---- Where names are put back ----
 
 
-class Places:
+class Places(MetaPathFinder):
     """Modules and classes that are changed: at once, or as soon as they are imported."""
+
+    finds_apex = True  # which those who look for the module itself pass over
 
     def __init__(self, changes: Changes) -> None:
         self._waiting: dict[str, list[Change]] = defaultdict(list)
-        loader = SourceFileLoader
-        changes.set_attribute(loader, "exec_module", wrap(loader.exec_module, self._execute))
+        sys.meta_path.insert(0, self)
+        changes.callback(sys.meta_path.remove, self)
+        changes.callback(self._waiting.clear)
 
     def change(self, place: str, change: Change) -> None:
         """Changes what has this dotted name."""
@@ -89,10 +94,21 @@ class Places:
         else:
             change(owner)
 
-    def _execute(self, exec_module: Callable, /, loader: object, module: ModuleType) -> None:
-        exec_module(loader, module)
-        name = module.__name__
-        for place in [each for each in self._waiting if name in (each, each.rpartition(".")[0])]:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Finds a module that is to be changed, as others find it."""
+        spec = find_elsewhere(name, path) if self._places_of(name) else None
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader.exec_module = functools.partial(self._execute, spec.loader.exec_module)
+        return spec
+
+    def _places_of(self, name: str) -> list[str]:
+        return [each for each in self._waiting if name in (each, each.rpartition(".")[0])]
+
+    def _execute(self, exec_module: Callable, module: ModuleType) -> None:
+        exec_module(module)
+        for place in self._places_of(module.__name__):
             owner = find_owner(place)
             for change in () if owner is None else self._waiting.pop(place):
                 change(owner)
@@ -164,9 +180,10 @@ class OldModule(ModuleType):
         self._told = told
 
     def __getattr__(self, name: str) -> object:
-        """Returns what the module has."""
-        if not name.startswith("__"):  # which the import system asks for
-            self._told.tell(self._row)
+        """Returns what the module has; what Python itself asks modules for is not worth an import."""
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(name)
+        self._told.tell(self._row)
         return getattr(pkgutil.resolve_name(self._row.new), name)
 
 
