@@ -4,6 +4,7 @@ import argparse
 import difflib
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -125,7 +126,10 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns the exit status: 0, 1 (something failed) or 2 (bad input)."""
-    own, script_arguments = split(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    # torch.distributed.launch gives it to what it starts, and that is us.
+    rank = [word for word in argv[:1] if re.fullmatch(r"--local[-_]rank=\d+", word)]
+    own, script_arguments = split(argv[len(rank) :])
     parser = build_parser()
     if not own:
         parser.print_help()
@@ -137,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, unknown = parser.parse_known_args(own)
     if unknown:
         arguments.parser.error(arguments.parser.describe_unknown(unknown) + arguments.command.hint)
-    arguments.script_arguments = script_arguments
+    arguments.script_arguments = (*rank, *script_arguments)
     outcome = run_command(arguments)
     return outcome if isinstance(outcome, int) else outcome()
 

@@ -196,6 +196,46 @@ def test_a_folder_is_searched_and_what_is_hidden_is_not(tmp_path, capsys):
     assert said.endswith("2 scripts, 1 name of apex, 1 not provided\n")
 
 
+PROJECT = {
+    "train.py": "from common import *\nfrom lib import model\nimport random, aside\n"
+    "amp.initialise()\nnp.int\nrandom.sample(set(x), 3)\n",
+    "common.py": "import numpy as np\nfrom apex import amp\nimport train\n",  # which imports it
+    "random.py": "def sample(*_): pass\n",  # in the place of Python's
+    "lib/__init__.py": "from . import plugins\n",
+    "lib/model.py": "from .deep.layers import Layer\nimport importlib\nimportlib.import_module('late')\n",
+    "lib/deep/layers.py": "from ...common import np as n, amp as mixed\nmixed.initialize()\nn.float\n",
+    "lib/plugins/__init__.py": "try: import apex.RNN\nexcept ImportError: pass\n",
+    "late.py": "def f():\n    import apex.parallel\n",
+    "apex/__init__.py": "import apex.no_such\n",  # a clone of it, say
+    "aside/unused.py": "import apex.mlp\n",
+}
+
+
+@pytest.mark.parametrize("folder", ["", "package"])
+def test_a_script_is_checked_with_what_it_imports_of_its_folder(folder, tmp_path, monkeypatch, capsys):
+    for name, text in PROJECT.items():
+        (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert status_of(f"{folder}/train.py".lstrip("/")) == 1
+    said = [line.rstrip() for line in capsys.readouterr().out.replace("package/", "").splitlines()]
+    assert [line for line in said if not line.startswith("    ")] == [
+        "train.py",
+        "  apex.amp.initialise  NOT PROVIDED  line 4",
+        "  numpy.int            BREAKS        line 5",
+        "common.py",
+        "  apex.amp  provided      line 2",
+        "lib/plugins/__init__.py",
+        "  apex.RNN  NOT PROVIDED  line 1",
+        "lib/deep/layers.py",
+        "  apex.amp.initialize  provided      line 2",
+        "  numpy.float          BREAKS        line 3",
+        "late.py",
+        "  apex.parallel  provided      line 2",
+        "8 scripts, 5 names of apex, 2 not provided, 2 broken today",
+    ]
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -1,5 +1,6 @@
 """FusedAdam and its kin: torch's optimizers bit for bit, or plain references, with apex's arguments."""
 
+import copy
 import functools
 import inspect
 
@@ -359,7 +360,8 @@ def test_positional_arguments_come_in_the_order_of_apex(kind):
     [
         (named(FusedAdam, lr=-1.0), ValueError, r"lr=-1.0"),
         (named(FusedAdam, eps_inside_sqrt=True), ValueError, "eps_inside_sqrt=True"),
-        (FusedSGD, ValueError, "lr=None"),
+        (FusedSGD, ValueError, "didn't specify a value of required optimization parameter lr"),
+        (named(FusedAdam, lr=None), ValueError, "required optimization parameter lr"),
         (named(FusedSGD, lr=0.1, nesterov=True), ValueError, "expected a momentum above 0"),
         (named(FusedSGD, lr=0.1, momentum=0.9, dampening=0.1, nesterov=True), ValueError, "a dampening of 0"),
         (named(FusedNovoGrad, norm_type=1), ValueError, "norm_type=1"),
@@ -372,6 +374,22 @@ def test_positional_arguments_come_in_the_order_of_apex(kind):
 def test_bad_arguments_are_refused(make, error, message):
     with pytest.raises(error, match=message):  # a warning is an error here
         make(make_params())
+
+
+@pytest.mark.parametrize("kind", SIGNATURES)
+def test_groups_may_have_all_learning_rates(kind):
+    params = make_params(shapes=[(3,), (2,)])
+    expected = twins(params)
+    rates, history = (0.1, 0.01), make_grads(params)
+    groups = [{"params": [param], "lr": rate} for param, rate in zip(params, rates, strict=True)]
+    optimizer = copy.deepcopy(kind([{"params": [], "lr": 1.0}, *groups], lr=None))
+    copies = [param for group in optimizer.param_groups for param in group["params"]]
+    with pytest.raises(ValueError, match="required optimization parameter lr"):
+        optimizer.add_param_group({"params": make_params(shapes=[(2,)])})
+    run(optimizer, copies, history)
+    alike = [{"params": [param], "lr": rate} for param, rate in zip(expected, rates, strict=True)]
+    run(kind(alike, lr=7.0), expected, history)
+    assert_same_bits(copies, expected)
 
 
 def test_the_first_arguments_of_adam_still_work():

@@ -2,8 +2,11 @@
 
 import argparse
 import collections
+import dataclasses
 import importlib.machinery
 import importlib.util
+import os
+import random
 import re
 import sys
 import textwrap
@@ -20,7 +23,8 @@ from ampatch.apex.check import check_file
 from ampatch.apex.legacy import functions
 from ampatch.apex.legacy.finding import find_cause
 from ampatch.apex.legacy.mending import legacy
-from ampatch.apex.legacy.table import BREAKS, NAMES, PATTERNS
+from ampatch.apex.legacy.old import BREAKS
+from ampatch.apex.legacy.table import NAMES, PATTERNS
 from ampatch.apex.on_cpu import on_cpu
 from ampatch.apex.script import compile_source
 
@@ -98,7 +102,27 @@ SNIPPETS = {
         "import torch\ncorrect = torch.ones(5, 4).t().eq(0)\ncorrect[:2].view(-1).float()"
     ),
     "-mask": "import torch\nmask = torch.ones(3) > 2\n-mask",
-    "array.tostring()": "import numpy as np\nnp.ones(3).tostring()",
+    "numpy.ndarray.tostring": "import numpy as np\nassert np.ones(3).tostring() == np.ones(3).tobytes()",
+    "numpy.ndarray.ptp": "import numpy as np\nassert np.eye(2, 3).ptp(axis=1).tolist() == [1, 1]",
+    "numpy.ndarray.itemset": "import numpy as np\nnp.ones((2, 2)).itemset((0, 1), 5)",
+    "numpy.ndarray.newbyteorder": "import numpy\nassert numpy.ones(1, '>i4').newbyteorder()[0] == 2**24",
+    "numpy.array(rows of several lengths)": (
+        "import numpy as np\nassert [*map(len, np.array([[1, 2], [3]]))] == [2, 1]"
+    ),
+    "numpy.array(copy=False)": "import numpy as np\nassert np.array([1], copy=False).tolist() == [1]",
+    "numpy.load(...)": (
+        "import io\nimport numpy as np\nfile = io.BytesIO()\nnp.save(file, np.array({'a': 1}, object))\n"
+        "file.seek(0)\nassert np.load(file).item() == {'a': 1}"
+    ),
+    "PIL.ImageDraw.ImageDraw.textsize": (
+        "from PIL import Image, ImageDraw\nImageDraw.Draw(Image.new('L', (9, 9))).textsize('a')"
+    ),
+    "PIL.ImageFont.FreeTypeFont.getsize": (
+        "from PIL import ImageFont\nImageFont.load_default(10).getsize('a')"
+    ),
+    "threading.Thread.isAlive": "import threading\nthreading.Thread().isAlive()",
+    "torch.ifft": "import torch\ntorch.ifft(torch.ones(2, 2), 1)",
+    "librosa.filters.mel(sr, n_fft)": "import librosa\nlibrosa.filters.mel(16000, 512)",
     "random.sample(set(...), k)": "import random\nids = set(range(9))\nrandom.sample(ids, 3)",
     "1 - mask": "import torch\nmask = torch.ones(3) > 2\nassert (1 - mask).sum() == 3",
     "masked_fill(x.byte(), ...)": "import torch\nx = torch.ones(3)\nx.masked_fill((x > 0).byte(), 2)",
@@ -170,6 +194,8 @@ def is_due(row):
         return not torch.cuda.is_available()
     if row.name == "distutils" and importlib.util.find_spec("setuptools"):
         return False  # which brings it back
+    if row.name.startswith("torchvision."):
+        pytest.importorskip("torchvision", exc_type=Exception, reason="it is built for another torch")
     package, first, *last = re.findall(r"[\d.]+|[A-Za-z-]+(?= [\d])", row.since.replace("until ", ""))
     if package == "Python":
         return sys.version_info >= version(first)
@@ -254,6 +280,15 @@ def test_what_a_row_says_is_found_with_its_line_and_remedy(row, tmp_path, capsys
         ("x = y + 1\nvalues, _ = (x + x.t()).symeig(eigenvectors=True)", "torch.symeig"),
         ("import sys\nrun([sys.executable, '-m', 'torch.distributed.launch'])", "torch.distributed.launch"),
         ("x = y\nx.to('cuda:1')", "CUDA"),
+        (
+            "from librosa.filters import mel as basis\nbasis(sr, 1024, 80, fmin, fmax)",
+            "librosa.filters.mel(sr, n_fft)",
+        ),
+        ("import librosa\nlibrosa.util.pad_center(window, size)", "librosa.filters.mel(sr, n_fft)"),
+        ("import numpy\nx = numpy.array(y, copy=False)", "numpy.array(copy=False)"),
+        ("x = y[0]\nlow = x.ptp()", "numpy.ndarray.ptp"),
+        ("import argparse\nparser.add_argument('--local-rank', type=int)", "--local_rank"),
+        ("import argparse\nparser.add_argument('--gpu', dest='local_rank')", "--local_rank"),
         ("if torch.cuda.is_available():\n    loss = model.cuda()(x).loss.data[0]", "loss.data[0]"),
         ("import torch.distributed as d\nd.init_process_group(backend='nccl')", "CUDA"),
     ],
@@ -274,6 +309,10 @@ def test_other_ways_of_saying_it_are_found(find, text, name):
         "from scipy.linalg import lapack\nlapack.potrs(x)",
         "def next(self): pass\nprefetcher.next()",
         "import time\ntime.perf_counter()",
+        "import librosa\nlibrosa.load(path, sr=16000)",
+        "import os, numpy as np\nos.path.getsize(f), np.ptp(x), np.dtype('i4').newbyteorder('>')",
+        "import numpy as np\ndt = np.dtype('i4')\ndt.newbyteorder('>')",
+        "import xml.etree.ElementTree as ET\nET.tostring(root)",
         "import numpy as np\nnp.float64, np.bool_",
         f"{SCHEDULER})\nfor epoch in range(2):\n    optimizer.step()\n    scheduler.step()",
         "for a in self.args: f(*a)",
@@ -285,28 +324,85 @@ def test_what_runs_today_is_not_listed(find, text):
 
 def places():
     kinds = [torch, np, collections, time, argparse._ActionsContainer, torch.optim.lr_scheduler.StepLR]
-    kinds += torch.optim.Adam, torch.optim.AdamW, torch.utils.data.Sampler
-    return [*kinds, importlib.machinery.SourceFileLoader, torch.utils.data.dataloader._BaseDataLoaderIter]
+    kinds += torch.optim.Adam, torch.optim.AdamW, torch.utils.data.Sampler, np.ndarray, np.generic
+    kinds += warnings, random, random.Random, importlib.machinery.SourceFileLoader, torch.fft, os
+    return [*kinds, torch.utils.data.dataloader._BaseDataLoaderIter]
 
 
 def test_all_is_what_it_was_afterwards():
     before = [dict(vars(place)) for place in places()]
+    finders = [*sys.meta_path]
     with legacy():
         assert np.float is float
+        assert np.arange(3).ptp() == 2
         assert time.clock is time.perf_counter
     assert [dict(vars(place)) for place in places()] == before
+    assert sys.meta_path == finders
     assert "torch._six" not in sys.modules
+    assert type(torch.fft) is type(os)
+
+
+def test_a_module_is_not_imported_under_its_old_name_because_python_looks_at_all_modules():
+    with legacy():
+        old = sys.modules["numpy.math"]
+        old._row = dataclasses.replace(old._row, new="no_such_module:")
+        assert not hasattr(old, "__file__")
+        with pytest.raises(ModuleNotFoundError):
+            old.pi
 
 
 def test_masks_of_bytes_choose_what_is_set():
     mask, values = torch.tensor([True, False, True]), torch.zeros(3, dtype=torch.uint8)
-    x, rows = torch.ones(3), torch.ones(2, 3)
-    with legacy():
+    x, rows, picture = torch.ones(3), torch.ones(2, 3), torch.tensor([4, 5, 6], dtype=torch.uint8)
+    with legacy(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.where(1 - mask, x, -x).tolist() == [-1, 1, -1]
+        assert (1 - mask).float()[mask.byte()].tolist() == [0, 0]
+        picture.masked_fill_(mask=mask, value=0)
+        assert picture.masked_select(mask.byte()).tolist() == [0, 0]
         x[1 - mask] = 5
         rows[0, mask.byte()] = 0
         values[mask] = torch.tensor([7, 8], dtype=torch.uint8)
     assert (x.tolist(), rows.tolist()) == ([1, 5, 1], [[0, 1, 0], [1, 1, 1]])
     assert values.tolist() == [7, 0, 8]
+    assert picture.tolist() == [0, 5, 0]
+
+
+@pytest.mark.parametrize("context", [legacy, on_cpu])
+def test_a_warning_of_torch_names_the_line_of_the_script(context):
+    torch.set_warn_always(True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with context():
+            torch.qr(torch.eye(2))
+    torch.set_warn_always(False)
+    assert [each.filename for each in said] == [__file__]
+
+
+def test_a_warning_of_an_old_name_names_the_line_that_says_it():
+    with legacy():
+        collections.__getattr__._own = lambda name: warnings.warn(f"{name} is old", UserWarning, 2)
+        with pytest.warns(UserWarning, match="ChainMap2 is old") as said:
+            collections.ChainMap2
+    assert [each.filename for each in said] == [__file__]
+
+
+@pytest.mark.parametrize("correct_bias", [True, False])
+def test_the_adamw_of_transformers_steps_as_it_did(correct_bias):
+    weight = torch.tensor([1.0, -2.0], requires_grad=True)
+    optimizer = functions.AdamW([weight], 0.1, (0.8, 0.9), 0.01, 0.3, correct_bias)
+    w, mean, square = [1.0, -2.0], [0.0, 0.0], [0.0, 0.0]
+    for step, grads in enumerate([(0.5, 3.0), (-1.0, 0.25), (2.0, 1.0)], 1):
+        weight.grad = torch.tensor(grads)
+        optimizer.step()
+        size = 0.1 * ((1 - 0.9**step) ** 0.5 / (1 - 0.8**step) if correct_bias else 1)
+        for i, grad in enumerate(grads):
+            mean[i] = 0.8 * mean[i] + 0.2 * grad
+            square[i] = 0.9 * square[i] + 0.1 * grad * grad
+            w[i] -= size * mean[i] / (square[i] ** 0.5 + 0.01)
+            w[i] -= 0.1 * 0.3 * w[i]
+    assert weight.tolist() == pytest.approx(w, rel=1e-6)
+    assert set(optimizer.state_dict()["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
 def test_old_functions_compute_what_they_did():
@@ -323,6 +419,12 @@ def test_old_functions_compute_what_they_did():
     assert np.allclose(values.numpy(), np.linalg.eigvalsh(symmetric.numpy()))
     assert torch.allclose(symmetric @ vectors, vectors * values)
     assert functions.symeig(symmetric)[1].numel() == 0
+    pairs = torch.view_as_real(torch.fft.fft(x))
+    assert torch.allclose(functions.ifft(functions.fft(pairs, 1, True), 1, True), pairs)
+    assert np.allclose(
+        torch.view_as_complex(functions.fft(pairs, 1)).numpy(), np.fft.fft(np.fft.fft(x.numpy()))
+    )
+    assert functions.linear_assignment(np.array([[4, 1], [2, 3]])).tolist() == [[0, 1], [1, 0]]
     assert functions.in1d([[1, 2], [3, 4]], [2, 3]).tolist() == [False, True, True, False]
     assert functions.getargspec(lambda a, b=2: a).defaults == (2,)
 
@@ -338,6 +440,75 @@ def test_a_script_of_2019_runs_as_it_is(processes, tmp_path):
     assert len(said) == 18 - (np.lib.NumpyVersion(np.__version__) < "2.0.0"), done.stderr  # of np.product
     assert "--legacy mends async= in helper.py; since Python 3.7: use non_blocking=" in said
     assert not (tmp_path / "__pycache__").exists(), "plain python must not find what was mended"
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "rank", "is_mended"),
+    [
+        (["--local_rank"], [], 1, True),
+        (["--local-rank"], [], 1, True),
+        (["-r", "--local_rank", "--local-rank"], [], 1, True),
+        (["--gpu"], [], 1, True),
+        (["--local_rank"], ["--local-rank=3"], 3, True),
+        (["--local-rank"], ["--local_rank", "3"], 3, True),
+        (["--local_rank"], ["--local_rank=3"], 3, False),
+        (["--gpu"], ["--gpu", "3"], 3, False),
+    ],
+)
+def test_a_script_gets_the_rank_that_torchrun_sets_however_it_spells_it(
+    options, words, rank, is_mended, monkeypatch, caplog
+):
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    parser = argparse.ArgumentParser()
+    parser.add_argument(*options, dest="local_rank", type=int, required=True)
+    with legacy():
+        assert parser.parse_args().local_rank == rank
+        assert parser.parse_known_args([*words, "--x"])[1] == ["--x"]
+    assert len(caplog.messages) == is_mended
+
+
+def test_legacy_says_nothing_of_a_rank_where_no_launcher_sets_one(monkeypatch, caplog):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", default=0)
+    with legacy():
+        assert parser.parse_args([]).local_rank == 0
+        assert argparse.ArgumentParser().parse_known_args(["--local-rank=1"])[1] == ["--local-rank=1"]
+    assert caplog.messages == []
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("rank", ["--local-rank=1", "--local_rank=1"])
+def test_a_launcher_may_give_us_the_rank_which_is_the_scripts(processes, tmp_path, rank):
+    (tmp_path / "train.py").write_text("import sys\nprint(sys.argv)")
+    done = processes.run(f"sys.exit(ampatch.__main__.main([{rank!r}, 'run', 'train.py', '-x']))", tmp_path)
+    assert done.stdout == f"{['train.py', rank, '-x']}\n", done.stderr
+
+
+TORCHVISION = """
+import torch
+library = torch.library.Library("torchvision", "DEF")  # whose own may be built for another torch
+for name in ("nms", "qnms"):
+    library.define(name + "(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+from torchvision.models.resnet import model_urls
+from torchvision.models.inception import model_urls as inception
+from torchvision.models.utils import load_state_dict_from_url
+from torchvision.transforms import Scale
+from torchvision.transforms.functional_tensor import rgb_to_grayscale
+print(load_state_dict_from_url is torch.hub.load_state_dict_from_url, Scale(3).size)
+print(model_urls["resnet50"].rpartition("-")[0], *inception)
+"""
+VISION = "True 3\nhttps://download.pytorch.org/models/resnet50 inception_v3_google\n"
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not importlib.util.find_spec("torchvision"), reason="there is no torchvision here")
+def test_what_torchvision_has_lost_is_there_where_it_is_imported_later(processes, tmp_path):
+    (tmp_path / "train.py").write_text(TORCHVISION)
+    done = processes.run("sys.exit(ampatch.__main__.main(['run', '--legacy', 'train.py']))", tmp_path)
+    assert (done.status, done.stdout) == (0, VISION), done.stderr
+    assert done.stderr.count("--legacy mends") == 5
 
 
 RANK = SNIPPETS["--local_rank"].replace("['--local-rank=2']", "")

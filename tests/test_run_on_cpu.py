@@ -6,8 +6,9 @@ import warnings
 import pytest
 import torch
 
+from ampatch.__main__ import main
 from ampatch.apex.on_cpu import on_cpu
-from legacy import FOLDER
+from legacy import FOLDER, print_in_forks
 
 # What scripts say that know of no CPU, for what those of examples/legacy say.
 SAYS = {
@@ -74,6 +75,25 @@ if __name__ == "__main__":
 """
 
 
+# As scripts of 2018 learn from the number of GPUs how many they are, which torchrun starts.
+COUNTED = """
+import os
+import torch
+from torch import distributed as dist
+
+rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+torch.cuda.set_device(rank)
+model = torch.nn.Linear(1, 1).cuda(rank)
+if gpus > 1:
+    dist.init_process_group("nccl", world_size=gpus, rank=rank)
+    model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank])
+alone = torch.nn.DataParallel(torch.nn.Linear(1, 1).cuda(), range(gpus))(torch.ones(8 // gpus, 1).cuda())
+model(rank * torch.ones(1, 1).cuda()).sum().backward()
+print(f"of {gpus}: {torch.cuda.current_device() == rank} {len(alone)} {model.module.weight.grad.item()}")
+dist.destroy_process_group()
+"""
+
+
 # What else scripts say, a manner each; all of it fails on a machine without CUDA.
 ASKED = {
     "generators": """
@@ -89,6 +109,9 @@ for device in devices:
     made += torch.ones(1).new_zeros(2, device=device), nn.Linear(2, 2, device=device).to(device).weight
     made += torch.ones(1).cuda(device, non_blocking=True), torch.zeros(1, device=made[0].get_device())
     assert {str(tensor.device) for tensor in made} == {"cpu"}
+for device in ("cuda:1", 1):
+    torch.cuda.set_device(device)
+    assert torch.cuda.current_device() == torch.cuda.device_count() == 1
 with torch.device("cuda"):
     assert next(nn.Linear(2, 2).parameters()).device.type == "cpu"
 assert not made[0].is_cuda and torch.zeros(2, pin_memory=True).pin_memory().shape == (2,)
@@ -197,6 +220,14 @@ def test_processes_that_a_script_spawns_use_the_cpu_and_have_what_is_mended(run,
     (tmp_path / "train.py").write_text(SPAWNED)
     done = run("--device", "cpu", "--legacy", "train.py")
     assert (done.status, done.stdout) == (0, "cpu 1.0\n"), done.stderr
+
+
+@pytest.mark.process
+def test_a_machine_has_a_gpu_for_each_process_of_a_launcher(tmp_path):
+    (tmp_path / "train.py").write_text(COUNTED)
+    command = ["run", "--device", "cpu", "train.py"]
+    printed = print_in_forks(lambda: main(command), ["ampatch", *command], tmp_path, 2)
+    assert printed == "of 2: True 4 0.5\n" * 2
 
 
 @pytest.mark.process

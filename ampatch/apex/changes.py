@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import gc
+import os
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import ModuleType
+from types import FrameType, ModuleType
+
+import torch
+
+import ampatch
 
 ABSENT = object()
+OURS = os.path.dirname(ampatch.__file__)
+PASSED = (os.path.dirname(torch.__file__), OURS, "<frozen importlib", warnings.__file__)
 
 
 class Changes(ExitStack):
@@ -25,14 +35,28 @@ class Changes(ExitStack):
     def set_attribute(self, owner: object, name: str, value: object) -> None:
         """Sets an attribute of a module or an object."""
         before = vars(owner).get(name, ABSENT)
-        setattr(owner, name, value)
+        assign(owner, name, value)
         self.callback(restore_attribute, owner, name, value, before)
+
+    def show_warnings_there(self) -> None:
+        """Has warnings that name a line of ours, where torch was called, name that of the script."""
+        self.set_attribute(warnings, "showwarning", wrap(warnings.showwarning, show_there))
 
     def set_class(self, module: ModuleType, cls: type[ModuleType]) -> None:
         """Gives a plain module a class of its own; one that has such a class keeps it."""
         if type(module) is ModuleType:
             module.__class__ = cls
             self.callback(setattr, module, "__class__", ModuleType)
+
+
+def assign(owner: object, name: str, value: object) -> None:
+    """Sets an attribute, or deletes it; a class that was written in C takes it in its dictionary alone."""
+    try:
+        delattr(owner, name) if value is ABSENT else setattr(owner, name, value)
+    except TypeError:
+        (attributes,) = gc.get_referents(vars(owner))
+        attributes.pop(name) if value is ABSENT else attributes.update({name: value})
+        ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))
 
 
 def remove_module(name: str, module: ModuleType) -> None:
@@ -43,12 +67,8 @@ def remove_module(name: str, module: ModuleType) -> None:
 
 def restore_attribute(owner: object, name: str, value: object, before: object) -> None:
     """Takes an attribute back."""
-    if vars(owner).get(name, ABSENT) is not value:
-        return
-    if before is ABSENT:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, before)
+    if vars(owner).get(name, ABSENT) is value:
+        assign(owner, name, before)
 
 
 def wrap(function: Callable, replacement: Callable, *given: object) -> Callable:
@@ -59,3 +79,19 @@ def wrap(function: Callable, replacement: Callable, *given: object) -> Callable:
         return replacement(function, *given, *args, **kwargs)
 
     return wrapped
+
+
+def script_frame() -> FrameType | None:
+    """Returns the frame of the line that called torch or us."""
+    frame = sys._getframe(1)
+    while frame and frame.f_code.co_filename.startswith(PASSED):
+        frame = frame.f_back
+    return frame
+
+
+def show_there(show: Callable, /, message: object, kind: type, path: str, line: int, *args: object) -> None:
+    """Shows a warning that names a line of ours at the line of the script that led there."""
+    frame = script_frame() if path.startswith(OURS) else None
+    if frame is not None:
+        path, line = frame.f_code.co_filename, frame.f_lineno
+    show(message, kind, path, line, *args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.util
 from collections import defaultdict
@@ -17,8 +18,9 @@ import ampatch.apex
 from ampatch.apex.drop_in.mirror import EXTENSIONS, OURS, PARTS, ROOTS, own_name
 from ampatch.apex.drop_in.missing import explain
 from ampatch.apex.drop_in.real import public_names
+from ampatch.apex.imports import Modules
 from ampatch.apex.legacy.finding import Finding, read
-from ampatch.apex.legacy.table import BREAKS
+from ampatch.apex.legacy.old import BREAKS
 from ampatch.apex.uses import Use, is_of
 
 # In Python's words for a syntax error.
@@ -53,12 +55,13 @@ class Report:
         return tuple(finding for finding in self.findings if finding.row.status == BREAKS)
 
 
-def check_file(path: Path) -> Report:
-    """Reads a script, without running it; raises AmpValueError if Python could not read it either."""
+def check_file(path: Path, modules: Modules | None = None) -> Report:
+    """Reads a script, or one of its modules; raises AmpValueError if Python could not read it either."""
     if path.suffix == ".ipynb":  # which is an expression of Python's as well
         raise amp.AmpValueError(f"'{path}' is a notebook: expected a Python script, so export it as one")
     try:
-        uses, findings = read(path.read_bytes(), str(path), star_names)
+        read_names = functools.partial((modules or Modules(path, star_names)).names, path)
+        uses, findings = read(path.read_bytes(), str(path), read_names)
     except OSError as error:
         raise amp.AmpValueError(f"'{path}' cannot be read: {error.strerror}") from None
     except (SyntaxError, ValueError) as error:

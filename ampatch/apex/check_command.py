@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from ampatch import AmpError, AmpValueError
 from ampatch.apex.drop_in.real import is_real_installed
-from ampatch.apex.legacy.table import BREAKS, MAY_BREAK, NEEDS_CUDA, WARNS
+from ampatch.apex.legacy.old import BREAKS, MAY_BREAK, NEEDS_CUDA, WARNS
 
 if TYPE_CHECKING:
     from ampatch.apex.check import Report
+    from ampatch.apex.imports import Modules
 
 SUMMARY = "list the names of apex that a script uses, what in it breaks today or needs CUDA, and what to do"
 # Of how many in all.
@@ -23,7 +24,9 @@ WORDS = {BREAKS: "broken today", MAY_BREAK: "perhaps", WARNS: "with a warning", 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what `ampatch check` accepts."""
-    parser.add_argument("paths", metavar="PATH", nargs="+", help="a script, or a folder of them")
+    parser.add_argument(
+        "paths", metavar="PATH", nargs="+", help="a script, with what it imports of its folder, or a folder"
+    )
     parser.epilog = (
         "Nothing is run. The exit status is 1 if a name of apex is not provided, or something breaks today."
     )
@@ -33,11 +36,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints a report for each script; returns 1 if one of them uses what is not provided or breaks."""
     from ampatch.apex.check import check_file
 
-    scripts = [script for path in arguments.paths for script in find_scripts(Path(path))]
+    files: dict[Path, tuple[Path, Modules]] = {}
+    for path in arguments.paths:
+        for file, modules in find_files(Path(path)):
+            files.setdefault(file.resolve(), (file, modules))
     reports, faults = [], []
-    for script in scripts:
+    for file, modules in files.values():
         try:
-            reports.append(check_file(script))
+            reports.append(check_file(file, modules))
         except AmpError as error:
             faults.append(error)
     show(reports)
@@ -50,16 +56,21 @@ def run(arguments: argparse.Namespace) -> int:
     return int(any(report.missing or report.broken for report in reports))
 
 
-def find_scripts(path: Path) -> Iterator[Path]:
-    """Yields a file, or the Python files of a folder; what is hidden is left out."""
+def find_files(path: Path) -> Iterator[tuple[Path, Modules]]:
+    """Yields the files of a script, or of a folder, and what they import; what is hidden is left out."""
+    from ampatch.apex.check import star_names
+    from ampatch.apex.imports import Modules
+
     if not path.exists():
         raise AmpValueError(f"'{path}' does not exist: expected a Python script or a folder")
     if not path.is_dir():
-        yield path
+        modules = Modules(path, star_names)
+        yield from ((file, modules) for file in modules.follow())
         return
-    for script in sorted(path.rglob("*.py")):
-        if not any(part.startswith(".") for part in script.relative_to(path).parts):
-            yield script
+    modules = Modules(path / "__main__.py", star_names)
+    for file in sorted(path.rglob("*.py")):
+        if not any(part.startswith(".") for part in file.relative_to(path).parts):
+            yield file, modules
 
 
 def show(reports: Sequence[Report]) -> None:

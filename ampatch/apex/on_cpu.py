@@ -16,7 +16,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from ampatch.apex.changes import Changes, wrap
-from ampatch.apex.stand_ins import APPLIED, COMM, PARALLEL, Context, Event, Generator, Stream
+from ampatch.apex.stand_ins import (
+    APPLIED,
+    COMM,
+    PARALLEL,
+    Chosen,
+    Context,
+    Event,
+    Generator,
+    Stream,
+    count_devices,
+)
 
 Replacement = tuple[object, str, object]  # an attribute of a module or class, and its new value
 CPU = torch.device("cpu")
@@ -30,9 +40,9 @@ MEMORY = 2**34  # which scripts divide by
 
 # What functions of torch.cuda answer to a script; None where they do nothing.
 ANSWERS: dict[str, object] = {
-    **{"is_available": True, "device_count": 1, "current_device": 0},
+    "is_available": True,
     **{"get_device_name": "cpu", "get_device_capability": (0, 0), "get_arch_list": []},
-    **dict.fromkeys(("set_device", "synchronize", "empty_cache", "init", "ipc_collect")),
+    **dict.fromkeys(("synchronize", "empty_cache", "init", "ipc_collect")),
     **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all")),
     **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached")),
     **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), 0),
@@ -92,10 +102,10 @@ class CpuMode(TorchFunctionMode):
         return func(*(CPU if moves and is_number(value) else to_cpu(value) for value in args), **given)
 
 
-def answer_scripts(function: Callable, answer: object, /, *args: object, **kwargs: object) -> object:
-    """Gives a script one answer; torch and ampatch get the function's, which is the truth."""
+def answer_scripts(function: Callable, answer: Callable, /, *args: object, **kwargs: object) -> object:
+    """Gives a script another answer; torch and ampatch get the function's, which is the truth."""
     caller = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]
-    return function(*args, **kwargs) if caller in ("torch", "ampatch") else answer
+    return (function if caller in ("torch", "ampatch") else answer)(*args, **kwargs)
 
 
 def change_arguments(
@@ -142,6 +152,7 @@ def on_cpu() -> Iterator[None]:
     devices; extensions in CUDA fail as before.
     """
     with Changes() as changes, CpuMode():
+        changes.show_warnings_there()
         for replacements in (of_cuda(), of_copies(), of_others(), of_distributed()):
             for owner, name, value in replacements:
                 changes.set_attribute(owner, name, value)
@@ -154,9 +165,13 @@ def on_cpu() -> Iterator[None]:
 def of_cuda() -> Iterator[Replacement]:
     """Yields what stands for functions, classes and types of torch.cuda."""
     cuda = torch.cuda
+    chosen = Chosen()
     for place in (cuda, cuda.memory, cuda.random, cuda.profiler):
         for name in ANSWERS.keys() & vars(place).keys():
-            yield place, name, wrap(getattr(place, name), answer_scripts, ANSWERS[name])
+            yield place, name, wrap(getattr(place, name), answer_scripts, lambda *_, a=ANSWERS[name], **__: a)
+    yield cuda, "device_count", wrap(cuda.device_count, answer_scripts, count_devices)
+    yield cuda, "current_device", wrap(cuda.current_device, answer_scripts, chosen.number)
+    yield cuda, "set_device", wrap(cuda.set_device, answer_scripts, chosen.choose)
     for place in (cuda.nvtx, cuda.profiler):
         yield from ((place, name, lambda *_, **__: 0) for name in NOTHING & vars(place).keys())
     yield torch.autograd.profiler, "emit_nvtx", lambda *_, **__: nullcontext()
@@ -200,4 +215,8 @@ def of_distributed() -> Iterator[Replacement]:
     if distributed.is_available():
         for name in ("init_process_group", "new_group"):
             yield distributed, name, wrap(getattr(distributed, name), change_arguments, to_gloo)
-        yield distributed, "is_nccl_available", wrap(distributed.is_nccl_available, answer_scripts, True)
+        yield (
+            distributed,
+            "is_nccl_available",
+            wrap(distributed.is_nccl_available, answer_scripts, lambda: True),
+        )

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
+
+
+def count_devices() -> int:
+    """Stands in for `torch.cuda.device_count`: a GPU for each process that a launcher started here."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+class Chosen:
+    """Remembers the number of the GPU that a script has chosen: some ask for it to see who they are."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def choose(self, device: object) -> None:
+        """Stands in for `torch.cuda.set_device`; a `torch.device` is the CPU and has lost its number."""
+        digits = re.search(r"\d+$", str(device))
+        self._number = int(digits[0] if digits else os.environ.get("LOCAL_RANK", 0))
+
+    def number(self) -> int:
+        """Stands in for `torch.cuda.current_device`."""
+        return self._number
 
 
 class Event:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ampatch.apex.drop_in.mirror import ROOTS
@@ -13,8 +13,8 @@ IMPORTERS = ("import_module", "importlib.import_module")
 # `amp = None` is what scripts say where the import failed.
 NOTHING = (None, False)
 
-# The names that `from module import *` brings.
-StarNames = Callable[[str], tuple[str, ...]]
+# What `from module import *` brings, by name; the number is that of the dots before the module.
+Bring = Callable[[str, int], Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ def bases(node: ast.AST) -> Iterator[ast.AST]:
 class Names:
     """What the names in a script may stand for, wherever in it they are bound."""
 
-    def __init__(self, tree: ast.Module, star_names: StarNames, roots: frozenset[str] = ROOTS) -> None:
-        self._star_names = star_names
+    def __init__(self, tree: ast.Module, bring: Bring, roots: frozenset[str] = ROOTS) -> None:
+        self._bring_from = bring
         self.roots = roots
         # Names of the packages as strings, other values as what the script assigns, None for the rest.
         self._names: dict[str, list[str | ast.expr | None]] = defaultdict(list)
@@ -103,12 +103,21 @@ class Names:
         return ()
 
     def _imported_names(self, node: ast.ImportFrom) -> Iterator[tuple[str, str | None]]:
-        is_known = node.level == 0 and is_of(node.module, self.roots)
+        module = node.module or ""
+        is_known = node.level == 0 and is_of(module, self.roots)
         for alias in node.names:
-            if alias.name != "*":
-                yield alias.asname or alias.name, f"{node.module}.{alias.name}" if is_known else None
+            if alias.name == "*":
+                yield from self._bring_from(module, node.level).items()
             elif is_known:
-                yield from ((name, f"{node.module}.{name}") for name in self._star_names(node.module))
+                yield alias.asname or alias.name, f"{module}.{alias.name}"
+            else:
+                yield alias.asname or alias.name, self._bring_from(module, node.level).get(alias.name)
+
+    def exported(self) -> dict[str, str]:
+        """Returns what stands for something of the packages, and for nothing else."""
+        return {
+            name: ways[0] for name, ways in self._names.items() if len(ways) == 1 and isinstance(ways[0], str)
+        }
 
     def resolve(self, node: ast.expr, seen: frozenset[ast.expr] = frozenset()) -> list[str | None]:
         """Returns what an expression may stand for: names of apex, and None for anything else."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import MappingProxyType
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 ArgSpec = namedtuple("ArgSpec", "args varargs keywords defaults")
 
@@ -21,6 +26,102 @@ def getargspec(function: Callable) -> ArgSpec:
 def in1d(first: object, second: object, *args: object, **kwargs: object) -> np.ndarray:
     """Does what `numpy.in1d` did up to NumPy 2.3: the answer has one dimension."""
     return np.isin(np.ravel(first), second, *args, **kwargs)
+
+
+def msort(a: object) -> np.ndarray:
+    """Does what `numpy.msort` did up to NumPy 1.26."""
+    return np.sort(a, axis=0)
+
+
+def asfarray(a: object, dtype: object = float) -> np.ndarray:
+    """Does what `numpy.asfarray` did up to NumPy 1.26."""
+    return np.asarray(a, dtype if np.issubdtype(dtype, np.inexact) else float)
+
+
+def find_common_type(array_types: list, scalar_types: list) -> np.dtype:
+    """Does what `numpy.find_common_type` did up to NumPy 1.26, for types of one kind."""
+    return np.result_type(*array_types, *scalar_types)
+
+
+class Cast:
+    """What `numpy.cast` was up to NumPy 1.26: functions that cast, by type."""
+
+    def __getitem__(self, dtype: object) -> Callable[[object], np.ndarray]:
+        return functools.partial(np.asarray, dtype=dtype)
+
+
+cast = Cast()
+NINF, PZERO, NZERO = -np.inf, 0.0, -0.0
+
+
+def ptp(array: np.ndarray, *args: object, **kwargs: object) -> object:
+    """Does what the method `ptp` did up to NumPy 1.26."""
+    return np.ptp(np.asarray(array), *args, **kwargs)
+
+
+def itemset(array: np.ndarray, *args: object) -> None:
+    """Does what the method `itemset` did up to NumPy 1.26: `array.itemset(3, value)` counts all elements."""
+    *index, value = args
+    if index and isinstance(index[0], tuple):
+        array[index[0]] = value
+    else:
+        array.flat[index[0] if index else 0] = value
+
+
+def newbyteorder(array: np.ndarray, new_order: str = "S") -> np.ndarray:
+    """Does what the method `newbyteorder` did up to NumPy 1.26."""
+    return array.view(array.dtype.newbyteorder(new_order))
+
+
+def tostring(array: np.ndarray, order: str = "C") -> bytes:
+    """Does what the method `tostring` did up to NumPy 2.2."""
+    return array.tobytes(order)
+
+
+def getsize(font: object, text: str, *args: object, **kwargs: object) -> tuple[int, int]:
+    """Does what the method `getsize` of fonts did up to Pillow 9."""
+    return font.getbbox(text, *args, **kwargs)[2:]
+
+
+def textsize(
+    draw: object, text: str, font: object = None, *args: object, **kwargs: object
+) -> tuple[int, int]:
+    """Does what the method `textsize` of drawings did up to Pillow 9."""
+    return tuple(map(int, draw.textbbox((0, 0), text, font, None, *args, **kwargs)[2:]))
+
+
+def compare_ssim(
+    X: np.ndarray, Y: np.ndarray, *args: object, multichannel: bool = False, **kwargs: object
+) -> object:
+    """Does what `skimage.measure.compare_ssim` did up to scikit-image 0.17."""
+    from skimage.metrics import structural_similarity
+
+    named = dict(zip(("win_size", "gradient", "data_range"), args, strict=False))
+    return structural_similarity(X, Y, **named, channel_axis=-1 if multichannel else None, **kwargs)
+
+
+def linear_assignment(cost: np.ndarray) -> np.ndarray:
+    """Does what `sklearn.utils.linear_assignment_.linear_assignment` did up to scikit-learn 0.22."""
+    from scipy.optimize import linear_sum_assignment
+
+    return np.stack(linear_sum_assignment(cost), axis=1)
+
+
+_use_shared_memory = False  # as whoever imported it had it
+numpy_type_map = MappingProxyType(
+    {
+        **{"float64": torch.DoubleTensor, "float32": torch.FloatTensor, "float16": torch.HalfTensor},
+        **{"int64": torch.LongTensor, "int32": torch.IntTensor, "int16": torch.ShortTensor},
+        **{"int8": torch.CharTensor, "uint8": torch.ByteTensor},
+    }
+)
+
+
+class _DataLoaderIter(_BaseDataLoaderIter):
+    """What iterated over a DataLoader up to torch 1.1, with any number of workers."""
+
+    def __new__(cls, loader: DataLoader) -> _BaseDataLoaderIter:
+        return loader._get_iterator() if cls is _DataLoaderIter else super().__new__(cls)
 
 
 def asscalar(array: np.ndarray) -> object:
@@ -61,3 +162,66 @@ def irfft(
     if not onesided:
         return torch.fft.ifftn(values, dim=dims, norm=norm).real
     return torch.fft.irfftn(values, s=signal_sizes, dim=dims, norm=norm)
+
+
+def fft(input: Tensor, signal_ndim: int, normalized: bool = False, *, inverse: bool = False) -> Tensor:
+    """Does what `torch.fft` did up to torch 1.7, as a function: real and imaginary part come last."""
+    dims, norm = tuple(range(-signal_ndim, 0)), "ortho" if normalized else "backward"
+    transform = torch.fft.ifftn if inverse else torch.fft.fftn
+    return torch.view_as_real(transform(torch.view_as_complex(input.contiguous()), dim=dims, norm=norm))
+
+
+ifft = functools.partial(fft, inverse=True)
+
+
+class AdamW(Optimizer):
+    """The AdamW that transformers had up to version 4.49, step for step, with its arguments and state.
+
+    It differs from torch's in where `eps` is added (before the bias is corrected), in what decays (the
+    weight after the update) and in `correct_bias=False`, as BERT was trained.
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        correct_bias: bool = True,
+        no_deprecation_warning: bool = False,
+    ) -> None:
+        if lr < 0 or eps < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"lr={lr!r}, betas={betas!r}, eps={eps!r}: expected 0 or more, betas below 1")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "correct_bias": correct_bias})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], object] | None = None) -> object:
+        """Updates the parameters that have gradients; returns what the closure returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, group)
+        return loss
+
+    def _update(self, param: Tensor, group: dict) -> None:
+        if param.grad.is_sparse:
+            raise RuntimeError("AdamW does not take sparse gradients: use torch.optim.SparseAdam")
+        state, (beta1, beta2) = self.state[param], group["betas"]
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+        state["step"] += 1
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean.mul_(beta1).add_(param.grad, alpha=1 - beta1)
+        square.mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
+        size = group["lr"]
+        if group["correct_bias"]:
+            size *= (1 - beta2 ** state["step"]) ** 0.5 / (1 - beta1 ** state["step"])
+        param.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-size)
+        if group["weight_decay"] > 0:
+            param.add_(param, alpha=-group["lr"] * group["weight_decay"])

@@ -3,106 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import itertools
+import functools
+import inspect
 import os
 import pickle
+import random
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
+from types import ModuleType
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import lr_scheduler
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Sampler
 
 from ampatch.apex.changes import Changes, wrap
+from ampatch.apex.legacy.arrays import load_objects, make_array, read_bytes
 from ampatch.apex.legacy.finding import KEYWORD, ROWS
-from ampatch.apex.legacy.names import Told, put_back_names, tell
-from ampatch.apex.legacy.table import ASYNC, LOAD, PART
-
-MASKED = (Tensor.masked_fill, Tensor.masked_fill_, Tensor.masked_select, torch.masked_select)
-SPLITS = (Tensor.chunk, Tensor.split, torch.chunk, torch.split)
-IN_PLACE = (Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_)
-
-
-class LegacyMode(TorchFunctionMode):
-    """Has functions of torch take what they took, in the thread that enters it."""
-
-    def __init__(self, told: Told) -> None:
-        super().__init__()
-        self._told = told
-
-    def __torch_function__(
-        self, func: Callable, types: object, args: tuple = (), kwargs: Mapping | None = None
-    ) -> object:
-        """Calls a function of torch; an argument that it no longer takes is changed first."""
-        given = kwargs or {}
-        if func is Tensor.__getitem__ and is_first_of_none(*args):
-            self._told.tell(ROWS["loss.data[0]"])
-            return args[0] if args[0].requires_grad else args[0].item()
-        if func in (Tensor.__rsub__, Tensor.__sub__, Tensor.sub) and any(map(is_bool, args)):
-            self._told.tell(ROWS["1 - mask"])
-            args = tuple(each.byte() if is_bool(each) else each for each in args)
-        if func in MASKED and any(map(is_byte, args)):
-            args = self._with_masks(args)
-        if func is Tensor.__setitem__ and any(map(is_byte, parts_of(args[1]))):
-            args = (args[0], self._with_masks(parts_of(args[1])), args[2])
-        if func in SPLITS and args:
-            return split_apart(func(*args, **given), *args, **given)
-        if func in IN_PLACE and hasattr(args[0], PART):
-            self._told.tell(ROWS[PART])
-        if func is Tensor.view and not args[0].is_contiguous():
-            return self._view(*args, **given)
-        return func(*args, **given)
-
-    def _with_masks(self, values: tuple) -> tuple:
-        """Returns values with masks in the place of those of bytes."""
-        self._told.tell(ROWS["masked_fill(x.byte(), ...)"])
-        return tuple(each.bool() if is_byte(each) else each for each in values)
-
-    def _view(self, tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """Returns a view, or a copy of that shape where there can be none."""
-        try:
-            return tensor.view(*args, **kwargs)
-        except RuntimeError:
-            copied = tensor.reshape(*args, **kwargs)
-        self._told.tell(ROWS["correct[:k].view(-1)"])
-        return copied
-
-
-def is_first_of_none(tensor: Tensor, index: object) -> bool:
-    """Whether the first element is taken of a tensor that is one number."""
-    return tensor.dim() == 0 and index == 0 and isinstance(index, int) and not isinstance(index, bool)
-
-
-def is_bool(value: object) -> bool:
-    """Whether a value is a mask, with which torch does not compute."""
-    return isinstance(value, Tensor) and value.dtype is torch.bool
-
-
-def is_byte(value: object) -> bool:
-    """Whether a value is a mask of bytes."""
-    return isinstance(value, Tensor) and value.dtype is torch.uint8
-
-
-def parts_of(index: object) -> tuple:
-    """Returns the index of each dimension."""
-    return index if isinstance(index, tuple) else (index,)
-
-
-def split_apart(parts: tuple[Tensor, ...], tensor: Tensor, *args: object, **kwargs: object) -> tuple:
-    """Returns the same views of a tensor, made one by one, as autograd lets only those change in place."""
-    dim = kwargs.get("dim", args[1] if args[1:] else 0)
-    starts = itertools.accumulate((part.size(dim) for part in parts), initial=0)
-    views = tuple(
-        tensor.narrow(dim, start, part.size(dim)) for start, part in zip(starts, parts, strict=False)
-    )
-    for view in views:
-        setattr(view, PART, True)
-    return views
+from ampatch.apex.legacy.functions import fft
+from ampatch.apex.legacy.names import Places, Told, put_back_names, tell
+from ampatch.apex.legacy.patterns import LIBROSA, POSITIONAL
+from ampatch.apex.legacy.table import ASYNC, LOAD
+from ampatch.apex.legacy.tensors import LegacyMode
 
 
 def load_all(load: Callable, told: Told, /, f: object, *args: object, **kwargs: object) -> object:
@@ -151,33 +76,70 @@ def init_with_floats(
     init(self, params, lr, betas, *args, **kwargs)
 
 
-def add_argument(
-    add: Callable, told: Told, /, self: object, *names: str, **options: object
-) -> argparse.Action:
-    """Has the option --local_rank be what today's launchers say it is."""
-    if "--local_rank" in names and "--local-rank" not in names:
-        told.tell(ROWS["--local_rank"])
-        names += ("--local-rank",)
-        options["default"] = os.environ.get("LOCAL_RANK", options.get("default"))
-    return add(self, *names, **options)
-
-
-def read_bytes(
-    fromstring: Callable,
+def parse_rank(
+    parse: Callable,
     told: Told,
     /,
-    string: object,
-    dtype: object = float,
-    count: int = -1,
-    *,
-    sep: str = "",
-    **like: object,
+    self: argparse.ArgumentParser,
+    args: object = None,
+    namespace: object = None,
 ) -> object:
-    """Has `numpy.fromstring` read bytes, too."""
-    if sep:
-        return fromstring(string, dtype, count, sep=sep, **like)
-    told.tell(ROWS["numpy.fromstring(bytes)"])
-    return np.frombuffer(string, dtype, count).copy()
+    """Gives an option --local_rank or --local-rank what launchers gave it, who set LOCAL_RANK today."""
+    spellings = [word for action in self._actions for word in rank_spellings(action)]
+    given = sys.argv[1:] if args is None else list(args)
+    words = [re.sub(r"^--local[-_]rank(?==|$)", spellings[0], word) for word in given] if spellings else given
+    is_said = any(word.partition("=")[0] in spellings for word in words)
+    if spellings and not is_said and "LOCAL_RANK" in os.environ:
+        words = [f"{spellings[0]}={os.environ['LOCAL_RANK']}", *words]
+    if words != given:
+        told.tell(ROWS["--local_rank"])
+    return parse(self, words, namespace)
+
+
+def rank_spellings(action: argparse.Action) -> list[str]:
+    """Returns the words for an option, if it is that for the local rank."""
+    words = [word for word in action.option_strings if word.startswith("--")]
+    names = {action.dest, *(word.strip("-").replace("-", "_") for word in words)}
+    return words if "local_rank" in names else []
+
+
+def sample_any(
+    sample: Callable, told: Told, /, self: object, population: object, *args: object, **kw: object
+) -> list:
+    """Has `random.sample` draw from sets, in the order that they have."""
+    if isinstance(population, Set):
+        told.tell(ROWS["random.sample(set(...), k)"])
+        population = tuple(population)
+    return sample(self, population, *args, **kw)
+
+
+def load_yaml(load: Callable, told: Told, /, stream: object, Loader: object = None) -> object:
+    """Has `yaml.load` and `load_all` take the loader that was theirs."""
+    if Loader is None:
+        told.tell(ROWS["yaml.load(file)"])
+        Loader = sys.modules["yaml"].FullLoader
+    return load(stream, Loader)
+
+
+def take_positional(function: Callable, told: Told, /, *args: object, **kwargs: object) -> object:
+    """Has a function of librosa take arguments without their names."""
+    names = [
+        each for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY
+    ]
+    count = POSITIONAL[function.__name__]
+    if args[count:]:
+        told.tell(ROWS["librosa.filters.mel(sr, n_fft)"])
+    named = zip((each.name for each in names), args[count:], strict=False)
+    return function(*args[:count], **dict(named), **kwargs)
+
+
+class OldTransforms(ModuleType):
+    """The module torch.fft, which was a function as well."""
+
+    def __call__(self, *args: object, **kwargs: object) -> Tensor:
+        """Transforms pairs of real and imaginary parts."""
+        self._told.tell(ROWS["torch.fft(...)"])
+        return fft(*args, **kwargs)
 
 
 def equal_to_tensors(told: Told) -> Callable:
@@ -215,30 +177,51 @@ def compile_mended(
     return source_to_code(self, mended, path, **options)
 
 
+# Functions that take more than today, by the places that have them.
+WIDER = (
+    ("torch", "load", load_all),
+    ("numpy", "fromstring", read_bytes),
+    *(("numpy", name, make_array) for name in ("array", "asarray", "asanyarray")),
+    ("numpy", "load", load_objects),
+    *(("argparse.ArgumentParser", name, parse_rank) for name in ("parse_args", "parse_known_args")),
+    *((f"torch.optim.{name}", "__init__", init_with_floats) for name in ("Adam", "AdamW")),
+    ("random.Random", "sample", sample_any),
+    *(("yaml", name, load_yaml) for name in ("load", "load_all")),
+    *((place, name, take_positional) for place, names in LIBROSA.items() for name in names),
+)
+
+
+def widen(changes: Changes, told: Told, name: str, wider: Callable, owner: object) -> None:
+    """Has a function of a module or class take more."""
+    changes.set_attribute(owner, name, wrap(getattr(owner, name), wider, told))
+    if owner is random.Random:  # of which the module's function is a method
+        changes.set_attribute(random, name, getattr(random._inst, name))
+
+
 @contextmanager
 def legacy() -> Iterator[None]:
-    """Puts back what torch, NumPy, Python and Pillow have taken away while the context is open.
+    """Puts back what torch, NumPy, Python and other packages have taken away while the context is open.
 
     The log has a warning for each thing, when a script says it for the first time.
     """
     told = Told()
     with Changes() as changes, LegacyMode(told):
-        put_back_names(changes, told)
-        changes.set_attribute(torch, "load", wrap(torch.load, load_all, told))
-        changes.set_attribute(np, "fromstring", wrap(np.fromstring, read_bytes, told))
+        changes.show_warnings_there()
+        places = Places(changes)
+        put_back_names(changes, places, told)
+        for place, name, wider in WIDER:
+            places.change(place, functools.partial(widen, changes, told, name, wider))
+        changes.set_class(torch.fft, OldTransforms)
+        changes.set_attribute(torch.fft, "_told", told)
         # Made with a generator of its own, since to make one draws a number.
         iterator = type(iter(DataLoader([0], generator=torch.Generator()))).__base__
         changes.set_attribute(iterator, "next", wrap(iterator.__next__, tell, told, ROWS["iterator.next()"]))
         changes.set_attribute(type(torch.autograd.Variable), "__eq__", equal_to_tensors(told))
-        parser = argparse._ActionsContainer
-        changes.set_attribute(parser, "add_argument", wrap(parser.add_argument, add_argument, told))
         for kind in [each for each in vars(lr_scheduler).values() if isinstance(each, type)]:
             if issubclass(kind, lr_scheduler.LRScheduler) and "__init__" in vars(kind):
                 changes.set_attribute(kind, "__init__", wrap(kind.__init__, init_silently, told))
         if "__init__" not in vars(Sampler):
             changes.set_attribute(Sampler, "__init__", wrap(Sampler.__init__, init_sampler, told))
-        for kind in (torch.optim.Adam, torch.optim.AdamW):
-            changes.set_attribute(kind, "__init__", wrap(kind.__init__, init_with_floats, told))
         loader = SourceFileLoader
         changes.set_attribute(loader, "source_to_code", wrap(loader.source_to_code, compile_mended, told))
         changes.set_attribute(sys, "dont_write_bytecode", True)  # else what is mended would stay on the disk

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import logging
 import os
 import pkgutil
 import sys
 import sysconfig
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
 
+import numpy as np
 import torch
 
-import ampatch
-from ampatch.apex.changes import Changes, wrap
-from ampatch.apex.legacy.finding import METHODS, is_gone
-from ampatch.apex.legacy.table import NAMES, Old
+from ampatch.apex.changes import Changes, script_frame, wrap
+from ampatch.apex.drop_in.real import find_elsewhere
+from ampatch.apex.legacy.finding import is_gone
+from ampatch.apex.legacy.old import Old
+from ampatch.apex.legacy.patterns import METHODS
+from ampatch.apex.legacy.table import NAMES
 
 LOG = logging.getLogger("ampatch")
-PASSED = (os.path.dirname(torch.__file__), os.path.dirname(ampatch.__file__), "<frozen importlib")
 LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 # The linear algebra that torch still has the names of, and that raises.
 RAISING = ("torch.symeig", "torch.solve", "torch.matrix_rank")
+
+Change = Callable[[object], None]  # of a module or class
 
 
 class Told:
@@ -46,12 +53,101 @@ class Told:
 
 def script_place() -> str | None:
     """Returns the line that called torch or us, None if it is one of another library."""
-    frame = sys._getframe(2)
-    while frame and frame.f_code.co_filename.startswith(PASSED):
-        frame = frame.f_back
+    frame = script_frame()
     if frame is None or frame.f_code.co_filename.startswith(LIBRARIES):
         return None
     return f"{os.path.relpath(frame.f_code.co_filename)}, line {frame.f_lineno}"
+
+
+def warn_there(function: Callable, *args: object) -> object:
+    """Calls a function that warns of the line that called it, which is to be the script's."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        value = function(*args)
+    frame = script_frame()
+    for each in said if frame else ():
+        place = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__")
+        registry = frame.f_globals.setdefault("__warningregistry__", {})
+        warnings.warn_explicit(each.message, each.category, *place, registry)
+    return value
+
+
+# ---- Where names are put back ----
+
+
+class Places(MetaPathFinder):
+    """Modules and classes that are changed: at once, or as soon as they are imported."""
+
+    finds_apex = True  # which those who look for the module itself pass over
+
+    def __init__(self, changes: Changes) -> None:
+        self._waiting: dict[str, list[Change]] = defaultdict(list)
+        sys.meta_path.insert(0, self)
+        changes.callback(sys.meta_path.remove, self)
+        changes.callback(self._waiting.clear)
+
+    def change(self, place: str, change: Change) -> None:
+        """Changes what has this dotted name."""
+        owner = find_owner(place)
+        if owner is None:
+            self._waiting[place].append(change)
+        else:
+            change(owner)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Finds a module that is to be changed, as others find it."""
+        spec = find_elsewhere(name, path) if self._places_of(name) else None
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader.exec_module = functools.partial(self._execute, spec.loader.exec_module)
+        return spec
+
+    def _places_of(self, name: str) -> list[str]:
+        return [each for each in self._waiting if name in (each, each.rpartition(".")[0])]
+
+    def _execute(self, exec_module: Callable, module: ModuleType) -> None:
+        exec_module(module)
+        for place in self._places_of(module.__name__):
+            owner = find_owner(place)
+            for change in () if owner is None else self._waiting.pop(place):
+                change(owner)
+
+
+def find_owner(place: str) -> object:
+    """Returns a module that is imported, or a class of one; None where there is none yet."""
+    module, _, name = place.rpartition(".")
+    found = vars(sys.modules[module]).get(name) if module in sys.modules else None
+    return sys.modules.get(place) or (found if isinstance(found, type) else None)
+
+
+def put_back_names(changes: Changes, places: Places, told: Told) -> None:
+    """Puts the names back that are gone here, so that a use of them can be told of."""
+    rows: dict[str, dict[str, Old]] = defaultdict(dict)
+    for row in NAMES:
+        if row.new:
+            place, _, name = row.name.rpartition(".")
+            rows[place][name] = row
+    for place, named in rows.items():
+        places.change(place, functools.partial(put_back, changes, told, named))
+
+
+def put_back(changes: Changes, told: Told, rows: Mapping[str, Old], owner: object) -> None:
+    """Puts names back into a module or class."""
+    gone = {name: row for name, row in rows.items() if row.name in RAISING or is_gone(row.name)}
+    for row in gone.values():
+        if row.is_module:
+            changes.add_module(row.name, OldModule(row, told))
+    if isinstance(owner, ModuleType) and owner is not torch:
+        changes.set_attribute(owner, "__getattr__", OldNames(owner, gone, told))
+        return
+    # torch has a `__getattr__` that warns who calls it, and Dynamo asks it for all names.
+    for name, row in gone.items():
+        value = sys.modules.get(row.name) or wrap(pkgutil.resolve_name(row.new), tell, told, row)
+        changes.set_attribute(owner, name, value)
+        for more in {torch: (torch.Tensor,), np.ndarray: (np.generic,)}.get(owner, ()):
+            if more is np.generic or name in METHODS:
+                changes.set_attribute(more, name, value)
 
 
 class OldNames:
@@ -66,56 +162,29 @@ class OldNames:
     def __call__(self, name: str) -> object:
         """Returns what an old name stands for."""
         if name in self._rows:
-            self._told.tell(self._rows[name])
-            return pkgutil.resolve_name(self._rows[name].new)
+            row = self._rows[name]
+            self._told.tell(row)
+            return sys.modules[row.name] if row.is_module else warn_there(pkgutil.resolve_name, row.new)
         if self._own is not None:
-            return self._own(name)
+            return warn_there(self._own, name)
         text = f"module {self._module.__name__!r} has no attribute {name!r}"
         raise AttributeError(text, name=name, obj=self._module)
-
-
-def put_back_names(changes: Changes, told: Told) -> None:
-    """Puts the names back that are gone here, so that a use of them can be told of."""
-    places: dict[str, dict[str, Old]] = defaultdict(dict)
-    for row in names_to_mend():
-        value = pkgutil.resolve_name(row.new)
-        place, _, name = row.name.rpartition(".")
-        if isinstance(value, ModuleType):
-            value = OldModule(row, value, told)
-            changes.add_module(row.name, value)
-        if place == "torch":  # whose own `__getattr__` warns who calls it, and Dynamo asks it for all names
-            value = value if isinstance(value, ModuleType) else wrap(value, tell, told, row)
-            changes.set_attribute(torch, name, value)
-            if name in METHODS:
-                changes.set_attribute(torch.Tensor, name, value)
-        else:
-            places[place][name] = row
-    for place, rows in places.items():
-        module = pkgutil.resolve_name(place)
-        changes.set_attribute(module, "__getattr__", OldNames(module, rows, told))
-
-
-def names_to_mend() -> Iterator[Old]:
-    """Yields the names that are gone here and can be put back."""
-    for row in NAMES:
-        root = row.name.partition(".")[0]
-        if row.new and importlib.util.find_spec(root) and (row.name in RAISING or is_gone(row.name)):
-            yield row
 
 
 class OldModule(ModuleType):
     """A module under its old name."""
 
-    def __init__(self, row: Old, module: ModuleType, told: Told) -> None:
+    def __init__(self, row: Old, told: Told) -> None:
         super().__init__(row.name)
         self._row = row
-        self._module = module
         self._told = told
 
     def __getattr__(self, name: str) -> object:
-        """Returns what the module has."""
+        """Returns what the module has; what Python itself asks modules for is not worth an import."""
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(name)
         self._told.tell(self._row)
-        return getattr(self._module, name)
+        return getattr(pkgutil.resolve_name(self._row.new), name)
 
 
 def tell(function: Callable, told: Told, row: Old, /, *args: object, **kwargs: object) -> object:

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import required
 
 import ampatch as amp
 from ampatch.apex.optimizers.batch import Batch, align, can_fuse, find_params, group_by_kind, working_copy
@@ -30,15 +31,18 @@ class FusedOptimizer(Optimizer):
     def __init__(
         self, params: Params, defaults: Group, set_grad_none: bool = True, master_weights: bool = False
     ) -> None:
+        if defaults["lr"] is None:  # then each group has its own, else torch says which lacks it
+            defaults = {**defaults, "lr": required}
         names = ("lr", "momentum", "eps", "weight_decay")
-        self._check_positive(**{name: defaults[name] for name in names if name in defaults})
+        given = {name: defaults[name] for name in names if name in defaults}
+        self._check_positive(**{name: value for name, value in given.items() if value is not required})
         self.set_grad_none = set_grad_none
         self.master_weights = master_weights
         self._marks: dict[Tensor, tuple[int, int]] = {}  # of parameters, how we left the master
         super().__init__(params, defaults)
         # As apex's had it: subclasses hand it to `multi_tensor_applier`, with the kernel of the class.
-        first = self.param_groups[0]["params"][0]
-        self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32, device=first.device)
+        devices = (param.device for group in self.param_groups for param in group["params"])
+        self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32, device=next(devices, None))
 
     def _check_positive(self, **values: object) -> None:
         wrong = [f"{key}={value!r}" for key, value in values.items() if value is None or value < 0.0]
@@ -130,6 +134,8 @@ class FusedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._marks = {}
+        if isinstance(self.defaults["lr"], type(required)):  # a copy, which torch does not know
+            self.defaults["lr"] = required
         self.defaults.pop("differentiable", None)  # an option of torch's optimizers, which torch adds
         for group in self.param_groups:  # a checkpoint of torch's lacks some of ours
             for name, value in self.defaults.items():

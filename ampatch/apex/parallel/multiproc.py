@@ -1,10 +1,10 @@
 """`python -m apex.parallel.multiproc train.py ARGS`: one process for each GPU, as apex started them.
 
 Each gets `--world-size` and `--rank` at the end of its arguments, and RANK, LOCAL_RANK, WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT in its environment. What ranks above 0 print goes to GPU_1.log and so on.
-The number of processes is what `--nproc_per_node` before the script says, else `--world-size` among its
-arguments, WORLD_SIZE in the environment, the number of GPUs, and one without any. If a process fails,
-the others are ended, and its status is ours.
+LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment. What ranks above 0 print goes to
+GPU_1.log and so on. The number of processes is what `--nproc_per_node` before the script says, else
+`--world-size` among its arguments, WORLD_SIZE in the environment, the number of GPUs, and one without
+any. If a process fails, the others are ended, and its status is ours.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def main() -> int:
             log = None if rank == 0 else stack.enter_context(open(f"GPU_{rank}.log", "w"))
             # At the end they count: argparse takes the last.
             arguments = [*script, "--world-size", str(processes), "--rank", str(rank)]
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+            ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+            place = ranks | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
             workers.append(subprocess.Popen([*command, *arguments], stdout=log, env=environment | place))
         return wait(workers)
 

@@ -1,0 +1,206 @@
+"""Knows what is old in a script by the form of its code, and calls it by the name of its row."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from types import MappingProxyType
+
+from torch.optim import lr_scheduler
+
+from ampatch.apex.legacy.table import COPY, LOAD, NAMES, NUMPY_LOAD, PART, RAGGED
+from ampatch.apex.uses import Names
+
+# What was a method of tensors as well, and of nothing else.
+METHODS = ("btrifact", "btrisolve", "gels", "gesv", "potrf", "potrs", "symeig", "trtrs")
+# Methods of classes, by their names, which nothing else has that scripts use.
+CLASSES = ("numpy.ndarray", "PIL.ImageDraw.ImageDraw", "PIL.ImageFont.FreeTypeFont", "threading.Thread")
+METHODS_OF = MappingProxyType(
+    {row.name.rpartition(".")[2]: row.name for row in NAMES if row.name.startswith(CLASSES)}
+)
+# Types, and modules of XML, have methods of those names, too.
+NOT_ARRAY = re.compile(r"dtype|^dt$|\bET\b|etree|xml")
+SCHEDULERS = "torch.optim.lr_scheduler"
+INDEX = re.compile(r"(id|ids|idx|inds?|index|indices)$", re.IGNORECASE)
+NUMBER = re.compile(r"loss|err|cost|acc|prec|correct|sum$|mean$|norm$", re.IGNORECASE)
+MASKED = ("masked_fill", "masked_fill_", "masked_select")
+CUDA = re.compile(r"torch\.cuda\.(\w+Tensor|Stream|Event|set_device)")
+COMPARISONS = ("eq", "ne", "gt", "lt", "ge", "le")
+# Functions of librosa that take so many arguments without their names, by module.
+LIBROSA = MappingProxyType(
+    {
+        "librosa.filters": {"mel": 0, "window_sumsquare": 0},
+        "librosa.core.audio": {"load": 1, "resample": 1, "get_duration": 0},
+        "librosa.core.spectrum": dict.fromkeys(
+            ("stft", "istft", "power_to_db", "amplitude_to_db", "griffinlim"), 1
+        ),
+        "librosa.feature.spectral": {"melspectrogram": 0, "mfcc": 0, "rms": 0, "chroma_stft": 0},
+        "librosa.feature.utils": {"delta": 1},
+        "librosa.util.utils": {"frame": 1, "pad_center": 1, "fix_length": 1},
+        "librosa.effects": dict.fromkeys(("trim", "split", "time_stretch", "pitch_shift"), 1),
+    }
+)
+POSITIONAL = MappingProxyType({name: count for names in LIBROSA.values() for name, count in names.items()})
+
+# Functions that need a keyword today, by the row that says so.
+NEEDED = MappingProxyType(
+    {
+        LOAD: ("torch.load", "weights_only"),
+        NUMPY_LOAD: ("numpy.load", "allow_pickle"),
+        "numpy.fromstring(bytes)": ("numpy.fromstring", "sep"),
+        "torch.fft(...)": ("torch.fft", None),
+        "torch.stft(...)": ("torch.stft", "return_complex"),
+    }
+)
+# Keywords that functions of a place, or of any, take no more.
+HAS_VERBOSE = "verbose" in inspect.signature(lr_scheduler.StepLR).parameters
+TAKEN = MappingProxyType(
+    {
+        **({} if HAS_VERBOSE else {"lr_scheduler(verbose=)": (SCHEDULERS, "verbose")}),
+        "pretrained=": ("torchvision.models", "pretrained"),
+        "retain_variables=": ("", "retain_variables"),
+        "volatile=": ("", "volatile"),
+    }
+)
+
+
+def patterns(node: ast.AST, names: Names) -> Iterator[str]:
+    """Yields the names of the rows that a node is an example of; what a variable holds, its name says."""
+    match node:
+        case ast.Call():
+            yield from calls(node, names)
+        case ast.Subscript(ast.Attribute(of, "data"), ast.Constant(0)) if NUMBER.search(last_name(of)):
+            yield "loss.data[0]"
+        case ast.BinOp(ast.Constant(1), ast.Sub(), right) if is_mask(right, names):
+            yield "1 - mask"
+        case ast.UnaryOp(ast.USub(), operand) if is_mask(operand, names):
+            yield "-mask"
+        case ast.BinOp(left, ast.Div()) if INDEX.search(last_name(left)):
+            yield "ids / n"
+        case ast.Compare(left, [ast.Eq() | ast.NotEq(), *_], others) if last_name(left) == "type":
+            if any("torch.autograd.Variable" in names.resolve(each) for each in others):
+                yield "type(x) == Variable"
+        case ast.AugAssign(target):
+            whole = names.parts.get(getattr(target, "id", ""), ())
+            if any(last_name(each) in ("chunk", "split", "unbind") for each in whole):
+                yield PART
+        case ast.ClassDef() if is_old_function(node, names):
+            yield "a Function without @staticmethod"
+        case ast.For() if is_early_step(node, names):
+            yield "scheduler.step() before training"
+        case ast.Constant("torch.distributed.launch"):
+            yield "torch.distributed.launch"
+
+
+def calls(node: ast.Call, names: Names) -> Iterator[str]:
+    """Yields the names of the rows that a call is an example of."""
+    given, found = {each.arg for each in node.keywords}, names.resolve(node.func)
+    for row, (function, keyword) in NEEDED.items():
+        if {*found} == {function} and keyword not in given:
+            yield row
+    if {*found} == {"yaml.load"} and len(node.args) == 1 and "Loader" not in given:
+        yield "yaml.load(file)"
+    for row, (place, keyword) in TAKEN.items():
+        if keyword in given and (not place or any((name or "").startswith(place) for name in found)):
+            yield row
+    match node:
+        case ast.Call(ast.Attribute(iterator, "next"), []):
+            if any(isinstance(v, ast.Call) and last_name(v) == "iter" for v in names.values(iterator)):
+                yield "iterator.next()"
+        case ast.Call(ast.Attribute(ast.Subscript(slice=ast.Slice(lower=None)), "view")):
+            if ast.unparse(node).endswith(".view(-1)"):  # not contiguous since it was transposed
+                yield "correct[:k].view(-1)"
+        case ast.Call(keywords=words) if {*found} & {"torch.optim.Adam", "torch.optim.AdamW"}:
+            if any(ast.unparse(word).startswith("betas=(0,") for word in words):
+                yield "Adam(betas=(0, 0.9))"
+        case ast.Call(args=[sampled, _]) if {*found} == {"random.sample"}:
+            if any(isinstance(v, ast.Set) or last_name(v) == "set" for v in names.values(sampled)):
+                yield "random.sample(set(...), k)"
+        case ast.Call(ast.Attribute(attr=name)) if name in METHODS and not any(found):
+            yield f"torch.{name}"
+    if last_name(node) in MASKED and any(
+        isinstance(e, ast.Call) and last_name(e) == "byte" for e in node.args
+    ):
+        yield "masked_fill(x.byte(), ...)"
+    options = [getattr(each, "value", None) for each in (*node.args, *(word.value for word in node.keywords))]
+    if last_name(node) == "add_argument" and {"--local_rank", "--local-rank", "local_rank"} & {*options}:
+        yield "--local_rank"
+    if needs_cuda(node, found):
+        yield "CUDA"
+    yield from calls_of_arrays(node, names, found)
+
+
+def calls_of_arrays(node: ast.Call, names: Names, found: Sequence[str | None]) -> Iterator[str]:
+    """Yields the names of the rows that a call of NumPy or librosa, or of an array, is an example of."""
+    if {*found} & {"numpy.array", "numpy.asarray"}:
+        if any(word.arg == "copy" and getattr(word.value, "value", None) is False for word in node.keywords):
+            yield COPY
+        rows = getattr(node.args[0], "elts", ()) if len(node.args) == 1 else ()
+        if len({len(getattr(row, "elts", ())) for row in rows}) > 1 and len(node.keywords) == 0:
+            yield RAGGED
+    for name in found:
+        package, _, last = (name or "").rpartition(".")
+        if package.startswith("librosa") and len(node.args) > POSITIONAL.get(last, len(node.args)):
+            yield "librosa.filters.mel(sr, n_fft)"
+    match node.func:
+        case ast.Attribute(of, name) if name in METHODS_OF and not any(found):
+            made = [each for each in (of, *names.values(of)) if isinstance(each, ast.expr)]
+            if not any(NOT_ARRAY.search(ast.unparse(each)) for each in made):
+                yield METHODS_OF[name]
+
+
+def last_name(node: ast.AST) -> str:
+    """Returns the last word of a name or call: of `self.loss.sum()` the word sum."""
+    node = node.func if isinstance(node, ast.Call) else node
+    return getattr(node, "attr", getattr(node, "id", ""))
+
+
+def is_mask(node: ast.expr, names: Names) -> bool:
+    """Whether an expression is a comparison, or a name for one."""
+    values = names.values(node)
+    return bool(values) and all(
+        isinstance(each, ast.Compare) or (isinstance(each, ast.Call) and last_name(each) in COMPARISONS)
+        for each in values
+    )
+
+
+def is_old_function(node: ast.ClassDef, names: Names) -> bool:
+    """Whether a class is an autograd Function whose forward is no static method."""
+    bases = {name for base in node.bases for name in names.resolve(base)}
+    methods = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "forward"]
+    is_ours = bool(bases & {"torch.autograd.Function", "torch.autograd.function.Function"})
+    return is_ours and any(not each.decorator_list for each in methods)
+
+
+def sampler_calls(node: ast.AST, names: Names) -> Iterator[ast.Call]:
+    """Yields the calls in a sampler's class that give the class of samplers what it draws from."""
+    bases = {name for base in getattr(node, "bases", ()) for name in names.resolve(base)}
+    if bases & {"torch.utils.data.Sampler", "torch.utils.data.sampler.Sampler"}:
+        for call in ast.walk(node):
+            match call:
+                case ast.Call(ast.Attribute(ast.Call(of), "__init__"), [_]) if last_name(of) == "super":
+                    yield call
+
+
+def is_early_step(node: ast.For, names: Names) -> bool:
+    """Whether the first step of a loop is the scheduler's, before it trains."""
+    calls = [call for part in node.body for call in ast.walk(part) if isinstance(call, ast.Call)]
+    calls.sort(key=lambda call: (call.lineno, call.col_offset))
+    match [call for call in calls if last_name(call) in ("step", "train", "train_epoch")]:
+        case [ast.Call(ast.Attribute(scheduler, "step")), _, *_]:
+            made = [each for each in names.values(scheduler) if isinstance(each, ast.Call)]
+            found = [name for each in made for name in names.resolve(each.func)]
+            return any((name or "").startswith(SCHEDULERS) for name in found)
+    return False
+
+
+def needs_cuda(node: ast.Call, found: Iterable[str | None]) -> bool:
+    """Whether a call needs a GPU: `.cuda()`, a device or backend by name, types and streams."""
+    given = [getattr(each, "value", None) for each in (*node.args, *(word.value for word in node.keywords))]
+    return (
+        any(isinstance(each, str) and re.fullmatch(r"cuda(:\d+)?|nccl", each) for each in given)
+        or any(re.fullmatch(CUDA, name or "") for name in found)
+        or (isinstance(node.func, ast.Attribute) and node.func.attr == "cuda")
+    )
