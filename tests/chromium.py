@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from colour_vision import contrast
-
 NAME = "chromium"
 SECONDS = 120
 ARGUMENTS = (
@@ -105,6 +103,22 @@ addEventListener("load", () => {
   document.getElementById("result").textContent = JSON.stringify(result);
 });
 </script>"""
+
+
+def luminance(colour: str) -> float:
+    """Returns the relative luminance of "#rrggbb" or "rgb(r, g, b)", by IEC 61966-2-1 (sRGB)."""
+    if colour.startswith("#"):
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    else:
+        parts = [float(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(a * b for a, b in zip((0.2126729, 0.7151522, 0.0721750), linear, strict=True))
+
+
+def contrast(one: str, other: str) -> float:
+    """Returns the contrast ratio of WCAG 2.2."""
+    low, high = sorted(map(luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
 
 
 def start(arguments: list[str], folder: Path) -> subprocess.CompletedProcess:

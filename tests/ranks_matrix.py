@@ -34,7 +34,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ampatch as amp
 import ranks as started
-from ampatch.steps import scaler
 from ranks import Ranks, gather
 
 WRAPPERS = ["DDP", "FSDP2", "HSDP", "TP", "TP+FSDP2"]
@@ -222,25 +221,13 @@ def expect_scales(case):
     return scales
 
 
-@contextlib.contextmanager
-def planted(fault):
-    """Breaks ampatch, so that it is seen whether the checks find it."""
-    agree, inverse = scaler.agree_, scaler.Scale._get_inverse
-    if fault == "each rank skips alone":
-        scaler.agree_ = lambda *args: None
-    if fault == "doubled inverse scale":
-        scaler.Scale._get_inverse = lambda *args: inverse(*args) * 2
-    yield
-    scaler.agree_, scaler.Scale._get_inverse = agree, inverse
-
-
 def difference(found, expected):
     return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
 
 
-def find_faults(case, fault=None):
+def find_faults(case):
     """What is wrong with a case, in words; what every rank runs."""
-    with planted(fault), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         weights, scales, skipped = train(case)
     everywhere = gather((weights, scales, skipped))

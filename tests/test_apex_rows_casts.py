@@ -15,7 +15,6 @@ from apex_rows import (
     INF,
     MASTERED,
     PATCHED,
-    Net,
     backward,
     changed,
     initialized,
@@ -23,7 +22,6 @@ from apex_rows import (
     set_scale,
     shows,
     step,
-    unchanged,
 )
 
 FULL, HALF = torch.float32, torch.bfloat16
@@ -254,12 +252,3 @@ def test_masters_are_copied_into_the_model_by_hand(level):
     optimizer._master_params_to_model_params()
     for param in net.parameters():
         assert torch.equal(param, torch.full_like(param, 0.3))
-
-
-@shows("patterns-initialize-twice")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_a_second_model_may_have_a_frozen_optimizer(level):
-    initialized(level)
-    net, optimizer = initialized(level, net=Net().requires_grad_(False))
-    with unchanged(net):
-        optimizer.step()

@@ -15,7 +15,6 @@ from apex_rows import (
     backward,
     initialized,
     is_same,
-    loss_of,
     scaler_state,
     set_scale,
     shows,
@@ -66,19 +65,6 @@ def test_float32_parameters_keep_their_gradients_at_a_static_scale_of_1(level):
     assert torch.equal(net.norm.weight.grad, 2 * once)
 
 
-# ---- Several losses, and what scripts do inside the block ----
-
-
-@shows("patterns-backward-outside")
-@pytest.mark.parametrize("level", MASTERED)
-def test_a_backward_outside_the_block_that_no_step_will_see_is_warned_of(level):
-    net, optimizer = initialized(level, loss_scale=128.0)
-    backward(net, optimizer)
-    loss_of(net).backward()
-    with pytest.warns(UserWarning, match=r"call backward\(\) inside scale_loss"):
-        optimizer.step()
-
-
 def iterate(net, optimizer, factor=1.0):
     optimizer.zero_grad()
     step(net, optimizer, factor)
@@ -94,14 +80,6 @@ def shown():
 
 
 # ---- Checkpoints of the scalers ----
-
-
-@shows("scaler-load")
-def test_loading_is_by_key_whatever_the_order():
-    initialized(num_losses=2)
-    one, two = {"loss_scale": 2.0, "unskipped": 1}, {"loss_scale": 4.0, "unskipped": 2}
-    amp.load_state_dict({"loss_scaler1": two, "loss_scaler0": one})
-    assert amp.state_dict() == {"loss_scaler0": one, "loss_scaler1": two}
 
 
 @shows("scaler-load-static", "scaler-static-count")

@@ -461,21 +461,3 @@ def test_no_message_of_an_error_is_longer_than_a_screen():
     with pytest.raises(amp.AmpError) as error:
         amp.initialize(model, keep_fp32=model.__class__(Linear(1, 1)), verbosity=0)
     assert len(str(error.value)) < 500
-
-
-@pytest.mark.parametrize("opt_level", ["O1", "O2", "O4", "O5"])
-def test_an_optimizer_of_a_scripts_own_parameters_fits_them(opt_level):
-    torch.manual_seed(0)
-    code, target = torch.nn.Parameter(torch.zeros(5, 3)), torch.randn(5, 2)
-    optimizer = torch.optim.Adam([code], lr=0.1)
-    model, optimizer = amp.initialize(Linear(3, 2), optimizer, opt_level=opt_level, verbosity=0)
-    model.requires_grad_(False)
-    losses = []
-    for _ in range(60):
-        losses.append(torch.nn.functional.mse_loss(model(code).float(), target))
-        with amp.scale_loss(losses[-1], optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < losses[0] / 100
-    assert code.dtype is torch.float32

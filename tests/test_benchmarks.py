@@ -5,7 +5,6 @@ import itertools
 import json
 import multiprocessing
 import re
-import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,10 +34,9 @@ from benchmarks import (
 )
 from benchmarks.comparison import Comparison
 from benchmarks.contender import ACCUMULATE, COMPILED, CONTENDERS, MODES, TRAIN, choose_runnable, open_step
-from benchmarks.options import Options
 from benchmarks.quote import quote
 from benchmarks.series import CudaClock, PartClock, Series, run_rounds
-from benchmarks.setting import Setting, describe_machine
+from benchmarks.setting import Setting
 from benchmarks.workload import WORKLOADS, Workload
 from helpers import without_chatter
 
@@ -76,21 +74,6 @@ def test_a_series_says_its_median_and_quartiles():
     assert one.median == 3.0
     assert one.quartiles == (2.0, 4.0)
     assert Series((7.0,)).quartiles == (7.0, 7.0)
-
-
-def test_series_are_divided_and_subtracted_round_by_round():
-    one, other = Series((2.0, 9.0)), Series((1.0, 3.0))
-    assert one.divide(other).values == (2.0, 3.0)
-    assert one.subtract(other).values == (1.0, 6.0)
-    assert one.scale(10).values == (20.0, 90.0)
-    with pytest.raises(ValueError, match="shorter"):  # they are of different runs
-        one.divide(Series((1.0,)))
-
-
-def test_a_division_by_zero_is_null_in_json():
-    described = Series((1.0,)).divide(Series((0.0,))).describe()
-    assert described == {"median": None, "p25": None, "p75": None, "rounds": [None]}
-    assert Series((0.0,)).divide(Series((0.0,))).values == (1.0,)
 
 
 # ---- Rounds ----
@@ -182,15 +165,6 @@ def test_the_end_of_a_process_is_an_error_in_words(in_forks):
 @contextmanager
 def yield_step(step):
     yield step
-
-
-def test_the_clock_of_a_part_stands_still_outside(monkeypatch):
-    monkeypatch.setattr(series.timeit, "default_timer", partial(next, itertools.count(1.0)))
-    clock = PartClock("cpu")
-    before = clock()
-    with clock.run():
-        pass
-    assert (before, clock(), clock()) == (0.0, 1.0, 1.0)
 
 
 @pytest.mark.cuda
@@ -455,12 +429,6 @@ def test_a_goal_is_met_up_to_its_limit(o4, is_met):
     assert verdict.describe()["median"] == o4
 
 
-def test_goals_are_judged_for_each_number_of_threads():
-    settings = [Setting("cpu", torch.bfloat16, threads) for threads in (1, 2)]
-    found = goals.judge([compare_steps(it, autocast=(1.0,), O4=(1.0,)) for it in settings])
-    assert [verdict.describe()["threads"] for verdict in found] == [1, 2]
-
-
 def added(by_hand, autocast, o4):
     """What two contenders add to the time of a call."""
     times = {"by hand": Series(by_hand), "autocast": Series(autocast), "O4": Series(o4)}
@@ -489,10 +457,6 @@ def test_a_cost_beside_none_is_infinite_and_not_met(autocast):
     assert "inf" in capture.get()
 
 
-def test_what_was_not_measured_is_not_judged():
-    assert goals.judge([compare_steps(float32=(1.0,), O4=(1.0,))]) == []
-
-
 # ---- The command ----
 
 QUICK = ["--rounds", "2", "--seconds", "1e-4"]
@@ -514,11 +478,6 @@ def measure(out, capsys):
         return status, capsys.readouterr(), json.loads(out.read_text())
 
     return measure_here
-
-
-def start_benchmarks(*arguments):
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-m", "benchmarks", *map(str, arguments)], cwd=ROOT, **pipes)
 
 
 def split_progress(errors):
@@ -631,15 +590,6 @@ def test_an_interrupted_run_keeps_what_it_has_and_ends_with_status_130(measure, 
     assert [row["median"] for row in result["rows"]] == [1.5]
 
 
-@pytest.mark.process
-def test_a_reader_who_has_enough_loses_no_result(out):
-    with start_benchmarks("--only", "syncs", *MLP, "--contender", "O4", "--out", out) as run:
-        run.stdout.close()
-        _, other = split_progress(run.stderr.read())
-    assert (run.wait(), other) == (141, [])
-    assert json.loads(out.read_text())["rows"]
-
-
 def test_what_cannot_be_written_is_shown(out, monkeypatch, capsys):
     def refuse(*_):
         raise OSError("no space left")
@@ -651,25 +601,11 @@ def test_what_cannot_be_written_is_shown(out, monkeypatch, capsys):
     assert "LSTM, train" in capsys.readouterr().out
 
 
-def test_without_git_the_commit_is_none(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    machine = describe_machine()
-    assert machine["commit"] is None
-    assert 1 <= machine["usable_cores"] <= machine["cores"]
-
-
 def test_cuda_without_a_gpu_is_bad_input(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="2"):
         command.main(["--device", "cuda"])
     assert "--device cuda: torch finds no GPU" in capsys.readouterr().err
-
-
-def test_the_large_workloads_are_for_gpus():
-    large = {workload.name for workload in WORKLOADS if workload.needs_gpu}
-    assert large
-    assert large.isdisjoint(workload.name for workload in Options().workloads)
-    assert large <= {workload.name for workload in Options(device="cuda").workloads}
 
 
 @pytest.mark.parametrize("module", [report, syncs], ids=lambda module: module.__name__)

@@ -173,18 +173,6 @@ def test_a_weight_that_functions_use_outside_of_any_model_is_seen_after_a_step_b
     assert_fresh_outside()
 
 
-def test_an_attack_on_the_weights_between_two_forwards_is_seen(linear):
-    """As sharpness-aware minimization does: up along the gradient, and back again, through `.data`."""
-    for _ in range(2):
-        for sign in (1, -1):
-            loss = linear(X)
-            assert torch.equal(loss.detach(), by_hand(linear))
-            loss.sum().backward()
-            for param in linear.parameters():
-                param.data.add_(sign * param.grad)
-    assert_fresh(linear)
-
-
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {}),
     "sgd loop": (torch.optim.SGD, {"foreach": False}),
@@ -219,6 +207,7 @@ def while_a_graph_waits(model, optimizer):
 WAYS = [after_a_plain_backward, after_a_second_forward, while_a_graph_waits]
 
 
+@shows("patterns-plain-backward")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_is_seen_by_the_next_forward(name):
     models = [nn.Linear(3, 5) for _ in range(7)]
@@ -439,14 +428,6 @@ def test_a_leaf_made_of_a_weight_that_had_a_graph_gets_its_gradient():
     weight.detach_().requires_grad_(True)
     model(X).sum().backward()
     assert weight.grad is not None
-
-
-def test_functions_called_outside_of_any_model_under_no_grad_see_a_write_through_data(linear):
-    with torch.no_grad():
-        torch.nn.functional.linear(X, linear.weight, linear.bias)
-        write_data(linear)
-        found = torch.nn.functional.linear(X, linear.weight, linear.bias)
-    assert torch.equal(found, by_hand(linear))
 
 
 @shows("scale-defect-cache-exception")

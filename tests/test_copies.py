@@ -3,8 +3,6 @@
 import copy
 import io
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -154,27 +152,6 @@ def test_a_function_taken_while_patched_pickles_as_what_it_stands_for(name, leve
     for loaded in (pickle.loads(pickled), torch.load(saved, weights_only=False)):
         assert loaded.function is original
         assert loaded.table["f"][0] is original
-
-
-PRINT_LOADED = """
-import pickle, sys, torch
-names = [torch.nn.functional.softmax, torch.nn.functional.gelu, torch.matmul, torch.Tensor.softmax]
-for _ in range(2):
-    functions = pickle.load(sys.stdin.buffer)
-    assert [found is expected for found, expected in zip(functions, names)] == [True] * 4
-assert "ampatch" not in sys.modules
-"""
-
-
-@pytest.mark.process
-def test_functions_taken_while_patched_are_torchs_own_in_a_process_without_ampatch():
-    taken = b""
-    for level in ("O1", "O4"):
-        open_session(nn.Linear(1, 1), opt_level=level)
-        functional = torch.nn.functional
-        taken += pickle.dumps([functional.softmax, functional.gelu, torch.matmul, torch.Tensor.softmax])
-        amp.uninitialize()
-    subprocess.run([sys.executable, "-c", PRINT_LOADED], input=taken, check=True, timeout=60)
 
 
 # ---- Averages ----

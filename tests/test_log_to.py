@@ -8,7 +8,6 @@ from torch.nn.parallel import DistributedDataParallel
 import ampatch as amp
 from benchmarks.syncs import count_reads
 from helpers import Scalar, scaled_backward
-from loggers import make_mlflow, make_wandb
 from ranks import fixture
 from stepping import FUSED_MOMENTUM, INF, MOMENTUM
 from test_history import Run
@@ -289,29 +288,3 @@ def test_rank_0_logs_the_overflow_of_another(two):
         (1, {"amp/loss_scale/0": 2.0**15, "amp/skipped_steps/0": 1.0}),
     ]
     assert second == []
-
-
-def test_mlflow_takes_the_values_as_they_are():
-    mlflow = make_mlflow()
-    with amp.log_to(mlflow.log_metrics):
-        Run().step(1e-3, INF)
-    assert mlflow.metrics == [
-        ("amp/loss_scale/0", 2.0**16, 0),
-        ("amp/skipped_steps/0", 0.0, 0),
-        ("amp/loss_scale/0", 2.0**15, 1),
-        ("amp/skipped_steps/0", 1.0, 1),
-    ]
-
-
-# ---- Other loggers ----
-
-
-def test_wandb_takes_them_beside_what_the_script_logs_itself():
-    run = make_wandb().init(project="digits")
-    trained = Run("O4")
-    with amp.log_to(lambda values, step: run.log({**values, "amp/step": step})):
-        for _ in range(10):
-            trained.step(1e-3)
-            run.log({"loss": 1.0})
-    steps = [values["amp/step"] for _, values in run.rows if "amp/step" in values]
-    assert steps == list(range(10))

@@ -215,37 +215,6 @@ def test_a_sweep_of_a_function_of_the_notebook_is_interrupted_and_runs_again(not
     assert notebook(code, net=INTERRUPTED)[-1] == "done"
 
 
-SLOW = """
-import time
-import net
-
-def train(level, seed):
-    net.start(level)
-    net.train(2)
-    open("started", "w").close()
-    while True:
-        time.sleep(0.1)
-"""
-
-
-def test_a_sweep_in_processes_of_their_own_ends_with_the_cell(notebook):
-    code = """
-    import pathlib, signal, threading, time
-    def interrupt():
-        while not pathlib.Path("started").exists():
-            time.sleep(0.05)
-        signal.raise_signal(signal.SIGINT)
-    cell("import slow, ampatch")
-    threading.Thread(target=interrupt).start()
-    assert isinstance(cell("ampatch.sweep(slow.train, ['O0'])"), KeyboardInterrupt)
-    try:
-        os.waitpid(-1, os.WNOHANG)
-    except ChildProcessError:
-        print("no child is left")
-    """
-    assert notebook(code, net=INTERRUPTED, slow=SLOW) == ["no child is left"]
-
-
 # ---- Modules that are reloaded ----
 
 MODULE = """

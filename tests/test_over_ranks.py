@@ -1,5 +1,6 @@
 """What torch.distributed adds to a training: checkpoints for other ranks, uneven inputs, ZeRO, pipelines."""
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -154,28 +155,6 @@ def are_close(some, others):
     return all(torch.allclose(one, other, atol=2e-3) for one, other in zip(some, others, strict=True))
 
 
-def run_out_of_inputs(level, overflows):
-    """Trains with three more inputs on rank 1, whose last but one overflows; then evenly."""
-    model, optimizer = bare()
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, alarms=None)
-    ddp = DistributedDataParallel(model)
-    with ddp.join():
-        for step in range(3 + 3 * dist.get_rank()):
-            step_on(ddp, optimizer, step, float("inf") if overflows and step == 4 else 1.0 - (step == 4))
-    for step in range(6, 8):
-        step_on(ddp, optimizer, step)
-    return copies(optimizer), amp.get_loss_scale(), is_equal_on_ranks(copies(optimizer))
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_after_uneven_inputs_masters_and_scale_are_the_same_on_all_ranks(level, two):
-    is_dynamic = level != "O5"
-    (params, scale, are_same), (_, other_scale, _) = two(run_out_of_inputs, level, is_dynamic)
-    assert are_same
-    assert scale == other_scale == (2.0**15 if is_dynamic else 1.0)
-    assert are_close(params, two(run_out_of_inputs, "O0", False)[0][0])
-
-
 def share_state(level, shares, **options):
     """Trains with or without ZeroRedundancyOptimizer, one step of it skipped where scales are dynamic."""
     zero = functools.partial(find_optimizers().ZeroRedundancyOptimizer, optimizer_class=AdamW, **options)
@@ -222,6 +201,28 @@ def refuse_for(level, message, **options):
 )
 def test_what_sharing_out_cannot_do_is_refused(level, message, options, two):
     two(refuse_for, level, message, **options)
+
+
+def join(level, message, **options):
+    """Asks for uneven inputs, which ampatch refuses with this message, unless `enable` is False."""
+    model, optimizer = bare()
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    ddp = DistributedDataParallel(model)
+    ddp.join(enable=False)
+    with contextlib.nullcontext() if message is None else pytest.raises(amp.AmpError, match=message):
+        ddp.join()
+
+
+@pytest.mark.parametrize(
+    ("level", "message", "options"),
+    [
+        ("O1", "SGD has a dynamic loss scale.* as many batches", {}),
+        ("O5", "SGD has float32 masters.* as many batches", {}),
+        ("O1", None, {"loss_scale": 128.0}),
+    ],
+)
+def test_uneven_inputs_are_refused_where_ranks_would_differ_after_them(level, message, options, two):
+    two(join, level, message, **options)
 
 
 def average_locally(level, is_wrapped, factor=1.0):

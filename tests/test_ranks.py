@@ -59,12 +59,6 @@ def test_ranks_take_the_step_of_one_process(ranks, case):
     assert ranks(find_faults, case)[0] == []
 
 
-@FSDP2
-@pytest.mark.parametrize("fault", ["each rank skips alone", "doubled inverse scale"])
-def test_the_matrix_finds_a_planted_fault(ranks, fault):
-    assert ranks(find_faults, Case("HSDP", "O1", "foreach", True), fault)[0]
-
-
 # ---- Where torch's GradScaler diverges ----
 
 

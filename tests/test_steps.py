@@ -101,21 +101,6 @@ def test_one_gradient_that_is_not_finite_skips_the_whole_step(variant, level, ba
     assert all_bits(model, optimizer) == before
 
 
-def test_a_loss_scale_too_high_for_float16_finds_its_way_down():
-    model = Dense()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O2", loss_scale=amp.DynamicLossScale(2.0**24), verbosity=0)
-    batch = torch.randn(5, 4)
-    skipped = []
-    for _ in range(20):
-        run_iteration(model, optimizer, batch)
-        skipped.append(amp.step_was_skipped(optimizer))
-    count = sum(skipped)
-    assert skipped == [True] * count + [False] * (20 - count)
-    assert 4 <= count <= 12
-    assert amp.get_loss_scale() == 2.0 ** (24 - count)
-
-
 @pytest.mark.parametrize("level", ["O1", "O4"])  # with masters, a step clears their gradients
 @pytest.mark.parametrize("variant", [MOMENTUM, FUSED_MOMENTUM], ids=str)
 def test_the_gradients_of_a_skipped_step_are_still_there_after_it(variant, level):

@@ -3,7 +3,6 @@
 import math
 import re
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +12,12 @@ from ampatch.sweeps.records.record import Curve, Ending, Measured, Record
 from ampatch.sweeps.web import charts as charts_module
 from ampatch.sweeps.web.charts import charts_of
 from ampatch.sweeps.web.curves import POINTS, Line, Points, lines_of, mean_of, value_range
-from colour_vision import DEUTERANOPIA, NORMAL, PROTANOPIA, TRITANOPIA, contrast, distance
+from chromium import contrast
 from sweep_samples import sample_sweep
 
 CSS = Path(charts_module.__file__).with_name("style.css").read_text()
 LIGHT, DARK = (dict(re.findall(r"--(\w+): (#\w{6})", part)) for part in CSS.split("@media")[:2])
 SCHEMES = pytest.mark.parametrize("scheme", [LIGHT, DARK], ids=["light", "dark"])
-VISIONS = pytest.mark.parametrize("vision", [NORMAL, PROTANOPIA, DEUTERANOPIA, TRITANOPIA])
 
 
 def curve(*values):
@@ -43,14 +41,6 @@ def drawn(sweep):
 
 
 # ---- Colours ----
-
-
-@VISIONS
-@SCHEMES
-def test_o0_a_row_and_a_bad_row_look_unlike_to_everybody(scheme, vision):
-    # Ten times what can just be told apart, since lines are thin; 2.3 is that limit.
-    colours = [scheme[name] for name in ("o0", "row", "bad")]
-    assert min(distance(a, b, vision) for a, b in combinations(colours, 2)) > 23
 
 
 @SCHEMES

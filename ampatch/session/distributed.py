@@ -16,42 +16,43 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ampatch.errors import AmpError
 from ampatch.levels.private import CHECKPOINTS, explain_missing
 from ampatch.patching.patcher import Patcher, SessionPatch
 from ampatch.session.members import Members
 from ampatch.steps.foreign_step import WholeStep
-from ampatch.steps.scaler import LossScaler
 
 if TYPE_CHECKING:
-    from torch.distributed.algorithms.join import JoinHook
+    from torch.distributed.algorithms.join import Join
 
 logger = logging.getLogger("ampatch")
 
-# Modules that take a second to import, and are patched once somebody does: the place of each that changes.
+# Modules that are patched once somebody imports them (it may take a second): the place of each that changes.
+JOIN = "torch.distributed.algorithms.join"
 STATE_DICT = "torch.distributed.checkpoint.state_dict"
 LOCAL_SGD = "torch.distributed.optim.post_localSGD_optimizer"
-IMPORTED_LATER = {STATE_DICT: STATE_DICT, LOCAL_SGD: f"{LOCAL_SGD}.PostLocalSGDOptimizer"}
+IMPORTED_LATER = {
+    JOIN: f"{JOIN}.Join",
+    STATE_DICT: STATE_DICT,
+    LOCAL_SGD: f"{LOCAL_SGD}.PostLocalSGDOptimizer",
+}
 
 Rest, Result = ParamSpec("Rest"), TypeVar("Result")
 StateDictFunction = Callable[Concatenate[Module, Sequence[object], Rest], Result]
 
 
 class DistributedPatch(SessionPatch):
-    """Has checkpoints, local SGD and uneven inputs of `torch.distributed` work with masters."""
+    """Has checkpoints and local SGD of `torch.distributed` work with masters, and refuses uneven inputs."""
 
     def __init__(self, members: Members) -> None:
         super().__init__()
         self._members = members
-        patches = {STATE_DICT: self._patch_checkpoints, LOCAL_SGD: self._patch_local_sgd}
-        self._modules = {name: patches[name] for name in IMPORTED_LATER}
+        patches = (self._patch_join, self._patch_checkpoints, self._patch_local_sgd)
+        self._modules = dict(zip(IMPORTED_LATER, patches, strict=True))
         self._are_waiting = False
 
     def patch(self, patcher: Patcher) -> None:
         """Patches what is imported now, and the rest once it is."""
-        if not torch.distributed.is_available():
-            return
-        replacement = join_with_masters(DistributedDataParallel.join_hook, self._members)
-        patcher.replace(DistributedDataParallel, "join_hook", replacement)
         for name in self._modules:
             if name in sys.modules:
                 self._modules[name](patcher)
@@ -62,6 +63,10 @@ class DistributedPatch(SessionPatch):
     def _take_module(self, module: ModuleType) -> None:
         if self._patcher is not None:
             self._modules[module.__name__](self._patcher)
+
+    def _patch_join(self, patcher: Patcher) -> None:
+        cls = sys.modules[JOIN].Join
+        patcher.replace(cls, "__init__", refuse_uneven(cls.__init__, self._members))
 
     def _patch_checkpoints(self, patcher: Patcher) -> None:
         for line in explain_missing(CHECKPOINTS):
@@ -116,55 +121,30 @@ def with_names(
     return call
 
 
-class JoinWithMasters:
-    """Does what DistributedDataParallel does while ranks have run out of inputs, and then a little more.
+def refuse_uneven(original: Callable[..., None], members: Members) -> Callable[..., None]:
+    """Returns an `__init__` of Join that refuses what would differ over ranks after uneven inputs.
 
-    In the end it gives every rank the weights of one that had the most inputs; so are masters and loss
-    scales, which the others have not updated since. The state of optimizers stays as it is on each rank, as
-    without ampatch.
+    Ranks without inputs make no steps: torch gives them the weights of the others in the end, and knows
+    nothing of masters and loss scales.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, hook: JoinHook, members: Members) -> None:
-        self._ddp = ddp
-        self._members = members
-        self._hook = hook
-        self.main_hook = hook.main_hook
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Runs on all ranks, once none of them has an input left."""
-        self._hook.post_hook(is_last_joiner)
-        group = self._ddp.join_process_group
-        rank = torch.distributed.get_rank(group) if is_last_joiner else -1
-        last = torch.tensor(rank, device=self._ddp.join_device)
-        torch.distributed.all_reduce(last, torch.distributed.ReduceOp.MAX, group)
-        source = torch.distributed.get_global_rank(group, int(last))
-        self._broadcast(functools.partial(torch.distributed.broadcast, src=source, group=group))
-
-    @torch.no_grad()
-    def _broadcast(self, broadcast: Callable[[Tensor], object]) -> None:
-        """Gives masters and loss scales the values of one rank; two host syncs a dynamic scale."""
-        params = set(self._ddp.module.parameters())
-        device = next(iter(params)).device
-        scalers: dict[LossScaler, None] = {}
-        for amp in self._members.optimizers():
-            if params.isdisjoint(amp.model_params()):
-                continue
-            scalers |= dict.fromkeys(self._members.find(amp.optimizer)[1].scalers)  # type: ignore[index]
-            for pair in amp.masters:
-                broadcast(pair.master.detach())
-                pair.mark_synced()
-        for scaler in [one for one in scalers if one.is_dynamic]:
-            state = scaler.state_dict()
-            values = torch.tensor(list(state.values()), dtype=torch.float64, device=device)
-            broadcast(values)
-            scaler.load_state_dict(dict(zip(state, values.tolist(), strict=True)))
-
-
-def join_with_masters(original: Callable[..., JoinHook], members: Members) -> Callable[..., object]:
-    """Returns what makes the hook of a DistributedDataParallel for uneven inputs."""
-
     @functools.wraps(original)
-    def join_hook(ddp: DistributedDataParallel, **kwargs: object) -> JoinWithMasters:
-        return JoinWithMasters(ddp, original(ddp, **kwargs), members)
+    def init(
+        join: Join, joinables: Sequence[object], enable: bool = True, *args: object, **kwargs: object
+    ) -> None:
+        parts = [one.module for one in joinables if isinstance(one, DistributedDataParallel)]
+        params = {param for part in parts for param in part.parameters()}
+        optimizers = [amp.optimizer for amp in members.optimizers()] if enable else []
+        for amp, call in filter(None, map(members.find, optimizers)):
+            is_joined = amp.optimizer in joinables or not params.isdisjoint(amp.model_params())
+            is_dynamic = any(scaler.is_dynamic for scaler in call.scalers)
+            if is_joined and (is_dynamic or any(amp.masters)):
+                raise AmpError(
+                    f"Join was given inputs that may be uneven, and {type(amp.optimizer).__name__} has "
+                    f"{'a dynamic loss scale' if is_dynamic else 'float32 masters'}, of which ranks without "
+                    f"inputs miss the steps: give every rank as many batches and leave join out, or use O4, "
+                    f"or O1 with a number for loss_scale"
+                )
+        original(join, joinables, enable, *args, **kwargs)
 
-    return join_hook
+    return init

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from ampatch.errors import AmpError
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.ranks import select_sharded
 from ampatch.levels.undo import weakly
@@ -131,8 +130,6 @@ def _attach(amp: AmpOptimizer, has_masters: bool, take: Take) -> None:
     if has_masters:
         methods["zero_grad"] = functools.partial(amp.zero_grad, optimizer.zero_grad)
         instance.replace(optimizer, "__reduce_ex__", CopyWithMasters(amp))
-        if hasattr(optimizer, "join_hook"):
-            instance.replace(optimizer, "join_hook", _refuse_join)
     for name, method in methods.items():
         instance.replace(optimizer, name, functools.update_wrapper(method, getattr(optimizer, name)))
     for one in amp.masters.optimizers:
@@ -143,14 +140,6 @@ def _attach(amp: AmpOptimizer, has_masters: bool, take: Take) -> None:
             amp.undo.callback(one.register_load_state_dict_post_hook(amp.masters.align_state).remove)
             amp.undo.callback(one.register_load_state_dict_pre_hook(amp.masters.install_again).remove)
             amp.undo.callback(one.register_state_dict_pre_hook(amp.masters.install_again).remove)
-
-
-def _refuse_join(**options: object) -> None:
-    """Stands for the `join_hook` of an optimizer that has masters."""
-    raise AmpError(
-        "Join was given an optimizer that steps on ranks without inputs, where its float32 masters have no "
-        "gradients: give every rank as many batches and leave the optimizer out, or use O1 or O4"
-    )
 
 
 def _add_param_group(amp: AmpOptimizer, take: Take, original: Callable, group: dict) -> None:

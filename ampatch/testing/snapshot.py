@@ -44,7 +44,6 @@ PLACES = (
     "torch.nn.utils",
     "torch.nn.utils.clip_grad",
     "torch.amp.GradScaler",
-    "torch.nn.parallel.DistributedDataParallel",
     "torch.autograd",
     "torch.optim",
     "torch.optim.Optimizer",
