@@ -1,6 +1,5 @@
 """Gradients that a block of scale_loss makes for optimizers that it does not name, or after it has ended."""
 
-import contextlib
 import functools
 import threading
 import warnings
@@ -11,7 +10,7 @@ from torch import nn
 
 import ampatch as amp
 from apex_rows import shows
-from helpers import scaled_backward, snapshot
+from helpers import assert_same_bits, scaled_backward, snapshot
 from test_misuse import lines_of
 
 SCALE = amp.DynamicLossScale(2.0**8)
@@ -77,14 +76,6 @@ def before_a_block_of_its_own(pair):
         pair.step()
 
 
-def after_a_block_of_its_own(pair):
-    for _ in range(2):
-        pair.zero_grad()
-        scaled_backward(pair.loss(-X), [pair.second, pair.first])
-        scaled_backward(pair.loss(), pair.named)
-        pair.step()
-
-
 def clipped(pair):
     for _ in range(2):
         pair.zero_grad()
@@ -114,9 +105,11 @@ def train(script, names_both, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         script(pair)
-    bits = pair.bits()
+    weights = [
+        param.detach().clone() for one in (pair.first, pair.second) for param in amp.master_params(one)
+    ]
     amp.uninitialize()
-    return bits, [str(it.message) for it in caught]
+    return weights, [str(it.message) for it in caught]
 
 
 CASES = [
@@ -124,9 +117,7 @@ CASES = [
     (in_one_block, {"kind": "fused"}),
     (in_one_block, {"calls": 2}),
     (in_one_block, {"loss_scale": 128.0}),
-    (functools.partial(in_one_block, set_to_none=False), {}),
-    *[(script, {}) for script in (in_several_blocks, before_a_block_of_its_own, after_a_block_of_its_own)],
-    *[(script, {}) for script in (clipped, stepped_inside)],
+    *[(script, {}) for script in (before_a_block_of_its_own, clipped, stepped_inside, in_several_blocks)],
     (of_two_losses, {"num_losses": 2}),
 ]
 
@@ -138,9 +129,29 @@ def test_an_optimizer_that_a_block_does_not_name_steps_what_it_would_if_named(sc
     expected, said = train(script, names_both=True, level=level, **options)
     assert said == []
     found, said = train(script, names_both=False, level=level, **options)
-    assert found == expected
+    adds_in_half = level != "O1" and script in (in_several_blocks, of_two_losses)  # else in masters
+    if adds_in_half:
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=2e-3)
+    else:
+        assert_same_bits(found, expected)
     [text] = said
     assert "a block of scale_loss that does not name it" in text
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_what_a_block_adds_to_gradients_that_are_there_stays_out_of_the_weights(level):
+    pair = Pair(False, level)
+    scaled_backward(pair.loss(-X), [pair.second, pair.first])
+    halves = [param.dtype is not torch.float32 for param in pair.models[1].parameters()]
+    grads = [param.grad.clone() for param in amp.master_params(pair.second)]
+    scaled_backward(pair.loss(), pair.named)
+    before = [param.detach().clone() for param in amp.master_params(pair.second)]
+    with pytest.warns(UserWarning, match="drops what was added to others"):
+        pair.second.step()
+    expected = [  # a master has what was there before
+        old - 0.1 * grad if is_half else old for old, grad, is_half in zip(before, grads, halves, strict=True)
+    ]
+    assert_same_bits(amp.master_params(pair.second), expected)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -168,7 +179,7 @@ CLEARING = {
 }
 
 
-def train_gan(pair, clear, is_plain):
+def train_gan(pair, clear, is_plain, blocks=1):
     for _ in range(3):
         clear(pair)
         fake = torch.tanh(pair.models[0](X)).detach()
@@ -176,7 +187,8 @@ def train_gan(pair, clear, is_plain):
         loss.backward() if is_plain else scaled_backward(loss, pair.second)
         pair.second.step()
         pair.first.zero_grad()
-        scaled_backward(pair.loss(-X), pair.first)
+        for _ in range(blocks):
+            scaled_backward(pair.loss(-X), pair.first)
         pair.first.step()
 
 
@@ -184,9 +196,13 @@ def train_gan(pair, clear, is_plain):
 @pytest.mark.parametrize("clear", CLEARING)
 def test_what_is_cleared_before_the_next_backward_neither_counts_nor_warns(clear, level):
     script = functools.partial(train_gan, clear=CLEARING[clear], is_plain=False)
-    expected = train(functools.partial(script, clear=CLEARING["to none"]), names_both=False, level=level)
-    assert expected[1] == []
-    assert train(script, names_both=False, level=level) == expected
+    for blocks in (1, 2):
+        weights, said = train(functools.partial(script, blocks=blocks), names_both=False, level=level)
+        expected, _ = train(
+            functools.partial(script, blocks=blocks, clear=CLEARING["to none"]), names_both=False, level=level
+        )
+        assert said == []
+        assert_same_bits(weights, expected)
 
 
 def test_a_discriminator_that_is_trained_without_blocks_steps_its_own_gradients():
@@ -200,16 +216,6 @@ def test_a_discriminator_that_is_trained_without_blocks_steps_its_own_gradients(
         return pair.bits()
 
     assert run("to none") == run("to zero")
-
-
-def test_a_block_that_raises_leaves_the_others_gradients_as_they_were():
-    pair = Pair(False, "O1")
-    scaled_backward(pair.loss(), [pair.first, pair.second])
-    before = snapshot([param.grad for param in pair.models[1].parameters()])
-    with contextlib.suppress(KeyError), amp.scale_loss(pair.loss(), pair.first) as scaled:
-        scaled.backward()
-        raise KeyError
-    assert snapshot([param.grad for param in pair.models[1].parameters()]) == before
 
 
 def test_an_optimizer_of_another_thread_is_left_alone():
@@ -263,7 +269,7 @@ def test_a_backward_after_its_block_trains_as_one_inside_and_is_told_with_its_li
     pair = Pair(True, level)
     with pytest.warns(UserWarning, match=r"move backward\(\) into the block") as caught:
         script(pair)
-    assert pair.bits() == expected
+    assert_same_bits([*amp.master_params(pair.first), *amp.master_params(pair.second)], expected)
     assert [(it.filename, it.lineno) for it in caught] == [(__file__, *lines_of(script, "# wrong"))]
 
 

@@ -17,6 +17,8 @@ from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.stack import Line, find_line
 from ampatch.patching.patcher import Patcher, SessionPatch, get_raw
 
+MOST_HALVED = 4096
+
 
 class WatchedView:
     """Stands in for what shows the memory of a tensor to others, and forgets the casts of it.
@@ -77,7 +79,7 @@ class DataWatch(SessionPatch):
         def write(tensor: Tensor, value: Tensor) -> None:
             self._note(tensor)
             if isinstance(value, Tensor) and value.dtype in HALF_TYPES and tensor.dtype is torch.float32:
-                self.halved[id(tensor)] = find_line()
+                self._note_halved(tensor)
             original.__set__(tensor, value)
 
         patcher.replace(Tensor, "data", property(read, write, doc=original.__doc__))
@@ -107,6 +109,11 @@ class DataWatch(SessionPatch):
         weight = self.watched.get(id(tensor))
         if weight is not None:
             weight.settle(tensor)
+
+    def _note_halved(self, tensor: Tensor) -> None:
+        if len(self.halved) >= MOST_HALVED:  # copies that a script makes to save, say
+            self.halved.clear()
+        self.halved[id(tensor)] = find_line()
 
     def _note_grad(self, grad: Tensor) -> None:
         if grad.dtype in HALF_TYPES and grad.is_leaf and self.watched:

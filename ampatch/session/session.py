@@ -127,6 +127,7 @@ class Session(Listener):
         for amp in amps:
             self._joins.drop_scaled("initialize", amp.model_params())
         self._misuse.end_open(request)
+        self._data_watch.halved.clear()  # by this call
         if policy.is_pure_half:
             caster.forget_originals()
         fit_states(states)
@@ -184,9 +185,6 @@ class Session(Listener):
     def capture(self) -> Repeats | None:
         return self._captures.current()
 
-    def list_others(self, named: Sequence[AmpOptimizer]) -> Sequence[AmpOptimizer]:
-        return self._members.others(named)
-
     def begin_block(self, block: ScaledLoss) -> None:
         self._joins.was_scaled |= not block.scale.is_identity
         self._misuse.begin_block(block)
@@ -206,8 +204,11 @@ class Session(Listener):
         for observer in self.observers:
             observer.on_step_begin(optimizer.optimizer)
 
-    def ignore_edits(self, optimizer: AmpOptimizer) -> None:
-        self._misuse.ignore_edits()
+    def ignore_edits(self, optimizer: AmpOptimizer) -> bool:
+        return self._misuse.ignore_edits()
+
+    def use_unnamed(self, optimizer: AmpOptimizer) -> None:
+        self._misuse.use_unnamed(optimizer)
 
     def enter_step(self, frame: FrameType) -> None:
         self.casts.thread.begin_step(frame)

@@ -13,7 +13,6 @@ from torch import Tensor
 from ampatch.errors import AmpError, AmpTypeError
 from ampatch.levels.private import graph_task
 from ampatch.steps.captured import CapturedBlock, CapturedGrads
-from ampatch.steps.master_grads import MasterGrads
 from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.outcome import BackwardOutcome
 from ampatch.steps.scaler import LossScaler, Scale
@@ -53,8 +52,6 @@ class ScaledLoss(NotYetScaled):
     scale: Scale | None = None
     scaled: Tensor | None = None
     is_over: bool = False
-    others: Sequence[AmpOptimizer] = ()  # whose gradients its backward may scale as well
-    left: Sequence[AmpOptimizer] = ()  # those of which it did
 
     def __enter__(self) -> Tensor:
         try:
@@ -63,7 +60,6 @@ class ScaledLoss(NotYetScaled):
             for optimizer in [one for one in self.optimizers if one.end_block == self._end_by_step]:
                 optimizer.end_block = None
                 optimizer.restore_grads()
-            end_unnamed(self.others)
             self.listener.close_block(self)
             raise
 
@@ -92,8 +88,6 @@ class ScaledLoss(NotYetScaled):
         self._around = graph_task()  # a backward that the block itself is inside of
         for optimizer in self.optimizers:
             optimizer.prepare_backward(scale, self._end_by_step)
-        if self._capture is None and not scale.is_identity:
-            self.others = begin_unnamed(self.listener.list_others(self.optimizers), scale, self.optimizers)
         return scale
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -147,7 +141,6 @@ class ScaledLoss(NotYetScaled):
 
     def _close(self, settle: Callable[[], None]) -> None:
         self.is_over = True
-        self.left = end_unnamed(self.others, keeps=settle != self._discard)
         try:
             self.listener.close_block(self)
             if not self._is_plain:
@@ -180,24 +173,6 @@ class ScaledLoss(NotYetScaled):
         for optimizer in self.optimizers:
             optimizer.pending.append(outcome)
         return outcome
-
-
-def begin_unnamed(
-    others: Sequence[AmpOptimizer], scale: Scale, named: Sequence[AmpOptimizer] = ()
-) -> list[AmpOptimizer]:
-    """Prepares optimizers for a backward that may scale gradients of theirs; returns those that could be."""
-    known = {id(param) for one in named for param in one.model_params()} if others else frozenset()
-    idle = [one for one in others if one.is_idle()]
-    for one in idle:
-        own = [param for param in one.own_params() if id(param) not in known]
-        pairs = [pair for pair in one.masters if id(pair.half) not in known]
-        one.unnamed.begin(scale, own, MasterGrads(pairs))
-    return idle
-
-
-def end_unnamed(others: Sequence[AmpOptimizer], *, keeps: bool = True) -> list[AmpOptimizer]:
-    """Ends that, and returns those to whom it has left gradients."""
-    return [one for one in others if one.unnamed.end(keeps=keeps)]
 
 
 def _has_nothing_to_do(optimizer: AmpOptimizer) -> bool:

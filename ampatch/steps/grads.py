@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from ampatch.steps.master_grads import MasterGrads
     from ampatch.steps.scaler import Scale
 
-SeenGrad = tuple[Tensor, Tensor, int]  # a parameter, the gradient that it has, and its version
+SeenGrad = tuple[Tensor, "ref[Tensor]", int]  # a parameter, the gradient that it has, and its version
 
 
 @torch.no_grad()
@@ -137,18 +138,6 @@ class EarlierGrads:
         """Changes them while they are away."""
         self._set_aside = [(param, change(earlier)) for param, earlier in self._set_aside]
 
-    def give_back_untouched(self) -> None:
-        """Puts those back whose parameters have no new one."""
-        for param, earlier in self._set_aside:
-            if param.grad is None:
-                param.grad = earlier
-        self._set_aside = [one for one in self._set_aside if one[0].grad is not one[1]]
-
-    def keep(self, params: Iterable[Tensor]) -> None:
-        """Drops those of all other parameters that have new ones."""
-        kept = set(map(id, params))
-        self._set_aside = [one for one in self._set_aside if id(one[0]) in kept]
-
     def give_back(self) -> None:
         """Puts them back, with the new ones added."""
         set_aside, self._set_aside = self._set_aside, []
@@ -171,86 +160,75 @@ class UnnamedGrads:
     """The gradients of one optimizer that are scaled, and that no block of `scale_loss` unscales.
 
     A block that names other optimizers makes them, and so does a backward of the scaled loss after its block.
-    They stay scaled until somebody needs them: in a GAN nobody does, where the generator's loss leaves some
-    at the discriminator, and `zero_grad` clears them. Gradients from before are kept apart until then.
+    They are left as they are until somebody needs them: in a GAN nobody does, where the generator's loss
+    leaves some at the discriminator, and `zero_grad` clears them. What a script changes is its own.
     """
 
     def __init__(self) -> None:
         self.scale: Scale | None = None  # of the last such backward; None where nothing is left
-        self.were_stepped = False  # whether gradients from before have been in a step
-        self.were_used: Tensor | None = None  # whether a block of the optimizer's own has added to some
-        self._is_open = False  # while such a backward runs
-        self._own: Sequence[Tensor] = ()  # the parameters that have no masters
-        self._of_masters: MasterGrads | None = None
-        self._earlier = EarlierGrads()
-        self._scaled: list[SeenGrad] = []  # what the last such backward left
-        self._unscaled: list[SeenGrad] = []  # what others left before, and has been unscaled since
+        self.were_used: Tensor | None = None  # whether a backward of its own has added to some
+        self._before: list[tuple[Tensor, Tensor | None, int, bool]] = []  # and if it is scaled; in a backward
+        self._scaled: list[SeenGrad] = []
+        self._mixed: list[SeenGrad] = []  # scaled ones that were added to others
+        self._unscaled: list[SeenGrad] = []  # for a reader
         self._found_inf: Tensor | None = None  # of these
 
-    def begin(self, scale: Scale, own: Sequence[Tensor], of_masters: MasterGrads) -> None:
-        """Sets gradients aside before such a backward: those of `own` parameters, and those of masters."""
-        self.unscale()
-        of_masters.follow()
-        of_masters.begin()
-        self._earlier.take(own)
-        self.scale, self._own, self._of_masters, self._is_open = scale, own, of_masters, True
+    def begin(self, params: Iterable[Tensor]) -> None:
+        """Looks at the gradients of parameters before such a backward."""
+        scaled = {id(param) for param in _find_seen(self._scaled)}
+        self._before = [
+            (param, grad := param.grad, -1 if grad is None else grad._version, id(param) in scaled)
+            for param in params
+        ]
 
-    def end(self, *, keeps: bool = True) -> bool:
-        """Notes what the backward has left, and says whether it left any; or drops it."""
-        if not self._is_open:
-            return False
-        self._is_open = False
-        params = (*self._own, *(pair.half for pair in self._of_masters.pairs))
-        for param in params if not keeps else ():
-            param.grad = None
-        self._scaled = _see_grads(params)
-        self._earlier.give_back_untouched()
-        if self._scaled and self.were_stepped:  # nobody wants these again
-            self._earlier.keep(())
-            self.were_stepped = False
-        self._of_masters.end()
-        self._of_masters.note_seen()
-        if not (self._scaled or self._unscaled):
-            self.scale = None
-        return bool(self._scaled)
+    def end(self, scale: Scale) -> bool:
+        """Notes which ones the backward has changed, and says whether it did; keeps none of them alive."""
+        before, self._before = self._before, []
+        made = [
+            (param, grad is None or is_scaled)
+            for param, grad, version, is_scaled in before
+            if param.grad is not None and (param.grad is not grad or param.grad._version != version)
+        ]
+        if made:
+            changed = {id(param) for param, _ in made}
+            self._scaled = [one for one in self._scaled if id(one[0]) not in changed]
+            self._scaled += _see_grads(param for param, is_whole in made if is_whole)
+            self._mixed += _see_grads(param for param, is_whole in made if not is_whole)
+            self.scale = scale
+        return bool(made)
+
+    def find(self) -> list[Tensor]:
+        """The parameters that still have what was left there."""
+        return [*_find_seen(self._scaled), *_find_seen(self._mixed), *_find_seen(self._unscaled, edited=True)]
 
     @torch.no_grad()
-    def unscale(self, *, edited: bool = False) -> None:
-        """Unscales what is still there, and adds it to what was there before; no host sync.
-
-        Cleared ones are not there any more. What was changed in place was cleared to zero, or `edited`, as
-        by clipping; in either case nothing is added to it.
-        """
-        self.end()
-        self._earlier.keep(_find_seen(self._scaled, edited=False))
-        params, self._scaled = _find_seen(self._scaled, edited=edited), []
-        if params:
-            if self._found_inf is None:
-                self._found_inf = self.scale.scaler.new_found_inf()
-            unscale = functools.partial(self.scale.unscale_, found_inf=self._found_inf)
-            pairs = {id(pair.half): pair for pair in self._of_masters.pairs}
-            unscale(find_grads(param for param in params if id(param) not in pairs))
-            self._of_masters.feed(unscale, [pairs[id(param)] for param in params if id(param) in pairs])
-            self._earlier.give_back()
-        left = {id(param): param for param in (*_find_seen(self._unscaled, edited=True), *params)}
-        self._unscaled = _see_grads(left.values())
-
-    def settle(self, *, is_step: bool) -> tuple[Scale, Tensor] | None:
-        """Unscales what is still there, which counts from now on; returns its scale and found_inf."""
-        self.unscale(edited=is_step)
-        params, scale, found_inf = _find_seen(self._unscaled, edited=True), self.scale, self._found_inf
-        self._unscaled, self._found_inf, self.scale = [], None, None
+    def unscale(self, of_masters: MasterGrads) -> None:
+        """Unscales what is still there; no host sync."""
+        params, self._scaled = _find_seen(self._scaled), []
         if not params:
-            return None
-        if not is_step:
-            self.were_used = are_any(params)
-        return scale, found_inf
+            return
+        if self._found_inf is None:
+            self._found_inf = self.scale.scaler.new_found_inf()
+        unscale = functools.partial(self.scale.unscale_, found_inf=self._found_inf)
+        pairs = {id(pair.half): pair for pair in of_masters.pairs}
+        unscale(find_grads(param for param in params if id(param) not in pairs))
+        of_masters.feed(unscale, [pairs[id(param)] for param in params if id(param) in pairs])
+        self._unscaled += _see_grads(params)
 
-    def find_used(self) -> Tensor | None:
-        """Whether a step is about to use any, on the device; None where all were cleared."""
-        were_used, self.were_used = self.were_used, None
-        params = _find_seen([*self._scaled, *self._unscaled], edited=True)
-        return are_any(params) if params else were_used
+    def settle(self, of_masters: MasterGrads, *, is_step: bool) -> Tensor | None:
+        """Unscales what is still there, drops what cannot be, and returns the found_inf of what is left."""
+        used = self.find()
+        self.were_used = are_any(used) if used and not is_step else None
+        self.unscale(of_masters)
+        pairs = {id(pair.half): pair for pair in of_masters.pairs}
+        for param in _find_seen(self._mixed):
+            if id(param) in pairs:
+                of_masters.skip(pairs[id(param)])
+            else:
+                param.grad = None
+        found_inf = self._found_inf if _find_seen(self._unscaled, edited=True) else None
+        self._mixed, self._unscaled, self._found_inf, self.scale = [], [], None, None
+        return found_inf
 
 
 def are_any(params: Sequence[Tensor]) -> Tensor:
@@ -261,8 +239,13 @@ def are_any(params: Sequence[Tensor]) -> Tensor:
 
 
 def _see_grads(params: Iterable[Tensor]) -> list[SeenGrad]:
-    return [(param, param.grad, param.grad._version) for param in params if param.grad is not None]
+    return [(param, ref(param.grad), param.grad._version) for param in params]
 
 
-def _find_seen(seen: Iterable[SeenGrad], *, edited: bool) -> list[Tensor]:
-    return [one for one, grad, version in seen if one.grad is grad and (edited or grad._version == version)]
+def _find_seen(seen: Iterable[SeenGrad], *, edited: bool = False) -> list[Tensor]:
+    """The parameters whose gradients are still the same, `edited` or not."""
+    return [
+        param
+        for param, find, version in seen
+        if (grad := param.grad) is not None and grad is find() and (edited or grad._version == version)
+    ]

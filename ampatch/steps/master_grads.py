@@ -26,7 +26,7 @@ class MasterGrads:
 
     def __init__(self, pairs: list[Weight]) -> None:
         self.pairs = pairs
-        self._told = False
+        self.told = False  # that a step ignored changes
         # Half gradients from before the open block, and which of these were used.
         self._before: list[tuple[Weight, Tensor, Tensor | None]] = []
 
@@ -38,8 +38,8 @@ class MasterGrads:
         New ones, of a `backward` outside any block, are unscaled and count. So does what was changed
         while no block has scaled it, as where gradients are cleared to zero or never, or clipped: it is all
         of the gradient, unless the master has others beside. For the rest see `drop_restarted`, and it
-        `looks` whether a scaled one was cleared to zero before it sees the next. Says of a step, once,
-        whether it ignores changes. Both cost a host sync if one was changed in place.
+        `looks` whether a scaled one was cleared to zero before it sees the next. Says whether a step
+        ignores changes, unless that was `told`. Both cost a host sync if one was changed in place.
         """
         changed = self._find_changed()
         if not changed:
@@ -49,10 +49,8 @@ class MasterGrads:
                 pair.grad_used = pair.master.grad = None
         new = [pair for pair in changed if pair.grad_used is None or pair.master.grad is None]
         self.feed(None, new if is_step else [pair for pair in new if not _is_cleared(pair)])
-        to_tell = is_step and not self._told
-        ignores = _drop_restarted(changed, to_tell or looks) and to_tell
-        self._told |= ignores
-        return ignores
+        to_tell = is_step and not self.told
+        return _drop_restarted(changed, to_tell or looks) and to_tell
 
     def drop_restarted(self) -> None:
         """Drops masters' gradients where the model's were cleared: a wish to start over.
@@ -117,6 +115,10 @@ class MasterGrads:
             pair.master.grad = grad
         if others:
             _add(others, unscale)
+
+    def skip(self, pair: Weight) -> None:
+        """Takes the half gradient as it is now for one that counts already."""
+        mark_grad_used(pair)
 
     def end(self) -> None:
         """Puts a gradient from before the block back where the block made none."""

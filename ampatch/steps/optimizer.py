@@ -51,7 +51,7 @@ class AmpOptimizer:
         self.forwards: list[Callable[[], object]] = []  # of its models, what each was given
         self.capture: object = None  # the capture of a CUDA graph that the last block was in, and
         self.from_before: set[int] = set()  # the ids of parameters that had gradients before that block
-        self._thread: int | None = None  # that used it last
+        self.thread: int | None = None  # that used it last
 
     def params(self) -> list[Tensor]:
         """The parameters that the optimizer steps: masters where there are any."""
@@ -75,7 +75,7 @@ class AmpOptimizer:
                 f"and gradients of two scales would mix: end that block first, or add the losses"
             )
         with self._turn:
-            self.end_block, self._thread, self.unnamed.were_stepped = end_block, get_ident(), False
+            self.end_block, self.thread = end_block, get_ident()
         if scale.capture is not None or self.capture is not None:
             enter_capture(self, scale.capture)
             self.capture = scale.capture
@@ -95,12 +95,6 @@ class AmpOptimizer:
         self._grads.begin()
         if not scale.is_identity:
             self._earlier.take(self.own_params())
-
-    def is_idle(self) -> bool:
-        """Whether no block or step of its own is open, and no other thread uses it."""
-        step, local = self._turn.step, self.local
-        waits = self.end_block or self.delayed or local.are_waiting or local.read_scale
-        return not (waits or (step and is_running(step))) and self._thread in (None, get_ident())
 
     @torch.no_grad()
     def delay(self, scale: Scale) -> None:
@@ -123,14 +117,12 @@ class AmpOptimizer:
             if is_free and self.local.are_waiting and not is_backward:
                 self.local.read_scale, self.local.read_found_inf = self.delayed, self._unscale_delayed()
             elif is_free and self.end_block is None and self.delayed is None:
-                self.unnamed.unscale(edited=not is_backward)
-                self.unnamed.were_stepped &= not is_backward
+                self._settle_unnamed() if is_backward else self.unnamed.unscale(self._grads)
                 self._grads.follow(looks=is_backward)
 
     def settle(self, *, is_step: bool = False) -> None:
         """Unscales what a block left scaled: with `delay_unscale`, or where it named others."""
-        if self.unnamed.scale and (left := self.unnamed.settle(is_step=is_step)):
-            self._finish(*left)
+        self._settle_unnamed(is_step=is_step)
         scale, found_inf = self.delayed, self._unscale_delayed()
         if scale is None and self._turn.step is not None:  # what somebody has read before
             scale, found_inf = self.local.read_scale, self.local.read_found_inf
@@ -139,6 +131,13 @@ class AmpOptimizer:
             outcome = self._finish(scale, found_inf)
             if scale.capture is not None:
                 scale.capture.append(CapturedBlock([CapturedGrads(self)], outcome, scale.scaler))
+
+    def _settle_unnamed(self, *, is_step: bool = False) -> None:
+        scale = self.unnamed.scale
+        if scale is not None and is_step:
+            self._listener.use_unnamed(self)
+        if scale is not None and (found_inf := self.unnamed.settle(self._grads, is_step=is_step)) is not None:
+            self._finish(scale, found_inf)
 
     def _finish(self, scale: Scale, found_inf: Tensor) -> BackwardOutcome | None:
         if not scale.scaler.is_dynamic:
@@ -215,7 +214,7 @@ class AmpOptimizer:
         if self._turn.step is not None and is_running(self._turn.step):
             return None
         self._turn.begin_step(sys._getframe(1))
-        self._thread = get_ident()
+        self.thread = get_ident()
         self._listener.begin_step(self)
         self.last_outcomes = []
         self._skip.begin(optimizer)
@@ -238,9 +237,9 @@ class AmpOptimizer:
         if self.end_block is not None:
             self.end_block()  # the step is inside a block: its gradients are needed now
         if not (evaluates and self.local.are_waiting):  # else a backward in the closure averages them
-            self.settle(is_step=True)
+            self.settle(is_step=not evaluates)
             if self._grads.follow(is_step=True):
-                self._listener.ignore_edits(self)
+                self._grads.told = self._listener.ignore_edits(self)
         self.masters.take_edits()
         self.last_outcomes, outcomes, self.pending = self.last_outcomes + self.pending, self.pending, []
         if outcomes:
@@ -253,7 +252,7 @@ class AmpOptimizer:
         self._skip.end(optimizer)
         self._grads.drop()  # first, because rounding may need memory
         self.masters.end_step(optimizer)
-        self._turn.step, self.unnamed.were_stepped = None, True
+        self._turn.step = None
         if self._listener.capture() is not None:
             self.last_outcomes = []  # nothing was computed: replays will
         self._listener.exit_step(self)
@@ -293,6 +292,6 @@ class AmpOptimizer:
         The scale is not asked: after an exception on one rank the others would wait for it.
         """
         self._unscale_delayed()
-        self.unnamed.unscale(edited=True)
+        self.unnamed.unscale(self._grads)
         self._grads.drop_restarted()
         self.masters.take_edits()

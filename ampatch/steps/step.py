@@ -14,7 +14,6 @@ from ampatch.steps.outcome import BackwardOutcome
 
 if TYPE_CHECKING:
     from ampatch.steps.block import ScaledLoss
-    from ampatch.steps.optimizer import AmpOptimizer
 
 
 class Listener:
@@ -23,10 +22,6 @@ class Listener:
     def capture(self) -> list | None:
         """Returns what collects what the replay of a CUDA graph must repeat, while one is captured."""
         return None
-
-    def list_others(self, named: Sequence[AmpOptimizer]) -> Sequence[AmpOptimizer]:
-        """Returns the optimizers that a block of `scale_loss` does not name."""
-        return ()
 
     def begin_block(self, block: ScaledLoss) -> None:
         """Called before a block yields its scaled loss."""
@@ -40,8 +35,12 @@ class Listener:
     def begin_step(self, optimizer: object) -> None:
         """Called before anything is done in a step."""
 
-    def ignore_edits(self, optimizer: object) -> None:
-        """Called in a step that does not see what happened to gradients of half weights."""
+    def ignore_edits(self, optimizer: object) -> bool:
+        """Called in a step that does not see what happened to gradients of half weights; says if it told."""
+        return True
+
+    def use_unnamed(self, optimizer: object) -> None:
+        """Called before a step uses gradients that no block unscales."""
 
     def enter_step(self, frame: FrameType) -> None:
         """Called before the optimizer reads gradients, with the call that runs the step."""

@@ -43,7 +43,8 @@ class ClipWatch(SessionPatch):
     def forget(self) -> None:
         """Drops what was seen."""
         self._has_judged = False
-        self._line: Line | None = None  # where gradients of half weights were clipped last
+        self._line: Line | None = None  # where gradients of half weights were clipped last,
+        self._limit, self._norm = 0.0, None  # at which limit, and what their norm was
 
     def patch(self, patcher: Patcher) -> None:
         """Replaces what `clip_grad_norm_` and `clip_grad_value_` call, wherever a script has them from."""
@@ -61,7 +62,7 @@ class ClipWatch(SessionPatch):
             if self._scale_watch.blocks:
                 self._check([param.grad for param in params if param.grad is not None], max_norm)
             elif any(param.dtype in HALF_TYPES for param in params):
-                self._note_line()
+                self._note_line(max_norm, args[0] if args else kwargs.get("total_norm"))
             clip(parameters, max_norm, *args, **kwargs)
 
         return clip_norm
@@ -80,13 +81,21 @@ class ClipWatch(SessionPatch):
 
         return group_tensors
 
-    def _note_line(self) -> None:
+    def _note_line(self, limit: float = 0.0, norm: object = None) -> None:
         if not torch.compiler.is_dynamo_compiling():
-            self._line = find_line()
+            self._line, self._limit, self._norm = find_line(), limit, norm
 
-    def warn_of_ignored(self) -> None:
-        """Warns of a step that ignores what was done to gradients of half weights, as clipping them."""
-        self._warner.warn("ignored", IGNORED, self._scale_watch.outside or self._line)
+    def warn_of_ignored(self) -> bool:
+        """Warns of a step that ignores what was done to gradients of half weights, and says so.
+
+        Clipping at a limit that their norm does not reach changes nothing; one host sync to know.
+        """
+        line, norm = self._scale_watch.outside or self._line, self._norm
+        self._norm = None
+        if self._scale_watch.outside is None and isinstance(norm, Tensor) and norm <= self._limit:
+            return False
+        self._warner.warn("ignored", IGNORED, line)
+        return True
 
     def _check(self, grads: list[Tensor], limit: float) -> None:
         """Warns of a limit that is not scaled, as the gradients are in a block; one host sync a session.

@@ -7,17 +7,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 
-def list_leaves(loss: Tensor) -> list[Tensor]:
-    """The tensors that a loss was computed from and that get gradients of it, by a walk through its graph."""
-    waiting, seen = [loss.grad_fn], {None}
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting += [one for one, _ in node.next_functions]
-    return [node.variable for node in seen if hasattr(node, "variable")]
-
-
 def leads_to(roots: Sequence[Tensor], scaled: Tensor) -> bool:
     """Whether any of these tensors was computed from the scaled loss.
 

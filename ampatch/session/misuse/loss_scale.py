@@ -18,9 +18,9 @@ from torch import Tensor
 from ampatch.levels.private import graph_task
 from ampatch.levels.stack import Line, find_line
 from ampatch.patching.patcher import Patcher, SessionPatch
-from ampatch.session.misuse.graphs import leads_to, list_leaves
+from ampatch.session.misuse.graphs import leads_to
+from ampatch.session.misuse.unnamed import Marked, UnnamedWatch
 from ampatch.session.misuse.warner import Warner
-from ampatch.steps.block import begin_unnamed, end_unnamed
 
 if TYPE_CHECKING:
     from ampatch.session.members import Members
@@ -37,15 +37,6 @@ OUTSIDE = (
     "backward() outside of scale_loss made the gradients of a step at a dynamic loss scale: small ones may "
     f"be lost, and an overflow is not skipped: write {RIGHT}"
 )
-UNNAMED = (
-    "{} steps gradients of a block of scale_loss that does not name it (here the step unscales them, in apex "
-    "it did not): name each optimizer that the loss is for, `scale_loss(loss, [first, second])`"
-)
-LATE = (
-    "backward() ran after its block of scale_loss had ended, where nothing unscales gradients (the step of "
-    f"{{}} did): move backward() into the block, {RIGHT}"
-)
-LEFT = {"unnamed": UNNAMED, "late": LATE}  # what leaves scaled gradients
 
 
 @dataclass(slots=True, eq=False)
@@ -75,9 +66,14 @@ class ScaleWatch(SessionPatch):
     """
 
     def __init__(
-        self, warner: Warner, members: Members, list_scalers: Callable[[], list[LossScaler]]
+        self,
+        warner: Warner,
+        members: Members,
+        list_scalers: Callable[[], list[LossScaler]],
+        unnamed: UnnamedWatch,
     ) -> None:
         super().__init__()
+        self._unnamed = unnamed
         self._warner = warner
         self._members = members
         self._list_scalers = list_scalers
@@ -87,15 +83,10 @@ class ScaleWatch(SessionPatch):
         """Drops what was seen."""
         self.blocks: dict[int, OpenBlock] = {}  # by the id of the block; the innermost is the last
         self._ended: list[EndedBlock] = []
-        self._left: dict[int, tuple[str, Line]] = {}  # optimizers, and what left them scaled gradients
         self._had_block: set[int] = set()  # optimizers, since their last step
         self._inside: dict[int, Line] = {}  # optimizers, and what gave them unscaled gradients in a block
         self._outside: dict[int, Line] = {}  # the same, where no block was open
         self.outside: Line | None = None  # what did so for the step that runs
-        self._scaled = self._plain = 0  # backwards that began at a scaled loss, and others
-        self._leaves: set[int] = set()  # what such losses were computed from
-        self._walks = MANY  # how often the graphs of blocks were walked through for these
-        self._judged: set[tuple[int, str]] = set()  # optimizers, and what left them scaled gradients
 
     def patch(self, patcher: Patcher) -> None:
         """Replaces what gradients are made by."""
@@ -118,14 +109,6 @@ class ScaleWatch(SessionPatch):
             self._inside.update(ended.unscaled)
         self._ended = [one for one in self._ended if one[0]() is not None][1 - MANY :]
         self._ended.append((ref(block.scaled), block.scale, ended.was_scaled))
-        if self._walks < MANY:
-            self.find_leaves()
-        self._note_left("unnamed", block.left)
-
-    def _note_left(self, kind: str, optimizers: Sequence[AmpOptimizer]) -> None:
-        for optimizer in optimizers:
-            if (id(optimizer), kind) not in self._judged:
-                self._left[id(optimizer)] = kind, find_line()
 
     def list_blocks(self) -> list[OpenBlock]:
         """The open blocks of this thread."""
@@ -137,24 +120,23 @@ class ScaleWatch(SessionPatch):
         @functools.wraps(run)
         def backward(tensors: object, grad_tensors: object = None, *args: object, **kwargs: object) -> None:
             seen: list[SeenGrad] = []
-            late: Sequence[AmpOptimizer] = ()
+            marked: Marked | None = None
             blocks = list(self.blocks.values())  # at once: other threads may open some
             if blocks and tensors is blocks[-1].block.scaled:
-                blocks[-1].was_scaled = True
-                self._scaled += 1
+                marked = self._begin_scaled(blocks[-1:])
             elif graph_task() == -1:  # not inside of another one
                 roots = [tensors] if isinstance(tensors, Tensor) else tensors
-                if (scale := self._find_late(roots)) is not None:
-                    late = begin_unnamed(self._members.optimizers(), scale)
-                    self._scaled += 1
-                elif grad_tensors is None:
+                if scaled := self._find_scaled(roots):
+                    marked = self._begin_scaled(scaled)
+                elif (scale := self._find_late(roots)) is not None:
+                    marked = self._unnamed.begin("late", scale, ())
+                elif grad_tensors is None:  # else these may be scaled
                     seen = self._look_before(roots)
-                else:
-                    self._plain += 1  # or scaled by these
             try:
                 run(tensors, grad_tensors, *args, **kwargs)
             finally:
-                self._note_left("late", end_unnamed(late))
+                if marked is not None:
+                    self._unnamed.end(marked)
                 for found, key, line, param, grad, version in seen:
                     if param.grad is not grad or (grad is not None and grad._version != version):
                         found[key] = line
@@ -176,17 +158,22 @@ class ScaleWatch(SessionPatch):
                 return scale
         return None
 
+    def _find_scaled(self, roots: object) -> list[OpenBlock]:
+        """The open blocks whose scaled losses a backward begins at, or at what came of them."""
+        found = self.list_blocks() if _are_tensors(roots) else []
+        return [one for one in found if leads_to(roots, one.block.scaled)]
+
+    def _begin_scaled(self, blocks: Sequence[OpenBlock]) -> Marked | None:
+        for one in blocks:
+            one.was_scaled = True
+        named = [optimizer for one in blocks for optimizer in one.block.optimizers]
+        return self._unnamed.begin("unnamed", blocks[-1].block.scale, named)
+
     def _look_before(self, roots: object) -> list[SeenGrad]:
-        """Looks at what a backward begins at; returns what shows whose gradients it makes, if not scaled."""
+        """Returns what shows whose gradients a backward makes that is not scaled."""
         if not _are_tensors(roots):
             return []
         blocks = self.list_blocks()
-        scaled = [one for one in blocks if leads_to(roots, one.block.scaled)]
-        for one in scaled:
-            one.was_scaled = True
-        self._scaled, self._plain = self._scaled + bool(scaled), self._plain + (not scaled)
-        if scaled:
-            return []
         if not blocks:
             for amp in self._members.optimizers():  # while what was cleared still shows that it was
                 amp.settle_for_reader(is_backward=True)
@@ -207,7 +194,7 @@ class ScaleWatch(SessionPatch):
     def check_step(self, optimizer: AmpOptimizer) -> None:
         """Warns of gradients that a step must not use as they are; called before anything of it is done."""
         key = id(optimizer)
-        self._check_left(optimizer)
+        self._unnamed.check(optimizer, optimizer.unnamed.were_used)
         had_block = key in self._had_block
         if had_block:
             self._had_block.discard(key)
@@ -219,35 +206,10 @@ class ScaleWatch(SessionPatch):
         elif not (had_block or _is_called_by_grad_scaler() or self._is_right(optimizer)):
             self._warner.warn("outside", OUTSIDE, self.outside)
 
-    def _check_left(self, amp: AmpOptimizer) -> None:
-        """Warns of gradients that no block unscales; one host sync, for the first of an optimizer."""
-        if amp.unnamed.end():  # the block is still open
-            self._note_left("unnamed", [amp])
-        kind, line = self._left.pop(id(amp), (None, None))
-        used = amp.unnamed.find_used() if kind else None
-        if used is not None:
-            self._judged.add((id(amp), kind))
-            if used:  # where a script has cleared them to zero, it is right
-                self._warner.warn(kind, LEFT[kind].format(type(amp.optimizer).__name__), line)
-
-    def count_backwards(self) -> tuple[int, int]:
-        """How many began at a scaled loss, and how many did not."""
-        return self._scaled, self._plain
-
-    def find_leaves(self) -> set[int]:
-        """The ids of what losses of the latest blocks were computed from; asked, it looks at the next too."""
-        self._walks = self._walks + 1 if self._walks < MANY else 0
-        for scaled in [find() for find, *_ in self._ended]:
-            self._leaves.update(() if scaled is None else map(id, list_leaves(scaled)))
-        return self._leaves
-
-    def was_asked(self) -> bool:
-        """Whether a script has asked for a scale since this was called: it may scale by hand."""
-        return True in [scaler.was_asked() for scaler in self._list_scalers()]  # of all: it resets them
-
     def _is_right(self, amp: AmpOptimizer) -> bool:
         """Whether a script may scale by hand, or steps zeros; one host sync, before a warning."""
-        return self.was_asked() or not any(
+        asked = [scaler.was_asked() for scaler in self._list_scalers()]  # all of them: it resets them
+        return any(asked) or not any(
             param.grad.detach().any() for param in amp.model_params() if param.grad is not None
         )
 

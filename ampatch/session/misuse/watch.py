@@ -13,7 +13,9 @@ from ampatch.session.misuse.grad_scaler import GradScalerWatch
 from ampatch.session.misuse.half_weights import HalfWatch, check_halved
 from ampatch.session.misuse.loss_scale import ScaleWatch
 from ampatch.session.misuse.strangers import StrangerWatch
+from ampatch.session.misuse.unnamed import UnnamedWatch
 from ampatch.session.misuse.warner import Warner
+from ampatch.steps.grads import are_any
 
 if TYPE_CHECKING:
     from ampatch.levels.policy import Policy
@@ -33,15 +35,17 @@ class MisuseWatch:
     ) -> None:
         self._halved = halved  # float32 tensors that became half, by id
         self._warner = Warner()
-        self._scale = ScaleWatch(self._warner, members, list_scalers)
+        self._unnamed = UnnamedWatch(self._warner, members)
+        self._scale = ScaleWatch(self._warner, members, list_scalers, self._unnamed)
         self._clip = ClipWatch(self._warner, self._scale)
         self._scaler = GradScalerWatch(self._warner, members, self._scale)
         self._half = HalfWatch(self._warner, members)
-        self._strangers = StrangerWatch(self._warner, members, self._half, self._scale)
+        self._strangers = StrangerWatch(self._warner, members, self._half, self._unnamed)
 
     def forget(self) -> None:
         """Lets everything be said again."""
         self._warner.forget()
+        self._unnamed.forget()
 
     def retry(self) -> None:
         """Undoes what somebody else's patch kept from being undone, where that is gone by now."""
@@ -90,6 +94,11 @@ class MisuseWatch:
         if self._halved:
             check_halved(self._warner, self._halved, amp)
 
-    def ignore_edits(self) -> None:
-        """Warns of gradients of half weights that were changed where masters do not see it."""
-        self._clip.warn_of_ignored()
+    def ignore_edits(self) -> bool:
+        """Warns of half gradients that were changed where masters do not see it, and says if it did."""
+        return self._clip.warn_of_ignored()
+
+    def use_unnamed(self, amp: AmpOptimizer) -> None:
+        """Warns of scaled gradients that a step is about to use; before anything of it is done."""
+        left = amp.unnamed.find()
+        self._unnamed.check(amp, are_any(left) if left else None)

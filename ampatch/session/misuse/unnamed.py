@@ -1,0 +1,122 @@
+"""Scaled gradients that no block unscales: of optimizers that it does not name, and of late backwards."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from threading import get_ident
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampatch.levels.stack import Line, find_line, is_running
+from ampatch.session.misuse.warner import Warner
+from ampatch.steps.grads import UnnamedGrads, are_any
+
+if TYPE_CHECKING:
+    from ampatch.session.members import Members
+    from ampatch.steps.optimizer import AmpOptimizer
+    from ampatch.steps.scaler import Scale
+
+TEXTS = {
+    "unnamed": "{} steps gradients of a block of scale_loss that does not name it (apex stepped them scaled; "
+    "here the step unscales them, and drops what was added to others): name each optimizer that the loss is "
+    "for, `scale_loss(loss, [first, second])`",
+    "late": "backward() ran after its block of scale_loss had ended, where nothing unscales gradients (the "
+    "step of {} had to): move backward() into the block, "
+    "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`",
+    "stranger": "{} steps gradients that are multiplied by the loss scale, and initialize never saw it: pass "
+    "it to amp.initialize(models, optimizers), and name it in scale_loss(loss, optimizers)",
+}
+
+
+@dataclass(slots=True, eq=False)
+class Stranger:
+    """An optimizer that initialize never saw, and gradients that it must not step."""
+
+    find: weakref.ref[Optimizer]
+    unnamed: UnnamedGrads = field(default_factory=UnnamedGrads)
+
+
+@dataclass(slots=True, frozen=True)
+class Marked:
+    """A scaled backward that runs: why nobody unscales it, its scale, and whose gradients it may change."""
+
+    kind: str
+    scale: Scale
+    optimizers: Sequence[AmpOptimizer | Stranger]
+
+
+class UnnamedWatch:
+    """Notes such gradients as a backward makes them, and warns of a step that uses them."""
+
+    def __init__(self, warner: Warner, members: Members) -> None:
+        self._warner, self._members = warner, members
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what was seen."""
+        self._strangers: dict[int, Stranger] = {}  # by the id of the optimizer
+        self._left: dict[int, tuple[str, Line]] = {}  # optimizers, by id, and what left them some
+        self._judged: set[tuple[int, str]] = set()
+
+    def begin(self, kind: str, scale: Scale, named: Sequence[AmpOptimizer]) -> Marked | None:
+        """Looks at the gradients that a scaled backward may change, but for those of the `named`."""
+        others = self._members.others(named)
+        if not (others or self._strangers) or scale.capture is not None:
+            return None
+        unscaled = _ids(named)
+        idle = list(filter(_is_idle, others))
+        for amp in idle:
+            amp.unnamed.begin(param for param in amp.model_params() if id(param) not in unscaled)
+        return Marked(kind, scale, [*idle, *self._begin_strangers(_ids((*others, *named)))])
+
+    def _begin_strangers(self, known: set[int]) -> list[Stranger]:
+        for stranger in (found := list(self._strangers.values())):
+            optimizer = stranger.find()
+            groups = [] if optimizer is None else optimizer.param_groups
+            params = [param for group in groups for param in group["params"]]
+            stranger.unnamed.begin(param for param in params if id(param) not in known)
+        return found
+
+    def end(self, marked: Marked) -> None:
+        """Notes what the backward has changed."""
+        for one in marked.optimizers:
+            if one.unnamed.end(marked.scale) and (id(one), marked.kind) not in self._judged:
+                self._left[id(one)] = marked.kind, find_line()
+
+    # A step
+
+    def check(self, amp: AmpOptimizer, used: Tensor | None) -> None:
+        """Warns of such gradients in a step, unless all of those `used` are zero; one host sync, once."""
+        if used is None or id(amp) not in self._left:
+            return
+        kind, line = self._left.pop(id(amp))
+        self._judged.add((id(amp), kind))
+        if used:  # where a script has cleared them to zero, it is right
+            self._warner.warn(kind, TEXTS[kind].format(type(amp.optimizer).__name__), line)
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Whether it is a stranger that was seen before."""
+        return id(optimizer) in self._strangers
+
+    def check_stranger(self, optimizer: Optimizer) -> None:
+        """Warns of an optimizer that initialize never saw if it steps some; knows it from now on."""
+        if id(optimizer) not in self._strangers:
+            self._strangers[id(optimizer)] = Stranger(weakref.ref(optimizer))
+        left = self._strangers[id(optimizer)].unnamed.find()
+        if left and not self._warner.has_said("stranger") and are_any(left):
+            self._warner.warn("stranger", TEXTS["stranger"].format(type(optimizer).__name__))
+
+
+def _ids(optimizers: Iterable[AmpOptimizer]) -> set[int]:
+    return {id(param) for one in optimizers for param in one.model_params()}
+
+
+def _is_idle(amp: AmpOptimizer) -> bool:
+    """Whether no block or step of an optimizer is open, and no other thread has used it."""
+    step, local = amp.masters.turn.step, amp.local
+    waits = amp.end_block or amp.delayed or local.are_waiting or local.read_scale
+    return not (waits or (step and is_running(step))) and amp.thread in (None, get_ident())
