@@ -84,6 +84,14 @@ def clipped(pair):
         pair.step()
 
 
+def clipped_as_they_are(clip, pair):
+    for _ in range(2):
+        pair.zero_grad()
+        scaled_backward(pair.loss(), pair.named)
+        clip([param for param in pair.models[1].parameters() if param.dtype is torch.float32], 0.01)
+        pair.step()
+
+
 def stepped_inside(pair):
     pair.zero_grad()
     with amp.scale_loss(pair.loss(), pair.named) as scaled:
@@ -118,6 +126,8 @@ CASES = [
     (in_one_block, {"calls": 2}),
     (in_one_block, {"loss_scale": 128.0}),
     *[(script, {}) for script in (before_a_block_of_its_own, clipped, stepped_inside, in_several_blocks)],
+    (functools.partial(clipped_as_they_are, torch.nn.utils.clip_grad_norm_), {}),
+    (functools.partial(clipped_as_they_are, torch.nn.utils.clip_grad_value_), {}),
     (of_two_losses, {"num_losses": 2}),
 ]
 
@@ -203,6 +213,22 @@ def test_what_is_cleared_before_the_next_backward_neither_counts_nor_warns(clear
         )
         assert said == []
         assert_same_bits(weights, expected)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_closure_may_clear_what_overflowed_before_it(level):
+    pair, is_bad = Pair(False, level), [True]
+    pair.models[1][2].bias.register_hook(lambda grad: grad * float("inf") if is_bad else grad)
+
+    def evaluate():
+        pair.second.zero_grad()
+        scaled_backward(pair.loss(), pair.second)
+
+    scaled_backward(pair.loss(), pair.first)
+    is_bad.clear()
+    pair.second.step(evaluate)
+    assert not amp.step_was_skipped(pair.second)
+    assert amp.get_loss_scale() == 2.0**8
 
 
 def test_a_discriminator_that_is_trained_without_blocks_steps_its_own_gradients():

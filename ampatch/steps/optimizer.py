@@ -120,9 +120,10 @@ class AmpOptimizer:
                 self._settle_unnamed() if is_backward else self.unnamed.unscale(self._grads)
                 self._grads.follow(looks=is_backward)
 
-    def settle(self, *, is_step: bool = False) -> None:
+    def settle(self, *, is_step: bool = False, evaluates: bool = False) -> None:
         """Unscales what a block left scaled: with `delay_unscale`, or where it named others."""
-        self._settle_unnamed(is_step=is_step)
+        if not evaluates:  # else a closure clears these first
+            self._settle_unnamed(is_step=is_step)
         scale, found_inf = self.delayed, self._unscale_delayed()
         if scale is None and self._turn.step is not None:  # what somebody has read before
             scale, found_inf = self.local.read_scale, self.local.read_found_inf
@@ -237,7 +238,7 @@ class AmpOptimizer:
         if self.end_block is not None:
             self.end_block()  # the step is inside a block: its gradients are needed now
         if not (evaluates and self.local.are_waiting):  # else a backward in the closure averages them
-            self.settle(is_step=not evaluates)
+            self.settle(is_step=True, evaluates=evaluates)
             if self._grads.follow(is_step=True):
                 self._grads.told = self._listener.ignore_edits(self)
         self.masters.take_edits()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.stack import Line, find_line
 from ampatch.patching.patcher import Patcher, SessionPatch
 from ampatch.session.misuse.loss_scale import ScaleWatch, all_params
+from ampatch.session.misuse.unnamed import UnnamedWatch
 from ampatch.session.misuse.warner import Warner
 
 # Nobody means a limit below this, once the scale is taken off: it was given as if gradients were unscaled.
@@ -34,10 +35,10 @@ IGNORED = (
 class ClipWatch(SessionPatch):
     """Watches what gradients are clipped by; private names of torch only where they exist."""
 
-    def __init__(self, warner: Warner, scale_watch: ScaleWatch) -> None:
+    def __init__(self, warner: Warner, scale_watch: ScaleWatch, unnamed: UnnamedWatch) -> None:
         super().__init__()
         self._warner = warner
-        self._scale_watch = scale_watch
+        self._scale_watch, self._unnamed = scale_watch, unnamed
         self.forget()
 
     def forget(self) -> None:
@@ -49,11 +50,22 @@ class ClipWatch(SessionPatch):
     def patch(self, patcher: Patcher) -> None:
         """Replaces what `clip_grad_norm_` and `clip_grad_value_` call, wherever a script has them from."""
         for name, watch in (
+            ("_get_total_norm", self._watch_total),
             ("_clip_grads_with_norm_", self._watch_norm),
             ("_group_tensors_by_device_and_dtype", self._watch_value),
         ):
             if hasattr(clip_grad, name):
                 patcher.replace(clip_grad, name, watch(getattr(clip_grad, name)))
+
+    def _watch_total(self, measure: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(measure)
+        def get_total_norm(tensors: Iterable[Tensor], *args: object, **kwargs: object) -> Tensor:
+            grads = tensors if isinstance(tensors, Tensor) else list(tensors)
+            if not torch.compiler.is_dynamo_compiling():
+                self._unnamed.show(grads)
+            return measure(grads, *args, **kwargs)
+
+        return get_total_norm
 
     def _watch_norm(self, clip: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(clip)
@@ -77,6 +89,8 @@ class ClipWatch(SessionPatch):
                     self._check(lists[0], caller.f_locals["clip_value"])
                 elif is_clipping:
                     self._note_line()
+            if not torch.compiler.is_dynamo_compiling():
+                self._unnamed.show(lists[0])
             return group(lists, *args, **kwargs)
 
         return group_tensors

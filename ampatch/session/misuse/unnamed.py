@@ -87,6 +87,14 @@ class UnnamedWatch:
             if one.unnamed.end(marked.scale) and (id(one), marked.kind) not in self._judged:
                 self._left[id(one)] = marked.kind, find_line()
 
+    def show(self, grads: Iterable[Tensor]) -> None:
+        """Unscales such gradients that somebody is about to clip, outside of a block."""
+        left = [amp for amp in self._members.optimizers() if amp.unnamed.scale is not None]
+        given = set(map(id, grads)) if left else ()
+        for amp in left:
+            if any(id(param.grad) in given for param in amp.unnamed.find()):
+                amp.settle_for_reader()
+
     # A step
 
     def check(self, amp: AmpOptimizer, used: Tensor | None) -> None:

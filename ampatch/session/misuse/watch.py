@@ -37,7 +37,7 @@ class MisuseWatch:
         self._warner = Warner()
         self._unnamed = UnnamedWatch(self._warner, members)
         self._scale = ScaleWatch(self._warner, members, list_scalers, self._unnamed)
-        self._clip = ClipWatch(self._warner, self._scale)
+        self._clip = ClipWatch(self._warner, self._scale, self._unnamed)
         self._scaler = GradScalerWatch(self._warner, members, self._scale)
         self._half = HalfWatch(self._warner, members)
         self._strangers = StrangerWatch(self._warner, members, self._half, self._unnamed)
