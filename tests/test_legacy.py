@@ -399,11 +399,6 @@ def test_python_warns_once_of_a_source():
     assert [each.filename for each in said] == ["train.py"]
 
 
-def test_an_old_module_has_no_file_for_those_who_ask_all_modules():
-    with legacy():
-        assert not hasattr(sys.modules["torch._six"], "__file__")
-
-
 def test_a_package_that_imports_its_part_while_it_is_changed_is_changed_once(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "whole").mkdir()

@@ -6,9 +6,11 @@ import argparse
 import functools
 import inspect
 import os
+import pickle
 import random
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
