@@ -19,10 +19,12 @@ import pytest
 import torch
 
 from ampatch.__main__ import main
+from ampatch.apex.changes import Changes
 from ampatch.apex.check import check_file
 from ampatch.apex.legacy import functions
 from ampatch.apex.legacy.finding import find_cause
 from ampatch.apex.legacy.mending import legacy
+from ampatch.apex.legacy.names import Places
 from ampatch.apex.legacy.old import BREAKS
 from ampatch.apex.legacy.table import NAMES, PATTERNS
 from ampatch.apex.on_cpu import on_cpu
@@ -120,6 +122,11 @@ SNIPPETS = {
     "PIL.ImageFont.FreeTypeFont.getsize": (
         "from PIL import ImageFont\nImageFont.load_default(10).getsize('a')"
     ),
+    "matplotlib.backends.backend_agg.FigureCanvasAgg.tostring_rgb": (
+        "from matplotlib.backends.backend_agg import FigureCanvasAgg\nfrom matplotlib.figure import Figure\n"
+        "canvas = FigureCanvasAgg(Figure((1, 1), 20))\ncanvas.draw()\n"
+        "assert canvas.tostring_rgb() == bytes([255]) * 1200"
+    ),
     "threading.Thread.isAlive": "import threading\nthreading.Thread().isAlive()",
     "torch.ifft": "import torch\ntorch.ifft(torch.ones(2, 2), 1)",
     "librosa.filters.mel(sr, n_fft)": "import librosa\nlibrosa.filters.mel(16000, 512)",
@@ -150,6 +157,11 @@ SNIPPETS = {
     "--local_rank": (
         "import argparse\nparser = argparse.ArgumentParser()\n"
         "parser.add_argument('--local_rank', type=int)  # here\nparser.parse_args(['--local-rank=2'])"
+    ),
+    "MASTER_PORT=80000": (  # of 65536, 16 bits say any port that is free
+        "import os, torch.distributed as dist\nos.environ['MASTER_ADDR'] = 'localhost'\n"
+        "os.environ['MASTER_PORT'] = '65536'  # here\n"
+        "dist.init_process_group('gloo', rank=0, world_size=1)\ndist.destroy_process_group()"
     ),
     "torch.fft(...)": "from torch import fft, ones\nfft(ones(2, 2), 1)",
     "torch.stft(...)": "import torch\ntorch.stft(torch.ones(16), 4, window=torch.ones(4))",
@@ -245,6 +257,7 @@ def test_what_a_row_says_breaks_today_and_is_mended_if_it_says_so(row, die):
 def test_the_option_is_named_to_a_script_that_dies_of_a_row_and_says_what_it_mended(row, die, caplog):
     if not is_due(row):
         pytest.skip("it does not break here")
+    caplog.set_level("WARNING")
     error = die(row)
     if not isinstance(error, SystemExit):  # as argparse has said what is wrong
         assert find_cause(error) == row
@@ -377,6 +390,28 @@ def test_a_warning_of_torch_names_the_line_of_the_script(context):
             torch.qr(torch.eye(2))
     torch.set_warn_always(False)
     assert [each.filename for each in said] == [__file__]
+
+
+def test_python_warns_once_of_a_source():
+    with legacy(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        compile_source(b"x = 1 is 1", "train.py")
+    assert [each.filename for each in said] == ["train.py"]
+
+
+def test_a_package_that_imports_its_part_while_it_is_changed_is_changed_once(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "whole").mkdir()
+    for name in ("__init__", "part"):
+        (tmp_path / "whole" / f"{name}.py").touch()
+    seen = []
+    with Changes() as changes:
+        places = Places(changes)
+        places.change("whole", lambda _: importlib.import_module("whole.part"))
+        places.change("whole.part", seen.append)
+        importlib.import_module("whole")
+    assert seen == [sys.modules.pop("whole.part")]
+    del sys.modules["whole"]
 
 
 def test_a_warning_of_an_old_name_names_the_line_that_says_it():

@@ -90,6 +90,11 @@ def textsize(
     return tuple(map(int, draw.textbbox((0, 0), text, font, None, *args, **kwargs)[2:]))
 
 
+def tostring_rgb(canvas: object) -> bytes:
+    """Does what the method `tostring_rgb` of a figure's canvas did up to matplotlib 3.9."""
+    return np.asarray(canvas.buffer_rgba())[..., :3].tobytes()
+
+
 def compare_ssim(
     X: np.ndarray, Y: np.ndarray, *args: object, multichannel: bool = False, **kwargs: object
 ) -> object:

@@ -10,6 +10,7 @@ import pickle
 import random
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
@@ -27,7 +28,7 @@ from ampatch.apex.legacy.functions import fft
 from ampatch.apex.legacy.names import Places, Told, put_back_names, tell
 from ampatch.apex.legacy.patterns import LIBROSA, POSITIONAL
 from ampatch.apex.legacy.table import ASYNC, LOAD
-from ampatch.apex.legacy.tensors import LegacyMode
+from ampatch.apex.legacy.tensors import LegacyMode, init_at_port
 
 
 def load_all(load: Callable, told: Told, /, f: object, *args: object, **kwargs: object) -> object:
@@ -160,10 +161,12 @@ def mend_source(source: bytes) -> bytes:
     >>> mend_source(b"x.cuda(async=True)"), mend_source(b"'async=' in text")
     (b'x.cuda(non_blocking=True)', b"'async=' in text")
     """
-    try:
-        compile(source, "<script>", "exec", dont_inherit=True)
-    except SyntaxError:
-        return KEYWORD.sub(b"non_blocking", source)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python warns of the source itself, with its name
+        try:
+            compile(source, "<script>", "exec", dont_inherit=True)
+        except SyntaxError:
+            return KEYWORD.sub(b"non_blocking", source)
     return source
 
 
@@ -180,6 +183,7 @@ def compile_mended(
 # Functions that take more than today, by the places that have them.
 WIDER = (
     ("torch", "load", load_all),
+    ("torch.distributed", "init_process_group", init_at_port),
     ("numpy", "fromstring", read_bytes),
     *(("numpy", name, make_array) for name in ("array", "asarray", "asanyarray")),
     ("numpy", "load", load_objects),

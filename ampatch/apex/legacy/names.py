@@ -110,7 +110,7 @@ class Places(MetaPathFinder):
         exec_module(module)
         for place in self._places_of(module.__name__):
             owner = find_owner(place)
-            for change in () if owner is None else self._waiting.pop(place):
+            for change in () if owner is None else self._waiting.pop(place, ()):
                 change(owner)
 
 

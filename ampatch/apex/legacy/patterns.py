@@ -10,13 +10,14 @@ from types import MappingProxyType
 
 from torch.optim import lr_scheduler
 
-from ampatch.apex.legacy.table import COPY, LOAD, NAMES, NUMPY_LOAD, PART, RAGGED
+from ampatch.apex.legacy.table import CANVAS, COPY, LOAD, NAMES, NUMPY_LOAD, PART, RAGGED
 from ampatch.apex.uses import Names
 
 # What was a method of tensors as well, and of nothing else.
 METHODS = ("btrifact", "btrisolve", "gels", "gesv", "potrf", "potrs", "symeig", "trtrs")
 # Methods of classes, by their names, which nothing else has that scripts use.
-CLASSES = ("numpy.ndarray", "PIL.ImageDraw.ImageDraw", "PIL.ImageFont.FreeTypeFont", "threading.Thread")
+PIL = ("PIL.ImageDraw.ImageDraw", "PIL.ImageFont.FreeTypeFont")
+CLASSES = ("numpy.ndarray", *PIL, "threading.Thread", CANVAS)
 METHODS_OF = MappingProxyType(
     {row.name.rpartition(".")[2]: row.name for row in NAMES if row.name.startswith(CLASSES)}
 )
@@ -90,6 +91,9 @@ def patterns(node: ast.AST, names: Names) -> Iterator[str]:
             yield "a Function without @staticmethod"
         case ast.For() if is_early_step(node, names):
             yield "scheduler.step() before training"
+        case ast.Assign([ast.Subscript(slice=ast.Constant("MASTER_PORT"))], ast.Constant(port)):
+            if str(port).isdigit() and int(port) >= 2**16:
+                yield "MASTER_PORT=80000"
         case ast.Constant("torch.distributed.launch"):
             yield "torch.distributed.launch"
 

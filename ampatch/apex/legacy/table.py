@@ -9,6 +9,7 @@ from ampatch.apex.legacy.old import MAY_BREAK, NEEDS_CUDA, WARNS, Old
 
 LEGACY = "ampatch.apex.legacy"
 OURS, SIX = f"{LEGACY}.functions", f"{LEGACY}.torch_six"
+CANVAS = "matplotlib.backends.backend_agg.FigureCanvasAgg"
 
 PYTHON = (
     *(
@@ -173,6 +174,7 @@ OTHERS = (
         "skimage.metrics.structural_similarity",
         f"{OURS}.compare_ssim",
     ),
+    Old(f"{CANVAS}.tostring_rgb", "matplotlib 3.10", "canvas.buffer_rgba()", f"{OURS}.tostring_rgb"),
     Old("sklearn.externals.joblib", "scikit-learn 0.23", "joblib", "joblib:"),
     Old("sklearn.externals.six", "scikit-learn 0.23", "six", "six:"),
     Old(
@@ -276,6 +278,7 @@ PATTERNS = (
     mended("Sampler.__init__(data)", "torch 2.10", "super().__init__()"),
     mended("Adam(betas=(0, 0.9))", "torch 2.6", "0.0", error="betas must be either both floats"),
     mended("--local_rank", "torch 2.0", 'int(os.environ["LOCAL_RANK"]), which torchrun sets'),
+    mended("MASTER_PORT=80000", "torch 1.10", "a port below 65536", error="from 0 to 65535 but was"),
     mended("torch.fft(...)", "torch 1.8", "torch.fft.fftn, which is complex"),
     mended("torch.stft(...)", "torch 2.0", "return_complex=True"),
     Old("retain_variables=", "torch 1.0", "retain_graph="),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -121,3 +122,12 @@ def split_apart(parts: tuple[Tensor, ...], tensor: Tensor, *args: object, **kwar
     for view in views:
         setattr(view, PART, True)
     return views
+
+
+def init_at_port(init: Callable, told: Told, /, *args: object, **kwargs: object) -> None:
+    """Has ranks meet at the port that 16 bits hold of a number above 65535."""
+    port = os.environ.get("MASTER_PORT", "")
+    if port.isdigit() and int(port) >= 2**16:
+        told.tell(ROWS["MASTER_PORT=80000"])
+        os.environ["MASTER_PORT"] = str(int(port) % 2**16)
+    init(*args, **kwargs)
