@@ -132,22 +132,6 @@ def test_a_weight_is_cast_once_an_iteration(name):
     assert count_casts(iterate, times=3) == [1, 1, 1]
 
 
-def test_a_generator_is_cast_once_and_its_discriminator_once_for_each_of_its_two_losses():
-    generator, discriminator = Tied(), nn.Linear(3, 7, bias=False)
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (generator, discriminator)]
-    open_session([generator, discriminator], optimizers, num_losses=2)
-
-    def iterate():
-        fake = generator(ONES)
-        backward(discriminator(fake.detach()).sum() + discriminator(ONES).sum(), optimizers[1], loss_id=0)
-        optimizers[1].step()
-        backward(discriminator(fake).sum(), optimizers[0], loss_id=1)
-        optimizers[0].step()
-
-    assert count_casts(iterate) == [1, 1]
-    assert count_casts(iterate, 7, 3) == [1, 1]
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_frozen_backbone_is_cast_once_before_a_head_that_trains(mode):
     class Frozen(nn.Module):

@@ -20,7 +20,6 @@ from caching import (
     HALF,
     WITHOUT_GRAD,
     CountCasts,
-    Tied,
     X,
     assert_fresh,
     backward,
@@ -85,20 +84,6 @@ def test_a_cast_that_a_graph_holds_is_left_to_it():
     optimizer.step()
     assert torch.equal(model(X).detach(), by_hand_all(model))
     assert torch.equal(torch.autograd.grad(waiting, x)[0], expected)
-
-
-def test_a_weight_that_was_given_other_memory_is_watched_there():
-    layer = nn.Linear(3, 5)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    open_session(layer, optimizer)
-    backward(layer(X).sum(), optimizer)
-    optimizer.step()
-    array = torch.zeros(5, 3).numpy()
-    with torch.no_grad():
-        layer.weight.set_(torch.from_numpy(array))
-        assert_fresh(layer)
-        array += 1  # without a trace
-        assert_fresh(layer)
 
 
 def test_other_memory_is_seen_in_an_iteration_though_the_version_stays(linear):
@@ -222,20 +207,6 @@ def test_a_model_that_returns_what_it_is_given_leaves_no_growth():
     assert count_objects() - before <= 2
 
 
-def test_weights_replaced_again_and_again_do_not_pile_up_their_casts():
-    model = nn.Linear(3, 5)
-    optimizer = open_training(model)
-
-    def replace():
-        for _ in range(10):
-            model.weight = nn.Parameter(torch.randn(5, 3))
-            model(X).sum().backward()
-        optimizer.step()
-        return count_half_tensors()
-
-    assert replace() >= replace()
-
-
 @pytest.fixture
 def streams(monkeypatch):
     """Has the CPU pass for a CUDA device; returns a function that changes its current stream."""
@@ -256,20 +227,6 @@ def test_a_cast_that_one_stream_made_is_not_read_by_another(streams, mode, linea
             outputs.append(linear(torch.ones(2, 3)))
         counts.append(casts.count)
     assert counts == [1, 0, 1, 0, 1]
-
-
-def test_a_forward_that_changes_streams_midway_casts_a_weight_on_each(streams):
-    class Changes(Tied):
-        def forward(self, x):
-            streams(1)
-            hidden = torch.nn.functional.linear(x, self.weight)
-            streams(2)
-            return hidden @ self.weight + torch.mm(hidden, self.weight)
-
-    model = open_session(Changes())
-    with CountCasts() as casts:
-        model(torch.ones(2, 3))
-    assert casts.count == 2
 
 
 @pytest.mark.cuda

@@ -85,28 +85,6 @@ def test_a_model_and_an_optimizer_that_are_copied_together_train_as_the_original
     assert not torch.equal(model.state_dict()["0.weight"], before["0.weight"])
 
 
-@MASTERED
-@pytest.mark.parametrize("clone", CLONES)
-def test_a_copied_pair_goes_on_after_uninitialize(clone, level):
-    model, optimizer = open_training(level)
-    other, its_optimizer = clone(model, optimizer)
-    amp.uninitialize()
-    before = other[3].weight.clone()
-    train_plainly(other, its_optimizer)
-    assert not torch.equal(other[3].weight, before)
-
-
-@MASTERED
-def test_an_optimizer_is_as_it_was_after_it_was_copied(level):
-    model, optimizer = open_training(level)
-    copy.deepcopy(optimizer)
-    train(model, optimizer)
-    amp.uninitialize()
-    assert not {"__reduce_ex__", "__setstate__"} & set(vars(optimizer))
-    for clone in CLONES:
-        train_plainly(*clone(model, optimizer))
-
-
 @LEVELS
 def test_scale_loss_asks_for_the_optimizer_that_was_initialized(level):
     model, optimizer = open_training(level)
@@ -228,16 +206,6 @@ def test_a_normalized_weight_trains_all_that_it_is_made_of(norm, level):
         assert not torch.equal(param, before[name]), name
     amp.uninitialize()
     assert {param.dtype for param in model.parameters()} == {torch.float32}
-
-
-@LEVELS
-def test_a_parametrized_weight_that_is_computed_once_serves_a_whole_block(level):
-    model = make_net()
-    parametrizations.weight_norm(model[0])
-    model, _ = open_training(level, model)
-    with parametrize.cached():
-        (model(X) + model(X)).float().sum().backward()
-    assert all(param.grad is not None for param in model.parameters())
 
 
 @LEVELS

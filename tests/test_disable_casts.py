@@ -110,24 +110,6 @@ def test_a_block_holds_for_its_own_thread_alone():
         assert product() is FULL
 
 
-def test_a_thread_that_began_before_initialize_casts_too():
-    ready, go, results = threading.Event(), threading.Event(), []
-
-    def work():
-        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
-        ready.set()
-        go.wait(10)
-        results.append(product())
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert ready.wait(10)
-    open_session()
-    go.set()
-    thread.join()
-    assert results == [HALF]
-
-
 # ---- In the threads of the autograd engine ----
 
 
@@ -325,19 +307,6 @@ def test_a_step_that_raised_leaves_casts_as_they_were(watching):
     assert product() is HALF
 
 
-def test_a_step_in_one_thread_leaves_casts_on_in_another():
-    class FromWithin(Watching):
-        def step(self, closure=None):
-            self.elsewhere = in_a_thread(product)
-            return super().step(closure)
-
-    model = nn.Linear(2, 2)
-    optimizer = FromWithin(model.parameters(), lr=0.1)
-    open_session(model, optimizer)
-    optimizer.step()
-    assert (optimizer.elsewhere, optimizer.seen) == (HALF, FULL)
-
-
 def test_a_closure_runs_with_casts_on_and_the_step_around_it_with_casts_off(watching):
     seen = []
 
@@ -347,13 +316,6 @@ def test_a_closure_runs_with_casts_on_and_the_step_around_it_with_casts_off(watc
 
     watching.step(closure)
     assert (watching.seen, seen, product()) == (FULL, [HALF, HALF], HALF)
-
-
-def test_a_disabled_block_around_a_step_still_holds_after_the_step(watching):
-    with amp.disable_casts():
-        watching.step()
-        assert product() is FULL
-    assert product() is HALF
 
 
 def test_the_step_of_an_optimizer_that_initialize_never_saw_is_left_alone():

@@ -1,6 +1,5 @@
 """Modules that run in float32 at every level: by name, by class, by instance."""
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -139,18 +138,6 @@ def test_what_is_named_runs_in_float32_and_the_rest_does_not(opt_level, way):
             expected = FULL if name in kept else HALVES[opt_level]
             assert set(module.seen) == {expected}, name
             assert opt_level == "O4" or module.weight.dtype is expected, name
-
-
-@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
-@pytest.mark.parametrize(
-    "find", [lambda model: model, type, lambda model: "*"], ids=["instance", "class", "*"]
-)
-def test_the_whole_model_may_be_kept(opt_level, find):
-    model = Model()
-    expected = model(X)
-    open_session(model, opt_level, keep_fp32=find(model))
-    assert torch.equal(model(X), expected)
-    assert set(types_of(model).values()) == {FULL}
 
 
 @pytest.mark.parametrize("opt_level", HALVES)
@@ -333,29 +320,6 @@ def test_an_encoder_with_kept_parts_evaluates_padded_sequences(opt_level, keep):
     assert torch.allclose(found, expected, atol=0.05)  # half has three digits
 
 
-def test_no_function_is_cast_inside_of_a_kept_module():
-    class Calls(nn.Module):
-        def forward(self, x):
-            self.seen = (torch.mm(x, x).dtype, (x @ x).dtype, F.linear(x, x).dtype)
-            return x
-
-    model = nn.Sequential(Spy(), Calls())
-    open_session(model, "O4", keep_fp32=Calls)
-    model(X)
-    assert model[1].seen == (FULL, FULL, FULL)
-    assert torch.mm(X, X).dtype is torch.bfloat16
-
-
-# ---- Parts that are called alone ----
-
-
-@pytest.mark.parametrize("opt_level", HALVES)
-def test_a_part_of_a_kept_module_may_be_called_on_its_own(opt_level):
-    model = open_session(Model(), opt_level, keep_fp32="encoder")
-    model.encoder.first(X.to(HALVES[opt_level]))
-    assert model.encoder.first.seen == [FULL]
-
-
 # ---- Tied weights ----
 
 
@@ -383,70 +347,6 @@ def test_a_module_that_only_shares_a_weight_with_a_kept_one_returns_half(opt_lev
     expected = head(F.embedding(torch.arange(3), embedding.weight).to(HALVES[opt_level]).relu().float())
     assert torch.equal(model(torch.arange(3)), expected)
     assert seen[-1] is HALVES[opt_level]
-
-
-@pytest.mark.parametrize("opt_level", CASTING)
-def test_a_parent_that_shares_a_weight_with_a_kept_child_returns_float32(opt_level):
-    class Head(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.decoder = nn.Linear(2, 2)
-            self.bias = self.decoder.bias
-
-        def forward(self, x):
-            return self.decoder(x)
-
-    model = nn.Sequential(Spy(), Head())
-    body, decoder = copy.deepcopy(model[0]).to(HALVES[opt_level]), model[1].decoder
-    expected = decoder(body(X.to(HALVES[opt_level])).float())
-    open_session(model, opt_level, keep_fp32="1.decoder")
-    assert torch.equal(model(X), expected)
-
-
-@pytest.mark.parametrize("opt_level", CASTING)
-def test_a_weight_tied_to_the_root_that_owns_it_is_kept_and_works(opt_level):
-    class Root(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.kept, self.other = Spy(), Spy()
-            self.weight = self.kept.weight
-
-        def forward(self, x):
-            return self.other(self.kept(x))
-
-    model = open_session(Root(), opt_level, keep_fp32="kept")
-    assert model.weight.dtype is FULL
-    assert model(X).dtype is FULL
-
-
-# ---- Exceptions ----
-
-
-class Fails(Spy):
-    fails = False
-
-    def forward(self, x):
-        if self.fails:
-            raise ArithmeticError
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("opt_level", HALVES)
-def test_an_exception_that_the_model_catches_leaves_casts_on_after_it(opt_level):
-    class Catches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.kept, self.spy = Fails(), Spy()
-
-        def forward(self, x):
-            with contextlib.suppress(ArithmeticError):
-                x = self.kept(x)
-            return self.spy(x)
-
-    model = open_session(Catches(), opt_level, keep_fp32="kept")
-    model.kept.fails = True
-    model(X)
-    assert model.spy.seen == [HALVES[opt_level]]
 
 
 # ---- Other ways of running a module ----

@@ -1,7 +1,5 @@
 """O2 and O5: the optimizer steps float32 masters as a float32 optimizer would, bit for bit."""
 
-import warnings
-
 import pytest
 import torch
 from torch.nn import Parameter
@@ -65,16 +63,6 @@ def test_master_params_works_without_initialize():
     assert [*map(id, amp.master_params(optimizer))] == [*map(id, model.parameters())]
 
 
-@LEVELS
-def test_a_model_without_masters_is_stepped_itself_where_master_weights_is_false(level):
-    model = Dense()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    params = [*map(id, model.parameters())]
-    amp.initialize(model, optimizer, opt_level=level, master_weights=False, verbosity=0)
-    iterate(model, optimizer, torch.randn(5, 4))
-    assert [*map(id, amp.master_params(optimizer))] == params
-
-
 # Starting over
 
 
@@ -136,18 +124,6 @@ def test_clearing_the_models_gradients_alone_starts_over(level, start_over):
     assert_same_bits(amp.master_params(optimizer), by_hand.masters)
 
 
-@LEVELS
-@pytest.mark.parametrize("way", ["model.zero_grad", "grad = None"])
-def test_a_step_right_after_clearing_the_models_gradients_changes_nothing(level, way):
-    start_over = START_OVER[way]
-    model, optimizer, _ = open_both(level, MOMENTUM)
-    backward(model, optimizer, torch.randn(5, 4))
-    before = snapshot([list(model.parameters()), list(amp.master_params(optimizer))])
-    start_over(model)
-    optimizer.step()
-    assert snapshot([list(model.parameters()), list(amp.master_params(optimizer))]) == before
-
-
 @shows("patterns-step-clears")
 @LEVELS
 def test_a_step_clears_the_gradients_of_masters_and_leaves_those_of_the_model(level):
@@ -187,23 +163,6 @@ def test_the_models_own_gradients_stay_scaled_in_the_half_type(level):
     assert_same_bits([param.grad for param in model.parameters()], expected)
 
 
-@LEVELS
-def test_a_backward_outside_the_block_is_clipped_through_master_params(level):
-    model, optimizer, by_hand = open_both(level, scale=1.0)
-    for batch in make_batches(ADAM, 3):
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.01)
-        by_hand.optimizer.zero_grad()
-        by_hand.backward(batch)
-        assert snapshot(norm) == snapshot(torch.nn.utils.clip_grad_norm_(by_hand.masters, 0.01))
-        with warnings.catch_warnings():  # of a backward outside of scale_loss at a dynamic scale
-            warnings.simplefilter("ignore")
-            optimizer.step()
-        by_hand.optimizer.step()
-        assert_same_bits(amp.master_params(optimizer), by_hand.masters)
-
-
 @shows("patterns-step-before-backward")
 @LEVELS
 def test_a_step_before_any_backward_changes_nothing(level):
@@ -215,22 +174,6 @@ def test_a_step_before_any_backward_changes_nothing(level):
 
 
 # Weights written by hand
-
-
-@LEVELS
-def test_a_weight_that_was_copied_in_between_steps_is_where_training_goes_on(level):
-    model, optimizer, by_hand = open_both(level, MOMENTUM)
-    first, second = make_batches(ADAM, 2)
-    iterate(model, optimizer, first)
-    by_hand.iterate(first)
-    new = torch.randn(3, 4).to(HALF[level])
-    with torch.no_grad():
-        model.first.weight.copy_(new)
-        by_hand.masters[0].copy_(new)
-    assert snapshot(model.state_dict()["first.weight"]) == snapshot(new.float())
-    iterate(model, optimizer, second)
-    by_hand.iterate(second)
-    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
 
 
 @LEVELS

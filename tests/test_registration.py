@@ -348,12 +348,6 @@ def test_a_registration_whose_function_is_gone_by_the_time_of_initialize_is_told
     assert torch.mm is before
 
 
-def test_an_argument_dtype_of_a_users_function_is_the_users():
-    function = amp.float_function(lambda x, dtype=None: (x.dtype, dtype))
-    open_session()
-    assert function(half(), dtype=OTHER_HALF) == (FULL, OTHER_HALF)
-
-
 @dataclass
 class Pair:
     first: torch.Tensor
