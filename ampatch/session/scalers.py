@@ -66,7 +66,7 @@ def load_state_dict(state_dict: dict[str, dict[str, float | int]], *, of_last_ca
         )
     for key, state in state_dict.items():
         _validate_state(key, state)
-    if len(state_dict) != len(scalers):
+    if scalers and len(state_dict) != len(scalers):  # none: enabled=False
         warn(
             f"the checkpoint holds {len(state_dict)} loss scalers, this session has {len(scalers)}: those "
             f"that both have are loaded"
