@@ -6,6 +6,8 @@ import gc
 import json
 import logging
 import pickle
+import subprocess
+import sys
 import weakref
 from itertools import chain
 
@@ -152,6 +154,23 @@ def test_a_watch_inside_another_does_not_see_its_replays():
             trainer.step()
     assert [only(it).op for it in (outer, inner)] == ["exp", "exp"]
     assert outer.unknown == []
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_watch_is_looked_up_first_once_torch_is_patched(level):
+    script = f"""
+import torch, ampatch as amp
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+amp.initialize(model, optimizer, opt_level={level!r}, verbosity=0)
+with amp.diagnose.watch(model, optimizer) as patient:
+    with amp.scale_loss((model(torch.ones(1, 2)) * 0).log().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+assert [found.op for found in patient.findings] == ["log"], patient
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
 
 
 def run_planted(seed, tmp_path):

@@ -120,7 +120,7 @@ def patch_checkpoint(patcher: Patcher) -> None:
         return reentrant.apply(_repeat(function), *args)
 
     if reentrant is not None:
-        patcher.replace(*REENTRANT.find_place(), SimpleNamespace(apply=apply))
+        patcher.replace(*REENTRANT.find_place(), SimpleNamespace(apply=apply, __wrapped__=reentrant))
 
 
 def _repeat_generator(original: Function) -> Function:

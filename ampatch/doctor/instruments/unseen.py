@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 
+import torch.utils.checkpoint
 from torch.autograd import Function
-from torch.utils.checkpoint import CheckpointFunction
 
 from ampatch.doctor.instruments.clock import wrap
 from ampatch.doctor.instruments.trace import Trace
@@ -17,8 +18,9 @@ LIBRARIES = ("torch.", "ampatch.")  # whose functions stand for operations that 
 
 def follow_unseen(trace: Trace, undo: ExitStack) -> None:
     """Has a trace see both at the place where they were called first, until undone."""
-    wrap(CheckpointFunction, "forward", functools.partial(remember, trace), undo)
-    wrap(CheckpointFunction, "backward", functools.partial(repeat, trace), undo)
+    reentrant = inspect.unwrap(torch.utils.checkpoint.CheckpointFunction)  # a session puts another there
+    wrap(reentrant, "forward", functools.partial(remember, trace), undo)
+    wrap(reentrant, "backward", functools.partial(repeat, trace), undo)
     held = vars(Function)["apply"]
 
     def apply(cls: type[Function], *args: object, **kwargs: object) -> object:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointFunction
 
+from ampatch.doctor.instruments.operations import REPEATED
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.values import quiet, set_random, tensors_in
 from ampatch.doctor.live.frames import Surroundings, call_at, restored
@@ -152,7 +152,7 @@ def nodes_of(roots: Sequence[Tensor], first: int = 0) -> Iterator[object]:
 
 def repeats(roots: Sequence[Tensor]) -> bool:
     """Says whether a graph holds a checkpoint with use_reentrant=True."""
-    return any(node.name() == CheckpointFunction._backward_cls.__name__ for node in nodes_of(roots))
+    return any(node.name() == REPEATED for node in nodes_of(roots))
 
 
 def leaves_of(roots: Sequence[Tensor]) -> list[Tensor]:
