@@ -142,7 +142,7 @@ def test_a_torch_whose_compiler_casts_wrongly_runs_plain_python(fault, caplog, m
 KNOWN_TO_USERS = {
     *("_BatchNorm", "_Loss", "_check_input_dim", "_check_non_zero_input_channels"),
     *("_flatten_dense_tensors", "_unflatten_dense_tensors", "_utils", "_pytree"),
-    *("_C", "_VariableFunctions", "_tensor"),
+    *("_C", "_VariableFunctions", "_tensor", "_BaseDataLoaderIter"),
 }
 
 

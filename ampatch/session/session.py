@@ -134,9 +134,11 @@ class Session(Listener):
 
     def _open_log(self, request: Request, undo: ExitStack) -> None:
         """Filters the log, from now on: it is silent while all calls are."""
-        log, were_silent = self._log_filter, self._log_filter.is_silent
-        undo.callback(setattr, log, "is_silent", were_silent)
-        log.is_silent = request.verbosity < 1 and (were_silent or not self._calls)
+        log = self._log_filter
+        is_silent = request.verbosity < 1 and (log.is_silent or not self._calls)
+        if log.is_silent is not is_silent:
+            undo.callback(setattr, log, "is_silent", log.is_silent)
+            log.is_silent = is_silent
         if log not in logger.filters:
             logger.addFilter(log)
             undo.callback(logger.removeFilter, log)

@@ -166,7 +166,8 @@ class UnnamedGrads:
 
     def __init__(self) -> None:
         self.scale: Scale | None = None  # of the last such backward; None where nothing is left
-        self.were_used: Tensor | None = None  # whether a backward of its own has added to some
+        self._used: list[SeenGrad] = []  # to which a backward of its own has added
+        self._were_any: Tensor | None = None  # whether these were not zero before
         self._before: list[tuple[Tensor, Tensor | None, int, bool]] = []  # and if it is scaled; in a backward
         self._scaled: list[SeenGrad] = []
         self._mixed: list[SeenGrad] = []  # scaled ones that were added to others
@@ -197,6 +198,11 @@ class UnnamedGrads:
             self.scale = scale
         return bool(made)
 
+    def find_used(self) -> Tensor | None:
+        """Whether the optimizer's own gradients have some in them, on the device; None where none are left."""
+        used, self._used = _find_seen(self._used, edited=True), []
+        return self._were_any if used else None
+
     def find(self) -> list[Tensor]:
         """The parameters that still have what was left there."""
         return [*_find_seen(self._scaled), *_find_seen(self._mixed), *_find_seen(self._unscaled, edited=True)]
@@ -218,9 +224,12 @@ class UnnamedGrads:
     def settle(self, of_masters: MasterGrads, *, is_step: bool) -> Tensor | None:
         """Unscales what is still there, drops what cannot be, and returns the found_inf of what is left."""
         used = self.find()
-        self.were_used = are_any(used) if used and not is_step else None
         self.unscale(of_masters)
         pairs = {id(pair.half): pair for pair in of_masters.pairs}
+        if used and not is_step:
+            self._were_any = are_any(used)
+            holders = [pairs[id(one)].master if id(one) in pairs else one for one in used]
+            self._used = _see_grads(one for one in holders if one.grad is not None)
         for param in _find_seen(self._mixed):
             if id(param) in pairs:
                 of_masters.skip(pairs[id(param)])

@@ -2,12 +2,13 @@
 
 import importlib
 
+FILES = ("resnet", "vgg", "densenet", "alexnet", "squeezenet", "inception", "googlenet")
 # Where a name of today is not the key of those years.
 OLD = {"inception_v3": "inception_v3_google"}
 
 
 def __getattr__(name: str) -> dict[str, str]:
-    if name.startswith("_"):  # which the import system asks for
+    if name not in FILES:  # as what the import system asks for
         raise AttributeError(name)
     models = importlib.import_module(f"torchvision.models.{name}")
     names = [each.removesuffix("_Weights") for each in vars(models) if each.endswith("_Weights")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc
 import functools
 
+from ampatch.apex.legacy.model_urls import FILES
 from ampatch.apex.legacy.old import MAY_BREAK, NEEDS_CUDA, WARNS, Old
 
 LEGACY = "ampatch.apex.legacy"
@@ -208,7 +209,7 @@ OTHERS = (
             "weights=",
             f"{LEGACY}.model_urls.{name}",
         )
-        for name in ("resnet", "vgg", "densenet", "alexnet", "squeezenet", "inception", "googlenet")
+        for name in FILES
     ),
     *(
         Old(f"transformers.{place}AdamW", "transformers 4.50", "torch.optim.AdamW", f"{OURS}.AdamW")

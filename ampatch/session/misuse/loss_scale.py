@@ -194,7 +194,7 @@ class ScaleWatch(SessionPatch):
     def check_step(self, optimizer: AmpOptimizer) -> None:
         """Warns of gradients that a step must not use as they are; called before anything of it is done."""
         key = id(optimizer)
-        self._unnamed.check(optimizer, optimizer.unnamed.were_used)
+        self._unnamed.check(optimizer, optimizer.unnamed.find_used())
         had_block = key in self._had_block
         if had_block:
             self._had_block.discard(key)
