@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,6 +42,15 @@ class LogFilter(logging.Filter):
     """Lets errors alone pass at verbosity 0; begins each line with the rank, where there are several."""
 
     is_silent = False
+
+    def open(self, is_silent: bool, undo: ExitStack) -> None:
+        """Filters the log from now on; `undo` receives the way back."""
+        if self.is_silent is not is_silent:
+            undo.callback(setattr, self, "is_silent", self.is_silent)
+            self.is_silent = is_silent
+        if self not in logger.filters:
+            logger.addFilter(self)
+            undo.callback(logger.removeFilter, self)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Says whether a record passes, and changes it."""

@@ -24,7 +24,7 @@ from ampatch.patching.scripting import ScriptModels
 from ampatch.patching.torch_features import TorchFeatures
 from ampatch.patching.torch_patch import TorchPatch
 from ampatch.session.alarms.watch import AlarmWatch
-from ampatch.session.announce import Announcer, LogFilter, logger, say, warn_of_torch
+from ampatch.session.announce import Announcer, LogFilter, say, warn_of_torch
 from ampatch.session.distributed import DistributedPatch
 from ampatch.session.joins import Joins
 from ampatch.session.members import Members
@@ -135,13 +135,7 @@ class Session(Listener):
     def _open_log(self, request: Request, undo: ExitStack) -> None:
         """Filters the log, from now on: it is silent while all calls are."""
         log = self._log_filter
-        is_silent = request.verbosity < 1 and (log.is_silent or not self._calls)
-        if log.is_silent is not is_silent:
-            undo.callback(setattr, log, "is_silent", log.is_silent)
-            log.is_silent = is_silent
-        if log not in logger.filters:
-            logger.addFilter(log)
-            undo.callback(logger.removeFilter, log)
+        log.open(request.verbosity < 1 and (log.is_silent or not self._calls), undo)
         if not (log.is_silent or self._said_torch):
             self._said_torch = True
             warn_of_torch()

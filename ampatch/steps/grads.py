@@ -199,7 +199,7 @@ class UnnamedGrads:
         return bool(made)
 
     def find_used(self) -> Tensor | None:
-        """Whether the optimizer's own gradients have some in them, on the device; None where none are left."""
+        """Whether the own gradients have some in them, on the device; None where none are left."""
         used, self._used = _find_seen(self._used, edited=True), []
         return self._were_any if used else None
 
