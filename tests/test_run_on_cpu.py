@@ -115,6 +115,18 @@ for device in ("cuda:1", 1):
 with torch.device("cuda"):
     assert next(nn.Linear(2, 2).parameters()).device.type == "cpu"
 assert not made[0].is_cuda and torch.zeros(2, pin_memory=True).pin_memory().shape == (2,)
+assert {torch.device(each).type for each in devices} == {"cuda"} and torch.device("cpu").type == "cpu"
+""",
+    "threads": """
+import threading
+class Loader(threading.Thread):
+    def run(self):
+        self.made = torch.ones(1).cuda().to(device), torch.zeros(1, device=device)
+device = torch.device("cuda:0")
+loader = Loader(daemon=True)
+loader.start()
+loader.join()
+assert {each.device.type for each in loader.made} == {"cpu"}
 """,
     "defaults": """
 torch.set_default_tensor_type("torch.cuda.DoubleTensor")

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from threading import Thread
 from types import SimpleNamespace
 
 import torch
@@ -88,18 +89,29 @@ class CpuMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: object, args: tuple = (), kwargs: Mapping | None = None
     ) -> object:
-        """Calls a function of torch with the CPU for what is a CUDA device."""
+        """Calls a function of torch with the CPU for what is a CUDA device; scripts ask one for its type."""
         if func in (Tensor.cuda, Tensor.pin_memory):
             return args[0]
         if func is torch.device:
             first = args[0] if args else (kwargs or {}).get("type")
-            if is_number(first) or to_cpu(first) != first:
-                return CPU
+            return func("cuda", first) if is_number(first) else func(*args, **(kwargs or {}))
         given = {name: to_cpu(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
         if is_number(given.get("device")):
             given["device"] = CPU
         moves = func.__name__ in MOVES
         return func(*(CPU if moves and is_number(value) else to_cpu(value) for value in args), **given)
+
+
+def start_mapped(start: Callable, /, thread: Thread) -> None:
+    """Starts a thread that maps devices, too."""
+    thread.run = wrap(thread.run, run_mapped)  # type: ignore[method-assign]
+    start(thread)
+
+
+def run_mapped(run: Callable, /) -> None:
+    """Runs what a thread does, mapping devices."""
+    with CpuMode():
+        run()
 
 
 def answer_scripts(function: Callable, answer: Callable, /, *args: object, **kwargs: object) -> object:
@@ -148,8 +160,8 @@ def to_pageable(name: str, value: object) -> object:
 def on_cpu() -> Iterator[None]:
     """Maps CUDA devices, streams, events and nccl to the CPU while the context is open.
 
-    What torch itself asks about CUDA is answered with the truth. Only the thread that opens it maps
-    devices; extensions in CUDA fail as before.
+    What torch itself asks about CUDA is answered with the truth. Threads that are started meanwhile map
+    devices, too; extensions in CUDA fail as before.
     """
     with Changes() as changes, CpuMode():
         changes.show_warnings_there()
@@ -195,6 +207,7 @@ def of_copies() -> Iterator[Replacement]:
 
 def of_others() -> Iterator[Replacement]:
     """Yields what stands for other functions of torch that know of GPUs."""
+    yield Thread, "start", wrap(Thread.start, start_mapped)
     yield Tensor, "record_stream", lambda *_: None  # which takes no stream but its own
     for kind in (torch.UntypedStorage, torch.TypedStorage):
         yield kind, "cuda", lambda storage, *_, **__: storage
