@@ -68,7 +68,7 @@ def package(tmp_path):
         "import apex\napex.contrib.optimizers.FP16_Optimizer, apex.contrib.optimizers.FusedAdam",
         "from apex.amp._amp_state import _amp_state, maybe_print\n_amp_state.loss_scalers, maybe_print",
         "from apex.amp import _amp_state\n_amp_state.opt_properties",
-        "import apex\nfrom apex.amp import __version__\napex.amp.__version__.VERSION, __version__.__version__",
+        "import apex\nfrom apex.amp import __version__ as it\napex.amp.__version__.VERSION, it.__version__",
         "from apex.normalization.fused_layer_norm import FusedLayerNorm\nFusedLayerNorm(3)",
         "from apex.multi_tensor_apply import multi_tensor_applier\nmulti_tensor_applier.available",
         "import amp_C\namp_C.multi_tensor_scale",
