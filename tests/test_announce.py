@@ -2,11 +2,14 @@
 
 import logging
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import ampatch as amp
+from ampatch.apex.fp16_utils import FP16_Optimizer
+from ampatch.apex.legacy.mending import legacy
 from ampatch.session.session import SESSION
 from apex_rows import shows
 from helpers import scaled_backward
@@ -48,6 +51,43 @@ def test_verbosity_0_silences_its_own_session_alone(ends, caplog):
             amp.uninitialize()
     logging.getLogger("ampatch").warning("heard")
     assert "heard" in caplog.text
+
+
+def make_fp16_optimizer_overflow():
+    model, _ = make()
+    fp16 = FP16_Optimizer(torch.optim.SGD(model.half().parameters(), lr=0.1), dynamic_loss_scale=True)
+    fp16.backward(model(X.half()).float().sum() * float("inf"))
+    fp16.inspect_master_grad_data()
+    fp16.step()
+
+
+def mend_a_name():
+    with legacy():
+        np.float
+
+
+def step_with_a_watch():
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=0, diagnose=True)
+    for batch in (X, X / 0):
+        scaled_backward(model(batch).sum(), optimizer)
+        optimizer.step()
+    amp.uninitialize()
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (make_fp16_optimizer_overflow, ["inspect_master_grad_data: ", "Gradient overflow. "]),
+        (mend_a_name, ["--legacy mends numpy.float in "]),
+        (step_with_a_watch, ["Step 1"]),
+    ],
+)
+def test_verbosity_0_of_initialize_leaves_what_else_was_asked_for(act, said, caplog):
+    amp.initialize(nn.Linear(3, 2), opt_level="O4", verbosity=0)
+    act()
+    for line, begin in zip(caplog.messages, said, strict=True):
+        assert line.startswith(begin)
 
 
 @pytest.mark.parametrize("door", [amp, amp.apex.amp], ids=["ampatch", "apex"])

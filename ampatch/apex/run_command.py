@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import logging
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -10,8 +9,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from ampatch import OPT_LEVELS, AmpValueError, apex
 from ampatch.apex.legacy.finding import ROWS, find_cause
 from ampatch.apex.script import Script, find_script, level_overrides
+from ampatch.levels.stack import asked
 
-LOG = logging.getLogger("ampatch")
 SUMMARY = "run a script that was written for apex, unchanged"
 HINT = "; the script's own arguments follow the script"
 VALUED = ("--opt-level", "--dtype", "--loss-scale", "--device")
@@ -90,7 +89,7 @@ def run_advised(script: Script) -> int:
         # What launchers passed; argparse has said that it does not know it, with this status.
         is_rank = any(each.startswith("--local-rank") for each in script.arguments)
         if exit.code == 2 and is_rank and not script.legacy:
-            LOG.warning("--local_rank, %s", ROWS["--local_rank"].advice)
+            asked.warning("--local_rank, %s", ROWS["--local_rank"].advice)
         raise
 
 

@@ -13,6 +13,8 @@ from types import FrameType
 import torch
 
 logger = logging.getLogger("ampatch")
+# For what a script asked for otherwise than by `initialize`, whose verbosity 0 does not silence it.
+asked = logging.LoggerAdapter(logger, {"is_asked": True})
 
 Line = tuple[str, int]  # file and line number
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"

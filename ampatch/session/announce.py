@@ -39,7 +39,7 @@ def say(text: str) -> None:
 
 
 class LogFilter(logging.Filter):
-    """Lets errors alone pass at verbosity 0; begins each line with the rank, where there are several."""
+    """Lets errors, and what was asked for, pass at verbosity 0; begins lines with the rank, of several."""
 
     is_silent = False
 
@@ -54,7 +54,7 @@ class LogFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Says whether a record passes, and changes it."""
-        if self.is_silent and record.levelno < logging.ERROR:
+        if self.is_silent and record.levelno < logging.ERROR and not hasattr(record, "is_asked"):
             return False
         rank = find_rank()
         if rank is not None:

@@ -16,7 +16,8 @@ from ampatch.apex.changes import Changes
 from ampatch.apex.drop_in.children import Preparation
 from ampatch.apex.drop_in.mirror import PACKAGES, ROOTS, VERSION, mirror_spec
 from ampatch.apex.drop_in.missing import explain
-from ampatch.apex.drop_in.real import LOG, WatchingLoader, fill_loaded, find_elsewhere, find_fault
+from ampatch.apex.drop_in.real import WatchingLoader, fill_loaded, find_elsewhere, find_fault
+from ampatch.levels.stack import asked
 
 BOOTSTRAP = "<frozen importlib._bootstrap>"
 
@@ -82,7 +83,7 @@ class ApexFinder(MetaPathFinder):
         if fault is None:
             return real
         if is_import():
-            LOG.warning("%s; ampatch's apex takes its place", fault)
+            asked.warning("%s; ampatch's apex takes its place", fault)
         return None
 
     def _watch(self, real: ModuleSpec) -> ModuleSpec:

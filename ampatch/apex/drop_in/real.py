@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,8 +12,7 @@ from types import ModuleType
 
 from ampatch.apex.changes import Changes
 from ampatch.apex.drop_in.mirror import OURS, PACKAGES, PARTS, add_modules, mirror_spec, own_name, tree
-
-LOG = logging.getLogger("ampatch")
+from ampatch.levels.stack import asked
 
 # The packages that NVIDIA's apex has or had at the top.
 KNOWN_PARTS = frozenset({*PARTS, "fused_dense", "mlp", "pyprof", "reparameterization", "transformer"})
@@ -82,7 +80,7 @@ class WatchingLoader(Loader):
         except Exception as error:
             if not may_replace(spec):
                 raise
-            LOG.warning("%s cannot be imported: %r; ampatch's takes its place", spec.name, error)
+            asked.warning("%s cannot be imported: %r; ampatch's takes its place", spec.name, error)
             replace(spec.name, before, self._changes)
         else:
             fill(spec.name, module, self._changes)

@@ -18,10 +18,9 @@ from ampatch.apex.fp16_utils.checkpoint import read_loss_scaler, read_masters
 from ampatch.apex.fp16_utils.fp16util import clip_grad_norm, model_grads_to_master_grads
 from ampatch.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from ampatch.apex.fp16_utils.master_optimizer import MasterOptimizer, validate_no_masters_of_amp
+from ampatch.levels.stack import asked
 from ampatch.steps.foreign_step import list_wrapped
 from ampatch.steps.ranks import Agreement, agree_
-
-logger = logging.getLogger("ampatch")
 
 # As those of `amp`; a DynamicLossScaler alone begins at 2**32.
 DYNAMIC = {"init_scale": 2.0**16, "scale_window": 2000, "max_loss_scale": 2.0**24}
@@ -152,7 +151,7 @@ class FP16_Optimizer(MasterOptimizer):
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """Returns the gradients of what is stepped, by param group, or None after an overflow."""
         if self.overflow:
-            logger.warning("inspect_master_grad_data: the gradients overflowed, there is nothing to look at")
+            asked.warning("inspect_master_grad_data: the gradients overflowed, there is nothing to look at")
             return None
         return [
             [None if param.grad is None else param.grad.detach() for param in group["params"]]
@@ -234,7 +233,7 @@ class FP16_Optimizer(MasterOptimizer):
         self._counts = False
         attempted = self.loss_scale
         self.loss_scaler.update_scale(True)
-        logger.log(
+        asked.log(
             logging.WARNING if self.verbose else logging.INFO,
             f"Gradient overflow.  Skipping step, loss scale {attempted} becomes {self.loss_scale}",
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import pkgutil
 import sys
@@ -24,8 +23,8 @@ from ampatch.apex.legacy.finding import is_gone
 from ampatch.apex.legacy.old import Old
 from ampatch.apex.legacy.patterns import METHODS
 from ampatch.apex.legacy.table import NAMES
+from ampatch.levels.stack import asked
 
-LOG = logging.getLogger("ampatch")
 LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 # The linear algebra that torch still has the names of, and that raises.
 RAISING = ("torch.symeig", "torch.solve", "torch.matrix_rank")
@@ -48,7 +47,7 @@ class Told:
         place = place or script_place()
         if place is not None:
             self._told.add(key)
-            LOG.warning("--legacy mends %s in %s; since %s: use %s", row.name, place, row.since, row.remedy)
+            asked.warning("--legacy mends %s in %s; since %s: use %s", row.name, place, row.since, row.remedy)
 
 
 def script_place() -> str | None:

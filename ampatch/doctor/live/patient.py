@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -24,8 +23,7 @@ from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.live.record import Record
 from ampatch.doctor.live.replay import replay
 from ampatch.doctor.words import describe, describe_finding, explain
-
-logger = logging.getLogger("ampatch")
+from ampatch.levels.stack import asked
 
 
 @dataclass
@@ -167,7 +165,7 @@ class Patient(ScalerInUse):
         for it in self._found(is_end or self._good > 0):
             if it.identity not in self._logged:
                 self._logged.add(it.identity)
-                logger.warning("%s", "\n".join(describe_finding(it)))
+                asked.warning("%s", "\n".join(describe_finding(it)))
 
     @property
     def latest(self) -> int:
