@@ -107,7 +107,7 @@ def test_a_loss_has_its_number_within_its_call_however_often_initialize_was_call
                         scaled.backward()
                     optimizer.step()
                 assert f"loss scaler {loss_id} reducing" in capsys.readouterr().out
-                later = f" of a later initialize (amp.history({first + loss_id}))" if first else ""
+                later = f" of a later call (amp.history({first + loss_id}))" if first else ""
                 names.add(f"loss {loss_id}{later}, step 0")
         assert {alarm.message.partition(":")[0] for alarm in alarms} == names
         amp.uninitialize()

@@ -494,6 +494,19 @@ def fit(handle, wrap):
 
 
 @shows("patterns-old-init")
+@pytest.mark.parametrize("verbose", [False, True])
+def test_init_prints_if_it_is_told_to_alone_and_logs_the_alarms_of_its_wrappers(verbose, capsys, caplog):
+    handle = amp.init(verbose=verbose)
+    model, optimizer = make()
+    wrapped = handle.wrap_optimizer(optimizer)
+    with wrapped.scale_loss(loss_of(model) * INF) as scaled_loss:
+        scaled_loss.backward()
+    wrapped.step()
+    assert ("Selected optimization level O1" in capsys.readouterr().out) == verbose
+    assert "loss 0 of a later call (amp.history(1)), step 0: the loss is inf or NaN" in caplog.text
+
+
+@shows("patterns-old-init")
 @pytest.mark.parametrize("wrap", [True, False], ids=["wrapped", "plain"])
 def test_init_patches_torch_for_every_model_and_its_handle_scales(wrap):
     handle = amp.init()

@@ -13,6 +13,7 @@ from types import FrameType
 import torch
 
 logger = logging.getLogger("ampatch")
+LOG_ALONE = -1  # the verbosity of calls that print nothing, as at 0, and log as at 1
 # For what a script asked for otherwise than by `initialize`, whose verbosity 0 does not silence it.
 asked = logging.LoggerAdapter(logger, {"is_asked": True})
 

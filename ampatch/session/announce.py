@@ -97,9 +97,10 @@ class Announcer:
         self._unannounced: list[Sequence[BackwardOutcome]] = []  # of each step what led to it
         self._said_slow = False
 
-    def announce(self, policy: Policy, device_types: set[str]) -> None:
+    def announce(self, policy: Policy, device_types: set[str], verbosity: int) -> None:
         """Says what a call does, and once that float16 is slow on a CPU."""
-        say(format_banner(policy))
+        if verbosity >= 1:
+            say(format_banner(policy))
         if policy.half is torch.float16 and "cpu" in device_types and not self._said_slow:
             self._said_slow = True
             logger.warning(

@@ -135,7 +135,7 @@ class Session(Listener):
     def _open_log(self, request: Request, undo: ExitStack) -> None:
         """Filters the log, from now on: it is silent while all calls are."""
         log = self._log_filter
-        log.open(request.verbosity < 1 and (log.is_silent or not self._calls), undo)
+        log.open(not request.verbosity and (log.is_silent or not self._calls), undo)
         if not (log.is_silent or self._said_torch):
             self._said_torch = True
             warn_of_torch()
@@ -164,8 +164,8 @@ class Session(Listener):
         self._misuse.open(policy, undo)
 
     def _tell_opened(self, request: Request) -> None:
-        if request.verbosity >= 1:
-            self._announcer.announce(request.policy, device_types(request))
+        if request.verbosity:
+            self._announcer.announce(request.policy, device_types(request), request.verbosity)
         for observer in self.observers:
             observer.on_initialize(request.policy)
             observer.on_objects(request.models, request.optimizers)

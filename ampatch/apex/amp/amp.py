@@ -10,6 +10,7 @@ from ampatch.apex.amp._amp_state import _amp_state
 from ampatch.apex.amp.frontend import OVERRIDES
 from ampatch.apex.amp.handle import AmpHandle, NoOpHandle
 from ampatch.apex.amp.lists.edits import register_edits
+from ampatch.levels.stack import LOG_ALONE
 
 bfloat16_function = ampatch.bfloat16_function
 float_function = ampatch.float_function
@@ -42,7 +43,7 @@ def init(
     everywhere = ParameterList([Parameter(torch.empty(0, device=device))])
     with _amp_state.listening():
         ampatch.initialize(
-            everywhere, opt_level="O1", verbosity=2 if verbose else 1, allow_banned=allow_banned
+            everywhere, opt_level="O1", verbosity=2 if verbose else LOG_ALONE, allow_banned=allow_banned
         )
     level = _amp_state.opt_properties.opt_level
     if level not in ("O0", "O1", "O4"):

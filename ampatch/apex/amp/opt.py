@@ -10,6 +10,7 @@ from torch.nn import ParameterList
 from torch.optim import Optimizer
 
 import ampatch as amp
+from ampatch.levels.stack import LOG_ALONE
 
 
 class OptimWrapper:
@@ -31,7 +32,7 @@ class OptimWrapper:
                 opt_level="O1",
                 loss_scale=loss_scale,
                 num_losses=num_loss,
-                verbosity=0,
+                verbosity=LOG_ALONE,
                 allow_half_params=True,
             )
 

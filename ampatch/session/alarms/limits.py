@@ -122,6 +122,6 @@ def name_loss(loss_id: int, first: int) -> str:
     """Names a loss as `scale_loss` knows it; `first` is the number that `history` has for its call's first.
 
     >>> name_loss(2, 0), name_loss(2, 1)
-    ('loss 2', 'loss 1 of a later initialize (amp.history(2))')
+    ('loss 2', 'loss 1 of a later call (amp.history(2))')
     """
-    return f"loss {loss_id - first}" + (f" of a later initialize (amp.history({loss_id}))" if first else "")
+    return f"loss {loss_id - first}" + (f" of a later call (amp.history({loss_id}))" if first else "")
