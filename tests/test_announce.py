@@ -90,6 +90,19 @@ def test_verbosity_0_of_initialize_leaves_what_else_was_asked_for(act, said, cap
         assert line.startswith(begin)
 
 
+@pytest.mark.parametrize("verbosities", [(0, 1), (1, 0)], ids=str)
+def test_alarms_of_a_silent_call_are_not_logged_beside_another(verbosities, caplog):
+    for verbosity in verbosities:
+        model, optimizer = make()
+        amp.initialize(model, optimizer, opt_level="O4", verbosity=verbosity)
+        scaled_backward(model(X).sum() * float("inf"), optimizer)
+        optimizer.step()
+        amp.history(verbosities.index(verbosity))  # waits for it
+        heard = "the loss is inf or NaN" in caplog.text
+        caplog.clear()
+        assert heard == (verbosity == 1)
+
+
 @pytest.mark.parametrize("door", [amp, amp.apex.amp], ids=["ampatch", "apex"])
 @pytest.mark.parametrize("losses", [(1, 1), (2, 1), (1, 2), (2, 1, 2)], ids=str)
 def test_a_loss_has_its_number_within_its_call_however_often_initialize_was_called(losses, door, capsys):

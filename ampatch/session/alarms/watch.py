@@ -223,13 +223,14 @@ class AlarmWatch:
             ]
             path = self._write(record, alarms[0])
             for alarm in alarms:
-                self._tell(replace(alarm, post_mortem=path))
+                self._tell(replace(alarm, post_mortem=path), is_logged=bool(call.verbosity))
         except Exception:
             logger.error("an alarm could not be told", exc_info=True)
 
-    def _tell(self, alarm: Alarm) -> None:
-        logger.warning("%s", alarm.message)
-        if alarm.post_mortem is not None:
+    def _tell(self, alarm: Alarm, *, is_logged: bool) -> None:
+        if is_logged:  # the log may be open for another call
+            logger.warning("%s", alarm.message)
+        if is_logged and alarm.post_mortem is not None:
             logger.warning("post-mortem: `ampatch doctor --open %s`", alarm.post_mortem)
         for callback in list(self.callbacks.values()):
             try:
