@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import warnings
 
 import pytest
 import torch
@@ -280,9 +281,13 @@ def test_strictness_is_no_argument_of_load_state_dict():
 
 @shows("scaler-load")
 @pytest.mark.parametrize("count", [1, 3])
-def test_another_number_of_scalers_warns_and_loads_those_that_both_have(count):
+@pytest.mark.parametrize("raised", [False, True], ids=["warns", "-W error"])
+def test_another_number_of_scalers_warns_and_loads_those_that_both_have(count, raised):
     open_session(num_losses=2)
-    with pytest.warns(UserWarning, match=f"holds {count} loss scalers, this session has 2"):
+    told = f"holds {count} loss scalers, this session has 2"
+    if raised:
+        warnings.simplefilter("error")  # until the test ends
+    with (pytest.raises if raised else pytest.warns)(UserWarning, match=told):
         amp.load_state_dict({f"loss_scaler{index}": STATE for index in range(count)})
     expected = [4.0] * min(count, 2) + [2.0**16] * (2 - min(count, 2))
     assert [amp.get_loss_scale(loss_id) for loss_id in range(2)] == expected

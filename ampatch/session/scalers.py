@@ -66,14 +66,14 @@ def load_state_dict(state_dict: dict[str, dict[str, float | int]], *, of_last_ca
         )
     for key, state in state_dict.items():
         _validate_state(key, state)
-    if scalers and len(state_dict) != len(scalers):  # none: enabled=False
-        warn(
-            f"the checkpoint holds {len(state_dict)} loss scalers, this session has {len(scalers)}: those "
-            f"that both have are loaded"
-        )
     for index, scaler in enumerate(scalers):
         if f"loss_scaler{index}" in state_dict:
             scaler.load_state_dict(state_dict[f"loss_scaler{index}"])
+    if scalers and len(state_dict) != len(scalers):  # none: enabled=False
+        warn(  # which may raise
+            f"the checkpoint holds {len(state_dict)} loss scalers, this session has {len(scalers)}: those "
+            f"that both have are loaded"
+        )
 
 
 def _validate_state(key: object, state: object) -> None:
