@@ -206,7 +206,7 @@ MASTERS = {
 }
 
 
-@pytest.mark.parametrize("write", ["in place", "data"])
+@pytest.mark.parametrize("write", ["in place", "data", "in place of data"])
 @pytest.mark.parametrize("maker", MASTERS)
 def test_what_is_pruned_through_masters_that_were_handed_out_once_stays_so(maker, write):
     it = make(maker)
@@ -216,14 +216,30 @@ def test_what_is_pruned_through_masters_that_were_handed_out_once_stays_so(maker
         with torch.no_grad():
             if write == "data":
                 handed_out[0].data = handed_out[0].data * torch.arange(4).clamp(max=1)
-            else:
+            elif write == "in place":
                 handed_out[0][:, 0] = 0
+            else:
+                handed_out[0].data.mul_(torch.arange(4).clamp(max=1))
     for group in it.optimizer.param_groups:
         group["lr"] = 0.0
         group["momentum"] = 0.0
     it.step()
     assert not pruned[:, 0].any()
     assert pruned[:, 1:].all()
+
+
+@pytest.mark.parametrize("maker", ["O2", "FusedAdam"])
+def test_what_is_written_into_the_model_counts_though_masters_were_handed_out(maker):
+    it = make(maker)
+    handed_out, weight = MASTERS[maker](it)[0], halves(it.net)[0]
+    for group in it.optimizer.param_groups:
+        group["lr"] = 0.0
+    for value in (0.5, 0.25):
+        it.step()
+        weight.data[0] = value
+        it.step()
+        assert (weight[0] == value).all()
+        assert (handed_out[0] == value).all()
 
 
 @shows("private-scaler-replaced")

@@ -12,6 +12,7 @@ from ampatch.apex.amp_C import multi_tensor_adam
 from ampatch.apex.multi_tensor_apply.updates import adam_, clip
 from ampatch.apex.optimizers.batch import Batch
 from ampatch.apex.optimizers.fused_optimizer import CountingOptimizer, Group, Params
+from ampatch.levels.precision import HALF_TYPES
 
 
 class FusedAdam(CountingOptimizer):
@@ -56,9 +57,18 @@ class FusedAdam(CountingOptimizer):
 
     @property
     def param_groups_master(self) -> list[dict[str, list[Tensor | None]]]:
-        """The masters, by param group; None for each parameter without `master_weights`."""
-        copy = self._working_copy if self.master_weights else lambda _: None
-        return [{"params": [copy(param) for param in group["params"]]} for group in self.param_groups]
+        """The masters, by param group; None for each parameter without `master_weights`.
+
+        From then on what is written into them counts, however: at 2 bytes and two passes for each value.
+        """
+        show = self._show_master if self.master_weights else lambda _: None
+        return [{"params": [show(param) for param in group["params"]]} for group in self.param_groups]
+
+    def _show_master(self, param: Tensor) -> Tensor:
+        master = self._working_copy(param)
+        if param.dtype in HALF_TYPES:
+            self._shown.setdefault(param, param.detach().clone())
+        return master
 
     @property
     def _takes_scaled_grads(self) -> bool:

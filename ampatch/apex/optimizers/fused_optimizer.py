@@ -39,6 +39,7 @@ class FusedOptimizer(Optimizer):
         self.set_grad_none = set_grad_none
         self.master_weights = master_weights
         self._marks: dict[Tensor, tuple[int, int]] = {}  # of parameters, how we left the master
+        self._shown: dict[Tensor, Tensor] = {}  # how we left those whose masters were handed out
         super().__init__(params, defaults)
         # As apex's had it: subclasses hand it to `multi_tensor_applier`, with the kernel of the class.
         devices = (param.device for group in self.param_groups for param in group["params"])
@@ -66,6 +67,8 @@ class FusedOptimizer(Optimizer):
                 batch.write_back()
                 if self.master_weights:
                     self._marks |= zip(batch.owners, map(_mark, batch.params), strict=True)
+                for owner in [owner for owner in batch.owners if owner in self._shown]:
+                    self._shown[owner].copy_(owner)
 
     def _update(self, group: Group, batch: Batch) -> None:
         raise NotImplementedError
@@ -82,7 +85,11 @@ class FusedOptimizer(Optimizer):
         state["master_param"] = master = align(state.get("master_param", full), full)
         # The model's weights count where somebody wrote into them, as load_state_dict does; unless it was
         # into the master.
-        if self._marks.get(param) in (None, _mark(master)):
+        left = self._shown.get(param)
+        if left is not None:  # somebody may write through `.data`, which leaves no mark
+            master.copy_(torch.where(param.detach() == left, master, full))
+            left.copy_(param.detach())
+        elif self._marks.get(param) in (None, _mark(master)):
             master.copy_(refine(master, param.detach()))
         self._marks[param] = _mark(master)
         return master
@@ -133,7 +140,7 @@ class FusedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
-        self._marks = {}
+        self._marks, self._shown = {}, {}
         if isinstance(self.defaults["lr"], type(required)):  # a copy, which torch does not know
             self.defaults["lr"] = required
         self.defaults.pop("differentiable", None)  # an option of torch's optimizers, which torch adds
