@@ -1,5 +1,7 @@
 """What apex hands out is the object itself where it was in apex: scripts write through it, or keep it."""
 
+import copy
+import operator
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+import ampatch
 from ampatch.apex import amp, fp16_utils, optimizers
 from ampatch.apex.contrib import optimizers as contrib
 from ampatch.apex.parallel import LARC
@@ -253,6 +256,49 @@ def test_a_scaler_that_is_put_in_the_place_of_another_scales_losses():
     assert amp._amp_state.loss_scalers[0].loss_scale() == 16.0
     with pytest.raises(TypeError, match=r"loss_scalers\[0\] = 4.0: expected an apex.amp.scaler.LossScaler"):
         amp._amp_state.loss_scalers[0] = 4.0
+
+
+STATE, Scaler = amp._amp_state, amp.scaler.LossScaler
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda new: operator.setitem(STATE.loss_scalers, slice(None), new),
+        lambda new: setattr(STATE, "loss_scalers", new),
+        lambda new: [operator.setitem(STATE.loss_scalers, place, new[place]) for place in (-1, -2)],
+    ],
+    ids=["slice", "attribute", "negative"],
+)
+def test_all_scalers_may_be_put_in_the_place_of_others(put):
+    amp.initialize(nn.Linear(3, 2), opt_level="O1", num_losses=2)
+    new = [Scaler(8.0), Scaler("dynamic", init_scale=4.0)]
+    put(new)
+    assert all(one is other for one, other in zip(STATE.loss_scalers, new, strict=True))
+    assert [state["loss_scale"] for state in amp.state_dict().values()] == [8.0, 4.0]
+    assert [each.loss_scale() for each in copy.deepcopy(STATE.loss_scalers)] == [8.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda it: it.append(Scaler(8.0)), "holds one for each of num_losses, 2 here"),
+        (lambda it: it.reverse(), "holds one for each of num_losses, 2 here"),
+        (lambda it: operator.delitem(it, 0), "holds one for each of num_losses, 2 here"),
+        (lambda it: setattr(STATE, "loss_scalers", []), "holds one for each of num_losses, 2 here"),
+        (lambda it: setattr(STATE, "loss_scalers", [Scaler(8.0)] * 2), "into two places"),
+        (lambda it: operator.setitem(it, slice(None), it[::-1]), "into that of another"),
+        (lambda it: operator.setitem(it, 0, it[1]), "into two places, or into that of another"),
+        (lambda it: operator.setitem(it, 0, type("My", (Scaler,), {})(8.0)), "no subclass"),
+    ],
+)
+def test_what_cannot_be_done_to_the_scalers_is_refused_and_nothing_is_changed(change, told):
+    amp.initialize(nn.Linear(3, 2), opt_level="O1", num_losses=2)
+    before = [*STATE.loss_scalers]
+    with pytest.raises(ampatch.AmpError, match=told):
+        change(STATE.loss_scalers)
+    assert all(one is other for one, other in zip(STATE.loss_scalers, before, strict=True))
+    assert [state["loss_scale"] for state in amp.state_dict().values()] == [65536.0] * 2
 
 
 def test_a_flat_masters_gradient_stays_where_a_script_keeps_it():

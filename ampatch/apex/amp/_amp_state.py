@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -76,14 +77,37 @@ class OptLevel:
 class Scalers(list[LossScaler]):
     """Views of loss scalers: one that a script puts in the place of another takes effect."""
 
-    def __setitem__(self, index: int, view: LossScaler) -> None:  # type: ignore[override]
-        if not isinstance(view, LossScaler):
-            raise amp.AmpTypeError(
-                f"loss_scalers[{index}] = {view!r}: expected an apex.amp.scaler.LossScaler"
+    def __setitem__(self, index: object, value: object) -> None:  # type: ignore[override]
+        after: list = [*self]
+        after[index] = value
+        if len(after) != len(self):
+            self._refuse()
+        new = {place: view for place, view in enumerate(after) if view is not self[place]}
+        for place, view in new.items():
+            if type(view) is not LossScaler:  # methods of a subclass would not be called
+                raise amp.AmpTypeError(
+                    f"loss_scalers[{place}] = {view!r}: expected an apex.amp.scaler.LossScaler, no subclass"
+                )
+        if len({*map(id, self), *map(id, new.values())}) < len(self) + len(new):
+            raise amp.AmpValueError(
+                f"loss_scalers[{index}]: one scaler is put into two places, or into that of another: "
+                f"expected a new LossScaler for each, or assign to the attributes of those that are there"
             )
-        before = self[index]
-        view.replace(before)
-        super().__setitem__(index, view)
+        for place, view in new.items():
+            view.replace(self[place])
+            super().__setitem__(place, view)
+
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        raise amp.AmpTypeError(
+            f"loss_scalers holds one for each of num_losses, {len(self)} here, and keeps their order: "
+            f"expected initialize(num_losses=...), or loss_scalers[0] = LossScaler(...)"
+        )
+
+    append = extend = insert = pop = remove = clear = reverse = sort = _refuse  # type: ignore[assignment]
+    __delitem__ = __iadd__ = __imul__ = _refuse  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple:
+        return list, ([*self],)  # a copy is no part of the session
 
 
 class AmpState(amp.Observer):
@@ -113,6 +137,10 @@ class AmpState(amp.Observer):
         if [view.scaler for view in self._views] != [*scalers]:
             self._views = Scalers(LossScaler.show(scaler, index) for index, scaler in enumerate(scalers))
         return self._views
+
+    @loss_scalers.setter
+    def loss_scalers(self, views: Iterable[LossScaler]) -> None:
+        self.loss_scalers[:] = views
 
     @contextmanager
     def listening(self) -> Iterator[None]:
