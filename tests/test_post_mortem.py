@@ -216,6 +216,14 @@ def test_who_asks_finds_the_file_where_the_script_runs_and_who_does_not_is_told_
     assert len(files(tmp_path)) == bool(asked)
 
 
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_nobody_is_told_how_where_the_environment_switches_it_off(monkeypatch, caplog, asked):
+    monkeypatch.setenv("AMPATCH_POST_MORTEM", "0")
+    Run(asked, verbosity=1).step(factor=NAN)
+    assert "the loss is inf or NaN" in caplog.text
+    assert "post-mortem" not in caplog.text
+
+
 def test_false_switches_it_off(tmp_path, monkeypatch):
     monkeypatch.setenv("AMPATCH_POST_MORTEM", str(tmp_path / "kept"))
     Run(False).step(factor=NAN)

@@ -25,7 +25,7 @@ from ampatch.session.alarms.limits import KEEP, Alarm, explain_alarm, name_loss
 from ampatch.session.announce import find_rank
 from ampatch.session.post_mortem.measure import Underflow, count_underflow
 from ampatch.session.post_mortem.pack import pack
-from ampatch.session.post_mortem.write import write
+from ampatch.session.post_mortem.write import parse_post_mortem, write
 from ampatch.steps.outcome import BackwardOutcome
 from ampatch.steps.scaler import LossScaler
 
@@ -217,7 +217,8 @@ class AlarmWatch:
             found = None if amp is None or "low" not in kinds else _look_closer(amp, update)
             name = name_loss(loss_id, call.scalers[0].loss_id)
             words = {kind: explain_alarm(kind, name, update, call.alarms, found) for kind in kinds}
-            end = "" if call.folder is not None else f". {KEEP}"
+            is_off = parse_post_mortem(True) is None  # by the environment
+            end = "" if call.folder is not None or is_off else f". {KEEP}"
             alarms = [
                 Alarm(kind, loss_id, update.step, update.scale, text + end) for kind, text in words.items()
             ]
