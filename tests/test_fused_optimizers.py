@@ -555,6 +555,7 @@ def test_fp16_optimizer_with_adam_over_half_parameters(options):
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.5 * losses[0]
     assert optimizer.cur_scale == optimizer.loss_scale
+    assert optimizer.cur_iter == optimizer.state_dict()["cur_iter"] == 20 * optimizer.dynamic_loss_scale
     assert all(master.dtype is torch.float32 for group in optimizer.fp32_groups for master in group)
     optimizer.zero_grad()
     assert all(param.grad is None for param in model.parameters())

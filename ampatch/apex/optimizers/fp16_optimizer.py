@@ -7,10 +7,10 @@ from torch.nn import Parameter
 from ampatch.apex import fp16_utils
 
 
-def of_scaler(name: str) -> property:
-    """Makes a property that is the loss scaler's attribute of that name."""
+def of_scaler(name: str, *default: object) -> property:
+    """Makes a property that is the loss scaler's attribute of that name; `default` where it has none."""
     return property(
-        lambda self: getattr(self.loss_scaler, name),
+        lambda self: getattr(self.loss_scaler, name, *default),
         lambda self, value: setattr(self.loss_scaler, name, value),
         doc=f"The loss scaler's `{name}`.",
     )
@@ -23,7 +23,7 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):
     """
 
     cur_scale = of_scaler("cur_scale")
-    cur_iter = of_scaler("cur_iter")
+    cur_iter = of_scaler("cur_iter", 0)
     last_overflow_iter = of_scaler("last_overflow_iter")
     scale_factor = of_scaler("scale_factor")
     scale_window = of_scaler("scale_window")
