@@ -284,6 +284,17 @@ FP16_SCALER = {
 }
 
 
+@each_optimizer
+def test_a_state_that_was_loaded_stays_as_it_is(name):
+    (net, optimizer), (other_net, other) = make(name), make(name)
+    train(net, optimizer, batches(2))
+    saved = optimizer.state_dict()["optimizer_state_dict"]
+    other.load_state_dict(optimizer.state_dict())
+    before = snapshot(saved)
+    train(other_net, other, batches(2))
+    assert snapshot(saved) == before
+
+
 @pytest.mark.parametrize(
     ("module", "values", "grown"),
     [

@@ -12,7 +12,7 @@ from ampatch.apex.optimizers import (
     FusedNovoGrad,
 )
 from fused import EVERY, SHAPES, STEPS, make_grads, make_params, named, run, state_of, twins
-from helpers import assert_same_bits
+from helpers import assert_same_bits, snapshot
 
 
 @EVERY
@@ -36,6 +36,18 @@ def test_a_copy_goes_on_as_the_original(make, how, dtype):
     run(copied, copied_params, history[STEPS:])
     assert_same_bits(copied_params, params)
     assert state_of(copied) == state_of(optimizer)
+
+
+@EVERY
+def test_a_state_that_was_loaded_stays_as_it_is(make):
+    params = make_params()
+    one, other = make(params), make(params)
+    run(one, params, make_grads(params))
+    saved = one.state_dict()
+    other.load_state_dict(saved)
+    before = snapshot(saved)
+    run(other, params, make_grads(params))
+    assert snapshot(saved) == before
 
 
 @EVERY

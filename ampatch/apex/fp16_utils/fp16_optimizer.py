@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import logging
@@ -279,7 +280,7 @@ class FP16_Optimizer(MasterOptimizer):
         stepped = [group["params"] for group in self.param_groups]
         groups = self.fp32_from_fp16_groups if is_apart else stepped
         masters = read_masters(state_dict, groups)
-        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        self.optimizer.load_state_dict(copy.deepcopy(state_dict["optimizer_state_dict"]))
         self.loss_scaler, self.dynamic_loss_scale = scaler, bool(state_dict["dynamic_loss_scale"])
         self.overflow = state_dict.get("overflow", False)
         self.first_closure_call_this_step = state_dict.get("first_closure_call_this_step", True)

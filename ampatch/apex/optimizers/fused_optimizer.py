@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import ClassVar
 
@@ -120,8 +121,8 @@ class FusedOptimizer(Optimizer):
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Loads a checkpoint: ours, apex's or that of the optimizer of torch with the same name."""
-        super().load_state_dict(state_dict)
+        """Loads a copy of a checkpoint: ours, apex's or that of the optimizer of torch with the same name."""
+        super().load_state_dict(copy.deepcopy(state_dict))
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for key, param in zip(keys, params, strict=True):
