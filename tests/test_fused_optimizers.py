@@ -561,6 +561,16 @@ def test_fp16_optimizer_with_adam_over_half_parameters(options):
     assert all(param.grad is None for param in model.parameters())
 
 
+@pytest.mark.parametrize("kind", [FusedLAMB, FusedSGD, FusedAdagrad, FusedNovoGrad])
+def test_a_kernel_that_there_is_none_of_is_explained(kind):
+    name = kind.__name__.removeprefix("Fused")
+    optimizer = kind(make_params(), lr=0.1)
+    with pytest.raises(AttributeError, match=f"does not provide: use apex.optimizers.Fused{name}"):
+        getattr(optimizer, f"multi_tensor_{name.lower()}")
+    with pytest.raises(AttributeError, match=f"'Fused{name}' object has no attribute 'scales'"):
+        optimizer.scales
+
+
 @pytest.mark.parametrize("level", ["O0", "O5"])
 def test_a_subclass_may_hand_the_kernel_of_its_class_to_the_applier(level):
     class ByHand(FusedAdam):

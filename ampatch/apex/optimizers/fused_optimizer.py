@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import required
 
 import ampatch as amp
+from ampatch.apex.drop_in.missing import explain
 from ampatch.apex.optimizers.batch import Batch, align, can_fuse, find_params, group_by_kind, working_copy
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.steps.weight import refine
@@ -42,7 +43,7 @@ class FusedOptimizer(Optimizer):
         self._marks: dict[Tensor, tuple[int, int]] = {}  # of parameters, how we left the master
         self._shown: dict[Tensor, Tensor] = {}  # how we left those whose masters were handed out
         super().__init__(params, defaults)
-        # As apex's had it: subclasses hand it to `multi_tensor_applier`, with the kernel of the class.
+        # As apex's had it: subclasses of FusedAdam hand it to `multi_tensor_applier`, with its kernel.
         devices = (param.device for group in self.param_groups for param in group["params"])
         self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32, device=next(devices, None))
 
@@ -133,6 +134,11 @@ class FusedOptimizer(Optimizer):
         for name, value in saved.items():
             if isinstance(value, Tensor) and value.dtype is torch.float32 and name != "step":
                 self.state[param][name] = value.to(param.device, copy=True)
+
+    def __getattr__(self, name: str) -> object:
+        kernel = explain(f"amp_C.{name}") if name.startswith("multi_tensor_") else None
+        text = kernel or f"{type(self).__name__!r} object has no attribute {name!r}"
+        raise AttributeError(text, name=name, obj=self)
 
     def __getstate__(self) -> dict[str, object]:
         public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
