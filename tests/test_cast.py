@@ -198,6 +198,32 @@ def test_an_object_with_a_method_to_is_asked_to_cast_itself():
     assert value.x.dtype is torch.float32
 
 
+class Graph(BatchWithTo):
+    """Takes a device alone, as the graphs of torch_geometric do."""
+
+    def to(self, device):
+        return self.apply(lambda tensor: tensor.to(device=device, non_blocking=True))
+
+    def apply(self, change):
+        self.x, self.ids = change(self.x), change(self.ids)
+        return self
+
+
+def test_an_object_that_goes_to_devices_alone_is_cast_in_a_copy():
+    value = Graph()
+    result = cast_batch((value,), HALF)[0]
+    assert (type(result), result.x.dtype, result.ids.dtype) == (Graph, HALF, torch.int64)
+    assert value.x.dtype is torch.float32
+
+
+def test_an_object_that_cannot_be_cast_stays():
+    class Handle:
+        def to(self, device):
+            raise TypeError
+
+    assert cast_batch(value := Handle(), HALF) is value
+
+
 def test_a_mapping_with_a_method_to_keeps_its_integer_ids():
     class Encoding(UserDict):
         def to(self, dtype):  # what casts the ids as well, were it called

@@ -91,10 +91,19 @@ def cast_batch(value: object, dtype: torch.dtype) -> object:
 
 
 def cast_object(dtype: torch.dtype) -> Callable[[object], object]:
-    """Returns a function that calls `.to(dtype)` of objects that have one."""
+    """Returns a function that calls `.to(dtype)` of objects that have one.
+
+    Graphs of torch_geometric take a device there alone, and functions of tensors in `.apply`, which changes them.
+    """
 
     def cast(item: object) -> object:
-        return item.to(dtype) if callable(getattr(item, "to", None)) else item  # type: ignore[attr-defined]
+        if not callable(getattr(item, "to", None)):
+            return item
+        try:
+            return item.to(dtype)  # type: ignore[attr-defined]
+        except TypeError:
+            has_apply = callable(getattr(item, "apply", None))
+            return copy.copy(item).apply(cast_to(dtype)) if has_apply else item  # type: ignore[attr-defined]
 
     return cast
 
