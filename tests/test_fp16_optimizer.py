@@ -125,6 +125,16 @@ def test_a_frozen_parameter_stays_and_has_a_master_once_it_is_trained():
     assert not torch.equal(frozen, before)
 
 
+def test_a_model_that_became_half_later_shows_its_masters_before_the_first_backward():
+    net = nn.Linear(4, 3)
+    optimizer = FP16_Optimizer(SGD(net.parameters(), lr=0.1))
+    net.half()
+    assert optimizer.fp32_from_fp32_groups == [[]]
+    shown = optimizer.state_dict()["fp32_from_fp16"][0]  # as scripts do that prune through them
+    assert [master.dtype for master in shown] == [FLOAT, FLOAT]
+    assert_same_bits(net.parameters(), [master.half() for master in shown])
+
+
 @pytest.mark.parametrize("inner", [False, True], ids=["ours", "inner"])
 def test_a_param_group_added_later_has_masters_too(inner):
     first, second = nn.Linear(4, 3).half(), nn.Linear(4, 3).half()

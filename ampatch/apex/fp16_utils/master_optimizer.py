@@ -66,12 +66,14 @@ class MasterOptimizer(Optimizer):
     @property
     def fp16_groups(self) -> list[list[Parameter]]:
         """The half parameters of the model that have masters, by param group."""
+        groups = self.fp32_from_fp16_groups
         halves = {id(pair.master): pair.half for pair in self._masters}
-        return [[halves[id(master)] for master in group] for group in self.fp32_from_fp16_groups]
+        return [[halves[id(master)] for master in group] for group in groups]
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[Parameter]]:
-        """Their masters, in the same order."""
+        """Their masters, in the same order; made here if the model became half since."""
+        self._make_masters()
         return [
             [param for param in group["params"] if self._masters.owns(param)] for group in self.param_groups
         ]
@@ -79,6 +81,7 @@ class MasterOptimizer(Optimizer):
     @property
     def fp32_from_fp32_groups(self) -> list[list[Parameter]]:
         """The parameters that are stepped as they are; frozen ones are in no list."""
+        self._make_masters()
         others = [self._masters.select_others(group["params"]) for group in self.param_groups]
         return [[param for param in group if param.requires_grad] for group in others]
 
