@@ -93,7 +93,7 @@ def cast_batch(value: object, dtype: torch.dtype) -> object:
 def cast_object(dtype: torch.dtype) -> Callable[[object], object]:
     """Returns a function that calls `.to(dtype)` of objects that have one.
 
-    Graphs of torch_geometric take a device there alone, and functions of tensors in `.apply`, which changes them.
+    Graphs of torch_geometric take a device alone there; their `.apply` takes a function, and changes them.
     """
 
     def cast(item: object) -> object:
