@@ -169,11 +169,11 @@ def run_with_two_precisions(script):
     warnings.simplefilter("ignore")
     logging.getLogger("ampatch").addHandler(Raise(logging.WARNING))
     import_torchvision()
-    with amp.override(verbosity=0, opt_level="O0"):
+    with amp.override(verbosity=1, opt_level="O0"):
         runpy.run_path(script, run_name="__main__")
         amp.uninitialize()
     with (
-        amp.override(verbosity=0, opt_level="O4"),
+        amp.override(verbosity=1, opt_level="O4"),
         pytest.raises(
             AssertionError, match=r"two mixed precisions meet: .* 'bf16(-mixed)?', beside .* write"
         ),
