@@ -5,6 +5,7 @@ import collections
 import dataclasses
 import importlib.machinery
 import importlib.util
+import linecache
 import os
 import random
 import re
@@ -155,8 +156,8 @@ SNIPPETS = {
     ),
     "ids / n": "import torch\nids = torch.tensor([2])\ntorch.ones(3)[ids / 2]",
     "--local_rank": (
-        "import argparse\nparser = argparse.ArgumentParser()\n"
-        "parser.add_argument('--local_rank', type=int)  # here\nparser.parse_args(['--local-rank=2'])"
+        "import argparse, sys\nsys.argv[1:] = ['--local-rank=2']\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--local_rank', type=int)  # here\nparser.parse_args()"
     ),
     "MASTER_PORT=80000": (  # of 65536, 16 bits say any port that is free
         "import os, torch.distributed as dist\nos.environ['MASTER_ADDR'] = 'localhost'\n"
@@ -225,6 +226,7 @@ def version(text):
 def die(tmp_path, monkeypatch):
     """Returns what a script of a row's lines dies of, or what it warns of if the row says that."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
 
     def run_snippet(row):
         source = snippet(row)
@@ -493,14 +495,69 @@ def test_a_script_of_2019_runs_as_it_is(processes, tmp_path):
 def test_a_script_gets_the_rank_that_torchrun_sets_however_it_spells_it(
     options, words, rank, is_mended, monkeypatch, caplog
 ):
+    text = f"p.add_argument(*{options}, dest='local_rank', type=int, required=True)\n"
+    text += "args = p.parse_args()\nsys.argv.append('--x')\nassert p.parse_known_args() == (args, ['--x'])"
+    args, said = run_script(text, words, monkeypatch, caplog)
+    assert (args.local_rank, len(said)) == (rank, is_mended)
+
+
+def run_script(text, words, monkeypatch, caplog):
+    """Returns what a rank's script finds in `args`, and what the option has said that it mends."""
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     monkeypatch.setenv("LOCAL_RANK", "1")
-    parser = argparse.ArgumentParser()
-    parser.add_argument(*options, dest="local_rank", type=int, required=True)
+    monkeypatch.setitem(linecache.cache, "train.py", (0, None, text.splitlines(), "train.py"))
+    names = {"argparse": argparse, "p": argparse.ArgumentParser(), "os": os, "sys": sys}
     with legacy():
-        assert parser.parse_args().local_rank == rank
-        assert parser.parse_known_args([*words, "--x"])[1] == ["--x"]
-    assert len(caplog.messages) == is_mended
+        exec(compile_source(text.encode(), "train.py"), names)
+    return names["args"], caplog.messages
+
+
+ADD = "p.add_argument('--local_rank', type=int, default=-1)\n"
+REST = "rest = p.parse_known_args()[1]\np = argparse.ArgumentParser()\n" + ADD + "args = p.parse_args(rest)"
+REMAINDER = ADD + "p.add_argument('rest', nargs=argparse.REMAINDER)\nargs = p.parse_args()"
+PART = "p = p.add_subparsers().add_parser('train')\n" + ADD
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "rank", "is_mended"),
+    [
+        (ADD + "args = p.parse_args(None)", "", 1, True),
+        (ADD + "args = p.parse_args(sys.argv[1:])", "", 1, True),
+        (ADD + "args = p.parse_args(['--local_rank=5'])", "--x", 5, False),
+        (ADD + "args = p.parse_args([])", "--x", -1, False),
+        (ADD + "args = p.parse_args(namespace=argparse.Namespace(local_rank=3))", "", 3, False),
+        ("p.add_argument('-c')\n" + REST, "-c x", 1, True),
+        ("p.add_argument('-c')\n" + REST, "-c x --local-rank=2", 2, True),
+        ("g = p\n" + PART + "args = g.parse_args()", "train", 1, True),
+        ("g = p\n" + PART + "args = g.parse_args()", "train --local-rank=2", 2, True),
+        (
+            "p.add_argument('--local_rank', default=os.environ['LOCAL_RANK'])\nargs = p.parse_args()",
+            "",
+            "1",
+            False,
+        ),
+        (ADD + "args = p.parse_args()\nrank = os.getenv('LOCAL_RANK')", "", 1, False),
+        (REMAINDER, "x.py --lr 1", 1, True),
+        (
+            "p, parser = p.add_mutually_exclusive_group(), p\n"
+            + ADD
+            + "p.add_argument('--gpu')\nargs = parser.parse_args()",
+            "--gpu 0",
+            1,
+            True,
+        ),
+    ],
+)
+def test_a_launchers_rank_is_the_default_of_an_option_and_no_more(
+    text, words, rank, is_mended, monkeypatch, caplog
+):
+    args, said = run_script(text, words.split(), monkeypatch, caplog)
+    assert (args.local_rank, len(said)) == (rank, is_mended)
+
+
+def test_what_a_script_starts_with_its_own_rank_is_left_as_it_is(monkeypatch, caplog):
+    args, _ = run_script(REMAINDER, ["x.py", "--local-rank=5", "--local_rank", "6"], monkeypatch, caplog)
+    assert args.rest == ["x.py", "--local-rank=5", "--local_rank", "6"]
 
 
 def test_legacy_says_nothing_of_a_rank_where_no_launcher_sets_one(monkeypatch, caplog):
@@ -546,7 +603,7 @@ def test_what_torchvision_has_lost_is_there_where_it_is_imported_later(processes
     assert done.stderr.count("--legacy mends") == 5
 
 
-RANK = SNIPPETS["--local_rank"].replace("['--local-rank=2']", "")
+RANK = SNIPPETS["--local_rank"].replace("sys.argv[1:] = ['--local-rank=2']", "")
 
 
 @pytest.mark.process
