@@ -304,6 +304,8 @@ def test_what_a_row_says_is_found_with_its_line_and_remedy(row, tmp_path, capsys
         ("x = y[0]\nlow = x.ptp()", "numpy.ndarray.ptp"),
         ("import argparse\nparser.add_argument('--local-rank', type=int)", "--local_rank"),
         ("import argparse\nparser.add_argument('--gpu', dest='local_rank')", "--local_rank"),
+        ("for a in sys.argv:\n    if a.startswith('--local_rank'): rank = a", "--local_rank"),
+        ("import sys\nif '--local_rank' in sys.argv: pass", "--local_rank"),
         ("if torch.cuda.is_available():\n    loss = model.cuda()(x).loss.data[0]", "loss.data[0]"),
         ("import torch.distributed as d\nd.init_process_group(backend='nccl')", "CUDA"),
     ],
@@ -331,6 +333,7 @@ def test_other_ways_of_saying_it_are_found(find, text, name):
         "import numpy as np\nnp.float64, np.bool_",
         f"{SCHEDULER})\nfor epoch in range(2):\n    optimizer.step()\n    scheduler.step()",
         "for a in self.args: f(*a)",
+        "import subprocess\nsubprocess.run([python, script, '--local_rank=0'])",
     ],
 )
 def test_what_runs_today_is_not_listed(find, text):
@@ -553,6 +556,21 @@ def test_a_launchers_rank_is_the_default_of_an_option_and_no_more(
 ):
     args, said = run_script(text, words.split(), monkeypatch, caplog)
     assert (args.local_rank, len(said)) == (rank, is_mended)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "argv", "is_mended"),
+    [
+        ("for a in sys.argv:\n    a.startswith('--local_rank=')", ["--local-rank=2", "x"], "=2 x", True),
+        ("'--local_rank=1' in sys.argv", ["x"], "=1 x", True),
+        ("sys.argv.index('--local_rank')", ["--local_rank", "2"], " 2", False),
+    ],
+)
+def test_a_script_that_looks_for_its_rank_in_its_words_finds_it(
+    text, words, argv, is_mended, monkeypatch, caplog
+):
+    args, said = run_script(f"{text}\nargs = sys.argv[1:]", words, monkeypatch, caplog)
+    assert (" ".join(args), len(said)) == ("--local_rank" + argv, is_mended)
 
 
 def test_what_a_script_starts_with_its_own_rank_is_left_as_it_is(monkeypatch, caplog):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import functools
 import inspect
 import linecache
 import os
 import pickle
 import random
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
@@ -25,11 +27,12 @@ from ampatch.apex.changes import Changes, script_frame, wrap
 from ampatch.apex.legacy.arrays import load_objects, make_array, read_bytes
 from ampatch.apex.legacy.finding import KEYWORD, READS_RANK, ROWS
 from ampatch.apex.legacy.functions import fft
-from ampatch.apex.legacy.names import Places, Told, put_back_names, tell
-from ampatch.apex.legacy.patterns import LIBROSA, POSITIONAL
+from ampatch.apex.legacy.names import LIBRARIES, Places, Told, put_back_names, tell
+from ampatch.apex.legacy.patterns import LIBROSA, POSITIONAL, reads_rank
 from ampatch.apex.legacy.table import ASYNC, LOAD
 from ampatch.apex.legacy.tensors import LegacyMode, init_at_port
 
+OPTION = re.compile(r"add_argument\([^)]*local[-_]rank")
 RANKS = frozenset({"--local_rank", "--local-rank"})
 
 
@@ -214,9 +217,25 @@ def compile_mended(
 ) -> object:
     """Has the modules of a script compiled with their sources mended."""
     mended = mend_source(data) if isinstance(data, bytes) else data
+    if isinstance(mended, bytes):
+        put_rank_first(told, mended, os.fsdecode(path))
     if mended is not data:
         told.tell(ROWS[ASYNC], os.path.relpath(os.fsdecode(path)))
     return source_to_code(self, mended, path, **options)
+
+
+def put_rank_first(told: Told, source: bytes, path: str) -> None:
+    """Gives `sys.argv` the rank as launchers did, for a script that looks there without argparse."""
+    words, text = sys.argv[1:], source.decode("latin-1")
+    said = [word for word in words[:1] if word.startswith("--local-rank=")]
+    rank = said[0].partition("=")[2] if said else os.environ.get("LOCAL_RANK")
+    is_done = not rank or READS_RANK.search(text) or any(word.startswith("--local_rank") for word in words)
+    if is_done or "--local_rank" not in text or OPTION.search(text) or path.startswith(LIBRARIES):
+        return
+    with suppress(SyntaxError, ValueError):
+        if any(map(reads_rank, ast.walk(ast.parse(source)))):
+            sys.argv[1 : 1 + len(said)] = [f"--local_rank={rank}"]
+            told.tell(ROWS["--local_rank"], os.path.relpath(path))
 
 
 # Functions that take more than today, by the places that have them.

@@ -96,6 +96,19 @@ def patterns(node: ast.AST, names: Names) -> Iterator[str]:
                 yield "MASTER_PORT=80000"
         case ast.Constant("torch.distributed.launch"):
             yield "torch.distributed.launch"
+    if reads_rank(node):
+        yield "--local_rank"
+
+
+def reads_rank(node: ast.AST) -> bool:
+    """Whether an expression looks for --local_rank in words, without argparse."""
+    match node:
+        case ast.Call(ast.Attribute(attr="startswith" | "index"), [ast.Constant(str(word)), *_]):
+            return word.startswith("--local_rank")
+        case ast.Compare(left, comparators=others):
+            words = [str(getattr(each, "value", "")) for each in (left, *others)]
+            return any(word.startswith("--local_rank") for word in words)
+    return False
 
 
 def calls(node: ast.Call, names: Names) -> Iterator[str]:
