@@ -287,6 +287,15 @@ def test_what_a_script_imports_may_be_for_another_python(text, tmp_path, capsys)
     assert status_of(tmp_path / "train.py", tmp_path / "old.py") == 2
 
 
+@pytest.mark.parametrize("name", ["LOCAL_RANK", "RANK"])
+def test_a_script_may_read_its_rank_in_another_file_than_its_option(name, tmp_path, capsys):
+    (tmp_path / "train.py").write_text("import opts, dist")
+    (tmp_path / "opts.py").write_text("parser.add_argument('--local_rank', type=int)")
+    (tmp_path / "dist.py").write_text(f"import os\nos.environ['{name}']")
+    assert status_of(tmp_path / "train.py") == (name == "RANK")
+    assert ("--local_rank" in capsys.readouterr().out) == (name == "RANK")
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [
