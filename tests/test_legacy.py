@@ -12,6 +12,7 @@ import re
 import sys
 import textwrap
 import time
+import types
 import warnings
 from importlib import metadata
 
@@ -312,6 +313,18 @@ def test_what_a_row_says_is_found_with_its_line_and_remedy(row, tmp_path, capsys
 )
 def test_other_ways_of_saying_it_are_found(find, text, name):
     assert [(found, lines) for found, _, lines in find(text)] == [(name, (2,))]
+
+
+@pytest.mark.parametrize(("version", "is_found"), [("0.9.2", False), ("0.10.0", True), ("0.11.0rc1", True)])
+def test_librosa_is_asked_for_its_version(version, is_found, find, monkeypatch, caplog):
+    monkeypatch.setattr(metadata, "version", {"librosa": version}.__getitem__)
+    assert bool(find("import librosa\nlibrosa.filters.mel(sr, 512)")) == is_found
+    library = types.ModuleType("librosa.filters")
+    exec("def mel(*old, sr=0): return [*old, sr]\nwindow_sumsquare = mel", vars(library))
+    monkeypatch.setitem(sys.modules, "librosa.filters", library)
+    with legacy():
+        assert library.mel(5) == ([5] if is_found else [5, 0])
+    assert len(caplog.messages) == is_found
 
 
 @pytest.mark.parametrize(

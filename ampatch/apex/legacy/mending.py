@@ -28,7 +28,7 @@ from ampatch.apex.legacy.arrays import load_objects, make_array, read_bytes
 from ampatch.apex.legacy.finding import KEYWORD, READS_RANK, ROWS
 from ampatch.apex.legacy.functions import fft
 from ampatch.apex.legacy.names import LIBRARIES, Places, Told, put_back_names, tell
-from ampatch.apex.legacy.patterns import LIBROSA, POSITIONAL, reads_rank
+from ampatch.apex.legacy.patterns import LIBROSA, POSITIONAL, librosa_wants_names, reads_rank
 from ampatch.apex.legacy.table import ASYNC, LOAD
 from ampatch.apex.legacy.tensors import LegacyMode, init_at_port
 
@@ -165,13 +165,14 @@ def load_yaml(load: Callable, told: Told, /, stream: object, Loader: object = No
 
 
 def take_positional(function: Callable, told: Told, /, *args: object, **kwargs: object) -> object:
-    """Has a function of librosa take arguments without their names."""
+    """Has a function of librosa take arguments without their names, if it does not."""
+    count = POSITIONAL[function.__name__]
+    if not args[count:] or not librosa_wants_names():
+        return function(*args, **kwargs)
+    told.tell(ROWS["librosa.filters.mel(sr, n_fft)"])
     names = [
         each for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY
     ]
-    count = POSITIONAL[function.__name__]
-    if args[count:]:
-        told.tell(ROWS["librosa.filters.mel(sr, n_fft)"])
     named = zip((each.name for each in names), args[count:], strict=False)
     return function(*args[:count], **dict(named), **kwargs)
 
