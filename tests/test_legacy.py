@@ -517,10 +517,11 @@ def test_a_script_gets_the_rank_that_torchrun_sets_however_it_spells_it(
     assert (args.local_rank, len(said)) == (rank, is_mended)
 
 
-def run_script(text, words, monkeypatch, caplog):
+def run_script(text, words, monkeypatch, caplog, **environment):
     """Returns what a rank's script finds in `args`, and what the option has said that it mends."""
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    for name, value in ({"LOCAL_RANK": "1"} | environment).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setitem(linecache.cache, "train.py", (0, None, text.splitlines(), "train.py"))
     names = {"argparse": argparse, "p": argparse.ArgumentParser(), "os": os, "sys": sys}
     with legacy():
@@ -584,6 +585,13 @@ def test_a_script_that_looks_for_its_rank_in_its_words_finds_it(
 ):
     args, said = run_script(f"{text}\nargs = sys.argv[1:]", words, monkeypatch, caplog)
     assert (" ".join(args), len(said)) == ("--local_rank" + argv, is_mended)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_first_rank_tells_what_is_mended_for_the_others(count, monkeypatch, caplog):
+    text = "p.add_argument('--local_rank', type=int, default=0)\nargs = p.parse_args()"
+    args, said = run_script(text, [], monkeypatch, caplog, LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(count))
+    assert (args.local_rank, len(said)) == (0, count - 1)
 
 
 def test_what_a_script_starts_with_its_own_rank_is_left_as_it_is(monkeypatch, caplog):

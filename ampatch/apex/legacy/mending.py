@@ -136,10 +136,12 @@ def is_rank(action: argparse.Action) -> bool:
 
 
 def give_rank(changes: Changes, action: argparse.Action, said: Set[str], namespace: object) -> bool:
-    """Has LOCAL_RANK be the value of an option that is not said; returns whether it would be another."""
+    """Has LOCAL_RANK be the value of an option that is not said; returns whether a rank has another there."""
     rank = os.environ.get("LOCAL_RANK")
-    is_said = bool(said & {*action.option_strings, *RANKS}) or hasattr(namespace, action.dest)
-    if not rank or is_said or (str(action.default) == rank and not action.required):
+    if not rank or said & {*action.option_strings, *RANKS} or hasattr(namespace, action.dest):
+        return False
+    is_alone = rank != "0" or os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
+    if is_alone and str(action.default) == rank and not action.required:
         return False
     changes.set_attribute(action, "default", rank)
     changes.set_attribute(action, "required", False)
