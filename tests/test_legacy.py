@@ -663,6 +663,15 @@ def test_an_error_that_legacy_would_spare_a_script_names_the_option(processes, t
 
 
 @pytest.mark.process
+def test_a_script_without_the_option_is_to_be_started_by_torchrun(processes, tmp_path):
+    (tmp_path / "train.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()")
+    command = ["--local-rank=1", "run", "--legacy", "train.py"]
+    done = processes.run(f"sys.exit(ampatch.__main__.main({command!r}))", tmp_path)
+    assert done.status == 2
+    assert "start it by torchrun" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.process
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
 @pytest.mark.parametrize(
     "call",
