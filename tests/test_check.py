@@ -271,6 +271,32 @@ def test_what_python_cannot_read_is_one_line_and_status_2(source, message, tmp_p
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "import sys\nif sys.version_info[0] == 2:\n    import old\n",
+        "try:\n    import old\nexcept (ImportError, SyntaxError):\n    pass\n",
+    ],
+)
+def test_what_a_script_imports_may_be_for_another_python(text, tmp_path, capsys):
+    (tmp_path / "train.py").write_text(text)
+    (tmp_path / "old.py").write_text("print 'python 2'\n")
+    assert status_of(tmp_path / "train.py") == 0
+    note, total = capsys.readouterr().out.splitlines()[::-1][:2]
+    assert note.startswith(f"not checked: '{tmp_path / 'old.py'}', line 1: Missing parentheses")
+    assert total == "1 script, 0 names of apex, 0 not provided"
+    assert status_of(tmp_path / "train.py", tmp_path / "old.py") == 2
+
+
+@pytest.mark.parametrize("name", ["LOCAL_RANK", "RANK"])
+def test_a_script_may_read_its_rank_in_another_file_than_its_option(name, tmp_path, capsys):
+    (tmp_path / "train.py").write_text("import opts, dist")
+    (tmp_path / "opts.py").write_text("parser.add_argument('--local_rank', type=int)")
+    (tmp_path / "dist.py").write_text(f"import os\nos.environ['{name}']")
+    assert status_of(tmp_path / "train.py") == (name == "RANK")
+    assert ("--local_rank" in capsys.readouterr().out) == (name == "RANK")
+
+
+@pytest.mark.parametrize(
     ("name", "told"),
     [
         ("absent.py", "absent.py' does not exist: expected a Python script or a folder"),

@@ -5,12 +5,14 @@ import collections
 import dataclasses
 import importlib.machinery
 import importlib.util
+import linecache
 import os
 import random
 import re
 import sys
 import textwrap
 import time
+import types
 import warnings
 from importlib import metadata
 
@@ -155,8 +157,8 @@ SNIPPETS = {
     ),
     "ids / n": "import torch\nids = torch.tensor([2])\ntorch.ones(3)[ids / 2]",
     "--local_rank": (
-        "import argparse\nparser = argparse.ArgumentParser()\n"
-        "parser.add_argument('--local_rank', type=int)  # here\nparser.parse_args(['--local-rank=2'])"
+        "import argparse, sys\nsys.argv[1:] = ['--local-rank=2']\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--local_rank', type=int)  # here\nparser.parse_args()"
     ),
     "MASTER_PORT=80000": (  # of 65536, 16 bits say any port that is free
         "import os, torch.distributed as dist\nos.environ['MASTER_ADDR'] = 'localhost'\n"
@@ -225,6 +227,7 @@ def version(text):
 def die(tmp_path, monkeypatch):
     """Returns what a script of a row's lines dies of, or what it warns of if the row says that."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
 
     def run_snippet(row):
         source = snippet(row)
@@ -302,12 +305,26 @@ def test_what_a_row_says_is_found_with_its_line_and_remedy(row, tmp_path, capsys
         ("x = y[0]\nlow = x.ptp()", "numpy.ndarray.ptp"),
         ("import argparse\nparser.add_argument('--local-rank', type=int)", "--local_rank"),
         ("import argparse\nparser.add_argument('--gpu', dest='local_rank')", "--local_rank"),
+        ("for a in sys.argv:\n    if a.startswith('--local_rank'): rank = a", "--local_rank"),
+        ("import sys\nif '--local_rank' in sys.argv: pass", "--local_rank"),
         ("if torch.cuda.is_available():\n    loss = model.cuda()(x).loss.data[0]", "loss.data[0]"),
         ("import torch.distributed as d\nd.init_process_group(backend='nccl')", "CUDA"),
     ],
 )
 def test_other_ways_of_saying_it_are_found(find, text, name):
     assert [(found, lines) for found, _, lines in find(text)] == [(name, (2,))]
+
+
+@pytest.mark.parametrize(("version", "is_found"), [("0.9.2", False), ("0.10.0", True), ("0.11.0rc1", True)])
+def test_librosa_is_asked_for_its_version(version, is_found, find, monkeypatch, caplog):
+    monkeypatch.setattr(metadata, "version", {"librosa": version}.__getitem__)
+    assert bool(find("import librosa\nlibrosa.filters.mel(sr, 512)")) == is_found
+    library = types.ModuleType("librosa.filters")
+    exec("def mel(*old, sr=0): return [*old, sr]\nwindow_sumsquare = mel", vars(library))
+    monkeypatch.setitem(sys.modules, "librosa.filters", library)
+    with legacy():
+        assert library.mel(5) == ([5] if is_found else [5, 0])
+    assert len(caplog.messages) == is_found
 
 
 @pytest.mark.parametrize(
@@ -329,6 +346,7 @@ def test_other_ways_of_saying_it_are_found(find, text, name):
         "import numpy as np\nnp.float64, np.bool_",
         f"{SCHEDULER})\nfor epoch in range(2):\n    optimizer.step()\n    scheduler.step()",
         "for a in self.args: f(*a)",
+        "import subprocess\nsubprocess.run([python, script, '--local_rank=0'])",
     ],
 )
 def test_what_runs_today_is_not_listed(find, text):
@@ -493,14 +511,92 @@ def test_a_script_of_2019_runs_as_it_is(processes, tmp_path):
 def test_a_script_gets_the_rank_that_torchrun_sets_however_it_spells_it(
     options, words, rank, is_mended, monkeypatch, caplog
 ):
+    text = f"p.add_argument(*{options}, dest='local_rank', type=int, required=True)\n"
+    text += "args = p.parse_args()\nsys.argv.append('--x')\nassert p.parse_known_args() == (args, ['--x'])"
+    args, said = run_script(text, words, monkeypatch, caplog)
+    assert (args.local_rank, len(said)) == (rank, is_mended)
+
+
+def run_script(text, words, monkeypatch, caplog, **environment):
+    """Returns what a rank's script finds in `args`, and what the option has said that it mends."""
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    parser = argparse.ArgumentParser()
-    parser.add_argument(*options, dest="local_rank", type=int, required=True)
+    for name, value in ({"LOCAL_RANK": "1"} | environment).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(linecache.cache, "train.py", (0, None, text.splitlines(), "train.py"))
+    names = {"argparse": argparse, "p": argparse.ArgumentParser(), "os": os, "sys": sys}
     with legacy():
-        assert parser.parse_args().local_rank == rank
-        assert parser.parse_known_args([*words, "--x"])[1] == ["--x"]
-    assert len(caplog.messages) == is_mended
+        exec(compile_source(text.encode(), "train.py"), names)
+    return names["args"], caplog.messages
+
+
+ADD = "p.add_argument('--local_rank', type=int, default=-1)\n"
+REST = "rest = p.parse_known_args()[1]\np = argparse.ArgumentParser()\n" + ADD + "args = p.parse_args(rest)"
+REMAINDER = ADD + "p.add_argument('rest', nargs=argparse.REMAINDER)\nargs = p.parse_args()"
+PART = "p = p.add_subparsers().add_parser('train')\n" + ADD
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "rank", "is_mended"),
+    [
+        (ADD + "args = p.parse_args(None)", "", 1, True),
+        (ADD + "args = p.parse_args(sys.argv[1:])", "", 1, True),
+        (ADD + "args = p.parse_args(['--local_rank=5'])", "--x", 5, False),
+        (ADD + "args = p.parse_args([])", "--x", -1, False),
+        (ADD + "args = p.parse_args(namespace=argparse.Namespace(local_rank=3))", "", 3, False),
+        ("p.add_argument('-c')\n" + REST, "-c x", 1, True),
+        ("p.add_argument('-c')\n" + REST, "-c x --local-rank=2", 2, True),
+        ("g = p\n" + PART + "args = g.parse_args()", "train", 1, True),
+        ("g = p\n" + PART + "args = g.parse_args()", "train --local-rank=2", 2, True),
+        (
+            "p.add_argument('--local_rank', default=os.environ['LOCAL_RANK'])\nargs = p.parse_args()",
+            "",
+            "1",
+            False,
+        ),
+        (ADD + "args = p.parse_args()\nrank = os.getenv('LOCAL_RANK')", "", 1, False),
+        (REMAINDER, "x.py --lr 1", 1, True),
+        (
+            "p, parser = p.add_mutually_exclusive_group(), p\n"
+            + ADD
+            + "p.add_argument('--gpu')\nargs = parser.parse_args()",
+            "--gpu 0",
+            1,
+            True,
+        ),
+    ],
+)
+def test_a_launchers_rank_is_the_default_of_an_option_and_no_more(
+    text, words, rank, is_mended, monkeypatch, caplog
+):
+    args, said = run_script(text, words.split(), monkeypatch, caplog)
+    assert (args.local_rank, len(said)) == (rank, is_mended)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "argv", "is_mended"),
+    [
+        ("for a in sys.argv:\n    a.startswith('--local_rank=')", ["--local-rank=2", "x"], "=2 x", True),
+        ("'--local_rank=1' in sys.argv", ["x"], "=1 x", True),
+        ("sys.argv.index('--local_rank')", ["--local_rank", "2"], " 2", False),
+    ],
+)
+def test_a_script_that_looks_for_its_rank_in_its_words_finds_it(
+    text, words, argv, is_mended, monkeypatch, caplog
+):
+    args, said = run_script(f"{text}\nargs = sys.argv[1:]", words, monkeypatch, caplog)
+    assert (" ".join(args), len(said)) == ("--local_rank" + argv, is_mended)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_first_rank_tells_what_is_mended_for_the_others(count, monkeypatch, caplog):
+    text = "p.add_argument('--local_rank', type=int, default=0)\nargs = p.parse_args()"
+    args, said = run_script(text, [], monkeypatch, caplog, LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(count))
+    assert (args.local_rank, len(said)) == (0, count - 1)
+
+
+def test_what_a_script_starts_with_its_own_rank_is_left_as_it_is(monkeypatch, caplog):
+    args, _ = run_script(REMAINDER, ["x.py", "--local-rank=5", "--local_rank", "6"], monkeypatch, caplog)
+    assert args.rest == ["x.py", "--local-rank=5", "--local_rank", "6"]
 
 
 def test_legacy_says_nothing_of_a_rank_where_no_launcher_sets_one(monkeypatch, caplog):
@@ -546,7 +642,7 @@ def test_what_torchvision_has_lost_is_there_where_it_is_imported_later(processes
     assert done.stderr.count("--legacy mends") == 5
 
 
-RANK = SNIPPETS["--local_rank"].replace("['--local-rank=2']", "")
+RANK = SNIPPETS["--local_rank"].replace("sys.argv[1:] = ['--local-rank=2']", "")
 
 
 @pytest.mark.process
@@ -564,6 +660,15 @@ def test_an_error_that_legacy_would_spare_a_script_names_the_option(processes, t
     done = processes.run("sys.exit(ampatch.__main__.main(['run', 'train.py', '--local-rank=1']))", tmp_path)
     assert done.status == (2 if text == RANK else 1)
     assert done.stderr.splitlines()[-1] == f"{line}; `ampatch run --legacy` mends it"
+
+
+@pytest.mark.process
+def test_a_script_without_the_option_is_to_be_started_by_torchrun(processes, tmp_path):
+    (tmp_path / "train.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()")
+    command = ["--local-rank=1", "run", "--legacy", "train.py"]
+    done = processes.run(f"sys.exit(ampatch.__main__.main({command!r}))", tmp_path)
+    assert done.status == 2
+    assert "start it by torchrun" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.process

@@ -112,6 +112,16 @@ for device in devices:
 for device in ("cuda:1", 1):
     torch.cuda.set_device(device)
     assert torch.cuda.current_device() == torch.cuda.device_count() == 1
+torch.cuda.set_device(-1)
+for device, inside in ((3, 3), ("cuda:2", 2), (torch.device("cuda", 0), 0), (-1, 1), (None, 1), ("cuda", 1)):
+    with torch.cuda.device(device):
+        assert torch.cuda.current_device() == inside
+    assert torch.cuda.current_device() == 1
+try:
+    torch.cuda.set_device(None)
+    raise AssertionError
+except ValueError:
+    assert torch.cuda.current_device() == 1
 with torch.device("cuda"):
     assert next(nn.Linear(2, 2).parameters()).device.type == "cpu"
 assert not made[0].is_cuda and torch.zeros(2, pin_memory=True).pin_memory().shape == (2,)
@@ -252,7 +262,8 @@ def test_the_error_of_a_machine_without_cuda_names_the_option(run, tmp_path):
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_what_else_scripts_ask_of_cuda_is_done_on_the_cpu(name):
+def test_what_else_scripts_ask_of_cuda_is_done_on_the_cpu(name, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")  # which is none
     with on_cpu(), warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings(

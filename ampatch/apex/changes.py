@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import functools
 import gc
@@ -18,7 +19,7 @@ import ampatch
 
 ABSENT = object()
 OURS = os.path.dirname(ampatch.__file__)
-PASSED = (os.path.dirname(torch.__file__), OURS, "<frozen importlib", warnings.__file__)
+PASSED = (os.path.dirname(torch.__file__), OURS, "<frozen importlib", warnings.__file__, argparse.__file__)
 
 
 class Changes(ExitStack):

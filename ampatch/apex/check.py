@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import importlib
@@ -19,7 +20,7 @@ from ampatch.apex.drop_in.mirror import EXTENSIONS, OURS, PARTS, ROOTS, own_name
 from ampatch.apex.drop_in.missing import explain
 from ampatch.apex.drop_in.real import public_names
 from ampatch.apex.imports import Modules
-from ampatch.apex.legacy.finding import Finding, read
+from ampatch.apex.legacy.finding import READS_RANK, ROWS, Finding, read
 from ampatch.apex.legacy.old import BREAKS
 from ampatch.apex.uses import Use, is_of
 
@@ -43,6 +44,12 @@ class Report:
     path: Path
     names: tuple[UsedName, ...]
     findings: tuple[Finding, ...] = ()
+    reads_rank: bool = False  # from LOCAL_RANK
+
+    def without_rank(self) -> Report:
+        """Leaves out the option for the rank, where another file of the script reads LOCAL_RANK."""
+        left = (finding for finding in self.findings if finding.row is not ROWS["--local_rank"])
+        return dataclasses.replace(self, findings=tuple(left))
 
     @property
     def missing(self) -> tuple[UsedName, ...]:
@@ -61,7 +68,8 @@ def check_file(path: Path, modules: Modules | None = None) -> Report:
         raise amp.AmpValueError(f"'{path}' is a notebook: expected a Python script, so export it as one")
     try:
         read_names = functools.partial((modules or Modules(path, star_names)).names, path)
-        uses, findings = read(path.read_bytes(), str(path), read_names)
+        source = path.read_bytes()
+        uses, findings = read(source, str(path), read_names)
     except OSError as error:
         raise amp.AmpValueError(f"'{path}' cannot be read: {error.strerror}") from None
     except (SyntaxError, ValueError) as error:
@@ -75,7 +83,8 @@ def check_file(path: Path, modules: Modules | None = None) -> Report:
         if judged is not None:
             lines[judged].append(use.line)
     names = (UsedName(name, tuple(dict.fromkeys(at)), fault) for (name, fault), at in lines.items())
-    return Report(path, tuple(sorted(names, key=lambda name: name.name)), findings)
+    reads_rank = bool(READS_RANK.search(source.decode("latin-1")))
+    return Report(path, tuple(sorted(names, key=lambda name: name.name)), findings, reads_rank)
 
 
 def older(said: object) -> str:

@@ -40,13 +40,19 @@ def run(arguments: argparse.Namespace) -> int:
     for path in arguments.paths:
         for file, modules in find_files(Path(path)):
             files.setdefault(file.resolve(), (file, modules))
-    reports, faults = [], []
-    for file, modules in files.values():
+    given = {Path(path).resolve() for path in arguments.paths}
+    read: list[tuple[Modules, Report]] = []
+    faults, notes = [], []
+    for place, (file, modules) in files.items():
         try:
-            reports.append(check_file(file, modules))
-        except AmpError as error:
-            faults.append(error)
+            read.append((modules, check_file(file, modules)))
+        except AmpError as error:  # of a file that is imported: it may be for another Python
+            (faults if given & {place, *place.parents} else notes).append(error)
+    ranked = {modules for modules, report in read if report.reads_rank}
+    reports = [report.without_rank() if modules in ranked else report for modules, report in read]
     show(reports)
+    for note in notes:
+        print(f"not checked: {note}")
     if is_real_installed():
         print("apex is installed: what it still has can be used as well, whatever the list above says")
     sys.stdout.flush()

@@ -23,6 +23,7 @@ from ampatch.apex.stand_ins import (
     PARALLEL,
     Chosen,
     Context,
+    Device,
     Event,
     Generator,
     Stream,
@@ -187,7 +188,8 @@ def of_cuda() -> Iterator[Replacement]:
     for place in (cuda.nvtx, cuda.profiler):
         yield from ((place, name, lambda *_, **__: 0) for name in NOTHING & vars(place).keys())
     yield torch.autograd.profiler, "emit_nvtx", lambda *_, **__: nullcontext()
-    for name, value in {"Event": Event, "Stream": Stream, "device": Context, "stream": Context}.items():
+    device = type("device", (Device,), {"chosen": chosen})
+    for name, value in {"Event": Event, "Stream": Stream, "device": device, "stream": Context}.items():
         yield cuda, name, value
     for name in ("current_stream", "default_stream"):
         yield cuda, name, lambda *_, **__: Stream()

@@ -23,6 +23,7 @@ NO_CUDA = (
     *("compiled without CUDA support", "NVTX functions not installed", "driver version is insufficient"),
     *("requires at least one CUDA device", "invalid argument to reset_peak_memory_stats"),
 )
+NO_OPTION = "which a script without that option refuses: start it by torchrun, which does not pass it"
 DTYPES = ("float16", "bfloat16")
 LEGACY_HELP = "put back what torch, NumPy and Python have removed since the script was written"
 DEVICE_HELP = "use the CPU for what asks for CUDA: .cuda(), streams, nccl, map_location and so on"
@@ -88,8 +89,8 @@ def run_advised(script: Script) -> int:
     except SystemExit as exit:
         # What launchers passed; argparse has said that it does not know it, with this status.
         is_rank = any(each.startswith("--local-rank") for each in script.arguments)
-        if exit.code == 2 and is_rank and not script.legacy:
-            asked.warning("--local_rank, %s", ROWS["--local_rank"].advice)
+        if exit.code == 2 and is_rank:
+            asked.warning("--local_rank, %s", NO_OPTION if script.legacy else ROWS["--local_rank"].advice)
         raise
 
 

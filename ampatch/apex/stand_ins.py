@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 def count_devices() -> int:
     """Stands in for `torch.cuda.device_count`: a GPU for each process that a launcher started here."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 class Chosen:
@@ -25,8 +25,16 @@ class Chosen:
 
     def choose(self, device: object) -> None:
         """Stands in for `torch.cuda.set_device`; a `torch.device` is the CPU and has lost its number."""
-        digits = re.search(r"\d+$", str(device))
-        self._number = int(digits[0] if digits else os.environ.get("LOCAL_RANK", 0))
+        if device is None:
+            raise ValueError("set_device(None): expected a torch.device with an index, or an integer")
+        self.exchange(device, int(os.environ.get("LOCAL_RANK") or 0))
+
+    def exchange(self, device: object, otherwise: int) -> int:
+        """Chooses a GPU, or another where none is named, and returns the one before; negative: nothing."""
+        before, digits = self._number, re.search(r"-?\d+$", str(device))
+        number = int(digits[0]) if digits else otherwise
+        self._number = before if number < 0 else number
+        return before
 
     def number(self) -> int:
         """Stands in for `torch.cuda.current_device`."""
@@ -77,8 +85,23 @@ class Stream(Event):
         return event
 
 
+class Device:
+    """Stands in for `torch.cuda.device`: a class, as torch uses it as a type."""
+
+    chosen: Chosen
+
+    def __init__(self, device: object) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._before = self.chosen.exchange(self._device, -1)
+
+    def __exit__(self, *_: object) -> None:
+        self.chosen.exchange(self._before, -1)
+
+
 class Context(nullcontext):
-    """Stands in for `torch.cuda.device` and `torch.cuda.stream`: a class, as torch uses it as a type."""
+    """Stands in for `torch.cuda.stream`: a class, as torch uses it as a type."""
 
     def __init__(self, given: object = None) -> None:
         super().__init__(given)

@@ -26,6 +26,7 @@ ROWS = MappingProxyType({row.name: row for row in (*NAMES, *PATTERNS)})
 FALLBACK = re.compile("ImportError|ModuleNotFoundError|AttributeError|NameError|TypeError|Exception")
 ASKS = re.compile(r"version|hasattr", re.IGNORECASE)
 ASKS_FOR_CUDA = re.compile(rf"{ASKS.pattern}|is_available|cuda|gpu", re.IGNORECASE)
+READS_RANK = re.compile(r"[\"']LOCAL_RANK[\"']")  # which needs no option, then
 KEYWORD = re.compile(rb"\basync(?=\s*=[^=])")
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import functools
 import inspect
+import linecache
 import os
 import pickle
 import random
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import contextmanager, suppress
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
@@ -21,14 +23,17 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Sampler
 
-from ampatch.apex.changes import Changes, wrap
+from ampatch.apex.changes import Changes, script_frame, wrap
 from ampatch.apex.legacy.arrays import load_objects, make_array, read_bytes
-from ampatch.apex.legacy.finding import KEYWORD, ROWS
+from ampatch.apex.legacy.finding import KEYWORD, READS_RANK, ROWS
 from ampatch.apex.legacy.functions import fft
-from ampatch.apex.legacy.names import Places, Told, put_back_names, tell
-from ampatch.apex.legacy.patterns import LIBROSA, POSITIONAL
+from ampatch.apex.legacy.names import LIBRARIES, Places, Told, put_back_names, tell
+from ampatch.apex.legacy.patterns import LIBROSA, POSITIONAL, librosa_wants_names, reads_rank
 from ampatch.apex.legacy.table import ASYNC, LOAD
 from ampatch.apex.legacy.tensors import LegacyMode, init_at_port
+
+OPTION = re.compile(r"add_argument\([^)]*local[-_]rank")
+RANKS = frozenset({"--local_rank", "--local-rank"})
 
 
 def load_all(load: Callable, told: Told, /, f: object, *args: object, **kwargs: object) -> object:
@@ -82,26 +87,65 @@ def parse_rank(
     told: Told,
     /,
     self: argparse.ArgumentParser,
-    args: object = None,
+    args: Iterable[str] | None = None,
     namespace: object = None,
 ) -> object:
-    """Gives an option --local_rank or --local-rank what launchers gave it, who set LOCAL_RANK today."""
-    spellings = [word for action in self._actions for word in rank_spellings(action)]
-    given = sys.argv[1:] if args is None else list(args)
-    words = [re.sub(r"^--local[-_]rank(?==|$)", spellings[0], word) for word in given] if spellings else given
-    is_said = any(word.partition("=")[0] in spellings for word in words)
-    if spellings and not is_said and "LOCAL_RANK" in os.environ:
-        words = [f"{spellings[0]}={os.environ['LOCAL_RANK']}", *words]
-    if words != given:
+    """Gives an option --local_rank or --local-rank what launchers gave it, who set LOCAL_RANK today.
+
+    As they wrote into `sys.argv`, a list of the script's own is parsed as it is.
+    """
+    words = sys.argv[1:] if args is None else list(args)
+    if words != sys.argv[1:] and not isinstance(args, Rest):
+        return parse(self, words, namespace)
+    said = {word.partition("=")[0] for word in words}
+    given: list[argparse.Action] = []
+    with Changes() as changes:
+        for parser in parsers(self):
+            own = [action for action in parser._actions if is_rank(action)]
+            given += (each for each in own if give_rank(changes, each, said, namespace))
+            options = parser._option_string_actions
+            for word in (RANKS & said).difference(options) if own else ():
+                options[word] = own[0]
+                changes.callback(options.pop, word)
+                given.append(own[0])
+        found, rest = parse(self, words, namespace)
+    frame = script_frame()
+    text = "".join(linecache.getlines(frame.f_code.co_filename)) if frame and given else ""
+    if any(hasattr(found, action.dest) for action in given) and not READS_RANK.search(text):
         told.tell(ROWS["--local_rank"])
-    return parse(self, words, namespace)
+    return found, Rest(rest)
 
 
-def rank_spellings(action: argparse.Action) -> list[str]:
-    """Returns the words for an option, if it is that for the local rank."""
-    words = [word for word in action.option_strings if word.startswith("--")]
-    names = {action.dest, *(word.strip("-").replace("-", "_") for word in words)}
-    return words if "local_rank" in names else []
+class Rest(list):
+    """Words of `sys.argv` that a parser did not know, which scripts give to the next."""
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yields a parser, and those of its subcommands."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in {*action.choices.values()}:
+                yield from parsers(below)
+
+
+def is_rank(action: argparse.Action) -> bool:
+    """Whether an option is that for the local rank."""
+    names = {action.dest, *(word.strip("-").replace("-", "_") for word in action.option_strings)}
+    return bool(action.option_strings) and "local_rank" in names
+
+
+def give_rank(changes: Changes, action: argparse.Action, said: Set[str], namespace: object) -> bool:
+    """Has LOCAL_RANK be the value of an option that is not said; returns whether a rank has another there."""
+    rank = os.environ.get("LOCAL_RANK")
+    if not rank or said & {*action.option_strings, *RANKS} or hasattr(namespace, action.dest):
+        return False
+    is_alone = rank != "0" or os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
+    if is_alone and str(action.default) == rank and not action.required:
+        return False
+    changes.set_attribute(action, "default", rank)
+    changes.set_attribute(action, "required", False)
+    return True
 
 
 def sample_any(
@@ -123,13 +167,14 @@ def load_yaml(load: Callable, told: Told, /, stream: object, Loader: object = No
 
 
 def take_positional(function: Callable, told: Told, /, *args: object, **kwargs: object) -> object:
-    """Has a function of librosa take arguments without their names."""
+    """Has a function of librosa take arguments without their names, if it does not."""
+    count = POSITIONAL[function.__name__]
+    if not args[count:] or not librosa_wants_names():
+        return function(*args, **kwargs)
+    told.tell(ROWS["librosa.filters.mel(sr, n_fft)"])
     names = [
         each for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY
     ]
-    count = POSITIONAL[function.__name__]
-    if args[count:]:
-        told.tell(ROWS["librosa.filters.mel(sr, n_fft)"])
     named = zip((each.name for each in names), args[count:], strict=False)
     return function(*args[:count], **dict(named), **kwargs)
 
@@ -175,9 +220,25 @@ def compile_mended(
 ) -> object:
     """Has the modules of a script compiled with their sources mended."""
     mended = mend_source(data) if isinstance(data, bytes) else data
+    if isinstance(mended, bytes):
+        put_rank_first(told, mended, os.fsdecode(path))
     if mended is not data:
         told.tell(ROWS[ASYNC], os.path.relpath(os.fsdecode(path)))
     return source_to_code(self, mended, path, **options)
+
+
+def put_rank_first(told: Told, source: bytes, path: str) -> None:
+    """Gives `sys.argv` the rank as launchers did, for a script that looks there without argparse."""
+    words, text = sys.argv[1:], source.decode("latin-1")
+    said = [word for word in words[:1] if word.startswith("--local-rank=")]
+    rank = said[0].partition("=")[2] if said else os.environ.get("LOCAL_RANK")
+    is_done = not rank or READS_RANK.search(text) or any(word.startswith("--local_rank") for word in words)
+    if is_done or "--local_rank" not in text or OPTION.search(text) or path.startswith(LIBRARIES):
+        return
+    with suppress(SyntaxError, ValueError):
+        if any(map(reads_rank, ast.walk(ast.parse(source)))):
+            sys.argv[1 : 1 + len(said)] = [f"--local_rank={rank}"]
+            told.tell(ROWS["--local_rank"], os.path.relpath(path))
 
 
 # Functions that take more than today, by the places that have them.
@@ -187,7 +248,7 @@ WIDER = (
     ("numpy", "fromstring", read_bytes),
     *(("numpy", name, make_array) for name in ("array", "asarray", "asanyarray")),
     ("numpy", "load", load_objects),
-    *(("argparse.ArgumentParser", name, parse_rank) for name in ("parse_args", "parse_known_args")),
+    ("argparse.ArgumentParser", "parse_known_args", parse_rank),
     *((f"torch.optim.{name}", "__init__", init_with_floats) for name in ("Adam", "AdamW")),
     ("random.Random", "sample", sample_any),
     *(("yaml", name, load_yaml) for name in ("load", "load_all")),

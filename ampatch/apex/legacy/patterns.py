@@ -6,9 +6,12 @@ import ast
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from importlib import metadata
 from types import MappingProxyType
 
 from torch.optim import lr_scheduler
+from torch.torch_version import TorchVersion
 
 from ampatch.apex.legacy.table import CANVAS, COPY, LOAD, NAMES, NUMPY_LOAD, PART, RAGGED
 from ampatch.apex.uses import Names
@@ -96,6 +99,19 @@ def patterns(node: ast.AST, names: Names) -> Iterator[str]:
                 yield "MASTER_PORT=80000"
         case ast.Constant("torch.distributed.launch"):
             yield "torch.distributed.launch"
+    if reads_rank(node):
+        yield "--local_rank"
+
+
+def reads_rank(node: ast.AST) -> bool:
+    """Whether an expression looks for --local_rank in words, without argparse."""
+    match node:
+        case ast.Call(ast.Attribute(attr="startswith" | "index"), [ast.Constant(str(word)), *_]):
+            return word.startswith("--local_rank")
+        case ast.Compare(left, comparators=others):
+            words = [str(getattr(each, "value", "")) for each in (left, *others)]
+            return any(word.startswith("--local_rank") for word in words)
+    return False
 
 
 def calls(node: ast.Call, names: Names) -> Iterator[str]:
@@ -146,13 +162,21 @@ def calls_of_arrays(node: ast.Call, names: Names, found: Sequence[str | None]) -
             yield RAGGED
     for name in found:
         package, _, last = (name or "").rpartition(".")
-        if package.startswith("librosa") and len(node.args) > POSITIONAL.get(last, len(node.args)):
+        is_short = len(node.args) <= POSITIONAL.get(last, len(node.args))
+        if package.startswith("librosa") and not is_short and librosa_wants_names():
             yield "librosa.filters.mel(sr, n_fft)"
     match node.func:
         case ast.Attribute(of, name) if name in METHODS_OF and not any(found):
             made = [each for each in (of, *names.values(of)) if isinstance(each, ast.expr)]
             if not any(NOT_ARRAY.search(ast.unparse(each)) for each in made):
                 yield METHODS_OF[name]
+
+
+def librosa_wants_names() -> bool:
+    """Whether librosa, that which is installed if one is, takes such arguments by their names alone."""
+    with suppress(metadata.PackageNotFoundError):
+        return TorchVersion(metadata.version("librosa")) >= "0.10"
+    return True
 
 
 def last_name(node: ast.AST) -> str:
