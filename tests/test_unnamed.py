@@ -1,8 +1,11 @@
 """Gradients that a block of scale_loss makes for optimizers that it does not name, or after it has ended."""
 
+import contextlib
 import functools
+import gc
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -309,3 +312,20 @@ def test_a_second_backward_after_the_block_is_told_and_one_of_another_loss_is_no
         warnings.simplefilter("always")
         pair.step()
     assert ["had ended" in str(it.message) for it in caught] == [True] * is_late
+
+
+def test_a_stranger_that_a_script_has_dropped_is_not_kept():
+    pair, other = Pair(True, "O1"), nn.Linear(1, 1)
+    stranger = torch.optim.SGD(other.parameters(), lr=0.1)
+    for _ in range(2):
+        with amp.scale_loss(other(pair.loss().reshape(1, 1)).sum(), pair.named) as scaled:
+            scaled.backward()
+        with contextlib.suppress(UserWarning):
+            stranger.step()
+    params = [weakref.ref(param) for param in other.parameters()]
+    del stranger, other, scaled
+    gc.collect()
+    scaled_backward(pair.loss(), pair.named)
+    amp.clear_cache()
+    gc.collect()
+    assert [find() for find in params] == [None, None]

@@ -74,12 +74,12 @@ class UnnamedWatch:
         return Marked(kind, scale, [*idle, *self._begin_strangers(_ids((*others, *named)))])
 
     def _begin_strangers(self, known: set[int]) -> list[Stranger]:
-        for stranger in (found := list(self._strangers.values())):
-            optimizer = stranger.find()
-            groups = [] if optimizer is None else optimizer.param_groups
-            params = [param for group in groups for param in group["params"]]
+        alive = {key: one for key, one in self._strangers.items() if one.find() is not None}
+        self._strangers = alive
+        for stranger in alive.values():
+            params = [param for group in stranger.find().param_groups for param in group["params"]]
             stranger.unnamed.begin(param for param in params if id(param) not in known)
-        return found
+        return list(alive.values())
 
     def end(self, marked: Marked) -> None:
         """Notes what the backward has changed."""
@@ -108,11 +108,12 @@ class UnnamedWatch:
 
     def knows(self, optimizer: Optimizer) -> bool:
         """Whether it is a stranger that was seen before."""
-        return id(optimizer) in self._strangers
+        found = self._strangers.get(id(optimizer))
+        return found is not None and found.find() is optimizer  # ids are used again
 
     def check_stranger(self, optimizer: Optimizer) -> None:
         """Warns of an optimizer that initialize never saw if it steps some; knows it from now on."""
-        if id(optimizer) not in self._strangers:
+        if not self.knows(optimizer):
             self._strangers[id(optimizer)] = Stranger(weakref.ref(optimizer))
         left = self._strangers[id(optimizer)].unnamed.find()
         if left and not self._warner.has_said("stranger") and are_any(left):
