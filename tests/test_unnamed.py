@@ -167,6 +167,43 @@ def test_what_a_block_adds_to_gradients_that_are_there_stays_out_of_the_weights(
     assert_same_bits(amp.master_params(pair.second), expected)
 
 
+def test_what_a_block_adds_to_gradients_that_are_there_is_not_clipped_into_the_weights():
+    pair = Pair(False, "O1")
+    scaled_backward(pair.loss(-X), [pair.second, pair.first])
+    scaled_backward(pair.loss(), pair.named)
+    before = snapshot(list(amp.master_params(pair.first)))
+    torch.nn.utils.clip_grad_norm_(amp.master_params(pair.second), 1.0)
+    kept = snapshot(list(pair.models[1].parameters()))
+    with pytest.warns(UserWarning, match="does not name it"):
+        pair.second.step()
+    assert snapshot(list(pair.models[1].parameters())) == kept
+    assert snapshot(list(amp.master_params(pair.first))) == before
+
+
+def test_a_parameter_of_two_unnamed_optimizers_is_unscaled_once():
+    moves = []
+    for names_all in (True, False):
+        pair = Pair(False, "O1")
+        third = torch.optim.SGD(pair.models[1].parameters(), lr=0.1)
+        amp.initialize([], [third], opt_level="O1", verbosity=0, loss_scale=SCALE)
+        named = [pair.first, pair.second, third] if names_all else pair.first
+        scaled_backward(pair.loss(), named)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pair.second.step()
+            third.step()
+        moves.append([param.detach().clone() for param in pair.models[1].parameters()])
+        amp.uninitialize()
+    assert_same_bits(*moves)
+
+
+def test_an_unnamed_optimizer_that_steps_inside_of_the_backward_is_refused():
+    pair = Pair(False, "O1")
+    pair.models[1][2].bias.register_post_accumulate_grad_hook(lambda _: pair.second.step())
+    with pytest.raises(amp.AmpError, match="does not name steps inside of its backward"):
+        scaled_backward(pair.loss(), pair.named)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_of_an_optimizer_that_is_not_named_skips_its_step_alone(level):
     pair = Pair(False, level)
@@ -247,27 +284,27 @@ def test_a_discriminator_that_is_trained_without_blocks_steps_its_own_gradients(
     assert run("to none") == run("to zero")
 
 
-def test_an_optimizer_of_another_thread_is_left_alone():
-    pair = Pair(False, "O1")
-    other = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    amp.initialize(other, optimizer, opt_level="O1", verbosity=0, loss_scale=SCALE)
-    inside, outside = threading.Event(), threading.Event()
+def test_two_threads_train_a_gan_each_as_if_alone():
+    pairs = [Pair(False, "O1") for _ in range(3)]
+    train_gan(pairs[0], CLEARING["to none"], is_plain=False)
+    inside, begun = threading.Event(), threading.Event()
 
-    def train_other():
-        scaled_backward(other(X).pow(2).mean(), optimizer)
+    def begin_inside(grad):  # the other thread's first backward runs inside of this one's
         inside.set()
-        assert outside.wait(60)
+        assert begun.wait(60)
 
-    thread = threading.Thread(target=train_other)
-    thread.start()
-    assert inside.wait(60)
-    grad = other.weight.grad
-    with amp.scale_loss(pair.loss(), pair.named) as scaled:
-        assert other.weight.grad is grad
-        scaled.backward()
-    outside.set()
-    thread.join()
+    pairs[1].models[0][0].weight.register_hook(begin_inside)
+    pairs[2].models[0][0].weight.register_hook(lambda grad: begun.set())
+    threads = [threading.Thread(target=train_gan, args=(pairs[1], CLEARING["to none"], False))]
+    threads.append(
+        threading.Thread(target=lambda: inside.wait(60) and train_gan(pairs[2], CLEARING["to none"], False))
+    )
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for pair in pairs[1:]:
+        assert pair.bits() == pairs[0].bits()
 
 
 # ---- backward() after the block ----
@@ -289,6 +326,25 @@ def late_by_a_part(pair):
             pass
         torch.autograd.backward([scaled / 2])  # wrong
         pair.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_late_backwards_accumulate(level):
+    def accumulate(pair, is_late):
+        for x in (*X.split(4), *X.split(4)):
+            with amp.scale_loss(pair.loss(x), pair.named) as scaled:
+                if not is_late:
+                    scaled.backward()
+            if is_late:
+                scaled.backward()
+            if x[0, 0] > 0:
+                pair.step()
+                pair.zero_grad(set_to_none=False)
+
+    expected, _ = train(functools.partial(accumulate, is_late=False), names_both=True, level=level)
+    found, [text] = train(functools.partial(accumulate, is_late=True), names_both=True, level=level)
+    assert_same_bits(found, expected)
+    assert "had ended" in text
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from threading import get_ident
 from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from ampatch.errors import AmpError
 from ampatch.levels.private import is_expanded
 
 if TYPE_CHECKING:
     from ampatch.steps.master_grads import MasterGrads
     from ampatch.steps.scaler import Scale
 
+BeforeGrad = tuple[Tensor, "Tensor | None", int, bool]  # a parameter, its gradient, version, if scaled
 SeenGrad = tuple[Tensor, "ref[Tensor]", int]  # a parameter, the gradient that it has, and its version
 
 
@@ -55,45 +59,6 @@ def add_grads_(earlier: Sequence[Tensor], new: Sequence[Tensor]) -> None:
         return
     for one, other in zip(earlier, new, strict=True):
         one.add_(other)
-
-
-@torch.no_grad()
-def accumulate_(
-    sums: list[Tensor], halves: list[Tensor], most: int, change: Callable[[list[Tensor]], None] | None
-) -> None:
-    """Adds half gradients to float32 ones, cast first and then changed, so many elements at a time.
-
-    Large ones are cast in slices, because what is written and read at once should stay in a cache.
-    """
-    for totals, news in _split(sums, halves, most):
-        casts = cast_grads(news, totals)
-        if change is not None:
-            change(casts)
-        add_grads_(totals, casts)
-
-
-def _split(
-    sums: list[Tensor], halves: list[Tensor], most: int
-) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
-    """Splits two lists into parts of at most so many elements, where it can."""
-    sizes = [half.numel() for half in halves]
-    size = start = 0
-    for index, count in enumerate(sizes):
-        if size and size + count > most:
-            yield sums[start:index], halves[start:index]
-            size, start = 0, index
-        size += count
-        if count > most and sums[index].is_contiguous() and halves[index].is_contiguous():
-            yield from _slice(sums[index], halves[index], most)
-            size, start = 0, index + 1
-    if size:
-        yield sums[start:], halves[start:]
-
-
-def _slice(total: Tensor, half: Tensor, most: int) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
-    pieces = [one.detach().view(-1).split(most) for one in (total, half)]
-    for piece, new in zip(*pieces, strict=True):
-        yield [piece], [new]
 
 
 def own_memory(grad: Tensor) -> Tensor:
@@ -160,31 +125,52 @@ class UnnamedGrads:
     """The gradients of one optimizer that are scaled, and that no block of `scale_loss` unscales.
 
     A block that names other optimizers makes them, and so does a backward of the scaled loss after its block.
-    They are left as they are until somebody needs them: in a GAN nobody does, where the generator's loss
-    leaves some at the discriminator, and `zero_grad` clears them. What a script changes is its own.
+    They are left as they are until somebody needs them, as nobody does in a GAN: `zero_grad` clears what the
+    generator's loss left at the discriminator. What a script changes is its own.
     """
 
     def __init__(self) -> None:
         self.scale: Scale | None = None  # of the last such backward; None where nothing is left
         self._used: list[SeenGrad] = []  # to which a backward of its own has added
         self._were_any: Tensor | None = None  # whether these were not zero before
-        self._before: list[tuple[Tensor, Tensor | None, int, bool]] = []  # and if it is scaled; in a backward
+        self._runs_in: int | None = None  # the thread of such a backward that runs
         self._scaled: list[SeenGrad] = []
         self._mixed: list[SeenGrad] = []  # scaled ones that were added to others
         self._unscaled: list[SeenGrad] = []  # for a reader
+        self._lost: list[
+            tuple[Tensor, Callable[[], Tensor | None] | None]
+        ] = []  # dropped for one; what is left
         self._found_inf: Tensor | None = None  # of these
 
-    def begin(self, params: Iterable[Tensor]) -> None:
-        """Looks at the gradients of parameters before such a backward."""
-        scaled = {id(param) for param in _find_seen(self._scaled)}
-        self._before = [
+    @torch.no_grad()
+    def begin_late(self, own: Iterable[Tensor], of_masters: MasterGrads, scale: Scale) -> None:
+        """Scales gradients from before, since a late backward adds to them; `own` have no masters."""
+        self.unscale(of_masters)
+        params = [param for param in own if param.grad is not None]
+        for param in params:
+            param.grad = scale.scale(param.grad)
+        of_masters.follow()
+        for pair in of_masters.pairs:  # those of masters have them
+            pair.half.grad = pair.grad_used = None
+        self.scale, self._scaled = scale, _see_grads(params)
+
+    @torch.no_grad()
+    def begin(self, params: Iterable[Tensor], scale: Scale) -> list[BeforeGrad]:
+        """Returns what the gradients of parameters are before such a backward."""
+        alive = _find_seen(self._scaled)
+        if alive and self.scale is not scale:
+            for param in alive:
+                param.grad = scale.rescale(param.grad, self.scale)
+            self.scale, self._scaled = scale, _see_grads(alive)
+        scaled, self._runs_in = set(map(id, alive)), get_ident()
+        return [
             (param, grad := param.grad, -1 if grad is None else grad._version, id(param) in scaled)
             for param in params
         ]
 
-    def end(self, scale: Scale) -> bool:
+    def end(self, before: Sequence[BeforeGrad], scale: Scale) -> bool:
         """Notes which ones the backward has changed, and says whether it did; keeps none of them alive."""
-        before, self._before = self._before, []
+        self._runs_in = None
         made = [
             (param, grad is None or is_scaled)
             for param, grad, version, is_scaled in before
@@ -198,6 +184,14 @@ class UnnamedGrads:
             self.scale = scale
         return bool(made)
 
+    def check_step(self) -> None:
+        """Raises AmpError for a step inside of such a backward, of gradients that it has not finished."""
+        if self._runs_in == get_ident():
+            raise AmpError(
+                "scale_loss: an optimizer that the block does not name steps inside of its backward, where "
+                "gradients are still scaled: step after the block, and name the optimizer in scale_loss"
+            )
+
     def find_used(self) -> Tensor | None:
         """Whether the own gradients have some in them, on the device; None where none are left."""
         used, self._used = _find_seen(self._used, edited=True), []
@@ -207,9 +201,14 @@ class UnnamedGrads:
         """The parameters that still have what was left there."""
         return [*_find_seen(self._scaled), *_find_seen(self._mixed), *_find_seen(self._unscaled, edited=True)]
 
+    def find_lost(self) -> bool:
+        """Whether a step lacks gradients that were dropped, since nobody has made others."""
+        return any(param.grad is (find and find()) for param, find in self._lost)
+
     @torch.no_grad()
     def unscale(self, of_masters: MasterGrads) -> None:
-        """Unscales what is still there; no host sync."""
+        """Unscales what is still there, and drops what was added to others; no host sync."""
+        self._drop_mixed(of_masters)
         params, self._scaled = _find_seen(self._scaled), []
         if not params:
             return
@@ -217,27 +216,34 @@ class UnnamedGrads:
             self._found_inf = self.scale.scaler.new_found_inf()
         unscale = functools.partial(self.scale.unscale_, found_inf=self._found_inf)
         pairs = {id(pair.half): pair for pair in of_masters.pairs}
-        unscale(find_grads(param for param in params if id(param) not in pairs))
+        unscale(own := find_grads(param for param in params if id(param) not in pairs))
+        for grad in own:  # torch's kernel leaves no trace, and another optimizer may step the parameter, too
+            increment_version(grad)
         of_masters.feed(unscale, [pairs[id(param)] for param in params if id(param) in pairs])
         self._unscaled += _see_grads(params)
 
     def settle(self, of_masters: MasterGrads, *, is_step: bool) -> Tensor | None:
         """Unscales what is still there, drops what cannot be, and returns the found_inf of what is left."""
-        used = self.find()
+        used = [] if is_step else self.find()
+        self._were_any = are_any(used) if used else None
         self.unscale(of_masters)
-        pairs = {id(pair.half): pair for pair in of_masters.pairs}
-        if used and not is_step:
-            self._were_any = are_any(used)
+        if used:
+            pairs = {id(pair.half): pair for pair in of_masters.pairs}
             holders = [pairs[id(one)].master if id(one) in pairs else one for one in used]
             self._used = _see_grads(one for one in holders if one.grad is not None)
-        for param in _find_seen(self._mixed):
+        found_inf = self._found_inf if _find_seen(self._unscaled, edited=True) else None
+        self._unscaled, self._lost, self._found_inf, self.scale = [], [], None, None
+        return found_inf
+
+    def _drop_mixed(self, of_masters: MasterGrads) -> None:
+        pairs = {id(pair.half): pair for pair in of_masters.pairs}
+        mixed, self._mixed = _find_seen(self._mixed), []
+        for param in mixed:
             if id(param) in pairs:
                 of_masters.skip(pairs[id(param)])
             else:
                 param.grad = None
-        found_inf = self._found_inf if _find_seen(self._unscaled, edited=True) else None
-        self._mixed, self._unscaled, self._found_inf, self.scale = [], [], None, None
-        return found_inf
+            self._lost.append((param, None if param.grad is None else ref(param.grad)))
 
 
 def are_any(params: Sequence[Tensor]) -> Tensor:

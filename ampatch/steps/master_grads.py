@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ampatch.steps.grads import accumulate_, add_grads, cast_grads
+from ampatch.steps.grads import add_grads, add_grads_, cast_grads
 from ampatch.steps.weight import Weight
 
 Unscale = Callable[[list[Tensor]], None]
@@ -243,3 +243,42 @@ def _cast(pairs: list[Weight], unscale: Unscale | None) -> list[Tensor]:
     if unscale is not None and grads:
         unscale(grads)
     return grads
+
+
+@torch.no_grad()
+def accumulate_(
+    sums: list[Tensor], halves: list[Tensor], most: int, change: Callable[[list[Tensor]], None] | None
+) -> None:
+    """Adds half gradients to float32 ones, cast first and then changed, so many elements at a time.
+
+    Large ones are cast in slices, because what is written and read at once should stay in a cache.
+    """
+    for totals, news in _split(sums, halves, most):
+        casts = cast_grads(news, totals)
+        if change is not None:
+            change(casts)
+        add_grads_(totals, casts)
+
+
+def _split(
+    sums: list[Tensor], halves: list[Tensor], most: int
+) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
+    """Splits two lists into parts of at most so many elements, where it can."""
+    sizes = [half.numel() for half in halves]
+    size = start = 0
+    for index, count in enumerate(sizes):
+        if size and size + count > most:
+            yield sums[start:index], halves[start:index]
+            size, start = 0, index
+        size += count
+        if count > most and sums[index].is_contiguous() and halves[index].is_contiguous():
+            yield from _slice(sums[index], halves[index], most)
+            size, start = 0, index + 1
+    if size:
+        yield sums[start:], halves[start:]
+
+
+def _slice(total: Tensor, half: Tensor, most: int) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
+    pieces = [one.detach().view(-1).split(most) for one in (total, half)]
+    for piece, new in zip(*pieces, strict=True):
+        yield [piece], [new]

@@ -122,6 +122,8 @@ class AmpOptimizer:
 
     def settle(self, *, is_step: bool = False, evaluates: bool = False) -> None:
         """Unscales what a block left scaled: with `delay_unscale`, or where it named others."""
+        if is_step:
+            self.unnamed.check_step()
         if not evaluates:  # else a closure clears these first
             self._settle_unnamed(is_step=is_step)
         scale, found_inf = self.delayed, self._unscale_delayed()
@@ -134,10 +136,9 @@ class AmpOptimizer:
                 scale.capture.append(CapturedBlock([CapturedGrads(self)], outcome, scale.scaler))
 
     def _settle_unnamed(self, *, is_step: bool = False) -> None:
-        scale = self.unnamed.scale
-        if scale is not None and is_step:
+        if (scale := self.unnamed.scale) is not None and is_step:
             self._listener.use_unnamed(self)
-        if scale is not None and (found_inf := self.unnamed.settle(self._grads, is_step=is_step)) is not None:
+        if scale and (found_inf := self.unnamed.settle(self._grads, is_step=is_step)) is not None:
             self._finish(scale, found_inf)
 
     def _finish(self, scale: Scale, found_inf: Tensor) -> BackwardOutcome | None:
@@ -239,7 +240,7 @@ class AmpOptimizer:
             self.end_block()  # the step is inside a block: its gradients are needed now
         if not (evaluates and self.local.are_waiting):  # else a backward in the closure averages them
             self.settle(is_step=True, evaluates=evaluates)
-            if self._grads.follow(is_step=True):
+            if self._grads.follow(is_step=not evaluates):
                 self._grads.told = self._listener.ignore_edits(self)
         self.masters.take_edits()
         self.last_outcomes, outcomes, self.pending = self.last_outcomes + self.pending, self.pending, []

@@ -105,7 +105,6 @@ class ClipWatch(SessionPatch):
         Clipping at a limit that their norm does not reach changes nothing; one host sync to know.
         """
         line, norm = self._scale_watch.outside or self._line, self._norm
-        self._norm = None
         if self._scale_watch.outside is None and isinstance(norm, Tensor) and norm <= self._limit:
             return False
         self._warner.warn("ignored", IGNORED, line)

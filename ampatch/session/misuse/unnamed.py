@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import TYPE_CHECKING
@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from ampatch.levels.stack import Line, find_line, is_running
 from ampatch.session.misuse.warner import Warner
-from ampatch.steps.grads import UnnamedGrads, are_any
+from ampatch.steps.grads import BeforeGrad, UnnamedGrads, are_any
+from ampatch.steps.master_grads import MasterGrads
 
 if TYPE_CHECKING:
     from ampatch.session.members import Members
@@ -46,7 +47,7 @@ class Marked:
 
     kind: str
     scale: Scale
-    optimizers: Sequence[AmpOptimizer | Stranger]
+    before: Sequence[tuple[AmpOptimizer | Stranger, list[BeforeGrad]]]
 
 
 class UnnamedWatch:
@@ -68,23 +69,34 @@ class UnnamedWatch:
         if not (others or self._strangers) or scale.capture is not None:
             return None
         unscaled = _ids(named)
-        idle = list(filter(_is_idle, others))
-        for amp in idle:
-            amp.unnamed.begin(param for param in amp.model_params() if id(param) not in unscaled)
-        return Marked(kind, scale, [*idle, *self._begin_strangers(_ids((*others, *named)))])
+        ours = self._list_ours()
+        idle = [amp for amp in others if amp.thread in ours and _is_idle(amp)]
+        for amp in idle if kind == "late" else ():
+            amp.unnamed.begin_late(amp.own_params(), MasterGrads(amp.masters.pairs), scale)
+        before = [(amp, amp.unnamed.begin(_others(amp.model_params(), unscaled), scale)) for amp in idle]
+        return Marked(kind, scale, [*before, *self._begin_strangers(_ids((*others, *named)), scale)])
 
-    def _begin_strangers(self, known: set[int]) -> list[Stranger]:
-        alive = {key: one for key, one in self._strangers.items() if one.find() is not None}
-        self._strangers = alive
-        for stranger in alive.values():
+    def _begin_strangers(self, known: set[int], scale: Scale) -> list[tuple[Stranger, list[BeforeGrad]]]:
+        self._strangers = {key: one for key, one in self._strangers.items() if one.find() is not None}
+        found = []
+        for stranger in self._strangers.values():
             params = [param for group in stranger.find().param_groups for param in group["params"]]
-            stranger.unnamed.begin(param for param in params if id(param) not in known)
-        return list(alive.values())
+            found.append((stranger, stranger.unnamed.begin(_others(params, known), scale)))
+        return found
+
+    def _list_ours(self) -> set[int | None]:
+        """The threads whose optimizers are this thread's: where others train, a new one may be theirs."""
+        own = {None, get_ident()}
+        return own if {one.thread for one in self._members.optimizers()} <= own else {get_ident()}
 
     def end(self, marked: Marked) -> None:
         """Notes what the backward has changed."""
-        for one in marked.optimizers:
-            if one.unnamed.end(marked.scale) and (id(one), marked.kind) not in self._judged:
+        ours = self._list_ours()
+        for one, before in marked.before:
+            is_ours = isinstance(one, Stranger) or one.thread in ours
+            if one.unnamed.end(before if is_ours else (), marked.scale) and (
+                (id(one), marked.kind) not in self._judged
+            ):
                 self._left[id(one)] = marked.kind, find_line()
 
     def show(self, grads: Iterable[Tensor]) -> None:
@@ -97,7 +109,7 @@ class UnnamedWatch:
 
     # A step
 
-    def check(self, amp: AmpOptimizer, used: Tensor | None) -> None:
+    def check(self, amp: AmpOptimizer, used: Tensor | bool | None) -> None:
         """Warns of such gradients in a step, unless all of those `used` are zero; one host sync, once."""
         if used is None or id(amp) not in self._left:
             return
@@ -125,7 +137,11 @@ def _ids(optimizers: Iterable[AmpOptimizer]) -> set[int]:
 
 
 def _is_idle(amp: AmpOptimizer) -> bool:
-    """Whether no block or step of an optimizer is open, and no other thread has used it."""
+    """Whether no block or step of an optimizer is open."""
     step, local = amp.masters.turn.step, amp.local
     waits = amp.end_block or amp.delayed or local.are_waiting or local.read_scale
-    return not (waits or (step and is_running(step))) and amp.thread in (None, get_ident())
+    return not (waits or (step and is_running(step)))
+
+
+def _others(params: Iterable[Tensor], known: set[int]) -> Iterator[Tensor]:
+    return (param for param in params if id(param) not in known)

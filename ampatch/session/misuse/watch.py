@@ -101,4 +101,4 @@ class MisuseWatch:
     def use_unnamed(self, amp: AmpOptimizer) -> None:
         """Warns of scaled gradients that a step is about to use; before anything of it is done."""
         left = amp.unnamed.find()
-        self._unnamed.check(amp, are_any(left) if left else None)
+        self._unnamed.check(amp, are_any(left) if left else amp.unnamed.find_lost() or None)
