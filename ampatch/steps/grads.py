@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ampatch.steps.scaler import Scale
 
 BeforeGrad = tuple[Tensor, "Tensor | None", int, bool]  # a parameter, its gradient, version, if scaled
+LostGrad = tuple[Tensor, "ref[Tensor] | None"]  # a parameter, and what it has since its gradient was dropped
 SeenGrad = tuple[Tensor, "ref[Tensor]", int]  # a parameter, the gradient that it has, and its version
 
 
@@ -137,9 +138,7 @@ class UnnamedGrads:
         self._scaled: list[SeenGrad] = []
         self._mixed: list[SeenGrad] = []  # scaled ones that were added to others
         self._unscaled: list[SeenGrad] = []  # for a reader
-        self._lost: list[
-            tuple[Tensor, Callable[[], Tensor | None] | None]
-        ] = []  # dropped for one; what is left
+        self._lost: list[LostGrad] = []
         self._found_inf: Tensor | None = None  # of these
 
     @torch.no_grad()
@@ -215,7 +214,7 @@ class UnnamedGrads:
         if self._found_inf is None:
             self._found_inf = self.scale.scaler.new_found_inf()
         unscale = functools.partial(self.scale.unscale_, found_inf=self._found_inf)
-        pairs = {id(pair.half): pair for pair in of_masters.pairs}
+        pairs = of_masters.by_half()
         unscale(own := find_grads(param for param in params if id(param) not in pairs))
         for grad in own:  # torch's kernel leaves no trace, and another optimizer may step the parameter, too
             increment_version(grad)
@@ -228,7 +227,7 @@ class UnnamedGrads:
         self._were_any = are_any(used) if used else None
         self.unscale(of_masters)
         if used:
-            pairs = {id(pair.half): pair for pair in of_masters.pairs}
+            pairs = of_masters.by_half()
             holders = [pairs[id(one)].master if id(one) in pairs else one for one in used]
             self._used = _see_grads(one for one in holders if one.grad is not None)
         found_inf = self._found_inf if _find_seen(self._unscaled, edited=True) else None
@@ -236,7 +235,7 @@ class UnnamedGrads:
         return found_inf
 
     def _drop_mixed(self, of_masters: MasterGrads) -> None:
-        pairs = {id(pair.half): pair for pair in of_masters.pairs}
+        pairs = of_masters.by_half()
         mixed, self._mixed = _find_seen(self._mixed), []
         for param in mixed:
             if id(param) in pairs:

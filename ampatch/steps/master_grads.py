@@ -116,6 +116,10 @@ class MasterGrads:
         if others:
             _add(others, unscale)
 
+    def by_half(self) -> dict[int, Weight]:
+        """The pairs, by the ids of their half parameters."""
+        return {id(pair.half): pair for pair in self.pairs}
+
     def skip(self, pair: Weight) -> None:
         """Takes the half gradient as it is now for one that counts already."""
         mark_grad_used(pair)

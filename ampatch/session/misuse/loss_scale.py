@@ -18,7 +18,6 @@ from torch import Tensor
 from ampatch.levels.private import graph_task
 from ampatch.levels.stack import Line, find_line
 from ampatch.patching.patcher import Patcher, SessionPatch
-from ampatch.session.misuse.graphs import leads_to
 from ampatch.session.misuse.unnamed import Marked, UnnamedWatch
 from ampatch.session.misuse.warner import Warner
 
@@ -246,3 +245,24 @@ def _read_grads(optimizers: Sequence[AmpOptimizer], found: dict[int, Line]) -> l
             version = getattr(param.grad, "_version", -1)
             seen.append((found, id(optimizer), line, param, param.grad, version))
     return seen
+
+
+def leads_to(roots: Sequence[Tensor], scaled: Tensor) -> bool:
+    """Whether any of these tensors was computed from the scaled loss.
+
+    Nodes of a graph are numbered as they are made, so those older than the scaled loss need no look.
+    """
+    target = scaled.grad_fn
+    if any(root is scaled for root in roots) or target is None:
+        return True
+    first = target._sequence_nr()
+    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node is target:
+            return True
+        inner = {one for one, _ in node.next_functions if one is not None and one._sequence_nr() >= first}
+        waiting += inner - seen
+        seen |= inner
+    return False

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class MisuseWatch:
-    """Tells each kind of misuse once a session, and changes nothing."""
+    """Tells each kind of misuse once a session."""
 
     def __init__(
         self, members: Members, list_scalers: Callable[[], list[LossScaler]], halved: dict[int, Line]
