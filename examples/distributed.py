@@ -46,6 +46,7 @@ def main():
     if dist.get_rank() == 0:
         print(f"{accuracy:.2%} of 500 test digits are right, after epochs {begin} to {options.epochs - 1}")
         amp.report(accuracy=accuracy)
+    dist.barrier()  # or gloo of torch 2.13 may be in the midst of the last backward's results, and hang
     dist.destroy_process_group()
 
 

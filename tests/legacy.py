@@ -3,9 +3,11 @@
 import contextlib
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -19,6 +21,7 @@ FOLDER = Path(__file__).parents[1] / "examples" / "legacy"
 # the interpreter is gone. Such a run says nothing about the script, and is done again.
 GLOO_ABORT = "terminate called without an active exception"
 TRIES = 4
+LIMIT = 200  # seconds until a fork counts as hanging
 
 
 def ampatch_run(name, *arguments, folder, level=None, processes=None, is_fork=True):
@@ -62,10 +65,19 @@ def print_in_forks(function, argv, folder, count=None):
         if child == 0:
             run_forked(lambda ranks=ranks: run_here(function, argv, folder, ranks), file)
         children.append(child)
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    statuses = list(map(wait_for, children))
     printed = "".join(file.read_text() for file in said)
-    assert not any(statuses), printed
+    assert not any(statuses), f"{statuses}\n{printed}"
     return printed
+
+
+def wait_for(child):
+    """Returns the exit status of a fork; one that hangs is killed."""
+    timer = threading.Timer(LIMIT, os.kill, (child, signal.SIGKILL))
+    timer.start()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    timer.cancel()
+    return status
 
 
 def torchrun_variables(rank, count, port):

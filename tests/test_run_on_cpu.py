@@ -90,6 +90,7 @@ if gpus > 1:
 alone = torch.nn.DataParallel(torch.nn.Linear(1, 1).cuda(), range(gpus))(torch.ones(8 // gpus, 1).cuda())
 model(rank * torch.ones(1, 1).cuda()).sum().backward()
 print(f"of {gpus}: {torch.cuda.current_device() == rank} {len(alone)} {model.module.weight.grad.item()}")
+dist.barrier()
 dist.destroy_process_group()
 """
 
