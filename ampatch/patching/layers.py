@@ -81,18 +81,15 @@ def _is_on_cpu(values: tuple) -> bool:
     return values[0].device.type == "cpu"
 
 
-def _is_float16_on_cpu(values: tuple) -> bool:
-    return _is_on_cpu(values) and values[0].dtype is torch.float16
-
-
 # Elsewhere these take half input (torch 2.13). Normalizations have kernels for it with float32 weights, but
 # the formulas for `vmap`, `jvp` and the derivatives of a derivative raise, or return float32. On a CPU the
-# `jvp` of `glu` has no half kernel, and oneDNN, whose LSTM alone has a rule for `vmap`, none in float16.
+# `jvp` of `glu` has no half kernel, and oneDNN, whose LSTM alone has a rule for `vmap`, none in float16, and
+# in bfloat16 only on processors that compute in it.
 _FAIL_IN_TRANSFORMS = (
     ("torch", "batch_norm", _has_float32),
     ("torch", "instance_norm", _has_float32),
     ("torch.nn.functional", "glu", _is_on_cpu),
-    ("torch._VF", "lstm", _is_float16_on_cpu),
+    ("torch._VF", "lstm", _is_on_cpu),
 )
 
 
