@@ -20,11 +20,9 @@ from ampatch.errors import (
     PatchConflictError,
     TableError,
 )
+from ampatch.levels.alarms import Alarms
 from ampatch.levels.loss_scale import DynamicLossScale
 from ampatch.levels.policy import OPT_LEVELS, Policy
-from ampatch.session.alarms.history import ScaleHistory, ScaleUpdate
-from ampatch.session.alarms.limits import Alarm, Alarms
-from ampatch.session.alarms.log import history, log_to, on_alarm
 from ampatch.session.frontend import (
     clear_cache,
     disable_casts,
@@ -35,15 +33,7 @@ from ampatch.session.frontend import (
     step_was_skipped,
     uninitialize,
 )
-from ampatch.session.inspection import (
-    Observer,
-    backward_outcomes,
-    cast_counts,
-    master_pairs,
-    observe,
-    observers,
-    report,
-)
+from ampatch.session.inspection import backward_outcomes, cast_counts, master_pairs
 from ampatch.session.scalers import (
     get_loss_scale,
     load_state_dict,
@@ -64,12 +54,20 @@ from ampatch.session.user_functions import (
 )
 from ampatch.steps.outcome import BackwardOutcome
 from ampatch.steps.scaler import LossScaler
+from ampatch.watching.alarms.alarm import Alarm
+from ampatch.watching.alarms.history import ScaleHistory, ScaleUpdate
+from ampatch.watching.alarms.log import history, log_to, on_alarm
+from ampatch.watching.listeners import listen
+from ampatch.watching.observers import Observer, observe, observers, report
 
 if TYPE_CHECKING:
     from ampatch.doctor.live import diagnose
     from ampatch.sweeps.function import sweep
 
 __version__ = "0.1.0"
+
+listen()
+del listen
 
 __all__ = [
     "OPT_LEVELS",

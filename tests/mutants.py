@@ -52,9 +52,9 @@ patching/layers.py | casts and {input.dtype, weight.dtype} | (casts and {input.d
 patching/layers.py | thread.off and thread.is_off() | (thread.is_off()) | asks more: slower
 patching/torch_features.py | len(args) > 1 and callable(args[1]) | (True) | torch 2.13 gives it by place
 steps/block.py | loss.dim() | (True) | the sum of one number is that number: slower
-steps/grads.py | size and size + count > most | (size) | smaller parts: slower
-steps/masters.py | True | (False) | strict=, of two pairs
-steps/masters.py | touched and id(half) in touched | (touched) | refines what was not written: slower
+steps/grads/plain.py | size and size + count > most | (size) | smaller parts: slower
+steps/masters/params.py | True | (False) | strict=, of two pairs
+steps/masters/params.py | touched and id(half) in touched | (touched) | refines what was not written: slower
 steps/ranks.py | found_inf.is_cpu and dist.get_backend( | (dist.get_backend(group) == 'nccl') | slower
 steps/scaler.py | self._current is None | (True) | copies a number: slower
 """

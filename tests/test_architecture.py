@@ -9,6 +9,7 @@ import ampatch as amp
 from ampatch import errors
 
 ROOT = Path(amp.__file__).parent
+FRONT = ROOT / "__init__.py"
 FILES = sorted(ROOT.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
@@ -21,14 +22,18 @@ def module_name(path):
 NAMES = {module_name(path): path for path in FILES}
 
 
-def imported_names(path):
+def imported_names(path, *, of_types=False):
     """Yields (module, name) for each import of ours in a file, at any depth; name None for `import`.
 
-    Those for type checkers alone do not count.
+    Also those by `importlib`, but for the tools that the front door loads when asked for; those for type
+    checkers alone only where asked for.
     """
-    blocks = [node for node in ast.walk(TREES[path]) if isinstance(node, ast.If)]
+    blocks = [] if of_types else [node for node in ast.walk(TREES[path]) if isinstance(node, ast.If)]
     unseen = {id(it) for node in blocks if ast.unparse(node.test) == "TYPE_CHECKING" for it in ast.walk(node)}
     for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Call) and path != FRONT and ast.unparse(node.func).endswith("import_module"):
+            names = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+            yield from ((name, None) for name in names if name.split(".")[0] == "ampatch")
         if id(node) in unseen:
             continue
         if isinstance(node, ast.Import):
@@ -39,10 +44,10 @@ def imported_names(path):
                 yield from ((node.module, alias.name) for alias in node.names)
 
 
-def imported_modules(path):
+def imported_modules(path, *, of_types=False):
     """The modules of ours that a file imports."""
     found = set()
-    for module, name in imported_names(path):
+    for module, name in imported_names(path, of_types=of_types):
         whole = f"{module}.{name}"
         found.add(whole if whole in NAMES or whole == "ampatch.lists" else module)
     return found
@@ -66,7 +71,8 @@ ARROWS = {
     "patching": {"errors", "table", "levels", "lists", "casts"},
     "models": {"errors", "levels", "lists", "casts", "steps"},
     "session": {"errors", "table", "levels", "casts", "patching", "models", "steps"},
-    PUBLIC: {"errors", "levels", "casts", "steps", "session"},
+    "watching": {"errors", "levels", "casts", "patching", "models", "steps", "session"},
+    PUBLIC: {"errors", "levels", "casts", "steps", "session", "watching"},
     "testing": {PUBLIC, "table", "lists", "casts", "patching", "session"},
     "apex": {PUBLIC, "table", "lists", "levels", "steps"},
     "sweeps": {PUBLIC, "apex"},
@@ -110,6 +116,27 @@ def test_no_two_modules_import_each_other():
     assert [name for name in NAMES if name in reach(name)] == []
 
 
+ENGINE = ("levels", "casts", "steps", "patching", "models", "session", "watching")
+
+
+def test_no_two_files_of_the_engine_know_each_other_not_even_by_types():
+    files = {name: path for name, path in NAMES.items() if room(name) in ENGINE}
+    known = {name: imported_modules(path, of_types=True) for name, path in files.items()}
+    while True:
+        leaves = [name for name, others in known.items() if not others & known.keys()]
+        if not leaves:
+            break
+        for name in leaves:
+            del known[name]
+    assert list(known) == []
+
+
+def test_the_engine_names_no_listener():
+    for name, path in NAMES.items():
+        if room(name) in ENGINE[:-1]:
+            assert not [other for other in imported_modules(path, of_types=True) if room(other) == "watching"]
+
+
 def test_the_lists_import_the_table_alone():
     for path in (ROOT.parent / "lists").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -122,7 +149,7 @@ def test_the_lists_import_the_table_alone():
 def test_only_what_the_user_calls_imports_the_session():
     # Whatever imports it is imported by the package itself, and so holds public functions.
     importers = {name for name, imports in IMPORTS.items() if "ampatch.session.session" in imports}
-    assert importers <= IMPORTS["ampatch"]
+    assert importers <= IMPORTS["ampatch"] | IMPORTS["ampatch.watching.listeners"]
 
 
 def test_a_tool_takes_public_names_from_the_package():
@@ -146,9 +173,9 @@ def test_a_room_is_small_and_says_what_it_is_for():
         assert ast.get_docstring(TREES[folder / "__init__.py"]), folder
 
 
-def test_twelve_entries_are_the_most_at_the_front_door():
+def test_fourteen_entries_are_the_most_at_the_front_door():
     beside = {"__init__.py", "__main__.py", "__pycache__", "py.typed"}
-    assert len([one for one in ROOT.iterdir() if one.name not in beside]) <= 12
+    assert len([one for one in ROOT.iterdir() if one.name not in beside]) <= 14
 
 
 def test_every_public_name_is_there_once_and_sorted_by_nothing_private():
@@ -157,7 +184,7 @@ def test_every_public_name_is_there_once_and_sorted_by_nothing_private():
 
 
 def test_what_the_package_imports_is_public():
-    imported = {name for _, name in imported_names(ROOT / "__init__.py")}
+    imported = {name for _, name in imported_names(FRONT)} - {"listen"}  # which is called there
     assert imported == set(amp.__all__) - {"diagnose", "sweep"}  # which are imported when asked for
 
 

@@ -9,7 +9,7 @@ from torch.nn import Parameter, ParameterList
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch as amp
-from ampatch.steps.master_grads import accumulate_
+from ampatch.steps.masters.grads import accumulate_
 from apex_rows import shows
 from helpers import assert_same_bits, scaled_backward, snapshot
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ampatch as amp
-from ampatch.session.alarms.history import MOST_UPDATES
-from ampatch.session.alarms.inputs import SLOTS, LastForward
-from ampatch.session.alarms.judge import Judge
-from ampatch.session.post_mortem.measure import count_underflow
-from ampatch.session.session import SESSION
 from ampatch.steps.outcome import BackwardOutcome
+from ampatch.watching.alarms.history import MOST_UPDATES
+from ampatch.watching.alarms.inputs import SLOTS, LastForward
+from ampatch.watching.alarms.judge import Judge
+from ampatch.watching.alarms.watch import ALARMS
+from ampatch.watching.post_mortem.measure import count_underflow
 from benchmarks.syncs import count_reads
 from helpers import Scalar, scaled_backward
 from nets import EVERY_LEVEL, X
@@ -182,7 +182,7 @@ def test_a_history_is_asked_for_while_another_thread_notes_an_overflow(run, monk
         return (first, *copying)
 
     threads = []
-    monkeypatch.setattr("ampatch.session.alarms.history.tuple", copy_slowly, raising=False)
+    monkeypatch.setattr("ampatch.watching.alarms.history.tuple", copy_slowly, raising=False)
     assert len(amp.history()) == 1
     threads[0].join()
     monkeypatch.undo()
@@ -535,7 +535,7 @@ def test_no_hook_is_left_behind_nor_put_on_where_none_is_needed(watched, tmp_pat
 def test_a_call_that_raises_leaves_no_record(watched):
     with pytest.raises(amp.AmpValueError):
         amp.initialize(nn.Linear(3, 2).half(), opt_level="O1", verbosity=0)
-    assert list(SESSION.alarms._records) == [0]
+    assert list(ALARMS._records) == [0]
 
 
 # ---- Underflow ----

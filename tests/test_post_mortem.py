@@ -11,9 +11,9 @@ from torch import nn
 
 import ampatch as amp
 from ampatch.__main__ import main
-from ampatch.session.alarms import watch
-from ampatch.session.alarms.inputs import SLOTS, LastForward
-from ampatch.session.post_mortem import pack, write
+from ampatch.watching.alarms import watch
+from ampatch.watching.alarms.inputs import SLOTS, LastForward
+from ampatch.watching.post_mortem import pack, write
 from helpers import scaled_backward
 
 NAN, INF = float("nan"), float("inf")

@@ -241,7 +241,7 @@ class Interrupts:
 @pytest.mark.parametrize(
     ("owner", "name", "value"),
     [
-        (SESSION._data_watch, "forget", interrupted),
+        (SESSION.data_watch, "forget", interrupted),
         (Patcher, "close", interrupted),
         (SESSION, "_captures", Interrupts()),  # before anything is undone
     ],

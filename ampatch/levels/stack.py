@@ -35,7 +35,7 @@ def _is_below(frame: FrameType | None, top: FrameType) -> bool:
     return caller is frame
 
 
-class Turn:
+class StepLock:
     """Lets one thread at a time change what threads share; entered, it says whether no other is in a step.
 
     Nobody waits for a step. It may raise, and then only the stacks tell that it is over.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from ampatch.steps.grads import cast_grads
-from ampatch.steps.weight import Weight, is_wrapper
+from ampatch.steps.grads.plain import cast_grads
+from ampatch.steps.masters.weight import Weight, is_wrapper
 
 
 def own_tensors(module: Module) -> list[tuple[str, Tensor]]:

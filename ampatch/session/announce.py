@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import torch
 
 from ampatch.levels.policy import Policy, find_level
 from ampatch.levels.private import EAGER, NEWEST, OLDEST, explain_missing, is_tested
 from ampatch.levels.ranks import has_ranks
+from ampatch.session.request import Opening, SessionListener, device_types
 from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.outcome import BackwardOutcome
-
-if TYPE_CHECKING:
-    from ampatch.session.request import Call
 
 logger = logging.getLogger("ampatch")
 
@@ -90,30 +87,39 @@ def format_overflow(loss_id: int, before: float, after: float) -> str:
     return f"Gradient overflow.  Skipping step, loss scaler {loss_id} {scale}"
 
 
-class Announcer:
-    """Announces the calls and the overflows of a session."""
+class Announcer(SessionListener):
+    """Announces the calls and the overflows of a session; `first_loss` finds the first of a loss's call."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_loss: Callable[[int], int]) -> None:
+        self._first_loss = first_loss
+        self.session_closed(None)
+
+    def session_closed(self, _: None) -> None:
+        """Lets everything be said again."""
         self._unannounced: list[Sequence[BackwardOutcome]] = []  # of each step what led to it
         self._said_slow = False
 
-    def announce(self, policy: Policy, device_types: set[str], verbosity: int) -> None:
+    def call_is_set_up(self, opening: Opening) -> None:
         """Says what a call does, and once that float16 is slow on a CPU."""
+        policy, verbosity = opening.request.policy, opening.request.verbosity
         if verbosity >= 1:
             say(format_banner(policy))
-        if policy.half is torch.float16 and "cpu" in device_types and not self._said_slow:
+        is_slow = policy.half is torch.float16 and verbosity and "cpu" in device_types(opening.request)
+        if is_slow and not self._said_slow:
             self._said_slow = True
             logger.warning(
                 "%s computes in float16, which is slow on a CPU: O4 and O5 (bfloat16) are the fast levels",
                 policy.opt_level,
             )
 
-    def announce_step(self, amp: AmpOptimizer, calls: Sequence[Call]) -> None:
+    def step_ended(self, amp: AmpOptimizer) -> None:
         """Says a line if a step was skipped, this one or an earlier one, once the device has told of it.
 
         As in apex one line for each step of an optimizer, by the first of its blocks that overflowed. A
         loss has the number that scripts know it by: that within its call.
         """
+        if amp.call.verbosity < 1:
+            return
         if amp.last_outcomes:
             self._unannounced.append(amp.last_outcomes)
         waiting = []
@@ -124,6 +130,5 @@ class Announcer:
             first = next((outcome.loss_id for outcome in outcomes if outcome.read()[0]), None)
             if first is not None:
                 of_it = [outcome.read() for outcome in outcomes if outcome.loss_id == first]
-                begin = max(id for call in calls if (id := call.scalers[0].loss_id) <= first)
-                say(format_overflow(first - begin, of_it[0][1], of_it[-1][2]))
+                say(format_overflow(first - self._first_loss(first), of_it[0][1], of_it[-1][2]))
         self._unannounced = waiting

@@ -82,9 +82,9 @@ class DistributedPatch(SessionPatch):
         @functools.wraps(original)
         def init(wrapper: object, optim: Optimizer, averager: object) -> None:
             original(wrapper, optim, averager)
-            found = self._members.find(optim)
-            if found is not None:  # as if the wrapper had been given to `initialize`
-                WholeStep(wrapper, found[0]).open(found[0].undo)
+            amp = self._members.find(optim)
+            if amp is not None:  # as if the wrapper had been given to `initialize`
+                WholeStep(wrapper, amp).open(amp.undo)
 
         patcher.replace(cls, "__init__", init)
 
@@ -99,7 +99,7 @@ def with_names(
 
     @functools.wraps(original)
     def call(model: Module, optimizers: Sequence[object], *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
-        found = [amp for amp, _ in filter(None, map(members.find, optimizers))]
+        found = filter(None, map(members.find, optimizers))
         masters = {pair.half: pair.master for amp in found for pair in amp.masters}
         own = vars(model)  # past `__setattr__`, by which compiled models set attributes of what they wrap
         if not masters or "named_parameters" in own:  # the one function calls the other
@@ -134,10 +134,9 @@ def refuse_uneven(original: Callable[..., None], members: Members) -> Callable[.
     ) -> None:
         parts = [one.module for one in joinables if isinstance(one, DistributedDataParallel)]
         params = {param for part in parts for param in part.parameters()}
-        optimizers = [amp.optimizer for amp in members.optimizers()] if enable else []
-        for amp, call in filter(None, map(members.find, optimizers)):
+        for amp in members.optimizers() if enable else ():
             is_joined = amp.optimizer in joinables or not params.isdisjoint(amp.model_params())
-            is_dynamic = any(scaler.is_dynamic for scaler in call.scalers)
+            is_dynamic = any(scaler.is_dynamic for scaler in amp.call.scalers)
             if is_joined and (is_dynamic or any(amp.masters)):
                 raise AmpError(
                     f"Join was given inputs that may be uneven, and {type(amp.optimizer).__name__} has "

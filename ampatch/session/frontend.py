@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 from collections.abc import Iterator
@@ -13,11 +12,10 @@ import torch
 from torch import Tensor
 
 from ampatch.errors import AmpTypeError, AmpValueError
+from ampatch.levels.alarms import Alarms
 from ampatch.levels.loss_scale import DynamicLossScale
 from ampatch.levels.policy import Overrides, parse_flag, resolve
 from ampatch.models.kept import normalize_keep
-from ampatch.session.alarms.limits import Alarms, parse_alarms
-from ampatch.session.post_mortem.write import parse_post_mortem
 from ampatch.session.request import (
     Models,
     Optimizers,
@@ -106,9 +104,6 @@ def _initialize(
     verbosity: int,
     keep_fp32: object,
     allow_half_params: object,
-    alarms: object,
-    post_mortem: object,
-    diagnose: object,
     process_group: object,
     **overrides: object,
 ) -> object:
@@ -118,6 +113,7 @@ def _initialize(
     if not parse_flag("enabled", enabled):
         SESSION.disable(optimizer_list)
         return returned
+    options = {name: overrides.pop(name) for name in ("alarms", "post_mortem", "diagnose")}
     policy = resolve(opt_level, Overrides(**overrides))  # type: ignore[arg-type]  # checked there
     _validate_num_losses(num_losses)
     if not isinstance(verbosity, int):  # True and False are 1 and 0, as scripts write
@@ -130,15 +126,10 @@ def _initialize(
         verbosity,
         normalize_keep(keep_fp32),
         bool(parse_flag("allow_half_params", allow_half_params)),
-        parse_alarms(alarms),
-        parse_post_mortem(post_mortem),
         parse_process_group(process_group),
+        options,
     )
-    watches = parse_flag("diagnose", diagnose)
-    tool = importlib.import_module("ampatch.doctor.live.diagnose") if watches else None  # when asked for
     SESSION.open(request)
-    if tool is not None:
-        SESSION.enter(tool.watch(model_list, optimizer_list))
     return returned
 
 
@@ -188,18 +179,12 @@ def scale_loss(
         raise AmpTypeError(
             f"loss is a {type(loss).__name__}: expected a tensor, the output of the loss function"
         )
-    found = [SESSION.find(optimizer, index) for index, optimizer in enumerate(given)]
-    scalers = SESSION.scalers(of_last_call=True) if of_last_call or not found else found[0][1].scalers
-    scaler = pick_scaler(scalers, loss_id)
-    if SESSION.observers:
-        with torch._C.DisableTorchFunction():  # a mode of theirs takes it for a part of the loss
-            value = loss.detach()
-        for observer in SESSION.observers:
-            observer.on_loss(value, scaler.loss_id)
+    amps = [SESSION.find(optimizer, index) for index, optimizer in enumerate(given)]
+    scalers = SESSION.scalers(of_last_call=True) if of_last_call or not amps else amps[0].call.scalers
     return ScaledLoss(
         loss,
-        list(dict.fromkeys(amp for amp, _ in found)),
-        scaler,
+        list(dict.fromkeys(amps)),
+        pick_scaler(scalers, loss_id),
         SESSION,
         delay_unscale=delay_unscale,
         delay_overflow_check=delay_overflow_check,
@@ -227,7 +212,7 @@ def step_was_skipped(optimizer: object) -> bool:
 
     Costs one host sync with an optimizer that skips on the device (a fused one), none otherwise.
     """
-    return not SESSION.is_passive((optimizer,)) and SESSION.find(optimizer)[0].was_skipped()
+    return not SESSION.is_passive((optimizer,)) and SESSION.find(optimizer).was_skipped()
 
 
 def clear_cache() -> None:

@@ -9,10 +9,10 @@ from torch.nn import Module
 
 from ampatch.levels.undo import refer
 from ampatch.models.cast_tensor import Float32Values, own_tensors
-from ampatch.session.request import Call
+from ampatch.steps.call import Call
 from ampatch.steps.foreign_step import find_hooked
+from ampatch.steps.masters.weight import Weight
 from ampatch.steps.optimizer import AmpOptimizer
-from ampatch.steps.weight import Weight
 
 Place = tuple[weakref.ref[Module], Callable[[], Float32Values | None]]
 
@@ -26,14 +26,14 @@ class Members:
 
     def __init__(self) -> None:
         self._modules: list[Place] = []
-        self._optimizers: dict[int, tuple[weakref.ref[AmpOptimizer], Call]] = {}
+        self._optimizers: dict[int, weakref.ref[AmpOptimizer]] = {}
         self._passive: list[Callable[[], object]] = []  # what calls with enabled=False were given
 
     def copy(self) -> Members:
         """Returns another one of the same members, without those that are gone."""
         copied = Members()
         copied._modules = [place for place in self._modules if place[0]() is not None]
-        copied._optimizers = {key: found for key, found in self._optimizers.items() if found[0]() is not None}
+        copied._optimizers = {key: find for key, find in self._optimizers.items() if find() is not None}
         copied._passive = [given for given in self._passive if given() is not None]
         return copied
 
@@ -72,29 +72,28 @@ class Members:
 
     def add_optimizer(self, amp: AmpOptimizer, call: Call) -> None:
         """Adds an optimizer, under the wrapper that was given and the optimizers inside."""
+        amp.call = call
         names = [amp.find_given(), *amp.masters.optimizers]
-        for one in names:
-            self._optimizers[id(one)] = weakref.ref(amp), call
+        self._optimizers |= dict.fromkeys(map(id, names), weakref.ref(amp))
         self._passive = [given for given in self._passive if all(given() is not one for one in names)]
 
-    def find(self, optimizer: object) -> tuple[AmpOptimizer, Call] | None:
-        """Returns what is kept for an optimizer, or for the one that a trainer has wrapped; and its call."""
+    def find(self, optimizer: object) -> AmpOptimizer | None:
+        """Returns what is kept for an optimizer, or for the one that a trainer has wrapped."""
         found = self._find(optimizer)
         return found or next(filter(None, map(self._find, _look_through(optimizer)[1:])), None)
 
-    def _find(self, optimizer: object) -> tuple[AmpOptimizer, Call] | None:
-        found = self._optimizers.get(id(optimizer))
-        amp = None if found is None else found[0]()
+    def _find(self, optimizer: object) -> AmpOptimizer | None:
+        find = self._optimizers.get(id(optimizer))
+        amp = None if find is None else find()
         if amp is None:
             return None
         is_it = optimizer is amp.optimizer or optimizer is amp.find_given()  # ids are used again
-        return (amp, found[1]) if is_it or any(optimizer is one for one in amp.masters.optimizers) else None
+        return amp if is_it or any(optimizer is one for one in amp.masters.optimizers) else None
 
     def optimizers(self, *, only_dynamic: bool = False) -> list[AmpOptimizer]:
         """What is kept for the optimizers; or for those of calls with dynamic loss scales."""
-        known = self._optimizers.values()
-        found = [find() for find, call in known if not only_dynamic or call.scalers[0].is_dynamic]
-        return list(dict.fromkeys(amp for amp in found if amp is not None))
+        amps = dict.fromkeys(amp for find in self._optimizers.values() if (amp := find()) is not None)
+        return [amp for amp in amps if not only_dynamic or amp.call.scalers[0].is_dynamic]
 
     def others(self, named: Sequence[AmpOptimizer]) -> list[AmpOptimizer]:
         """What is kept for all optimizers but these."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
@@ -23,8 +21,9 @@ from ampatch.levels.loss_scale import DynamicLossScale, StaticLossScale
 from ampatch.levels.policy import OPT_LEVELS, Policy
 from ampatch.levels.private import steps_in_backward
 from ampatch.models.kept import Keep
-from ampatch.session.alarms.inputs import LastForward
-from ampatch.session.alarms.limits import Alarms
+from ampatch.steps.block import ScaledLoss
+from ampatch.steps.call import Call
+from ampatch.steps.events import Listener
 from ampatch.steps.foreign_step import find_hooked
 from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.scaler import LossScaler
@@ -89,46 +88,23 @@ class Request:
     num_losses: int
     verbosity: int
     keep_fp32: tuple[Keep, ...]
-    allow_half_params: bool = False
-    alarms: Alarms | None = None
-    folder: Path | None = None  # of post-mortems
-    process_group: ProcessGroup | None = None
+    allow_half_params: bool
+    process_group: ProcessGroup | None
+    options: Mapping[str, object]  # of listeners, by the name of the argument; they read and check them
 
 
 @dataclass(slots=True, eq=False)
-class Call:
-    """What is left of one call of `initialize`; each optimizer belongs to the call that took it.
+class Opening:
+    """A call of `initialize` while it is set up, as listeners hear of it."""
 
-    The scalers stay, whatever becomes of models and optimizers: `state_dict` numbers them on.
-    """
+    request: Request
+    call: Call
+    amps: Sequence[AmpOptimizer]
+    undo: ExitStack  # of what a session changes once, as functions of torch
+    rounded: Sequence[str] = ()  # the names of tensors whose values half moves by whole steps
 
-    policy: Policy
-    verbosity: int
-    scalers: list[LossScaler]
-    alarms: Alarms | None
-    folder: Path | None  # of post-mortems, and how many were written
-    post_mortems: int = 0
-    undo: ExitStack = field(default_factory=ExitStack)  # what was done to the models and the optimizers
-    members: list[weakref.ref] = field(default_factory=list)  # these, to see whether any is left
-    # The models, each with what its last forward was given.
-    forwards: list[tuple[weakref.ref[Module], weakref.ref[LastForward]]] = field(default_factory=list)
 
-    def forget_dropped(self) -> None:
-        """Forgets the undo once there is nothing left that it would undo."""
-        if all(reference() is None for reference in self.members):
-            self.undo.pop_all()
-            self.members.clear()
-
-    def live_forwards(self) -> list[tuple[Module, LastForward]]:
-        """The models that are still there, each with what its last forward was given."""
-        pairs = [(model(), forward()) for model, forward in self.forwards]
-        return [(model, forward) for model, forward in pairs if model is not None and forward is not None]
-
-    def close(self) -> None:
-        """Undoes it on what is alive, which stays so until the end: some of it lives on our own hooks."""
-        with self.undo:  # even if Ctrl-C ends what follows
-            alive = [reference() for reference in self.members]
-        alive.clear()
+SessionListener = Listener[Opening, ScaledLoss, AmpOptimizer]
 
 
 def parse_process_group(given: object) -> ProcessGroup | None:

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,73 +22,64 @@ from ampatch.patching.data_watch import DataWatch
 from ampatch.patching.scripting import ScriptModels
 from ampatch.patching.torch_features import TorchFeatures
 from ampatch.patching.torch_patch import TorchPatch
-from ampatch.session.alarms.watch import AlarmWatch
 from ampatch.session.announce import Announcer, LogFilter, say, warn_of_torch
+from ampatch.session.attachments import Attachments
 from ampatch.session.distributed import DistributedPatch
-from ampatch.session.joins import Joins
 from ampatch.session.members import Members
-from ampatch.session.misuse.watch import MisuseWatch
-from ampatch.session.request import Call, Request, device_types, make_scalers, validate_optimizers
-from ampatch.steps.captured import capture_step
-from ampatch.steps.masters import fit_states
+from ampatch.session.request import Opening, Request, device_types, make_scalers, validate_optimizers
+from ampatch.steps.call import Call
+from ampatch.steps.events import Surroundings
+from ampatch.steps.masters.params import fit_states
 from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.scaler import LossScaler
-from ampatch.steps.step import Listener
-
-if TYPE_CHECKING:
-    from ampatch.session.inspection import Observer
-    from ampatch.steps.block import ScaledLoss
 
 
-class Session(Listener):
+class Session(Surroundings):
     """Owns every change that ampatch makes to torch, models and optimizers.
 
-    There is one, open from the first `initialize` to `uninitialize`. Registrations, observers and
-    overrides outlive it: they are wishes, not changes.
+    There is one, open from the first `initialize` to `uninitialize`. Registrations, overrides and whoever
+    hears its events outlive it: they are wishes, not changes.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.casts = CASTS
         self.torch_patch = TorchPatch()
-        self._data_watch = DataWatch()
-        self._members = Members()
+        self.data_watch = DataWatch()
+        self.members = Members()
         self._script_models = ScriptModels()
         self._features = TorchFeatures()
         self._captures = Captures()
-        self._distributed = DistributedPatch(self._members)
-        self._misuse = MisuseWatch(self._members, self.scalers, self._data_watch.halved)
+        self._distributed = DistributedPatch(self.members)
         self._unframed: set[str] = set()  # modules of ours that Dynamo knows not to compile
         self._said_torch = False
         self._log_filter = LogFilter()
-        self.alarms = AlarmWatch(lambda: self.observers)
-        self.observers: tuple[Observer, ...] = ()
         self.overrides: dict[str, object] = {}
+        self.events.add(Announcer(self.first_loss))
         self._reset()
 
     def _reset(self) -> None:
         self.casts.thread.reset()
-        self._misuse.forget()
-        self.alarms.forget()
         self._undo = ExitStack()
         self._patching = ExitStack()  # of torch's functions: undone before the rest, or alone
-        self._members.restore(Members())
+        self.members.restore(Members())
         self._calls: list[Call] = []
-        self._announcer = Announcer()
-        self._joins = Joins(self._members, self._data_watch)
+        self._attachments = Attachments(self.members, self.data_watch)
         self.is_disabled = False
+        self.events.session_closed(None)
 
     # Opening
 
     def disable(self, optimizers: Sequence[object]) -> None:
         """Notes a call with enabled=False: its optimizers pass through."""
         self.is_disabled = True
-        self._members.add_passive(optimizers)
+        self.members.add_passive(optimizers)
 
     def open(self, request: Request) -> None:
         """Sets up one call; all or nothing: if anything raises, what was done is undone first."""
         self._forget_dropped()
         keep_freed_memory()
-        members, policy = self._members, request.policy
+        members, policy = self.members, request.policy
         # Tensors made in inference mode would never get gradients, and a scale could not be written.
         with torch.inference_mode(mode=False), ExitStack() as undo, ExitStack() as patching:
             self._open_log(request, undo)
@@ -99,38 +89,38 @@ class Session(Listener):
             validate_optimizers(request, members.list_tensors(), members.optimizers())
             self.torch_patch.validate(policy)
             skip_own_frames(self._unframed)
-            scalers = make_scalers(request, len(self.scalers()))
-            call = Call(policy, request.verbosity, scalers, request.alarms, request.folder)
+            call = Call(policy, request.verbosity, make_scalers(request, len(self.scalers())))
             self._open_patches(request, undo)
             undo.callback(call.close)
             call.undo.callback(members.restore, members.copy())
-            amps = [self._joins.make(given, self) for given in request.optimizers]
+            amps = self._attachments.make(request, self)
             parts = list_parts(request.models)
             call.members = [weakref.ref(one) for one in (*parts, *amps)]
             changes_state = policy.is_pure_half or (policy.master_weights and request.allow_half_params)
             states = [weakref.ref(one) for amp in amps if changes_state for one in amp.masters.optimizers]
             call.undo.callback(fit_states, states)
-            self.alarms.open(call, request.models, amps)  # sees batches before they are cast
+            opening = Opening(request, call, amps, undo)
+            self.events.call_opens(opening)  # who sees batches, before they are cast
             caster = ModelCaster(request.models, policy, kept, values, call.undo)
             caster.open()
             members.add_modules(parts, caster.by_module)
-            self._joins.open(request, caster, amps, call)
-            self._misuse.check_request(request, amps, caster.rounded)
+            self._attachments.open(request, caster, amps, call)
+            opening.rounded = caster.rounded
             if policy.patch_torch_functions:
                 self._patch_torch(request, patching)
             self._calls.append(call)
             undo.callback(self._calls.remove, call)
-            self._tell_opened(request)
+            self.events.call_is_set_up(opening)
             self._undo.push(undo.pop_all())
             self._patching.push(patching.pop_all())
         # Nothing raises from here on: what follows cannot be undone exactly.
         for amp in amps:
-            self._joins.drop_scaled("initialize", amp.model_params())
-        self._misuse.end_open(request)
-        self._data_watch.halved.clear()  # by this call
+            self._attachments.drop_scaled("initialize", amp.model_params())
+        self.data_watch.halved.clear()  # by this call
         if policy.is_pure_half:
             caster.forget_originals()
         fit_states(states)
+        self.events.call_opened(opening)
 
     def _open_log(self, request: Request, undo: ExitStack) -> None:
         """Filters the log, from now on: it is silent while all calls are."""
@@ -146,34 +136,24 @@ class Session(Listener):
         self.casts.clear_cache()
         for call in self._calls:
             call.forget_dropped()
-        self._members.restore(self._members.copy())
-        pairs = self._members.pairs()
-        self._data_watch.keep_watching({id(param) for pair in pairs for param in (pair.half, pair.master)})
+        self.members.restore(self.members.copy())
+        pairs = self.members.pairs()
+        self.data_watch.keep_watching({id(param) for pair in pairs for param in (pair.half, pair.master)})
 
     def _open_patches(self, request: Request, undo: ExitStack) -> None:
         """Patches what a session patches once, but for the functions that cast."""
         policy = request.policy
         if policy.master_weights or policy.patch_torch_functions:
-            self._data_watch.open(undo)
+            self.data_watch.open(undo)
         if policy.half is not None:
             self._features.open(undo)
         if policy.master_weights or policy.loss_scale != StaticLossScale(1.0):
             self._distributed.open(undo)
         self._script_models.open(undo)
         self._captures.open(undo)
-        self._misuse.open(policy, undo)
-
-    def _tell_opened(self, request: Request) -> None:
-        if request.verbosity:
-            self._announcer.announce(request.policy, device_types(request), request.verbosity)
-        for observer in self.observers:
-            observer.on_initialize(request.policy)
-            observer.on_objects(request.models, request.optimizers)
 
     def _patch_torch(self, request: Request, undo: ExitStack) -> None:
         trace = say if request.verbosity >= 2 else None
-        if any(observer.counts_casts for observer in self.observers):
-            self.torch_patch.count_casts()
         self.torch_patch.open(request.policy, request.models, device_types(request), trace, undo)
 
     # Running
@@ -181,76 +161,47 @@ class Session(Listener):
     def capture(self) -> Repeats | None:
         return self._captures.current()
 
-    def begin_block(self, block: ScaledLoss) -> None:
-        self._joins.was_scaled |= not block.scale.is_identity
-        self._misuse.begin_block(block)
-        self.alarms.begin_block(block)
+    def begin_block(self, is_scaled: bool) -> None:
+        self._attachments.was_scaled |= is_scaled
 
-    def close_block(self, block: ScaledLoss) -> None:
+    def end_block(self) -> None:
         if not torch.compiler.is_dynamo_compiling():  # graphs keep no casts; a count would be a guard
             self.casts.end_iteration()
-        self._misuse.close_block(block)
-
-    def end_block(self, loss_id: int) -> None:
-        for observer in self.observers:
-            observer.on_backward(loss_id)
-
-    def begin_step(self, optimizer: AmpOptimizer) -> None:
-        self._misuse.begin_step(optimizer)
-        for observer in self.observers:
-            observer.on_step_begin(optimizer.optimizer)
-
-    def ignore_edits(self, optimizer: AmpOptimizer) -> bool:
-        return self._misuse.ignore_edits()
-
-    def use_unnamed(self, optimizer: AmpOptimizer) -> None:
-        self._misuse.use_unnamed(optimizer)
 
     def enter_step(self, frame: FrameType) -> None:
         self.casts.thread.begin_step(frame)
 
-    def pause_step(self) -> None:
+    def leave_step(self) -> None:
         self.casts.thread.end_step()
 
-    def exit_step(self, optimizer: AmpOptimizer) -> None:
-        self.casts.thread.end_step()
-        capture = self.capture()
-        if capture is not None:
-            capture_step(optimizer, capture)
-            return
-        call = self.find(optimizer.optimizer)[1]
-        if call.verbosity >= 1:
-            self._announcer.announce_step(optimizer, self._calls)
-        self.alarms.end_step(optimizer)
-        for observer in self.observers:
-            observer.on_step(optimizer.optimizer)
+    # Finding
 
-    def find(self, optimizer: object, index: int = 0) -> tuple[AmpOptimizer, Call]:
+    def find(self, optimizer: object, index: int = 0) -> AmpOptimizer:
         """Returns what is kept for an optimizer; raises for one that `initialize` did not return."""
         self.require_open()
-        found = self._members.find(optimizer)
-        if found is None:
+        amp = self.members.find(optimizer)
+        if amp is None:
             kind = type(optimizer).__name__
             raise AmpValueError(
                 f"optimizers[{index}] ({kind}) is not one that initialize() returned: "
                 f"pass it to initialize first"
             )
-        if optimizer is not found[0].optimizer and found[1].policy.half is not None:
-            self._misuse.check_trainer(optimizer)
-        return found
+        if optimizer is not amp.optimizer and amp.call.policy.half is not None:
+            self.events.wrapper_is_used(optimizer)
+        return amp
 
     def settle(self, optimizer: object) -> None:
         """Has masters in the groups, with edits of the model, and their gradients: somebody will use them."""
-        found = self._members.find(optimizer)
-        if found is not None:
-            found[0].masters.take_edits()
-            found[0].settle_for_reader()
+        amp = self.members.find(optimizer)
+        if amp is not None:
+            amp.masters.take_edits()
+            amp.settle_for_reader()
 
     def is_passive(self, optimizers: Sequence[object]) -> bool:
         """Whether these optimizers were given to a call with enabled=False, or no call is enabled."""
         if not self.is_disabled:
             return False
-        return not self._calls or self._members.is_any_passive(optimizers)
+        return not self._calls or self.members.is_any_passive(optimizers)
 
     def require_open(self) -> None:
         """Raises NotInitializedError before `initialize`."""
@@ -263,6 +214,10 @@ class Session(Listener):
         """The loss scalers of all enabled calls, numbered on from call to call; or of the latest alone."""
         calls = self._calls[-1:] if of_last_call else self._calls
         return [scaler for call in calls for scaler in call.scalers]
+
+    def first_loss(self, loss_id: int) -> int:
+        """The number that `state_dict` has for the first loss of the call that a loss belongs to."""
+        return max(first for call in self._calls if (first := call.scalers[0].loss_id) <= loss_id)
 
     # Closing
 
@@ -280,13 +235,12 @@ class Session(Listener):
         """Undoes everything, last-in first-out; interrupted before it has begun, it undoes nothing."""
         stack = ExitStack()
         stack.callback(self._reset)
-        watches = self._data_watch, self._misuse, self._distributed
-        for patch in (self.torch_patch, self._features, self._script_models, self._captures, *watches):
+        ours = self.data_watch, self._distributed, self._script_models, self._captures
+        for patch in (self.torch_patch, self._features, *ours):
             stack.callback(patch.retry)
         stack.push(self._undo)
         stack.push(self._patching)
-        for observer in self.observers:
-            stack.callback(observer.on_uninitialize)
+        stack.callback(self.events.session_closes, None)
         stack.close()
 
 

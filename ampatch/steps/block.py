@@ -13,10 +13,10 @@ from torch import Tensor
 from ampatch.errors import AmpError, AmpTypeError
 from ampatch.levels.private import graph_task
 from ampatch.steps.captured import CapturedBlock, CapturedGrads
+from ampatch.steps.events import Surroundings
 from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.outcome import BackwardOutcome
 from ampatch.steps.scaler import LossScaler, Scale
-from ampatch.steps.step import Listener
 
 
 class NotYetScaled:
@@ -46,7 +46,7 @@ class ScaledLoss(NotYetScaled):
     loss: Tensor
     optimizers: Sequence[AmpOptimizer]
     scaler: LossScaler
-    listener: Listener
+    around: Surroundings
     delay_unscale: bool
     delay_overflow_check: bool
     scale: Scale | None = None
@@ -60,18 +60,19 @@ class ScaledLoss(NotYetScaled):
             for optimizer in [one for one in self.optimizers if one.end_block == self._end_by_step]:
                 optimizer.end_block = None
                 optimizer.restore_grads()
-            self.listener.close_block(self)
+            self._tell_end()
             raise
 
     def _begin(self) -> Tensor:
         loss, optimizers = self.loss, self.optimizers
-        self._capture = self.listener.capture()  # what the replay of a CUDA graph must repeat
+        self._capture = self.around.capture()  # what the replay of a CUDA graph must repeat
         self._is_plain = (
             self._capture is None and self.scaler.is_identity and all(map(_has_nothing_to_do, optimizers))
         )
         self.scale = self._prepare()
         self.scaled = self.scale.scale(loss if loss.dtype is torch.float32 else loss.float())
-        self.listener.begin_block(self)
+        self.around.begin_block(not self.scale.is_identity)
+        self.around.events.block_begins(self)
         return self.scaled
 
     def _prepare(self) -> Scale:
@@ -124,7 +125,7 @@ class ScaledLoss(NotYetScaled):
         except BaseException:  # Ctrl-C, say: some gradients may still be scaled
             self._close(self._discard)
             raise
-        self.listener.end_block(self.scaler.loss_id)
+        self.around.events.block_ended(self)
 
     def _settle(self) -> None:
         outcome = None
@@ -142,12 +143,16 @@ class ScaledLoss(NotYetScaled):
     def _close(self, settle: Callable[[], None]) -> None:
         self.is_over = True
         try:
-            self.listener.close_block(self)
+            self._tell_end()
             if not self._is_plain:
                 settle()
         finally:  # from here on other threads may look at the gradients
             for optimizer in self.optimizers:
                 optimizer.end_block = None
+
+    def _tell_end(self) -> None:
+        self.around.end_block()
+        self.around.events.block_ends(self)
 
     def _unscale(self) -> BackwardOutcome | None:
         was_delayed = any(optimizer.delayed is not None for optimizer in self.optimizers)

@@ -5,31 +5,47 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ampatch.errors import AmpError
 from ampatch.levels.undo import weakly
-from ampatch.steps.master_grads import mark_grad_used
+from ampatch.steps.masters.grads import mark_grad_used
+from ampatch.steps.masters.params import MasterParams
 from ampatch.steps.outcome import BackwardOutcome
 from ampatch.steps.scaler import LossScaler, Scale
 
-if TYPE_CHECKING:
-    from ampatch.steps.optimizer import AmpOptimizer
+
+class Capturable(Protocol):
+    """What is read and written here of an `AmpOptimizer`."""
+
+    optimizer: Optimizer
+    masters: MasterParams
+    pending: list[BackwardOutcome]
+    delayed: Scale | None
+    capture: object
+    from_before: set[int]
+
+    def model_params(self) -> list[Tensor]:
+        """The parameters that backward gives gradients to."""
+
+    def repeat_step(self) -> None:
+        """Notes that a step ran in a CUDA graph that was replayed."""
 
 
 class CapturedGrads:
     """The gradients that a block made in the memory of a graph, of one optimizer's parameters and masters."""
 
-    def __init__(self, amp: AmpOptimizer) -> None:
+    def __init__(self, amp: Capturable) -> None:
         self.find_optimizer = weakref.ref(amp)
         params = [param for param in amp.model_params() if id(param) not in amp.from_before]
         self._own = [(param, param.grad) for param in params if param.grad is not None]
         self._of_masters = [(pair, pair.master.grad) for pair in amp.masters if pair.half.grad is not None]
 
-    def forget(self, amp: AmpOptimizer) -> None:
+    def forget(self, amp: Capturable) -> None:
         """Leaves gradients of an optimizer to the graph, which holds its step as well."""
         if self.find_optimizer() is amp:
             self._own, self._of_masters = [], []
@@ -72,10 +88,12 @@ class CapturedBlock:
             amp = grads.find_optimizer()
             if amp is not None:
                 grads.attach()
-                amp.repeat_backward(delayed, outcome)
+                enter_capture(amp, None)
+                amp.capture, amp.delayed = None, delayed
+                amp.pending += [] if outcome is None else [outcome]
 
 
-def enter_capture(amp: AmpOptimizer, capture: object, is_step: bool = False) -> None:
+def enter_capture(amp: Capturable, capture: object, is_step: bool = False) -> None:
     """Tells what is captured in a CUDA graph from what is not, of which a graph can know nothing."""
     if capture is None:  # nobody has computed what a capture left: replays will
         amp.pending = [outcome for outcome in amp.pending if outcome.capture is None]
@@ -91,7 +109,7 @@ def enter_capture(amp: AmpOptimizer, capture: object, is_step: bool = False) -> 
             )
 
 
-def capture_step(amp: AmpOptimizer, capture: list[Callable[[], None]]) -> None:
+def capture_step(amp: Capturable, capture: list[Callable[[], None]]) -> None:
     """Has replays note a step; gradients of blocks before it in the `capture` are left to the graph."""
     blocks = [one for one in capture if isinstance(one, CapturedBlock)]
     for grads in [grads for block in blocks for grads in block.grads]:

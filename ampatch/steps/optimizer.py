@@ -15,41 +15,45 @@ from torch.optim import Optimizer
 from ampatch.errors import AmpError
 from ampatch.levels.stack import is_running
 from ampatch.levels.undo import refer
-from ampatch.steps.captured import CapturedBlock, CapturedGrads, enter_capture
-from ampatch.steps.grads import EarlierGrads, UnnamedGrads, find_grads
-from ampatch.steps.master_grads import MasterGrads
-from ampatch.steps.masters import MasterParams
+from ampatch.steps.call import Call
+from ampatch.steps.captured import CapturedBlock, CapturedGrads, capture_step, enter_capture
+from ampatch.steps.events import Surroundings
+from ampatch.steps.grads.local import LocalGrads, scale_again
+from ampatch.steps.grads.plain import EarlierGrads, find_grads
+from ampatch.steps.grads.unnamed import UnnamedGrads
+from ampatch.steps.masters.grads import MasterGrads, NoMasterGrads
+from ampatch.steps.masters.params import MasterParams, NoMasters
 from ampatch.steps.outcome import BackwardOutcome
-from ampatch.steps.ranks import Agreement, LocalGrads, scale_again
+from ampatch.steps.ranks import Agreement
 from ampatch.steps.scaler import Scale
-from ampatch.steps.step import Listener, SkipStep, wrap_closure
+from ampatch.steps.step import SkipStep, wrap_closure
 
 
 class AmpOptimizer:
     """Unscales gradients of one optimizer, skips steps on overflow and feeds masters, in hooks of `step`."""
 
+    call: Call  # that took it, once it has
+
     def __init__(
-        self, optimizer: Optimizer, masters: MasterParams, listener: Listener, given: object = None
+        self, optimizer: Optimizer, masters: MasterParams, around: Surroundings, given: object = None
     ) -> None:
         self.optimizer = optimizer
         self.find_given = refer(given)  # a wrapper may be dropped before the optimizer
         self.undo = ExitStack()  # what was done to the optimizer; lives as long
         self.casts: Sequence[object] = ()  # those of its parameters, for undo, should the modules be gone
         self.masters = masters
-        self._grads, self._turn = MasterGrads(masters.pairs), masters.turn
-        self._listener = listener
+        self._lock, has_none = masters.lock, isinstance(masters, NoMasters)
+        self._grads = (NoMasterGrads if has_none else MasterGrads)(masters.pairs)
+        self._around, self._events = around, around.events
         self.pending: list[BackwardOutcome] = []  # of the blocks since the last step
         self.last_outcomes: list[BackwardOutcome] = []  # of the blocks that led to the last step
         self.end_block: Callable[[], None] | None = None  # ends the block that is open
         self.delayed: Scale | None = None  # what the gradients are still scaled by
         self.unnamed = UnnamedGrads()
-        self.local = LocalGrads()
-        self.agreement = Agreement()
-        self._earlier = EarlierGrads()
-        self._skip = SkipStep()
-        self.losses: dict[int, Tensor] = {}  # of blocks at static scales since the last step, by loss_id
-        self.forwards: list[Callable[[], object]] = []  # of its models, what each was given
-        self.capture: object = None  # the capture of a CUDA graph that the last block was in, and
+        self.local, self.agreement = LocalGrads(), Agreement()
+        self._earlier, self._skip = EarlierGrads(), SkipStep()
+        self._captured: list | None = None  # the capture of a CUDA graph that the step is in
+        self.capture: object = None  # that which the last block was in, and
         self.from_before: set[int] = set()  # the ids of parameters that had gradients before that block
         self.thread: int | None = None  # that used it last
 
@@ -74,7 +78,7 @@ class AmpOptimizer:
                 f"scale_loss: {type(self.optimizer).__name__} is inside another block of scale_loss already, "
                 f"and gradients of two scales would mix: end that block first, or add the losses"
             )
-        with self._turn:
+        with self._lock:
             self.end_block, self.thread = end_block, get_ident()
         if scale.capture is not None or self.capture is not None:
             enter_capture(self, scale.capture)
@@ -113,7 +117,7 @@ class AmpOptimizer:
 
     def settle_for_reader(self, *, is_backward: bool = False) -> None:
         """Takes in those of plain backwards; unscales what waits for ranks, if no plain backward is next."""
-        with self._turn as is_free:
+        with self._lock as is_free:
             if is_free and self.local.are_waiting and not is_backward:
                 self.local.read_scale, self.local.read_found_inf = self.delayed, self._unscale_delayed()
             elif is_free and self.end_block is None and self.delayed is None:
@@ -127,7 +131,7 @@ class AmpOptimizer:
         if not evaluates:  # else a closure clears these first
             self._settle_unnamed(is_step=is_step)
         scale, found_inf = self.delayed, self._unscale_delayed()
-        if scale is None and self._turn.step is not None:  # what somebody has read before
+        if scale is None and self._lock.step is not None:  # what somebody has read before
             scale, found_inf = self.local.read_scale, self.local.read_found_inf
             self.local.read_scale = None
         if scale is not None:
@@ -137,7 +141,7 @@ class AmpOptimizer:
 
     def _settle_unnamed(self, *, is_step: bool = False) -> None:
         if (scale := self.unnamed.scale) is not None and is_step:
-            self._listener.use_unnamed(self)
+            self._events.step_uses_unnamed(self)
         if scale and (found_inf := self.unnamed.settle(self._grads, is_step=is_step)) is not None:
             self._finish(scale, found_inf)
 
@@ -213,26 +217,27 @@ class AmpOptimizer:
 
         A class that calls the `step` of its base class runs the hooks of both: the outer ones count.
         """
-        if self._turn.step is not None and is_running(self._turn.step):
+        if self._lock.step is not None and is_running(self._lock.step):
             return None
-        self._turn.begin_step(sys._getframe(1))
+        self._lock.begin_step(sys._getframe(1))
         self.thread = get_ident()
-        self._listener.begin_step(self)
+        self._events.step_begins(self)
         self.last_outcomes = []
         self._skip.begin(optimizer)
-        enter_capture(self, self._listener.capture(), is_step=True)
+        self._captured = self._around.capture()
+        enter_capture(self, self._captured, is_step=True)
         changed = wrap_closure(args, kwargs, functools.partial(functools.partial, self._evaluate, optimizer))
         self._before_update(optimizer, evaluates=changed is not None)
-        self._listener.enter_step(self._turn.step)
+        self._around.enter_step(self._lock.step)
         return changed
 
     def _evaluate(self, optimizer: Optimizer, closure: Callable[[], object]) -> object:
         """Runs a closure inside a step: with casts, on the current weights, its gradients unscaled."""
-        self._listener.pause_step()
+        self._around.leave_step()
         self.masters.copy_to_model()
         result = closure()
         self._before_update(optimizer)
-        self._listener.enter_step(self._turn.step)
+        self._around.enter_step(self._lock.step)
         return result
 
     def _before_update(self, optimizer: Optimizer, *, evaluates: bool = False) -> None:
@@ -241,7 +246,7 @@ class AmpOptimizer:
         if not (evaluates and self.local.are_waiting):  # else a backward in the closure averages them
             self.settle(is_step=True, evaluates=evaluates)
             if self._grads.follow(is_step=not evaluates):
-                self._grads.told = self._listener.ignore_edits(self)
+                self._grads.told = self._events.step_ignores_edits(self)
         self.masters.take_edits()
         self.last_outcomes, outcomes, self.pending = self.last_outcomes + self.pending, self.pending, []
         if outcomes:
@@ -249,30 +254,25 @@ class AmpOptimizer:
 
     def after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         """Completes a step; the hook that runs after `optimizer.step`."""
-        if self._turn.step is not sys._getframe(1):
+        if self._lock.step is not sys._getframe(1):
             return
         self._skip.end(optimizer)
         self._grads.drop()  # first, because rounding may need memory
         self.masters.end_step(optimizer)
-        self._turn.step = None
-        if self._listener.capture() is not None:
+        self._lock.step = None
+        self._around.leave_step()
+        if self._captured is None:
+            self._events.step_ended(self)
+        else:
             self.last_outcomes = []  # nothing was computed: replays will
-        self._listener.exit_step(self)
-
-    def repeat_backward(self, delayed: Scale | None, outcome: BackwardOutcome | None) -> None:
-        """Notes that a block ran in a CUDA graph that was replayed."""
-        enter_capture(self, None)
-        self.capture = None
-        self.delayed = delayed
-        if outcome is not None:
-            self.pending.append(outcome)
+            capture_step(self, self._captured)
 
     def repeat_step(self) -> None:
         """Notes that a step ran in a CUDA graph that was replayed."""
-        self._listener.begin_step(self)
+        self._events.step_begins(self)
         self.last_outcomes, self.pending = self.pending, []
         self._grads.drop()
-        self._listener.exit_step(self)
+        self._events.step_ended(self)
 
     def show_grads(self) -> None:
         """Puts the gradients back that a skipped step has hidden."""

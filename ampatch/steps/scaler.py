@@ -90,8 +90,8 @@ class Scale:
             value = self._value
             if not isinstance(value, Tensor):  # filled in, since a CUDA graph takes no copy from the host
                 value = torch.full((), value, dtype=torch.float32, device=device)
-            # Through float64, as GradScaler does, so that both round alike.
-            self._inverse = value.to(device).double().reciprocal().float()
+            # Through float64, as GradScaler does, so that both round alike; past the patched method.
+            self._inverse = torch._C.TensorBase.reciprocal(value.to(device).double()).float()
         return self._inverse
 
 

@@ -1,55 +1,14 @@
-"""One step of an optimizer: who is told of it, its closure, and how it is skipped after an overflow."""
+"""One step of an optimizer: its closure, and how it is skipped after an overflow."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ampatch.steps.outcome import BackwardOutcome
-
-if TYPE_CHECKING:
-    from ampatch.steps.block import ScaledLoss
-
-
-class Listener:
-    """Is told when blocks of `scale_loss` and steps begin and end; the session overrides these."""
-
-    def capture(self) -> list | None:
-        """Returns what collects what the replay of a CUDA graph must repeat, while one is captured."""
-        return None
-
-    def begin_block(self, block: ScaledLoss) -> None:
-        """Called before a block yields its scaled loss."""
-
-    def close_block(self, block: ScaledLoss) -> None:
-        """Called when a block ends, before its gradients are unscaled, or dropped after an exception."""
-
-    def end_block(self, loss_id: int) -> None:
-        """Called when a block has ended well."""
-
-    def begin_step(self, optimizer: object) -> None:
-        """Called before anything is done in a step."""
-
-    def ignore_edits(self, optimizer: object) -> bool:
-        """Called in a step that does not see what happened to gradients of half weights; says if it told."""
-        return True
-
-    def use_unnamed(self, optimizer: object) -> None:
-        """Called before a step uses gradients that no block unscales."""
-
-    def enter_step(self, frame: FrameType) -> None:
-        """Called before the optimizer reads gradients, with the call that runs the step."""
-
-    def exit_step(self, optimizer: object) -> None:
-        """Called after the step, skipped or not."""
-
-    def pause_step(self) -> None:
-        """Called before a closure runs inside a step; `enter_step` follows."""
 
 
 def wrap_closure(args: tuple, kwargs: dict, wrap: Callable[[Callable], Callable]) -> tuple | None:

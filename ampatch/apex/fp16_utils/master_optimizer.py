@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 import ampatch as amp
 from ampatch.levels.precision import HALF_TYPES
-from ampatch.steps.masters import MasterParams, fit_states
-from ampatch.steps.weight import Weight
+from ampatch.steps.masters.params import MasterParams, fit_states
+from ampatch.steps.masters.weight import Weight
 
 
 def of_inner(name: str) -> property:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampatch.levels.private import is_expanded
-from ampatch.levels.stack import Turn
+from ampatch.levels.stack import StepLock
 
 
 def refine(precise: Tensor, half: Tensor) -> Tensor:
@@ -33,8 +33,8 @@ class Weight:
     """
 
     __slots__ = (
-        *("half", "is_made", "is_shown", "is_wrapper", "master", "pointer", "precise", "touched"),
-        *("__weakref__", "turn", "version", "written"),
+        *("half", "made_to_show", "is_shown", "is_wrapper", "master", "pointer", "precise", "touched"),
+        *("__weakref__", "lock", "version", "written"),
         *("grad_alone", "grad_copy", "grad_scaled", "grad_seen", "grad_used", "grad_version"),
         *("optimizers", "steps"),
     )
@@ -44,9 +44,9 @@ class Weight:
         self.precise = precise  # None where there are no float32 values, or none any more
         self.master: Parameter | None = None  # the same, once an optimizer steps them
         self.touched: set[int] = set()
-        self.turn = Turn()
+        self.lock = StepLock()
         self.is_shown = False  # whether a state_dict shows what no master stands for
-        self.is_made = False  # whether that was made to be shown
+        self.made_to_show = False  # whether that was made to be shown
         # What `MasterGrads` knows of the half gradient: the one that has gone into the master's, and
         # the one that was there when it last looked, with its version; whether the used one is scaled, and
         # whether the master's has no others in it.
@@ -102,14 +102,14 @@ class Weight:
         with torch.no_grad():
             self.half.copy_(written)
         self.mark_synced()
-        self.is_made = False  # worth keeping
+        self.made_to_show = False  # worth keeping
 
     def follow_shown(self) -> None:
         """Does so for what a state_dict showed, and frees what was made for that and not written."""
         if self.is_shown:
             self.follow()
-            if self.is_made:
-                self.is_shown = self.is_made = False
+            if self.made_to_show:
+                self.is_shown = self.made_to_show = False
                 self.remember(None)
 
     @torch.no_grad()
@@ -118,7 +118,7 @@ class Weight:
 
         What was written into the half tensor since goes there first: on the device, so that nobody waits.
         """
-        with self.turn as is_free:
+        with self.lock as is_free:
             return self._read(is_free)
 
     def _read(self, is_free: bool) -> Tensor:
@@ -146,7 +146,7 @@ class Weight:
             return self.master if saved is self.half else shown  # state_dict(keep_vars=True)
         self.remember(shown)
         if not self.is_shown:
-            self.is_shown, self.is_made = True, precise is None
+            self.is_shown, self.made_to_show = True, precise is None
         return shown
 
     @torch.no_grad()
@@ -159,7 +159,7 @@ class Weight:
 
     # Masters
 
-    def make_master(self, touched: set[int], turn: Turn, master: Parameter | None = None) -> None:
+    def make_master(self, touched: set[int], lock: StepLock, master: Parameter | None = None) -> None:
         """Makes a master of the float32 values, or takes one that optimizers step already."""
         half = self.half
         if master is None:
@@ -167,7 +167,7 @@ class Weight:
         self.master = self.precise = master
         # Attributes that optimizers look for; what a wrapper holds is its own.
         master.__dict__.update(half.__dict__ | master.__dict__)
-        self.touched, self.turn = touched, turn
+        self.touched, self.lock = touched, lock
         self.mark_synced()
 
     def is_edited(self) -> bool:
@@ -187,7 +187,7 @@ class Weight:
 
         Its `.data` was asked for: who asks may write, which is noted, and whatever was written last counts.
         """
-        with self.turn as is_free:
+        with self.lock as is_free:
             if not is_free:
                 return  # the step overwrites it
             if asked is self.half:

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampatch.levels.stack import Line, find_line, is_running
-from ampatch.session.misuse.warner import Warner
-from ampatch.steps.grads import BeforeGrad, UnnamedGrads, are_any
-from ampatch.steps.master_grads import MasterGrads
+from ampatch.steps.grads.unnamed import BeforeGrad, UnnamedGrads, are_any
+from ampatch.steps.masters.grads import MasterGrads
+from ampatch.watching.misuse.warner import Warner
 
 if TYPE_CHECKING:
     from ampatch.session.members import Members
@@ -138,7 +138,7 @@ def _ids(optimizers: Iterable[AmpOptimizer]) -> set[int]:
 
 def _is_idle(amp: AmpOptimizer) -> bool:
     """Whether no block or step of an optimizer is open."""
-    step, local = amp.masters.turn.step, amp.local
+    step, local = amp.masters.lock.step, amp.local
     waits = amp.end_block or amp.delayed or local.are_waiting or local.read_scale
     return not (waits or (step and is_running(step)))
 

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from ampatch.casts.cast import CASTS
-from ampatch.session.misuse.warner import Warner
+from ampatch.watching.misuse.warner import Warner
 
 if TYPE_CHECKING:
     from ampatch.levels.policy import Policy

@@ -9,31 +9,28 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
+from ampatch.levels.alarms import parse_alarms
 from ampatch.models.model import select_python
-from ampatch.session.alarms.history import Ring, ScaleHistory, ScaleUpdate
-from ampatch.session.alarms.inputs import LastForward, LossRing
-from ampatch.session.alarms.judge import Judge
-from ampatch.session.alarms.limits import KEEP, Alarm, explain_alarm, name_loss
 from ampatch.session.announce import find_rank
-from ampatch.session.post_mortem.measure import Underflow, count_underflow
-from ampatch.session.post_mortem.pack import pack
-from ampatch.session.post_mortem.write import parse_post_mortem, write
+from ampatch.session.request import Opening, SessionListener
+from ampatch.steps.block import ScaledLoss
+from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.outcome import BackwardOutcome
-from ampatch.steps.scaler import LossScaler
-
-if TYPE_CHECKING:
-    from ampatch.session.inspection import Observer
-    from ampatch.session.request import Call
-    from ampatch.steps.block import ScaledLoss
-    from ampatch.steps.optimizer import AmpOptimizer
+from ampatch.watching.alarms.alarm import KEEP, Alarm, explain_alarm, name_loss
+from ampatch.watching.alarms.history import Ring, ScaleHistory, ScaleUpdate
+from ampatch.watching.alarms.inputs import LastForward, LossRing
+from ampatch.watching.alarms.judge import Judge
+from ampatch.watching.alarms.record import FollowedCall, FollowedLoss, SeenStep
+from ampatch.watching.observers import OBSERVERS
+from ampatch.watching.post_mortem.measure import Underflow, count_underflow
+from ampatch.watching.post_mortem.pack import pack
+from ampatch.watching.post_mortem.write import parse_post_mortem, write
 
 logger = logging.getLogger("ampatch")
 
@@ -41,77 +38,56 @@ MOST_UNREAD = 8  # steps whose outcome nobody has read, until they are read toge
 MOST_POST_MORTEMS = 3  # of one call of `initialize`
 
 
-@dataclass(slots=True, eq=False)
-class Record:
-    """What is kept for one loss."""
-
-    scaler: LossScaler
-    call: Call
-    ring: Ring
-    judge: Judge | None
-    begun: int = 0  # steps, including those that nobody has read
-    last_alarm: int | None = None
-
-    def count_if_calm(self, outcomes: Sequence[BackwardOutcome]) -> bool:
-        """Counts a step that was clean, at the scale of the one before; says whether it was one."""
-        scale = self.ring.scale
-        for outcome in outcomes:
-            overflow, before, after = outcome.read()
-            if overflow or before != scale or after != scale or not outcome.is_loss_finite:
-                return False
-        return self.count_clean(scale)
-
-    def count_clean(self, scale: float) -> bool:
-        """Counts a clean step, unless there is something to note or to judge; says whether it did."""
-        is_calm = scale == self.ring.scale and (self.judge is None or self.judge.is_calm)
-        self.ring.steps += is_calm
-        return is_calm
+Unread = tuple[FollowedLoss, int, Sequence[BackwardOutcome]]  # the outcomes of a step
 
 
-Unread = tuple[Record, int, Sequence[BackwardOutcome]]  # the outcomes of a step
-
-
-class AlarmWatch:
+class AlarmWatch(SessionListener):
     """Notes at each step what became of the loss scale, as soon as the host knows.
 
     With a dynamic scale that is what the step reads anyway; with an optimizer that skips on the device it
     arrives a little later. Of a static scale only the losses are looked at, some steps later and all at once.
     """
 
-    def __init__(self, observers: Callable[[], Sequence[Observer]]) -> None:
-        self._observers = observers
+    def __init__(self) -> None:
         self.callbacks: OrderedDict[int, Callable[[Alarm], object]] = OrderedDict()
         self._reading = threading.RLock()  # of the thread that reads, whose callbacks may read as well
-        self.forget()
+        self.session_closed(None)
 
-    def forget(self) -> None:
+    def session_closed(self, _: None) -> None:
         """Drops all records; callbacks stay."""
-        self._records: dict[int, Record] = {}
+        self._records: dict[int, FollowedLoss] = {}
         self._unread: deque[Unread] = deque()
         self._rings: dict[torch.device, LossRing] = {}
+        self._seen: weakref.WeakKeyDictionary[AmpOptimizer, SeenStep] = weakref.WeakKeyDictionary()
 
     # A call of initialize
 
-    def open(self, call: Call, models: Sequence[Module], amps: Sequence[AmpOptimizer]) -> None:
+    def call_opens(self, opening: Opening) -> None:
         """Begins to follow the losses of a call."""
+        limits, call = parse_alarms(opening.request.options["alarms"]), opening.call
+        followed = FollowedCall(call, limits, parse_post_mortem(opening.request.options["post_mortem"]))
         for scaler in call.scalers:
-            judge = None if call.alarms is None else Judge(call.alarms)
-            self._records[scaler.loss_id] = Record(scaler, call, Ring(scaler.loss_id), judge)
+            judge = None if limits is None else Judge(limits)
+            self._records[scaler.loss_id] = FollowedLoss(scaler, followed, Ring(scaler.loss_id), judge)
             call.undo.callback(self._records.pop, scaler.loss_id, None)
-        if call.alarms is None or call.folder is None:
-            return
-        for model in select_python(models):
+        for amp in opening.amps:
+            self._seen[amp] = SeenStep()
+        if limits is not None and followed.folder is not None:
+            self._watch_forwards(followed, opening)
+
+    def _watch_forwards(self, followed: FollowedCall, opening: Opening) -> None:
+        for model in select_python(opening.request.models):
             forward = LastForward()
-            call.undo.callback(model.register_forward_pre_hook(forward, with_kwargs=True).remove)
-            call.forwards.append((weakref.ref(model), weakref.ref(forward)))
+            opening.call.undo.callback(model.register_forward_pre_hook(forward, with_kwargs=True).remove)
+            followed.forwards.append((weakref.ref(model), weakref.ref(forward)))
             params = set(model.parameters())
-            for amp in amps:
+            for amp in opening.amps:
                 if not params.isdisjoint(amp.model_params()):
-                    amp.forwards.append(weakref.ref(forward))
+                    self._seen[amp].forwards.append(weakref.ref(forward))
 
     # A step
 
-    def begin_block(self, block: ScaledLoss) -> None:
+    def block_begins(self, block: ScaledLoss) -> None:
         """Notes the loss of a block at a static scale."""
         if block.scaler.is_dynamic or block.scale.capture is not None or type(block.loss) is not Tensor:
             return
@@ -119,18 +95,19 @@ class AlarmWatch:
             loss = block.loss.detach()
             loss = loss.sum() if loss.dim() else loss
         for amp in block.optimizers[:1]:
-            amp.losses[block.scaler.loss_id] = loss
+            self._seen[amp].losses[block.scaler.loss_id] = loss
 
-    def end_step(self, amp: AmpOptimizer) -> None:
+    def step_ended(self, amp: AmpOptimizer) -> None:
         """Notes what led to a step, and judges what the host knows by now; no host sync unless it alarms."""
-        if amp.losses:
-            losses, amp.losses = amp.losses, {}
+        seen = self._seen[amp]
+        if seen.losses:
+            losses, seen.losses = seen.losses, {}
             for loss_id, loss in losses.items():
                 self._note_loss(loss_id, loss)
         if amp.last_outcomes:
             self._note_outcomes(amp.last_outcomes)
         self._take_known(amp, wait=False)
-        for forward in amp.forwards:
+        for forward in seen.forwards:
             last = forward()
             if last is not None:
                 last.drop()
@@ -160,7 +137,7 @@ class AlarmWatch:
 
     # What the host knows
 
-    def _read(self, *, wait: bool) -> Iterator[tuple[Record, ScaleUpdate]]:
+    def _read(self, *, wait: bool) -> Iterator[tuple[FollowedLoss, ScaleUpdate]]:
         """Yields what has become known, of each loss in order; steps like the one before to observers."""
         unread = self._unread
         if wait or len(unread) >= MOST_UNREAD:
@@ -169,12 +146,12 @@ class AlarmWatch:
                 BackwardOutcome.read_all(waiting)
         while unread and all(outcome.is_known() for outcome in unread[0][2]):
             record, step, outcomes = unread.popleft()
-            if self._observers() or not record.count_if_calm(outcomes):
+            if OBSERVERS.all or not record.count_if_calm(outcomes):
                 yield record, _combine(step, outcomes)
         for ring in self._rings.values():
             for (record, step), loss in ring.take(all_of_them=wait):
                 scale, is_finite = record.scaler.number, math.isfinite(loss)
-                if self._observers() or not (is_finite and record.count_clean(scale)):
+                if OBSERVERS.all or not (is_finite and record.count_clean(scale)):
                     yield record, ScaleUpdate(step, scale, scale, False, is_finite)
 
     def settle(self) -> None:
@@ -196,10 +173,9 @@ class AlarmWatch:
             record = self._records.get(loss_id)
             return ScaleHistory(loss_id) if record is None else record.ring.history()
 
-    def _take(self, record: Record, update: ScaleUpdate, amp: AmpOptimizer | None) -> None:
+    def _take(self, record: FollowedLoss, update: ScaleUpdate, amp: AmpOptimizer | None) -> None:
         record.ring.note(update)
-        for observer in self._observers():
-            observer.on_scale(update, record.scaler.loss_id)
+        OBSERVERS.tell_scale(update, record.scaler.loss_id)
         if record.judge is None:
             return
         kinds = record.judge.take(update, getattr(record.scaler.config, "floor", 0.0))
@@ -209,22 +185,22 @@ class AlarmWatch:
     # Alarms
 
     def _raise(
-        self, record: Record, update: ScaleUpdate, kinds: Sequence[str], amp: AmpOptimizer | None
+        self, record: FollowedLoss, update: ScaleUpdate, kinds: Sequence[str], amp: AmpOptimizer | None
     ) -> None:
         """Tells of alarms; whatever goes wrong here, training goes on."""
         try:
-            call, loss_id = record.call, record.scaler.loss_id
+            followed, loss_id = record.call, record.scaler.loss_id
             found = None if amp is None or "low" not in kinds else _look_closer(amp, update)
-            name = name_loss(loss_id, call.scalers[0].loss_id)
-            words = {kind: explain_alarm(kind, name, update, call.alarms, found) for kind in kinds}
+            name = name_loss(loss_id, followed.call.scalers[0].loss_id)
+            words = {kind: explain_alarm(kind, name, update, followed.limits, found) for kind in kinds}
             is_off = parse_post_mortem(True) is None  # by the environment
-            end = "" if call.folder is not None or is_off else f". {KEEP}"
+            end = "" if followed.folder is not None or is_off else f". {KEEP}"
             alarms = [
                 Alarm(kind, loss_id, update.step, update.scale, text + end) for kind, text in words.items()
             ]
             path = self._write(record, alarms[0])
             for alarm in alarms:
-                self._tell(replace(alarm, post_mortem=path), is_logged=bool(call.verbosity))
+                self._tell(replace(alarm, post_mortem=path), is_logged=bool(followed.call.verbosity))
         except Exception:
             logger.error("an alarm could not be told", exc_info=True)
 
@@ -239,20 +215,21 @@ class AlarmWatch:
             except Exception:
                 logger.error("a callback of on_alarm raised; training goes on", exc_info=True)
 
-    def _write(self, record: Record, alarm: Alarm) -> Path | None:
+    def _write(self, record: FollowedLoss, alarm: Alarm) -> Path | None:
         """Writes a post-mortem at the first alarm after a quiet time, on rank 0 and where a loss broke."""
-        call, rank = record.call, find_rank()
+        followed, rank = record.call, find_rank()
         before, record.last_alarm = record.last_alarm, record.begun
-        is_same = before is not None and record.begun - before <= call.alarms.within
-        if call.folder is None or is_same or call.post_mortems >= MOST_POST_MORTEMS:
+        is_same = before is not None and record.begun - before <= followed.limits.within
+        if followed.folder is None or is_same or followed.post_mortems >= MOST_POST_MORTEMS:
             return None
         if rank and alarm.kind != "loss":
             return None
-        call.post_mortems += 1
+        followed.post_mortems += 1
         facts = {name: getattr(alarm, name) for name in ("kind", "loss_id", "step", "scale", "message")}
         facts["steps_later"] = record.begun - 1 - alarm.step  # batch and weights are those of a later step
-        history, models = record.ring.history(), call.live_forwards()
-        return write(call.folder, rank or 0, functools.partial(pack, facts, history, call.policy, models))
+        history, policy = record.ring.history(), followed.call.policy
+        gather = functools.partial(pack, facts, history, policy, followed.live_forwards())
+        return write(followed.folder, rank or 0, gather)
 
 
 def _combine(step: int, outcomes: Sequence[BackwardOutcome]) -> ScaleUpdate:
@@ -269,3 +246,7 @@ def _look_closer(amp: AmpOptimizer, update: ScaleUpdate) -> Underflow | None:
     halves = [(pair.half.grad, 1.0) for pair in amp.masters if pair.half.grad is not None]
     own = [(param.grad, update.scale) for param in amp.own_params() if param.grad is not None]
     return count_underflow([*halves, *own])
+
+
+# Callbacks are those of the process, as the session is.
+ALARMS = AlarmWatch()

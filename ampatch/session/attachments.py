@@ -23,20 +23,21 @@ from ampatch.patching.data_watch import DataWatch
 from ampatch.patching.patcher import Patcher
 from ampatch.patching.torch_features import BeforeGraph
 from ampatch.session.members import Members
-from ampatch.session.request import Call, Request, unwrap_optimizer
+from ampatch.session.request import Request, unwrap_optimizer
+from ampatch.steps.call import Call
+from ampatch.steps.events import Surroundings
 from ampatch.steps.foreign_step import WholeStep, needs_whole_step
-from ampatch.steps.masters import MasterParams
+from ampatch.steps.grads.local import WatchForward, validate_sharded
+from ampatch.steps.masters.params import MasterParams, NoMasters
+from ampatch.steps.masters.weight import Weight
 from ampatch.steps.optimizer import AmpOptimizer
-from ampatch.steps.ranks import WatchForward, validate_sharded
-from ampatch.steps.step import Listener
-from ampatch.steps.weight import Weight
 
 logger = logging.getLogger("ampatch")
 
 Take = Callable[[Sequence[Tensor]], None]  # takes parameters that join an optimizer
 
 
-class Joins:
+class Attachments:
     """Puts onto optimizers what a session needs there; `AmpOptimizer.undo` takes it away."""
 
     def __init__(self, members: Members, data_watch: DataWatch) -> None:
@@ -46,11 +47,14 @@ class Joins:
         # The ids of parameters that ever were in an optimizer of the session, which unscales their gradients.
         self._stepped: set[int] = set()
 
-    def make(self, given: object, listener: Listener) -> AmpOptimizer:
-        """Returns what is kept for an optimizer, or for the one in a wrapper."""
-        optimizer = unwrap_optimizer(given)
-        masters = MasterParams(_find_inner(optimizer), self._data_watch.touched)
-        return AmpOptimizer(optimizer, masters, listener, given)
+    def make(self, request: Request, around: Surroundings) -> list[AmpOptimizer]:
+        """Returns what is kept for the optimizers of a call, or for those in wrappers."""
+        kind, found = (MasterParams if request.policy.master_weights else NoMasters), []
+        for given in request.optimizers:
+            optimizer = unwrap_optimizer(given)
+            masters = kind(_find_inner(optimizer), self._data_watch.touched)
+            found.append(AmpOptimizer(optimizer, masters, around, given))
+        return found
 
     def open(self, request: Request, caster: ModelCaster, amps: Sequence[AmpOptimizer], call: Call) -> None:
         """Puts hooks and masters onto the optimizers and models of a call; `call.undo` takes them away."""
@@ -197,7 +201,7 @@ def _make_copy(new: Callable[..., Optimizer], args: tuple) -> Optimizer:
         masters = MasterParams([copied], set())
         for half, master in state[1]:
             masters.add(Weight(half), master)
-        _attach(AmpOptimizer(copied, masters, Listener()), True, functools.partial(_take_alone, masters))
+        _attach(AmpOptimizer(copied, masters, Surroundings()), True, functools.partial(_take_alone, masters))
 
     copied.__setstate__ = set_state  # type: ignore[method-assign]
     return copied

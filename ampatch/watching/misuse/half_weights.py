@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.patching.patcher import Patcher, SessionPatch
-from ampatch.session.misuse.warner import Warner
+from ampatch.watching.misuse.warner import Warner
 
 if TYPE_CHECKING:
     from ampatch.levels.stack import Line

@@ -9,9 +9,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ampatch.session.misuse.half_weights import HalfWatch
-from ampatch.session.misuse.unnamed import UnnamedWatch
-from ampatch.session.misuse.warner import Warner
+from ampatch.watching.misuse.half_weights import HalfWatch
+from ampatch.watching.misuse.unnamed import UnnamedWatch
+from ampatch.watching.misuse.warner import Warner
 
 if TYPE_CHECKING:
     from ampatch.session.members import Members
@@ -47,9 +47,9 @@ class StrangerWatch:
         key = id(optimizer)
         if torch.compiler.is_dynamo_compiling() or (key in self._seen and not self._unnamed.knows(optimizer)):
             return
-        found = None if key in self._seen else self._members.find(optimizer)
-        if found is not None:  # its own hook comes later
-            found[0].masters.install_again()
+        amp = None if key in self._seen else self._members.find(optimizer)
+        if amp is not None:  # its own hook comes later
+            amp.masters.install_again()
         elif key not in self._seen and self._steps_half(optimizer):
             self._warner.warn("stranger", HALF.format(type(optimizer).__name__))
         else:

@@ -18,8 +18,8 @@ from torch import Tensor
 from ampatch.levels.private import graph_task
 from ampatch.levels.stack import Line, find_line
 from ampatch.patching.patcher import Patcher, SessionPatch
-from ampatch.session.misuse.unnamed import Marked, UnnamedWatch
-from ampatch.session.misuse.warner import Warner
+from ampatch.watching.misuse.unnamed import Marked, UnnamedWatch
+from ampatch.watching.misuse.warner import Warner
 
 if TYPE_CHECKING:
     from ampatch.session.members import Members

@@ -14,9 +14,9 @@ from torch.nn import Module
 
 from ampatch.levels.policy import Policy
 from ampatch.levels.ranks import has_ranks
-from ampatch.session.alarms.history import ScaleHistory
-from ampatch.session.alarms.inputs import LastForward
-from ampatch.session.post_mortem.measure import Facts, find_values, measure, measure_all
+from ampatch.watching.alarms.history import ScaleHistory
+from ampatch.watching.alarms.inputs import LastForward
+from ampatch.watching.post_mortem.measure import Facts, find_values, measure, measure_all
 
 FORMAT, VERSION = "ampatch post-mortem", 1
 MOST_BYTES = 16 * 2**20  # of the batch's values

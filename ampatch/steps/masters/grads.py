@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ampatch.steps.grads import add_grads, add_grads_, cast_grads
-from ampatch.steps.weight import Weight
+from ampatch.steps.grads.plain import add_grads, add_grads_, cast_grads
+from ampatch.steps.masters.weight import Weight
 
 Unscale = Callable[[list[Tensor]], None]
 
@@ -164,6 +164,16 @@ class MasterGrads:
                 _mark_grad_seen(pair)
             else:
                 half.grad = pair.grad_used = pair.grad_seen = None
+
+
+def _do_nothing(*_: object, **__: object) -> None:
+    pass
+
+
+class NoMasterGrads(MasterGrads):
+    """Stands in for the gradients of masters where an optimizer has none."""
+
+    follow = drop_restarted = begin = begin_again = feed = end = note_seen = drop = clear = _do_nothing  # type: ignore[assignment]
 
 
 def mark_grad_used(pair: Weight) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from ampatch.session.alarms.history import ScaleUpdate
-from ampatch.session.alarms.limits import Alarms
+from ampatch.levels.alarms import Alarms
+from ampatch.watching.alarms.history import ScaleUpdate
 
 SEARCH_ENDS = 128.0  # no search of a scale goes below
 

@@ -11,12 +11,14 @@ from typing import Protocol, cast
 from torch.utils.hooks import RemovableHandle
 
 from ampatch.errors import AmpError, AmpTypeError, AmpValueError
-from ampatch.session.alarms.history import ScaleHistory, ScaleUpdate
-from ampatch.session.alarms.limits import Alarm
 from ampatch.session.announce import find_rank
-from ampatch.session.inspection import Observer, cast_counts, observe
+from ampatch.session.inspection import cast_counts
 from ampatch.session.scalers import loss_scalers, pick_scaler
 from ampatch.session.session import SESSION
+from ampatch.watching.alarms.alarm import Alarm
+from ampatch.watching.alarms.history import ScaleHistory, ScaleUpdate
+from ampatch.watching.alarms.watch import ALARMS
+from ampatch.watching.observers import Observer, observe
 
 logger = logging.getLogger("ampatch")
 
@@ -34,7 +36,7 @@ def history(loss_id: int = 0) -> ScaleHistory:
     `initialize`, and AmpValueError or AmpTypeError for a number that no loss has.
     """
     scalers = loss_scalers()
-    return SESSION.alarms.history(pick_scaler(scalers, loss_id).loss_id) if scalers else ScaleHistory(loss_id)
+    return ALARMS.history(pick_scaler(scalers, loss_id).loss_id) if scalers else ScaleHistory(loss_id)
 
 
 def on_alarm(callback: Callable[[Alarm], object]) -> RemovableHandle:
@@ -49,8 +51,8 @@ def on_alarm(callback: Callable[[Alarm], object]) -> RemovableHandle:
     """
     if not callable(callback):
         raise AmpTypeError(f"on_alarm({callback!r}): expected a function that takes an amp.Alarm")
-    removal = RemovableHandle(SESSION.alarms.callbacks)
-    SESSION.alarms.callbacks[removal.id] = callback
+    removal = RemovableHandle(ALARMS.callbacks)
+    ALARMS.callbacks[removal.id] = callback
     return removal
 
 
@@ -137,7 +139,7 @@ class Log(Observer):
 
     def on_uninitialize(self) -> None:
         """Writes the steps that nobody has read yet."""
-        SESSION.alarms.settle()
+        ALARMS.settle()
 
     def _write(self, values: dict[str, float], step: int) -> None:
         try:

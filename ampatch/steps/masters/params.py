@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.private import forget_partition
-from ampatch.levels.stack import Turn, warn
-from ampatch.steps.weight import Weight
+from ampatch.levels.stack import StepLock, warn
+from ampatch.steps.masters.weight import Weight
 
 
 class MasterParams:
@@ -25,7 +25,7 @@ class MasterParams:
 
     def __init__(self, optimizers: Sequence[Optimizer], touched: set[int]) -> None:
         self.touched = touched
-        self.turn = Turn()
+        self.lock = StepLock()
         self.pairs: list[Weight] = []
         self._plain: tuple[list[Tensor], list[Tensor]] = [], []  # halves and masters that are no wrappers
         self._by_half: dict[int, Weight] = {}
@@ -55,7 +55,7 @@ class MasterParams:
 
     def add(self, pair: Weight, master: Parameter | None = None) -> None:
         """Makes a master of a weight's float32 values, or takes one that is in the param groups already."""
-        pair.make_master(self.touched, self.turn, master)
+        pair.make_master(self.touched, self.lock, master)
         self.share(pair)
 
     def share(self, pair: Weight) -> None:
@@ -113,7 +113,7 @@ class MasterParams:
         """Feeds masters with what was written into the model's parameters, or swapped, since they agreed."""
         self.install_again()
         touched = self.touched  # `Weight.is_edited`, written out: this runs for each at each step
-        with self.turn as is_free:
+        with self.lock as is_free:
             edited = [
                 pair
                 for pair in self.pairs
@@ -127,7 +127,7 @@ class MasterParams:
     def copy_to_model(self) -> None:
         """Rounds the masters into the model's parameters; no host sync."""
         if self.pairs:
-            with self.turn:
+            with self.lock:
                 _round(self.pairs, *self._plain)
 
     def end_step(self, optimizer: Optimizer) -> None:
@@ -145,7 +145,7 @@ class MasterParams:
     def copy_edits_to_model(self) -> None:
         """Rounds the masters that were written outside of a step, as some optimizers do; no host sync."""
         touched = self.touched  # `Weight.follow`, written out: this runs before each forward
-        with self.turn as is_free:
+        with self.lock as is_free:
             edited = [
                 pair
                 for pair in self.pairs
@@ -154,6 +154,20 @@ class MasterParams:
             if edited and is_free:  # else a step rounds them when it ends
                 plain = [pair for pair in edited if not pair.is_wrapper]
                 _round(edited, [pair.half for pair in plain], [pair.master for pair in plain])
+
+
+def _do_nothing(*_: object, **__: object) -> None:
+    pass
+
+
+class NoMasters(MasterParams):
+    """Stands in for the masters of an optimizer that gets none: what each step asks of them costs nothing."""
+
+    install_again = take_edits = copy_to_model = copy_edits_to_model = end_step = _do_nothing  # type: ignore[assignment]
+
+    def select_others(self, params: list[Tensor]) -> list[Tensor]:
+        """Returns all of them."""
+        return params
 
 
 @torch.no_grad()

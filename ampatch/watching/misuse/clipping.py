@@ -13,9 +13,9 @@ from torch.nn.utils import clip_grad
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.stack import Line, find_line
 from ampatch.patching.patcher import Patcher, SessionPatch
-from ampatch.session.misuse.loss_scale import ScaleWatch, all_params
-from ampatch.session.misuse.unnamed import UnnamedWatch
-from ampatch.session.misuse.warner import Warner
+from ampatch.watching.misuse.loss_scale import ScaleWatch, all_params
+from ampatch.watching.misuse.unnamed import UnnamedWatch
+from ampatch.watching.misuse.warner import Warner
 
 # Nobody means a limit below this, once the scale is taken off: it was given as if gradients were unscaled.
 LEAST_LIMIT = 0.05

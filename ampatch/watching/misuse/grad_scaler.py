@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from torch.amp import GradScaler
 
 from ampatch.patching.patcher import Patcher, SessionPatch
-from ampatch.session.misuse.loss_scale import RIGHT, ScaleWatch
-from ampatch.session.misuse.warner import Warner
+from ampatch.watching.misuse.loss_scale import RIGHT, ScaleWatch
+from ampatch.watching.misuse.warner import Warner
 
 if TYPE_CHECKING:
     from ampatch.session.members import Members
@@ -50,10 +50,9 @@ class GradScalerWatch(SessionPatch):
         return watched
 
     def _check(self, optimizer: object) -> None:
-        found = self._members.find(optimizer)
-        if found is None:
+        amp = self._members.find(optimizer)
+        if amp is None:
             return
-        amp = found[0]
         if self._scale_watch.had_block(amp):
             self._warner.warn("GradScaler", BESIDE)
         elif amp.masters.pairs and not any(pair.master.grad is not None for pair in amp.masters):

@@ -1,0 +1,133 @@
+"""Events of training: what an engine publishes, and listeners that may hear of it, or of none at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Generic, TypeVar
+
+Tell = Callable[[object], object]
+Opening = TypeVar("Opening")
+Block = TypeVar("Block")
+Amp = TypeVar("Amp")
+
+
+class Listener(Generic[Opening, Block, Amp]):
+    """Hears what happens in a session; each method is an event, and one that stays as it is costs nothing.
+
+    It says of which types are a call of `initialize` while it is set up, a block of `scale_loss`, and what
+    is kept for an optimizer: this file knows none of them. What a method raises reaches the script.
+    """
+
+    def call_opens(self, opening: Opening) -> None:
+        """A call of `initialize` was checked, and is about to change models and optimizers."""
+
+    def call_is_set_up(self, opening: Opening) -> None:
+        """The call has changed all it changes; if this raises, all of it is undone."""
+
+    def call_opened(self, opening: Opening) -> None:
+        """The call is over: nothing may raise any more."""
+
+    def block_begins(self, block: Block) -> None:
+        """A block of `scale_loss` is about to yield its scaled loss."""
+
+    def block_ends(self, block: Block) -> None:
+        """A block ends; its gradients are about to be unscaled, or dropped after an exception."""
+
+    def block_ended(self, block: Block) -> None:
+        """A block has ended well."""
+
+    def wrapper_is_used(self, wrapper: object) -> None:
+        """A block names an optimizer of the session by a wrapper around it."""
+
+    def step_begins(self, amp: Amp) -> None:
+        """A step has been called, and nothing of it is done."""
+
+    def step_uses_unnamed(self, amp: Amp) -> None:
+        """A step is about to use gradients of blocks that do not name its optimizer."""
+
+    def step_ignores_edits(self, amp: Amp) -> bool:
+        """A step has not seen what was done to gradients of half weights; says whether it was told."""
+        return True
+
+    def step_ended(self, amp: Amp) -> None:
+        """A step was taken, or skipped."""
+
+    def session_closes(self, _: None) -> None:
+        """All that the session has changed is about to be undone."""
+
+    def session_closed(self, _: None) -> None:
+        """All of it has been undone."""
+
+
+class Events:
+    """Tells the listeners of a session, in their order: of each event the function that is to be called."""
+
+    call_opens: Tell
+    call_is_set_up: Tell
+    call_opened: Tell
+    block_begins: Tell
+    block_ends: Tell
+    block_ended: Tell
+    wrapper_is_used: Tell
+    step_begins: Tell
+    step_uses_unnamed: Tell
+    step_ignores_edits: Tell
+    step_ended: Tell
+    session_closes: Tell
+    session_closed: Tell
+
+    def __init__(self) -> None:
+        self._listeners: tuple[Listener, ...] = ()
+        self._sort()
+
+    def add(self, listener: Listener) -> None:
+        """Tells a listener of what happens from now on, after those that are there."""
+        self._listeners += (listener,)
+        self._sort()
+
+    def remove(self, listener: Listener) -> None:
+        """Tells it no longer."""
+        self._listeners = tuple(one for one in self._listeners if one is not listener)
+        self._sort()
+
+    def _sort(self) -> None:
+        for name in Events.__annotations__:
+            silent = getattr(Listener, name)
+            hearing = [one for one in self._listeners if getattr(type(one), name) is not silent]
+            setattr(self, name, _combine([getattr(one, name) for one in hearing]))
+
+
+def _combine(tells: Sequence[Tell]) -> Tell:
+    def tell(what: object) -> bool:
+        answers = [tell(what) for tell in tells]  # of all: `all` alone would stop at the first False
+        return all(answers)
+
+    return _tell_nobody if not tells else tells[0] if len(tells) == 1 else tell
+
+
+def _tell_nobody(what: object) -> bool:
+    return True
+
+
+class Surroundings:
+    """What blocks and steps ask of the session around them; a copied optimizer is in none, and has these."""
+
+    def __init__(self) -> None:
+        self.events = Events()
+
+    def capture(self) -> list | None:
+        """Returns what collects what the replay of a CUDA graph must repeat, while one is captured."""
+        return None
+
+    def enter_step(self, frame: FrameType) -> None:
+        """The optimizer is about to read gradients and write weights, in this frame."""
+
+    def leave_step(self) -> None:
+        """It has done so, or is about to call a closure."""
+
+    def begin_block(self, is_scaled: bool) -> None:
+        """A block begins; its gradients are multiplied by a scale, or are not."""
+
+    def end_block(self) -> None:
+        """A block ends."""

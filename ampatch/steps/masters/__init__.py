@@ -1,0 +1,1 @@
+"""Half weights and their masters: one record a weight, the groups that hold masters, their gradients."""

@@ -1,0 +1,25 @@
+"""`initialize(diagnose=True)`: has the doctor watch what a call was given, until the session closes."""
+
+from __future__ import annotations
+
+import sys
+
+from ampatch.levels.policy import parse_flag
+from ampatch.session.request import Opening, SessionListener
+from ampatch.session.session import SESSION
+
+
+class Diagnosis(SessionListener):
+    """Opens `amp.diagnose.watch` for calls that ask for it."""
+
+    def call_opens(self, opening: Opening) -> None:
+        """Loads the doctor, which most scripts do not need."""
+        if parse_flag("diagnose", opening.request.options["diagnose"]):
+            sys.modules["ampatch"].diagnose  # noqa: B018
+
+    def call_opened(self, opening: Opening) -> None:
+        """Watches, once all is set up."""
+        request = opening.request
+        if parse_flag("diagnose", request.options["diagnose"]):
+            diagnose = sys.modules["ampatch"].diagnose
+            SESSION.enter(diagnose.watch(request.models, request.optimizers))

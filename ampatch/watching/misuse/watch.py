@@ -1,0 +1,93 @@
+"""All that is watched for misuse while a session is open."""
+
+from __future__ import annotations
+
+from ampatch.levels.loss_scale import StaticLossScale
+from ampatch.session.request import Opening, SessionListener
+from ampatch.session.session import Session
+from ampatch.steps.block import ScaledLoss
+from ampatch.steps.grads.unnamed import are_any
+from ampatch.steps.optimizer import AmpOptimizer
+from ampatch.watching.misuse.calls import check_ranks, check_request, check_rounded, check_trainer
+from ampatch.watching.misuse.clipping import ClipWatch
+from ampatch.watching.misuse.grad_scaler import GradScalerWatch
+from ampatch.watching.misuse.half_weights import HalfWatch, check_halved
+from ampatch.watching.misuse.loss_scale import ScaleWatch
+from ampatch.watching.misuse.strangers import StrangerWatch
+from ampatch.watching.misuse.unnamed import UnnamedWatch
+from ampatch.watching.misuse.warner import Warner
+
+
+class MisuseWatch(SessionListener):
+    """Tells each kind of misuse once a session."""
+
+    def __init__(self, session: Session) -> None:
+        members = session.members
+        self._halved = session.data_watch.halved  # float32 tensors that became half, by id
+        self._warner = Warner()
+        self._unnamed = UnnamedWatch(self._warner, members)
+        self._scale = ScaleWatch(self._warner, members, session.scalers, self._unnamed)
+        self._clip = ClipWatch(self._warner, self._scale, self._unnamed)
+        self._scaler = GradScalerWatch(self._warner, members, self._scale)
+        self._half = HalfWatch(self._warner, members)
+        self._strangers = StrangerWatch(self._warner, members, self._half, self._unnamed)
+
+    def session_closed(self, _: None) -> None:
+        """Undoes what somebody else's patch kept from being undone, and lets everything be said again."""
+        for patch in (self._scale, self._clip, self._scaler, self._half):
+            patch.retry()
+        self._warner.forget()
+        self._unnamed.forget()
+
+    def call_opens(self, opening: Opening) -> None:
+        """Patches what a call of this policy needs watched."""
+        policy, undo = opening.request.policy, opening.undo
+        is_scaled = policy.loss_scale != StaticLossScale(1.0)
+        if is_scaled:
+            self._scale.open(undo)
+        if is_scaled or policy.master_weights:
+            self._clip.open(undo)
+            self._scaler.open(undo)
+        if policy.casts_model:
+            self._half.open(undo)
+        if is_scaled or policy.casts_model:
+            self._strangers.open(undo)
+
+    def call_is_set_up(self, opening: Opening) -> None:
+        """Warns of a call of `initialize` that works, and trains wrongly."""
+        check_request(self._warner, opening.request, opening.amps)
+        check_rounded(self._warner, opening.rounded, opening.request.policy)
+
+    def call_opened(self, opening: Opening) -> None:
+        """Watches the models of a call."""
+        request = opening.request
+        if request.policy.casts_model:
+            self._half.watch(request.models, request.policy.master_weights)
+
+    def wrapper_is_used(self, wrapper: object) -> None:
+        """Warns of a trainer that casts and scales as well, by the wrapper of its optimizer."""
+        check_trainer(self._warner, wrapper)
+
+    def block_begins(self, block: ScaledLoss) -> None:
+        """Notes that a block has begun."""
+        self._scale.begin_block(block)
+
+    def block_ends(self, block: ScaledLoss) -> None:
+        """Notes that a block ends, before its gradients are unscaled."""
+        self._scale.end_block(block)
+
+    def step_begins(self, amp: AmpOptimizer) -> None:
+        """Warns of what a step must not use as it is; called before anything of it is done."""
+        self._scale.check_step(amp)
+        check_ranks(self._warner, amp)
+        if self._halved:
+            check_halved(self._warner, self._halved, amp)
+
+    def step_ignores_edits(self, amp: AmpOptimizer) -> bool:
+        """Warns of half gradients that were changed where masters do not see it, and says if it did."""
+        return self._clip.warn_of_ignored()
+
+    def step_uses_unnamed(self, amp: AmpOptimizer) -> None:
+        """Warns of scaled gradients that a step is about to use; before anything of it is done."""
+        left = amp.unnamed.find()
+        self._unnamed.check(amp, are_any(left) if left else amp.unnamed.find_lost() or None)
