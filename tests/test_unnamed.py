@@ -95,6 +95,16 @@ def clipped_as_they_are(clip, pair):
         pair.step()
 
 
+def averaged_by_hand(pair):
+    for _ in range(3):
+        pair.zero_grad()
+        scaled_backward(pair.loss(), pair.named)
+        is_named = pair.named is not pair.first
+        for param in amp.master_params(pair.second) if is_named else pair.models[1].parameters():
+            param.grad.div_(2)  # as of two ranks
+        pair.step()
+
+
 def stepped_inside(pair):
     pair.zero_grad()
     with amp.scale_loss(pair.loss(), pair.named) as scaled:
@@ -128,7 +138,8 @@ CASES = [
     (in_one_block, {"kind": "fused"}),
     (in_one_block, {"calls": 2}),
     (in_one_block, {"loss_scale": 128.0}),
-    *[(script, {}) for script in (before_a_block_of_its_own, clipped, stepped_inside, in_several_blocks)],
+    *[(script, {}) for script in (before_a_block_of_its_own, clipped, averaged_by_hand, stepped_inside)],
+    (in_several_blocks, {}),
     (functools.partial(clipped_as_they_are, torch.nn.utils.clip_grad_norm_), {}),
     (functools.partial(clipped_as_they_are, torch.nn.utils.clip_grad_value_), {}),
     (of_two_losses, {"num_losses": 2}),

@@ -9,7 +9,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from ampatch.errors import AmpError
 from ampatch.steps.grads.plain import find_grads
@@ -18,7 +17,7 @@ from ampatch.steps.scaler import Scale
 
 BeforeGrad = tuple[Tensor, "Tensor | None", int, bool]  # a parameter, its gradient, version, if scaled
 LostGrad = tuple[Tensor, "ref[Tensor] | None"]  # a parameter, and what it has since its gradient was dropped
-SeenGrad = tuple[Tensor, "ref[Tensor]", int]  # a parameter, the gradient that it has, and its version
+SeenGrad = tuple[Tensor, "ref[Tensor]"]  # a parameter, and the gradient that it has
 
 
 class UnnamedGrads:
@@ -26,7 +25,8 @@ class UnnamedGrads:
 
     A block that names other optimizers makes them, and so does a backward of the scaled loss after its block.
     They are left as they are until somebody needs them, as nobody does in a GAN: `zero_grad` clears what the
-    generator's loss left at the discriminator. What a script changes is its own.
+    generator's loss left at the discriminator. Whatever a script does to them in place, they stay scaled, or
+    are zero: any other backward settles what is there before it adds to it.
     """
 
     def __init__(self) -> None:
@@ -92,12 +92,12 @@ class UnnamedGrads:
 
     def find_used(self) -> Tensor | None:
         """Whether the own gradients have some in them, on the device; None where none are left."""
-        used, self._used = _find_seen(self._used, edited=True), []
+        used, self._used = _find_seen(self._used), []
         return self._were_any if used else None
 
     def find(self) -> list[Tensor]:
-        """The parameters that still have what was left there."""
-        return [*_find_seen(self._scaled), *_find_seen(self._mixed), *_find_seen(self._unscaled, edited=True)]
+        """The parameters that still have what was left there, edited or not."""
+        return _find_seen((*self._scaled, *self._mixed, *self._unscaled))
 
     def find_lost(self) -> bool:
         """Whether a step lacks gradients that were dropped, since nobody has made others."""
@@ -114,9 +114,10 @@ class UnnamedGrads:
             self._found_inf = self.scale.scaler.new_found_inf()
         unscale = functools.partial(self.scale.unscale_, found_inf=self._found_inf)
         pairs = of_masters.by_half()
-        unscale(own := find_grads(param for param in params if id(param) not in pairs))
-        for grad in own:  # torch's kernel leaves no trace, and another optimizer may step the parameter, too
-            increment_version(grad)
+        own = [param for param in params if id(param) not in pairs]
+        unscale(find_grads(own))
+        for param in own:  # so that another optimizer, which steps the parameter as well, knows it no more
+            param.grad = param.grad.detach()
         of_masters.feed(unscale, [pairs[id(param)] for param in params if id(param) in pairs])
         self._unscaled += _see_grads(params)
 
@@ -129,7 +130,7 @@ class UnnamedGrads:
             pairs = of_masters.by_half()
             holders = [pairs[id(one)].master if id(one) in pairs else one for one in used]
             self._used = _see_grads(one for one in holders if one.grad is not None)
-        found_inf = self._found_inf if _find_seen(self._unscaled, edited=True) else None
+        found_inf = self._found_inf if _find_seen(self._unscaled) else None
         self._unscaled, self._lost, self._found_inf, self.scale = [], [], None, None
         return found_inf
 
@@ -152,13 +153,9 @@ def are_any(params: Sequence[Tensor]) -> Tensor:
 
 
 def _see_grads(params: Iterable[Tensor]) -> list[SeenGrad]:
-    return [(param, ref(param.grad), param.grad._version) for param in params]
+    return [(param, ref(param.grad)) for param in params]
 
 
-def _find_seen(seen: Iterable[SeenGrad], *, edited: bool = False) -> list[Tensor]:
-    """The parameters whose gradients are still the same, `edited` or not."""
-    return [
-        param
-        for param, find, version in seen
-        if (grad := param.grad) is not None and grad is find() and (edited or grad._version == version)
-    ]
+def _find_seen(seen: Iterable[SeenGrad]) -> list[Tensor]:
+    """The parameters whose gradients are still the same tensors."""
+    return [param for param, find in seen if (grad := param.grad) is not None and grad is find()]

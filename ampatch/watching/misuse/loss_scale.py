@@ -129,8 +129,8 @@ class ScaleWatch(SessionPatch):
                     marked = self._begin_scaled(scaled)
                 elif (scale := self._find_late(roots)) is not None:
                     marked = self._unnamed.begin("late", scale, ())
-                elif grad_tensors is None:  # else these may be scaled
-                    seen = self._look_before(roots)
+                else:
+                    seen = self._look_before(roots, is_whole=grad_tensors is None)
             try:
                 run(tensors, grad_tensors, *args, **kwargs)
             finally:
@@ -168,14 +168,18 @@ class ScaleWatch(SessionPatch):
         named = [optimizer for one in blocks for optimizer in one.block.optimizers]
         return self._unnamed.begin("unnamed", blocks[-1].block.scale, named)
 
-    def _look_before(self, roots: object) -> list[SeenGrad]:
-        """Returns what shows whose gradients a backward makes that is not scaled."""
-        if not _are_tensors(roots):
-            return []
+    def _look_before(self, roots: object, is_whole: bool) -> list[SeenGrad]:
+        """Returns what shows whose gradients a backward makes that is not scaled.
+
+        One that is not `is_whole` begins at gradients that a script gives it, which may be scaled.
+        """
         blocks = self.list_blocks()
-        if not blocks:
-            for amp in self._members.optimizers():  # while what was cleared still shows that it was
+        for amp in self._members.optimizers():  # while what was cleared still shows that it was
+            if (is_whole and not blocks) or amp.unnamed.scale is not None:
                 amp.settle_for_reader(is_backward=True)
+        if not (is_whole and _are_tensors(roots)):
+            return []
+        if not blocks:
             return _read_grads(self._list_dynamic(), self._outside)
         return [seen for one in blocks for seen in _read_grads(one.block.optimizers, one.unscaled)]
 
