@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import ampatch as amp
-from helpers import scaled_backward
+from ampatch.session.session import SESSION
+from helpers import scaled_backward, snapshot
 from nets import FULL, X, make_trained, train
 from pictures import unchanged
 
@@ -194,3 +195,34 @@ def test_an_override_of_what_initialize_does_not_take_is_refused():
     match = r"override: initialize has no argument 'level' \(did you mean 'opt_level'\?\), 'speed'"
     with pytest.raises(TypeError, match=match), amp.override(level="O1", speed=2):
         pass
+
+
+@pytest.mark.parametrize("level", amp.OPT_LEVELS)
+def test_the_engine_trains_to_the_same_bits_with_each_listener_taken_out_and_with_none(level):
+    def run():
+        torch.manual_seed(0)
+        model, optimizer = make()
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        for _ in range(3):
+            scaled_backward(model(X).float().pow(2).mean(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        bits = snapshot(list(amp.master_params(optimizer)))
+        amp.uninitialize()
+        return bits
+
+    events, expected = SESSION.events, run()
+    listeners = events._listeners
+    assert len(listeners) >= 4  # the banner, misuse, alarms, the doctor
+    try:
+        for left in [*([one] for one in listeners), []]:
+            for one in events._listeners:
+                events.remove(one)
+            for one in left:
+                events.add(one)
+            assert run() == expected
+    finally:
+        for one in events._listeners:
+            events.remove(one)
+        for one in listeners:
+            events.add(one)
