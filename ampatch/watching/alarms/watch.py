@@ -58,7 +58,7 @@ class AlarmWatch(SessionListener):
         self._records: dict[int, FollowedLoss] = {}
         self._unread: deque[Unread] = deque()
         self._rings: dict[torch.device, LossRing] = {}
-        self._seen: weakref.WeakKeyDictionary[AmpOptimizer, SeenStep] = weakref.WeakKeyDictionary()
+        self._seen: dict[int, SeenStep] = {}  # by the id of the AmpOptimizer
 
     # A call of initialize
 
@@ -71,7 +71,7 @@ class AlarmWatch(SessionListener):
             self._records[scaler.loss_id] = FollowedLoss(scaler, followed, Ring(scaler.loss_id), judge)
             call.undo.callback(self._records.pop, scaler.loss_id, None)
         for amp in opening.amps:
-            self._seen[amp] = SeenStep()
+            self._seen[id(amp)] = SeenStep()
         if limits is not None and followed.folder is not None:
             self._watch_forwards(followed, opening)
 
@@ -83,7 +83,7 @@ class AlarmWatch(SessionListener):
             params = set(model.parameters())
             for amp in opening.amps:
                 if not params.isdisjoint(amp.model_params()):
-                    self._seen[amp].forwards.append(weakref.ref(forward))
+                    self._seen[id(amp)].forwards.append(weakref.ref(forward))
 
     # A step
 
@@ -95,11 +95,11 @@ class AlarmWatch(SessionListener):
             loss = block.loss.detach()
             loss = loss.sum() if loss.dim() else loss
         for amp in block.optimizers[:1]:
-            self._seen[amp].losses[block.scaler.loss_id] = loss
+            self._seen[id(amp)].losses[block.scaler.loss_id] = loss
 
     def step_ended(self, amp: AmpOptimizer) -> None:
         """Notes what led to a step, and judges what the host knows by now; no host sync unless it alarms."""
-        seen = self._seen[amp]
+        seen = self._seen[id(amp)]
         if seen.losses:
             losses, seen.losses = seen.losses, {}
             for loss_id, loss in losses.items():
