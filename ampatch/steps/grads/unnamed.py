@@ -31,6 +31,7 @@ class UnnamedGrads:
 
     def __init__(self) -> None:
         self.scale: Scale | None = None  # of the last such backward; None where nothing is left
+        self.looks = True  # whether somebody still wants to know of those
         self._used: list[SeenGrad] = []  # to which a backward of its own has added
         self._were_any: Tensor | None = None  # whether these were not zero before
         self._runs_in: int | None = None  # the thread of such a backward that runs
@@ -123,7 +124,7 @@ class UnnamedGrads:
 
     def settle(self, of_masters: MasterGrads, *, is_step: bool) -> Tensor | None:
         """Unscales what is still there, drops what cannot be, and returns the found_inf of what is left."""
-        used = [] if is_step else self.find()
+        used = self.find() if self.looks and not is_step else []
         self._were_any = are_any(used) if used else None
         self.unscale(of_masters)
         if used:

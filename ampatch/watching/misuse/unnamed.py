@@ -115,6 +115,7 @@ class UnnamedWatch:
             return
         kind, line = self._left.pop(id(amp))
         self._judged.add((id(amp), kind))
+        amp.unnamed.looks = False
         if used:  # where a script has cleared them to zero, it is right
             self._warner.warn(kind, TEXTS[kind].format(type(amp.optimizer).__name__), line)
 
