@@ -74,7 +74,7 @@ ARROWS = {
     "watching": {"errors", "levels", "casts", "patching", "models", "steps", "session"},
     PUBLIC: {"errors", "levels", "casts", "steps", "session", "watching"},
     "testing": {PUBLIC, "table", "lists", "casts", "patching", "session"},
-    "apex": {PUBLIC, "table", "lists", "levels", "steps"},
+    "apex": {PUBLIC, "table", "lists", "levels", "patching", "steps"},
     "sweeps": {PUBLIC, "apex"},
     "doctor": {PUBLIC, "apex", "levels", "sweeps"},
     "__main__": {PUBLIC, "apex", "doctor", "sweeps", "testing"},

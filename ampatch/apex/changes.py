@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import functools
-import gc
 import os
 import sys
 import warnings
@@ -16,8 +14,8 @@ from types import FrameType, ModuleType
 import torch
 
 import ampatch
+from ampatch.patching.patcher import Patcher
 
-ABSENT = object()
 OURS = os.path.dirname(ampatch.__file__)
 PASSED = (os.path.dirname(torch.__file__), OURS, "<frozen importlib", warnings.__file__, argparse.__file__)
 
@@ -25,23 +23,23 @@ PASSED = (os.path.dirname(torch.__file__), OURS, "<frozen importlib", warnings._
 class Changes(ExitStack):
     """Changes made one after the other; closing undoes them last to first.
 
-    What somebody else has changed since stays as it is.
+    Attributes are a `Patcher`'s. The rest is what it does not know: names of modules, which stand in a
+    dictionary, and classes of modules. What somebody else has changed since stays as it is.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._patcher = Patcher()
+        self.callback(self._patcher.retry)
+
+    def set_attribute(self, owner: object, name: str, value: object) -> None:
+        """Sets an attribute of a module, a class or an object."""
+        self._patcher.put(owner, name, value)
 
     def add_module(self, name: str, module: ModuleType) -> None:
         """Gives a module a name in `sys.modules`, which nobody has but a module that is being imported."""
         sys.modules[name] = module
         self.callback(remove_module, name, module)
-
-    def set_attribute(self, owner: object, name: str, value: object) -> None:
-        """Sets an attribute of a module or an object."""
-        before = vars(owner).get(name, ABSENT)
-        assign(owner, name, value)
-        self.callback(restore_attribute, owner, name, value, before)
-
-    def show_warnings_there(self) -> None:
-        """Has warnings that name a line of ours, where torch was called, name that of the script."""
-        self.set_attribute(warnings, "showwarning", wrap(warnings.showwarning, show_there))
 
     def set_class(self, module: ModuleType, cls: type[ModuleType]) -> None:
         """Gives a plain module a class of its own; one that has such a class keeps it."""
@@ -49,27 +47,15 @@ class Changes(ExitStack):
             module.__class__ = cls
             self.callback(setattr, module, "__class__", ModuleType)
 
-
-def assign(owner: object, name: str, value: object) -> None:
-    """Sets an attribute, or deletes it; a class that was written in C takes it in its dictionary alone."""
-    try:
-        delattr(owner, name) if value is ABSENT else setattr(owner, name, value)
-    except TypeError:
-        (attributes,) = gc.get_referents(vars(owner))
-        attributes.pop(name) if value is ABSENT else attributes.update({name: value})
-        ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))
+    def show_warnings_there(self) -> None:
+        """Has warnings that name a line of ours, where torch was called, name that of the script."""
+        self.set_attribute(warnings, "showwarning", wrap(warnings.showwarning, show_there))
 
 
 def remove_module(name: str, module: ModuleType) -> None:
     """Takes a name in `sys.modules` back."""
     if sys.modules.get(name) is module:
         del sys.modules[name]
-
-
-def restore_attribute(owner: object, name: str, value: object, before: object) -> None:
-    """Takes an attribute back."""
-    if vars(owner).get(name, ABSENT) is value:
-        assign(owner, name, before)
 
 
 def wrap(function: Callable, replacement: Callable, *given: object) -> Callable:

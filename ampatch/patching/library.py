@@ -26,7 +26,7 @@ def leave_ops_uncast(patcher: Patcher) -> None:
         if "__call__" in vars(kind):
             patcher.replace(kind, "__call__", _uncast(vars(kind)["__call__"]))
     for kind in backwards:
-        patcher.add(kind, _BACKWARD, property(_read_backward, _write_backward))
+        patcher.put(kind, _BACKWARD, property(_read_backward, _write_backward))
 
 
 def _uncast(function: Function) -> Function:

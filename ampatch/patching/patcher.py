@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import inspect
 import logging
 import pkgutil
@@ -28,7 +30,7 @@ class Patch:
     attribute: str
     previous: object  # what vars(parent) held; _ABSENT where it was inherited or provided otherwise
     replacement: object
-    original: object  # what a look-up found, inherited or not
+    original: object  # what a look-up found, inherited or not; _ABSENT where nobody looked
 
 
 class Patcher:
@@ -48,16 +50,15 @@ class Patcher:
         read through its `__dict__`, where `getattr` would bind a method or unwrap a staticmethod.
         Raises AttributeError for one that is not there at all.
         """
-        previous = vars(parent).get(attribute, _ABSENT)
         original = get_raw(parent, attribute)
-        setattr(parent, attribute, replacement)
-        self._patches.append(Patch(parent, attribute, previous, replacement, original))
+        self.put(parent, attribute, replacement, original)
         self._originals.setdefault((id(parent), attribute), original)
 
-    def add(self, parent: object, attribute: str, value: object) -> None:
-        """Sets an attribute that is not there, neither inherited nor provided otherwise."""
-        setattr(parent, attribute, value)
-        self._patches.append(Patch(parent, attribute, _ABSENT, value, value))
+    def put(self, parent: object, attribute: str, value: object, original: object = _ABSENT) -> None:
+        """Sets an attribute, whether it is there or not; `original` is what a look-up finds now."""
+        previous = vars(parent).get(attribute, _ABSENT)
+        _assign(parent, attribute, value)
+        self._patches.append(Patch(parent, attribute, previous, value, original))
 
     def find_original(self, parent: object, attribute: str) -> object:
         """Returns what an attribute was before any patch of ours, raw."""
@@ -83,15 +84,23 @@ class Patcher:
         taken = []
         for patch in reversed(self._patches):
             found = vars(patch.parent).get(patch.attribute, _ABSENT)
-            if found is patch.replacement and patch.previous is _ABSENT:
-                delattr(patch.parent, patch.attribute)
-            elif found is patch.replacement:
-                setattr(patch.parent, patch.attribute, patch.previous)
+            if found is patch.replacement:
+                _assign(patch.parent, patch.attribute, patch.previous)
             elif found is not patch.previous:  # nor has somebody put that back
                 taken.append(patch)
         self._patches = taken[::-1]
         self._originals = {(id(patch.parent), patch.attribute): patch.original for patch in taken}
         return taken
+
+
+def _assign(parent: object, attribute: str, value: object) -> None:
+    """Sets or deletes an attribute; a class that was written in C takes it in its dictionary alone."""
+    try:
+        delattr(parent, attribute) if value is _ABSENT else setattr(parent, attribute, value)
+    except TypeError:
+        (attributes,) = gc.get_referents(vars(parent))
+        attributes.pop(attribute) if value is _ABSENT else attributes.update({attribute: value})
+        ctypes.pythonapi.PyType_Modified(ctypes.py_object(parent))
 
 
 class SessionPatch:
