@@ -23,10 +23,10 @@ import torch
 from ampatch.__main__ import main
 from ampatch.apex.changes import Changes
 from ampatch.apex.check import check_file
-from ampatch.apex.legacy import functions
 from ampatch.apex.legacy.finding import find_cause
-from ampatch.apex.legacy.mending import legacy
-from ampatch.apex.legacy.names import Places
+from ampatch.apex.legacy.gone import functions
+from ampatch.apex.legacy.mending.legacy import legacy
+from ampatch.apex.legacy.mending.names import Places
 from ampatch.apex.legacy.old import BREAKS
 from ampatch.apex.legacy.table import NAMES, PATTERNS
 from ampatch.apex.on_cpu import on_cpu

@@ -258,7 +258,7 @@ def find_spec(name: str) -> ModuleSpec | None:
 def open_legacy() -> AbstractContextManager[None]:
     """Returns what mends a script of earlier years; raises AmpError without NumPy, whose names come back."""
     try:
-        from ampatch.apex.legacy.mending import legacy
+        from ampatch.apex.legacy.mending.legacy import legacy
     except ModuleNotFoundError as error:
         raise AmpError(f"--legacy needs {error.name}: pip install {error.name}") from error
     return legacy()

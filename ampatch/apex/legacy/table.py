@@ -5,10 +5,10 @@ from __future__ import annotations
 import collections.abc
 import functools
 
-from ampatch.apex.legacy.model_urls import FILES
+from ampatch.apex.legacy.gone.model_urls import FILES
 from ampatch.apex.legacy.old import MAY_BREAK, NEEDS_CUDA, WARNS, Old
 
-LEGACY = "ampatch.apex.legacy"
+LEGACY = "ampatch.apex.legacy.gone"
 OURS, SIX = f"{LEGACY}.functions", f"{LEGACY}.torch_six"
 CANVAS = "matplotlib.backends.backend_agg.FigureCanvasAgg"
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ampatch.apex.legacy.finding import ROWS
-from ampatch.apex.legacy.names import Told
+from ampatch.apex.legacy.mending.names import Told
 from ampatch.apex.legacy.table import PART
 
 # Which argument is a mask, and what a keyword calls it.

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 
 from ampatch.apex.legacy.finding import ROWS
-from ampatch.apex.legacy.names import Told
+from ampatch.apex.legacy.mending.arguments import load_objects
+from ampatch.apex.legacy.mending.names import Told
 from ampatch.apex.legacy.table import COPY, NUMPY_LOAD, RAGGED
 
 
@@ -63,20 +64,11 @@ class OldNpz(np.lib.npyio.NpzFile):
         return super().__getitem__(key)
 
 
-def load_objects(load: Callable, told: Told, /, file: object, *args: object, **kwargs: object) -> object:
+def load_arrays(load: Callable, told: Told, /, *args: object, **kwargs: object) -> object:
     """Has `numpy.load` load objects as well, where a script says nothing of it."""
-    if args[1:] or "allow_pickle" in kwargs:
-        return load(file, *args, **kwargs)
-    place = file.tell() if hasattr(file, "seek") else 0
-    try:
-        loaded = load(file, *args, **kwargs)
-    except ValueError as error:
-        if ROWS[NUMPY_LOAD].error not in str(error):
-            raise
-        if hasattr(file, "seek"):
-            file.seek(place)
-        loaded = load(file, *args, **kwargs, allow_pickle=True)
-        told.tell(ROWS[NUMPY_LOAD])
+    if args[2:] or "allow_pickle" in kwargs:
+        return load(*args, **kwargs)
+    loaded = load_objects(ROWS[NUMPY_LOAD], "allow_pickle", True, load, told, *args, **kwargs)
     if type(loaded) is OldNpz.__base__:
         loaded.__class__, loaded.told = OldNpz, told
     return loaded

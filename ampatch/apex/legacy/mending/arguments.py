@@ -1,0 +1,98 @@
+"""Has functions and classes of Python, torch and other packages take the arguments that they took."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pickle
+import sys
+from collections.abc import Callable, Set
+
+from ampatch.apex.legacy.finding import ROWS
+from ampatch.apex.legacy.mending.names import Told
+from ampatch.apex.legacy.old import Old
+from ampatch.apex.legacy.patterns import POSITIONAL, librosa_wants_names
+from ampatch.apex.legacy.table import LOAD
+
+
+def load_objects(
+    row: Old, name: str, value: bool, load: Callable, told: Told, /, *args: object, **kwargs: object
+) -> object:
+    """Has a function load objects as well, where a script does not say of the argument `name` whether to."""
+    file = args[0] if args else kwargs.get("f", kwargs.get("file"))
+    place = file.tell() if hasattr(file, "tell") else 0
+    try:
+        return load(*args, **kwargs)
+    except (ValueError, pickle.UnpicklingError) as error:
+        if kwargs.get(name) is not None or row.error not in str(error):
+            raise
+    told.tell(row)
+    if hasattr(file, "seek"):
+        file.seek(place)
+    return load(*args, **kwargs | {name: value})
+
+
+load_pickles = functools.partial(load_objects, ROWS[LOAD], "weights_only", False)  # for `torch.load`
+
+
+def init_silently(init: Callable, told: Told, /, self: object, *args: object, **kwargs: object) -> None:
+    """Has a scheduler take `verbose`, and be silent."""
+    if "verbose" in kwargs:
+        told.tell(ROWS["lr_scheduler(verbose=)"])
+        del kwargs["verbose"]
+    init(self, *args, **kwargs)
+
+
+def init_sampler(init: Callable, told: Told, /, self: object, data_source: object = None) -> None:
+    """Has a sampler take what it is to draw from, with which it never did anything."""
+    if data_source is not None:
+        told.tell(ROWS["Sampler.__init__(data)"])
+
+
+def init_with_floats(
+    init: Callable,
+    told: Told,
+    /,
+    self: object,
+    params: object,
+    lr: object = 1e-3,
+    betas: tuple = (0.9, 0.999),
+    *args: object,
+    **kwargs: object,
+) -> None:
+    """Has Adam and AdamW take a 0 among their betas."""
+    if any(isinstance(each, int) for each in betas):
+        told.tell(ROWS["Adam(betas=(0, 0.9))"])
+        betas = tuple(map(float, betas))
+    init(self, params, lr, betas, *args, **kwargs)
+
+
+def sample_any(
+    sample: Callable, told: Told, /, self: object, population: object, *args: object, **kw: object
+) -> list:
+    """Has `random.sample` draw from sets, in the order that they have."""
+    if isinstance(population, Set):
+        told.tell(ROWS["random.sample(set(...), k)"])
+        population = tuple(population)
+    return sample(self, population, *args, **kw)
+
+
+def load_yaml(load: Callable, told: Told, /, stream: object, Loader: object = None) -> object:
+    """Has `yaml.load` and `load_all` take the loader that was theirs."""
+    if Loader is None:
+        told.tell(ROWS["yaml.load(file)"])
+        Loader = sys.modules["yaml"].FullLoader
+    return load(stream, Loader)
+
+
+def take_positional(function: Callable, told: Told, /, *args: object, **kwargs: object) -> object:
+    """Has a function of librosa take arguments without their names, if it does not."""
+    count = POSITIONAL[function.__name__]
+    if not args[count:] or not librosa_wants_names():
+        return function(*args, **kwargs)
+    told.tell(ROWS["librosa.filters.mel(sr, n_fft)"])
+    names = [
+        each for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY
+    ]
+    named = zip((each.name for each in names), args[count:], strict=False)
+    return function(*args[:count], **dict(named), **kwargs)

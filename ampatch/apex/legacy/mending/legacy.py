@@ -1,0 +1,108 @@
+"""Gives a script of earlier years what it expects: what `ampatch run --legacy` sets up, and undoes."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, Sampler
+
+from ampatch.apex.changes import Changes, wrap
+from ampatch.apex.legacy.finding import ROWS
+from ampatch.apex.legacy.gone.functions import fft
+from ampatch.apex.legacy.mending.arguments import (
+    init_sampler,
+    init_silently,
+    init_with_floats,
+    load_pickles,
+    load_yaml,
+    sample_any,
+    take_positional,
+)
+from ampatch.apex.legacy.mending.arrays import load_arrays, make_array, read_bytes
+from ampatch.apex.legacy.mending.names import Places, Told, put_back_names, tell
+from ampatch.apex.legacy.mending.ranks import parse_rank
+from ampatch.apex.legacy.mending.sources import compile_mended
+from ampatch.apex.legacy.mending.tensors import LegacyMode, init_at_port
+from ampatch.apex.legacy.patterns import LIBROSA
+
+
+class OldTransforms(ModuleType):
+    """The module torch.fft, which was a function as well."""
+
+    def __call__(self, *args: object, **kwargs: object) -> Tensor:
+        """Transforms pairs of real and imaginary parts."""
+        self._told.tell(ROWS["torch.fft(...)"])
+        return fft(*args, **kwargs)
+
+
+def equal_to_tensors(told: Told) -> Callable:
+    """Returns the `==` of the class Variable, which is torch.Tensor to it."""
+
+    def equals(cls: type, other: object) -> bool:
+        if other is not Tensor:
+            return cls is other
+        told.tell(ROWS["type(x) == Variable"])
+        return True
+
+    return equals
+
+
+# Functions that take more than today, by the places that have them.
+WIDER = (
+    ("torch", "load", load_pickles),
+    ("torch.distributed", "init_process_group", init_at_port),
+    ("numpy", "fromstring", read_bytes),
+    *(("numpy", name, make_array) for name in ("array", "asarray", "asanyarray")),
+    ("numpy", "load", load_arrays),
+    ("argparse.ArgumentParser", "parse_known_args", parse_rank),
+    *((f"torch.optim.{name}", "__init__", init_with_floats) for name in ("Adam", "AdamW")),
+    ("random.Random", "sample", sample_any),
+    *(("yaml", name, load_yaml) for name in ("load", "load_all")),
+    *((place, name, take_positional) for place, names in LIBROSA.items() for name in names),
+)
+
+
+def widen(changes: Changes, told: Told, name: str, wider: Callable, owner: object) -> None:
+    """Has a function of a module or class take more."""
+    changes.set_attribute(owner, name, wrap(getattr(owner, name), wider, told))
+    if owner is random.Random:  # of which the module's function is a method
+        changes.set_attribute(random, name, getattr(random._inst, name))
+
+
+@contextmanager
+def legacy() -> Iterator[None]:
+    """Puts back what torch, NumPy, Python and other packages have taken away while the context is open.
+
+    The log has a warning for each thing, when a script says it for the first time.
+    """
+    told = Told()
+    with Changes() as changes, LegacyMode(told):
+        changes.show_warnings_there()
+        places = Places(changes)
+        put_back_names(changes, places, told)
+        for place, name, wider in WIDER:
+            places.change(place, functools.partial(widen, changes, told, name, wider))
+        changes.set_class(torch.fft, OldTransforms)
+        changes.set_attribute(torch.fft, "_told", told)
+        # Made with a generator of its own, since to make one draws a number.
+        iterator = type(iter(DataLoader([0], generator=torch.Generator()))).__base__
+        changes.set_attribute(iterator, "next", wrap(iterator.__next__, tell, told, ROWS["iterator.next()"]))
+        changes.set_attribute(type(torch.autograd.Variable), "__eq__", equal_to_tensors(told))
+        for kind in [each for each in vars(lr_scheduler).values() if isinstance(each, type)]:
+            if issubclass(kind, lr_scheduler.LRScheduler) and "__init__" in vars(kind):
+                changes.set_attribute(kind, "__init__", wrap(kind.__init__, init_silently, told))
+        if "__init__" not in vars(Sampler):
+            changes.set_attribute(Sampler, "__init__", wrap(Sampler.__init__, init_sampler, told))
+        loader = SourceFileLoader
+        changes.set_attribute(loader, "source_to_code", wrap(loader.source_to_code, compile_mended, told))
+        changes.set_attribute(sys, "dont_write_bytecode", True)  # else what is mended would stay on the disk
+        yield
