@@ -27,8 +27,9 @@ from ampatch.apex.legacy.finding import find_cause
 from ampatch.apex.legacy.gone import functions
 from ampatch.apex.legacy.mending.legacy import legacy
 from ampatch.apex.legacy.mending.names import Places
+from ampatch.apex.legacy.name_rows import NAMES
 from ampatch.apex.legacy.old import BREAKS
-from ampatch.apex.legacy.table import NAMES, PATTERNS
+from ampatch.apex.legacy.pattern_rows import PATTERNS
 from ampatch.apex.on_cpu import on_cpu
 from ampatch.apex.script import compile_source
 

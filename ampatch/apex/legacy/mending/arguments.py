@@ -11,8 +11,8 @@ from collections.abc import Callable, Set
 from ampatch.apex.legacy.finding import ROWS
 from ampatch.apex.legacy.mending.names import Told
 from ampatch.apex.legacy.old import Old
+from ampatch.apex.legacy.pattern_rows import LOAD
 from ampatch.apex.legacy.patterns import POSITIONAL, librosa_wants_names
-from ampatch.apex.legacy.table import LOAD
 
 
 def load_objects(

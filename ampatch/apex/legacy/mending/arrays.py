@@ -10,7 +10,7 @@ import numpy as np
 from ampatch.apex.legacy.finding import ROWS
 from ampatch.apex.legacy.mending.arguments import load_objects
 from ampatch.apex.legacy.mending.names import Told
-from ampatch.apex.legacy.table import COPY, NUMPY_LOAD, RAGGED
+from ampatch.apex.legacy.pattern_rows import COPY, NUMPY_LOAD, RAGGED
 
 
 def read_bytes(

@@ -20,9 +20,9 @@ import torch
 from ampatch.apex.changes import Changes, script_frame, wrap
 from ampatch.apex.drop_in.real import find_elsewhere
 from ampatch.apex.legacy.finding import is_gone
+from ampatch.apex.legacy.name_rows import NAMES
 from ampatch.apex.legacy.old import Old
 from ampatch.apex.legacy.patterns import METHODS
-from ampatch.apex.legacy.table import NAMES
 from ampatch.levels.stack import asked
 
 LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))

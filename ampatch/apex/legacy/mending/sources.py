@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ampatch.apex.legacy.finding import KEYWORD, ROWS
 from ampatch.apex.legacy.mending.names import Told
 from ampatch.apex.legacy.mending.ranks import put_rank_first
-from ampatch.apex.legacy.table import ASYNC
+from ampatch.apex.legacy.pattern_rows import ASYNC
 
 
 def mend_source(source: bytes) -> bytes:

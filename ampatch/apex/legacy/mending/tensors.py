@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ampatch.apex.legacy.finding import ROWS
 from ampatch.apex.legacy.mending.names import Told
-from ampatch.apex.legacy.table import PART
+from ampatch.apex.legacy.pattern_rows import PART
 
 # Which argument is a mask, and what a keyword calls it.
 MASKS = MappingProxyType(

@@ -1,0 +1,190 @@
+"""Names that scripts of earlier years say and that are gone: since when, and what to write."""
+
+from __future__ import annotations
+
+import collections.abc
+
+from ampatch.apex.legacy.gone.model_urls import FILES
+from ampatch.apex.legacy.old import WARNS, Old
+
+GONE = "ampatch.apex.legacy.gone"
+OURS, SIX = f"{GONE}.functions", f"{GONE}.torch_six"
+CANVAS = "matplotlib.backends.backend_agg.FigureCanvasAgg"
+
+
+def renamed(place: str, since: str, /, *same: str, to: str = "", **names: str) -> list[Old]:
+    """Returns the rows of names with the new ones that stand in for them, here or in another place.
+
+    >>> [row.new for row in renamed("base64", "Python 3.9", encodestring="encodebytes")]
+    ['base64.encodebytes']
+    """
+    pairs = [*((name, name) for name in same), *names.items()]
+    return [
+        Old(f"{place}.{old}", since, f"{to or place}.{new}", f"{to or place}.{new}") for old, new in pairs
+    ]
+
+
+def rewritten(place: str, since: str, /, **remedies: str) -> list[Old]:
+    """Returns the rows of names that functions of ours stand in for, with what to write."""
+    return [Old(f"{place}.{name}", since, remedy, f"{OURS}.{name}") for name, remedy in remedies.items()]
+
+
+def builtin(since: str, /, **names: str) -> list[Old]:
+    """Returns the rows of names of NumPy for what Python has by itself."""
+    return [Old(f"numpy.{old}", since, new, f"builtins.{new}") for old, new in names.items()]
+
+
+PYTHON = (
+    # Buffer came later.
+    *renamed(
+        "collections", "Python 3.10", *sorted({*collections.abc.__all__} - {"Buffer"}), to="collections.abc"
+    ),
+    Old("time.clock", "Python 3.8", "time.perf_counter", "time.perf_counter"),
+    Old("fractions.gcd", "Python 3.9", "math.gcd", "math.gcd"),
+    *rewritten("inspect", "Python 3.11", getargspec="inspect.getfullargspec"),
+    *renamed("base64", "Python 3.9", encodestring="encodebytes", decodestring="decodebytes"),
+    Old("os.errno", "Python 3.7", "errno", "errno:"),
+    Old("cgi.escape", "Python 3.8", "html.escape", "html.escape"),
+    Old("threading.Thread.isAlive", "Python 3.9", "is_alive", "threading.Thread.is_alive"),
+    Old("imp", "Python 3.12", "importlib"),
+    Old("distutils", "Python 3.12", "packaging.version, or setuptools, which brings it back"),
+)
+NUMPY = (
+    *builtin("NumPy 1.24", float="float", int="int", object="object", str="str", complex="complex"),
+    *builtin("NumPy 1.24", unicode="str"),
+    *builtin("NumPy 1.24, until 2.0", bool="bool", long="int"),
+    *renamed(
+        *("numpy", "NumPy 2.0"),
+        **{"float_": "float64", "complex_": "complex128", "unicode_": "str_", "string_": "bytes_"},
+        **{"Inf": "inf", "Infinity": "inf", "infty": "inf", "PINF": "inf", "NaN": "nan", "NAN": "nan"},
+        **{"product": "prod", "cumproduct": "cumprod", "sometrue": "any", "alltrue": "all"},
+        **{"round_": "round", "mat": "asmatrix", "bool8": "bool_", "int0": "intp", "uint0": "uintp"},
+        **{"object0": "object_", "str0": "str_", "bytes0": "bytes_", "cfloat": "complex128"},
+        **{"singlecomplex": "complex64", "longfloat": "longdouble", "issubsctype": "issubdtype"},
+        VisibleDeprecationWarning="exceptions.VisibleDeprecationWarning",
+        ComplexWarning="exceptions.ComplexWarning",
+        RankWarning="exceptions.RankWarning",
+        AxisError="exceptions.AxisError",
+    ),
+    *rewritten(
+        *("numpy", "NumPy 2.0"),
+        **{"NINF": "-numpy.inf", "PZERO": "0.0", "NZERO": "-0.0", "msort": "numpy.sort(a, axis=0)"},
+        asfarray="numpy.asarray(a, dtype=float)",
+        cast="numpy.asarray(a, dtype)",
+        find_common_type="numpy.result_type",
+    ),
+    Old("numpy.warnings", "NumPy 1.25", "warnings", "warnings:"),
+    Old("numpy.linalg.linalg", "NumPy 2.4", "numpy.linalg", "numpy.linalg:"),
+    *builtin("NumPy 1.23", alen="len"),
+    *renamed("numpy", "NumPy 1.18", rank="ndim"),
+    *renamed("numpy", "NumPy 1.25", typeDict="sctypeDict"),
+    *rewritten(
+        *("numpy.ndarray", "NumPy 2.0"),
+        ptp="numpy.ptp(array)",
+        itemset="array[index] = value",
+        newbyteorder="array.view(array.dtype.newbyteorder(order))",
+    ),
+    *rewritten("numpy.ndarray", "NumPy 2.3", tostring="array.tobytes()"),
+    *renamed("numpy", "NumPy 2.4", trapz="trapezoid"),
+    *rewritten("numpy", "NumPy 2.4", in1d="numpy.isin"),
+    *rewritten("numpy", "NumPy 1.23", asscalar="array.item()"),
+    Old("numpy.math", "NumPy 2.0", "math", "math:"),
+)
+LOADER = "torch.utils.data.dataloader"
+OTHER_WAY = "arguments the other way round"
+TORCH = (
+    Old("torch._six", "torch 2.0", "str, int, math.inf and collections.abc", f"{SIX}:"),
+    *rewritten("torch", "torch 2.0", symeig="torch.linalg.eigh"),
+    Old("torch.eig", "torch 1.13", "torch.linalg.eig, which is complex"),
+    *rewritten("torch", "torch 1.12", solve=f"torch.linalg.solve, {OTHER_WAY}"),
+    Old("torch.gesv", "torch 1.2", f"torch.linalg.solve, {OTHER_WAY}", f"{OURS}.solve"),
+    Old("torch.lstsq", "torch 1.13", f"torch.linalg.lstsq, {OTHER_WAY}"),
+    Old("torch.gels", "torch 1.3", f"torch.linalg.lstsq, {OTHER_WAY}"),
+    *renamed("torch", "torch 1.13", matrix_rank="linalg.matrix_rank"),
+    Old("torch.potrf", "torch 1.2", "torch.linalg.cholesky"),
+    Old("torch.potrs", "torch 1.2", "torch.cholesky_solve"),
+    Old("torch.trtrs", "torch 1.2", "torch.linalg.solve_triangular"),
+    Old("torch.btrifact", "torch 1.2", "torch.linalg.lu_factor"),
+    Old("torch.btrisolve", "torch 1.2", "torch.linalg.lu_solve"),
+    *rewritten(
+        *("torch", "torch 1.8"),
+        rfft="torch.fft.rfftn, which is complex",
+        irfft="torch.fft.irfftn, which takes complex numbers",
+        ifft="torch.fft.ifftn, which takes complex numbers",
+    ),
+    Old("torch.legacy", "torch 1.0", "torch.nn"),
+    Old("torch.utils.ffi", "torch 1.0", "torch.utils.cpp_extension"),
+    Old("torch.utils.serialization.load_lua", "torch 1.0", "a converted file"),
+    Old("torch._utils._accumulate", "torch 2.3", "itertools.accumulate", "itertools.accumulate"),
+    *rewritten(LOADER, "torch 1.1", _use_shared_memory="torch.utils.data.get_worker_info"),
+    *rewritten(LOADER, "torch 1.2", _DataLoaderIter="iter(loader)"),
+    *rewritten(LOADER, "torch 1.1", numpy_type_map="torch.utils.data.default_collate"),
+    *(
+        Old(f"{place}.{name}", since, remedy, f"{SIX}.{name}")
+        for place, since in ((LOADER, "torch 1.5"), ("torch.utils.data._utils.collate", "torch 2.0"))
+        for name, remedy in (
+            *(("string_classes", "str"), ("int_classes", "int"), ("container_abcs", "collections.abc")),
+        )
+    ),
+    Old("torch.nn.modules.linear._LinearWithBias", "torch 1.9", "torch.nn.Linear", "torch.nn.Linear"),
+    Old("torch.distributed.launch", "torch 1.9", "torchrun, which sets LOCAL_RANK", status=WARNS),
+    Old("torch.cuda.amp.GradScaler", "torch 2.4", 'torch.amp.GradScaler("cuda")', status=WARNS),
+    Old("torch.cuda.amp.autocast", "torch 2.4", 'torch.autocast("cuda")', status=WARNS),
+)
+OTHERS = (
+    *renamed("PIL.Image", "Pillow 10", ANTIALIAS="LANCZOS", LINEAR="BILINEAR", CUBIC="BICUBIC"),
+    *renamed("PIL", "Pillow 9", PILLOW_VERSION="__version__"),
+    *(Old(f"scipy.misc.{name}", "SciPy 1.3", f"imageio.{name}") for name in ("imread", "imsave")),
+    Old("scipy.misc.imresize", "SciPy 1.3", "PIL.Image.Image.resize"),
+    Old("scipy.misc.logsumexp", "SciPy 1.3", "scipy.special.logsumexp"),
+    *rewritten("PIL.ImageDraw.ImageDraw", "Pillow 10", textsize="draw.textbbox((0, 0), text)"),
+    *rewritten("PIL.ImageFont.FreeTypeFont", "Pillow 10", getsize="font.getbbox(text)"),
+    *renamed(
+        *("scipy.signal", "SciPy 1.13"),
+        *("gaussian", "hann", "hamming", "blackman", "kaiser", "tukey", "triang", "boxcar"),
+        to="scipy.signal.windows",
+    ),
+    *renamed(
+        *("scipy.integrate", "SciPy 1.14"),
+        **{"trapz": "trapezoid", "simps": "simpson", "cumtrapz": "cumulative_trapezoid"},
+    ),
+    *renamed("scipy", "SciPy 1.12", "interp", to="numpy"),
+    *renamed(
+        *("skimage.measure", "scikit-image 0.18"),
+        to="skimage.metrics",
+        compare_psnr="peak_signal_noise_ratio",
+        compare_mse="mean_squared_error",
+        compare_nrmse="normalized_root_mse",
+    ),
+    *rewritten("skimage.measure", "scikit-image 0.18", compare_ssim="skimage.metrics.structural_similarity"),
+    *rewritten(CANVAS, "matplotlib 3.10", tostring_rgb="canvas.buffer_rgba()"),
+    Old("sklearn.externals.joblib", "scikit-learn 0.23", "joblib", "joblib:"),
+    Old("sklearn.externals.six", "scikit-learn 0.23", "six", "six:"),
+    Old(
+        *("sklearn.utils.linear_assignment_", "scikit-learn 0.23", "scipy.optimize.linear_sum_assignment"),
+        f"{OURS}:",
+    ),
+    Old("sklearn.cross_validation", "scikit-learn 0.20", "sklearn.model_selection"),
+    Old("sklearn.datasets.fetch_mldata", "scikit-learn 0.22", "sklearn.datasets.fetch_openml"),
+    *renamed(
+        "torchvision.transforms", "torchvision 0.12", Scale="Resize", RandomSizedCrop="RandomResizedCrop"
+    ),
+    Old("torchvision.models.utils", "torchvision 0.11", "torch.hub.load_state_dict_from_url", "torch.hub:"),
+    Old(
+        *("torchvision.transforms.functional_tensor", "torchvision 0.17"),
+        *("torchvision.transforms.functional", "torchvision.transforms._functional_tensor:"),
+    ),
+    *(
+        Old(f"torchvision.models.{of}.model_urls", "torchvision 0.15", "weights=", f"{GONE}.model_urls.{of}")
+        for of in FILES
+    ),
+    *rewritten("transformers", "transformers 4.50", AdamW="torch.optim.AdamW"),
+    *rewritten("transformers.optimization", "transformers 4.50", AdamW="torch.optim.AdamW"),
+    *(
+        Old(f"transformers.{file}", "transformers 4.0", f"{place}.{file}", f"{place}.{file}:")
+        for name in ("bert", "roberta", "distilbert", "xlnet", "gpt2", "albert", "electra", "bart", "t5")
+        for place in (f"transformers.models.{name}",)
+        for file in (f"modeling_{name}", f"tokenization_{name}", f"configuration_{name}")
+    ),
+)
+NAMES = (*PYTHON, *NUMPY, *TORCH, *OTHERS)
