@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator
+from itertools import islice
 from types import MappingProxyType
 
 import torch
@@ -14,10 +15,11 @@ from torch.optim import Optimizer
 
 import ampatch as amp
 from ampatch.apex.amp.scaler import LossScaler
+from ampatch.apex.master_lists import MasterLists, Pick
 from ampatch.steps.foreign_step import list_wrapped
 
 
-class AmpOptimizerState:
+class AmpOptimizerState(MasterLists):
     """Shows the parameters of one optimizer: half ones, their masters, and float32 ones.
 
     What scripts assign is kept and, since nothing is lazy here, changes nothing.
@@ -31,47 +33,20 @@ class AmpOptimizerState:
         self.process_zero_grad = True
         self.set_aside: list[tuple[Parameter, Tensor | None]] = []
 
-    @property
-    def all_fp16_params(self) -> list[Tensor]:
-        """The model's half parameters that have masters."""
-        return [half for half, _ in amp.master_pairs(self._optimizer)]
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return amp.master_pairs(self._optimizer)
 
-    @property
-    def all_fp32_from_fp16_params(self) -> list[Tensor]:
-        """The masters, in the same order."""
-        return [master for _, master in amp.master_pairs(self._optimizer)]
+    def _stepped(self) -> list[list[Tensor]]:
+        params = amp.master_params(self._optimizer)  # which has masters, and their gradients, up to date
+        return [[*islice(params, len(group["params"]))] for group in self._optimizer.param_groups]
 
-    @property
-    def all_fp32_from_fp32_params(self) -> list[Tensor]:
-        """The float32 parameters that the model has itself."""
-        masters = {id(master) for master in self.all_fp32_from_fp16_params}
-        return [param for param in amp.master_params(self._optimizer) if id(param) not in masters]
-
-    all_fp32_params = all_fp32_from_fp32_params
-
-    # As in apex there are groups only where there are masters: scripts ask with `hasattr`.
-
-    @property
-    def fp16_groups(self) -> list[list[Tensor]]:
-        """The model's half parameters that have masters, by param group."""
-        halves = {id(master): half for half, master in amp.master_pairs(self._optimizer)}
-        return [[halves[id(master)] for master in group] for group in self.fp32_from_fp16_groups]
-
-    @property
-    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
-        """The masters, in the same order."""
-        return self._select(self.all_fp32_from_fp16_params)
-
-    @property
-    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """The float32 parameters that the model has itself, by param group."""
-        return self._select(self.all_fp32_from_fp32_params)
-
-    def _select(self, wanted: list[Tensor]) -> list[list[Tensor]]:
-        if not self.all_fp16_params:
+    def _pick(self, pick: Pick, by_group: bool) -> list[list[Tensor]]:
+        # As in apex there are groups only where there are masters: scripts ask with `hasattr`.
+        if by_group and not any(True for _ in self._pairs()):
             raise AttributeError("there are groups of masters at O2 and O5 alone")
-        known, groups = set(map(id, wanted)), self._optimizer.param_groups
-        return [[param for param in group["params"] if id(param) in known] for group in groups]
+        return super()._pick(pick, by_group)
+
+    all_fp32_params = MasterLists.all_fp32_from_fp32_params
 
     def model_params(self) -> Iterator[Tensor]:
         """The parameters that backward gives gradients to."""

@@ -9,6 +9,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 import ampatch as amp
+from ampatch.apex.master_lists import MasterLists
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.steps.masters.params import MasterParams, fit_states
 from ampatch.steps.masters.weight import Weight
@@ -23,14 +24,7 @@ def of_inner(name: str) -> property:
     )
 
 
-def of_all(groups: property) -> property:
-    """Makes a property with the parameters of all groups in one list."""
-    return property(
-        lambda self: [param for group in groups.__get__(self) for param in group], doc=groups.__doc__
-    )
-
-
-class MasterOptimizer(Optimizer):
+class MasterOptimizer(MasterLists, Optimizer):
     """Puts float32 masters in the place of an optimizer's half parameters, with their state.
 
     It shows the param groups, state and hooks of the optimizer inside it, and is an `Optimizer` so that
@@ -63,31 +57,12 @@ class MasterOptimizer(Optimizer):
         for group in self.param_groups:
             yield from group["params"]
 
-    @property
-    def fp16_groups(self) -> list[list[Parameter]]:
-        """The half parameters of the model that have masters, by param group."""
-        groups = self.fp32_from_fp16_groups
-        halves = {id(pair.master): pair.half for pair in self._masters}
-        return [[halves[id(master)] for master in group] for group in groups]
+    def _pairs(self) -> Iterator[tuple[Parameter, Parameter]]:
+        return ((pair.half, pair.master) for pair in self._masters)
 
-    @property
-    def fp32_from_fp16_groups(self) -> list[list[Parameter]]:
-        """Their masters, in the same order; made here if the model became half since."""
-        self._make_masters()
-        return [
-            [param for param in group["params"] if self._masters.owns(param)] for group in self.param_groups
-        ]
-
-    @property
-    def fp32_from_fp32_groups(self) -> list[list[Parameter]]:
-        """The parameters that are stepped as they are; frozen ones are in no list."""
-        self._make_masters()
-        others = [self._masters.select_others(group["params"]) for group in self.param_groups]
-        return [[param for param in group if param.requires_grad] for group in others]
-
-    all_fp16_params = of_all(fp16_groups)
-    all_fp32_from_fp16_params = of_all(fp32_from_fp16_groups)
-    all_fp32_from_fp32_params = of_all(fp32_from_fp32_groups)
+    def _stepped(self) -> list[list[Parameter]]:
+        self._make_masters()  # of a model that became half since
+        return [group["params"] for group in self.param_groups]
 
     def add_param_group(self, param_group: dict) -> None:
         """Adds a param group to the inner optimizer, and makes masters for its half parameters."""
