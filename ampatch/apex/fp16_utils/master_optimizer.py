@@ -15,12 +15,12 @@ from ampatch.steps.masters.params import MasterParams, fit_states
 from ampatch.steps.masters.weight import Weight
 
 
-def of_inner(name: str) -> property:
-    """Makes a property that is the inner optimizer's attribute of that name."""
+def attribute_of(part: str, name: str, *default: object) -> property:
+    """Makes a property that is an attribute of a part of the object; `default` where the part has none."""
     return property(
-        lambda self: getattr(self.optimizer, name),
-        lambda self, value: setattr(self.optimizer, name, value),
-        doc=f"The inner optimizer's `{name}`.",
+        lambda self: getattr(getattr(self, part), name, *default),
+        lambda self, value: setattr(getattr(self, part), name, value),
+        doc=f"The `{name}` of `{part}`.",
     )
 
 
@@ -71,12 +71,12 @@ class MasterOptimizer(MasterLists, Optimizer):
 
     # ---- What the inner optimizer has ----
 
-    state = of_inner("state")
-    param_groups = of_inner("param_groups")
-    defaults = of_inner("defaults")
+    state = attribute_of("optimizer", "state")
+    param_groups = attribute_of("optimizer", "param_groups")
+    defaults = attribute_of("optimizer", "defaults")
     # Hooks of theirs run around each step that is not skipped.
-    register_step_pre_hook = of_inner("register_step_pre_hook")
-    register_step_post_hook = of_inner("register_step_post_hook")
+    register_step_pre_hook = attribute_of("optimizer", "register_step_pre_hook")
+    register_step_post_hook = attribute_of("optimizer", "register_step_post_hook")
 
     def __getstate__(self) -> dict[str, object]:
         self._masters.take_edits()

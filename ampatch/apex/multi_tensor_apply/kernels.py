@@ -27,7 +27,7 @@ def kernel(count: int) -> Callable[[Kernel], Kernel]:
             chunk_size: int, noop_flag: Tensor | None, tensor_lists: Lists, *args: object, **kwargs: object
         ) -> object:
             with torch.no_grad(), amp.disable_casts():
-                lists = check_lists(function.__name__, tensor_lists, count)
+                lists = without_graph(function.__name__, tensor_lists, count)
                 return function(noop_flag, lists, *args, **kwargs)
 
         del run.__wrapped__  # which takes other arguments than help and inspect are to show
@@ -36,32 +36,15 @@ def kernel(count: int) -> Callable[[Kernel], Kernel]:
     return decorate
 
 
-def check_lists(name: str, tensor_lists: Lists, count: int) -> list[list[Tensor]]:
-    """Returns the lists, as lists of tensors without a graph or a version.
-
-    Raises AmpValueError if there are not `count` of them, or if they do not fit.
-    """
+def without_graph(name: str, tensor_lists: Lists, count: int) -> list[list[Tensor]]:
+    """Returns the lists, with tensors that have no graph and no version; raises AmpValueError for others."""
     lists = [[tensor.data for tensor in tensors] for tensors in tensor_lists]
-    if len(lists) != count:
-        raise amp.AmpValueError(f"{name}: found {len(lists)} lists of tensors, expected {count}")
-    if len({len(tensors) for tensors in lists}) > 1:
+    lengths = [len(tensors) for tensors in lists]
+    if len(lists) != count or len({*lengths}) > 1:
         raise amp.AmpValueError(
-            f"{name}: the lists have {', '.join(str(len(tensors)) for tensors in lists)} tensors: "
-            f"expected the same number in each"
+            f"{name}: found lists of {lengths} tensors, expected {count} lists of the same length"
         )
-    for index, row in enumerate(zip(*lists, strict=True)):
-        _check_row(name, index, row)
     return lists
-
-
-def _check_row(name: str, index: int, row: Sequence[Tensor]) -> None:
-    if any(tensor.layout is not torch.strided for tensor in row):
-        raise amp.AmpValueError(f"{name}: does not support sparse tensors, and tensor {index} is one")
-    if len({tensor.numel() for tensor in row}) > 1:
-        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in row)
-        raise amp.AmpValueError(
-            f"{name}: tensors {index} have shapes {shapes}: expected equal numbers of elements"
-        )
 
 
 def write_(targets: Sequence[Tensor], results: Sequence[Tensor]) -> None:

@@ -5,15 +5,7 @@ from __future__ import annotations
 from torch.nn import Parameter
 
 from ampatch.apex import fp16_utils
-
-
-def of_scaler(name: str, *default: object) -> property:
-    """Makes a property that is the loss scaler's attribute of that name; `default` where it has none."""
-    return property(
-        lambda self: getattr(self.loss_scaler, name, *default),
-        lambda self, value: setattr(self.loss_scaler, name, value),
-        doc=f"The loss scaler's `{name}`.",
-    )
+from ampatch.apex.fp16_utils.master_optimizer import attribute_of
 
 
 class FP16_Optimizer(fp16_utils.FP16_Optimizer):
@@ -22,11 +14,11 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):
     Gradients are clipped by a FusedAdam that was made with `max_grad_norm`.
     """
 
-    cur_scale = of_scaler("cur_scale")
-    cur_iter = of_scaler("cur_iter", 0)
-    last_overflow_iter = of_scaler("last_overflow_iter")
-    scale_factor = of_scaler("scale_factor")
-    scale_window = of_scaler("scale_window")
+    cur_scale = attribute_of("loss_scaler", "cur_scale")
+    cur_iter = attribute_of("loss_scaler", "cur_iter", 0)
+    last_overflow_iter = attribute_of("loss_scaler", "last_overflow_iter")
+    scale_factor = attribute_of("loss_scaler", "scale_factor")
+    scale_window = attribute_of("loss_scaler", "scale_window")
 
     def zero_grad(self, set_grads_to_None: bool = True, set_to_none: bool | None = None) -> None:
         """Clears the gradients of the model and of the masters: to None, unless told to zero."""
