@@ -22,7 +22,7 @@ import torch
 
 from ampatch.__main__ import main
 from ampatch.apex.changes import Changes
-from ampatch.apex.check import check_file
+from ampatch.apex.checking.check import check_file
 from ampatch.apex.legacy.finding import find_cause
 from ampatch.apex.legacy.gone import functions
 from ampatch.apex.legacy.mending.legacy import legacy

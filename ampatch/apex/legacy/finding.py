@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from ampatch.apex.checking.uses import Names, Use, find_uses
 from ampatch.apex.drop_in.mirror import ROOTS as APEX
 from ampatch.apex.legacy.name_rows import NAMES
 from ampatch.apex.legacy.old import Old
 from ampatch.apex.legacy.pattern_rows import ASYNC, PATTERNS
 from ampatch.apex.legacy.patterns import patterns, sampler_calls
-from ampatch.apex.uses import Names, Use, find_uses
 
 ROOTS = APEX | {*(row.name.partition(".")[0] for row in NAMES), "librosa", "random", "torchvision", "yaml"}
 ROWS = MappingProxyType({row.name: row for row in (*NAMES, *PATTERNS)})

@@ -13,9 +13,9 @@ from types import MappingProxyType
 from torch.optim import lr_scheduler
 from torch.torch_version import TorchVersion
 
+from ampatch.apex.checking.uses import Names
 from ampatch.apex.legacy.name_rows import CANVAS, NAMES
 from ampatch.apex.legacy.pattern_rows import COPY, LOAD, NUMPY_LOAD, PART, RAGGED
-from ampatch.apex.uses import Names
 
 # What was a method of tensors as well, and of nothing else.
 METHODS = ("btrifact", "btrisolve", "gels", "gesv", "potrf", "potrs", "symeig", "trtrs")

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ampatch.apex.checking.uses import Names, is_of
 from ampatch.apex.drop_in.mirror import ROOTS
 from ampatch.apex.legacy.finding import ROOTS as LEGACY
 from ampatch.apex.legacy.finding import parse
-from ampatch.apex.uses import Names, is_of
 
 
 class Modules:

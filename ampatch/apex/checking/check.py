@@ -16,13 +16,13 @@ from types import ModuleType
 import ampatch
 import ampatch as amp
 import ampatch.apex
+from ampatch.apex.checking.imports import Modules
+from ampatch.apex.checking.uses import Use, is_of
 from ampatch.apex.drop_in.mirror import EXTENSIONS, OURS, PARTS, ROOTS, own_name
 from ampatch.apex.drop_in.missing import explain
 from ampatch.apex.drop_in.real import public_names
-from ampatch.apex.imports import Modules
 from ampatch.apex.legacy.finding import READS_RANK, ROWS, Finding, read
 from ampatch.apex.legacy.old import BREAKS
-from ampatch.apex.uses import Use, is_of
 
 # In Python's words for a syntax error.
 PYTHON_2 = ("call to 'print'", "call to 'exec'", "multiple exception types", "leading zeros in decimal")

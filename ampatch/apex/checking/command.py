@@ -14,8 +14,8 @@ from ampatch.apex.drop_in.real import is_real_installed
 from ampatch.apex.legacy.old import BREAKS, MAY_BREAK, NEEDS_CUDA, WARNS
 
 if TYPE_CHECKING:
-    from ampatch.apex.check import Report
-    from ampatch.apex.imports import Modules
+    from ampatch.apex.checking.check import Report
+    from ampatch.apex.checking.imports import Modules
 
 SUMMARY = "list the names of apex that a script uses, what in it breaks today or needs CUDA, and what to do"
 # Of how many in all.
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints a report for each script; returns 1 if one of them uses what is not provided or breaks."""
-    from ampatch.apex.check import check_file
+    from ampatch.apex.checking.check import check_file
 
     files: dict[Path, tuple[Path, Modules]] = {}
     for path in arguments.paths:
@@ -64,8 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def find_files(path: Path) -> Iterator[tuple[Path, Modules]]:
     """Yields the files of a script, or of a folder, and what they import; what is hidden is left out."""
-    from ampatch.apex.check import star_names
-    from ampatch.apex.imports import Modules
+    from ampatch.apex.checking.check import star_names
+    from ampatch.apex.checking.imports import Modules
 
     if not path.exists():
         raise AmpValueError(f"'{path}' does not exist: expected a Python script or a folder")
