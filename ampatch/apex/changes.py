@@ -17,7 +17,14 @@ import ampatch
 from ampatch.patching.patcher import Patcher
 
 OURS = os.path.dirname(ampatch.__file__)
-PASSED = (os.path.dirname(torch.__file__), OURS, "<frozen importlib", warnings.__file__, argparse.__file__)
+# Files between the script's line and a function that looks for it.
+PASSED = (
+    os.path.dirname(torch.__file__),
+    OURS,
+    "<frozen importlib",
+    warnings.__file__,
+    argparse.__file__,
+)
 
 
 class Changes(ExitStack):
@@ -37,7 +44,7 @@ class Changes(ExitStack):
         self._patcher.put(owner, name, value)
 
     def add_module(self, name: str, module: ModuleType) -> None:
-        """Gives a module a name in `sys.modules`, which nobody has but a module that is being imported."""
+        """Gives a module a name in `sys.modules`; at most a module that is being imported has it yet."""
         sys.modules[name] = module
         self.callback(remove_module, name, module)
 
@@ -47,9 +54,9 @@ class Changes(ExitStack):
             module.__class__ = cls
             self.callback(setattr, module, "__class__", ModuleType)
 
-    def show_warnings_there(self) -> None:
-        """Has warnings that name a line of ours, where torch was called, name that of the script."""
-        self.set_attribute(warnings, "showwarning", wrap(warnings.showwarning, show_there))
+    def show_warnings_in_script(self) -> None:
+        """Has a warning about a line of ours, which calls torch, name the line of the script instead."""
+        self.set_attribute(warnings, "showwarning", wrap(warnings.showwarning, show_in_script))
 
 
 def remove_module(name: str, module: ModuleType) -> None:
@@ -76,8 +83,10 @@ def script_frame() -> FrameType | None:
     return frame
 
 
-def show_there(show: Callable, /, message: object, kind: type, path: str, line: int, *args: object) -> None:
-    """Shows a warning that names a line of ours at the line of the script that led there."""
+def show_in_script(
+    show: Callable, /, message: object, kind: type, path: str, line: int, *args: object
+) -> None:
+    """Shows a warning; one about a line of ours names the line of the script that led there."""
     frame = script_frame() if path.startswith(OURS) else None
     if frame is not None:
         path, line = frame.f_code.co_filename, frame.f_lineno

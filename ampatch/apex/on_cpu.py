@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 DEVICE = re.compile(r"cuda(:\d+)?")
 TYPES = ("Float", "Half", "BFloat16", "Double", "Byte", "Char", "Short", "Int", "Long", "Bool")
 
-NOTHING = {"range_push", "range_pop", "range_start", "range_end", "mark", "start", "stop", "init"}
+DO_NOTHING = {"range_push", "range_pop", "range_start", "range_end", "mark", "start", "stop", "init"}
 MOVES = ("to", "_parse_to")  # of tensors, and what modules ask: a number there is a GPU's
 
 MEMORY = 2**34  # which scripts divide by
@@ -165,7 +165,7 @@ def on_cpu() -> Iterator[None]:
     devices, too; extensions in CUDA fail as before.
     """
     with Changes() as changes, CpuMode():
-        changes.show_warnings_there()
+        changes.show_warnings_in_script()
         for replacements in (of_cuda(), of_copies(), of_others(), of_distributed()):
             for owner, name, value in replacements:
                 changes.set_attribute(owner, name, value)
@@ -186,7 +186,7 @@ def of_cuda() -> Iterator[Replacement]:
     yield cuda, "current_device", wrap(cuda.current_device, answer_scripts, chosen.number)
     yield cuda, "set_device", wrap(cuda.set_device, answer_scripts, chosen.choose)
     for place in (cuda.nvtx, cuda.profiler):
-        yield from ((place, name, lambda *_, **__: 0) for name in NOTHING & vars(place).keys())
+        yield from ((place, name, lambda *_, **__: 0) for name in DO_NOTHING & vars(place).keys())
     yield torch.autograd.profiler, "emit_nvtx", lambda *_, **__: nullcontext()
     device = type("device", (Device,), {"chosen": chosen})
     for name, value in {"Event": Event, "Stream": Stream, "device": device, "stream": Context}.items():

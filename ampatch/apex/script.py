@@ -65,7 +65,7 @@ class Script:
         without our frames, as if `python` had run the script.
         """
         try:
-            with expected(self.device, self.legacy):
+            with as_expected(self.device, self.legacy):
                 start = self._prepare()
                 exec(start.code, new_main(start))
         except SystemExit:
@@ -265,7 +265,7 @@ def open_legacy() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def expected(device: str | None, legacy: bool) -> Iterator[None]:
+def as_expected(device: str | None, legacy: bool) -> Iterator[None]:
     """Gives a script what it expects of its machine and of its year, also in processes that it spawns."""
     with Changes() as changes:
         if legacy:
@@ -282,7 +282,7 @@ def expected(device: str | None, legacy: bool) -> Iterator[None]:
 def expect_to_the_end(**given: object) -> None:
     """Gives a spawned process what its parent's script expects."""
     stack = ExitStack()
-    stack.enter_context(expected(**given))
+    stack.enter_context(as_expected(**given))
     atexit.register(stack.close)  # which also keeps it until then
 
 

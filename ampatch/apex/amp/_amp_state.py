@@ -128,7 +128,7 @@ class AmpState(amp.Observer):
         self._views = Scalers()
         self.attached: list[weakref.ref[Optimizer]] = []  # optimizers with names of apex's
         self._listening: AbstractContextManager[None] | None = None
-        self.is_told = False  # whether the last call of `initialize` was an enabled one
+        self.was_enabled = False  # whether the last call of `initialize` was an enabled one
 
     @property
     def loss_scalers(self) -> list[LossScaler]:
@@ -148,7 +148,7 @@ class AmpState(amp.Observer):
         if self._listening is None:
             self._listening = amp.observe(self)
             self._listening.__enter__()
-        self.is_told = False
+        self.was_enabled = False
         self.attached = [reference for reference in self.attached if reference() is not None]
         try:
             yield
@@ -156,12 +156,12 @@ class AmpState(amp.Observer):
             if not hasattr(self, "opt_properties"):
                 self.on_uninitialize()
             raise
-        if not self.is_told and not hasattr(self, "opt_properties"):
+        if not self.was_enabled and not hasattr(self, "opt_properties"):
             self._show(Properties({"enabled": False}), NoOpHandle())
 
     def on_initialize(self, policy: amp.Policy) -> None:
         """Shows the options of an enabled call."""
-        self.is_told = True
+        self.was_enabled = True
         handle = getattr(self, "handle", NoOpHandle())
         if policy.patch_torch_functions and not handle.is_active():
             handle = AmpHandle()

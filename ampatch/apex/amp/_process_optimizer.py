@@ -55,7 +55,7 @@ class AmpOptimizerState(MasterLists):
 
 
 def _mark_initialized(optimizer: Optimizer) -> None:
-    """Does nothing: masters are made by `initialize`."""
+    """Notes that masters are there: `initialize` has made them."""
     optimizer._amp_stash.lazy_init_called = True
 
 

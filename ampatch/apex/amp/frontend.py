@@ -38,7 +38,7 @@ def initialize(*args: object, **kwargs: object) -> object:
         given.apply_defaults()
         for name in ("verbosity", "min_loss_scale", "max_loss_scale"):
             setattr(_amp_state, name, given.arguments[name])
-        if _amp_state.is_told:
+        if _amp_state.was_enabled:
             for optimizer in optimizers:
                 _amp_state.attached += attach(optimizer)
     return returned

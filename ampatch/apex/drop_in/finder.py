@@ -100,8 +100,8 @@ class ApexFinder(MetaPathFinder):
 def is_import() -> bool:
     """Says whether a finder is asked for an import, and not by `importlib.util.find_spec`.
 
-    The one must raise for what is not there, the other answer None, and a finder is told nothing that
-    would part them: only its callers in the import system do.
+    An import must raise for what is not there, and `find_spec` must return None. Nothing tells a finder
+    which of the two asks, but the functions of the import system that call it.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_find_and_load_unlocked":

@@ -1,8 +1,8 @@
 """Our modules under the names that apex gave them.
 
-A module has two names in `sys.modules`, its own and apex's. All names are given at once: what is
-there already the import system neither loads a second time nor binds anew, so that `apex.amp` keeps
-its object `_amp_state` instead of the submodule of that name.
+A module has two names in `sys.modules`, its own and apex's. All names are given at once: the import
+system neither loads nor binds again what is there already, so that `apex.amp` keeps its object
+`_amp_state` instead of the submodule of that name.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ class FP16_Optimizer(MasterOptimizer):
         self.overflow = False
         self.first_closure_call_this_step = True
         self.clip_grad_norm = clip_grad_norm
-        self._are_scaled: bool | None = None  # the gradients of this step; None if there are none of ours
-        self._counts = False  # whether the scale has yet to be updated by the overflow
+        self._are_scaled: bool | None = None  # the gradients of `backward`; None where it has made none
+        self._must_back_off = False  # whether the scale has yet to follow what `overflow` says
 
     # Gradients
 
@@ -115,7 +115,7 @@ class FP16_Optimizer(MasterOptimizer):
                 grads += _find_grads(self.all_fp32_from_fp32_params)
             self.overflow = self._unscale_(grads) or self.overflow
         self._are_scaled = False
-        self._counts = True
+        self._must_back_off = True
 
     @torch.no_grad()
     def _prepare_backward(self) -> None:
@@ -229,9 +229,9 @@ class FP16_Optimizer(MasterOptimizer):
 
     def _back_off(self) -> None:
         """Lets the loss scale follow an overflow, once."""
-        if not (self.overflow and self._counts):
+        if not (self.overflow and self._must_back_off):
             return
-        self._counts = False
+        self._must_back_off = False
         attempted = self.loss_scale
         self.loss_scaler.update_scale(True)
         asked.log(
@@ -284,7 +284,7 @@ class FP16_Optimizer(MasterOptimizer):
         self.loss_scaler, self.dynamic_loss_scale = scaler, bool(state_dict["dynamic_loss_scale"])
         self.overflow = state_dict.get("overflow", False)
         self.first_closure_call_this_step = state_dict.get("first_closure_call_this_step", True)
-        self._counts, self._are_scaled = False, None
+        self._must_back_off, self._are_scaled = False, None
         for master, saved in zip(itertools.chain(*groups), masters, strict=True):
             master.copy_(saved)
         self._master_params_to_model_params()

@@ -12,7 +12,6 @@ from ampatch.apex.amp_C import multi_tensor_adam
 from ampatch.apex.multi_tensor_apply.updates import adam_, clip
 from ampatch.apex.optimizers.batch import Batch
 from ampatch.apex.optimizers.fused_optimizer import CountingOptimizer, Group, Params
-from ampatch.levels.precision import HALF_TYPES
 
 
 class FusedAdam(CountingOptimizer):
@@ -66,7 +65,7 @@ class FusedAdam(CountingOptimizer):
 
     def _show_master(self, param: Tensor) -> Tensor:
         master = self._working_copy(param)
-        if param.dtype in HALF_TYPES:
+        if self._has_master(param):
             self._shown.setdefault(param, param.detach().clone())
         return master
 

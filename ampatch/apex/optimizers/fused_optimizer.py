@@ -40,8 +40,8 @@ class FusedOptimizer(Optimizer):
         self._check_positive(**{name: value for name, value in given.items() if value is not required})
         self.set_grad_none = set_grad_none
         self.master_weights = master_weights
-        self._marks: dict[Tensor, tuple[int, int]] = {}  # of parameters, how we left the master
-        self._shown: dict[Tensor, Tensor] = {}  # how we left those whose masters were handed out
+        self._marks: dict[Tensor, tuple[int, int]] = {}  # by parameter, of the master as a step left it
+        self._shown: dict[Tensor, Tensor] = {}  # parameters whose masters a script has, as a step left them
         super().__init__(params, defaults)
         # As apex's had it: subclasses of FusedAdam hand it to `multi_tensor_applier`, with its kernel.
         devices = (param.device for group in self.param_groups for param in group["params"])
@@ -80,19 +80,24 @@ class FusedOptimizer(Optimizer):
         return group_by_kind((param, self._working_copy(param)) for param in params)
 
     def _working_copy(self, param: Tensor) -> Tensor:
-        if not self.master_weights or param.dtype not in HALF_TYPES:
-            return working_copy(param)
-        full = param.detach().float()
-        state = self.state[param]
-        state["master_param"] = master = align(state.get("master_param", full), full)
-        # The model's weights count where somebody wrote into them, as load_state_dict does; unless it was
-        # into the master.
+        return self._master(param) if self._has_master(param) else working_copy(param)
+
+    def _has_master(self, param: Tensor) -> bool:
+        return self.master_weights and param.dtype in HALF_TYPES
+
+    def _master(self, param: Tensor) -> Tensor:
+        """Returns a parameter's master, with what was written into the parameter since the last step.
+
+        What was written into the master stays, and counts more.
+        """
+        half, state = param.detach(), self.state[param]
+        state["master_param"] = master = align(state.get("master_param", half), half.float())
         left = self._shown.get(param)
-        if left is not None:  # somebody may write through `.data`, which leaves no mark
-            master.copy_(torch.where(param.detach() == left, master, full))
-            left.copy_(param.detach())
+        if left is not None:  # a script may write through the `.data` of either, which leaves no mark
+            master.copy_(torch.where(half == left, master, half.float()))
+            left.copy_(half)
         elif self._marks.get(param) in (None, _mark(master)):
-            master.copy_(refine(master, param.detach()))
+            master.copy_(refine(master, half))
         self._marks[param] = _mark(master)
         return master
 

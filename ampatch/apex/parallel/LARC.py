@@ -22,8 +22,8 @@ class LARC:
     whose norm is zero, or whose gradient's is, is stepped as without LARC and without weight decay.
 
     It is no Optimizer: schedulers take `larc.optim`. Gradients are changed in place at the step, after
-    they are unscaled. A step that is skipped changes them where the optimizer skips on the device (a fused
-    one), and they are not finite then anyway; else it leaves them.
+    they are unscaled. A skipped step leaves them as they are, unless the optimizer is a fused one, which
+    skips on the device; but then they are not finite anyway.
     """
 
     def __init__(

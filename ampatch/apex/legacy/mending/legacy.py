@@ -86,7 +86,7 @@ def legacy() -> Iterator[None]:
     """
     told = Told()
     with Changes() as changes, LegacyMode(told):
-        changes.show_warnings_there()
+        changes.show_warnings_in_script()
         places = Places(changes)
         put_back_names(changes, places, told)
         for place, name, wider in WIDER:

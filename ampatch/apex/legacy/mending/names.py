@@ -33,7 +33,7 @@ Change = Callable[[object], None]  # of a module or class
 
 
 class Told:
-    """What was told of already, by the first rank alone and not again in the processes that it forks."""
+    """Tells of each thing once: the first rank does, and the processes that it forks do not."""
 
     def __init__(self) -> None:
         self._told: set[tuple[str, str | None]] = set()
