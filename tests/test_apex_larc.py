@@ -148,7 +148,7 @@ def test_copies_of_larc_step_their_own_parameters(copied):
     assert theirs.tolist() == pytest.approx([0.95, 0.95])
 
 
-def train_with_larc(level, loss_scale, overflow=False):
+def train_with_larc(level, loss_scale, overflow=False, delay=False):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = LARC(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01))
@@ -159,7 +159,8 @@ def train_with_larc(level, loss_scale, overflow=False):
     for step in range(3):
         torch.manual_seed(step)
         loss = (model(torch.randn(8, 3)).float() - torch.randn(8, 2)).pow(2).mean()
-        with amp.scale_loss(loss * (1e15 if overflow and step == 1 else 1), optimizer) as scaled:
+        loss = loss * (1e15 if overflow and step == 1 else 1)
+        with amp.scale_loss(loss, optimizer, delay_unscale=delay) as scaled:
             scaled.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -171,11 +172,11 @@ def train_with_larc(level, loss_scale, overflow=False):
 
 
 @shows("companions-larc", "optimizers-larc")
-@pytest.mark.parametrize("loss_scale", [None, 1024.0], ids=str)
+@pytest.mark.parametrize(("loss_scale", "delay"), [(None, False), (1024.0, False), (1024.0, True)], ids=str)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-def test_larc_under_every_level_trains_as_in_float32(level, loss_scale):
+def test_larc_under_every_level_trains_as_in_float32(level, loss_scale, delay):
     expected = train_with_larc(None, None)[-1]
-    found = train_with_larc(level, loss_scale)[-1]
+    found = train_with_larc(level, loss_scale, delay=delay)[-1]
     # O0 unscales by a power of two, exactly; the others are as precise as their half type.
     tolerance = {"O0": 0.0, "O1": 1e-3, "O2": 1e-3, "O4": 1e-2, "O5": 1e-2}[level]
     for mine, theirs in zip(found, expected, strict=True):

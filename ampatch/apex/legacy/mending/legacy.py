@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
@@ -16,23 +18,52 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Sampler
 
 from ampatch.apex.changes import Changes, wrap
-from ampatch.apex.legacy.finding import ROWS
+from ampatch.apex.legacy.finding import KEYWORD, ROWS
 from ampatch.apex.legacy.gone.functions import fft
 from ampatch.apex.legacy.mending.arguments import (
     init_sampler,
     init_silently,
     init_with_floats,
+    load_arrays,
     load_pickles,
     load_yaml,
+    make_array,
+    read_bytes,
     sample_any,
     take_positional,
 )
-from ampatch.apex.legacy.mending.arrays import load_arrays, make_array, read_bytes
 from ampatch.apex.legacy.mending.names import Places, Told, put_back_names, tell
-from ampatch.apex.legacy.mending.ranks import parse_rank
-from ampatch.apex.legacy.mending.sources import compile_mended
+from ampatch.apex.legacy.mending.ranks import parse_rank, put_rank_first
 from ampatch.apex.legacy.mending.tensors import LegacyMode, init_at_port
+from ampatch.apex.legacy.pattern_rows import ASYNC
 from ampatch.apex.legacy.patterns import LIBROSA
+
+
+def mend_source(source: bytes) -> bytes:
+    """Returns a source that Python parses, if it says `async=` where that was an argument's name.
+
+    >>> mend_source(b"x.cuda(async=True)"), mend_source(b"'async=' in text")
+    (b'x.cuda(non_blocking=True)', b"'async=' in text")
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python warns of the source itself, with its name
+        try:
+            compile(source, "<script>", "exec", dont_inherit=True)
+        except SyntaxError:
+            return KEYWORD.sub(b"non_blocking", source)
+    return source
+
+
+def compile_mended(
+    source_to_code: Callable, told: Told, /, self: object, data: object, path: object, **options: object
+) -> object:
+    """Has the modules of a script compiled with their sources mended."""
+    mended = mend_source(data) if isinstance(data, bytes) else data
+    if isinstance(mended, bytes):
+        put_rank_first(told, mended, os.fsdecode(path))
+    if mended is not data:
+        told.tell(ROWS[ASYNC], os.path.relpath(os.fsdecode(path)))
+    return source_to_code(self, mended, path, **options)
 
 
 class OldTransforms(ModuleType):
