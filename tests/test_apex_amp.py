@@ -268,6 +268,8 @@ def test_the_stash_lists_half_params_masters_and_the_others():
     assert [*map(id, stash.all_fp16_params)] == halves
     assert_same_bits(stash.all_fp16_params, [param.half() for param in stash.all_fp32_from_fp16_params])
     assert [*map(id, stash.all_fp32_from_fp32_params)] == [*map(id, model[1].parameters())]
+    model[1].bias.requires_grad_(False)  # frozen ones are in no list
+    assert [*map(id, stash.all_fp32_from_fp32_params)] == [id(model[1].weight)]
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4"])

@@ -17,7 +17,7 @@ from apex_rows import (
     shows,
 )
 
-FULL, HALF = torch.float32, torch.bfloat16
+FULL = torch.float32
 
 
 # ---- Steps ----

@@ -153,7 +153,6 @@ def test_a_restored_run_is_bit_equal_to_the_one_that_never_stopped(level, order)
     assert amp.state_dict() == state
 
 
-FULL, HALF = torch.float32, torch.bfloat16
 
 
 @shows("never-which-layer")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from ampatch.apex.parallel.flat import (
+from ampatch.apex.parallel.collectives import (
     apply_flat_dist_call,
     broadcast_params,
     flat_dist_call,

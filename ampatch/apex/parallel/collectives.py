@@ -1,4 +1,4 @@
-"""One collective call for many tensors: they are laid out in one, and taken apart again."""
+"""Collectives on many tensors in one call, and what ranks settle first: a group, equal parameters."""
 
 from __future__ import annotations
 
