@@ -1,5 +1,6 @@
 """Patching: what was there comes back exactly, and what others put over it stays."""
 
+import datetime
 import gc
 import sys
 import types
@@ -53,6 +54,23 @@ def test_two_replacements_of_a_place_are_undone_and_the_original_is_found_beneat
     assert patcher.find_original(module, "function") is value
     patcher.close()
     assert vars(module) == before
+
+
+class Refuses(type):
+    def __setattr__(cls, name, value):
+        raise TypeError(f"{name} stays")
+
+
+def test_a_class_written_in_c_takes_an_attribute_and_one_that_refuses_it_does_not(patcher):
+    patcher.put(datetime.date, "added", 1)
+    patcher.put(datetime.date, "today", 2)
+    assert (datetime.date.added, datetime.date.today) == (1, 2)
+    patcher.close()
+    assert not hasattr(datetime.date, "added")
+    assert isinstance(datetime.date.today(), datetime.date)
+    with pytest.raises(TypeError, match="added stays"):
+        patcher.put(Refuses("Owner", (), {}), "added", 1)
+    assert len(patcher) == 0
 
 
 # ---- Conflicts ----

@@ -20,6 +20,7 @@ from ampatch.table import CastTable, Row
 logger = logging.getLogger("ampatch")
 
 _ABSENT = object()
+_MADE_BY_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE, of a class's `__flags__`
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,8 @@ def _assign(parent: object, attribute: str, value: object) -> None:
     try:
         delattr(parent, attribute) if value is _ABSENT else setattr(parent, attribute, value)
     except TypeError:
+        if not isinstance(parent, type) or parent.__flags__ & _MADE_BY_PYTHON:
+            raise
         (attributes,) = gc.get_referents(vars(parent))
         attributes.pop(attribute) if value is _ABSENT else attributes.update({attribute: value})
         ctypes.pythonapi.PyType_Modified(ctypes.py_object(parent))
