@@ -12,14 +12,14 @@ from collections.abc import Callable, Set
 import numpy as np
 
 from ampatch.apex.legacy.finding import ROWS
-from ampatch.apex.legacy.mending.names import Told
+from ampatch.apex.legacy.mending.names import Notices
 from ampatch.apex.legacy.old import Old
 from ampatch.apex.legacy.pattern_rows import COPY, LOAD, NUMPY_LOAD, RAGGED
 from ampatch.apex.legacy.patterns import POSITIONAL, librosa_wants_names
 
 
 def load_objects(
-    row: Old, name: str, value: bool, load: Callable, told: Told, /, *args: object, **kwargs: object
+    row: Old, name: str, value: bool, load: Callable, notices: Notices, /, *args: object, **kwargs: object
 ) -> object:
     """Has a function load objects as well, where a script does not say of the argument `name` whether to."""
     file = args[0] if args else kwargs.get("f", kwargs.get("file"))
@@ -29,7 +29,7 @@ def load_objects(
     except (ValueError, pickle.UnpicklingError) as error:
         if kwargs.get(name) is not None or row.error not in str(error):
             raise
-    told.tell(row)
+    notices.tell(row)
     if hasattr(file, "seek"):
         file.seek(place)
     return load(*args, **kwargs | {name: value})
@@ -38,23 +38,23 @@ def load_objects(
 load_pickles = functools.partial(load_objects, ROWS[LOAD], "weights_only", False)  # for `torch.load`
 
 
-def init_silently(init: Callable, told: Told, /, self: object, *args: object, **kwargs: object) -> None:
+def init_silently(init: Callable, notices: Notices, /, self: object, *args: object, **kwargs: object) -> None:
     """Has a scheduler take `verbose`, and be silent."""
     if "verbose" in kwargs:
-        told.tell(ROWS["lr_scheduler(verbose=)"])
+        notices.tell(ROWS["lr_scheduler(verbose=)"])
         del kwargs["verbose"]
     init(self, *args, **kwargs)
 
 
-def init_sampler(init: Callable, told: Told, /, self: object, data_source: object = None) -> None:
+def init_sampler(init: Callable, notices: Notices, /, self: object, data_source: object = None) -> None:
     """Has a sampler take what it is to draw from, with which it never did anything."""
     if data_source is not None:
-        told.tell(ROWS["Sampler.__init__(data)"])
+        notices.tell(ROWS["Sampler.__init__(data)"])
 
 
 def init_with_floats(
     init: Callable,
-    told: Told,
+    notices: Notices,
     /,
     self: object,
     params: object,
@@ -65,35 +65,35 @@ def init_with_floats(
 ) -> None:
     """Has Adam and AdamW take a 0 among their betas."""
     if any(isinstance(each, int) for each in betas):
-        told.tell(ROWS["Adam(betas=(0, 0.9))"])
+        notices.tell(ROWS["Adam(betas=(0, 0.9))"])
         betas = tuple(map(float, betas))
     init(self, params, lr, betas, *args, **kwargs)
 
 
 def sample_any(
-    sample: Callable, told: Told, /, self: object, population: object, *args: object, **kw: object
+    sample: Callable, notices: Notices, /, self: object, population: object, *args: object, **kw: object
 ) -> list:
     """Has `random.sample` draw from sets, in the order that they have."""
     if isinstance(population, Set):
-        told.tell(ROWS["random.sample(set(...), k)"])
+        notices.tell(ROWS["random.sample(set(...), k)"])
         population = tuple(population)
     return sample(self, population, *args, **kw)
 
 
-def load_yaml(load: Callable, told: Told, /, stream: object, Loader: object = None) -> object:
+def load_yaml(load: Callable, notices: Notices, /, stream: object, Loader: object = None) -> object:
     """Has `yaml.load` and `load_all` take the loader that was theirs."""
     if Loader is None:
-        told.tell(ROWS["yaml.load(file)"])
+        notices.tell(ROWS["yaml.load(file)"])
         Loader = sys.modules["yaml"].FullLoader
     return load(stream, Loader)
 
 
-def take_positional(function: Callable, told: Told, /, *args: object, **kwargs: object) -> object:
+def take_positional(function: Callable, notices: Notices, /, *args: object, **kwargs: object) -> object:
     """Has a function of librosa take arguments without their names, if it does not."""
     count = POSITIONAL[function.__name__]
     if not args[count:] or not librosa_wants_names():
         return function(*args, **kwargs)
-    told.tell(ROWS["librosa.filters.mel(sr, n_fft)"])
+    notices.tell(ROWS["librosa.filters.mel(sr, n_fft)"])
     names = [
         each for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY
     ]
@@ -106,7 +106,7 @@ def take_positional(function: Callable, told: Told, /, *args: object, **kwargs: 
 
 def read_bytes(
     fromstring: Callable,
-    told: Told,
+    notices: Notices,
     /,
     string: object,
     dtype: object = float,
@@ -118,12 +118,12 @@ def read_bytes(
     """Has `numpy.fromstring` read bytes, too."""
     if sep:
         return fromstring(string, dtype, count, sep=sep, **like)
-    told.tell(ROWS["numpy.fromstring(bytes)"])
+    notices.tell(ROWS["numpy.fromstring(bytes)"])
     return np.frombuffer(string, dtype, count).copy()
 
 
 def make_array(
-    make: Callable, told: Told, /, object: object, dtype: object = None, **kwargs: object
+    make: Callable, notices: Notices, /, object: object, dtype: object = None, **kwargs: object
 ) -> np.ndarray:
     """Has NumPy make arrays of rows of several lengths, and copies where it is told to make none."""
     try:
@@ -132,16 +132,16 @@ def make_array(
         row = next((row for row in (ROWS[RAGGED], ROWS[COPY]) if row.error in str(error)), None)
         if row is None or (dtype is not None and row is ROWS[RAGGED]):
             raise
-    told.tell(row)
+    notices.tell(row)
     if row is ROWS[COPY]:
-        return make_array(make, told, object, dtype, **{**kwargs, "copy": None})
+        return make_array(make, notices, object, dtype, **{**kwargs, "copy": None})
     return make(object, builtins.object, **kwargs)
 
 
 class OldNpz(np.lib.npyio.NpzFile):
     """An archive of arrays that gives objects as well."""
 
-    told: Told
+    notices: Notices
 
     def __getitem__(self, key: str) -> np.ndarray:
         """Reads an array."""
@@ -150,16 +150,16 @@ class OldNpz(np.lib.npyio.NpzFile):
         except ValueError as error:
             if self.allow_pickle or ROWS[NUMPY_LOAD].error not in str(error):
                 raise
-        self.told.tell(ROWS[NUMPY_LOAD])
+        self.notices.tell(ROWS[NUMPY_LOAD])
         self.allow_pickle = True
         return super().__getitem__(key)
 
 
-def load_arrays(load: Callable, told: Told, /, *args: object, **kwargs: object) -> object:
+def load_arrays(load: Callable, notices: Notices, /, *args: object, **kwargs: object) -> object:
     """Has `numpy.load` load objects as well, where a script says nothing of it."""
     if args[2:] or "allow_pickle" in kwargs:
         return load(*args, **kwargs)
-    loaded = load_objects(ROWS[NUMPY_LOAD], "allow_pickle", True, load, told, *args, **kwargs)
+    loaded = load_objects(ROWS[NUMPY_LOAD], "allow_pickle", True, load, notices, *args, **kwargs)
     if type(loaded) is OldNpz.__base__:
-        loaded.__class__, loaded.told = OldNpz, told
+        loaded.__class__, loaded.notices = OldNpz, notices
     return loaded

@@ -32,7 +32,7 @@ from ampatch.apex.legacy.mending.arguments import (
     sample_any,
     take_positional,
 )
-from ampatch.apex.legacy.mending.names import Places, Told, put_back_names, tell
+from ampatch.apex.legacy.mending.names import Notices, Places, put_back_names, tell
 from ampatch.apex.legacy.mending.ranks import parse_rank, put_rank_first
 from ampatch.apex.legacy.mending.tensors import LegacyMode, init_at_port
 from ampatch.apex.legacy.pattern_rows import ASYNC
@@ -55,14 +55,14 @@ def mend_source(source: bytes) -> bytes:
 
 
 def compile_mended(
-    source_to_code: Callable, told: Told, /, self: object, data: object, path: object, **options: object
+    source_to_code: Callable, notices: Notices, /, self: object, data: object, path: object, **options: object
 ) -> object:
     """Has the modules of a script compiled with their sources mended."""
     mended = mend_source(data) if isinstance(data, bytes) else data
     if isinstance(mended, bytes):
-        put_rank_first(told, mended, os.fsdecode(path))
+        put_rank_first(notices, mended, os.fsdecode(path))
     if mended is not data:
-        told.tell(ROWS[ASYNC], os.path.relpath(os.fsdecode(path)))
+        notices.tell(ROWS[ASYNC], os.path.relpath(os.fsdecode(path)))
     return source_to_code(self, mended, path, **options)
 
 
@@ -71,17 +71,17 @@ class OldTransforms(ModuleType):
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
         """Transforms pairs of real and imaginary parts."""
-        self._told.tell(ROWS["torch.fft(...)"])
+        self._notices.tell(ROWS["torch.fft(...)"])
         return fft(*args, **kwargs)
 
 
-def equal_to_tensors(told: Told) -> Callable:
+def equal_to_tensors(notices: Notices) -> Callable:
     """Returns the `==` of the class Variable, which is torch.Tensor to it."""
 
     def equals(cls: type, other: object) -> bool:
         if other is not Tensor:
             return cls is other
-        told.tell(ROWS["type(x) == Variable"])
+        notices.tell(ROWS["type(x) == Variable"])
         return True
 
     return equals
@@ -102,9 +102,9 @@ WIDER = (
 )
 
 
-def widen(changes: Changes, told: Told, name: str, wider: Callable, owner: object) -> None:
+def widen(changes: Changes, notices: Notices, name: str, wider: Callable, owner: object) -> None:
     """Has a function of a module or class take more."""
-    changes.set_attribute(owner, name, wrap(getattr(owner, name), wider, told))
+    changes.set_attribute(owner, name, wrap(getattr(owner, name), wider, notices))
     if owner is random.Random:  # of which the module's function is a method
         changes.set_attribute(random, name, getattr(random._inst, name))
 
@@ -115,25 +115,27 @@ def legacy() -> Iterator[None]:
 
     The log has a warning for each thing, when a script says it for the first time.
     """
-    told = Told()
-    with Changes() as changes, LegacyMode(told):
+    notices = Notices()
+    with Changes() as changes, LegacyMode(notices):
         changes.show_warnings_in_script()
         places = Places(changes)
-        put_back_names(changes, places, told)
+        put_back_names(changes, places, notices)
         for place, name, wider in WIDER:
-            places.change(place, functools.partial(widen, changes, told, name, wider))
+            places.change(place, functools.partial(widen, changes, notices, name, wider))
         changes.set_class(torch.fft, OldTransforms)
-        changes.set_attribute(torch.fft, "_told", told)
+        changes.set_attribute(torch.fft, "_notices", notices)
         # Made with a generator of its own, since to make one draws a number.
         iterator = type(iter(DataLoader([0], generator=torch.Generator()))).__base__
-        changes.set_attribute(iterator, "next", wrap(iterator.__next__, tell, told, ROWS["iterator.next()"]))
-        changes.set_attribute(type(torch.autograd.Variable), "__eq__", equal_to_tensors(told))
+        changes.set_attribute(
+            iterator, "next", wrap(iterator.__next__, tell, notices, ROWS["iterator.next()"])
+        )
+        changes.set_attribute(type(torch.autograd.Variable), "__eq__", equal_to_tensors(notices))
         for kind in [each for each in vars(lr_scheduler).values() if isinstance(each, type)]:
             if issubclass(kind, lr_scheduler.LRScheduler) and "__init__" in vars(kind):
-                changes.set_attribute(kind, "__init__", wrap(kind.__init__, init_silently, told))
+                changes.set_attribute(kind, "__init__", wrap(kind.__init__, init_silently, notices))
         if "__init__" not in vars(Sampler):
-            changes.set_attribute(Sampler, "__init__", wrap(Sampler.__init__, init_sampler, told))
+            changes.set_attribute(Sampler, "__init__", wrap(Sampler.__init__, init_sampler, notices))
         loader = SourceFileLoader
-        changes.set_attribute(loader, "source_to_code", wrap(loader.source_to_code, compile_mended, told))
+        changes.set_attribute(loader, "source_to_code", wrap(loader.source_to_code, compile_mended, notices))
         changes.set_attribute(sys, "dont_write_bytecode", True)  # else what is mended would stay on the disk
         yield

@@ -32,21 +32,21 @@ RAISING = ("torch.symeig", "torch.solve", "torch.matrix_rank")
 Change = Callable[[object], None]  # of a module or class
 
 
-class Told:
+class Notices:
     """Tells of each thing once: the first rank does, and the processes that it forks do not."""
 
     def __init__(self) -> None:
-        self._told: set[tuple[str, str | None]] = set()
+        self._said: set[tuple[str, str | None]] = set()
         self._process = os.getpid() if os.environ.get("RANK", "0") == "0" else None
 
     def tell(self, row: Old, place: str | None = None) -> None:
         """Logs a warning if the script, or a file, says this first; what libraries ask for is left out."""
         key = row.name, place
-        if key in self._told or self._process != os.getpid():
+        if key in self._said or self._process != os.getpid():
             return
         place = place or script_place()
         if place is not None:
-            self._told.add(key)
+            self._said.add(key)
             asked.warning("--legacy mends %s in %s; since %s: use %s", row.name, place, row.since, row.remedy)
 
 
@@ -120,7 +120,7 @@ def find_owner(place: str) -> object:
     return sys.modules.get(place) or (found if isinstance(found, type) else None)
 
 
-def put_back_names(changes: Changes, places: Places, told: Told) -> None:
+def put_back_names(changes: Changes, places: Places, notices: Notices) -> None:
     """Puts the names back that are gone here, so that a use of them can be told of."""
     rows: dict[str, dict[str, Old]] = defaultdict(dict)
     for row in NAMES:
@@ -128,21 +128,21 @@ def put_back_names(changes: Changes, places: Places, told: Told) -> None:
             place, _, name = row.name.rpartition(".")
             rows[place][name] = row
     for place, named in rows.items():
-        places.change(place, functools.partial(put_back, changes, told, named))
+        places.change(place, functools.partial(put_back, changes, notices, named))
 
 
-def put_back(changes: Changes, told: Told, rows: Mapping[str, Old], owner: object) -> None:
+def put_back(changes: Changes, notices: Notices, rows: Mapping[str, Old], owner: object) -> None:
     """Puts names back into a module or class."""
     gone = {name: row for name, row in rows.items() if row.name in RAISING or is_gone(row.name)}
     for row in gone.values():
         if row.is_module:
-            changes.add_module(row.name, OldModule(row, told))
+            changes.add_module(row.name, OldModule(row, notices))
     if isinstance(owner, ModuleType) and owner is not torch:
-        changes.set_attribute(owner, "__getattr__", OldNames(owner, gone, told))
+        changes.set_attribute(owner, "__getattr__", OldNames(owner, gone, notices))
         return
     # torch has a `__getattr__` that warns who calls it, and Dynamo asks it for all names.
     for name, row in gone.items():
-        value = sys.modules.get(row.name) or wrap(pkgutil.resolve_name(row.new), tell, told, row)
+        value = sys.modules.get(row.name) or wrap(pkgutil.resolve_name(row.new), tell, notices, row)
         changes.set_attribute(owner, name, value)
         for more in {torch: (torch.Tensor,), np.ndarray: (np.generic,)}.get(owner, ()):
             if more is np.generic or name in METHODS:
@@ -152,17 +152,17 @@ def put_back(changes: Changes, told: Told, rows: Mapping[str, Old], owner: objec
 class OldNames:
     """The `__getattr__` of a module that has old names again, beside what it had of its own."""
 
-    def __init__(self, module: ModuleType, rows: Mapping[str, Old], told: Told) -> None:
+    def __init__(self, module: ModuleType, rows: Mapping[str, Old], notices: Notices) -> None:
         self._module = module
         self._rows = rows
-        self._told = told
+        self._notices = notices
         self._own = vars(module).get("__getattr__")
 
     def __call__(self, name: str) -> object:
         """Returns what an old name stands for."""
         if name in self._rows:
             row = self._rows[name]
-            self._told.tell(row)
+            self._notices.tell(row)
             return sys.modules[row.name] if row.is_module else warn_there(pkgutil.resolve_name, row.new)
         if self._own is not None:
             return warn_there(self._own, name)
@@ -173,20 +173,20 @@ class OldNames:
 class OldModule(ModuleType):
     """A module under its old name."""
 
-    def __init__(self, row: Old, told: Told) -> None:
+    def __init__(self, row: Old, notices: Notices) -> None:
         super().__init__(row.name)
         self._row = row
-        self._told = told
+        self._notices = notices
 
     def __getattr__(self, name: str) -> object:
         """Returns what the module has; what Python itself asks modules for is not worth an import."""
         if name.startswith("__") and name != "__all__":
             raise AttributeError(name)
-        self._told.tell(self._row)
+        self._notices.tell(self._row)
         return getattr(pkgutil.resolve_name(self._row.new), name)
 
 
-def tell(function: Callable, told: Told, row: Old, /, *args: object, **kwargs: object) -> object:
+def tell(function: Callable, notices: Notices, row: Old, /, *args: object, **kwargs: object) -> object:
     """Calls a function, and tells that a script does."""
-    told.tell(row)
+    notices.tell(row)
     return function(*args, **kwargs)

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from ampatch.apex.changes import Changes, script_frame
 from ampatch.apex.legacy.finding import READS_RANK, ROWS
-from ampatch.apex.legacy.mending.names import LIBRARIES, Told
+from ampatch.apex.legacy.mending.names import LIBRARIES, Notices
 from ampatch.apex.legacy.patterns import reads_rank
 
 OPTION = re.compile(r"add_argument\([^)]*local[-_]rank")
@@ -22,7 +22,7 @@ RANKS = frozenset({"--local_rank", "--local-rank"})
 
 def parse_rank(
     parse: Callable,
-    told: Told,
+    notices: Notices,
     /,
     self: argparse.ArgumentParser,
     args: Iterable[str] | None = None,
@@ -50,7 +50,7 @@ def parse_rank(
     frame = script_frame()
     text = "".join(linecache.getlines(frame.f_code.co_filename)) if frame and given else ""
     if any(hasattr(found, action.dest) for action in given) and not READS_RANK.search(text):
-        told.tell(ROWS["--local_rank"])
+        notices.tell(ROWS["--local_rank"])
     return found, Rest(rest)
 
 
@@ -86,7 +86,7 @@ def give_rank(changes: Changes, action: argparse.Action, said: Set[str], namespa
     return True
 
 
-def put_rank_first(told: Told, source: bytes, path: str) -> None:
+def put_rank_first(notices: Notices, source: bytes, path: str) -> None:
     """Gives `sys.argv` the rank as launchers did, for a script that looks there without argparse."""
     words, text = sys.argv[1:], source.decode("latin-1")
     said = [word for word in words[:1] if word.startswith("--local-rank=")]
@@ -97,4 +97,4 @@ def put_rank_first(told: Told, source: bytes, path: str) -> None:
     with suppress(SyntaxError, ValueError):
         if any(map(reads_rank, ast.walk(ast.parse(source)))):
             sys.argv[1 : 1 + len(said)] = [f"--local_rank={rank}"]
-            told.tell(ROWS["--local_rank"], os.path.relpath(path))
+            notices.tell(ROWS["--local_rank"], os.path.relpath(path))

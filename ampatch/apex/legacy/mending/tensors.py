@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ampatch.apex.legacy.finding import ROWS
-from ampatch.apex.legacy.mending.names import Told
+from ampatch.apex.legacy.mending.names import Notices
 from ampatch.apex.legacy.pattern_rows import PART
 
 # Which argument is a mask, and what a keyword calls it.
@@ -39,9 +39,9 @@ STFT, ISTFT = (torch.functional.stft, Tensor.stft), (torch.functional.istft, Ten
 class LegacyMode(TorchFunctionMode):
     """Has functions of torch take what they took, in the thread that enters it."""
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, notices: Notices) -> None:
         super().__init__()
-        self._told = told
+        self._notices = notices
 
     def __torch_function__(
         self, func: Callable, types: object, args: tuple = (), kwargs: Mapping | None = None
@@ -49,24 +49,24 @@ class LegacyMode(TorchFunctionMode):
         """Calls a function of torch; an argument that it no longer takes is changed first."""
         given = kwargs or {}
         if func is Tensor.__getitem__ and is_first_of_none(*args):
-            self._told.tell(ROWS["loss.data[0]"])
+            self._notices.tell(ROWS["loss.data[0]"])
             return args[0] if args[0].requires_grad else args[0].item()
         if func in WITH_BOOLS and any(map(is_bool, args)):
-            self._told.tell(ROWS[WITH_BOOLS[func]])
+            self._notices.tell(ROWS[WITH_BOOLS[func]])
             args = tuple(each.byte() if is_bool(each) else each for each in args)
         if func in MASKS:
             args, given = self._with_masks(*MASKS[func], args, given)
         if func in SPLITS and args:
             return split_apart(func(*args, **given), *args, **given)
         if func in IN_PLACE and hasattr(args[0], PART):
-            self._told.tell(ROWS[PART])
+            self._notices.tell(ROWS[PART])
         if func is Tensor.view and not args[0].is_contiguous():
             return self._view(*args, **given)
         if func in STFT and given.get("return_complex") is None and not args[0].is_complex():
-            self._told.tell(ROWS["torch.stft(...)"])
+            self._notices.tell(ROWS["torch.stft(...)"])
             return torch.view_as_real(func(*args, **{**given, "return_complex": True}))
         if func in ISTFT and args and not args[0].is_complex():
-            self._told.tell(ROWS["torch.stft(...)"])
+            self._notices.tell(ROWS["torch.stft(...)"])
             args = (torch.view_as_complex(args[0].contiguous()), *args[1:])
         return func(*args, **given)
 
@@ -75,7 +75,7 @@ class LegacyMode(TorchFunctionMode):
         mask = args[place] if place < len(args) else given.get(name)
         if not any(map(is_byte, parts_of(mask))):
             return args, given
-        self._told.tell(ROWS["masked_fill(x.byte(), ...)"])
+        self._notices.tell(ROWS["masked_fill(x.byte(), ...)"])
         masks = tuple(each.bool() if is_byte(each) else each for each in parts_of(mask))
         mask = masks if isinstance(mask, tuple) else masks[0]
         if place < len(args):
@@ -88,7 +88,7 @@ class LegacyMode(TorchFunctionMode):
             return tensor.view(*args, **kwargs)
         except RuntimeError:
             copied = tensor.reshape(*args, **kwargs)
-        self._told.tell(ROWS["correct[:k].view(-1)"])
+        self._notices.tell(ROWS["correct[:k].view(-1)"])
         return copied
 
 
@@ -124,10 +124,10 @@ def split_apart(parts: tuple[Tensor, ...], tensor: Tensor, *args: object, **kwar
     return views
 
 
-def init_at_port(init: Callable, told: Told, /, *args: object, **kwargs: object) -> None:
+def init_at_port(init: Callable, notices: Notices, /, *args: object, **kwargs: object) -> None:
     """Has ranks meet at the port that 16 bits hold of a number above 65535."""
     port = os.environ.get("MASTER_PORT", "")
     if port.isdigit() and int(port) >= 2**16:
-        told.tell(ROWS["MASTER_PORT=80000"])
+        notices.tell(ROWS["MASTER_PORT=80000"])
         os.environ["MASTER_PORT"] = str(int(port) % 2**16)
     init(*args, **kwargs)
