@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
 import torch
@@ -99,6 +98,7 @@ WIDER = (
     ("random.Random", "sample", sample_any),
     *(("yaml", name, load_yaml) for name in ("load", "load_all")),
     *((place, name, take_positional) for place, names in LIBROSA.items() for name in names),
+    ("importlib.machinery.SourceFileLoader", "source_to_code", compile_mended),
 )
 
 
@@ -126,16 +126,13 @@ def legacy() -> Iterator[None]:
         changes.set_attribute(torch.fft, "_notices", notices)
         # Made with a generator of its own, since to make one draws a number.
         iterator = type(iter(DataLoader([0], generator=torch.Generator()))).__base__
-        changes.set_attribute(
-            iterator, "next", wrap(iterator.__next__, tell, notices, ROWS["iterator.next()"])
-        )
+        next_of = wrap(iterator.__next__, tell, notices, ROWS["iterator.next()"])
+        changes.set_attribute(iterator, "next", next_of)
         changes.set_attribute(type(torch.autograd.Variable), "__eq__", equal_to_tensors(notices))
         for kind in [each for each in vars(lr_scheduler).values() if isinstance(each, type)]:
             if issubclass(kind, lr_scheduler.LRScheduler) and "__init__" in vars(kind):
-                changes.set_attribute(kind, "__init__", wrap(kind.__init__, init_silently, notices))
+                widen(changes, notices, "__init__", init_silently, kind)
         if "__init__" not in vars(Sampler):
-            changes.set_attribute(Sampler, "__init__", wrap(Sampler.__init__, init_sampler, notices))
-        loader = SourceFileLoader
-        changes.set_attribute(loader, "source_to_code", wrap(loader.source_to_code, compile_mended, notices))
+            widen(changes, notices, "__init__", init_sampler, Sampler)
         changes.set_attribute(sys, "dont_write_bytecode", True)  # else what is mended would stay on the disk
         yield
