@@ -153,8 +153,6 @@ def test_a_restored_run_is_bit_equal_to_the_one_that_never_stopped(level, order)
     assert amp.state_dict() == state
 
 
-
-
 @shows("never-which-layer")
 def test_the_gradients_of_a_skipped_step_show_which_layer_overflowed():
     net, optimizer = initialized("O4", loss_scale="dynamic")

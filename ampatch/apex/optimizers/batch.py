@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import ampatch as amp
+from ampatch.apex.multi_tensor_apply.kernels import write_
 from ampatch.apex.multi_tensor_apply.norms import Kind, is_plain, kind_of
 from ampatch.levels.precision import HALF_TYPES
 
@@ -41,12 +42,9 @@ class Batch:
 
     def write_back(self) -> None:
         """Rounds what was computed apart into the parameters."""
-        apart = [pair for pair in zip(self.owners, self.params, strict=True) if pair[0] is not pair[1]]
-        if apart and is_plain(apart[0][0]):
-            torch._foreach_copy_([owner for owner, _ in apart], [param for _, param in apart])
-            return
-        for owner, param in apart:
-            owner.copy_(param)
+        pairs = zip(self.owners, self.params, strict=True)
+        apart = [(owner, param) for owner, param in pairs if owner is not param]
+        write_([owner for owner, _ in apart], [param for _, param in apart])
 
     def select(self, indices: Iterable[int]) -> Batch:
         """Returns some of the parameters as a batch of its own."""

@@ -29,6 +29,6 @@ class FusedAdagrad(CountingOptimizer):
         return not self.adagrad_w_mode
 
     def _update(self, group: Group, batch: Batch) -> None:
-        lists = (batch.grads, batch.params, self._moments("sum", batch))
         fused = self._fused_options(batch)
-        adagrad_(lists, self._steps(batch, fused), group, bool(self.adagrad_w_mode), **fused)
+        steps = self._steps(batch, fused)
+        adagrad_(self._lists(batch, "sum"), steps, group, bool(self.adagrad_w_mode), **fused)

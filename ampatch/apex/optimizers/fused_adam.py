@@ -103,10 +103,9 @@ class FusedAdam(CountingOptimizer):
     def _update(self, group: Group, batch: Batch) -> None:
         fused = self._fused_options(batch)
         names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if self.amsgrad else 2]
-        lists = (batch.grads, batch.params, *(self._moments(name, batch) for name in names))
         steps = self._steps(batch, fused)
         steps = steps if group["bias_correction"] else _count(steps, fused["found_inf"])
-        adam_(lists, steps, group, self.adam_w_mode == 1, **fused)
+        adam_(self._lists(batch, *names), steps, group, self.adam_w_mode == 1, **fused)
 
 
 def _count(steps: list[Tensor], found_inf: Tensor | None) -> list[Tensor]:

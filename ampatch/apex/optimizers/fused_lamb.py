@@ -51,10 +51,6 @@ class FusedLAMB(GroupCountingOptimizer):
         self._divisor = clip_divisor(norm, self.defaults["max_grad_norm"])
 
     def _update(self, group: Group, batch: Batch) -> None:
-        lists = (
-            batch.grads,
-            batch.params,
-            *(self._moments(name, batch) for name in ("exp_avg", "exp_avg_sq")),
-        )
+        lists = self._lists(batch, "exp_avg", "exp_avg_sq")
         divisor = None if self._divisor is None else self._divisor.to(batch.device)
         lamb_(lists, group, self.adam_w_mode == 1, self.use_nvlamb, divisor)

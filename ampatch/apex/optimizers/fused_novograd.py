@@ -56,8 +56,7 @@ class FusedNovoGrad(GroupCountingOptimizer):
     def _update(self, group: Group, batch: Batch) -> None:
         _, beta2 = group["betas"]
         blended = blend_norms(self._running_norms(batch), batch.grads, beta2, self.norm_type)
-        lists = (batch.grads, batch.params, self._moments("exp_avg", batch), blended)
-        novograd_(lists, group, self.reg_inside_moment)
+        novograd_((*self._lists(batch, "exp_avg"), blended), group, self.reg_inside_moment)
         for owner, norm in zip(batch.owners, blended, strict=True):
             self.state[owner]["exp_avg_sq"].copy_(norm)
 

@@ -101,6 +101,10 @@ class FusedOptimizer(Optimizer):
         self._marks[param] = _mark(master)
         return master
 
+    def _lists(self, batch: Batch, *names: str) -> tuple[list[Tensor], ...]:
+        """Returns the lists that an update takes: gradients, parameters, and the state of these names."""
+        return batch.grads, batch.params, *(self._moments(name, batch) for name in names)
+
     def _moments(self, name: str, batch: Batch) -> list[Tensor]:
         """Returns the state of that name for each parameter: zeros at first."""
         for owner, param in zip(batch.owners, batch.params, strict=True):

@@ -147,11 +147,15 @@ def solve(input: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
     return torch.linalg.solve(A, input), torch.linalg.lu_factor(A).LU
 
 
+def _dims(signal_ndim: int, normalized: bool) -> dict[str, object]:
+    """Returns what today's transforms call these arguments."""
+    return {"dim": tuple(range(-signal_ndim, 0)), "norm": "ortho" if normalized else "backward"}
+
+
 def rfft(input: Tensor, signal_ndim: int, normalized: bool = False, onesided: bool = True) -> Tensor:
     """Does what `torch.rfft` did up to torch 1.7: the last dimension holds real and imaginary part."""
-    dims = tuple(range(-signal_ndim, 0))
     transform = torch.fft.rfftn if onesided else torch.fft.fftn
-    return torch.view_as_real(transform(input, dim=dims, norm="ortho" if normalized else "backward"))
+    return torch.view_as_real(transform(input, **_dims(signal_ndim, normalized)))
 
 
 def irfft(
@@ -162,18 +166,17 @@ def irfft(
     signal_sizes: tuple[int, ...] | None = None,
 ) -> Tensor:
     """Does what `torch.irfft` did up to torch 1.7."""
-    dims, norm = tuple(range(-signal_ndim, 0)), "ortho" if normalized else "backward"
-    values = torch.view_as_complex(input.contiguous())
+    values, how = torch.view_as_complex(input.contiguous()), _dims(signal_ndim, normalized)
     if not onesided:
-        return torch.fft.ifftn(values, dim=dims, norm=norm).real
-    return torch.fft.irfftn(values, s=signal_sizes, dim=dims, norm=norm)
+        return torch.fft.ifftn(values, **how).real
+    return torch.fft.irfftn(values, s=signal_sizes, **how)
 
 
 def fft(input: Tensor, signal_ndim: int, normalized: bool = False, *, inverse: bool = False) -> Tensor:
     """Does what `torch.fft` did up to torch 1.7, as a function: real and imaginary part come last."""
-    dims, norm = tuple(range(-signal_ndim, 0)), "ortho" if normalized else "backward"
     transform = torch.fft.ifftn if inverse else torch.fft.fftn
-    return torch.view_as_real(transform(torch.view_as_complex(input.contiguous()), dim=dims, norm=norm))
+    values = torch.view_as_complex(input.contiguous())
+    return torch.view_as_real(transform(values, **_dims(signal_ndim, normalized)))
 
 
 ifft = functools.partial(fft, inverse=True)
