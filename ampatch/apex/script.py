@@ -20,6 +20,7 @@ from ampatch import OPT_LEVELS, AmpError, AmpValueError
 from ampatch.apex.changes import Changes
 from ampatch.apex.drop_in.children import Preparation
 from ampatch.apex.on_cpu import on_cpu
+from ampatch.apex.parallel.collectives import wait_for_gloo_at_exit
 
 STDIN = "-"
 HINT = "; the script's own arguments go after --"
@@ -64,6 +65,8 @@ class Script:
         What the script raises passes. If nobody catches it, `sys.excepthook` gets the traceback
         without our frames, as if `python` had run the script.
         """
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            wait_for_gloo_at_exit()
         try:
             with as_expected(self.device, self.legacy):
                 start = self._prepare()

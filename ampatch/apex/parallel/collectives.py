@@ -60,7 +60,7 @@ def wait_for_gloo_at_exit() -> None:
     One that waits for the interpreter's lock while the interpreter ends aborts the process, and
     torchrun calls that a failure ("terminate called without an active exception", torch 2.13).
     """
-    if dist.get_backend() != "nccl":
+    if not dist.is_initialized() or dist.get_backend() != "nccl":
         atexit.unregister(_wait_for_gloo)  # once is enough
         atexit.register(_wait_for_gloo)
 
