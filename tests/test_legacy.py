@@ -547,6 +547,7 @@ PART = "p = p.add_subparsers().add_parser('train')\n" + ADD
         (ADD + "args = p.parse_args(sys.argv[1:])", "", 1, True),
         (ADD + "args = p.parse_args(['--local_rank=5'])", "--x", 5, False),
         (ADD + "args = p.parse_args([])", "--x", -1, False),
+        ("p.add_argument('-c')\n" + ADD + "args = p.parse_args(sys.argv[1:] + ['-c', 'x'])", "-c y", 1, True),
         (ADD + "args = p.parse_args(namespace=argparse.Namespace(local_rank=3))", "", 3, False),
         ("p.add_argument('-c')\n" + REST, "-c x", 1, True),
         ("p.add_argument('-c')\n" + REST, "-c x --local-rank=2", 2, True),

@@ -30,10 +30,12 @@ def parse_rank(
 ) -> object:
     """Gives an option --local_rank or --local-rank what launchers gave it, who set LOCAL_RANK today.
 
-    As they wrote into `sys.argv`, a list of the script's own is parsed as it is.
+    As they wrote into `sys.argv`, a list that does not begin or end with that is parsed as it is.
     """
-    words = sys.argv[1:] if args is None else list(args)
-    if words != sys.argv[1:] and not isinstance(args, Rest):
+    argv = sys.argv[1:]
+    words = argv if args is None else list(args)
+    has_argv = words == argv or (argv and argv in (words[: len(argv)], words[-len(argv) :]))
+    if not has_argv and not isinstance(args, Rest):
         return parse(self, words, namespace)
     said = {word.partition("=")[0] for word in words}
     given: list[argparse.Action] = []
