@@ -14,6 +14,8 @@ from ampatch.apex.optimizers import (
 from fused import EVERY, SHAPES, STEPS, make_grads, make_params, named, run, state_of, twins
 from helpers import assert_same_bits, snapshot
 
+OF_TORCH = named(torch.optim.AdamW, fused=True)
+
 
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -72,6 +74,25 @@ def test_the_steps_of_adam_are_where_apex_had_them():
     assert (saved, type(saved)) == (STEPS, int)
 
 
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_a_count_of_steps_that_a_script_sets_counts_as_in_apex(is_loaded):
+    params = make_params()
+    expected, history = twins(params), make_grads(params, 2 * STEPS)
+    optimizer, oracle = FusedAdam(params, weight_decay=0.01), OF_TORCH(expected)
+    for each, those in ((optimizer, params), (oracle, expected)):
+        run(each, those, history[:STEPS])
+    for state in oracle.state.values():
+        state["step"].fill_(1)
+    saved = optimizer.state_dict()
+    for group in (*saved["param_groups"], *optimizer.param_groups):
+        group["step"] = 1
+    if is_loaded:
+        optimizer.load_state_dict(saved)
+    for each, those in ((optimizer, params), (oracle, expected)):
+        run(each, those, history[STEPS:])
+    assert_same_bits(params, expected)
+
+
 OF_APEX = {"params": list(range(len(SHAPES))), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -104,9 +125,6 @@ def test_a_checkpoint_of_apex_goes_on_exactly(kind, group, names):
     run(optimizer, params, history)
     run(oracle, expected, history)
     assert_same_bits(params, expected)
-
-
-OF_TORCH = named(torch.optim.AdamW, fused=True)
 
 
 @pytest.mark.parametrize("kinds", [(FusedAdam, OF_TORCH), (OF_TORCH, FusedAdam)], ids=["to torch", "to us"])

@@ -308,6 +308,9 @@ def test_what_a_row_says_is_found_with_its_line_and_remedy(row, tmp_path, capsys
         ("import argparse\nparser.add_argument('--gpu', dest='local_rank')", "--local_rank"),
         ("for a in sys.argv:\n    if a.startswith('--local_rank'): rank = a", "--local_rank"),
         ("import sys\nif '--local_rank' in sys.argv: pass", "--local_rank"),
+        ("import argparse\nparser.add_argument('-local_rank', type=int)", "--local_rank"),
+        ("from absl import flags\nflags.DEFINE_integer('local_rank', 0, '')", "--local_rank"),
+        ("import click\nclick.option('--local-rank', type=int)", "--local_rank"),
         ("if torch.cuda.is_available():\n    loss = model.cuda()(x).loss.data[0]", "loss.data[0]"),
         ("import torch.distributed as d\nd.init_process_group(backend='nccl')", "CUDA"),
     ],
@@ -533,6 +536,7 @@ def run_script(text, words, monkeypatch, caplog, **environment):
 ADD = "p.add_argument('--local_rank', type=int, default=-1)\n"
 REST = "rest = p.parse_known_args()[1]\np = argparse.ArgumentParser()\n" + ADD + "args = p.parse_args(rest)"
 REMAINDER = ADD + "p.add_argument('rest', nargs=argparse.REMAINDER)\nargs = p.parse_args()"
+OTHERS = "import optparse\np = optparse.OptionParser()\n"
 PART = "p = p.add_subparsers().add_parser('train')\n" + ADD
 
 
@@ -543,6 +547,7 @@ PART = "p = p.add_subparsers().add_parser('train')\n" + ADD
         (ADD + "args = p.parse_args(sys.argv[1:])", "", 1, True),
         (ADD + "args = p.parse_args(['--local_rank=5'])", "--x", 5, False),
         (ADD + "args = p.parse_args([])", "--x", -1, False),
+        ("p.add_argument('-c')\n" + ADD + "args = p.parse_args(sys.argv[1:] + ['-c', 'x'])", "-c y", 1, True),
         (ADD + "args = p.parse_args(namespace=argparse.Namespace(local_rank=3))", "", 3, False),
         ("p.add_argument('-c')\n" + REST, "-c x", 1, True),
         ("p.add_argument('-c')\n" + REST, "-c x --local-rank=2", 2, True),
@@ -576,16 +581,20 @@ def test_a_launchers_rank_is_the_default_of_an_option_and_no_more(
 @pytest.mark.parametrize(
     ("text", "words", "argv", "is_mended"),
     [
-        ("for a in sys.argv:\n    a.startswith('--local_rank=')", ["--local-rank=2", "x"], "=2 x", True),
-        ("'--local_rank=1' in sys.argv", ["x"], "=1 x", True),
-        ("sys.argv.index('--local_rank')", ["--local_rank", "2"], " 2", False),
+        ("for a in sys.argv:\n    a.startswith('--local_rank=')", "--local-rank=2 x", "_rank=2 x", True),
+        ("'--local_rank=1' in sys.argv", "x", "_rank=1 x", True),
+        ("sys.argv.index('--local_rank')", "--local_rank 2", "_rank 2", False),
+        ("import getopt\ngetopt.getopt(sys.argv[1:], 'x', ['lr=', 'local_rank='])", "-x", "_rank=1 -x", True),
+        (OTHERS + "p.add_option('--local_rank')", "--local-rank=2", "_rank=2", True),
+        (OTHERS + "p.add_option('--local-rank')", "--local-rank=2", "-rank=2", False),
+        (OTHERS + "p.add_option('--local-rank')", "x", "-rank=1 x", True),
     ],
 )
 def test_a_script_that_looks_for_its_rank_in_its_words_finds_it(
     text, words, argv, is_mended, monkeypatch, caplog
 ):
-    args, said = run_script(f"{text}\nargs = sys.argv[1:]", words, monkeypatch, caplog)
-    assert (" ".join(args), len(said)) == ("--local_rank" + argv, is_mended)
+    args, said = run_script(f"{text}\nargs = sys.argv[1:]", words.split(), monkeypatch, caplog)
+    assert (" ".join(args), len(said)) == ("--local" + argv, is_mended)
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -29,6 +29,7 @@ def warned(caplog):
         caplog.clear()
         with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.WARNING, "ampatch"):
             warnings.simplefilter("always")
+            warnings.simplefilter("ignore", FutureWarning)  # of torch, at its old names
             action(*args, **kwargs)
         logged = [line for line in caplog.messages if re.match(r"\S+\.py:\d+: ", line)]
         assert logged == [f"{it.filename}:{it.lineno}: {it.message}" for it in caught]
@@ -197,6 +198,7 @@ def clip_the_model_after_blocks(clip, model, optimizer):
 
 clip_norm_after_blocks = functools.partial(clip_the_model_after_blocks, CLIP_NORM)
 clip_value_after_blocks = functools.partial(clip_the_model_after_blocks, CLIP_VALUE)
+clip_by_the_old_name = functools.partial(clip_the_model_after_blocks, torch.nn.utils.clip_grad_norm)
 
 
 def a_scaler_alone(model, optimizer):
@@ -251,6 +253,7 @@ def half_at_the_end(model, optimizer):
         (backward_beside_a_block, "the step ignores that", ["O2"], ["O1", "O4", "O5"]),
         (clip_norm_after_blocks, "the step ignores that", ["O2", "O5"], ["O1", "O4"]),
         (clip_value_after_blocks, "the step ignores that", ["O2", "O5"], ["O1", "O4"]),
+        (clip_by_the_old_name, "the step ignores that", ["O2", "O5"], []),
         (a_scaler_alone, "a GradScaler steps an optimizer with float32 masters", ["O2", "O5"], ["O1", "O4"]),
         (a_scaler_that_skips, "a GradScaler steps an optimizer whose", ["O1", "O2"], []),
         (half_model, "became torch.float16 after initialize", ["O1", "O2", "O4", "O5"], []),

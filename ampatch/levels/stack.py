@@ -19,7 +19,9 @@ asked = logging.LoggerAdapter(logger, {"is_asked": True})
 
 Line = tuple[str, int]  # file and line number
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
-_TRAINERS = ("accelerate", "lightning", "pytorch_lightning", "transformers", "contextlib", "functools")
+_TRAINERS = ("accelerate", "lightning", "pytorch_lightning", "transformers")
+# What is around functions; around deprecated ones it is one of the last three, by the version of Python.
+_WRAPPERS = ("contextlib", "functools", "typing_extensions", "warnings", "_py_warnings")
 _INSIDE = (f"{Path(torch.__file__).parent}{os.sep}", PACKAGE)
 
 
@@ -76,4 +78,4 @@ def warn(text: str, line: Line | None = None, kind: str = "") -> None:
 
 def _is_inside(frame: FrameType) -> bool:
     package = str(frame.f_globals.get("__name__")).partition(".")[0]
-    return package in _TRAINERS or frame.f_code.co_filename.startswith(_INSIDE)
+    return package in (*_TRAINERS, *_WRAPPERS) or frame.f_code.co_filename.startswith(_INSIDE)

@@ -32,6 +32,9 @@ INDEX = re.compile(r"(id|ids|idx|inds?|index|indices)$", re.IGNORECASE)
 NUMBER = re.compile(r"loss|err|cost|acc|prec|correct|sum$|mean$|norm$", re.IGNORECASE)
 MASKED = ("masked_fill", "masked_fill_", "masked_select")
 CUDA = re.compile(r"torch\.cuda\.(\w+Tensor|Stream|Event|set_device)")
+# What makes options, by other parsers than that of argparse.
+OPTIONS = ("option", "add_option", "DEFINE_integer", "DEFINE_string", "getopt", "gnu_getopt")
+RANK = re.compile(r"(--local[-_]rank)(=|$)")
 COMPARISONS = ("eq", "ne", "gt", "lt", "ge", "le")
 # Functions of librosa that take so many arguments without their names, by module.
 LIBROSA = MappingProxyType(
@@ -100,19 +103,23 @@ def patterns(node: ast.AST, names: Names) -> Iterator[str]:
                 yield "MASTER_PORT=80000"
         case ast.Constant("torch.distributed.launch"):
             yield "torch.distributed.launch"
-    if reads_rank(node):
+    if find_rank(node):
         yield "--local_rank"
 
 
-def reads_rank(node: ast.AST) -> bool:
-    """Whether an expression looks for --local_rank in words, without argparse."""
+def find_rank(node: ast.AST) -> str:
+    """Returns how an expression that looks for --local_rank in words, without argparse, spells it, or ""."""
     match node:
+        case ast.Call() if last_name(node) in OPTIONS:
+            texts = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
+            words = [f"--{str(text).lstrip('-')}" for text in texts]
         case ast.Call(ast.Attribute(attr="startswith" | "index"), [ast.Constant(str(word)), *_]):
-            return word.startswith("--local_rank")
+            words = [word]
         case ast.Compare(left, comparators=others):
             words = [str(getattr(each, "value", "")) for each in (left, *others)]
-            return any(word.startswith("--local_rank") for word in words)
-    return False
+        case _:
+            return ""
+    return next((found[1] for word in words if (found := RANK.match(word))), "")
 
 
 def calls(node: ast.Call, names: Names) -> Iterator[str]:
@@ -146,7 +153,7 @@ def calls(node: ast.Call, names: Names) -> Iterator[str]:
     ):
         yield "masked_fill(x.byte(), ...)"
     options = [getattr(each, "value", None) for each in (*node.args, *(word.value for word in node.keywords))]
-    if last_name(node) == "add_argument" and {"--local_rank", "--local-rank", "local_rank"} & {*options}:
+    if last_name(node) == "add_argument" and any(RANK.match(f"--{str(it).lstrip('-')}") for it in options):
         yield "--local_rank"
     if needs_cuda(node, found):
         yield "CUDA"

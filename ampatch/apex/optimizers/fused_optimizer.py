@@ -185,15 +185,28 @@ class CountingOptimizer(FusedOptimizer):
         return [state["step"] for state in states]
 
     def _step(self) -> None:
+        for group in self.param_groups:
+            self._take_count(group)
         super()._step()
         for group in self.param_groups:
-            self._name_step(group)
+            self._name_count(group)
 
-    def _name_step(self, group: Group) -> None:
-        counted = (param for param in group["params"] if "step" in self.state.get(param, {}))
-        first = next(counted, None)
-        if first is not None:
-            group["step"] = self.state[first]["step"]
+    def _find_count(self, group: Group) -> Tensor | None:
+        states = (self.state.get(param, {}) for param in group["params"])
+        return next((state["step"] for state in states if "step" in state), None)
+
+    def _name_count(self, group: Group) -> None:
+        if (count := self._find_count(group)) is not None:
+            group["step"] = count
+
+    def _take_count(self, group: Group) -> None:
+        """Has a count that a script has put into the group, or a checkpoint of apex, be that of all."""
+        count = self._find_count(group)
+        given = group.get("step", count)
+        if given is not count and (count is None or float(given) != float(count)):
+            for param in group["params"]:
+                if param in self.state:
+                    self.state[param]["step"] = torch.tensor(float(given))
 
     def state_dict(self) -> dict[str, object]:
         """Returns the checkpoint, with the steps in it as apex counted them, too; one host sync."""
@@ -206,11 +219,8 @@ class CountingOptimizer(FusedOptimizer):
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            done = float(group.pop("step", 0))
-            for param in group["params"]:
-                if param in self.state:
-                    self.state[param].setdefault("step", torch.tensor(done))
-            self._name_step(group)
+            self._take_count(group)
+            self._name_count(group)
 
 
 class GroupCountingOptimizer(FusedOptimizer):

@@ -14,7 +14,7 @@ from contextlib import suppress
 from ampatch.apex.changes import Changes, script_frame
 from ampatch.apex.legacy.finding import READS_RANK, ROWS
 from ampatch.apex.legacy.mending.names import LIBRARIES, Notices
-from ampatch.apex.legacy.patterns import reads_rank
+from ampatch.apex.legacy.patterns import find_rank
 
 OPTION = re.compile(r"add_argument\([^)]*local[-_]rank")
 RANKS = frozenset({"--local_rank", "--local-rank"})
@@ -30,10 +30,12 @@ def parse_rank(
 ) -> object:
     """Gives an option --local_rank or --local-rank what launchers gave it, who set LOCAL_RANK today.
 
-    As they wrote into `sys.argv`, a list of the script's own is parsed as it is.
+    As they wrote into `sys.argv`, a list that does not begin or end with that is parsed as it is.
     """
-    words = sys.argv[1:] if args is None else list(args)
-    if words != sys.argv[1:] and not isinstance(args, Rest):
+    argv = sys.argv[1:]
+    words = argv if args is None else list(args)
+    has_argv = words == argv or (argv and argv in (words[: len(argv)], words[-len(argv) :]))
+    if not has_argv and not isinstance(args, Rest):
         return parse(self, words, namespace)
     said = {word.partition("=")[0] for word in words}
     given: list[argparse.Action] = []
@@ -92,9 +94,11 @@ def put_rank_first(notices: Notices, source: bytes, path: str) -> None:
     said = [word for word in words[:1] if word.startswith("--local-rank=")]
     rank = said[0].partition("=")[2] if said else os.environ.get("LOCAL_RANK")
     is_done = not rank or READS_RANK.search(text) or any(word.startswith("--local_rank") for word in words)
-    if is_done or "--local_rank" not in text or OPTION.search(text) or path.startswith(LIBRARIES):
+    is_none = not re.search("local[-_]rank", text) or OPTION.search(text)
+    if is_done or is_none or path.startswith(LIBRARIES):
         return
     with suppress(SyntaxError, ValueError):
-        if any(map(reads_rank, ast.walk(ast.parse(source)))):
-            sys.argv[1 : 1 + len(said)] = [f"--local_rank={rank}"]
+        spelled = next(filter(None, map(find_rank, ast.walk(ast.parse(source)))), None)
+        if spelled and said != [word := f"{spelled}={rank}"]:
+            sys.argv[1 : 1 + len(said)] = [word]
             notices.tell(ROWS["--local_rank"], os.path.relpath(path))
