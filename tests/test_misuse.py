@@ -167,9 +167,37 @@ def test_a_script_that_trains_wrongly_is_warned_once_at_the_line_to_change(
 
 
 @pytest.mark.parametrize("level", ["O1", "O5"])
-def test_at_a_static_scale_of_1_nothing_is_wrong_with_them(warned, level):
+def test_at_a_static_scale_of_1_nothing_is_wrong_with_them_but_for_masters_that_have_no_gradients_yet(
+    warned, level
+):
     for script, _ in WRONG[:-1]:
-        assert warned(script, *make(level, loss_scale=1.0)) == []
+        is_missed = level == "O5" and script in (clip_norm_of_masters, clip_value_of_masters)
+        said = warned(script, *make(level, loss_scale=1.0))
+        assert ["clipped at 1 inside a block" in text for text, *_ in said] == [True] * is_missed
+        amp.uninitialize()
+
+
+def test_masters_are_missed_beside_float32_parameters_and_at_any_limit(warned):
+    def clip(level, model, limit):
+        optimizer = sgd(model)
+        open_session(model, optimizer, level)
+        with amp.scale_loss(model(X).float().pow(2).mean(), optimizer) as scaled:
+            scaled.backward()
+            CLIP_NORM(list(amp.master_params(optimizer)), limit)
+
+    for level, limit in (("O2", 2.0**16), ("O5", 1.0)):
+        for parts in ([nn.Linear(3, 2)], [nn.Linear(3, 2), nn.BatchNorm1d(2)]):
+            [(text, _, _)] = warned(clip, level, nn.Sequential(*parts), limit)
+            assert "masters have none yet" in text
+            amp.uninitialize()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_grad_scaler_that_never_scaled_is_told_of_before_torch_raises(level):
+    model, optimizer = make(level)
+    scaled_backward(model(X).pow(2).mean(), optimizer)
+    with pytest.warns(UserWarning, match="a GradScaler steps"), pytest.raises(AssertionError):
+        torch.amp.GradScaler("cpu").step(optimizer)
 
 
 def test_a_block_of_a_static_scale_hides_nothing_from_those_of_a_dynamic_one(warned):

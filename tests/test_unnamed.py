@@ -105,6 +105,19 @@ def averaged_by_hand(pair):
         pair.step()
 
 
+def stepped_with_a_closure(pair):
+    for _ in range(3):
+        pair.zero_grad()
+        scaled_backward(pair.loss(), pair.named)
+        pair.first.step()
+        pair.second.step(lambda: None)  # which makes no gradients
+
+
+def at_a_scale_that_is_set(pair):
+    amp.set_loss_scale(256)
+    in_one_block(pair)
+
+
 def stepped_inside(pair):
     pair.zero_grad()
     with amp.scale_loss(pair.loss(), pair.named) as scaled:
@@ -140,6 +153,8 @@ CASES = [
     (in_one_block, {"loss_scale": 128.0}),
     *[(script, {}) for script in (before_a_block_of_its_own, clipped, averaged_by_hand, stepped_inside)],
     (in_several_blocks, {}),
+    (stepped_with_a_closure, {}),
+    (at_a_scale_that_is_set, {"loss_scale": 1.0}),
     (functools.partial(clipped_as_they_are, torch.nn.utils.clip_grad_norm_), {}),
     (functools.partial(clipped_as_they_are, torch.nn.utils.clip_grad_value_), {}),
     (of_two_losses, {"num_losses": 2}),

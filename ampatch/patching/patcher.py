@@ -113,6 +113,11 @@ class SessionPatch:
         self._patcher: Patcher | None = None
         self._blocked: list[Patcher] = []  # what others had patched over when we closed
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it is patched."""
+        return self._patcher is not None
+
     def patch(self, patcher: Patcher) -> None:
         """Replaces what is to be replaced."""
 

@@ -25,6 +25,7 @@ class Capturable(Protocol):
     optimizer: Optimizer
     masters: MasterParams
     pending: list[BackwardOutcome]
+    last_outcomes: list[BackwardOutcome]
     delayed: Scale | None
     capture: object
     from_before: set[int]
@@ -111,6 +112,7 @@ def enter_capture(amp: Capturable, capture: object, is_step: bool = False) -> No
 
 def capture_step(amp: Capturable, capture: list[Callable[[], None]]) -> None:
     """Has replays note a step; gradients of blocks before it in the `capture` are left to the graph."""
+    amp.last_outcomes = []  # nothing was computed: replays will
     blocks = [one for one in capture if isinstance(one, CapturedBlock)]
     for grads in [grads for block in blocks for grads in block.grads]:
         grads.forget(amp)

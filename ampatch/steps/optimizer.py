@@ -124,12 +124,11 @@ class AmpOptimizer:
                 self._settle_unnamed() if is_backward else self.unnamed.unscale(self._grads)
                 self._grads.follow(looks=is_backward)
 
-    def settle(self, *, is_step: bool = False, evaluates: bool = False) -> None:
+    def settle(self, *, is_step: bool = False) -> None:
         """Unscales what a block left scaled: with `delay_unscale`, or where it named others."""
         if is_step:
             self.unnamed.check_step()
-        if not evaluates:  # else a closure clears these first
-            self._settle_unnamed(is_step=is_step)
+        self._settle_unnamed(is_step=is_step)
         scale, found_inf = self.delayed, self._unscale_delayed()
         if scale is None and self._lock.step is not None:  # what somebody has read before
             scale, found_inf = self.local.read_scale, self.local.read_found_inf
@@ -243,8 +242,9 @@ class AmpOptimizer:
     def _before_update(self, optimizer: Optimizer, *, evaluates: bool = False) -> None:
         if self.end_block is not None:
             self.end_block()  # the step is inside a block: its gradients are needed now
-        if not (evaluates and self.local.are_waiting):  # else a backward in the closure averages them
-            self.settle(is_step=True, evaluates=evaluates)
+        waits = self.local.are_waiting or self.unnamed.scale is not None
+        if not (evaluates and waits):  # else a closure has them averaged, or clears them
+            self.settle(is_step=True)
             if self._grads.follow(is_step=not evaluates):
                 self._grads.told = self._events.step_ignores_edits(self)
         self.masters.take_edits()
@@ -264,7 +264,6 @@ class AmpOptimizer:
         if self._captured is None:
             self._events.step_ended(self)
         else:
-            self.last_outcomes = []  # nothing was computed: replays will
             capture_step(self, self._captured)
 
     def repeat_step(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable
+from threading import get_ident
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from torch.nn.utils import clip_grad
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.stack import Line, find_line
 from ampatch.patching.patcher import Patcher, SessionPatch
+from ampatch.session.members import Members
+from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.watching.misuse.loss_scale import ScaleWatch, all_params
 from ampatch.watching.misuse.unnamed import UnnamedWatch
 from ampatch.watching.misuse.warner import Warner
@@ -35,10 +38,12 @@ IGNORED = (
 class ClipWatch(SessionPatch):
     """Watches what gradients are clipped by; private names of torch only where they exist."""
 
-    def __init__(self, warner: Warner, scale_watch: ScaleWatch, unnamed: UnnamedWatch) -> None:
+    def __init__(
+        self, warner: Warner, scale_watch: ScaleWatch, unnamed: UnnamedWatch, members: Members
+    ) -> None:
         super().__init__()
         self._warner = warner
-        self._scale_watch, self._unnamed = scale_watch, unnamed
+        self._scale_watch, self._unnamed, self._members = scale_watch, unnamed, members
         self.forget()
 
     def forget(self) -> None:
@@ -71,7 +76,7 @@ class ClipWatch(SessionPatch):
         @functools.wraps(clip)
         def clip_norm(parameters: object, max_norm: float, *args: object, **kwargs: object) -> None:
             params = [parameters] if isinstance(parameters, Tensor) else parameters
-            if self._scale_watch.blocks:
+            if self._is_inside():
                 self._check([param.grad for param in params if param.grad is not None], max_norm)
             elif any(param.dtype in HALF_TYPES for param in params):
                 self._note_line(max_norm, args[0] if args else kwargs.get("total_norm"))
@@ -82,10 +87,11 @@ class ClipWatch(SessionPatch):
     def _watch_value(self, group: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(group)
         def group_tensors(lists: list[list[Tensor]], *args: object, **kwargs: object) -> object:
-            if self._scale_watch.blocks or any(grad.dtype in HALF_TYPES for grad in lists[0]):
+            is_inside = self._is_inside()
+            if is_inside or any(grad.dtype in HALF_TYPES for grad in lists[0]):
                 caller = sys._getframe(1)
                 is_clipping = caller.f_code.co_name == "clip_grad_value_"
-                if is_clipping and self._scale_watch.blocks:
+                if is_clipping and is_inside:
                     self._check(lists[0], caller.f_locals["clip_value"])
                 elif is_clipping:
                     self._note_line()
@@ -94,6 +100,9 @@ class ClipWatch(SessionPatch):
             return group(lists, *args, **kwargs)
 
         return group_tensors
+
+    def _is_inside(self) -> bool:
+        return bool(self._scale_watch.blocks) or any(map(_waits_with_masters, self._members.optimizers()))
 
     def _note_line(self, limit: float = 0.0, norm: object = None) -> None:
         if not torch.compiler.is_dynamo_compiling():
@@ -119,12 +128,28 @@ class ClipWatch(SessionPatch):
         if self._has_judged or is_capturing:
             return
         given = set(map(id, grads))
-        for block in [one.block for one in self._scale_watch.list_blocks()]:
-            known = {id(param.grad) for optimizer in block.optimizers for param in all_params(optimizer)}
-            has_masters = any(optimizer.masters.pairs for optimizer in block.optimizers)
-            if given & known or (not given and has_masters):
-                self._has_judged = True
-                scale = block.scale.scaler.get_scale()
-                if limit / scale < LEAST_LIMIT:
-                    self._warner.warn("clipping", CLIPPED.format(float(limit), scale))
-                return
+        blocks = [one.block for one in self._scale_watch.list_blocks()]
+        known = [block for block in blocks if given & _ids_of_grads(block.optimizers)]
+        is_ignored = any(_misses_masters(amp, given) for amp in self._members.optimizers())
+        if not (known or is_ignored):
+            return
+        self._has_judged = True
+        scale = next((block.scale.scaler.get_scale() for block in known or blocks), 1.0)
+        if is_ignored or limit / scale < LEAST_LIMIT:
+            self._warner.warn("clipping", CLIPPED.format(float(limit), scale))
+
+
+def _ids_of_grads(optimizers: Iterable[AmpOptimizer]) -> set[int]:
+    return {id(param.grad) for optimizer in optimizers for param in all_params(optimizer)}
+
+
+def _waits_with_masters(amp: AmpOptimizer) -> bool:
+    """Whether a block of this thread is open that will give masters their gradients at its end."""
+    return amp.end_block is not None and bool(amp.masters.pairs) and amp.thread == get_ident()
+
+
+def _misses_masters(amp: AmpOptimizer, given: set[int]) -> bool:
+    """Whether such masters would be clipped, if they had gradients: others beside them are, or none."""
+    halves = {id(pair.half.grad) for pair in amp.masters}
+    own = {id(param.grad) for param in amp.own_params()}
+    return _waits_with_masters(amp) and not given & halves and (not given or bool(given & own))

@@ -95,7 +95,7 @@ class ScaleWatch(SessionPatch):
 
     def begin_block(self, block: ScaledLoss) -> None:
         """Notes that a block has begun."""
-        if not block.scale.is_identity and self._patcher is not None:
+        if not block.scale.is_identity:
             self.blocks[id(block)] = OpenBlock(block)
             self._had_block.update(map(id, block.optimizers))
 

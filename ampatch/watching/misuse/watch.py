@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from ampatch.levels.loss_scale import StaticLossScale
 from ampatch.session.request import Opening, SessionListener
 from ampatch.session.session import Session
@@ -22,12 +24,12 @@ class MisuseWatch(SessionListener):
     """Tells each kind of misuse once a session."""
 
     def __init__(self, session: Session) -> None:
-        members = session.members
+        self._session, members = session, session.members
         self._halved = session.data_watch.halved  # float32 tensors that became half, by id
         self._warner = Warner()
         self._unnamed = UnnamedWatch(self._warner, members)
         self._scale = ScaleWatch(self._warner, members, session.scalers, self._unnamed)
-        self._clip = ClipWatch(self._warner, self._scale, self._unnamed)
+        self._clip = ClipWatch(self._warner, self._scale, self._unnamed, members)
         self._scaler = GradScalerWatch(self._warner, members, self._scale)
         self._half = HalfWatch(self._warner, members)
         self._strangers = StrangerWatch(self._warner, members, self._half, self._unnamed)
@@ -42,16 +44,18 @@ class MisuseWatch(SessionListener):
     def call_opens(self, opening: Opening) -> None:
         """Patches what a call of this policy needs watched."""
         policy, undo = opening.request.policy, opening.undo
-        is_scaled = policy.loss_scale != StaticLossScale(1.0)
-        if is_scaled:
-            self._scale.open(undo)
-        if is_scaled or policy.master_weights:
+        if policy.loss_scale != StaticLossScale(1.0):
+            self._open_scaled(undo)
+        if policy.master_weights:
             self._clip.open(undo)
             self._scaler.open(undo)
         if policy.casts_model:
             self._half.open(undo)
-        if is_scaled or policy.casts_model:
             self._strangers.open(undo)
+
+    def _open_scaled(self, undo: ExitStack) -> None:
+        for watch in (self._scale, self._clip, self._scaler, self._strangers):
+            watch.open(undo)
 
     def call_is_set_up(self, opening: Opening) -> None:
         """Warns of a call of `initialize` that works, and trains wrongly."""
@@ -69,7 +73,11 @@ class MisuseWatch(SessionListener):
         check_trainer(self._warner, wrapper)
 
     def block_begins(self, block: ScaledLoss) -> None:
-        """Notes that a block has begun."""
+        """Notes that a block has begun, by which it may be known that a scale of 1 was set to another."""
+        if not (block.scale.is_identity or self._scale.is_open):
+            with ExitStack() as undo:
+                self._open_scaled(undo)
+                self._session.enter(undo.pop_all())
         self._scale.begin_block(block)
 
     def block_ends(self, block: ScaledLoss) -> None:
