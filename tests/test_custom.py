@@ -36,6 +36,8 @@ def test_a_power_of_a_matrix_takes_keywords_and_half_matrices():
     x = (torch.eye(3) * 2).to(HALF)
     assert torch.equal(torch.matrix_power(input=x, n=3), x * 4)
     assert torch.equal(torch.linalg.matrix_power(A=x, n=-1), (x / 4).float())
+    with pytest.raises(TypeError):
+        torch.matrix_power([[2.0]], 2)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ def test_a_sum_to_a_size_is_float32_and_without_a_sum_self_comes_back():
     expected = x.float().sum_to_size(1, 3)
     for found in (x.sum_to_size(1, 3), x.sum_to_size((1, 3)), x.sum_to_size(size=(1, 3))):
         assert torch.equal(found, expected)
-    assert x.sum_to_size(2, 3) is x
+    assert x.sum_to_size(2, 3) is x.sum_to_size((2, 3)) is x.sum_to_size(size=(2, 3)) is x
     with pytest.raises(TypeError, match="missing 1 required positional"):  # torch's own error
         x.sum_to_size()
 
