@@ -4,7 +4,6 @@ import pkgutil
 import sys
 import textwrap
 import types
-from collections import namedtuple
 
 import pytest
 import torch
@@ -120,12 +119,6 @@ def test_what_is_right_passes(name):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_tensors_in_containers_are_varied_as_well():
-    Pair = namedtuple("Pair", "x weight")
-    product = amp.half_function(lambda pair, *, table: pair.x * pair.weight * table["b"][0])
-    assert_casts(product, Pair(X, W), table={"b": [X, 1, None]}, expect=HALF, opt_level="O4")
-
-
 # ---- assert_casts: what is wrong ----
 
 
@@ -134,11 +127,6 @@ def fails(match, function, *args, **kwargs):
     with pytest.raises(AssertionError, match=match):
         assert_casts(function, *args, **kwargs)
     assert not is_open()
-
-
-@pytest.mark.parametrize(("cast", "other"), [(a, b) for a in DECORATORS for b in DECORATORS if a is not b])
-def test_a_decorated_function_fails_for_another_cast(cast, other):
-    fails(r"\n- ", DECORATORS[cast](scale), X, W, expect=other, opt_level="O4")
 
 
 def off():
@@ -302,16 +290,6 @@ def test_a_session_ends_with_an_exception_and_opens_alone():
 # ---- TorchSnapshot ----
 
 
-@pytest.mark.parametrize("opt_level", ["O1", "O4"])
-def test_a_snapshot_shows_every_patched_place_and_none_when_they_are_back(opt_level):
-    snapshot = TorchSnapshot.take()
-    with session(opt_level):
-        found = set(snapshot.changes())
-    assert {path for path, _ in parametrize_rows().args[1]} <= found
-    assert snapshot.changes() == []
-    snapshot.check()
-
-
 @pytest.mark.parametrize(
     ("place", "name"),
     [(torch, "mm"), (F, "linear"), (torch.Tensor, "numpy"), (nn.Module, "forward"), (torch.linalg, "new")],
@@ -327,31 +305,6 @@ def test_a_snapshot_names_what_was_replaced_added_or_deleted(place, name, monkey
     with monkeypatch.context() as patch:
         patch.delattr(torch, "mm")
         assert snapshot.changes() == ["torch.mm"]
-
-
-@pytest.mark.parametrize("name", ["__slotnames__", "__annotations_cache__"])
-def test_what_python_notes_at_a_class_of_torch_is_no_change(name, monkeypatch):
-    """The annotations are noted from Python 3.14 on, when somebody asks for them."""
-    monkeypatch.delattr(nn.Module, name, raising=False)
-    snapshot = TorchSnapshot.take()
-    monkeypatch.setattr(nn.Module, name, [], raising=False)
-    assert snapshot.changes() == []
-
-
-def test_a_snapshot_names_a_table_of_hooks():
-    snapshot = TorchSnapshot.take()
-    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    try:
-        assert snapshot.changes() == ["torch.nn.modules.module._global_forward_hooks"]
-    finally:
-        hook.remove()
-
-
-def test_the_import_of_a_submodule_is_no_change(monkeypatch):
-    snapshot = TorchSnapshot.take()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "new_part", types.ModuleType("torch.new_part"), raising=False)
-        assert snapshot.changes() == []
 
 
 # ---- parametrize_rows ----
@@ -382,11 +335,6 @@ def test_without_tables_the_rows_are_those_of_ampatch():
 def test_a_table_of_ones_own_is_narrowed_to_casts_and_this_torch(casts, expected):
     mark = parametrize_rows(TABLE, cast=casts)
     assert mark.kwargs["ids"] == [f"my_ops.{name}" for name in expected]
-
-
-@parametrize_rows(TABLE, names=("place", "line"))
-def test_the_names_of_the_arguments_can_be_chosen(place, line):
-    assert place == f"my_ops.{line.name}"
 
 
 # ---- The fixture ----
