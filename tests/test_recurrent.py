@@ -288,8 +288,12 @@ def test_a_kept_network_runs_in_float32_and_its_neighbours_do_not(opt_level, mak
 # ---- On a GPU ----
 
 
-def lay_out(weights, *_):
+LAID_OUT = {"lstm": (4, 4, 2, 6, 0, 2, False, True), "gru without bias": (2, 4, 3, 6, 0, 1, False, False)}
+
+
+def lay_out(weights, *sizes):
     """Moves weights into one block, as `torch._cudnn_rnn_flatten_weight` does on a GPU."""
+    assert sizes in LAID_OUT.values()
     block = torch.cat([weight.detach().flatten() for weight in weights])
     for weight, part in zip(weights, block.split([weight.numel() for weight in weights]), strict=True):
         set_data(weight, part.view(weight.shape))
@@ -298,7 +302,7 @@ def lay_out(weights, *_):
 set_data = torch._C.TensorBase.data.__set__  # which ampatch does not see
 
 
-@pytest.mark.parametrize("name", ["lstm", "gru without bias"])
+@pytest.mark.parametrize("name", LAID_OUT)
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_casts_lie_in_one_block_and_are_written_again_in_it(monkeypatch, opt_level, name):
     def is_apart(weights):
@@ -306,7 +310,8 @@ def test_casts_lie_in_one_block_and_are_written_again_in_it(monkeypatch, opt_lev
 
     def train(blocks):
         torch.manual_seed(0)
-        model, seen = VARIANTS[name](), []
+        model, seen, x = VARIANTS[name](), [], torch.ones(3, 2, 4)
+        x = pack_padded_sequence(x, torch.tensor([3, 3])) if name == "lstm" else x
         monkeypatch.setattr(kernels, "_are_apart", is_apart if blocks else lambda weights: False)
         optimizer = sgd(model)
         open_session(model, opt_level, optimizers=optimizer, loss_scale=1.0)
@@ -314,8 +319,12 @@ def test_casts_lie_in_one_block_and_are_written_again_in_it(monkeypatch, opt_lev
             if step == 3:
                 with torch.no_grad():
                     model.weight_hh_l0[0, 0] = 1.0  # one is cast anew, and all move
-            backward(mean_square(model(torch.ones(3, 2, 4))[0]), optimizer)
-            seen.append([entry[0].data_ptr() for _, entry in CASTS.get_cache(LEVELS[opt_level])._list()])
+            output, _ = model(x)
+            backward(mean_square(output.data if name == "lstm" else output), optimizer)
+            entries = CASTS.get_cache(LEVELS[opt_level])._list()
+            assert not blocks or len({entry[0].untyped_storage()._cdata for _, entry in entries}) == 1
+            seen.append([entry[0].data_ptr() for _, entry in entries])
+            del entries  # which would hold the casts
             optimizer.step()
             optimizer.zero_grad()
         amp.uninitialize()
@@ -327,6 +336,8 @@ def test_casts_lie_in_one_block_and_are_written_again_in_it(monkeypatch, opt_lev
     assert all(map(torch.equal, found, expected))
     assert sorted(seen[0]) == sorted(seen[1]) == sorted(seen[2])
     assert len(seen[0]) == len(found)
+    kernels.flatten_parameters(model := VARIANTS[name]())
+    assert len({weight.untyped_storage()._cdata for weight in model.parameters()}) == 1
 
 
 @pytest.mark.cuda

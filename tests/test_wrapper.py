@@ -137,6 +137,10 @@ def test_a_softmax_of_half_logits_has_the_bits_of_one_of_their_float32_copy(monk
     assert [it.dtype for it in results] == [FULL, torch.float16] * 2
     assert torch.equal(results[0], results[2])
     assert torch.equal(results[1], results[3])
+    with amp.disable_casts():
+        assert F.softmax(logits, 1).dtype is torch.float16
+    with pytest.raises(TypeError):
+        F.softmax(dim=1)
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "softmax"])
