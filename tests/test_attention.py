@@ -76,18 +76,6 @@ def rows(output, masks):
 # ---- Training ----
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("given", [FULL, HALF], ids=str)
-def test_attention_in_training_runs_in_half(given, need_weights):
-    model = open_session(nn.MultiheadAttention(8, 2, batch_first=True))
-    x = data().to(given)
-    output, weights = model(x, x, x, need_weights=need_weights)
-    assert output.dtype is HALF
-    assert weights is None or weights.dtype is FULL
-    output.float().sum().backward()
-    assert {param.grad.dtype for param in model.parameters()} == {FULL}
-
-
 @pytest.mark.parametrize("mask", [FULL, HALF, torch.bool], ids=str)
 @pytest.mark.parametrize("given", [FULL, HALF], ids=str)
 def test_attention_takes_masks_of_any_type(given, mask):
@@ -223,16 +211,6 @@ def test_a_compiled_encoder_evaluates_with_casts(masks):
         torch.testing.assert_close(rows(found, MASKS[masks]), rows(expected, MASKS[masks]))
         assert torch.equal(compiled(x, **MASKS[masks]), model(x, **MASKS[masks]))
     torch._dynamo.reset()
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
-@pytest.mark.parametrize("make", [make_layer, MODULES["encoder"]], ids=["layer", "encoder"])
-def test_a_scripted_layer_runs_uncast(make):
-    model, x = make().eval(), data()
-    with torch.no_grad():
-        expected = model(x)
-        open_session()
-        assert torch.equal(torch.jit.script(model)(x), expected)
 
 
 class Weighing(nn.Module):

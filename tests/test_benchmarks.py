@@ -27,7 +27,7 @@ from benchmarks import (
     update,
 )
 from benchmarks.comparison import Comparison
-from benchmarks.contender import ACCUMULATE, COMPILED, CONTENDERS, MODES, TRAIN, open_step
+from benchmarks.contender import ACCUMULATE, COMPILED, CONTENDERS, MODES, TRAIN
 from benchmarks.quote import quote
 from benchmarks.series import PartClock, Series, run_rounds
 from benchmarks.setting import Setting
@@ -98,17 +98,6 @@ def yield_step(step):
     yield step
 
 
-@pytest.mark.cuda
-def test_steps_are_timed_on_a_gpu():
-    setting = Setting("cuda", torch.float16, 1)
-    contenders = {
-        name: partial(open_step, kind, TINY, TRAIN, setting)
-        for name, kind in CONTENDERS[torch.float16].items()
-    }
-    times = run_rounds(contenders, threads=1, device="cuda", rounds=1, seconds=1e-3)
-    assert all(one.median > 0 for one in times.values())
-
-
 # ---- Contenders ----
 
 
@@ -159,18 +148,6 @@ def test_the_meter_of_a_cpu_counts_what_is_allocated_and_freed():
         assert meter.allocated == allocation.Allocated(
             before=1024 * 4, after=(1024 + 512) * 4, peak=(1024 + 2048 + 512) * 4
         )
-
-
-@pytest.mark.cuda
-def test_the_meter_of_a_gpu_counts_what_is_allocated_and_freed():
-    with allocation.make_meter("cuda") as meter:
-        kept = [torch.empty(1024, device="cuda")]
-        with meter.window():
-            large = torch.empty(2048, device="cuda")
-            kept.append(torch.empty(512, device="cuda"))
-            del large
-    # Blocks of a GPU have whole multiples of 512 bytes.
-    assert meter.allocated == allocation.Allocated(4096, 4096 + 2048, 4096 + 8192 + 2048)
 
 
 @pytest.mark.parametrize(
@@ -237,23 +214,9 @@ def variants(goal):
     }[goal.group]
 
 
-def subjects(goal):
-    ops = {micro.LINEAR, micro.HALF_LINEAR, update.SUBJECT, *micro.UNLISTED}
-    return ops if goal.group == "micro" else {workload.name for workload in WORKLOADS}
-
-
 def contenders(goal):
     more = {"micro": ["unpatched", "GradScaler"], "measuring": measuring.WAYS}.get(goal.group, [None])
     return {*CONTENDERS[getattr(torch, goal.half)], *more}
-
-
-def test_a_goal_is_about_something_that_is_measured():
-    for goal in goals.GOALS:
-        assert goal.subject in subjects(goal), goal
-        assert goal.variant in variants(goal), goal
-        assert {goal.contender, goal.base} <= contenders(goal), goal
-    keys = [(goal.what, goal.half, goal.device) for goal in goals.GOALS]
-    assert len(set(keys)) == len(keys)  # none is there twice
 
 
 def compare_steps(setting=BF16, subject="LSTM", **times):

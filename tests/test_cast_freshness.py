@@ -125,26 +125,6 @@ def test_an_edit_is_seen_while_a_graph_from_before_it_waits_for_its_backward(lin
     assert waiting.requires_grad
 
 
-class WritesMidway(nn.Linear):
-    """Writes its weight between two uses of it, as codebooks do that follow their inputs."""
-
-    def forward(self, x):
-        super().forward(x)
-        with torch.no_grad():
-            EDITS[self.name](self)
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("name", ["in place", "assigned data"])
-@pytest.mark.parametrize("mode", MODES)
-def test_an_edit_between_two_uses_in_one_forward_is_seen(mode, name):
-    model = open_session(WritesMidway(3, 5))
-    model.name = name
-    with mode():
-        found = model(X).detach()
-    assert torch.equal(found, by_hand(model))
-
-
 def write_data(model):
     for param in model.parameters():
         param.data.mul_(-3)  # the same memory, and no new version

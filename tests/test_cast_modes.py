@@ -90,21 +90,6 @@ def test_a_transform_over_the_input_leaves_no_dead_cast_behind(linear, transform
         assert_fresh(linear)
 
 
-def test_a_transform_inside_of_a_forward_leaves_no_dead_cast_behind():
-    class Energy(nn.Linear):
-        """As models of forces are: the derivative of one layer, and then the layer itself."""
-
-        def forward(self, x):
-            layer = super().forward
-            forces = torch.func.grad(lambda y: layer(y).float().sum())(x)
-            return layer(x).float().sum() + forces.sum()
-
-    model = open_session(Energy(3, 5))
-    model(X).backward()
-    expected = X.to(HALF).float().sum(0).expand(5, 3) + float(len(X))
-    assert torch.equal(model.weight.grad, expected)
-
-
 @amp.half_function
 def show_half(tensor):
     return tensor

@@ -154,20 +154,6 @@ def test_a_block_around_backward_holds_in_the_engines_threads():
     assert in_a_thread(lambda: in_the_engine(product)) is HALF
 
 
-def test_a_block_of_another_thread_does_not_hold_in_the_engines_threads():
-    open_session()
-    with amp.disable_casts():
-        assert in_a_thread(lambda: in_the_engine(product)) is HALF
-        assert in_the_engine(product) is FULL
-
-    def disable_here():
-        with amp.disable_casts():
-            return in_the_engine(product)
-
-    assert in_a_thread(disable_here) is FULL
-    assert in_the_engine(product) is HALF
-
-
 @torch.enable_grad()
 def all_kinds(model, optimizer):
     """The dtypes of products in blocks, checkpoints, forwards and steps, one after the other."""

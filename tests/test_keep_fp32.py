@@ -54,11 +54,6 @@ class Model(nn.Module):
         return self.head(self.decoder(self.encoder(x)))
 
 
-def types_of(model):
-    """The types that the spies of a model computed in, by name, in the last forward."""
-    return {name: module.seen[-1] for name, module in model.named_modules() if isinstance(module, Spy)}
-
-
 def open_session(model, opt_level="O5", optimizer=None, **kwargs):
     amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, **kwargs)
     return model
@@ -350,38 +345,6 @@ def test_a_module_that_only_shares_a_weight_with_a_kept_one_returns_half(opt_lev
 
 
 # ---- Other ways of running a module ----
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant):
-        super().__init__()
-        self.spy, self.reentrant, self.seen = Spy(), reentrant, []
-
-    def compute(self, x):
-        x = F.linear(self.spy(x), self.spy.weight)
-        self.seen.append(x.dtype)
-        return torch.relu(x)
-
-    def forward(self, x):
-        return checkpoint(self.compute, x, use_reentrant=self.reentrant)
-
-
-@pytest.mark.parametrize("kept", ["1", ()], ids=["kept", "not kept"])
-@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-@pytest.mark.parametrize("opt_level", HALVES)
-def test_activations_are_recomputed_in_the_type_that_they_had(opt_level, reentrant, kept):
-    model = nn.Sequential(Spy(), Checkpointed(reentrant), Spy())
-    open_session(model, opt_level, keep_fp32=kept)
-    model(X).float().sum().backward()
-    assert model[1].seen == model[1].spy.seen == [FULL if kept else HALVES[opt_level]] * 2
-
-
-def test_a_model_at_o0_beside_a_patching_one_recomputes_its_activations_in_float32():
-    plain = nn.Sequential(Spy(), Checkpointed(False))
-    open_session(Spy(), "O4")
-    open_session(plain, "O0")
-    plain(X).sum().backward()
-    assert plain[1].seen == plain[1].spy.seen == [FULL, FULL]
 
 
 class WithLoss(nn.Module):

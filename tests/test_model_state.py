@@ -167,15 +167,6 @@ def test_a_copy_works_after_uninitialize(duplicate, opt_level):
 
 
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
-@pytest.mark.parametrize("opt_level", ["O2", "O4", "O5"])
-def test_a_copy_made_with_a_kept_module_keeps_it(duplicate, opt_level):
-    model = open_session(Net().eval(), opt_level=opt_level, keep_fp32="linear")
-    twin = duplicate(model)
-    assert twin.linear.weight.dtype is FULL
-    assert torch.equal(twin(X), model(X))
-
-
-@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
 def test_a_pickled_model_does_not_switch_casts_off_or_on(duplicate):
     plain = duplicate(open_session(nn.Linear(3, 2), opt_level="O0"))
     amp.uninitialize()

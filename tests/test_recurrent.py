@@ -21,13 +21,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
 ]
 
-CELLS = {
-    "lstm cell": lambda: nn.LSTMCell(4, 6),
-    "gru cell": lambda: nn.GRUCell(4, 6),
-    "rnn cell": lambda: nn.RNNCell(4, 6),
-    "rnn cell with relu": lambda: nn.RNNCell(4, 6, nonlinearity="relu"),
-}
-
 
 def leaves(value):
     return [value] if isinstance(value, torch.Tensor) else [leaf for item in value for leaf in leaves(item)]
@@ -129,34 +122,6 @@ def test_a_recurrent_network_computes_what_it_does_in_half(opt_level, name, inpu
     optimizer.step()
 
 
-@pytest.mark.exhaustive(keep=16)
-@pytest.mark.parametrize(("given", "state"), [(FULL, None), (FULL, HALF), (HALF, FULL)], ids=str)
-@pytest.mark.parametrize("name", CELLS)
-@pytest.mark.parametrize("opt_level", ["O1", "O5"])
-def test_a_recurrent_cell_trains_over_several_steps(opt_level, name, state, given):
-    cell, dtype = CELLS[name](), EVERY_LEVEL[opt_level]
-    plain, optimizer = copy.deepcopy(cell).to(dtype), sgd(cell)
-    x = torch.randn(3, 2, 4).to(dtype)
-
-    def call(network, given, state):
-        hidden = None if state is None else torch.full((2, 6), 0.5, dtype=state)
-        hidden = (hidden, hidden) if hidden is not None and "lstm" in name else hidden
-        for step in x.to(given):
-            hidden = network(step, hidden)
-        return leaves(hidden)
-
-    expected = call(plain, dtype, state and dtype)
-    mean_square(expected).backward()
-    open_session(cell, opt_level, optimizers=optimizer, loss_scale=1.0)
-    found = call(cell, *(dtype if kind is HALF else kind for kind in (given, state)))
-    assert_equal(found, expected)
-    backward(mean_square(found), optimizer)
-    for master, param in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
-        assert master.grad.dtype is FULL
-        # The plain cell adds the gradients of its three uses in half, as a cast weight does.
-        assert torch.equal(master.grad, param.grad.float())
-
-
 # ---- Weights that are computed, copied, edited, replaced ----
 
 
@@ -207,16 +172,6 @@ def test_a_network_whose_weights_are_computed_trains(opt_level, name):
     assert found == pytest.approx(expected, rel=0.05)
     amp.uninitialize()
     assert network(x)[0].dtype is FULL
-
-
-@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
-def test_a_copy_of_a_network_computes_the_same_on_weights_of_its_own(opt_level):
-    network, x = open_session(nn.LSTM(4, 6), opt_level), torch.randn(3, 2, 4)
-    twin = copy.deepcopy(network)
-    assert all(map(torch.equal, leaves(twin(x)), leaves(network(x))))
-    twin(x)[0].float().sum().backward()
-    assert all(param.grad is None for param in network.parameters())
-    assert all(param.grad is not None for param in twin.parameters())
 
 
 @pytest.mark.parametrize("change", ["in place", "loaded", "replaced", "moved", "flattened"])

@@ -164,16 +164,6 @@ def test_a_class_that_is_no_tensor_may_take_functions_over(level):
 
 
 @LEVELS
-@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors is in prototype stage")
-def test_masked_tensors_are_reduced_and_normalized(level):
-    open_session(nn.Linear(1, 1), opt_level=level)
-    masked = torch.masked.masked_tensor(X, X > 0)
-    torch.testing.assert_close(masked.sum().get_data(), X[X > 0].sum())
-    torch.testing.assert_close(masked.exp().get_data()[X > 0], X[X > 0].exp())
-    assert masked.softmax(-1).shape == X.shape
-
-
-@LEVELS
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=["jagged", "strided"])
 def test_nested_tensors_go_through_a_model(layout, level):
