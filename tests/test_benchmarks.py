@@ -18,7 +18,6 @@ from benchmarks import __main__ as command
 from benchmarks import (
     allocation,
     goals,
-    measuring,
     memory,
     micro,
     report,
@@ -27,7 +26,7 @@ from benchmarks import (
     update,
 )
 from benchmarks.comparison import Comparison
-from benchmarks.contender import ACCUMULATE, COMPILED, CONTENDERS, MODES, TRAIN
+from benchmarks.contender import ACCUMULATE, CONTENDERS, TRAIN
 from benchmarks.quote import quote
 from benchmarks.series import PartClock, Series, run_rounds
 from benchmarks.setting import Setting
@@ -201,22 +200,6 @@ def test_a_read_of_a_value_counts_once(read, count):
 
 
 # ---- Goals ----
-
-
-def variants(goal):
-    """What a goal's group calls its variants."""
-    return {
-        **{group: {mode.name for mode in (*MODES, COMPILED)} for group in ("steps", "faults")},
-        "micro": {"added", "whole", *update.OPTIMIZERS},
-        "memory": set(memory.PARTS),
-        "syncs": set(syncs.OPTIMIZERS),
-        "measuring": set(CONTENDERS[getattr(torch, goal.half)]),
-    }[goal.group]
-
-
-def contenders(goal):
-    more = {"micro": ["unpatched", "GradScaler"], "measuring": measuring.WAYS}.get(goal.group, [None])
-    return {*CONTENDERS[getattr(torch, goal.half)], *more}
 
 
 def compare_steps(setting=BF16, subject="LSTM", **times):
