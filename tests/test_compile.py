@@ -557,18 +557,6 @@ def test_a_kept_part_of_a_compiled_model_computes_and_returns_what_it_does_uncom
     assert (THREAD.off, THREAD.forwards) == (0, ())
 
 
-def test_half_models_and_patched_ones_in_one_graph_keep_their_types():
-    half, patched, nested = Mlp(), Mlp(), WithKept()
-    open_session([half, nested], "O5")
-    open_session(nested.kept, "O5")
-    open_session(patched, "O4")
-
-    def function(x):
-        return half(x), patched(x), half(patched(x)), patched(half(x)), x @ x.t(), *nested(x)
-
-    assert_equal(compiled(function)(full(2, 4)), function(full(2, 4)))
-
-
 # ---- Checkpoints ----
 
 

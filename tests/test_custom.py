@@ -244,22 +244,6 @@ def test_writing_into_the_copy_of_a_half_weight_changes_no_later_cast():
         assert torch.equal(torch.exp(weight), expected.exp())
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_function_has_float32_from_the_cpu(backend):
-    def double(x):
-        return x.cpu() * 2
-
-    x = half(3)
-    open_session()
-    torch._dynamo.reset()
-    compiled = torch.compile(double, backend=backend, fullgraph=True)
-    assert compiled(x).dtype is FULL
-    assert torch.equal(compiled(x), double(x))
-    with amp.disable_casts():
-        assert compiled(x).dtype is HALF
-    torch._dynamo.reset()
-
-
 def test_what_save_on_cpu_keeps_has_the_type_that_backward_needs():
     def gradient():
         leaf = x.detach().requires_grad_()

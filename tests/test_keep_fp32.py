@@ -377,15 +377,3 @@ def test_a_loss_in_float32_inside_a_half_model_is_not_rounded(level, loss, keep)
     expected = loss()(model.linear(x.to(half)).float().log_softmax(-1) * 1e6, targets)
     assert float(found.detach().max()) > 65504, "float16 could not hold it"
     assert torch.equal(found, expected)
-
-
-@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
-@pytest.mark.filterwarnings("ignore:.*quantize.*deprecated", "ignore:TypedStorage is deprecated")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_a_copy_with_kept_modules_can_be_quantized(level):
-    """What replaces a module gets its hooks, but is called without kwargs."""
-    model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
-    amp.initialize(model, opt_level=level, keep_fp32=["0", "2"], verbosity=0)
-    expected = model(X).float()
-    quantized = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model).float(), {nn.Linear})
-    torch.testing.assert_close(quantized(X), expected, atol=0.05, rtol=0.05)

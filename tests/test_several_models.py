@@ -83,20 +83,6 @@ def test_a_part_passed_as_a_model_of_its_own_works_alone_and_in_the_whole(opt_le
         assert found.dtype is FULL
 
 
-@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
-def test_a_part_given_to_a_later_call_works_alone_and_in_the_whole(opt_level):
-    outer = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    before = clone_state(outer)
-    open_session(outer, opt_level=opt_level)
-    expected = outer(X)
-    open_session(outer[0], opt_level=opt_level)
-    assert torch.equal(outer(X), expected)
-    outer[0](X)
-    amp.uninitialize()
-    if opt_level != "O3":
-        assert_same_state(dict(outer.state_dict()), before)
-
-
 @pytest.mark.parametrize("opt_level", MASTERED)
 def test_a_model_shared_by_two_calls_is_stepped_by_both_optimizers(opt_level):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))

@@ -133,36 +133,6 @@ def test_torch_function_is_told_of_the_functions_that_torch_has(level):
     assert [function for function in expected if function not in Logs.told] == []
 
 
-@PATCHED
-def test_a_class_that_is_no_tensor_may_take_functions_over(level):
-    table = {}
-
-    class Lazy:
-        @classmethod
-        def __torch_function__(cls, function, types, args=(), kwargs=None):
-            return table[function](*args, **(kwargs or {})) if function in table else NotImplemented
-
-    functional = torch.nn.functional
-    for function in (
-        torch.matmul,
-        functional.linear,
-        functional.softmax,
-        functional.cross_entropy,
-        functional.batch_norm,
-        torch.norm,
-    ):
-        table[function] = lambda *args, name=function.__name__, **kwargs: name
-    open_session(nn.Linear(1, 1), opt_level=level)
-    assert torch.matmul(Lazy(), X) == "matmul"
-    assert functional.linear(X, Lazy()) == "linear"
-    assert functional.softmax(Lazy(), dim=-1) == "softmax"
-    assert functional.cross_entropy(Lazy(), X) == "cross_entropy"
-    assert torch.norm(Lazy()) == "norm"
-    assert functional.batch_norm(Lazy(), None, None) == "batch_norm"
-    with pytest.raises(TypeError, match=r"no implementation found for 'torch\.nn\.functional\.layer_norm'"):
-        functional.layer_norm(Lazy(), (3,))
-
-
 @LEVELS
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=["jagged", "strided"])
