@@ -372,6 +372,16 @@ def test_a_write_to_memory_that_somebody_has_got_since_the_last_evaluation_is_se
         assert_fresh(linear)
 
 
+@pytest.mark.parametrize("mode", WITHOUT_GRAD)
+def test_a_write_to_flat_memory_is_seen_by_functions_outside_of_any_model(mode, linear):
+    write = flatten(linear)
+    for value in (1.0, -2.0):
+        with mode():
+            found = torch.nn.functional.linear(X, linear.weight, linear.bias)
+        assert torch.equal(found, by_hand(linear))
+        write(value)
+
+
 def test_a_part_that_is_called_without_grad_after_a_training_step_sees_a_write_to_flat_memory():
     model = nn.Sequential(nn.Linear(3, 5))
     write = flatten(model[0])
