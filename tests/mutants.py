@@ -45,7 +45,7 @@ casts/cast_tree.py | CONVERT.get(dtype) or (lambda tensor: | ((lambda tensor: te
 casts/cast_tree.py | return False | return None | asked for its truth alone
 casts/holders.py | return False | return None | asked for its truth alone
 casts/kernels.py | thread.off and thread.is_off() | (thread.off or thread.is_off()) | slower
-casts/kernels.py | not is_compiling() and len(args) == 9 | (not is_compiling() and (not kwargs) a | no such call
+casts/kernels.py | not is_compiling() and len(args) == 9 | (not is_compiling() and (not kwargs) a | wrong
 casts/thread.py | self._asks > 0 | (self._asks >= 0) | a thread asks itself, and says the same
 casts/thread.py | self._asks > 0 and self._is_caller_off | (self._is_caller_off()) | the same
 casts/wrapper.py | first is not None | (True) | looks closer: slower
