@@ -426,7 +426,7 @@ def test_a_write_by_a_collective_after_a_step_is_seen_in_what_it_does_not_step(o
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     open_session([frozen, model], optimizer)
     backward(model(X).sum(), optimizer)
-    waiting = model(X) + frozen(X)
+    waiting = model(X) + frozen(X.clone().requires_grad_())
     optimizer.step()
     ctypes.memset(frozen.weight.data_ptr(), 0, frozen.weight.nbytes)  # which leaves as little trace
     with torch.no_grad():

@@ -323,8 +323,9 @@ def use_functions(a, b):
 
 def use_methods(a, b):
     product = a @ b
-    power = product**2
-    return product, power, 2**product, product.softmax(-1), a.matmul(b), product.sum(), product.norm()
+    power, filled = product**2, product.clone()
+    filled[0] = b[0]
+    return filled, product, power, 2**product, product.softmax(-1), a.matmul(b), product.sum(), product.norm()
 
 
 def use_mixed(a, b):

@@ -89,6 +89,15 @@ def test_a_sum_to_a_size_is_float32_and_without_a_sum_self_comes_back():
         x.sum_to_size()
 
 
+def test_a_random_relu_writes_into_its_input_only_where_that_is_asked_for():
+    open_session(opt_level="O1")
+    x = -torch.ones(3, dtype=torch.float16)
+    assert F.rrelu(x) is not x
+    assert (x == -1).all()
+    assert F.rrelu(x, inplace=True) is x
+    assert (x > -0.5).all()
+
+
 def test_a_response_is_normalized_in_float32_and_an_empty_one_comes_back():
     x, empty = half(1, 4, 3) * 400, half(0, 4, 3)
     expected = F.local_response_norm(x.float(), 2)

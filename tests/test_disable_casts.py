@@ -12,6 +12,7 @@ from torch import nn
 
 import ampatch as amp
 from ampatch.casts.cast import CASTS
+from ampatch.casts.thread import ThreadState
 from apex_rows import shows
 
 FULL, HALF = torch.float32, torch.bfloat16
@@ -189,6 +190,18 @@ def test_what_turns_casts_off_and_on_does_so_in_the_engines_threads(is_off):
         for _ in range(2):
             assert in_the_engine(lambda: all_kinds(model, optimizer)) == here
     assert here.count(FULL) == (len(here) if is_off else 4)
+
+
+def test_a_block_holds_in_a_thread_of_the_engine_that_python_has_met():
+    state = ThreadState()
+
+    def ask():
+        threading.current_thread()  # as logging does
+        return state.is_off()
+
+    with state.disabled():
+        assert in_the_engine(ask)
+    assert not in_the_engine(ask)
 
 
 def test_a_checkpoint_recomputed_in_the_engines_threads_casts_as_its_forward_did():
