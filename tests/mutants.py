@@ -57,6 +57,8 @@ casts/wrapper.py | type(arg) not in SIMPLE and (not isins | (type(arg) not in SI
 casts/wrapper.py | thread.off and thread.is_off() | (thread.is_off()) | asks more: slower
 models/hooks.py | is_usual or dtype is None | (is_usual) | Tensor.to(None) returns the tensor
 models/memory.py | 32 | (33) | another size of a block that is freed at once: slower
+models/model.py | half is not None and id(module) not in | (True) | adds hooks that do nothing: slower
+models/model.py | half is not None and id(module) not in | (id(module) not in served) | the same: slower
 patching/bound_names.py | 2 | (3) | looks for names in deeper dictionaries: slower
 patching/layers.py | casts and {input.dtype, weight.dtype} | (casts and {input.dtype, weight.dtype} | slower
 patching/layers.py | thread.off and thread.is_off() | (thread.is_off()) | asks more: slower
