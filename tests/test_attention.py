@@ -142,16 +142,6 @@ def test_the_fast_path_is_off_where_this_thread_casts_and_on_elsewhere():
     assert torch.backends.mha.get_fastpath_enabled is is_enabled
 
 
-def test_what_the_user_says_of_the_fast_path_counts_where_nothing_is_cast():
-    open_session()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with amp.disable_casts():
-            assert not torch.backends.mha.get_fastpath_enabled()
-    finally:
-        torch.backends.mha.set_fastpath_enabled(True)
-
-
 @pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.parametrize("name", MODULES)
 def test_evaluation_with_casts_off_is_plain_torchs(name, masks):

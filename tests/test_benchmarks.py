@@ -1,12 +1,10 @@
 """The benchmarks: that they compare equal work, count what they say and write what they measured."""
 
-import doctest
 import itertools
 import json
 import multiprocessing
 import re
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +14,7 @@ from torch import nn
 
 from benchmarks import __main__ as command
 from benchmarks import (
-    allocation,
     goals,
-    memory,
     micro,
     report,
     series,
@@ -30,7 +26,7 @@ from benchmarks.contender import ACCUMULATE, CONTENDERS, TRAIN
 from benchmarks.quote import quote
 from benchmarks.series import PartClock, Series, run_rounds
 from benchmarks.setting import Setting
-from benchmarks.workload import WORKLOADS, Workload
+from benchmarks.workload import Workload
 from helpers import without_chatter
 
 ROOT = Path(__file__).parents[1]
@@ -46,9 +42,6 @@ def make_net():
 
 
 TINY = Workload("tiny", make_net, (BATCH, FEATURES))
-PRODUCTS = FEATURES * HIDDEN + HIDDEN + HIDDEN * CLASSES + CLASSES  # the numbers in the two Linear layers
-NORMS = 2 * HIDDEN
-
 each_contender = pytest.mark.parametrize(
     ("setting", "name"),
     [
@@ -132,48 +125,6 @@ def test_a_contender_does_the_work_of_float32_and_leaves_torch_as_it_was(setting
 
 
 # ---- Memory ----
-
-
-def test_the_meter_of_a_cpu_counts_what_is_allocated_and_freed():
-    kept = []
-    for _ in range(2):  # the second time the profiler begins with what the first one left
-        with allocation.make_meter("cpu") as meter:
-            kept.append(torch.empty(1024))
-            with meter.window():
-                large = torch.empty(2048)
-                kept.append(torch.empty(512))
-                del large
-            kept.append(torch.empty(4096))
-        assert meter.allocated == allocation.Allocated(
-            before=1024 * 4, after=(1024 + 512) * 4, peak=(1024 + 2048 + 512) * 4
-        )
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters", "masters", "casts"),
-    [
-        ("float32", 4 * (PRODUCTS + NORMS), 0, 0),
-        ("autocast", 4 * (PRODUCTS + NORMS), 0, 2 * PRODUCTS),
-        ("O5", 2 * PRODUCTS + 4 * NORMS, 4 * PRODUCTS, 0),
-        ("limit", 2 * PRODUCTS + 4 * NORMS, 4 * PRODUCTS, 0),
-    ],
-)
-def test_the_parts_of_memory_are_those_computed_by_hand(name, parameters, masters, casts):
-    parts = memory.measure_parts(CONTENDERS[torch.bfloat16][name], TINY, BF16)
-    assert (parts["parameters"], parts["masters"], parts["casts"]) == (parameters, masters, casts)
-    steps = 4 * len(list(make_net().parameters()))
-    assert parts["optimizer state"] == 2 * 4 * (PRODUCTS + NORMS) + steps
-    assert parts["peak"] > parameters + masters + parts["optimizer state"]
-
-
-@pytest.mark.parametrize(("setting", "level"), [(BF16, "O4"), (FP16, "O1")], ids=["O4", "O1"])
-def test_at_its_peak_a_step_has_what_autocast_has_and_the_casts(setting, level):
-    (wide,) = [workload for workload in WORKLOADS if workload.name == "wide MLP"]
-    few = replace(wide, input_shape=(16, 1024))
-    kinds = CONTENDERS[setting.half]
-    ours, autocast = (memory.measure_parts(kinds[name], few, setting) for name in (level, "autocast"))
-    kept = 8 * 2**10  # the ring of scale events, and the scale
-    assert ours["peak"] <= autocast["peak"] + ours["casts"] + kept
 
 
 # ---- Syncs ----
@@ -304,13 +255,6 @@ def test_bad_input_ends_with_status_2_and_a_sentence_and_makes_no_file(arguments
         command.main(["--out", str(out), *arguments])
     assert re.search(message, capsys.readouterr().err)
     assert not out.exists()
-
-
-@pytest.mark.parametrize("module", [report, syncs], ids=lambda module: module.__name__)
-def test_the_examples_in_docstrings_are_true(module):
-    result = doctest.testmod(module)
-    assert result.attempted
-    assert not result.failed
 
 
 def test_readme_quotes_the_result_that_is_kept():

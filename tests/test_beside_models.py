@@ -236,22 +236,6 @@ def test_a_block_of_autocast_may_outlive_the_session(level):
 
 
 @PATCHED
-def test_a_block_that_is_entered_by_hand_may_outlive_the_session(level):
-    block = torch.autocast("cpu", enabled=False)
-
-    class Enters(nn.Module):
-        def forward(self, x):
-            block.__enter__()
-            return x @ x.T
-
-    assert open_session(Enters(), opt_level=level)(X).dtype is torch.float32
-    amp.uninitialize()
-    block.__exit__(None, None, None)
-    open_session(nn.Linear(1, 1), opt_level=level)
-    assert (X @ X.T).dtype is HALF[level]
-
-
-@PATCHED
 def test_blocks_of_autocast_may_end_in_another_order_than_they_began(level):
     class Crossing(nn.Module):
         def forward(self, x):

@@ -29,20 +29,6 @@ def test_a_result_is_of_the_mode_that_it_was_computed_in(first):
         assert model.weight.grad is not None
 
 
-def test_no_grad_inside_a_forward_and_grad_again_in_the_same_forward_gives_a_gradient():
-    class Reversible(nn.Linear):
-        """Runs under no_grad first, and again with grad."""
-
-        def forward(self, x):
-            with torch.no_grad():
-                first = super().forward(x)
-            return super().forward(x) + first
-
-    model = open_session(Reversible(3, 5))
-    model(X).sum().backward()
-    assert model.weight.grad is not None
-
-
 @pytest.mark.parametrize("before", [False, True], ids=["frozen first", "trained first"])
 def test_requires_grad_toggled_between_two_uses_counts_at_once(linear, before):
     linear.requires_grad_(before)

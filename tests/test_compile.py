@@ -293,23 +293,6 @@ def test_the_graphs_of_forward_and_backward_have_the_operations_of_autocasts():
     assert list_operations("O4") == expected
 
 
-@needs_torch("2.8", "guard_filter_fn, which shows the guards")
-def test_a_weight_is_guarded_no_more_than_under_autocast():
-    def count_guards(level):
-        found = []
-
-        def note(guards):
-            found.extend(guard.guard_type for guard in guards if "_parameters[" in guard.name)
-            return [True] * len(guards)
-
-        run_compiled(level, backend="eager", options={"guard_filter_fn": note})
-        return Counter(found)
-
-    expected = count_guards(None)
-    assert expected["TENSOR_MATCH"] == 4
-    assert count_guards("O4") == expected
-
-
 # ---- Casts in the graph ----
 
 

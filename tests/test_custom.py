@@ -231,18 +231,6 @@ def test_a_gradient_goes_back_from_the_cpu_in_the_type_of_the_tensor():
     assert torch.equal(x.grad, weight.to(HALF))
 
 
-def test_a_memory_format_and_a_class_are_those_of_the_copy():
-    class Marked(Tensor):
-        pass
-
-    x = half(1, 2, 3, 3).as_subclass(Marked)
-    open_session()
-    copy = x.cpu(memory_format=torch.channels_last)
-    assert (type(copy), copy.dtype) == (Marked, FULL)
-    assert copy.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(copy, x.float())
-
-
 def test_writing_into_the_copy_of_a_half_weight_changes_no_later_cast():
     weight = torch.nn.Parameter(half(3))
     expected = weight.detach().float()

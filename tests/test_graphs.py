@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import ampatch as amp
 from helpers import needs_torch
-from patched import LEVELS, backward, open_session
+from patched import LEVELS, open_session
 
 # torch 2.13 calls them deprecated; scripts that use them are what is tested here.
 SCRIPTS = pytest.mark.filterwarnings("ignore:.*torch.jit.* (is|are) (deprecated|not supported).*")
@@ -295,21 +295,6 @@ def test_a_scripted_part_of_an_initialized_model_runs_uncast_which_is_said(level
     assert "module 'scripted' is scripted: scripted code runs uncast" in caplog.text
     assert model.first(x_of()).dtype is LEVELS[level]
     assert model(x_of()).dtype is torch.float32
-
-
-@SCRIPTS
-@pytest.mark.parametrize("make", [torch.jit.script, lambda net: torch.jit.trace(net, (x_of(),))])
-@pytest.mark.parametrize("level", ["O0", *LEVELS])
-def test_a_model_that_is_scripted_as_a_whole_trains_uncast(level, make):
-    model = make(nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    expected = model(x_of())
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
-    assert torch.equal(model(x_of()), expected)
-    before = model.weight.detach().clone()
-    backward(model(x_of()).sum(), optimizer)
-    optimizer.step()
-    assert torch.equal(model.weight, before - 0.5 * x_of().sum(0))
 
 
 # ---- torch.func.functional_call ----

@@ -3,13 +3,11 @@
 import copy
 import functools
 import inspect
-import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import ampatch as amp
 from apex_rows import shows
@@ -200,23 +198,6 @@ class Calls(nn.Module):
         self.seen = [x.dtype, y.dtype, z.dtype, self.twice(x, input2=x).dtype]
         self.scaled(x)
         return y
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own
-@pytest.mark.parametrize("opt_level", CASTING)
-@pytest.mark.parametrize("way", ["plain", "compiled", "checkpointed", "copied", "pickled"])
-def test_half_modules_take_what_a_kept_one_returns_in_any_form(opt_level, way):
-    model = open_session(Calls(), opt_level, keep_fp32="kept")
-    run = model
-    if way in ("copied", "pickled"):
-        run = model = copy.deepcopy(model) if way == "copied" else pickle.loads(pickle.dumps(model))
-    elif way == "compiled":
-        run = torch.compile(model, backend="eager", fullgraph=True)
-    elif way == "checkpointed":
-        run = functools.partial(checkpoint, model, use_reentrant=False)
-    run(X.clone().requires_grad_()).sum().backward()
-    assert model.seen == [FULL, *[HALVES[opt_level]] * 3]
-    assert model.kept.weight.grad.dtype is FULL
 
 
 def test_a_float32_copy_of_a_model_with_a_kept_part_is_cast_nowhere():

@@ -124,38 +124,6 @@ def test_a_cell_that_is_interrupted_goes_on_where_it_was(notebook, level):
     assert notebook(code, net=INTERRUPTED)[-1] == "done"
 
 
-FUNCTION = """
-def train(level, seed):
-    net.start(level)
-    net.train(8)
-    net.reach("sweep")
-    return {"loss": net.losses[-1]}
-"""
-
-
-def test_a_sweep_of_a_function_of_the_notebook_is_interrupted_and_runs_again(notebook):
-    code = f"""
-    cell("import net, ampatch, torch, torch.nn.functional as F; linear = F.linear")
-    cell({FUNCTION!r})
-    sweep = "result = ampatch.sweep(train, ['O0', 'O5'], steps=6)"
-    assert cell(sweep) is None
-    first = [record.measured.losses["0"].values for record in value("result.records")]
-    for place in ("forward", "end of block", "sweep"):
-        cell(f"net.stop = {{place!r}}; torch.manual_seed(5); state = torch.get_rng_state()")
-        assert isinstance(cell(sweep.replace("6", "100")), KeyboardInterrupt), place
-        assert value("F.linear is linear and ampatch.observers() == ()")
-        assert value("torch.equal(torch.get_rng_state(), state)")
-        assert isinstance(cell("ampatch.get_loss_scale()"), ampatch.NotInitializedError)
-    assert cell(sweep) is None
-    assert [record.measured.losses["0"].values for record in value("result.records")] == first
-    shown = shell.display_formatter.format(value("result"))[0]["text/html"]
-    assert shown.startswith("<pre>O0 ") and "\\nO5 " in shown, shown
-    assert isinstance(cell("net.start('O1'); ampatch.sweep(train, ['O0'])"), ampatch.AmpError)
-    print("done")
-    """
-    assert notebook(code, net=INTERRUPTED)[-1] == "done"
-
-
 # ---- Modules that are reloaded ----
 
 MODULE = """

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import ampatch as amp
 from ampatch.casts import kernels
@@ -199,45 +199,6 @@ def test_a_changed_weight_is_seen_by_the_next_forward(opt_level, change):
 
 
 # ---- In float32 inside a half model ----
-
-
-class Tagger(nn.Module):
-    """A recurrent network between two layers, packed or not."""
-
-    def __init__(self, recurrent, is_packed):
-        super().__init__()
-        self.before, self.recurrent, self.after = nn.Linear(4, 4), recurrent, nn.Linear(6, 2)
-        self.is_packed = is_packed
-
-    def forward(self, x):
-        x = self.before(x)
-        if self.is_packed:
-            x = pack_padded_sequence(x, torch.tensor([3, 2]))
-        x, _ = self.recurrent(x)
-        self.seen = x.data.dtype
-        return self.after(pad_packed_sequence(x)[0] if self.is_packed else x)
-
-
-@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU])
-@pytest.mark.parametrize("opt_level", ["O1", "O5"])
-def test_a_kept_network_runs_in_float32_and_its_neighbours_do_not(opt_level, make, is_packed):
-    model, dtype, x = Tagger(make(4, 6), is_packed), EVERY_LEVEL[opt_level], torch.randn(3, 2, 4)
-    before, recurrent = copy.deepcopy(model.before).to(dtype), copy.deepcopy(model.recurrent)
-    seen = []
-    model.recurrent.register_forward_hook(lambda module, args, output: seen.append(output[0].data))
-    optimizer = sgd(model)
-    open_session(model, opt_level, optimizers=optimizer, loss_scale=1.0, keep_fp32="recurrent")
-    output = model(x)
-    with amp.disable_casts():
-        y = before(x.to(dtype)).float()
-        expected = recurrent(pack_padded_sequence(y, torch.tensor([3, 2])) if is_packed else y)[0].data
-    assert seen[0].dtype is FULL
-    assert torch.equal(seen[0], expected)
-    assert model.seen is FULL
-    backward(mean_square(output), optimizer)
-    assert {param.grad.dtype for param in model.recurrent.parameters()} == {FULL}
-    optimizer.step()
 
 
 # ---- On a GPU ----

@@ -56,17 +56,6 @@ def test_a_cast_model_beside_a_patching_one_runs_in_its_own_type(other):
     assert patched(X).dtype is torch.bfloat16
 
 
-def test_a_model_at_o0_inside_of_a_patching_one_runs_without_casts():
-    inner = nn.Linear(3, 3)
-    outer = nn.Sequential(nn.Linear(3, 3), inner, nn.Linear(3, 2))
-    seen = []
-    inner.register_forward_hook(lambda module, args, output: seen.append((args[0].dtype, output.dtype)))
-    open_session(inner, opt_level="O0")
-    open_session(outer, opt_level="O4")
-    assert outer(X).dtype is torch.bfloat16
-    assert seen[0][1] is FULL
-
-
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["outer first", "inner first"])
 @pytest.mark.parametrize("opt_level", EVERY_LEVEL)
 def test_a_part_passed_as_a_model_of_its_own_works_alone_and_in_the_whole(opt_level, order):

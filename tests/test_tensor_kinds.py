@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 import ampatch as amp
@@ -171,28 +170,6 @@ def test_weights_that_are_dtensors_train(mesh, level):
 
 
 # ---- Modes ----
-
-
-@LEVELS
-def test_a_function_mode_sees_what_it_sees_without(level):
-    class Notes(TorchFunctionMode):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            self.seen.append(function)
-            return function(*args, **(kwargs or {}))
-
-    model = nn.Sequential(make_net(), nn.BatchNorm1d(2))
-    with Notes() as plain:
-        model(X)
-    open_session(model, opt_level=level)
-    with Notes() as ours:
-        output = model(X)
-    called = {function for function in plain.seen if "__get__" not in function.__name__}
-    assert called <= set(ours.seen)
-    assert torch.equal(output, model(X))
 
 
 @LEVELS

@@ -14,7 +14,7 @@ import ampatch as amp
 from ampatch import lists
 from ampatch.patching.patcher import Patcher
 from ampatch.session.session import SESSION
-from ampatch.table import BANNED, CUSTOM, FP32, FP32_INPLACE, LOWER, MATCH_SELF, PROMOTE, CastTable, Row
+from ampatch.table import BANNED, CUSTOM, FP32, LOWER, PROMOTE
 from ampatch.testing import TorchSnapshot, assert_casts, parametrize_rows, session
 from ampatch.testing.opening import is_open
 
@@ -67,29 +67,6 @@ def test_a_registered_function_is_found_by_its_path_and_in_a_lambda_and_by_its_o
     REGISTER[cast](my_ops, "scale")
     for function in ("my_ops.scale", lambda x, weight: my_ops.scale(x, weight), my_ops.scale):
         assert_casts(function, X, weight=W, expect=cast, opt_level="O4")
-
-
-@pytest.mark.exhaustive(keep=8)
-@pytest.mark.parametrize(
-    ("function", "args", "cast"),
-    [
-        (F.linear, (X, W), LOWER),
-        (torch.mm, (X, W.T), LOWER),
-        (torch.Tensor.__matmul__, (X, W.T), LOWER),
-        (F.softmax, (X, 1), FP32),
-        (torch.dot, (X[0], W[0]), PROMOTE),
-        (torch.Tensor.lerp_, (X, W, 0.5), MATCH_SELF),
-        (torch.Tensor.exp_, (X,), FP32_INPLACE),
-        (F.binary_cross_entropy, (X.sigmoid(), W.sigmoid()), BANNED),
-        (F.gelu, (X,), None),
-        (torch.cat, ([X, W],), None),
-    ],
-    ids=lambda value: getattr(value, "__name__", "") or str(value) if callable(value) else "",
-)
-@each_level
-def test_functions_of_torch_pass_for_their_rows(function, args, cast, opt_level):
-    gradients = function is not torch.Tensor.exp_  # refused, it has none
-    assert_casts(function, *args, expect=cast, opt_level=opt_level, gradients=gradients)
 
 
 def to_numpy_and_back(x):
@@ -189,18 +166,6 @@ def test_a_function_that_stays_patched_fails(my_ops):
     my_ops.scale = patch
     message = "after the session it is not the same function as before"
     fails(message, "my_ops.scale", X, expect=None, opt_level="O4")
-
-
-@pytest.mark.parametrize("first", [FULL, HALF], ids=str)
-def test_each_of_two_tensors_is_given_as_the_half_one(first):
-    def follow(x, weight):
-        """Wrong where the first tensor is of one type and the second of the other."""
-        if x.dtype is first and weight.dtype not in (first, torch.float64) and is_open() and not off():
-            return x
-        return torch.cat([x, weight])
-
-    names = {FULL: "float32 and bfloat16", HALF: "bfloat16 and float32"}
-    fails(f"\n- {names[first]} arguments: result ", follow, X, W, expect=None, opt_level="O4")
 
 
 # ---- assert_casts: what shows nothing ----
@@ -309,15 +274,6 @@ def test_a_snapshot_names_what_was_replaced_added_or_deleted(place, name, monkey
 
 # ---- parametrize_rows ----
 
-TABLE = CastTable(
-    "my_ops",
-    (
-        Row("scale", LOWER, "a product"),
-        Row("total", FP32, "a sum"),
-        Row("later", FP32, "not yet", since="99.0"),
-    ),
-)
-
 
 def test_without_tables_the_rows_are_those_of_ampatch():
     mark = parametrize_rows()
@@ -325,16 +281,6 @@ def test_without_tables_the_rows_are_those_of_ampatch():
     assert mark.args[0] == ("path", "row")
     assert [row for _, row in mark.args[1]] == rows
     assert "torch.nn.functional.linear" in mark.kwargs["ids"]
-
-
-@pytest.mark.parametrize(
-    ("casts", "expected"),
-    [(None, ["scale", "total"]), (FP32, ["total"]), ([LOWER, FP32], ["scale", "total"]), (PROMOTE, [])],
-    ids=str,
-)
-def test_a_table_of_ones_own_is_narrowed_to_casts_and_this_torch(casts, expected):
-    mark = parametrize_rows(TABLE, cast=casts)
-    assert mark.kwargs["ids"] == [f"my_ops.{name}" for name in expected]
 
 
 # ---- The fixture ----
