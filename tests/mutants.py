@@ -37,16 +37,28 @@ QUIET = ("--all", "-p", "no:cacheprovider")
 EQUIVALENT = """
 casts/cast.py | is_known and not torch.compiler.is_dyn | (False) | asks more: slower
 casts/cast.py | tensor.device in devices or is_on_devi | (is_on_device(tensor)) | slower
+casts/cast.py | thread.forwards and thread.forget_ende | (thread.forwards) | rechecks more: slower
+casts/cast_cache.py | is_grad_enabled() | (False) | enters a mode that is on: slower
 casts/cast_cache.py | self._by_memory = by_memory if is_whol | pass | sorts again: slower
 casts/cast_cache.py | is_whole | (False) | sorts again: slower
+casts/cast_tree.py | CONVERT.get(dtype) or (lambda tensor: | ((lambda tensor: tensor.to(dtype))) | slower
+casts/cast_tree.py | return False | return None | asked for its truth alone
+casts/holders.py | return False | return None | asked for its truth alone
+casts/kernels.py | thread.off and thread.is_off() | (thread.off or thread.is_off()) | slower
+casts/kernels.py | not is_compiling() and len(args) == 9 | (not is_compiling() and (not kwargs) a | wrong
 casts/thread.py | self._asks > 0 | (self._asks >= 0) | a thread asks itself, and says the same
 casts/thread.py | self._asks > 0 and self._is_caller_off | (self._is_caller_off()) | the same
+casts/wrapper.py | first is not None | (True) | looks closer: slower
 casts/wrapper.py | is_grad_enabled() or thread.forwards | (is_grad_enabled() and thread.forwards | slower
 casts/wrapper.py | is_grad_enabled() or thread.forwards | (thread.forwards) | the path for any call: slower
 casts/wrapper.py | kwargs | (True) | looks through keywords where there are none: slower
+casts/wrapper.py | place[1] == "einsum" | (True) | no other function is given a string first: slower
+casts/wrapper.py | type(arg) not in SIMPLE and (not isins | (type(arg) not in SIMPLE or (not isins | slower
 casts/wrapper.py | thread.off and thread.is_off() | (thread.is_off()) | asks more: slower
 models/hooks.py | is_usual or dtype is None | (is_usual) | Tensor.to(None) returns the tensor
 models/memory.py | 32 | (33) | another size of a block that is freed at once: slower
+models/model.py | half is not None and id(module) not in | (True) | adds hooks that do nothing: slower
+models/model.py | half is not None and id(module) not in | (id(module) not in served) | the same: slower
 patching/bound_names.py | 2 | (3) | looks for names in deeper dictionaries: slower
 patching/layers.py | casts and {input.dtype, weight.dtype} | (casts and {input.dtype, weight.dtype} | slower
 patching/layers.py | thread.off and thread.is_off() | (thread.is_off()) | asks more: slower

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 import ampatch as amp
-from helpers import needs_torch
 from nets import HALVES
-from patched import FULL, HALF, LEVELS, open_session
+from patched import FULL, HALF, open_session
 
 # Of the samples here on purpose, and of nested tensors, which torch itself makes in evaluation.
 pytestmark = [
@@ -76,18 +75,6 @@ def rows(output, masks):
 # ---- Training ----
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("given", [FULL, HALF], ids=str)
-def test_attention_in_training_runs_in_half(given, need_weights):
-    model = open_session(nn.MultiheadAttention(8, 2, batch_first=True))
-    x = data().to(given)
-    output, weights = model(x, x, x, need_weights=need_weights)
-    assert output.dtype is HALF
-    assert weights is None or weights.dtype is FULL
-    output.float().sum().backward()
-    assert {param.grad.dtype for param in model.parameters()} == {FULL}
-
-
 @pytest.mark.parametrize("mask", [FULL, HALF, torch.bool], ids=str)
 @pytest.mark.parametrize("given", [FULL, HALF], ids=str)
 def test_attention_takes_masks_of_any_type(given, mask):
@@ -117,14 +104,6 @@ def test_evaluation_casts_as_training_does(name, masks, mode):
     assert found.dtype is expected.dtype
     assert torch.equal(found, expected)
     assert not torch.equal(found.float(), in_float32)
-
-
-@pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("opt_level", LEVELS)
-def test_evaluation_takes_half_inputs(opt_level, name):
-    model, x = open_session(MODULES[name](), opt_level), data().to(LEVELS[opt_level])
-    with torch.no_grad():
-        assert torch.equal(model(x), model.eval()(x))
 
 
 @pytest.mark.parametrize("masks", MASKS)
@@ -163,16 +142,6 @@ def test_the_fast_path_is_off_where_this_thread_casts_and_on_elsewhere():
     assert torch.backends.mha.get_fastpath_enabled is is_enabled
 
 
-def test_what_the_user_says_of_the_fast_path_counts_where_nothing_is_cast():
-    open_session()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with amp.disable_casts():
-            assert not torch.backends.mha.get_fastpath_enabled()
-    finally:
-        torch.backends.mha.set_fastpath_enabled(True)
-
-
 @pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.parametrize("name", MODULES)
 def test_evaluation_with_casts_off_is_plain_torchs(name, masks):
@@ -205,34 +174,6 @@ def test_a_kept_layer_evaluates_in_float32_at_a_level_that_patches():
 
 
 # ---- Compiled and scripted ----
-
-
-PADDED = needs_torch("2.9", "an encoder in a graph that is given padding, patched or not")
-
-
-@pytest.mark.parametrize("masks", ["none", pytest.param("padding", marks=PADDED)])
-def test_a_compiled_encoder_evaluates_with_casts(masks):
-    model, x = open_session(MODULES["encoder"]().eval()), data()
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        assert torch.equal(compiled(x, **MASKS[masks]), model(x, **MASKS[masks]))
-        with amp.disable_casts():
-            found, expected = compiled(x, **MASKS[masks]), model(x, **MASKS[masks])
-        # Torch leaves out the padding, unless it compiles: sums in float32 are in another order then.
-        torch.testing.assert_close(rows(found, MASKS[masks]), rows(expected, MASKS[masks]))
-        assert torch.equal(compiled(x, **MASKS[masks]), model(x, **MASKS[masks]))
-    torch._dynamo.reset()
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
-@pytest.mark.parametrize("make", [make_layer, MODULES["encoder"]], ids=["layer", "encoder"])
-def test_a_scripted_layer_runs_uncast(make):
-    model, x = make().eval(), data()
-    with torch.no_grad():
-        expected = model(x)
-        open_session()
-        assert torch.equal(torch.jit.script(model)(x), expected)
 
 
 class Weighing(nn.Module):

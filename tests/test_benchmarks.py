@@ -1,43 +1,32 @@
 """The benchmarks: that they compare equal work, count what they say and write what they measured."""
 
-import doctest
 import itertools
 import json
 import multiprocessing
 import re
-import sys
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 
-from ampatch import AmpError
 from benchmarks import __main__ as command
 from benchmarks import (
-    allocation,
-    fresh,
     goals,
-    measuring,
-    memory,
     micro,
-    opening,
     report,
     series,
     syncs,
     update,
 )
 from benchmarks.comparison import Comparison
-from benchmarks.contender import ACCUMULATE, COMPILED, CONTENDERS, MODES, TRAIN, choose_runnable, open_step
+from benchmarks.contender import ACCUMULATE, CONTENDERS, TRAIN
 from benchmarks.quote import quote
-from benchmarks.series import CudaClock, PartClock, Series, run_rounds
+from benchmarks.series import PartClock, Series, run_rounds
 from benchmarks.setting import Setting
-from benchmarks.workload import WORKLOADS, Workload
+from benchmarks.workload import Workload
 from helpers import without_chatter
 
 ROOT = Path(__file__).parents[1]
@@ -53,9 +42,6 @@ def make_net():
 
 
 TINY = Workload("tiny", make_net, (BATCH, FEATURES))
-PRODUCTS = FEATURES * HIDDEN + HIDDEN + HIDDEN * CLASSES + CLASSES  # the numbers in the two Linear layers
-NORMS = 2 * HIDDEN
-
 each_contender = pytest.mark.parametrize(
     ("setting", "name"),
     [
@@ -69,35 +55,7 @@ each_contender = pytest.mark.parametrize(
 # ---- Series ----
 
 
-def test_a_series_says_its_median_and_quartiles():
-    one = Series((4.0, 1.0, 2.0, 3.0, 5.0))
-    assert one.median == 3.0
-    assert one.quartiles == (2.0, 4.0)
-    assert Series((7.0,)).quartiles == (7.0, 7.0)
-
-
 # ---- Rounds ----
-
-
-def list_orders(names, rounds):
-    """Returns in which order contenders are opened: first to choose the calls, then in each round."""
-    opened = []
-
-    @contextmanager
-    def open_named(name):
-        opened.append(name)
-        yield lambda: None
-
-    contenders = {name: partial(open_named, name) for name in names}
-    run_rounds(contenders, threads=1, device="cpu", rounds=rounds, seconds=1e-6)
-    return ["".join(opened[at : at + len(names)]) for at in range(0, len(opened), len(names))]
-
-
-def test_contenders_are_interleaved_in_an_order_that_changes():
-    orders = list_orders("abc", 30)
-    assert len(orders) == 1 + 30
-    assert set(orders) == {"".join(order) for order in itertools.permutations("abc")}
-    assert list_orders("abc", 30) == orders  # in each run the same
 
 
 @pytest.mark.parametrize(
@@ -120,14 +78,6 @@ def test_a_time_is_that_of_one_call_in_milliseconds(monkeypatch, rounds, seconds
     assert len(made) == (1 + rounds) * series.WARMUP_STEPS + calls
 
 
-def test_warm_up_and_timing_have_the_threads_of_the_setting():
-    before, found = torch.get_num_threads(), set()
-    opened = partial(yield_step, lambda: found.add(torch.get_num_threads()))
-    run_rounds({"it": opened}, threads=before + 1, device="cpu", rounds=1, seconds=1e-6)
-    assert found == {before + 1}
-    assert torch.get_num_threads() == before
-
-
 @pytest.fixture
 def in_forks(monkeypatch):
     """Has contenders run in forks of this process, which has torch already."""
@@ -136,54 +86,8 @@ def in_forks(monkeypatch):
 
 
 @contextmanager
-def open_allocation():
-    """A step that takes 64 MiB and gives them back: a page fault for each 4 KiB, unless malloc keeps them."""
-    yield lambda: torch.ones(2**24)
-
-
-@pytest.mark.process
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc, and its variables")
-def test_a_fresh_process_has_the_default_malloc_and_counts_its_page_faults(monkeypatch):
-    for name in fresh.KEPT:
-        monkeypatch.setenv(name, "")  # so that it is as before in the end
-        monkeypatch.delenv(name)
-    times = {"threads": 1, "device": "cpu", "rounds": 1, "seconds": 1e-3}
-    found = fresh.run_rounds({"it": open_allocation}, **times)
-    assert found.faults["it"].median > 1000
-    fresh.keep_memory()
-    found = fresh.run_rounds({"it": open_allocation}, **times)
-    assert found.faults["it"].median < 10
-
-
-@pytest.mark.process
-def test_the_end_of_a_process_is_an_error_in_words(in_forks):
-    times = {"threads": 1, "device": "cpu", "rounds": 1, "seconds": 1e-3}
-    with pytest.raises(RuntimeError, match="process of a contender ended"):
-        fresh.run_rounds({"it": partial(open_step, Mistaken, TINY, TRAIN, BF16)}, **times)
-
-
-@contextmanager
 def yield_step(step):
     yield step
-
-
-@pytest.mark.cuda
-def test_the_clock_of_a_gpu_runs_forward_from_zero():
-    clock = CudaClock()
-    first = clock()
-    torch.ones(64, 64, device="cuda").square_()
-    assert 0 <= first <= clock()
-
-
-@pytest.mark.cuda
-def test_steps_are_timed_on_a_gpu():
-    setting = Setting("cuda", torch.float16, 1)
-    contenders = {
-        name: partial(open_step, kind, TINY, TRAIN, setting)
-        for name, kind in CONTENDERS[torch.float16].items()
-    }
-    times = run_rounds(contenders, threads=1, device="cuda", rounds=1, seconds=1e-3)
-    assert all(one.median > 0 for one in times.values())
 
 
 # ---- Contenders ----
@@ -220,137 +124,7 @@ def test_a_contender_does_the_work_of_float32_and_leaves_torch_as_it_was(setting
     assert moved.norm().item() == pytest.approx(expected.norm().item(), rel=0.03)
 
 
-def test_a_compiled_contender_computes_its_loss_in_one_graph(monkeypatch):
-    counter = CompileCounter()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    found, expected = (train("O4", BF16, mode, 3) for mode in (COMPILED, TRAIN))
-    assert torch.equal(found[0], expected[0])
-    assert counter.frame_count == 1
-
-
-def test_in_eval_no_weight_changes_and_no_graph_is_made():
-    trainer = CONTENDERS[torch.bfloat16]["float32"](TINY, MODES[2], BF16)
-    before = [tensor.clone() for tensor in trainer.model.state_dict().values()]
-    trainer.choose_step()()
-    after = trainer.model.state_dict().values()
-    assert all(torch.equal(new, old) for new, old in zip(after, before, strict=True))
-    assert all(param.grad is None for param in trainer.model.parameters())
-
-
-class Broken(CONTENDERS[torch.bfloat16]["float32"]):
-    """Cannot run."""
-
-    def compute_loss(self):
-        raise RuntimeError("no [fast] kernel\nfor this processor")
-
-
-class Mistaken(Broken):
-    """Uses ampatch as it is not meant."""
-
-    def compute_loss(self):
-        raise AmpError("this model was initialized before")
-
-
-@pytest.mark.parametrize(("kind", "error"), [(Mistaken, AmpError), (None, TypeError)])
-def test_other_errors_than_torchs_own_end_the_run(kind, error):
-    with pytest.raises(error):
-        choose_runnable({"O4": kind}, TINY, TRAIN, BF16)
-
-
-def autocast_runs_an_lstm(half):
-    """Processors without avx512 have no bfloat16 LSTM for torch.autocast, and most have none in float16."""
-    try:
-        with torch.autocast("cpu", half):
-            torch.nn.LSTM(4, 4)(torch.zeros(2, 3, 4))
-    except RuntimeError as error:
-        if "primitive" in str(error):
-            return False
-        raise
-    return True
-
-
-@pytest.mark.parametrize("setting", [BF16, FP16], ids=lambda setting: setting.half_name)
-def test_all_contenders_but_autocast_can_run_an_lstm(setting):
-    (lstm,) = (workload for workload in WORKLOADS if workload.name == "LSTM")
-    short = replace(lstm, input_shape=(2, 3, 128))  # in float16 one of the whole takes seconds
-    _, failures = choose_runnable(CONTENDERS[setting.half], short, TRAIN, setting)
-    assert set(failures) == (set() if autocast_runs_an_lstm(setting.half) else {"autocast"})
-
-
-@pytest.mark.cuda
-def test_the_limit_keeps_the_weights_of_an_lstm_in_one_block(recwarn):
-    (lstm,) = (workload for workload in WORKLOADS if workload.name == "LSTM")
-    setting = Setting("cuda", torch.bfloat16, 1)
-    CONTENDERS[torch.bfloat16]["limit"](lstm, TRAIN, setting).train()
-    assert [str(warning.message) for warning in recwarn if "single contiguous" in str(warning.message)] == []
-
-
 # ---- Memory ----
-
-
-def test_the_meter_of_a_cpu_counts_what_is_allocated_and_freed():
-    kept = []
-    for _ in range(2):  # the second time the profiler begins with what the first one left
-        with allocation.make_meter("cpu") as meter:
-            kept.append(torch.empty(1024))
-            with meter.window():
-                large = torch.empty(2048)
-                kept.append(torch.empty(512))
-                del large
-            kept.append(torch.empty(4096))
-        assert meter.allocated == allocation.Allocated(
-            before=1024 * 4, after=(1024 + 512) * 4, peak=(1024 + 2048 + 512) * 4
-        )
-
-
-@pytest.mark.cuda
-def test_the_meter_of_a_gpu_counts_what_is_allocated_and_freed():
-    with allocation.make_meter("cuda") as meter:
-        kept = [torch.empty(1024, device="cuda")]
-        with meter.window():
-            large = torch.empty(2048, device="cuda")
-            kept.append(torch.empty(512, device="cuda"))
-            del large
-    # Blocks of a GPU have whole multiples of 512 bytes.
-    assert meter.allocated == allocation.Allocated(4096, 4096 + 2048, 4096 + 8192 + 2048)
-
-
-@pytest.mark.cuda
-def test_what_cublas_keeps_counts_for_no_contender():
-    torch._C._cuda_clearCublasWorkspaces()
-    with allocation.make_meter("cuda") as meter:
-        layer = nn.Linear(16, 16, device="cuda")
-        inputs = torch.ones(16, 16, device="cuda", requires_grad=True)
-        with meter.window():
-            layer(inputs).sum().backward()
-    assert meter.allocated.peak < 2**20  # a workspace has 8 MiB or more
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters", "masters", "casts"),
-    [
-        ("float32", 4 * (PRODUCTS + NORMS), 0, 0),
-        ("autocast", 4 * (PRODUCTS + NORMS), 0, 2 * PRODUCTS),
-        ("O5", 2 * PRODUCTS + 4 * NORMS, 4 * PRODUCTS, 0),
-        ("limit", 2 * PRODUCTS + 4 * NORMS, 4 * PRODUCTS, 0),
-    ],
-)
-def test_the_parts_of_memory_are_those_computed_by_hand(name, parameters, masters, casts):
-    parts = memory.measure_parts(CONTENDERS[torch.bfloat16][name], TINY, BF16)
-    assert (parts["parameters"], parts["masters"], parts["casts"]) == (parameters, masters, casts)
-    steps = 4 * len(list(make_net().parameters()))
-    assert parts["optimizer state"] == 2 * 4 * (PRODUCTS + NORMS) + steps
-    assert parts["peak"] > parameters + masters + parts["optimizer state"]
-
-
-@pytest.mark.parametrize(("setting", "level"), [(BF16, "O4"), (FP16, "O1")], ids=["O4", "O1"])
-def test_at_its_peak_a_step_has_what_autocast_has_and_the_casts(setting, level):
-    (wide,) = [workload for workload in WORKLOADS if workload.name == "wide MLP"]
-    few = replace(wide, input_shape=(16, 1024))
-    kinds = CONTENDERS[setting.half]
-    ours, autocast = (memory.measure_parts(kinds[name], few, setting) for name in (level, "autocast"))
-    kept = 8 * 2**10  # the ring of scale events, and the scale
-    assert ours["peak"] <= autocast["peak"] + ours["casts"] + kept
 
 
 # ---- Syncs ----
@@ -376,45 +150,7 @@ def test_a_read_of_a_value_counts_once(read, count):
     assert syncs.count_reads(partial(read, torch.ones(1))) == count
 
 
-@pytest.mark.cuda
-def test_a_wait_for_the_gpu_counts_once():
-    tensor = torch.ones(1, device="cuda")
-    assert syncs.count_warnings(lambda: tensor.item()) == 1
-    assert syncs.count_warnings(lambda: tensor + 1) == 0
-    assert torch.cuda.get_sync_debug_mode() == 0
-
-
 # ---- Goals ----
-
-
-def variants(goal):
-    """What a goal's group calls its variants."""
-    return {
-        **{group: {mode.name for mode in (*MODES, COMPILED)} for group in ("steps", "faults")},
-        "micro": {"added", "whole", *update.OPTIMIZERS},
-        "memory": set(memory.PARTS),
-        "syncs": set(syncs.OPTIMIZERS),
-        "measuring": set(CONTENDERS[getattr(torch, goal.half)]),
-    }[goal.group]
-
-
-def subjects(goal):
-    ops = {micro.LINEAR, micro.HALF_LINEAR, update.SUBJECT, *micro.UNLISTED}
-    return ops if goal.group == "micro" else {workload.name for workload in WORKLOADS}
-
-
-def contenders(goal):
-    more = {"micro": ["unpatched", "GradScaler"], "measuring": measuring.WAYS}.get(goal.group, [None])
-    return {*CONTENDERS[getattr(torch, goal.half)], *more}
-
-
-def test_a_goal_is_about_something_that_is_measured():
-    for goal in goals.GOALS:
-        assert goal.subject in subjects(goal), goal
-        assert goal.variant in variants(goal), goal
-        assert {goal.contender, goal.base} <= contenders(goal), goal
-    keys = [(goal.what, goal.half, goal.device) for goal in goals.GOALS]
-    assert len(set(keys)) == len(keys)  # none is there twice
 
 
 def compare_steps(setting=BF16, subject="LSTM", **times):
@@ -434,27 +170,6 @@ def added(by_hand, autocast, o4):
     times = {"by hand": Series(by_hand), "autocast": Series(autocast), "O4": Series(o4)}
     bases = ("by hand", "autocast")
     return Comparison("micro", micro.LINEAR, "whole", "us", BF16, times, bases).less("by hand", "added")
-
-
-def test_added_costs_are_divided_by_their_medians():
-    # Round by round it is 2, 2 and -30, whose median would meet no goal for another reason than noise.
-    comparison = added((3.0, 3.0, 3.0), (4.0, 5.0, 2.9), (5.0, 7.0, 6.0))
-    assert comparison.series["O4"].values == (2.0, 4.0, 3.0)
-    (verdict,) = goals.judge([comparison])
-    assert verdict.series.values == (3.0,)
-    assert not verdict.is_met
-    assert comparison.ratios("O4")["autocast"].values == (3.0,)
-
-
-@pytest.mark.parametrize("autocast", [3.75, 3.8], ids=["less than nothing", "nothing"])
-def test_a_cost_beside_none_is_infinite_and_not_met(autocast):
-    (verdict,) = goals.judge([added((3.8,), (autocast,), (5.1,))])
-    assert not verdict.is_met
-    assert verdict.describe()["median"] is None
-    console = Console(width=140)
-    with console.capture() as capture:
-        console.print(report.make_verdicts([verdict]))
-    assert "inf" in capture.get()
 
 
 # ---- The command ----
@@ -519,27 +234,6 @@ def test_the_command_prints_tables_and_writes_json(measure, in_forks):
     assert {row["median"] for row in syncs_of if row["contender"] == "float32"} == {0.0}
 
 
-@pytest.mark.process
-def test_what_measuring_costs_is_measured_too(measure, in_forks):
-    status, shown, result = measure(*QUICK, *MLP, "--only", "measuring", "--contender", "O4", "O5")
-    check_result(result, ["measuring"])
-    found = [(row["variant"], row["contender"]) for row in result["rows"]]
-    assert found == [(level, name) for level in ("O4", "O5") for name in measuring.WAYS]
-    assert (status, "measured by a sweep / alone: deep thin MLP, O4" in shown.out) == (0, True)
-
-
-@pytest.mark.exhaustive(keep=0)
-def test_the_micro_benchmarks_are_written_too(measure, monkeypatch):
-    monkeypatch.setattr(update, "COUNT", 4)
-    monkeypatch.setattr(opening, "LAYERS", 2)
-    monkeypatch.setattr(micro, "CALLS", range(2))
-    status, shown, result = measure(*QUICK, "--only", "micro")
-    check_result(result, ["micro"])
-    levels = [row["contender"] for row in result["rows"] if row["variant"] == "initialize"]
-    assert levels == ["O0", "O1", "O2", "O3", "O4", "O5"]
-    assert (status, "F.linear, half input, added" in shown.out) == (0, True)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -561,58 +255,6 @@ def test_bad_input_ends_with_status_2_and_a_sentence_and_makes_no_file(arguments
         command.main(["--out", str(out), *arguments])
     assert re.search(message, capsys.readouterr().err)
     assert not out.exists()
-
-
-@pytest.mark.process(keep=1)
-@pytest.mark.parametrize("others", [["O5"], []], ids=["one that can", "none"])
-def test_a_contender_that_cannot_run_ends_no_run(others, measure, in_forks, monkeypatch):
-    monkeypatch.setitem(CONTENDERS[torch.bfloat16], "autocast", Broken)
-    status, shown, result = measure(*SMALLEST, "--contender", "autocast", *others)
-    assert (status, shown.out.count("deep thin MLP, autocast: cannot run: no [fast] kernel")) == (0, 3)
-    for group in ("steps", "memory", "syncs"):
-        failures = {row["contender"]: row["failure"] for row in result["rows"] if row["group"] == group}
-        assert failures == {"autocast": "no [fast] kernel"} | dict.fromkeys(others)
-    assert all(row["rounds"] == [] for row in result["rows"] if row["failure"])
-
-
-def measure_until_interrupted(options):
-    (setting,) = options.settings
-    yield compare_steps(setting, O4=(1.5,))
-    raise KeyboardInterrupt
-
-
-def test_an_interrupted_run_keeps_what_it_has_and_ends_with_status_130(measure, out, monkeypatch):
-    monkeypatch.setitem(command.MEASURES, "steps", measure_until_interrupted)
-    status, shown, result = measure("--only", "steps")
-    assert (status, "LSTM, train" in shown.out) == (130, True)
-    _, other = split_progress(shown.err)
-    assert other == [f"python -m benchmarks: interrupted; {out} has what was measured until then"]
-    assert [row["median"] for row in result["rows"]] == [1.5]
-
-
-def test_what_cannot_be_written_is_shown(out, monkeypatch, capsys):
-    def refuse(*_):
-        raise OSError("no space left")
-
-    monkeypatch.setitem(command.MEASURES, "steps", lambda options: [compare_steps(O4=(1.5,))])
-    monkeypatch.setattr(report, "write", refuse)
-    with pytest.raises(OSError, match="no space left"):
-        command.main(["--only", "steps", "--out", str(out)])
-    assert "LSTM, train" in capsys.readouterr().out
-
-
-def test_cuda_without_a_gpu_is_bad_input(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="2"):
-        command.main(["--device", "cuda"])
-    assert "--device cuda: torch finds no GPU" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("module", [report, syncs], ids=lambda module: module.__name__)
-def test_the_examples_in_docstrings_are_true(module):
-    result = doctest.testmod(module)
-    assert result.attempted
-    assert not result.failed
 
 
 def test_readme_quotes_the_result_that_is_kept():

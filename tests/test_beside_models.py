@@ -115,15 +115,6 @@ def test_distributions_of_a_models_output_draw_and_score(name, level):
 # ---- Numbers shown, compared and handed on ----
 
 
-@LEVELS
-def test_tensors_and_modules_print_as_without_ampatch(level):
-    values = torch.tensor([1e-5, 1.0, 60000.0])
-    tensors = [values.half(), values.bfloat16(), torch.tensor([float("nan"), 1.0]).half(), X.to_sparse(), X]
-    expected = [repr(tensor) for tensor in tensors] + [repr(make_net()), f"{values.sum():.3f}"]
-    model = open_session(make_net(), opt_level=level)
-    assert [repr(tensor) for tensor in tensors] + [repr(model), f"{values.sum():.3f}"] == expected
-
-
 # ---- Numbers of other kinds ----
 
 
@@ -137,15 +128,6 @@ def test_complex_numbers_are_left_alone(level):
     open_session(make_net(), opt_level=level)
     for call, value in zip(calls, expected, strict=True):
         assert torch.equal(call(), value)
-
-
-@LEVELS
-def test_sparse_matrices_are_multiplied_and_summed(level):
-    sparse, dense = torch.eye(3).to_sparse(), torch.ones(3, 2)
-    open_session(make_net(), opt_level=level)
-    for product in (sparse @ dense, torch.mm(sparse, dense), torch.matmul(sparse, dense)):
-        assert torch.equal(product.float(), dense)
-    assert torch.sparse.softmax(sparse, 1).to_dense().sum() == 3
 
 
 @LEVELS
@@ -230,28 +212,6 @@ def test_autocast_that_is_off_inside_a_model_turns_casts_off(level):
 
 
 @PATCHED
-def test_autocast_that_is_off_around_a_model_says_nothing(level):
-    """Scripts that also know torch's own mixed precision turn it off where they use amp."""
-    model = open_session(make_net(), opt_level=level)
-    with torch.autocast("cpu", enabled=False):
-        assert model(X).dtype is HALF[level]
-        assert (X @ X.T).dtype is HALF[level]
-
-
-@PATCHED
-def test_autocast_that_is_off_ends_with_its_block_also_by_an_exception(level):
-    class Fails(Rotates):
-        def forward(self, x):
-            with pytest.raises(KeyError), torch.autocast("cpu", enabled=False):
-                raise KeyError
-            with torch.autocast("cuda", enabled=False):  # of another device
-                return self.linear(x)
-
-    model = open_session(Fails(), opt_level=level)
-    assert model(X).dtype is HALF[level]
-
-
-@PATCHED
 def test_autocast_that_is_off_in_a_compiled_model_leaves_the_casts_after_it_on(level):
     """Inside the block, too: a compiled graph knows autocast's own state alone."""
     model = open_session(Rotates(), opt_level=level)
@@ -259,16 +219,6 @@ def test_autocast_that_is_off_in_a_compiled_model_leaves_the_casts_after_it_on(l
     assert [output.dtype for output in compiled(X)] == [HALF[level], HALF[level]]
     assert [output.dtype for output in model(X)] == [torch.float32, HALF[level]]
     torch._dynamo.reset()
-
-
-@PATCHED
-def test_autocast_is_plain_torchs_after_uninitialize(level):
-    block = torch.amp.autocast_mode.autocast
-    methods = block.__enter__, block.__exit__
-    open_session(make_net(), opt_level=level)
-    assert block.__enter__ is not methods[0]
-    amp.uninitialize()
-    assert (block.__enter__, block.__exit__) == methods
 
 
 @PATCHED

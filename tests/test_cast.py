@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import ampatch as amp
-from ampatch.casts.cast_tree import cast_batch, cast_call, cast_to, cast_tree
+from ampatch.casts.cast_tree import cast_batch, cast_call, cast_listed, cast_to, cast_tree
 from apex_rows import shows
 
 HALF = torch.bfloat16
@@ -142,6 +142,7 @@ UNTOUCHED = {
     "dtype": torch.float32,
     "device": torch.device("cpu"),
     "empty": [],
+    "numbers": [1, 2],
     "namespace": SimpleNamespace(x=1),
 }
 
@@ -150,6 +151,7 @@ UNTOUCHED = {
 def test_what_holds_no_tensor_is_returned_as_it_is(value):
     assert halve(value) is value
     assert halve([value])[0] is value
+    assert cast_listed(value, cast_to(HALF)) is value
 
 
 def test_a_module_among_the_inputs_of_a_cast_model_is_not_cast():

@@ -24,16 +24,6 @@ def test_a_weight_is_cast_once_for_the_uses_of_a_forward_and_an_input_each_time(
     assert inputs.count == 2
 
 
-@shows("patterns-tied")
-def test_a_weight_shared_by_two_modules_is_cast_once():
-    model = nn.Sequential(nn.Linear(3, 5, bias=False), nn.Linear(5, 3), nn.Linear(3, 5, bias=False))
-    model[2].weight = model[0].weight
-    open_session(model)
-    with CountCasts() as casts:
-        model(ONES)
-    assert casts.count == 1
-
-
 @shows("o1-one-gradient")
 def test_several_uses_and_forwards_add_up_to_one_gradient():
     model = Tied()

@@ -124,26 +124,6 @@ def test_an_edit_is_seen_while_a_graph_from_before_it_waits_for_its_backward(lin
     assert waiting.requires_grad
 
 
-class WritesMidway(nn.Linear):
-    """Writes its weight between two uses of it, as codebooks do that follow their inputs."""
-
-    def forward(self, x):
-        super().forward(x)
-        with torch.no_grad():
-            EDITS[self.name](self)
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("name", ["in place", "assigned data"])
-@pytest.mark.parametrize("mode", MODES)
-def test_an_edit_between_two_uses_in_one_forward_is_seen(mode, name):
-    model = open_session(WritesMidway(3, 5))
-    model.name = name
-    with mode():
-        found = model(X).detach()
-    assert torch.equal(found, by_hand(model))
-
-
 def write_data(model):
     for param in model.parameters():
         param.data.mul_(-3)  # the same memory, and no new version
@@ -201,7 +181,7 @@ def while_a_graph_waits(model, optimizer):
     """For its backward, while gradients come from elsewhere."""
     for param in model.parameters():
         param.grad = torch.ones_like(param)
-    return model(X)
+    return model(X.clone().requires_grad_())  # which has the graph hold the cast
 
 
 WAYS = [after_a_plain_backward, after_a_second_forward, while_a_graph_waits]
@@ -389,6 +369,16 @@ def test_a_write_to_memory_that_somebody_has_got_since_the_last_evaluation_is_se
         other = torch.empty(0).set_(linear.weight.untyped_storage())
         other.fill_(7)
         assert_fresh(linear)
+
+
+@pytest.mark.parametrize("mode", WITHOUT_GRAD)
+def test_a_write_to_flat_memory_is_seen_by_functions_outside_of_any_model(mode, linear):
+    write = flatten(linear)
+    for value in (1.0, -2.0):
+        with mode():
+            found = torch.nn.functional.linear(X, linear.weight, linear.bias)
+        assert torch.equal(found, by_hand(linear))
+        write(value)
 
 
 def test_a_part_that_is_called_without_grad_after_a_training_step_sees_a_write_to_flat_memory():

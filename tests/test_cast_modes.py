@@ -29,20 +29,6 @@ def test_a_result_is_of_the_mode_that_it_was_computed_in(first):
         assert model.weight.grad is not None
 
 
-def test_no_grad_inside_a_forward_and_grad_again_in_the_same_forward_gives_a_gradient():
-    class Reversible(nn.Linear):
-        """Runs under no_grad first, and again with grad."""
-
-        def forward(self, x):
-            with torch.no_grad():
-                first = super().forward(x)
-            return super().forward(x) + first
-
-    model = open_session(Reversible(3, 5))
-    model(X).sum().backward()
-    assert model.weight.grad is not None
-
-
 @pytest.mark.parametrize("before", [False, True], ids=["frozen first", "trained first"])
 def test_requires_grad_toggled_between_two_uses_counts_at_once(linear, before):
     linear.requires_grad_(before)
@@ -88,21 +74,6 @@ def test_a_transform_over_the_input_leaves_no_dead_cast_behind(linear, transform
     with torch.no_grad():
         transform(lambda x: linear(x).float().sum())(X)
         assert_fresh(linear)
-
-
-def test_a_transform_inside_of_a_forward_leaves_no_dead_cast_behind():
-    class Energy(nn.Linear):
-        """As models of forces are: the derivative of one layer, and then the layer itself."""
-
-        def forward(self, x):
-            layer = super().forward
-            forces = torch.func.grad(lambda y: layer(y).float().sum())(x)
-            return layer(x).float().sum() + forces.sum()
-
-    model = open_session(Energy(3, 5))
-    model(X).backward()
-    expected = X.to(HALF).float().sum(0).expand(5, 3) + float(len(X))
-    assert torch.equal(model.weight.grad, expected)
 
 
 @amp.half_function

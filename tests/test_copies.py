@@ -223,16 +223,6 @@ def test_pruned_weights_stay_zero_in_training_and_afterwards(level):
     assert (model[0].weight[zeros] == 0).all()
 
 
-@PATCHED
-def test_a_mask_that_is_changed_in_place_is_seen(level):
-    model = open_session(nn.Sequential(nn.Linear(3, 2)), opt_level=level)
-    prune.random_unstructured(model[0], "weight", 0.3)
-    model(X)
-    with torch.no_grad():
-        model[0].weight_mask.zero_()
-    assert torch.equal(model(X).float(), model[0].bias.to(model(X).dtype).float().expand(3, 2))
-
-
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
 def test_tensors_that_a_half_model_got_in_the_session_are_float32_afterwards(level):
     model = make_net()
@@ -263,27 +253,6 @@ def test_a_lazy_model_is_made_by_its_first_forward(level):
     assert type(model[0]) is nn.Linear
     assert {param.dtype for param in model.parameters()} == {torch.float32}
     assert all(param.grad is not None for param in model.parameters())
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(6, 3), nn.Linear(3, 6, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids):
-        return self.head(self.embedding(ids))
-
-
-@LEVELS
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_tied_weights_are_tied_in_copies(clone, level):
-    model = open_session(Tied(), opt_level=level)
-    other = clone(model)
-    assert other.head.weight is other.embedding.weight
-    other(torch.arange(6)).float().sum().backward()
-    assert other.head.weight.grad is not None
-    assert model.head.weight.grad is None
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])

@@ -12,6 +12,7 @@ from torch import nn
 
 import ampatch as amp
 from ampatch.casts.cast import CASTS
+from ampatch.casts.thread import ThreadState
 from apex_rows import shows
 
 FULL, HALF = torch.float32, torch.bfloat16
@@ -154,20 +155,6 @@ def test_a_block_around_backward_holds_in_the_engines_threads():
     assert in_a_thread(lambda: in_the_engine(product)) is HALF
 
 
-def test_a_block_of_another_thread_does_not_hold_in_the_engines_threads():
-    open_session()
-    with amp.disable_casts():
-        assert in_a_thread(lambda: in_the_engine(product)) is HALF
-        assert in_the_engine(product) is FULL
-
-    def disable_here():
-        with amp.disable_casts():
-            return in_the_engine(product)
-
-    assert in_a_thread(disable_here) is FULL
-    assert in_the_engine(product) is HALF
-
-
 @torch.enable_grad()
 def all_kinds(model, optimizer):
     """The dtypes of products in blocks, checkpoints, forwards and steps, one after the other."""
@@ -203,6 +190,18 @@ def test_what_turns_casts_off_and_on_does_so_in_the_engines_threads(is_off):
         for _ in range(2):
             assert in_the_engine(lambda: all_kinds(model, optimizer)) == here
     assert here.count(FULL) == (len(here) if is_off else 4)
+
+
+def test_a_block_holds_in_a_thread_of_the_engine_that_python_has_met():
+    state = ThreadState()
+
+    def ask():
+        threading.current_thread()  # as logging does
+        return state.is_off()
+
+    with state.disabled():
+        assert in_the_engine(ask)
+    assert not in_the_engine(ask)
 
 
 def test_a_checkpoint_recomputed_in_the_engines_threads_casts_as_its_forward_did():
@@ -358,9 +357,13 @@ INTERRUPTIONS = [ValueError, KeyboardInterrupt, SystemExit]
 def test_a_forward_interrupted_in_a_kept_module_leaves_casts_on(error):
     model = open_session(Outer(), keep_fp32="kept")
     model.kept.error = error
-    with pytest.raises(error):
-        model(torch.ones(1, 2))
-    assert product() is HALF
+    for call, dtype in (
+        (lambda: torch.dot(torch.ones(2), torch.ones(2, dtype=HALF)).dtype, FULL),
+        (product, HALF),
+    ):
+        with pytest.raises(error):
+            model(torch.ones(1, 2))
+        assert call() is dtype
     model.kept.error = None
     assert model(torch.ones(1, 2)).dtype is HALF
     model.kept.error = error

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import pickle
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch.nn import functional as F
 
 import ampatch as amp
 from helpers import needs_torch
-from patched import HALF, LEVELS, backward, open_session
+from patched import LEVELS, open_session
 
 # torch 2.13 calls them deprecated; scripts that use them are what is tested here.
 SCRIPTS = pytest.mark.filterwarnings("ignore:.*torch.jit.* (is|are) (deprecated|not supported).*")
@@ -153,18 +152,6 @@ def test_a_graph_module_that_is_initialized_computes_what_its_model_does(level):
     assert torch.equal(traced(x_of()), model(x_of()))
 
 
-@pytest.mark.parametrize(
-    "copy_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
-)
-def test_a_graph_module_made_while_patched_is_copied(copy_of):
-    model = open_net("O4")
-    traced = torch.fx.symbolic_trace(model)
-    expected = model(x_of())
-    assert torch.equal(copy_of(traced)(x_of()), expected)
-    amp.uninitialize()
-    assert torch.equal(copy_of(traced)(x_of()), model(x_of()))
-
-
 @SCRIPTS
 @pytest.mark.parametrize("record", [torch.jit.trace, lambda function, x: make_fx(function)(x)])
 def test_what_torch_refuses_in_half_is_not_tried_while_it_is_recorded(record):
@@ -289,36 +276,6 @@ def test_scripted_functions_run_uncast(function):
     assert torch.equal(torch.jit.script(F.softmax)(x, -1), softmax)
 
 
-@torch.jit.script_if_tracing
-def scripted_if_tracing(x):
-    return x @ x.t() if x.shape[0] > 2 else x @ x.t() + 1
-
-
-@SCRIPTS
-def test_script_if_tracing_scripts_in_a_trace_and_casts_elsewhere():
-    uncast = scripted_if_tracing(x_of(4))
-    open_session()
-    assert scripted_if_tracing(x_of(4)).dtype is HALF
-    # The check compares with Python, which casts.
-    traced = torch.jit.trace(scripted_if_tracing, x_of(2), check_trace=False)
-    assert torch.equal(traced(x_of(4)), uncast)
-
-
-class WithIgnored(nn.Module):
-    @torch.jit.ignore
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ x.t()
-
-    def forward(self, x):
-        return self.product(x)
-
-
-@SCRIPTS
-def test_a_method_that_scripting_ignores_is_python_and_casts():
-    open_session()
-    assert torch.jit.script(WithIgnored())(x_of()).dtype is HALF
-
-
 class ScriptsInside(nn.Module):
     """A part is scripted before initialize, as published detection models have it."""
 
@@ -340,31 +297,7 @@ def test_a_scripted_part_of_an_initialized_model_runs_uncast_which_is_said(level
     assert model(x_of()).dtype is torch.float32
 
 
-@SCRIPTS
-@pytest.mark.parametrize("make", [torch.jit.script, lambda net: torch.jit.trace(net, (x_of(),))])
-@pytest.mark.parametrize("level", ["O0", *LEVELS])
-def test_a_model_that_is_scripted_as_a_whole_trains_uncast(level, make):
-    model = make(nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    expected = model(x_of())
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
-    assert torch.equal(model(x_of()), expected)
-    before = model.weight.detach().clone()
-    backward(model(x_of()).sum(), optimizer)
-    optimizer.step()
-    assert torch.equal(model.weight, before - 0.5 * x_of().sum(0))
-
-
 # ---- torch.func.functional_call ----
-
-
-@SCRIPTS
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # the checks of an LSTM read shapes
-def test_a_trace_says_nothing_of_scripts(caplog):
-    model = open_session(nn.LSTM(4, 6))
-    with torch.no_grad():
-        torch.jit.trace(model, (torch.randn(3, 2, 4),))
-    assert "script" not in caplog.text
 
 
 def test_a_call_that_fails_leaves_the_code_of_a_graph_module_as_it_was():

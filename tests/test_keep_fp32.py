@@ -3,13 +3,11 @@
 import copy
 import functools
 import inspect
-import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import ampatch as amp
 from apex_rows import shows
@@ -52,11 +50,6 @@ class Model(nn.Module):
 
     def forward(self, x):
         return self.head(self.decoder(self.encoder(x)))
-
-
-def types_of(model):
-    """The types that the spies of a model computed in, by name, in the last forward."""
-    return {name: module.seen[-1] for name, module in model.named_modules() if isinstance(module, Spy)}
 
 
 def open_session(model, opt_level="O5", optimizer=None, **kwargs):
@@ -207,23 +200,6 @@ class Calls(nn.Module):
         return y
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own
-@pytest.mark.parametrize("opt_level", CASTING)
-@pytest.mark.parametrize("way", ["plain", "compiled", "checkpointed", "copied", "pickled"])
-def test_half_modules_take_what_a_kept_one_returns_in_any_form(opt_level, way):
-    model = open_session(Calls(), opt_level, keep_fp32="kept")
-    run = model
-    if way in ("copied", "pickled"):
-        run = model = copy.deepcopy(model) if way == "copied" else pickle.loads(pickle.dumps(model))
-    elif way == "compiled":
-        run = torch.compile(model, backend="eager", fullgraph=True)
-    elif way == "checkpointed":
-        run = functools.partial(checkpoint, model, use_reentrant=False)
-    run(X.clone().requires_grad_()).sum().backward()
-    assert model.seen == [FULL, *[HALVES[opt_level]] * 3]
-    assert model.kept.weight.grad.dtype is FULL
-
-
 def test_a_float32_copy_of_a_model_with_a_kept_part_is_cast_nowhere():
     model = Calls()
     copied = copy.deepcopy(open_session(model, keep_fp32="kept")).float()
@@ -352,38 +328,6 @@ def test_a_module_that_only_shares_a_weight_with_a_kept_one_returns_half(opt_lev
 # ---- Other ways of running a module ----
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant):
-        super().__init__()
-        self.spy, self.reentrant, self.seen = Spy(), reentrant, []
-
-    def compute(self, x):
-        x = F.linear(self.spy(x), self.spy.weight)
-        self.seen.append(x.dtype)
-        return torch.relu(x)
-
-    def forward(self, x):
-        return checkpoint(self.compute, x, use_reentrant=self.reentrant)
-
-
-@pytest.mark.parametrize("kept", ["1", ()], ids=["kept", "not kept"])
-@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-@pytest.mark.parametrize("opt_level", HALVES)
-def test_activations_are_recomputed_in_the_type_that_they_had(opt_level, reentrant, kept):
-    model = nn.Sequential(Spy(), Checkpointed(reentrant), Spy())
-    open_session(model, opt_level, keep_fp32=kept)
-    model(X).float().sum().backward()
-    assert model[1].seen == model[1].spy.seen == [FULL if kept else HALVES[opt_level]] * 2
-
-
-def test_a_model_at_o0_beside_a_patching_one_recomputes_its_activations_in_float32():
-    plain = nn.Sequential(Spy(), Checkpointed(False))
-    open_session(Spy(), "O4")
-    open_session(plain, "O0")
-    plain(X).sum().backward()
-    assert plain[1].seen == plain[1].spy.seen == [FULL, FULL]
-
-
 class WithLoss(nn.Module):
     """A model that computes its loss itself, as those for speech do."""
 
@@ -414,15 +358,3 @@ def test_a_loss_in_float32_inside_a_half_model_is_not_rounded(level, loss, keep)
     expected = loss()(model.linear(x.to(half)).float().log_softmax(-1) * 1e6, targets)
     assert float(found.detach().max()) > 65504, "float16 could not hold it"
     assert torch.equal(found, expected)
-
-
-@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
-@pytest.mark.filterwarnings("ignore:.*quantize.*deprecated", "ignore:TypedStorage is deprecated")
-@pytest.mark.parametrize("level", EVERY_LEVEL)
-def test_a_copy_with_kept_modules_can_be_quantized(level):
-    """What replaces a module gets its hooks, but is called without kwargs."""
-    model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
-    amp.initialize(model, opt_level=level, keep_fp32=["0", "2"], verbosity=0)
-    expected = model(X).float()
-    quantized = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model).float(), {nn.Linear})
-    torch.testing.assert_close(quantized(X), expected, atol=0.05, rtol=0.05)

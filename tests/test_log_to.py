@@ -57,14 +57,6 @@ def test_every_step_is_logged_once_and_in_order_as_a_script_would_read_it(level,
     assert all(type(value) is float for _, values in rows for value in values.values())
 
 
-def test_a_step_is_logged_at_once_where_the_step_reads_the_overflow_anyway():
-    rows, run = Rows(), Run()
-    with amp.log_to(rows):
-        for step in range(3):
-            run.step(1e-3)
-            assert len(rows) == step + 1
-
-
 def test_the_writer_of_tensorboard_takes_it(tmp_path):
     from tensorboard.backend.event_processing import event_accumulator as tensorboard
     from torch.utils.tensorboard import SummaryWriter
@@ -77,15 +69,6 @@ def test_the_writer_of_tensorboard_takes_it(tmp_path):
     for tag, name in (("amp/loss_scale/0", "scale"), ("amp/skipped_steps/0", "skipped")):
         seen = [(it.step, it.value) for it in events.Scalars(tag)]
         assert seen == [(100 + step, values[name]) for step, values in found]
-
-
-@pytest.mark.parametrize("level", ["O1", "O5"])
-def test_each_nth_step_is_logged_and_skipped_ones_between_are_counted(level):
-    rows = Rows()
-    with amp.log_to(rows, every=4):
-        found = by_hand(Run(level, loss_scale=SCALE))
-    assert rows == named(found)[::4]
-    assert rows.of("skipped_steps") == [(0, 0), (4, 1), (8, 3)]
 
 
 def test_each_loss_of_each_call_has_its_own_curve_and_counts_its_own_steps():
@@ -114,20 +97,6 @@ def test_a_loss_of_two_optimizers_is_logged_once_a_step():
     assert rows.of("skipped_steps") == [(0, 1), (1, 2), (2, 3)]
 
 
-@pytest.mark.parametrize("option", ["delay_unscale", "delay_overflow_check"])
-@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
-def test_accumulated_and_delayed_passes_are_one_step(level, option):
-    rows, run = Rows(), Run(level, loss_scale=SCALE)
-    with amp.log_to(rows):
-        for factor in (1e-3, INF):
-            run.optimizer.zero_grad()
-            run.backward(factor, **{option: True})
-            run.backward(1e-3)
-            run.optimizer.step()
-    assert rows.of("loss_scale") == [(0, 2.0**10), (1, 2.0**9)]
-    assert rows.of("skipped_steps") == [(0, 0), (1, 1)]
-
-
 def test_casts_of_the_session_are_logged_where_they_are_wanted():
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -144,15 +113,6 @@ def test_casts_of_the_session_are_logged_where_they_are_wanted():
     assert [(made, reused) for (_, made), (_, reused) in found] == counts
     assert counts[0][0] > 0
     assert counts[0][1] > 0
-
-
-def test_casts_cannot_be_counted_once_torch_is_patched():
-    Run("O1")
-    with pytest.raises(amp.AmpError, match=r"log_to\(casts=True\) came after initialize"):
-        amp.log_to(Rows(), casts=True)
-    amp.uninitialize()
-    Run("O2")  # patches nothing
-    amp.log_to(Rows(), casts=True).close()
 
 
 # ---- How long ----
@@ -188,23 +148,6 @@ def test_a_log_outlives_uninitialize_and_its_undo_is_exact(level, check_torch):
             check_torch()
             assert model.weight.dtype is torch.float32
     assert [step for step, _ in rows] == [0, 0]
-
-
-def test_disabled_calls_log_nothing():
-    rows, model = Rows(), Scalar()
-    optimizer = MOMENTUM(model.parameters())
-    with amp.log_to(rows):
-        amp.initialize(model, optimizer, enabled=False)
-        scaled_backward(model(torch.ones(3)).sum(), optimizer)
-        optimizer.step()
-    assert rows == []
-
-
-def test_a_callback_may_ask_for_the_history():
-    run, seen = Run(), []
-    with amp.log_to(lambda values, step: seen.append((step, amp.history().steps))):
-        run.step(1e-3, INF)
-    assert seen == [(0, 1), (1, 2)]
 
 
 def test_what_the_target_raises_is_logged_once_and_training_goes_on(caplog):
@@ -254,16 +197,6 @@ def test_a_log_reads_nothing_from_the_device_that_is_not_read_without_one(level,
 
 
 # ---- Ranks ----
-
-
-def test_rank_0_alone_logs(monkeypatch):
-    rows, run = Rows(), Run()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with amp.log_to(rows):
-        for rank in ("1", "0"):
-            monkeypatch.setenv("RANK", rank)
-            run.step(INF)
-    assert rows.of("skipped_steps") == [(1, 2)]
 
 
 def train_on_ranks():

@@ -3,7 +3,6 @@
 import copy
 import math
 import pickle
-from decimal import Decimal
 from fractions import Fraction
 
 import numpy
@@ -21,47 +20,6 @@ INF = float("inf")
 )
 def test_a_number_and_a_number_in_a_string_are_a_static_scale(value):
     assert parse_loss_scale(value) == StaticLossScale(128.0)
-
-
-def test_dynamic_starts_at_65536_and_is_bounded_by_2_to_the_24():
-    assert parse_loss_scale("dynamic") == DynamicLossScale(2.0**16, min_scale=None, max_scale=2.0**24)
-
-
-def test_bounds_hold_for_dynamic():
-    assert parse_loss_scale("dynamic", 2.0, 512.0) == DynamicLossScale(512.0, min_scale=2.0, max_scale=512.0)
-    assert parse_loss_scale("dynamic", 2.0**18).init_scale == 2.0**18
-    assert parse_loss_scale("dynamic", None, None) == DynamicLossScale(max_scale=None)
-
-
-def test_bounds_mean_nothing_to_a_static_scale():
-    assert parse_loss_scale(2.0**30, 1.0, 2.0) == StaticLossScale(2.0**30)
-
-
-def test_a_description_is_taken_as_it_is():
-    description = DynamicLossScale(init_scale=8.0, hysteresis=2)
-    assert parse_loss_scale(description) is description
-
-
-@pytest.mark.parametrize("value", [0, 0.0, -1, -128.0, math.nan, INF, -INF, "0", "-4", "nan", "inf"])
-def test_a_number_that_cannot_scale_is_refused(value):
-    with pytest.raises(
-        amp.AmpValueError, match=r"loss_scale .* is not a finite number above 0: expected .*dynamic"
-    ):
-        parse_loss_scale(value)
-
-
-@pytest.mark.parametrize("value", ["", "Dynamic", "auto", "1,0", "128x", "None "])
-def test_a_string_that_is_no_number_is_refused(value):
-    with pytest.raises(amp.AmpValueError, match=f"loss_scale={value!r} is not a number: expected .*dynamic"):
-        parse_loss_scale(value)
-
-
-@pytest.mark.parametrize(
-    "value", [True, False, None, [128.0], {"init_scale": 4.0}, object(), 1j, torch.float16, Decimal(128)]
-)
-def test_a_value_of_another_type_is_refused_by_name(value):
-    with pytest.raises(amp.AmpTypeError, match=f"loss_scale.* a {type(value).__name__}: expected a number"):
-        parse_loss_scale(value)
 
 
 @pytest.mark.parametrize(
@@ -94,14 +52,6 @@ def test_a_value_of_another_type_is_refused_by_name(value):
 def test_a_description_that_cannot_work_is_refused(fields, message):
     with pytest.raises(amp.AmpValueError, match="DynamicLossScale: .*" + message):
         DynamicLossScale(**fields)
-
-
-@pytest.mark.parametrize(
-    "field", ["init_scale", "growth_factor", "growth_interval", "hysteresis", "max_scale"]
-)
-def test_a_description_with_a_string_in_it_is_refused(field):
-    with pytest.raises(amp.AmpError, match=f"{field}='2'"):
-        DynamicLossScale(**{field: "2"})
 
 
 def test_every_fault_of_a_description_is_told_at_once():

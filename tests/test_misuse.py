@@ -662,6 +662,7 @@ TABLES = {  # values, and whether half moves it by whole steps
     "positions": (torch.arange(5000.0), True),
     "a grid": (torch.stack(torch.meshgrid(torch.arange(2999.0), torch.arange(2.0), indexing="ij")), True),
     "frequencies": (1e4 ** -torch.linspace(0, 1, 16), True),
+    "eight rates": (torch.linspace(0.1, 0.9, 8), True),
     "noise levels": (torch.cumprod(1 - RAMP, 0)[None], True),
     "few positions": (torch.arange(256.0), False),
     "a mask": (torch.full((4, 4), -1e9).triu(1), False),

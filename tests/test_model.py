@@ -68,6 +68,10 @@ def test_other_normalizations_are_cast():
     assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
 
 
+def test_a_model_without_parameters_runs_in_float32_where_a_cpu_has_no_half_kernel():
+    assert open_session(nn.AvgPool3d(2))(torch.ones(1, 2, 2, 2)).item() == 1
+
+
 class Rotary(nn.Module):
     """Adds the cosines of positions times frequencies; at position 400 half is wrong by whole turns."""
 

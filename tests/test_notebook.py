@@ -5,8 +5,6 @@ import textwrap
 import pytest
 
 pytestmark = pytest.mark.process
-LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
-
 SHELL = """
 import os, sys
 os.environ["IPYTHONDIR"] = os.path.abspath("profile")
@@ -20,27 +18,6 @@ def cell(code):
     return raised[0] if raised else None
 def value(code):
     return shell.ev(code)
-"""
-
-SCRIPT = """
-import sys
-import torch
-from torch import nn
-import ampatch as amp
-level = sys.argv[1]
-torch.manual_seed(0)
-model = nn.Linear(8, 16)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-x = torch.randn(32, 8)
-for _ in range(5):
-    optimizer.zero_grad()
-    features = model(x)
-    similarity = features @ features.T  # outside of the model
-    with amp.scale_loss(similarity.float().pow(2).mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-found = similarity.dtype, model.weight.detach().float().sum().item()
 """
 
 
@@ -60,42 +37,6 @@ def notebook(processes, tmp_path):
 
 
 # ---- A script twice ----
-
-
-def test_a_script_runs_again_at_another_level_after_uninitialize(notebook):
-    code = f"""
-    alone = {{}}
-    for number, level in enumerate({LEVELS * 2}):
-        error = cell(f"%run {{'' if number < 6 else '-i '}}train.py {{level}}")
-        assert error is None, error
-        found = value("found")
-        assert alone.setdefault(level, found) == found, level
-        assert cell("import ampatch; ampatch.uninitialize()") is None
-        print(level, found[0])
-    """
-    kinds = {"O1": "float16", "O4": "bfloat16"}  # elsewhere the model returns float32
-    lines = [f"{level} torch.{kinds.get(level, 'float32')}" for level in LEVELS * 2]
-    assert notebook(code, train=SCRIPT) == lines
-
-
-def test_without_uninitialize_it_says_what_to_call(notebook):
-    code = """
-    import warnings
-    for first, second in ("O1", "O4"), ("O1", "O0"), ("O4", "O2"), ("O0", "O5"), ("O1", "O1"):
-        cell("import ampatch; ampatch.uninitialize()")
-        assert cell(f"%run train.py {first}") is None
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            error = cell(f"%run train.py {second}")
-        print(type(error).__name__, [str(it.message) for it in caught], error)
-    """
-    error, *warned, harmless, same = notebook(code, train=SCRIPT)
-    assert error.startswith("AmpValueError [] O4 in torch.bfloat16, but an earlier initialize patched torch")
-    assert "call ampatch.uninitialize() first" in error
-    for line, level, dtype in zip(warned, ("O0", "O2"), ("float16", "bfloat16"), strict=True):
-        assert line.startswith(f"NoneType ['{level} patches no functions, but outside of its models")
-        assert f"go on casting to torch.{dtype}: call ampatch.uninitialize() first" in line
-    assert harmless == same == "NoneType [] None"
 
 
 # ---- Ctrl-C ----
@@ -183,38 +124,6 @@ def test_a_cell_that_is_interrupted_goes_on_where_it_was(notebook, level):
     assert notebook(code, net=INTERRUPTED)[-1] == "done"
 
 
-FUNCTION = """
-def train(level, seed):
-    net.start(level)
-    net.train(8)
-    net.reach("sweep")
-    return {"loss": net.losses[-1]}
-"""
-
-
-def test_a_sweep_of_a_function_of_the_notebook_is_interrupted_and_runs_again(notebook):
-    code = f"""
-    cell("import net, ampatch, torch, torch.nn.functional as F; linear = F.linear")
-    cell({FUNCTION!r})
-    sweep = "result = ampatch.sweep(train, ['O0', 'O5'], steps=6)"
-    assert cell(sweep) is None
-    first = [record.measured.losses["0"].values for record in value("result.records")]
-    for place in ("forward", "end of block", "sweep"):
-        cell(f"net.stop = {{place!r}}; torch.manual_seed(5); state = torch.get_rng_state()")
-        assert isinstance(cell(sweep.replace("6", "100")), KeyboardInterrupt), place
-        assert value("F.linear is linear and ampatch.observers() == ()")
-        assert value("torch.equal(torch.get_rng_state(), state)")
-        assert isinstance(cell("ampatch.get_loss_scale()"), ampatch.NotInitializedError)
-    assert cell(sweep) is None
-    assert [record.measured.losses["0"].values for record in value("result.records")] == first
-    shown = shell.display_formatter.format(value("result"))[0]["text/html"]
-    assert shown.startswith("<pre>O0 ") and "\\nO5 " in shown, shown
-    assert isinstance(cell("net.start('O1'); ampatch.sweep(train, ['O0'])"), ampatch.AmpError)
-    print("done")
-    """
-    assert notebook(code, net=INTERRUPTED)[-1] == "done"
-
-
 # ---- Modules that are reloaded ----
 
 MODULE = """
@@ -259,15 +168,3 @@ def test_a_module_that_autoreload_reloads_keeps_its_casts(notebook, level):
 
 
 # ---- What is shown ----
-
-
-def test_an_explanation_is_shown_as_it_is_printed(notebook):
-    code = """
-    cell("import ampatch")
-    shown = shell.display_formatter.format(value("ampatch.explain('softmax')"))[0]
-    print(shown["text/html"])
-    """
-    lines = notebook(code)
-    assert lines[0] == "<pre>softmax, at each level"
-    assert "  O1     float32        float32     float32        patched: FP32" in lines
-    assert lines[-1].endswith("</pre>")

@@ -89,20 +89,6 @@ def test_every_patch_over_ours_is_left_and_named_once_and_the_rest_is_undone(pat
     assert vars(Owner)["own"] is own
 
 
-def test_all_that_others_have_patched_is_undone_once_their_patches_are_gone(patcher):
-    modules = [make_module(), make_module()]
-    before = [module.function for module in modules]
-    for module in modules:
-        patcher.replace(module, "function", replacement)
-        module.function = other
-    with pytest.raises(amp.PatchConflictError):
-        patcher.close()
-    for module in modules:
-        module.function = replacement
-    patcher.close()
-    assert [module.function for module in modules] == before
-
-
 @pytest.mark.parametrize("back", ["ours", "the original"])
 @pytest.mark.parametrize("is_deleted", [False, True], ids=["replaced", "deleted"])
 def test_closing_again_when_the_other_patch_is_gone_undoes_ours_once(patcher, back, is_deleted):
@@ -152,19 +138,6 @@ def test_uninitialize_leaves_a_patch_of_torch_over_ours_which_casts_no_more_and_
     assert not model._forward_pre_hooks
     with pytest.raises(amp.NotInitializedError):
         amp.state_dict()
-
-
-def test_a_conflict_is_told_once_and_settled_when_the_other_patch_is_gone(patched_over):
-    _, ours, theirs = patched_over
-    with pytest.raises(amp.PatchConflictError):
-        amp.uninitialize()
-    open_session()
-    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
-    amp.uninitialize()
-    assert torch.mm is theirs
-    torch.mm = ours
-    amp.uninitialize()
-    assert torch.mm is not ours
 
 
 # ---- Rows ----

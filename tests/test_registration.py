@@ -96,15 +96,6 @@ def test_a_decorated_function_keeps_name_documentation_and_signature_and_pickles
     assert pickle.loads(pickle.dumps(documented)) is copy.deepcopy(documented) is documented
 
 
-def test_arguments_by_keyword_and_in_containers_are_cast():
-    function = amp.half_function(lambda *args, **kwargs: (args, kwargs))
-    open_session()
-    args, kwargs = function([full(), 1], {"a": full()}, (full(),), x={"b": [full()]}, mode="same")
-    assert args[0][0].dtype is args[1]["a"].dtype is args[2][0].dtype is HALF
-    assert kwargs["x"]["b"][0].dtype is HALF
-    assert (args[0][1], kwargs["mode"]) == (1, "same")
-
-
 class Callable:
     def __call__(self, x):
         return x
@@ -117,20 +108,6 @@ ODD = [torch.neg, Callable(), functools.partial(torch.add, 1), lambda x: x, nn.I
 def test_whatever_can_be_called_can_be_decorated(function):
     open_session()
     assert amp.half_function(function)(full()).dtype is HALF
-
-
-def test_a_bound_method_is_decorated_and_assigned_back():
-    class Model:
-        scale = 2
-
-        def compute(self, x):
-            return x * self.scale
-
-    model = Model()
-    model.compute = amp.half_function(model.compute)
-    open_session()
-    assert model.compute(full()).dtype is HALF
-    assert Model().compute(full()).dtype is FULL
 
 
 def below(kind, function):

@@ -56,17 +56,6 @@ def test_a_cast_model_beside_a_patching_one_runs_in_its_own_type(other):
     assert patched(X).dtype is torch.bfloat16
 
 
-def test_a_model_at_o0_inside_of_a_patching_one_runs_without_casts():
-    inner = nn.Linear(3, 3)
-    outer = nn.Sequential(nn.Linear(3, 3), inner, nn.Linear(3, 2))
-    seen = []
-    inner.register_forward_hook(lambda module, args, output: seen.append((args[0].dtype, output.dtype)))
-    open_session(inner, opt_level="O0")
-    open_session(outer, opt_level="O4")
-    assert outer(X).dtype is torch.bfloat16
-    assert seen[0][1] is FULL
-
-
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["outer first", "inner first"])
 @pytest.mark.parametrize("opt_level", EVERY_LEVEL)
 def test_a_part_passed_as_a_model_of_its_own_works_alone_and_in_the_whole(opt_level, order):
@@ -81,20 +70,6 @@ def test_a_part_passed_as_a_model_of_its_own_works_alone_and_in_the_whole(opt_le
     assert torch.equal(found.float(), expected_inner.float())
     if opt_level in HALVES:
         assert found.dtype is FULL
-
-
-@pytest.mark.parametrize("opt_level", EVERY_LEVEL)
-def test_a_part_given_to_a_later_call_works_alone_and_in_the_whole(opt_level):
-    outer = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    before = clone_state(outer)
-    open_session(outer, opt_level=opt_level)
-    expected = outer(X)
-    open_session(outer[0], opt_level=opt_level)
-    assert torch.equal(outer(X), expected)
-    outer[0](X)
-    amp.uninitialize()
-    if opt_level != "O3":
-        assert_same_state(dict(outer.state_dict()), before)
 
 
 @pytest.mark.parametrize("opt_level", MASTERED)

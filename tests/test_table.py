@@ -1,8 +1,5 @@
 """What a cast table may say, and what it is told when it says something else."""
 
-import math
-import types
-
 import pytest
 
 from ampatch.errors import TableError
@@ -119,21 +116,3 @@ FAULTS = {
 def test_a_fault_is_named_with_what_to_do(name):
     tables, expected = FAULTS[name]
     assert faults_of(*tables) == expected.splitlines()
-
-
-def test_every_fault_is_listed_at_once():
-    rows = [
-        Row("exp", FP32, ""),
-        Row("mm", LOWER, "a\nb"),
-        Row("expp", FP32, "range"),
-        Row("mv", LOWER, "x", since="-"),
-    ]
-    found = [fault.split(":")[0] for fault in faults_of(table(*rows))]
-    assert found == ["torch.exp", "torch.mm", "torch.mv", "torch.expp"]
-
-
-def test_ops_are_looked_up_in_what_resolve_returns():
-    resolve = {"anywhere": types.SimpleNamespace(sqrt=math.sqrt)}.get
-    validate([table(Row("sqrt", FP32, "digits"), target="anywhere")], "2.13.0", resolve=resolve)
-    missing = table(Row("exp", FP32, "x"), target="anywhere")
-    assert faults_of(missing, resolve=resolve) == [f"anywhere.exp: {MISSING}"]

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 import ampatch as amp
@@ -133,46 +132,6 @@ def test_torch_function_is_told_of_the_functions_that_torch_has(level):
     assert [function for function in expected if function not in Logs.told] == []
 
 
-@PATCHED
-def test_a_class_that_is_no_tensor_may_take_functions_over(level):
-    table = {}
-
-    class Lazy:
-        @classmethod
-        def __torch_function__(cls, function, types, args=(), kwargs=None):
-            return table[function](*args, **(kwargs or {})) if function in table else NotImplemented
-
-    functional = torch.nn.functional
-    for function in (
-        torch.matmul,
-        functional.linear,
-        functional.softmax,
-        functional.cross_entropy,
-        functional.batch_norm,
-        torch.norm,
-    ):
-        table[function] = lambda *args, name=function.__name__, **kwargs: name
-    open_session(nn.Linear(1, 1), opt_level=level)
-    assert torch.matmul(Lazy(), X) == "matmul"
-    assert functional.linear(X, Lazy()) == "linear"
-    assert functional.softmax(Lazy(), dim=-1) == "softmax"
-    assert functional.cross_entropy(Lazy(), X) == "cross_entropy"
-    assert torch.norm(Lazy()) == "norm"
-    assert functional.batch_norm(Lazy(), None, None) == "batch_norm"
-    with pytest.raises(TypeError, match=r"no implementation found for 'torch\.nn\.functional\.layer_norm'"):
-        functional.layer_norm(Lazy(), (3,))
-
-
-@LEVELS
-@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors is in prototype stage")
-def test_masked_tensors_are_reduced_and_normalized(level):
-    open_session(nn.Linear(1, 1), opt_level=level)
-    masked = torch.masked.masked_tensor(X, X > 0)
-    torch.testing.assert_close(masked.sum().get_data(), X[X > 0].sum())
-    torch.testing.assert_close(masked.exp().get_data()[X > 0], X[X > 0].exp())
-    assert masked.softmax(-1).shape == X.shape
-
-
 @LEVELS
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=["jagged", "strided"])
@@ -211,28 +170,6 @@ def test_weights_that_are_dtensors_train(mesh, level):
 
 
 # ---- Modes ----
-
-
-@LEVELS
-def test_a_function_mode_sees_what_it_sees_without(level):
-    class Notes(TorchFunctionMode):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            self.seen.append(function)
-            return function(*args, **(kwargs or {}))
-
-    model = nn.Sequential(make_net(), nn.BatchNorm1d(2))
-    with Notes() as plain:
-        model(X)
-    open_session(model, opt_level=level)
-    with Notes() as ours:
-        output = model(X)
-    called = {function for function in plain.seen if "__get__" not in function.__name__}
-    assert called <= set(ours.seen)
-    assert torch.equal(output, model(X))
 
 
 @LEVELS

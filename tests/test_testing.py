@@ -4,7 +4,6 @@ import pkgutil
 import sys
 import textwrap
 import types
-from collections import namedtuple
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ import ampatch as amp
 from ampatch import lists
 from ampatch.patching.patcher import Patcher
 from ampatch.session.session import SESSION
-from ampatch.table import BANNED, CUSTOM, FP32, FP32_INPLACE, LOWER, MATCH_SELF, PROMOTE, CastTable, Row
+from ampatch.table import BANNED, CUSTOM, FP32, LOWER, PROMOTE
 from ampatch.testing import TorchSnapshot, assert_casts, parametrize_rows, session
 from ampatch.testing.opening import is_open
 
@@ -70,29 +69,6 @@ def test_a_registered_function_is_found_by_its_path_and_in_a_lambda_and_by_its_o
         assert_casts(function, X, weight=W, expect=cast, opt_level="O4")
 
 
-@pytest.mark.exhaustive(keep=8)
-@pytest.mark.parametrize(
-    ("function", "args", "cast"),
-    [
-        (F.linear, (X, W), LOWER),
-        (torch.mm, (X, W.T), LOWER),
-        (torch.Tensor.__matmul__, (X, W.T), LOWER),
-        (F.softmax, (X, 1), FP32),
-        (torch.dot, (X[0], W[0]), PROMOTE),
-        (torch.Tensor.lerp_, (X, W, 0.5), MATCH_SELF),
-        (torch.Tensor.exp_, (X,), FP32_INPLACE),
-        (F.binary_cross_entropy, (X.sigmoid(), W.sigmoid()), BANNED),
-        (F.gelu, (X,), None),
-        (torch.cat, ([X, W],), None),
-    ],
-    ids=lambda value: getattr(value, "__name__", "") or str(value) if callable(value) else "",
-)
-@each_level
-def test_functions_of_torch_pass_for_their_rows(function, args, cast, opt_level):
-    gradients = function is not torch.Tensor.exp_  # refused, it has none
-    assert_casts(function, *args, expect=cast, opt_level=opt_level, gradients=gradients)
-
-
 def to_numpy_and_back(x):
     return torch.from_numpy(x.numpy() * 2)
 
@@ -120,12 +96,6 @@ def test_what_is_right_passes(name):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_tensors_in_containers_are_varied_as_well():
-    Pair = namedtuple("Pair", "x weight")
-    product = amp.half_function(lambda pair, *, table: pair.x * pair.weight * table["b"][0])
-    assert_casts(product, Pair(X, W), table={"b": [X, 1, None]}, expect=HALF, opt_level="O4")
-
-
 # ---- assert_casts: what is wrong ----
 
 
@@ -134,11 +104,6 @@ def fails(match, function, *args, **kwargs):
     with pytest.raises(AssertionError, match=match):
         assert_casts(function, *args, **kwargs)
     assert not is_open()
-
-
-@pytest.mark.parametrize(("cast", "other"), [(a, b) for a in DECORATORS for b in DECORATORS if a is not b])
-def test_a_decorated_function_fails_for_another_cast(cast, other):
-    fails(r"\n- ", DECORATORS[cast](scale), X, W, expect=other, opt_level="O4")
 
 
 def off():
@@ -201,18 +166,6 @@ def test_a_function_that_stays_patched_fails(my_ops):
     my_ops.scale = patch
     message = "after the session it is not the same function as before"
     fails(message, "my_ops.scale", X, expect=None, opt_level="O4")
-
-
-@pytest.mark.parametrize("first", [FULL, HALF], ids=str)
-def test_each_of_two_tensors_is_given_as_the_half_one(first):
-    def follow(x, weight):
-        """Wrong where the first tensor is of one type and the second of the other."""
-        if x.dtype is first and weight.dtype not in (first, torch.float64) and is_open() and not off():
-            return x
-        return torch.cat([x, weight])
-
-    names = {FULL: "float32 and bfloat16", HALF: "bfloat16 and float32"}
-    fails(f"\n- {names[first]} arguments: result ", follow, X, W, expect=None, opt_level="O4")
 
 
 # ---- assert_casts: what shows nothing ----
@@ -302,16 +255,6 @@ def test_a_session_ends_with_an_exception_and_opens_alone():
 # ---- TorchSnapshot ----
 
 
-@pytest.mark.parametrize("opt_level", ["O1", "O4"])
-def test_a_snapshot_shows_every_patched_place_and_none_when_they_are_back(opt_level):
-    snapshot = TorchSnapshot.take()
-    with session(opt_level):
-        found = set(snapshot.changes())
-    assert {path for path, _ in parametrize_rows().args[1]} <= found
-    assert snapshot.changes() == []
-    snapshot.check()
-
-
 @pytest.mark.parametrize(
     ("place", "name"),
     [(torch, "mm"), (F, "linear"), (torch.Tensor, "numpy"), (nn.Module, "forward"), (torch.linalg, "new")],
@@ -329,41 +272,7 @@ def test_a_snapshot_names_what_was_replaced_added_or_deleted(place, name, monkey
         assert snapshot.changes() == ["torch.mm"]
 
 
-@pytest.mark.parametrize("name", ["__slotnames__", "__annotations_cache__"])
-def test_what_python_notes_at_a_class_of_torch_is_no_change(name, monkeypatch):
-    """The annotations are noted from Python 3.14 on, when somebody asks for them."""
-    monkeypatch.delattr(nn.Module, name, raising=False)
-    snapshot = TorchSnapshot.take()
-    monkeypatch.setattr(nn.Module, name, [], raising=False)
-    assert snapshot.changes() == []
-
-
-def test_a_snapshot_names_a_table_of_hooks():
-    snapshot = TorchSnapshot.take()
-    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    try:
-        assert snapshot.changes() == ["torch.nn.modules.module._global_forward_hooks"]
-    finally:
-        hook.remove()
-
-
-def test_the_import_of_a_submodule_is_no_change(monkeypatch):
-    snapshot = TorchSnapshot.take()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "new_part", types.ModuleType("torch.new_part"), raising=False)
-        assert snapshot.changes() == []
-
-
 # ---- parametrize_rows ----
-
-TABLE = CastTable(
-    "my_ops",
-    (
-        Row("scale", LOWER, "a product"),
-        Row("total", FP32, "a sum"),
-        Row("later", FP32, "not yet", since="99.0"),
-    ),
-)
 
 
 def test_without_tables_the_rows_are_those_of_ampatch():
@@ -372,21 +281,6 @@ def test_without_tables_the_rows_are_those_of_ampatch():
     assert mark.args[0] == ("path", "row")
     assert [row for _, row in mark.args[1]] == rows
     assert "torch.nn.functional.linear" in mark.kwargs["ids"]
-
-
-@pytest.mark.parametrize(
-    ("casts", "expected"),
-    [(None, ["scale", "total"]), (FP32, ["total"]), ([LOWER, FP32], ["scale", "total"]), (PROMOTE, [])],
-    ids=str,
-)
-def test_a_table_of_ones_own_is_narrowed_to_casts_and_this_torch(casts, expected):
-    mark = parametrize_rows(TABLE, cast=casts)
-    assert mark.kwargs["ids"] == [f"my_ops.{name}" for name in expected]
-
-
-@parametrize_rows(TABLE, names=("place", "line"))
-def test_the_names_of_the_arguments_can_be_chosen(place, line):
-    assert place == f"my_ops.{line.name}"
 
 
 # ---- The fixture ----

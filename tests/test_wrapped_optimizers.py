@@ -95,24 +95,6 @@ def test_a_wrapper_of_an_optimizer_that_nobody_gave_is_refused(wrap):
 
 
 @each_wrapper
-def test_a_wrapped_optimizer_passes_through_where_ampatch_is_disabled(wrap):
-    amp.initialize(*make_pair(), verbosity=0)
-    model, optimizer = make_pair()
-    amp.initialize(model, optimizer, enabled=False)
-    loss = torch.ones(())
-    with amp.scale_loss(loss, wrap(optimizer)) as scaled_loss:
-        assert scaled_loss is loss
-
-
-def test_a_scheduler_is_not_looked_through():
-    model, optimizer = make_pair()
-    amp.initialize(model, optimizer, verbosity=0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with pytest.raises(amp.AmpValueError, match=r"\(StepLR\) is not one that initialize"):
-        amp.scale_loss(torch.ones(()), scheduler)
-
-
-@each_wrapper
 def test_a_watch_finds_the_steps_of_a_wrapped_optimizer(wrap):
     model, optimizer = make_pair()
     with amp.diagnose.watch(model, wrap(optimizer)) as patient:

@@ -137,6 +137,10 @@ def test_a_softmax_of_half_logits_has_the_bits_of_one_of_their_float32_copy(monk
     assert [it.dtype for it in results] == [FULL, torch.float16] * 2
     assert torch.equal(results[0], results[2])
     assert torch.equal(results[1], results[3])
+    with amp.disable_casts():
+        assert F.softmax(logits, 1).dtype is torch.float16
+    with pytest.raises(TypeError):
+        F.softmax(dim=1)
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "softmax"])
@@ -413,7 +417,7 @@ def test_an_operand_that_torch_does_not_know_gets_its_turn():
 
 def test_wrong_operands_raise_what_torch_raises():
     open_session()
-    for call in (lambda: full(2, 2) @ "a", lambda: torch.mm(full(2, 3), full(2, 3))):
+    for call in (lambda: full(2) @ "a", lambda: torch.mm(full(2, 3), full(2, 3)), lambda: torch.exp_([1.0])):
         with pytest.raises((TypeError, RuntimeError)) as found:
             call()
         with amp.disable_casts(), pytest.raises(found.type) as expected:

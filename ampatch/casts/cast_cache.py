@@ -254,15 +254,14 @@ class CastCache:
 
     def _write_again(self, stale: dict[int, tuple]) -> None:
         """Casts all that steps have changed into the memory of their earlier casts."""
-        found = [entry for entry in _take_all(stale) if fits(entry)]
+        found = [(entry, entry[6]._version) for entry in _take_all(stale) if fits(entry)]
         if not found:
             return
-        versions = [entry[6]._version for entry in found]
         is_inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(mode=False) if is_inference else nullcontext(), torch.no_grad():
-            torch._foreach_copy_([entry[0] for entry in found], [entry[6] for entry in found])
+            torch._foreach_copy_([entry[0] for entry, _ in found], [entry[6] for entry, _ in found])
         self.made += len(found)
-        for entry, version in zip(found, versions, strict=True):
+        for entry, version in found:
             cast, parameter = entry[0], entry[6]
             self._entries[id(parameter)] = (cast, version, *entry[2:8], cast._version)
 

@@ -150,7 +150,7 @@ class Catalog:
             words = [DUNDERS.get(word, word) for word in (inner, inner[1:] if inner[0] in "ri" else inner)]
             base = next((word for word in words if hasattr(torch, word)), name)
         elif not name.startswith("_"):
-            base = name.rstrip("_") or name
+            base = name.rstrip("_")
         return self._aliases.get(base, base)
 
     @cached_property

@@ -14,14 +14,14 @@ count_references = sys.getrefcount
 NEIGHBOURS = "_ampatch_neighbours"  # of a cast: how many others are in its block of memory
 
 
-def _count_own(requires_grad: bool) -> tuple[int, int]:
+def _count_own(requires_grad: bool) -> tuple[int | None, int]:
     """How many users its memory and how many references itself a parameter has that only an entry holds."""
     parameter = Parameter(torch.empty(1), requires_grad)
     with torch.enable_grad():
         entries = {0: (parameter.half(), parameter, parameter.untyped_storage())}
     del parameter
     ((_, parameter, memory),) = [entry for _, entry in list(entries.items())]
-    return count_users(memory._cdata) or 0, count_references(parameter)
+    return count_users(memory._cdata), count_references(parameter)
 
 
 def _count_holders(entry: tuple) -> tuple[int | None, int, int | None]:
@@ -61,7 +61,7 @@ def is_held(entry: tuple) -> bool:
 def is_shared(memory: torch.UntypedStorage) -> bool:
     """Whether others than a parameter and its entry have its memory, or may have."""
     users = count_users(memory._cdata)
-    return users is None or users > _OWN_USERS
+    return users is None or users > _OWN_USERS  # type: ignore[operator]
 
 
 def find_memory(parameter: Tensor) -> torch.UntypedStorage | None:

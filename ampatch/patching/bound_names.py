@@ -216,9 +216,7 @@ def _search(replacements: Replacements, models: Models, in_modules: bool = True)
 
 def _is_searched(path: str) -> bool:
     """Whether what a module defines is looked into, by its name: not what Python and torch define."""
-    if _is_left_alone(path):
-        return False
-    if path in sys.builtin_module_names:  # as sys, which keeps all modules
+    if _is_left_alone(path) or path in sys.builtin_module_names:  # as sys, which keeps all modules
         return False
     module = sys.modules.get(path)
     names = _read_globals(module) if issubclass(type(module), ModuleType) else {}  # type: ignore[arg-type]
