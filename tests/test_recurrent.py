@@ -315,7 +315,7 @@ def test_casts_lie_in_one_block_and_are_written_again_in_it(monkeypatch, opt_lev
                 with torch.no_grad():
                     model.weight_hh_l0[0, 0] = 1.0  # one is cast anew, and all move
             backward(mean_square(model(torch.ones(3, 2, 4))[0]), optimizer)
-            seen.append([entry[0].data_ptr() for _, entry in CASTS.get_cache(LEVELS[opt_level])._list()])
+            seen.append([kept.cast.data_ptr() for _, kept in CASTS.get_cache(LEVELS[opt_level])._list()])
             optimizer.step()
             optimizer.zero_grad()
         amp.uninitialize()
