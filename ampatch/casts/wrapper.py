@@ -63,9 +63,9 @@ def wrap(
 
     dtype = half if kind is Cast.LOWER else torch.float32
     if kind not in (Cast.LOWER, Cast.FP32):
-        wrapper = _guard(uncast, _CALLS[kind](original, name, get_cast))
+        wrapper = _guard(original, uncast, _CALLS[kind](original, name, get_cast))
     elif is_users:
-        wrapper = _guard(uncast, _call_users(original, get_cast(dtype)))
+        wrapper = _guard(original, uncast, _call_users(original, get_cast(dtype)))
     else:
         casts = Casts(*[watch(cast, dtype) for cast in cast_eligible(dtype)])
         wrapper = _wrap_listed(original, uncast, dtype, casts, has_dtype=kind is Cast.FP32)
@@ -123,13 +123,15 @@ def _without_grad(cast: TensorCast) -> TensorCast:
     return cast_without_grad
 
 
-def _guard(uncast: Function, call: Call) -> Function:
-    """Returns a wrapper that goes through uncast while casts are off, and else does what `call` does."""
+def _guard(original: Function, uncast: Function, call: Call) -> Function:
+    """Returns a wrapper that does what `call` does, but while casts are off and with `out=`."""
     thread = CASTS.thread
 
     def wrapper(*args, **kwargs):
         if thread.off and thread.is_off():
             return uncast(*args, **kwargs)
+        if kwargs and kwargs.get("out") is not None:
+            return original(*args, **kwargs)
         return call(args, kwargs)
 
     return wrapper
@@ -137,8 +139,6 @@ def _guard(uncast: Function, call: Call) -> Function:
 
 def _call_users(original: Function, cast: TensorCast) -> Call:
     def call(args: tuple, kwargs: dict) -> object:
-        if kwargs.get("out") is not None:
-            return original(*args, **kwargs)
         kwargs = {key: cast_tree(arg, cast) for key, arg in kwargs.items()}
         return original(*[cast_tree(arg, cast) for arg in args], **kwargs)
 
@@ -214,8 +214,7 @@ def _call_promote(original: Function, name: str, get_cast: GetCast) -> Call:
     widen = get_cast(torch.float32)
 
     def call(args: tuple, kwargs: dict) -> object:
-        is_uncast = (not kwargs and _have_one_dtype(args)) or kwargs.get("out") is not None
-        if is_uncast or len(_eligible_dtypes((args, kwargs))) < 2:
+        if (not kwargs and _have_one_dtype(args)) or len(_eligible_dtypes((args, kwargs))) < 2:
             return original(*args, **kwargs)
         # Any two of float32, float16 and bfloat16 have float32 as their widest type.
         args, kwargs = cast_tree((args, kwargs), widen)  # type: ignore[misc,assignment]
@@ -280,8 +279,6 @@ def _call_custom(original: Function, name: str, get_cast: GetCast) -> Call:
     widen = get_cast(torch.float32)
 
     def call(args: tuple, kwargs: dict) -> object:
-        if kwargs.get("out") is not None:
-            return original(*args, **kwargs)
         return custom(original, widen, *args, **kwargs)
 
     return call

@@ -36,14 +36,13 @@ _ABSENT = object()
 PYTHONS_OWN = ("__warningregistry__", "__slotnames__", "__annotations_cache__")
 # Dynamo replaces the first of these for good when it compiles a module, CUDA the others at its first use.
 TORCHS_OWN = (
-    "torch.nn.Module.___needs_generation_tag_patch",
-    "torch.nn.Module.___has_generation_tag_patch",
-    "torch.nn.Module.__init__",
-    "torch.nn.Module.__setstate__",
-    "torch.cuda._initialized",
-    "torch.cuda._cached_device_count",
-    "torch.cuda._get_device_properties",
-    "torch.cuda.default_generators",
+    *("torch.nn.Module.___needs_generation_tag_patch", "torch.nn.Module.___has_generation_tag_patch"),
+    *("torch.nn.Module.__init__", "torch.nn.Module.__setstate__", "torch.cuda._initialized"),
+    *(
+        "torch.cuda._cached_device_count",
+        "torch.cuda._get_device_properties",
+        "torch.cuda.default_generators",
+    ),
 )
 
 
