@@ -18,10 +18,9 @@ _LU = "half: no kernel of the LU inside"
 _SPARSE = "mixed types: float32 graphs, half nodes"
 
 _FUNCTIONS_AND_METHODS = (
-    *_refused(
-        _NO_KERNEL, "cholesky", "cholesky_inverse", "cholesky_solve", "geqrf", "lu", "lu_solve", "ormqr", "orgqr"
-    ),
-    *_refused(_NO_KERNEL, "qr", "svd", "triangular_solve", "inverse", "quantile", "nanquantile", "histogram"),
+    *_refused(_NO_KERNEL, "cholesky", "cholesky_inverse", "cholesky_solve", "geqrf", "lu", "lu_solve", "ormqr"),
+    *_refused(_NO_KERNEL, "orgqr", "qr", "svd", "triangular_solve", "inverse"),
+    *_refused(_NO_KERNEL, "quantile", "nanquantile", "histogram"),
     *_refused(_SVD, "pinverse"),
     *_refused(_LU, "logdet", "slogdet", "det"),
     *_refused("a value that float16 cannot hold, such as -1e9", "masked_fill"),
@@ -44,11 +43,9 @@ REFUSED = (
     CastTable(
         "torch.linalg",
         (
-            *_refused(
-                _NO_KERNEL, "cholesky", "cholesky_ex", "eig", "eigvals", "eigh", "eigvalsh", "householder_product"
-            ),
-            *_refused(_NO_KERNEL, "inv", "inv_ex", "ldl_factor", "ldl_factor_ex", "ldl_solve", "lstsq"),
-            *_refused(_NO_KERNEL, "lu", "lu_factor", "lu_factor_ex", "lu_solve", "qr"),
+            *_refused(_NO_KERNEL, "cholesky", "cholesky_ex", "eig", "eigvals", "eigh", "eigvalsh"),
+            *_refused(_NO_KERNEL, "householder_product", "inv", "inv_ex", "ldl_factor", "ldl_factor_ex"),
+            *_refused(_NO_KERNEL, "ldl_solve", "lstsq", "lu", "lu_factor", "lu_factor_ex", "lu_solve", "qr"),
             *_refused(_NO_KERNEL, "solve", "solve_ex", "solve_triangular", "svd", "svdvals"),
             *_refused(_SVD, "cond", "matrix_rank", "pinv"),
             *_refused(_SVD, "polar", since="2.14"),
@@ -64,9 +61,7 @@ REFUSED = (
         (
             *_refused(_NO_KERNEL, "zeta", "ndtri", "log_ndtr", "erfcx", "airy_ai", "spherical_bessel_j0"),
             *_refused(_NO_KERNEL, "bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1"),
-            *_refused(
-                _NO_KERNEL, "modified_bessel_i0", "modified_bessel_i1", "modified_bessel_k0", "modified_bessel_k1"
-            ),
+            *_refused(_NO_KERNEL, *(f"modified_bessel_{kind}" for kind in ("i0", "i1", "k0", "k1"))),
             *_refused(_NO_KERNEL, "scaled_modified_bessel_k0", "scaled_modified_bessel_k1"),
             *_refused(_NO_KERNEL, *(f"chebyshev_polynomial_{kind}" for kind in "tuvw")),
             *_refused(_NO_KERNEL, *(f"shifted_chebyshev_polynomial_{kind}" for kind in "tuvw")),

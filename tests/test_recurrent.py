@@ -238,8 +238,8 @@ def test_casts_lie_in_one_block_and_are_written_again_in_it(monkeypatch, opt_lev
             output, _ = model(x)
             backward(mean_square(output.data if name == "lstm" else output), optimizer)
             entries = CASTS.get_cache(LEVELS[opt_level])._list()
-            assert not blocks or len({entry[0].untyped_storage()._cdata for _, entry in entries}) == 1
-            seen.append([entry[0].data_ptr() for _, entry in entries])
+            assert not blocks or len({entry.cast.untyped_storage()._cdata for _, entry in entries}) == 1
+            seen.append([entry.cast.data_ptr() for _, entry in entries])
             del entries  # which would hold the casts
             optimizer.step()
             optimizer.zero_grad()

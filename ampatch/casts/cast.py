@@ -104,8 +104,8 @@ class CastState:
         self.recheck_casts()
 
     def recheck_casts(self) -> None:
-        """Has the cached casts of parameters that may change unseen made again."""
-        # Collectives leave no trace, and shards are put together again.
+        """Has the cached casts of parameters that may change unseen checked, or made again."""
+        # Among ranks: collectives write without a trace, and shards are gathered into new memory.
         end = CastCache.forget_others if _is_distributed() else CastCache.recheck
         for cache in self._caches.values():
             end(cache)
@@ -125,7 +125,7 @@ class CastState:
         thread.push(forward)
 
     def exit_forward(self, owner: int) -> bool:
-        """Ends it; returns whether it was the outermost."""
+        """Ends a module's forward; returns whether it was the outermost."""
         self.thread.pop(owner)
         return not self.thread.forwards
 

@@ -10,23 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampatch.casts.holders import (
-    CAN_SEE_GRAPHS,
-    OWN_REFERENCES,
-    count_references,
-    find_memory,
-    fits,
-    is_as_it_was,
-)
+from ampatch.casts.holders import CAN_SEE_GRAPHS, KeptCast, find_memory
 from ampatch.casts.thread import ThreadState
 from ampatch.levels.precision import ELIGIBLE
-from ampatch.levels.private import (
-    PROXY,
-    dispatch_mode,
-    find_stream,
-    is_transformed,
-    tracing_state,
-)
+from ampatch.levels.private import PROXY, dispatch_mode, find_stream, is_transformed, tracing_state
+
+Entries = dict[int, KeptCast]  # by id of the parameter
 
 # Bound before anything is patched, and quicker than Tensor.to (1.5 against 2.4 µs).
 CONVERT: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
@@ -43,15 +32,15 @@ SWEEP = 64  # rechecks, after which casts of parameters that are gone are looked
 class CastCache:
     """The casts of parameters to one dtype, each made once while the parameter stays as it is.
 
-    An entry is used only while the parameter is the same object with the same memory, version and
+    A cast is used only while the parameter is the same object with the same memory, version and
     requires_grad. A write through a tensor that shares the memory and not the version (an earlier
     `.data`, an array of NumPy) changes none of these. So after an iteration a cast is used only if nobody
     else can reach the memory. A step ends the casts of what an optimizer steps, since fused ones leave no
-    trace: the first that is asked for has them all written again, at once and into the same memory, but for
-    those that a graph, or anybody else, still holds.
+    trace: when the first of them is asked for, all are written again, at once and into the same memory, but
+    for those that a graph, or anybody else, still holds.
 
-    On CUDA an entry is used only on the stream that it was made on. Another one would have to wait for it,
-    and the memory would have to wait for that one; a cast of its own takes no longer.
+    On CUDA a cast is used only on the stream that made it. Another stream would have to wait for it,
+    and the memory would have to wait for that stream; a cast of its own takes no longer.
 
     A cast is made with gradients on, whatever the mode, and serves every mode: the node behind it saves
     no tensors, and without grad mode nobody asks for it.
@@ -66,16 +55,13 @@ class CastCache:
         self._sources = ELIGIBLE - {dtype}
         self._is_on_device = is_on_device
         # Other threads may add and forget some at any time, and the garbage collector clears them all when it
-        # frees a model: who goes through them goes through a copy. Who moves one puts it into the other
-        # dictionary first, in place, so that whoever forgets it finds it there as well.
-        # By id: cast, version, pointer, requires_grad, device and stream (None but on CUDA), the parameter
-        # (kept, so that its id stays its own), its memory if the cast may outlive an iteration, and the
-        # version of the cast. Plain tuples unpack fastest.
-        self._entries: dict[int, tuple] = {}
-        self._waiting: dict[int, tuple] = {}  # entries of iterations that ended, not used since
-        # By thread: entries of what its steps have changed, to be written again, by itself: only there is no
-        # other step on the way.
-        self._stale: dict[int, dict[int, tuple]] = {}
+        # frees a model: so loops go over a copy, and a move puts a cast into the other dictionary first, in
+        # place, where another thread that forgets it finds it as well.
+        self._entries: Entries = {}
+        self._waiting: Entries = {}  # of iterations that ended, not used since
+        # By thread: what its steps have changed. That thread writes it again, since no other knows that no
+        # step is under way.
+        self._stale: dict[int, Entries] = {}
         self._rechecks = 0
         self._is_checked = False  # whether what waits was looked at since the last recheck
         self.made = 0  # casts of parameters, ever
@@ -83,15 +69,15 @@ class CastCache:
         self.cast_plain = self._make_cast_plain()
 
     @property
-    def _all(self) -> tuple[dict[int, tuple], ...]:
+    def _all(self) -> tuple[Entries, ...]:
         return self._entries, self._waiting, *self._stale.values()
 
     @property
     def nbytes(self) -> int:
         """The bytes of the casts that are kept."""
-        return sum(entry[0].nbytes for _, entry in self._list())
+        return sum(kept.cast.nbytes for _, kept in self._list())
 
-    def _list(self) -> list[tuple[int, tuple]]:
+    def _list(self) -> list[tuple[int, KeptCast]]:
         return [item for entries in self._all for item in entries.copy().items()]
 
     def forget_others(self) -> None:
@@ -109,7 +95,7 @@ class CastCache:
         self._drop(id(parameter))
 
     def _drop(self, key: int) -> None:
-        for entries in (*self._all, self._entries):  # into which what waits may have gone meanwhile
+        for entries in (*self._all, self._entries):  # twice: a waiting one may have moved there meanwhile
             entries.pop(key, None)
 
     def forget_memory(self, tensor: Tensor) -> None:
@@ -125,8 +111,8 @@ class CastCache:
     def _sort_by_memory(self) -> dict[int, list[int]]:
         by_memory: dict[int, list[int]] = {}
         entries = self._list()
-        for key, (*_, parameter, _, _) in entries:
-            by_memory.setdefault(parameter.untyped_storage()._cdata, []).append(key)
+        for key, kept in entries:
+            by_memory.setdefault(kept.parameter.untyped_storage()._cdata, []).append(key)
         is_whole = len(entries) == sum(map(len, self._all))
         self._by_memory = by_memory if is_whole else {}
         return by_memory
@@ -134,7 +120,7 @@ class CastCache:
     def recheck(self) -> None:
         """Has each cast checked before it is used again: its parameter may have changed unseen.
 
-        That comes later, because most often a step comes first, and ends them all.
+        Not at once: most often a step comes first, and ends them all.
         """
         _merge(self._entries, into=self._waiting)
         self._entries.clear()
@@ -146,8 +132,8 @@ class CastCache:
     def _drop_unowned(self) -> None:
         """Forgets the casts of parameters that nobody else has any more."""
         for entries in self._all[1:]:
-            for key, (_, _, _, requires_grad, *_, parameter, _, _) in entries.copy().items():
-                if count_references(parameter) <= OWN_REFERENCES[requires_grad]:
+            for key, kept in entries.copy().items():
+                if kept.is_only_here():
                     entries.pop(key, None)
 
     @property
@@ -164,7 +150,7 @@ class CastCache:
         if ended.keys() <= changed:
             waiting.clear()
         else:
-            ended = {key: entry for key, entry in ended.items() if key in changed}
+            ended = {key: kept for key, kept in ended.items() if key in changed}
             for key in ended:
                 waiting.pop(key, None)
         if CAN_SEE_GRAPHS:
@@ -188,16 +174,15 @@ class CastCache:
 
         def cast_plain(parameter: Tensor) -> Tensor:
             """What `cast` does where nothing is recorded: the hot path."""
-            entry = find(id(parameter))
-            if entry is not None:
-                cast, version, pointer, requires_grad, device, stream, _, _, _ = entry
-                if (
-                    parameter._version == version
-                    and parameter.data_ptr() == pointer
-                    and parameter.requires_grad == requires_grad
-                    and (device is None or find_stream(device) == stream)
-                ):
-                    return cast
+            kept = find(id(parameter))
+            if (
+                kept is not None
+                and parameter._version == kept.version
+                and parameter.data_ptr() == kept.pointer
+                and parameter.requires_grad == kept.requires_grad
+                and (kept.device is None or find_stream(kept.device) == kept.stream)
+            ):
+                return kept.cast
             return make(parameter)
 
         return cast_plain
@@ -236,7 +221,7 @@ class CastCache:
         if type(cast) is Tensor and not is_transformed():
             for stale in tuple(self._stale.values()):  # other threads need theirs no more
                 stale.pop(key, None)
-            self._entries[key] = (cast, *state, parameter, find_memory(parameter), cast._version)
+            self._entries[key] = KeptCast(cast, *state, parameter, find_memory(parameter), cast._version)
             if self._by_memory:
                 self._by_memory = {}
         return cast
@@ -246,27 +231,28 @@ class CastCache:
         entries, waiting = self._entries, self._waiting
         keys, self._is_checked = [key] if self._is_checked else list(waiting), True
         for each in keys:
-            entry = waiting.get(each)
-            if entry is not None and is_as_it_was(entry):
-                entries[each] = entry
+            kept = waiting.get(each)
+            if kept is not None and kept.holds():
+                entries[each] = kept
                 if waiting.pop(each, None) is None:  # another thread has forgotten it
                     entries.pop(each, None)
 
-    def _write_again(self, stale: dict[int, tuple]) -> None:
+    def _write_again(self, stale: Entries) -> None:
         """Casts all that steps have changed into the memory of their earlier casts."""
-        found = [(entry, entry[6]._version) for entry in _take_all(stale) if fits(entry)]
+        found = [kept for kept in _take_all(stale) if kept.is_writable()]
         if not found:
             return
+        versions = [kept.parameter._version for kept in found]  # before: another thread may write meanwhile
         is_inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(mode=False) if is_inference else nullcontext(), torch.no_grad():
-            torch._foreach_copy_([entry[0] for entry, _ in found], [entry[6] for entry, _ in found])
+            torch._foreach_copy_([kept.cast for kept in found], [kept.parameter for kept in found])
         self.made += len(found)
-        for entry, version in found:
-            cast, parameter = entry[0], entry[6]
-            self._entries[id(parameter)] = (cast, version, *entry[2:8], cast._version)
+        for kept, version in zip(found, versions, strict=True):
+            kept.version, kept.written = version, kept.cast._version
+            self._entries[id(kept.parameter)] = kept
 
 
-def _merge(entries: dict[int, tuple], into: dict[int, tuple]) -> None:
+def _merge(entries: Entries, into: Entries) -> None:
     """Adds entries in place; again if another thread changed them while a cast that is replaced was freed."""
     while True:
         try:
@@ -275,7 +261,7 @@ def _merge(entries: dict[int, tuple], into: dict[int, tuple]) -> None:
             continue
 
 
-def _take_all(entries: dict[int, tuple]) -> Iterator[tuple]:
+def _take_all(entries: Entries) -> Iterator[KeptCast]:
     """Yields entries, and takes them out; another thread may drop some of them at the same time."""
     while entries:
         try:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import pkgutil
 import re
-import types
 from collections.abc import Iterable
 from functools import cached_property
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 
 import torch
 
@@ -17,48 +17,16 @@ from ampatch.errors import AmpValueError
 from ampatch.table import CastTable, Row
 
 # How people write the places, longest first where one begins with another.
-SHORT = {
-    "nn.functional": "torch.nn.functional",
-    "functional": "torch.nn.functional",
-    "F": "torch.nn.functional",
-    "Tensor": "torch.Tensor",
-    "nn": "torch.nn",
-    "linalg": "torch.linalg",
-    "special": "torch.special",
-    "fft": "torch.fft",
-}
-OPERATORS = {
-    "@": "matmul",
-    "@=": "matmul",
-    "**": "pow",
-    "**=": "__ipow__",
-    "+": "add",
-    "-": "sub",
-    "*": "mul",
-    "/": "div",
-    "//": "floor_divide",
-    "%": "remainder",
-    "==": "eq",
-    "!=": "ne",
-    "<": "lt",
-    "<=": "le",
-    ">": "gt",
-    ">=": "ge",
-    "&": "bitwise_and",
-    "|": "bitwise_or",
-    "^": "bitwise_xor",
-    "<<": "bitwise_left_shift",
-    ">>": "bitwise_right_shift",
-    "[]=": "__setitem__",
-}
+SHORT = {name: f"torch.{name}" for name in ("nn.functional", "Tensor", "nn", "linalg", "special", "fft")}
+SHORT |= dict.fromkeys(("functional", "F"), "torch.nn.functional")
+OPERATORS = {"@": "matmul", "@=": "matmul", "**": "pow", "**=": "__ipow__", "[]=": "__setitem__"}
+OPERATORS |= {"+": "add", "-": "sub", "*": "mul", "/": "div", "//": "floor_divide", "%": "remainder"}
+OPERATORS |= {"==": "eq", "!=": "ne", "<": "lt", "<=": "le", ">": "gt", ">=": "ge"}
+OPERATORS |= {"&": "bitwise_and", "|": "bitwise_or", "^": "bitwise_xor"}
+OPERATORS |= {"<<": "bitwise_left_shift", ">>": "bitwise_right_shift"}
 # Operators whose method is not called like their function.
 DUNDERS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}
-_FUNCTIONS = (
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodDescriptorType,
-    types.WrapperDescriptorType,
-)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 _NOT_OPS = ("boolean_dispatch", "assert_int_or_pair")
 _ALIAS = re.compile(r"^\s*Alias (?:for|of) :\w+:`~?([\w.]+?)(?:\(\))?`", re.MULTILINE)
 
@@ -168,7 +136,7 @@ class Catalog:
     def _is_elsewhere(self, path: str) -> bool:
         """Whether a function of torch is at a path, in a place that has no table."""
         places = {table.target for table in self.tables}
-        return path.rpartition(".")[0] not in places and _is_op(_resolve(path))
+        return path.rpartition(".")[0] not in places and isinstance(_resolve(path), _FUNCTIONS)
 
     def _what_it_is(self, text: str, path: str) -> str:
         """The message for what is no op."""
@@ -228,8 +196,10 @@ def _resolve(path: str) -> object:
         return None
 
 
-def _is_op(found: object) -> bool:
-    return isinstance(found, _FUNCTIONS)
+def _list_functions(places: Iterable[object]) -> list[str]:
+    """The names of functions in modules or classes; of several of one name the last counts."""
+    found = {name: isinstance(item, _FUNCTIONS) for place in places for name, item in vars(place).items()}
+    return [name for name, is_function in found.items() if is_function]
 
 
 def _ops_of(target: str) -> list[str]:
@@ -238,9 +208,9 @@ def _ops_of(target: str) -> list[str]:
     if place is None or "._" in target:  # of another torch, or not for users: its rows are all of it
         return []
     if isinstance(place, type):
-        own = {name: item for base in reversed(place.__mro__[:-1]) for name, item in vars(base).items()}
-        return [name for name, item in own.items() if _is_op(item) and not hasattr(object, name)]
-    names = [name for name, item in vars(place).items() if _is_op(item) and not name.startswith("_")]
+        methods = _list_functions(reversed(place.__mro__[:-1]))
+        return [name for name in methods if not hasattr(object, name)]
+    names = [name for name in _list_functions([place]) if not name.startswith("_")]
     if place is torch:
         # The rest of torch's namespace sets, saves and compiles.
         known = {*dir(torch._C._VariableFunctions), *torch.functional.__all__}

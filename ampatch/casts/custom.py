@@ -107,8 +107,8 @@ def local_response_norm(
 def cpu(original: Function, widen: TensorCast, input: Tensor, *args: object, **kwargs: object) -> object:
     """Copies half tensors in float32; torch's own calls get what they gave.
 
-    Torch moves tensors to bring them back, as `save_on_cpu` does, or to store them. What Dynamo
-    compiles is a program's own call.
+    Torch moves tensors to bring them back, as `save_on_cpu` does, or to store them. Dynamo compiles only
+    a program's own calls.
     """
     is_ours = input.dtype in HALF_TYPES and input.device.type in CASTS.device_types
     # 2: the wrapper, which the caller called.
@@ -131,7 +131,7 @@ def without_casts(original: Function, widen: TensorCast, *args: object, **kwargs
 
 
 def leave_elementwise(wrapper: Function, original: Function) -> Function:
-    """Casts an einsum if it sums products; else it is no product of matrices, and half would gain nothing.
+    """Casts an einsum that sums products, and no other: half would gain nothing there.
 
     It would lose positions: in an outer product with frequencies 1857 * 0.56 is off by 0.27 in float16.
     """

@@ -31,7 +31,7 @@ SEE = "see the reason"
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What an op runs in at one level, by the types of its floating arguments."""
+    """The type that an op runs in at one level, by the types of its floating arguments."""
 
     opt_level: str
     float32: str

@@ -1,8 +1,9 @@
-"""Whether a kept cast still holds: who else has the weight, its memory or the cast, and was one written."""
+"""A kept cast, and whether it still holds: who else has the weight or the cast, and was one written."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,91 +15,104 @@ count_references = sys.getrefcount
 NEIGHBOURS = "_ampatch_neighbours"  # of a cast: how many others are in its block of memory
 
 
-def _count_own(requires_grad: bool) -> tuple[int | None, int]:
-    """How many users its memory and how many references itself a parameter has that only an entry holds."""
+@dataclass(eq=False, slots=True)
+class KeptCast:
+    """The cast of a parameter, with what the parameter was when the cast was made or written.
+
+    Not frozen: that takes five times as long to make. Slots are read as fast as a tuple is unpacked.
+    """
+
+    cast: Tensor
+    version: int  # of the parameter
+    pointer: int
+    requires_grad: bool
+    device: int | None  # index of the CUDA device; elsewhere there are no streams
+    stream: int | None
+    parameter: Tensor  # kept, so that its id stays its own
+    memory: torch.UntypedStorage | None  # of the parameter, if the cast may outlive an iteration
+    written: int  # version of the cast
+
+    def holds(self) -> bool:
+        """Whether the cast is still right for sure: nobody else reaches the memory, or wrote the cast."""
+        is_alone = self.memory is not None and not is_shared(self.memory)
+        return is_alone and self.parameter._version == self.version and self._is_in_place()
+
+    def is_writable(self) -> bool:
+        """Whether the cast may be written again: nobody holds it, and its parameter still has its shape."""
+        if self.is_held() or not self._is_in_place() or self.cast.shape != self.parameter.shape:
+            return False
+        return self.device is None or not torch.cuda.is_current_stream_capturing()
+
+    def _is_in_place(self) -> bool:
+        """Whether the parameter has the memory that it was cast from, and nobody else wrote the cast."""
+        return (
+            self.cast._version == self.written
+            and self.parameter.data_ptr() == self.pointer
+            and self.parameter.requires_grad == self.requires_grad
+            and (self.device is None or find_stream(self.device) == self.stream)
+        )
+
+    def is_held(self) -> bool:
+        """Whether a graph, or anybody else, holds the cast or its memory."""
+        found = self.count_holders()
+        if found == _OWN_HOLDERS:
+            return False
+        users, *others = found
+        neighbours = getattr(self.cast, NEIGHBOURS, 0)
+        return not neighbours or users is None or (users - neighbours, *others) != _OWN_HOLDERS
+
+    def count_holders(self) -> tuple[int | None, int, int | None]:
+        """Counts the users of the cast's memory, and what holds the cast itself: in Python, and in C++."""
+        cast = self.cast
+        return count_users(cast.untyped_storage()._cdata), count_references(cast), count_holders(cast)
+
+    def is_only_here(self) -> bool:
+        """Whether nobody else has the parameter any more."""
+        return self.count_references() <= _OWN_REFERENCES[self.requires_grad]
+
+    def count_references(self) -> int:
+        """Counts what holds the parameter in Python."""
+        parameter = self.parameter
+        return count_references(parameter)
+
+
+def _make_alone(requires_grad: bool) -> KeptCast:
+    """Makes a cast, and has nothing but it hold the parameter: what is counted then is our own."""
     parameter = Parameter(torch.empty(1), requires_grad)
     with torch.enable_grad():
-        entries = {0: (parameter.half(), parameter, parameter.untyped_storage())}
-    del parameter
-    ((_, parameter, memory),) = [entry for _, entry in list(entries.items())]
-    return count_users(memory._cdata), count_references(parameter)
-
-
-def _count_holders(entry: tuple) -> tuple[int | None, int, int | None]:
-    """How many users the memory of an entry's cast has, how many references in Python, and holders in C++."""
-    cast = entry[0]
-    return count_users(cast.untyped_storage()._cdata), count_references(cast), count_holders(cast)
+        cast = parameter.half()
+    return KeptCast(cast, 0, 0, requires_grad, None, None, parameter, parameter.untyped_storage(), 0)
 
 
 def _count_own_holders() -> tuple[int | None, int, int | None] | None:
-    """What `_count_holders` gives where only an entry holds a cast; None if it sees no graph that does."""
+    """What `count_holders` gives where nobody else holds a cast; None if it sees no graph that does."""
+    kept = _make_alone(requires_grad=True)
+    own = kept.count_holders()
     with torch.enable_grad():
-        entry = (Parameter(torch.empty(1)).half(),)
-        own = _count_holders(entry)
-        graph = torch.ones(1, dtype=torch.float16, requires_grad=True) * entry[0]
-        held = _count_holders(entry)
+        graph = torch.ones(1, dtype=torch.float16, requires_grad=True) * kept.cast
+    held = kept.count_holders()
     del graph
     return own if own != held else None
 
 
-_OWN_USERS = _count_own(requires_grad=False)[0]
-OWN_REFERENCES = {requires_grad: _count_own(requires_grad)[1] for requires_grad in (False, True)}
-
+_ALONE = {requires_grad: _make_alone(requires_grad) for requires_grad in (False, True)}
+_OWN_USERS = count_users(_ALONE[False].memory._cdata) or 0  # type: ignore[union-attr]
+_OWN_REFERENCES = {requires_grad: kept.count_references() for requires_grad, kept in _ALONE.items()}
 _OWN_HOLDERS = _count_own_holders()
 CAN_SEE_GRAPHS = _OWN_HOLDERS is not None  # that hold a cast
 
 
-def is_held(entry: tuple) -> bool:
-    """Whether others hold the cast that an entry begins with, or its memory: a graph, or who looked at it."""
-    found = _count_holders(entry)
-    if found == _OWN_HOLDERS:
-        return False
-    users, *others = found
-    neighbours = getattr(entry[0], NEIGHBOURS, 0)
-    return not neighbours or users is None or (users - neighbours, *others) != _OWN_HOLDERS
-
-
 def is_shared(memory: torch.UntypedStorage) -> bool:
-    """Whether others than a parameter and its entry have its memory, or may have."""
+    """Whether others than a parameter and its kept cast have its memory, or may have."""
     users = count_users(memory._cdata)
-    return users is None or users > _OWN_USERS  # type: ignore[operator]
+    return users is None or users > _OWN_USERS
 
 
 def find_memory(parameter: Tensor) -> torch.UntypedStorage | None:
-    """Returns the memory of a parameter that nobody writes without a trace who cannot be seen to share it.
-
-    Not if other processes or libraries have it.
-    """
+    """Returns the memory of a parameter if whoever else may write there can be seen; else None."""
     memory = parameter.untyped_storage()
     # NumPy's memory is not resizable; `detach_` leaves no trace.
     if is_shared(memory) or not (memory.resizable() and parameter.is_leaf):
         return None
+    # Other processes have shared memory.
     return memory if parameter.is_cuda or not memory.is_shared() else None
-
-
-# An entry of a cache, as CastCache describes it
-
-
-def is_as_it_was(entry: tuple) -> bool:
-    """Whether a cast still holds for sure: nobody else reaches the memory, and no function wrote the cast."""
-    memory, parameter = entry[7], entry[6]
-    is_alone = memory is not None and not is_shared(memory)
-    return is_alone and parameter._version == entry[1] and _is_in_place(entry)
-
-
-def fits(entry: tuple) -> bool:
-    """Whether a cast may be written again: its parameter still has its shape, and nobody holds the cast."""
-    if is_held(entry) or not _is_in_place(entry) or entry[0].shape != entry[6].shape:
-        return False
-    return entry[4] is None or not torch.cuda.is_current_stream_capturing()
-
-
-def _is_in_place(entry: tuple) -> bool:
-    """Whether a parameter has the memory that it was cast from, and its cast was written by nobody else."""
-    cast, _, pointer, requires_grad, device, stream, parameter, _, written = entry
-    return (
-        cast._version == written
-        and parameter.data_ptr() == pointer
-        and parameter.requires_grad == requires_grad
-        and (device is None or find_stream(device) == stream)
-    )

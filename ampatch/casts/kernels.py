@@ -13,13 +13,7 @@ from ampatch.casts.cast import CASTS
 from ampatch.casts.cast_tree import TensorCast
 from ampatch.casts.holders import NEIGHBOURS
 from ampatch.levels.precision import HALF_TYPES
-from ampatch.levels.private import (
-    FLATTEN,
-    count_modes,
-    has_function_modes,
-    is_transformed,
-    tracing_state,
-)
+from ampatch.levels.private import FLATTEN, count_modes, has_function_modes, is_transformed, tracing_state
 
 is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -60,9 +54,8 @@ def _read_half(wrapper: Callable, original: Callable) -> Callable:
     """Returns what stands in for a softmax: it has `original` itself compute one of float16 in float32."""
 
     def softmax(*args, **kwargs):
-        if is_compiling():  # of whose code Dynamo sees no more
-            return wrapper(*args, **kwargs)
-        if 0 < len(args) < 3 and not kwargs.keys() - {"dim"} and _is_read(args[0]) and _is_plain():
+        is_usual = not is_compiling() and 0 < len(args) < 3 and not kwargs.keys() - {"dim"}
+        if is_usual and _is_read(args[0]) and _is_plain():
             return original(*args, **kwargs, dtype=torch.float32)
         return wrapper(*args, **kwargs)
 
@@ -73,14 +66,16 @@ def _read_half_logits(wrapper: Callable) -> Callable:
     """Returns what stands in for `cross_entropy`: of float16 logits it takes the log_softmax in float32."""
 
     def cross_entropy(*args, **kwargs):
-        if is_compiling():
-            return wrapper(*args, **kwargs)
-        is_usual = 1 < len(args) < 8 and isinstance(args[1], Tensor) and not args[1].is_floating_point()
-        if is_usual and not kwargs.get("label_smoothing") and _is_read(args[0]) and _is_plain():
+        is_usual = not is_compiling() and 1 < len(args) < 8 and not kwargs.get("label_smoothing")
+        if is_usual and _has_classes(args[1]) and _is_read(args[0]) and _is_plain():
             return _cross_entropy(*args, **kwargs)
         return wrapper(*args, **kwargs)
 
     return cross_entropy
+
+
+def _has_classes(target: object) -> bool:
+    return isinstance(target, Tensor) and not target.is_floating_point()
 
 
 def _cross_entropy(

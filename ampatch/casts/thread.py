@@ -30,19 +30,19 @@ class Forward:
 class ThreadState(threading.local):
     """What one thread is doing: it casts while `off` is 0, as every thread does at first.
 
-    A forward or a step that ends in an exception may not say so: hooks after a step do not run then,
-    and those after a forward only for an Exception, which KeyboardInterrupt is not. So it counts only
+    A forward or a step that ends in an exception may not say so: torch runs no hooks after such a step,
+    and those after a forward for an Exception alone, which KeyboardInterrupt is not. So it counts only
     while the call that began it is on the thread's stack.
 
-    On CUDA, and deep inside of nested ones, a backward runs in a thread of the autograd engine, which casts
-    as the thread that waits for it: torch takes along what that one left in its `_stash_obj_in_tls`.
+    On CUDA, and deep inside of nested ones, the autograd engine runs a backward in a thread of its own. It
+    casts as the thread that waits for it, whose state torch hands on (`_stash_obj_in_tls`).
     """
 
     def __init__(self) -> None:
         self._key = f"ampatch.thread {id(self)}"
-        # What follows, added up: the one thing that a patched function looks at. Of a default that the class
-        # has Dynamo would see no other value, before torch 2.12. `_asks` is how much of it says no more than
-        # to ask the thread that called backward.
+        # `off` adds up all reasons below: patched functions look at it alone. `_asks` is the part of it that
+        # only says to ask the thread that called backward. Both are set here: before torch 2.12 Dynamo saw
+        # only the default of the class, had it one.
         self.off = self._asks = int(not _is_pythons())
         if not self._asks:
             keep_in_thread(self._key, self.__dict__)
@@ -66,7 +66,7 @@ class ThreadState(threading.local):
         self.disable(disables)
 
     def exit_autocast(self, block: object) -> None:
-        """Notes that it ended; one that began before the session is not on record."""
+        """Notes that a block of `torch.autocast` ends; one that began before the session is not on record."""
         for index in reversed(range(len(self._autocasts))):  # those of generators may cross
             if self._autocasts[index][0] is block:
                 self.disable(-self._autocasts.pop(index)[1])

@@ -43,12 +43,12 @@ def wrap(
     """Returns `original` with its floating arguments cast as `kind` says.
 
     A plain function, not a wrapt wrapper: that one compares equal to what it wraps, so that Dynamo
-    takes it for the original and drops its casts. Calls with `out=` go through uncast, because a
-    cast result would be written where nobody looks, and so do those of an FP32 function with `dtype=`,
-    which says what the function itself casts to. Arguments are searched for tensors in
-    lists and tuples, which is what torch's own functions take, and in anything if the function is a user's
-    (`is_users`). `trace` is told of each cast, and `counter` counts them. `place` is the (module, qualified
-    name) of the patched attribute, by which the wrapper pickles.
+    takes it for the original and drops its casts. Two kinds of calls go through uncast: with `out=`, where a
+    cast result would be written where nobody looks, and of an FP32 function with `dtype=`, which says what
+    the function itself casts to. Tensors are looked for in lists and tuples, which is what torch's own
+    functions take, and in any container if the function is a user's (`is_users`). `trace` is told of each
+    cast, and `counter` counts them. `place` is the (module, qualified name) of the patched attribute, by
+    which the wrapper pickles.
     """
     name = ".".join(filter(None, place))
     uncast = _keep_uncast(original, place)
@@ -63,13 +63,13 @@ def wrap(
 
     dtype = half if kind is Cast.LOWER else torch.float32
     if kind not in (Cast.LOWER, Cast.FP32):
-        wrapper = _guard(uncast, _CALLS[kind](original, name, get_cast))
+        wrapper = _guard(original, uncast, _CALLS[kind](original, name, get_cast))
     elif is_users:
-        wrapper = _guard(uncast, _call_users(original, get_cast(dtype)))
+        wrapper = _guard(original, uncast, _call_users(original, get_cast(dtype)))
     else:
         casts = Casts(*[watch(cast, dtype) for cast in cast_eligible(dtype)])
         wrapper = _wrap_listed(original, uncast, dtype, casts, has_dtype=kind is Cast.FP32)
-        if counter is None and trace is None:  # who would not see what a kernel casts itself
+        if counter is None and trace is None:  # these would not see what a kernel casts itself
             wrapper = use_kernel(wrapper, original, place[1].rpartition(".")[2], casts.any)
         if place[1] == "einsum":
             wrapper = leave_elementwise(wrapper, original)
@@ -87,8 +87,8 @@ def call_uncast(name: str, *args: object, **kwargs: object) -> object:
 def _keep_uncast(original: Function, place: tuple[str | None, str]) -> Function:
     """Returns what a wrapper calls where casts are off: `original`, which stays uncast in a graph.
 
-    A graph names functions, and who runs it finds the patched ones by these names. That is right where
-    casts are on: what the graph has cast is not cast again. Where they are off, the graph must say so.
+    A graph calls functions by name, and finds the patched ones. That is right where casts are on: what the
+    graph has cast is not cast again. Where they are off, the graph must say so.
     """
     package, _, name = ".".join(filter(None, place)).partition(".")
     if package != "torch" or name == "Tensor.__setitem__":  # which Dynamo traces as a statement
@@ -113,7 +113,7 @@ def _traced(cast: TensorCast, name: str, trace: Callable[[str], None]) -> Tensor
 
 
 def _without_grad(cast: TensorCast) -> TensorCast:
-    """Keeps the cast of a weight, which has a graph in any mode, from users' functions that return it."""
+    """Detaches casts of weights where gradients are off: they have a graph, and a user may get them back."""
 
     def cast_without_grad(tensor: Tensor) -> Tensor:
         result = cast(tensor)
@@ -123,13 +123,15 @@ def _without_grad(cast: TensorCast) -> TensorCast:
     return cast_without_grad
 
 
-def _guard(uncast: Function, call: Call) -> Function:
-    """Returns a wrapper that goes through uncast while casts are off, and else does what `call` does."""
+def _guard(original: Function, uncast: Function, call: Call) -> Function:
+    """Returns a wrapper that does what `call` does, but while casts are off and with `out=`."""
     thread = CASTS.thread
 
     def wrapper(*args, **kwargs):
         if thread.off and thread.is_off():
             return uncast(*args, **kwargs)
+        if kwargs and kwargs.get("out") is not None:
+            return original(*args, **kwargs)
         return call(args, kwargs)
 
     return wrapper
@@ -137,8 +139,6 @@ def _guard(uncast: Function, call: Call) -> Function:
 
 def _call_users(original: Function, cast: TensorCast) -> Call:
     def call(args: tuple, kwargs: dict) -> object:
-        if kwargs.get("out") is not None:
-            return original(*args, **kwargs)
         kwargs = {key: cast_tree(arg, cast) for key, arg in kwargs.items()}
         return original(*[cast_tree(arg, cast) for arg in args], **kwargs)
 
@@ -146,12 +146,7 @@ def _call_users(original: Function, cast: TensorCast) -> Call:
 
 
 def _wrap_listed(
-    original: Function,
-    uncast: Function,
-    dtype: torch.dtype,
-    casts: Casts,
-    *,
-    has_dtype: bool,
+    original: Function, uncast: Function, dtype: torch.dtype, casts: Casts, *, has_dtype: bool
 ) -> Function:
     """Wraps a function of torch's that has LOWER or FP32 in the tables: nearly every call that is cast."""
     thread, sources = CASTS.thread, ELIGIBLE - {dtype}
@@ -187,7 +182,7 @@ def _wrap_listed(
 
 
 def _have_one_dtype(args: tuple) -> bool:
-    """Whether arguments are soon seen to have no two dtypes of ours, so that there is nothing to cast."""
+    """Whether a quick look shows that arguments have no two dtypes of ours: there is nothing to cast."""
     first = None
     for arg in args:
         if isinstance(arg, Tensor):
@@ -219,9 +214,7 @@ def _call_promote(original: Function, name: str, get_cast: GetCast) -> Call:
     widen = get_cast(torch.float32)
 
     def call(args: tuple, kwargs: dict) -> object:
-        if (not kwargs and _have_one_dtype(args)) or kwargs.get("out") is not None:
-            return original(*args, **kwargs)
-        if len(_eligible_dtypes((args, kwargs))) < 2:
+        if (not kwargs and _have_one_dtype(args)) or len(_eligible_dtypes((args, kwargs))) < 2:
             return original(*args, **kwargs)
         # Any two of float32, float16 and bfloat16 have float32 as their widest type.
         args, kwargs = cast_tree((args, kwargs), widen)  # type: ignore[misc,assignment]
@@ -230,13 +223,17 @@ def _call_promote(original: Function, name: str, get_cast: GetCast) -> Call:
     return call
 
 
+def _find_self(args: tuple, kwargs: dict) -> object:
+    return args[0] if args else kwargs.get("input")
+
+
 def _call_match_self(original: Function, name: str, get_cast: GetCast) -> Call:
     casts = {dtype: get_cast(dtype) for dtype in ELIGIBLE}
 
     def call(args: tuple, kwargs: dict) -> object:
         if not kwargs and _have_one_dtype(args):
             return original(*args)
-        target = args[0] if args else kwargs.get("input")
+        target = _find_self(args, kwargs)
         if isinstance(target, Tensor) and target.dtype in ELIGIBLE:
             args, kwargs = cast_tree((args, kwargs), casts[target.dtype])  # type: ignore[misc,assignment]
         return original(*args, **kwargs)
@@ -248,7 +245,7 @@ def _call_in_place(original: Function, name: str, get_cast: GetCast) -> Call:
     functional = name.rpartition(".")[2].rstrip("_")
 
     def call(args: tuple, kwargs: dict) -> object:
-        target = args[0] if args else kwargs.get("input")
+        target = _find_self(args, kwargs)
         is_half = isinstance(target, Tensor) and target.dtype in HALF_TYPES
         if is_half and target.device.type in CASTS.device_types:
             raise BannedFunctionError(
@@ -282,8 +279,6 @@ def _call_custom(original: Function, name: str, get_cast: GetCast) -> Call:
     widen = get_cast(torch.float32)
 
     def call(args: tuple, kwargs: dict) -> object:
-        if kwargs.get("out") is not None:
-            return original(*args, **kwargs)
         return custom(original, widen, *args, **kwargs)
 
     return call

@@ -22,7 +22,7 @@ def own_tensors(module: Module) -> list[tuple[str, Tensor]]:
 
 
 class Shown:
-    """Whether a `state_dict` showed values of the models of a call: then their forwards look for edits."""
+    """Whether a `state_dict` has shown float32 values of a call's models: then forwards look for edits."""
 
     def __init__(self) -> None:
         self.any = False
@@ -132,9 +132,9 @@ class CastTensor:
         return cast_grads([grad], [values])[0] if is_fresh or weight.was_grad_remade() else None
 
     def loses_steps(self, dtype: torch.dtype) -> bool:
-        """Whether rounding moves what no step trains: whole numbers, or ever larger or smaller ones.
+        """Whether rounding moves untrained whole numbers, or untrained numbers that only rise or only fall.
 
-        These are positions, frequencies, noise levels and the like. A mask of -1e9 is none.
+        These are positions, frequencies, noise levels and the like. A mask of -1e9 is none of them.
         """
         tensor = self.tensor
         has_values = not (is_wrapper(tensor) or tensor.is_meta or tensor.is_nested)

@@ -91,7 +91,7 @@ class EnterForward:
 
 @dataclass(frozen=True, slots=True)
 class EnterAsGiven(EnterForward):
-    """Tells so of a module that, inside of another one's forward, returns the type of what it is given."""
+    """Enters the forward of a module that, inside of another one, returns the type of what it is given."""
 
     def find_dtype(self, args: tuple) -> torch.dtype | None:
         outer = CASTS.thread.forwards
@@ -147,10 +147,10 @@ def _is_watched(node: torch.autograd.graph.Node) -> bool:
 class CastOutputs:
     """Casts a module's floating outputs, in any container; a forward hook.
 
-    Inside the forward of another module that ampatch knows, to what that one computes in (unless
-    `inside` is False: its modules cast what they are given); else to `alone` (None leaves them). A loss
-    that a part in float32 computes stays as it is: of losses, modules that torch calls so and single
-    numbers, half would keep three digits, or nothing above 65504.
+    Inside the forward of another module that ampatch knows, it casts to the type of that one (not if `inside`
+    is False: its modules cast what they are given); else to `alone` (None leaves the outputs). With
+    `keeps_losses`, losses stay as they are, which are single numbers and what a loss of torch.nn returns:
+    half would keep three digits of them, or nothing above 65504.
     """
 
     alone: torch.dtype | None

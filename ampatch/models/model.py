@@ -18,17 +18,8 @@ from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.private import gather_anew
 from ampatch.levels.ranks import select_sharded
 from ampatch.levels.undo import weakly
+from ampatch.models import hooks
 from ampatch.models.cast_tensor import CastModule, CastTensor, Float32Values, Shown, list_parts, own_tensors
-from ampatch.models.hooks import (
-    CastEntry,
-    CastInputs,
-    CastOutputs,
-    EnterAsGiven,
-    EnterForward,
-    ExitForward,
-    LoadFloat32,
-    SaveFloat32,
-)
 from ampatch.models.kept import (
     add_owners,
     add_sharers,
@@ -91,7 +82,7 @@ def _validate_dtypes(index: int, model: Module, policy: Policy, values: ValuesBy
 
 
 def _turns_casts_off(hook: object) -> bool:
-    return isinstance(hook, EnterForward) and hook.off
+    return isinstance(hook, hooks.EnterForward) and hook.off
 
 
 def _validate_scripted(index: int, model: Module, policy: Policy) -> None:
@@ -232,7 +223,7 @@ class ModelCaster:
             is_model = any(module is model for model in self._models)
             if is_model or part.casts or any(self._came_half(tensor) for _, tensor in own_tensors(module)):
                 values = [self.by_module[id(module)], *self.list_values([module])]
-                save, load = SaveFloat32(values, part), LoadFloat32(values, part)
+                save, load = hooks.SaveFloat32(values, part), hooks.LoadFloat32(values, part)
                 self._stack.callback(module.register_state_dict_post_hook(save).remove)
                 self._stack.callback(module.register_load_state_dict_pre_hook(load).remove)
 
@@ -247,8 +238,8 @@ class ModelCaster:
         """
         is_asked = not self._asked.isdisjoint(inner_ids([kept]))
         for module in kept.modules():
-            self._hook_inputs(module, CastInputs(torch.float32))
-            self._hook_scope(module, EnterForward(True, torch.float32))
+            self._hook_inputs(module, hooks.CastInputs(torch.float32))
+            self._hook_scope(module, hooks.EnterForward(True, torch.float32))
             if not is_asked:
                 self._hook_outputs(module, None, keeps_losses=True)
 
@@ -256,8 +247,8 @@ class ModelCaster:
         """Lets a module compute in float32, and return the type that it is given."""
         # In this order, so that the forward is on record when its input is not cast yet, and its output is.
         self._hook_outputs(module, None, keeps_losses=True)
-        self._hook_scope(module, EnterAsGiven(True, torch.float32))
-        self._hook_inputs(module, CastInputs(torch.float32))
+        self._hook_scope(module, hooks.EnterAsGiven(True, torch.float32))
+        self._hook_inputs(module, hooks.CastInputs(torch.float32))
 
     def _hook_entries(self) -> None:
         """Has the half modules take what kept ones return, and attention float32 masks."""
@@ -266,28 +257,28 @@ class ModelCaster:
         for module in parts:
             half = find_half(module)
             if half is not None and id(module) not in served:
-                self._hook_inputs(module, CastEntry(half))
+                self._hook_inputs(module, hooks.CastEntry(half))
 
     def _hook_forward(self, model: Module) -> None:
         policy = self._policy
         if model not in self._kept:
             if policy.cast_model_type is not None:
-                self._hook_inputs(model, CastInputs(policy.cast_model_type))
+                self._hook_inputs(model, hooks.CastInputs(policy.cast_model_type))
             patches = policy.patch_torch_functions
-            enter = EnterForward(not patches, None if patches else policy.cast_model_type)
+            enter = hooks.EnterForward(not patches, None if patches else policy.cast_model_type)
             self._hook_scope(model, enter)
         self._hook_outputs(model, policy.output_dtype, inside=not self._returns_float32)
 
-    def _hook_scope(self, module: Module, enter: EnterForward) -> None:
+    def _hook_scope(self, module: Module, enter: hooks.EnterForward) -> None:
         self._stack.callback(module.register_forward_pre_hook(enter).remove)
-        leave = ExitForward()
+        leave = hooks.ExitForward()
         # Always: a forward that raised must not stay on record, and its tensors alive with it.
         self._stack.callback(module.register_forward_hook(leave, always_call=True).remove)
 
-    def _hook_inputs(self, module: Module, hook: CastInputs) -> None:
+    def _hook_inputs(self, module: Module, hook: hooks.CastInputs) -> None:
         self._stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
     def _hook_outputs(self, module: Module, alone: torch.dtype | None, **how: bool) -> None:
         if alone is not None or self._policy.casts_model:
-            hook = CastOutputs(alone, **how)
+            hook = hooks.CastOutputs(alone, **how)
             self._stack.callback(module.register_forward_hook(hook).remove)

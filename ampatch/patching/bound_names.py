@@ -21,30 +21,29 @@ Function = Callable[..., object]
 Models = Iterable[weakref.ref[Module]]
 Replacements = Mapping[int, tuple[object, object]]  # id of what is looked for: itself, what takes its place
 
-# What torch and those that patch it keep is what they need to work, or to undo.
+# Torch, and packages that patch it, need the functions that they keep: to work, or to undo.
 _LEFT_ALONE = frozenset({"ampatch", "functorch", "torch", "torchgen", "triton", "wrapt"})
-# Of torch itself only this part calls functions that have rows by names of its own, and by global ones
-# alone (torch 2.6 to 2.15).
+# The one part of torch that calls functions with rows by names of its own, all of them global (2.6 to 2.15).
 _SEARCHED_IN_TORCH = "torch.distributions."
 _STANDARD_LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _DICTIONARIES = frozenset({dict, OrderedDict, defaultdict})
 _DATA = frozenset({str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.dtype, ModuleType})
 _MAX_DEPTH = 2  # a dictionary of dictionaries, as configurations are
-_MAX_LENGTH = 10_000  # of a container: data, not a choice of functions
+_MAX_LENGTH = 10_000  # a longer container is data, not a choice of functions
 
 
 class BoundNames:
     """Has names such as those of `from torch.nn.functional import softmax` follow the patches.
 
-    Functions are found by identity, and so are their wrappers when the originals are put back. No place is
-    remembered, so that a script may change or drop what holds them meanwhile.
+    The undo searches again, for the wrappers: no place is remembered, so that a script may change or drop
+    what holds a function meanwhile.
     """
 
     def __init__(self) -> None:
         # Wrappers of closed sessions too: a model that was made while torch was patched may hold one.
         self._originals: weakref.WeakKeyDictionary[Function, object] = weakref.WeakKeyDictionary()
         self._wrappers: dict[int, tuple[object, Function]] = {}
-        self._models: list[weakref.ref[Module]] = []  # with their parts, which may be taken out of them
+        self._models: list[weakref.ref[Module]] = []  # and their parts, which may be taken out of them
 
     def add(self, original: object, wrapper: Function) -> None:
         """Notes what stands for a function now; of several wrappers the latest counts."""
@@ -56,31 +55,32 @@ class BoundNames:
         self._models = [model for model in self._models if model() is not None]
         before = len(self._models)
         self._models += [weakref.ref(part) for model in models for part in model.modules()]
-        _search(self._wrap(), self._models[before:], in_modules=in_modules)
+        _exchange(self._list_wrappers(), self._models[before:], in_modules=in_modules)
         return functools.partial(self._forget, before)
 
     def follow_everywhere(self) -> None:
         """Replaces bound functions once more, for a wrapper that was added late."""
-        _search(self._wrap(), self._models)
+        _exchange(self._list_wrappers(), self._models)
 
     def close(self) -> None:
         """Puts the originals back, also where a wrapper was bound since."""
-        _search(self._unwrap(), self._models)
+        _exchange(self._list_originals(), self._models)
         self._models.clear()
         self._wrappers.clear()
 
     def _forget(self, before: int) -> None:
         """Puts the originals back in all models but the first ones."""
         dropped, self._models = self._models[before:], self._models[:before]
-        _search(self._unwrap(), dropped, in_modules=False)
+        _exchange(self._list_originals(), dropped, in_modules=False)
         if self._models:  # which may share a part or a dictionary with those
             self.follow_everywhere()
 
-    def _wrap(self) -> Replacements:
+    def _list_wrappers(self) -> Replacements:
+        """What takes the place of originals, and of earlier wrappers of them."""
         known = [(old, self._wrappers.get(id(original))) for old, original in list(self._originals.items())]
         return self._wrappers | {id(old): (old, latest[1]) for old, latest in known if latest is not None}
 
-    def _unwrap(self) -> Replacements:
+    def _list_originals(self) -> Replacements:
         return {id(wrapper): (wrapper, original) for wrapper, original in list(self._originals.items())}
 
 
@@ -94,7 +94,7 @@ class Search:
     def __init__(self, replacements: Replacements) -> None:
         self._replacements = replacements
         self._seen: dict[int, object] = {}  # models and classes; kept, so that no id is used again
-        self._is_searched = functools.cache(_is_searched)
+        self._is_searched = functools.cache(_is_searched)  # of the name of a module
 
     def search_modules(self) -> None:
         """Looks through the names of loaded modules: of the user's, and of packages that use torch."""
@@ -107,13 +107,13 @@ class Search:
             names = _read_globals(module)
             is_package = _is_installed(names) and path != "__main__"
             if is_package and of_torch.isdisjoint(map(id, list(names.values()))):
-                continue  # first, as most of them: what follows takes longer
+                continue  # asked first: it is quick, and true of most
             if self._is_searched(path):
                 depth = 0 if path.startswith(_SEARCHED_IN_TORCH) else _MAX_DEPTH
                 self._search_globals(names, is_package, depth)
 
     def _search_globals(self, names: dict[str, object], is_package: bool, depth: int) -> None:
-        # What packages keep under private names is theirs, but for the functions that they import.
+        # Under a private name of a package only a function that it imports is looked at, and nothing inside.
         for name, value in list(names.items()):
             new = self._exchange(value, 0 if is_package and name.startswith("_") else depth)
             if new is not value:
@@ -190,22 +190,26 @@ class Search:
         new = self._exchange(function, _MAX_DEPTH)
         if new is function:
             return value
-        previous = value.previous if isinstance(value, _Static) else value
-        if previous is new or getattr(previous, "__func__", None) is new:
-            return previous
+        if isinstance(value, _Static):
+            return value.previous if value.stands_for(new) else _Static(new, value.previous)
+        # A builtin has no __get__: it is not bound to instances, and its wrapper must not be.
         is_static = isinstance(value, staticmethod) or not hasattr(function, "__get__")
-        return _Static(new, previous) if is_static else new
+        return _Static(new, value) if is_static else new
 
 
 class _Static(staticmethod):
-    """Remembers the attribute of a class that it stands for: a builtin, which is not bound to instances."""
+    """A wrapper as a static method, which remembers the attribute of a class that it took the place of."""
 
     def __init__(self, function: object, previous: object) -> None:
         super().__init__(function)  # type: ignore[arg-type]
         self.previous = previous
 
+    def stands_for(self, original: object) -> bool:
+        """Whether that attribute was a function, or a static method of it."""
+        return original is self.previous or original is getattr(self.previous, "__func__", None)
 
-def _search(replacements: Replacements, models: Models, in_modules: bool = True) -> None:
+
+def _exchange(replacements: Replacements, models: Models, in_modules: bool = True) -> None:
     search = Search(replacements)
     if in_modules:
         search.search_modules()
@@ -216,7 +220,7 @@ def _search(replacements: Replacements, models: Models, in_modules: bool = True)
 
 def _is_searched(path: str) -> bool:
     """Whether what a module defines is looked into, by its name: not what Python and torch define."""
-    if _is_left_alone(path) or path in sys.builtin_module_names:  # as sys, which keeps all modules
+    if _is_left_alone(path) or path in sys.builtin_module_names:  # such as sys, which keeps all modules
         return False
     module = sys.modules.get(path)
     names = _read_globals(module) if issubclass(type(module), ModuleType) else {}  # type: ignore[arg-type]
@@ -239,10 +243,10 @@ def _is_installed(names: Mapping[str, object]) -> bool:
 
 
 class GraphNames:
-    """Has generated code name functions by their patched places.
+    """Has generated code call functions by their patched places, and not by where torch keeps a builtin.
 
-    It names a builtin by where torch keeps it, as in `torch._C._nn.linear`, which stays unpatched: what is
-    there is what tensor subclasses are told was called.
+    That place, such as `torch._C._nn.linear`, stays unpatched: tensor subclasses are told that what is there
+    was called.
     """
 
     def __init__(self) -> None:
@@ -264,8 +268,7 @@ class GraphNames:
     def follow(self, models: Iterable[Module]) -> Callable[[], None]:
         """Generates the code of models and their parts once more; returns the undo."""
         followed = []
-        parts = [part for model in models for part in model.modules()]
-        for module in [part for part in parts if isinstance(part, GraphModule)]:
+        for module in [part for model in models for part in model.modules() if isinstance(part, GraphModule)]:
             if any(id(node.target) in self._names for node in module.graph.nodes):
                 module.recompile()
                 followed.append(weakref.ref(module))

@@ -16,15 +16,8 @@ from ampatch.casts.cast_counter import CastCounter
 from ampatch.casts.wrapper import wrap
 from ampatch.errors import AmpValueError
 from ampatch.levels.policy import Policy
+from ampatch.patching import compiling
 from ampatch.patching.bound_names import BoundNames, GraphNames
-from ampatch.patching.compiling import (
-    forget_graphs,
-    guard_compiler,
-    prepare_compiler,
-    restore_compiler,
-    tag_caches,
-    trace_methods,
-)
 from ampatch.patching.layers import allow_fast_path, allow_half_input, patch_autocast
 from ampatch.patching.library import leave_ops_uncast
 from ampatch.patching.patcher import Patcher, Place, SessionPatch, peel, place_rows, qualify
@@ -82,8 +75,8 @@ class TorchPatch(SessionPatch):
             undo.callback(finalizer.detach)
 
     def _patch(self, policy: Policy, trace: Callable[[str], None] | None, undo: ExitStack) -> None:
-        prepare_compiler()
-        undo.callback(restore_compiler)
+        compiling.prepare_compiler()
+        undo.callback(compiling.restore_compiler)
         undo.callback(self._names.close)
         patcher = self._begin(undo)
         CASTS.half = policy.half
@@ -97,10 +90,10 @@ class TorchPatch(SessionPatch):
         self._graph_names.open(patcher)
         patch_autocast(patcher)
         leave_ops_uncast(patcher)
-        trace_methods(patcher, policy.half)
-        tag_caches(patcher, policy.half)
-        forget_graphs()
-        guard_compiler(policy.half, undo)
+        compiling.trace_methods(patcher, policy.half)
+        compiling.tag_caches(patcher, policy.half)
+        compiling.forget_graphs()
+        compiling.guard_compiler(policy.half, undo)
         for registration in self._registrations.values():
             self._bind(registration)
 

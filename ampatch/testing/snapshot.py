@@ -15,43 +15,17 @@ from operator import is_
 from ampatch.lists import TABLES
 from ampatch.session.distributed import IMPORTED_LATER
 
-# Where ampatch patches, or might, beside the places of the tables.
+# Where ampatch patches, or might, beside the places of the tables: under torch.
 PLACES = (
-    "torch.nn",
-    "torch.nn.init",
-    "torch.nn.Module",
-    "torch.nn.Parameter",
-    "torch.nn.RNNBase",
-    "torch.nn.modules.module",
-    "torch.nn.modules.rnn",
-    "torch.amp.autocast_mode.autocast",
-    "torch.backends.mha",
-    "torch.cuda",
-    "torch.cuda.CUDAGraph",
-    "torch.compiler.config",
-    "torch.fx.graph",
-    "torch.jit._builtins",
-    "torch.jit._recursive",
-    "torch._tensor",
-    "torch._ops.OpOverload",
-    "torch._ops.OpOverloadPacket",
-    "torch._ops.TorchBindOpOverload",
-    "torch._library.autograd.Info",
-    "torch._library.custom_ops.CustomOpDef",
-    "torch._dynamo.eval_frame.OptimizedModule",
-    "torch._dynamo.variables.builtin.BuiltinVariable",
-    "torch._dynamo.variables.tensor.TensorVariable",
-    "torch.nn.utils",
-    "torch.nn.utils.clip_grad",
-    "torch.amp.GradScaler",
-    "torch.autograd",
-    "torch.optim",
-    "torch.optim.Optimizer",
-    "torch.optim.lr_scheduler",
-    "torch.optim.swa_utils.AveragedModel",
-    "torch.utils",
-    "torch.utils.checkpoint",
-    "torch.utils.dlpack",
+    *("nn", "nn.init", "nn.Module", "nn.Parameter", "nn.RNNBase", "nn.modules.module", "nn.modules.rnn"),
+    *("nn.utils", "nn.utils.clip_grad", "utils", "utils.checkpoint", "utils.dlpack"),
+    *("amp.autocast_mode.autocast", "amp.GradScaler", "autograd", "backends.mha", "compiler.config"),
+    *("cuda", "cuda.CUDAGraph", "fx.graph", "jit._builtins", "jit._recursive"),
+    *("optim", "optim.Optimizer", "optim.lr_scheduler", "optim.swa_utils.AveragedModel"),
+    *("_tensor", "_ops.OpOverload", "_ops.OpOverloadPacket", "_ops.TorchBindOpOverload"),
+    *("_library.autograd.Info", "_library.custom_ops.CustomOpDef"),
+    *("_dynamo.eval_frame.OptimizedModule", "_dynamo.variables.builtin.BuiltinVariable"),
+    "_dynamo.variables.tensor.TensorVariable",
 )
 # torch.optim deletes the name of its own submodule, so that these are found by import.
 HOOKED = ("torch.optim.optimizer", "torch.nn.modules.module")
@@ -62,14 +36,13 @@ _ABSENT = object()
 PYTHONS_OWN = ("__warningregistry__", "__slotnames__", "__annotations_cache__")
 # Dynamo replaces the first of these for good when it compiles a module, CUDA the others at its first use.
 TORCHS_OWN = (
-    "torch.nn.Module.___needs_generation_tag_patch",
-    "torch.nn.Module.___has_generation_tag_patch",
-    "torch.nn.Module.__init__",
-    "torch.nn.Module.__setstate__",
-    "torch.cuda._initialized",
-    "torch.cuda._cached_device_count",
-    "torch.cuda._get_device_properties",
-    "torch.cuda.default_generators",
+    *("torch.nn.Module.___needs_generation_tag_patch", "torch.nn.Module.___has_generation_tag_patch"),
+    *("torch.nn.Module.__init__", "torch.nn.Module.__setstate__", "torch.cuda._initialized"),
+    *(
+        "torch.cuda._cached_device_count",
+        "torch.cuda._get_device_properties",
+        "torch.cuda.default_generators",
+    ),
 )
 
 
@@ -97,7 +70,8 @@ class TorchSnapshot:
             for name in LAZY:
                 importlib.import_module(name)
         imported = [place for module, place in IMPORTED_LATER.items() if module in sys.modules]
-        places = [*PLACES, *imported, *(table.target for table in TABLES if _exists(table.target))]
+        of_rows = [table.target for table in TABLES if _exists(table.target)]
+        places = [*(f"torch.{place}" for place in PLACES), *imported, *of_rows]
         namespaces = {path: dict(_look_up(path)) for path in places}
         namespaces |= {path: dict(vars(importlib.import_module(path))) for path in HOOKED}
         hooks = {
