@@ -8,8 +8,8 @@ nox.options.sessions = ["lint", "types", "docs", "tests"]
 PINNED = "constraints.txt"
 QUIET = {"NO_MKDOCS_2_WARNING": "1"}  # an advertisement of the theme's
 SHARED = ("-n", "2", "--dist", "loadfile")
-# Of each the oldest or newest Python that it goes with, such that all from 3.10 on have their turn. This table is
-# the one that says so: .github/workflows reads it, and a test compares it with the classifiers in setup.cfg.
+# Of each the oldest or newest Python that it goes with, such that all from 3.10 on have their turn. The
+# workflows in .github read this table, and a test compares it with the classifiers in setup.cfg.
 RELEASES = {"2.6": ["3.10"], "2.8": ["3.10"], "2.11": ["3.12"], "2.13": ["3.11", "3.14"], "2.15": ["3.13"]}
 CURRENT = "2.13"  # of constraints.txt, which its first Python goes with
 

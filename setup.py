@@ -1,4 +1,4 @@
-"""Builds lists/ as the package ampatch.lists, and the page of the package; everything else is in setup.cfg."""
+"""Builds lists/ as ampatch.lists, and describes the package by README; everything else is in setup.cfg."""
 
 import re
 from pathlib import Path

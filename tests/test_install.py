@@ -29,7 +29,7 @@ OFFLINE = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
 
 
 def project():
-    """Returns the files that git knows of or would take, as paths; in an unpacked sdist those that it lists."""
+    """Returns the files that git knows of or would take; in an unpacked sdist those that it lists."""
     if (ROOT / ".git").exists():
         git = ["git", "-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard"]
         said = subprocess.run(git, cwd=ROOT, check=True, capture_output=True, text=True).stdout

@@ -126,8 +126,8 @@ def imported(code):
 
 def test_lines_above_each_block_of_the_first_page_install_what_it_imports():
     there = set()
-    fences = re.findall(r"^```(console|python)\n(.*?)^```", read(ROOT / "docs" / "start.md"), re.DOTALL | re.M)
-    for language, code in fences:
+    page = read(ROOT / "docs" / "start.md")
+    for language, code in re.findall(r"^```(console|python)\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         if language == "python":
             assert imported(code) <= there, code
         for line in re.findall(r"^pip install (?!-).+", code, re.MULTILINE):
