@@ -8,8 +8,10 @@ nox.options.sessions = ["lint", "types", "docs", "tests"]
 PINNED = "constraints.txt"
 QUIET = {"NO_MKDOCS_2_WARNING": "1"}  # an advertisement of the theme's
 SHARED = ("-n", "2", "--dist", "loadfile")
-# Of each the oldest or newest Python that it goes with, such that all from 3.10 on have their turn.
-RELEASES = {"2.6": "3.10", "2.8": "3.10", "2.11": "3.12", "2.13": "3.11", "2.15": "3.13"}
+# Of each the oldest or newest Python that it goes with, such that all from 3.10 on have their turn. The
+# workflows in .github read this table, and a test compares it with the classifiers in setup.cfg.
+RELEASES = {"2.6": ["3.10"], "2.8": ["3.10"], "2.11": ["3.12"], "2.13": ["3.11", "3.14"], "2.15": ["3.13"]}
+CURRENT = "2.13"  # of constraints.txt, which its first Python goes with
 
 
 def install(session: nox.Session, extras: str) -> None:
@@ -63,15 +65,15 @@ def mutants(session: nox.Session) -> None:
     session.run("python", "tests/mutants.py", *session.posargs)
 
 
-def add_tests(release: str, python: str) -> None:
-    """Adds the session of one torch, which runs the whole suite in a fresh environment of pinned versions."""
+def add_tests(release: str, pythons: list[str]) -> None:
+    """Adds the sessions of one torch, which run the whole suite in a fresh environment of pinned versions."""
 
-    @nox.session(name=f"tests-{release}", python=python)
+    @nox.session(name=f"tests-{release}", python=pythons)
     def tests(session: nox.Session) -> None:
-        pinned = PINNED if release == "2.13" else f"constraints/torch-{release}.txt"
+        pinned = PINNED if release == CURRENT else f"constraints/torch-{release}.txt"
         session.install("-c", pinned, f"torch=={release}.*", "-e", ".[test]")
         session.run("pytest", *SHARED, "--all", *session.posargs)
 
 
-for release, python in RELEASES.items():
-    add_tests(release, python)
+for release, pythons in RELEASES.items():
+    add_tests(release, pythons)

@@ -1,4 +1,7 @@
-"""Builds the folder lists/ as the package ampatch.lists; everything else is in setup.cfg."""
+"""Builds lists/ as ampatch.lists, and describes the package by README; everything else is in setup.cfg."""
+
+import re
+from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
@@ -17,4 +20,12 @@ class BuildWithLists(build_py):
         self.package_dir = {**self.package_dir, "ampatch.lists": "lists"}
 
 
-setup(cmdclass={"build_py": BuildWithLists})
+def describe() -> str:
+    """Returns README, whose links between files lead to those of this version in the repository."""
+    code = Path("ampatch/__init__.py").read_text(encoding="utf-8")
+    [version] = re.findall(r'^__version__ = "(.+)"$', code, re.MULTILINE)
+    files = f"https://github.com/ampatch/ampatch/blob/v{version}"
+    return re.sub(r"\]\((?!https?:)", f"]({files}/", Path("README.md").read_text(encoding="utf-8"))
+
+
+setup(cmdclass={"build_py": BuildWithLists}, long_description=describe())

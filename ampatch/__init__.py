@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from ampatch.doctor.live import diagnose
     from ampatch.sweeps.function import sweep
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 
 listen()
 del listen

@@ -1,9 +1,13 @@
 """What pip installs is complete, and the source tree cannot be mistaken for it."""
 
+import ast
+import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -16,22 +20,40 @@ pytestmark = pytest.mark.process
 
 DIST_INFO = f"ampatch-{amp.__version__}.dist-info"
 ROOT = Path(__file__).parents[1]
+ONLY_GIT = (".github/", ".gitignore", ".pre-commit-config.yaml")  # is for these, and not in an sdist
+GENERATED = ("PKG-INFO", "ampatch.egg-info/")
 
 
 # Without isolation, since that would fetch setuptools; the extra `test` brings it.
 OFFLINE = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
 
 
+def project():
+    """Returns the files that git knows of or would take; in an unpacked sdist those that it lists."""
+    if (ROOT / ".git").exists():
+        git = ["git", "-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard"]
+        said = subprocess.run(git, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    else:
+        said = (ROOT / "ampatch.egg-info" / "SOURCES.txt").read_text()
+    return {name for name in said.splitlines() if (ROOT / name).exists() and not name.startswith(GENERATED)}
+
+
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """Copies what is built into a folder of the name that a clone has: a build leaves folders behind."""
+    """Copies the project into a folder of the name that a clone has: a build leaves folders behind."""
     clone = tmp_path_factory.mktemp("projects") / "ampatch"
-    clone.mkdir()
-    for name in ("setup.cfg", "setup.py", "pyproject.toml", "LICENSE", "README.md"):
-        shutil.copy(ROOT / name, clone)
-    for name in ("ampatch", "lists"):
-        shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in project():
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, clone / name)
     return clone
+
+
+@pytest.fixture(scope="module")
+def sdist(clone, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sdist")
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=clone, check=True, capture_output=True)
+    return next(folder.glob("*.tar.gz"))
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +90,34 @@ def test_the_wheel_holds_every_module_the_tables_and_the_page_and_nothing_but_th
     expected = modules(ROOT / "ampatch", "ampatch") | modules(ROOT / "lists", "ampatch/lists")
     assert expected | {"ampatch/py.typed"} <= names
     assert {name.partition("/")[0] for name in names} == {"ampatch", DIST_INFO}
+
+
+def test_an_sdist_holds_the_project_and_nothing_else(sdist):
+    with tarfile.open(sdist) as file:
+        names = {member.name.partition("/")[2] for member in file if member.isfile()}
+    assert {name for name in names if not name.startswith(GENERATED)} == {
+        name for name in project() if not name.startswith(ONLY_GIT)
+    }
+
+
+def links(text):
+    return re.findall(r"\]\(([^)\s]+)\)", text)
+
+
+def test_the_page_of_the_package_has_a_license_and_links_to_files_of_this_version(site):
+    page = importlib.metadata.PathDistribution(site / DIST_INFO).metadata.json
+    assert page["license_expression"] == "BSD-3-Clause"
+    [home] = [url.partition(", ")[2] for url in page["project_url"] if url.startswith("Source, ")]
+    written = links((ROOT / "README.md").read_text(encoding="utf-8"))
+    there = [it if ":" in it else f"{home}/blob/v{amp.__version__}/{it}" for it in written]
+    assert links(page["description"]) == there
+
+
+def test_the_pythons_that_the_package_names_are_those_that_nox_and_ci_run(site):
+    [text] = re.findall(r"^RELEASES = (.+)", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
+    named = importlib.metadata.PathDistribution(site / DIST_INFO).metadata.get_all("Classifier")
+    pythons = {python for pythons in ast.literal_eval(text).values() for python in pythons}
+    assert {it.rpartition(" ")[2] for it in named if ":: Python :: 3." in it} == pythons
 
 
 def test_the_installed_package_has_the_command_and_finds_its_tables(site, tmp_path):

@@ -1,5 +1,6 @@
 """What README and the documentation say is true: blocks run, commands exist, links lead somewhere."""
 
+import importlib.metadata
 import re
 import shlex
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.requirements import Requirement
 from rich.console import Console
 from torch import nn
 from torch.nn import functional as F
@@ -104,6 +106,32 @@ def test_the_python_blocks_run_one_after_the_other(page, monkeypatch, tmp_path):
     for module in (make_wandb(), make_mlflow()):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     run_blocks(page)
+
+
+def brought(line):
+    """Returns the packages that a line of pip installs, with those that ampatch asks for there."""
+    asked = [Requirement(word) for word in shlex.split(line)[2:]]
+    extras = ["", *(extra for it in asked for extra in it.extras)]
+    needs = [Requirement(it) for it in importlib.metadata.requires("ampatch")]
+    ours = {it.name for it in needs if not it.marker or any(it.marker.evaluate({"extra": e}) for e in extras)}
+    return {it.name for it in asked} | ours
+
+
+def imported(code):
+    """Returns the packages that hold what a block imports; torch's writer wants one more."""
+    modules = re.findall(r"^(?:import|from) (\S+)", code, re.MULTILINE)
+    packages = importlib.metadata.packages_distributions() | {"torch.utils.tensorboard": ["tensorboard"]}
+    return {packages.get(it, packages[it.partition(".")[0]])[0] for it in modules}
+
+
+def test_lines_above_each_block_of_the_first_page_install_what_it_imports():
+    there = set()
+    page = read(ROOT / "docs" / "start.md")
+    for language, code in re.findall(r"^```(console|python)\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        if language == "python":
+            assert imported(code) <= there, code
+        for line in re.findall(r"^pip install (?!-).+", code, re.MULTILINE):
+            there |= brought(line)
 
 
 def test_readme_says_the_two_commands_in_a_block_each():
