@@ -46,7 +46,8 @@ _status = 0
 RUNS_ARE_FORKS = """
 import subprocess, traceback
 from ampatch.sweeps.plan import Run
-from ampatch.sweeps.processes import child, runner
+from ampatch.sweeps.processes import child
+from ampatch.tools import process
 
 class Fork(subprocess.Popen):
     def _execute_child(self, command, *options):
@@ -70,7 +71,7 @@ class Fork(subprocess.Popen):
             sys.stdout.flush()
             os._exit(status)
 
-runner.subprocess = type("Forks", (), vars(subprocess) | {"Popen": Fork})
+process.subprocess = type("Forks", (), vars(subprocess) | {"Popen": Fork})
 """
 
 

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from ampatch.sweeps.records.record import Curve, Ending, Measured, Record
-from ampatch.sweeps.web import charts as charts_module
 from ampatch.sweeps.web.charts import charts_of
-from ampatch.sweeps.web.curves import POINTS, Line, Points, lines_of, mean_of, value_range
+from ampatch.sweeps.web.curves import POINTS, Line, lines_of, mean_of, value_range
+from ampatch.tools import charts as drawing
+from ampatch.tools.charts import Points
 from chromium import contrast
 from sweep_samples import sample_sweep
 
-CSS = Path(charts_module.__file__).with_name("style.css").read_text()
+CSS = Path(drawing.__file__).with_name("style.css").read_text()
 LIGHT, DARK = (dict(re.findall(r"--(\w+): (#\w{6})", part)) for part in CSS.split("@media")[:2])
 SCHEMES = pytest.mark.parametrize("scheme", [LIGHT, DARK], ids=["light", "dark"])
 

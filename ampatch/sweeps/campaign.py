@@ -13,13 +13,13 @@ from ampatch.sweeps.environment import collect, with_device
 from ampatch.sweeps.forecast import Forecast
 from ampatch.sweeps.plan import Plan, Run
 from ampatch.sweeps.processes.runner import Execute, execute, shorten
-from ampatch.sweeps.processes.stop import Stop
 from ampatch.sweeps.records.record import Ending, Record
 from ampatch.sweeps.records.results import Results
 from ampatch.sweeps.records.sweep import Sweep
 from ampatch.sweeps.switches import find_switches
 from ampatch.sweeps.verdicts.recommendation import is_too_noisy
 from ampatch.sweeps.verdicts.summary import summarize
+from ampatch.tools.stop import Stop
 
 
 @dataclass(frozen=True, slots=True)

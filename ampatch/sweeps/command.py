@@ -10,16 +10,16 @@ from collections.abc import Iterable
 from ampatch import AmpError, AmpValueError
 from ampatch.apex.run_command import DEVICE_HELP, LEGACY_HELP
 from ampatch.apex.script import find_script
-from ampatch.sweeps.environment import require
 from ampatch.sweeps.faults import ArgumentError
 from ampatch.sweeps.plan import DEFAULTS, LEAST, Plan, make_plan
 from ampatch.sweeps.processes.ranks import refuse_ranks
-from ampatch.sweeps.processes.stop import noting_signals
 from ampatch.sweeps.records.sweep import LEVELS
 from ampatch.sweeps.terminal.stream import Stream
 from ampatch.sweeps.variant import parse_rows
 from ampatch.sweeps.verdicts.compare import SLOWER
 from ampatch.sweeps.verdicts.compare import compare as compare_sweeps
+from ampatch.tools.packages import require
+from ampatch.tools.stop import noting_signals
 
 SUMMARY = "train a script at several opt levels and compare speed, memory and accuracy"
 USAGE = """ampatch sweep [OPTIONS] SCRIPT [-- ARGS...]

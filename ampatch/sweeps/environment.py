@@ -1,21 +1,20 @@
-"""Where a sweep runs: versions, machine, command and commit, for the reader of its files; what is missing."""
+"""Where a sweep runs: versions, machine, command and commit, for the reader of its files."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 import torch
 
-from ampatch import AmpError, __version__
+from ampatch import __version__
 from ampatch.apex.script import Script
 from ampatch.sweeps.records.record import Record
 from ampatch.sweeps.records.sweep import Environment
@@ -47,14 +46,6 @@ def describe_machine() -> dict[str, object]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
     }
-
-
-def require(*packages: str, also: Sequence[str] = ()) -> None:
-    """Raises AmpError if packages are missing, with the command that installs them; and `also` these."""
-    missing = [name for name in (*packages, *also) if importlib.util.find_spec(name) is None]
-    if absent := [name for name in packages if name in missing]:
-        are = "is" if len(absent) == 1 else "are"
-        raise AmpError(f"{' and '.join(absent)} {are} not installed: pip install {' '.join(missing)}")
 
 
 def command_as_typed() -> str:

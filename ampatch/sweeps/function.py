@@ -20,11 +20,11 @@ from ampatch.sweeps.plan import DEFAULTS, LEVEL, SEED, Plan, make_plan
 from ampatch.sweeps.processes.in_process import Train, call, execute_here, require_here
 from ampatch.sweeps.processes.ranks import refuse_ranks
 from ampatch.sweeps.processes.runner import Execute
-from ampatch.sweeps.processes.stop import Stop
-from ampatch.sweeps.records.numbers import write_left
 from ampatch.sweeps.records.results import open_results
 from ampatch.sweeps.records.sweep import LEVELS, Sweep
 from ampatch.sweeps.variant import parse_rows
+from ampatch.tools.numbers import write_left
+from ampatch.tools.stop import Stop
 
 CHILD = "ampatch.sweeps.function"
 IN_CHILD = "AMPATCH_SWEEP_CHILD"  # set in the environment while a child loads the function

@@ -16,12 +16,12 @@ import ampatch as amp
 from ampatch import apex
 from ampatch.apex.run_command import advice
 from ampatch.sweeps.measure.recorder import EnoughSteps, Recorder
-from ampatch.sweeps.measure.seeds import set_seeds, shifted_seeds
 from ampatch.sweeps.measure.steps import StepCounter
 from ampatch.sweeps.plan import Run
-from ampatch.sweeps.processes.log_file import line_of
 from ampatch.sweeps.processes.ranks import own_part
 from ampatch.sweeps.records.sweep_file import to_plain
+from ampatch.tools.log_file import line_of
+from ampatch.tools.seeds import set_seeds, shifted_seeds
 
 
 def main(run: Run) -> None:

@@ -10,14 +10,14 @@ import ampatch as amp
 from ampatch import AmpError, AmpValueError
 from ampatch.sweeps.measure.memory import reset_peak
 from ampatch.sweeps.measure.recorder import EnoughSteps, Recorder
-from ampatch.sweeps.measure.seeds import kept_seeds
 from ampatch.sweeps.plan import Run
 from ampatch.sweeps.processes.child import conditions
-from ampatch.sweeps.processes.log_file import line_of, lines_of
 from ampatch.sweeps.processes.runner import NO_STEPS, Execute, judge
-from ampatch.sweeps.processes.stop import Stop
 from ampatch.sweeps.records.record import Ending, Record
 from ampatch.sweeps.variant import in_use
+from ampatch.tools.log_file import line_of, lines_of
+from ampatch.tools.seeds import kept_seeds
+from ampatch.tools.stop import Stop
 
 Train = Callable[[str, int], object]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ampatch import AmpError
 from ampatch.sweeps.plan import Run
-from ampatch.sweeps.processes.log_file import last_lines
 from ampatch.sweeps.records.record import Measured
+from ampatch.tools.log_file import last_lines
 
 SECONDS = 40.0  # in which torch.distributed.run, told to end, ends its ranks by force: it takes 30
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ampatch import OPT_LEVELS
-from ampatch.sweeps.records.numbers import ASCII
 from ampatch.sweeps.records.record import Ending, Record, Spread, Word
+from ampatch.tools.numbers import ASCII
 
 AUTOCAST = "autocast"
 BASELINE = "O0"

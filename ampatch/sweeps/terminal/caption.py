@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ampatch.sweeps.records.numbers import ASCII, duration
 from ampatch.sweeps.records.record import LAST_LOSSES, Ending, Record
 from ampatch.sweeps.records.sweep import Sweep
 from ampatch.sweeps.verdicts.distance import GUESSED_SPREAD
+from ampatch.tools.numbers import ASCII, duration
 
 UNITS = {
     "seeds": "the standard deviation of O0 over the seeds",

@@ -10,13 +10,13 @@ from rich.box import Box
 from rich.console import Console
 from rich.table import Table
 
-from ampatch.sweeps.records.numbers import ASCII
 from ampatch.sweeps.records.sweep import Distance, Sweep, SweepRow, keys_of
 from ampatch.sweeps.terminal.caption import printable, title
 from ampatch.sweeps.verdicts.change import RowChange
 from ampatch.sweeps.verdicts.compare import Comparison
 from ampatch.sweeps.verdicts.metric_names import most_important
 from ampatch.sweeps.verdicts.summary import step_ms
+from ampatch.tools.numbers import ASCII
 
 WIDTH = 80
 # rich's own boxes that are this light are not in ASCII.

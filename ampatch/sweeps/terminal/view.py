@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ampatch.sweeps.campaign import SweepProgress
-from ampatch.sweeps.records.numbers import ASCII, duration, write_left
 from ampatch.sweeps.records.sweep import Recommendation, Sweep, SweepRow, Verdict, abbreviate, keys_of
 from ampatch.sweeps.terminal.caption import cut_middle, failure_of, printable, said_of_columns
 from ampatch.sweeps.terminal.terminal_table import WIDTH, build_comparison, build_table
 from ampatch.sweeps.verdicts.compare import Comparison
+from ampatch.tools.numbers import ASCII, duration, write_left
 
 LONGEST_TITLE = 24
 

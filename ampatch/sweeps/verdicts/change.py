@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ampatch.sweeps.faults import validate_numbers
-from ampatch.sweeps.records.numbers import ASCII
 from ampatch.sweeps.records.record import Ending
 from ampatch.sweeps.records.sweep import Distance, SweepRow, Verdict
 from ampatch.sweeps.verdicts.summary import divide, step_ms
 from ampatch.sweeps.verdicts.verdict import write_distance
+from ampatch.tools.numbers import ASCII
 
 PART = (0, "a fraction such as 0.05 for 5 %, not less than 0")
 LEAST = {

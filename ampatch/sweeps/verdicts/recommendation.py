@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from ampatch.sweeps.records.numbers import ASCII
 from ampatch.sweeps.records.record import Ending, Record
 from ampatch.sweeps.records.sweep import (
     AUTOCAST,
@@ -18,6 +17,7 @@ from ampatch.sweeps.records.sweep import (
 )
 from ampatch.sweeps.verdicts.distance import compared_metrics
 from ampatch.sweeps.verdicts.metric_names import most_important
+from ampatch.tools.numbers import ASCII
 
 TOO_NOISY = "Too noisy to tell"
 # Less is not worth a change of numerics, and hardly told apart from chance.

@@ -6,10 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from ampatch.sweeps.records.numbers import ASCII
 from ampatch.sweeps.records.record import Curve, Ending, Measured, Record
 from ampatch.sweeps.records.sweep import BASELINE, Distance, Verdict
 from ampatch.sweeps.verdicts.distance import compared_metrics, finite, loss_sample, metric_sample
+from ampatch.tools.numbers import ASCII
 
 LAST_STEPS = 20
 # A loss that ends above where it began by more than this part of it has not been trained.

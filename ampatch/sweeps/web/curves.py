@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ampatch.sweeps.records.numbers import TYPESET
 from ampatch.sweeps.records.record import Curve, Measured
 from ampatch.sweeps.records.sweep import Sweep, SweepRow, Verdict
+from ampatch.tools.charts import Points
 
 POINTS = 120  # of a curve, at most: a chart is 360 wide
 SEEDS_DRAWN = 8  # the file stays small with a hundred of them
@@ -19,42 +19,6 @@ OUTLIER = 8.0
 EACH_STEP = 10_000  # of longer runs not every step is looked at
 
 Read = Callable[[Measured], Curve | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Points:
-    """Values over steps; NaN where there is none to draw."""
-
-    steps: NDArray[np.float64]
-    values: NDArray[np.float64]
-
-    @property
-    def finite(self) -> NDArray[np.float64]:
-        """Returns the values that there are."""
-        return self.values[np.isfinite(self.values)]
-
-    @property
-    def lonely(self) -> Points:
-        """Returns the points whose neighbours have no values: no line goes through them."""
-        there = np.isfinite(np.pad(self.values, 1, constant_values=np.nan))
-        return self.only(np.flatnonzero(there[1:-1] & ~there[:-2] & ~there[2:]))
-
-    @property
-    def break_off(self) -> Points:
-        """Returns the last point with a value if others follow, else none."""
-        last = np.flatnonzero(np.isfinite(self.values))[-1:]
-        return self.only(last[last < self.values.size - 1])
-
-    def only(self, places: NDArray[np.int64]) -> Points:
-        """Returns the points at these places."""
-        return Points(self.steps[places], self.values[places])
-
-    def describe(self) -> str:
-        """Says where the curve begins and ends."""
-        if not self.finite.size:
-            return "no finite value"
-        after = [f", no finite value after step {step:,.0f}" for step in self.break_off.steps]
-        return f"from {TYPESET.number(self.finite[0])} to {TYPESET.number(self.finite[-1])}{''.join(after)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from statistics import fmean
 
-from ampatch.sweeps.records.numbers import TYPESET
 from ampatch.sweeps.records.record import Measured
 from ampatch.sweeps.records.sweep import Distance, Sweep, SweepRow, Verdict
 from ampatch.sweeps.verdicts.summary import step_ms
+from ampatch.tools.numbers import TYPESET
 
 MIB = 2**20
 METRICS_A_TABLE = 3  # the first ones stand in the table of results
