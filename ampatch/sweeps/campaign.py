@@ -96,7 +96,7 @@ class Campaign:
 
     def _repeat(self, ahead: list[Run]) -> bool:
         """Repeats it all once more, if times are not told apart and the budget has room for it."""
-        if not self._plan.may_repeat or not is_too_noisy(self.sweep().recommendation):
+        if not self._plan.may_repeat or not is_too_noisy(self.sweep()):
             return False
         before = self._plan.settings
         again = replace(self._plan, settings=replace(before, repeat=before.repeat + 1))
