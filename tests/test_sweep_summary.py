@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ampatch.sweeps.columns import pool_spreads
 from ampatch.sweeps.records.record import Curve, Ending, Spread
 from ampatch.sweeps.records.sweep import Distance, Settings, Verdict
 from ampatch.sweeps.verdicts.distance import Sample, deviation, distance, mean
 from ampatch.sweeps.verdicts.metric_names import is_about_accuracy, is_lower_better, most_important
-from ampatch.sweeps.verdicts.summary import pool, summarize
+from ampatch.sweeps.verdicts.summary import summarize
 from ampatch.sweeps.verdicts.verdict import OTHER_START
 from sweep_samples import ENVIRONMENT, run
 
@@ -217,7 +218,7 @@ spreads = st.builds(
 
 @given(st.lists(spreads, min_size=1, max_size=6))
 def test_the_spread_of_several_runs_holds_their_median_and_its_quartiles_are_in_order(runs):
-    found = pool(runs)
+    found = pool_spreads(runs)
     assert found.median == statistics.median(it.median for it in runs)
     assert found.low <= found.median <= found.high
     assert found.low <= statistics.median(it.low for it in runs)

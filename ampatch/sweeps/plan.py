@@ -107,7 +107,7 @@ class Plan:
                 "the standard input can be read once, and a sweep reads its script often: save it to a file"
             )
         self.script.validate()
-        validate_numbers(self.settings, LEAST)
+        validate_numbers(asdict(self.settings), LEAST)
         if self.count > MOST_RUNS:
             raise AmpValueError(f"{self.count} runs: expected at most {MOST_RUNS:,}")
         for row in self.rows:

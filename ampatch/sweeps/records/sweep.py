@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ampatch import OPT_LEVELS
-from ampatch.sweeps.records.record import Ending, Record, Spread, Word
+from ampatch.sweeps.records.record import Ending, Measured, Record, Spread, Word
 from ampatch.tools.numbers import ASCII
 
 AUTOCAST = "autocast"
@@ -148,6 +148,11 @@ class Sweep:
     def row(self, name: str | None = BASELINE) -> SweepRow | None:
         """Returns the row of a name, None if there is none."""
         return find_row(self.rows, name)
+
+    def measured(self, row: SweepRow) -> list[Measured]:
+        """Returns what was measured in the runs of a row that finished, else in those that did not."""
+        own = [it for it in self.records if it.row == row.name and it.measured]
+        return [it.measured for it in own if not it.failed] or [it.measured for it in own]
 
     def __str__(self) -> str:
         """Writes a line a row, and the recommendation."""

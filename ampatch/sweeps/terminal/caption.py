@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ampatch.sweeps.columns import COLUMNS
 from ampatch.sweeps.records.record import LAST_LOSSES, Ending, Record
 from ampatch.sweeps.records.sweep import Sweep
 from ampatch.sweeps.verdicts.distance import GUESSED_SPREAD
@@ -34,13 +35,12 @@ def device_of(sweep: Sweep) -> str:
 def said_of_columns(sweep: Sweep) -> str:
     """Says how the columns were measured."""
     kinds = sorted({record.measured.memory for record in sweep.records if record.measured})
-    sentences = [
-        f"ms a step: median {said_of_warmup(sweep)}, +- half the range between the quartiles.",
-        f"peak MiB: {' or '.join(kinds) or 'resident'} memory.",
-        f"final loss: mean of the last {LAST_LOSSES}.",
-        said_of_distances(sweep),
-    ]
-    return " ".join(sentence for sentence in sentences if sentence)
+    facts = {
+        "warmup": said_of_warmup(sweep),
+        "memory": " or ".join(kinds) or "resident",
+        "distances": said_of_distances(sweep),
+    }
+    return " ".join(filter(None, (column.said.format(**facts) for column in COLUMNS)))
 
 
 def said_of_warmup(sweep: Sweep) -> str:

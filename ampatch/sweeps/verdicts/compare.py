@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from ampatch import AmpValueError
+from ampatch.sweeps.columns import LIMITED
 from ampatch.sweeps.records.sweep import Environment, Settings, Sweep
 from ampatch.sweeps.verdicts.change import Limits, RowChange
 from ampatch.sweeps.verdicts.distance import distances
 from ampatch.sweeps.verdicts.summary import finished, runs_of
 
-SLOWER = 0.05  # how much slower is too slow, as a part of 1
 TRAINING = ("script", "arguments", "steps", "nproc_per_node")  # what is trained, and for how long
 SETTINGS = ("script", "seeds", "repeat", "warmup")
 ENVIRONMENT = ("device", "cpu", "cores", "threads", "platform", "torch", "python", "ampatch", "commit")
@@ -61,10 +61,9 @@ def compare(
     before: Sweep,
     after: Sweep,
     *,
-    slower: float = SLOWER,
     tolerance: float | None = None,
-    more_memory: float | None = None,
     names: tuple[str, str] | None = None,
+    **parts: float | None,
 ) -> Comparison:
     """Compares the rows of two sweeps by name; `names` are those of the sweeps, best their folders.
 
@@ -81,7 +80,8 @@ def compare(
     name of its file: another checkout has another folder), or with other arguments, steps or ranks.
     """
     refuse_other_training(before.settings, after.settings)
-    limits = Limits(slower, before.settings.tolerance if tolerance is None else tolerance, more_memory)
+    defaults = {it.limit.option: it.limit.default for it in LIMITED}
+    limits = Limits(before.settings.tolerance if tolerance is None else tolerance, defaults | parts)
     rows = dict.fromkeys(row.name for row in (*before.rows, *after.rows))
     changes = tuple(compare_row(row, before, after, limits) for row in rows)
     first, second = names or ("", "")

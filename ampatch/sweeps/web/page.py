@@ -8,7 +8,7 @@ from pathlib import Path
 from ampatch.sweeps.records.record import LAST_LOSSES
 from ampatch.sweeps.records.sweep import Sweep, keys_of
 from ampatch.sweeps.terminal.caption import said_of_warmup
-from ampatch.sweeps.web.tables import byte_tables, result_tables, time_tables
+from ampatch.sweeps.web.tables import tables_of
 from ampatch.tools.page import draw_charts, render
 
 
@@ -22,11 +22,7 @@ def write_page(sweep: Sweep) -> str:
         sweep=sweep,
         version=sweep.environment.ampatch,
         keys=keys_of(row.name for row in sweep.rows),
-        tables={
-            "Results": result_tables(sweep),
-            "Times of a step": time_tables(sweep),
-            "Bytes and casts": byte_tables(sweep),
-        },
+        tables=tables_of(sweep),
         warmup=said_of_warmup(sweep),
         on_device={it.memory for it in measured if it.peak_mib is not None} == {"device"},
         last_losses=LAST_LOSSES,
