@@ -10,7 +10,7 @@ import torch
 import ampatch as amp
 from ampatch import AmpValueError
 from ampatch.apex.script import Script
-from ampatch.sweeps.plan import Run, make_plan, slug
+from ampatch.sweeps.plan import PlannedRun, make_plan, slug
 from ampatch.sweeps.variant import LEVELS, OPTIONS, parse_rows, parse_variant
 
 # What a script passes beside its own level would contradict another one.
@@ -194,7 +194,7 @@ def test_a_run_is_told_what_the_plan_says_and_survives_json(script):
     rows = parse_rows(["autocast"], ["O2 keep_fp32=head,norm* max_loss_scale=None"])
     plan = make_plan(script, rows, seeds=2, steps=100, warmup=7)
     runs = list(plan.runs())
-    assert [Run.from_json(run.to_json()) for run in runs] == runs
+    assert [PlannedRun.from_json(run.to_json()) for run in runs] == runs
     assert (runs[1].script, runs[1].steps, runs[1].warmup, runs[1].shift_seeds) == (script, 100, 7, True)
     assert (runs[1].autocast_dtype, runs[1].overrides) == (
         plan.rows[1].autocast_dtype,

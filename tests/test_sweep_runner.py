@@ -13,7 +13,7 @@ import pytest
 
 from ampatch import AmpValueError
 from ampatch.apex.script import Script
-from ampatch.sweeps.plan import Run
+from ampatch.sweeps.plan import PlannedRun
 from ampatch.sweeps.processes import runner
 from ampatch.sweeps.processes.runner import execute
 from ampatch.sweeps.records.record import Ending, Measured
@@ -28,7 +28,7 @@ STEPPED = Measured(initialized=True, steps=12)
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    return Run("O1", 3, 0, Script("train.py"), {}, str(tmp_path))
+    return PlannedRun("O1", 3, 0, Script("train.py"), {}, str(tmp_path))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ampatch.sweeps.columns import pool_spreads
 from ampatch.sweeps.records.record import Curve, Ending, Spread
 from ampatch.sweeps.records.sweep import Distance, Settings, Verdict
-from ampatch.sweeps.verdicts.distance import Sample, deviation, distance, mean
+from ampatch.sweeps.verdicts.distance import SeedValues, deviation, distance, mean
 from ampatch.sweeps.verdicts.metric_names import is_about_accuracy, is_lower_better, most_important
 from ampatch.sweeps.verdicts.summary import summarize
 from ampatch.sweeps.verdicts.verdict import OTHER_START
@@ -116,28 +116,28 @@ def test_the_deviation_is_that_of_the_statistics_module(values):
 @pytest.mark.parametrize(
     ("sample", "spread", "unit"),
     [
-        (Sample((0.50, 0.52, 0.54), noise=9.0), 0.02, "seeds"),
-        (Sample((0.5,), noise=0.05), 0.05, "steps"),
-        (Sample((0.5, 0.5), noise=0.1), 0.1, "steps"),
-        (Sample((0.5, 0.5, 0.5)), 0.0025, "percent"),
-        (Sample((-100.0, -100.001)), 0.1, "seeds"),
-        (Sample((100.0,), noise=1e-9), 0.1, "steps"),
-        (Sample((0.0, 0.0)), 0.005, "percent"),
-        (Sample((0.0,), noise=0.0), 0.001, "steps"),
-        (Sample((1e-12,), first=2.0, noise=1e-13), 2e-6, "steps"),
+        (SeedValues((0.50, 0.52, 0.54), noise=9.0), 0.02, "seeds"),
+        (SeedValues((0.5,), noise=0.05), 0.05, "steps"),
+        (SeedValues((0.5, 0.5), noise=0.1), 0.1, "steps"),
+        (SeedValues((0.5, 0.5, 0.5)), 0.0025, "percent"),
+        (SeedValues((-100.0, -100.001)), 0.1, "seeds"),
+        (SeedValues((100.0,), noise=1e-9), 0.1, "steps"),
+        (SeedValues((0.0, 0.0)), 0.005, "percent"),
+        (SeedValues((0.0,), noise=0.0), 0.001, "steps"),
+        (SeedValues((1e-12,), first=2.0, noise=1e-13), 2e-6, "steps"),
     ],
 )
 def test_the_unit_is_what_chance_does_and_at_least_a_thousandth_of_the_value(sample, spread, unit):
     assert sample.spread() == (pytest.approx(spread, rel=1e-4), unit)
     mean = sample.value
-    found = distance(Sample((mean - 3 * spread,)), sample, lower_is_better=True)
+    found = distance(SeedValues((mean - 3 * spread,)), sample, lower_is_better=True)
     assert found.spreads == pytest.approx(3, rel=1e-3)
-    assert distance(Sample((mean - 3 * spread,)), sample, lower_is_better=False).spreads == -found.spreads
+    assert distance(SeedValues((mean - 3 * spread,)), sample, lower_is_better=False).spreads == -found.spreads
 
 
 any_float = st.floats() | st.sampled_from([0.0, NAN, INF, -INF, 1e308, 5e-324])
 samples = st.builds(
-    Sample,
+    SeedValues,
     st.lists(any_float, max_size=4).map(tuple),
     st.none() | st.floats(allow_nan=False, allow_infinity=False),
     st.none() | st.floats(0, allow_infinity=False),

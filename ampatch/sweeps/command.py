@@ -118,7 +118,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
 
 def sweep(plan: Plan, out: str | None) -> int:
     """Carries out the plan, writes and shows what came of it; returns the exit status."""
-    from ampatch.sweeps.campaign import Campaign
+    from ampatch.sweeps.campaign import SweepCampaign
     from ampatch.sweeps.records.results import open_results
     from ampatch.sweeps.terminal import view
 
@@ -127,7 +127,7 @@ def sweep(plan: Plan, out: str | None) -> int:
     with noting_signals() as stop, open_results(out) as results:
         if results.holds_old:
             view.say(errors, f"'{out}' holds a sweep already: it is replaced when a run has finished")
-        campaign = Campaign(plan, results, stop)
+        campaign = SweepCampaign(plan, results, stop)
         with view.progress_bar(errors, plan.count, plan.settings.steps) as bar:
             campaign.carry_out(bar)
         if campaign.records:

@@ -16,7 +16,7 @@ import torch
 
 from ampatch import __version__
 from ampatch.apex.script import Script
-from ampatch.sweeps.records.record import Record
+from ampatch.sweeps.records.record import RunRecord
 from ampatch.sweeps.records.sweep import Environment
 
 GIT_SECONDS = 10
@@ -62,7 +62,7 @@ def command_as_typed() -> str:
     return shlex.join([name, *("..." if "\n" in word else word for word in words)])
 
 
-def with_device(environment: Environment, records: Iterable[Record]) -> Environment:
+def with_device(environment: Environment, records: Iterable[RunRecord]) -> Environment:
     """Adds the device that the runs were on: asked for here, a GPU would lose memory to this process."""
     devices = [record.measured.device for record in records if record.measured]
     return replace(environment, device=next((name for name in devices if name != "cpu"), "cpu"))

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 
-from ampatch.sweeps.records.record import Record
+from ampatch.sweeps.records.record import RunRecord
 
 
 class Forecast:
@@ -38,7 +38,7 @@ class Forecast:
         if steps and (not self._marks or steps > self._marks[-1][1]):
             self._marks[1:] = [(self._clock(), steps)]
 
-    def finish(self, record: Record) -> None:
+    def finish(self, record: RunRecord) -> None:
         """Takes what came of the present run."""
         self._row = ""
         start = self._marks[0][0] - self._began if self._marks else 0.0

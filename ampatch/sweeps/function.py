@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 from ampatch import AmpError, AmpValueError
 from ampatch.apex.script import Script
-from ampatch.sweeps.campaign import Campaign, SweepProgress
+from ampatch.sweeps.campaign import SweepCampaign, SweepProgress
 from ampatch.sweeps.plan import DEFAULTS, LEVEL, SEED, Plan, make_plan
 from ampatch.sweeps.processes.in_process import Train, call, execute_here, require_here
 from ampatch.sweeps.processes.ranks import refuse_ranks
@@ -83,7 +83,7 @@ def sweep(
 def carry_out(plan: Plan, execute: Execute | None, out: str | os.PathLike[str] | None) -> Sweep:
     """Makes the runs of a plan, and writes what came of them."""
     with open_results(None if out is None else str(out)) as results:
-        campaign = Campaign(plan, results, Stop(), execute)
+        campaign = SweepCampaign(plan, results, Stop(), execute)
         campaign.carry_out(log_progress)
         result = campaign.sweep()
         results.save(result)

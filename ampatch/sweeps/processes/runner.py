@@ -13,21 +13,21 @@ from pathlib import Path
 from ampatch import AmpError
 from ampatch.sweeps.environment import Load
 from ampatch.sweeps.measure.steps import read_count
-from ampatch.sweeps.plan import Run
+from ampatch.sweeps.plan import PlannedRun
 from ampatch.sweeps.processes import ranks
-from ampatch.sweeps.records.record import Ending, Measured, Record
+from ampatch.sweeps.records.record import Ending, Measured, RunRecord
 from ampatch.sweeps.records.sweep_file import read_measured
 from ampatch.tools.log_file import last_lines
 from ampatch.tools.process import GRACE_SECONDS, child_process, wait
 from ampatch.tools.stop import Stop
 
-Execute = Callable[[Run, float | None, Callable[[int], None], Stop], Record]
+Execute = Callable[[PlannedRun, float | None, Callable[[int], None], Stop], RunRecord]
 
 NO_STEPS = "no optimizer that initialize returned made a step"
 NO_INPUT = "EOFError: EOF when reading a line"  # what `input()` raises
 
 
-def execute(run: Run, timeout: float | None, on_steps: Callable[[int], None], stop: Stop) -> Record:
+def execute(run: PlannedRun, timeout: float | None, on_steps: Callable[[int], None], stop: Stop) -> RunRecord:
     """Runs one child to its end, for `timeout` seconds at the most, or until `stop`.
 
     `on_steps` is told now and then how many steps it has made. Leaves nothing but the log behind.
@@ -51,15 +51,15 @@ def execute(run: Run, timeout: float | None, on_steps: Callable[[int], None], st
         lines = last_lines(log)
         cause = explain(outcome, process.returncode, raised or lines, stop)
     facts = (run.row, run.seed, run.repeat, outcome, seconds, cause, lines, shorten(log), measured)
-    return Record(*facts, busy=load.share())
+    return RunRecord(*facts, busy=load.share())
 
 
-def command_of(run: Run) -> list[str]:
+def command_of(run: PlannedRun) -> list[str]:
     """Returns the child's command line."""
     return [*ranks.launcher(run), "ampatch.sweeps.processes.child", run.to_json()]
 
 
-def take_measured(run: Run) -> Measured | None:
+def take_measured(run: PlannedRun) -> Measured | None:
     """Reads what the child left behind, None if it was ended before it could."""
     try:
         return read_measured(json.loads(run.file("json").read_text()))

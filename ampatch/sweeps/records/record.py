@@ -122,7 +122,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RunRecord:
     """One run: of which row, with which seed, how it ended, how long it took, and what was measured.
 
     `busy` is the part of the processors' time that other programs took meanwhile, 0 where enough was

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ampatch import OPT_LEVELS
-from ampatch.sweeps.records.record import Ending, Measured, Record, Spread, Word
+from ampatch.sweeps.records.record import Ending, Measured, RunRecord, Spread, Word
 from ampatch.tools.numbers import ASCII
 
 AUTOCAST = "autocast"
@@ -141,7 +141,7 @@ class Sweep:
 
     settings: Settings
     environment: Environment
-    records: tuple[Record, ...] = field(repr=False)
+    records: tuple[RunRecord, ...] = field(repr=False)
     rows: tuple[SweepRow, ...]
     recommendation: Recommendation
 

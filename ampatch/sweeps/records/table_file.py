@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 
 from ampatch.sweeps.columns import COLUMNS
-from ampatch.sweeps.records.record import Record
+from ampatch.sweeps.records.record import RunRecord
 from ampatch.sweeps.records.sweep import Environment, Sweep
 
 Cell = str | int | float | None
@@ -34,7 +34,7 @@ def to_csv(sweep: Sweep) -> str:
     return file.getvalue()
 
 
-def line(record: Record, metrics: Sequence[str], environment: Environment) -> list[Cell]:
+def line(record: RunRecord, metrics: Sequence[str], environment: Environment) -> list[Cell]:
     """Returns the cells of a run."""
     run = [getattr(record, name) for name in RUN]
     place = [getattr(environment, name) for name in PLACE]

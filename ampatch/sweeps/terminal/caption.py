@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ampatch.sweeps.columns import COLUMNS
-from ampatch.sweeps.records.record import LAST_LOSSES, Ending, Record
+from ampatch.sweeps.records.record import LAST_LOSSES, Ending, RunRecord
 from ampatch.sweeps.records.sweep import Sweep
 from ampatch.sweeps.verdicts.distance import GUESSED_SPREAD
 from ampatch.tools.numbers import ASCII, duration
@@ -70,7 +70,7 @@ def said_of_distances(sweep: Sweep) -> str:
     )
 
 
-def failure_of(record: Record, name: str) -> str:
+def failure_of(record: RunRecord, name: str) -> str:
     """Says in one line how a run of a row of this name failed, and where its log is."""
     seed = f" seed {record.seed}" + (f" repeat {record.repeat}" if record.repeat else "")
     after = f" after {duration(record.seconds)}" if record.outcome is Ending.TIMED_OUT else ""

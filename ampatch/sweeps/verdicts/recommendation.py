@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ampatch.sweeps.records.record import Ending, Record
+from ampatch.sweeps.records.record import Ending, RunRecord
 from ampatch.sweeps.records.sweep import (
     AUTOCAST,
     BASELINE,
@@ -72,7 +72,7 @@ class Choice:
     best: SweepRow | None = None
 
 
-def recommend(settings: Settings, records: Sequence[Record], rows: Sequence[SweepRow]) -> Recommendation:
+def recommend(settings: Settings, records: Sequence[RunRecord], rows: Sequence[SweepRow]) -> Recommendation:
     """Recommends the fastest row that is the same as O0, if it is faster by 2 % at least, or else O0.
 
     Nothing is recommended where times are too noisy to tell. Rows of `autocast` are there to compare with.
@@ -95,7 +95,7 @@ def is_too_noisy(sweep: Sweep) -> bool:
     return choose(sweep.records, sweep.rows).why.is_noise
 
 
-def choose(records: Sequence[Record], rows: Sequence[SweepRow]) -> Choice:
+def choose(records: Sequence[RunRecord], rows: Sequence[SweepRow]) -> Choice:
     """Chooses the row to take."""
     baseline = find_row(rows)
     if obstacle := find_obstacle(baseline, levels(rows)):
@@ -130,7 +130,7 @@ def find_obstacle(baseline: SweepRow | None, others: Sequence[SweepRow]) -> Why 
 
 
 def facts_about(
-    choice: Choice, settings: Settings, records: Sequence[Record], rows: Sequence[SweepRow]
+    choice: Choice, settings: Settings, records: Sequence[RunRecord], rows: Sequence[SweepRow]
 ) -> dict[str, object]:
     """Returns what fills the blanks of the sentences in `Why`."""
     baseline, best, others = find_row(rows), choice.best, levels(rows)
@@ -157,7 +157,7 @@ def facts_about(
     }
 
 
-def busy_share(records: Sequence[Record]) -> float:
+def busy_share(records: Sequence[RunRecord]) -> float:
     """Returns the part of the processors' time that other programs took in a typical run."""
     shares = [record.busy for record in records if record.busy is not None]
     return statistics.median(shares) if shares else 0.0
@@ -230,7 +230,7 @@ def about_autocast(chosen: SweepRow, rows: Sequence[SweepRow]) -> str:
     return f"{name} runs at {ASCII.ratio(speed)} the speed of {chosen.name}{but}."
 
 
-def about_seeds(settings: Settings, records: Sequence[Record]) -> str:
+def about_seeds(settings: Settings, records: Sequence[RunRecord]) -> str:
     """Warns where nothing is known about chance: with one seed, or with seeds that changed nothing."""
     runs = [it for it in records if it.row == BASELINE and not it.failed and it.measured]
     if len({record.seed for record in runs}) < 2:
@@ -242,7 +242,7 @@ def about_seeds(settings: Settings, records: Sequence[Record]) -> str:
     return "The seeds changed nothing: does the script set its own?" if len(results) == 1 else ""
 
 
-def about_budget(settings: Settings, records: Sequence[Record], why: Why) -> str:
+def about_budget(settings: Settings, records: Sequence[RunRecord], why: Why) -> str:
     """Says how often it was run, where that was left to a budget, and what ended it."""
     if settings.budget is None or any(record.outcome is Ending.INTERRUPTED for record in records):
         return ""
@@ -253,7 +253,7 @@ def about_budget(settings: Settings, records: Sequence[Record], why: Why) -> str
     return f"It was run {often}, which was enough, within {budget}."
 
 
-def about_the_rest(settings: Settings, records: Sequence[Record]) -> str:
+def about_the_rest(settings: Settings, records: Sequence[RunRecord]) -> str:
     """Says so if not all of the runs were made."""
     planned = len(settings.rows) * settings.seeds * settings.repeat
     made = sum(record.outcome is not Ending.INTERRUPTED for record in records)

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ampatch.sweeps.columns import COLUMNS, column_of, divide
-from ampatch.sweeps.records.record import Ending, Record
+from ampatch.sweeps.records.record import Ending, RunRecord
 from ampatch.sweeps.records.sweep import BASELINE, Environment, Settings, Sweep, SweepRow, find_row
 from ampatch.sweeps.verdicts.distance import distances
 from ampatch.sweeps.verdicts.recommendation import recommend
 from ampatch.sweeps.verdicts.verdict import judge
 
 
-def summarize(settings: Settings, environment: Environment, records: Sequence[Record]) -> Sweep:
+def summarize(settings: Settings, environment: Environment, records: Sequence[RunRecord]) -> Sweep:
     """Returns the sweep that these records make, which may be any part of those that were planned.
 
     The rows are those of the settings, also where no run of them was made, and in their order.
@@ -27,17 +27,19 @@ def summarize(settings: Settings, environment: Environment, records: Sequence[Re
     return Sweep(settings, environment, records, rows, recommend(settings, records, rows))
 
 
-def runs_of(records: Iterable[Record], row: str) -> list[Record]:
+def runs_of(records: Iterable[RunRecord], row: str) -> list[RunRecord]:
     """Returns the runs of a row by seed and repeat, so that the order in which they came changes nothing."""
     return sorted((it for it in records if it.row == row), key=lambda it: (it.seed, it.repeat))
 
 
-def finished(runs: Iterable[Record]) -> list[Record]:
+def finished(runs: Iterable[RunRecord]) -> list[RunRecord]:
     """Returns the runs that have something to compare."""
     return [record for record in runs if not record.failed and record.measured]
 
 
-def make_row(name: str, own: Sequence[Record], baseline: Sequence[Record], tolerance: float) -> SweepRow:
+def make_row(
+    name: str, own: Sequence[RunRecord], baseline: Sequence[RunRecord], tolerance: float
+) -> SweepRow:
     """Sums up the runs of a row; without what compares it with the speed and memory of other rows."""
     done = baseline if name == BASELINE else finished(own)
     measured = [record.measured for record in done]
@@ -56,7 +58,7 @@ def make_row(name: str, own: Sequence[Record], baseline: Sequence[Record], toler
     )
 
 
-def outcome_of(runs: Sequence[Record]) -> Ending:
+def outcome_of(runs: Sequence[RunRecord]) -> Ending:
     """Returns how a row ended: well if any run did, else as most of its runs; not run is interrupted."""
     outcomes = Counter(record.outcome for record in runs)
     if Ending.FINISHED in outcomes:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from ampatch.sweeps.records.sweep import BASELINE, Sweep, Verdict
-from ampatch.sweeps.web.curves import Line, each_step, lines_of, value_range
+from ampatch.sweeps.web.curves import RowCurves, each_step, lines_of, value_range
 from ampatch.sweeps.web.tables import metric_names
 from ampatch.tools.charts import BAD, O0, ROW, Chart, draw
 
@@ -39,7 +39,7 @@ def numbered(thing: str, name: str, names: Collection[str]) -> str:
     return thing if len(names) == 1 else f"{thing} {name}"
 
 
-def curve_charts(name: str, lines: Sequence[Line]) -> list[Chart]:
+def curve_charts(name: str, lines: Sequence[RowCurves]) -> list[Chart]:
     """Returns a chart for each row but O0, with the mean of O0 behind it; all have the same axes."""
     shown = value_range(lines)
     # There is no chart of what has one value.
@@ -51,7 +51,9 @@ def curve_charts(name: str, lines: Sequence[Line]) -> list[Chart]:
     return [chart_of(name, line, baseline, shown, end) for line in drawn]
 
 
-def chart_of(name: str, line: Line, baseline: Line | None, shown: tuple[float, float], end: float) -> Chart:
+def chart_of(
+    name: str, line: RowCurves, baseline: RowCurves | None, shown: tuple[float, float], end: float
+) -> Chart:
     """Returns the chart of a row's curves, with a cross where no finite value follows."""
     row, words = line.row, line.mean.describe()
     title = f"{name} of {row.name}" + (" beside O0" if baseline not in (None, line) else "")

@@ -22,7 +22,7 @@ Read = Callable[[Measured], Curve | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class RowCurves:
     """The curves of one row: the mean over its runs, and each run by itself where there are several."""
 
     row: SweepRow
@@ -35,7 +35,7 @@ class Line:
         return np.concatenate([it.finite for it in (self.mean, *self.runs)])
 
 
-def lines_of(sweep: Sweep, read: Read) -> list[Line]:
+def lines_of(sweep: Sweep, read: Read) -> list[RowCurves]:
     """Returns a line for each row with a curve; runs that failed count where none finished."""
     lines = []
     for row in sweep.rows:
@@ -44,7 +44,7 @@ def lines_of(sweep: Sweep, read: Read) -> list[Line]:
         curves = [curve for failed, curve in there if not failed] or [curve for _, curve in there]
         if curves:
             single = [mean_of([curve]) for curve in curves[:SEEDS_DRAWN]] if len(curves) > 1 else []
-            lines.append(Line(row, mean_of(curves), tuple(single)))
+            lines.append(RowCurves(row, mean_of(curves), tuple(single)))
     return lines
 
 
@@ -67,7 +67,7 @@ def mean_of(curves: Sequence[Curve]) -> Points:
     return Points(np.bincount(part, steps) / counts, np.where(enough, means, np.nan))
 
 
-def value_range(lines: Sequence[Line]) -> tuple[float, float] | None:
+def value_range(lines: Sequence[RowCurves]) -> tuple[float, float] | None:
     """Returns the lowest and the highest value to show; what diverged or is far outside does not count."""
     trusted = [line for line in lines if line.row.verdict not in (Verdict.DIVERGED, Verdict.FAILED)]
     for group in (trusted, lines):

@@ -21,7 +21,7 @@ CAPTIONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class PageCell:
     """A number, in small letters what belongs to it, and how long the bar below it is."""
 
     text: str
@@ -30,15 +30,15 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class PageTable:
     """A table: its headings, and a line for each row of the sweep that has one."""
 
     caption: str
     headings: Sequence[str]
-    lines: Sequence[tuple[SweepRow, Sequence[Cell]]]
+    lines: Sequence[tuple[SweepRow, Sequence[PageCell]]]
 
 
-def tables_of(sweep: Sweep) -> dict[str, list[Table]]:
+def tables_of(sweep: Sweep) -> dict[str, list[PageTable]]:
     """Returns the tables below each heading; where there are many metrics, further tables hold these."""
     names = metric_names(sweep)
     groups = [names[start : start + METRICS_A_TABLE] for start in range(0, len(names), METRICS_A_TABLE)]
@@ -51,11 +51,11 @@ def tables_of(sweep: Sweep) -> dict[str, list[Table]]:
     tables[RESULTS] = [replace(it, headings=["Verdict", *it.headings, "Runs", *shown], lines=lines)]
     for group in groups[1:]:
         lines = [(row, metric_cells(row, group)) for row in sweep.rows]
-        tables[RESULTS].append(Table(f"Under a metric stands {BETTER}", group, lines))
+        tables[RESULTS].append(PageTable(f"Under a metric stands {BETTER}", group, lines))
     return {heading: [it for it in found if it.lines] for heading, found in tables.items()}
 
 
-def measured_table(sweep: Sweep, heading: str) -> Table:
+def measured_table(sweep: Sweep, heading: str) -> PageTable:
     """Returns the columns of a table, for the rows that have a number in one of them; all have a result."""
     columns = [column for column in COLUMNS if column.page and column.page.table == heading]
     largest = {
@@ -65,15 +65,15 @@ def measured_table(sweep: Sweep, heading: str) -> Table:
     lines = [(row, [cell_of(column, row, sweep, largest) for column in columns]) for row in sweep.rows]
     if heading != RESULTS:
         lines = [(row, cells) for row, cells in lines if any(it.text != TYPESET.nothing for it in cells)]
-    return Table(CAPTIONS[heading], [column.page.heading for column in columns], lines)
+    return PageTable(CAPTIONS[heading], [column.page.heading for column in columns], lines)
 
 
-def cell_of(column: Column, row: SweepRow, sweep: Sweep, largest: Mapping[str, float]) -> Cell:
+def cell_of(column: Column, row: SweepRow, sweep: Sweep, largest: Mapping[str, float]) -> PageCell:
     """Returns what the page says of a row in a column."""
     shown = column.page
     bar = shown.bar and part_of(column_of(shown.bar[0]).of_row(row, sweep), largest[shown.bar[1]])
     text = shown.write(TYPESET, column.of_row(row, sweep))
-    return Cell(text, shown.small(row) if shown.small else "", bar)
+    return PageCell(text, shown.small(row) if shown.small else "", bar)
 
 
 def metric_names(sweep: Sweep) -> list[str]:
@@ -89,23 +89,23 @@ def part_of(value: float | None, longest: float | None) -> float | None:
     return round(part, 3) if part is not None and 0 <= part <= 1 else None
 
 
-def verdict_cell(row: SweepRow) -> Cell:
+def verdict_cell(row: SweepRow) -> PageCell:
     """Returns the verdict about a row."""
-    return Cell("not compared" if row.verdict is Verdict.UNKNOWN else row.verdict.value, row.reason)
+    return PageCell("not compared" if row.verdict is Verdict.UNKNOWN else row.verdict.value, row.reason)
 
 
-def runs_cell(row: SweepRow) -> Cell:
+def runs_cell(row: SweepRow) -> PageCell:
     """Returns how many runs there were."""
-    return Cell(str(row.runs), f"{row.failed} failed" if row.failed else "")
+    return PageCell(str(row.runs), f"{row.failed} failed" if row.failed else "")
 
 
-def metric_cells(row: SweepRow, names: Sequence[str]) -> list[Cell]:
+def metric_cells(row: SweepRow, names: Sequence[str]) -> list[PageCell]:
     """Returns the last values of these metrics."""
     return [distance_cell(row.metrics.get(name)) for name in names]
 
 
-def distance_cell(distance: Distance | None) -> Cell:
+def distance_cell(distance: Distance | None) -> PageCell:
     """Returns a loss or metric, and how far it is from that of O0."""
     if distance is None or distance.value is None:
-        return Cell(TYPESET.nothing)
-    return Cell(TYPESET.number(distance.value, 4), distance_text(distance))
+        return PageCell(TYPESET.nothing)
+    return PageCell(TYPESET.number(distance.value, 4), distance_text(distance))
