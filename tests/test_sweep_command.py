@@ -548,11 +548,19 @@ def two_sweeps(folder, runs):
     return folder
 
 
-@pytest.mark.parametrize("limit", ["slower", "more-memory", "tolerance"])
-def test_a_comparison_refuses_limits_that_cannot_work(two_sweeps, limit, capsys):
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        ("slower -0.1", "a fraction such as 0.05 for 5 %, not less than 0"),
+        ("slower nan", "a fraction"),
+        ("more-memory -1.0", "a fraction"),
+        ("tolerance inf", "a number of spreads such as 2, not less than 0"),
+    ],
+)
+def test_a_comparison_refuses_limits_that_cannot_work(two_sweeps, limit, expected, capsys):
     capsys.readouterr()
-    assert sweep("--compare", "a", "b", f"--{limit}", "-1") == 2
-    assert f"sweep: --{limit} -1" in capsys.readouterr().err
+    assert sweep("--compare", "a", "b", *f"--{limit}".split()) == 2
+    assert f"sweep: --{limit}: expected {expected}" in capsys.readouterr().err
 
 
 def test_a_level_that_got_slower_is_exit_status_1(two_sweeps, capsys):

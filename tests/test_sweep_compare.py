@@ -190,19 +190,3 @@ def test_sweeps_of_different_training_are_refused(settings, said):
     with pytest.raises(AmpValueError, match="trained different things, which cannot be compared") as caught:
         compare(sweep(run()), sweep(run(), **settings))
     assert said in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("limits", "message"),
-    [
-        ({"slower": -0.1}, "slower -0.1: expected a fraction such as 0.05 for 5 %, not less than 0"),
-        ({"slower": math.nan}, "slower nan: expected"),
-        ({"tolerance": math.inf}, "tolerance inf: expected a number of spreads such as 2"),
-        ({"more_memory": -1}, "more_memory -1: expected a fraction"),
-    ],
-    ids=["slower", "nan", "tolerance", "more_memory"],
-)
-def test_limits_are_positive_numbers(limits, message):
-    with pytest.raises(AmpValueError) as caught:
-        compare(SAMPLE, SAMPLE, **limits)
-    assert message in str(caught.value)
