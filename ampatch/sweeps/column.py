@@ -1,4 +1,4 @@
-"""What is to be known about a column of a sweep; `columns` is the table of all."""
+"""A column of a sweep, as the table in `columns` describes it."""
 
 from __future__ import annotations
 

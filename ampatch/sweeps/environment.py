@@ -100,7 +100,7 @@ def find_commit(folder: Path) -> str | None:
 
 
 class Load:
-    """What other programs take of the processors, from when this is made; known on Linux alone."""
+    """The part of the processors that other programs take from now on; known on Linux alone."""
 
     def __init__(self, path: Path = Path("/proc/stat")) -> None:
         self._path = path

@@ -120,8 +120,8 @@ def draw(
 ) -> str:
     """Returns curves, each with its colour and width, and crosses, as the content of an `svg` element.
 
-    The settings of matplotlib are as they were afterwards, and the user's own have no effect. What is painted
-    alike is the same text but for the ids, which the title tells apart.
+    The user's settings of matplotlib have no effect, and are as they were afterwards. The same curves make
+    the same text but for the ids, which the title tells apart.
     """
     with matplotlib.rc_context():
         matplotlib.rcdefaults()

@@ -30,7 +30,7 @@ def draw_charts(page: str, module: str, *given: object) -> list | None:
 
 def render(folder: Path, script: str, charts: list | None, **values: object) -> str:
     """Returns the page of a folder, `page.html.j2`, which takes nothing as markup that is not."""
-    # torch depends on it. Whoever imports ampatch waits neither for it nor for matplotlib.
+    # torch depends on jinja2. Imported here, it makes nobody wait who wants no page.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     pages = Environment(

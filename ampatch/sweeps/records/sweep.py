@@ -18,7 +18,7 @@ LEVELS = (*OPT_LEVELS, AUTOCAST)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a sweep was asked for; `rows` are its levels and variants, `arguments` the script's own.
+    """The arguments of a sweep; `rows` are its levels and variants, `arguments` the script's own.
 
     With a `budget`, in minutes, `repeat` is how often it came to be repeated.
     """
@@ -54,7 +54,7 @@ class Environment:
 
 
 class Verdict(Word):
-    """What is said of a row's accuracy, compared with O0."""
+    """A judgement of a row's accuracy, compared with O0."""
 
     BASELINE = "baseline"
     SAME = "same"

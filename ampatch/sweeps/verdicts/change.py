@@ -21,7 +21,7 @@ PART = (0, "a fraction such as 0.05 for 5 %, not less than 0")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What is allowed: spreads of losses and metrics, and parts of what was measured before, by option."""
+    """How much worse a row may be: spreads of losses and metrics, and parts of other numbers, by option."""
 
     tolerance: float
     parts: Mapping[str, float | None]

@@ -72,9 +72,9 @@ def compare(
     says so. On a quiet machine medians of 100 steps repeat to one or two percent; on the shared machines that
     CI runs on, to ten or twenty, so give more there. It got less accurate if the loss or a metric is worse by
     more than `tolerance` spreads (None: as many as `before` was judged by), or if it diverged. Memory counts
-    if `more_memory` says which part more is allowed. What was measured before and is not any more is missing.
-    A row that fails is a regression also if it failed before, or is new. What could not be compared is said,
-    and if that is all there is, it is a regression. Other settings and environments are noted.
+    if `more_memory` says which part more is allowed. A quantity that only `before` has is missing.
+    A row that fails is a regression also if it failed before, or is new. So are two sweeps in which nothing
+    can be compared. `gaps` name the rows that could not be, `notes` other settings and environments.
 
     Raises AmpValueError for a limit that is negative or not finite, and for sweeps of another script (by the
     name of its file: another checkout has another folder), or with other arguments, steps or ranks.

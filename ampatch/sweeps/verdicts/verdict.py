@@ -1,4 +1,4 @@
-"""What is said of a level's accuracy, compared with O0."""
+"""Judges a level's accuracy, compared with O0."""
 
 from __future__ import annotations
 
