@@ -14,8 +14,8 @@ class Forecast:
 
     For a row that has run it expects the time of its own runs, also if they failed at once; but of the time
     to the first step no more than is typical, since the first run may download data or fill caches. For a row
-    that has not run it expects the time of the typical row that finished. The present run counts by its speed,
-    once the number of its steps is known: as many as the run before it made, or `limit`.
+    that has not run it expects the time of the typical row that finished. The present run counts by its
+    speed, once the number of its steps is known: as many as the run before it made, or `limit`.
     """
 
     def __init__(self, limit: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
