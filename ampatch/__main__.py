@@ -19,8 +19,8 @@ from ampatch.apex.script import HINT
 from ampatch.doctor import command as doctor
 from ampatch.sweeps import command as sweep
 from ampatch.sweeps import env_command as env
-from ampatch.sweeps.environment import require
 from ampatch.testing import lists_command as lists
+from ampatch.tools.packages import require
 
 BAD_INPUT = 2
 INTERRUPTED = 130

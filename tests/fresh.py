@@ -45,8 +45,9 @@ _status = 0
 # Has a sweep start its runs as forks of its own process, which has torch already.
 RUNS_ARE_FORKS = """
 import subprocess, traceback
-from ampatch.sweeps.plan import Run
-from ampatch.sweeps.processes import child, runner
+from ampatch.sweeps.plan import PlannedRun
+from ampatch.sweeps.processes import child
+from ampatch.tools import process
 
 class Fork(subprocess.Popen):
     def _execute_child(self, command, *options):
@@ -60,7 +61,7 @@ class Fork(subprocess.Popen):
             os.dup2(file, number)
         status = 1
         try:
-            child.main(Run.from_json(command[-1]))
+            child.main(PlannedRun.from_json(command[-1]))
             status = 0
         except SystemExit as ended:
             status = ended.code
@@ -70,7 +71,7 @@ class Fork(subprocess.Popen):
             sys.stdout.flush()
             os._exit(status)
 
-runner.subprocess = type("Forks", (), vars(subprocess) | {"Popen": Fork})
+process.subprocess = type("Forks", (), vars(subprocess) | {"Popen": Fork})
 """
 
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from ampatch.sweeps.records.record import Bytes, Curve, Ending, Record
+from ampatch.sweeps.records.record import Bytes, Curve, Ending, RunRecord
 from ampatch.sweeps.records.sweep import Distance, Recommendation, Sweep, SweepRow, Verdict
 from ampatch.sweeps.verdicts.summary import summarize
 from sweep_samples import CRASHING, ENVIRONMENT, KINDS, SETTINGS, sample_record, sample_sweep
@@ -55,7 +55,7 @@ def hostile_sweep() -> Sweep:
     )
 
 
-def hostile_record(record: Record) -> Record:
+def hostile_record(record: RunRecord) -> RunRecord:
     """Returns a run with two losses, two scalers, and metrics of hostile names."""
     it = record.measured
     losses = {"0": it.losses["0"], "<1>": it.losses["0"]}
@@ -70,11 +70,11 @@ def hostile_row(row: SweepRow) -> SweepRow:
     return replace(row, metrics=dict.fromkeys(METRICS, far), reason="because " + "<y>" * 60)
 
 
-def failed_record(name: str) -> Record:
+def failed_record(name: str) -> RunRecord:
     """Returns a run whose log has colours, control characters and lines without an end."""
     lines = ("\x1b[31mred\x1b[0m \x00\x07", "z" * 5000, "</pre><script>alert(2)</script>", "\udcff lone")
     cause = "ValueError: " + "<" * 300
-    return Record(name, 0, 0, Ending.TIMED_OUT, 1e6, cause, (*lines, *lines * 20), "/l" * 120 + ".log")
+    return RunRecord(name, 0, 0, Ending.TIMED_OUT, 1e6, cause, (*lines, *lines * 20), "/l" * 120 + ".log")
 
 
 def huge_sweep() -> Sweep:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from ampatch.sweeps.records.record import Bytes, CastRate, Curve, Ending, Measured, Record, Spread
+from ampatch.sweeps.records.record import Bytes, CastRate, Curve, Ending, Measured, RunRecord, Spread
 from ampatch.sweeps.records.sweep import Environment, Settings, Sweep
 from ampatch.sweeps.verdicts.summary import summarize
 
@@ -62,7 +62,7 @@ def run(
     noise=None,
     first=2.0,
     **fields,
-) -> Record:
+) -> RunRecord:
     """Returns a run of 100 steps; `fields` that `Measured` does not have are metrics, a number or several."""
     known = {name: fields.pop(name) for name in list(fields) if name in Measured.__dataclass_fields__}
     values = {name: value if isinstance(value, tuple) else (value,) for name, value in fields.items()}
@@ -70,7 +70,7 @@ def run(
     times = None if ms is None else Spread(ms, 0.95 * ms, 1.05 * ms, 100)
     given = {"steps": 100, "step_ms": times, "peak_mib": mib, "metrics": metrics}
     given |= {"first_loss": first, "final_loss": loss, "loss_noise": noise}
-    return Record(row, seed, repeat, outcome, 1.0, measured=Measured(**given | known))
+    return RunRecord(row, seed, repeat, outcome, 1.0, measured=Measured(**given | known))
 
 
 # ---- A whole sweep ----
@@ -114,15 +114,17 @@ def sample_sweep(
     return summarize(settings, ENVIRONMENT, records)
 
 
-def sample_record(kind: Kind, seed: int, steps: int, metrics: bool = True) -> Record:
+def sample_record(kind: Kind, seed: int, steps: int, metrics: bool = True) -> RunRecord:
     """Returns a run of a row; its loss and metrics differ a little from those of other seeds."""
     log = f"logs/{'-'.join(kind.name.replace('=', '-').split())}-seed{seed}-repeat0.log"
     if kind.name == CRASHING:
         measured = Measured(initialized=True, memory="device", device="cuda:0", threads=32)
         how = Ending.CRASHED, 4.2 + seed / 10, TRACEBACK[-1], TRACEBACK
-        return Record(kind.name, seed, 0, *how, log, measured)
+        return RunRecord(kind.name, seed, 0, *how, log, measured)
     measured = sample_measured(kind, seed - 1, steps, metrics)
-    return Record(kind.name, seed, 0, Ending.FINISHED, 3 + steps * kind.ms / 1000, log=log, measured=measured)
+    return RunRecord(
+        kind.name, seed, 0, Ending.FINISHED, 3 + steps * kind.ms / 1000, log=log, measured=measured
+    )
 
 
 def sample_measured(kind: Kind, luck: int, steps: int, metrics: bool) -> Measured:

@@ -75,15 +75,18 @@ ARROWS = {
     PUBLIC: {"errors", "levels", "casts", "steps", "session", "watching"},
     "testing": {PUBLIC, "table", "lists", "casts", "patching", "session"},
     "apex": {PUBLIC, "table", "lists", "levels", "patching", "steps"},
-    "sweeps": {PUBLIC, "apex"},
-    "doctor": {PUBLIC, "apex", "levels", "sweeps"},
-    "__main__": {PUBLIC, "apex", "doctor", "sweeps", "testing"},
+    "tools": {PUBLIC},
+    "sweeps": {PUBLIC, "apex", "tools"},
+    "doctor": {PUBLIC, "apex", "levels", "tools"},
+    "__main__": {PUBLIC, "apex", "doctor", "sweeps", "testing", "tools"},
 }
-TOOLS = [name for name in NAMES if name.split(".")[1:2] in [["sweeps"], ["apex"], ["doctor"], ["testing"]]]
 
 
 def room(module):
     return module.split(".")[1] if "." in module else PUBLIC
+
+
+TOOLS = [name for name in NAMES if room(name) in ("sweeps", "apex", "doctor", "testing", "tools")]
 
 
 def test_the_picture_of_the_rooms_is_whole():

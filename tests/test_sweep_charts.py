@@ -8,14 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ampatch.sweeps.records.record import Curve, Ending, Measured, Record
-from ampatch.sweeps.web import charts as charts_module
+from ampatch.sweeps.records.record import Curve, Ending, Measured, RunRecord
 from ampatch.sweeps.web.charts import charts_of
-from ampatch.sweeps.web.curves import POINTS, Line, Points, lines_of, mean_of, value_range
+from ampatch.sweeps.web.curves import POINTS, RowCurves, lines_of, mean_of, value_range
+from ampatch.tools import charts as drawing
+from ampatch.tools.charts import Points
 from chromium import contrast
 from sweep_samples import sample_sweep
 
-CSS = Path(charts_module.__file__).with_name("style.css").read_text()
+CSS = Path(drawing.__file__).with_name("style.css").read_text()
 LIGHT, DARK = (dict(re.findall(r"--(\w+): (#\w{6})", part)) for part in CSS.split("@media")[:2])
 SCHEMES = pytest.mark.parametrize("scheme", [LIGHT, DARK], ids=["light", "dark"])
 
@@ -76,7 +77,7 @@ def test_what_cannot_be_drawn_is_a_gap(bad):
 def test_runs_that_failed_count_only_where_none_finished():
     sweep = sample_sweep(("O1",))
     records = [
-        Record("O1", seed, 0, outcome, 1.0, measured=Measured(losses={"0": curve(value, value)}))
+        RunRecord("O1", seed, 0, outcome, 1.0, measured=Measured(losses={"0": curve(value, value)}))
         for seed, (outcome, value) in enumerate([(Ending.FINISHED, 1.0), (Ending.CRASHED, 9.0)])
     ]
     for kept, value in [(records, 1.0), (records[1:], 9.0)]:
@@ -86,12 +87,12 @@ def test_runs_that_failed_count_only_where_none_finished():
 
 def test_what_diverged_or_is_one_spike_does_not_squeeze_the_others():
     good, bad = sample_sweep(("O0", "O3")).rows
-    steady = Line(good, mean_of([curve(*np.linspace(1, 2, 1000), 1e9)]))
-    diverged = Line(bad, mean_of([curve(1.0, 1e30)]))
+    steady = RowCurves(good, mean_of([curve(*np.linspace(1, 2, 1000), 1e9)]))
+    diverged = RowCurves(bad, mean_of([curve(1.0, 1e30)]))
     low, high = value_range([steady, diverged])
     assert (low, 2 < high < 1e8) == (pytest.approx(1, abs=0.01), True)
     assert value_range([diverged]) == (1.0, 1e30)
-    assert value_range([Line(good, Points(np.ones(1), np.array([math.nan])))]) is None
+    assert value_range([RowCurves(good, Points(np.ones(1), np.array([math.nan])))]) is None
 
 
 # ---- Charts ----

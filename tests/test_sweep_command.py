@@ -20,7 +20,7 @@ from ampatch.__main__ import main
 from ampatch.apex.script import Script
 from ampatch.sweeps import campaign
 from ampatch.sweeps.environment import Load, collect, command_as_typed, find_commit, with_device
-from ampatch.sweeps.records.record import Curve, Ending, Measured, Record, Spread
+from ampatch.sweeps.records.record import Curve, Ending, Measured, RunRecord, Spread
 from ampatch.sweeps.records.sweep_file import from_json
 
 TRAIN = "import ampatch as amp\namp.initialize(model, optimizer)"
@@ -70,7 +70,9 @@ class Runs:
         measured = Measured(initialized=True) if outcome is Ending.NO_STEPS else MEASURED
         if times := self.times.get(run.row):
             measured = replace(measured, step_ms=times.pop(0) if times[1:] else times[0])
-        return Record(run.row, run.seed, run.repeat, outcome, 1.0, cause, (), str(run.file("log")), measured)
+        return RunRecord(
+            run.row, run.seed, run.repeat, outcome, 1.0, cause, (), str(run.file("log")), measured
+        )
 
 
 @pytest.fixture
@@ -321,7 +323,7 @@ def test_an_interrupted_sweep_writes_and_shows_what_there_is(folder, runs, capsy
 def test_a_script_of_which_no_level_can_matter_ends_the_sweep_at_its_first_run(
     folder, capsys, monkeypatch, outcome, initialized, message
 ):
-    record = Record("O0", 0, 0, outcome, 1.0, "why", (), "O0.log", Measured(initialized=initialized))
+    record = RunRecord("O0", 0, 0, outcome, 1.0, "why", (), "O0.log", Measured(initialized=initialized))
     monkeypatch.setattr(campaign, "execute", lambda *given: record)
     assert sweep("train.py", "--levels", "O0,O1") == (2 if message else 1)
     said = capsys.readouterr()
@@ -503,9 +505,11 @@ def test_the_environment_is_that_of_this_process_and_the_device_that_of_the_runs
     assert (found.ampatch, found.torch) == (amp.__version__, torch.__version__)
     assert datetime.fromisoformat(found.created).tzinfo is not None
     assert 1 <= found.cores <= (os.cpu_count() or 1)
-    records = [Record("O1", 0, 0, Ending.CRASHED, 1.0)]
+    records = [RunRecord("O1", 0, 0, Ending.CRASHED, 1.0)]
     assert with_device(found, records).device == "cpu"
-    records += [Record("O0", 0, 0, Ending.FINISHED, 1.0, measured=Measured(device=it)) for it in ("cpu", "X")]
+    records += [
+        RunRecord("O0", 0, 0, Ending.FINISHED, 1.0, measured=Measured(device=it)) for it in ("cpu", "X")
+    ]
     assert with_device(found, records).device == "X"
 
 
@@ -544,11 +548,19 @@ def two_sweeps(folder, runs):
     return folder
 
 
-@pytest.mark.parametrize("limit", ["slower", "more-memory", "tolerance"])
-def test_a_comparison_refuses_limits_that_cannot_work(two_sweeps, limit, capsys):
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        ("slower -0.1", "a fraction such as 0.05 for 5 %, not less than 0"),
+        ("slower nan", "a fraction"),
+        ("more-memory -1.0", "a fraction"),
+        ("tolerance inf", "a number of spreads such as 2, not less than 0"),
+    ],
+)
+def test_a_comparison_refuses_limits_that_cannot_work(two_sweeps, limit, expected, capsys):
     capsys.readouterr()
-    assert sweep("--compare", "a", "b", f"--{limit}", "-1") == 2
-    assert f"sweep: --{limit} -1" in capsys.readouterr().err
+    assert sweep("--compare", "a", "b", *f"--{limit}".split()) == 2
+    assert f"sweep: --{limit}: expected {expected}" in capsys.readouterr().err
 
 
 def test_a_level_that_got_slower_is_exit_status_1(two_sweeps, capsys):

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ampatch as amp
-from ampatch.sweeps.measure.seeds import SHIFT, set_seeds, shifted_seeds
 from ampatch.sweeps.measure.yardstick import Autocast
 from ampatch.sweeps.variant import parse_variant
+from ampatch.tools.seeds import SHIFT, set_seeds, shifted_seeds
 
 
 def draw():

@@ -3,7 +3,7 @@
 import pytest
 
 from ampatch.sweeps.forecast import Forecast
-from ampatch.sweeps.records.record import Ending, Measured, Record
+from ampatch.sweeps.records.record import Ending, Measured, RunRecord
 
 STEPS = 200
 STARTUP = 4.0  # seconds, until the first step
@@ -38,7 +38,7 @@ def forecasts(runs, limit=None, download=0.0):
             yield number + part / 100, forecast.left(ahead), total - clock.now
         clock.now = began + seconds
         measured = Measured(steps=STEPS if outcome is Ending.FINISHED else 0)
-        forecast.finish(Record(row, 0, 0, outcome, seconds, measured=measured))
+        forecast.finish(RunRecord(row, 0, 0, outcome, seconds, measured=measured))
         yield number + 1, forecast.left(ahead), total - clock.now
 
 
@@ -82,7 +82,7 @@ def test_nothing_is_said_before_anything_is_known():
 def test_a_run_that_takes_longer_than_its_row_takes_nothing_from_the_others():
     clock = Clock()
     forecast = Forecast(clock=clock)
-    forecast.finish(Record("O0", 0, 0, Ending.FINISHED, 60.0, measured=Measured(steps=STEPS)))
+    forecast.finish(RunRecord("O0", 0, 0, Ending.FINISHED, 60.0, measured=Measured(steps=STEPS)))
     forecast.start("O0")
     clock.now = 500.0
     assert forecast.left(["O1"]) == 60.0

@@ -10,7 +10,7 @@ import torch
 import ampatch as amp
 from ampatch import AmpValueError
 from ampatch.apex.script import Script
-from ampatch.sweeps.plan import Run, make_plan, slug
+from ampatch.sweeps.plan import PlannedRun, make_plan, slug
 from ampatch.sweeps.variant import LEVELS, OPTIONS, parse_rows, parse_variant
 
 # What a script passes beside its own level would contradict another one.
@@ -194,7 +194,7 @@ def test_a_run_is_told_what_the_plan_says_and_survives_json(script):
     rows = parse_rows(["autocast"], ["O2 keep_fp32=head,norm* max_loss_scale=None"])
     plan = make_plan(script, rows, seeds=2, steps=100, warmup=7)
     runs = list(plan.runs())
-    assert [Run.from_json(run.to_json()) for run in runs] == runs
+    assert [PlannedRun.from_json(run.to_json()) for run in runs] == runs
     assert (runs[1].script, runs[1].steps, runs[1].warmup, runs[1].shift_seeds) == (script, 100, 7, True)
     assert (runs[1].autocast_dtype, runs[1].overrides) == (
         plan.rows[1].autocast_dtype,
@@ -202,21 +202,20 @@ def test_a_run_is_told_what_the_plan_says_and_survives_json(script):
     )
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"seeds": 0}, "seeds 0: expected 1 or more"),
-        ({"repeat": -1}, "repeat -1: expected 1 or more"),
-        ({"warmup": -1}, "warmup -1: expected a number of steps, 0 or more"),
-        ({"steps": 1}, "steps 1: expected 2 or more: times are from step to step"),
-        ({"seeds": 10**20}, f"{10**20} runs: expected at most 10,000"),
-        ({"timeout": 0}, "timeout 0: expected seconds, more than 0"),
-        ({"timeout": float("nan")}, "timeout nan"),
-        ({"tolerance": -0.1}, "tolerance -0.1: expected spreads of O0, 0 or more"),
-        ({"tolerance": float("nan")}, "tolerance nan"),
-        ({"seeds": 0, "repeat": 0}, "seeds 0: .*; repeat 0: "),
-    ],
-)
-def test_a_plan_refuses_numbers_that_cannot_work(script, settings, message):
-    with pytest.raises(AmpValueError, match=message):
-        make_plan(script, parse_rows(["O0"]), **settings)
+BAD = {"seeds": 0, "repeat": -1, "warmup": -1, "steps": 1, "timeout": float("nan"), "tolerance": -0.1}
+
+
+def test_a_plan_refuses_all_numbers_that_cannot_work_at_once(script):
+    with pytest.raises(AmpValueError) as caught:
+        make_plan(script, parse_rows(["O0"]), **BAD)
+    assert str(caught.value) == (
+        "seeds 0: expected 1 or more; repeat -1: expected 1 or more; steps 1: expected 2 or more: times are "
+        "from step to step; warmup -1: expected a number of steps, 0 or more; timeout nan: expected seconds, "
+        "more than 0; tolerance -0.1: expected spreads of O0, 0 or more"
+    )
+    for name, value, said in [
+        ("timeout", 0, "timeout 0: "),
+        ("seeds", 10**20, f"{10**20} runs: expected at most"),
+    ]:
+        with pytest.raises(AmpValueError, match=said):
+            make_plan(script, parse_rows(["O0"]), **{name: value})

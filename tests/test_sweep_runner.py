@@ -13,13 +13,14 @@ import pytest
 
 from ampatch import AmpValueError
 from ampatch.apex.script import Script
-from ampatch.sweeps.plan import Run
+from ampatch.sweeps.plan import PlannedRun
 from ampatch.sweeps.processes import runner
-from ampatch.sweeps.processes.log_file import last_lines, line_of
 from ampatch.sweeps.processes.runner import execute
-from ampatch.sweeps.processes.stop import SIGNALS, Stop, noting_signals
 from ampatch.sweeps.records.record import Ending, Measured
 from ampatch.sweeps.records.sweep_file import to_plain
+from ampatch.tools import process as processes
+from ampatch.tools.log_file import last_lines, line_of
+from ampatch.tools.stop import SIGNALS, Stop, noting_signals
 
 STEPPED = Measured(initialized=True, steps=12)
 
@@ -27,7 +28,7 @@ STEPPED = Measured(initialized=True, steps=12)
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    return Run("O1", 3, 0, Script("train.py"), {}, str(tmp_path))
+    return PlannedRun("O1", 3, 0, Script("train.py"), {}, str(tmp_path))
 
 
 @pytest.fixture
@@ -169,14 +170,14 @@ def test_a_run_that_does_not_want_to_end_is_killed(child, monkeypatch):
 
 
 def test_a_second_signal_does_not_wait_for_the_child(child, run, monkeypatch):
-    stop, send = Stop(), runner.send
+    stop, send = Stop(), processes.send
 
     def be_impatient(process, number):
         send(process, number)
         if number == signal.SIGTERM:
             stop(signal.SIGINT, None)
 
-    monkeypatch.setattr(runner, "send", be_impatient)
+    monkeypatch.setattr(processes, "send", be_impatient)
     monkeypatch.setattr(runner, "GRACE_SECONDS", 600)
     with pytest.raises(KeyboardInterrupt):
         interrupted(child(DEAF), signal.SIGINT, stop)

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ampatch.sweeps.columns import pool_spreads
 from ampatch.sweeps.records.record import Curve, Ending, Spread
 from ampatch.sweeps.records.sweep import Distance, Settings, Verdict
-from ampatch.sweeps.verdicts.distance import Sample, deviation, distance, mean
+from ampatch.sweeps.verdicts.distance import SeedValues, deviation, distance, mean
 from ampatch.sweeps.verdicts.metric_names import is_about_accuracy, is_lower_better, most_important
-from ampatch.sweeps.verdicts.summary import pool, summarize
+from ampatch.sweeps.verdicts.summary import summarize
 from ampatch.sweeps.verdicts.verdict import OTHER_START
 from sweep_samples import ENVIRONMENT, run
 
@@ -115,28 +116,28 @@ def test_the_deviation_is_that_of_the_statistics_module(values):
 @pytest.mark.parametrize(
     ("sample", "spread", "unit"),
     [
-        (Sample((0.50, 0.52, 0.54), noise=9.0), 0.02, "seeds"),
-        (Sample((0.5,), noise=0.05), 0.05, "steps"),
-        (Sample((0.5, 0.5), noise=0.1), 0.1, "steps"),
-        (Sample((0.5, 0.5, 0.5)), 0.0025, "percent"),
-        (Sample((-100.0, -100.001)), 0.1, "seeds"),
-        (Sample((100.0,), noise=1e-9), 0.1, "steps"),
-        (Sample((0.0, 0.0)), 0.005, "percent"),
-        (Sample((0.0,), noise=0.0), 0.001, "steps"),
-        (Sample((1e-12,), first=2.0, noise=1e-13), 2e-6, "steps"),
+        (SeedValues((0.50, 0.52, 0.54), noise=9.0), 0.02, "seeds"),
+        (SeedValues((0.5,), noise=0.05), 0.05, "steps"),
+        (SeedValues((0.5, 0.5), noise=0.1), 0.1, "steps"),
+        (SeedValues((0.5, 0.5, 0.5)), 0.0025, "percent"),
+        (SeedValues((-100.0, -100.001)), 0.1, "seeds"),
+        (SeedValues((100.0,), noise=1e-9), 0.1, "steps"),
+        (SeedValues((0.0, 0.0)), 0.005, "percent"),
+        (SeedValues((0.0,), noise=0.0), 0.001, "steps"),
+        (SeedValues((1e-12,), first=2.0, noise=1e-13), 2e-6, "steps"),
     ],
 )
 def test_the_unit_is_what_chance_does_and_at_least_a_thousandth_of_the_value(sample, spread, unit):
     assert sample.spread() == (pytest.approx(spread, rel=1e-4), unit)
     mean = sample.value
-    found = distance(Sample((mean - 3 * spread,)), sample, lower_is_better=True)
+    found = distance(SeedValues((mean - 3 * spread,)), sample, lower_is_better=True)
     assert found.spreads == pytest.approx(3, rel=1e-3)
-    assert distance(Sample((mean - 3 * spread,)), sample, lower_is_better=False).spreads == -found.spreads
+    assert distance(SeedValues((mean - 3 * spread,)), sample, lower_is_better=False).spreads == -found.spreads
 
 
 any_float = st.floats() | st.sampled_from([0.0, NAN, INF, -INF, 1e308, 5e-324])
 samples = st.builds(
-    Sample,
+    SeedValues,
     st.lists(any_float, max_size=4).map(tuple),
     st.none() | st.floats(allow_nan=False, allow_infinity=False),
     st.none() | st.floats(0, allow_infinity=False),
@@ -180,7 +181,7 @@ def test_a_metric_that_some_rows_lack_has_no_distance():
 
 def test_a_row_has_the_medians_of_its_runs_that_finished():
     fields = {"samples": 32.0, "forward_ms": Spread(7.0, 6.0, 8.0, 9)}
-    scales = [{"0": Curve((1,), (2.0**seed,))} for seed in range(3)]
+    scales = [*({"0": Curve((1,), (2.0**seed,))} for seed in range(2)), {}]
     runs = [
         run(seed=seed, ms=ms, mib=mib, skipped=(1,) * seed, loss_scales=scales[seed], **fields)
         for seed, (ms, mib) in enumerate([(10.0, 300.0), (30.0, 100.0), (20.0, 200.0)])
@@ -189,7 +190,7 @@ def test_a_row_has_the_medians_of_its_runs_that_finished():
     assert (found.step_ms.median, found.peak_mib, found.forward_ms, found.backward_ms) == (20, 200, 7, None)
     assert (found.steps_per_second, found.samples_per_second) == (50, 1600)
     assert (found.skipped, found.runs, found.failed, found.outcome) == (1.0, 4, 1, DONE)
-    assert found.loss_scale == 2.0
+    assert found.loss_scale == 1.0  # one that was in use
 
 
 def test_ratios_are_to_o0_and_to_the_fastest_row():
@@ -217,7 +218,7 @@ spreads = st.builds(
 
 @given(st.lists(spreads, min_size=1, max_size=6))
 def test_the_spread_of_several_runs_holds_their_median_and_its_quartiles_are_in_order(runs):
-    found = pool(runs)
+    found = pool_spreads(runs)
     assert found.median == statistics.median(it.median for it in runs)
     assert found.low <= found.median <= found.high
     assert found.low <= statistics.median(it.low for it in runs)

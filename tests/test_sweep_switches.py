@@ -6,7 +6,7 @@ from ampatch.__main__ import main
 from ampatch.apex.script import Script
 from ampatch.sweeps import campaign
 from ampatch.sweeps.processes.runner import NO_STEPS
-from ampatch.sweeps.records.record import Ending, Measured, Record
+from ampatch.sweeps.records.record import Ending, Measured, RunRecord
 from ampatch.sweeps.switches import find_switches
 
 OPTIONS = {
@@ -73,7 +73,7 @@ def test_a_script_that_never_called_initialize_is_told_what_to_do(
 ):
     script = tmp_path / "train.py"
     script.write_text("\n".join(f"parser.add_argument('{it}', action='store_true')" for it in options))
-    record = Record("O0", 0, 0, Ending.NO_STEPS, 1.0, NO_STEPS, (), "O0.log", Measured())
+    record = RunRecord("O0", 0, 0, Ending.NO_STEPS, 1.0, NO_STEPS, (), "O0.log", Measured())
     monkeypatch.setattr(campaign, "execute", lambda *given: record)
     assert main(["sweep", str(script), "--", "--lr", "1"]) == 2
     assert said in capsys.readouterr().err

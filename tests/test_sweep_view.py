@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from ampatch.sweeps.campaign import SweepProgress
-from ampatch.sweeps.records.record import Curve, Ending, Measured, Record, Spread
+from ampatch.sweeps.records.record import Curve, Ending, Measured, RunRecord, Spread
 from ampatch.sweeps.records.sweep import Settings
 from ampatch.sweeps.terminal.stream import Stream
 from ampatch.sweeps.terminal.terminal_table import heading_of
@@ -36,11 +36,11 @@ MEASURED = Measured(
 
 
 def record(row, **changes):
-    return Record(row, 0, 0, Ending.FINISHED, 1.0, measured=replace(MEASURED, **changes))
+    return RunRecord(row, 0, 0, Ending.FINISHED, 1.0, measured=replace(MEASURED, **changes))
 
 
 def failed(row, outcome=Ending.CRASHED, cause="ValueError: bad [bold] value", **changes):
-    return Record(row, 0, 0, outcome, 60.0, cause, log="/logs/O1.log", **changes)
+    return RunRecord(row, 0, 0, outcome, 60.0, cause, log="/logs/O1.log", **changes)
 
 
 def sweep(*records, script="train.py", **changes):

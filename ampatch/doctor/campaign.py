@@ -22,8 +22,8 @@ from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent.examine import examine_silent, pick_sample, plan_window
 from ampatch.doctor.silent.gradients import compare_gradients
 from ampatch.doctor.suspects import describe_scale, find_hidden, find_suspects, leave_out_mended
-from ampatch.sweeps.processes.runner import child_process, wait
-from ampatch.sweeps.processes.stop import noting_signals
+from ampatch.tools.process import child_process, wait
+from ampatch.tools.stop import noting_signals
 
 MOST_TRACED = 8  # attempts of one run
 FEWEST_TIMED = 5  # steps, for a median

@@ -21,7 +21,7 @@ from ampatch.doctor.instruments.unseen import follow_unseen
 from ampatch.doctor.instruments.watch import Watch
 from ampatch.doctor.silent.gradients import Sample
 from ampatch.doctor.silent.watch import Silent
-from ampatch.sweeps.measure.seeds import set_seeds
+from ampatch.tools.seeds import set_seeds
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ampatch import OPT_LEVELS, AmpValueError
 from ampatch.doctor.growth.curves import QUANTITIES
-from ampatch.sweeps.environment import require
+from ampatch.tools.packages import require
 
 if TYPE_CHECKING:
     from ampatch.doctor.finding import Report

@@ -11,15 +11,15 @@ from pathlib import Path
 from ampatch import AmpValueError
 from ampatch.sweeps.environment import collect, with_device
 from ampatch.sweeps.forecast import Forecast
-from ampatch.sweeps.plan import Plan, Run
+from ampatch.sweeps.plan import Plan, PlannedRun
 from ampatch.sweeps.processes.runner import Execute, execute, shorten
-from ampatch.sweeps.processes.stop import Stop
-from ampatch.sweeps.records.record import Ending, Record
+from ampatch.sweeps.records.record import Ending, RunRecord
 from ampatch.sweeps.records.results import Results
 from ampatch.sweeps.records.sweep import Sweep
 from ampatch.sweeps.switches import find_switches
 from ampatch.sweeps.verdicts.recommendation import is_too_noisy
 from ampatch.sweeps.verdicts.summary import summarize
+from ampatch.tools.stop import Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class SweepProgress:
 
     name: str
     steps: int
-    record: Record | None
+    record: RunRecord | None
     done: int  # runs, those that were left out as well
     total: int
     left: float | None  # seconds that the rest takes, None if that is not known yet
@@ -37,11 +37,11 @@ class SweepProgress:
 Show = Callable[[SweepProgress], None]
 
 
-class Campaign:
+class SweepCampaign:
     """A plan that is being carried out: `records` are those of the runs that are over."""
 
     def __init__(self, plan: Plan, results: Results, stop: Stop, run: Execute | None = None) -> None:
-        self.records: list[Record] = []
+        self.records: list[RunRecord] = []
         self._execute = run or execute
         self._plan = plan
         self._results = results
@@ -74,7 +74,7 @@ class Campaign:
         if not self._stop:
             self._results.replace_old()
 
-    def _watch(self, run: Run, ahead: Sequence[Run], show: Show) -> Record:
+    def _watch(self, run: PlannedRun, ahead: Sequence[PlannedRun], show: Show) -> RunRecord:
         """Executes a run, and says meanwhile how far it is, and how long the rest takes."""
 
         def on_steps(steps: int) -> None:
@@ -88,15 +88,15 @@ class Campaign:
         return record
 
     def _progress(
-        self, run: Run, ahead: Sequence[Run], steps: int = 0, record: Record | None = None
+        self, run: PlannedRun, ahead: Sequence[PlannedRun], steps: int = 0, record: RunRecord | None = None
     ) -> SweepProgress:
         left = self._forecast.left(it.row for it in ahead)
         done = self._total - len(ahead) - (record is None)
         return SweepProgress(self._title(run), steps, record, done, self._total, left)
 
-    def _repeat(self, ahead: list[Run]) -> bool:
+    def _repeat(self, ahead: list[PlannedRun]) -> bool:
         """Repeats it all once more, if times are not told apart and the budget has room for it."""
-        if not self._plan.may_repeat or not is_too_noisy(self.sweep().recommendation):
+        if not self._plan.may_repeat or not is_too_noisy(self.sweep()):
             return False
         before = self._plan.settings
         again = replace(self._plan, settings=replace(before, repeat=before.repeat + 1))
@@ -111,7 +111,7 @@ class Campaign:
         self._total += len(runs)
         return True
 
-    def _keep(self, record: Record) -> None:
+    def _keep(self, record: RunRecord) -> None:
         self.records.append(record)
         if not record.failed:
             self._results.replace_old()
@@ -122,13 +122,13 @@ class Campaign:
         environment = with_device(self._environment, self.records)
         return summarize(self._plan.settings, environment, tuple(map(self._with_log, self.records)))
 
-    def _with_log(self, record: Record) -> Record:
+    def _with_log(self, record: RunRecord) -> RunRecord:
         # The logs of the first runs may have been moved since.
         if not record.log:
             return record
         return replace(record, log=shorten(self._results.logs.absolute() / Path(record.log).name))
 
-    def _title(self, run: Run) -> str:
+    def _title(self, run: PlannedRun) -> str:
         """Names a run, with its seed and repeat where there are several."""
         asked = self._plan.settings
         seed = f" seed {run.seed}" if asked.seeds > 1 else ""
@@ -136,7 +136,7 @@ class Campaign:
         return f"{run.row}{seed}{repeat}"
 
 
-def validate_first(record: Record, plan: Plan) -> None:
+def validate_first(record: RunRecord, plan: Plan) -> None:
     """Raises AmpValueError if the script failed before a level could matter, or had nothing to measure."""
     name = plan.settings.script
     log = f" (log: {record.log})" if record.log else ""

@@ -10,16 +10,16 @@ from collections.abc import Iterable
 from ampatch import AmpError, AmpValueError
 from ampatch.apex.run_command import DEVICE_HELP, LEGACY_HELP
 from ampatch.apex.script import find_script
-from ampatch.sweeps.environment import require
+from ampatch.sweeps.columns import LIMITED
 from ampatch.sweeps.faults import ArgumentError
 from ampatch.sweeps.plan import DEFAULTS, LEAST, Plan, make_plan
 from ampatch.sweeps.processes.ranks import refuse_ranks
-from ampatch.sweeps.processes.stop import noting_signals
 from ampatch.sweeps.records.sweep import LEVELS
 from ampatch.sweeps.terminal.stream import Stream
 from ampatch.sweeps.variant import parse_rows
-from ampatch.sweeps.verdicts.compare import SLOWER
 from ampatch.sweeps.verdicts.compare import compare as compare_sweeps
+from ampatch.tools.packages import require
+from ampatch.tools.stop import noting_signals
 
 SUMMARY = "train a script at several opt levels and compare speed, memory and accuracy"
 USAGE = """ampatch sweep [OPTIONS] SCRIPT [-- ARGS...]
@@ -30,7 +30,7 @@ then leaves the seeds that the script sets alone. Exit status: 0 all went well, 
 --compare, a level got slower or less accurate), 2 bad input, 130 after Ctrl-C."""
 
 OF_A_SWEEP = ("script", "module", "device", "legacy", "levels", "variant", "out", *LEAST)
-OF_A_COMPARISON = ("slower", "more_memory")
+OF_A_COMPARISON = tuple(column.limit.option for column in LIMITED)
 FLAGS = {"script": "SCRIPT", "module": "-m"}
 
 
@@ -74,10 +74,8 @@ def add_of_a_comparison(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("two sweeps").add_argument
     compare = "compare two sweep.json, or folders with one: B with A"
     add("--compare", nargs=2, metavar=("A", "B"), help=compare)
-    slower = f"with --compare: how much slower than A is too slow, as a fraction; default: {SLOWER}"
-    add("--slower", type=float, metavar="PART", help=slower)
-    memory = "with --compare: how much more memory than A is too much; default: no limit"
-    add("--more-memory", type=float, metavar="PART", help=memory)
+    for name, column in zip(OF_A_COMPARISON, LIMITED, strict=True):
+        add(flags([name]), type=float, metavar="PART", help=f"with --compare: {column.limit.meaning}")
 
 
 def given_of(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, object]:
@@ -120,7 +118,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
 
 def sweep(plan: Plan, out: str | None) -> int:
     """Carries out the plan, writes and shows what came of it; returns the exit status."""
-    from ampatch.sweeps.campaign import Campaign
+    from ampatch.sweeps.campaign import SweepCampaign
     from ampatch.sweeps.records.results import open_results
     from ampatch.sweeps.terminal import view
 
@@ -129,7 +127,7 @@ def sweep(plan: Plan, out: str | None) -> int:
     with noting_signals() as stop, open_results(out) as results:
         if results.holds_old:
             view.say(errors, f"'{out}' holds a sweep already: it is replaced when a run has finished")
-        campaign = Campaign(plan, results, stop)
+        campaign = SweepCampaign(plan, results, stop)
         with view.progress_bar(errors, plan.count, plan.settings.steps) as bar:
             campaign.carry_out(bar)
         if campaign.records:

@@ -15,7 +15,15 @@ from ampatch.sweeps.environment import describe_machine
 SUMMARY = "print the versions, machine and settings that a report of a fault needs"
 PACKAGES = ("wrapt", "numpy", "rich", "matplotlib", "apex")
 # What wraps models and optimizers, or the loop; named where it is there.
-BESIDE = ("accelerate", "lightning", "pytorch-lightning", "transformers", "timm", "deepspeed", "tensorboard")
+WRAPPERS = (
+    "accelerate",
+    "lightning",
+    "pytorch-lightning",
+    "transformers",
+    "timm",
+    "deepspeed",
+    "tensorboard",
+)
 ABSENT = "not installed"
 HALF_FLAGS = ("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16", "asimdhp", "bf16")
 # By name, since others may hold what nobody should send.
@@ -39,13 +47,13 @@ def run(arguments: argparse.Namespace) -> int:
 def collect() -> dict[str, object]:
     """Looks around; nothing raises."""
     machine = describe_machine()
-    beside = {name: version for name in BESIDE if (version := find_version(name)) != ABSENT}
+    wrappers = {name: version for name in WRAPPERS if (version := find_version(name)) != ABSENT}
     return {
         "ampatch": f"{machine['ampatch']} in {Path(ampatch.__file__).parent}",
         "python": machine["python"],
         "torch": machine["torch"],
         **{name: find_version(name) for name in PACKAGES},
-        **beside,
+        **wrappers,
         "platform": machine["platform"],
         "cpu": f"{machine['cpu']}; half: {', '.join(find_half_flags()) or 'no instructions known'}",
         "cores": f"{machine['cores']} of {os.cpu_count()}, torch uses {machine['threads']} threads",

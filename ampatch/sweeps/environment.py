@@ -1,23 +1,22 @@
-"""Where a sweep runs: versions, machine, command and commit, for the reader of its files; what is missing."""
+"""Where a sweep runs: versions, machine, command and commit, for the reader of its files."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 import torch
 
-from ampatch import AmpError, __version__
+from ampatch import __version__
 from ampatch.apex.script import Script
-from ampatch.sweeps.records.record import Record
+from ampatch.sweeps.records.record import RunRecord
 from ampatch.sweeps.records.sweep import Environment
 
 GIT_SECONDS = 10
@@ -49,14 +48,6 @@ def describe_machine() -> dict[str, object]:
     }
 
 
-def require(*packages: str, also: Sequence[str] = ()) -> None:
-    """Raises AmpError if packages are missing, with the command that installs them; and `also` these."""
-    missing = [name for name in (*packages, *also) if importlib.util.find_spec(name) is None]
-    if absent := [name for name in packages if name in missing]:
-        are = "is" if len(absent) == 1 else "are"
-        raise AmpError(f"{' and '.join(absent)} {are} not installed: pip install {' '.join(missing)}")
-
-
 def command_as_typed() -> str:
     """Returns the command line of this process; of a notebook, which nobody started by one, nothing.
 
@@ -71,7 +62,7 @@ def command_as_typed() -> str:
     return shlex.join([name, *("..." if "\n" in word else word for word in words)])
 
 
-def with_device(environment: Environment, records: Iterable[Record]) -> Environment:
+def with_device(environment: Environment, records: Iterable[RunRecord]) -> Environment:
     """Adds the device that the runs were on: asked for here, a GPU would lose memory to this process."""
     devices = [record.measured.device for record in records if record.measured]
     return replace(environment, device=next((name for name in devices if name != "cpu"), "cpu"))
@@ -109,7 +100,7 @@ def find_commit(folder: Path) -> str | None:
 
 
 class Load:
-    """What other programs take of the processors, from when this is made; known on Linux alone."""
+    """The part of the processors that other programs take from now on; known on Linux alone."""
 
     def __init__(self, path: Path = Path("/proc/stat")) -> None:
         self._path = path

@@ -18,12 +18,14 @@ class ArgumentError(AmpValueError):
         super().__init__("; ".join(f"{name} {value!r}: {expected}" for name, value, expected in faults))
 
 
-def validate_numbers(owner: object, least: Mapping[str, tuple[float, str]], most: float = math.inf) -> None:
-    """Raises ArgumentError for all attributes that are below their least, or above `most`; None may be."""
+def validate_numbers(
+    values: Mapping[str, float | None], least: Mapping[str, tuple[float, str]], most: float = math.inf
+) -> None:
+    """Raises ArgumentError for all values that are below their least, or above `most`; None may be."""
     faults = [
         (name, value, f"expected {expected}")
         for name, (low, expected) in least.items()
-        if (value := getattr(owner, name)) is not None and not low <= value <= most
+        if (value := values[name]) is not None and not low <= value <= most
     ]
     if faults:
         raise ArgumentError(faults)

@@ -6,16 +6,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 
-from ampatch.sweeps.records.record import Record
+from ampatch.sweeps.records.record import RunRecord
 
 
 class Forecast:
-    """What the runs of a sweep take, in seconds.
+    """How many seconds the runs of a sweep take.
 
-    A row takes what its own runs took, also where they failed at once; but the time to the first step only as
-    far as it is typical, since the first run may download data or fill caches. A row that has not run takes
-    what the typical one takes that finished. The present run counts by its speed, once it is known how many
-    steps it will make: as many as the run before it, or `limit`.
+    For a row that has run it expects the time of its own runs, also if they failed at once; but of the time
+    to the first step no more than is typical, since the first run may download data or fill caches. For a row
+    that has not run it expects the time of the typical row that finished. The present run counts by its
+    speed, once the number of its steps is known: as many as the run before it made, or `limit`.
     """
 
     def __init__(self, limit: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -38,7 +38,7 @@ class Forecast:
         if steps and (not self._marks or steps > self._marks[-1][1]):
             self._marks[1:] = [(self._clock(), steps)]
 
-    def finish(self, record: Record) -> None:
+    def finish(self, record: RunRecord) -> None:
         """Takes what came of the present run."""
         self._row = ""
         start = self._marks[0][0] - self._began if self._marks else 0.0

@@ -15,16 +15,16 @@ from types import SimpleNamespace
 
 from ampatch import AmpError, AmpValueError
 from ampatch.apex.script import Script
-from ampatch.sweeps.campaign import Campaign, SweepProgress
+from ampatch.sweeps.campaign import SweepCampaign, SweepProgress
 from ampatch.sweeps.plan import DEFAULTS, LEVEL, SEED, Plan, make_plan
 from ampatch.sweeps.processes.in_process import Train, call, execute_here, require_here
 from ampatch.sweeps.processes.ranks import refuse_ranks
 from ampatch.sweeps.processes.runner import Execute
-from ampatch.sweeps.processes.stop import Stop
-from ampatch.sweeps.records.numbers import write_left
 from ampatch.sweeps.records.results import open_results
 from ampatch.sweeps.records.sweep import LEVELS, Sweep
 from ampatch.sweeps.variant import parse_rows
+from ampatch.tools.numbers import write_left
+from ampatch.tools.stop import Stop
 
 CHILD = "ampatch.sweeps.function"
 IN_CHILD = "AMPATCH_SWEEP_CHILD"  # set in the environment while a child loads the function
@@ -54,10 +54,10 @@ def sweep(
     ```
 
     `train(opt_level, seed)` calls `initialize`, which uses the level (or variant) of the run whatever it is
-    given, and trains. What it passes to `report`, or returns as a dict, are its metrics. Everything is seeded
-    by `seed`, from 0 up, before it is called. `levels` and `variants` are those of the command line, as are
-    the other arguments: `steps` and `warmup` count steps, `budget` minutes, `timeout` seconds, `tolerance`
-    spreads of O0.
+    given, and trains. Its metrics are those that it passes to `report`, or returns as a dict. The sweep seeds
+    everything by `seed`, from 0 up, before the call. `levels` and `variants` are those of the command line,
+    as are the other arguments: `steps` and `warmup` count steps, `budget` minutes, `timeout` seconds,
+    `tolerance` spreads of O0.
 
     Each run has its own process, which imports the function by its name. With `processes=False` all are in
     this one, as by default those of a function that no other process can import: of a notebook, or a
@@ -83,7 +83,7 @@ def sweep(
 def carry_out(plan: Plan, execute: Execute | None, out: str | os.PathLike[str] | None) -> Sweep:
     """Makes the runs of a plan, and writes what came of them."""
     with open_results(None if out is None else str(out)) as results:
-        campaign = Campaign(plan, results, Stop(), execute)
+        campaign = SweepCampaign(plan, results, Stop(), execute)
         campaign.carry_out(log_progress)
         result = campaign.sweep()
         results.save(result)

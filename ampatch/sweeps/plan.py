@@ -34,7 +34,7 @@ LEAST = {
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PlannedRun:
     """One process to come: a script with its arguments, and what `initialize` is made to use.
 
     `directory` takes its files, of which the child writes all but the log. `shift_seeds` says that the seeds
@@ -67,7 +67,7 @@ class Run:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Run:
+    def from_json(cls, text: str) -> PlannedRun:
         """Reads what `to_json` wrote."""
         fields = json.loads(text)
         script = fields["script"]
@@ -107,7 +107,7 @@ class Plan:
                 "the standard input can be read once, and a sweep reads its script often: save it to a file"
             )
         self.script.validate()
-        validate_numbers(self.settings, LEAST)
+        validate_numbers(asdict(self.settings), LEAST)
         if self.count > MOST_RUNS:
             raise AmpValueError(f"{self.count} runs: expected at most {MOST_RUNS:,}")
         for row in self.rows:
@@ -124,7 +124,7 @@ class Plan:
         again = self.count + self.count // self.settings.repeat
         return self.settings.budget is not None and again <= MOST_RUNS
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[PlannedRun]:
         """Yields the runs in the order in which they start, as yet without a directory.
 
         Round after round through the rows, every other one backwards: a machine that slows down over the
@@ -136,11 +136,11 @@ class Plan:
             for row in rows:
                 yield self._run(row, seed, repeat)
 
-    def _run(self, row: Variant, seed: int, repeat: int) -> Run:
+    def _run(self, row: Variant, seed: int, repeat: int) -> PlannedRun:
         given = self.script.arguments
         level = str(row.overrides["opt_level"])
         arguments = tuple(it.replace(SEED, str(seed)).replace(LEVEL, level) for it in given)
-        return Run(
+        return PlannedRun(
             row=row.name,
             seed=seed,
             repeat=repeat,

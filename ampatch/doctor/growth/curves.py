@@ -10,7 +10,7 @@ import torch
 
 from ampatch.doctor.instruments.values import HALF
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.sweeps.records.numbers import ASCII
+from ampatch.tools.numbers import ASCII
 
 QUANTITIES = ("output", "gradient", "gradient_norm", "weight")
 OUTPUT, GRADIENT, NORM, WEIGHT = range(len(QUANTITIES))

@@ -20,7 +20,7 @@ from ampatch.doctor.growth.curves import GRADIENT, NORM, OUTPUT, QUANTITIES, WEI
 from ampatch.doctor.instruments.clock import Listener, listen
 from ampatch.doctor.instruments.places import Models
 from ampatch.doctor.instruments.values import plain, quiet, tensors_in
-from ampatch.sweeps.measure.losses import read_numbers
+from ampatch.tools.tensors import read_numbers
 
 FETCHED = 50  # attempts that are fetched together
 MOST_KEPT = 400  # attempts that are kept, where nobody says how many

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import ampatch as amp
 from ampatch.levels.private import unwrap
-from ampatch.sweeps.measure.memory import tensors_in
+from ampatch.tools.tensors import tensors_in
 
 Tensors = list[Tensor]
 HALF = ("float16", "bfloat16")  # in `Damage.dtype`

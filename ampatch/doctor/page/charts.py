@@ -8,8 +8,7 @@ import numpy as np
 
 from ampatch.doctor.finding import Report
 from ampatch.doctor.growth.curves import name_of
-from ampatch.sweeps.web.charts import BAD, ROW, Chart, draw
-from ampatch.sweeps.web.curves import Points
+from ampatch.tools.charts import BAD, ROW, Chart, Points, draw
 
 MOST_LAYERS = 6  # that have charts; the table and the CSV have more
 SHOWN = {"headroom": "Headroom to overflow", "output": "Largest output", "gradient_norm": "Norm of gradients"}

@@ -13,7 +13,7 @@ from ampatch.doctor.brakes import first_of, said_of_speed
 from ampatch.doctor.finding import Report
 from ampatch.doctor.growth.curves import said_of_growth
 from ampatch.doctor.words import SURVIVES
-from ampatch.sweeps.web.page import draw_charts, render
+from ampatch.tools.page import draw_charts, render
 
 MOST_ROWS = 60  # of a table; the JSON has all
 SMALLEST = 1e-6  # an error whose bar has no length

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from ampatch.sweeps.measure.memory import tensors_in
+from ampatch.tools.tensors import tensors_in
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,11 +7,11 @@ import statistics
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 
-import torch
 from torch import Tensor
 
 from ampatch.sweeps.measure.curve import CurveBuilder, mean_by_step
 from ampatch.sweeps.records.record import LAST_LOSSES, Curve
+from ampatch.tools.tensors import read_numbers
 
 BATCH = 64  # steps whose losses are read together
 
@@ -69,16 +69,6 @@ def loss_noise(curves: Iterable[Curve]) -> float | None:
     if not lasts or any(len(last) < 2 for last in lasts):
         return None
     return math.hypot(*map(_standard_error, lasts)) / len(lasts)
-
-
-def read_numbers(tensors: list[Tensor]) -> list[float]:
-    """Returns the values of tensors of one number each, by one host sync."""
-    if not tensors:
-        return []
-    # A copy to the processor that does not wait would be read before it is there.
-    device = next((it.device for it in tensors if not it.is_cpu), tensors[0].device)
-    parts = [it.detach().reshape(()).to(device, torch.float32, non_blocking=True) for it in tensors]
-    return torch.stack(parts).tolist()
 
 
 def _standard_error(values: Collection[float]) -> float:

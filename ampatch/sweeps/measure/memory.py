@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from torch.nn import Module, Parameter
 
 import ampatch as amp
 from ampatch.sweeps.records.record import Bytes
+from ampatch.tools.tensors import tensors_in
 
 MIB = 2**20
 SAMPLES = 32
@@ -92,18 +92,3 @@ def nbytes_of(tensors: Iterable[Tensor]) -> int:
     """Adds up the bytes of tensors; of sparse ones, those of their values and indices."""
     parts = [(it._values(), it._indices()) if it.is_sparse else (it,) for it in tensors]
     return sum(part.nbytes for own in parts for part in own)
-
-
-def tensors_in(value: object, depth: int = 6) -> Iterator[Tensor]:
-    """Yields the tensors in a value: itself, or what sequences, mappings and dataclasses hold."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if isinstance(value, Mapping):
-        parts = list(value.values())
-    elif is_dataclass(value):
-        parts = [getattr(value, it.name, None) for it in fields(value)]
-    else:
-        parts = value if isinstance(value, (tuple, list)) else ()
-    for part in parts if depth else ():
-        yield from tensors_in(part, depth - 1)

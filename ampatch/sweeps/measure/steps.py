@@ -68,7 +68,7 @@ class DeviceClock(HostClock):
         torch.cuda.synchronize()
 
 
-class Step:
+class StepMarks:
     """The marks of one step, until somebody looks at them; its parts are only timed if it `has_parts`."""
 
     __slots__ = ("backward", "end", "forward", "has_parts", "start", "update")
@@ -92,9 +92,9 @@ class StepTimes:
     def __init__(self, clock: HostClock) -> None:
         self.clock = clock
         self.steps = 0
-        self.present = Step(None, True)
+        self.present = StepMarks(None, True)
         self._stepped: set[int] = set()
-        self._waiting: deque[Step] = deque()
+        self._waiting: deque[StepMarks] = deque()
         self._counts: dict[int, int] = {}  # steps of each optimizer
         self._milliseconds = array("d")
         self._parts = {part: array("d") for part in PARTS}
@@ -110,7 +110,7 @@ class StepTimes:
             stepped.add(key)
             return False
         self.steps += 1
-        self.present = Step(now, self.steps % PERIOD < TIMED)
+        self.present = StepMarks(now, self.steps % PERIOD < TIMED)
         self._stepped = {key}
         if present.start is not None:
             present.end = now
@@ -122,7 +122,7 @@ class StepTimes:
     def forget_optimizers(self) -> None:
         """Makes the next step a first one: ids are given out again."""
         self._stepped.clear()
-        self.present = Step(None, self.steps % PERIOD < TIMED)
+        self.present = StepMarks(None, self.steps % PERIOD < TIMED)
 
     def _settle(self) -> None:
         measure = self.clock.milliseconds

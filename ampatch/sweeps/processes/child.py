@@ -1,4 +1,4 @@
-"""The inside of one run: `python -m ampatch.sweeps.processes.child RUN`, where RUN is a `Run` as JSON."""
+"""The inside of one run: `python -m ampatch.sweeps.processes.child RUN`, a `PlannedRun` as JSON."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import ampatch as amp
 from ampatch import apex
 from ampatch.apex.run_command import advice
 from ampatch.sweeps.measure.recorder import EnoughSteps, Recorder
-from ampatch.sweeps.measure.seeds import set_seeds, shifted_seeds
 from ampatch.sweeps.measure.steps import StepCounter
-from ampatch.sweeps.plan import Run
-from ampatch.sweeps.processes.log_file import line_of
+from ampatch.sweeps.plan import PlannedRun
 from ampatch.sweeps.processes.ranks import own_part
 from ampatch.sweeps.records.sweep_file import to_plain
+from ampatch.tools.log_file import line_of
+from ampatch.tools.seeds import set_seeds, shifted_seeds
 
 
-def main(run: Run) -> None:
+def main(run: PlannedRun) -> None:
     """Runs the script as `__main__`; however it ends, what was measured is written.
 
     Exceptions pass, since the traceback belongs in the log; a line about them is written as well.
@@ -52,13 +52,13 @@ def main(run: Run) -> None:
             write(run, recorder)
 
 
-def write(run: Run, recorder: Recorder) -> None:
+def write(run: PlannedRun, recorder: Recorder) -> None:
     """Writes what was measured."""
     run.file("json").write_text(json.dumps(to_plain(recorder.measured(run.warmup))))
 
 
 @contextmanager
-def conditions(run: Run, recorder: Recorder) -> Iterator[None]:
+def conditions(run: PlannedRun, recorder: Recorder) -> Iterator[None]:
     """Seeds everything, and lets the observers watch, while the context is open."""
     with ExitStack() as stack:
         stack.enter_context(amp.observe(recorder))
@@ -80,4 +80,4 @@ def exit_at_signal(number: int, frame: object) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(own_part(Run.from_json(sys.argv[1])))
+    main(own_part(PlannedRun.from_json(sys.argv[1])))

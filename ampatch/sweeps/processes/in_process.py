@@ -10,14 +10,14 @@ import ampatch as amp
 from ampatch import AmpError, AmpValueError
 from ampatch.sweeps.measure.memory import reset_peak
 from ampatch.sweeps.measure.recorder import EnoughSteps, Recorder
-from ampatch.sweeps.measure.seeds import kept_seeds
-from ampatch.sweeps.plan import Run
+from ampatch.sweeps.plan import PlannedRun
 from ampatch.sweeps.processes.child import conditions
-from ampatch.sweeps.processes.log_file import line_of, lines_of
 from ampatch.sweeps.processes.runner import NO_STEPS, Execute, judge
-from ampatch.sweeps.processes.stop import Stop
-from ampatch.sweeps.records.record import Ending, Record
+from ampatch.sweeps.records.record import Ending, RunRecord
 from ampatch.sweeps.variant import in_use
+from ampatch.tools.log_file import line_of, lines_of
+from ampatch.tools.seeds import kept_seeds
+from ampatch.tools.stop import Stop
 
 Train = Callable[[str, int], object]
 
@@ -41,7 +41,9 @@ def require_here(timeout: float | None) -> None:
 def execute_here(train: Train) -> Execute:
     """Returns what executes a run of the function, in the place of `runner.execute`."""
 
-    def execute(run: Run, timeout: float | None, on_steps: Callable[[int], None], stop: Stop) -> Record:
+    def execute(
+        run: PlannedRun, timeout: float | None, on_steps: Callable[[int], None], stop: Stop
+    ) -> RunRecord:
         reset_peak()
         recorder = Recorder(limit=run.steps)
         start = time.monotonic()
@@ -54,12 +56,12 @@ def execute_here(train: Train) -> Execute:
             lines = lines_of("".join(traceback.format_exception(error)))
         elif outcome is Ending.NO_STEPS:
             cause = NO_STEPS
-        return Record(run.row, run.seed, run.repeat, outcome, seconds, cause, lines, "", measured)
+        return RunRecord(run.row, run.seed, run.repeat, outcome, seconds, cause, lines, "", measured)
 
     return execute
 
 
-def train_here(train: Train, run: Run, recorder: Recorder) -> Exception | None:
+def train_here(train: Train, run: PlannedRun, recorder: Recorder) -> Exception | None:
     """Calls the function, and ends its session while observers watch; returns what it raised."""
     with kept_seeds():
         try:

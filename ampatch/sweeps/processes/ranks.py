@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ampatch import AmpError
-from ampatch.sweeps.plan import Run
-from ampatch.sweeps.processes.log_file import last_lines
+from ampatch.sweeps.plan import PlannedRun
 from ampatch.sweeps.records.record import Measured
+from ampatch.tools.log_file import last_lines
 
 SECONDS = 40.0  # in which torch.distributed.run, told to end, ends its ranks by force: it takes 30
 
@@ -27,20 +27,20 @@ def refuse_ranks() -> None:
         )
 
 
-def list_ranks(run: Run) -> list[Run]:
+def list_ranks(run: PlannedRun) -> list[PlannedRun]:
     """Returns the run as each rank sees it: the files of all but the first are in folders of their own."""
     others = range(1, run.nproc_per_node or 1)
     return [run, *(replace(run, directory=str(Path(run.directory, f"rank{rank}"))) for rank in others)]
 
 
-def own_part(run: Run) -> Run:
+def own_part(run: PlannedRun) -> PlannedRun:
     """Returns the run as the rank of this process sees it."""
     own = list_ranks(run)[int(os.environ["RANK"]) if run.nproc_per_node else 0]
     Path(own.directory).mkdir(exist_ok=True)
     return own
 
 
-def launcher(run: Run) -> list[str]:
+def launcher(run: PlannedRun) -> list[str]:
     """Returns what goes before the module of a child on the command line."""
     if run.nproc_per_node is None:
         return [sys.executable, "-u", "-m"]
@@ -67,7 +67,7 @@ def slowest(ranks: Sequence[Measured | None]) -> Measured | None:
     )
 
 
-def first_raised(run: Run, log: Sequence[str]) -> tuple[str, ...]:
+def first_raised(run: PlannedRun, log: Sequence[str]) -> tuple[str, ...]:
     """Returns a line about the exception of the rank that raised first, or was ended by the system.
 
     The others fail because of it: they wait for what it does not send any more.

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from ampatch import AmpError
 from ampatch.sweeps.environment import Load
 from ampatch.sweeps.measure.steps import read_count
-from ampatch.sweeps.plan import Run
+from ampatch.sweeps.plan import PlannedRun
 from ampatch.sweeps.processes import ranks
-from ampatch.sweeps.processes.log_file import last_lines
-from ampatch.sweeps.processes.stop import Stop
-from ampatch.sweeps.records.record import Ending, Measured, Record
+from ampatch.sweeps.records.record import Ending, Measured, RunRecord
 from ampatch.sweeps.records.sweep_file import read_measured
+from ampatch.tools.log_file import last_lines
+from ampatch.tools.process import GRACE_SECONDS, child_process, wait
+from ampatch.tools.stop import Stop
 
-POLL_SECONDS = 0.1
-GRACE_SECONDS = 5.0
-Execute = Callable[[Run, float | None, Callable[[int], None], Stop], Record]
+Execute = Callable[[PlannedRun, float | None, Callable[[int], None], Stop], RunRecord]
 
 NO_STEPS = "no optimizer that initialize returned made a step"
 NO_INPUT = "EOFError: EOF when reading a line"  # what `input()` raises
 
 
-def execute(run: Run, timeout: float | None, on_steps: Callable[[int], None], stop: Stop) -> Record:
+def execute(run: PlannedRun, timeout: float | None, on_steps: Callable[[int], None], stop: Stop) -> RunRecord:
     """Runs one child to its end, for `timeout` seconds at the most, or until `stop`.
 
     `on_steps` is told now and then how many steps it has made. Leaves nothing but the log behind.
@@ -42,91 +38,28 @@ def execute(run: Run, timeout: float | None, on_steps: Callable[[int], None], st
         inner = replace(run, directory=folder)
         grace, count = GRACE_SECONDS if run.nproc_per_node is None else ranks.SECONDS, inner.file("steps")
         with child_process(command_of(inner), log, run.seed, grace) as process:
-            ended = wait(process, timeout, stop, lambda: on_steps(read_count(count)))
+            has_ended = wait(process, timeout, stop, lambda: on_steps(read_count(count)))
             seconds = time.monotonic() - start
         measured = ranks.slowest(list(map(take_measured, ranks.list_ranks(inner))))
         raised = ranks.first_raised(inner, last_lines(log))
-    outcome = ended or judge(process.returncode, measured)
+    if has_ended:
+        outcome = judge(process.returncode, measured)
+    else:
+        outcome = Ending.INTERRUPTED if stop else Ending.TIMED_OUT
     lines, cause = (), ""
     if outcome is not Ending.FINISHED:
         lines = last_lines(log)
         cause = explain(outcome, process.returncode, raised or lines, stop)
     facts = (run.row, run.seed, run.repeat, outcome, seconds, cause, lines, shorten(log), measured)
-    return Record(*facts, busy=load.share())
+    return RunRecord(*facts, busy=load.share())
 
 
-@contextmanager
-def child_process(
-    command: Sequence[str], path: Path, seed: int = 0, grace: float = GRACE_SECONDS, stdout: int | None = None
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Starts a child in a process group of its own, and ends the group however the block ends.
-
-    What it prints goes to the file `path`, but for its standard output if that is to go elsewhere.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log if stdout is None else stdout,
-            stderr=log,
-            # Sets of strings have the order of the seed, unless the user says otherwise.
-            env={"PYTHONHASHSEED": str(seed), **os.environ},
-            start_new_session=True,
-        )
-        try:
-            yield process
-        finally:
-            end(process, grace)
-
-
-def command_of(run: Run) -> list[str]:
+def command_of(run: PlannedRun) -> list[str]:
     """Returns the child's command line."""
     return [*ranks.launcher(run), "ampatch.sweeps.processes.child", run.to_json()]
 
 
-def wait(
-    process: subprocess.Popen[bytes], timeout: float | None, stop: Stop, on_poll: Callable[[], None]
-) -> Ending | None:
-    """Waits for the child and polls meanwhile; says what it did not wait for the end for, if so."""
-    deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
-    while not stop:
-        try:
-            process.wait(POLL_SECONDS)
-            return None
-        except subprocess.TimeoutExpired:
-            on_poll()
-        if time.monotonic() >= deadline:
-            return Ending.TIMED_OUT
-    return Ending.INTERRUPTED
-
-
-def end(process: subprocess.Popen[bytes], grace: float) -> None:
-    """Ends a child that still runs: politely, then by force; and whatever it started, at once."""
-    try:
-        if process.poll() is None:
-            send(process, signal.SIGTERM)
-            process.wait(grace)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        # What a child leaves running would slow down the next one.
-        send(process, getattr(signal, "SIGKILL", signal.SIGTERM))
-        process.wait()
-
-
-def send(process: subprocess.Popen[bytes], number: int) -> None:
-    """Sends a signal to the whole group of the child; on Windows, where there is none, to it."""
-    if os.name != "posix":
-        process.terminate()
-        return
-    try:
-        os.killpg(process.pid, number)
-    except (ProcessLookupError, PermissionError):  # macOS says the latter of a group that is gone
-        return
-
-
-def take_measured(run: Run) -> Measured | None:
+def take_measured(run: PlannedRun) -> Measured | None:
     """Reads what the child left behind, None if it was ended before it could."""
     try:
         return read_measured(json.loads(run.file("json").read_text()))

@@ -1,4 +1,4 @@
-"""What is known about a run when it is over."""
+"""A run when it is over: how it ended, and what it measured."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class CastRate:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a child measured about itself; None, and what is empty, was not there to be measured.
+    """The measurements of a run; None, or nothing, where there was nothing to measure.
 
     A step ends where an optimizer steps that has stepped in it before: with one optimizer, at each of its
     steps. Times are milliseconds a step, without the warm-up, `forward_ms` of the models alone; `samples` are
@@ -122,13 +122,12 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RunRecord:
     """One run: of which row, with which seed, how it ended, how long it took, and what was measured.
 
     `busy` is the part of the processors' time that other programs took meanwhile, 0 where enough was
-    left, None where that is not known.
-    `log` is the file with what the script said; `cause` says in one line why the run failed, and
-    `last_lines` are those of the log, for a run that did.
+    left, None where that is not known. `log` is the file that took the script's output. If the run failed,
+    `cause` says in one line why, and `last_lines` are the end of the log.
     """
 
     row: str

@@ -8,12 +8,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ampatch import AmpError, AmpValueError
-from ampatch.sweeps.environment import require
 from ampatch.sweeps.faults import ArgumentError
 from ampatch.sweeps.records.sweep import Sweep
 from ampatch.sweeps.records.sweep_file import from_json, to_json
 from ampatch.sweeps.records.table_file import to_csv
 from ampatch.sweeps.web.page import write_page
+from ampatch.tools.packages import require
 
 JSON, TABLE, PAGE = "sweep.json", "sweep.csv", "sweep.html"
 LOGS, NEW_LOGS = "logs", "logs.new"

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ampatch import OPT_LEVELS
-from ampatch.sweeps.records.numbers import ASCII
-from ampatch.sweeps.records.record import Ending, Record, Spread, Word
+from ampatch.sweeps.records.record import Ending, Measured, RunRecord, Spread, Word
+from ampatch.tools.numbers import ASCII
 
 AUTOCAST = "autocast"
 BASELINE = "O0"
@@ -18,7 +18,7 @@ LEVELS = (*OPT_LEVELS, AUTOCAST)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a sweep was asked for; `rows` are its levels and variants, `arguments` the script's own.
+    """The arguments of a sweep; `rows` are its levels and variants, `arguments` the script's own.
 
     With a `budget`, in minutes, `repeat` is how often it came to be repeated.
     """
@@ -54,7 +54,7 @@ class Environment:
 
 
 class Verdict(Word):
-    """What is said of a row's accuracy, compared with O0."""
+    """A judgement of a row's accuracy, compared with O0."""
 
     BASELINE = "baseline"
     SAME = "same"
@@ -141,13 +141,18 @@ class Sweep:
 
     settings: Settings
     environment: Environment
-    records: tuple[Record, ...] = field(repr=False)
+    records: tuple[RunRecord, ...] = field(repr=False)
     rows: tuple[SweepRow, ...]
     recommendation: Recommendation
 
     def row(self, name: str | None = BASELINE) -> SweepRow | None:
         """Returns the row of a name, None if there is none."""
         return find_row(self.rows, name)
+
+    def measured(self, row: SweepRow) -> list[Measured]:
+        """Returns what was measured in the runs of a row that finished, else in those that did not."""
+        own = [it for it in self.records if it.row == row.name and it.measured]
+        return [it.measured for it in own if not it.failed] or [it.measured for it in own]
 
     def __str__(self) -> str:
         """Writes a line a row, and the recommendation."""

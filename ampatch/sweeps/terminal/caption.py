@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from ampatch.sweeps.records.numbers import ASCII, duration
-from ampatch.sweeps.records.record import LAST_LOSSES, Ending, Record
+from ampatch.sweeps.columns import COLUMNS
+from ampatch.sweeps.records.record import LAST_LOSSES, Ending, RunRecord
 from ampatch.sweeps.records.sweep import Sweep
 from ampatch.sweeps.verdicts.distance import GUESSED_SPREAD
+from ampatch.tools.numbers import ASCII, duration
 
 UNITS = {
     "seeds": "the standard deviation of O0 over the seeds",
@@ -34,13 +35,12 @@ def device_of(sweep: Sweep) -> str:
 def said_of_columns(sweep: Sweep) -> str:
     """Says how the columns were measured."""
     kinds = sorted({record.measured.memory for record in sweep.records if record.measured})
-    sentences = [
-        f"ms a step: median {said_of_warmup(sweep)}, +- half the range between the quartiles.",
-        f"peak MiB: {' or '.join(kinds) or 'resident'} memory.",
-        f"final loss: mean of the last {LAST_LOSSES}.",
-        said_of_distances(sweep),
-    ]
-    return " ".join(sentence for sentence in sentences if sentence)
+    facts = {
+        "warmup": said_of_warmup(sweep),
+        "memory": " or ".join(kinds) or "resident",
+        "distances": said_of_distances(sweep),
+    }
+    return " ".join(filter(None, (column.said.format(**facts) for column in COLUMNS)))
 
 
 def said_of_warmup(sweep: Sweep) -> str:
@@ -70,7 +70,7 @@ def said_of_distances(sweep: Sweep) -> str:
     )
 
 
-def failure_of(record: Record, name: str) -> str:
+def failure_of(record: RunRecord, name: str) -> str:
     """Says in one line how a run of a row of this name failed, and where its log is."""
     seed = f" seed {record.seed}" + (f" repeat {record.repeat}" if record.repeat else "")
     after = f" after {duration(record.seconds)}" if record.outcome is Ending.TIMED_OUT else ""

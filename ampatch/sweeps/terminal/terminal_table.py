@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from rich.box import Box
 from rich.console import Console
 from rich.table import Table
 
-from ampatch.sweeps.records.numbers import ASCII
+from ampatch.sweeps.column import Column
+from ampatch.sweeps.columns import COLUMNS, LIMITED
 from ampatch.sweeps.records.sweep import Distance, Sweep, SweepRow, keys_of
 from ampatch.sweeps.terminal.caption import printable, title
 from ampatch.sweeps.verdicts.change import RowChange
 from ampatch.sweeps.verdicts.compare import Comparison
 from ampatch.sweeps.verdicts.metric_names import most_important
-from ampatch.sweeps.verdicts.summary import step_ms
+from ampatch.tools.numbers import ASCII
 
 WIDTH = 80
 # rich's own boxes that are this light are not in ASCII.
@@ -28,31 +30,19 @@ Line = TypeVar("Line", SweepRow, RowChange)
 def build_table(sweep: Sweep) -> Table:
     """Builds the table, one row a level."""
     metric = most_important(dict.fromkeys(name for row in sweep.rows for name in row.metrics))
-    columns = {
-        "ms a\nstep": lambda row: ASCII.number(step_ms(row), 4),
-        "\n+-": lambda row: ASCII.number(half_range(row), 2),
-        "speed\nto O0": lambda row: ASCII.ratio(row.speed),
-        "peak\nMiB": lambda row: ASCII.number(row.peak_mib),
-        "final\nloss": lambda row: ASCII.number(row.loss.value),
-        **({heading_of(metric): lambda row: value_of(row.metrics.get(metric))} if metric else {}),
-        "from\nO0": lambda row: ASCII.signed(worst(row)),
-        "skip-\nped": lambda row: ASCII.count(row.skipped),
-        "loss\nscale": lambda row: ASCII.scale(row.loss_scale),
-    }
+    columns: dict[str, Callable[[SweepRow], str]] = {}
+    for column in COLUMNS:
+        if column.terminal:
+            columns[column.terminal.heading] = partial(cell, column, sweep)
+        if metric and column.key == "final_loss":
+            columns[heading_of(metric)] = lambda row: value_of(row.metrics.get(metric))
     said = [row.verdict.value if row.runs else "not run" for row in sweep.rows]
     return make_table(printable(title(sweep)), columns, sweep.rows, "verdict", said)
 
 
-def half_range(row: SweepRow) -> float | None:
-    """Returns half of the range between the quartiles of a step's time; a single time has no range."""
-    it = row.step_ms
-    return (it.high - it.low) / 2 if it and it.count > 1 else None
-
-
-def worst(row: SweepRow) -> float | None:
-    """Returns the distance of that loss or metric which did worst, in spreads: the verdict goes by it."""
-    known = [it.spreads for it in (row.loss, *row.metrics.values()) if it.spreads is not None]
-    return min(known, default=None)
+def cell(column: Column, sweep: Sweep, row: SweepRow) -> str:
+    """Writes the number of a row."""
+    return column.terminal.write(ASCII, column.of_row(row, sweep))
 
 
 def heading_of(metric: str) -> str:
@@ -80,16 +70,28 @@ def build_comparison(comparison: Comparison) -> Table:
     def result(change: RowChange) -> Distance | None:
         return change.metrics.get(metric) if metric else change.loss
 
-    columns = {
-        "ms\nbefore": lambda it: ASCII.number(step_ms(it.before), 4),
-        "ms\nafter": lambda it: ASCII.number(step_ms(it.after), 4),
-        "\nspeed": lambda it: ASCII.ratio(it.speed),
-        "\nmemory": lambda it: ASCII.ratio(it.memory),
+    columns: dict[str, Callable[[RowChange], str]] = {}
+    for column in LIMITED:
+        if unit := column.limit.unit:
+            columns[f"{unit}\nbefore"] = partial(one_side, column, 0)
+            columns[f"{unit}\nafter"] = partial(one_side, column, 1)
+    columns |= {f"\n{it.limit.ratio}": partial(ratio, it) for it in LIMITED}
+    columns |= {
         f"{what}\nbefore": lambda it: value_of(result(it), "baseline"),
         "\nafter ": lambda it: value_of(result(it)),
         "\nspreads": lambda it: ASCII.signed(result(it).spreads if result(it) else None),
     }
     return make_table("before and after", columns, rows, "got worse", list(map(got_worse, rows)))
+
+
+def one_side(column: Column, side: int, change: RowChange) -> str:
+    """Writes the number before or after."""
+    return column.terminal.write(ASCII, change.sides(column)[side])
+
+
+def ratio(column: Column, change: RowChange) -> str:
+    """Writes how many times a number became what it was."""
+    return ASCII.ratio(change.ratio(column))
 
 
 def got_worse(change: RowChange) -> str:

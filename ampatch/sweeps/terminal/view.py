@@ -9,11 +9,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ampatch.sweeps.campaign import SweepProgress
-from ampatch.sweeps.records.numbers import ASCII, duration, write_left
+from ampatch.sweeps.columns import LIMITED
 from ampatch.sweeps.records.sweep import Recommendation, Sweep, SweepRow, Verdict, abbreviate, keys_of
 from ampatch.sweeps.terminal.caption import cut_middle, failure_of, printable, said_of_columns
 from ampatch.sweeps.terminal.terminal_table import WIDTH, build_comparison, build_table
 from ampatch.sweeps.verdicts.compare import Comparison
+from ampatch.tools.numbers import ASCII, duration, write_left
 
 LONGEST_TITLE = 24
 
@@ -127,8 +128,12 @@ def praise_of(comparison: Comparison) -> str:
     """Says that nothing got worse, and what was allowed."""
     limits = comparison.limits
     spreads = f"{ASCII.short(limits.tolerance)} spreads"
-    memory = "" if limits.more_memory is None else f", {ASCII.percent(limits.more_memory)} more memory"
+    slower, *others = (
+        f"{ASCII.percent(part)} {it.limit.fault}"
+        for it in LIMITED
+        if (part := limits.parts[it.limit.option]) is not None
+    )
     return (
         "No level got worse by more than is allowed: "
-        f"{ASCII.percent(limits.slower)} slower, {spreads} less accurate{memory}."
+        f"{', '.join([slower, f'{spreads} less accurate', *others])}."
     )

@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from ampatch.sweeps.column import Column
+from ampatch.sweeps.columns import LIMITED, divide
 from ampatch.sweeps.faults import validate_numbers
-from ampatch.sweeps.records.numbers import ASCII
-from ampatch.sweeps.records.record import Ending
+from ampatch.sweeps.records.record import Ending, Spread
 from ampatch.sweeps.records.sweep import Distance, SweepRow, Verdict
-from ampatch.sweeps.verdicts.summary import divide, step_ms
 from ampatch.sweeps.verdicts.verdict import write_distance
+from ampatch.tools.numbers import ASCII
 
+SPREADS = (0, "a number of spreads such as 2, not less than 0")
 PART = (0, "a fraction such as 0.05 for 5 %, not less than 0")
-LEAST = {
-    "slower": PART,
-    "tolerance": (0, "a number of spreads such as 2, not less than 0"),
-    "more_memory": PART,
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What is allowed: parts of the time and memory before, spreads of losses and metrics."""
+    """How much worse a row may be: spreads of losses and metrics, and parts of other numbers, by option."""
 
-    slower: float
     tolerance: float
-    more_memory: float | None
+    parts: Mapping[str, float | None]
 
     def __post_init__(self) -> None:
-        validate_numbers(self, LEAST, most=sys.float_info.max)
+        least = {"tolerance": SPREADS} | dict.fromkeys(self.parts, PART)
+        validate_numbers({"tolerance": self.tolerance} | self.parts, least, most=sys.float_info.max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +54,14 @@ class RowChange:
     metrics: Mapping[str, Distance]
     limits: Limits
 
-    @property
-    def speed(self) -> float | None:
-        """Returns a ratio that is above 1 where the row got faster."""
-        return divide(step_ms(self.before), step_ms(self.after))
+    def sides(self, column: Column) -> tuple[float | None, float | None]:
+        """Returns the number of a column before and after."""
+        return column.of_row(self.before), column.of_row(self.after)
 
-    @property
-    def memory(self) -> float | None:
-        """Returns a ratio that is below 1 where the row needs less."""
-        old, new = self.before, self.after
-        return divide(new and new.peak_mib, old and old.peak_mib)
+    def ratio(self, column: Column) -> float | None:
+        """Returns how many times the number before it is now; of a time, how many times as fast."""
+        old, new = self.sides(column)
+        return divide(old, new) if column.limit.is_speed else divide(new, old)
 
     @property
     def obstacle(self) -> str:
@@ -114,30 +109,35 @@ def find_regressions(change: RowChange) -> Iterator[Regression]:
         yield Regression("failed", f"{name} failed: {new.reason}{before}")
     if not change.obstacle:
         yield from find_missing(change)
-        yield from find_slower(change)
+        yield from find_larger(change, LIMITED[:1])  # the time comes first
         yield from find_less_accurate(change)
-        yield from find_more_memory(change)
+        yield from find_larger(change, LIMITED[1:])
 
 
 def find_missing(change: RowChange) -> Iterator[Regression]:
     """Yields what was measured before and is not any more."""
     pairs = [("the loss", change.loss), *change.metrics.items()]
     names = [name for name, it in pairs if it.value is None and it.baseline is not None]
-    if change.before.step_ms and not change.after.step_ms:
-        names.insert(0, "the time of a step")
-    for name in names:
+    sides = [(it.limit.missing, *change.sides(it)) for it in LIMITED]
+    gone = [name for name, old, new in sides if name and old is not None and new is None]
+    for name in [*gone, *names]:
         yield Regression("missing", f"{change.name} is missing {name}, which was measured before")
 
 
-def find_slower(change: RowChange) -> Iterator[Regression]:
-    """Yields whether steps take longer than is allowed."""
-    old, new, limit = change.before.step_ms, change.after.step_ms, change.limits.slower
-    if old and new and new.median > old.median * (1 + limit):
-        part = ASCII.percent(new.median / old.median - 1) if old.median else "much"
-        overlap = ", though the quartiles overlap" if new.low <= old.high else ""
-        times = f"{ASCII.number(new.median, 4)} ms a step against {ASCII.number(old.median, 4)} before"
-        allowed = f"({ASCII.percent(limit)} allowed{overlap})"
-        yield Regression("slower", f"{change.name} is {part} slower: {times} {allowed}")
+def find_larger(change: RowChange, columns: Iterable[Column]) -> Iterator[Regression]:
+    """Yields which numbers are larger than is allowed."""
+    for column in columns:
+        limit, (old, new) = column.limit, change.sides(column)
+        most = change.limits.parts[limit.option]
+        if None in (old, new, most) or new <= old * (1 + most):
+            continue
+        spreads = [getattr(row, column.key) for row in (change.before, change.after)]
+        is_close = isinstance(spreads[0], Spread) and spreads[1].low <= spreads[0].high
+        overlap = ", though the quartiles overlap" if is_close else ""
+        part = ASCII.percent(new / old - 1) if old else "much"
+        old, new = (column.terminal.write(ASCII, it) for it in (old, new))
+        said = limit.sentence.format(part=part, old=old, new=new)
+        yield Regression(limit.fault, f"{change.name} {said} ({ASCII.percent(most)} allowed{overlap})")
 
 
 def find_less_accurate(change: RowChange) -> Iterator[Regression]:
@@ -156,16 +156,3 @@ def find_less_accurate(change: RowChange) -> Iterator[Regression]:
         else:
             continue
         yield Regression("less accurate", f"{change.name} is less accurate: {name} {said}")
-
-
-def find_more_memory(change: RowChange) -> Iterator[Regression]:
-    """Yields whether the row needs more memory than is allowed, if there is a limit."""
-    limit = change.limits.more_memory
-    if limit is None or change.memory is None or change.memory <= 1 + limit:
-        return
-    yield Regression(
-        "more memory",
-        f"{change.name} needs {ASCII.percent(change.memory - 1)} more memory: "
-        f"{ASCII.number(change.after.peak_mib)} against {ASCII.number(change.before.peak_mib)} MiB before "
-        f"({ASCII.percent(limit)} allowed)",
-    )

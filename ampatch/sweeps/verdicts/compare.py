@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from ampatch import AmpValueError
+from ampatch.sweeps.columns import LIMITED
 from ampatch.sweeps.records.sweep import Environment, Settings, Sweep
 from ampatch.sweeps.verdicts.change import Limits, RowChange
 from ampatch.sweeps.verdicts.distance import distances
 from ampatch.sweeps.verdicts.summary import finished, runs_of
 
-SLOWER = 0.05  # how much slower is too slow, as a part of 1
 TRAINING = ("script", "arguments", "steps", "nproc_per_node")  # what is trained, and for how long
 SETTINGS = ("script", "seeds", "repeat", "warmup")
 ENVIRONMENT = ("device", "cpu", "cores", "threads", "platform", "torch", "python", "ampatch", "commit")
@@ -61,10 +61,9 @@ def compare(
     before: Sweep,
     after: Sweep,
     *,
-    slower: float = SLOWER,
     tolerance: float | None = None,
-    more_memory: float | None = None,
     names: tuple[str, str] | None = None,
+    **parts: float | None,
 ) -> Comparison:
     """Compares the rows of two sweeps by name; `names` are those of the sweeps, best their folders.
 
@@ -73,15 +72,16 @@ def compare(
     says so. On a quiet machine medians of 100 steps repeat to one or two percent; on the shared machines that
     CI runs on, to ten or twenty, so give more there. It got less accurate if the loss or a metric is worse by
     more than `tolerance` spreads (None: as many as `before` was judged by), or if it diverged. Memory counts
-    if `more_memory` says which part more is allowed. What was measured before and is not any more is missing.
-    A row that fails is a regression also if it failed before, or is new. What could not be compared is said,
-    and if that is all there is, it is a regression. Other settings and environments are noted.
+    if `more_memory` says which part more is allowed. A quantity that only `before` has is missing.
+    A row that fails is a regression also if it failed before, or is new. So are two sweeps in which nothing
+    can be compared. `gaps` name the rows that could not be, `notes` other settings and environments.
 
     Raises AmpValueError for a limit that is negative or not finite, and for sweeps of another script (by the
     name of its file: another checkout has another folder), or with other arguments, steps or ranks.
     """
     refuse_other_training(before.settings, after.settings)
-    limits = Limits(slower, before.settings.tolerance if tolerance is None else tolerance, more_memory)
+    defaults = {it.limit.option: it.limit.default for it in LIMITED}
+    limits = Limits(before.settings.tolerance if tolerance is None else tolerance, defaults | parts)
     rows = dict.fromkeys(row.name for row in (*before.rows, *after.rows))
     changes = tuple(compare_row(row, before, after, limits) for row in rows)
     first, second = names or ("", "")

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ampatch.sweeps.records.record import Curve, Measured, Record
+from ampatch.sweeps.records.record import Curve, Measured, RunRecord
 from ampatch.sweeps.records.sweep import Distance
 from ampatch.sweeps.verdicts.metric_names import is_about_accuracy, is_lower_better
 
@@ -21,7 +21,7 @@ SMALLEST = 1e-37  # what is smaller is 0 in float32
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SeedValues:
     """One quantity of a row's runs: its mean for each seed, its first value, and what chance does to it.
 
     `noise` is the standard error within a run, where one is known.
@@ -54,7 +54,7 @@ class Sample:
         return GUESSED_SPREAD * size, "percent"
 
 
-def distance(sample: Sample, baseline: Sample, *, lower_is_better: bool) -> Distance:
+def distance(sample: SeedValues, baseline: SeedValues, *, lower_is_better: bool) -> Distance:
     """Returns how far a sample is from the baseline in the spreads of the latter; positive is better.
 
     Without spreads if one of the two has no finite value.
@@ -67,7 +67,9 @@ def distance(sample: Sample, baseline: Sample, *, lower_is_better: bool) -> Dist
     return Distance(value, origin, spreads, spread, unit)
 
 
-def distances(own: Sequence[Record], baseline: Sequence[Record]) -> tuple[Distance, dict[str, Distance]]:
+def distances(
+    own: Sequence[RunRecord], baseline: Sequence[RunRecord]
+) -> tuple[Distance, dict[str, Distance]]:
     """Returns the distances of the final loss and of each metric about accuracy, from runs that finished.
 
     O0 has no distance from itself.
@@ -81,28 +83,28 @@ def distances(own: Sequence[Record], baseline: Sequence[Record]) -> tuple[Distan
     return found.pop(""), found
 
 
-def compared_metrics(records: Iterable[Record]) -> list[str]:
+def compared_metrics(records: Iterable[RunRecord]) -> list[str]:
     """Returns the names of the metrics about accuracy, in the order in which they were first reported."""
     reported = [name for record in records if record.measured for name in record.measured.metrics]
     return [name for name in dict.fromkeys(reported) if is_about_accuracy(name)]
 
 
-def loss_sample(records: Sequence[Record]) -> Sample:
+def loss_sample(records: Sequence[RunRecord]) -> SeedValues:
     """Returns the final losses of runs."""
-    return Sample(
+    return SeedValues(
         values=by_seed(records, lambda it: it.final_loss),
         first=finite(mean(by_seed(records, lambda it: it.first_loss))),
         noise=finite(mean(by_seed(records, lambda it: it.loss_noise))),
     )
 
 
-def metric_sample(records: Sequence[Record], name: str) -> Sample:
+def metric_sample(records: Sequence[RunRecord], name: str) -> SeedValues:
     """Returns the last values of a metric, and what it was when it was first reported."""
     first = mean(by_seed(records, lambda it: next(iter(it.metrics.get(name, Curve()).values), None)))
-    return Sample(by_seed(records, lambda it: it.final(name)), finite(first))
+    return SeedValues(by_seed(records, lambda it: it.final(name)), finite(first))
 
 
-def by_seed(records: Sequence[Record], read: Callable[[Measured], float | None]) -> tuple[float, ...]:
+def by_seed(records: Sequence[RunRecord], read: Callable[[Measured], float | None]) -> tuple[float, ...]:
     """Returns the mean over the repeats of each seed that has values, in the order of the seeds."""
     values: dict[int, list[float]] = defaultdict(list)
     for record in records:

@@ -32,7 +32,7 @@ NO_ACCURACY = of_words("""
     images seed lr learning momentum scale scaler norm time ms sec secs second seconds minute minutes hour
     hours latency elapsed throughput speed fps memory mem mib mb gib gb bytes
 """)
-BESIDE = of_words("""
+FILLERS = of_words("""
     global local train training val valid validation test eval total num number count current last per a of in
     and seen rate group loss grad gradient gradients gpu cuda cpu peak max mean avg average
 """)
@@ -84,7 +84,7 @@ def is_about_accuracy(name: str) -> bool:
     found = {word for word in words(name) if not word.isdigit()}
     if "loss" in found and not found & {"scale", "scaler"}:
         return True
-    return not found & NO_ACCURACY or not found <= NO_ACCURACY | BESIDE
+    return not found & NO_ACCURACY or not found <= NO_ACCURACY | FILLERS
 
 
 def most_important(names: Iterable[str]) -> str | None:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
 
-from ampatch.sweeps.records.numbers import ASCII
-from ampatch.sweeps.records.record import Ending, Record
+from ampatch.sweeps.records.record import Ending, RunRecord
 from ampatch.sweeps.records.sweep import (
     AUTOCAST,
     BASELINE,
     Recommendation,
     Settings,
+    Sweep,
     SweepRow,
     Verdict,
     find_row,
 )
 from ampatch.sweeps.verdicts.distance import compared_metrics
 from ampatch.sweeps.verdicts.metric_names import most_important
+from ampatch.tools.numbers import ASCII
 
-TOO_NOISY = "Too noisy to tell"
 # Less is not worth a change of numerics, and hardly told apart from chance.
 FASTER = 1.02
 LESS_MEMORY = 0.05
@@ -27,55 +29,138 @@ LESS_MEMORY = 0.05
 # two busy loops on two cores a level of 1.5 times the speed of O0 came out at 0.62 of it, twice in a row.
 BUSY = 0.25
 
+WITHOUT = "Without O0 there is nothing to compare with"
+NOISY = "Too noisy to tell: {best.name} runs at {speed} the speed of O0 ({quartiles} ms a step), and "
+ALONE = "Run it on a machine that does nothing else"
 
-def recommend(settings: Settings, records: Sequence[Record], rows: Sequence[SweepRow]) -> Recommendation:
+
+class Why(Enum):
+    """Why a row is the one to take, or why none is: the sentence to say, with blanks for `facts_about`."""
+
+    NO_O0 = f"{WITHOUT}: add it to --levels."
+    O0_NOT_RUN = f"{WITHOUT}, and it was {{o0.reason}}."
+    O0_FAILED = f"{WITHOUT}, and it failed: {{o0.reason}}."
+    O0_DIVERGED = "O0 itself diverged ({o0.reason}): training in float32 has to work first."
+    NO_LEVELS = "There is no level but O0 to choose from."
+    NO_TIMES = "No times were measured: a step is timed from the one before, and no run of O0 made two."
+    NOT_COMPARED = "No level can be compared with O0: {reasons}."
+    TOO_BUSY = f"{NOISY}other programs took {{busy}} of the processors' time. {ALONE}."
+    TOO_NOISY = f"{NOISY}their quartiles overlap. {ALONE}, with {{more}}."
+    FASTER = (
+        "{best.name} runs at {speed} the speed of O0 ({medians} ms a step){memory}, and is as accurate: "
+        "{accuracy}."
+    )
+    O0_UNRELIABLE = "O0 cannot be relied on ({o0.reason}), and no level of its accuracy is faster."
+    NONE_FASTER = (
+        "No level with the accuracy of O0 is faster by {faster} or more: the fastest{but}, {best.name}, runs "
+        "at {speed} the speed of O0."
+    )
+    NONE_AS_ACCURATE = "No other level has the accuracy of O0: {verdicts}."
+
+    @property
+    def is_noise(self) -> bool:
+        """Says whether times cannot be told apart."""
+        return self in (Why.TOO_BUSY, Why.TOO_NOISY)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The name of the row to take, None if there is none, and why; `best` is the row it is about."""
+
+    why: Why
+    row: str | None = None
+    best: SweepRow | None = None
+
+
+def recommend(settings: Settings, records: Sequence[RunRecord], rows: Sequence[SweepRow]) -> Recommendation:
     """Recommends the fastest row that is the same as O0, if it is faster by 2 % at least, or else O0.
 
     Nothing is recommended where times are too noisy to tell. Rows of `autocast` are there to compare with.
     """
-    more = "--repeat 5" if settings.budget is None else "a larger --budget"
-    name, reason = choose(rows, why_noisy(records), more)
-    chosen = find_row(rows, name)
-    sentences = [reason]
+    choice = choose(records, rows)
+    chosen = find_row(rows, choice.row)
+    sentences = [choice.why.value.format(**facts_about(choice, settings, records, rows))]
     if chosen:
         sentences += [
             about_equals(chosen, rows),
             about_autocast(chosen, rows),
             about_seeds(settings, records),
         ]
-    sentences += [about_budget(settings, records, reason), about_the_rest(settings, records)]
-    return Recommendation(name, " ".join(filter(None, sentences)))
+    sentences += [about_budget(settings, records, choice.why), about_the_rest(settings, records)]
+    return Recommendation(choice.row, " ".join(filter(None, sentences)))
 
 
-def is_too_noisy(it: Recommendation) -> bool:
+def is_too_noisy(sweep: Sweep) -> bool:
     """Says whether nothing is recommended because times cannot be told apart."""
-    return it.reason.startswith(TOO_NOISY)
+    return choose(sweep.records, sweep.rows).why.is_noise
 
 
-def choose(rows: Sequence[SweepRow], noise: str = "", more: str = "--repeat 5") -> tuple[str | None, str]:
-    """Returns the name of the row to take, None if there is none, and why."""
+def choose(records: Sequence[RunRecord], rows: Sequence[SweepRow]) -> Choice:
+    """Chooses the row to take."""
     baseline = find_row(rows)
-    obstacle = why_none(baseline, rows)
-    if obstacle:
-        return None, obstacle
+    if obstacle := find_obstacle(baseline, levels(rows)):
+        return Choice(obstacle)
     same = same_rows(rows)
     faster = [row for row in same if is_faster(row, baseline)]
     best = max(faster or same, key=lambda row: row.speed, default=None)
-    if best and (noise or (not faster and any(is_undecided(row, baseline) for row in same))):
-        return None, too_noisy(best, baseline, noise, more)
+    if best and busy_share(records) >= BUSY:
+        return Choice(Why.TOO_BUSY, best=best)
+    if not faster and any(is_undecided(row, baseline) for row in same):
+        return Choice(Why.TOO_NOISY, best=best)
     if faster:
-        return best.name, praise(best, baseline)
+        return Choice(Why.FASTER, best.name, best)
     if baseline.verdict is Verdict.FAILED:
-        return None, f"O0 cannot be relied on ({baseline.reason}), and no level of its accuracy is faster."
-    if best:
-        yardsticks = [row.speed for row in rows if is_autocast(row) and row.speed]
-        but = " but for autocast" if max(yardsticks, default=0) > best.speed else ""
-        return BASELINE, (
-            f"No level with the accuracy of O0 is faster by {ASCII.percent(FASTER - 1)} or more: "
-            f"the fastest{but}, {best.name}, runs at {ASCII.ratio(best.speed)} the speed of O0."
-        )
-    said = (f"{row.name} {unknown_or(row)}" for row in levels(rows))
-    return BASELINE, f"No other level has the accuracy of O0: {', '.join(said)}."
+        return Choice(Why.O0_UNRELIABLE)
+    return Choice(Why.NONE_FASTER if best else Why.NONE_AS_ACCURATE, BASELINE, best)
+
+
+def find_obstacle(baseline: SweepRow | None, others: Sequence[SweepRow]) -> Why | None:
+    """Returns why no row can be recommended, None if one can."""
+    if baseline is None:
+        return Why.NO_O0
+    obstacles = {
+        Why.O0_NOT_RUN: baseline.verdict is Verdict.UNKNOWN,
+        Why.O0_FAILED: baseline.outcome is not Ending.FINISHED,
+        Why.O0_DIVERGED: baseline.verdict is Verdict.DIVERGED,
+        Why.NO_LEVELS: not others,
+        Why.NO_TIMES: baseline.step_ms is None,
+        Why.NOT_COMPARED: all(row.verdict is Verdict.UNKNOWN for row in others),
+    }
+    return next((why for why, is_in_the_way in obstacles.items() if is_in_the_way), None)
+
+
+def facts_about(
+    choice: Choice, settings: Settings, records: Sequence[RunRecord], rows: Sequence[SweepRow]
+) -> dict[str, object]:
+    """Returns what fills the blanks of the sentences in `Why`."""
+    baseline, best, others = find_row(rows), choice.best, levels(rows)
+    facts = {
+        "o0": baseline,
+        "best": best,
+        "busy": ASCII.percent(round(busy_share(records), 2)),
+        "more": "--repeat 5" if settings.budget is None else "a larger --budget",
+        "faster": ASCII.percent(FASTER - 1),
+        "reasons": ", ".join(dict.fromkeys(row.reason for row in others)),
+        "verdicts": ", ".join(f"{row.name} {unknown_or(row)}" for row in others),
+    }
+    if best is None:
+        return facts
+    yardsticks = [row.speed for row in rows if is_autocast(row) and row.speed]
+    saves = best.memory is not None and best.memory <= 1 - LESS_MEMORY
+    return facts | {
+        "speed": ASCII.ratio(best.speed),
+        "but": " but for autocast" if max(yardsticks, default=0) > best.speed else "",
+        "medians": " against ".join(ASCII.number(row.step_ms.median) for row in (best, baseline)),
+        "quartiles": " against ".join(map(quartiles, (best, baseline))),
+        "memory": f", with {100 * (1 - best.memory):.0f} % less memory" if saves else "",
+        "accuracy": accuracy(best),
+    }
+
+
+def busy_share(records: Sequence[RunRecord]) -> float:
+    """Returns the part of the processors' time that other programs took in a typical run."""
+    shares = [record.busy for record in records if record.busy is not None]
+    return statistics.median(shares) if shares else 0.0
 
 
 def same_rows(rows: Sequence[SweepRow]) -> list[SweepRow]:
@@ -93,25 +178,6 @@ def is_undecided(row: SweepRow, baseline: SweepRow) -> bool:
     own, other = row.step_ms, baseline.step_ms
     overlap = own.low <= other.high and other.low <= own.high
     return overlap and own.low * FASTER <= other.high
-
-
-def why_noisy(records: Sequence[Record]) -> str:
-    """Says how much of the machine other programs took in a typical run, if much; else empty."""
-    shares = [record.busy for record in records if record.busy is not None]
-    busy = statistics.median(shares) if shares else 0.0
-    return (
-        f"other programs took {ASCII.percent(round(busy, 2))} of the processors' time" if busy >= BUSY else ""
-    )
-
-
-def too_noisy(row: SweepRow, baseline: SweepRow, noise: str, more: str) -> str:
-    """Says why times do not tell which row to take, and what would."""
-    why, how = (noise, "") if noise else ("their quartiles overlap", f", with {more}")
-    return (
-        f"{TOO_NOISY}: {row.name} runs at {ASCII.ratio(row.speed)} the speed of O0 "
-        f"({quartiles(row)} against {quartiles(baseline)} ms a step), and {why}. Run it on a machine that "
-        f"does nothing else{how}."
-    )
 
 
 def quartiles(row: SweepRow) -> str:
@@ -132,38 +198,6 @@ def levels(rows: Sequence[SweepRow]) -> list[SweepRow]:
 def is_autocast(row: SweepRow) -> bool:
     """Says whether a row is the yardstick, or a variant of it."""
     return row.name.split()[:1] == [AUTOCAST]
-
-
-def why_none(baseline: SweepRow | None, rows: Sequence[SweepRow]) -> str:
-    """Says why no row can be recommended, empty if one can."""
-    without = "Without O0 there is nothing to compare with"
-    if baseline is None:
-        return f"{without}: add it to --levels."
-    if baseline.verdict is Verdict.UNKNOWN:
-        return f"{without}, and it was {baseline.reason}."
-    if baseline.outcome is not Ending.FINISHED:
-        return f"{without}, and it failed: {baseline.reason}."
-    if baseline.verdict is Verdict.DIVERGED:
-        return f"O0 itself diverged ({baseline.reason}): training in float32 has to work first."
-    if not levels(rows):
-        return "There is no level but O0 to choose from."
-    if baseline.step_ms is None:
-        return "No times were measured: a step is timed from the one before, and no run of O0 made two."
-    if all(row.verdict is Verdict.UNKNOWN for row in levels(rows)):
-        reasons = dict.fromkeys(row.reason for row in levels(rows))
-        return f"No level can be compared with O0: {', '.join(reasons)}."
-    return ""
-
-
-def praise(row: SweepRow, baseline: SweepRow) -> str:
-    """Says in a sentence what speaks for a row that is as accurate as O0."""
-    times = f"{ASCII.number(row.step_ms.median)} against {ASCII.number(baseline.step_ms.median)} ms a step"
-    saves = row.memory is not None and row.memory <= 1 - LESS_MEMORY
-    memory = f", with {100 * (1 - row.memory):.0f} % less memory" if saves else ""
-    return (
-        f"{row.name} runs at {ASCII.ratio(row.speed)} the speed of O0 ({times}){memory}, "
-        f"and is as accurate: {accuracy(row)}."
-    )
 
 
 def accuracy(row: SweepRow) -> str:
@@ -196,7 +230,7 @@ def about_autocast(chosen: SweepRow, rows: Sequence[SweepRow]) -> str:
     return f"{name} runs at {ASCII.ratio(speed)} the speed of {chosen.name}{but}."
 
 
-def about_seeds(settings: Settings, records: Sequence[Record]) -> str:
+def about_seeds(settings: Settings, records: Sequence[RunRecord]) -> str:
     """Warns where nothing is known about chance: with one seed, or with seeds that changed nothing."""
     runs = [it for it in records if it.row == BASELINE and not it.failed and it.measured]
     if len({record.seed for record in runs}) < 2:
@@ -208,18 +242,18 @@ def about_seeds(settings: Settings, records: Sequence[Record]) -> str:
     return "The seeds changed nothing: does the script set its own?" if len(results) == 1 else ""
 
 
-def about_budget(settings: Settings, records: Sequence[Record], reason: str) -> str:
+def about_budget(settings: Settings, records: Sequence[RunRecord], why: Why) -> str:
     """Says how often it was run, where that was left to a budget, and what ended it."""
     if settings.budget is None or any(record.outcome is Ending.INTERRUPTED for record in records):
         return ""
     often = ASCII.plural(settings.repeat, "time")
     budget = f"the budget of {ASCII.short(settings.budget)} min"
-    if reason.startswith(TOO_NOISY):
+    if why.is_noise:
         return f"It was run {often}, and {budget} leaves too little for another."
     return f"It was run {often}, which was enough, within {budget}."
 
 
-def about_the_rest(settings: Settings, records: Sequence[Record]) -> str:
+def about_the_rest(settings: Settings, records: Sequence[RunRecord]) -> str:
     """Says so if not all of the runs were made."""
     planned = len(settings.rows) * settings.seeds * settings.repeat
     made = sum(record.outcome is not Ending.INTERRUPTED for record in records)

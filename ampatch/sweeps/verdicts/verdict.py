@@ -1,4 +1,4 @@
-"""What is said of a level's accuracy, compared with O0."""
+"""Judges a level's accuracy, compared with O0."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from ampatch.sweeps.records.numbers import ASCII
-from ampatch.sweeps.records.record import Curve, Ending, Measured, Record
+from ampatch.sweeps.records.record import Curve, Ending, Measured, RunRecord
 from ampatch.sweeps.records.sweep import BASELINE, Distance, Verdict
 from ampatch.sweeps.verdicts.distance import compared_metrics, finite, loss_sample, metric_sample
+from ampatch.tools.numbers import ASCII
 
 LAST_STEPS = 20
 # A loss that ends above where it began by more than this part of it has not been trained.
@@ -26,8 +26,8 @@ NAMED = 2  # losses and metrics that a reason names
 
 def judge(
     name: str,
-    own: Sequence[Record],
-    baseline: Sequence[Record],
+    own: Sequence[RunRecord],
+    baseline: Sequence[RunRecord],
     loss: Distance,
     metrics: Mapping[str, Distance],
     tolerance: float,
@@ -54,7 +54,7 @@ def judge(
     return (Verdict.WORSE, inferiority) if inferiority else (Verdict.SAME, "")
 
 
-def why_failed(runs: Sequence[Record]) -> str:
+def why_failed(runs: Sequence[RunRecord]) -> str:
     """Counts how runs ended that did not finish; empty if all of them did."""
     ends = Counter(record.outcome for record in runs if record.failed)
     if not ends or len(runs) == 1:
@@ -64,7 +64,7 @@ def why_failed(runs: Sequence[Record]) -> str:
     return ", ".join([f"{count} of {len(runs)} runs {first}", *rest])
 
 
-def began_elsewhere(runs: Sequence[Record], baseline: Sequence[Record]) -> bool:
+def began_elsewhere(runs: Sequence[RunRecord], baseline: Sequence[RunRecord]) -> bool:
     """Whether a run began with other weights than the first run of O0 with its seed."""
     starts = {it.seed: it.measured.start for it in reversed(baseline) if it.measured}
     pairs = [(it.measured.start, starts.get(it.seed, ())) for it in runs if it.measured]
@@ -76,7 +76,7 @@ def is_elsewhere(own: Sequence[float], other: Sequence[float]) -> bool:
     return not math.dist(own, other) <= OTHER_WEIGHTS * math.hypot(*other)
 
 
-def other_length(runs: Sequence[Record], baseline: Sequence[Record]) -> str:
+def other_length(runs: Sequence[RunRecord], baseline: Sequence[RunRecord]) -> str:
     """Says how many steps a run made, if not about as many as O0 with its seed; empty if all did.
 
     A script that trains for a time ends so, or one that gives up on a bad loss. Some count no skipped steps.
@@ -92,7 +92,9 @@ def other_length(runs: Sequence[Record], baseline: Sequence[Record]) -> str:
     return ""
 
 
-def why_diverged(runs: Sequence[Record], baseline: Sequence[Record], loss: Distance, tolerance: float) -> str:
+def why_diverged(
+    runs: Sequence[RunRecord], baseline: Sequence[RunRecord], loss: Distance, tolerance: float
+) -> str:
     """Says what of a run went out of bounds: a loss or a metric, or the gradients so that no step was made.
 
     The loss may rise by 10 % or by `tolerance` spreads; what O0's loss does as well is no divergence, and a
@@ -141,7 +143,7 @@ def since(curves: Iterable[Curve]) -> str:
     return f" from step {min(starts)} on" if starts else ""
 
 
-def why_not_compared(baseline: Sequence[Record], loss: Distance, metrics: Mapping[str, Distance]) -> str:
+def why_not_compared(baseline: Sequence[RunRecord], loss: Distance, metrics: Mapping[str, Distance]) -> str:
     """Says why nothing can be said about accuracy; empty if something can."""
     if not baseline:
         return "there is no O0 to compare with"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ampatch.sweeps.records.numbers import TYPESET
 from ampatch.sweeps.records.record import Curve, Measured
 from ampatch.sweeps.records.sweep import Sweep, SweepRow, Verdict
+from ampatch.tools.charts import Points
 
 POINTS = 120  # of a curve, at most: a chart is 360 wide
 SEEDS_DRAWN = 8  # the file stays small with a hundred of them
@@ -22,43 +22,7 @@ Read = Callable[[Measured], Curve | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Points:
-    """Values over steps; NaN where there is none to draw."""
-
-    steps: NDArray[np.float64]
-    values: NDArray[np.float64]
-
-    @property
-    def finite(self) -> NDArray[np.float64]:
-        """Returns the values that there are."""
-        return self.values[np.isfinite(self.values)]
-
-    @property
-    def lonely(self) -> Points:
-        """Returns the points whose neighbours have no values: no line goes through them."""
-        there = np.isfinite(np.pad(self.values, 1, constant_values=np.nan))
-        return self.only(np.flatnonzero(there[1:-1] & ~there[:-2] & ~there[2:]))
-
-    @property
-    def break_off(self) -> Points:
-        """Returns the last point with a value if others follow, else none."""
-        last = np.flatnonzero(np.isfinite(self.values))[-1:]
-        return self.only(last[last < self.values.size - 1])
-
-    def only(self, places: NDArray[np.int64]) -> Points:
-        """Returns the points at these places."""
-        return Points(self.steps[places], self.values[places])
-
-    def describe(self) -> str:
-        """Says where the curve begins and ends."""
-        if not self.finite.size:
-            return "no finite value"
-        after = [f", no finite value after step {step:,.0f}" for step in self.break_off.steps]
-        return f"from {TYPESET.number(self.finite[0])} to {TYPESET.number(self.finite[-1])}{''.join(after)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
+class RowCurves:
     """The curves of one row: the mean over its runs, and each run by itself where there are several."""
 
     row: SweepRow
@@ -71,7 +35,7 @@ class Line:
         return np.concatenate([it.finite for it in (self.mean, *self.runs)])
 
 
-def lines_of(sweep: Sweep, read: Read) -> list[Line]:
+def lines_of(sweep: Sweep, read: Read) -> list[RowCurves]:
     """Returns a line for each row with a curve; runs that failed count where none finished."""
     lines = []
     for row in sweep.rows:
@@ -80,7 +44,7 @@ def lines_of(sweep: Sweep, read: Read) -> list[Line]:
         curves = [curve for failed, curve in there if not failed] or [curve for _, curve in there]
         if curves:
             single = [mean_of([curve]) for curve in curves[:SEEDS_DRAWN]] if len(curves) > 1 else []
-            lines.append(Line(row, mean_of(curves), tuple(single)))
+            lines.append(RowCurves(row, mean_of(curves), tuple(single)))
     return lines
 
 
@@ -103,7 +67,7 @@ def mean_of(curves: Sequence[Curve]) -> Points:
     return Points(np.bincount(part, steps) / counts, np.where(enough, means, np.nan))
 
 
-def value_range(lines: Sequence[Line]) -> tuple[float, float] | None:
+def value_range(lines: Sequence[RowCurves]) -> tuple[float, float] | None:
     """Returns the lowest and the highest value to show; what diverged or is far outside does not count."""
     trusted = [line for line in lines if line.row.verdict not in (Verdict.DIVERGED, Verdict.FAILED)]
     for group in (trusted, lines):

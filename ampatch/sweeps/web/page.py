@@ -2,95 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import logging
-import re
 from dataclasses import asdict
-from pathlib import Path, PurePath
+from pathlib import Path
 
-from ampatch.sweeps.processes.log_file import ESCAPES
-from ampatch.sweeps.records.numbers import TYPESET
 from ampatch.sweeps.records.record import LAST_LOSSES
 from ampatch.sweeps.records.sweep import Sweep, keys_of
 from ampatch.sweeps.terminal.caption import said_of_warmup
-from ampatch.sweeps.web.tables import byte_tables, result_tables, time_tables
-
-HERE = Path(__file__).parent
-NO_CHARTS = "There are no charts, since matplotlib is not installed: pip install matplotlib"
-# What XML and HTML do not allow, not even escaped; a tab and the ends of lines stay.
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffe\uffff]")
-# Long names may break after these.
-JOINTS = re.compile(r"(?<=\w[_/\\=.,:-])(?=\w)")
-logger = logging.getLogger("ampatch")
+from ampatch.sweeps.web.tables import tables_of
+from ampatch.tools.page import draw_charts, render
 
 
 def write_page(sweep: Sweep) -> str:
     """Returns the page of a sweep as one HTML file, to be written as UTF-8; charts need matplotlib."""
     measured = [it.measured for it in sweep.records if it.measured]
     return render(
-        HERE,
+        Path(__file__).parent,
         sweep.settings.script,
         draw_charts("sweep.html", "ampatch.sweeps.web.charts", sweep),
         sweep=sweep,
         version=sweep.environment.ampatch,
         keys=keys_of(row.name for row in sweep.rows),
-        tables={
-            "Results": result_tables(sweep),
-            "Times of a step": time_tables(sweep),
-            "Bytes and casts": byte_tables(sweep),
-        },
+        tables=tables_of(sweep),
         warmup=said_of_warmup(sweep),
         on_device={it.memory for it in measured if it.peak_mib is not None} == {"device"},
         last_losses=LAST_LOSSES,
         details=asdict(sweep.settings) | asdict(sweep.environment),
     )
-
-
-def draw_charts(page: str, module: str, *given: object) -> list | None:
-    """Returns the charts that a module draws of something; None without matplotlib, which the log says."""
-    if importlib.util.find_spec("matplotlib") is None:
-        logger.warning("%s: %s", page, NO_CHARTS)
-        return None
-    return importlib.import_module(module).charts_of(*given)
-
-
-def render(folder: Path, script: str, charts: list | None, **values: object) -> str:
-    """Returns the page of a folder, `page.html.j2`, which takes nothing as markup that is not."""
-    # torch depends on it. Whoever imports ampatch waits neither for it nor for matplotlib.
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    pages = Environment(
-        loader=FileSystemLoader([folder, HERE]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=clean,
-    )
-    pages.filters.update(breakable=breakable)
-    values |= {"script": PurePath(script).name or script, "charts": charts, "no_charts": NO_CHARTS}
-    return pages.get_template("page.html.j2").render(n=TYPESET, **values)
-
-
-def clean(value: object) -> object:
-    r"""Returns text without what a page cannot hold.
-
-    >>> clean("<b>\x1b[31m\x00\udcff")
-    '<b>\ufffd?'
-    """
-    if not isinstance(value, str) or hasattr(value, "__html__"):  # which is markup already
-        return value
-    # Names of files may hold lone surrogates, which cannot be written as UTF-8.
-    return CONTROL.sub("\ufffd", ESCAPES.sub("", value).encode("utf-8", "replace").decode("utf-8"))
-
-
-def breakable(name: str) -> str:
-    """Returns a name as markup that may break after a joint.
-
-    >>> print(breakable("top5_a<b>"))
-    top5_<wbr>a&lt;b&gt;
-    """
-    from markupsafe import Markup
-
-    return Markup("<wbr>").join(JOINTS.split(str(clean(name))))

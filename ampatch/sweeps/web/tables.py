@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from statistics import fmean
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from ampatch.sweeps.records.numbers import TYPESET
-from ampatch.sweeps.records.record import Measured
+from ampatch.sweeps.column import RESULTS, Column
+from ampatch.sweeps.columns import BYTES, COLUMNS, TIMES, column_of, distance_text
 from ampatch.sweeps.records.sweep import Distance, Sweep, SweepRow, Verdict
-from ampatch.sweeps.verdicts.summary import step_ms
+from ampatch.tools.numbers import TYPESET
 
-MIB = 2**20
 METRICS_A_TABLE = 3  # the first ones stand in the table of results
-RESULTS = ("Verdict", "ms a step", "Speed", "Peak memory", "Final loss", "Loss scale", "Runs")
-TIMES = (
-    "Steps a second",
-    "Samples a second",
-    "Speed vs fastest",
-    "Forward, ms",
-    "Backward, ms",
-    "Update, ms",
-)
-BYTES = ("Parameters", "Masters", "Gradients", "Optimizer state", "Kept casts", "Together")
-CASTS = ("Casts made", "Casts reused")
+BETTER = "how much better (+) or worse than that of O0 it is."
+CAPTIONS = {
+    RESULTS: f"Under the time of a step stand its quartiles, under a loss or metric {BETTER}",
+    TIMES: "Medians over the runs that finished; bars are parts of the slowest step.",
+    BYTES: "Tensors that training keeps, before an optimizer's step, in MiB, and casts of arguments in a "
+    "step; a cast of a weight is reused while the weight stays.",
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class PageCell:
     """A number, in small letters what belongs to it, and how long the bar below it is."""
 
     text: str
@@ -37,30 +30,50 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class PageTable:
     """A table: its headings, and a line for each row of the sweep that has one."""
 
     caption: str
     headings: Sequence[str]
-    lines: Sequence[tuple[SweepRow, Sequence[Cell]]]
+    lines: Sequence[tuple[SweepRow, Sequence[PageCell]]]
 
 
-def result_tables(sweep: Sweep) -> list[Table]:
-    """Returns the table that people decide by, and where there are many metrics tables of these."""
-    metrics = metric_names(sweep)
-    groups = [metrics[start : start + METRICS_A_TABLE] for start in range(0, len(metrics), METRICS_A_TABLE)]
-    first = groups[0] if groups else []
-    largest = max((row.peak_mib or 0.0 for row in sweep.rows), default=0.0)
-    lines = [(row, [*result_cells(row, largest), *metric_cells(row, first)]) for row in sweep.rows]
-    words = "how much better (+) or worse than that of O0 it is."
-    caption = f"Under the time of a step stand its quartiles, under a loss or metric {words}"
-    more = [
-        Table(
-            f"Under a metric stands {words}", names, [(row, metric_cells(row, names)) for row in sweep.rows]
-        )
-        for names in groups[1:]
+def tables_of(sweep: Sweep) -> dict[str, list[PageTable]]:
+    """Returns the tables below each heading; where there are many metrics, further tables hold these."""
+    names = metric_names(sweep)
+    groups = [names[start : start + METRICS_A_TABLE] for start in range(0, len(names), METRICS_A_TABLE)]
+    tables = {heading: [measured_table(sweep, heading)] for heading in CAPTIONS}
+    (it,), shown = tables[RESULTS], groups[0] if groups else []
+    lines = [
+        (row, [verdict_cell(row), *cells, runs_cell(row), *metric_cells(row, shown)])
+        for row, cells in it.lines
     ]
-    return [Table(caption, [*RESULTS, *first], lines), *more] if lines else []
+    tables[RESULTS] = [replace(it, headings=["Verdict", *it.headings, "Runs", *shown], lines=lines)]
+    for group in groups[1:]:
+        lines = [(row, metric_cells(row, group)) for row in sweep.rows]
+        tables[RESULTS].append(PageTable(f"Under a metric stands {BETTER}", group, lines))
+    return {heading: [it for it in found if it.lines] for heading, found in tables.items()}
+
+
+def measured_table(sweep: Sweep, heading: str) -> PageTable:
+    """Returns the columns of a table, for the rows that have a number in one of them; all have a result."""
+    columns = [column for column in COLUMNS if column.page and column.page.table == heading]
+    largest = {
+        key: max((column_of(key).of_row(row, sweep) or 0.0 for row in sweep.rows), default=0.0)
+        for key in {column.page.bar[1] for column in columns if column.page.bar}
+    }
+    lines = [(row, [cell_of(column, row, sweep, largest) for column in columns]) for row in sweep.rows]
+    if heading != RESULTS:
+        lines = [(row, cells) for row, cells in lines if any(it.text != TYPESET.nothing for it in cells)]
+    return PageTable(CAPTIONS[heading], [column.page.heading for column in columns], lines)
+
+
+def cell_of(column: Column, row: SweepRow, sweep: Sweep, largest: Mapping[str, float]) -> PageCell:
+    """Returns what the page says of a row in a column."""
+    shown = column.page
+    bar = shown.bar and part_of(column_of(shown.bar[0]).of_row(row, sweep), largest[shown.bar[1]])
+    text = shown.write(TYPESET, column.of_row(row, sweep))
+    return PageCell(text, shown.small(row) if shown.small else "", bar)
 
 
 def metric_names(sweep: Sweep) -> list[str]:
@@ -70,96 +83,29 @@ def metric_names(sweep: Sweep) -> list[str]:
     return list(dict.fromkeys(of_rows + of_runs))
 
 
-def time_tables(sweep: Sweep) -> list[Table]:
-    """Returns the table of what a step's time goes into, if any was measured."""
-    longest = max((step_ms(row) or 0.0 for row in sweep.rows), default=0.0)
-    lines = []
-    for row in sweep.rows:
-        if row.step_ms:
-            rates = numbers(row.steps_per_second, row.samples_per_second)
-            parts = numbers(row.forward_ms, row.backward_ms, row.update_ms, longest=longest)
-            lines.append((row, [*rates, Cell(TYPESET.ratio(row.speed_to_fastest)), *parts]))
-    caption = "Medians over the runs that finished; bars are parts of the slowest step."
-    return [Table(caption, TIMES, lines)] if lines else []
-
-
-def byte_tables(sweep: Sweep) -> list[Table]:
-    """Returns the table of bytes and of casts, if any were measured."""
-    runs = [(row, measured_of(row, sweep)) for row in sweep.rows]
-    sizes = [next((astuple(it.bytes) for it in own if it.bytes), ()) for _, own in runs]
-    largest = max((sum(kinds) / MIB for kinds in sizes), default=0.0)
-    lines = []
-    for (row, own), kinds in zip(runs, sizes, strict=True):
-        casts = [astuple(it.casts) for it in own if it.casts]
-        if kinds or casts:
-            mib = [count / MIB for count in (*kinds, sum(kinds))] if kinds else [None] * len(BYTES)
-            counts = map(fmean, zip(*casts, strict=True)) if casts else [None] * len(CASTS)
-            lines.append((row, [*numbers(*mib, longest=largest), *numbers(*counts)]))
-    caption = (
-        "Tensors that training keeps, before an optimizer's step, in MiB, and casts of arguments in a step; "
-        "a cast of a weight is reused while the weight stays."
-    )
-    return [Table(caption, [*BYTES, *CASTS], lines)] if lines else []
-
-
-def measured_of(row: SweepRow, sweep: Sweep) -> list[Measured]:
-    """Returns what was measured in the runs of a row that finished, else in those that did not."""
-    own = [it for it in sweep.records if it.row == row.name and it.measured]
-    return [it.measured for it in own if not it.failed] or [it.measured for it in own]
-
-
-# ---- Cells ----
-
-
-def numbers(*values: float | None, longest: float | None = None) -> list[Cell]:
-    """Returns cells of plain numbers, with bars if one is the longest."""
-    return [Cell(TYPESET.number(value), bar=part_of(value, longest)) for value in values]
-
-
 def part_of(value: float | None, longest: float | None) -> float | None:
     """Returns the part that a value is of the longest, None if it is none."""
     part = value / longest if value is not None and longest else None
     return round(part, 3) if part is not None and 0 <= part <= 1 else None
 
 
-def result_cells(row: SweepRow, largest: float) -> list[Cell]:
-    """Returns what the table of results says of a row."""
-    it, skipped = row.step_ms, row.skipped
-    quartiles = f"{TYPESET.number(it.low)}–{TYPESET.number(it.high)}" if it and it.count > 1 else ""  # noqa: RUF001
-    memory = TYPESET.nothing if row.peak_mib is None else f"{TYPESET.number(row.peak_mib)} MiB"
-    of_o0 = "" if row.memory is None else f"{TYPESET.ratio(row.memory)} O0"
-    overflows = "" if skipped is None else f"{TYPESET.count(skipped) if skipped else 'none'} skipped"
-    return [
-        Cell("not compared" if row.verdict is Verdict.UNKNOWN else row.verdict.value, row.reason),
-        Cell(TYPESET.number(it and it.median), quartiles),
-        Cell(TYPESET.ratio(row.speed), bar=part_of(row.speed_to_fastest, 1.0)),
-        Cell(memory, of_o0, part_of(row.peak_mib, largest)),
-        distance_cell(row.loss),
-        Cell(TYPESET.scale(row.loss_scale), overflows),
-        Cell(str(row.runs), f"{row.failed} failed" if row.failed else ""),
-    ]
+def verdict_cell(row: SweepRow) -> PageCell:
+    """Returns the verdict about a row."""
+    return PageCell("not compared" if row.verdict is Verdict.UNKNOWN else row.verdict.value, row.reason)
 
 
-def metric_cells(row: SweepRow, names: Sequence[str]) -> list[Cell]:
+def runs_cell(row: SweepRow) -> PageCell:
+    """Returns how many runs there were."""
+    return PageCell(str(row.runs), f"{row.failed} failed" if row.failed else "")
+
+
+def metric_cells(row: SweepRow, names: Sequence[str]) -> list[PageCell]:
     """Returns the last values of these metrics."""
     return [distance_cell(row.metrics.get(name)) for name in names]
 
 
-def distance_cell(distance: Distance | None) -> Cell:
+def distance_cell(distance: Distance | None) -> PageCell:
     """Returns a loss or metric, and how far it is from that of O0."""
     if distance is None or distance.value is None:
-        return Cell(TYPESET.nothing)
-    return Cell(TYPESET.number(distance.value, 4), distance_text(distance))
-
-
-def distance_text(distance: Distance) -> str:
-    """Returns how far a value is from that of O0, in words; nothing for O0 itself."""
-    if distance.spreads is None:
-        return ""
-    if distance.unit != "percent":
-        return f"{TYPESET.signed(distance.spreads)} spreads"
-    # A spread of percents is a part of O0's value.
-    if not distance.baseline or distance.spread is None:
-        return f"{TYPESET.signed(distance.spreads)} units"
-    percent = 100 * distance.spreads * (distance.spread / abs(distance.baseline))
-    return f"{TYPESET.signed(percent)} %" if math.isfinite(percent) else ""
+        return PageCell(TYPESET.nothing)
+    return PageCell(TYPESET.number(distance.value, 4), distance_text(distance))

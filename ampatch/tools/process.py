@@ -1,0 +1,82 @@
+"""Starts a child process in a group of its own, waits for it, and makes sure that all of the group ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ampatch.tools.stop import Stop
+
+POLL_SECONDS = 0.1
+GRACE_SECONDS = 5.0
+
+
+@contextmanager
+def child_process(
+    command: Sequence[str], path: Path, seed: int = 0, grace: float = GRACE_SECONDS, stdout: int | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Starts a child in a process group of its own, and ends the group however the block ends.
+
+    What it prints goes to the file `path`, but for its standard output if that is to go elsewhere.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log if stdout is None else stdout,
+            stderr=log,
+            # Sets of strings have the order of the seed, unless the user says otherwise.
+            env={"PYTHONHASHSEED": str(seed), **os.environ},
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            end(process, grace)
+
+
+def wait(
+    process: subprocess.Popen[bytes], timeout: float | None, stop: Stop, on_poll: Callable[[], None]
+) -> bool:
+    """Waits for the child's end, and polls meanwhile; False if the time was over before, or `stop` came."""
+    deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
+    while not stop:
+        try:
+            process.wait(POLL_SECONDS)
+            return True
+        except subprocess.TimeoutExpired:
+            on_poll()
+        if time.monotonic() >= deadline:
+            break
+    return False
+
+
+def end(process: subprocess.Popen[bytes], grace: float) -> None:
+    """Ends a child that still runs: politely, then by force; and whatever it started, at once."""
+    try:
+        if process.poll() is None:
+            send(process, signal.SIGTERM)
+            process.wait(grace)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        # What a child leaves running would slow down the next one.
+        send(process, getattr(signal, "SIGKILL", signal.SIGTERM))
+        process.wait()
+
+
+def send(process: subprocess.Popen[bytes], number: int) -> None:
+    """Sends a signal to the whole group of the child; on Windows, where there is none, to it."""
+    if os.name != "posix":
+        process.terminate()
+        return
+    try:
+        os.killpg(process.pid, number)
+    except (ProcessLookupError, PermissionError):  # macOS says the latter of a group that is gone
+        return
