@@ -14,6 +14,7 @@ from torch import nn
 
 from ampatch.__main__ import main
 from ampatch.doctor.campaign import Run, Seen, findings_in, merge_steps, origins_of, start_process
+from ampatch.doctor.causes import explain
 from ampatch.doctor.finding import Finding, Report
 from ampatch.doctor.instruments.places import Models, user_line
 from ampatch.doctor.instruments.trace import Trace
@@ -21,7 +22,7 @@ from ampatch.doctor.instruments.values import examine as examine_tensor
 from ampatch.doctor.instruments.values import holds_no_number, is_finite
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.suspects import describe_scale, find_suspects, is_collapse
-from ampatch.doctor.words import describe, explain, remedies
+from ampatch.doctor.words import describe
 from faults import FAMILIES, examine, judge, make, make_proposal, measure_float32, report_on, run_forked
 from helpers import wait_until
 
@@ -719,7 +720,7 @@ def test_a_line_with_a_finding_is_not_called_harmless():
     ],
 )
 def test_remedies_fit(given, said):
-    assert any(said in remedy for remedy in remedies(finding(**given)))
+    assert any(said in remedy for remedy in explain(finding(**given)).remedies)
 
 
 @pytest.mark.parametrize("op", ["div", "log", "softmax"])

@@ -15,6 +15,7 @@ from ampatch.doctor.campaign import (
     leave_out_mended,
     merge_steps,
 )
+from ampatch.doctor.causes import explain
 from ampatch.doctor.finding import Finding, Report, read_finding
 from ampatch.doctor.instruments.clock import ScalerInUse
 from ampatch.doctor.instruments.operations import Call, Origin
@@ -22,7 +23,7 @@ from ampatch.doctor.instruments.values import examine, is_finite
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.live.record import Record
 from ampatch.doctor.live.replay import replay
-from ampatch.doctor.words import describe, describe_finding, explain
+from ampatch.doctor.words import describe, describe_finding
 from ampatch.levels.stack import asked
 
 
