@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ampatch.__main__ import main
-from ampatch.doctor.campaign import Run, Seen, findings_in, merge_steps, origins_of, start_process
+from ampatch.doctor.campaign import findings_in, merge_steps, origins_of
 from ampatch.doctor.causes import explain
 from ampatch.doctor.finding import Finding, Report
 from ampatch.doctor.instruments.places import Models, user_line
@@ -21,6 +21,7 @@ from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.values import examine as examine_tensor
 from ampatch.doctor.instruments.values import holds_no_number, is_finite
 from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.runs import Run, Seen, start_process
 from ampatch.doctor.suspects import describe_scale, find_suspects, is_collapse
 from ampatch.doctor.words import describe
 from faults import FAMILIES, examine, judge, make, make_proposal, measure_float32, report_on, run_forked

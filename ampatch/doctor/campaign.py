@@ -3,77 +3,26 @@
 from __future__ import annotations
 
 import json
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ampatch import AmpError
-from ampatch.doctor.beside import compare_levels
+from ampatch.doctor.against.levels import compare_levels
 from ampatch.doctor.brakes import MOST_STEPS
-from ampatch.doctor.child import Run
 from ampatch.doctor.finding import Finding, Report, read_finding
 from ampatch.doctor.growth.curves import describe_growth
 from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.runs import Launch, Run, Seen, start_process
 from ampatch.doctor.silent.examine import examine_silent, pick_sample, plan_window
 from ampatch.doctor.silent.gradients import compare_gradients
 from ampatch.doctor.suspects import describe_scale, find_hidden, find_suspects, leave_out_mended
-from ampatch.sweeps.processes.runner import child_process, wait
-from ampatch.sweeps.processes.stop import noting_signals
 
 MOST_TRACED = 8  # attempts of one run
 FEWEST_TIMED = 5  # steps, for a median
 ALWAYS_TRACED = 2  # first attempts, where nothing is wrong: for what is harmless
-
-
-def start_process(run: Run, folder: Path) -> tuple[int, str]:
-    """Runs a script in a fresh process; returns its exit status and standard error.
-
-    A signal that ends this process ends that one first, and what it has started.
-    """
-    command = [sys.executable, "-m", "ampatch.doctor.child", run.to_json()]
-    log = Path(folder, "stderr")
-    with noting_signals() as stop, child_process(command, log, stdout=subprocess.DEVNULL) as process:
-        wait(process, None, stop, lambda: None)
-    if stop:
-        raise KeyboardInterrupt if stop.signal == signal.SIGINT else SystemExit(stop.status)
-    return process.returncode, log.read_text(errors="replace")
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What one run of a script left behind; `growth` and `speed` only where they were asked for.
-
-    `is_open` says that it ended on a forward with gradients which no step followed, as one does that gives up
-    on a bad loss: what was traced there belongs to the attempt after the last.
-    """
-
-    attempts: tuple[Attempt, ...]
-    is_open: bool
-    is_half: bool  # a model had half parameters
-    origins: tuple[dict, ...]
-    silent: dict | None = None
-    growth: dict | None = None
-    speed: dict | None = None
-    without_gpu: tuple[str, ...] = ()  # lines that turn on autocast for a GPU that is not there
-
-    @classmethod
-    def read(cls, left: dict) -> Seen:
-        """Makes it of what a child wrote."""
-        attempts = tuple(Attempt(**each) for each in left["attempts"])
-        return cls(**left | {"attempts": attempts, "origins": tuple(left["origins"])})
-
-    @property
-    def suspects(self) -> tuple[int, ...]:
-        """The attempts to look at."""
-        return find_suspects(self.attempts) + ((len(self.attempts),) if self.is_open else ())
-
-
-Launch = Callable[[Run, Path], tuple[int, str]]  # runs it, and returns the exit status and standard error
 
 
 @dataclass
@@ -160,8 +109,8 @@ class Campaign:
             medians.append(statistics.median(times[MOST_STEPS:]))
         return medians[1] / medians[0]
 
-    def beside(self, report: Report, against: str | None = None) -> Report:
-        """Returns a report with what was noted beside it, and the comparison with a level."""
+    def complete(self, report: Report, against: str | None = None) -> Report:
+        """Returns a report with growth, what slows the script down, and the comparison with a level."""
         compared = compare_levels(self._start, self.run, against, self.unknown) if against else None
         watched, traced = self.seen["watched"], self.seen.get("traced")
         return replace(

@@ -45,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.open is not None:
         return open_post_mortem(arguments.open)
     # What traces is imported when it is asked for, not by each `ampatch run`.
-    from ampatch.doctor.campaign import Campaign, Run
+    from ampatch.doctor.campaign import Campaign
+    from ampatch.doctor.runs import Run
 
     script = find_script(arguments)
     if arguments.opt_level not in (None, *OPT_LEVELS):
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = {"level": arguments.opt_level, "device": script.device, "legacy": script.legacy}
     run = Run(script.name, script.arguments, script.is_module, **given)
     campaign = Campaign(run, every=arguments.every)
-    report = campaign.beside(campaign.report(arguments.propose), arguments.against)
+    report = campaign.complete(campaign.report(arguments.propose), arguments.against)
     report = replace(
         report, findings=tuple(map(explain, report.findings)), harmless=tuple(map(explain, report.harmless))
     )

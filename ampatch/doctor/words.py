@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampatch.doctor.beside import said_beside
+from ampatch.doctor.against.compare import said_of_comparison
+from ampatch.doctor.brakes import said_of_speed
 from ampatch.doctor.finding import Finding, Report
+from ampatch.doctor.growth.curves import said_of_growth
 from ampatch.doctor.silent.words import describe_silent
 
 MOST_SHOWN = 3
@@ -38,7 +40,13 @@ def describe(report: Report) -> Iterator[str]:
         yield f"Harmless, since it reached nothing: inf or NaN made at {', '.join(dict.fromkeys(harmless))}"
     for line in report.unknown:
         yield f"Not known: {line}"
-    yield from said_beside(report)
+    if report.growth:
+        yield from said_of_growth(report.growth)
+    if report.against:
+        yield from said_of_comparison(report.against)
+    if report.speed and not report.findings and (said := said_of_speed(report.speed)):
+        yield "Why mixed precision may not be faster here:"
+        yield from (f"  - {line}" for line in said)
 
 
 def describe_finding(finding: Finding) -> Iterator[str]:

@@ -8,13 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ampatch.doctor.campaign import (
-    MOST_TRACED,
-    describe_scale,
-    find_suspects,
-    leave_out_mended,
-    merge_steps,
-)
+from ampatch.doctor.campaign import MOST_TRACED, merge_steps
 from ampatch.doctor.causes import explain
 from ampatch.doctor.finding import Finding, Report, read_finding
 from ampatch.doctor.instruments.clock import ScalerInUse
@@ -23,6 +17,7 @@ from ampatch.doctor.instruments.values import examine, is_finite
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.live.record import Record
 from ampatch.doctor.live.replay import replay
+from ampatch.doctor.suspects import describe_scale, find_suspects, leave_out_mended
 from ampatch.doctor.words import describe, describe_finding
 from ampatch.levels.stack import asked
 
