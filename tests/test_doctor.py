@@ -666,6 +666,7 @@ def test_the_history_of_a_scale_has_its_changes():
         "history": [(0, 1024.0), (1, 512.0), (2, 256.0), (4, 512.0)],
         "skipped": [0, 1],
         "search": True,
+        "steps": 6,
     }
 
 
@@ -709,12 +710,14 @@ def test_a_line_with_a_finding_is_not_called_harmless():
     [
         ({"float32_survives": True}, "keep_fp32=['a']: "),
         ({"op": "acos", "kind": "nan"}, "a small margin inside of its domain"),
-        ({"float32_survives": True, "autocast": True}, "call 'a' under torch.autocast("),
-        ({"float32_survives": False}, "learning rate"),
+        ({"float32_survives": True, "autocast": "cpu"}, "m.get_submodule(name)"),
+        ({"float32_survives": True, "keep": ("a", "b")}, "keep_fp32=['a', 'b']: these modules"),
+        ({"float32_survives": False, "step": 3}, "learning rate"),
+        ({"float32_survives": False}, "no update has been made yet"),
         ({"op": "log"}, "logits"),
         ({"op": "softmax"}, "-inf"),
         ({"op": "sqrt", "phase": "backward"}, "eps"),
-        ({"op": "matmul"}, "divide before the sum"),
+        ({"op": "matmul", "region": ("with amp.disable_casts():",)}, "divide before the sum"),
         ({"phase": "input"}, "loader"),
         ({"op": "std", "kind": "nan"}, "drop_last"),
         ({"op": "pow", "phase": "backward"}, "clamp the base"),

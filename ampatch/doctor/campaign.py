@@ -35,6 +35,7 @@ class Campaign:
     runs: int = 0
     unknown: list[str] = field(default_factory=list)
     seen: dict[str, Seen] = field(default_factory=dict)  # of the last run of a name
+    ended: dict[str, str] = field(default_factory=dict)  # how runs ended that raised, by name
     silent: list[dict] = field(default_factory=list)  # what the watched and the traced run left
 
     def report(self, propose: bool = False) -> Report:
@@ -54,10 +55,11 @@ class Campaign:
         window = tuple(sorted({*window, *plan_window(attempts, sample)}))
         run = replace(self.run, traces=True, window=window, sample=sample, speed=True, goes_on=propose)
         origins = origins_of(self._start("traced", run)) if window else ()
+        untraced = ""
         if find_suspects(attempts) and not any(it["has_reached"] for it in origins):
-            step = steps_of(attempts)[seen.suspects[0]]
-            again = f"what broke at step {step}: it did not happen again when the script was repeated"
-            self.unknown.append(f"{again}: seed what it draws")
+            step, again = steps_of(attempts)[seen.suspects[0]], "it did not happen again: seed what it draws"
+            reason = self.ended.get("traced", again).replace("run ended", "that run ended")
+            untraced = f"Step {step} broke, and could not be traced: {reason}."
         findings, survives = findings_in(seen, origins), None
         hidden = find_hidden(origins)
         if findings or hidden or sample is not None:
@@ -66,8 +68,9 @@ class Campaign:
                 merge(attempts, find_behind(again, hidden)) + findings, key=lambda it: it.step or 0
             )
             survives = self._survives(seen, again) if findings else None
-        findings = [replace(finding, float32_survives=survives) for finding in findings]
-        keep = (
+        keep = modules_to_keep(findings, again) if survives else ()
+        findings = [replace(finding, float32_survives=survives, keep=keep) for finding in findings]
+        proposed = (
             self._propose(findings[0].module, window) if propose and survives and findings[0].module else ()
         )
         harmless = merge(attempts, [it for it in origins if not it["has_reached"]])
@@ -77,10 +80,11 @@ class Campaign:
             self.unknown += [reason] if reason else []
         silent = examine_silent(self.silent, attempts, findings)
         return Report(
-            *(tuple(findings), tuple(harmless), describe_scale(attempts), keep, self.runs),
+            *(tuple(findings), tuple(harmless), describe_scale(attempts), proposed, self.runs),
             tuple(self.unknown),
             silent=silent,
-            keep_fp32_cost=self._cost(window) if keep else None,
+            untraced=untraced,
+            keep_fp32_cost=self._cost(window) if proposed else None,
         )
 
     def _say_what_was_not_watched(self, seen: Seen) -> None:
@@ -191,7 +195,7 @@ class Campaign:
             seen = self.seen[name] = Seen.read(json.loads(out.read_text()))
         if status:
             last = (said.strip() or "it said nothing").splitlines()[-1]
-            ended = f"run ended with status {status}: {last}"
+            ended = self.ended[name] = f"run ended with status {status}: {last}"
             if not any(it.endswith(ended) for it in self.unknown):  # the same of each run, once
                 self.unknown.append(f"the {name} {ended}")
         self.silent += [seen.silent] if name in ("watched", "traced") else []
@@ -203,6 +207,20 @@ def origins_of(seen: Seen) -> tuple[dict, ...]:
     bad = (index for index, attempt in enumerate(seen.attempts) if not attempt.weights)
     last = next(bad, len(seen.attempts))
     return tuple(it for it in seen.origins if it["attempt"] <= last)
+
+
+def modules_to_keep(findings: Sequence[Finding], again: Seen) -> tuple[str, ...]:
+    """Returns the modules that break, and the layers with numbers in float32 that float16 cannot hold.
+
+    What follows a fault is hidden by it: the run in float32 shows it. A module stands for those inside.
+    """
+    names = [it.module for it in findings if it.phase == "forward"]
+    names += again.oversized if any(it.dtype == "float16" for it in findings) else ()
+    return tuple(
+        name
+        for name in dict.fromkeys(names)
+        if name and not any(name.startswith(f"{other}.") for other in names if other)
+    )
 
 
 def find_behind(again: Seen, hidden: Sequence[int]) -> list[dict]:

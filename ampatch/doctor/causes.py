@@ -5,71 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
-
 from ampatch.doctor.finding import Finding
-from ampatch.doctor.instruments.operations import CASTS
-from ampatch.doctor.instruments.values import HALF
+from ampatch.doctor.instruments.operations import (
+    CASTING,
+    CASTS,
+    EXPONENTIALS,
+    LOGARITHMS,
+    NORMALIZERS,
+    NORMS,
+    POWERS,
+    QUOTIENTS,
+    ROOTS,
+    SPREADS,
+    SUMS,
+)
+from ampatch.doctor.remedies import (
+    PRECISION,
+    SMALLER,
+    Remedy,
+    divide_first,
+    keep,
+    lower_rate,
+    paste,
+    take_bfloat16,
+    words_for,
+)
 
-EXPONENTIALS = ("exp", "exp_", "expm1", "exp2", "sinh", "cosh")
-POWERS = ("pow", "pow_", "square", "square_")
-LOGARITHMS = ("log", "log2", "log10", "log1p", "log_", "logit", "binary_cross_entropy", "xlogy")
-NORMS = ("norm", "cdist", "vector_norm", "linalg_vector_norm")
-SPREADS = ("std", "var", "std_mean", "var_mean")
-QUOTIENTS = ("div", "div_", "reciprocal", "rsqrt", "true_divide", "atan2")
-SUMS = ("sum", "mean", "cumsum", "matmul", "linear", "bmm", "mm", "addmm", "einsum", "conv1d", "conv2d")
-SUMS += ("conv3d", "baddbmm", "norm", "var", "std", "prod", "dot", "mv")
-
-Remedy = str | Callable[[Finding], str | None]  # None where it does not fit
-
-
-# ---- Remedies that depend on the finding ----
-
-
-def keep(finding: Finding) -> str | None:
-    """Has the module run in float32."""
-    if not (finding.float32_survives and finding.module):
-        return None
-    if finding.autocast:
-        return (
-            f"call {finding.module!r} under torch.autocast(..., enabled=False), on .float() inputs "
-            f"(with amp.initialize: keep_fp32=[{finding.module!r}])"
-        )
-    return f"keep_fp32=[{finding.module!r}]: this module runs in float32"
-
-
-def paste(finding: Finding) -> str | None:
-    """Has the statement run in float32."""
-    if not (finding.float32_survives and finding.region):
-        return None
-    return "\n     ".join(("that statement alone in float32:", *finding.region))
-
-
-def take_bfloat16(finding: Finding) -> str | None:
-    """Takes the half type that has float32's range."""
-    if not finding.float32_survives or finding.dtype == "bfloat16":
-        return None
-    return "opt_level O4 (bfloat16), whose range is that of float32"
-
-
-def lower_rate(finding: Finding) -> str | None:
-    """Keeps weights from growing."""
-    if finding.float32_survives:
-        return None
-    return "lower the learning rate, warm it up, or clip gradients: weights that grow break float32 as well"
-
-
-def only_if(condition: Callable[[Finding], bool], remedy: str) -> Remedy:
-    """Returns a remedy that fits some findings."""
-    return lambda finding: remedy if condition(finding) else None
-
-
-PRECISION: tuple[Remedy, ...] = (keep, paste, take_bfloat16)
 LOGITS = "take a loss on logits (binary_cross_entropy_with_logits, cross_entropy), or clamp before the log"
-DIVIDE_FIRST = "divide before the sum (q / sqrt(d), x / n), not after it"
-
-
-# ---- The table ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +57,11 @@ class Cause:
         return (self.ops is None or finding.op in self.ops) and is_kind and is_direction and self.of(finding)
 
 
+def becomes(finding: Finding) -> object:
+    """Returns what a constant of the operation becomes in half, None where there is none that is lost."""
+    return finding.facts.get("constant", (None, None))[1]
+
+
 CAUSES = (  # the first that explains a finding is its cause
     Cause(
         "weight bad at first",
@@ -111,31 +78,113 @@ CAUSES = (  # the first that explains a finding is its cause
     Cause(
         "weight lost in the step before",
         "the weight {parameter} held {kind} before the step began.",
-        (lower_rate, *PRECISION),
+        (*SMALLER, *PRECISION),
         of=lambda it: it.phase == "optimizer" and not it.op,
     ),
     Cause(
-        "eps of the optimizer",
-        "{made}{limit}",
+        "eps of an optimizer in half",
+        "{made} The optimizer's eps, {constant}, is 0 in {dtype}: it divides by 0.",
         (
-            "step float32 masters (O2, O5): float16 makes 0 of the eps of Adam (1e-8); or take eps=1e-4",
-            lower_rate,
-            *PRECISION,
+            "step float32 masters: opt_level O2, or O5 (bfloat16)",
+            "give the optimizer eps=1e-4, which {dtype} holds",
         ),
-        of=lambda it: it.phase == "optimizer" and it.dtype in HALF,
+        of=lambda it: it.phase == "optimizer" and becomes(it) == "0",
+    ),
+    Cause(
+        "update too large",
+        "{made}{limit} That is of the update of {parameter}.",
+        (
+            "lower the learning rate and the weight decay: the update is larger than the weight",
+            "clip gradients before the step",
+        ),
+        of=lambda it: it.phase == "optimizer" and it.parameter is not None,
+    ),
+    Cause(
+        "weight too large for half",
+        "{made}{limit} It is the weight {parameter} that is cast: it has grown to {largest}.",
+        ("lower the learning rate and the weight decay, or clip gradients: the weight grows", *PRECISION),
+        ops=CASTING,
+        of=lambda it: it.parameter is not None,
     ),
     Cause(
         "loss not seen",
         "the loss is {kind}; the operation that made it was not seen.",
-        (lower_rate, *PRECISION),
+        (*SMALLER, *PRECISION),
         of=lambda it: not it.op,
+    ),
+    Cause(
+        "all targets ignored",
+        "{made} All targets of this batch are ignored: it is a mean of nothing, 0 / 0.",
+        (
+            'sum, and divide by the count: reduction="sum", and then '
+            "loss / (target != ignore_index).sum().clamp(min=1)",
+            "or skip a batch whose targets are all ignored",
+        ),
+        of=lambda it: it.facts.get("nothing") == "ignored",
+    ),
+    Cause(
+        "mean of nothing",
+        "{made} It took an empty tensor: a mean of nothing is 0 / 0.",
+        (
+            "sum, and divide by the count: x.sum() / max(x.numel(), 1)",
+            "or skip a batch in which nothing is selected",
+        ),
+        of=lambda it: it.facts.get("nothing") == "empty",
+    ),
+    Cause(
+        "count of 0",
+        "{made} It divides by a count of 0.",
+        ("divide by count.clamp(min=1)", "or skip what there is nothing of"),
+        of=lambda it: it.facts.get("nothing") == "count",
+    ),
+    Cause(
+        "constant too large for half",
+        "{made} {constant} is {becomes} in {dtype}{turns}.",
+        (
+            "write -1e4 in the place of {constant}: exp(-1e4) is 0 as well, and {dtype} holds it",
+            "or torch.finfo(x.dtype).min, where nothing is added to it",
+            *PRECISION,
+        ),
+        of=lambda it: becomes(it) == "-inf" and it.kind == "inf",
+    ),
+    Cause(
+        "cast by hand",
+        "{made}{limit} The script itself casts to half, at {cast}.",
+        ("cast to float32 there, by .float(): the script breaks in half whatever the level", *SMALLER),
+        of=lambda it: it.facts.get("cast") is not None and it.float32_survives is not True,
+    ),
+    Cause(
+        "constant too large for half",
+        "{made} {constant} is {becomes} in {dtype}{turns}.",
+        (*PRECISION, "write a number below {limit_number:g} in the place of {constant}"),
+        of=lambda it: becomes(it) == "inf" and it.kind == "inf",
+    ),
+    Cause(
+        "eps that half makes 0",
+        "{made} {constant} is 0 in {dtype}, and so it keeps nothing from being 0.",
+        ("write {eps} in the place of {constant}: {dtype} holds it", paste, keep, take_bfloat16),
+        ops=(*QUOTIENTS, *LOGARITHMS, *ROOTS, *NORMS, *NORMALIZERS, "pow"),
+        of=lambda it: becomes(it) == "0",
     ),
     Cause(
         "softmax of nothing",
         "{made} A row whose entries are all -inf has no softmax.",
-        ("a row whose entries are all -inf has no softmax: leave one entry, or skip the row", *PRECISION),
+        (
+            "mask with -1e4 in the place of -inf, or leave one entry in each row",
+            "or skip the row: of nothing but -inf there is no softmax",
+        ),
         ops=("softmax", "log_softmax"),
         backward=False,
+    ),
+    Cause(
+        "transcript longer than its audio",
+        "{made} A target that is longer than its input has no alignment, and the probability 0.",
+        (
+            "give the loss zero_infinity=True",
+            "or leave out samples whose target, with a blank between equal neighbours, is longer than "
+            "the input",
+        ),
+        ops=("ctc_loss",),
     ),
     Cause(
         "spread of one number",
@@ -148,22 +197,22 @@ CAUSES = (  # the first that explains a finding is its cause
     Cause(
         "root at 0",
         "{made} The derivative of a root is infinite at 0.",
-        ("add an eps under the root that the type can hold: 1e-6 in float32, 1e-4 in float16", *PRECISION),
-        ops=("sqrt", "sqrt_", "rsqrt", *NORMS, *SPREADS),
+        ("add an eps under the root: {eps}, which {dtype} holds", *PRECISION),
+        ops=(*ROOTS, *NORMS, *SPREADS),
         backward=True,
     ),
     Cause(
         "root below 0",
         "{made} A negative number has no root.",
-        ("clamp what is under the root: x.clamp(min=0), with an eps where it is differentiated", *PRECISION),
-        ops=("sqrt", "sqrt_", "rsqrt"),
+        ("clamp what is under the root: x.clamp(min={eps})", *PRECISION),
+        ops=ROOTS,
         kind="nan",
         backward=False,
     ),
     Cause(
         "power at 0",
         "{made} The derivative of x ** p is infinite at 0 where p is below 1.",
-        ("clamp the base: x.clamp(min=eps) ** p, with an eps that the type can hold", *PRECISION),
+        ("clamp the base: x.clamp(min={eps}) ** p", *PRECISION),
         ops=("pow", "pow_"),
         backward=True,
     ),
@@ -171,7 +220,8 @@ CAUSES = (  # the first that explains a finding is its cause
         "outside of its domain",
         "{made} It takes what lies outside of its domain, or whose derivative there is infinite.",
         (
-            "clamp what it takes, by a small margin inside of its domain: cosines round to more than 1",
+            "clamp what it takes, by a small margin inside of its domain (x.clamp(-1 + {eps}, 1 - {eps})): "
+            "cosines round to more than 1",
             *PRECISION,
         ),
         ops=("acos", "asin", "arccos", "arcsin", "atanh", "acosh"),
@@ -193,20 +243,25 @@ CAUSES = (  # the first that explains a finding is its cause
     Cause(
         "division by 0",
         "{made} It divides by 0, or by a number that is too small{tiny}.",
-        ("clamp the divisor, with an eps that the type can hold: float16 makes 0 of 1e-8", *PRECISION),
+        ("clamp the divisor: x / y.clamp(min={eps}), where it is not negative", *PRECISION),
         ops=QUOTIENTS,
     ),
     Cause(
         "exponential",
         "{made}{limit}",
-        (lower_rate, "clamp what it takes, or subtract the maximum, as softmax and logsumexp do", *PRECISION),
+        (
+            *PRECISION[:2],
+            "clamp what it takes, or subtract the maximum, as softmax and logsumexp do",
+            *SMALLER,
+            take_bfloat16,
+        ),
         ops=EXPONENTIALS,
         backward=False,
     ),
     Cause(
         "power",
         "{made}{limit}",
-        (lower_rate, "divide before the power, and multiply after it", *PRECISION),
+        (*PRECISION[:2], *SMALLER, "divide before the power, and multiply after it", take_bfloat16),
         ops=POWERS,
         backward=False,
     ),
@@ -214,7 +269,7 @@ CAUSES = (  # the first that explains a finding is its cause
         "cast",
         "{made}{limit}",
         (
-            lower_rate,
+            *SMALLER,
             "make the numbers smaller before they are cast: normalize the input, or divide it",
             *PRECISION,
         ),
@@ -223,51 +278,17 @@ CAUSES = (  # the first that explains a finding is its cause
     Cause(
         "accumulated gradients",
         "{made}{limit}",
-        (lower_rate, "divide each loss by the number of micro-steps, before its backward", *PRECISION),
+        ("divide each loss by the number of micro-steps, before its backward", lower_rate, *PRECISION),
         ops=("accumulate_grad",),
     ),
-    Cause(
-        "sum",
-        "{made}{limit}",
-        (lower_rate, only_if(lambda it: it.kind == "inf", DIVIDE_FIRST), *PRECISION),
-        ops=SUMS,
-    ),
-    Cause("magnitude", "{made}{limit}", (lower_rate, *PRECISION)),
+    Cause("sum", "{made}{limit}", (*SMALLER, *PRECISION[:2], divide_first, take_bfloat16), ops=SUMS),
+    Cause("magnitude", "{made}{limit}", (*SMALLER, *PRECISION)),
 )
 
 
 def explain(finding: Finding) -> Finding:
     """Returns the finding with its reason and remedies."""
     cause = next(row for row in CAUSES if row.explains(finding))
-    found = [it if isinstance(it, str) else it(finding) for it in cause.remedies]
-    why = cause.why.format(**words_for(finding)).strip()
-    return replace(finding, why=why, remedies=tuple(it for it in found if it))
-
-
-def words_for(finding: Finding) -> dict[str, object]:
-    """Returns what the reasons in the table are formatted with."""
-    sample = "" if finding.sample is None else f"sample {finding.sample} of "
-    is_limit = finding.kind == "inf" or finding.dtype in HALF
-    limit = f" {finding.dtype} holds nothing above {limit_of(finding.dtype):.5g}." if is_limit else ""
-    tiny = "; float16 makes 0 of what is below 3e-8" if finding.dtype == "float16" else ""
-    values = {name: getattr(finding, name) for name in ("op", "kind", "parameter", "dtype")}
-    return values | {"sample_of": sample, "limit": limit, "tiny": tiny, "made": made_by(finding)}
-
-
-def made_by(finding: Finding) -> str:
-    """Says what an operation made of what."""
-    largest = finding.input_largest
-    took = f"its largest input is {largest:.4g}" if largest is not None else "what it took is finite"
-    if finding.phase == "backward":
-        target = f" of {finding.parameter}" if finding.parameter else ""
-        return f"the gradient{target} that {finding.op} makes is {finding.kind}; {took}."
-    return f"{finding.op} made {finding.count} {finding.kind} in {finding.dtype}; {took}."
-
-
-def limit_of(dtype: str) -> float:
-    """Returns the largest number of a type.
-
-    >>> limit_of("float16")
-    65504.0
-    """
-    return torch.finfo(getattr(torch, dtype)).max
+    words = words_for(finding)
+    found = [it.format(**words) if isinstance(it, str) else it(finding) for it in cause.remedies]
+    return replace(finding, why=cause.why.format(**words), remedies=tuple(it for it in found if it))

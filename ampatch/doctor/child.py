@@ -16,7 +16,12 @@ from ampatch.doctor.brakes import Brakes
 from ampatch.doctor.growth.notes import Growth
 from ampatch.doctor.instruments.clock import listen
 from ampatch.doctor.instruments.operations import Enough
-from ampatch.doctor.instruments.precision import keep_float32, note_autocast_without_gpu, without_casts
+from ampatch.doctor.instruments.precision import (
+    Oversized,
+    keep_float32,
+    note_autocast_without_gpu,
+    without_casts,
+)
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.unseen import follow_unseen
 from ampatch.doctor.instruments.watch import Watch
@@ -52,10 +57,12 @@ def main(run: Run) -> None:
         overrides["keep_fp32"] = list(run.keep_fp32)
     apex.install(post_mortem=False, **overrides)
     watch, trace, silent, extras = Watch(), Trace(run.window, run.goes_on), Silent(), {}
+    oversized = Oversized()
 
     def leave() -> None:
         seen = {"attempts": watch.to_json(), "origins": trace.to_json(), "silent": silent.to_json()}
         seen |= {"is_open": watch.is_open, "is_half": watch.is_half, "without_gpu": sorted(without_gpu)}
+        seen |= {"oversized": list(oversized.names)}
         Path(run.out).write_text(json.dumps(extras | seen))
 
     with ExitStack() as stack:
@@ -63,6 +70,7 @@ def main(run: Run) -> None:
         without_gpu = note_autocast_without_gpu(stack)
         if run.float32:
             without_casts(stack)
+            listen(oversized, stack)
         keep_float32(run.keep_fp32, stack)
         listen(watch, stack)
         listen_for_extras(run, extras, stack)

@@ -20,7 +20,7 @@ USAGE = """ampatch doctor [OPTIONS] SCRIPT [-- ARGS...]
        ampatch doctor --open FILE"""
 EPILOG = """The script runs two or three times: watched, traced where it broke, and in float32. Everything
 after -- goes to it. Exit status: 0 nothing was found (silent faults do not count), 1 something was,
-2 bad input, 130 after Ctrl-C."""
+2 bad input, 3 something broke and could not be traced, 130 after Ctrl-C."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_outputs(report, arguments, script.name)
     except OSError as error:  # as of a full disk
         raise AmpError(f"the report was not written: {error}") from error
-    return int(bool(report.findings))
+    return 1 if report.findings else 3 if report.untraced else 0
 
 
 def open_post_mortem(path: Path) -> int:

@@ -67,6 +67,7 @@ class Seen:
     growth: dict | None = None
     speed: dict | None = None
     without_gpu: tuple[str, ...] = ()  # lines that turn on autocast for a GPU that is not there
+    oversized: tuple[str, ...] = ()  # layers that take or give in float32 what float16 cannot hold
 
     @classmethod
     def read(cls, left: dict) -> Seen:

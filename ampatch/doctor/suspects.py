@@ -92,4 +92,4 @@ def describe_scale(attempts: Sequence[Attempt]) -> dict[str, object]:
             history.append((index, attempt.scale))
     skipped = [index for index, it in enumerate(attempts) if it.is_dynamic and not (it.loss and it.gradients)]
     search = bool(skipped) and skipped == list(range(len(skipped))) and len(skipped) < len(attempts)
-    return {"history": history, "skipped": skipped, "search": search}
+    return {"history": history, "skipped": skipped, "search": search, "steps": len(attempts)}

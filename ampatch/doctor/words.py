@@ -20,9 +20,10 @@ SURVIVES = {
 
 def describe(report: Report) -> Iterator[str]:
     """Yields the lines of a report."""
-    if not report.findings:
-        sound = "Nothing broke: losses, gradients and weights stayed finite."
-        yield "Nothing was found, but not everything is known." if report.unknown else sound
+    if report.untraced:
+        yield report.untraced
+    elif not report.findings:
+        yield from describe_nothing(report)
     for finding in report.findings[:MOST_SHOWN]:
         yield from describe_finding(finding)
     if len(report.findings) > MOST_SHOWN:
@@ -32,8 +33,6 @@ def describe(report: Report) -> Iterator[str]:
         cost = report.keep_fp32_cost
         said = "too few steps to time it" if cost is None else f"a step takes about {cost:.2f} times as long"
         yield f"Proposed: keep_fp32={list(report.keep_fp32)} ({said})"
-    if report.scale.get("search"):
-        yield f"The loss scale looked for its size in {len(report.scale['skipped'])} steps: no fault."
     named = {it.where for it in (*report.findings, *report.silent)}
     harmless = [str(it.where) for it in report.harmless if it.where not in named]
     if harmless:
@@ -49,6 +48,20 @@ def describe(report: Report) -> Iterator[str]:
         yield from (f"  - {line}" for line in said)
 
 
+def describe_nothing(report: Report) -> Iterator[str]:
+    """Yields the lines of a report without a finding."""
+    if report.unknown:
+        yield "Nothing was found, but not everything is known."
+    elif skipped := report.scale.get("skipped"):
+        scales = [scale for _, scale in report.scale["history"]]
+        yield (
+            f"Nothing broke. {len(skipped)} of {report.scale['steps']} steps were skipped (scale "
+            f"{scales[0]:g} to {scales[-1]:g}): that is the search of a dynamic loss scale, and cured by it."
+        )
+    else:
+        yield "Nothing broke: losses, gradients and weights stayed finite."
+
+
 def describe_finding(finding: Finding) -> Iterator[str]:
     """Yields the lines of one finding."""
     module = ".".join(filter(None, (finding.model, finding.module))) or "the script"
@@ -62,6 +75,9 @@ def describe_finding(finding: Finding) -> Iterator[str]:
     if len(finding.steps) > 1:
         steps = "step" if len(finding.steps) == 2 else "steps"
         yield f"  again at {steps} {', '.join(map(str, finding.steps[1:]))}"
-    yield f"  {SURVIVES[finding.float32_survives]}"
+    if "cast" in finding.facts and finding.float32_survives is False:
+        yield "  the same run in float32 breaks as well: the script itself casts to half there"
+    else:
+        yield f"  {SURVIVES[finding.float32_survives]}"
     for remedy in finding.remedies:
         yield f"  -> {remedy}"
