@@ -76,7 +76,7 @@ ARROWS = {
     "testing": {PUBLIC, "table", "lists", "casts", "patching", "session"},
     "apex": {PUBLIC, "table", "lists", "levels", "steps"},
     "sweeps": {PUBLIC, "apex"},
-    "doctor": {PUBLIC, "apex", "levels", "sweeps"},
+    "doctor": {PUBLIC, "apex", "levels", "steps", "sweeps"},
     "__main__": {PUBLIC, "apex", "doctor", "sweeps", "testing"},
 }
 TOOLS = [name for name in NAMES if name.split(".")[1:2] in [["sweeps"], ["apex"], ["doctor"], ["testing"]]]
