@@ -304,7 +304,7 @@ def test_a_run_without_a_fault_has_no_finding(run_script, capsys, level):
 
 
 @pytest.mark.process
-def test_the_search_of_the_scale_is_no_finding(run_script):
+def test_the_search_of_the_scale_is_no_finding(run_script, capsys):
     scales = {"init_scale": 2.0**30}
     text = script("O2").replace(
         "verbosity=0", f"loss_scale=amp.DynamicLossScale(**{scales}, max_scale=2.**40), verbosity=0"
@@ -314,6 +314,9 @@ def test_the_search_of_the_scale_is_no_finding(run_script):
     assert report["scale"]["search"]
     assert report["scale"]["skipped"] == list(range(len(report["scale"]["skipped"])))
     assert report["scale"]["history"][0] == [0, 2.0**30]
+    skipped = len(report["scale"]["skipped"])
+    said = f"{skipped} of 40 steps were skipped (scale 1.07374e+09 to {2.0 ** (30 - skipped):g})"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.process
@@ -529,6 +532,21 @@ def test_a_script_that_never_steps_is_told_so(run_script):
     assert "made no step" in report["unknown"][0]
 
 
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ("x = x / (0 if step == 2 and not os.path.exists(__file__ + 'x') else 1); open(__file__ + 'x', 'w')"
+        " if step == 2 else 0", "Step 2 broke, and could not be traced: it did not happen again"),
+        ("F.relu(x).half().masked_fill(x > 0, -1e9)", "The script broke by itself: run ended with status 1"),
+    ],
+)  # fmt: skip
+def test_what_broke_and_could_not_be_traced_is_said_first(run_script, capsys, batch, said):
+    status, report = run_script("import os" + script("O3", batch=batch))
+    assert (status, report["findings"]) == (3, [])
+    assert capsys.readouterr().out.startswith(said)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -717,7 +735,7 @@ def test_a_line_with_a_finding_is_not_called_harmless():
         ({"op": "log"}, "logits"),
         ({"op": "softmax"}, "-inf"),
         ({"op": "sqrt", "phase": "backward"}, "eps"),
-        ({"op": "matmul", "region": ("with amp.disable_casts():",)}, "divide before the sum"),
+        ({"op": "matmul", "facts": {"own": True}}, "divide before the sum"),
         ({"phase": "input"}, "loader"),
         ({"op": "std", "kind": "nan"}, "drop_last"),
         ({"op": "pow", "phase": "backward"}, "clamp the base"),

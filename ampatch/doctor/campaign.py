@@ -60,6 +60,8 @@ class Campaign:
             step, again = steps_of(attempts)[seen.suspects[0]], "it did not happen again: seed what it draws"
             reason = self.ended.get("traced", again).replace("run ended", "that run ended")
             untraced = f"Step {step} broke, and could not be traced: {reason}."
+        elif "watched" in self.ended and not origins:
+            untraced = f"The script broke by itself: {self.ended['watched']}."
         findings, survives = findings_in(seen, origins), None
         hidden = find_hidden(origins)
         if findings or hidden or sample is not None:

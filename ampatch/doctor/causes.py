@@ -291,4 +291,6 @@ def explain(finding: Finding) -> Finding:
     cause = next(row for row in CAUSES if row.explains(finding))
     words = words_for(finding)
     found = [it.format(**words) if isinstance(it, str) else it(finding) for it in cause.remedies]
-    return replace(finding, why=cause.why.format(**words), remedies=tuple(it for it in found if it))
+    return replace(
+        finding, cause=cause.name, why=cause.why.format(**words), remedies=tuple(it for it in found if it)
+    )

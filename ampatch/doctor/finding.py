@@ -46,6 +46,7 @@ class Finding:
     turns: tuple[str, str | None, int | None] | None = None
     keep: tuple[str, ...] = ()
     float32_survives: bool | None = None
+    cause: str = ""
     why: str = ""
     remedies: tuple[str, ...] = ()
 

@@ -67,7 +67,7 @@ def begin_smaller(finding: Finding) -> str | None:
 
 def divide_first(finding: Finding) -> str | None:
     """Has a sum that the script writes itself stay small; a layer has nothing to divide."""
-    if finding.kind != "inf" or (finding.module and not finding.region):
+    if finding.kind != "inf" or not finding.facts.get("own"):
         return None
     return "divide before the sum (q / sqrt(d), x / n), not after it"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ampatch.doctor.against.compare import said_of_comparison
 from ampatch.doctor.brakes import said_of_speed
@@ -39,13 +39,19 @@ def describe(report: Report) -> Iterator[str]:
         yield f"Harmless, since it reached nothing: inf or NaN made at {', '.join(dict.fromkeys(harmless))}"
     for line in report.unknown:
         yield f"Not known: {line}"
-    if report.growth:
+    if report.growth and not is_explained(report.growth, report.findings):
         yield from said_of_growth(report.growth)
     if report.against:
         yield from said_of_comparison(report.against)
     if report.speed and not report.findings and (said := said_of_speed(report.speed)):
         yield "Why mixed precision may not be faster here:"
         yield from (f"  - {line}" for line in said)
+
+
+def is_explained(growth: dict, findings: Sequence[Finding]) -> bool:
+    """Says whether growth began no earlier than something broke: it comes of that."""
+    steps = [it.step for it in findings if it.step is not None]
+    return bool(growth.get("began") and steps) and growth["began"]["attempt"] >= min(steps)
 
 
 def describe_nothing(report: Report) -> Iterator[str]:

@@ -17,6 +17,7 @@ from ampatch.levels.precision import HALF_TYPES
 IGNORING = ("cross_entropy", "nll_loss", "nll_loss_nd", "cross_entropy_loss")
 Constant = tuple[float, str]  # and what it becomes
 
+DEFAULTS = {"cosine_similarity": (1e-8,)}  # of functions that show no mode their own
 COUNTING = ("mul", "mul_", "add", "add_", "sub", "sub_", "where")  # whose integers are no shapes
 
 
@@ -55,6 +56,7 @@ def explain_arguments(
 ) -> None:
     """Puts into the facts of what broke what its arguments show."""
     call = origin.call
+    call.facts["own"] = is_called_by_user()  # and not by a layer of torch's
     if origin.damage.kind == "nan" and (nothing := find_nothing(call.op, args, kwargs)):
         call.facts["nothing"] = nothing
     if call.op in CASTS and (constant := find_overflow_of(taken)):
@@ -68,7 +70,7 @@ def find_lost_constant(op: str, arguments: object, dtype: torch.dtype) -> Consta
     (1e-12, '0')
     """
     info = torch.finfo(dtype)
-    for value in constants_in(arguments, op in COUNTING):
+    for value in [*constants_in(arguments, op in COUNTING)] or DEFAULTS.get(op, ()):
         if 0 < abs(value) <= info.smallest_normal * info.eps / 2:
             return value, "0"
         if info.max * (1 + info.eps / 4) <= abs(value) < math.inf:
