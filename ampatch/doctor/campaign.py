@@ -70,7 +70,7 @@ class Campaign:
                 merge(attempts, find_behind(again, hidden)) + findings, key=lambda it: it.step or 0
             )
             survives = self._survives(seen, again) if findings else None
-        keep = modules_to_keep(findings, again) if survives else ()
+        keep = modules_to_keep(findings, again.oversized) if survives else ()
         findings = [replace(finding, float32_survives=survives, keep=keep) for finding in findings]
         proposed = (
             self._propose(findings[0].module, window) if propose and survives and findings[0].module else ()
@@ -211,13 +211,13 @@ def origins_of(seen: Seen) -> tuple[dict, ...]:
     return tuple(it for it in seen.origins if it["attempt"] <= last)
 
 
-def modules_to_keep(findings: Sequence[Finding], again: Seen) -> tuple[str, ...]:
+def modules_to_keep(findings: Sequence[Finding], oversized: Sequence[str]) -> tuple[str, ...]:
     """Returns the modules that break, and the layers with numbers in float32 that float16 cannot hold.
 
     What follows a fault is hidden by it: the run in float32 shows it. A module stands for those inside.
     """
     names = [it.module for it in findings if it.phase == "forward"]
-    names += again.oversized if any(it.dtype == "float16" for it in findings) else ()
+    names += oversized if any(it.dtype == "float16" for it in findings) else ()
     return tuple(
         name
         for name in dict.fromkeys(names)

@@ -31,7 +31,10 @@ from ampatch.doctor.remedies import (
     words_for,
 )
 
-LOGITS = "take a loss on logits (binary_cross_entropy_with_logits, cross_entropy), or clamp before the log"
+LOGITS = (
+    "clamp before the log: x.clamp(min={eps}).log(), or take a loss on logits "
+    "(binary_cross_entropy_with_logits, cross_entropy)"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def main(run: Run) -> None:
         without_gpu = note_autocast_without_gpu(stack)
         if run.float32:
             without_casts(stack)
-            listen(oversized, stack)
+            oversized.listen(stack)
         keep_float32(run.keep_fp32, stack)
         listen(watch, stack)
         listen_for_extras(run, extras, stack)

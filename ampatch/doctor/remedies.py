@@ -14,7 +14,8 @@ PASTED = "\n     "
 
 def keep(finding: Finding) -> str | None:
     """Has modules run in float32; under torch.autocast by lines to paste after the model is made."""
-    names = list(finding.keep or ([finding.module] if finding.module else []))
+    is_forward = finding.phase == "forward"
+    names = list((is_forward and finding.keep) or filter(None, [finding.module]))
     if not (finding.float32_survives and names):
         return None
     if not finding.autocast:

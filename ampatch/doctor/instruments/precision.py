@@ -88,14 +88,19 @@ class Oversized(Follower):
         self._models = Models()
         self.names: dict[str, None] = {}
 
+    def listen(self, undo: ExitStack) -> None:
+        """Listens until undone, by hooks alone."""
+        undo.callback(register_module_forward_pre_hook(self.enter_module).remove)
+        undo.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+
+    def _leave(self, module: Module, args: tuple, output: object) -> None:
+        self._look(module, output)
+        self.leave_module(module)
+
     def enter_module(self, module: Module, args: tuple) -> None:
         """Looks at what a layer takes."""
         super().enter_module(module, args)
         self._look(module, args)
-
-    def see_output(self, module: Module, output: object) -> None:
-        """Looks at what it gives."""
-        self._look(module, output)
 
     def _look(self, module: Module, value: object) -> None:
         place = self._models.place
