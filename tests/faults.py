@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from ampatch.doctor.campaign import Campaign
-from ampatch.doctor.child import Run
 from ampatch.doctor.child import main as run_child
+from ampatch.doctor.runs import Run
 
 # ---- Faults ----
 

@@ -235,6 +235,8 @@ def test_what_float32_would_survive_is_told(kind):
     )  # the script's own half
     found = only(train(kind, model=make_model(lambda h: (h * 0 + 300) @ (h.t() * 0 + 300) @ h * 1e-6)))
     assert (found.op, found.float32_survives) == ("matmul", True)
+    found = only(train(kind, model=make_model(lambda h: (h * 0 + 300) @ (h.t() * 0 + 300) @ (h * 0 + 1))))
+    assert (found.module, found.keep) == ("1", ("1", "2"))  # what the fault hides as well
 
 
 @pytest.mark.parametrize("kind", KINDS)

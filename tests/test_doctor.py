@@ -13,15 +13,17 @@ import torch
 from torch import nn
 
 from ampatch.__main__ import main
-from ampatch.doctor.campaign import Run, Seen, findings_in, merge_steps, origins_of, start_process
+from ampatch.doctor.campaign import findings_in, merge_steps, origins_of
+from ampatch.doctor.causes import explain
 from ampatch.doctor.finding import Finding, Report
 from ampatch.doctor.instruments.places import Models, user_line
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.values import examine as examine_tensor
 from ampatch.doctor.instruments.values import holds_no_number, is_finite
 from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.runs import Run, Seen, start_process
 from ampatch.doctor.suspects import describe_scale, find_suspects, is_collapse
-from ampatch.doctor.words import describe, explain, remedies
+from ampatch.doctor.words import describe
 from faults import FAMILIES, examine, judge, make, make_proposal, measure_float32, report_on, run_forked
 from helpers import wait_until
 
@@ -302,7 +304,7 @@ def test_a_run_without_a_fault_has_no_finding(run_script, capsys, level):
 
 
 @pytest.mark.process
-def test_the_search_of_the_scale_is_no_finding(run_script):
+def test_the_search_of_the_scale_is_no_finding(run_script, capsys):
     scales = {"init_scale": 2.0**30}
     text = script("O2").replace(
         "verbosity=0", f"loss_scale=amp.DynamicLossScale(**{scales}, max_scale=2.**40), verbosity=0"
@@ -312,6 +314,9 @@ def test_the_search_of_the_scale_is_no_finding(run_script):
     assert report["scale"]["search"]
     assert report["scale"]["skipped"] == list(range(len(report["scale"]["skipped"])))
     assert report["scale"]["history"][0] == [0, 2.0**30]
+    skipped = len(report["scale"]["skipped"])
+    said = f"{skipped} of 40 steps were skipped (scale 1.07374e+09 to {2.0 ** (30 - skipped):g})"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.process
@@ -527,6 +532,21 @@ def test_a_script_that_never_steps_is_told_so(run_script):
     assert "made no step" in report["unknown"][0]
 
 
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ("x = x / (0 if step == 2 and not os.path.exists(__file__ + 'x') else 1); open(__file__ + 'x', 'w')"
+        " if step == 2 else 0", "Step 2 broke, and could not be traced: it did not happen again"),
+        ("F.relu(x).half().masked_fill(x > 0, -1e9)", "The script broke by itself: run ended with status 1"),
+    ],
+)  # fmt: skip
+def test_what_broke_and_could_not_be_traced_is_said_first(run_script, capsys, batch, said):
+    status, report = run_script("import os" + script("O3", batch=batch))
+    assert (status, report["findings"]) == (3, [])
+    assert capsys.readouterr().out.startswith(said)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -664,6 +684,7 @@ def test_the_history_of_a_scale_has_its_changes():
         "history": [(0, 1024.0), (1, 512.0), (2, 256.0), (4, 512.0)],
         "skipped": [0, 1],
         "search": True,
+        "steps": 6,
     }
 
 
@@ -707,19 +728,21 @@ def test_a_line_with_a_finding_is_not_called_harmless():
     [
         ({"float32_survives": True}, "keep_fp32=['a']: "),
         ({"op": "acos", "kind": "nan"}, "a small margin inside of its domain"),
-        ({"float32_survives": True, "autocast": True}, "call 'a' under torch.autocast("),
-        ({"float32_survives": False}, "learning rate"),
+        ({"float32_survives": True, "autocast": "cpu"}, "m.get_submodule(name)"),
+        ({"float32_survives": True, "keep": ("a", "b")}, "keep_fp32=['a', 'b']: these modules"),
+        ({"float32_survives": False, "step": 3}, "learning rate"),
+        ({"float32_survives": False}, "no update has been made yet"),
         ({"op": "log"}, "logits"),
         ({"op": "softmax"}, "-inf"),
         ({"op": "sqrt", "phase": "backward"}, "eps"),
-        ({"op": "matmul"}, "divide before the sum"),
+        ({"op": "matmul", "facts": {"own": True}}, "divide before the sum"),
         ({"phase": "input"}, "loader"),
         ({"op": "std", "kind": "nan"}, "drop_last"),
         ({"op": "pow", "phase": "backward"}, "clamp the base"),
     ],
 )
 def test_remedies_fit(given, said):
-    assert any(said in remedy for remedy in remedies(finding(**given)))
+    assert any(said in remedy for remedy in explain(finding(**given)).remedies)
 
 
 @pytest.mark.parametrize("op", ["div", "log", "softmax"])

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from ampatch.doctor.campaign import Campaign, Run
+from ampatch.doctor.campaign import Campaign
+from ampatch.doctor.runs import Run
 from faults import fork_child
 from helpers import snapshot
 from legacy import print_in_forks

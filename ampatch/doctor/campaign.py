@@ -3,77 +3,26 @@
 from __future__ import annotations
 
 import json
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ampatch import AmpError
-from ampatch.doctor.beside import compare_levels
+from ampatch.doctor.against.levels import compare_levels
 from ampatch.doctor.brakes import MOST_STEPS
-from ampatch.doctor.child import Run
 from ampatch.doctor.finding import Finding, Report, read_finding
 from ampatch.doctor.growth.curves import describe_growth
 from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.runs import Launch, Run, Seen, start_process
 from ampatch.doctor.silent.examine import examine_silent, pick_sample, plan_window
 from ampatch.doctor.silent.gradients import compare_gradients
 from ampatch.doctor.suspects import describe_scale, find_hidden, find_suspects, leave_out_mended
-from ampatch.tools.process import child_process, wait
-from ampatch.tools.stop import noting_signals
 
 MOST_TRACED = 8  # attempts of one run
 FEWEST_TIMED = 5  # steps, for a median
 ALWAYS_TRACED = 2  # first attempts, where nothing is wrong: for what is harmless
-
-
-def start_process(run: Run, folder: Path) -> tuple[int, str]:
-    """Runs a script in a fresh process; returns its exit status and standard error.
-
-    A signal that ends this process ends that one first, and what it has started.
-    """
-    command = [sys.executable, "-m", "ampatch.doctor.child", run.to_json()]
-    log = Path(folder, "stderr")
-    with noting_signals() as stop, child_process(command, log, stdout=subprocess.DEVNULL) as process:
-        wait(process, None, stop, lambda: None)
-    if stop:
-        raise KeyboardInterrupt if stop.signal == signal.SIGINT else SystemExit(stop.status)
-    return process.returncode, log.read_text(errors="replace")
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What one run of a script left behind; `growth` and `speed` only where they were asked for.
-
-    `is_open` says that it ended on a forward with gradients which no step followed, as one does that gives up
-    on a bad loss: what was traced there belongs to the attempt after the last.
-    """
-
-    attempts: tuple[Attempt, ...]
-    is_open: bool
-    is_half: bool  # a model had half parameters
-    origins: tuple[dict, ...]
-    silent: dict | None = None
-    growth: dict | None = None
-    speed: dict | None = None
-    without_gpu: tuple[str, ...] = ()  # lines that turn on autocast for a GPU that is not there
-
-    @classmethod
-    def read(cls, left: dict) -> Seen:
-        """Makes it of what a child wrote."""
-        attempts = tuple(Attempt(**each) for each in left["attempts"])
-        return cls(**left | {"attempts": attempts, "origins": tuple(left["origins"])})
-
-    @property
-    def suspects(self) -> tuple[int, ...]:
-        """The attempts to look at."""
-        return find_suspects(self.attempts) + ((len(self.attempts),) if self.is_open else ())
-
-
-Launch = Callable[[Run, Path], tuple[int, str]]  # runs it, and returns the exit status and standard error
 
 
 @dataclass
@@ -86,6 +35,7 @@ class Campaign:
     runs: int = 0
     unknown: list[str] = field(default_factory=list)
     seen: dict[str, Seen] = field(default_factory=dict)  # of the last run of a name
+    ended: dict[str, str] = field(default_factory=dict)  # how runs ended that raised, by name
     silent: list[dict] = field(default_factory=list)  # what the watched and the traced run left
 
     def report(self, propose: bool = False) -> Report:
@@ -105,10 +55,13 @@ class Campaign:
         window = tuple(sorted({*window, *plan_window(attempts, sample)}))
         run = replace(self.run, traces=True, window=window, sample=sample, speed=True, goes_on=propose)
         origins = origins_of(self._start("traced", run)) if window else ()
+        untraced = ""
         if find_suspects(attempts) and not any(it["has_reached"] for it in origins):
-            step = steps_of(attempts)[seen.suspects[0]]
-            again = f"what broke at step {step}: it did not happen again when the script was repeated"
-            self.unknown.append(f"{again}: seed what it draws")
+            step, again = steps_of(attempts)[seen.suspects[0]], "it did not happen again: seed what it draws"
+            reason = self.ended.get("traced", again).replace("run ended", "that run ended")
+            untraced = f"Step {step} broke, and could not be traced: {reason}."
+        elif "watched" in self.ended and not origins:
+            untraced = f"The script broke by itself: {self.ended['watched']}."
         findings, survives = findings_in(seen, origins), None
         hidden = find_hidden(origins)
         if findings or hidden or sample is not None:
@@ -117,8 +70,9 @@ class Campaign:
                 merge(attempts, find_behind(again, hidden)) + findings, key=lambda it: it.step or 0
             )
             survives = self._survives(seen, again) if findings else None
-        findings = [replace(finding, float32_survives=survives) for finding in findings]
-        keep = (
+        keep = modules_to_keep(findings, again.oversized) if survives else ()
+        findings = [replace(finding, float32_survives=survives, keep=keep) for finding in findings]
+        proposed = (
             self._propose(findings[0].module, window) if propose and survives and findings[0].module else ()
         )
         harmless = merge(attempts, [it for it in origins if not it["has_reached"]])
@@ -128,10 +82,11 @@ class Campaign:
             self.unknown += [reason] if reason else []
         silent = examine_silent(self.silent, attempts, findings)
         return Report(
-            *(tuple(findings), tuple(harmless), describe_scale(attempts), keep, self.runs),
+            *(tuple(findings), tuple(harmless), describe_scale(attempts), proposed, self.runs),
             tuple(self.unknown),
             silent=silent,
-            keep_fp32_cost=self._cost(window) if keep else None,
+            untraced=untraced,
+            keep_fp32_cost=self._cost(window) if proposed else None,
         )
 
     def _say_what_was_not_watched(self, seen: Seen) -> None:
@@ -160,8 +115,8 @@ class Campaign:
             medians.append(statistics.median(times[MOST_STEPS:]))
         return medians[1] / medians[0]
 
-    def beside(self, report: Report, against: str | None = None) -> Report:
-        """Returns a report with what was noted beside it, and the comparison with a level."""
+    def complete(self, report: Report, against: str | None = None) -> Report:
+        """Returns a report with growth, what slows the script down, and the comparison with a level."""
         compared = compare_levels(self._start, self.run, against, self.unknown) if against else None
         watched, traced = self.seen["watched"], self.seen.get("traced")
         return replace(
@@ -242,7 +197,7 @@ class Campaign:
             seen = self.seen[name] = Seen.read(json.loads(out.read_text()))
         if status:
             last = (said.strip() or "it said nothing").splitlines()[-1]
-            ended = f"run ended with status {status}: {last}"
+            ended = self.ended[name] = f"run ended with status {status}: {last}"
             if not any(it.endswith(ended) for it in self.unknown):  # the same of each run, once
                 self.unknown.append(f"the {name} {ended}")
         self.silent += [seen.silent] if name in ("watched", "traced") else []
@@ -254,6 +209,20 @@ def origins_of(seen: Seen) -> tuple[dict, ...]:
     bad = (index for index, attempt in enumerate(seen.attempts) if not attempt.weights)
     last = next(bad, len(seen.attempts))
     return tuple(it for it in seen.origins if it["attempt"] <= last)
+
+
+def modules_to_keep(findings: Sequence[Finding], oversized: Sequence[str]) -> tuple[str, ...]:
+    """Returns the modules that break, and the layers with numbers in float32 that float16 cannot hold.
+
+    What follows a fault is hidden by it: the run in float32 shows it. A module stands for those inside.
+    """
+    names = [it.module for it in findings if it.phase == "forward"]
+    names += oversized if any(it.dtype == "float16" for it in findings) else ()
+    return tuple(
+        name
+        for name in dict.fromkeys(names)
+        if name and not any(name.startswith(f"{other}.") for other in names if other)
+    )
 
 
 def find_behind(again: Seen, hidden: Sequence[int]) -> list[dict]:

@@ -5,58 +5,49 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from ampatch import apex
 from ampatch.apex.script import Script, level_overrides
-from ampatch.doctor.beside import listen_beside
+from ampatch.doctor.against.capture import Capture
+from ampatch.doctor.brakes import Brakes
+from ampatch.doctor.growth.notes import Growth
 from ampatch.doctor.instruments.clock import listen
 from ampatch.doctor.instruments.operations import Enough
-from ampatch.doctor.instruments.precision import keep_float32, note_autocast_without_gpu, without_casts
+from ampatch.doctor.instruments.precision import (
+    Oversized,
+    keep_float32,
+    note_autocast_without_gpu,
+    without_casts,
+)
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.unseen import follow_unseen
 from ampatch.doctor.instruments.watch import Watch
+from ampatch.doctor.runs import Run
 from ampatch.doctor.silent.gradients import Sample
 from ampatch.doctor.silent.watch import Silent
 from ampatch.tools.seeds import set_seeds
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One run of a script, which is watched, and traced as well if `traces`.
+def listen_for_extras(run: Run, seen: dict[str, object], undo: ExitStack) -> None:
+    """Enters what a run asks for; what was noted stands in `seen` when all is undone.
 
-    `level` is the opt level that it is made to use, None for its own; `float32` turns off what torch itself
-    casts and scales; `keep_fp32` are the modules that run in float32. `window` are the attempts at a step
-    that are traced, after which the run ends unless it `goes_on`; None: all of them. What was seen is written
-    to the file `out`.
+    Entered before a trace, whose mode then is above that of `Brakes`.
     """
-
-    script: str
-    arguments: tuple[str, ...] = ()
-    is_module: bool = False
-    out: str = ""
-    level: str | None = None
-    float32: bool = False
-    traces: bool = False
-    window: tuple[int, ...] | None = None
-    goes_on: bool = False
-    keep_fp32: tuple[str, ...] = ()
-    # What is noted beside: growth, at each so many attempts; what slows it down; tensors, into a file.
-    every: int | None = None
-    speed: bool = False
-    capture: str = ""
-    wanted: int | None = None
-    sample: int | None = None  # the attempt whose gradients go to the folder `samples`
-    samples: str = ""
-    device: str | None = None  # as of a `Script`
-    legacy: bool = False
-
-    def to_json(self) -> str:
-        """Returns the arguments of a child process."""
-        return json.dumps(asdict(self))
+    if run.every is not None:
+        growth = Growth(run.every)
+        undo.callback(lambda: seen.update(growth=growth.to_json()))
+        growth.listen(undo)
+    if run.speed:
+        brakes = Brakes()
+        undo.callback(lambda: seen.update(speed=brakes.to_json()))
+        brakes.listen(undo)
+    if run.capture:
+        capture = Capture(run.wanted)
+        undo.callback(lambda: capture.save(run.capture))
+        capture.listen(undo)
 
 
 def main(run: Run) -> None:
@@ -65,21 +56,24 @@ def main(run: Run) -> None:
     if run.keep_fp32:
         overrides["keep_fp32"] = list(run.keep_fp32)
     apex.install(post_mortem=False, **overrides)
-    watch, trace, silent, beside = Watch(), Trace(run.window, run.goes_on), Silent(), {}
+    watch, trace, silent, extras = Watch(), Trace(run.window, run.goes_on), Silent(), {}
+    oversized = Oversized()
 
     def leave() -> None:
         seen = {"attempts": watch.to_json(), "origins": trace.to_json(), "silent": silent.to_json()}
         seen |= {"is_open": watch.is_open, "is_half": watch.is_half, "without_gpu": sorted(without_gpu)}
-        Path(run.out).write_text(json.dumps(beside | seen))
+        seen |= {"oversized": list(oversized.names)}
+        Path(run.out).write_text(json.dumps(extras | seen))
 
     with ExitStack() as stack:
         stack.callback(leave)
         without_gpu = note_autocast_without_gpu(stack)
         if run.float32:
             without_casts(stack)
+            oversized.listen(stack)
         keep_float32(run.keep_fp32, stack)
         listen(watch, stack)
-        listen_beside(run, beside, stack)
+        listen_for_extras(run, extras, stack)
         sample = None if run.sample is None else Sample(run.samples, run.sample, repeats=run.float32)
         silent.open(stack, (run.window or ()) if run.traces else None, sample)
         if run.traces:

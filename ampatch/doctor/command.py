@@ -10,8 +10,9 @@ from pathlib import Path
 from ampatch import OPT_LEVELS, AmpError, AmpValueError
 from ampatch.apex.run_command import DEVICE_HELP, LEGACY_HELP
 from ampatch.apex.script import find_script
+from ampatch.doctor.causes import explain
 from ampatch.doctor.outputs import add_outputs, validate_outputs, write_outputs
-from ampatch.doctor.words import describe, explain
+from ampatch.doctor.words import describe
 
 SUMMARY = "run a script whose training breaks, and say which line broke it, why, and what to do"
 USAGE = """ampatch doctor [OPTIONS] SCRIPT [-- ARGS...]
@@ -19,7 +20,7 @@ USAGE = """ampatch doctor [OPTIONS] SCRIPT [-- ARGS...]
        ampatch doctor --open FILE"""
 EPILOG = """The script runs two or three times: watched, traced where it broke, and in float32. Everything
 after -- goes to it. Exit status: 0 nothing was found (silent faults do not count), 1 something was,
-2 bad input, 130 after Ctrl-C."""
+2 bad input, 3 something broke and could not be traced, 130 after Ctrl-C."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.open is not None:
         return open_post_mortem(arguments.open)
     # What traces is imported when it is asked for, not by each `ampatch run`.
-    from ampatch.doctor.campaign import Campaign, Run
+    from ampatch.doctor.campaign import Campaign
+    from ampatch.doctor.runs import Run
 
     script = find_script(arguments)
     if arguments.opt_level not in (None, *OPT_LEVELS):
@@ -54,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = {"level": arguments.opt_level, "device": script.device, "legacy": script.legacy}
     run = Run(script.name, script.arguments, script.is_module, **given)
     campaign = Campaign(run, every=arguments.every)
-    report = campaign.beside(campaign.report(arguments.propose), arguments.against)
+    report = campaign.complete(campaign.report(arguments.propose), arguments.against)
     report = replace(
         report, findings=tuple(map(explain, report.findings)), harmless=tuple(map(explain, report.harmless))
     )
@@ -63,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_outputs(report, arguments, script.name)
     except OSError as error:  # as of a full disk
         raise AmpError(f"the report was not written: {error}") from error
-    return int(bool(report.findings))
+    return 1 if report.findings else 3 if report.untraced else 0
 
 
 def open_post_mortem(path: Path) -> int:

@@ -17,8 +17,9 @@ class Finding:
     (the update belongs to the last of them); `call` the calls of the module in that forward. `element` is the
     index of the first bad number, `sample` its index in the batch, `count` says how many there are;
     `largest_finite` is the largest magnitude among the others, `input_largest` that of what the operation
-    took. `region` are the lines that compute the statement in float32; `autocast` says that torch.autocast
-    was on.
+    took. `region` are the lines that compute the statement in float32; `autocast` is the device for which
+    torch.autocast was on. `facts` are what arguments showed (see `instruments.evidence`), `turns` is what
+    made NaN of an infinity: operation, line, sample. `keep` are the modules to keep in float32.
     """
 
     step: int | None
@@ -40,8 +41,12 @@ class Finding:
     node: str | None
     steps: tuple[int, ...] = ()
     region: tuple[str, ...] = ()
-    autocast: bool = False
+    autocast: str | None = None
+    facts: dict[str, object] = field(default_factory=dict)
+    turns: tuple[str, str | None, int | None] | None = None
+    keep: tuple[str, ...] = ()
     float32_survives: bool | None = None
+    cause: str = ""
     why: str = ""
     remedies: tuple[str, ...] = ()
 
@@ -70,6 +75,7 @@ class Report:
     against: dict | None = None
     silent: tuple[SilentFault, ...] = ()
     keep_fp32_cost: float | None = None  # how many times as long a step takes with it
+    untraced: str = ""  # what broke and has no finding, and why
 
     def to_json(self) -> dict[str, object]:
         """Returns the report as plain values."""
@@ -80,7 +86,7 @@ def read_finding(origin: dict, step: int | None) -> Finding:
     """Reads what a trace left of one origin, which belongs to a step of its optimizer."""
     call, damage = origin["call"], origin["damage"]
     place = call["place"] or {"model": None, "module": "", "call": 0}
-    if call["place"] is None and origin["parameter"] is not None:
+    if origin["parameter"] is not None and (call["place"] is None or origin["phase"] == "forward"):
         place["module"] = origin["parameter"].rpartition(".")[0]
     element, shape = tuple(damage["element"]), damage["shape"]
     in_batch = bool(element) and shape[0] in origin["batch_sizes"] and origin["parameter"] is None
@@ -90,7 +96,9 @@ def read_finding(origin: dict, step: int | None) -> Finding:
         **{name: place[name] for name in ("model", "module", "call")},
         op=call["op"],
         where=call["where"],
-        autocast=call.get("autocast", False),
+        autocast=call.get("autocast"),
+        facts=call.get("facts", {}),
+        turns=origin.get("turns") and tuple(origin["turns"]),
         **{name: damage[name] for name in ("kind", "count", "largest_finite", "dtype")},
         element=element,
         sample=element[0] if in_batch else None,

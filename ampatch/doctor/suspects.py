@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from ampatch.doctor.instruments.watch import Attempt
 
@@ -14,16 +14,14 @@ def leave_out_mended(
 ) -> list[dict]:
     """Leaves out of origins what a dynamic scale mends by itself.
 
-    Where a scale collapses, what a smaller one would mend counts as well, but that of its search only where
-    there is nothing else.
+    Where a scale collapses, and nothing else broke, what a smaller one would mend counts as well; that of its
+    search only where there is nothing else.
     """
-    explained = {it["attempt"] for it in found if not it["is_of_scale"]}
-    collapses = may_collapse and is_collapse(attempts, explained)
+    others = [it for it in found if not it["is_of_scale"]]
+    if others or not (may_collapse and is_collapse(attempts)):
+        return others
     untried = find_untried(attempts)
-    of_search = [it for it in found if it["attempt"] in untried and it["is_of_scale"]]
-    if collapses:
-        return [it for it in found if it not in of_search] or list(found)
-    return [it for it in found if it not in of_search and not it["is_of_scale"]]
+    return [it for it in found if it["attempt"] not in untried] or list(found)
 
 
 def find_hidden(found: Sequence[dict]) -> tuple[int, ...]:
@@ -67,19 +65,18 @@ def find_suspects(attempts: Sequence[Attempt]) -> tuple[int, ...]:
     return (*sorted(found), *rest)
 
 
-def is_collapse(attempts: Sequence[Attempt], explained: Collection[int] = ()) -> bool:
+def is_collapse(attempts: Sequence[Attempt]) -> bool:
     """Says whether a scale that may move overflowed more often than its search explains.
 
-    That is more than twice at a scale that a step had been made with, but for attempts that are `explained`
-    by something else, or at every step up to the end.
+    That is more than twice at a scale that a step had been made with, or at every step up to the end.
     """
     good, again = 0.0, 0
-    for index, attempt in enumerate(attempts):
+    for attempt in attempts:
         if not attempt.is_dynamic:
             return True
         if attempt.is_finite:
             good = attempt.scale or 0.0
-        elif (attempt.scale or 0.0) <= good and index not in explained and not attempt.is_again:
+        elif (attempt.scale or 0.0) <= good and not attempt.is_again:
             again += 1
     return again > MOST_OVERFLOWS or (good == 0 and not all(attempt.is_finite for attempt in attempts))
 
@@ -92,4 +89,4 @@ def describe_scale(attempts: Sequence[Attempt]) -> dict[str, object]:
             history.append((index, attempt.scale))
     skipped = [index for index, it in enumerate(attempts) if it.is_dynamic and not (it.loss and it.gradients)]
     search = bool(skipped) and skipped == list(range(len(skipped))) and len(skipped) < len(attempts)
-    return {"history": history, "skipped": skipped, "search": search}
+    return {"history": history, "skipped": skipped, "search": search, "steps": len(attempts)}

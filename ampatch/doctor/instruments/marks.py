@@ -22,6 +22,8 @@ class Origins:
         self.attempt = self.micro_step = 0
         self.batch_sizes: tuple[int, ...] = ()
         self.is_repeat = False  # a checkpoint runs operations again
+        self.asked: set[int] = set()  # those of what the script asked about
+        self.came_back: set[int] = set()  # those seen in a backward pass, until a gradient is bad
 
     @property
     def last(self) -> int:
@@ -42,6 +44,18 @@ class Origins:
         """Notes that origins have reached a loss, a gradient or a weight."""
         for index in marks:
             self.all[index].has_reached = True
+
+    def give_up(self) -> None:
+        """A script that saw bad numbers and made no backward pass of them has left them out."""
+        self.reach(self.asked)
+        self.asked = set()
+
+    def note_turn(self, call: Call, damage: Damage, marks: Collection[int]) -> None:
+        """Notes what makes NaN of an infinity, and of which sample: that may be another than the first."""
+        in_batch = bool(damage.element) and damage.shape[0] in self.batch_sizes
+        for origin in (self.all[index] for index in marks):
+            if origin.damage.kind == "inf" and origin.turns is None:
+                origin.turns = call.op, call.where, damage.element[0] if in_batch else None
 
     def of_input(self, marks: Collection[int]) -> list[Origin]:
         """Returns those of some marks that came before the model."""

@@ -24,6 +24,19 @@ REPEATED = "CheckpointFunctionBackward"  # what it gives comes of the operations
 COMPOSITE = ("multi_head_attention_forward",)  # written in Python: it is looked into
 ASKING = ("isnan", "isfinite", "isinf", "item", "tolist", "__bool__", "__float__", "allclose")
 CASTS = ("to", "half", "bfloat16", "float", "type", "type_as", "_to_copy")
+CASTING = (*CASTS, "_foreach_copy_", "copy_")  # as of weights to half
+# What breaks alike, see `causes`.
+EXPONENTIALS = ("exp", "exp_", "expm1", "exp2", "sinh", "cosh")
+POWERS = ("pow", "pow_", "square", "square_")
+LOGARITHMS = ("log", "log2", "log10", "log1p", "log_", "logit", "binary_cross_entropy", "xlogy")
+NORMS = ("norm", "cdist", "vector_norm", "linalg_vector_norm")
+SPREADS = ("std", "var", "std_mean", "var_mean")
+QUOTIENTS = ("div", "div_", "reciprocal", "rsqrt", "true_divide", "atan2")
+SUMS = ("sum", "mean", "cumsum", "matmul", "linear", "bmm", "mm", "addmm", "einsum", "conv1d", "conv2d")
+SUMS += ("conv3d", "baddbmm", "norm", "var", "std", "prod", "dot", "mv")
+
+ROOTS = ("sqrt", "sqrt_", "rsqrt")
+NORMALIZERS = ("normalize", "cosine_similarity", "pairwise_distance", "addcdiv_", "_foreach_addcdiv_")
 # Nodes that multiply gradients by what is finite in the forward.
 MULTIPLY = tuple(
     f"{name}Backward0"
@@ -58,7 +71,8 @@ class Call:
     dtype: str = ""
     origins: set[int] = field(default_factory=set)  # whose marks it took or gave
     infinite: Damage | None = None  # of what it took, and what may be a mask
-    autocast: bool = False  # torch.autocast was on
+    autocast: str | None = None  # the device for which torch.autocast was on
+    facts: dict[str, object] = field(default_factory=dict)  # see `evidence`
 
 
 @dataclass(slots=True)
@@ -77,6 +91,7 @@ class Origin:
     is_of_scale: bool = False  # it is finite where the gradients it takes are smaller
     batch_sizes: tuple[int, ...] = ()  # of what the model took
     region: tuple[str, ...] = ()  # what replaces the statement
+    turns: tuple[str, str | None, int | None] | None = None  # what made NaN of its inf, where, which sample
 
     def is_repeat_of(self, other: Origin) -> bool:
         """Says whether another is the same operation at the same place of the same micro-step."""

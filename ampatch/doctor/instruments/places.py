@@ -15,7 +15,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 import ampatch
-from ampatch.doctor.instruments.values import plain
+from ampatch.doctor.instruments.values import key_of, plain
 
 OURS = (os.path.dirname(ampatch.__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep)
 INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
@@ -107,6 +107,14 @@ class Models:
     def name_of(self, parameter: object) -> str | None:
         """Returns the dotted path of a parameter."""
         return self._parameters.get(id(parameter))
+
+    def name_beside(self, tensor: Tensor, given: list[Tensor], taken: list[Tensor]) -> str | None:
+        """Names the parameter that an optimizer computed a result of: its lists stand in step."""
+        results = list({id(each): None for each in given})  # in place, they may be given twice
+        beside = taken[results.index(id(tensor)) :: len(results)]
+        keys = {key_of(each) for each in beside}  # of weights, which may be detached
+        names = (path for root in self.roots for path, it in root.named_parameters() if key_of(it) in keys)
+        return next(names, None)
 
     def parameters(self) -> list[Parameter]:
         """Returns the parameters of all models that have run."""

@@ -18,9 +18,11 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ampatch.doctor.instruments.clock import Listener
+from ampatch.doctor.instruments.evidence import Evidence, explain_arguments
 from ampatch.doctor.instruments.marks import InfiniteData, Marks, Origins
 from ampatch.doctor.instruments.operations import (
     ASKING,
+    CASTING,
     COMPOSITE,
     IGNORED,
     REPEATED,
@@ -60,16 +62,13 @@ class Trace(TorchFunctionMode, Listener):
         self._describer = Describer(self.models)
         self._begin_window()
 
-    # ---- The parts of a step ----
-
     def _begin_window(self) -> None:
         self.active = self.window is None or self.origins.attempt in self.window
-        self._marks, self._infinite = Marks(), InfiniteData()
+        self._marks, self._infinite, self._evidence = Marks(), InfiniteData(), Evidence()
         self._graph = Graph(self.models, self._on_bad_gradient)
         self._describer.begin()
         self._in_backward = self._is_off = self._found_in_backward = False
-        self._asked: set[int] = set()  # the origins of what the script asked about
-        self._came_back: set[int] = set()  # those seen in a backward pass, until a gradient is bad
+        self.origins.came_back = set()
         self.models.forget_calls()
         self._note_old_gradients()
 
@@ -90,18 +89,13 @@ class Trace(TorchFunctionMode, Listener):
                 self.origins.batch_sizes = tuple(it.shape[0] for it in tensors_in(padded) if it.dim())
         if is_root:
             self._describer.part = "loss"  # what follows the model
-            self._give_up()
+            self.origins.give_up()
             if self.active:
                 with quiet():
                     self._look_at_batch(args)
                     for parameter in self.models.parameters():
                         for origin in self.origins.of_input(self._marks.of(parameter)):
                             origin.parameter = self.models.name_of(parameter)
-
-    def _give_up(self) -> None:
-        """A script that saw bad numbers and made no backward pass of them has left them out."""
-        self.origins.reach(self._asked)
-        self._asked = set()
 
     def see_scale(self, scale: float) -> None:
         """Remembers the scale of the loss."""
@@ -126,7 +120,7 @@ class Trace(TorchFunctionMode, Listener):
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Says which origins reached the loss."""
-        self._in_backward, self._found_in_backward, self._asked = True, False, set()
+        self._in_backward, self._found_in_backward, self.origins.asked = True, False, set()
         if self.active:
             self._note_old_gradients()
             if self._describer.part == "input":  # no model has run
@@ -150,7 +144,7 @@ class Trace(TorchFunctionMode, Listener):
             is_good = gradient is None or is_finite(gradient)
             if is_good or self.origins.move_to_step(self._marks.of(gradient), name):
                 continue
-            self.origins.reach(self._came_back)
+            self.origins.reach(self.origins.came_back)
             is_old = name in self._old and bool(self.origins.all)
             if not (self._found_in_backward or is_old):
                 call = Call("accumulate_grad", "backward", None, user_line(), str(parameter.dtype)[6:])
@@ -198,10 +192,8 @@ class Trace(TorchFunctionMode, Listener):
 
     def to_json(self) -> list[dict[str, object]]:
         """Returns the origins, in the order of their appearance."""
-        self._give_up()
+        self.origins.give_up()
         return [origin.to_json() for origin in self.origins.all]
-
-    # ---- Operations ----
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -217,13 +209,13 @@ class Trace(TorchFunctionMode, Listener):
                 return func(*args, **kwargs)
         taken = inexact_in((args, kwargs))
         if name in ASKING:
-            self._asked |= self._marks.of(*taken)
+            self.origins.asked |= self._marks.of(*taken)
         with quiet():
             bad = [tensor for tensor in taken if not is_finite(tensor)]
             largest = largest_of(taken)
         result = func(*args, **kwargs)
         device = taken[0].device.type if taken else "cpu"
-        self._autocast = device if torch.is_autocast_enabled(device) else None
+        self._autocast = device if device != "meta" and torch.is_autocast_enabled(device) else None
         with quiet():
             given = inexact_in(result)
             if name.endswith("_") and args:  # in place; of functions named _foreach_ a list
@@ -231,7 +223,11 @@ class Trace(TorchFunctionMode, Listener):
             if given:
                 may_mask = not bad and self._describer.part != "optimizer"  # a rate may be infinite
                 constant = may_mask and holds_no_number((args, *kwargs.values()))
-                self._look(self._describer.describe(name, given), taken, bad, given, largest, constant)
+                call = self._describer.describe(name, given)
+                self._evidence.follow(call, args, kwargs, taken, given)
+                self._look(call, taken, bad, given, largest, constant)
+                for origin in (it for it in self.origins.all if it.call is call):
+                    explain_arguments(origin, args, kwargs, taken)
         return result
 
     def see_function(self, name: str, args: object, result: object) -> None:
@@ -244,7 +240,7 @@ class Trace(TorchFunctionMode, Listener):
         self, call: Call, taken: Tensors, bad: Tensors, given: Tensors, largest: float | None, constant: bool
     ) -> None:
         """Looks at what an operation gives: `bad` are those that it took and that were so before."""
-        call.autocast = self._autocast is not None
+        call.autocast = self._autocast
         self._graph.tag(taken, given, call)
         marks, came = self._marks.of(*taken), self._marks.of(*bad)
         worst = next((tensor for tensor in given if not is_finite(tensor)), None)
@@ -254,11 +250,15 @@ class Trace(TorchFunctionMode, Listener):
         of_mask = damage is not None and damage.kind == "inf" and not came and (constant or bool(bad))
         if damage is not None and not came and not of_mask:
             parameter = self.models.name_of(worst)
+            if parameter is None and (call.phase == "optimizer" or call.op in CASTING):
+                parameter = self.models.name_beside(worst, given, taken)
             # Only a scaler multiplies a loss by itself, in code of ours or torch's.
             is_scaling = call.phase == "loss" and call.op == "mul" and is_called_by_scaler()
             more = {"input_largest": largest, "parameter": parameter, "is_of_scale": is_scaling}
             more["region"] = region_in_float32(self._autocast) if damage.dtype in HALF else ()
             marks = {*marks, self.origins.add(call, damage, **more)}
+        elif damage is not None and damage.kind == "nan":
+            self.origins.note_turn(call, damage, came)
         call.origins |= marks
         call.infinite = examine(bad[0]) if of_mask and bad else None
         for tensor in given if marks else ():
@@ -285,15 +285,15 @@ class Trace(TorchFunctionMode, Listener):
         if not self.active or (self._found_in_backward and node.name() == REPEATED):
             return
         self._found_in_backward = True
-        self._came_back |= call.origins
+        self.origins.came_back |= call.origins
         given = [tensor for tensor in taken if tensor is not None]
         if call.origins or not all(map(is_finite, given)):
             return
         if call.infinite is not None:  # it was no mask
             data = Call("", "input", call.place, call.where)
-            self._came_back.add(self.origins.add(data, call.infinite))
+            self.origins.came_back.add(self.origins.add(data, call.infinite))
             return
         more = {"input_largest": largest_of(given), "parameter": parameter, "node": node.name()}
-        self._came_back.add(mark := self.origins.add(call, examine(made), **more))
+        self.origins.came_back.add(mark := self.origins.add(call, examine(made), **more))
         origin = self.origins.all[mark]
         origin.phase, origin.is_of_scale = "backward", is_cured_by_scale(node, taken, self.scale)

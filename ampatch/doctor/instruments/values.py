@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -175,3 +176,21 @@ def drop_alike(
     if not training:
         return input
     return input * dropout(torch.ones_like(input, dtype=torch.float32), p).to(input.dtype)
+
+
+class TensorNotes:
+    """What is known of tensors, as long as they live."""
+
+    def __init__(self) -> None:
+        self._facts: dict[int, tuple[weakref.ref[Tensor], list]] = {}  # by the id of a tensor
+
+    def add(self, tensors: list[Tensor], fact: object) -> None:
+        """Adds a fact of some tensors."""
+        for tensor in tensors:
+            facts = self.find(tensor)
+            self._facts[id(tensor)] = weakref.ref(tensor), [*facts, fact]
+
+    def find(self, tensor: Tensor) -> list:
+        """Returns what is known of a tensor."""
+        reference, facts = self._facts.get(id(tensor), (None, []))
+        return facts if reference is not None and reference() is tensor else []

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 import ampatch as amp
 from ampatch.doctor.live.patient import Patient
 from ampatch.doctor.live.watcher import Watcher
+from ampatch.steps.foreign_step import find_hooked
 
 __all__ = ["Patient", "patient", "watch"]
 
@@ -74,10 +75,7 @@ def as_optimizers(given: object) -> list[Optimizer]:
     found = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
     optimizers = []
     for index, one in enumerate(found):
-        inner = one
-        while inner is not None and "_optimizer_step_pre_hooks" not in getattr(inner, "__dict__", {}):
-            kept = getattr(inner, "__dict__", {}).values()  # a wrapper, which has no hooks of its own
-            inner = next((each for each in kept if isinstance(each, Optimizer)), None)
+        inner = find_hooked(one)
         if inner is None:
             raise amp.AmpTypeError(
                 f"optimizers[{index}] is a {type(one).__name__}: expected a torch.optim.Optimizer"

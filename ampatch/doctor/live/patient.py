@@ -8,13 +8,8 @@ from dataclasses import dataclass, field, replace
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ampatch.doctor.campaign import (
-    MOST_TRACED,
-    describe_scale,
-    find_suspects,
-    leave_out_mended,
-    merge_steps,
-)
+from ampatch.doctor.campaign import MOST_TRACED, merge_steps, modules_to_keep
+from ampatch.doctor.causes import explain
 from ampatch.doctor.finding import Finding, Report, read_finding
 from ampatch.doctor.instruments.clock import ScalerInUse
 from ampatch.doctor.instruments.operations import Call, Origin
@@ -22,7 +17,8 @@ from ampatch.doctor.instruments.values import examine, is_finite
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.live.record import Record
 from ampatch.doctor.live.replay import replay
-from ampatch.doctor.words import describe, describe_finding, explain
+from ampatch.doctor.suspects import describe_scale, find_suspects, leave_out_mended
+from ampatch.doctor.words import describe, describe_finding
 from ampatch.levels.stack import asked
 
 
@@ -42,6 +38,7 @@ class Replayed:
     step: int
     origins: list[dict]
     survives: bool | None = None
+    oversized: tuple[str, ...] = ()
 
 
 @dataclass
@@ -127,7 +124,7 @@ class Patient(ScalerInUse):
     ) -> None:
         """Replays the latest attempt, and logs what is found."""
         scale = self._runs[-1].attempt.scale or 1.0
-        origins, survives, unknown = replay(record, models, optimizers, optimizer, scale)
+        origins, survives, unknown, oversized = replay(record, models, optimizers, optimizer, scale)
         self.unknown += [f"step {number}: {line}" for line in unknown]
         of_weights = [it for it in origins if it["phase"] == "optimizer" and not it["call"]["op"]]
         was_good = len(self._runs) > 1 and self._runs[-2].attempt.is_finite
@@ -136,7 +133,7 @@ class Patient(ScalerInUse):
         if of_weights and was_good:
             self.replays.append(Replayed(self.latest - 1, max(number - 1, 0), of_weights, survives))
         rest = [it for it in origins if it not in of_weights]
-        self.replays.append(Replayed(self.latest, number, rest, survives))
+        self.replays.append(Replayed(self.latest, number, rest, survives, oversized))
         self._tell()
 
     def _look_at_weights(self, models: Sequence[Module]) -> None:
@@ -186,4 +183,5 @@ class Patient(ScalerInUse):
             replace(read_finding(it, of[it["attempt"]].step), float32_survives=of[it["attempt"]].survives)
             for it in origins
         ]
-        return tuple(map(explain, merge_steps(found)))
+        keep = modules_to_keep(found, [name for one in self.replays for name in one.oversized])
+        return tuple(explain(replace(it, keep=keep)) for it in merge_steps(found))

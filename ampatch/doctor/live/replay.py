@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ampatch.doctor.instruments.operations import Call, Origin
 from ampatch.doctor.instruments.places import unwrap, user_line
+from ampatch.doctor.instruments.precision import Oversized
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.unseen import follow_unseen
 from ampatch.doctor.instruments.values import examine, is_finite
@@ -24,7 +25,7 @@ from ampatch.doctor.live.rerun import Impossible, Rerun
 from ampatch.doctor.suspects import find_hidden
 from ampatch.levels.ranks import has_ranks
 
-Outcome = tuple[list[dict], bool | None, list[str]]
+Outcome = tuple[list[dict], bool | None, list[str], tuple[str, ...]]
 
 
 def replay(
@@ -34,10 +35,11 @@ def replay(
     optimizer: Optimizer | None,
     scale: float,
 ) -> Outcome:
-    """Returns the origins of a step, whether float32 survives it, and what could not be known."""
+    """Returns the origins of a step, whether float32 survives, what is not known, and oversized layers."""
     unknown: list[str] = []
     origins: list[dict] = []
     survives = None
+    oversized = Oversized()
     try:
         refuse(record, models)
         with as_it_was(record, models):
@@ -50,9 +52,11 @@ def replay(
         with as_it_was(record, models):
             trace = Trace(None) if find_hidden(origins) else None
             again = InFloat32(record, models, optimizers, trace)
-            behind, error = (
-                trace_again(trace, again, record, optimizer) if trace else ([], attempt(again.run))
-            )
+            with ExitStack() as stack:
+                oversized.listen(stack)
+                behind, error = (
+                    trace_again(trace, again, record, optimizer) if trace else ([], attempt(again.run))
+                )
             if error is not None:
                 raise error
             survives = again.is_finite()
@@ -64,7 +68,7 @@ def replay(
     if not unknown and not any(it["has_reached"] for it in origins):
         why = "another rank may have broken it" if has_ranks() else "it drew from elsewhere than torch"
         unknown.append(f"it did not break again when it was replayed: {why}")
-    return origins, survives, unknown
+    return origins, survives, unknown, tuple(oversized.names)
 
 
 def refuse(record: Record, models: Sequence[Module]) -> None:

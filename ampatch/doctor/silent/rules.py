@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch.nn import Module
 from ampatch.doctor.instruments.clock import wrap
 from ampatch.doctor.instruments.operations import CASTS
 from ampatch.doctor.instruments.places import is_called_by_ampatch, is_called_by_user, user_line
-from ampatch.doctor.instruments.values import key_of
+from ampatch.doctor.instruments.values import TensorNotes, key_of
 from ampatch.doctor.silent.fault import Notes, Site
 from ampatch.doctor.silent.scaled import Scaled
 from ampatch.doctor.silent.shadows import Operation
@@ -30,24 +29,6 @@ MEASURES += ("mean", "gt", "lt", "ge", "le", "item", "tolist", "_foreach_norm")
 PRODUCTS = ("matmul", "bmm", "mm", "einsum", "sum", "baddbmm")
 QUOTIENTS = ("div", "div_", "true_divide", "mul", "mul_")
 HEADROOM = 16  # times what was reached must fit: a length that grows, or the next step
-
-
-class Known:
-    """What is known of tensors, as long as they live."""
-
-    def __init__(self) -> None:
-        self._facts: dict[int, tuple[weakref.ref[Tensor], list]] = {}  # by the id of a tensor
-
-    def add(self, tensors: list[Tensor], fact: object) -> None:
-        """Adds a fact of some tensors."""
-        for tensor in tensors:
-            facts = self.find(tensor)
-            self._facts[id(tensor)] = weakref.ref(tensor), [*facts, fact]
-
-    def find(self, tensor: Tensor) -> list:
-        """Returns what is known of a tensor."""
-        reference, facts = self._facts.get(id(tensor), (None, []))
-        return facts if reference is not None and reference() is tensor else []
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +57,7 @@ class Casts:
 
     def forget(self) -> None:
         """Begins with the next attempt."""
-        self._casts = Known()
+        self._casts = TensorNotes()
         self._all: list[Cast] = []
 
     def end_attempt(self) -> None:
@@ -191,7 +172,7 @@ class Lengths:
 
     def forget(self) -> None:
         """Begins with the next attempt."""
-        self._sums = Known()
+        self._sums = TensorNotes()
 
     def look(self, operation: Operation, given: list[Tensor]) -> None:
         """Follows sums to what divides them."""

@@ -1,0 +1,116 @@
+"""What arguments show: constants that half cannot hold, casts by hand, means of nothing."""
+
+from __future__ import annotations
+
+import linecache
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ampatch.doctor.instruments.operations import CASTS, Call, Origin
+from ampatch.doctor.instruments.places import is_called_by_user
+from ampatch.doctor.instruments.values import TensorNotes, Tensors, plain
+from ampatch.levels.precision import HALF_TYPES
+
+IGNORING = ("cross_entropy", "nll_loss", "nll_loss_nd", "cross_entropy_loss")
+Constant = tuple[float, str]  # and what it becomes
+
+DEFAULTS = {"cosine_similarity": (1e-8,)}  # of functions that show no mode their own
+COUNTING = ("mul", "mul_", "add", "add_", "sub", "sub_", "where")  # whose integers are no shapes
+
+
+class Evidence:
+    """Follows constants that became 0, and casts that the script makes, to what they are given to."""
+
+    def __init__(self) -> None:
+        self._notes = TensorNotes()
+
+    def follow(
+        self, call: Call, args: Sequence[object], kwargs: Mapping[str, object], taken: Tensors, given: Tensors
+    ) -> None:
+        """Puts into the facts of a call what its arguments show; notes that of what it gives."""
+        call.facts = {name: value for it in taken for name, value in self._notes.find(it)}
+        if given[0].dtype not in HALF_TYPES:
+            return
+        constant = find_lost_constant(call.op, (args, kwargs), given[0].dtype)
+        if constant is not None:
+            call.facts["constant"] = constant
+        if call.op in CASTS and call.phase != "input" and is_called_by_user() and names_half(call.where):
+            call.facts["cast"] = call.where
+        for name, value in call.facts.items():
+            if name == "cast" or (value[1] == "0" and bool((plain(given[0]) == 0).any())):
+                self._notes.add(given, (name, value))
+
+
+def names_half(where: str | None) -> bool:
+    """Says whether a line names a half type, and not that of another tensor."""
+    path, _, line = (where or "").rpartition(":")
+    text = linecache.getline(path, int(line)) if line else ""
+    return "half" in text or "float16" in text
+
+
+def explain_arguments(
+    origin: Origin, args: Sequence[object], kwargs: Mapping[str, object], taken: Tensors
+) -> None:
+    """Puts into the facts of what broke what its arguments show."""
+    call = origin.call
+    call.facts["own"] = is_called_by_user()  # and not by a layer of torch's
+    if origin.damage.kind == "nan" and (nothing := find_nothing(call.op, args, kwargs)):
+        call.facts["nothing"] = nothing
+    if call.op in CASTS and (constant := find_overflow_of(taken)):
+        call.facts["constant"] = constant
+
+
+def find_lost_constant(op: str, arguments: object, dtype: torch.dtype) -> Constant | None:
+    """Returns the first constant in some arguments that a type makes 0 or inf, and which of them.
+
+    >>> find_lost_constant("normalize", {"eps": 1e-12}, torch.float16)
+    (1e-12, '0')
+    """
+    info = torch.finfo(dtype)
+    for value in [*constants_in(arguments, op in COUNTING)] or DEFAULTS.get(op, ()):
+        if 0 < abs(value) <= info.smallest_normal * info.eps / 2:
+            return value, "0"
+        if info.max * (1 + info.eps / 4) <= abs(value) < math.inf:
+            return value, "inf" if value > 0 else "-inf"
+    return None
+
+
+def constants_in(value: object, counts: bool, depth: int = 3) -> Iterator[float]:
+    """Yields the numbers among arguments, and those in tensors without dimensions that nothing learns."""
+    if isinstance(value, float) or (counts and type(value) is int):
+        yield value
+    elif isinstance(value, Tensor):
+        is_number = value.dim() == 0 and value.dtype in (torch.float32, torch.float64)
+        if is_number and not (value.requires_grad or value.is_meta) and plain(value).numel() == 1:
+            yield plain(value).item()
+    elif isinstance(value, (tuple, list, dict)) and depth:
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from constants_in(each, counts, depth - 1)
+
+
+def find_overflow_of(tensors: Tensors) -> Constant | None:
+    """Returns the number that alone is too large for float16 where tensors are cast: that of a mask."""
+    for tensor in tensors:
+        values = plain(tensor).float()
+        too_large = values[values.abs() >= torch.finfo(torch.float16).max]
+        if too_large.numel() > 1 and (too_large == too_large[0]).all():
+            return too_large[0].item(), "inf" if too_large[0] > 0 else "-inf"
+    return None
+
+
+def find_nothing(op: str, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
+    """Says what nothing a mean is of: "ignored" targets, "empty", or a "count" of 0."""
+    tensors = [it for it in (*args, *kwargs.values()) if isinstance(it, Tensor)]
+    if any(it.numel() == 0 for it in tensors):
+        return "empty"
+    if op in IGNORING and len(tensors) > 1 and not tensors[1].is_floating_point():
+        return "ignored" if bool((tensors[1] == kwargs.get("ignore_index", -100)).all()) else None
+    if op in ("div", "div_", "true_divide") and len(tensors) > 1:
+        divisor = plain(tensors[1])
+        whole = divisor.float() == divisor.float().round()
+        is_count = divisor.dim() == 0 or bool(divisor.max() >= 1)
+        return "count" if is_count and bool(whole.all()) and bool((divisor == 0).any()) else None
+    return None

@@ -1,0 +1,123 @@
+"""What to do about a finding, and what happened to it in words: the causes say which and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ampatch.doctor.finding import Finding
+
+Remedy = str | Callable[[Finding], str | None]  # None where it does not fit
+PASTED = "\n     "
+
+
+def keep(finding: Finding) -> str | None:
+    """Has modules run in float32; under torch.autocast by lines to paste after the model is made."""
+    is_forward = finding.phase == "forward"
+    names = list((is_forward and finding.keep) or filter(None, [finding.module]))
+    if not (finding.float32_survives and names):
+        return None
+    if not finding.autocast:
+        return (
+            f"keep_fp32={names}: {'these modules run' if len(names) > 1 else 'this module runs'} in float32"
+        )
+    lines = (
+        f"in float32, by these lines after {finding.model} is made (with amp.initialize: keep_fp32={names}):",
+        f"for name in {names}:",
+        f"    part = {finding.model}.get_submodule(name)",
+        f"    part.forward = torch.amp.custom_fwd(part.forward, device_type={finding.autocast!r}, "
+        "cast_inputs=torch.float32)",
+    )
+    return PASTED.join(lines)
+
+
+def paste(finding: Finding) -> str | None:
+    """Has the statement run in float32."""
+    if not (finding.float32_survives and finding.region):
+        return None
+    return PASTED.join(("that statement alone in float32:", *finding.region))
+
+
+def take_bfloat16(finding: Finding) -> str | None:
+    """Takes the half type that has float32's range."""
+    if not finding.float32_survives or finding.dtype == "bfloat16":
+        return None
+    how = "opt_level O4 (bfloat16)"
+    if finding.autocast:
+        how = f"torch.autocast({finding.autocast!r}, dtype=torch.bfloat16)"
+    return f"{how}, whose range is that of float32"
+
+
+def lower_rate(finding: Finding) -> str | None:
+    """Keeps weights from growing; before the first update they have not grown."""
+    if finding.float32_survives or finding.step == 0:
+        return None
+    return "lower the learning rate, warm it up, or clip gradients: weights that grow break float32 as well"
+
+
+def begin_smaller(finding: Finding) -> str | None:
+    """Makes numbers smaller that are too large before the first update."""
+    if finding.float32_survives or finding.step != 0 or finding.input_largest is None:
+        return None
+    return (
+        f"no update has been made yet: make the input or the weights smaller (the largest number is "
+        f"{finding.input_largest:.3g}), as by a normalization before this line"
+    )
+
+
+def divide_first(finding: Finding) -> str | None:
+    """Has a sum that the script writes itself stay small; a layer has nothing to divide."""
+    if finding.kind != "inf" or not finding.facts.get("own"):
+        return None
+    return "divide before the sum (q / sqrt(d), x / n), not after it"
+
+
+PRECISION: tuple[Remedy, ...] = (keep, paste, take_bfloat16)
+SMALLER: tuple[Remedy, ...] = (begin_smaller, lower_rate)
+
+
+# ---- Words ----
+
+
+def words_for(finding: Finding) -> dict[str, object]:
+    """Returns what the reasons in the table are formatted with."""
+    constant, largest = finding.facts.get("constant", (0.0, "")), limit_of(finding.dtype)
+    turned = ""
+    if finding.turns is not None:
+        op, where, sample = finding.turns
+        turned = f"; {op} makes nan of it at {where}" + ("" if sample is None else f", in sample {sample}")
+    limit = f" {finding.dtype} holds nothing above {largest:.5g}{turned}."
+    return {
+        **{name: getattr(finding, name) for name in ("op", "kind", "parameter", "dtype")},
+        "sample_of": "" if finding.sample is None else f"sample {finding.sample} of ",
+        "limit": limit if finding.kind == "inf" else "",
+        "tiny": "; float16 makes 0 of what is below 3e-8" if finding.dtype == "float16" else "",
+        "made": made_by(finding),
+        "constant": f"{constant[0]:g}".replace("e+0", "e").replace("e-0", "e-"),
+        "becomes": constant[1],
+        "turns": turned,
+        "largest": f"{finding.input_largest or 0:.3g}",
+        "cast": finding.facts.get("cast"),
+        "eps": "1e-4" if finding.dtype == "float16" else "1e-6",
+        "limit_number": largest,
+    }
+
+
+def made_by(finding: Finding) -> str:
+    """Says what an operation made of what."""
+    largest = finding.input_largest
+    took = f"its largest input is {largest:.4g}" if largest is not None else "what it took is finite"
+    if finding.phase == "backward":
+        target = f" of {finding.parameter}" if finding.parameter else ""
+        return f"the gradient{target} that {finding.op} makes is {finding.kind}; {took}."
+    return f"{finding.op} made {finding.count} {finding.kind} in {finding.dtype}; {took}."
+
+
+def limit_of(dtype: str) -> float:
+    """Returns the largest number of a type.
+
+    >>> limit_of("float16")
+    65504.0
+    """
+    return torch.finfo(getattr(torch, dtype)).max
