@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.suspects import find_suspects
-from ampatch.sweeps.processes.runner import child_process, wait
-from ampatch.sweeps.processes.stop import noting_signals
+from ampatch.tools.process import child_process, wait
+from ampatch.tools.stop import noting_signals
 
 
 @dataclass(frozen=True, slots=True)
