@@ -157,7 +157,7 @@ def test_verbosity_1_says_no_casts(capsys):
 def test_verbosity_2_says_every_cast(capsys):
     model = amp.initialize(nn.Linear(3, 2), opt_level="O4", verbosity=2)
     capsys.readouterr()
-    torch.exp(model(X)).exp()
+    torch.exp(input=torch.exp(model(X)))
     lines = capsys.readouterr().out.splitlines()
     assert sum("linear" in line and "float32" in line and "bfloat16" in line for line in lines) == 3
     assert sum("exp" in line for line in lines) == 1

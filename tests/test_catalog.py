@@ -266,3 +266,13 @@ def test_names_of_which_the_same_happens_are_together():
     names = [Name("a", LOWER, "one"), Name("b", PROMOTE, "two"), Name("c", LOWER, "three")]
     explanation = type(amp.explain("mm"))("op", tuple(names))
     assert [[name.path for name in group] for group in explanation.groups()] == [["a", "c"], ["b"]]
+
+
+def test_an_explanation_in_words_has_names_reasons_and_levels():
+    text = str(amp.explain("softmax"))
+    assert "FP32: " in text
+    for name in amp.explain("softmax").names:
+        assert name.path in text
+        assert name.reason in text
+    assert all(f"\n  {level} " in text for level in amp.OPT_LEVELS)
+    assert text == "\n".join(line.rstrip() for line in text.splitlines())

@@ -113,6 +113,19 @@ def test_a_transform_gives_what_it_gives_in_float32(transform, name, level):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_functional_call_are_those_of_backward(name, level):
+    model = open_model(name, level)
+    params = dict(model.named_parameters())
+    found = grad(lambda params: functional_call(model, params, (X,)).float().pow(2).sum())(params)
+    model(X).float().pow(2).sum().backward()
+    for key, param in params.items():
+        assert found[key].dtype is param.dtype
+        # Not bitwise: a transform splits some derivatives into other operations.
+        torch.testing.assert_close(found[key], param.grad, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_each_sample_are_those_of_the_samples_one_by_one(name, level):
     model = open_model(name, level)
     params = {key: param.detach() for key, param in model.named_parameters()}
