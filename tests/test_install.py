@@ -35,7 +35,8 @@ def project():
         said = subprocess.run(git, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     else:
         said = (ROOT / "ampatch.egg-info" / "SOURCES.txt").read_text()
-    return {name for name in said.splitlines() if (ROOT / name).exists() and not name.startswith(GENERATED)}
+    names = {os.path.normpath(name) for name in said.splitlines()}  # setuptools lists some as ./ampatch/...
+    return {name for name in names if (ROOT / name).exists() and not name.startswith(GENERATED)}
 
 
 @pytest.fixture(scope="module")
