@@ -185,6 +185,8 @@ def test_metrics_beyond_the_third_have_tables_of_their_own():
 def test_runs_that_failed_alike_are_told_together():
     assert f"Failed: {CRASHING}" in SAMPLE.text
     assert f"{CRASHING}, seed 2: crashed after 4.40 s" in SAMPLE.text
+    # Their row stands in the results, and in no table of numbers, of which it has none.
+    assert SAMPLE.html.count('<tr role="row" class="failed">') == 1
     for line in TRACEBACK[:-1]:
         assert SAMPLE.text.count(" ".join(line.split())) == 1
 
