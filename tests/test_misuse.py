@@ -192,14 +192,6 @@ def test_masters_are_missed_beside_float32_parameters_and_at_any_limit(warned):
             amp.uninitialize()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_grad_scaler_that_never_scaled_is_told_of_before_torch_raises(level):
-    model, optimizer = make(level)
-    scaled_backward(model(X).pow(2).mean(), optimizer)
-    with pytest.warns(UserWarning, match="a GradScaler steps"), pytest.raises(AssertionError):
-        torch.amp.GradScaler("cpu").step(optimizer)
-
-
 def test_a_block_of_a_static_scale_hides_nothing_from_those_of_a_dynamic_one(warned):
     static, dynamic = make(loss_scale=128.0), make()
     scaled_step(*static)

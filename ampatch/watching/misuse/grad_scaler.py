@@ -35,9 +35,10 @@ class GradScalerWatch(SessionPatch):
         self._scale_watch = scale_watch
 
     def patch(self, patcher: Patcher) -> None:
-        """Replaces what a GradScaler is given an optimizer by; it has no hooks."""
-        for name in ("unscale_", "step"):
-            patcher.replace(GradScaler, name, self._watch(getattr(GradScaler, name)))
+        """Replaces what a GradScaler unscales by, or looks by for a fused optimizer; it has no hooks."""
+        for name in ("unscale_", "_check_inf_per_device"):
+            if hasattr(GradScaler, name):
+                patcher.replace(GradScaler, name, self._watch(getattr(GradScaler, name)))
 
     def _watch(self, run: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(run)
