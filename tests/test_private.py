@@ -123,7 +123,7 @@ def test_a_torch_whose_compiler_casts_wrongly_runs_plain_python(fault, caplog, m
     """What is taken away is what has this torch's compiler cast rightly."""
     monkeypatch.setattr(private, "NEWEST", "2.5")
     if fault == "trace_methods":
-        monkeypatch.setattr("ampatch.patching.torch_patch.trace_methods", lambda *_: None)
+        monkeypatch.setattr("ampatch.patching.compiling.trace_methods", lambda *_: None)
     else:
         monkeypatch.setattr("ampatch.casts.wrapper.call_uncast", lambda *_, **__: 1 / 0)
     with caplog.at_level(logging.WARNING):
