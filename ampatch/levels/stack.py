@@ -19,9 +19,10 @@ asked = logging.LoggerAdapter(logger, {"is_asked": True})
 
 Line = tuple[str, int]  # file and line number
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+# Packages whose lines are not the user's: trainers, and what is around functions. Around deprecated ones it
+# is one of the last three, by the version of Python.
 _TRAINERS = ("accelerate", "lightning", "pytorch_lightning", "transformers")
-# What is around functions; around deprecated ones it is one of the last three, by the version of Python.
-_WRAPPERS = ("contextlib", "functools", "typing_extensions", "warnings", "_py_warnings")
+_OTHERS = (*_TRAINERS, "contextlib", "functools", "typing_extensions", "warnings", "_py_warnings")
 _INSIDE = (f"{Path(torch.__file__).parent}{os.sep}", PACKAGE)
 
 
@@ -78,4 +79,4 @@ def warn(text: str, line: Line | None = None, kind: str = "") -> None:
 
 def _is_inside(frame: FrameType) -> bool:
     package = str(frame.f_globals.get("__name__")).partition(".")[0]
-    return package in (*_TRAINERS, *_WRAPPERS) or frame.f_code.co_filename.startswith(_INSIDE)
+    return package in _OTHERS or frame.f_code.co_filename.startswith(_INSIDE)

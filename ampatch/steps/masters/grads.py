@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ampatch.steps.grads.plain import add_grads, add_grads_, cast_grads
+from ampatch.steps.masters.params import do_nothing
 from ampatch.steps.masters.weight import Weight
 
 Unscale = Callable[[list[Tensor]], None]
@@ -166,14 +167,10 @@ class MasterGrads:
                 half.grad = pair.grad_used = pair.grad_seen = None
 
 
-def _do_nothing(*_: object, **__: object) -> None:
-    pass
-
-
 class NoMasterGrads(MasterGrads):
     """Stands in for the gradients of masters where an optimizer has none."""
 
-    follow = drop_restarted = begin = begin_again = feed = end = note_seen = drop = clear = _do_nothing  # type: ignore[assignment]
+    follow = drop_restarted = begin = begin_again = feed = end = note_seen = drop = clear = do_nothing  # type: ignore[assignment]
 
 
 def mark_grad_used(pair: Weight) -> None:

@@ -156,14 +156,14 @@ class MasterParams:
                 _round(edited, [pair.half for pair in plain], [pair.master for pair in plain])
 
 
-def _do_nothing(*_: object, **__: object) -> None:
-    pass
+def do_nothing(*_: object, **__: object) -> None:
+    """Stands in for a method of masters where there are none."""
 
 
 class NoMasters(MasterParams):
     """Stands in for the masters of an optimizer that gets none: what each step asks of them costs nothing."""
 
-    install_again = take_edits = copy_to_model = copy_edits_to_model = end_step = _do_nothing  # type: ignore[assignment]
+    install_again = take_edits = copy_to_model = copy_edits_to_model = end_step = do_nothing  # type: ignore[assignment]
 
     def select_others(self, params: list[Tensor]) -> list[Tensor]:
         """Returns all of them."""
