@@ -5,7 +5,7 @@ import torch
 
 import ampatch as amp
 from ampatch.levels.loss_scale import StaticLossScale
-from ampatch.levels.policy import Overrides, resolve
+from ampatch.levels.overrides import Overrides, resolve
 from apex_rows import shows
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -102,7 +102,11 @@ PATCH, MODEL, NORMS = "patch_torch_functions_type", "cast_model_type", "keep_bat
         ("O2", {PATCH: FP16}, "patch_torch_functions_type=.* contradicts O2.*'O1' or 'O4'"),
         ("O0", {MODEL: FP16}, "cast_model_type=torch.float16 contradicts O0.*use opt_level='O3'"),
         ("O1", {MODEL: FP16}, "cast_model_type=torch.float16 contradicts O1.*'O2' or 'O5'"),
-        ("O0", {"patch_torch_functions": True}, "patch_torch_functions=True contradicts O0: only O1 and O4"),
+        (
+            "O0",
+            {"patch_torch_functions": True},
+            "patch_torch_functions=True contradicts O0: only O1, O4 and O6",
+        ),
         ("O2", {"patch_torch_functions": "True"}, "patch_torch_functions=True contradicts O2"),
         ("O1", {NORMS: True}, "keep_batchnorm_fp32=True contradicts O1.*leave it out"),
         ("O1", {NORMS: "False"}, "keep_batchnorm_fp32=False contradicts O1"),

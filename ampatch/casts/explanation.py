@@ -75,7 +75,10 @@ class Name:
             Cast.BANNED: ("float32", RAISES, RAISES),
             Cast.CUSTOM: (SEE, SEE, SEE),
         }[self.cast]
-        return Effect(policy.opt_level, float32, of_half, mixed, f"patched: {self.cast.name}")
+        because = f"patched: {self.cast.name}"
+        if policy.float8_recipe is not None and self.path.rpartition(".")[2] == "linear":
+            because += "; float8 in large nn.Linear, see amp.explain(model)"
+        return Effect(policy.opt_level, float32, of_half, mixed, because)
 
     def heading(self) -> str:
         """What happens to its arguments where functions are patched."""

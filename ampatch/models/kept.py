@@ -21,45 +21,45 @@ Keep = str | type[Module] | Module
 # They use the weights of their children without calling them, or write what those return into a tensor that
 # has the type of their input. LinearCrossEntropyLoss came with torch 2.13.
 _SINGLE = ("MultiheadAttention", "AdaptiveLogSoftmaxWithLoss", "LinearCrossEntropyLoss")
-_SINGLE_TYPE = tuple(getattr(torch.nn, name) for name in _SINGLE if hasattr(torch.nn, name))
+SINGLE_TYPES = tuple(getattr(torch.nn, name) for name in _SINGLE if hasattr(torch.nn, name))
 
 _TRANSFORMER_LAYERS = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer)
 
 
-def normalize_keep(keep_fp32: object) -> tuple[Keep, ...]:
-    """Reads `keep_fp32`: one pattern, class or module, or a sequence of them."""
-    if keep_fp32 is None:
+def normalize_keep(given: object, argument: str = "keep_fp32") -> tuple[Keep, ...]:
+    """Reads `keep_fp32` or the like: one pattern, class or module, or a sequence of them."""
+    if given is None:
         return ()
-    single = isinstance(keep_fp32, (str, type, Module)) or not isinstance(keep_fp32, Iterable)
-    entries = (keep_fp32,) if single else tuple(keep_fp32)  # type: ignore[arg-type]
+    single = isinstance(given, (str, type, Module)) or not isinstance(given, Iterable)
+    entries = (given,) if single else tuple(given)  # type: ignore[arg-type]
     for entry in entries:
         is_class = isinstance(entry, type) and issubclass(entry, Module)
         if not (isinstance(entry, (str, Module)) or is_class):
             raise AmpTypeError(
-                f"keep_fp32 holds {entry!r}: expected names of modules (shell patterns), "
+                f"{argument} holds {entry!r}: expected names of modules (shell patterns), "
                 f"classes of modules or modules"
             )
     return entries
 
 
-def select_kept(models: Sequence[Module], keep_fp32: Sequence[Keep]) -> list[Module]:
-    """Returns the modules that an entry of `keep_fp32` names; raises for an entry that names none."""
+def select_named(models: Sequence[Module], entries: Sequence[Keep], argument: str) -> list[Module]:
+    """Returns the modules that an entry of an argument names; raises for an entry that names none."""
     named = [
         (name, module) for model in models for name, module in model.named_modules(remove_duplicate=False)
     ]
-    kept: dict[int, Module] = {}
-    for entry in keep_fp32:
+    selected: dict[int, Module] = {}
+    for entry in entries:
         found = [module for name, module in named if _matches(entry, name, module)]
         if not found:
             names = [name for name, _ in named if name]
             close = get_close_matches(entry, names) if isinstance(entry, str) else []
             known = ", ".join(map(repr, close or names[:8])) or "none"
             raise AmpValueError(
-                f"keep_fp32: {entry!r} matches no module: expected the name, class or instance of one; "
+                f"{argument}: {entry!r} matches no module: expected the name, class or instance of one; "
                 f"{'similar names' if close else 'the first modules'} are {known}"
             )
-        kept.update((id(module), module) for module in found)
-    return list(kept.values())
+        selected.update((id(module), module) for module in found)
+    return list(selected.values())
 
 
 def _matches(entry: Keep, name: str, module: Module) -> bool:
@@ -154,6 +154,6 @@ def select_masked(models: Iterable[Module]) -> list[Module]:
 
 def _own_parts(module: Module) -> list[Module]:
     """A module, and those inside it whose tensors it computes with itself."""
-    if isinstance(module, _SINGLE_TYPE):
+    if isinstance(module, SINGLE_TYPES):
         return list(module.modules())
     return [module, *module.parametrizations.modules()] if is_parametrized(module) else [module]

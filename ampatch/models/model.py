@@ -20,7 +20,9 @@ from ampatch.levels.ranks import select_sharded
 from ampatch.levels.undo import weakly
 from ampatch.models import hooks
 from ampatch.models.cast_tensor import CastModule, CastTensor, Float32Values, Shown, list_parts, own_tensors
+from ampatch.models.float8 import convert_to_float8, find_float8
 from ampatch.models.kept import (
+    Keep,
     add_owners,
     add_sharers,
     find_half,
@@ -56,6 +58,11 @@ def validate_models(models: Sequence[object], policy: Policy, values: ValuesById
                 f"first, or pass a copy that was made before"
             )
         _validate_scripted(index, model, policy)
+        if policy.float8_recipe is None and (name := find_float8(model)) is not None:
+            raise AmpValueError(
+                f"models[{index}]: module {name!r} computes in float8 since an earlier initialize: call "
+                f"ampatch.uninitialize() first, or pass a copy that was made before"
+            )
 
 
 def _validate_dtypes(index: int, model: Module, policy: Policy, values: ValuesById, allow_half: bool) -> None:
@@ -141,8 +148,8 @@ class ModelCaster:
         self.rounded: list[str] = []  # what half moves by whole steps
         self._stack = undo
 
-    def open(self) -> None:
-        """Casts the weights and registers the hooks."""
+    def open(self, float8_layers: Sequence[Keep] = ()) -> None:
+        """Casts the weights, registers the hooks, and makes layers that gain those of float8."""
         if self._policy.has_half_weights:
             self._cast_weights(self._policy.cast_model_type if self._policy.casts_model else None)
         for module in self._kept:
@@ -152,6 +159,7 @@ class ModelCaster:
             self._hook_entries()
         for model in select_python(self._models):
             self._hook_forward(model)
+        convert_to_float8(self._models, self._policy, self._kept, float8_layers, self._stack)
 
     def list_casts(self, params: Iterable[Tensor]) -> list[CastTensor]:
         """The casts of some parameters."""

@@ -9,9 +9,11 @@ from contextlib import ExitStack
 
 import torch
 
-from ampatch.levels.policy import Policy, find_level
+from ampatch.levels.overrides import find_level
+from ampatch.levels.policy import Policy
 from ampatch.levels.private import EAGER, NEWEST, OLDEST, explain_missing, is_tested
 from ampatch.levels.ranks import has_ranks
+from ampatch.models.float8 import describe
 from ampatch.session.request import Opening, SessionListener, device_types
 from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.outcome import BackwardOutcome
@@ -104,6 +106,8 @@ class Announcer(SessionListener):
         policy, verbosity = opening.request.policy, opening.request.verbosity
         if verbosity >= 1:
             say(format_banner(policy))
+            if policy.float8_recipe is not None:
+                say(describe(opening.request.models))
         is_slow = policy.half is torch.float16 and verbosity and "cpu" in device_types(opening.request)
         if is_slow and not self._said_slow:
             self._said_slow = True

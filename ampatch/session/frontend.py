@@ -14,8 +14,9 @@ from torch import Tensor
 from ampatch.errors import AmpTypeError, AmpValueError
 from ampatch.levels.alarms import Alarms
 from ampatch.levels.loss_scale import DynamicLossScale
-from ampatch.levels.policy import Overrides, parse_flag, resolve
-from ampatch.models.kept import normalize_keep
+from ampatch.levels.overrides import Overrides, parse_flag, resolve
+from ampatch.levels.policy import Policy
+from ampatch.models.kept import Keep, normalize_keep
 from ampatch.session.request import (
     Models,
     Optimizers,
@@ -52,6 +53,8 @@ def initialize(
     dtype: torch.dtype | None = None,
     patch_torch_functions_type: torch.dtype | None = None,
     keep_fp32: object = (),
+    float8_recipe: str | None = None,
+    float8_layers: object = (),
     allow_banned: bool = False,
     allow_half_params: bool = False,
     alarms: Alarms | None = Alarms(),  # noqa: B008  # a frozen value
@@ -71,11 +74,14 @@ def initialize(
     optimizers as they were. `uninitialize` undoes it.
 
     - `opt_level`: "O0" float32; "O1" (float16) and "O4" (bfloat16) patch torch's functions with
-      casts; "O2" and "O5" cast the model and keep float32 master params; "O3" casts everything.
+      casts; "O2" and "O5" cast the model and keep float32 master params; "O3" casts everything;
+      "O6" is O4 with the products of large linear layers in float8.
     - `dtype`: float16 or bfloat16 instead of the level's half type.
     - `loss_scale`: a number, "dynamic" or an `amp.DynamicLossScale`; `min_loss_scale` and
       `max_loss_scale` bound "dynamic". One scaler is made for each of `num_losses`.
     - `keep_fp32`: names of modules (shell patterns), classes or modules that run in float32.
+    - `float8_recipe`: at O6 "tensorwise" (the default), "rowwise" or "rowwise_with_gw_hp", as in torchao.
+    - `float8_layers`: as `keep_fp32`, linear layers that run in float8 at O6 whatever their size and place.
     - `keep_batchnorm_fp32`, `master_weights`, `cast_model_type`, `cast_model_outputs` (a dtype),
       `patch_torch_functions`, `patch_torch_functions_type`: override the level's default.
     - `allow_banned`: runs banned functions in float32 instead of raising on half tensors.
@@ -103,6 +109,7 @@ def _initialize(
     num_losses: int,
     verbosity: int,
     keep_fp32: object,
+    float8_layers: object,
     allow_half_params: object,
     process_group: object,
     **overrides: object,
@@ -125,6 +132,7 @@ def _initialize(
         num_losses,
         verbosity,
         normalize_keep(keep_fp32),
+        _parse_float8_layers(policy, float8_layers),
         bool(parse_flag("allow_half_params", allow_half_params)),
         parse_process_group(process_group),
         options,
@@ -135,6 +143,15 @@ def _initialize(
 
 def _as_tuple(given: object) -> tuple:  # type: ignore[type-arg]  # Session.open checks what is in it
     return tuple(given) if isinstance(given, (list, tuple)) else (given,)
+
+
+def _parse_float8_layers(policy: Policy, given: object) -> tuple[Keep, ...]:
+    layers = normalize_keep(given, "float8_layers")
+    if layers and policy.float8_recipe is None:
+        raise AmpValueError(
+            f"float8_layers contradicts {policy.opt_level}: use opt_level='O6', or leave it out"
+        )
+    return layers
 
 
 def _validate_num_losses(num_losses: object) -> None:

@@ -88,6 +88,7 @@ class Request:
     num_losses: int
     verbosity: int
     keep_fp32: tuple[Keep, ...]
+    float8_layers: tuple[Keep, ...]
     allow_half_params: bool
     process_group: ProcessGroup | None
     options: Mapping[str, object]  # of listeners, by the name of the argument; they read and check them

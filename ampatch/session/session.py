@@ -13,7 +13,7 @@ from ampatch.casts.cast import CASTS
 from ampatch.errors import AmpValueError, NotInitializedError
 from ampatch.levels.loss_scale import StaticLossScale
 from ampatch.models.cast_tensor import list_parts
-from ampatch.models.kept import select_kept
+from ampatch.models.kept import select_named
 from ampatch.models.memory import keep_freed_memory
 from ampatch.models.model import ModelCaster, validate_models
 from ampatch.patching.captures import Captures, Repeats
@@ -85,7 +85,7 @@ class Session(Surroundings):
             self._open_log(request, undo)
             values = members.map_values()
             validate_models(request.models, policy, values, request.allow_half_params)
-            kept = select_kept(request.models, request.keep_fp32)
+            kept = select_named(request.models, request.keep_fp32, "keep_fp32")
             validate_optimizers(request, members.list_tensors(), members.optimizers())
             self.torch_patch.validate(policy)
             skip_own_frames(self._unframed)
@@ -102,7 +102,7 @@ class Session(Surroundings):
             opening = Opening(request, call, amps, undo)
             self.events.call_opens(opening)  # who sees batches, before they are cast
             caster = ModelCaster(request.models, policy, kept, values, call.undo)
-            caster.open()
+            caster.open(request.float8_layers)
             members.add_modules(parts, caster.by_module)
             self._attachments.open(request, caster, amps, call)
             opening.rounded = caster.rounded

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
+from torch.nn import Module
 
 from ampatch.casts.catalog import Catalog
 from ampatch.casts.explanation import Explanation, Name
+from ampatch.models.float8 import LayersExplained, explain_layers
 from ampatch.patching.patcher import qualify
 from ampatch.patching.registration import Function, Registration, decorate, validate_place
 from ampatch.session.session import SESSION
@@ -55,8 +59,14 @@ def register_promote_function(module: object, name: str) -> None:
     _register(module, name, Cast.PROMOTE)
 
 
-def explain(op: str) -> Explanation:
+@overload
+def explain(op: str) -> Explanation: ...
+@overload
+def explain(op: Module, float8_recipe: str = ...) -> LayersExplained: ...
+def explain(op: str | Module, float8_recipe: str = "tensorwise") -> Explanation | LayersExplained:
     """Says what happens to an op at each level, under each of its names, and why.
+
+    Of a model it says which linear layers compute in float8, or would at O6, and why others do not.
 
     `print(amp.explain("softmax"))` prints what `ampatch lists softmax` does; here, functions that the
     script registered are known as well. `op` may include its module, as in "torch.nn.functional.softmax",
@@ -64,6 +74,8 @@ def explain(op: str) -> Explanation:
 
     Raises AmpValueError for what is not an op, and suggests close names.
     """
+    if isinstance(op, Module):
+        return explain_layers(op, float8_recipe)
     with SESSION.casts.thread.disabled():
         return Catalog(registered=map(_name, SESSION.torch_patch.registrations)).explain(op)
 

@@ -16,7 +16,7 @@ from ampatch.sweeps.plan import DEFAULTS, LEAST, Plan, make_plan
 from ampatch.sweeps.processes.ranks import refuse_ranks
 from ampatch.sweeps.records.sweep import LEVELS
 from ampatch.sweeps.terminal.stream import Stream
-from ampatch.sweeps.variant import parse_rows
+from ampatch.sweeps.variant import list_possible, parse_rows
 from ampatch.sweeps.verdicts.compare import compare as compare_sweeps
 from ampatch.tools.packages import require
 from ampatch.tools.stop import noting_signals
@@ -46,7 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_of_a_sweep(parser: argparse.ArgumentParser) -> None:
     """Adds what says which runs are made, and what is made of them."""
     add = parser.add_argument_group("what is run").add_argument
-    add("--levels", metavar="L,...", help=f"separated by commas; default: {','.join(LEVELS)}")
+    add(
+        "--levels",
+        metavar="L,...",
+        help=f"separated by commas; default: those of {','.join(LEVELS)} that run here",
+    )
     variant = "a level with arguments of initialize, such as 'O2 loss_scale=128'; may be repeated"
     add("--variant", action="append", metavar="'L NAME=VALUE...'", help=variant)
     seeds = f"train each with the seeds 0 to N-1; default: {DEFAULTS.seeds}"
@@ -108,7 +112,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     given = given_of(arguments, OF_A_COMPARISON)
     if given:
         raise AmpValueError(f"{flags(given)} without --compare: expected the two sweeps that are compared")
-    levels = ",".join(LEVELS) if arguments.levels is None else arguments.levels
+    levels = ",".join(list_possible()) if arguments.levels is None else arguments.levels
     rows = parse_rows([level.strip() for level in levels.split(",")], arguments.variant or ())
     script = find_script(arguments, ", or --compare and two sweeps")
     plan = make_plan(script, rows, **given_of(arguments, LEAST))

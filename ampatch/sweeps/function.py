@@ -21,8 +21,8 @@ from ampatch.sweeps.processes.in_process import Train, call, execute_here, requi
 from ampatch.sweeps.processes.ranks import refuse_ranks
 from ampatch.sweeps.processes.runner import Execute
 from ampatch.sweeps.records.results import open_results
-from ampatch.sweeps.records.sweep import LEVELS, Sweep
-from ampatch.sweeps.variant import parse_rows
+from ampatch.sweeps.records.sweep import Sweep
+from ampatch.sweeps.variant import list_possible, parse_rows
 from ampatch.tools.numbers import write_left
 from ampatch.tools.stop import Stop
 
@@ -33,7 +33,7 @@ logger = logging.getLogger("ampatch")
 
 def sweep(
     train: Train,
-    levels: Sequence[str] = LEVELS,
+    levels: Sequence[str] | None = None,
     seeds: int = DEFAULTS.seeds,
     *,
     variants: Sequence[str] = (),
@@ -55,9 +55,9 @@ def sweep(
 
     `train(opt_level, seed)` calls `initialize`, which uses the level (or variant) of the run whatever it is
     given, and trains. Its metrics are those that it passes to `report`, or returns as a dict. The sweep seeds
-    everything by `seed`, from 0 up, before the call. `levels` and `variants` are those of the command line,
-    as are the other arguments: `steps` and `warmup` count steps, `budget` minutes, `timeout` seconds,
-    `tolerance` spreads of O0.
+    everything by `seed`, from 0 up, before the call. `levels` (None: all that run here) and `variants` are
+    those of the command line, as are the other arguments: `steps` and `warmup` count steps, `budget` minutes,
+    `timeout` seconds, `tolerance` spreads of O0.
 
     Each run has its own process, which imports the function by its name. With `processes=False` all are in
     this one, as by default those of a function that no other process can import: of a notebook, or a
@@ -76,7 +76,9 @@ def sweep(
     script = Script(CHILD, (place, LEVEL, SEED), is_module=True)
     asked = {"seeds": seeds, "repeat": repeat, "budget": budget, "steps": steps, "timeout": timeout}
     asked |= {"warmup": DEFAULTS.warmup if warmup is None else warmup, "tolerance": tolerance}
-    plan = make_plan(script, parse_rows(levels, variants), name_of(train), **asked)
+    plan = make_plan(
+        script, parse_rows(list_possible() if levels is None else levels, variants), name_of(train), **asked
+    )
     return carry_out(plan, None if place else execute_here(train), out)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import shlex
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +23,7 @@ OPTIONS = tuple(name for name in inspect.signature(amp.initialize).parameters if
 # Of torch.autocast and its scaler.
 AUTOCAST_OPTIONS = ("loss_scale", "min_loss_scale", "max_loss_scale", "dtype")
 HALF_TYPES = ("float16", "bfloat16")
+MODULES = ("keep_fp32", "float8_layers")  # which name modules of the script's
 
 Value = str | float | list[str] | None
 
@@ -50,12 +53,26 @@ class Variant:
         """
         if not self.options or in_use():
             return
-        overrides = {name: value for name, value in self.overrides.items() if name != "keep_fp32"}
+        overrides = {name: value for name, value in self.overrides.items() if name not in MODULES}
         try:
             amp.initialize([], [], verbosity=0, **overrides)
         except AmpError as error:
             raise AmpValueError(f"variant {self.name!r}: {error}") from None
         amp.uninitialize()
+
+
+def list_possible() -> tuple[str, ...]:
+    """The levels that this machine can run: in float8 it needs torchao, and a GPU that has such products."""
+    return tuple(name for name in LEVELS if name == AUTOCAST or _can_run(name))
+
+
+def _can_run(level: str) -> bool:
+    policy = amp.OPT_LEVELS[level]
+    if policy.float8_recipe is None or not torch.cuda.is_available():
+        return not policy.find_lack()
+    # A GPU that is asked here loses memory to this process.
+    code = f"import ampatch; raise SystemExit(ampatch.OPT_LEVELS[{level!r}].find_lack() or 0)"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
 def in_use() -> bool:
@@ -144,7 +161,7 @@ def parse_option(name: str, level: str, word: str) -> tuple[str, Value]:
 
 def read_value(option: str, text: str) -> Value:
     """Reads what `initialize` does not read from a string, as scripts get them from argparse."""
-    if option == "keep_fp32":
+    if option in MODULES:
         return [pattern.strip() for pattern in text.split(",") if pattern.strip()]
     if option in ("min_loss_scale", "max_loss_scale"):
         return None if text == "None" else float(text)

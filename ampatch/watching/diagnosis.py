@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ampatch.levels.policy import parse_flag
+from ampatch.levels.overrides import parse_flag
 from ampatch.session.request import Opening, SessionListener
 from ampatch.session.session import SESSION
 

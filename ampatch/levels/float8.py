@@ -1,0 +1,66 @@
+"""The recipes of float8 products: which sizes gain, and which devices have them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+EMULATE = "AMPATCH_FLOAT8_EMULATE"
+INSTALL = "pip install 'ampatch[float8]'"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What torchao documents of a recipe: which sizes gain on an H100, and which GPUs multiply so."""
+
+    gains: Callable[[int, int], bool]  # by the features out, and in
+    sizes: str
+    capability: tuple[int, int]
+
+    def find_lack(self, device: torch.device) -> str:
+        """Says why a device has no such products, "" if it has, or if they are emulated."""
+        if emulates():
+            return ""
+        if device.type != "cuda":
+            return f"a {device.type} has no float8 products"
+        found = torch.cuda.get_device_capability(device)
+        if found >= self.capability:
+            return ""
+        return (
+            f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}, and float8 "
+            f"products need {self.capability[0]}.{self.capability[1]}"
+        )
+
+
+def _gains_tensorwise(out: int, into: int) -> bool:
+    return out > 1024 or into > 4096
+
+
+def _gains_rowwise(out: int, into: int) -> bool:
+    return out > 2048 and into > 1024 and (out > 4096 or into > 2048)
+
+
+# The sizes are those of torchao 0.18's `_auto_filter_for_recipe` (torchao/float8/float8_linear_utils.py). It
+# is private, gives no reasons, and knows nothing of the third recipe.
+_ROWWISE = Recipe(_gains_rowwise, "more than 2048 out and 1024 in, and more than 4096 out or 2048 in", (9, 0))
+RECIPES = {  # by torchao's names
+    "tensorwise": Recipe(_gains_tensorwise, "more than 1024 out or 4096 in", (8, 9)),
+    "rowwise": _ROWWISE,
+    "rowwise_with_gw_hp": _ROWWISE,
+}
+
+
+def emulates() -> bool:
+    """Whether products in float8 are emulated, as an environment variable says: for trials without a GPU."""
+    return os.environ.get(EMULATE, "0") not in ("", "0")
+
+
+def find_lack(recipe: str) -> str:
+    """Says why this machine cannot train by a recipe, "" if it can."""
+    if importlib.util.find_spec("torchao") is None:
+        return f"torchao is not installed: {INSTALL}"
+    return RECIPES[recipe].find_lack(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -1,0 +1,189 @@
+"""Which linear layers compute in float8 at O6, and how torchao's layer takes their place and leaves it."""
+
+from __future__ import annotations
+
+import html
+import importlib
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import torch
+from torch.nn import Linear, Module
+
+from ampatch.errors import AmpError, AmpValueError
+from ampatch.levels.float8 import EMULATE, INSTALL, RECIPES, emulates
+from ampatch.levels.policy import Policy
+from ampatch.levels.undo import weakly
+from ampatch.models.cast_tensor import list_parts
+from ampatch.models.kept import SINGLE_TYPES, Keep, inner_ids, select_named
+
+logger = logging.getLogger("ampatch")
+
+IN_FLOAT8 = "float8"
+FITTING = "torchao 0.18 or later with torch 2.11 or later"  # as tried
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A linear layer: its name, its size, and why it does not compute in float8; "" if it does."""
+
+    name: str
+    size: tuple[int, int]  # features in and out
+    because: str
+
+    def __str__(self) -> str:
+        where = f"not in float8: {self.because}" if self.because else IN_FLOAT8
+        return f"{self.name or 'the model'} ({self.size[0]} -> {self.size[1]}): {where}"
+
+
+@dataclass(frozen=True, slots=True)
+class LayersExplained:
+    """Which linear layers of a model compute in float8 at O6, and why others do not; `str` writes it out."""
+
+    layers: tuple[Layer, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.layers)) or "no torch.nn.Linear"
+
+    def _repr_html_(self) -> str:
+        """Shows a notebook what `str` writes."""
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+class Float8Choice:
+    """Chooses the layers of models that compute in float8, by a recipe and by what a script asks for.
+
+    `kept` are modules that stay as they are. `asked` are entries as in `keep_fp32`, of layers that compute in
+    float8 whatever their size and place; None asks for none.
+    """
+
+    def __init__(
+        self, models: Sequence[Module], recipe: str, kept: Iterable[Module] = (), asked: Sequence[Keep] = ()
+    ) -> None:
+        self._models = models
+        self._recipe = RECIPES[recipe]
+        self._kept = inner_ids(kept)
+        self._asked = inner_ids(select_named(models, asked, "float8_layers"))
+        self._last = {id(layer) for model in models for layer in _select_last(model)}
+        self._uncalled = inner_ids(part for part in list_parts(models) if isinstance(part, SINGLE_TYPES))
+
+    def layers(self) -> Iterator[tuple[Linear, Layer]]:
+        """Yields each linear layer of the models, with what becomes of it."""
+        seen: set[int] = set()
+        for model in self._models:
+            for name, part in model.named_modules():
+                if isinstance(part, Linear) and id(part) not in seen:
+                    seen.add(id(part))
+                    yield part, Layer(name, (part.in_features, part.out_features), self._find_reason(part))
+
+    def _find_reason(self, layer: Linear) -> str:
+        """Says why a layer stays as it is, "" if it does not."""
+        sizes = layer.in_features, layer.out_features
+        if is_float8(layer):
+            return ""
+        if id(layer) in self._kept:
+            return "keep_fp32 names it, or a module around it"
+        if type(layer) is not Linear or "forward" in vars(layer):
+            return "it is no plain torch.nn.Linear (a class or a forward of its own)"
+        if id(layer) in self._uncalled:
+            return "the module around it uses its weight without calling it"
+        if any(size % 16 for size in sizes):
+            return "its sizes are no multiples of 16, as float8 products need"
+        if id(layer) in self._asked:
+            return ""
+        if not self._recipe.gains(layer.out_features, layer.in_features):
+            return f"too small to gain: {self._recipe.sizes} features gain"
+        return "it is the last one, before the loss" if id(layer) in self._last else ""
+
+
+def _select_last(model: Module) -> Iterator[Linear]:
+    """Yields the layers whose outputs a loss sees: the last of a model, and those tied to an embedding."""
+    parts = list(model.modules())
+    linear = [part for part in parts if isinstance(part, Linear)]
+    tied = {id(part.weight) for part in parts if isinstance(part, torch.nn.Embedding)}
+    yield from linear[-1:]
+    yield from (layer for layer in linear if id(layer.weight) in tied)
+
+
+def is_float8(module: Module) -> bool:
+    """Whether a module is a layer in float8 of ours; asks the class, so that torchao need not be there."""
+    return hasattr(type(module), "is_ampatch_float8")
+
+
+def explain_layers(model: Module, recipe: str) -> LayersExplained:
+    """Says of each linear layer of a model whether it computes in float8, or would at O6, and why not."""
+    return LayersExplained(tuple(layer for _, layer in Float8Choice([model], recipe).layers()))
+
+
+def find_float8(model: Module) -> str | None:
+    """Returns the name of the first layer in float8 of ours, None if there is none."""
+    return next((name for name, part in model.named_modules() if is_float8(part)), None)
+
+
+def convert_to_float8(
+    models: Sequence[Module], policy: Policy, kept: Iterable[Module], asked: Sequence[Keep], undo: ExitStack
+) -> None:
+    """Makes the layers that gain torchao's, in place, where a policy says so; `undo` receives the way back.
+
+    Models, parameters and optimizers stay the objects that they are. Raises AmpError without torchao, and
+    AmpValueError on a device that has no float8 products.
+    """
+    recipe = policy.float8_recipe
+    if recipe is None:
+        return
+    _validate_devices(models, policy)
+    float8 = _import_layer()
+    found = list(Float8Choice(models, recipe, kept, asked).layers())
+    chosen = [linear for linear, layer in found if not layer.because]
+    undo.callback(weakly(float8.restore, *chosen))
+    attributes = float8.make_attributes(recipe, emulates())
+    for linear in chosen:
+        float8.replace(linear, attributes)
+    if not chosen:
+        reasons = "; ".join(str(layer) for _, layer in found[:3])
+        logger.warning(
+            "%s: no linear layer computes in float8, so that this is O4 (%s); float8_layers= names some",
+            policy.opt_level,
+            reasons or "the models have no torch.nn.Linear",
+        )
+
+
+def _import_layer():  # type: ignore[no-untyped-def]  # a module, which needs torchao
+    try:
+        return importlib.import_module("ampatch.models.float8_linear")
+    except ModuleNotFoundError as error:
+        if error.name != "torchao":
+            raise _explain_misfit(error) from error
+        raise AmpError(f"O6 needs torchao, which is not installed: {INSTALL}") from None
+    except (ImportError, AttributeError, TypeError) as error:
+        raise _explain_misfit(error) from error
+
+
+def _explain_misfit(error: Exception) -> AmpError:
+    return AmpError(
+        f"O6 cannot use torchao {version('torchao')} with torch {torch.__version__} ({error}): expected "
+        f"{FITTING}"
+    )
+
+
+def _validate_devices(models: Sequence[Module], policy: Policy) -> None:
+    devices = {param.device for model in models for param in model.parameters()}
+    recipe = RECIPES[str(policy.float8_recipe)]
+    lacks = sorted(filter(None, map(recipe.find_lack, devices)))
+    if lacks:
+        raise AmpValueError(
+            f"{policy.opt_level} (float8_recipe={policy.float8_recipe!r}): {lacks[0]}. Put the model on a "
+            f"GPU that has them (H100, RTX 40 and later) before initialize, use opt_level='O4', or set "
+            f"{EMULATE}=1 to try the numbers, slowly"
+        )
+
+
+def describe(models: Sequence[Module]) -> str:
+    """Says how many linear layers of models compute in float8."""
+    linear = [part for part in list_parts(models) if isinstance(part, Linear)]
+    count = sum(map(is_float8, linear))
+    how = f"emulated ({EMULATE}), which is slow" if emulates() else "fast if torch.compile compiles the model"
+    return f"In float8 are {count} of {len(linear)} linear layers; {how}"

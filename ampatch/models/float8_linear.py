@@ -1,0 +1,93 @@
+"""The layer that computes in float8: torchao's, which heeds where our casts are off. Needs torchao."""
+
+from __future__ import annotations
+
+from dataclasses import replace as replace_fields
+
+import torch
+from torch import Tensor
+from torch.nn import Linear, Module
+from torch.nn.functional import linear
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8.float8_linear import Float8Linear as TorchaoLinear
+from torchao.float8.float8_linear import matmul_with_hp_or_float8_args as Torchaos
+
+from ampatch.casts.cast import CASTS
+from ampatch.errors import AmpValueError
+from ampatch.levels.precision import ELIGIBLE
+
+
+@torch._dynamo.allow_in_graph
+class Product(Torchaos):  # type: ignore[misc]  # torchao has no types
+    """The three products of a layer by torchao; nothing is cast inside of them, nor in the backward."""
+
+    @staticmethod
+    def forward(ctx: object, *args: object) -> Tensor:
+        """Multiplies input and weight."""
+        with CASTS.thread.disabled():
+            return Torchaos.forward(ctx, *args)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Multiplies the gradient with both."""
+        with CASTS.thread.disabled():
+            return Torchaos.backward(ctx, grad)
+
+
+class Float8Linear(TorchaoLinear):  # type: ignore[misc]
+    """A linear layer whose three products run in float8, on what O4 would give `F.linear`.
+
+    Where casts are off, and after `uninitialize` on a copy, it is `torch.nn.Linear`.
+    """
+
+    is_ampatch_float8 = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiplies in float8, and returns the half type."""
+        half, thread = CASTS.half, CASTS.thread
+        if half is None or (thread.off and thread.is_off()):
+            return linear(input, self.weight, self.bias)
+        if input.dtype in ELIGIBLE:
+            input = input.to(half)
+        output = Product.apply(input, self.weight.t(), self.linear_mm_config, self.config)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+def make_attributes(recipe: str, is_emulated: bool) -> dict[str, object]:
+    """Returns what torchao's layer has beside what a linear layer has.
+
+    `pad_inner_dim` lets batches have any size: without it, their rows must be multiples of 16.
+    """
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = replace_fields(config, emulate=is_emulated, pad_inner_dim=True)
+    with torch.device("meta"):
+        plain = Linear(16, 16)
+    made = convert_to_float8_training(plain, config=config)
+    return {name: value for name, value in vars(made).items() if name not in vars(plain)}
+
+
+def replace(layer: Linear, attributes: dict[str, object]) -> None:
+    """Makes a linear layer one in float8, in place."""
+    own = sorted(vars(layer).keys() & attributes) if type(layer) is Linear else []
+    if own:
+        raise AmpValueError(
+            f"a linear layer of the model has an attribute {own[0]!r} of its own, which torchao's layer "
+            f"needs: rename it, or name the layer in keep_fp32"
+        )
+    layer.__class__ = Float8Linear
+    vars(layer).update(attributes)
+
+
+def restore(layer: Module) -> None:
+    """Makes it a linear layer again, also under what a script or FSDP2 put on top since."""
+    cls = type(layer)
+    if cls is Float8Linear:
+        layer.__class__ = Linear
+    elif issubclass(cls, Float8Linear):
+        bases = tuple(Linear if base is Float8Linear else base for base in cls.__bases__)
+        layer.__class__ = type(cls.__name__.replace("Float8Linear", "Linear"), bases, dict(vars(cls)))
+    for name in ATTRIBUTES:
+        vars(layer).pop(name, None)
+
+
+ATTRIBUTES = frozenset(make_attributes("tensorwise", is_emulated=True))
