@@ -15,4 +15,9 @@ def has_ranks() -> bool:
 
 def select_sharded(modules: Iterable[Module]) -> list[Module]:
     """Returns those modules that FSDP2 has sharded."""
-    return [module for module in modules if hasattr(module, "set_requires_gradient_sync")]
+    return list(filter(is_sharded, modules))
+
+
+def is_sharded(module: Module) -> bool:
+    """Whether FSDP2 has sharded a module."""
+    return hasattr(module, "set_requires_gradient_sync")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import html
 import importlib
+import importlib.util
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn import Linear, Module
 from ampatch.errors import AmpError, AmpValueError
 from ampatch.levels.float8 import EMULATE, INSTALL, RECIPES, emulates
 from ampatch.levels.policy import Policy
+from ampatch.levels.ranks import is_sharded
 from ampatch.levels.undo import weakly
 from ampatch.models.cast_tensor import list_parts
 from ampatch.models.kept import SINGLE_TYPES, Keep, inner_ids, select_named
@@ -86,7 +88,7 @@ class Float8Choice:
             return ""
         if id(layer) in self._kept:
             return "keep_fp32 names it, or a module around it"
-        if type(layer) is not Linear or "forward" in vars(layer):
+        if not _is_plain(layer):
             return "it is no plain torch.nn.Linear (a class or a forward of its own)"
         if id(layer) in self._uncalled:
             return "the module around it uses its weight without calling it"
@@ -97,6 +99,13 @@ class Float8Choice:
         if not self._recipe.gains(layer.out_features, layer.in_features):
             return f"too small to gain: {self._recipe.sizes} features gain"
         return "it is the last one, before the loss" if id(layer) in self._last else ""
+
+
+def _is_plain(layer: Linear) -> bool:
+    """Whether a layer computes as `torch.nn.Linear` does; FSDP2 puts a class of its own around that one."""
+    cls = type(layer)
+    is_linear = cls is Linear or (is_sharded(layer) and Linear in cls.__bases__)
+    return is_linear and "forward" not in vars(layer)
 
 
 def _select_last(model: Module) -> Iterator[Linear]:
@@ -110,12 +119,20 @@ def _select_last(model: Module) -> Iterator[Linear]:
 
 def is_float8(module: Module) -> bool:
     """Whether a module is a layer in float8 of ours; asks the class, so that torchao need not be there."""
-    return hasattr(type(module), "is_ampatch_float8")
+    return hasattr(type(module), "ampatch_stands_for")
 
 
-def explain_layers(model: Module, recipe: str) -> LayersExplained:
-    """Says of each linear layer of a model whether it computes in float8, or would at O6, and why not."""
-    return LayersExplained(tuple(layer for _, layer in Float8Choice([model], recipe).layers()))
+def explain_layers(model: Module, recipe: str, known: Mapping[Module, str]) -> LayersExplained:
+    """Says of each linear layer of a model whether it computes in float8, or would at O6, and why not.
+
+    `known` are the reasons of layers that a session has chosen among.
+    """
+    if recipe not in RECIPES:
+        raise AmpValueError(f"float8_recipe={recipe!r}: expected one of {', '.join(map(repr, RECIPES))}")
+    found = Float8Choice([model], recipe).layers()
+    return LayersExplained(
+        tuple(replace(layer, because=known.get(linear, layer.because)) for linear, layer in found)
+    )
 
 
 def find_float8(model: Module) -> str | None:
@@ -125,15 +142,16 @@ def find_float8(model: Module) -> str | None:
 
 def convert_to_float8(
     models: Sequence[Module], policy: Policy, kept: Iterable[Module], asked: Sequence[Keep], undo: ExitStack
-) -> None:
+) -> dict[Module, str]:
     """Makes the layers that gain torchao's, in place, where a policy says so; `undo` receives the way back.
 
-    Models, parameters and optimizers stay the objects that they are. Raises AmpError without torchao, and
-    AmpValueError on a device that has no float8 products.
+    Models, parameters and optimizers stay the objects that they are. Returns why each linear layer is not
+    one, "" for those that are. Raises AmpError without torchao, and AmpValueError on a device that has no
+    float8 products.
     """
     recipe = policy.float8_recipe
     if recipe is None:
-        return
+        return {}
     _validate_devices(models, policy)
     float8 = _import_layer()
     found = list(Float8Choice(models, recipe, kept, asked).layers())
@@ -149,20 +167,19 @@ def convert_to_float8(
             policy.opt_level,
             reasons or "the models have no torch.nn.Linear",
         )
+    return {linear: layer.because for linear, layer in found}
 
 
 def _import_layer():  # type: ignore[no-untyped-def]  # a module, which needs torchao
     try:
         return importlib.import_module("ampatch.models.float8_linear")
-    except ModuleNotFoundError as error:
-        if error.name != "torchao":
-            raise _explain_misfit(error) from error
-        raise AmpError(f"O6 needs torchao, which is not installed: {INSTALL}") from None
     except (ImportError, AttributeError, TypeError) as error:
-        raise _explain_misfit(error) from error
+        raise _explain_lack(error) from error
 
 
-def _explain_misfit(error: Exception) -> AmpError:
+def _explain_lack(error: Exception) -> AmpError:
+    if importlib.util.find_spec("torchao") is None:
+        return AmpError(f"O6 needs torchao, which is not installed: {INSTALL}")
     return AmpError(
         f"O6 cannot use torchao {version('torchao')} with torch {torch.__version__} ({error}): expected "
         f"{FITTING}"

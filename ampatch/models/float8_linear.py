@@ -40,7 +40,7 @@ class Float8Linear(TorchaoLinear):  # type: ignore[misc]
     Where casts are off, and after `uninitialize` on a copy, it is `torch.nn.Linear`.
     """
 
-    is_ampatch_float8 = True
+    ampatch_stands_for = Linear  # the class that it takes the place of
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiplies in float8, and returns the half type."""
@@ -68,26 +68,35 @@ def make_attributes(recipe: str, is_emulated: bool) -> dict[str, object]:
 
 def replace(layer: Linear, attributes: dict[str, object]) -> None:
     """Makes a linear layer one in float8, in place."""
-    own = sorted(vars(layer).keys() & attributes) if type(layer) is Linear else []
-    if own:
-        raise AmpValueError(
-            f"a linear layer of the model has an attribute {own[0]!r} of its own, which torchao's layer "
-            f"needs: rename it, or name the layer in keep_fp32"
-        )
-    layer.__class__ = Float8Linear
+    cls = type(layer)
+    if not issubclass(cls, Float8Linear):
+        own = sorted(vars(layer).keys() & attributes)
+        if own:
+            raise AmpValueError(
+                f"a linear layer of the model has an attribute {own[0]!r} of its own, which torchao's layer "
+                f"needs: rename it, or name the layer in keep_fp32"
+            )
+        sharded = {"ampatch_stands_for": cls}
+        layer.__class__ = Float8Linear if cls is Linear else _rebase(cls, Linear, Float8Linear, sharded)
     vars(layer).update(attributes)
 
 
 def restore(layer: Module) -> None:
     """Makes it a linear layer again, also under what a script or FSDP2 put on top since."""
     cls = type(layer)
-    if cls is Float8Linear:
-        layer.__class__ = Linear
-    elif issubclass(cls, Float8Linear):
-        bases = tuple(Linear if base is Float8Linear else base for base in cls.__bases__)
-        layer.__class__ = type(cls.__name__.replace("Float8Linear", "Linear"), bases, dict(vars(cls)))
+    if not issubclass(cls, Float8Linear):  # one that was not reached
+        return
+    before = vars(cls).get("ampatch_stands_for")
+    layer.__class__ = before or _rebase(cls, Float8Linear, Linear, {})
     for name in ATTRIBUTES:
         vars(layer).pop(name, None)
+
+
+def _rebase(cls: type, old: type, new: type, more: dict[str, object]) -> type:
+    """Returns a class of FSDP2's, or of a parametrization, on another one."""
+    bases = tuple(new if base is old else base for base in cls.__bases__)
+    rest = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return type(cls.__name__.replace(old.__name__, new.__name__), bases, rest | more)
 
 
 ATTRIBUTES = frozenset(make_attributes("tensorwise", is_emulated=True))

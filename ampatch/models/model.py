@@ -146,6 +146,7 @@ class ModelCaster:
         self._kept = select_outermost(add_sharers(models, list(dict.fromkeys([*asked, *lacking]))))
         self._cast: list[CastTensor] = []
         self.rounded: list[str] = []  # what half moves by whole steps
+        self.float8: dict[Module, str] = {}  # of linear layers why they are not in float8, "" if they are
         self._stack = undo
 
     def open(self, float8_layers: Sequence[Keep] = ()) -> None:
@@ -159,7 +160,7 @@ class ModelCaster:
             self._hook_entries()
         for model in select_python(self._models):
             self._hook_forward(model)
-        convert_to_float8(self._models, self._policy, self._kept, float8_layers, self._stack)
+        self.float8 = convert_to_float8(self._models, self._policy, self._kept, float8_layers, self._stack)
 
     def list_casts(self, params: Iterable[Tensor]) -> list[CastTensor]:
         """The casts of some parameters."""

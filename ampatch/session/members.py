@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch.nn import Module
 
@@ -27,6 +27,7 @@ class Members:
     def __init__(self) -> None:
         self._modules: list[Place] = []
         self._optimizers: dict[int, weakref.ref[AmpOptimizer]] = {}
+        self.float8 = weakref.WeakKeyDictionary[Module, str]()  # of linear layers, why they are not
         self._passive: list[Callable[[], object]] = []  # what calls with enabled=False were given
 
     def copy(self) -> Members:
@@ -34,6 +35,7 @@ class Members:
         copied = Members()
         copied._modules = [place for place in self._modules if place[0]() is not None]
         copied._optimizers = {key: find for key, find in self._optimizers.items() if find() is not None}
+        copied.float8 = self.float8.copy()
         copied._passive = [given for given in self._passive if given() is not None]
         return copied
 
@@ -43,8 +45,11 @@ class Members:
 
     # Modules
 
-    def add_modules(self, modules: Iterable[Module], values: dict[int, Float32Values]) -> None:
+    def add_modules(
+        self, modules: Iterable[Module], values: dict[int, Float32Values], float8: Mapping[Module, str]
+    ) -> None:
         """Adds the parts of models; `values` are those that they own, by the id of the module."""
+        self.float8.update(float8)
         self._modules += [(weakref.ref(module), refer(values.get(id(module)))) for module in modules]
 
     def _live_modules(self) -> Iterator[tuple[Module, Float32Values | None]]:

@@ -103,7 +103,7 @@ class Session(Surroundings):
             self.events.call_opens(opening)  # who sees batches, before they are cast
             caster = ModelCaster(request.models, policy, kept, values, call.undo)
             caster.open(request.float8_layers)
-            members.add_modules(parts, caster.by_module)
+            members.add_modules(parts, caster.by_module, caster.float8)
             self._attachments.open(request, caster, amps, call)
             opening.rounded = caster.rounded
             if policy.patch_torch_functions:

@@ -75,7 +75,7 @@ def explain(op: str | Module, float8_recipe: str = "tensorwise") -> Explanation 
     Raises AmpValueError for what is not an op, and suggests close names.
     """
     if isinstance(op, Module):
-        return explain_layers(op, float8_recipe)
+        return explain_layers(op, float8_recipe, SESSION.members.float8)
     with SESSION.casts.thread.disabled():
         return Catalog(registered=map(_name, SESSION.torch_patch.registrations)).explain(op)
 

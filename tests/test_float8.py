@@ -1,0 +1,467 @@
+"""O6: large linear layers in float8 by torchao, emulated here; what is asked of it beside O4."""
+
+import copy
+import functools
+import importlib.util
+import io
+import random
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import linear
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import ampatch as amp
+from helpers import scaled_backward
+from ranks import FSDP2, fixture
+
+float8 = pytest.importorskip("torchao.float8", reason="O6 needs torchao: pip install 'ampatch[float8]'")
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+LARGE = 1040  # features of a layer that gains: more than 1024, and a multiple of 16
+
+two = fixture()
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    monkeypatch.setenv("AMPATCH_FLOAT8_EMULATE", "1")
+
+
+def make_mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(16, LARGE), nn.GELU(), nn.Linear(LARGE, 1056), nn.GELU(), nn.Linear(1056, 16)
+    )
+
+
+class Transformer(nn.Module):
+    """Tokens in, tokens out, with the output layer tied to the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(48, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, LARGE, dropout=0.0, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(16, 48, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(self.body(self.embedding(x)))
+
+
+def batch_of(model, step):
+    generator = torch.Generator().manual_seed(step)
+    if isinstance(model, Transformer):
+        return torch.randint(48, (3, 7), generator=generator)
+    return torch.randn(5, 16, generator=generator)
+
+
+def loss_of(output):
+    return output.float().square().mean()
+
+
+def open_model(model, level="O6", optimizer=torch.optim.SGD, **options):
+    options.setdefault("verbosity", 0)
+    made = optimizer(model.parameters(), lr=0.05)
+    return amp.initialize(model, made, opt_level=level, **options)
+
+
+def train(model, optimizer, steps=range(4), forward=None):
+    losses = []
+    for step in steps:
+        loss = loss_of((forward or model)(batch_of(model, step)))
+        optimizer.zero_grad()
+        scaled_backward(loss, optimizer)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def names_in_float8(model):
+    return [
+        name for name, part in model.named_modules() if isinstance(part, float8.float8_linear.Float8Linear)
+    ]
+
+
+def to_torchao(model, recipe, names):
+    config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True, pad_inner_dim=True)
+    return float8.convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda _, name: name in names
+    )
+
+
+# ---- Beside torchao alone ----
+
+
+def train_by_torchao(model, recipe, names):
+    """What torchao computes by itself: the layers are its own, and only the rest is cast, by O4."""
+    model = to_torchao(model, recipe, names)
+    for name in names:
+        layer = model.get_submodule(name)
+        # It leaves the input's type to autocast, which on a CPU it does not ask, and its emulated product
+        # calls torch.mm, which O4 would cast.
+        layer.forward = amp.disable_casts()(lambda x, run=layer.forward: run(x.to(torch.bfloat16)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    losses = []
+    for step in range(4):
+        loss = loss_of(model(batch_of(model, step)))
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled_loss, amp.disable_casts():
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("build", "names"),
+    [(make_mlp, ["0", "2"]), (Transformer, ["body.layers.0.linear1", "body.layers.1.linear1"])],
+)
+def test_trains_to_the_bits_of_torchao_alone(build, names, recipe):
+    model, optimizer = open_model(build(), float8_recipe=recipe, float8_layers=names)
+    assert names_in_float8(model) == names
+    losses, weights = train(model, optimizer), copy.deepcopy(model.state_dict())
+    amp.uninitialize()
+    other = build()
+    assert train_by_torchao(other, recipe, names) == losses
+    assert list(other.state_dict()) == list(weights)
+    assert all(map(torch.equal, other.state_dict().values(), weights.values()))
+
+
+def test_is_not_the_arithmetic_of_bfloat16():
+    model, optimizer = open_model(make_mlp())
+    losses = train(model, optimizer)
+    amp.uninitialize()
+    others = train(*open_model(make_mlp(), "O4"))
+    assert losses != others
+    assert losses == pytest.approx(others, rel=0.05)
+
+
+# ---- Which layers ----
+
+
+class Own(nn.Linear):
+    """A class of a script's own."""
+
+
+def with_forward(layer):
+    layer.forward = lambda x: linear(x, layer.weight)
+    return layer
+
+
+REASONS = [
+    (lambda: nn.Linear(16, LARGE), "tensorwise", {}, ""),
+    (lambda: nn.Linear(16, 1024), "tensorwise", {}, "too small to gain: more than 1024 out or 4096 in"),
+    (lambda: nn.Linear(4112, 16), "tensorwise", {}, ""),
+    (lambda: nn.Linear(16, LARGE), "rowwise", {}, "too small to gain: more than 2048 out and 1024 in"),
+    (lambda: nn.Linear(1040, 4112), "rowwise", {}, ""),
+    (lambda: nn.Linear(1040, 4096), "rowwise_with_gw_hp", {}, "too small to gain"),
+    (lambda: nn.Linear(17, LARGE), "tensorwise", {}, "no multiples of 16"),
+    (lambda: nn.Linear(17, LARGE), "tensorwise", {"float8_layers": "0"}, "no multiples of 16"),
+    (lambda: nn.Linear(16, 32), "tensorwise", {"float8_layers": "0"}, ""),
+    (lambda: nn.Linear(16, LARGE), "tensorwise", {"keep_fp32": "0"}, "keep_fp32 names it"),
+    (lambda: Own(16, LARGE), "tensorwise", {}, "no plain torch.nn.Linear"),
+    (lambda: with_forward(nn.Linear(16, LARGE)), "tensorwise", {}, "no plain torch.nn.Linear"),
+    (
+        lambda: parametrizations.weight_norm(nn.Linear(16, LARGE)),
+        "tensorwise",
+        {},
+        "no plain torch.nn.Linear",
+    ),
+]
+
+
+@pytest.mark.parametrize(("build", "recipe", "options", "reason"), REASONS)
+def test_a_layer_is_in_float8_if_it_gains_and_explain_says_why_not(build, recipe, options, reason):
+    model = nn.Sequential(build(), nn.ReLU(), nn.Linear(16, 2))
+    if not options:
+        assert reason in str(amp.explain(model, recipe)).splitlines()[0]
+    open_model(model, float8_recipe=recipe, **options)
+    assert names_in_float8(model) == ([] if reason else ["0"])
+    first = str(amp.explain(model)).splitlines()[0]
+    assert first.startswith("0 (")
+    assert reason in first
+    assert first.endswith(": float8") is not bool(reason)
+
+
+def test_the_last_layer_and_one_tied_to_an_embedding_stay_unless_they_are_asked_for():
+    model = make_mlp()[:3]
+    assert "2 (1040 -> 1056): not in float8: it is the last one, before the loss" in str(amp.explain(model))
+    open_model(model, float8_layers=["2"])
+    assert names_in_float8(model) == ["0", "2"]
+    amp.uninitialize()
+    tied = nn.ModuleDict(
+        {"head": nn.Linear(16, LARGE), "tokens": nn.Embedding(LARGE, 16), "end": nn.Linear(16, 16)}
+    )
+    tied.head.weight = tied.tokens.weight
+    assert "head (16 -> 1040): not in float8: it is the last one" in str(amp.explain(tied))
+
+
+def test_attention_that_reads_a_weight_without_calling_its_layer_stays():
+    model = nn.Sequential(nn.MultiheadAttention(LARGE, 2), nn.Linear(16, 16))
+    assert "0.out_proj (1040 -> 1040): not in float8" in str(amp.explain(model))
+
+
+def test_explain_of_linear_says_that_large_layers_differ():
+    rows = {effect.opt_level: effect for effect in amp.explain("F.linear").names[0].effects()}
+    assert "float8 in large nn.Linear" in rows["O6"].because
+    assert rows["O6"].float32 == rows["O4"].float32 == "bfloat16"
+
+
+def test_a_model_without_large_layers_is_told_to_be_O4(caplog):
+    open_model(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), verbosity=1)
+    assert "no linear layer computes in float8" in caplog.text
+    assert "0 (16 -> 16): not in float8: too small to gain" in caplog.text
+
+
+def test_the_banner_counts_the_layers_and_says_that_they_are_emulated(capsys):
+    open_model(make_mlp(), verbosity=1)
+    out = capsys.readouterr().out
+    assert "In float8 are 2 of 3 linear layers; emulated (AMPATCH_FLOAT8_EMULATE), which is slow" in out
+    assert "float8_recipe              : tensorwise" in out
+
+
+# ---- The way back ----
+
+
+def shape_of(model):
+    """Everything that undo must restore, but for the values of weights."""
+    parts = [
+        (name, type(part), sorted(set(vars(part)) - {"training"}), len(part._forward_hooks))
+        for name, part in model.named_modules()
+    ]
+    return parts, [(name, id(param)) for name, param in model.named_parameters()]
+
+
+def make_random(rng):
+    """A model of random layers, sizes, ties and wrappers around them; the input has 16 features."""
+    layers, width = [], 16
+    for _ in range(rng.randint(1, 4)):
+        out = rng.choice([16, 24, 48, LARGE])
+        layer = rng.choice([nn.Linear, Own])(width, out, bias=rng.random() < 0.7)
+        if rng.random() < 0.15:
+            layer = parametrizations.weight_norm(layer)
+        if rng.random() < 0.15:
+            layer.register_forward_hook(lambda module, args, output: output * 1.0)
+        layers += [layer, rng.choice([nn.ReLU, nn.GELU, functools.partial(nn.LayerNorm, out)])()]
+        width = out
+        if rng.random() < 0.2 and width <= 48:
+            same = nn.Linear(width, width)
+            layers += [same, same]
+    layers.append(nn.Linear(width, 16))
+    model = nn.Sequential(*layers)
+    return nn.Sequential(model, nn.ReLU(), nn.Linear(16, 4)) if rng.random() < 0.5 else model
+
+
+def run_random(seed):
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    model = make_random(rng)
+    before, untouched = shape_of(model), copy.deepcopy(model)
+    options = {"float8_recipe": rng.choice(RECIPES)}
+    if rng.random() < 0.5:
+        options["float8_layers"] = [nn.Linear]
+    model, optimizer = open_model(
+        model, optimizer=rng.choice([torch.optim.SGD, torch.optim.AdamW]), **options
+    )
+    others = []
+    for action in rng.choices(["train", "copy", "save", "off", "again", "evaluate"], k=rng.randint(0, 5)):
+        if action == "train":
+            train(model, optimizer, range(rng.randint(1, 2)))
+        elif action == "copy":
+            others.append(copy.deepcopy(model))
+        elif action == "save":
+            model.load_state_dict(model.state_dict())
+        elif action == "off":
+            with amp.disable_casts():
+                assert model(batch_of(model, 0)).dtype is torch.float32
+        elif action == "again":
+            amp.initialize(nn.Linear(16, LARGE), opt_level="O6", verbosity=0)
+        else:
+            with torch.no_grad():
+                assert model.eval()(batch_of(model, 1)).dtype is torch.bfloat16
+    amp.uninitialize()
+    assert shape_of(model) == before
+    untouched.load_state_dict(model.state_dict())
+    for other in others:  # computes as its weights say, in float32
+        untouched_too = copy.deepcopy(untouched)
+        untouched_too.load_state_dict(other.state_dict())
+        assert torch.equal(other(batch_of(model, 2)), untouched_too(batch_of(model, 2)))
+    assert torch.equal(model(batch_of(model, 2)), untouched(batch_of(model, 2)))
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_undo_is_exact_over_random_programs(block):
+    for seed in range(50 * block, 50 * block + 50):
+        run_random(seed)
+
+
+def test_an_attribute_of_the_name_of_one_of_torchaos_is_refused_and_nothing_has_changed():
+    model = make_mlp()
+    model[2].config = {"mine": 1}
+    before = shape_of(model)
+    with pytest.raises(amp.AmpValueError, match=r"attribute 'config' of its own.*keep_fp32"):
+        open_model(model)
+    assert shape_of(model) == before
+
+
+def test_what_is_put_on_top_of_a_layer_stays_when_it_is_a_linear_layer_again():
+    model, _ = open_model(make_mlp())
+    parametrizations.orthogonal(model[2])
+    amp.uninitialize()
+    assert names_in_float8(model) == []
+    assert torch.nn.utils.parametrize.is_parametrized(model[2], "weight")
+    torch.nn.utils.parametrize.remove_parametrizations(model[2], "weight")
+    assert type(model[2]) is nn.Linear
+
+
+# ---- Checkpoints, copies, compilers, ranks ----
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_resumed_run_goes_on_to_the_same_bits_and_checkpoints_are_those_of_O4(recipe):
+    whole = train(*open_model(make_mlp(), optimizer=torch.optim.AdamW, float8_recipe=recipe), steps=range(6))
+    amp.uninitialize()
+    model, optimizer = open_model(make_mlp(), optimizer=torch.optim.AdamW, float8_recipe=recipe)
+    train(model, optimizer, steps=range(3))
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict(), amp.state_dict()], file)
+    amp.uninitialize()
+    saved = torch.load(io.BytesIO(file.getvalue()))
+    plain = make_mlp()
+    assert {name: value.dtype for name, value in saved[0].items()} == {
+        name: value.dtype for name, value in plain.state_dict().items()
+    }
+    plain.load_state_dict(saved[0])
+    model, optimizer = open_model(plain, optimizer=torch.optim.AdamW, float8_recipe=recipe)
+    optimizer.load_state_dict(saved[1])
+    amp.load_state_dict(saved[2])
+    assert train(model, optimizer, steps=range(3, 6)) == whole[3:]
+
+
+def test_a_model_that_was_pickled_as_a_whole_computes_the_same():
+    model, _ = open_model(make_mlp())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    other = torch.load(file, weights_only=False)
+    x = batch_of(model, 0)
+    assert torch.equal(other(x), model(x))
+    with pytest.raises(amp.AmpValueError, match="module '0' computes in float8 since an earlier initialize"):
+        amp.initialize(other, opt_level="O4")
+
+
+def test_checkpointed_layers_have_the_same_gradients():
+    grads = []
+    for forward in (lambda model, x: model(x), lambda model, x: checkpoint(model, x, use_reentrant=False)):
+        model, optimizer = open_model(make_mlp())
+        scaled_backward(loss_of(forward(model, batch_of(model, 0))), optimizer)
+        grads.append([param.grad for param in model.parameters()])
+        amp.uninitialize()
+    assert all(map(torch.equal, *grads))
+
+
+def test_a_compiled_model_is_one_graph_and_trains_alike():
+    model, optimizer = open_model(make_mlp())
+    expected = train(model, optimizer)
+    amp.uninitialize()
+    model, optimizer = open_model(make_mlp())
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert train(model, optimizer, forward=compiled) == pytest.approx(expected, rel=1e-6)
+    amp.uninitialize()
+    with torch.no_grad():
+        assert torch.equal(compiled(batch_of(model, 0)), model(batch_of(model, 0)))
+
+
+def train_on_ranks(wrapper):
+    model = make_mlp()
+    if wrapper == "FSDP2":
+        for part in (model[2], model):  # a layer by itself, and within a larger unit
+            fully_shard(part)
+    if wrapper == "tensor parallel":
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    kinds = list(map(type, model))
+    model, optimizer = open_model(model)
+    found = names_in_float8(model)
+    forward = nn.parallel.DistributedDataParallel(model) if wrapper == "DDP" else model
+    losses = train(model, optimizer, forward=forward)
+    amp.uninitialize()
+    return found, losses, list(map(type, model)) == kinds
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("wrapper", ["DDP", pytest.param("FSDP2", marks=FSDP2), "tensor parallel"])
+def test_trains_on_ranks_as_in_one_process(two, wrapper):
+    expected = train(*open_model(make_mlp()))
+    for found, losses, is_restored in two(train_on_ranks, wrapper):
+        assert found == ["0", "2"]
+        assert losses == pytest.approx(expected, rel=1e-3)
+        assert is_restored
+
+
+# ---- What is refused ----
+
+
+def test_a_device_without_float8_is_refused_unless_products_are_emulated(monkeypatch):
+    monkeypatch.delenv("AMPATCH_FLOAT8_EMULATE")
+    model = make_mlp()
+    before = shape_of(model)
+    with pytest.raises(
+        amp.AmpValueError, match=r"a cpu has no float8 products.*O4.*AMPATCH_FLOAT8_EMULATE=1"
+    ):
+        open_model(model)
+    assert shape_of(model) == before
+    assert "a cpu has no float8" in amp.OPT_LEVELS["O6"].find_lack()
+    assert amp.OPT_LEVELS["O5"].find_lack() == ""
+
+
+@pytest.mark.parametrize(
+    ("level", "options", "message"),
+    [
+        ("O4", {"float8_recipe": "rowwise"}, "float8_recipe='rowwise' contradicts O4: use opt_level='O6'"),
+        ("O5", {"float8_layers": ["0"]}, "float8_layers contradicts O5: use opt_level='O6'"),
+        (
+            "O6",
+            {"float8_recipe": "delayed"},
+            "float8_recipe='delayed': expected one of 'tensorwise', 'rowwise'",
+        ),
+        ("O6", {"float8_layers": ["9"]}, "float8_layers: '9' matches no module"),
+        ("O6", {"patch_torch_functions": False}, "patch_torch_functions=False contradicts O6"),
+        ("O6", {"master_weights": True}, "master_weights=True contradicts O6"),
+    ],
+)
+def test_arguments_that_contradict_the_level_are_refused(level, options, message):
+    with pytest.raises(amp.AmpValueError, match=message):
+        open_model(make_mlp(), level, **options)
+
+
+def test_a_missing_torchao_and_one_that_does_not_fit_are_told(monkeypatch):
+    monkeypatch.delitem(sys.modules, "ampatch.models.float8_linear", raising=False)
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(amp.AmpError, match=r"cannot use torchao 0.* with torch .*expected torchao 0.18"):
+        open_model(make_mlp())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        amp.AmpError, match=r"needs torchao, which is not installed: pip install 'ampatch\[float8\]'"
+    ):
+        open_model(make_mlp())
+
+
+def test_a_loss_of_float16_takes_a_dynamic_scale():
+    model, optimizer = open_model(make_mlp(), dtype=torch.float16)
+    assert amp.get_loss_scale() == 2.0**16
+    assert model(batch_of(model, 0)).dtype is torch.float16
+    first, *_, last = train(model, optimizer, steps=[0] * 8)
+    assert last < first
