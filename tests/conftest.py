@@ -50,6 +50,14 @@ def past_is_out_of_sight():
     gc.freeze()
 
 
+@pytest.fixture
+def emulated(request, monkeypatch):
+    """Emulates float8, for which there is no arithmetic on a CPU; skips O6 where torchao is not."""
+    if "O6" in getattr(request.node, "callspec", request).__dict__.get("params", {}).values():
+        pytest.importorskip("torchao.float8", reason="O6 needs torchao: pip install 'ampatch[float8]'")
+    monkeypatch.setenv("AMPATCH_FLOAT8_EMULATE", "1")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def other_tests_are_not_loaded(request):
     """Hides the other files of tests, since a session looks for bound functions in all that is loaded."""

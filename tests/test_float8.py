@@ -30,9 +30,7 @@ LARGE = 1040  # features of a layer that gains: more than 1024, and a multiple o
 two = fixture()
 
 
-@pytest.fixture(autouse=True)
-def emulated(monkeypatch):
-    monkeypatch.setenv("AMPATCH_FLOAT8_EMULATE", "1")
+pytestmark = pytest.mark.usefixtures("emulated")
 
 
 def make_mlp():

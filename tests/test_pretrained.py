@@ -41,6 +41,7 @@ def saved(model):
     return found
 
 
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("level", amp.OPT_LEVELS)
 @pytest.mark.parametrize("kind", [Pretrained, Overriding])
 def test_a_model_is_saved_under_the_type_of_what_is_saved(kind, level):

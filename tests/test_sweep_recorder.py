@@ -408,6 +408,7 @@ def trained(level, observer):
     return losses, [param.detach().clone() for param in model.parameters()]
 
 
+@pytest.mark.usefixtures("emulated")
 @each_level
 def test_a_run_that_is_measured_is_the_same_run(level):
     losses, params = trained(level, amp.Observer())
