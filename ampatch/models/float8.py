@@ -25,7 +25,7 @@ from ampatch.models.kept import SINGLE_TYPES, Keep, inner_ids, select_named
 logger = logging.getLogger("ampatch")
 
 IN_FLOAT8 = "float8"
-FITTING = "torchao 0.18 or later with torch 2.11 or later"  # as tried
+FITTING = "two that fit each other, as torchao 0.18 and torch 2.13, or 0.13 and 2.8"  # as tried
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, Module
 from torch.nn.functional import linear
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear as TorchaoLinear
 from torchao.float8.float8_linear import matmul_with_hp_or_float8_args as Torchaos
@@ -49,8 +50,18 @@ class Float8Linear(TorchaoLinear):  # type: ignore[misc]
             return linear(input, self.weight, self.bias)
         if input.dtype in ELIGIBLE:
             input = input.to(half)
-        output = Product.apply(input, self.weight.t(), self.linear_mm_config, self.config)
-        return output if self.bias is None else output + self.bias.to(output.dtype)
+        return float8_linear(input, self.weight, self.bias, self.linear_mm_config, self.config)
+
+
+def float8_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, mm_config: object, config: object
+) -> Tensor:
+    """Multiplies in float8; one operation to function modes, which torchao's tensors are not for."""
+    if has_torch_function_variadic(input, weight):
+        given = input, weight, bias, mm_config, config
+        return handle_torch_function(float8_linear, (input, weight), *given)
+    output = Product.apply(input, weight.t(), mm_config, config)
+    return output if bias is None else output + bias.to(output.dtype)
 
 
 def make_attributes(recipe: str, is_emulated: bool) -> dict[str, object]:
