@@ -178,6 +178,21 @@ class Limit(Trainer):
             param.grad = None
 
 
+class Torchao(Autocast):
+    """Trains with `torch.autocast` and torchao's float8 layers: those that O6 would choose."""
+
+    def __init__(self, workload: Workload, mode: Mode, setting: Setting, fused: bool = True) -> None:
+        super().__init__(workload, mode, setting, fused)
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        chosen = {layer.name for layer in amp.explain(self.model).layers if not layer.because}
+        convert_to_float8_training(
+            self.model,
+            config=Float8LinearConfig.from_recipe_name("tensorwise"),
+            module_filter_fn=lambda _, name: name in chosen,
+        )
+
+
 Kind = Callable[..., Trainer]  # of a workload, a mode and a setting; picklable
 
 # By half type: levels compute in one of their own.
@@ -191,6 +206,8 @@ CONTENDERS: dict[torch.dtype, dict[str, Kind]] = {
     }
     for half, levels in LEVELS.items()
 }
+if not amp.OPT_LEVELS["O6"].find_lack():
+    CONTENDERS[torch.bfloat16] |= {"O6": partial(AtLevel, "O6"), "torchao": Torchao}
 
 
 @contextmanager

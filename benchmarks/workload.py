@@ -43,6 +43,11 @@ def _make_mlp(width: int, depth: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(width, CLASSES))
 
 
+def make_huge_mlp() -> nn.Module:
+    """Four layers that gain from float8."""
+    return _make_mlp(8192, 4)
+
+
 class Residual(nn.Module):
     """Two convolutions with BatchNorm, and the way around them."""
 
@@ -127,5 +132,6 @@ WORKLOADS = (
     Workload("transformer", make_transformer, (4, 64, 256)),
     Workload("LSTM", make_lstm, (16, 32, 128)),
     Workload("BERT-sized encoder", make_large_transformer, (32, 128, 768), needs_gpu=True),
+    Workload("huge MLP", make_huge_mlp, (8192, 8192), needs_gpu=True),
     Workload("ResNet-50-sized net", make_large_conv_net, (64, 3, 224, 224), needs_gpu=True),
 )

@@ -448,7 +448,9 @@ def test_arguments_that_contradict_the_level_are_refused(level, options, message
 def test_a_missing_torchao_and_one_that_does_not_fit_are_told(monkeypatch):
     monkeypatch.delitem(sys.modules, "ampatch.models.float8_linear", raising=False)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(amp.AmpError, match=r"cannot use torchao 0.* with torch .*as torchao 0.18 and torch 2.13"):
+    with pytest.raises(
+        amp.AmpError, match=r"cannot use torchao 0.* with torch .*as torchao 0.18 and torch 2.13"
+    ):
         open_model(make_mlp())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
@@ -463,3 +465,23 @@ def test_a_loss_of_float16_takes_a_dynamic_scale():
     assert model(batch_of(model, 0)).dtype is torch.float16
     first, *_, last = train(model, optimizer, steps=[0] * 8)
     assert last < first
+
+
+# ---- On a GPU that has float8 ----
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("compiles", [False, True])
+def test_trains_on_a_gpu_near_what_is_emulated(monkeypatch, recipe, compiles):
+    losses = {}
+    for emulate in "10":
+        monkeypatch.setenv("AMPATCH_FLOAT8_EMULATE", emulate)
+        if amp.OPT_LEVELS["O6"].find_lack():
+            pytest.skip(amp.OPT_LEVELS["O6"].find_lack())
+        with torch.device("cuda"):
+            model, optimizer = open_model(make_mlp(), float8_recipe=recipe, float8_layers=["0", "2"])
+        forward = torch.compile(model) if compiles else model
+        losses[emulate] = train(model, optimizer, forward=lambda x, run=forward: run(x.cuda()))
+        amp.uninitialize()
+    assert losses["0"] == pytest.approx(losses["1"], rel=0.02)

@@ -21,6 +21,7 @@ WRAPPERS = (
     "pytorch-lightning",
     "transformers",
     "timm",
+    "torchao",
     "deepspeed",
     "tensorboard",
 )
@@ -28,7 +29,13 @@ ABSENT = "not installed"
 HALF_FLAGS = ("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16", "asimdhp", "bf16")
 # By name, since others may hold what nobody should send.
 SETTINGS = (
-    *("AMPATCH_POST_MORTEM", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "NVIDIA_TF32_OVERRIDE"),
+    *(
+        "AMPATCH_POST_MORTEM",
+        "AMPATCH_FLOAT8_EMULATE",
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_LAUNCH_BLOCKING",
+        "NVIDIA_TF32_OVERRIDE",
+    ),
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LD_PRELOAD", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"),
     *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"),
     *("WORLD_SIZE", "RANK", "LOCAL_RANK"),
