@@ -382,6 +382,53 @@ def test_a_compiled_model_is_one_graph_and_trains_alike():
         assert torch.equal(compiled(batch_of(model, 0)), model(batch_of(model, 0)))
 
 
+def penalize(model):
+    x = batch_of(model, 0).requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).float().sum(), x, create_graph=True)
+    grad.float().square().sum().backward()
+    return model[2].weight.grad
+
+
+def grads_of_samples(model):
+    def loss_of_sample(params, x):
+        return loss_of(torch.func.functional_call(model, params, (x,)))
+
+    params = dict(model.named_parameters())
+    return torch.func.vmap(torch.func.grad(loss_of_sample), (None, 0))(params, batch_of(model, 0))["2.weight"]
+
+
+def backward_from(output):
+    output.float().sum().backward()
+    return output
+
+
+# What runs at O4 with these layers, and that torchao alone cannot do.
+USES = {
+    "a gradient of a gradient": penalize,
+    "gradients of samples": grads_of_samples,
+    "forward-mode": lambda model: torch.func.jvp(model, (torch.ones(2, 16),), (torch.ones(2, 16),))[1],
+    "no rows": lambda model: backward_from(model(torch.ones(0, 16))),
+    "one row": lambda model: backward_from(model(torch.ones(16))),
+    "nested": lambda model: model(
+        torch.nested.as_nested_tensor([torch.ones(2, 16)], layout=torch.jagged)
+    ).values(),
+    "script": lambda model: torch.jit.script(model)(torch.ones(2, 16)),
+    "export": lambda model: torch.export.export(model, (torch.ones(2, 16),)).module()(torch.ones(2, 16)),
+    "inference": torch.inference_mode()(lambda model: model(torch.ones(2, 16))),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchScript, which jvp uses as well
+@pytest.mark.parametrize("use", USES)
+def test_a_use_that_O4_knows_works_at_O6_and_is_near(use):
+    results = []
+    for level in ("O4", "O6"):
+        model, _ = open_model(make_mlp(), level)
+        results.append(USES[use](model))
+        amp.uninitialize()
+    torch.testing.assert_close(results[1].float(), results[0].float(), rtol=0.1, atol=0.1)
+
+
 def train_on_ranks(wrapper):
     model = make_mlp()
     if wrapper == "FSDP2":

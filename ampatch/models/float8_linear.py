@@ -6,6 +6,7 @@ from dataclasses import replace as replace_fields
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.nn import Linear, Module
 from torch.nn.functional import linear
 from torch.overrides import handle_torch_function, has_torch_function_variadic
@@ -16,6 +17,9 @@ from torchao.float8.float8_linear import matmul_with_hp_or_float8_args as Torcha
 from ampatch.casts.cast import CASTS
 from ampatch.errors import AmpValueError
 from ampatch.levels.precision import ELIGIBLE
+from ampatch.levels.private import forward_ad_level, is_transformed
+
+is_exporting = getattr(torch.compiler, "is_exporting", bool)  # since torch 2.7
 
 
 @torch._dynamo.allow_in_graph
@@ -23,16 +27,20 @@ class Product(Torchaos):  # type: ignore[misc]  # torchao has no types
     """The three products of a layer by torchao; nothing is cast inside of them, nor in the backward."""
 
     @staticmethod
-    def forward(ctx: object, *args: object) -> Tensor:
+    def forward(ctx: FunctionCtx, *args: object) -> Tensor:
         """Multiplies input and weight."""
         with CASTS.thread.disabled():
             return Torchaos.forward(ctx, *args)
 
     @staticmethod
-    def backward(ctx: object, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Multiplies the gradient with both."""
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Multiplies the gradient with both; for a gradient of a gradient in the type of this one."""
         with CASTS.thread.disabled():
-            return Torchaos.backward(ctx, grad)
+            if not torch.is_grad_enabled():
+                return Torchaos.backward(ctx, grad)
+            input, weight = ctx.saved_tensors
+            of_weight = input.flatten(end_dim=-2).t() @ grad.flatten(end_dim=-2)
+            return grad @ weight.t().to(grad.dtype), of_weight.to(weight.dtype), None, None
 
 
 class Float8Linear(TorchaoLinear):  # type: ignore[misc]
@@ -43,14 +51,24 @@ class Float8Linear(TorchaoLinear):  # type: ignore[misc]
 
     ampatch_stands_for = Linear  # the class that it takes the place of
 
+    def __prepare_scriptable__(self) -> Linear:
+        """Returns what TorchScript compiles in its place, with the same parameters."""
+        plain = torch.nn.utils.skip_init(Linear, self.in_features, self.out_features, device="meta")
+        plain.weight, plain.bias = self.weight, self.bias
+        return plain.train(self.training)
+
     def forward(self, input: Tensor) -> Tensor:
         """Multiplies in float8, and returns the half type."""
         half, thread = CASTS.half, CASTS.thread
-        if half is None or (thread.off and thread.is_off()):
+        if half is None or (thread.off and thread.is_off()) or not _is_taken(input):
             return linear(input, self.weight, self.bias)
-        if input.dtype in ELIGIBLE:
-            input = input.to(half)
-        return float8_linear(input, self.weight, self.bias, self.linear_mm_config, self.config)
+        return float8_linear(input.to(half), self.weight, self.bias, self.linear_mm_config, self.config)
+
+
+def _is_taken(input: Tensor) -> bool:
+    """Whether torchao multiplies such an input: it knows no empty one, and neither transforms nor export."""
+    is_plain = input.dtype in ELIGIBLE and not input.is_nested and input.numel() > 0
+    return is_plain and not (is_transformed() or forward_ad_level() >= 0 or is_exporting())
 
 
 def float8_linear(
