@@ -223,6 +223,11 @@ def test_a_model_without_large_layers_is_told_to_be_O4(caplog):
     assert "0 (16 -> 16): not in float8: too small to gain" in caplog.text
 
 
+def test_a_layer_that_is_asked_for_and_cannot_be_is_told(caplog):
+    open_model(nn.Sequential(nn.Linear(16, 17), nn.Linear(17, 16)), float8_layers=["0"], verbosity=1)
+    assert "float8_layers names layers that cannot be: 0 (16 -> 17): not in float8: its sizes" in caplog.text
+
+
 def test_the_banner_counts_the_layers_and_says_that_they_are_emulated(capsys):
     open_model(make_mlp(), verbosity=1)
     out = capsys.readouterr().out

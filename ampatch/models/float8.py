@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import importlib
 import importlib.util
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -72,6 +73,10 @@ class Float8Choice:
         self._last = {id(layer) for model in models for layer in _select_last(model)}
         self._uncalled = inner_ids(part for part in list_parts(models) if isinstance(part, SINGLE_TYPES))
 
+    def asks(self, layer: Linear) -> bool:
+        """Whether a script asks for a layer."""
+        return id(layer) in self._asked
+
     def layers(self) -> Iterator[tuple[Linear, Layer]]:
         """Yields each linear layer of the models, with what becomes of it."""
         seen: set[int] = set()
@@ -94,7 +99,7 @@ class Float8Choice:
             return "the module around it uses its weight without calling it"
         if any(size % 16 for size in sizes):
             return "its sizes are no multiples of 16, as float8 products need"
-        if id(layer) in self._asked:
+        if self.asks(layer):
             return ""
         if not self._recipe.gains(layer.out_features, layer.in_features):
             return f"too small to gain: {self._recipe.sizes} features gain"
@@ -152,7 +157,8 @@ def convert_to_float8(
     recipe = policy.float8_recipe
     if recipe is None:
         return {}
-    found = list(Float8Choice(models, recipe, kept, asked).layers())
+    choice = Float8Choice(models, recipe, kept, asked)
+    found = list(choice.layers())
     chosen = [linear for linear, layer in found if not layer.because]
     if found:  # without one, as where functions alone are tested, the device does not matter
         _validate_devices(models, policy)
@@ -162,29 +168,30 @@ def convert_to_float8(
         for linear in chosen:
             float8.replace(linear, attributes)
     if not chosen:
-        reasons = "; ".join(str(layer) for _, layer in found[:3])
         logger.warning(
             "%s: no linear layer computes in float8, so that this is O4 (%s); float8_layers= names some",
             policy.opt_level,
-            reasons or "the models have no torch.nn.Linear",
+            _list_reasons(layer for _, layer in found) or "the models have no torch.nn.Linear",
         )
+    if refused := _list_reasons(layer for linear, layer in found if layer.because and choice.asks(linear)):
+        logger.warning("float8_layers names layers that cannot be: %s", refused)
     return {linear: layer.because for linear, layer in found}
 
 
+def _list_reasons(layers: Iterable[Layer]) -> str:
+    return "; ".join(map(str, itertools.islice(layers, 3)))
+
+
 def _import_layer():  # type: ignore[no-untyped-def]  # a module, which needs torchao
+    if importlib.util.find_spec("torchao") is None:
+        raise AmpError(f"O6 needs torchao, which is not installed: {INSTALL}")
     try:
         return importlib.import_module("ampatch.models.float8_linear")
     except (ImportError, AttributeError, TypeError) as error:
-        raise _explain_lack(error) from error
-
-
-def _explain_lack(error: Exception) -> AmpError:
-    if importlib.util.find_spec("torchao") is None:
-        return AmpError(f"O6 needs torchao, which is not installed: {INSTALL}")
-    return AmpError(
-        f"O6 cannot use torchao {version('torchao')} with torch {torch.__version__} ({error}): expected "
-        f"{FITTING}"
-    )
+        raise AmpError(
+            f"O6 cannot use torchao {version('torchao')} with torch {torch.__version__} ({error}): expected "
+            f"{FITTING}"
+        ) from error
 
 
 def _validate_devices(models: Sequence[Module], policy: Policy) -> None:
