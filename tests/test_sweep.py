@@ -170,6 +170,37 @@ def test_a_module_runs_as_python_runs_it(tmp_path, sweep):
     assert records_in(tmp_path / "out")["O0"].measured.steps == 8
 
 
+# At O0 another program runs beside the script, on the one processor that both may use.
+BESIDE_ANOTHER = (
+    """
+import os, subprocess, sys
+core = min(os.sched_getaffinity(0))
+os.sched_setaffinity(0, {core})
+if sys.argv[1] == "O0":
+    busy = f"import os; os.sched_setaffinity(0, {{{core}}})\\nwhile True: pass"
+    subprocess.Popen([sys.executable, "-S", "-c", busy])
+def work():
+    import time
+    start = time.thread_time()
+    while time.thread_time() - start < 0.02: pass
+"""
+    + TRAIN.replace("range(12)", "range(30)").replace("    optimizer.zero", "    work()\n    optimizer.zero")
+    + "\nprint('validation perplexity', 1.23)"
+)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux pins processes")
+def test_times_beside_another_program_on_the_same_processor_lead_to_no_recommendation(tmp_path, sweep):
+    (tmp_path / "train.py").write_text(BESIDE_ANOTHER)
+    done = sweep("train.py", "--levels", "O0,O4", "--tolerance", "99", "--out", "out", "--", "{level}")
+    said = " ".join(done.stdout.split())
+    assert "Nothing is recommended." in said, said + done.stderr
+    assert "other programs had the processor" in said
+    assert records_in(tmp_path / "out")["O0"].lost[0] > 0.25
+    # Of the accuracy something is said all the same.
+    assert "not what the script prints: 'validation perplexity 1.23'. The line amp.report(perplexity=" in said
+
+
 def test_ctrl_c_ends_the_children_and_keeps_what_they_measured(tmp_path):
     wait = "\nimport os; open('pid', 'w').write(str(os.getpid())); time.sleep(600)"
     (tmp_path / "train.py").write_text(TRAIN + wait)

@@ -483,13 +483,20 @@ def test_a_folder_whose_name_is_no_text_has_no_commit_where_git_complains_of_it(
 @pytest.mark.parametrize(
     ("idle", "expected"), [(0, 1.0), (20, 0.8), (40, 0.0), (None, None)], ids=["full", "busy", "free", "none"]
 )
-def test_the_load_is_what_others_take_where_little_is_left(tmp_path, monkeypatch, idle, expected):
+@pytest.mark.parametrize("pinned", [True, False])
+def test_the_load_is_what_others_take_of_our_processors_where_little_is_left(
+    tmp_path, monkeypatch, idle, expected, pinned
+):
     monkeypatch.setattr(os, "times", lambda: (0.0,) * 5)
+    # Where a container numbers its processors itself, none has the name of one of ours.
+    own = next(iter(os.sched_getaffinity(0))) if pinned else 999
+    monkeypatch.setattr(os, "sched_getaffinity", lambda task: {own}, raising=False)
     stat = tmp_path / "stat"
-    stat.write_text("cpu  0 0 0 0 0 0 0 0 0 0\n")
+    lines = f"cpu  {{}} 0 0 {{}} 0 0 0 0 0 0\ncpu{own if pinned else 0} {{}} 0 0 {{}} 0 0 0 0 0 0\nintr 5 6\n"
+    stat.write_text(lines.format(0, 0, 0, 0))
     load = Load(stat)
-    if idle is not None:
-        stat.write_text(f"cpu  {100 - idle} 0 0 {idle} 0 0 0 0 0 0\n")
+    if idle is not None:  # the other processors have nothing to do, or are not there
+        stat.write_text(lines.format(100 - idle, idle + 500 * pinned, 100 - idle, idle))
     assert load.share() == (None if expected is None else pytest.approx(expected))
     monkeypatch.setattr(os, "times", lambda: (0.0, 0.0, 0.5, 0.0, 0.0))  # half a second of children of ours
     if idle == 0:

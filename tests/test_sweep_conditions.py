@@ -1,6 +1,10 @@
-"""The conditions of a sweep's run: seeds, and the yardstick, which casts as torch.autocast does."""
+"""The conditions of a sweep's run: seeds, what it waits for, and the yardstick, which casts as torch does."""
 
+import os
 import random
+import subprocess
+import sys
+import time
 
 import numpy
 import pytest
@@ -10,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ampatch as amp
+from ampatch.sweeps.measure import waits
 from ampatch.sweeps.measure.yardstick import Autocast
 from ampatch.sweeps.variant import parse_variant
 from ampatch.tools.seeds import SHIFT, set_seeds, shifted_seeds
@@ -67,6 +72,66 @@ def test_seeding_functions_are_themselves_again():
         assert torch.manual_seed is not before[0]
         assert torch.manual_seed.__name__ == "manual_seed"
     assert (torch.manual_seed, random.seed, numpy.random.seed, torch.cuda.manual_seed_all) == before
+
+
+# What a run waits for
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "seconds"),
+    [
+        ("0::/a/b", {"a/b": "usage_usec 9\nthrottled_usec 2500000", "a": "throttled_usec 4000000"}, 4.0),
+        ("0::/docker/1", {"": "nr_throttled 3\nthrottled_usec 500000"}, 0.5),
+        ("3:cpuset:/a\n2:cpu,cpuacct:/a", {"cpu,cpuacct/a": "throttled_time 3000000000"}, 3.0),
+        ("1:cpu:/", {"cpu": "throttled_time 0"}, 0.0),
+        ("0::/", {"": "usage_usec 9"}, None),
+        ("0::/", {}, None),
+        (None, {}, None),
+    ],
+    ids=["above it", "a container", "version 1", "never", "no limit", "no files", "no groups"],
+)
+def test_how_long_a_cgroup_was_stopped_is_read_where_it_is_counted(tmp_path, groups, files, seconds):
+    if groups is not None:
+        (tmp_path / "groups").write_text(f"{groups}\n")
+    for name, text in files.items():
+        (tmp_path / "fs" / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "fs" / name / "cpu.stat").write_text(f"{text}\n")
+    assert waits.read_throttled(tmp_path / "groups", tmp_path / "fs") == seconds
+
+
+needs_affinity = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux pins processes")
+BUSY_ON = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
+
+
+@needs_affinity
+@pytest.mark.parametrize("counted", [True, False], ids=["schedstat", "switches alone"])
+def test_a_thread_that_shares_its_processor_waits_for_half_of_its_time(monkeypatch, counted):
+    if not counted:
+        monkeypatch.setattr(waits, "read_threads", dict)
+    before = os.sched_getaffinity(0)
+    core = min(before)
+    with subprocess.Popen([sys.executable, "-S", "-c", BUSY_ON, str(core)]) as other:
+        try:
+            os.sched_setaffinity(0, {core})
+            waiting, ran = waits.Waiting(), time.process_time()
+            while time.process_time() - ran < 0.3:
+                pass
+            found = waiting.result(30)
+        finally:
+            os.sched_setaffinity(0, before)
+            other.kill()
+    assert found.waited > 0.25  # more programs may have been there
+    assert found.forced > 1
+    assert found.processor_ms == pytest.approx(10, rel=0.2)  # of 0.3 seconds, whoever else was there
+
+
+def test_where_nobody_counts_nothing_is_known_and_nothing_raises(monkeypatch):
+    nothing = {"read_threads": dict, "read_switches": lambda: (0, 0), "read_throttled": lambda: None}
+    for name, read in nothing.items():
+        monkeypatch.setattr(waits, name, read)
+    monkeypatch.setattr("ampatch.sweeps.environment.read_times", lambda path, cpus: [])
+    found = waits.Waiting().result(0)
+    assert (found.busy, found.waited, found.throttled, found.processor_ms) == (None,) * 4
 
 
 # The yardstick

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampatch.sweeps.columns import pool_spreads
-from ampatch.sweeps.records.record import Curve, Ending, Spread
+from ampatch.sweeps.records.record import Curve, Ending, Spread, Waits
 from ampatch.sweeps.records.sweep import Distance, Settings, Verdict
 from ampatch.sweeps.verdicts.distance import SeedValues, deviation, distance, mean
 from ampatch.sweeps.verdicts.metric_names import is_about_accuracy, is_lower_better, most_important
@@ -402,6 +402,100 @@ def test_on_a_busy_machine_nothing_is_said_of_speed():
     assert (
         found(0.5, run("O0"), run("O5", 0.9, ms=2.0, noise=0.1)).row == "O0"
     )  # accuracy decides all the same
+
+
+def waits(own, waited, throttled=None, busy=None, **fields):
+    """A run that lost these parts of its time."""
+    lost = Waits(busy=busy, waited=waited, throttled=throttled, **fields)
+    return replace(own, busy=busy, measured=replace(own.measured, waits=lost))
+
+
+HAD = "other programs had the processor"
+
+
+@pytest.mark.parametrize(
+    ("at_o0", "at_o5", "said"),
+    [
+        ((0.5,), (0.0,), f"at O0 {HAD} 50 % of the time that a run wanted it, and here 0 %. Run it"),
+        ((0.01,), (0.4,), f"{HAD} 40 % of the time that a run wanted it, and at O0 1 %. Run it"),
+        ((0.0, 0.1), (0.0, 0.3), "the limit of the container stopped a run 30 % of the time, and at O0 10 %"),
+        ((0.5,), (0.52,), f"9.50 to 10.5 against 21.3 to 23.5 ms a step), and {HAD} 50 % of the time"),
+        ((0, 0, 0.1), (0, 0, 0.6), "other programs took 60 % of the processors' time, and at O0 10 %. Run"),
+    ],
+    ids=["O0 alone", "the level alone", "a limit", "both", "a core next to it"],
+)
+def test_rounds_under_other_conditions_than_those_of_o0_are_not_compared(at_o0, at_o5, said):
+    found = summary(waits(run("O0", ms=22.4), *at_o0), waits(run("O5", ms=10.0), *at_o5))
+    assert found.recommendation.row is None
+    assert said in found.recommendation.reason
+    assert "Run it on a machine that does nothing else" in found.recommendation.reason
+
+
+def test_rounds_under_the_same_conditions_are_compared_though_others_were_disturbed():
+    calm, loaded = (lambda it: waits(it, 0.01, busy=0.9)), lambda it: waits(it, 0.5)
+    origin = [loaded(run("O0", ms=40.0)), calm(run("O0", ms=20.0, seed=1)), calm(run("O0", ms=20.2, seed=2))]
+    runs = [calm(run("O4", ms=10.0)), calm(run("O4", ms=10.0, seed=1)), loaded(run("O4", ms=90.0, seed=2))]
+    found = summary(*origin, *runs, loaded(run("O5", ms=1.0)), loaded(run("autocast", ms=1.0)))
+    assert [it.speed for it in found.rows] == [1.0, pytest.approx(2.01), None, None]
+    assert found.recommendation.row == "O4"
+    assert (
+        "The speed of O5 is not known, under other conditions than O0: other" in found.recommendation.reason
+    )
+    assert "torch.autocast" not in found.recommendation.reason
+    # Another program on a processor that the run does not want, as the process itself says, is no obstacle.
+    assert summary(calm(O0), calm(run("O5", ms=2.0))).recommendation.row == "O5"
+
+
+def test_times_on_different_devices_are_not_compared():
+    found = summary(run("O0", device="H100"), run("O5", ms=2.0, device="H200"))
+    assert "O0: it ran on H200, and O0 on H100. Run it" in found.recommendation.reason
+
+
+def test_a_level_that_loses_in_every_way_is_said_to_lose_also_on_a_busy_machine():
+    def found(needed, ms=30.0):
+        own = waits(run("O5", ms=ms), 0.5, processor_ms=needed)
+        return summary(waits(run("O0"), 0.5, processor_ms=10.0), own).recommendation
+
+    said = (
+        "O0 is the fastest here: nothing gains. O5 runs at 0.33x the speed of O0 (28.5 to 31.5 against 9.50 "
+    )
+    assert found(29.0).reason.startswith(said)
+    assert found(29.0).row is None
+    assert found(9.0).reason.startswith("Too noisy to tell")
+    assert found(29.0, ms=5.0).reason.startswith("Too noisy to tell")
+
+
+SLOW = "O1, O2 are in float16, in which a CPU is slow"
+SMALL = "a step of 2.00 ms has only small products, and casts cost more than those gain"
+
+
+@pytest.mark.parametrize(
+    ("ms", "device", "half", "because"),
+    [
+        (10.0, "cpu", "", f" ({SLOW}; this CPU has no instructions for bfloat16)"),
+        (10.0, "cpu", None, f" ({SLOW})"),
+        (2.0, "cpu", "avx512_bf16", f" ({SLOW}; {SMALL})"),
+        (2.0, "H100", "", f" ({SMALL})"),
+        (20.0, "H100", None, ""),
+    ],
+)
+def test_where_o0_is_the_fastest_that_is_said_and_why(ms, device, half, because):
+    wide = Spread(1.6 * ms, 1.01 * ms, 4 * ms, 100)  # its quartiles are far apart, and overlap with O0's
+    runs = [run("O0", ms=ms), run("O1", ms=20 * ms), run("O2", ms=9 * ms), run("O4", step_ms=wide)]
+    place = replace(ENVIRONMENT, device=device, half=half)
+    found = summarize(Settings("train.py", (), ("O0", "O1", "O2", "O4")), place, runs).recommendation
+    assert found.reason.startswith(f"O0 is the fastest here: nothing gains{because}. No level with the ")
+    assert found.row == "O0"
+
+
+def test_what_a_script_prints_and_does_not_report_is_said_with_the_line_that_reports_it():
+    runs = [run("O0"), replace(run("O5", ms=5.0), printed=("perplexity", "validation perplexity 1.23"))]
+    assert (
+        "Only the training loss was compared, and not what the script prints: 'validation perplexity 1.23'. "
+        "The line amp.report(perplexity=...) in the script (import ampatch as amp) changes that."
+    ) in reason(*runs)
+    assert "compared. The line amp.report(accuracy=...) in the" in reason(run("O0"), run("O5"))
+    assert "Only the training" not in reason(*runs, run("O0", seed=1, f1=0.5))
 
 
 def test_what_seeds_tell_about_chance_is_said():

@@ -95,6 +95,11 @@ def in_mib(alphabet: Alphabet, count: float | None) -> str:
     return alphabet.number(None if count is None else count / MIB)
 
 
+def in_percent(alphabet: Alphabet, part: float | None) -> str:
+    """Writes a part in percent."""
+    return alphabet.nothing if part is None else alphabet.percent(round(part, 3))
+
+
 def with_mib(alphabet: Alphabet, mib: float | None) -> str:
     """Writes MiB with their unit."""
     return alphabet.number(mib) + (" MiB" if mib is not None else "")
@@ -236,6 +241,10 @@ COLUMNS = (
         page=Shown("Together", in_mib, BYTES, bar=("bytes", "bytes")),
     ),
     Column("casts_made", 18, mean, "casts.made", page=Shown("Casts made", table=BYTES)),
+    Column("waited", 24, max, "waits.waited", page=Shown("Waited", in_percent, TIMES)),
+    Column("throttled", 25, max, "waits.throttled"),
+    Column("forced_switches", 26, max, "waits.forced"),
+    Column("processor_ms", 27, median, "waits.processor_ms"),
     Column("casts_reused", 19, mean, "casts.reused", page=Shown("Casts reused", table=BYTES)),
 )
 LIMITED = tuple(column for column in COLUMNS if column.limit)

@@ -26,7 +26,6 @@ WRAPPERS = (
     "tensorboard",
 )
 ABSENT = "not installed"
-HALF_FLAGS = ("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16", "asimdhp", "bf16")
 # By name, since others may hold what nobody should send.
 SETTINGS = (
     *(
@@ -62,7 +61,7 @@ def collect() -> dict[str, object]:
         **{name: find_version(name) for name in PACKAGES},
         **wrappers,
         "platform": machine["platform"],
-        "cpu": f"{machine['cpu']}; half: {', '.join(find_half_flags()) or 'no instructions known'}",
+        "cpu": f"{machine['cpu']}; half: {machine['half'] or 'no instructions known'}",
         "cores": f"{machine['cores']} of {os.cpu_count()}, torch uses {machine['threads']} threads",
         "cuda": describe_cuda(),
         **{name: os.environ[name] for name in SETTINGS if name in os.environ},
@@ -75,15 +74,6 @@ def find_version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ABSENT
-
-
-def find_half_flags() -> list[str]:
-    """Returns the instructions for half types that Linux says the CPU has."""
-    try:
-        words = set(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        return []
-    return [flag for flag in HALF_FLAGS if flag in words]
 
 
 def describe_cuda() -> str:

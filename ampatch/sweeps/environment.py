@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +22,10 @@ from ampatch.sweeps.records.record import RunRecord
 from ampatch.sweeps.records.sweep import Environment
 
 GIT_SECONDS = 10
+HALF_FLAGS = ("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16", "asimdhp", "bf16")
 MOST_IDLE = 0.25  # part of the processors' time; where more is left, others take nothing from a run
+LEAST_TICKS = 10
+THREADS = "/proc/self/task"
 IDLE = slice(3, 5)  # idle and iowait, of the times in /proc/stat
 
 
@@ -43,8 +48,9 @@ def describe_machine() -> dict[str, object]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": find_cpu(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": len(find_cpus()),
         "threads": torch.get_num_threads(),
+        "half": find_half_flags(),
     }
 
 
@@ -100,37 +106,83 @@ def find_commit(folder: Path) -> str | None:
 
 
 class Load:
-    """The part of the processors that other programs take from now on; known on Linux alone."""
+    """What other programs take from now on of the processors that this one may use; known on Linux alone.
+
+    Its own are this process, its children that have ended, and those that `multiprocessing` has started.
+    """
 
     def __init__(self, path: Path = Path("/proc/stat")) -> None:
         self._path = path
-        self._before = read_times(path)
+        self._cpus = {f"cpu{number}" for number in find_cpus()}
+        self._before = read_times(path, self._cpus)
         self._own = own_ticks()
 
-    def share(self) -> float | None:
-        """Returns the part of the processors' time that others took, 0 where enough was left for us.
+    def taken(self) -> tuple[float, float, float] | None:
+        """Returns the seconds of these processors that others took, and the parts of others and of nobody.
 
-        Ours are this process and its children that have ended.
+        None where that is not known, or where too little time has passed to tell.
         """
-        passed = [new - old for new, old in zip(read_times(self._path), self._before, strict=True)]
-        if not sum(passed):
+        now = read_times(self._path, self._cpus)
+        passed = [new - old for new, old in zip(now, self._before, strict=True)]
+        if sum(passed) < LEAST_TICKS:
             return None
-        idle = sum(passed[IDLE]) / sum(passed)
-        own = (own_ticks() - self._own) / sum(passed)
-        return max(0.0, 1 - idle - own) if idle < MOST_IDLE else 0.0
+        idle = sum(passed[IDLE])
+        others = max(0.0, sum(passed) - idle - (own_ticks() - self._own))
+        return others / os.sysconf("SC_CLK_TCK"), others / sum(passed), idle / sum(passed)
+
+    def share(self) -> float | None:
+        """Returns the part of the processors' time that others took, 0 where enough was left for us."""
+        taken = self.taken()
+        return taken and (taken[1] if taken[2] < MOST_IDLE else 0.0)
 
 
-def read_times(path: Path) -> list[int]:
-    """Returns what the processors have spent their time on, in ticks: the eight kinds that Linux counts."""
+def find_cpus() -> set[int]:
+    """Returns the processors that the threads of this process may use, which scripts pin as well."""
+    if not hasattr(os, "sched_getaffinity"):
+        return set(range(os.cpu_count() or 1))
+    found = os.sched_getaffinity(0)
+    with suppress(OSError):  # no /proc, or a thread that has just ended
+        found = found.union(*(os.sched_getaffinity(int(thread)) for thread in os.listdir(THREADS)))
+    return found
+
+
+def read_times(path: Path, cpus: Collection[str]) -> list[int]:
+    """Returns what these processors have spent their time on, in ticks: the eight kinds that Linux counts.
+
+    Of all processors where none has one of the names, as in containers that number theirs themselves.
+    """
     try:
-        return [int(word) for word in path.read_text().split()[1:9]]
+        lines = [line.split() for line in path.read_text().splitlines() if line.startswith("cpu")]
+        lines = [words for words in lines if words[0] in cpus] or lines[:1]
+        return [sum(map(int, kind)) for kind in zip(*(words[1:9] for words in lines), strict=True)]
     except (OSError, ValueError):
         return []
 
 
 def own_ticks() -> float:
-    """Returns the processors' time of this process and of its children that have ended, in ticks."""
-    return sum(os.times()[:4]) * os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.0
+    """Returns the processors' time of this process and of its children, in ticks."""
+    if not hasattr(os, "sysconf"):
+        return 0.0
+    ended = sum(os.times()[:4]) * os.sysconf("SC_CLK_TCK")
+    return ended + sum(ticks_of(child.pid) for child in multiprocessing.active_children())
+
+
+def ticks_of(process: int) -> int:
+    """Returns the processors' time of another process and of its children that have ended, in ticks."""
+    try:
+        words = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, words[11:15]))
+    except OSError:
+        return 0
+
+
+def find_half_flags(path: Path = Path("/proc/cpuinfo")) -> str | None:
+    """Returns the instructions for half types that Linux says the CPU has, None elsewhere."""
+    try:
+        words = set(path.read_text(errors="replace").split())
+    except OSError:
+        return None
+    return ", ".join(flag for flag in HALF_FLAGS if flag in words)
 
 
 def find_cpu(path: Path = Path("/proc/cpuinfo")) -> str:

@@ -19,6 +19,7 @@ from ampatch.sweeps.measure.losses import Losses, final_loss, first_loss, loss_n
 from ampatch.sweeps.measure.memory import count_bytes, peak_memory, sample_weights
 from ampatch.sweeps.measure.scales import ScaleHistory
 from ampatch.sweeps.measure.steps import DeviceClock, HostClock, Mark, StepCounter, StepTimes
+from ampatch.sweeps.measure.waits import Waiting
 from ampatch.sweeps.records.record import Bytes, CastRate, Curve, Measured
 
 LARGEST_STEP = 2**53  # up to which floats are whole numbers
@@ -53,6 +54,7 @@ class Recorder(amp.Observer):
         self._refused = False
         self._times = StepTimes(HostClock())
         self._samples = Samples()
+        self._waiting: Waiting | None = None  # from the first step on
         self._losses = Losses()
         self._scales = ScaleHistory()
         self._metrics: dict[str, CurveBuilder] = defaultdict(CurveBuilder)
@@ -132,6 +134,7 @@ class Recorder(amp.Observer):
         if not is_new:
             return
         self._samples.end_step()
+        self._waiting = self._waiting or Waiting()
         if self._counter is not None:
             self._counter.show(steps, time.perf_counter())
         if self._limit is not None and steps >= self._limit:
@@ -180,6 +183,7 @@ class Recorder(amp.Observer):
         """Sums up; call it once, when the script has ended."""
         if self._initialized:
             self.on_uninitialize()
+        waits = self._waiting and self._waiting.result(self._times.steps - 1)
         memory, peak_mib = peak_memory()
         steps = self._times.steps
         self._losses.end_step(steps + 1)  # of a step that was never made
@@ -205,6 +209,7 @@ class Recorder(amp.Observer):
             loss_scales=self._scales.build(),
             metrics={name: short_metric(builder.build()) for name, builder in self._metrics.items()},
             start=self._start,
+            waits=waits,
             device=torch.cuda.get_device_name() if memory == "device" else "cpu",
             threads=torch.get_num_threads(),
         )

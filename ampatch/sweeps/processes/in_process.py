@@ -56,7 +56,8 @@ def execute_here(train: Train) -> Execute:
             lines = lines_of("".join(traceback.format_exception(error)))
         elif outcome is Ending.NO_STEPS:
             cause = NO_STEPS
-        return RunRecord(run.row, run.seed, run.repeat, outcome, seconds, cause, lines, "", measured)
+        facts = (run.row, run.seed, run.repeat, outcome, seconds, cause, lines, "", measured)
+        return RunRecord(*facts, busy=measured.waits.busy if measured.waits else None)
 
     return execute
 

@@ -14,6 +14,7 @@ from ampatch.sweeps.plan import PlannedRun
 from ampatch.sweeps.records.record import Measured
 from ampatch.tools.log_file import last_lines
 
+TIMES = ("step_ms", "forward_ms", "backward_ms", "update_ms", "waits")
 SECONDS = 40.0  # in which torch.distributed.run, told to end, ends its ranks by force: it takes 30
 
 
@@ -61,7 +62,7 @@ def slowest(ranks: Sequence[Measured | None]) -> Measured | None:
     samples = [rank.samples for rank in known if rank.samples is not None]
     return replace(
         known[0],
-        **{name: getattr(slow, name) for name in ("step_ms", "forward_ms", "backward_ms", "update_ms")},
+        **{name: getattr(slow, name) for name in TIMES},
         samples=sum(samples) if len(samples) == len(known) else None,
         peak_mib=max((rank.peak_mib for rank in known if rank.peak_mib is not None), default=None),
     )

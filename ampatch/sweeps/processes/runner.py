@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ampatch import AmpError
-from ampatch.sweeps.environment import Load
 from ampatch.sweeps.measure.steps import read_count
 from ampatch.sweeps.plan import PlannedRun
 from ampatch.sweeps.processes import ranks
+from ampatch.sweeps.processes.printed import find_printed
 from ampatch.sweeps.records.record import Ending, Measured, RunRecord
 from ampatch.sweeps.records.sweep_file import read_measured
 from ampatch.tools.log_file import last_lines
@@ -32,7 +32,7 @@ def execute(run: PlannedRun, timeout: float | None, on_steps: Callable[[int], No
 
     `on_steps` is told now and then how many steps it has made. Leaves nothing but the log behind.
     """
-    start, load, log = time.monotonic(), Load(), run.file("log")
+    start, log = time.monotonic(), run.file("log")
     # Scripts clear their own output, in which the logs may be.
     with tempfile.TemporaryDirectory(prefix="ampatch-run-", ignore_cleanup_errors=True) as folder:
         inner = replace(run, directory=folder)
@@ -51,7 +51,9 @@ def execute(run: PlannedRun, timeout: float | None, on_steps: Callable[[int], No
         lines = last_lines(log)
         cause = explain(outcome, process.returncode, raised or lines, stop)
     facts = (run.row, run.seed, run.repeat, outcome, seconds, cause, lines, shorten(log), measured)
-    return RunRecord(*facts, busy=load.share())
+    printed = find_printed(last_lines(log)) if outcome is Ending.FINISHED else ()
+    busy = measured.waits.busy if measured and measured.waits else None
+    return RunRecord(*facts, busy=busy, printed=printed)
 
 
 def command_of(run: PlannedRun) -> list[str]:

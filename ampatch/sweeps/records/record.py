@@ -66,6 +66,24 @@ class CastRate:
 
 
 @dataclass(frozen=True, slots=True)
+class Waits:
+    """What other programs took from a run while it trained, in parts of its time; None where nobody counts.
+
+    `busy` is the part of the time of the processors that it may use, 0 where enough was left; `waited` what
+    the thread that waited most had none of them, though it wanted one; `throttled` what the limit of its
+    cgroup stopped it. `forced` and `voluntary` are switches to other programs, a second, and `processor_ms`
+    what all its threads had of the processors, a step.
+    """
+
+    busy: float | None = None
+    waited: float | None = None
+    throttled: float | None = None
+    forced: float = 0.0
+    voluntary: float = 0.0
+    processor_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """The measurements of a run; None, or nothing, where there was nothing to measure.
 
@@ -96,6 +114,7 @@ class Measured:
     loss_scales: dict[str, Curve] = field(default_factory=dict)
     metrics: dict[str, Curve] = field(default_factory=dict)
     start: tuple[float, ...] = ()
+    waits: Waits | None = None
     device: str = "cpu"
     threads: int = 1
 
@@ -127,7 +146,8 @@ class RunRecord:
 
     `busy` is the part of the processors' time that other programs took meanwhile, 0 where enough was
     left, None where that is not known. `log` is the file that took the script's output. If the run failed,
-    `cause` says in one line why, and `last_lines` are the end of the log.
+    `cause` says in one line why, and `last_lines` are the end of the log. `printed` is a metric that the log
+    ends with: its name, and the words that are there.
     """
 
     row: str
@@ -140,8 +160,20 @@ class RunRecord:
     log: str = ""
     measured: Measured | None = None
     busy: float | None = None
+    printed: tuple[str, ...] = ()
 
     @property
     def failed(self) -> bool:
         """Says whether the run has nothing to compare."""
         return self.outcome is not Ending.FINISHED
+
+    @property
+    def lost(self) -> tuple[float, str]:
+        """Returns the part of its time that the run lost to others, and how: the name of a field of `Waits`.
+
+        How busy the processors were tells less than what the run waited itself, where that is known.
+        """
+        waits = self.measured.waits if self.measured else None
+        if waits is None or waits.waited is None:
+            return self.busy or 0.0, "busy"
+        return max((waits.waited, "waited"), (waits.throttled or 0.0, "throttled"))

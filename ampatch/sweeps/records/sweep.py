@@ -51,6 +51,7 @@ class Environment:
     cores: int
     threads: int
     device: str  # "cpu", or the GPU's name
+    half: str | None = None  # the CPU's instructions for half types, None where that is not known
 
 
 class Verdict(Word):
@@ -84,8 +85,10 @@ class Distance:
 class SweepRow:
     """One line of the table: what the runs of a level or variant came to.
 
-    Times and memory are medians over the runs that finished, `spread` of the step from all of them; `speed`
-    and `memory` are ratios to O0 (above 1: faster; below 1: less), `speed_to_fastest` to the fastest row.
+    Times and memory are medians over the runs that finished under the conditions of O0, `spread` of the step
+    from all of these; `speed` and `memory` are ratios to O0 (above 1: faster; below 1: less),
+    `speed_to_fastest` to the fastest row. If there are none, `disturbed` says what was different: there is no
+    `speed` then, and the times are of all runs.
     """
 
     name: str
@@ -109,6 +112,7 @@ class SweepRow:
     speed_to_fastest: float | None = None
     memory: float | None = None
     memory_to_fastest: float | None = None
+    disturbed: str = ""
 
     def describe(self, width: int = 0) -> str:
         """Writes the row in a line; its name takes so many characters."""

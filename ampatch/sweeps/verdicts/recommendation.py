@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from ampatch.sweeps.columns import column_of
 from ampatch.sweeps.records.record import Ending, RunRecord
 from ampatch.sweeps.records.sweep import (
-    AUTOCAST,
     BASELINE,
+    Environment,
     Recommendation,
     Settings,
     Sweep,
@@ -18,19 +18,26 @@ from ampatch.sweeps.records.sweep import (
     Verdict,
     find_row,
 )
-from ampatch.sweeps.verdicts.distance import compared_metrics
+from ampatch.sweeps.verdicts.apart import FASTER, is_autocast, is_faster, is_undecided, levels, same_rows
+from ampatch.sweeps.verdicts.conditions import BUSY, calmest, write_lost
 from ampatch.sweeps.verdicts.metric_names import most_important
+from ampatch.sweeps.verdicts.remarks import (
+    about_autocast,
+    about_budget,
+    about_disturbed,
+    about_equals,
+    about_metrics,
+    about_seeds,
+    about_the_rest,
+    why_nothing_gains,
+)
 from ampatch.tools.numbers import ASCII
 
-# Less is not worth a change of numerics, and hardly told apart from chance.
-FASTER = 1.02
 LESS_MEMORY = 0.05
-# From this part of the processors' time in other programs on, times say nothing, however often repeated: with
-# two busy loops on two cores a level of 1.5 times the speed of O0 came out at 0.62 of it, twice in a row.
-BUSY = 0.25
 
 WITHOUT = "Without O0 there is nothing to compare with"
 NOISY = "Too noisy to tell: {best.name} runs at {speed} the speed of O0 ({quartiles} ms a step), and "
+FASTEST = "O0 is the fastest here: nothing gains{because}. "
 ALONE = "Run it on a machine that does nothing else"
 
 
@@ -44,7 +51,12 @@ class Why(Enum):
     NO_LEVELS = "There is no level but O0 to choose from."
     NO_TIMES = "No times were measured: a step is timed from the one before, and no run of O0 made two."
     NOT_COMPARED = "No level can be compared with O0: {reasons}."
-    TOO_BUSY = f"{NOISY}other programs took {{busy}} of the processors' time. {ALONE}."
+    BUSY_BUT_CLEAR = (
+        f"{FASTEST}{{best.name}} runs at {{speed}} the speed of O0 ({{quartiles}} ms a step), and every "
+        "level needs more of the processors' time as well. How much exactly cannot be told: {lost}."
+    )
+    TOO_BUSY = f"{NOISY}{{lost}}. {ALONE}."
+    DISTURBED = f"{{disturbed}} {ALONE}, with {{more}}."
     TOO_NOISY = f"{NOISY}their quartiles overlap. {ALONE}, with {{more}}."
     FASTER = (
         "{best.name} runs at {speed} the speed of O0 ({medians} ms a step){memory}, and is as accurate: "
@@ -55,12 +67,13 @@ class Why(Enum):
         "No level with the accuracy of O0 is faster by {faster} or more: the fastest{but}, {best.name}, runs "
         "at {speed} the speed of O0."
     )
+    O0_FASTEST = f"{FASTEST}{NONE_FASTER}"
     NONE_AS_ACCURATE = "No other level has the accuracy of O0: {verdicts}."
 
     @property
     def is_noise(self) -> bool:
         """Says whether times cannot be told apart."""
-        return self in (Why.TOO_BUSY, Why.TOO_NOISY)
+        return self in (Why.TOO_BUSY, Why.DISTURBED, Why.TOO_NOISY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +85,30 @@ class Choice:
     best: SweepRow | None = None
 
 
-def recommend(settings: Settings, records: Sequence[RunRecord], rows: Sequence[SweepRow]) -> Recommendation:
+def recommend(
+    settings: Settings, environment: Environment, records: Sequence[RunRecord], rows: Sequence[SweepRow]
+) -> Recommendation:
     """Recommends the fastest row that is the same as O0, if it is faster by 2 % at least, or else O0.
 
     Nothing is recommended where times are too noisy to tell. Rows of `autocast` are there to compare with.
     """
     choice = choose(records, rows)
     chosen = find_row(rows, choice.row)
-    sentences = [choice.why.value.format(**facts_about(choice, settings, records, rows))]
+    facts = facts_about(choice, settings, records, rows)
+    facts["because"] = why_nothing_gains(environment, rows)
+    sentences = [choice.why.value.format(**facts)]
     if chosen:
         sentences += [
             about_equals(chosen, rows),
+            about_disturbed(rows),
             about_autocast(chosen, rows),
             about_seeds(settings, records),
         ]
-    sentences += [about_budget(settings, records, choice.why), about_the_rest(settings, records)]
+    sentences += [
+        about_budget(settings, records, choice.why.is_noise),
+        about_metrics(rows, records),
+        about_the_rest(settings, records),
+    ]
     return Recommendation(choice.row, " ".join(filter(None, sentences)))
 
 
@@ -103,15 +125,37 @@ def choose(records: Sequence[RunRecord], rows: Sequence[SweepRow]) -> Choice:
     same = same_rows(rows)
     faster = [row for row in same if is_faster(row, baseline)]
     best = max(faster or same, key=lambda row: row.speed, default=None)
-    if best and busy_share(records) >= BUSY:
-        return Choice(Why.TOO_BUSY, best=best)
+    if best and calmest(records).lost[0] >= BUSY:
+        is_clear = not faster and all(takes_more(row, baseline, records) for row in same)
+        return Choice(Why.BUSY_BUT_CLEAR if is_clear else Why.TOO_BUSY, best=best)
+    if not faster and about_disturbed(rows):
+        return Choice(Why.DISTURBED)
     if not faster and any(is_undecided(row, baseline) for row in same):
         return Choice(Why.TOO_NOISY, best=best)
     if faster:
         return Choice(Why.FASTER, best.name, best)
     if baseline.verdict is Verdict.FAILED:
         return Choice(Why.O0_UNRELIABLE)
-    return Choice(Why.NONE_FASTER if best else Why.NONE_AS_ACCURATE, BASELINE, best)
+    if best is None:
+        return Choice(Why.NONE_AS_ACCURATE, BASELINE)
+    fastest = max(row.speed for row in rows if row.speed and row is not baseline)
+    return Choice(Why.NONE_FASTER if fastest * FASTER > 1 else Why.O0_FASTEST, BASELINE, best)
+
+
+def takes_more(row: SweepRow, baseline: SweepRow, records: Sequence[RunRecord]) -> bool:
+    """Says whether a level is slower than O0 by its quartiles, and by what it needs of the processors.
+
+    However long other programs kept it waiting, that is its own. A GPU's work is not in it.
+    """
+    own, other = (
+        column_of("processor_ms").of_runs(
+            [it.measured for it in records if it.row == one.name and not it.failed and it.measured]
+        )
+        for one in (row, baseline)
+    )
+    on_gpu = any(it.measured and it.measured.device != "cpu" for it in records)
+    slower = row.step_ms.low > baseline.step_ms.high
+    return slower and not on_gpu and None not in (own, other) and own >= FASTER * other
 
 
 def find_obstacle(baseline: SweepRow | None, others: Sequence[SweepRow]) -> Why | None:
@@ -137,7 +181,7 @@ def facts_about(
     facts = {
         "o0": baseline,
         "best": best,
-        "busy": ASCII.percent(round(busy_share(records), 2)),
+        "disturbed": about_disturbed(rows),
         "more": "--repeat 5" if settings.budget is None else "a larger --budget",
         "faster": ASCII.percent(FASTER - 1),
         "reasons": ", ".join(dict.fromkeys(row.reason for row in others)),
@@ -148,6 +192,7 @@ def facts_about(
     yardsticks = [row.speed for row in rows if is_autocast(row) and row.speed]
     saves = best.memory is not None and best.memory <= 1 - LESS_MEMORY
     return facts | {
+        "lost": write_lost(*calmest(records).lost),
         "speed": ASCII.ratio(best.speed),
         "but": " but for autocast" if max(yardsticks, default=0) > best.speed else "",
         "medians": " against ".join(ASCII.number(row.step_ms.median) for row in (best, baseline)),
@@ -155,29 +200,6 @@ def facts_about(
         "memory": f", with {100 * (1 - best.memory):.0f} % less memory" if saves else "",
         "accuracy": accuracy(best),
     }
-
-
-def busy_share(records: Sequence[RunRecord]) -> float:
-    """Returns the part of the processors' time that other programs took in a typical run."""
-    shares = [record.busy for record in records if record.busy is not None]
-    return statistics.median(shares) if shares else 0.0
-
-
-def same_rows(rows: Sequence[SweepRow]) -> list[SweepRow]:
-    """Returns the rows that are as accurate as O0, and were timed."""
-    return [row for row in levels(rows) if row.verdict is Verdict.SAME and row.speed]
-
-
-def is_faster(row: SweepRow, other: SweepRow) -> bool:
-    """Says whether a row is faster by 2 %, and the quartiles of the two do not overlap."""
-    return row.step_ms.high < other.step_ms.low and row.step_ms.median * FASTER <= other.step_ms.median
-
-
-def is_undecided(row: SweepRow, baseline: SweepRow) -> bool:
-    """Says whether the quartiles leave open which of the two is faster, by 2 % at the most favourable."""
-    own, other = row.step_ms, baseline.step_ms
-    overlap = own.low <= other.high and other.low <= own.high
-    return overlap and own.low * FASTER <= other.high
 
 
 def quartiles(row: SweepRow) -> str:
@@ -190,16 +212,6 @@ def unknown_or(row: SweepRow) -> str:
     return f"unknown ({row.reason})" if row.verdict is Verdict.UNKNOWN else row.verdict.value
 
 
-def levels(rows: Sequence[SweepRow]) -> list[SweepRow]:
-    """Returns the rows that may be recommended in the place of O0."""
-    return [row for row in rows if row.name != BASELINE and not is_autocast(row)]
-
-
-def is_autocast(row: SweepRow) -> bool:
-    """Says whether a row is the yardstick, or a variant of it."""
-    return row.name.split()[:1] == [AUTOCAST]
-
-
 def accuracy(row: SweepRow) -> str:
     """Writes the metric that matters most, or the loss where none is reported, beside that of O0."""
     compared = [name for name, it in row.metrics.items() if it.spreads is not None]
@@ -207,54 +219,3 @@ def accuracy(row: SweepRow) -> str:
     it = row.metrics[name] if compared else row.loss
     far = "" if it.unit == "percent" else f" ({ASCII.signed(it.spreads)} spreads)"
     return f"{name} {ASCII.short(it.value)} against {ASCII.short(it.baseline)}{far}"
-
-
-def about_equals(chosen: SweepRow, rows: Sequence[SweepRow]) -> str:
-    """Names the rows that may be as fast as the chosen one: where their quartiles overlap."""
-    others = [row for row in same_rows(rows) if row is not chosen and row.step_ms.low <= chosen.step_ms.high]
-    if chosen.name == BASELINE or not others:
-        return ""
-    names = ", ".join(row.name for row in others)
-    return f"Times do not tell it apart from {names}."
-
-
-def about_autocast(chosen: SweepRow, rows: Sequence[SweepRow]) -> str:
-    """Says so if torch.autocast is faster than what is recommended."""
-    timed = [row for row in rows if is_autocast(row) and row.step_ms and row.step_ms.median]
-    best = min(timed, key=lambda row: row.step_ms.median, default=None)
-    speed = chosen.step_ms.median / best.step_ms.median if best and chosen.step_ms else 0
-    if speed < FASTER:
-        return ""
-    but = "" if best.verdict is Verdict.SAME else f", but is {best.verdict} ({best.reason})"
-    name = "torch.autocast" if best.name == AUTOCAST else f"torch.autocast ({best.name})"
-    return f"{name} runs at {ASCII.ratio(speed)} the speed of {chosen.name}{but}."
-
-
-def about_seeds(settings: Settings, records: Sequence[RunRecord]) -> str:
-    """Warns where nothing is known about chance: with one seed, or with seeds that changed nothing."""
-    runs = [it for it in records if it.row == BASELINE and not it.failed and it.measured]
-    if len({record.seed for record in runs}) < 2:
-        more = "--seeds 3" if settings.seeds < 2 else "let all seeds finish"
-        return f"With one seed, differences of accuracy by chance cannot be told apart: {more}."
-    names = compared_metrics(runs)
-    measured = [it.measured for it in runs]
-    results = {(it.final_loss, it.first_loss, *map(it.final, names)) for it in measured}
-    return "The seeds changed nothing: does the script set its own?" if len(results) == 1 else ""
-
-
-def about_budget(settings: Settings, records: Sequence[RunRecord], why: Why) -> str:
-    """Says how often it was run, where that was left to a budget, and what ended it."""
-    if settings.budget is None or any(record.outcome is Ending.INTERRUPTED for record in records):
-        return ""
-    often = ASCII.plural(settings.repeat, "time")
-    budget = f"the budget of {ASCII.short(settings.budget)} min"
-    if why.is_noise:
-        return f"It was run {often}, and {budget} leaves too little for another."
-    return f"It was run {often}, which was enough, within {budget}."
-
-
-def about_the_rest(settings: Settings, records: Sequence[RunRecord]) -> str:
-    """Says so if not all of the runs were made."""
-    planned = len(settings.rows) * settings.seeds * settings.repeat
-    made = sum(record.outcome is not Ending.INTERRUPTED for record in records)
-    return f"Only {made} of {planned} runs were made." if made < planned else ""

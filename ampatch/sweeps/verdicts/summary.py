@@ -9,6 +9,7 @@ from dataclasses import replace
 from ampatch.sweeps.columns import COLUMNS, column_of, divide
 from ampatch.sweeps.records.record import Ending, RunRecord
 from ampatch.sweeps.records.sweep import BASELINE, Environment, Settings, Sweep, SweepRow, find_row
+from ampatch.sweeps.verdicts.conditions import select_alike
 from ampatch.sweeps.verdicts.distance import distances
 from ampatch.sweeps.verdicts.recommendation import recommend
 from ampatch.sweeps.verdicts.verdict import judge
@@ -24,7 +25,7 @@ def summarize(settings: Settings, environment: Environment, records: Sequence[Ru
     runs = {name: runs_of(records, name) for name in names}
     baseline = finished(runs.get(BASELINE, []))
     rows = add_ratios([make_row(name, own, baseline, settings.tolerance) for name, own in runs.items()])
-    return Sweep(settings, environment, records, rows, recommend(settings, records, rows))
+    return Sweep(settings, environment, records, rows, recommend(settings, environment, records, rows))
 
 
 def runs_of(records: Iterable[RunRecord], row: str) -> list[RunRecord]:
@@ -42,7 +43,8 @@ def make_row(
 ) -> SweepRow:
     """Sums up the runs of a row; without what compares it with the speed and memory of other rows."""
     done = baseline if name == BASELINE else finished(own)
-    measured = [record.measured for record in done]
+    alike, disturbed = select_alike(done, baseline)
+    measured = [record.measured for record in alike]
     loss, metrics = distances(done, baseline)
     verdict, reason = judge(name, own, baseline, loss, metrics, tolerance)
     return SweepRow(
@@ -55,6 +57,7 @@ def make_row(
         metrics=metrics,
         verdict=verdict,
         reason=reason,
+        disturbed=disturbed,
     )
 
 
@@ -69,12 +72,12 @@ def outcome_of(runs: Sequence[RunRecord]) -> Ending:
 def add_ratios(rows: Sequence[SweepRow]) -> tuple[SweepRow, ...]:
     """Adds how fast the rows are and how much memory they need, compared with O0 and with the fastest."""
     baseline, ms = find_row(rows), column_of("step_ms").of_row
-    fastest = min((row for row in rows if row.step_ms), key=ms, default=None)
+    fastest = min((row for row in rows if row.step_ms and not row.disturbed), key=ms, default=None)
     return tuple(
         replace(
             row,
-            speed=divide(ms(baseline), ms(row)),
-            speed_to_fastest=divide(ms(fastest), ms(row)),
+            speed=None if row.disturbed else divide(ms(baseline), ms(row)),
+            speed_to_fastest=None if row.disturbed else divide(ms(fastest), ms(row)),
             memory=divide(row.peak_mib, baseline and baseline.peak_mib),
             memory_to_fastest=divide(row.peak_mib, fastest and fastest.peak_mib),
         )
