@@ -168,7 +168,7 @@ def test_bad_input_is_one_line_and_no_process_is_started(folder, runs, arguments
 @pytest.mark.parametrize(
     ("missing", "said"),
     [
-        (["rich", "matplotlib"], "ampatch sweep: rich is not installed: pip install rich matplotlib"),
+        (["rich", "matplotlib"], "ampatch sweep: rich is not installed: pip install 'ampatch[tools]'"),
         (["jinja2"], "ampatch sweep: jinja2 is not installed: pip install jinja2"),
     ],
     ids=" ".join,
@@ -183,13 +183,32 @@ def test_packages_are_asked_for_before_the_first_run(missing, said, folder, runs
 # ---- What is run and written ----
 
 
-def test_without_a_folder_nothing_but_logs_is_kept(folder, runs, capsys):
-    assert sweep("train.py", "--levels", "O0") == 0
+def test_without_a_page_nothing_but_logs_is_kept_unless_a_folder_is_named(folder, runs, capsys):
+    assert sweep("train.py", "--levels", "O0", "--no-page") == 0
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("logs: ")]
     logs = Path(line.removeprefix("logs: "))
     assert logs.parent == folder
     assert list(logs.iterdir()) == [runs.made[0].file("log")]
     assert str(logs) == runs.made[0].directory
+    assert sweep("train.py", "--levels", "O0", "--no-page", "--out", "out") == 0
+    assert "wrote out/sweep.json, sweep.csv\nlogs: out/logs\n" in capsys.readouterr().err
+    assert files_in(folder / "out") == SAVED - {"sweep.html"} | {"logs/O0-seed0-repeat0.log"}
+
+
+def test_a_page_is_written_by_default_and_the_folder_of_something_else_is_left_alone(folder, runs, capsys):
+    for _ in range(2):  # the second replaces the first
+        assert sweep("train.py", "--levels", "O0") == 0
+        assert capsys.readouterr().err.endswith("the page: open ampatch-sweep/sweep.html\n")
+    whole = files_in(folder / "ampatch-sweep")
+    assert whole == SAVED | {"logs/O0-seed0-repeat0.log"}
+    (folder / "ampatch-sweep/sweep.json").write_text('{"format": "mine"}')
+    (folder / "ampatch-sweep-2").touch()
+    assert sweep("train.py", "--levels", "O0") == 0
+    assert capsys.readouterr().err.endswith("the page: open ampatch-sweep-3/sweep.html\n")
+    assert sweep("train.py", "--out", "ampatch-sweep") == 2
+    assert "expected a folder without a sweep.json of something else" in capsys.readouterr().err
+    assert (folder / "ampatch-sweep/sweep.json").read_text() == '{"format": "mine"}'
+    assert (folder / "ampatch-sweep-2").read_text() == ""
 
 
 def test_a_sweep_that_is_there_is_overwritten_and_that_is_said(folder, runs, capsys):

@@ -134,7 +134,7 @@ def test_without_matplotlib_there_are_tables_and_words_on_what_is_missing(monkey
     page = page_of(sample_sweep())
     assert "<svg" not in page.html
     assert page.row("O2") == SAMPLE.row("O2")
-    said = "There are no charts, since matplotlib is not installed: pip install matplotlib"
+    said = "There are no charts, since matplotlib is not installed: pip install 'ampatch[tools]'"
     assert said in page.text
     assert [record.getMessage() for record in caplog.records] == [f"sweep.html: {said}"]
 

@@ -114,8 +114,9 @@ def test_a_narrow_terminal_breaks_no_number():
     assert cells(compared(whole, whole, width=40), "O1") == cells(compared(whole, whole), "O1")
 
 
-def test_a_long_metric_is_headed_by_lines_of_eight_characters():
+def test_a_long_metric_is_headed_by_lines_of_eight_characters_or_whole_words():
     assert max(map(len, heading_of("x" * 100).split("\n"))) <= 8
+    assert heading_of("validation_perplexity") == "validation_\nperplexity"
 
 
 def test_the_distance_is_that_of_what_did_worst():

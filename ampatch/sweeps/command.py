@@ -29,7 +29,7 @@ EPILOG = """Everything after -- goes to the script; {seed} in it is replaced by 
 then leaves the seeds that the script sets alone. Exit status: 0 all went well, 1 a run failed (or, with
 --compare, a level got slower or less accurate), 2 bad input, 130 after Ctrl-C."""
 
-OF_A_SWEEP = ("script", "module", "device", "legacy", "levels", "variant", "out", *LEAST)
+OF_A_SWEEP = ("script", "module", "device", "legacy", "levels", "variant", "out", "no_page", *LEAST)
 OF_A_COMPARISON = tuple(column.limit.option for column in LIMITED)
 FLAGS = {"script": "SCRIPT", "module": "-m"}
 
@@ -70,7 +70,9 @@ def add_of_a_sweep(parser: argparse.ArgumentParser) -> None:
     add("--warmup", type=int, metavar="N", help=warmup)
     tolerance = "how far from O0 counts as the same, in spreads of O0 over the seeds; "
     add("--tolerance", type=float, metavar="T", help=f"{tolerance}default: {DEFAULTS.tolerance}, or A's")
-    add("--out", metavar="DIR", help="write sweep.json, sweep.csv, sweep.html and logs there")
+    out = "write sweep.json, sweep.csv, sweep.html and logs there; default: ampatch-sweep"
+    add("--out", metavar="DIR", help=out)
+    add("--no-page", action="store_true", default=None, help="write no sweep.html, and without --out nothing")
 
 
 def add_of_a_comparison(parser: argparse.ArgumentParser) -> None:
@@ -116,19 +118,21 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     rows = parse_rows([level.strip() for level in levels.split(",")], arguments.variant or ())
     script = find_script(arguments, ", or --compare and two sweeps")
     plan = make_plan(script, rows, **given_of(arguments, LEAST))
-    require("rich", also=["matplotlib"])
-    return sweep(plan, arguments.out)
+    require("rich")
+    return sweep(plan, arguments.out, has_page=not arguments.no_page)
 
 
-def sweep(plan: Plan, out: str | None) -> int:
+def sweep(plan: Plan, out: str | None, *, has_page: bool) -> int:
     """Carries out the plan, writes and shows what came of it; returns the exit status."""
     from ampatch.sweeps.campaign import SweepCampaign
-    from ampatch.sweeps.records.results import open_results
+    from ampatch.sweeps.records.results import find_folder, open_results
     from ampatch.sweeps.terminal import view
 
+    if out is None and has_page:
+        out = find_folder()
     # A reader that goes away, or a disk that is full, must not end what took hours.
     shown, errors = Stream(sys.stdout), view.Console(file=Stream(sys.stderr), stderr=True)
-    with noting_signals() as stop, open_results(out) as results:
+    with noting_signals() as stop, open_results(out, has_page=has_page) as results:
         if results.holds_old:
             view.say(errors, f"'{out}' holds a sweep already: it is replaced when a run has finished")
         campaign = SweepCampaign(plan, results, stop)

@@ -10,9 +10,10 @@ from pathlib import Path, PurePath
 
 from ampatch.tools.log_file import ESCAPES
 from ampatch.tools.numbers import TYPESET
+from ampatch.tools.packages import TOOLS
 
 HERE = Path(__file__).parent
-NO_CHARTS = "There are no charts, since matplotlib is not installed: pip install matplotlib"
+NO_CHARTS = f"There are no charts, since matplotlib is not installed: pip install {TOOLS}"
 # What XML and HTML do not allow, not even escaped; a tab and the ends of lines stay.
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffe\uffff]")
 # Long names may break after these.

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 from ampatch import AmpError, AmpValueError
 from ampatch.sweeps.faults import ArgumentError
 from ampatch.sweeps.records.sweep import Sweep
-from ampatch.sweeps.records.sweep_file import from_json, to_json
+from ampatch.sweeps.records.sweep_file import FORMAT, from_json, to_json
 from ampatch.sweeps.records.table_file import to_csv
 from ampatch.sweeps.web.page import write_page
 from ampatch.tools.packages import require
 
 JSON, TABLE, PAGE = "sweep.json", "sweep.csv", "sweep.html"
 LOGS, NEW_LOGS = "logs", "logs.new"
+DEFAULT = "ampatch-sweep"
 OUR_LOGS = "*-seed*-repeat*.log"
 WRITERS = {JSON: to_json, TABLE: to_csv, PAGE: write_page}
 
@@ -28,10 +31,13 @@ class Results:
     beside them until then.
     """
 
-    def __init__(self, folder: Path | None, logs: Path, *, holds_old: bool = False) -> None:
+    def __init__(
+        self, folder: Path | None, logs: Path, *, holds_old: bool = False, has_page: bool = True
+    ) -> None:
         self.folder = folder
         self.logs = logs
         self.holds_old = holds_old
+        self._names = [name for name in WRITERS if has_page or name != PAGE]
         self._saved = False
 
     def replace_old(self) -> None:
@@ -60,9 +66,9 @@ class Results:
         """Writes all the files, but not over an old sweep; raises AmpError if one cannot be written."""
         if self.folder is None or self.holds_old:
             return
-        for name, write_sweep in WRITERS.items():
+        for name in self._names:
             try:
-                write(self.folder / name, write_sweep(sweep))
+                write(self.folder / name, WRITERS[name](sweep))
             except OSError as error:
                 raise AmpError(f"'{self.folder / name}' cannot be written: {error.strerror}") from None
         self._saved = True
@@ -71,21 +77,26 @@ class Results:
         """Says in lines where everything is."""
         lines = []
         if self._saved:
-            lines.append(f"wrote {self.folder / JSON}, {TABLE}, {PAGE}")
+            lines.append(f"wrote {self.folder / JSON}, {', '.join(self._names[1:])}")
         elif self.holds_old:
             lines.append(f"'{self.folder}' keeps the sweep that it held: no run of this one finished")
         if self.logs.is_dir() and any(self.logs.iterdir()):
             lines.append(f"logs: {self.logs}")
+        if self._saved and PAGE in self._names:
+            lines.append(f"the page: open {self.folder / PAGE}")
         return lines
 
 
 @contextmanager
-def open_results(out: str | None) -> Iterator[Results]:
+def open_results(out: str | None, *, has_page: bool = True) -> Iterator[Results]:
     """Makes the folders for a sweep, and removes that of the logs if there are none in the end.
 
     Raises AmpValueError if files cannot be written there.
     """
-    results = Results(None, Path(tempfile.mkdtemp(prefix="ampatch-sweep-"))) if out is None else prepare(out)
+    if out is None:
+        results = Results(None, Path(tempfile.mkdtemp(prefix=f"{DEFAULT}-")))
+    else:
+        results = prepare(out, has_page)
     try:
         yield results
     finally:
@@ -93,10 +104,35 @@ def open_results(out: str | None) -> Iterator[Results]:
             results.logs.rmdir()
 
 
-def prepare(out: str) -> Results:
+def find_folder() -> str:
+    """Returns the folder for a sweep for which none was asked: that of an earlier one, or a new one."""
+    if not os.access(".", os.W_OK):
+        return tempfile.mkdtemp(prefix=f"{DEFAULT}-")
+    names = (DEFAULT if number == 1 else f"{DEFAULT}-{number}" for number in count(1))
+    return next(name for name in names if is_free(Path(name)))
+
+
+def is_free(folder: Path) -> bool:
+    """Says whether there is nothing of that name, or a folder with a sweep, or with logs of one at most."""
+    if not folder.is_dir():
+        return not folder.exists()
+    if (folder / JSON).exists():
+        return not is_foreign(folder / JSON)
+    return {path.name for path in folder.iterdir()} <= {LOGS}
+
+
+def is_foreign(path: Path) -> bool:
+    """Says whether a sweep.json is of something else."""
+    return path.is_file() and f'"{FORMAT}"' not in path.read_text(encoding="utf-8", errors="replace")
+
+
+def prepare(out: str, has_page: bool) -> Results:
     """Makes the folders, and tries whether files can be written there; raises AmpValueError if not."""
-    require("jinja2")  # of the page, which is written when all runs are through
+    if has_page:
+        require("jinja2")  # of the page, which is written when all runs are through
     folder, expected = Path(out), "expected a folder, or a place for a new one"
+    if is_foreign(folder / JSON):
+        raise ArgumentError([("out", out, f"expected a folder without a {JSON} of something else")])
     holds_old = (folder / JSON).exists()
     logs = folder / (NEW_LOGS if holds_old else LOGS)
     try:
@@ -107,7 +143,7 @@ def prepare(out: str) -> Results:
             path.unlink()
     except OSError as error:
         raise ArgumentError([("out", out, f"{expected} ({error.strerror})")]) from None
-    return Results(folder, logs, holds_old=holds_old)
+    return Results(folder, logs, holds_old=holds_old, has_page=has_page)
 
 
 def write(path: Path, text: str) -> None:

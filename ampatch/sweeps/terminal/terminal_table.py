@@ -21,6 +21,7 @@ from ampatch.sweeps.verdicts.metric_names import most_important
 from ampatch.tools.numbers import ASCII
 
 WIDTH = 80
+LONGEST_WORD = 20
 # rich's own boxes that are this light are not in ASCII.
 RULES = "    \n    \n -- \n    \n    \n -- \n    \n    \n"
 
@@ -46,13 +47,14 @@ def cell(column: Column, sweep: Sweep, row: SweepRow) -> str:
 
 
 def heading_of(metric: str) -> str:
-    """Breaks the name of a metric into lines of 8 characters, two at least.
+    """Breaks the name of a metric into lines of 8 characters, two at least; words only if they are endless.
 
-    >>> heading_of("val/top5_accuracy"), heading_of("f1")
-    ('val/\\ntop5_\\naccuracy', '\\nf1')
+    >>> heading_of("val/top5_accuracy"), heading_of("f1"), heading_of("perplexity")
+    ('val/\\ntop5_\\naccuracy', '\\nf1', '\\nperplexity')
     """
     split = printable(metric).replace("_", "_ ").replace("/", "/ ")
-    lines = textwrap.wrap(split, 8) or [ASCII.nothing]
+    is_endless = max(map(len, split.split()), default=0) > LONGEST_WORD
+    lines = textwrap.wrap(split, 8, break_long_words=is_endless) or [ASCII.nothing]
     return "\n".join(line.replace(" ", "") for line in ["", *lines][-max(2, len(lines)) :][:4])
 
 
