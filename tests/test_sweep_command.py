@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
@@ -402,6 +403,82 @@ def test_the_bar_is_told_of_every_run_and_its_steps(folder, runs, monkeypatch):
         ("O0 seed 1", 5, None, 3, 4, pytest.approx(1.0, abs=0.9)),
         ("O0 seed 1", 0, "finished", 4, 4, 0),
     ]
+
+
+# ---- Side by side ----
+
+
+class Together(Runs):
+    """Runs that end when as many are on as may be at a time."""
+
+    def __init__(self, many):
+        super().__init__()
+        self.barrier = Barrier(many, timeout=60)
+        self.cpus = []
+
+    def __call__(self, run, *given):
+        self.barrier.wait()
+        self.cpus.append(tuple(os.sched_getaffinity(0)))
+        return super().__call__(run, *given)
+
+
+@pytest.mark.parametrize(
+    ("visible", "option", "seen"),
+    [(None, "0,2", ["0", "2"]), ("7, GPU-5,3", "2,1", ["3", "GPU-5"]), (None, "--jobs 2", ["0", "1"])],
+)
+def test_runs_go_side_by_side_one_on_each_gpu(folder, capsys, monkeypatch, visible, option, seen):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    runs = Together(2)
+    monkeypatch.setattr(campaign, "execute", runs)
+    runs.times = {"O4": [APART]}
+    option = option if option.startswith("--") else f"--devices {option}"
+    assert sweep("train.py", *option.split(), "--levels", "O0,O4", "--seeds", "2", "--out", "out") == 0
+    assert sorted(run.visible for run in runs.made) == sorted(seen * 2)
+    found = written(folder)
+    assert [record.row for record in found.records] == ["O0", "O4", "O4", "O0"]
+    assert "Times were taken on 2 devices side by side" in found.recommendation.reason
+    said = capsys.readouterr()
+    assert "train.py: 2 seeds, 2 runs side by side, torch" in said.out
+    assert [word for word in ("(1 of 4", "(2 of 4", "(3 of 4", "(4 of 4") if word not in said.err] == []
+
+
+@pytest.mark.skipif(
+    len(getattr(os, "sched_getaffinity", lambda task: [])(0)) < 2, reason="needs two processors"
+)
+def test_without_gpus_runs_share_the_processors_out(folder, runs, monkeypatch):
+    runs = Together(2)
+    monkeypatch.setattr(campaign, "execute", runs)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    before = os.sched_getaffinity(0)
+    assert sweep("train.py", "--jobs", "2", "--levels", "O0,O4,O5,O1") == 0
+    first, second = sorted(set(runs.cpus))
+    assert set(first).isdisjoint(second)
+    assert os.sched_getaffinity(0) == before  # of this thread
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            "--devices 0,3",
+            "--devices '0,3': expected numbers of the 3 GPUs that there are, from 0",
+        ),
+        ("--devices 0,0", "--devices '0,0': expected numbers"),
+        ("--devices cuda", "--devices 'cuda': expected numbers"),
+        ("--jobs 4", "--jobs 4: expected 1 to 3, the GPUs that there are"),
+        ("--jobs 0", "--jobs 0: expected 1 to 3"),
+        ("--jobs 2 --devices 0", "--devices, --jobs: expected one of them"),
+        ("--nproc-per-node 2 --devices 0", "--devices, --nproc-per-node: expected one of them"),
+    ],
+)
+def test_devices_that_there_are_not_are_refused(folder, runs, capsys, monkeypatch, options, message):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert sweep("train.py", *options.split()) == 2
+    assert message in capsys.readouterr().err
+    assert runs.made == []
 
 
 # ---- Repeats within a budget ----

@@ -108,6 +108,13 @@ def test_a_run_that_crashed_says_why(child, code, cause):
     assert record.measured == (STEPPED if "measured()" in code else None)
 
 
+def test_a_run_sees_the_gpu_that_it_was_given_alone(child, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    for visible, seen in ((None, "4,5"), ("5", "5")):
+        run = replace(child("print(os.environ['CUDA_VISIBLE_DEVICES']); measured()"), visible=visible)
+        assert Path(carry_out(run).log).read_text() == f"{seen}\n"
+
+
 def test_a_run_without_a_step_says_so(child):
     record = carry_out(child("measured()", Measured(initialized=True)))
     assert record.outcome is Ending.NO_STEPS

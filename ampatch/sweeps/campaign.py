@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from ampatch import AmpValueError
 from ampatch.sweeps.environment import collect, with_device
 from ampatch.sweeps.forecast import Forecast
 from ampatch.sweeps.plan import Plan, PlannedRun
+from ampatch.sweeps.processes.devices import Device
 from ampatch.sweeps.processes.runner import Execute, execute, shorten
 from ampatch.sweeps.records.record import Ending, RunRecord
 from ampatch.sweeps.records.results import Results
@@ -44,12 +47,14 @@ class SweepCampaign:
         self.records: list[RunRecord] = []
         self._execute = run or execute
         self._plan = plan
+        self._devices = plan.devices or (Device(""),)
         self._results = results
         self._stop = stop
         self._environment = collect(plan.script)
         self._forecast = Forecast(plan.settings.steps)
         self._began = time.monotonic()
         self._total = plan.count
+        self._pending = 0  # runs that are on
 
     def carry_out(self, show: Show) -> None:
         """Executes run after run until the last one or until it is stopped, and saves what was measured.
@@ -61,38 +66,61 @@ class SweepCampaign:
         ahead = list(self._plan.runs())
         while not self._stop and (ahead or self._repeat(ahead)):
             # Logs may have moved since it was planned, and a script may change the working directory.
-            run = replace(ahead.pop(0), directory=str(self._results.logs.absolute()))
-            record = self._watch(run, ahead, show)
-            if not self.records:
-                validate_first(record, self._plan)
-            others = [it for it in ahead if it.row != run.row]
-            if record.outcome is Ending.TIMED_OUT and len(others) < len(ahead):
-                left_out, ahead = len(ahead) - len(others), others
-                record = replace(record, cause=f"{record.cause}; {left_out} more of its runs are left out")
-            self._keep(record)
-            show(self._progress(run, ahead, record=record))
+            logs = str(self._results.logs.absolute())
+            places = zip(ahead, self._devices, strict=False)
+            runs = [replace(run, directory=logs, visible=device.visible) for run, device in places]
+            del ahead[: len(runs)]
+            self._pending = len(runs)
+            for run, record in zip(runs, self._watch(runs, ahead, show), strict=True):
+                if not self.records:
+                    validate_first(record, self._plan)
+                others = [it for it in ahead if it.row != run.row]
+                if record.outcome is Ending.TIMED_OUT and len(others) < len(ahead):
+                    left_out, ahead = len(ahead) - len(others), others
+                    said = f"{record.cause}; {left_out} more of its runs are left out"
+                    record = replace(record, cause=said)
+                self._keep(record)
+                show(self._progress([run], ahead, record=record))
         if not self._stop:
             self._results.replace_old()
 
-    def _watch(self, run: PlannedRun, ahead: Sequence[PlannedRun], show: Show) -> RunRecord:
-        """Executes a run, and says meanwhile how far it is, and how long the rest takes."""
+    def _watch(
+        self, runs: Sequence[PlannedRun], ahead: Sequence[PlannedRun], show: Show
+    ) -> Sequence[RunRecord]:
+        """Executes runs, side by side, and says meanwhile how far they are, and how long the rest takes."""
 
         def on_steps(steps: int) -> None:
             self._forecast.note_steps(steps)
-            show(self._progress(run, ahead, steps))
+            show(self._progress(runs, ahead, steps))
 
-        self._forecast.start(run.row)
-        show(self._progress(run, ahead))
-        record = self._execute(run, self._plan.settings.timeout, on_steps, self._stop)
-        self._forecast.finish(record)
-        return record
+        self._forecast.start(runs[0].row)
+        show(self._progress(runs, ahead))
+        if self._plan.devices:
+            with ThreadPoolExecutor(len(runs)) as pool:
+                records = list(pool.map(self._execute_on, self._devices, runs))
+        else:
+            records = [self._execute(runs[0], self._plan.settings.timeout, on_steps, self._stop)]
+        for record in records:
+            self._forecast.finish(record)
+        return records
+
+    def _execute_on(self, device: Device, run: PlannedRun) -> RunRecord:
+        """Executes a run in a thread of its own, whose processors the child inherits."""
+        if device.cpus:
+            os.sched_setaffinity(0, device.cpus)
+        return self._execute(run, self._plan.settings.timeout, lambda steps: None, self._stop)
 
     def _progress(
-        self, run: PlannedRun, ahead: Sequence[PlannedRun], steps: int = 0, record: RunRecord | None = None
+        self,
+        runs: Sequence[PlannedRun],
+        ahead: Sequence[PlannedRun],
+        steps: int = 0,
+        record: RunRecord | None = None,
     ) -> SweepProgress:
         left = self._forecast.left(it.row for it in ahead)
-        done = self._total - len(ahead) - (record is None)
-        return SweepProgress(self._title(run), steps, record, done, self._total, left)
+        left = left and left / len(self._devices)
+        done = self._total - len(ahead) - self._pending
+        return SweepProgress(", ".join(map(self._title, runs)), steps, record, done, self._total, left)
 
     def _repeat(self, ahead: list[PlannedRun]) -> bool:
         """Repeats it all once more, if times are not told apart and the budget has room for it."""
@@ -113,6 +141,7 @@ class SweepCampaign:
 
     def _keep(self, record: RunRecord) -> None:
         self.records.append(record)
+        self._pending -= 1
         if not record.failed:
             self._results.replace_old()
         self._results.save_measured(self.sweep)

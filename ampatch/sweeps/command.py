@@ -13,6 +13,7 @@ from ampatch.apex.script import find_script
 from ampatch.sweeps.columns import LIMITED
 from ampatch.sweeps.faults import ArgumentError
 from ampatch.sweeps.plan import DEFAULTS, LEAST, Plan, make_plan
+from ampatch.sweeps.processes.devices import Device, parse_devices, share_out
 from ampatch.sweeps.processes.ranks import refuse_ranks
 from ampatch.sweeps.records.sweep import LEVELS
 from ampatch.sweeps.terminal.stream import Stream
@@ -29,7 +30,19 @@ EPILOG = """Everything after -- goes to the script; {seed} in it is replaced by 
 then leaves the seeds that the script sets alone. Exit status: 0 all went well, 1 a run failed (or, with
 --compare, a level got slower or less accurate), 2 bad input, 130 after Ctrl-C."""
 
-OF_A_SWEEP = ("script", "module", "device", "legacy", "levels", "variant", "out", "no_page", *LEAST)
+OF_A_SWEEP = (
+    "script",
+    "module",
+    "device",
+    "devices",
+    "jobs",
+    "legacy",
+    "levels",
+    "variant",
+    "out",
+    "no_page",
+    *LEAST,
+)
 OF_A_COMPARISON = tuple(column.limit.option for column in LIMITED)
 FLAGS = {"script": "SCRIPT", "module": "-m"}
 
@@ -63,6 +76,10 @@ def add_of_a_sweep(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=float, metavar="S", help="end a run after so many seconds; default: never")
     ranks = "run the script on N ranks, as `torchrun --standalone --nproc-per-node N` does"
     add("--nproc-per-node", type=int, metavar="N", help=ranks)
+    devices = "make runs side by side, one on each of these GPUs"
+    add("--devices", metavar="D,...", help=f"{devices}; speeds are surer without")
+    jobs = "the same on the first N GPUs, or where there is none on N parts of the processors"
+    add("--jobs", type=int, metavar="N", help=jobs)
     add("--device", choices=["cpu"], help=DEVICE_HELP)
     add("--legacy", action="store_true", default=None, help=LEGACY_HELP)
     add = parser.add_argument_group("what is made of it").add_argument
@@ -117,9 +134,19 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     levels = ",".join(list_possible()) if arguments.levels is None else arguments.levels
     rows = parse_rows([level.strip() for level in levels.split(",")], arguments.variant or ())
     script = find_script(arguments, ", or --compare and two sweeps")
-    plan = make_plan(script, rows, **given_of(arguments, LEAST))
+    plan = make_plan(script, rows, devices=find_devices(arguments), **given_of(arguments, LEAST))
     require("rich")
     return sweep(plan, arguments.out, has_page=not arguments.no_page)
+
+
+def find_devices(arguments: argparse.Namespace) -> tuple[Device, ...]:
+    """Returns the devices that runs go on side by side; none without the options."""
+    given = given_of(arguments, ("devices", "jobs", "nproc_per_node"))
+    if len(given) > 1:
+        raise AmpValueError(f"{flags(given)}: expected one of them")
+    if "devices" in given:
+        return parse_devices(arguments.devices)
+    return share_out(arguments.jobs, on_cpu=arguments.device == "cpu") if "jobs" in given else ()
 
 
 def sweep(plan: Plan, out: str | None, *, has_page: bool) -> int:

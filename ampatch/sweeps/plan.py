@@ -13,6 +13,7 @@ from pathlib import Path
 from ampatch import AmpValueError
 from ampatch.apex.script import STDIN, Script
 from ampatch.sweeps.faults import MORE_THAN_0, validate_numbers
+from ampatch.sweeps.processes.devices import Device
 from ampatch.sweeps.records.sweep import Settings
 from ampatch.sweeps.variant import Value, Variant
 
@@ -53,6 +54,7 @@ class PlannedRun:
     steps: int | None = None
     warmup: int = DEFAULTS.warmup
     nproc_per_node: int | None = None  # ranks, which torch.distributed.run starts
+    visible: str | None = None  # the GPU that it sees alone
 
     def file(self, kind: str) -> Path:
         """Returns the file of a kind.
@@ -93,13 +95,15 @@ def slug(row: str) -> str:
 class Plan:
     """A script with its arguments, the rows to train it at, and what was asked for beside.
 
-    Each row runs with each of so many seeds, and all of that as often as is asked for. Raises AmpValueError
+    Each row runs with each of so many seeds, and all of that as often as is asked for, one run on each device
+    at a time. Raises AmpValueError
     for what cannot work, all of the numbers at once.
     """
 
     script: Script
     rows: tuple[Variant, ...]
     settings: Settings
+    devices: tuple[Device, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.script.is_module and self.script.name == STDIN:
@@ -154,8 +158,16 @@ class Plan:
         )
 
 
-def make_plan(script: Script, rows: tuple[Variant, ...], title: str = "", **asked: float | None) -> Plan:
+def make_plan(
+    script: Script,
+    rows: tuple[Variant, ...],
+    title: str = "",
+    devices: tuple[Device, ...] = (),
+    **asked: float | None,
+) -> Plan:
     """Makes a plan; `title` is the name of what is run, if that is no script to its user."""
     name = title or (f"-m {script.name}" if script.is_module else script.name)
     arguments = () if title else script.arguments
-    return Plan(script, rows, Settings(name, arguments, tuple(row.name for row in rows), **asked))
+    side_by_side = tuple(it.name for it in devices)
+    names = tuple(row.name for row in rows)
+    return Plan(script, rows, Settings(name, arguments, names, devices=side_by_side, **asked), devices)

@@ -6,9 +6,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from ampatch.tools.stop import Stop
 
@@ -18,11 +19,17 @@ GRACE_SECONDS = 5.0
 
 @contextmanager
 def child_process(
-    command: Sequence[str], path: Path, seed: int = 0, grace: float = GRACE_SECONDS, stdout: int | None = None
+    command: Sequence[str],
+    path: Path,
+    seed: int = 0,
+    grace: float = GRACE_SECONDS,
+    stdout: int | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Starts a child in a process group of its own, and ends the group however the block ends.
 
-    What it prints goes to the file `path`, but for its standard output if that is to go elsewhere.
+    What it prints goes to the file `path`, but for its standard output if that is to go elsewhere. Its
+    environment is this one with the variables that are given.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as log:
@@ -32,7 +39,7 @@ def child_process(
             stdout=log if stdout is None else stdout,
             stderr=log,
             # Sets of strings have the order of the seed, unless the user says otherwise.
-            env={"PYTHONHASHSEED": str(seed), **os.environ},
+            env={"PYTHONHASHSEED": str(seed), **os.environ, **environment},
             start_new_session=True,
         )
         try:

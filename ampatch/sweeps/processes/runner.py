@@ -14,6 +14,7 @@ from ampatch import AmpError
 from ampatch.sweeps.measure.steps import read_count
 from ampatch.sweeps.plan import PlannedRun
 from ampatch.sweeps.processes import ranks
+from ampatch.sweeps.processes.devices import VISIBLE
 from ampatch.sweeps.processes.printed import find_printed
 from ampatch.sweeps.records.record import Ending, Measured, RunRecord
 from ampatch.sweeps.records.sweep_file import read_measured
@@ -37,7 +38,8 @@ def execute(run: PlannedRun, timeout: float | None, on_steps: Callable[[int], No
     with tempfile.TemporaryDirectory(prefix="ampatch-run-", ignore_cleanup_errors=True) as folder:
         inner = replace(run, directory=folder)
         grace, count = GRACE_SECONDS if run.nproc_per_node is None else ranks.SECONDS, inner.file("steps")
-        with child_process(command_of(inner), log, run.seed, grace) as process:
+        sees = {} if run.visible is None else {VISIBLE: run.visible}
+        with child_process(command_of(inner), log, run.seed, grace, environment=sees) as process:
             has_ended = wait(process, timeout, stop, lambda: on_steps(read_count(count)))
             seconds = time.monotonic() - start
         measured = ranks.slowest(list(map(take_measured, ranks.list_ranks(inner))))

@@ -20,7 +20,8 @@ LEVELS = (*OPT_LEVELS, AUTOCAST)
 class Settings:
     """The arguments of a sweep; `rows` are its levels and variants, `arguments` the script's own.
 
-    With a `budget`, in minutes, `repeat` is how often it came to be repeated.
+    With a `budget`, in minutes, `repeat` is how often it came to be repeated. Runs went side by side on the
+    `devices`, if there are any.
     """
 
     script: str
@@ -34,6 +35,7 @@ class Settings:
     timeout: float | None = None
     tolerance: float = 2.0
     nproc_per_node: int | None = None
+    devices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ def title(sweep: Sweep) -> str:
     if settings.repeat > 1:
         times += f" x {settings.repeat}"
     ranks = settings.nproc_per_node
+    if len(settings.devices) > 1:
+        times += f", {len(settings.devices)} runs side by side"
     name = settings.script if ranks is None else f"{settings.script} on {ASCII.plural(ranks, 'rank')}"
     return f"{name}: {times}, torch {sweep.environment.torch}, {device_of(sweep)}"
 

@@ -15,7 +15,7 @@ from ampatch.sweeps.verdicts.distance import distances
 from ampatch.sweeps.verdicts.summary import finished, runs_of
 
 TRAINING = ("script", "arguments", "steps", "nproc_per_node")  # what is trained, and for how long
-SETTINGS = ("script", "seeds", "repeat", "warmup")
+SETTINGS = ("script", "seeds", "repeat", "warmup", "devices")
 ENVIRONMENT = ("device", "cpu", "cores", "threads", "platform", "torch", "python", "ampatch", "commit")
 
 

@@ -24,6 +24,7 @@ from ampatch.sweeps.verdicts.metric_names import most_important
 from ampatch.sweeps.verdicts.remarks import (
     about_autocast,
     about_budget,
+    about_devices,
     about_disturbed,
     about_equals,
     about_metrics,
@@ -102,6 +103,7 @@ def recommend(
             about_equals(chosen, rows),
             about_disturbed(rows),
             about_autocast(chosen, rows),
+            about_devices(settings),
             about_seeds(settings, records),
         ]
     sentences += [

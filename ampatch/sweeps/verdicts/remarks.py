@@ -79,6 +79,12 @@ def about_disturbed(rows: Sequence[SweepRow]) -> str:
     return f"The speed of {names} is not known, under other conditions than O0: {found[0].disturbed}."
 
 
+def about_devices(settings: Settings) -> str:
+    """Says so if times were taken beside each other."""
+    many = len(settings.devices)
+    return f"Times were taken on {many} devices side by side: one by one they are surer." if many > 1 else ""
+
+
 def about_seeds(settings: Settings, records: Sequence[RunRecord]) -> str:
     """Warns where nothing is known about chance: with one seed, or with seeds that changed nothing."""
     runs = [it for it in records if it.row == BASELINE and not it.failed and it.measured]
