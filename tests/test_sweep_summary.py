@@ -465,7 +465,7 @@ def test_a_level_that_loses_in_every_way_is_said_to_lose_also_on_a_busy_machine(
     assert found(29.0, ms=5.0).reason.startswith("Too noisy to tell")
 
 
-SLOW = "O1, O2 are in float16, in which a CPU is slow"
+SLOW = "float16 is slow on a CPU: O1, O2"
 SMALL = "a step of 2.00 ms has only small products, and casts cost more than those gain"
 
 

@@ -25,7 +25,6 @@ GIT_SECONDS = 10
 HALF_FLAGS = ("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16", "asimdhp", "bf16")
 MOST_IDLE = 0.25  # part of the processors' time; where more is left, others take nothing from a run
 LEAST_TICKS = 10
-THREADS = "/proc/self/task"
 IDLE = slice(3, 5)  # idle and iowait, of the times in /proc/stat
 
 
@@ -106,10 +105,7 @@ def find_commit(folder: Path) -> str | None:
 
 
 class Load:
-    """What other programs take from now on of the processors that this one may use; known on Linux alone.
-
-    Its own are this process, its children that have ended, and those that `multiprocessing` has started.
-    """
+    """What other programs take from now on of the processors that this one may use; known on Linux alone."""
 
     def __init__(self, path: Path = Path("/proc/stat")) -> None:
         self._path = path
@@ -117,10 +113,11 @@ class Load:
         self._before = read_times(path, self._cpus)
         self._own = own_ticks()
 
-    def taken(self) -> tuple[float, float, float] | None:
-        """Returns the seconds of these processors that others took, and the parts of others and of nobody.
+    def taken(self) -> tuple[float, float] | None:
+        """Returns the seconds that others took, and the part of all time, 0 where enough was left for us.
 
-        None where that is not known, or where too little time has passed to tell.
+        Ours are this process, its children that have ended, and those that `multiprocessing` started. None
+        where that is not known, or too little time has passed to tell.
         """
         now = read_times(self._path, self._cpus)
         passed = [new - old for new, old in zip(now, self._before, strict=True)]
@@ -128,22 +125,13 @@ class Load:
             return None
         idle = sum(passed[IDLE])
         others = max(0.0, sum(passed) - idle - (own_ticks() - self._own))
-        return others / os.sysconf("SC_CLK_TCK"), others / sum(passed), idle / sum(passed)
-
-    def share(self) -> float | None:
-        """Returns the part of the processors' time that others took, 0 where enough was left for us."""
-        taken = self.taken()
-        return taken and (taken[1] if taken[2] < MOST_IDLE else 0.0)
+        is_free = idle >= MOST_IDLE * sum(passed)
+        return others / os.sysconf("SC_CLK_TCK"), 0.0 if is_free else others / sum(passed)
 
 
 def find_cpus() -> set[int]:
-    """Returns the processors that the threads of this process may use, which scripts pin as well."""
-    if not hasattr(os, "sched_getaffinity"):
-        return set(range(os.cpu_count() or 1))
-    found = os.sched_getaffinity(0)
-    with suppress(OSError):  # no /proc, or a thread that has just ended
-        found = found.union(*(os.sched_getaffinity(int(thread)) for thread in os.listdir(THREADS)))
-    return found
+    """Returns the processors that this process may use."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def read_times(path: Path, cpus: Collection[str]) -> list[int]:
@@ -163,17 +151,12 @@ def own_ticks() -> float:
     """Returns the processors' time of this process and of its children, in ticks."""
     if not hasattr(os, "sysconf"):
         return 0.0
-    ended = sum(os.times()[:4]) * os.sysconf("SC_CLK_TCK")
-    return ended + sum(ticks_of(child.pid) for child in multiprocessing.active_children())
-
-
-def ticks_of(process: int) -> int:
-    """Returns the processors' time of another process and of its children that have ended, in ticks."""
-    try:
-        words = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        return sum(map(int, words[11:15]))
-    except OSError:
-        return 0
+    found = sum(os.times()[:4]) * os.sysconf("SC_CLK_TCK")
+    for child in multiprocessing.active_children():
+        with suppress(OSError):  # no /proc, or it has just ended
+            words = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+            found += sum(map(int, words[11:15]))
+    return found
 
 
 def find_half_flags(path: Path = Path("/proc/cpuinfo")) -> str | None:

@@ -71,15 +71,14 @@ class Waits:
 
     `busy` is the part of the time of the processors that it may use, 0 where enough was left; `waited` what
     the thread that waited most had none of them, though it wanted one; `throttled` what the limit of its
-    cgroup stopped it. `forced` and `voluntary` are switches to other programs, a second, and `processor_ms`
-    what all its threads had of the processors, a step.
+    cgroup stopped it. `forced` are switches to other programs that it did not want, a second, and
+    `processor_ms` what all its threads had of the processors, a step.
     """
 
     busy: float | None = None
     waited: float | None = None
     throttled: float | None = None
     forced: float = 0.0
-    voluntary: float = 0.0
     processor_ms: float | None = None
 
 

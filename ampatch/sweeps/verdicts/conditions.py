@@ -1,13 +1,15 @@
-"""Which runs can be compared in speed: those that lost as little of their time to others as O0 did."""
+"""Which runs can be compared in speed, and which rows are told apart by their times."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from ampatch.sweeps.records.record import RunRecord
-from ampatch.sweeps.records.sweep import BASELINE
+from ampatch.sweeps.records.sweep import AUTOCAST, BASELINE, SweepRow, Verdict
 from ampatch.tools.numbers import ASCII
 
+# Less is not worth a change of numerics, and hardly told apart from chance.
+FASTER = 1.02
 # Times of runs that lost parts of their time which differ by more than this are of other conditions.
 ALIKE = 0.05
 # From this part on times say nothing, however often repeated: with two busy loops on two cores a level of 1.5
@@ -55,3 +57,36 @@ def difference(own: RunRecord, best: RunRecord) -> str:
 def write_lost(part: float, how: str) -> str:
     """Says which part of its time a run lost to others, and how."""
     return WORDS[how].format(part=ASCII.percent(round(part, 2)))
+
+
+# ---- Rows ----
+
+
+def levels(rows: Sequence[SweepRow]) -> list[SweepRow]:
+    """Returns the rows that may be recommended in the place of O0."""
+    return [row for row in rows if row.name != BASELINE and not is_autocast(row)]
+
+
+def is_autocast(row: SweepRow) -> bool:
+    """Says whether a row is the yardstick, or a variant of it."""
+    return row.name.split()[:1] == [AUTOCAST]
+
+
+def same_rows(rows: Sequence[SweepRow]) -> list[SweepRow]:
+    """Returns the rows that are as accurate as O0, and were timed under its conditions."""
+    return [row for row in levels(rows) if row.verdict is Verdict.SAME and row.speed]
+
+
+def is_faster(row: SweepRow, other: SweepRow) -> bool:
+    """Says whether a row is faster by 2 %, and the quartiles of the two do not overlap."""
+    return row.step_ms.high < other.step_ms.low and row.step_ms.median * FASTER <= other.step_ms.median
+
+
+def is_undecided(row: SweepRow, baseline: SweepRow) -> bool:
+    """Says whether the quartiles leave open which of the two is faster, by 2 % at the most favourable.
+
+    A row whose fast quartile is slower than the median of O0 gains nothing, however far its times vary.
+    """
+    own, other = row.step_ms, baseline.step_ms
+    overlap = own.low <= other.median and other.low <= own.high
+    return overlap and own.low * FASTER <= other.high

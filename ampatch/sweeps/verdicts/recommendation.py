@@ -18,20 +18,19 @@ from ampatch.sweeps.records.sweep import (
     Verdict,
     find_row,
 )
-from ampatch.sweeps.verdicts.apart import FASTER, is_autocast, is_faster, is_undecided, levels, same_rows
-from ampatch.sweeps.verdicts.conditions import BUSY, calmest, write_lost
-from ampatch.sweeps.verdicts.metric_names import most_important
-from ampatch.sweeps.verdicts.remarks import (
-    about_autocast,
-    about_budget,
-    about_devices,
-    about_disturbed,
-    about_equals,
-    about_metrics,
-    about_seeds,
-    about_the_rest,
-    why_nothing_gains,
+from ampatch.sweeps.verdicts import remarks
+from ampatch.sweeps.verdicts.conditions import (
+    BUSY,
+    FASTER,
+    calmest,
+    is_autocast,
+    is_faster,
+    is_undecided,
+    levels,
+    same_rows,
+    write_lost,
 )
+from ampatch.sweeps.verdicts.metric_names import most_important
 from ampatch.tools.numbers import ASCII
 
 LESS_MEMORY = 0.05
@@ -96,20 +95,22 @@ def recommend(
     choice = choose(records, rows)
     chosen = find_row(rows, choice.row)
     facts = facts_about(choice, settings, records, rows)
-    facts["because"] = why_nothing_gains(environment, rows)
+    facts["because"] = remarks.why_nothing_gains(environment, rows)
     sentences = [choice.why.value.format(**facts)]
     if chosen:
         sentences += [
-            about_equals(chosen, rows),
-            about_disturbed(rows),
-            about_autocast(chosen, rows),
-            about_devices(settings),
-            about_seeds(settings, records),
+            remarks.about_equals(chosen, rows),
+            remarks.about_disturbed(rows),
+            remarks.about_autocast(chosen, rows),
+            f"Times were taken on {len(settings.devices)} devices side by side: one by one they are surer."
+            if len(settings.devices) > 1
+            else "",
+            remarks.about_seeds(settings, records),
         ]
     sentences += [
-        about_budget(settings, records, choice.why.is_noise),
-        about_metrics(rows, records),
-        about_the_rest(settings, records),
+        remarks.about_budget(settings, records, choice.why.is_noise),
+        remarks.about_metrics(rows, records),
+        remarks.about_the_rest(settings, records),
     ]
     return Recommendation(choice.row, " ".join(filter(None, sentences)))
 
@@ -130,7 +131,7 @@ def choose(records: Sequence[RunRecord], rows: Sequence[SweepRow]) -> Choice:
     if best and calmest(records).lost[0] >= BUSY:
         is_clear = not faster and all(takes_more(row, baseline, records) for row in same)
         return Choice(Why.BUSY_BUT_CLEAR if is_clear else Why.TOO_BUSY, best=best)
-    if not faster and about_disturbed(rows):
+    if not faster and remarks.about_disturbed(rows):
         return Choice(Why.DISTURBED)
     if not faster and any(is_undecided(row, baseline) for row in same):
         return Choice(Why.TOO_NOISY, best=best)
@@ -183,7 +184,7 @@ def facts_about(
     facts = {
         "o0": baseline,
         "best": best,
-        "disturbed": about_disturbed(rows),
+        "disturbed": remarks.about_disturbed(rows),
         "more": "--repeat 5" if settings.budget is None else "a larger --budget",
         "faster": ASCII.percent(FASTER - 1),
         "reasons": ", ".join(dict.fromkeys(row.reason for row in others)),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ampatch.sweeps.records.record import Ending, RunRecord
 from ampatch.sweeps.records.sweep import AUTOCAST, BASELINE, Environment, Settings, SweepRow, Verdict
-from ampatch.sweeps.verdicts.apart import FASTER, disturbed_rows, is_autocast, levels, same_rows
+from ampatch.sweeps.verdicts.conditions import FASTER, is_autocast, levels, same_rows
 from ampatch.sweeps.verdicts.distance import compared_metrics
 from ampatch.tools.numbers import ASCII
 
@@ -36,21 +36,17 @@ def about_autocast(chosen: SweepRow, rows: Sequence[SweepRow]) -> str:
 
 def why_nothing_gains(environment: Environment, rows: Sequence[SweepRow]) -> str:
     """Says why levels are slower than O0, as far as the device and the times show it."""
-    reasons = []
-    own = {row.name: row for row in levels(rows)}
-    halves = {name: "bfloat16" if is_bfloat16(name) else "float16" for name in own}
-    if environment.device == "cpu":
-        slow = [name for name, half in halves.items() if half == "float16"]
-        if slow:
-            are = "is" if len(slow) == 1 else "are"
-            reasons.append(f"{', '.join(slow)} {are} in float16, in which a CPU is slow")
-        if environment.half is not None and "bf16" not in environment.half and len(slow) < len(own):
-            reasons.append("this CPU has no instructions for bfloat16")
+    names, half = [row.name for row in levels(rows)], environment.half
+    slow, on_cpu = [name for name in names if not is_bfloat16(name)], environment.device == "cpu"
     step = next((row.step_ms.median for row in rows if row.name == BASELINE and row.step_ms), SMALL_STEP)
-    if step < SMALL_STEP:
-        small = f"a step of {ASCII.number(step)} ms has only small products"
-        reasons.append(f"{small}, and casts cost more than those gain")
-    return f" ({'; '.join(reasons)})" if reasons else ""
+    small = f"a step of {ASCII.number(step)} ms has only small products"
+    reasons = {
+        f"float16 is slow on a CPU: {', '.join(slow)}": on_cpu and slow,
+        "this CPU has no instructions for bfloat16": on_cpu and half is not None and "bf16" not in half,
+        f"{small}, and casts cost more than those gain": step < SMALL_STEP,
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    return f" ({'; '.join(found)})" if found else ""
 
 
 def is_bfloat16(name: str) -> bool:
@@ -72,17 +68,10 @@ def about_metrics(rows: Sequence[SweepRow], records: Sequence[RunRecord]) -> str
 
 def about_disturbed(rows: Sequence[SweepRow]) -> str:
     """Names the rows as accurate as O0 whose speed is not known, since they ran under other conditions."""
-    found = disturbed_rows(rows)
-    if not found:
-        return ""
+    found = [row for row in levels(rows) if row.verdict is Verdict.SAME and row.disturbed]
     names = ", ".join(row.name for row in found)
-    return f"The speed of {names} is not known, under other conditions than O0: {found[0].disturbed}."
-
-
-def about_devices(settings: Settings) -> str:
-    """Says so if times were taken beside each other."""
-    many = len(settings.devices)
-    return f"Times were taken on {many} devices side by side: one by one they are surer." if many > 1 else ""
+    said = f"The speed of {names} is not known, under other conditions than O0: "
+    return f"{said}{found[0].disturbed}." if found else ""
 
 
 def about_seeds(settings: Settings, records: Sequence[RunRecord]) -> str:
