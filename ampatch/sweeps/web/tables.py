@@ -58,6 +58,8 @@ def tables_of(sweep: Sweep) -> dict[str, list[PageTable]]:
 def measured_table(sweep: Sweep, heading: str) -> PageTable:
     """Returns the columns of a table, for the rows that have a number in one of them; all have a result."""
     columns = [column for column in COLUMNS if column.page and column.page.table == heading]
+    if heading != RESULTS:  # what the machine did not tell has no column
+        columns = [it for it in columns if any(it.of_row(row, sweep) is not None for row in sweep.rows)]
     largest = {
         key: max((column_of(key).of_row(row, sweep) or 0.0 for row in sweep.rows), default=0.0)
         for key in {column.page.bar[1] for column in columns if column.page.bar}
