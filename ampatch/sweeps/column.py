@@ -73,7 +73,9 @@ class Column:
         return self.key in SweepRow.__dataclass_fields__
 
     def of_run(self, measured: Measured) -> str | float | None:
-        """Returns what a run measured."""
+        """Returns what a run measured, or what its numbers come to."""
+        if self.pooled is not None:
+            return self.of_runs([measured])
         return number_of(value_at(measured, self.key if self.run is None else self.run))
 
     def of_runs(self, runs: Sequence[Measured]) -> object:

@@ -241,7 +241,7 @@ COLUMNS = (
         page=Shown("Together", in_mib, BYTES, bar=("bytes", "bytes")),
     ),
     Column("casts_made", 18, mean, "casts.made", page=Shown("Casts made", table=BYTES)),
-    Column("waited", 24, max, "waits.waited", page=Shown("Waited", in_percent, TIMES)),
+    Column("waited", 24, max, "waits.waited", page=Shown("Waited for others", in_percent, TIMES)),
     Column("throttled", 25, max, "waits.throttled"),
     Column("forced_switches", 26, max, "waits.forced"),
     Column("processor_ms", 27, median, "waits.processor_ms"),

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 
 from ampatch import AmpError, AmpValueError
 from ampatch.apex.run_command import DEVICE_HELP, LEGACY_HELP
@@ -134,7 +135,10 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     levels = ",".join(list_possible()) if arguments.levels is None else arguments.levels
     rows = parse_rows([level.strip() for level in levels.split(",")], arguments.variant or ())
     script = find_script(arguments, ", or --compare and two sweeps")
-    plan = make_plan(script, rows, devices=find_devices(arguments), **given_of(arguments, LEAST))
+    plan = make_plan(script, rows, **given_of(arguments, LEAST))
+    if devices := find_devices(arguments):
+        named = replace(plan.settings, devices=tuple(it.name for it in devices))
+        plan = replace(plan, devices=devices, settings=named)
     require("rich")
     return sweep(plan, arguments.out, has_page=not arguments.no_page)
 

@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Collection, Iterable
-from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +21,7 @@ from ampatch.sweeps.records.record import RunRecord
 from ampatch.sweeps.records.sweep import Environment
 
 GIT_SECONDS = 10
+CPUS = Path("/proc/cpuinfo")
 HALF_FLAGS = ("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16", "asimdhp", "bf16")
 MOST_IDLE = 0.25  # part of the processors' time; where more is left, others take nothing from a run
 LEAST_TICKS = 10
@@ -139,12 +139,9 @@ def read_times(path: Path, cpus: Collection[str]) -> list[int]:
 
     Of all processors where none has one of the names, as in containers that number theirs themselves.
     """
-    try:
-        lines = [line.split() for line in path.read_text().splitlines() if line.startswith("cpu")]
-        lines = [words for words in lines if words[0] in cpus] or lines[:1]
-        return [sum(map(int, kind)) for kind in zip(*(words[1:9] for words in lines), strict=True)]
-    except (OSError, ValueError):
-        return []
+    lines = [line.split() for line in read_text(path).splitlines() if line.startswith("cpu")]
+    lines = [words for words in lines if words[0] in cpus] or lines[:1]
+    return [sum(map(int, kind)) for kind in zip(*(words[1:9] for words in lines), strict=True)]
 
 
 def own_ticks() -> float:
@@ -153,26 +150,27 @@ def own_ticks() -> float:
         return 0.0
     found = sum(os.times()[:4]) * os.sysconf("SC_CLK_TCK")
     for child in multiprocessing.active_children():
-        with suppress(OSError):  # no /proc, or it has just ended
-            words = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
-            found += sum(map(int, words[11:15]))
+        words = read_text(Path(f"/proc/{child.pid}/stat")).rpartition(")")[2].split()
+        found += sum(map(int, words[11:15]))
     return found
 
 
-def find_half_flags(path: Path = Path("/proc/cpuinfo")) -> str | None:
+def find_half_flags(path: Path = CPUS) -> str | None:
     """Returns the instructions for half types that Linux says the CPU has, None elsewhere."""
-    try:
-        words = set(path.read_text(errors="replace").split())
-    except OSError:
-        return None
-    return ", ".join(flag for flag in HALF_FLAGS if flag in words)
+    words = set(read_text(path).split())
+    return ", ".join(flag for flag in HALF_FLAGS if flag in words) if words else None
 
 
-def find_cpu(path: Path = Path("/proc/cpuinfo")) -> str:
+def find_cpu(path: Path = CPUS) -> str:
     """Returns the name of the CPU, as Linux knows it or else as Python does."""
-    try:
-        lines = [line.partition(":") for line in path.read_text(errors="replace").splitlines()]
-    except OSError:
-        lines = []
+    lines = [line.partition(":") for line in read_text(path).splitlines()]
     names = [value.strip() for name, _, value in lines if name.strip() in ("model name", "Model", "cpu")]
     return next(filter(None, [*names, platform.processor(), platform.machine()]), "unknown")
+
+
+def read_text(path: Path) -> str:
+    """Returns what is in a file, nothing where there is none."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -158,16 +158,8 @@ class Plan:
         )
 
 
-def make_plan(
-    script: Script,
-    rows: tuple[Variant, ...],
-    title: str = "",
-    devices: tuple[Device, ...] = (),
-    **asked: float | None,
-) -> Plan:
+def make_plan(script: Script, rows: tuple[Variant, ...], title: str = "", **asked: float | None) -> Plan:
     """Makes a plan; `title` is the name of what is run, if that is no script to its user."""
     name = title or (f"-m {script.name}" if script.is_module else script.name)
     arguments = () if title else script.arguments
-    side_by_side = tuple(it.name for it in devices)
-    names = tuple(row.name for row in rows)
-    return Plan(script, rows, Settings(name, arguments, names, devices=side_by_side, **asked), devices)
+    return Plan(script, rows, Settings(name, arguments, tuple(row.name for row in rows), **asked))

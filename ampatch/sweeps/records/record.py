@@ -118,17 +118,6 @@ class Measured:
     threads: int = 1
 
     @property
-    def steps_per_second(self) -> float | None:
-        """Returns steps a second, from the median."""
-        return 1000 / self.step_ms.median if self.step_ms and self.step_ms.median else None
-
-    @property
-    def samples_per_second(self) -> float | None:
-        """Returns samples a second, from the median of the steps."""
-        rate = self.steps_per_second
-        return None if rate is None or self.samples is None else rate * self.samples
-
-    @property
     def loss_scale(self) -> float | None:
         """Returns the last loss scale, of several scalers the smallest."""
         return min((curve.values[-1] for curve in self.loss_scales.values() if curve.values), default=None)

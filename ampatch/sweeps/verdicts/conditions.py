@@ -73,8 +73,9 @@ def is_autocast(row: SweepRow) -> bool:
 
 
 def same_rows(rows: Sequence[SweepRow]) -> list[SweepRow]:
-    """Returns the rows that are as accurate as O0, and were timed under its conditions."""
-    return [row for row in levels(rows) if row.verdict is Verdict.SAME and row.speed]
+    """Returns the rows that are as accurate as O0, and were timed, under its conditions or others."""
+    timed = [row for row in levels(rows) if row.verdict is Verdict.SAME and row.step_ms]
+    return [row for row in timed if row.speed or row.disturbed]
 
 
 def is_faster(row: SweepRow, other: SweepRow) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ampatch.sweeps.columns import column_of
+from ampatch.sweeps.columns import column_of, divide
 from ampatch.sweeps.records.record import Ending, RunRecord
 from ampatch.sweeps.records.sweep import (
     BASELINE,
@@ -18,18 +18,8 @@ from ampatch.sweeps.records.sweep import (
     Verdict,
     find_row,
 )
-from ampatch.sweeps.verdicts import remarks
-from ampatch.sweeps.verdicts.conditions import (
-    BUSY,
-    FASTER,
-    calmest,
-    is_autocast,
-    is_faster,
-    is_undecided,
-    levels,
-    same_rows,
-    write_lost,
-)
+from ampatch.sweeps.verdicts import conditions, remarks
+from ampatch.sweeps.verdicts.conditions import FASTER, calmest, is_autocast, levels, same_rows
 from ampatch.sweeps.verdicts.metric_names import most_important
 from ampatch.tools.numbers import ASCII
 
@@ -126,14 +116,14 @@ def choose(records: Sequence[RunRecord], rows: Sequence[SweepRow]) -> Choice:
     if obstacle := find_obstacle(baseline, levels(rows)):
         return Choice(obstacle)
     same = same_rows(rows)
-    faster = [row for row in same if is_faster(row, baseline)]
-    best = max(faster or same, key=lambda row: row.speed, default=None)
-    if best and calmest(records).lost[0] >= BUSY:
-        is_clear = not faster and all(takes_more(row, baseline, records) for row in same)
-        return Choice(Why.BUSY_BUT_CLEAR if is_clear else Why.TOO_BUSY, best=best)
-    if not faster and remarks.about_disturbed(rows):
-        return Choice(Why.DISTURBED)
-    if not faster and any(is_undecided(row, baseline) for row in same):
+    faster = [row for row in same if row.speed and conditions.is_faster(row, baseline)]
+    best = min(faster or same, key=lambda row: row.step_ms.median, default=None)
+    disturbed = not faster and any(row.disturbed for row in same)
+    if best and (disturbed or calmest(records).lost[0] >= conditions.BUSY):
+        if not faster and all(takes_more(row, baseline, records) for row in same):
+            return Choice(Why.BUSY_BUT_CLEAR, best=best)
+        return Choice(Why.DISTURBED if disturbed else Why.TOO_BUSY, best=best)
+    if not faster and any(conditions.is_undecided(row, baseline) for row in same):
         return Choice(Why.TOO_NOISY, best=best)
     if faster:
         return Choice(Why.FASTER, best.name, best)
@@ -195,9 +185,9 @@ def facts_about(
     yardsticks = [row.speed for row in rows if is_autocast(row) and row.speed]
     saves = best.memory is not None and best.memory <= 1 - LESS_MEMORY
     return facts | {
-        "lost": write_lost(*calmest(records).lost),
-        "speed": ASCII.ratio(best.speed),
-        "but": " but for autocast" if max(yardsticks, default=0) > best.speed else "",
+        "lost": conditions.write_lost(*calmest(records).lost),
+        "speed": ASCII.ratio(divide(baseline.step_ms.median, best.step_ms.median)),
+        "but": " but for autocast" if max(yardsticks, default=0) > (best.speed or 0) else "",
         "medians": " against ".join(ASCII.number(row.step_ms.median) for row in (best, baseline)),
         "quartiles": " against ".join(map(quartiles, (best, baseline))),
         "memory": f", with {100 * (1 - best.memory):.0f} % less memory" if saves else "",

@@ -15,7 +15,8 @@ SMALL_STEP = 10.0  # ms; in a shorter one there is little arithmetic to speed up
 
 def about_equals(chosen: SweepRow, rows: Sequence[SweepRow]) -> str:
     """Names the rows that may be as fast as the chosen one: where their quartiles overlap."""
-    others = [row for row in same_rows(rows) if row is not chosen and row.step_ms.low <= chosen.step_ms.high]
+    same = [row for row in same_rows(rows) if row is not chosen and not row.disturbed]
+    others = [row for row in same if row.step_ms.low <= chosen.step_ms.high]
     if chosen.name == BASELINE or not others:
         return ""
     names = ", ".join(row.name for row in others)
@@ -68,7 +69,7 @@ def about_metrics(rows: Sequence[SweepRow], records: Sequence[RunRecord]) -> str
 
 def about_disturbed(rows: Sequence[SweepRow]) -> str:
     """Names the rows as accurate as O0 whose speed is not known, since they ran under other conditions."""
-    found = [row for row in levels(rows) if row.verdict is Verdict.SAME and row.disturbed]
+    found = [row for row in same_rows(rows) if row.disturbed]
     names = ", ".join(row.name for row in found)
     said = f"The speed of {names} is not known, under other conditions than O0: "
     return f"{said}{found[0].disturbed}." if found else ""
