@@ -148,6 +148,8 @@ def test_the_recommendation_comes_first_then_the_table_then_the_charts():
     page = page_of(sample_sweep(), recommendation=Recommendation(None, "All were slower."))
     assert "No level can be recommended All were slower." in page.text
     assert ' best"' not in page.html
+    stay = Recommendation(None, "O0 is the fastest here: nothing gains. O5 runs at")
+    assert "Stay with O0 O0 is the fastest here" in page_of(sample_sweep(), recommendation=stay).text
 
 
 def test_a_row_says_all_that_was_measured():

@@ -452,15 +452,18 @@ def test_times_on_different_devices_are_not_compared():
 
 
 def test_a_level_that_loses_in_every_way_is_said_to_lose_also_on_a_busy_machine():
-    def found(needed, ms=30.0):
-        own = waits(run("O5", ms=ms), 0.5, processor_ms=needed)
-        return summary(waits(run("O0"), 0.5, processor_ms=10.0), own).recommendation
+    def found(needed, ms=30.0, lost=0.5, device="cpu"):
+        own = waits(run("O5", ms=ms, device=device), lost, processor_ms=needed)
+        return summary(waits(run("O0", device=device), 0.5, processor_ms=10.0), own).recommendation
 
     said = (
         "O0 is the fastest here: nothing gains. O5 runs at 0.33x the speed of O0 (28.5 to 31.5 against 9.50 "
     )
     assert found(29.0).reason.startswith(said)
+    assert found(29.0, lost=0.2).reason.startswith(said)
     assert found(29.0).row is None
+    assert found(9.0, lost=0.2).reason.startswith("The speed of O5 is not known")
+    assert found(29.0, device="H100").reason.startswith("Too noisy to tell")
     assert found(9.0).reason.startswith("Too noisy to tell")
     assert found(29.0, ms=5.0).reason.startswith("Too noisy to tell")
 

@@ -42,8 +42,8 @@ OF_A_SWEEP = (
     "variant",
     "out",
     "no_page",
-    *LEAST,
 )
+OF_A_SWEEP = OF_A_SWEEP + tuple(LEAST)
 OF_A_COMPARISON = tuple(column.limit.option for column in LIMITED)
 FLAGS = {"script": "SCRIPT", "module": "-m"}
 

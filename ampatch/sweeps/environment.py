@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -130,8 +131,14 @@ class Load:
 
 
 def find_cpus() -> set[int]:
-    """Returns the processors that this process may use."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    """Returns the processors that the threads of this process may use: OMP_PROC_BIND gives each its own."""
+    if not hasattr(os, "sched_getaffinity"):
+        return set(range(os.cpu_count() or 1))
+    found = set(os.sched_getaffinity(0))
+    for thread in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # it may have ended
+            found |= os.sched_getaffinity(int(thread.name))
+    return found
 
 
 def read_times(path: Path, cpus: Collection[str]) -> list[int]:

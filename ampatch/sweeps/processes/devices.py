@@ -48,4 +48,5 @@ def share_out(jobs: int, *, on_cpu: bool) -> tuple[Device, ...]:
         return parse_devices(",".join(map(str, range(jobs))))
     size = len(cpus) // jobs
     parts = [tuple(cpus[start * size : (start + 1) * size]) for start in range(jobs)]
-    return tuple(Device(f"cpu {','.join(map(str, part))}", cpus=part) for part in parts)
+    can_pin = hasattr(os, "sched_setaffinity")  # Linux; elsewhere the system shares them out
+    return tuple(Device(f"cpu {','.join(map(str, it))}", cpus=it if can_pin else ()) for it in parts)

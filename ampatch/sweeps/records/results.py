@@ -32,12 +32,12 @@ class Results:
     """
 
     def __init__(
-        self, folder: Path | None, logs: Path, *, holds_old: bool = False, has_page: bool = True
+        self, folder: Path | None, logs: Path, *, holds_old: bool = False, page: bool = True
     ) -> None:
         self.folder = folder
         self.logs = logs
         self.holds_old = holds_old
-        self._names = [name for name in WRITERS if has_page or name != PAGE]
+        self._names = [name for name in WRITERS if page or name != PAGE]
         self._saved = False
 
     def replace_old(self) -> None:
@@ -143,7 +143,7 @@ def prepare(out: str, has_page: bool) -> Results:
             path.unlink()
     except OSError as error:
         raise ArgumentError([("out", out, f"{expected} ({error.strerror})")]) from None
-    return Results(folder, logs, holds_old=holds_old, has_page=has_page)
+    return Results(folder, logs, holds_old=holds_old, page=has_page)
 
 
 def write(path: Path, text: str) -> None:
