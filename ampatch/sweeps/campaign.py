@@ -80,7 +80,7 @@ class SweepCampaign:
                     said = f"{record.cause}; {left_out} more of its runs are left out"
                     record = replace(record, cause=said)
                 self._keep(record)
-                show(self._progress([run], ahead, record=record))
+                show(self._progress([run], ahead, 0, record))
         if not self._stop:
             self._results.replace_old()
 
@@ -111,16 +111,13 @@ class SweepCampaign:
         return self._execute(run, self._plan.settings.timeout, lambda steps: None, self._stop)
 
     def _progress(
-        self,
-        runs: Sequence[PlannedRun],
-        ahead: Sequence[PlannedRun],
-        steps: int = 0,
-        record: RunRecord | None = None,
+        self, runs: Sequence[PlannedRun], ahead: Sequence[PlannedRun], steps: int = 0, *over: RunRecord
     ) -> SweepProgress:
         left = self._forecast.left(it.row for it in ahead)
         left = left and left / len(self._devices)
         done = self._total - len(ahead) - self._pending
-        return SweepProgress(", ".join(map(self._title, runs)), steps, record, done, self._total, left)
+        names, record = ", ".join(map(self._title, runs)), over[0] if over else None
+        return SweepProgress(names, steps, record, done, self._total, left)
 
     def _repeat(self, ahead: list[PlannedRun]) -> bool:
         """Repeats it all once more, if times are not told apart and the budget has room for it."""

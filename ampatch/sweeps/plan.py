@@ -96,8 +96,7 @@ class Plan:
     """A script with its arguments, the rows to train it at, and what was asked for beside.
 
     Each row runs with each of so many seeds, and all of that as often as is asked for, one run on each device
-    at a time. Raises AmpValueError
-    for what cannot work, all of the numbers at once.
+    at a time. Raises AmpValueError for what cannot work, all of the numbers at once.
     """
 
     script: Script

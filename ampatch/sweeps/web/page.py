@@ -26,9 +26,5 @@ def write_page(sweep: Sweep) -> str:
         warmup=said_of_warmup(sweep),
         on_device={it.memory for it in measured if it.peak_mib is not None} == {"device"},
         last_losses=LAST_LOSSES,
-        details={
-            name: value
-            for name, value in (asdict(sweep.settings) | asdict(sweep.environment)).items()
-            if name != "devices" or value
-        },
+        details=asdict(sweep.settings) | asdict(sweep.environment),
     )
