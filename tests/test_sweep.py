@@ -177,8 +177,8 @@ import os, subprocess, sys
 core = min(os.sched_getaffinity(0))
 os.sched_setaffinity(0, {core})
 if sys.argv[1] == "O0":
-    busy = f"import os; os.sched_setaffinity(0, {{{core}}})\\nwhile True: pass"
-    subprocess.Popen([sys.executable, "-S", "-c", busy])
+    busy = f"import os; os.sched_setaffinity(0, {{{core}}}); print(flush=True)\\nwhile True: pass"
+    subprocess.Popen([sys.executable, "-S", "-c", busy], stdout=subprocess.PIPE).stdout.readline()
 def work():
     import time
     start = time.thread_time()

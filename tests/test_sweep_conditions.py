@@ -100,7 +100,7 @@ def test_how_long_a_cgroup_was_stopped_is_read_where_it_is_counted(tmp_path, gro
 
 
 needs_affinity = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux pins processes")
-BUSY_ON = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
+BUSY_ON = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); print(flush=True)\nwhile True: pass"
 
 
 @needs_affinity
@@ -110,8 +110,10 @@ def test_a_thread_that_shares_its_processor_waits_for_half_of_its_time(monkeypat
         monkeypatch.setattr(waits, "read_threads", dict)
     before = os.sched_getaffinity(0)
     core = min(before)
-    with subprocess.Popen([sys.executable, "-S", "-c", BUSY_ON, str(core)]) as other:
+    command = [sys.executable, "-S", "-c", BUSY_ON, str(core)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
         try:
+            other.stdout.readline()
             os.sched_setaffinity(0, {core})
             waiting, ran = waits.Waiting(), time.process_time()
             while time.process_time() - ran < 0.3:

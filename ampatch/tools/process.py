@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 
 from ampatch.tools.stop import Stop
 
@@ -24,7 +23,7 @@ def child_process(
     seed: int = 0,
     grace: float = GRACE_SECONDS,
     stdout: int | None = None,
-    environment: Mapping[str, str] = MappingProxyType({}),
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Starts a child in a process group of its own, and ends the group however the block ends.
 
@@ -39,7 +38,7 @@ def child_process(
             stdout=log if stdout is None else stdout,
             stderr=log,
             # Sets of strings have the order of the seed, unless the user says otherwise.
-            env={"PYTHONHASHSEED": str(seed), **os.environ, **environment},
+            env={"PYTHONHASHSEED": str(seed), **os.environ, **(environment or {})},
             start_new_session=True,
         )
         try:

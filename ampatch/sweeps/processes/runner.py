@@ -38,7 +38,7 @@ def execute(run: PlannedRun, timeout: float | None, on_steps: Callable[[int], No
     with tempfile.TemporaryDirectory(prefix="ampatch-run-", ignore_cleanup_errors=True) as folder:
         inner = replace(run, directory=folder)
         grace, count = GRACE_SECONDS if run.nproc_per_node is None else ranks.SECONDS, inner.file("steps")
-        sees = {} if run.visible is None else {VISIBLE: run.visible}
+        sees = None if run.visible is None else {VISIBLE: run.visible}
         with child_process(command_of(inner), log, run.seed, grace, environment=sees) as process:
             has_ended = wait(process, timeout, stop, lambda: on_steps(read_count(count)))
             seconds = time.monotonic() - start
