@@ -17,6 +17,7 @@ from ampatch.sweeps.variant import LEVELS, OPTIONS, parse_rows, parse_variant
 PURE = dict.fromkeys(
     [
         *("cast_model_type", "patch_torch_functions", "patch_torch_functions_type", "keep_batchnorm_fp32"),
+        "float8_recipe",
         *("master_weights", "loss_scale", "cast_model_outputs"),
     ]
 )
@@ -61,9 +62,16 @@ def test_a_variant_adds_options_that_initialize_takes_from_json(text, options):
     amp.uninitialize()
 
 
+def test_a_variant_names_layers_of_float8():
+    row = parse_variant("O6 float8_recipe=rowwise float8_layers=a,b")
+    assert row.options == {"float8_recipe": "rowwise", "float8_layers": ["a", "b"]}
+    row.validate()  # without the model that they are names of
+
+
 def test_every_option_but_those_of_the_script_itself_can_vary():
     assert set(OPTIONS) == {
         *("dtype", "allow_banned", "allow_half_params", "keep_fp32", "min_loss_scale", "max_loss_scale"),
+        "float8_layers",
         *PURE,
     }
 
@@ -71,7 +79,7 @@ def test_every_option_but_those_of_the_script_itself_can_vary():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "unknown opt_level '': expected one of O0, O1, O2, O3, O4, O5, autocast"),
+        ("", "unknown opt_level '': expected one of O0, O1, O2, O3, O4, O5, O6, autocast"),
         ("02 loss_scale=1", r"unknown opt_level '02' \(did you mean 'O2'\?\)"),
         ("Autocast", r"unknown opt_level 'Autocast' \(did you mean 'autocast'\?\)"),
         ("O2 lossscale=1", "O2 has no option 'lossscale': expected cast_model_type, .*, loss_scale, "),
