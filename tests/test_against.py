@@ -12,7 +12,8 @@ import ampatch as amp
 from ampatch.__main__ import main
 from ampatch.doctor.against.capture import LAST, Capture
 from ampatch.doctor.against.compare import compare, distance, said_of_comparison
-from ampatch.doctor.instruments.trace import Enough
+from ampatch.doctor.instruments.clock import Clock
+from ampatch.doctor.instruments.operations import Enough
 
 
 class Off(nn.Module):
@@ -31,9 +32,10 @@ def capture(level, wanted=None, planted=None, scale=1.0, steps=3, optimizer=torc
     if level != "O0":
         given = {"opt_level": level, "verbosity": 0, "loss_scale": scale}
         model, optimizer = amp.initialize(model, optimizer, **given)
-    seen, before = Capture(wanted), [p.detach().clone() for p in model.parameters()]
+    before = [p.detach().clone() for p in model.parameters()]
     with ExitStack() as stack:
-        seen.listen(stack)
+        seen = Capture(clock := Clock(stack), wanted)
+        clock.follow_run()
         try:
             for _ in range(steps):
                 loss = factor * F.cross_entropy(model(torch.randn(8, 16)).float(), torch.arange(8) % 4)

@@ -77,7 +77,7 @@ ARROWS = {
     "apex": {PUBLIC, "table", "lists", "levels", "patching", "steps"},
     "tools": {PUBLIC},
     "sweeps": {PUBLIC, "apex", "tools"},
-    "doctor": {PUBLIC, "apex", "levels", "steps", "tools"},
+    "doctor": {PUBLIC, "apex", "levels", "patching", "steps", "tools"},
     "__main__": {PUBLIC, "apex", "doctor", "sweeps", "testing", "tools"},
 }
 

@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from ampatch.__main__ import main
 from ampatch.doctor.campaign import findings_in, merge_steps, origins_of
 from ampatch.doctor.causes import explain
 from ampatch.doctor.finding import Finding, Report
+from ampatch.doctor.instruments.clock import Clock
+from ampatch.doctor.instruments.dispatch import Operations
 from ampatch.doctor.instruments.places import Models, user_line
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.values import examine as examine_tensor
@@ -753,7 +756,8 @@ def test_a_learning_rate_mends_no_domain(op):
 
 
 def test_a_view_is_traced_that_torch_refuses_to_tell_of():
-    with Trace(None):
+    clock = Clock(ExitStack())
+    with Operations(clock, [Trace(clock, None)]):
         assert nn.Embedding(4, 2, padding_idx=0).weight[0].sum() == 0
 
 

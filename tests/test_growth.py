@@ -14,6 +14,7 @@ from ampatch.__main__ import main
 from ampatch.doctor.growth import notes
 from ampatch.doctor.growth.curves import describe_growth, first_to_grow, headroom, said_of_growth
 from ampatch.doctor.growth.notes import Growth
+from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.outputs import COLUMNS, rows_of, write_csv, write_scalars
 from doctor_samples import STEPS, attempts_of, growing, notes_of, sample_growth
@@ -21,14 +22,15 @@ from doctor_samples import STEPS, attempts_of, growing, notes_of, sample_growth
 # ---- Notes of a run ----
 
 
-def train(growth, steps, level=None, look=lambda model, step: None):
-    """Trains a net under notes; returns the model."""
+def train(steps, level=None, look=lambda model, step: None, every=0):
+    """Trains a net under notes; returns these."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if level:
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
     with ExitStack() as stack:
-        growth.listen(stack)
+        growth = Growth(clock := Clock(stack), every)
+        clock.follow_run()
         for step in range(steps):
             look(model, step)
             loss = model(torch.ones(3, 4)).float().square().mean()
@@ -39,13 +41,13 @@ def train(growth, steps, level=None, look=lambda model, step: None):
             else:
                 loss.backward()
             optimizer.step()
-    return model
+    growth.fetch()
+    return growth
 
 
 @pytest.mark.parametrize(("level", "scale"), [(None, 1.0), ("O2", 8.0), ("O1", 8.0)])
 def test_a_layer_has_its_largest_output_gradient_and_weight(level, scale):
     seen = []
-    growth = Growth()
 
     def look(model, step):
         layer = model[0]
@@ -55,7 +57,7 @@ def test_a_layer_has_its_largest_output_gradient_and_weight(level, scale):
             layer.bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
 
     torch.manual_seed(3)
-    train(growth, 1, level, look)
+    growth = train(1, level, look)
     found = describe_growth(growth.to_json(), [Attempt(0, scale)])
     layer = found["layers"][0]
     gradients = torch.cat([it.flatten().float() for it in seen[1:]]) / scale
@@ -68,8 +70,7 @@ def test_a_layer_has_its_largest_output_gradient_and_weight(level, scale):
 
 
 def test_an_output_belongs_to_the_innermost_module_that_gave_it():
-    growth = Growth()
-    train(growth, 1)
+    growth = train(1)
     noted = [layer for layer, row in growth.kept[0][2].items() if row[0] is not None]
     assert noted == [("model", "0"), ("model", "1.0"), ("model", "1.1")]
 
@@ -77,8 +78,7 @@ def test_an_output_belongs_to_the_innermost_module_that_gave_it():
 def test_what_is_noted_costs_a_host_sync_in_fifty_attempts(monkeypatch):
     fetches, fetched = [], notes.read_numbers
     monkeypatch.setattr(notes, "read_numbers", lambda tensors: fetches.append(1) or fetched(tensors))
-    growth = Growth()
-    train(growth, 120)
+    growth = train(120)
     assert len(fetches) == 3
     assert [attempt for attempt, _, _ in growth.kept] == list(range(120))
 
@@ -93,20 +93,18 @@ def test_of_many_attempts_some_are_kept_and_the_first_overflow(monkeypatch, ever
         with torch.no_grad():
             model[0].bias.fill_(math.inf if step in (7, 9) else 1.0)
 
-    growth = Growth(every)
-    train(growth, 12, look=look)
+    growth = train(12, look=look, every=every)
     assert [attempt for attempt, _, _ in growth.kept][:4] == kept
     assert growth.overflows["model", "0"][0] == 2
 
 
 def test_a_forward_without_gradients_is_not_noted():
-    growth = Growth()
 
     def look(model, step):
         with torch.no_grad():
             model(torch.full((1, 4), 1e6))
 
-    train(growth, 1, look=look)
+    growth = train(1, look=look)
     assert growth.kept[0][2]["model", "0"][0] < 10
 
 

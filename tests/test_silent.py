@@ -11,8 +11,10 @@ import torch
 import ampatch as amp
 from ampatch.__main__ import main
 from ampatch.apex.script import level_overrides
+from ampatch.doctor.instruments.clock import Clock
+from ampatch.doctor.instruments.dispatch import Operations
+from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.precision import without_casts
-from ampatch.doctor.instruments.trace import Enough
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent import gradients
 from ampatch.doctor.silent.examine import examine_silent
@@ -65,16 +67,18 @@ def indent(text, width):
 
 def watch(text):
     """Runs a script under the instruments; returns its silent faults and the error that ended it."""
-    silent, error = Silent(), None
+    error = None
     with ExitStack() as stack:
-        silent.open(stack, window=())
+        silent = Silent(clock := Clock(stack))
+        clock.follow_run()
+        Operations(clock, [silent]).follow()
         stack.callback(amp.uninitialize)  # before what it is patched over is gone
         try:
             exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})
         except RuntimeError as raised:
             error = raised
     seen = silent.to_json()
-    attempts = [Attempt(step) for step in range(silent.notes.attempt)]
+    attempts = [Attempt(step) for step in range(clock.attempt)]
     return examine_silent([seen], attempts, ()), error
 
 
@@ -414,12 +418,13 @@ LOSSES["O1, the second of two"] = LOSSES["O1"].replace(
 
 def run_sample(text, folder, attempt, repeats):
     """Runs a script as the doctor does to save the gradients of an attempt; returns the shares seen."""
-    silent = Silent()
     with ExitStack() as stack:
         if repeats:
             stack.enter_context(amp.override(**level_overrides("O0")))
             without_casts(stack)
-        silent.open(stack, None, Sample(folder, attempt, repeats))
+        silent = Silent(clock := Clock(stack))
+        Sample(clock, folder, attempt, repeats)
+        clock.follow_run()
         stack.callback(amp.uninitialize)
         torch.manual_seed(0)
         with suppress(Enough):

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from ampatch.doctor.brakes import Brakes, is_sync, said_of_speed, sizes_of
+from ampatch.doctor.instruments.clock import Clock
+from ampatch.doctor.instruments.dispatch import Operations
 from doctor_samples import sample_speed
 
 
@@ -23,10 +25,12 @@ class Net(nn.Module):
 
 def look(steps=2, half=True, after=lambda loss: None):
     """Trains under an eye on speed; returns the field of the report."""
-    brakes, model = Brakes(), Net()
+    model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)  # whose step calls item() itself
     with ExitStack() as stack:
-        brakes.listen(stack)
+        brakes = Brakes(clock := Clock(stack))
+        clock.follow_run()
+        Operations(clock, [brakes]).follow()
         for _ in range(steps):
             with torch.autocast("cpu", torch.bfloat16, enabled=half):
                 loss = model(torch.ones(8, 16)).float().mean()

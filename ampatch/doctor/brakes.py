@@ -10,18 +10,14 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
-from ampatch.doctor.instruments.clock import Follower, listen, wrap
-from ampatch.doctor.instruments.operations import name_of
-from ampatch.doctor.instruments.places import OURS, Models, user_line
+from ampatch.doctor.instruments.clock import Clock
+from ampatch.doctor.instruments.dispatch import Operation, Rule
+from ampatch.doctor.instruments.places import OURS
 from ampatch.doctor.instruments.values import tensors_in
 from ampatch.levels.precision import HALF_TYPES
 
@@ -38,69 +34,44 @@ TINY = 2**21  # multiply-adds, as of 128 x 128 x 128: starting such a product ta
 Place = tuple[str, str, str | None]  # operation, module, line
 
 
-@dataclass
-class Brakes(TorchFunctionMode, Follower):
+class Brakes(Rule):
     """What was seen: syncs, products and islands by their place, over some attempts."""
 
-    steps: int = 0
-    syncs: Counter[Place] = field(default_factory=Counter)
-    products: dict[tuple[Place, tuple[int, ...]], int] = field(default_factory=Counter)
-    islands: Counter[tuple[str, tuple[str, ...], str | None]] = field(default_factory=Counter)
-    compiles: int = 0
-
-    def __post_init__(self) -> None:
-        super().__init__()
-        self._models = Models()
-        self._open: list[tuple[str, str, str | None]] | None = None  # float32 after a half operation
-
-    @property
-    def active(self) -> bool:
-        """Says whether operations are still looked at."""
-        return self.steps < MOST_STEPS
-
-    def listen(self, undo: ExitStack) -> None:
-        """Looks until undone; entered before a trace, which then sees what the script calls."""
-        wrap(torch, "compile", self._compile, undo)
-        listen(self, undo)
-        undo.enter_context(self)
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self.syncs: Counter[Place] = Counter()
+        self.products: Counter[tuple[Place, tuple[int, ...]]] = Counter()
+        self.islands: Counter[tuple[str, tuple[str, ...], str | None]] = Counter()
+        self.compiles = 0
+        self._open: list[Place] | None = None  # float32 after a half operation
+        clock.wrap(torch, "compile", self._compile)
 
     def _compile(self, compile: Callable[..., object], *args: object, **kwargs: object) -> object:
         self.compiles += 1
         return compile(*args, **kwargs)
 
-    def enter_module(self, module: Module, args: tuple) -> None:
-        """Follows the modules; an island ends with the forward."""
-        if self._models.enter(module):
-            self._open = None
+    def enter_model(self, model: Module, args: tuple) -> None:
+        """An island ends with the forward."""
+        self._open = None
 
-    def end_attempt(self, optimizer: Optimizer) -> None:
-        """Counts."""
-        self.steps += self.active
+    def wants(self, name: str) -> bool:
+        """Looks at all operations of the first attempts."""
+        return self.clock.attempt < MOST_STEPS and not self.clock.in_backward
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if self.active:
-            with torch._C.DisableTorchFunction():
-                self.see(func, args, result)
-        return result
-
-    def see(self, func: Callable[..., object], args: tuple, result: object) -> None:
+    def after(self, operation: Operation, kept: object, result: object) -> None:
         """Notes what an operation says about speed."""
-        name = name_of(func)
-        place = self._models.place
-        if is_sync(func, name, args) and is_called_by_script():
-            line = user_line()
-            if line is not None:
-                self.syncs[name.strip("_"), place.module if place else "", line] += 1
+        name, place, where = operation.name, operation.place, operation.where
+        if is_sync(operation.func, name, operation.args) and is_called_by_script() and where is not None:
+            self.syncs[name.strip("_"), place.module if place else "", where] += 1
         given = next((it for it in tensors_in(result) if it.is_floating_point()), None)
         if place is None or given is None or name in SILENT:
             return
         if given.dtype in HALF_TYPES:
             self._end_island()
             if name in PRODUCTS:
-                self.products[(name, place.module, user_line()), sizes_of(name, args)] += 1
+                self.products[(name, place.module, where), sizes_of(name, operation.args)] += 1
         elif self._open is not None and given.dtype == torch.float32:
-            self._open.append((name, place.module, user_line()))
+            self._open.append((name, place.module, where))
 
     def _end_island(self) -> None:
         if self._open:
@@ -115,7 +86,7 @@ class Brakes(TorchFunctionMode, Follower):
             for ((op, module, where), sizes), count in self.products.items()
         ]
         return {
-            "steps": self.steps,
+            "steps": min(self.clock.attempt, MOST_STEPS),
             "compiled": self.compiles > 0,
             "syncs": [
                 {"op": op, "module": module, "where": where, "count": count}

@@ -7,19 +7,16 @@ levels, can be compared number by number, at the same weights and on the same ba
 from __future__ import annotations
 
 import functools
-from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn import functional as F
-from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ampatch.doctor.instruments.clock import Follower, listen, wrap
+from ampatch.doctor.instruments.clock import Clock, Listener, parameters_of
 from ampatch.doctor.instruments.operations import Enough
-from ampatch.doctor.instruments.places import Models
 from ampatch.doctor.instruments.values import drop_alike, is_finite, plain, quiet, tensors_in
 
 SAMPLES = 2**16  # numbers of a tensor, at most
@@ -29,32 +26,30 @@ LAST = 24  # the attempt after which a scale is not waited for: it has fallen fr
 Key = tuple[str, str, str, int, str]
 
 
-class Capture(Follower):
-    """Captures the first attempt whose gradients are finite, or whose forward is not, or the `wanted` one."""
+class Capture(Listener):
+    """Captures the first attempt whose gradients are finite, or whose forward is not, or the `wanted` one.
 
-    def __init__(self, wanted: int | None) -> None:
-        self._wanted, self._models = wanted, Models()
-        self.attempt = 0
+    Weights are held.
+    """
+
+    def __init__(self, clock: Clock, wanted: int | None) -> None:
+        super().__init__(clock)
+        self._wanted, self.attempt = wanted, 0
         self.tensors: dict[Key, Tensor] = {}
         self._is_good, self._is_over, self._is_curable = True, False, True
         self._last: Tensor | None = None
         self._names: list[str] = []  # of models
+        clock.undo.callback(register_optimizer_step_pre_hook(hold_weights).remove)
+        clock.wrap(F, "dropout", drop_alike)
 
-    def listen(self, undo: ExitStack) -> None:
-        """Listens, and holds the weights, until undone."""
-        undo.callback(register_module_forward_hook(self._look_at_output).remove)
-        undo.callback(register_optimizer_step_pre_hook(hold_weights).remove)
-        wrap(F, "dropout", drop_alike, undo)
-        listen(self, undo)
+    def enter_model(self, model: Module, args: tuple) -> None:
+        """Learns what the models are called."""
+        if len(self.clock.models.roots) > len(self._names):
+            self._names.append(self.clock.models.place.model)
 
-    def enter_module(self, module: Module, args: tuple) -> None:
-        """Follows the modules, and learns what the models are called."""
-        if self._models.enter(module) and len(self._models.roots) > len(self._names):
-            self._names.append(self._models.place.model)
-
-    def _look_at_output(self, module: Module, args: tuple, output: object) -> None:
-        """A hook: takes an output, and its gradient when it comes, but for what an inner module gave."""
-        place = self._models.place
+    def see_output(self, module: Module, output: object) -> None:
+        """Takes an output, and its gradient when it comes, but for what an inner module gave."""
+        place = self.clock.models.place
         if place is None or not torch.is_grad_enabled():
             return
         with quiet():
@@ -77,14 +72,12 @@ class Capture(Follower):
 
     def end_backward(self) -> None:
         """Takes the gradients of parameters, the last layer's first."""
-        self._models.forget_calls()
-        with quiet():
-            for model, root in zip(self._names, self._models.roots, strict=True):
-                for name, parameter in reversed(list(root.named_parameters())):
-                    if parameter.grad is not None:
-                        self._is_good &= is_finite(parameter.grad)
-                        key = ("backward", model, name.rpartition(".")[0], 0, name)
-                        self.tensors[key] = sample(parameter.grad)
+        for model, root in zip(self._names, self.clock.models.roots, strict=True):
+            for name, parameter in reversed(list(root.named_parameters())):
+                if parameter.grad is not None:
+                    self._is_good &= is_finite(parameter.grad)
+                    key = ("backward", model, name.rpartition(".")[0], 0, name)
+                    self.tensors[key] = sample(parameter.grad)
 
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Ends the script where the attempt is the one; no other scale cures a forward that overflows."""
@@ -106,6 +99,5 @@ def sample(tensor: Tensor) -> Tensor:
 
 def hold_weights(optimizer: Optimizer, *_: object) -> None:
     """A hook before a step: without gradients it changes nothing."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
+    for parameter in parameters_of(optimizer):
+        parameter.grad = None

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
 from ampatch.doctor.growth.curves import GRADIENT, NORM, OUTPUT, QUANTITIES, WEIGHT
-from ampatch.doctor.instruments.clock import Listener, listen
-from ampatch.doctor.instruments.places import Models
+from ampatch.doctor.instruments.clock import Clock, Listener
 from ampatch.doctor.instruments.values import plain, quiet, tensors_in
 from ampatch.tools.tensors import read_numbers
 
@@ -28,87 +24,69 @@ MOST_KEPT = 400  # attempts that are kept, where nobody says how many
 Number = tuple[str, str, int, Tensor]  # model, module, quantity
 
 
-@dataclass
 class Growth(Listener):
     """Notes every attempt; keeps each `every`th, and those in which a layer overflows for the first time.
 
     `every` is 0: as many as give curves of 200 to 400 points.
     """
 
-    every: int = 0
-    dtypes: dict[tuple[str, str], str] = field(default_factory=dict)
-    overflows: dict[tuple[str, str], list[int]] = field(default_factory=dict)
-    kept: list[tuple[int, bool, dict[tuple[str, str], list[float | None]]]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._models, self._stride, self._attempt = Models(), max(self.every, 1), 0
+    def __init__(self, clock: Clock, every: int = 0) -> None:
+        super().__init__(clock)
+        self.every, self._stride = every, max(every, 1)
+        self.dtypes: dict[tuple[str, str], str] = {}
+        self.overflows: dict[tuple[str, str], list[int]] = {}
+        self.kept: list[tuple[int, bool, dict[tuple[str, str], list[float | None]]]] = []
         self._numbers: list[Number] = []  # of the present attempt
         self._backward: list[Number] = []  # of its last backward pass
         self._waiting: list[tuple[int, list[Number]]] = []
         self._last: Tensor | None = None  # the output that was noted last
         self._layers: dict[int, tuple[str, str, Module]] = {}  # those that have parameters of their own
 
-    def listen(self, undo: ExitStack) -> None:
-        """Listens until undone, then fetches what waits."""
-        undo.callback(self._fetch)
-        undo.callback(register_module_forward_hook(self._look_at_output).remove)
-        listen(self, undo)
-
-    def enter_module(self, module: Module, args: tuple) -> None:
+    def enter_model(self, model: Module, args: tuple) -> None:
         """Learns which layers there are."""
-        if torch.compiler.is_compiling() or not self._models.enter(module):
+        if torch.compiler.is_compiling():
             return
-        name, root = self._models.place.model, self._models.roots[-1]
+        name, root = self.clock.models.place.model, self.clock.models.roots[-1]
         for path, layer in root.named_modules():
             if id(layer) not in self._layers and next(layer.parameters(recurse=False), None) is not None:
                 self._layers[id(layer)] = (name, path, layer)
 
-    def leave_module(self, module: Module) -> None:
-        """Follows the modules."""
-        if not torch.compiler.is_compiling():
-            self._models.leave()
-
-    def _look_at_output(self, module: Module, args: tuple, output: object) -> None:
-        """A hook: notes an output of training, but for one that an inner module gave already."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    def see_output(self, module: Module, output: object) -> None:
+        """Notes an output of training, but for one that an inner module gave already."""
+        place = self.clock.models.place
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or place is None:
             return
-        place = self._models.place
         with quiet():
-            for tensor in noted(tensors_in(output)) if place is not None else ():
-                if tensor is self._last:
-                    continue
-                self._last = tensor
-                self.dtypes[place.model, place.module] = str(tensor.dtype).removeprefix("torch.")
-                self._numbers.append((place.model, place.module, OUTPUT, largest(tensor)))
+            for tensor in noted(tensors_in(output)):
+                if tensor is not self._last:
+                    self._last = tensor
+                    self.dtypes[place.model, place.module] = str(tensor.dtype).removeprefix("torch.")
+                    self._numbers.append((place.model, place.module, OUTPUT, largest(tensor)))
 
     def end_backward(self) -> None:
         """Notes the gradients as they are, which is multiplied by the loss scale."""
-        self._models.forget_calls()
         self._backward = []
-        with quiet():
-            for name, path, layer in self._layers.values():
-                for tensor in noted(p.grad for p in layer.parameters(recurse=False) if p.grad is not None):
-                    values = plain(tensor)
-                    norm = torch.linalg.vector_norm(values, dtype=torch.float32)
-                    self._backward += [(name, path, GRADIENT, largest(values)), (name, path, NORM, norm)]
+        for name, path, layer in self._layers.values():
+            for tensor in noted(p.grad for p in layer.parameters(recurse=False) if p.grad is not None):
+                values = plain(tensor)
+                norm = torch.linalg.vector_norm(values, dtype=torch.float32)
+                self._backward += [(name, path, GRADIENT, largest(values)), (name, path, NORM, norm)]
 
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Notes the weights after the step; fetches what waits where it is much."""
-        with quiet():
-            weights = [
-                (name, path, WEIGHT, largest(weight))
-                for name, path, layer in self._layers.values()
-                for weight in noted(layer.parameters(recurse=False))
-            ]
-        self._waiting.append((self._attempt, [*self._numbers, *self._backward, *weights]))
+        weights = [
+            (name, path, WEIGHT, largest(weight))
+            for name, path, layer in self._layers.values()
+            for weight in noted(layer.parameters(recurse=False))
+        ]
+        self._waiting.append((self.clock.attempt, [*self._numbers, *self._backward, *weights]))
         self._numbers, self._backward, self._last = [], [], None
-        self._attempt += 1
         if len(self._waiting) == FETCHED:
-            self._fetch()
+            self.fetch()
 
     # ---- What is kept ----
 
-    def _fetch(self) -> None:
+    def fetch(self) -> None:
         """Brings what waits here, by one host sync."""
         tensors = [number[3] for _, numbers in self._waiting for number in numbers]
         with quiet():
@@ -137,6 +115,7 @@ class Growth(Listener):
 
     def to_json(self) -> dict[str, object]:
         """Returns what was noted: a row of numbers for each layer and attempt, None for what did not run."""
+        self.fetch()
         layers = list(dict.fromkeys([*self.dtypes, *self.overflows]))
         none = [None] * len(QUANTITIES)
         return {

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import ExitStack
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -15,27 +17,33 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import ampatch as amp
-from ampatch.doctor.instruments.places import Models
-from ampatch.doctor.instruments.values import tensors_in
+from ampatch.doctor.instruments.places import Models, Standing
+from ampatch.doctor.instruments.values import quiet, tensors_in
+from ampatch.patching.patcher import Patcher
 
 
 class Listener:
-    """Is told of the parts of a run. An attempt is a step of an optimizer, made or skipped by a scaler."""
+    """Is told of the parts of a run. An attempt is a step of an optimizer, made or skipped by a scaler.
+
+    What it computes is neither cast, nor recorded, nor seen by others, but for what it computes of modules
+    that run: torch.compile looks into that.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        clock.add(self)
+
+    def enter_model(self, model: Module, args: tuple) -> None:
+        """Called before the forward of a model, which no other module calls."""
 
     def enter_module(self, module: Module, args: tuple) -> None:
-        """Called before a module's forward."""
+        """Called before each module's forward, of a model after `enter_model`."""
 
     def see_output(self, module: Module, output: object) -> None:
         """Called after a forward that did not raise."""
 
-    def leave_module(self, module: Module) -> None:
-        """Called after it, also if it raised."""
-
-    def see_scale(self, scale: float) -> None:
-        """Called before a scaler scales a loss."""
-
-    def see_own_scaler(self, scaler: amp.LossScaler) -> None:
-        """Called before a backward pass of a loss that a scaler of ours has scaled."""
+    def see_scale(self, scaler: GradScaler | amp.LossScaler) -> None:
+        """Called before a scaler of torch scales a loss, or the backward pass of one that ours has scaled."""
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Called before a backward pass from these tensors."""
@@ -46,81 +54,44 @@ class Listener:
     def begin_attempt(self, optimizer: Optimizer, scaler: GradScaler | None) -> None:
         """Called before an optimizer, or a scaler of torch for it, steps."""
 
-    def see_closure(self, optimizer: Optimizer, runs: bool) -> None:
-        """Called before and after the closure that a step was given."""
+    def end_closure(self, optimizer: Optimizer) -> None:
+        """Called after the closure that a step was given, which may run several times."""
 
     def end_attempt(self, optimizer: Optimizer) -> None:
-        """Called after it."""
-
-
-class Follower(Listener):
-    """Follows the modules that run, by its `_models`."""
-
-    _models: Models
-
-    def enter_module(self, module: Module, args: tuple) -> None:
-        """Learns which models there are."""
-        self._models.enter(module)
-
-    def leave_module(self, module: Module) -> None:
-        """Follows the modules."""
-        self._models.leave()
-
-
-def listen(listener: Listener, undo: ExitStack) -> None:
-    """Tells a listener of what happens, until undone.
-
-    Functions of torch are replaced where there are no hooks: this is for a process of ours.
-    """
-    undo.callback(register_module_forward_pre_hook(listener.enter_module).remove)
-    undo.callback(
-        register_module_forward_hook(lambda module, _, output: listener.see_output(module, output)).remove
-    )
-    undo.callback(
-        register_module_forward_hook(
-            lambda module, *_: listener.leave_module(module), always_call=True
-        ).remove
-    )
-    attempts = Attempts(listener)
-    undo.callback(register_optimizer_step_pre_hook(attempts.begin_step).remove)
-    undo.callback(register_optimizer_step_post_hook(lambda optimizer, *_: attempts.end(optimizer)).remove)
-    wrap(GradScaler, "step", attempts.of_scaler, undo)
-    backwards = Backwards(listener)
-    wrap(torch.autograd, "backward", backwards.around, undo)
-    undo.enter_context(amp.observe(backwards))
-    wrap(GradScaler, "scale", functools.partial(around_scale, listener), undo)
+        """Called after the step."""
 
 
 def wrap(owner: object, name: str, wrapper: Callable[..., object], undo: ExitStack) -> None:
-    """Has `wrapper(original, *args, **kwargs)` run in the place of a function, until undone."""
+    """Has `wrapper(original, *args, **kwargs)` run in the place of a function, until undone.
 
-    @functools.wraps(getattr(owner, name))
-    def replaced(*args, **kwargs):
-        return wrapper(replaced.inner, *args, **kwargs)
-
-    replaced.inner, replaced.held = getattr(owner, name), vars(owner)[name]
-    setattr(owner, name, replaced)
-    undo.callback(_take_out, owner, name, replaced)
-
-
-def _take_out(owner: object, name: str, replaced: Callable[..., object]) -> None:
-    """Ends a replacement; one that is not the outermost leaves the chain: watches end in any order."""
-    outer = vars(owner)[name]
-    if outer is replaced:
-        setattr(owner, name, replaced.held)
-        return
-    while getattr(outer, "inner", None) not in (None, replaced):
-        outer = outer.inner
-    if hasattr(outer, "inner"):
-        outer.inner, outer.held = replaced.inner, replaced.held
+    Of several the latest is the outermost. They may end in any order: one function stands in for all.
+    """
+    standing = vars(owner)[name]
+    if not hasattr(standing, "wrappers"):
+        standing = stand_in(getattr(owner, name))
+        standing.patcher.put(owner, name, standing)
+    standing.wrappers.append(wrapper)
+    undo.callback(_take_out, standing, wrapper)
 
 
-def around_scale(
-    listener: Listener, scale: Callable[..., object], scaler: GradScaler, *args, **kwargs
-) -> object:
-    """Stands in for `GradScaler.scale`."""
-    listener.see_scale(scaler.get_scale())
-    return scale(scaler, *args, **kwargs)
+def stand_in(original: Callable[..., object]) -> Callable[..., object]:
+    """Returns a function that hands its calls to its `wrappers`, each with what it wraps."""
+
+    @functools.wraps(original)
+    def standing(*args: object, **kwargs: object) -> object:
+        inner = original
+        for wrapper in standing.wrappers:
+            inner = functools.partial(wrapper, inner)
+        return inner(*args, **kwargs)
+
+    standing.wrappers, standing.patcher = [], Patcher()
+    return standing
+
+
+def _take_out(standing: Callable[..., object], wrapper: Callable[..., object]) -> None:
+    standing.wrappers.remove(wrapper)
+    if not standing.wrappers:
+        standing.patcher.retry()
 
 
 class ScalerInUse(amp.Observer):
@@ -129,34 +100,170 @@ class ScalerInUse(amp.Observer):
     scaler: amp.LossScaler | None = None
 
     def on_loss(self, loss: Tensor, loss_id: int) -> None:
-        """Notes it."""
+        """Notes the scaler of the loss."""
         self.scaler = amp.loss_scalers()[loss_id]
 
     def on_uninitialize(self) -> None:
-        """Forgets it."""
+        """Drops the scaler, which ends with its session."""
         self.scaler = None
 
 
-class Backwards(ScalerInUse):
-    """Tells of backward passes, but not of those that run inside another, as reentrant checkpoints do."""
+class Clock(ScalerInUse):
+    """Follows a run, and tells listeners of it, in the order in which they were made.
 
-    def __init__(self, listener: Listener) -> None:
-        self._listener, self._is_inside = listener, False
+    `part` is what runs outside of models: "input", "loss" or "optimizer".
+    """
 
-    def around(self, backward: Callable[..., object], *args, **kwargs) -> None:
-        """Stands in for `torch.autograd.backward`."""
-        if self._is_inside:
+    def __init__(self, undo: ExitStack) -> None:
+        self.undo, self.models, self.attempt = undo, Models(), 0
+        self._told: defaultdict[str, list[Callable[..., None]]] = defaultdict(list)  # by event
+        self.running: list[int] = []  # ids of modules
+        self.part, self.in_backward = "input", False
+        self.repeats = False  # what has run before, in a backward pass
+        self._steps = 0  # that run, one inside another
+
+    @property
+    def phase(self) -> str:
+        """What runs: "forward", or `part`."""
+        return "forward" if self.models.is_inside and self.part != "optimizer" else self.part
+
+    def _begin_part(self) -> None:
+        """Nothing of a micro-step has run as yet."""
+        self.part = "input"
+        self.running.clear()
+        self.models.forget_calls()
+
+    def add(self, listener: Listener) -> None:
+        """Tells a listener of the events that it has methods for."""
+        for name, method in vars(Listener).items():
+            if inspect.isfunction(method) and getattr(type(listener), name) is not method:
+                self._told[name].append(getattr(listener, name))
+
+    def _tell(self, name: str, *given: object) -> None:
+        for tell in self._told[name]:
+            tell(*given)
+
+    def _tell_quietly(self, name: str, *given: object) -> None:
+        if self._told[name]:
+            with quiet():
+                self._tell(name, *given)
+
+    def follow_run(self) -> None:
+        """Follows all of a run, until undone; replaces functions of torch: for a process of ours."""
+        self.follow_modules()
+        self.undo.callback(register_optimizer_step_pre_hook(self._begin_step).remove)
+        after = register_optimizer_step_post_hook(lambda optimizer, *_: self._end(optimizer))
+        self.undo.callback(after.remove)
+        self.wrap(GradScaler, "step", self._step_by_scaler)
+        self.wrap(GradScaler, "scale", self._scale)
+        self.wrap(torch.autograd, "backward", self._go_backward)
+        self.undo.enter_context(amp.observe(self))
+
+    def wrap(self, owner: object, name: str, wrapper: Callable[..., object]) -> None:
+        """Has a wrapper run in the place of a function, until the clock is undone."""
+        wrap(owner, name, wrapper, self.undo)
+
+    # ---- Modules ----
+
+    def follow_modules(self) -> None:
+        """Follows the modules that run, until undone."""
+        self.undo.callback(register_module_forward_pre_hook(self._enter).remove)
+        self.undo.callback(register_module_forward_hook(self._see_output).remove)
+        self.undo.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+
+    def _enter(self, module: Module, args: tuple) -> None:
+        self.running.append(id(module))
+        if self.models.enter(module):
+            self.part = self.part if self.in_backward else "loss"  # what follows the model
+            self._tell("enter_model", module, args)
+        self._tell("enter_module", module, args)
+
+    def _see_output(self, module: Module, args: tuple, output: object) -> None:
+        self._tell("see_output", module, output)
+
+    def _leave(self, module: Module, *_: object) -> None:
+        del self.running[-1:]
+        self.models.leave()
+
+    # ---- Backward passes ----
+
+    def _scale(self, scale: Callable[..., object], scaler: GradScaler, *args, **kwargs) -> object:
+        self._tell_quietly("see_scale", scaler)
+        return scale(scaler, *args, **kwargs)
+
+    def _go_backward(self, backward: Callable[..., object], *args, **kwargs) -> None:
+        """Stands in for `torch.autograd.backward`; one inside another, as of a checkpoint, is part of it."""
+        if self.in_backward:
             return backward(*args, **kwargs)
         if self.scaler is not None:
-            self._listener.see_scale(self.scaler.get_scale())
-            self._listener.see_own_scaler(self.scaler)
-        self._listener.begin_backward(tuple(tensors_in(args[:1] or kwargs.get("tensors"))))
-        self._is_inside = True
-        try:
+            self._tell_quietly("see_scale", self.scaler)
+        with self.backward(tuple(tensors_in(args[:1] or kwargs.get("tensors")))):
             backward(*args, **kwargs)
+
+    @contextmanager
+    def backward(self, losses: tuple[Tensor, ...]) -> Iterator[None]:
+        """Tells of a backward pass from these tensors that is made inside."""
+        self._tell_quietly("begin_backward", losses)
+        self.in_backward = True
+        try:
+            yield
         finally:
-            self._is_inside = False
-        self._listener.end_backward()
+            self.in_backward = False
+        self._begin_part()
+        self._tell_quietly("end_backward")
+
+    @contextmanager
+    def again(self, place: Standing) -> Iterator[None]:
+        """A checkpoint repeats operations inside, which then have a graph, at their place."""
+        before, self.repeats = self.models.save(), True
+        self.models.restore(*place)
+        try:
+            yield
+        finally:
+            self.repeats = False
+            self.models.restore(*before)
+
+    # ---- Steps ----
+
+    def _begin(self, optimizer: Optimizer, scaler: GradScaler | None = None) -> None:
+        """Tells of the outermost step; classes that call `super().step()` run their hooks twice."""
+        self._steps += 1
+        if self._steps == 1:
+            self.part = "optimizer"
+            self._tell_quietly("begin_attempt", optimizer, scaler)
+
+    def _end(self, optimizer: Optimizer) -> None:
+        """Tells that it is over."""
+        self._steps -= 1
+        if self._steps:
+            return
+        self._begin_part()
+        try:
+            self._tell_quietly("end_attempt", optimizer)
+        finally:
+            self.attempt += 1
+
+    def _begin_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        self._begin(optimizer)
+        return with_closure(args, kwargs, functools.partial(self._run_closure, optimizer))
+
+    def _run_closure(self, optimizer: Optimizer, closure: Callable[..., object], *args, **kwargs) -> object:
+        self.part = "input"
+        try:
+            return closure(*args, **kwargs)
+        finally:
+            self.part = "optimizer"
+            self._tell_quietly("end_closure", optimizer)
+
+    def _step_by_scaler(
+        self, step: Callable[..., object], scaler: GradScaler, optimizer: Optimizer, *args, **kwargs
+    ) -> object:
+        """Stands in for `GradScaler.step`, which may step the optimizer inside."""
+        self._begin(optimizer, scaler)
+        try:
+            return step(scaler, optimizer, *args, **kwargs)
+        finally:
+            self._end(optimizer)
 
 
 def with_closure(args: tuple, kwargs: dict, run: Callable[..., object]) -> tuple[tuple, dict] | None:
@@ -168,42 +275,6 @@ def with_closure(args: tuple, kwargs: dict, run: Callable[..., object]) -> tuple
     return (args[0], *new[: len(args) - 1]), dict(zip(kwargs, new[len(args) - 1 :], strict=True))
 
 
-class Attempts:
-    """Counts the step of a scaler and that of the optimizer inside it as one."""
-
-    def __init__(self, listener: Listener) -> None:
-        self._listener, self._depth = listener, 0
-
-    def begin(self, optimizer: Optimizer, scaler: GradScaler | None = None) -> None:
-        """Tells of the outermost step; classes that call `super().step()` run their hooks twice."""
-        self._depth += 1
-        if self._depth == 1:
-            self._listener.begin_attempt(optimizer, scaler)
-
-    def begin_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """A hook before a step; returns its arguments, with a closure that tells when it runs."""
-        self.begin(optimizer)
-        return with_closure(args, kwargs, functools.partial(self._run_closure, optimizer))
-
-    def _run_closure(self, optimizer: Optimizer, closure: Callable[..., object], *args, **kwargs) -> object:
-        self._listener.see_closure(optimizer, True)
-        try:
-            return closure(*args, **kwargs)
-        finally:
-            self._listener.see_closure(optimizer, False)
-
-    def end(self, optimizer: Optimizer) -> None:
-        """Tells that it is over."""
-        self._depth -= 1
-        if self._depth == 0:
-            self._listener.end_attempt(optimizer)
-
-    def of_scaler(
-        self, step: Callable[..., object], scaler: GradScaler, optimizer: Optimizer, *args, **kwargs
-    ) -> object:
-        """Stands in for `GradScaler.step`."""
-        self.begin(optimizer, scaler)
-        try:
-            return step(scaler, optimizer, *args, **kwargs)
-        finally:
-            self.end(optimizer)
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Returns the parameters that an optimizer steps."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

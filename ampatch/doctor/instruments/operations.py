@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
 from torch import Tensor
 
-from ampatch.doctor.instruments.places import Models, Place, is_called_by_ampatch, user_line
-from ampatch.doctor.instruments.values import Damage, Tensors, is_finite, node_of, quiet, tensors_in
+from ampatch.doctor.instruments.places import Models, Place
+from ampatch.doctor.instruments.values import Damage, is_finite, node_of, quiet, tensors_in
 
 # Operators by the names of their functions; those of torch end with _ where they work in place.
 OPERATORS = {"truediv": "div", "itruediv": "div_", "floordiv": "floor_divide", "rpow": "pow", "radd": "add"}
@@ -21,7 +20,6 @@ OPERATORS |= {"getitem": "index", "setitem": "index_put_"}
 IGNORED = ("", "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_")
 IGNORED += ("backward", "register_hook", "size")
 REPEATED = "CheckpointFunctionBackward"  # what it gives comes of the operations that it repeats
-COMPOSITE = ("multi_head_attention_forward",)  # written in Python: it is looked into
 ASKING = ("isnan", "isfinite", "isinf", "item", "tolist", "__bool__", "__float__", "allclose")
 CASTS = ("to", "half", "bfloat16", "float", "type", "type_as", "_to_copy")
 CASTING = (*CASTS, "_foreach_copy_", "copy_")  # as of weights to half
@@ -120,51 +118,6 @@ def name_of(func: Callable[..., object]) -> str:
     return OPERATORS.get(inner, inner) if name.startswith("__") else name
 
 
-class Describer:
-    """Says what an operation is: `part` is what runs outside of models, "input", "loss" or "optimizer"."""
-
-    def __init__(self, models: Models) -> None:
-        self._models = models
-        self.begin()
-
-    def begin(self) -> None:
-        """A step begins."""
-        self.part = "input"
-        self._pending: Call | None = None
-
-    def describe(self, name: str, given: Tensors) -> Call:
-        """Describes an operation; a cast that we make for one is part of it."""
-        is_ours = is_called_by_ampatch()
-        call = (self._pending if is_ours else None) or Call(
-            name, self._phase(), self._models.place, user_line()
-        )
-        call.op, call.dtype = name, str(given[0].dtype)[6:]
-        self._pending = call if is_ours and name in CASTS else None
-        return call
-
-    def _phase(self) -> str:
-        if self.part == "optimizer":
-            return "optimizer"
-        return "forward" if self._models.is_inside else self.part
-
-
-@contextmanager
-def inside_of(func: Callable[..., object]) -> Iterator[None]:
-    """Has a function of torch that is written in Python run its body under a mode, and not ask it, once."""
-    names = func.__globals__
-    asks = names["has_torch_function"]
-
-    def answer(_: object) -> bool:
-        names["has_torch_function"] = asks
-        return False
-
-    names["has_torch_function"] = answer
-    try:
-        yield
-    finally:
-        names["has_torch_function"] = asks
-
-
 # ---- The graph ----
 
 Bad = Callable[[Call, object, str | None, Tensor, tuple], None]
@@ -207,6 +160,19 @@ class Graph:
                 if tensor is not None and not is_finite(tensor):
                     self._on_bad(call, self._nodes[index], name, tensor, taken)
                     return
+
+
+def nodes_of(roots: Sequence[Tensor], first: int = 0) -> Iterator[object]:
+    """Yields the nodes of a graph, each once, but none that is older than the first."""
+    found = [root.grad_fn for root in roots]
+    seen: set[object] = set()
+    while found:
+        node = found.pop()
+        if node is None or node in seen or node._sequence_nr() < first:
+            continue
+        seen.add(node)
+        yield node
+        found += [each for each, _ in node.next_functions]
 
 
 def is_leaf(node: object) -> bool:

@@ -12,7 +12,7 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_map
 
-from ampatch.doctor.instruments.clock import Follower, wrap
+from ampatch.doctor.instruments.clock import Clock, Listener, wrap
 from ampatch.doctor.instruments.places import Models, device_of, user_line
 from ampatch.doctor.instruments.values import floating_in, largest_of, quiet
 
@@ -81,36 +81,29 @@ class Keeper:
             self._open.pop()[1].close()
 
 
-class Oversized(Follower):
+class Oversized(Listener):
     """Notes, in a run in float32, the layers that take or give more than half of what float16 holds."""
 
-    def __init__(self) -> None:
-        self._models = Models()
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
         self.names: dict[str, None] = {}
-
-    def listen(self, undo: ExitStack) -> None:
-        """Listens until undone, by hooks alone."""
-        undo.callback(register_module_forward_pre_hook(self.enter_module).remove)
-        undo.callback(register_module_forward_hook(self._leave, always_call=True).remove)
-
-    def _leave(self, module: Module, args: tuple, output: object) -> None:
-        if not torch.compiler.is_compiling():
-            self._look(module, output)
-            self.leave_module(module)
 
     def enter_module(self, module: Module, args: tuple) -> None:
         """Looks at what a layer takes."""
-        if not torch.compiler.is_compiling():
-            super().enter_module(module, args)
-            self._look(module, args)
+        self._look(module, args)
+
+    def see_output(self, module: Module, output: object) -> None:
+        """Looks at what it gives."""
+        self._look(module, output)
 
     def _look(self, module: Module, value: object) -> None:
-        place = self._models.place
-        if place is None or place.module in self.names or not any(True for _ in module.parameters(False)):
+        place = self.clock.models.place
+        if torch.compiler.is_compiling() or place is None or place.module in self.names:
             return
-        with quiet():
-            if (largest_of(floating_in(value)) or 0.0) > LARGE:
-                self.names[place.module] = None
+        if any(True for _ in module.parameters(False)):
+            with quiet():
+                if (largest_of(floating_in(value)) or 0.0) > LARGE:
+                    self.names[place.module] = None
 
 
 def to_float32(value: object) -> object:

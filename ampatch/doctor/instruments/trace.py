@@ -7,34 +7,32 @@ consequences are told from origins, and what reached the loss or a gradient from
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.nn import Module, Parameter
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
-from ampatch.doctor.instruments.clock import Listener
+import ampatch as amp
+from ampatch.doctor.instruments.clock import Clock, parameters_of
+from ampatch.doctor.instruments.dispatch import Operation, Rule
 from ampatch.doctor.instruments.evidence import Evidence, explain_arguments
 from ampatch.doctor.instruments.marks import InfiniteData, Marks, Origins
 from ampatch.doctor.instruments.operations import (
     ASKING,
     CASTING,
-    COMPOSITE,
+    CASTS,
     IGNORED,
     REPEATED,
     Call,
-    Describer,
     Enough,
     Graph,
-    inside_of,
     is_cured_by_scale,
-    name_of,
 )
-from ampatch.doctor.instruments.places import Models, Standing, is_called_by_scaler, user_line
+from ampatch.doctor.instruments.places import is_called_by_ampatch, is_called_by_scaler, user_line
 from ampatch.doctor.instruments.region import region_in_float32
 from ampatch.doctor.instruments.values import (
     HALF,
@@ -50,61 +48,64 @@ from ampatch.doctor.instruments.values import (
 )
 
 
-class Trace(TorchFunctionMode, Listener):
+class Trace(Rule):
     """Watches the attempts in `window`, None: all; after it the script ends, unless it `goes_on`."""
 
-    def __init__(self, window: Collection[int] | None, goes_on: bool = False) -> None:
-        super().__init__()
+    looks_inside = True
+
+    def __init__(self, clock: Clock, window: Collection[int] | None, goes_on: bool = False) -> None:
+        super().__init__(clock)
         self.window, self.goes_on = window, goes_on
         self.origins = Origins()
         self.scale = 1.0  # of the loss
-        self.models = Models()
-        self._describer = Describer(self.models)
+        self.models = clock.models
         self._begin_window()
 
     def _begin_window(self) -> None:
         self.active = self.window is None or self.origins.attempt in self.window
         self._marks, self._infinite, self._evidence = Marks(), InfiniteData(), Evidence()
         self._graph = Graph(self.models, self._on_bad_gradient)
-        self._describer.begin()
-        self._in_backward = self._is_off = self._found_in_backward = False
+        self._pending: Call | None = None  # a cast of ours, which is part of what follows
+        self._found_in_backward = False
         self.origins.came_back = set()
-        self.models.forget_calls()
         self._note_old_gradients()
+
+    @property
+    def _is_away(self) -> bool:
+        """Whether a backward pass runs, and no checkpoint repeats its forward."""
+        return self.clock.in_backward and not self.clock.repeats
 
     def _note_old_gradients(self) -> None:
         """Remembers whose gradients are bad by now: what comes next is not to blame for them."""
-        with quiet():
-            bad = [p for p in self.models.parameters() if self.active and p.grad is not None]
-            self._old = {self.models.name_of(p) for p in bad if not is_finite(p.grad)}
+        bad = [p for p in self.models.parameters() if self.active and p.grad is not None]
+        self._old = {self.models.name_of(p) for p in bad if not is_finite(p.grad)}
+
+    def enter_model(self, model: Module, args: tuple) -> None:
+        """Looks at the batch of a model."""
+        if self._is_away:
+            return
+        self._note_batch_sizes(args)
+        self.origins.give_up()
+        if self.active:
+            with quiet():
+                self._look_at_batch(args)
+                for parameter in self.models.parameters():
+                    for origin in self.origins.of_input(self._marks.of(parameter)):
+                        origin.parameter = self.models.name_of(parameter)
 
     def enter_module(self, module: Module, args: tuple) -> None:
-        """Follows the modules; at the entry of a model looks at its batch."""
-        if self._in_backward:
-            return
-        is_root = self.models.enter(module)
-        if is_root or not self.origins.batch_sizes:  # as of a model that is given keywords alone
-            with quiet():
-                padded = [it for it in args if not isinstance(it, PackedSequence)]
-                self.origins.batch_sizes = tuple(it.shape[0] for it in tensors_in(padded) if it.dim())
-        if is_root:
-            self._describer.part = "loss"  # what follows the model
-            self.origins.give_up()
-            if self.active:
-                with quiet():
-                    self._look_at_batch(args)
-                    for parameter in self.models.parameters():
-                        for origin in self.origins.of_input(self._marks.of(parameter)):
-                            origin.parameter = self.models.name_of(parameter)
+        """Learns the sizes of the batch, as of a model that is given keywords alone."""
+        if not (self._is_away or self.origins.batch_sizes):
+            self._note_batch_sizes(args)
 
-    def see_scale(self, scale: float) -> None:
+    def _note_batch_sizes(self, args: tuple) -> None:
+        with quiet():
+            padded = [it for it in args if not isinstance(it, PackedSequence)]
+            self.origins.batch_sizes = tuple(it.shape[0] for it in tensors_in(padded) if it.dim())
+
+    def see_scale(self, scaler: GradScaler | amp.LossScaler) -> None:
         """Remembers the scale of the loss."""
-        self.scale = scale
-
-    def leave_module(self, module: Module) -> None:
-        """Follows the modules."""
-        if not self._in_backward:
-            self.models.leave()
+        self.scale = scaler.get_scale()
 
     def _look_at_batch(self, args: tuple) -> None:
         for tensor in tensors_in(args):
@@ -120,23 +121,18 @@ class Trace(TorchFunctionMode, Listener):
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Says which origins reached the loss."""
-        self._in_backward, self._found_in_backward, self.origins.asked = True, False, set()
+        self._found_in_backward, self.origins.asked = False, set()
         if self.active:
             self._note_old_gradients()
-            if self._describer.part == "input":  # no model has run
+            if self.clock.part == "input":  # no model has run
                 self.origins.move_to_loss()
-            with quiet():
-                self.origins.reach(self._marks.of(*(loss for loss in losses if not is_finite(loss))))
+            self.origins.reach(self._marks.of(*(loss for loss in losses if not is_finite(loss))))
 
     def end_backward(self) -> None:
         """Looks at the gradients; the next micro-step begins."""
-        self._in_backward = False
         if self.active:
-            with quiet():
-                self._look_at_gradients(self.models.parameters())
+            self._look_at_gradients(self.models.parameters())
         self.origins.micro_step += 1
-        self._describer.part = "input"
-        self.models.forget_calls()
 
     def _look_at_gradients(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
@@ -153,38 +149,22 @@ class Trace(TorchFunctionMode, Listener):
                 self._found_in_backward = True
             self._marks.add(gradient, {self.origins.last})
 
-    @contextmanager
-    def again(self, place: Standing) -> Iterator[None]:
-        """Operations of a checkpoint run again in the backward pass, at their place, and now have a graph."""
-        before = self.models.save()
-        self.models.restore(*place)
-        self._in_backward, self.origins.is_repeat = False, True
-        try:
-            with self if self._is_off else nullcontext():
-                yield
-        finally:
-            self._in_backward, self.origins.is_repeat = True, False
-            self.models.restore(*before)
-
     def begin_attempt(self, optimizer: Optimizer, scaler: object) -> None:
-        """The optimizer's own operations follow."""
+        """Looks at the gradients that an optimizer takes."""
         self.origins.micro_step = max(0, self.origins.micro_step - 1)  # it belongs to the last backward pass
-        self.see_closure(optimizer, False)
+        self.end_closure(optimizer)
 
-    def see_closure(self, optimizer: Optimizer, runs: bool) -> None:
-        """Tells what a closure does from what its optimizer does, which takes the gradients."""
-        self._describer.part = "input" if runs else "optimizer"
-        if self.active and not runs:
-            with quiet():
-                self.models.learn_masters(optimizer)
-                self._look_at_gradients(it for group in optimizer.param_groups for it in group["params"])
+    def end_closure(self, optimizer: Optimizer) -> None:
+        """Looks at the gradients that an optimizer takes."""
+        if self.active:
+            self.models.learn_masters(optimizer)
+            self._look_at_gradients(parameters_of(optimizer))
 
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Looks at what the step made of the weights; the next window begins."""
         if self.active:
-            with quiet():
-                weights = [it for group in optimizer.param_groups for it in group["params"]]
-                self.origins.reach(self._marks.of(*(it for it in weights if not is_finite(it))))
+            bad = [it for it in parameters_of(optimizer) if not is_finite(it)]
+            self.origins.reach(self._marks.of(*bad))
         self.origins.end_attempt()
         if self.window is not None and self.origins.attempt > max(self.window) and not self.goes_on:
             raise Enough
@@ -195,52 +175,49 @@ class Trace(TorchFunctionMode, Listener):
         self.origins.give_up()
         return [origin.to_json() for origin in self.origins.all]
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = name_of(func)
-        if not self.active or self._in_backward or name in IGNORED:
-            before, self._is_off = self._is_off, True  # torch leaves the mode for what a function does
-            try:
-                return func(*args, **kwargs)
-            finally:
-                self._is_off = before
-        if name in COMPOSITE:
-            with inside_of(func), self:
-                return func(*args, **kwargs)
-        taken = inexact_in((args, kwargs))
-        if name in ASKING:
-            self.origins.asked |= self._marks.of(*taken)
-        with quiet():
-            bad = [tensor for tensor in taken if not is_finite(tensor)]
-            largest = largest_of(taken)
-        result = func(*args, **kwargs)
-        device = taken[0].device.type if taken else "cpu"
-        self._autocast = device if device != "meta" and torch.is_autocast_enabled(device) else None
-        with quiet():
-            given = inexact_in(result)
-            if name.endswith("_") and args:  # in place; of functions named _foreach_ a list
-                given += inexact_in(args[0])
-            if given:
-                may_mask = not bad and self._describer.part != "optimizer"  # a rate may be infinite
-                constant = may_mask and holds_no_number((args, *kwargs.values()))
-                call = self._describer.describe(name, given)
-                self._evidence.follow(call, args, kwargs, taken, given)
-                self._look(call, taken, bad, given, largest, constant)
-                for origin in (it for it in self.origins.all if it.call is call):
-                    explain_arguments(origin, args, kwargs, taken)
-        return result
+    def wants(self, name: str) -> bool:
+        """Of a backward pass the graph tells."""
+        return self.active and not self._is_away and name not in IGNORED
 
-    def see_function(self, name: str, args: object, result: object) -> None:
-        """Learns of a `torch.autograd.Function`, whose node has no operation; those in its forward have."""
-        if self.active and not self._in_backward and (given := inexact_in(result)):
-            with quiet():
-                self._graph.tag(inexact_in(args), given, self._describer.describe(name, given))
+    def before(self, operation: Operation) -> tuple[Tensors, float | None]:
+        """Returns what is bad before the operation, and the largest number."""
+        if operation.name in ASKING:
+            self.origins.asked |= self._marks.of(*operation.taken)
+        return [it for it in operation.taken if not is_finite(it)], largest_of(operation.taken)
+
+    def after(self, operation: Operation, kept: tuple[Tensors, float | None], result: object) -> None:
+        """Follows what is bad, and what arguments show."""
+        args, kwargs, taken = operation.args, operation.kwargs, operation.taken
+        given = inexact_in(result)
+        if operation.name.endswith("_") and args:  # in place; of functions named _foreach_ a list
+            given += inexact_in(args[0])
+        if not given:
+            return
+        may_mask = not kept[0] and operation.phase != "optimizer"  # a rate may be infinite
+        constant = may_mask and holds_no_number((args, *kwargs.values()))
+        call = self._describe(operation, given)
+        self.origins.is_repeat = self.clock.repeats
+        self._evidence.follow(call, args, kwargs, taken, given)
+        self._look(call, taken, kept[0], given, kept[1], constant)
+        for origin in (it for it in self.origins.all if it.call is call):
+            explain_arguments(origin, args, kwargs, taken)
+
+    def _describe(self, operation: Operation, given: Tensors) -> Call:
+        is_ours, name = is_called_by_ampatch(), operation.name
+        call = self._pending if is_ours else None
+        call = call or Call(name, operation.phase, operation.place, operation.where)
+        call.op, call.dtype, call.autocast = name, str(given[0].dtype)[6:], operation.autocast
+        self._pending = call if is_ours and name in CASTS else None
+        return call
+
+    def see_function(self, operation: Operation, given: Tensors) -> None:
+        """Learns of a function whose node has no operation."""
+        self._graph.tag(operation.taken, given, self._describe(operation, given))
 
     def _look(
         self, call: Call, taken: Tensors, bad: Tensors, given: Tensors, largest: float | None, constant: bool
     ) -> None:
         """Looks at what an operation gives: `bad` are those that it took and that were so before."""
-        call.autocast = self._autocast
         self._graph.tag(taken, given, call)
         marks, came = self._marks.of(*taken), self._marks.of(*bad)
         worst = next((tensor for tensor in given if not is_finite(tensor)), None)
@@ -255,7 +232,7 @@ class Trace(TorchFunctionMode, Listener):
             # Only a scaler multiplies a loss by itself, in code of ours or torch's.
             is_scaling = call.phase == "loss" and call.op == "mul" and is_called_by_scaler()
             more = {"input_largest": largest, "parameter": parameter, "is_of_scale": is_scaling}
-            more["region"] = region_in_float32(self._autocast) if damage.dtype in HALF else ()
+            more["region"] = region_in_float32(call.autocast) if damage.dtype in HALF else ()
             marks = {*marks, self.origins.add(call, damage, **more)}
         elif damage is not None and damage.kind == "nan":
             self.origins.note_turn(call, damage, came)

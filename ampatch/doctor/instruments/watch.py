@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 
 import torch
@@ -12,8 +12,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 import ampatch as amp
-from ampatch.doctor.instruments.clock import Follower
-from ampatch.doctor.instruments.places import Models
+from ampatch.doctor.instruments.clock import Clock, Listener, parameters_of
 from ampatch.doctor.instruments.values import is_finite, tensors_in
 from ampatch.levels.precision import HALF_TYPES
 
@@ -41,14 +40,12 @@ class Attempt:
         return self.loss and self.gradients and self.weights
 
 
-@dataclass
-class Watch(Follower):
+class Watch(Listener):
     """Watches a whole run; costs some host syncs a step."""
 
-    attempts: list[Attempt] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._models = Models()
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self.attempts: list[Attempt] = []
         self._now = Attempt()
         self._since = perf_counter()
         self._steps: dict[int, int] = {}
@@ -59,33 +56,33 @@ class Watch(Follower):
         self.is_half = False  # whether a model has half parameters
         self.is_open = False  # whether a forward that learns was followed by no step
 
-    def enter_module(self, module: Module, args: tuple) -> None:
-        """Learns which models there are."""
-        if self._models.enter(module) and torch.is_grad_enabled():
+    def enter_model(self, model: Module, args: tuple) -> None:
+        """Notes that a forward that learns begins."""
+        if torch.is_grad_enabled():
             self.is_open = True
-            self.is_half |= any(it.dtype in HALF_TYPES for it in module.parameters())
+            self.is_half |= any(it.dtype in HALF_TYPES for it in model.parameters())
             self._now.left_out |= self._is_bad
             self._is_bad = False
 
     def see_output(self, module: Module, output: object) -> None:
         """Looks at what a model gives."""
-        if self._models.depth == 1 and torch.is_grad_enabled():
+        if self.clock.models.depth == 1 and torch.is_grad_enabled():
             self._is_bad |= not all(map(is_finite, tensors_in(output)))
 
-    def see_own_scaler(self, scaler: amp.LossScaler) -> None:
-        """Notes its scale."""
-        self._now.scale, self._now.is_dynamic = scaler.get_scale(), scaler.is_dynamic
+    def see_scale(self, scaler: GradScaler | amp.LossScaler) -> None:
+        """Notes the scale of ours; that of torch is asked at the attempt."""
+        if isinstance(scaler, amp.LossScaler):
+            self._now.scale, self._now.is_dynamic = scaler.get_scale(), scaler.is_dynamic
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Looks at the loss."""
         self._is_bad, self._has_backward = False, True
         self._now.loss &= all(map(is_finite, losses))
-        self._old = {id(it) for it in self._models.parameters() if not has_finite_grad(it)}
+        self._old = {id(it) for it in self.clock.models.parameters() if not has_finite_grad(it)}
 
     def end_backward(self) -> None:
         """Looks at the gradients."""
-        self._models.forget_calls()
-        made = (it for it in self._models.parameters() if id(it) not in self._old)
+        made = (it for it in self.clock.models.parameters() if id(it) not in self._old)
         self._now.gradients &= all(map(has_finite_grad, made))
 
     def begin_attempt(self, optimizer: Optimizer, scaler: GradScaler | None) -> None:
@@ -94,7 +91,7 @@ class Watch(Follower):
             self._now.scale, self._now.is_dynamic = scaler.get_scale(), True
         elif self._now.scale is None and not self._has_backward and self.attempts:  # the second of one loss
             self._now = replace(self.attempts[-1], weights=True, left_out=False, is_again=True)
-        own = (it for group in optimizer.param_groups for it in group["params"] if id(it) in self._old)
+        own = (it for it in parameters_of(optimizer) if id(it) in self._old)
         self._now.gradients &= all(map(has_finite_grad, own))
         if id(optimizer) not in self._steps:
             self._optimizers.append(optimizer)
@@ -103,8 +100,8 @@ class Watch(Follower):
 
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Looks at the weights and the optimizer's state."""
-        weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        held = [*weights, *self._models.parameters(), *tensors_in(list(optimizer.state.values()))]
+        state = tensors_in(list(optimizer.state.values()))
+        held = [*parameters_of(optimizer), *self.clock.models.parameters(), *state]
         self._now.weights &= all(map(is_finite, held))
         self._now.seconds = perf_counter() - self._since
         self.attempts.append(self._now)

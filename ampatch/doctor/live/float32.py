@@ -11,9 +11,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 import ampatch as amp
+from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.operations import CASTS, name_of
 from ampatch.doctor.instruments.places import OURS, SCALERS, unwrap
-from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.values import is_finite, off_casts, tensors_in
 from ampatch.doctor.live.record import Backward, Operation, Record, Slot
 from ampatch.doctor.live.rerun import Impossible, Rerun
@@ -23,14 +23,14 @@ class InFloat32(Rerun):
     """Does a step again on float32 copies of the models, with no casts and no loss scale."""
 
     def __init__(
-        self, record: Record, models: Sequence[Module], optimizers: Sequence[Optimizer], trace: Trace | None
+        self, record: Record, models: Sequence[Module], optimizers: Sequence[Optimizer], clock: Clock
     ) -> None:
         if not record.slots.is_whole:
             raise Impossible("how the loss came of the model is not known")
         masters = {id(half): master for one in optimizers for half, master in masters_of(one)}
         self._twins: dict[int, Tensor] = {}  # parameters of the copies, by the ids of those they stand for
         copies = {id(model): copy_in_float32(unwrap(model), masters, self._twins) for model in models}
-        super().__init__(record, copies, trace)
+        super().__init__(record, copies, clock)
         self.casts = False
 
     def run(self) -> None:

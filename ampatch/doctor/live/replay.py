@@ -7,17 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 
+from ampatch.doctor.instruments.clock import Clock
+from ampatch.doctor.instruments.dispatch import Operations
 from ampatch.doctor.instruments.operations import Call, Origin
 from ampatch.doctor.instruments.places import unwrap, user_line
 from ampatch.doctor.instruments.precision import Oversized
 from ampatch.doctor.instruments.trace import Trace
-from ampatch.doctor.instruments.unseen import follow_unseen
-from ampatch.doctor.instruments.values import examine, is_finite
+from ampatch.doctor.instruments.values import examine, is_finite, quiet
 from ampatch.doctor.live.float32 import InFloat32
 from ampatch.doctor.live.frames import call_at
 from ampatch.doctor.live.record import Backward, Forward, Record
@@ -38,25 +37,22 @@ def replay(
     """Returns the origins of a step, whether float32 survives, what is not known, and oversized layers."""
     unknown: list[str] = []
     origins: list[dict] = []
-    survives = None
-    oversized = Oversized()
+    survives, oversized = None, None
     try:
         refuse(record, models)
         with as_it_was(record, models):
-            trace = Trace(None)
-            trace.see_scale(scale)
-            run = Rerun(record, {id(model): unwrap(model) for model in models}, trace)
-            origins, error = trace_again(trace, run, record, optimizer)
+            clock = Clock(ExitStack())
+            trace = Trace(clock, None)
+            trace.scale = scale
+            run = Rerun(record, {id(model): unwrap(model) for model in models}, clock)
+            origins, error = run_again(clock, run, trace, record, optimizer)
         if error is not None:
             raise error
         with as_it_was(record, models):
-            trace = Trace(None) if find_hidden(origins) else None
-            again = InFloat32(record, models, optimizers, trace)
-            with ExitStack() as stack:
-                oversized.listen(stack)
-                behind, error = (
-                    trace_again(trace, again, record, optimizer) if trace else ([], attempt(again.run))
-                )
+            clock = Clock(ExitStack())
+            trace, oversized = Trace(clock, None) if find_hidden(origins) else None, Oversized(clock)
+            again = InFloat32(record, models, optimizers, clock)
+            behind, error = run_again(clock, again, trace, record, optimizer)
             if error is not None:
                 raise error
             survives = again.is_finite()
@@ -68,7 +64,7 @@ def replay(
     if not unknown and not any(it["has_reached"] for it in origins):
         why = "another rank may have broken it" if has_ranks() else "it drew from elsewhere than torch"
         unknown.append(f"it did not break again when it was replayed: {why}")
-    return origins, survives, unknown, tuple(oversized.names)
+    return origins, survives, unknown, tuple(oversized.names if oversized else ())
 
 
 def refuse(record: Record, models: Sequence[Module]) -> None:
@@ -110,19 +106,20 @@ def as_it_was(record: Record, models: Sequence[Module]) -> Iterator[None]:
         yield
 
 
-def trace_again(
-    trace: Trace, run: Rerun, record: Record, optimizer: Optimizer | None
+def run_again(
+    clock: Clock, run: Rerun, trace: Trace | None, record: Record, optimizer: Optimizer | None
 ) -> tuple[list[dict], Exception | None]:
-    """Does a step again under a trace; returns its origins, and the error that ended it."""
-    with ExitStack() as stack:
-        stack.callback(register_module_forward_pre_hook(trace.enter_module).remove)
-        after = register_module_forward_hook(lambda module, *_: trace.leave_module(module), always_call=True)
-        stack.callback(after.remove)
-        follow_unseen(trace, stack)
-        stack.enter_context(trace)
+    """Does a step again; returns the origins that a trace found, and the error that ended it."""
+    with clock.undo:
+        clock.follow_modules()
+        if trace is not None:
+            Operations(clock, [trace]).follow()
         error = attempt(run.run)
+    if trace is None:
+        return [], error
     if optimizer is not None:
-        trace.end_attempt(optimizer)
+        with quiet():
+            trace.end_attempt(optimizer)
     origins = trace.to_json()
     if not record.slots.is_whole and not any(it["has_reached"] for it in origins):
         origins += of_unseen_loss(record)
@@ -141,14 +138,7 @@ def attempt(run: Callable[[], None]) -> Exception | None:
 def of_unseen_loss(record: Record) -> list[dict]:
     """Says that the loss broke, where its operations were not seen: what came back of it is bad."""
     for event in (one for one in record.events if isinstance(one, Backward)):
-        if is_finite(event.value):
-            continue
-        origin: list[Origin] = []
-
-        def find(value: Tensor = event.value, found: list[Origin] = origin) -> None:
-            call = Call("", "loss", None, user_line(), str(value.dtype)[6:])
-            found.append(Origin(call, "loss", examine(value), 0, has_reached=True))
-
-        call_at(event.frames, find)
-        return [origin[0].to_json()]
+        if not is_finite(event.value):
+            call = Call("", "loss", None, call_at(event.frames, user_line), str(event.value.dtype)[6:])
+            return [Origin(call, "loss", examine(event.value), 0, has_reached=True).to_json()]
     return []

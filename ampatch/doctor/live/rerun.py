@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from ampatch.doctor.instruments.operations import REPEATED
-from ampatch.doctor.instruments.trace import Trace
+from ampatch.doctor.instruments.clock import Clock
+from ampatch.doctor.instruments.operations import REPEATED, nodes_of
 from ampatch.doctor.instruments.values import quiet, set_random, tensors_in
 from ampatch.doctor.live.frames import Surroundings, call_at, restored
 from ampatch.doctor.live.record import Backward, Forward, Operation, Record, Slot, map_tensors
@@ -22,10 +22,10 @@ class Impossible(Exception):
 
 
 class Rerun:
-    """Does the events of a record again, with `models` by the ids of those that ran; may tell a trace."""
+    """Does the events of a record again, with `models` by the ids of those that ran, and tells a clock."""
 
-    def __init__(self, record: Record, models: Mapping[int, Module], trace: Trace | None = None) -> None:
-        self._record, self._models, self._trace = record, models, trace
+    def __init__(self, record: Record, models: Mapping[int, Module], clock: Clock) -> None:
+        self._record, self._models, self._clock = record, models, clock
         self.values: dict[int, Tensor] = {}
         self.parameters = [p for model in models.values() for p in model.parameters() if p.requires_grad]
         self.casts = True
@@ -78,18 +78,14 @@ class Rerun:
             self.keep(event.outputs, call_at(event.frames, run))
 
     def backward(self, event: Backward) -> None:
-        """Goes backward again, under a trace from the line that did."""
-        if self._trace is None:
-            self._go_backward(event)
-        else:
-            call_at(event.frames, functools.partial(self._trace_backward, self._trace, event))
+        """Goes backward again, from the line that did."""
+        call_at(event.frames, functools.partial(self._tell_backward, event))
 
-    def _trace_backward(self, trace: Trace, event: Backward) -> None:
+    def _tell_backward(self, event: Backward) -> None:
         returned = [slot for one in self._record.events if isinstance(one, Forward) for slot in one.outputs]
         whole = self._record.slots.is_whole and event.loss is not None
-        trace.begin_backward(tuple(self.values[slot] for slot in ([event.loss] if whole else returned)))
-        self._go_backward(event)
-        trace.end_backward()
+        with self._clock.backward(tuple(self.values[it] for it in ([event.loss] if whole else returned))):
+            self._go_backward(event)
 
     def _go_backward(self, event: Backward) -> None:
         """Gradients are added up as in the step."""
@@ -135,19 +131,6 @@ class Rerun:
         if not pairs:
             raise Impossible("how the loss came of the model is not known")
         return [value for value, _ in pairs], [gradient for _, gradient in pairs]
-
-
-def nodes_of(roots: Sequence[Tensor], first: int = 0) -> Iterator[object]:
-    """Yields the nodes of a graph, each once, but none that is older than the first."""
-    found = [root.grad_fn for root in roots]
-    seen: set[object] = set()
-    while found:
-        node = found.pop()
-        if node is None or node in seen or node._sequence_nr() < first:
-            continue
-        seen.add(node)
-        yield node
-        found += [each for each, _ in node.next_functions]
 
 
 def repeats(roots: Sequence[Tensor]) -> bool:

@@ -13,10 +13,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 import ampatch as amp
+from ampatch.doctor.instruments.operations import nodes_of
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.live.flag import Flag
 from ampatch.doctor.live.record import Forward, Record
-from ampatch.doctor.live.rerun import nodes_of
 
 NONE = 2**63  # above the number of each node
 

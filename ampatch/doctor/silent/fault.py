@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.places import Place
-
-Site = tuple[str, str | None, str, Place | None]  # phase, line, operation and module of a fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +33,8 @@ class SilentFault:
 class Notes:
     """What was found in one run: each fault once, with the attempts at which it was seen."""
 
-    def __init__(self) -> None:
-        self.attempt = 0
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._found: dict[tuple[object, ...], tuple[SilentFault, list[int]]] = {}
 
     def add(
@@ -49,7 +48,7 @@ class Notes:
         **numbers: object,
     ) -> None:
         """Notes a fault, at the present attempt unless another is given."""
-        attempt = self.attempt if attempt is None else attempt
+        attempt = self._clock.attempt if attempt is None else attempt
         key = (kind, where, op, place and place.module)
         if key not in self._found:
             model, module = (None, "") if place is None else (place.model, place.module)

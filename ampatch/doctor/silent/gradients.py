@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,11 +12,10 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn import Module
 from torch.nn import functional as F
-from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
 import ampatch as amp
-from ampatch.doctor.instruments.clock import Follower, wrap
+from ampatch.doctor.instruments.clock import Clock, Listener
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.places import Models, device_of, user_line
 from ampatch.doctor.instruments.values import drop_alike, floating_in, plain, quiet, random_of, set_random
@@ -46,53 +44,46 @@ def is_sample(attempt: int) -> bool:
     return attempt <= 3
 
 
-class Ranges(Follower, amp.Observer):
+class Ranges(Listener, amp.Observer):
     """Notes at sampled attempts how much of each gradient float16 holds badly; costs a host sync each."""
 
-    def __init__(self) -> None:
-        self._models = Models()
-        self._attempt, self._is_done, self._is_now = 0, False, False
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self._is_done, self._is_now = False, False
         self._uses_float16 = False
         self._before: list[Before] = []
         self.shares: dict[int, float] = {}  # by attempt: of the parameter that is worst off
-
-    def open(self, undo: ExitStack) -> None:
-        """Learns of the levels that are in use, until undone."""
-        undo.enter_context(amp.observe(self))
+        clock.undo.enter_context(amp.observe(self))
 
     def on_initialize(self, policy: amp.Policy) -> None:
-        """Called by `initialize`."""
+        """Learns of the levels that are in use."""
         self._uses_float16 |= policy.half is torch.float16
 
-    def enter_module(self, module: Module, args: tuple) -> None:
-        """Learns which models there are, and whether they run in float16."""
-        if self._models.enter(module) and not self._uses_float16:
-            parameter = next(module.parameters())
-            device = parameter.device.type
-            casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.float16
-            self._uses_float16 = casts or parameter.dtype is torch.float16
+    def enter_model(self, model: Module, args: tuple) -> None:
+        """Learns whether a model runs in float16."""
+        parameter = next(model.parameters())
+        device = parameter.device.type
+        casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.float16
+        self._uses_float16 |= casts or parameter.dtype is torch.float16
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Learns which gradients there are already."""
-        self._is_now = self._uses_float16 and not self._is_done and is_sample(self._attempt)
-        self._before = clean(self._models) if self._is_now else []
+        self._is_now = self._uses_float16 and not self._is_done and is_sample(self.clock.attempt)
+        self._before = clean(self.clock.models) if self._is_now else []
 
     def end_backward(self) -> None:
         """Looks at the gradients of the first backward pass of an attempt: later ones add to them."""
-        self._models.forget_calls()
         if not self._is_now:
             return
         self._is_done = True
         grads = [it.grad for it in made_since(self._before) if it.grad.numel()]
-        with quiet():
-            if grads:
-                self.shares[self._attempt] = max(
-                    torch.stack([share_of_bad(plain(it)) for it in grads]).tolist()
-                )
+        if grads:
+            shares = torch.stack([share_of_bad(plain(it)) for it in grads])
+            self.shares[self.clock.attempt] = max(shares.tolist())
 
     def end_attempt(self, optimizer: Optimizer) -> None:
-        """Counts."""
-        self._attempt, self._is_done = self._attempt + 1, False
+        """The next attempt is looked at again."""
+        self._is_done = False
 
     def to_json(self) -> list[tuple[int, float]]:
         """Returns the attempts that are worth a comparison with float32, with their shares."""
@@ -108,16 +99,16 @@ def share_of_bad(grad: Tensor) -> Tensor:
     return torch.where(values.any(), share * is_half, torch.ones_like(share))
 
 
-class Sample(Follower):
+class Sample(Listener):
     """Saves the weights and the gradients of one attempt, or repeats it from these weights.
 
     Weights, buffers and random state are saved when a model is entered for the first time in the attempt,
     and read by the run in float32 at the same place, so that the step is the same.
     """
 
-    def __init__(self, folder: str, attempt: int, repeats: bool) -> None:
+    def __init__(self, clock: Clock, folder: str, attempt: int, repeats: bool) -> None:
+        super().__init__(clock)
         self._folder, self._wanted, self._repeats = Path(folder), attempt, repeats
-        self._models, self._attempt = Models(), 0
         self._entered: set[int] = set()
         self._loss, self._scale, self._where = math.nan, 1.0, None
         self._grads: dict[str | None, Tensor] = {}
@@ -126,11 +117,7 @@ class Sample(Follower):
         self._device = torch.device("cpu")  # of the model
         self._random: dict[str, Tensor] = {}  # as it is if nothing else than dropout draws
         self._is_drawn = False
-
-    def open(self, undo: ExitStack) -> None:
-        """Watches what modules return, and has the attempt drop the same in both runs, until undone."""
-        undo.callback(register_module_forward_hook(self._look_at_output).remove)
-        wrap(F, "dropout", self._drop, undo)
+        clock.wrap(F, "dropout", self._drop)
 
     def _drop(self, dropout: Callable[..., Tensor], *args, **kwargs) -> Tensor:
         if not self._is_now:
@@ -148,41 +135,41 @@ class Sample(Follower):
 
     @property
     def _is_now(self) -> bool:
-        return self._attempt == self._wanted
+        return self.clock.attempt == self._wanted
 
-    def enter_module(self, module: Module, args: tuple) -> None:
+    def enter_model(self, model: Module, args: tuple) -> None:
         """Saves or reads the weights of a model."""
-        is_root = self._models.enter(module)
-        if not (is_root and self._is_now) or id(module) in self._entered:
+        if not self._is_now or id(model) in self._entered:
             return
         file = self._folder / f"weights-{len(self._entered)}.pt"
-        self._entered.add(id(module))
-        self._device = device_of(module)
+        self._entered.add(id(model))
+        self._device = device_of(model)
         with quiet():
             if not self._repeats:
-                values = {name: value.detach().clone() for name, value in named(module)}
+                values = {name: value.detach().clone() for name, value in named(model)}
                 torch.save((values, random_of(self._device)), file)
             elif file.exists():
                 values, states = torch.load(file, weights_only=True)
-                for name, value in named(module):
+                for name, value in named(model):
                     if name in values:
                         value.copy_(values[name])
                 set_random(states)
         self._random = random_of(self._device)
 
-    def _look_at_output(self, module: Module, args: tuple, output: object) -> None:
+    def see_output(self, module: Module, output: object) -> None:
+        """Has the largest gradient of an activation noted."""
         for tensor in floating_in(output) if self._is_now and self._repeats and not self._grads else ():
             if tensor.requires_grad:
                 tensor.register_hook(lambda grad: self._largest.append(plain(grad).abs().amax()))
 
-    def see_own_scaler(self, scaler: amp.LossScaler) -> None:
-        """Notes its scale."""
-        if self._is_now and not self._grads:
+    def see_scale(self, scaler: GradScaler | amp.LossScaler) -> None:
+        """Notes the scale of ours; that of torch is asked at the attempt."""
+        if isinstance(scaler, amp.LossScaler) and self._is_now and not self._grads:
             self._scale = scaler.get_scale()
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Notes the loss."""
-        self._before = clean(self._models) if self._is_now and not self._grads else []
+        self._before = clean(self.clock.models) if self._is_now and not self._grads else []
         if self._is_now and not self._grads:
             self._loss, self._where = sum(loss.detach().sum().item() for loss in losses), user_line()
             self._look_at_draws()
@@ -190,9 +177,8 @@ class Sample(Follower):
 
     def end_backward(self) -> None:
         """Keeps the gradients of the first backward pass of the attempt."""
-        self._models.forget_calls()
         for parameter in made_since(self._before):
-            self._grads[self._models.name_of(parameter)] = plain(parameter.grad).float().cpu().clone()
+            self._grads[self.clock.models.name_of(parameter)] = plain(parameter.grad).float().cpu().clone()
         self._before = []
 
     def begin_attempt(self, optimizer: Optimizer, scaler: GradScaler | None) -> None:
@@ -207,15 +193,13 @@ class Sample(Follower):
             kept = {"loss": self._loss / self._scale, "scale": self._scale, "where": self._where}
             kept |= {"grads": self._grads, "largest": largest, "is_drawn": self._is_drawn}
             torch.save(kept, self._folder / ("float32.pt" if self._repeats else "half.pt"))
-        self._attempt += 1
-        if self._repeats and self._attempt > self._wanted:
+        if self._repeats and self.clock.attempt >= self._wanted:
             raise Enough
 
 
 def clean(models: Models) -> list[Before]:
     """Looks at the parameters that have no gradient as yet, or one of zeros; costs a host sync each."""
-    with quiet():
-        return look_before(it for it in models.parameters() if it.grad is None or not plain(it.grad).any())
+    return look_before(it for it in models.parameters() if it.grad is None or not plain(it.grad).any())
 
 
 def named(module: Module) -> list[tuple[str, Tensor]]:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ampatch.doctor.instruments.clock import wrap
+from ampatch.doctor.instruments.clock import Clock
+from ampatch.doctor.instruments.dispatch import Operation, Site
 from ampatch.doctor.instruments.operations import CASTS
 from ampatch.doctor.instruments.places import is_called_by_ampatch, is_called_by_user, user_line
 from ampatch.doctor.instruments.values import TensorNotes, key_of
-from ampatch.doctor.silent.fault import Notes, Site
+from ampatch.doctor.silent.fault import Notes
 from ampatch.doctor.silent.scaled import Scaled
-from ampatch.doctor.silent.shadows import Operation
 from ampatch.levels.precision import HALF_TYPES
 
 VIEWS = ("", "t", "transpose", "permute", "view", "reshape", "flatten", "unsqueeze", "squeeze", "contiguous")
@@ -43,17 +42,13 @@ class Cast:
 class Casts:
     """Casts to float32 that autocast, or a patched function, takes back at once."""
 
-    def __init__(self, notes: Notes) -> None:
-        self._notes = notes
+    def __init__(self, clock: Clock, notes: Notes) -> None:
+        self._clock, self._notes = clock, notes
         self._modules: dict[int, tuple[Module, str, str | None]] = {}
         self._told: set[int] = set()
-        self.inside: list[Module] = []  # the modules that run
         self.forget()
-
-    def open(self, undo: ExitStack) -> None:
-        """Watches modules that are made float32, until undone."""
-        wrap(Module, "float", self._cast_module, undo)
-        wrap(Module, "to", self._cast_module, undo)
+        clock.wrap(Module, "float", self._cast_module)
+        clock.wrap(Module, "to", self._cast_module)
 
     def forget(self) -> None:
         """Begins with the next attempt."""
@@ -69,9 +64,9 @@ class Casts:
     def look(self, operation: Operation, given: list[Tensor]) -> None:
         """Follows the tensors of a cast."""
         is_half = any(it.dtype in HALF_TYPES for it in given)
-        if is_half and self.inside:
+        if is_half and self._modules:
             self._look_at_modules(operation)
-        known = [cast for tensor in operation.taken for cast in self._casts.find(tensor)]
+        known = [cast for tensor in operation.floating for cast in self._casts.find(tensor)]
         if operation.name in CASTS and not known:
             self._look_at_cast(operation, given)
         if not given or not known:
@@ -86,7 +81,7 @@ class Casts:
                 cast.has_effect = True
 
     def _look_at_cast(self, operation: Operation, given: list[Tensor]) -> None:
-        came = [tensor.dtype for tensor in (*operation.taken[:1], *given[:1])]
+        came = [tensor.dtype for tensor in (*operation.floating[:1], *given[:1])]
         if came[:1] and came[0] in HALF_TYPES and came[1:] == [torch.float32] and is_called_by_user():
             cast = Cast(operation.site)
             self._casts.add(given, cast)
@@ -107,10 +102,10 @@ class Casts:
     def _look_at_modules(self, operation: Operation) -> None:
         if not is_undone(operation):
             return
-        for each in self.inside:
-            _, op, where = self._modules.get(id(each), (None, "", None))
-            if op and id(each) not in self._told:
-                self._told.add(id(each))
+        for each in self._clock.running:
+            _, op, where = self._modules.get(each, (None, "", None))
+            if op and each not in self._told:
+                self._told.add(each)
                 self._notes.add(
                     "float32_under_autocast", "forward", where, op, operation.place, runs=operation.name
                 )
@@ -120,7 +115,7 @@ def is_undone(operation: Operation) -> bool:
     """Says whether an operation that gives half takes float32 alone, or is a cast that ampatch makes."""
     if operation.name in CASTS:
         return is_called_by_ampatch()
-    return bool(operation.taken) and all(it.dtype is torch.float32 for it in operation.taken)
+    return bool(operation.floating) and all(it.dtype is torch.float32 for it in operation.floating)
 
 
 def dtypes_of(module: Module) -> set[torch.dtype]:
@@ -143,10 +138,10 @@ class Reads:
         """Notes what measures a gradient."""
         owner = getattr(operation.func, "__self__", None)
         if operation.name == "" and getattr(owner, "__name__", "") == "grad" and given:
-            self._grads[key_of(given[0])] = operation.taken[0]
+            self._grads[key_of(given[0])] = operation.floating[0]
         if operation.name not in MEASURES or not self._grads:
             return
-        read = [self._grads[key_of(it)] for it in operation.taken if key_of(it) in self._grads]
+        read = [self._grads[key_of(it)] for it in operation.floating if key_of(it) in self._grads]
         scale = self._scaled.scale_of(read) if read and is_called_by_user() else None
         if scale is not None and not self._scaled.was_asked:
             self._notes.add(
@@ -176,9 +171,9 @@ class Lengths:
 
     def look(self, operation: Operation, given: list[Tensor]) -> None:
         """Follows sums to what divides them."""
-        if len(given) != 1 or not operation.taken:
+        if len(given) != 1 or not operation.floating:
             return
-        sums = [it for tensor in operation.taken for it in self._sums.find(tensor)]
+        sums = [it for tensor in operation.floating for it in self._sums.find(tensor)]
         if sums and operation.name in QUOTIENTS:
             self._look_at_quotient(operation, sums)
         elif operation.name in PRODUCTS and given[0].dtype is torch.float16:
@@ -206,12 +201,12 @@ class Lengths:
 def length_of(operation: Operation, given: Tensor) -> int:
     """Returns how many numbers each of a result is the sum of; 0 if that is not known."""
     if operation.name == "sum":
-        return operation.taken[0].numel() // max(given.numel(), 1)
+        return operation.floating[0].numel() // max(given.numel(), 1)
     if operation.name != "einsum":
-        return operation.taken[-2].shape[-1] if len(operation.taken) > 1 else 0
+        return operation.floating[-2].shape[-1] if len(operation.floating) > 1 else 0
     equation = str(operation.args[0]).replace(" ", "")
     inputs, _, output = equation.partition("->")
     sizes: dict[str, int] = {}
-    for letters, tensor in zip(inputs.split(","), operation.taken, strict=False):
+    for letters, tensor in zip(inputs.split(","), operation.floating, strict=False):
         sizes |= dict(zip(reversed(letters), reversed(tensor.shape), strict=False))
     return math.prod(size for letter, size in sizes.items() if letter not in output)

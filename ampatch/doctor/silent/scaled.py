@@ -7,9 +7,9 @@ warnings are listened to.
 from __future__ import annotations
 
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +19,10 @@ from torch.nn import Module, Parameter
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
-from ampatch.doctor.instruments.clock import Follower, wrap
-from ampatch.doctor.instruments.places import Models, is_called_by_doctor, user_line
-from ampatch.doctor.instruments.values import is_finite, plain, quiet, tensors_in
+from ampatch.doctor.instruments.clock import Clock, Listener, parameters_of
+from ampatch.doctor.instruments.operations import nodes_of
+from ampatch.doctor.instruments.places import is_called_by_doctor, user_line
+from ampatch.doctor.instruments.values import is_finite, plain, tensors_in
 from ampatch.doctor.silent.fault import Notes
 from ampatch.doctor.silent.library import listen_to_library
 
@@ -54,30 +55,28 @@ class ScaledLoss:
     was_used: bool = False
 
 
-class Scaled(Follower):
+class Scaled(Listener):
     """Follows the gradients of all models that run; costs a host sync a scaled loss."""
 
-    def __init__(self, notes: Notes) -> None:
-        self._notes, self._models = notes, Models()
+    def __init__(self, clock: Clock, notes: Notes) -> None:
+        super().__init__(clock)
+        self._notes = notes
         self._gradients: dict[int, Gradient] = {}  # of parameters
         self._losses: list[ScaledLoss] = []
         self._has_scaler = self.was_asked = False
         self._backwards = 0
         self._before: list[Before] = []
         self._now: tuple[GradScaler | None, str | None] | None = None  # of the backward that runs
-
-    def open(self, undo: ExitStack) -> None:
-        """Replaces what gradients pass through, until undone."""
-        wrap(GradScaler, "scale", self._scale, undo)
-        wrap(GradScaler, "unscale_", self._unscale, undo)
-        wrap(GradScaler, "get_scale", self._get_scale, undo)
+        clock.wrap(GradScaler, "scale", self._scale)
+        clock.wrap(GradScaler, "unscale_", self._unscale)
+        clock.wrap(GradScaler, "get_scale", self._get_scale)
         for owner in (Optimizer, Module):
-            wrap(owner, "zero_grad", self._zero_grad, undo)
+            clock.wrap(owner, "zero_grad", self._zero_grad)
         for owner in (clip_grad, torch.nn.utils):
-            wrap(owner, "clip_grad_norm_", self._clip, undo)
-            wrap(owner, "clip_grad_value_", self._clip, undo)
-        wrap(torch.autograd, "grad", self._grad, undo)
-        listen_to_library(self._notes, lambda: self._backwards, undo)
+            clock.wrap(owner, "clip_grad_norm_", self._clip)
+            clock.wrap(owner, "clip_grad_value_", self._clip)
+        clock.wrap(torch.autograd, "grad", self._grad)
+        listen_to_library(notes, lambda: self._backwards, clock.undo)
 
     def close(self) -> None:
         """Notes what was never used up to the end of the run."""
@@ -88,7 +87,6 @@ class Scaled(Follower):
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Asks whether a scaled loss is part of it, and what gradients there are."""
         self._backwards += 1
-        self._models.forget_calls()
         self._now = None
         if not self._has_scaler:
             return
@@ -96,10 +94,9 @@ class Scaled(Follower):
         if not reached and any(loss.numel() > 1 for loss in losses):
             return  # it is given gradients to begin with, which may be scaled
         self._now = reached[0].scaler if reached else None, user_line()
-        parameters = self._models.parameters()
-        with quiet():
-            for parameter in parameters:
-                self._forget_zeros(parameter)
+        parameters = self.clock.models.parameters()
+        for parameter in parameters:
+            self._forget_zeros(parameter)
         self._before = look_before(parameters)
 
     def end_backward(self) -> None:
@@ -128,9 +125,10 @@ class Scaled(Follower):
         """Forgets what was stepped; a loss that was scaled an attempt ago has not been used."""
         for parameter in parameters_of(optimizer):
             self._gradients.pop(id(parameter), None)
-        self._tell_unused(loss for loss in self._losses if loss.attempt < self._notes.attempt)
+        now = self.clock.attempt
+        self._tell_unused(loss for loss in self._losses if loss.attempt < now)
         # The graphs of the others are kept no longer than they wait.
-        kept = [loss for loss in self._losses if loss.attempt >= self._notes.attempt]
+        kept = [loss for loss in self._losses if loss.attempt >= now]
         self._losses = [loss for loss in kept if not loss.was_used]
 
     # ---- What is replaced ----
@@ -141,8 +139,7 @@ class Scaled(Follower):
             self._has_scaler = True
             found = [it for it in tensors_in(scaled) if it.grad_fn is not None]
             self._losses += [
-                ScaledLoss(scaler, it.grad_fn, user_line(), self._notes.attempt, is_finite(it))
-                for it in found
+                ScaledLoss(scaler, it.grad_fn, user_line(), self.clock.attempt, is_finite(it)) for it in found
             ]
         return scaled
 
@@ -216,17 +213,11 @@ class Scaled(Follower):
         return self._walk(roots, new) or self._walk(roots, self._losses)
 
     def _walk(self, roots: tuple[Tensor, ...], losses: list[ScaledLoss]) -> list[ScaledLoss]:
-        nodes = {id(loss.node): loss for loss in losses}
-        waiting, seen, found = [root.grad_fn for root in roots], set(), []
-        while waiting and nodes and len(found) < len(nodes):
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if id(node) in nodes:
-                found.append(nodes[id(node)])
-                found[-1].was_used = True
-            waiting += [each for each, _ in node.next_functions]
+        known = {id(loss.node): loss for loss in losses}
+        reached = (known[id(node)] for node in nodes_of(roots) if id(node) in known)
+        found = list(itertools.islice(reached, len(known)))  # no further than it takes
+        for loss in found:
+            loss.was_used = True
         return found
 
     def _tell_unused(self, losses: Iterable[ScaledLoss]) -> None:
@@ -255,8 +246,3 @@ def made_since(before: Iterable[Before]) -> list[Parameter]:
         for parameter, grad, version in before
         if parameter.grad is not None and (parameter.grad is not grad or grad._version != version)
     ]
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Returns the parameters that an optimizer steps."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -8,17 +8,17 @@ again (a clamp, the tanh of a large number, a mask: no fault) or half is finite 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ampatch.doctor.instruments.dispatch import Operation, Site
 from ampatch.doctor.instruments.marks import Marks
-from ampatch.doctor.instruments.places import Place, is_called_by_scaler
+from ampatch.doctor.instruments.places import is_called_by_scaler
 from ampatch.doctor.instruments.values import floating_in, holds_no_number
-from ampatch.doctor.silent.fault import Notes, Site
+from ampatch.doctor.silent.fault import Notes
 from ampatch.levels.precision import HALF_TYPES
 
 DRAWS = ("dropout", "dropout_", "alpha_dropout", "feature_dropout", "bernoulli", "bernoulli_", "multinomial")
@@ -27,25 +27,6 @@ FAR = 0.5  # of what float32 has
 NEGLIGIBLE = 1e-6  # what half can hold but badly
 MOST = 0.5  # of the numbers become zeros: an underflow
 MANY = 0.25  # of the numbers are far from float32
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """A function of torch that is called, with the tensors that it takes and where it stands."""
-
-    name: str
-    func: Callable[..., object]
-    args: tuple
-    kwargs: dict[str, object]
-    taken: list[Tensor]
-    phase: str
-    place: Place | None
-    where: str | None
-
-    @property
-    def site(self) -> Site:
-        """Returns where a fault of it stands."""
-        return self.phase, self.where, self.name, self.place
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,28 +68,27 @@ class Shadows:
 
     def prepare(self, operation: Operation) -> Operation | None:
         """Returns what is needed to repeat an operation on numbers; one that draws cannot be repeated."""
-        if operation.name in DRAWS or not any(tensor.numel() for tensor in operation.taken):
+        if operation.name in DRAWS or not any(tensor.numel() for tensor in operation.floating):
             return None
         if not operation.name.endswith("_"):
             return operation
-        copies: list[Tensor] = []
 
         def copy(value: object) -> object:
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
-            copies.append(value.detach().clone())
+            copied = value.detach().clone()
             if (known := self._find(value)) is not None:
-                self._add(copies[-1], known.wanted, known.loss)
-            return copies[-1]
+                self._add(copied, known.wanted, known.loss)
+            return copied
 
         args, kwargs = tree_map(copy, operation.args), tree_map(copy, operation.kwargs)
-        return replace(operation, args=args, kwargs=kwargs, taken=copies)
+        return replace(operation, args=args, kwargs=kwargs, taken=floating_in((args, kwargs)))
 
     def look(self, operation: Operation, repeated: Operation | None, given: list[Tensor]) -> None:
         """Looks at what an operation gives; `repeated` is what `prepare` made of it."""
-        marks = self._marks.of(*operation.taken)
+        marks = self._marks.of(*operation.floating)
         if repeated is not None:
-            known = [it for it in map(self._find, repeated.taken) if it is not None]
+            known = [it for it in map(self._find, repeated.floating) if it is not None]
             loss = known[0].loss if known else find_loss(repeated, given)
             # A scaler scales the loss, not what was lost: its gradient is none of these zeros.
             wanted = [] if loss is None or (known and is_called_by_scaler()) else self._repeat(repeated)
@@ -142,7 +122,7 @@ class Shadows:
         if operation.name in ("half", "bfloat16"):
             return [args[0]]
         try:
-            device = operation.taken[0].device
+            device = operation.floating[0].device
             devices = [device] if device.type == "cuda" else []
             with torch.autocast(device.type, enabled=False), torch.random.fork_rng(devices):
                 made = operation.func(*args, **kwargs)
@@ -183,17 +163,17 @@ def find_loss(operation: Operation, given: list[Tensor]) -> Loss | None:
             continue
         if not torch.isfinite(tensor).all():
             is_named = holds_no_number((operation.args, tuple(operation.kwargs.values())))
-            if is_named or not all(bool(torch.isfinite(it).all()) for it in operation.taken):
+            if is_named or not all(bool(torch.isfinite(it).all()) for it in operation.floating):
                 return None
             return new_loss("zeros", operation, tensor)
-        if (tensor == 0).float().mean() >= MOST and any(bool(it.any()) for it in operation.taken):
+        if (tensor == 0).float().mean() >= MOST and any(bool(it.any()) for it in operation.floating):
             return new_loss("underflow", operation, tensor)
     return None
 
 
 def new_loss(kind: str, operation: Operation, tensor: Tensor) -> Loss:
     """Describes what an operation loses."""
-    largest = max(it.detach().abs().max().item() for it in operation.taken if it.numel())
+    largest = max(it.detach().abs().max().item() for it in operation.floating if it.numel())
     numbers = {"input_largest": largest, "dtype": str(tensor.dtype).removeprefix("torch.")}
     return Loss(kind, operation.site, numbers)
 

@@ -1,0 +1,166 @@
+"""Shows what a script calls of torch to rules, which look at it: operations, and functions of its own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.utils.checkpoint
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
+
+from ampatch.doctor.instruments.clock import Clock, Listener
+from ampatch.doctor.instruments.operations import name_of
+from ampatch.doctor.instruments.places import Place, user_line
+from ampatch.doctor.instruments.values import Tensors, inexact_in, quiet
+from ampatch.patching.patcher import Patcher
+
+COMPOSITE = ("multi_head_attention_forward",)  # written in Python: it is looked into
+LIBRARIES = ("torch.", "ampatch.")  # whose functions stand for operations that were seen
+Site = tuple[str, str | None, str, Place | None]  # phase, line, operation and module
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A function of torch that is called: `taken` are the tensors it takes that can hold inf and NaN."""
+
+    name: str
+    func: Callable[..., object] | None
+    args: tuple
+    kwargs: dict[str, object]
+    taken: Tensors
+    phase: str
+    place: Place | None
+    autocast: str | None  # the device for which torch.autocast is on
+
+    @classmethod
+    def now(cls, clock: Clock, name: str, func: object, args: tuple, kwargs: dict) -> Operation:
+        """Describes what is called at this moment of a run."""
+        taken = inexact_in((args, kwargs))
+        device = taken[0].device.type if taken else "cpu"
+        autocast = device if device != "meta" and torch.is_autocast_enabled(device) else None
+        return cls(name, func, args, kwargs, taken, clock.phase, clock.models.place, autocast)
+
+    @functools.cached_property
+    def where(self) -> str | None:
+        """The user's line, asked for while the call runs."""
+        return user_line()
+
+    @property
+    def site(self) -> Site:
+        """Where it stands."""
+        return self.phase, self.where, self.name, self.place
+
+    @functools.cached_property
+    def floating(self) -> Tensors:
+        """What it takes, but for complex numbers."""
+        return [tensor for tensor in self.taken if tensor.is_floating_point()]
+
+
+class Rule(Listener):
+    """Looks at what a script calls, by `Operations`."""
+
+    looks_inside = False  # of functions that are `COMPOSITE`
+
+    def wants(self, name: str) -> bool:
+        """Says whether an operation of this name is of interest now."""
+        raise NotImplementedError
+
+    def before(self, operation: Operation) -> object:
+        """Looks at what an operation takes; returns what `after` needs."""
+
+    def after(self, operation: Operation, kept: object, result: object) -> None:
+        """Looks at what an operation gives."""
+
+    def see_function(self, operation: Operation, given: Tensors) -> None:
+        """Looks at a `torch.autograd.Function` of the script's; operations in its forward are shown too."""
+
+
+class Operations(TorchFunctionMode):
+    """Shows each operation that a script calls to the rules that want it, before and after it runs."""
+
+    def __init__(self, clock: Clock, rules: Sequence[Rule]) -> None:
+        super().__init__()
+        self._clock, self._rules = clock, rules
+        self._is_off = False  # torch leaves a mode for what an operation does
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, name_of(func)
+        rules = [rule for rule in self._rules if rule.wants(name)]
+        if not rules:
+            return self._call(func, args, kwargs)
+        if name in COMPOSITE and any(rule.looks_inside for rule in rules):
+            with inside_of(func), self:
+                return func(*args, **kwargs)
+        operation = Operation.now(self._clock, name, func, args, kwargs)
+        with quiet():
+            kept = [rule.before(operation) for rule in rules]
+        result = self._call(func, args, kwargs)
+        with quiet():
+            for rule, each in zip(rules, kept, strict=True):
+                rule.after(operation, each, result)
+        return result
+
+    def _call(self, func: Callable[..., object], args: tuple, kwargs: dict) -> object:
+        before, self._is_off = self._is_off, True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._is_off = before
+
+    def follow(self) -> None:
+        """Shows operations until the clock is undone, and what torch shows no mode.
+
+        That are functions of `torch.autograd.Function`, and what reentrant checkpoints repeat.
+        """
+        reentrant = inspect.unwrap(torch.utils.checkpoint.CheckpointFunction)  # a session puts another there
+        self._clock.wrap(reentrant, "forward", self._remember)
+        self._clock.wrap(reentrant, "backward", self._repeat)
+        held, patcher = vars(Function)["apply"], Patcher()
+
+        def apply(cls: type[Function], *args: object, **kwargs: object) -> object:
+            result = held.__get__(None, cls)(*args, **kwargs)
+            if not cls.__module__.startswith(LIBRARIES):
+                self._show_function(cls.__name__, args, kwargs, inexact_in(result))
+            return result
+
+        patcher.put(Function, "apply", classmethod(apply))
+        self._clock.undo.callback(patcher.retry)
+        self._clock.undo.enter_context(self)
+
+    def _show_function(self, name: str, args: tuple, kwargs: dict, given: Tensors) -> None:
+        rules = [rule for rule in self._rules if given and rule.wants(name)]
+        operation = Operation.now(self._clock, name, None, args, kwargs) if rules else None
+        with quiet() if rules else nullcontext():
+            for rule in rules:
+                rule.see_function(operation, given)
+
+    def _remember(self, forward: Callable[..., object], ctx: object, *args: object) -> object:
+        ctx.ampatch_place = self._clock.models.save()
+        return forward(ctx, *args)
+
+    def _repeat(self, backward: Callable[..., object], ctx: object, *args: object) -> object:
+        """Has operations shown that run again inside of a backward pass, at the place of the first time."""
+        with self._clock.again(ctx.ampatch_place), self if self._is_off else nullcontext():
+            return backward(ctx, *args)
+
+
+@contextmanager
+def inside_of(func: Callable[..., object]) -> Iterator[None]:
+    """Has a function of torch that is written in Python run its body under a mode, and not ask it, once."""
+    names = func.__globals__
+    asks = names["has_torch_function"]
+
+    def answer(_: object) -> bool:
+        names["has_torch_function"] = asks
+        return False
+
+    names["has_torch_function"] = answer
+    try:
+        yield
+    finally:
+        names["has_torch_function"] = asks
