@@ -31,7 +31,7 @@ MOST_STEPS = 4
 MULTIPLE = 8  # that tensor cores take
 TINY = 2**21  # multiply-adds, as of 128 x 128 x 128: starting such a product takes longer than computing it
 
-Place = tuple[str, str, str | None]  # operation, module, line
+Spot = tuple[str, str, str | None]  # operation, module, line
 
 
 class Brakes(Rule):
@@ -39,11 +39,11 @@ class Brakes(Rule):
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock)
-        self.syncs: Counter[Place] = Counter()
-        self.products: Counter[tuple[Place, tuple[int, ...]]] = Counter()
+        self.syncs: Counter[Spot] = Counter()
+        self.products: Counter[tuple[Spot, tuple[int, ...]]] = Counter()
         self.islands: Counter[tuple[str, tuple[str, ...], str | None]] = Counter()
         self.compiles = 0
-        self._open: list[Place] | None = None  # float32 after a half operation
+        self._open: list[Spot] | None = None  # float32 after a half operation
         clock.wrap(torch, "compile", self._compile)
 
     def _compile(self, compile: Callable[..., object], *args: object, **kwargs: object) -> object:
@@ -116,14 +116,13 @@ def is_called_by_script() -> bool:
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "__torch_function__":
         frame = frame.f_back
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(OWN_SYNCS):
+    while frame is not None and (
+        frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename.startswith(OURS[1])
+    ):
+        if frame.f_code.co_filename.startswith(OWN_SYNCS):
             return False
-        if frame.f_code.co_name != "__torch_function__" and not name.startswith(OURS[1]):
-            return not name.startswith(OURS[0])
         frame = frame.f_back
-    return False
+    return frame is not None and not frame.f_code.co_filename.startswith(OURS[0])
 
 
 def sizes_of(name: str, args: tuple) -> tuple[int, ...]:

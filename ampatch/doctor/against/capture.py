@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ampatch.doctor.instruments.clock import Clock, Listener, parameters_of
+from ampatch.doctor.instruments.clock import Clock, Instrument, parameters_of
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.values import drop_alike, is_finite, plain, quiet, tensors_in
 
@@ -26,7 +26,7 @@ LAST = 24  # the attempt after which a scale is not waited for: it has fallen fr
 Key = tuple[str, str, str, int, str]
 
 
-class Capture(Listener):
+class Capture(Instrument):
     """Captures the first attempt whose gradients are finite, or whose forward is not, or the `wanted` one.
 
     Weights are held.

@@ -14,7 +14,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ampatch.doctor.growth.curves import GRADIENT, NORM, OUTPUT, QUANTITIES, WEIGHT
-from ampatch.doctor.instruments.clock import Clock, Listener
+from ampatch.doctor.instruments.clock import Clock, Instrument
 from ampatch.doctor.instruments.values import plain, quiet, tensors_in
 from ampatch.tools.tensors import read_numbers
 
@@ -24,7 +24,7 @@ MOST_KEPT = 400  # attempts that are kept, where nobody says how many
 Number = tuple[str, str, int, Tensor]  # model, module, quantity
 
 
-class Growth(Listener):
+class Growth(Instrument):
     """Notes every attempt; keeps each `every`th, and those in which a layer overflows for the first time.
 
     `every` is 0: as many as give curves of 200 to 400 points.

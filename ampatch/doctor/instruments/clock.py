@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -22,7 +22,7 @@ from ampatch.doctor.instruments.values import quiet, tensors_in
 from ampatch.patching.patcher import Patcher
 
 
-class Listener:
+class Instrument:
     """Is told of the parts of a run. An attempt is a step of an optimizer, made or skipped by a scaler.
 
     What it computes is neither cast, nor recorded, nor seen by others, but for what it computes of modules
@@ -119,6 +119,7 @@ class Clock(ScalerInUse):
         self._told: defaultdict[str, list[Callable[..., None]]] = defaultdict(list)  # by event
         self.running: list[int] = []  # ids of modules
         self.part, self.in_backward = "input", False
+        self.changed: list[Parameter] = []  # those whose gradients the latest backward pass made
         self.repeats = False  # what has run before, in a backward pass
         self._steps = 0  # that run, one inside another
 
@@ -133,9 +134,9 @@ class Clock(ScalerInUse):
         self.running.clear()
         self.models.forget_calls()
 
-    def add(self, listener: Listener) -> None:
+    def add(self, listener: Instrument) -> None:
         """Tells a listener of the events that it has methods for."""
-        for name, method in vars(Listener).items():
+        for name, method in vars(Instrument).items():
             if inspect.isfunction(method) and getattr(type(listener), name) is not method:
                 self._told[name].append(getattr(listener, name))
 
@@ -204,11 +205,17 @@ class Clock(ScalerInUse):
     def backward(self, losses: tuple[Tensor, ...]) -> Iterator[None]:
         """Tells of a backward pass from these tensors that is made inside."""
         self._tell_quietly("begin_backward", losses)
+        before = [(it, it.grad, getattr(it.grad, "_version", -1)) for it in self.models.parameters()]
         self.in_backward = True
         try:
             yield
         finally:
             self.in_backward = False
+        self.changed = [
+            it
+            for it, grad, version in before
+            if it.grad is not None and (it.grad is not grad or grad._version != version)
+        ]
         self._begin_part()
         self._tell_quietly("end_backward")
 

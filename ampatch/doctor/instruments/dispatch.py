@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from ampatch.doctor.instruments.clock import Clock, Listener
+from ampatch.doctor.instruments.clock import Clock, Instrument
 from ampatch.doctor.instruments.operations import name_of
 from ampatch.doctor.instruments.places import Place, user_line
 from ampatch.doctor.instruments.values import Tensors, inexact_in, quiet
@@ -61,7 +61,7 @@ class Operation:
         return [tensor for tensor in self.taken if tensor.is_floating_point()]
 
 
-class Rule(Listener):
+class Rule(Instrument):
     """Looks at what a script calls, by `Operations`."""
 
     looks_inside = False  # of functions that are `COMPOSITE`

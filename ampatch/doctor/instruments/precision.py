@@ -12,7 +12,7 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_map
 
-from ampatch.doctor.instruments.clock import Clock, Listener, wrap
+from ampatch.doctor.instruments.clock import Clock, Instrument, wrap
 from ampatch.doctor.instruments.places import Models, device_of, user_line
 from ampatch.doctor.instruments.values import floating_in, largest_of, quiet
 
@@ -81,7 +81,7 @@ class Keeper:
             self._open.pop()[1].close()
 
 
-class Oversized(Listener):
+class Oversized(Instrument):
     """Notes, in a run in float32, the layers that take or give more than half of what float16 holds."""
 
     def __init__(self, clock: Clock) -> None:

@@ -12,7 +12,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 import ampatch as amp
-from ampatch.doctor.instruments.clock import Clock, Listener, parameters_of
+from ampatch.doctor.instruments.clock import Clock, Instrument, parameters_of
 from ampatch.doctor.instruments.values import is_finite, tensors_in
 from ampatch.levels.precision import HALF_TYPES
 
@@ -40,7 +40,7 @@ class Attempt:
         return self.loss and self.gradients and self.weights
 
 
-class Watch(Listener):
+class Watch(Instrument):
     """Watches a whole run; costs some host syncs a step."""
 
     def __init__(self, clock: Clock) -> None:

@@ -15,7 +15,7 @@ from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.operations import CASTS, name_of
 from ampatch.doctor.instruments.places import OURS, SCALERS, unwrap
 from ampatch.doctor.instruments.values import is_finite, off_casts, tensors_in
-from ampatch.doctor.live.record import Backward, Operation, Record, Slot
+from ampatch.doctor.live.record import Backward, LossOperation, Record, Slot
 from ampatch.doctor.live.rerun import Impossible, Rerun
 
 
@@ -52,7 +52,7 @@ class InFloat32(Rerun):
             return self._twins[id(value)]
         return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
-    def operate(self, event: Operation) -> None:
+    def operate(self, event: LossOperation) -> None:
         """Makes an operation again, but for our casts and the loss scale."""
         if is_of_precision(event):
             self.keep(event.outputs, self.resolve(event.args[0]))
@@ -60,7 +60,7 @@ class InFloat32(Rerun):
         super().operate(event)
 
 
-def is_of_precision(event: Operation) -> bool:
+def is_of_precision(event: LossOperation) -> bool:
     """Says whether an operation is a cast of ours, or a scaler's product."""
     name = name_of(event.function)
     is_ours = bool(event.frames) and event.frames[0][0].co_filename.startswith(OURS[0])

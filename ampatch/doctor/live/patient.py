@@ -23,7 +23,7 @@ from ampatch.levels.stack import asked
 
 
 @dataclass
-class Run:
+class Stretch:
     """Attempts in a row that were alike: finite, at one scale."""
 
     attempt: Attempt
@@ -50,7 +50,7 @@ class Patient(ScalerInUse):
     is_replaying: bool = False
 
     def __post_init__(self) -> None:
-        self._runs: list[Run] = []
+        self._runs: list[Stretch] = []
         self._count = 0
         self._good = 0.0  # the largest scale that a step was made with
         self._is_over = False  # weights are bad
@@ -96,7 +96,7 @@ class Patient(ScalerInUse):
         if like and (last.attempt.scale, last.attempt.is_dynamic) == (attempt.scale, attempt.is_dynamic):
             last.count += 1
         else:
-            self._runs.append(Run(attempt))
+            self._runs.append(Stretch(attempt))
         self._count += 1
         if attempt.is_finite:
             self._good, self._is_searching = max(self._good, attempt.scale or 0.0), False
@@ -111,8 +111,8 @@ class Patient(ScalerInUse):
         if len(self._runs) < 2:
             return
         run = self._runs[-2]
-        kept = [] if run.count == 1 else [Run(run.attempt, run.count - 1)]
-        self._runs[-2:-1] = [*kept, Run(replace(run.attempt, weights=False))]
+        kept = [] if run.count == 1 else [Stretch(run.attempt, run.count - 1)]
+        self._runs[-2:-1] = [*kept, Stretch(replace(run.attempt, weights=False))]
 
     def examine(
         self,
@@ -146,7 +146,7 @@ class Patient(ScalerInUse):
             return
         call = Call("", "optimizer", None, None)
         origin = Origin(call, "optimizer", examine(bad), 0, parameter=name, has_reached=True)
-        self._runs.append(Run(last.attempt))
+        self._runs.append(Stretch(last.attempt))
         self._blame_weights()
         self._runs.pop()
         self.replays.append(Replayed(self.latest, last.attempt.step + last.count - 1, [origin.to_json()]))

@@ -132,7 +132,7 @@ class Forward:
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
 
-class Operation(NamedTuple):
+class LossOperation(NamedTuple):
     """An operation after a model's forward, such as one of the loss."""
 
     function: Callable[..., object]
@@ -157,7 +157,7 @@ class Record:
     """The events of one step, and the state that it began in."""
 
     def __init__(self, spare: dict[int, State] | None = None) -> None:
-        self.events: list[Forward | Operation | Backward] = []
+        self.events: list[Forward | LossOperation | Backward] = []
         self.slots = Slots()
         self.state: dict[int, State] = {}  # by the id of the model
         self.spare = spare or {}  # whose memory may be used again

@@ -14,7 +14,7 @@ from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.operations import REPEATED, nodes_of
 from ampatch.doctor.instruments.values import quiet, set_random, tensors_in
 from ampatch.doctor.live.frames import Surroundings, call_at, restored
-from ampatch.doctor.live.record import Backward, Forward, Operation, Record, Slot, map_tensors
+from ampatch.doctor.live.record import Backward, Forward, LossOperation, Record, Slot, map_tensors
 
 
 class Impossible(Exception):
@@ -36,7 +36,7 @@ class Rerun:
         for event in self._record.events:
             if isinstance(event, Forward):
                 self.forward(event)
-            elif isinstance(event, Operation):
+            elif isinstance(event, LossOperation):
                 self.operate(event)
             else:
                 self.backward(event)
@@ -70,7 +70,7 @@ class Rerun:
             run = functools.partial(self._models[id(model)], *args, **kwargs)
             self.keep(event.outputs, call_at(event.frames, run))
 
-    def operate(self, event: Operation) -> None:
+    def operate(self, event: LossOperation) -> None:
         """Makes an operation again."""
         args, kwargs = self.resolve(event.args), self.resolve(event.kwargs)
         with event.mode.entered(self.casts):

@@ -15,12 +15,11 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import ampatch as amp
-from ampatch.doctor.instruments.clock import Clock, Listener
+from ampatch.doctor.instruments.clock import Clock, Instrument
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.places import Models, device_of, user_line
 from ampatch.doctor.instruments.values import drop_alike, floating_in, plain, quiet, random_of, set_random
 from ampatch.doctor.silent.fault import SilentFault
-from ampatch.doctor.silent.scaled import Before, look_before, made_since
 
 SMALLEST = 2.0**-24  # of float16, a subnormal; half of it rounds to 0
 NORMAL = 2.0**-14  # the smallest that float16 holds with all of its digits
@@ -44,14 +43,14 @@ def is_sample(attempt: int) -> bool:
     return attempt <= 3
 
 
-class Ranges(Listener, amp.Observer):
+class Ranges(Instrument, amp.Observer):
     """Notes at sampled attempts how much of each gradient float16 holds badly; costs a host sync each."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock)
         self._is_done, self._is_now = False, False
         self._uses_float16 = False
-        self._before: list[Before] = []
+        self._clean: set[int] = set()  # ids of parameters without gradients before the backward pass
         self.shares: dict[int, float] = {}  # by attempt: of the parameter that is worst off
         clock.undo.enter_context(amp.observe(self))
 
@@ -69,14 +68,14 @@ class Ranges(Listener, amp.Observer):
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Learns which gradients there are already."""
         self._is_now = self._uses_float16 and not self._is_done and is_sample(self.clock.attempt)
-        self._before = clean(self.clock.models) if self._is_now else []
+        self._clean = clean_in(self.clock.models) if self._is_now else set()
 
     def end_backward(self) -> None:
         """Looks at the gradients of the first backward pass of an attempt: later ones add to them."""
         if not self._is_now:
             return
         self._is_done = True
-        grads = [it.grad for it in made_since(self._before) if it.grad.numel()]
+        grads = [it.grad for it in self.clock.changed if id(it) in self._clean and it.grad.numel()]
         if grads:
             shares = torch.stack([share_of_bad(plain(it)) for it in grads])
             self.shares[self.clock.attempt] = max(shares.tolist())
@@ -99,7 +98,7 @@ def share_of_bad(grad: Tensor) -> Tensor:
     return torch.where(values.any(), share * is_half, torch.ones_like(share))
 
 
-class Sample(Listener):
+class Sample(Instrument):
     """Saves the weights and the gradients of one attempt, or repeats it from these weights.
 
     Weights, buffers and random state are saved when a model is entered for the first time in the attempt,
@@ -112,7 +111,7 @@ class Sample(Listener):
         self._entered: set[int] = set()
         self._loss, self._scale, self._where = math.nan, 1.0, None
         self._grads: dict[str | None, Tensor] = {}
-        self._before: list[Before] = []
+        self._clean: set[int] = set()  # ids of parameters without gradients before the backward pass
         self._largest: list[Tensor] = []  # gradients of activations
         self._device = torch.device("cpu")  # of the model
         self._random: dict[str, Tensor] = {}  # as it is if nothing else than dropout draws
@@ -169,7 +168,7 @@ class Sample(Listener):
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Notes the loss."""
-        self._before = clean(self.clock.models) if self._is_now and not self._grads else []
+        self._clean = clean_in(self.clock.models) if self._is_now and not self._grads else set()
         if self._is_now and not self._grads:
             self._loss, self._where = sum(loss.detach().sum().item() for loss in losses), user_line()
             self._look_at_draws()
@@ -177,9 +176,8 @@ class Sample(Listener):
 
     def end_backward(self) -> None:
         """Keeps the gradients of the first backward pass of the attempt."""
-        for parameter in made_since(self._before):
+        for parameter in (it for it in self.clock.changed if id(it) in self._clean):
             self._grads[self.clock.models.name_of(parameter)] = plain(parameter.grad).float().cpu().clone()
-        self._before = []
 
     def begin_attempt(self, optimizer: Optimizer, scaler: GradScaler | None) -> None:
         """Notes the scale of torch's scaler."""
@@ -197,9 +195,9 @@ class Sample(Listener):
             raise Enough
 
 
-def clean(models: Models) -> list[Before]:
-    """Looks at the parameters that have no gradient as yet, or one of zeros; costs a host sync each."""
-    return look_before(it for it in models.parameters() if it.grad is None or not plain(it.grad).any())
+def clean_in(models: Models) -> set[int]:
+    """Returns the ids of parameters that have no gradient as yet, or one of zeros; a host sync for each."""
+    return {id(it) for it in models.parameters() if it.grad is None or not plain(it.grad).any()}
 
 
 def named(module: Module) -> list[tuple[str, Tensor]]:

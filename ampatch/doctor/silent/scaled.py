@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,14 +20,25 @@ from torch.nn import Module, Parameter
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
-from ampatch.doctor.instruments.clock import Clock, Listener, parameters_of
+import ampatch as amp
+from ampatch.doctor.instruments.clock import Clock, Instrument, parameters_of
 from ampatch.doctor.instruments.operations import nodes_of
-from ampatch.doctor.instruments.places import is_called_by_doctor, user_line
+from ampatch.doctor.instruments.places import SHOWN, is_called_by_doctor, user_line
 from ampatch.doctor.instruments.values import is_finite, plain, tensors_in
 from ampatch.doctor.silent.fault import Notes
-from ampatch.doctor.silent.library import listen_to_library
 
-Before = tuple[Parameter, Tensor | None, int]  # a parameter with its gradient, and the version of that
+# What the library warns of, by its names of misuse: the fault and the operation.
+MISUSE = {
+    "clipping": ("clipped_while_scaled", "clip_grad"),
+    "inside": ("unscaled_backward", "backward"),
+    "outside": ("unscaled_backward", "backward"),
+    "late": ("late_backward", "backward"),
+    "unnamed": ("unnamed_optimizer", "scale_loss"),
+    "GradScaler": ("two_scalers", "step"),
+    "ignored": ("ignored_edits", "step"),
+    "halved": ("half_after_initialize", "half"),
+    "stranger": ("unknown_optimizer", "step"),
+}
 
 
 @dataclass(slots=True)
@@ -55,7 +67,7 @@ class ScaledLoss:
     was_used: bool = False
 
 
-class Scaled(Listener):
+class Scaled(Instrument, amp.Observer):
     """Follows the gradients of all models that run; costs a host sync a scaled loss."""
 
     def __init__(self, clock: Clock, notes: Notes) -> None:
@@ -65,7 +77,6 @@ class Scaled(Listener):
         self._losses: list[ScaledLoss] = []
         self._has_scaler = self.was_asked = False
         self._backwards = 0
-        self._before: list[Before] = []
         self._now: tuple[GradScaler | None, str | None] | None = None  # of the backward that runs
         clock.wrap(GradScaler, "scale", self._scale)
         clock.wrap(GradScaler, "unscale_", self._unscale)
@@ -76,13 +87,27 @@ class Scaled(Listener):
             clock.wrap(owner, "clip_grad_norm_", self._clip)
             clock.wrap(owner, "clip_grad_value_", self._clip)
         clock.wrap(torch.autograd, "grad", self._grad)
-        listen_to_library(notes, lambda: self._backwards, clock.undo)
+        self._blocks: dict[int, tuple[int, str | None]] = {}  # of `scale_loss`, by the id of the loss
+        clock.undo.enter_context(amp.observe(self))
+        warned, logger = Warned(notes), logging.getLogger("ampatch")
+        logger.addFilter(warned)
+        clock.undo.callback(logger.removeFilter, warned)
 
     def close(self) -> None:
         """Notes what was never used up to the end of the run."""
         self._tell_unused(self._losses)
 
     # ---- The parts of a run ----
+
+    def on_loss(self, loss: Tensor, loss_id: int) -> None:
+        """A block of `scale_loss` begins."""
+        self._blocks[loss_id] = self._backwards, user_line()
+
+    def on_backward(self, loss_id: int) -> None:
+        """Notes a block without a backward pass."""
+        backwards, where = self._blocks.pop(loss_id, (-1, None))
+        if backwards == self._backwards:
+            self._notes.add("scaled_not_backpropagated", "loss", where, "scale_loss")
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Asks whether a scaled loss is part of it, and what gradients there are."""
@@ -94,17 +119,15 @@ class Scaled(Listener):
         if not reached and any(loss.numel() > 1 for loss in losses):
             return  # it is given gradients to begin with, which may be scaled
         self._now = reached[0].scaler if reached else None, user_line()
-        parameters = self.clock.models.parameters()
-        for parameter in parameters:
+        for parameter in self.clock.models.parameters():
             self._forget_zeros(parameter)
-        self._before = look_before(parameters)
 
     def end_backward(self) -> None:
         """Notes of which kind the new gradients are."""
         if self._now is None:
             return
         scaler, where = self._now
-        for parameter in made_since(self._before):
+        for parameter in self.clock.changed:
             known = self._known(parameter) or Gradient(weakref.ref(parameter.grad))
             self._gradients[id(parameter)] = known
             known.grad = weakref.ref(parameter.grad)
@@ -112,7 +135,7 @@ class Scaled(Listener):
                 known.raw = known.raw or where
             else:
                 known.scaler = scaler
-        self._before, self._now, self.was_asked = [], None, False
+        self._now, self.was_asked = None, False
 
     def begin_attempt(self, optimizer: Optimizer, scaler: GradScaler | None) -> None:
         """Looks at what is about to be stepped."""
@@ -234,15 +257,18 @@ class Scaled(Listener):
             self._notes.add("unscaled_backward", "backward", line, "backward")
 
 
-def look_before(parameters: Iterable[Parameter]) -> list[Before]:
-    """Returns what shows whose gradients a backward pass makes."""
-    return [(it, it.grad, getattr(it.grad, "_version", -1)) for it in parameters]
+class Warned(logging.Filter):
+    """Notes what the library warns of, before the session's own filter silences it at verbosity 0."""
 
+    def __init__(self, notes: Notes) -> None:
+        super().__init__()
+        self._notes = notes
 
-def made_since(before: Iterable[Before]) -> list[Parameter]:
-    """Returns the parameters that have another gradient than before."""
-    return [
-        parameter
-        for parameter, grad, version in before
-        if parameter.grad is not None and (parameter.grad is not grad or grad._version != version)
-    ]
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Reads a line of the log, file, number and text, and lets it pass."""
+        found = MISUSE.get(getattr(record, "misuse", ""))
+        if found is not None:
+            file, number, text = record.args
+            where = f"{str(file).removeprefix(SHOWN)}:{number}"
+            self._notes.add(found[0], "optimizer", where, found[1], said=text)
+        return True

@@ -7,12 +7,12 @@ again (a clamp, the tanh of a large number, a mask: no fault) or half is finite 
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampatch.doctor.instruments.dispatch import Operation, Site
 from ampatch.doctor.instruments.marks import Marks
@@ -42,7 +42,6 @@ class Loss:
 class Shadow:
     """What float32 has in the place of a tensor, as long as nobody writes to that."""
 
-    tensor: weakref.ref[Tensor]
     version: int
     wanted: Tensor
     loss: Loss
@@ -57,7 +56,7 @@ class Shadows:
 
     def forget(self) -> None:
         """Begins with the next attempt."""
-        self._shadows: dict[int, Shadow] = {}  # by the id of a tensor
+        self._shadows = WeakTensorKeyDictionary()
         self._marks, self._faults = Marks(), list[Loss]()
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
@@ -99,13 +98,11 @@ class Shadows:
 
     def _find(self, tensor: Tensor) -> Shadow | None:
         """Returns the shadow of a tensor, None of one that was written to since, as through a view."""
-        known = self._shadows.get(id(tensor))
-        is_same = known is not None and known.tensor() is tensor and known.version == version_of(tensor)
-        return known if is_same else None
+        known = self._shadows.get(tensor)
+        return known if known is not None and known.version == version_of(tensor) else None
 
     def _add(self, tensor: Tensor, wanted: Tensor, loss: Loss) -> None:
-        alive = {key: it for key, it in self._shadows.items() if it.tensor() is not None}
-        self._shadows = {**alive, id(tensor): Shadow(weakref.ref(tensor), version_of(tensor), wanted, loss)}
+        self._shadows[tensor] = Shadow(version_of(tensor), wanted, loss)
 
     def _repeat(self, operation: Operation) -> list[Tensor]:
         """Runs an operation in float32, on shadows where there are some; returns nothing if it cannot."""
@@ -132,7 +129,7 @@ class Shadows:
 
     def _judge(self, tensor: Tensor, wanted: Tensor, loss: Loss, is_new: bool) -> set[int]:
         """Compares a result with its shadow; returns the mark of a fault."""
-        self._shadows.pop(id(tensor), None)
+        self._shadows.pop(tensor, None)
         if tensor.shape != wanted.shape or tensor.layout is not torch.strided or not tensor.numel():
             return set()
         have, valid = tensor.detach().to(torch.float32), torch.isfinite(wanted)
