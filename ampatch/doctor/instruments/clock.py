@@ -71,6 +71,7 @@ def wrap(owner: object, name: str, wrapper: Callable[..., object], undo: ExitSta
         standing = stand_in(getattr(owner, name))
         standing.patcher.put(owner, name, standing)
     standing.wrappers.append(wrapper)
+    _chain(standing)
     undo.callback(_take_out, standing, wrapper)
 
 
@@ -79,17 +80,21 @@ def stand_in(original: Callable[..., object]) -> Callable[..., object]:
 
     @functools.wraps(original)
     def standing(*args: object, **kwargs: object) -> object:
-        inner = original
-        for wrapper in standing.wrappers:
-            inner = functools.partial(wrapper, inner)
-        return inner(*args, **kwargs)
+        return standing.outermost(*args, **kwargs)
 
-    standing.wrappers, standing.patcher = [], Patcher()
+    standing.original, standing.wrappers, standing.patcher = original, [], Patcher()
     return standing
+
+
+def _chain(standing: Callable[..., object]) -> None:
+    standing.outermost = standing.original
+    for wrapper in standing.wrappers:
+        standing.outermost = functools.partial(wrapper, standing.outermost)
 
 
 def _take_out(standing: Callable[..., object], wrapper: Callable[..., object]) -> None:
     standing.wrappers.remove(wrapper)
+    _chain(standing)
     if not standing.wrappers:
         standing.patcher.retry()
 

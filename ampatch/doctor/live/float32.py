@@ -41,7 +41,7 @@ class InFloat32(Rerun):
     def is_finite(self) -> bool:
         """Says whether all losses and gradients of the run are finite."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        losses = [self.values[one.loss] for one in self._record.events if isinstance(one, Backward)]
+        losses = [self.values[one.loss] for one in self._record.of(Backward)]
         with off_casts():
             return all(map(is_finite, [*gradients, *losses]))
 

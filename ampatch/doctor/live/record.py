@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -153,6 +153,9 @@ class Backward(NamedTuple):
     value: Tensor
 
 
+Event = TypeVar("Event", Forward, LossOperation, Backward)
+
+
 class Record:
     """The events of one step, and the state that it began in."""
 
@@ -163,6 +166,10 @@ class Record:
         self.spare = spare or {}  # whose memory may be used again
         self.weights: list[tuple[Tensor, Tensor]] = []  # and their copies, where the step cannot wait
         self.losses: list[Tensor] = []  # the values that backward passes began at
+
+    def of(self, kind: type[Event]) -> list[Event]:
+        """Returns the events of a kind."""
+        return [event for event in self.events if isinstance(event, kind)]
 
     def is_changed(self) -> bool:
         """Says whether something that the step took was written to since."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -69,7 +69,7 @@ def replay(
 
 def refuse(record: Record, models: Sequence[Module]) -> None:
     """Raises Impossible for what a replay would get wrong, or other ranks would have to join."""
-    if not any(isinstance(event, Forward) for event in record.events):
+    if not record.of(Forward):
         raise Impossible("no forward of a watched model came before it: watch what is called as model(...)")
     if record.is_changed():
         raise Impossible("what the step took was written to before its end")
@@ -110,11 +110,15 @@ def run_again(
     clock: Clock, run: Rerun, trace: Trace | None, record: Record, optimizer: Optimizer | None
 ) -> tuple[list[dict], Exception | None]:
     """Does a step again; returns the origins that a trace found, and the error that ended it."""
+    error = None
     with clock.undo:
         clock.follow_modules()
         if trace is not None:
             Operations(clock, [trace]).follow()
-        error = attempt(run.run)
+        try:
+            run.run()
+        except Exception as raised:
+            error = raised
     if trace is None:
         return [], error
     if optimizer is not None:
@@ -126,18 +130,9 @@ def run_again(
     return origins, error
 
 
-def attempt(run: Callable[[], None]) -> Exception | None:
-    """Runs, and returns the error that came of it."""
-    try:
-        run()
-    except Exception as error:
-        return error
-    return None
-
-
 def of_unseen_loss(record: Record) -> list[dict]:
     """Says that the loss broke, where its operations were not seen: what came back of it is bad."""
-    for event in (one for one in record.events if isinstance(one, Backward)):
+    for event in record.of(Backward):
         if not is_finite(event.value):
             call = Call("", "loss", None, call_at(event.frames, user_line), str(event.value.dtype)[6:])
             return [Origin(call, "loss", examine(event.value), 0, has_reached=True).to_json()]

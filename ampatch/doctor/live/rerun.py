@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ class Rerun:
                 self.operate(event)
             else:
                 self.backward(event)
-        if not any(isinstance(event, Backward) for event in self._record.events):
+        if not self._record.of(Backward):
             self.backward(Backward(None, (), {}, (), torch.zeros(())))  # by torch.autograd.backward
 
     def resolve(self, value: object) -> object:
@@ -82,7 +83,7 @@ class Rerun:
         call_at(event.frames, functools.partial(self._tell_backward, event))
 
     def _tell_backward(self, event: Backward) -> None:
-        returned = [slot for one in self._record.events if isinstance(one, Forward) for slot in one.outputs]
+        returned = [slot for one in self._record.of(Forward) for slot in one.outputs]
         whole = self._record.slots.is_whole and event.loss is not None
         with self._clock.backward(tuple(self.values[it] for it in ([event.loss] if whole else returned))):
             self._go_backward(event)
@@ -104,33 +105,28 @@ class Rerun:
 
     def _go_through(self, roots: list[Tensor], given: list[Tensor | None], kept: dict[str, object]) -> None:
         """Goes backward to all leaves, as reentrant checkpoints must; only parameters keep gradients."""
+        models = [event.find() for event in self._record.of(Forward)]
         if any(parameter._post_accumulate_grad_hooks for parameter in self.parameters) or any(
-            isinstance(event.find(), DistributedDataParallel)
-            for event in self._record.events
-            if isinstance(event, Forward)
+            isinstance(model, DistributedDataParallel) for model in models
         ):
             raise Impossible("a backward through use_reentrant=True would call what waits for its gradients")
         own = set(map(id, self.parameters))
-        others = [leaf for leaf in leaves_of(roots) if id(leaf) not in own]
-        before = [leaf.grad for leaf in others]
-        for leaf in others:
-            leaf.grad = None
-        try:
+        with ExitStack() as undo:
+            for leaf in leaves_of(roots):
+                if id(leaf) not in own:
+                    undo.callback(setattr, leaf, "grad", leaf.grad)
+                    leaf.grad = None
             torch.autograd.backward(roots, given, **kept)
-        finally:
-            for leaf, gradient in zip(others, before, strict=True):
-                leaf.grad = gradient
 
     def find_roots(self, event: Backward) -> tuple[list[Tensor], list[Tensor | None]]:
         """Returns what a backward began at: the loss, or what the models returned where it is not known."""
         if self._record.slots.is_whole:
             args, kwargs = self.resolve(event.args), self.resolve(event.kwargs)
             return [self.values[event.loss]], [args[0] if args else kwargs.get("gradient")]
-        forwards = [one for one in self._record.events if isinstance(one, Forward)]
-        pairs = [(self.values[slot], grad) for one in forwards for slot, grad in one.gradients.items()]
-        if not pairs:
+        found = [pair for one in self._record.of(Forward) for pair in one.gradients.items()]
+        if not found:
             raise Impossible("how the loss came of the model is not known")
-        return [value for value, _ in pairs], [gradient for _, gradient in pairs]
+        return [self.values[slot] for slot, _ in found], [gradient for _, gradient in found]
 
 
 def repeats(roots: Sequence[Tensor]) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -68,8 +69,7 @@ def hold_gradients(record: Record, roots: Sequence[Tensor]) -> bool:
     For a loss that cannot be made again. Nodes of a graph are numbered as they are made, and a number
     keeps nothing alive.
     """
-    forwards = [event for event in record.events if isinstance(event, Forward)]
-    places = [(it, slot, number, which) for it in forwards for slot, number, which in it.nodes]
+    places = [(it, slot, number, which) for it in record.of(Forward) for slot, number, which in it.nodes]
     oldest = min([number for *_, number, _ in places], default=NONE)
     nodes = {node._sequence_nr(): node for node in nodes_of(roots, oldest)}
     found = [place for place in places if place[2] in nodes]
@@ -83,11 +83,18 @@ def _hold(forward: Forward, slot: int, which: int, gradients: tuple[Tensor | Non
         forward.gradients[slot] = gradients[which]
 
 
+Object = TypeVar("Object")
+
+
+def alive(references: Iterable[weakref.ref[Object]]) -> list[Object]:
+    """Returns those objects that the script still has."""
+    return [found for find in references if (found := find()) is not None]
+
+
 @torch.no_grad()
-def copy_weights(models: Sequence[weakref.ref[Module]]) -> list[tuple[Tensor, Tensor]]:
+def copy_weights(models: Sequence[Module]) -> list[tuple[Tensor, Tensor]]:
     """Copies the weights of models; no host sync."""
-    found = [find() for find in models]
-    weights = [parameter for model in found if model is not None for parameter in model.parameters()]
+    weights = [parameter for model in models for parameter in model.parameters()]
     copies = [torch.empty_like(weight) for weight in weights]
     if weights:
         torch._foreach_copy_(copies, weights)

@@ -25,7 +25,7 @@ from ampatch.doctor.live.flag import Check, Flag
 from ampatch.doctor.live.frames import capture, take
 from ampatch.doctor.live.patient import Patient
 from ampatch.doctor.live.record import Backward, Forward, Mode, Record, State
-from ampatch.doctor.live.step import Step, copy_weights, hold_gradients, outcomes_of
+from ampatch.doctor.live.step import Step, alive, copy_weights, hold_gradients, outcomes_of
 from ampatch.doctor.live.tape import Tape
 from ampatch.levels.private import RUN_BACKWARD
 
@@ -91,8 +91,7 @@ class Watcher:
     def _finish(self) -> None:
         self._tape.stop()
         self._resolve(all_of_them=True)
-        models = [model for find in self._models if (model := find()) is not None]
-        self._patient.finish(models)
+        self._patient.finish(alive(self._models))
 
     # ---- Forwards ----
 
@@ -254,7 +253,7 @@ class Watcher:
             self._judge(step)
         else:
             self._waiting.append(step)
-            step.record.weights = step.record.weights or copy_weights(self._models)
+            step.record.weights = step.record.weights or copy_weights(alive(self._models))
 
     def _resolve(self, *, all_of_them: bool = False) -> None:
         """Judges the steps before this one; the device has gone on to this one's forward by now."""
@@ -273,8 +272,7 @@ class Watcher:
         for patient in watching:
             patient.is_replaying = True
         try:
-            models = [model for find in self._models if (model := find()) is not None]
-            optimizers = [one for find in self._optimizers.values() if (one := find()) is not None]
+            models, optimizers = alive(self._models), alive(self._optimizers.values())
             self._patient.examine(step.record, step.number, models, optimizers, step.optimizer())
         finally:
             self._is_busy = False

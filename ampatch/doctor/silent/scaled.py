@@ -89,9 +89,9 @@ class Scaled(Instrument, amp.Observer):
         clock.wrap(torch.autograd, "grad", self._grad)
         self._blocks: dict[int, tuple[int, str | None]] = {}  # of `scale_loss`, by the id of the loss
         clock.undo.enter_context(amp.observe(self))
-        warned, logger = Warned(notes), logging.getLogger("ampatch")
-        logger.addFilter(warned)
-        clock.undo.callback(logger.removeFilter, warned)
+        logger = logging.getLogger("ampatch")
+        logger.addFilter(self._hear)  # before the session's own, which silences it at verbosity 0
+        clock.undo.callback(logger.removeFilter, self._hear)
 
     def close(self) -> None:
         """Notes what was never used up to the end of the run."""
@@ -209,6 +209,14 @@ class Scaled(Instrument, amp.Observer):
             self._reach(tuple(tensors_in(outputs)))
         return grad(outputs, *args, **kwargs)
 
+    def _hear(self, record: logging.LogRecord) -> bool:
+        """Reads a line of the log, of a file, a number and a text, and lets it pass."""
+        kind, op = MISUSE.get(getattr(record, "misuse", ""), ("", ""))
+        if kind:
+            file, number, text = record.args
+            self._notes.add(kind, "optimizer", f"{str(file).removeprefix(SHOWN)}:{number}", op, said=text)
+        return True
+
     # ---- What is known ----
 
     def scale_of(self, parameters: Iterable[Tensor]) -> float | None:
@@ -255,20 +263,3 @@ class Scaled(Instrument, amp.Observer):
         known = [self._known(parameter) for parameter in parameters_of(optimizer)]
         for line in dict.fromkeys(it.raw for it in known if it is not None and it.raw is not None):
             self._notes.add("unscaled_backward", "backward", line, "backward")
-
-
-class Warned(logging.Filter):
-    """Notes what the library warns of, before the session's own filter silences it at verbosity 0."""
-
-    def __init__(self, notes: Notes) -> None:
-        super().__init__()
-        self._notes = notes
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Reads a line of the log, file, number and text, and lets it pass."""
-        found = MISUSE.get(getattr(record, "misuse", ""))
-        if found is not None:
-            file, number, text = record.args
-            where = f"{str(file).removeprefix(SHOWN)}:{number}"
-            self._notes.add(found[0], "optimizer", where, found[1], said=text)
-        return True
