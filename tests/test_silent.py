@@ -17,9 +17,9 @@ from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.precision import without_casts
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent import gradients
-from ampatch.doctor.silent.examine import examine_silent
 from ampatch.doctor.silent.gradients import Sample, compare_gradients
 from ampatch.doctor.silent.watch import Silent
+from ampatch.doctor.silent.words import examine_silent
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the library, of the same faults
 

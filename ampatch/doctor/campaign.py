@@ -10,14 +10,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ampatch import AmpError
-from ampatch.doctor.against.levels import compare_levels
+from ampatch.doctor.against.compare import compare_levels
 from ampatch.doctor.brakes import MOST_STEPS
 from ampatch.doctor.finding import Finding, Report, read_finding
 from ampatch.doctor.growth.curves import describe_growth
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.runs import Launch, Run, Seen, start_process
-from ampatch.doctor.silent.examine import examine_silent, pick_sample, plan_window
-from ampatch.doctor.silent.gradients import compare_gradients
+from ampatch.doctor.silent.gradients import compare_gradients, pick_sample
+from ampatch.doctor.silent.watch import plan_window
+from ampatch.doctor.silent.words import examine_silent
 from ampatch.doctor.suspects import describe_scale, find_hidden, find_suspects, leave_out_mended
 
 MOST_TRACED = 8  # attempts of one run

@@ -1,20 +1,51 @@
-"""Compares what two runs captured: how far each module is from the same module at the other level."""
+"""Compares two runs at two levels, on the same batches: how far each module is from that at the other."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ampatch.doctor.against.capture import Key
 from ampatch.doctor.growth.curves import name_of
+from ampatch.doctor.runs import Run, Seen
 from ampatch.levels.precision import HALF_TYPES
 
+Start = Callable[[str, Run], Seen]
 FACTOR = 4.0  # of eps, in a forward: a rounding is a fraction of eps
 SWITCHED = 2.0  # of sqrt(eps), in a backward
 TINY = 1e-30  # of a reference whose numbers are all zeros
+
+
+def compare_levels(start: Start, run: Run, level: str, unknown: list[str]) -> dict[str, object] | None:
+    """Runs the script at its own level and at another, on the same batches; returns the field `against`.
+
+    Both runs end at the first attempt at a step whose gradients are finite at the script's own level, or
+    whose forward is not. The weights are held up to there.
+    Costs two runs.
+    """
+    with tempfile.TemporaryDirectory(prefix="ampatch-doctor-") as folder:
+        own, other = (str(Path(folder, name)) for name in ("own.pt", "other.pt"))
+        attempts = start("compared", replace(run, capture=own)).attempts
+        seen = torch.load(own)
+        if not seen["tensors"]:
+            unknown.append("nothing to compare: no model ran before a step of an optimizer")
+            return None
+        against = replace(run, level=level, float32=level == "O0", capture=other, wanted=seen["attempt"])
+        others = start(f"{level}", against).attempts
+        theirs = torch.load(other)
+    scales = [(each[-1].scale if each else None) or 1.0 for each in (attempts, others)]
+    found = compare(seen, theirs, scales)
+    if not found["rows"]:
+        unknown.append(f"nothing to compare: at {level} other modules ran, or on other shapes")
+    elif not any(row["error"] != 0 for row in found["rows"]):
+        unknown.append(f"the script computes the same at {level}: does it call initialize?")
+    return {"level": level, **found}
 
 
 def compare(

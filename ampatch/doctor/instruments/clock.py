@@ -89,7 +89,8 @@ def stand_in(original: Callable[..., object]) -> Callable[..., object]:
 def _chain(standing: Callable[..., object]) -> None:
     standing.outermost = standing.original
     for wrapper in standing.wrappers:
-        standing.outermost = functools.partial(wrapper, standing.outermost)
+        inner = functools.partial(wrapper, standing.outermost)
+        standing.outermost = functools.update_wrapper(inner, standing.original)  # with its signature
 
 
 def _take_out(standing: Callable[..., object], wrapper: Callable[..., object]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from ampatch.doctor.instruments.clock import Clock, Instrument
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.places import Models, device_of, user_line
 from ampatch.doctor.instruments.values import drop_alike, floating_in, plain, quiet, random_of, set_random
+from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent.fault import SilentFault
 
 SMALLEST = 2.0**-24  # of float16, a subnormal; half of it rounds to 0
@@ -30,6 +31,7 @@ LOST = 0.1  # of a gradient is zero or far off, and is not in float32
 COARSE = 0.25  # of what float32 has is far off
 NOISE = 1e-7  # times the largest gradient of the model: what float32 rounds
 SAME_LOSS = 0.05
+NEAR = 0.8  # of the worst is as good: an early attempt costs less
 
 
 def is_sample(attempt: int) -> bool:
@@ -206,6 +208,17 @@ def named(module: Module) -> list[tuple[str, Tensor]]:
 
 
 # ---- The comparison ----
+
+
+def pick_sample(seen: Sequence[Mapping], attempts: Sequence[Attempt]) -> int | None:
+    """Returns the attempt whose gradients are to be compared with float32, the first of the worst."""
+    shares = {
+        attempt: share
+        for attempt, share in (seen[0]["ranges"] if seen else ())
+        if attempt < len(attempts) and attempts[attempt].is_finite
+    }
+    most = max(shares.values(), default=0.0)
+    return next((attempt for attempt, share in shares.items() if share >= NEAR * most), None)
 
 
 def compare_gradients(folder: Path, attempt: int) -> tuple[list[dict[str, object]], str]:

@@ -128,7 +128,7 @@ class Reads:
 
     def __init__(self, notes: Notes, scaled: Scaled) -> None:
         self._notes, self._scaled = notes, scaled
-        self._grads: dict[int, Tensor] = {}  # by storage: the parameter
+        self._grads: dict[int, tuple[Tensor, Tensor]] = {}  # by storage, kept so long: parameter, gradient
 
     def forget(self) -> None:
         """Begins with the next attempt."""
@@ -138,10 +138,10 @@ class Reads:
         """Notes what measures a gradient."""
         owner = getattr(operation.func, "__self__", None)
         if operation.name == "" and getattr(owner, "__name__", "") == "grad" and given:
-            self._grads[key_of(given[0])] = operation.floating[0]
+            self._grads[key_of(given[0])] = operation.floating[0], given[0]
         if operation.name not in MEASURES or not self._grads:
             return
-        read = [self._grads[key_of(it)] for it in operation.floating if key_of(it) in self._grads]
+        read = [self._grads[key_of(it)][0] for it in operation.floating if key_of(it) in self._grads]
         scale = self._scaled.scale_of(read) if read and is_called_by_user() else None
         if scale is not None and not self._scaled.was_asked:
             self._notes.add(

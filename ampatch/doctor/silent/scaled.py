@@ -7,7 +7,6 @@ warnings are listened to.
 from __future__ import annotations
 
 import inspect
-import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterable
@@ -205,8 +204,7 @@ class Scaled(Instrument, amp.Observer):
 
     def _grad(self, grad: Callable[..., object], outputs: object, *args, **kwargs) -> object:
         self._backwards += 1
-        if self._losses:
-            self._reach(tuple(tensors_in(outputs)))
+        self._reach(tuple(tensors_in(outputs)))
         return grad(outputs, *args, **kwargs)
 
     def _hear(self, record: logging.LogRecord) -> bool:
@@ -239,14 +237,10 @@ class Scaled(Instrument, amp.Observer):
             del self._gradients[id(parameter)]
 
     def _reach(self, roots: tuple[Tensor, ...]) -> list[ScaledLoss]:
-        """Marks and returns the scaled losses that a backward from these reaches."""
-        new = [loss for loss in self._losses if not loss.was_used]
-        return self._walk(roots, new) or self._walk(roots, self._losses)
-
-    def _walk(self, roots: tuple[Tensor, ...], losses: list[ScaledLoss]) -> list[ScaledLoss]:
-        known = {id(loss.node): loss for loss in losses}
-        reached = (known[id(node)] for node in nodes_of(roots) if id(node) in known)
-        found = list(itertools.islice(reached, len(known)))  # no further than it takes
+        """Marks and returns the scaled losses that a backward from these reaches, new ones if there are."""
+        known = {id(loss.node): loss for loss in self._losses}
+        reached = [known[id(node)] for node in nodes_of(roots) if id(node) in known] if known else []
+        found = [loss for loss in reached if not loss.was_used] or reached
         for loss in found:
             loss.was_used = True
         return found

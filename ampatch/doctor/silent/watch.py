@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -11,6 +11,7 @@ from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operation, Rule
 from ampatch.doctor.instruments.operations import IGNORED
 from ampatch.doctor.instruments.values import floating_in
+from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent.fault import Notes
 from ampatch.doctor.silent.gradients import Ranges
 from ampatch.doctor.silent.rules import Casts, Lengths, Reads
@@ -72,3 +73,10 @@ class Silent(Rule):
         """Returns what was found, once the run is over."""
         self._scaled.close()
         return {"faults": self.notes.to_json(), "ranges": self._ranges.to_json()}
+
+
+def plan_window(attempts: Sequence[Attempt], sample: int | None) -> tuple[int, ...]:
+    """Returns attempts up to which a traced run goes on for silent faults: not beyond weights that broke."""
+    first = attempts[:FIRST]
+    last = next((index for index, attempt in enumerate(first) if not attempt.weights), len(first) - 1)
+    return tuple(index for index in (last, sample) if index is not None and index >= 0)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from string import Formatter
 
-from ampatch.doctor.silent.fault import SilentFault
+from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.silent.fault import SilentFault, read_faults
 
 MOST_SHOWN = 5
+EXPLAINED = {"scaled_not_backpropagated": "late_backward"}  # kinds, by what else tells of them
 COLON = re.compile(r": (?=(?:[^`]*`[^`]*`)*[^`]*$)")  # that is in no code
 
 # By kind: why, with the numbers of the fault, and what to do.
@@ -145,3 +148,18 @@ def describe_silent(faults: Sequence[SilentFault]) -> Iterator[str]:
         yield from (f"  -> {remedy}" for remedy in first.remedies)
     if len(groups) > MOST_SHOWN:
         yield f"... and {len(groups) - MOST_SHOWN} more (--json OUT has them all)"
+
+
+def examine_silent(
+    seen: Sequence[Mapping], attempts: Sequence[Attempt], findings: Sequence[object]
+) -> tuple[SilentFault, ...]:
+    """Returns the silent faults with their words, but for those whose line has a finding."""
+    loud = {getattr(finding, "where", None) for finding in findings}
+    found = [fault for run in seen for fault in run["faults"]]
+    faults = read_faults(found, {index: attempt.step for index, attempt in enumerate(attempts)})
+    kinds = {fault.kind for fault in faults}
+    return tuple(
+        replace(fault, why=why(fault), remedies=remedies(fault))
+        for fault in faults
+        if (fault.phase != "forward" or fault.where not in loud) and EXPLAINED.get(fault.kind) not in kinds
+    )
