@@ -807,17 +807,6 @@ def test_the_users_line_is_the_one_that_called():
     assert lines[0].rpartition(":")[0].endswith("test_doctor.py")
 
 
-def test_a_module_that_runs_twice_counts_its_calls():
-    model, models = nn.Sequential(nn.Linear(2, 2)), Models()
-    assert models.enter(model)
-    for call in range(2):
-        assert not models.enter(model[0])
-        assert (models.place.model, models.place.module, models.place.call) == ("model", "0", call)
-        models.leave()
-    models.leave()
-    assert models.place is None
-
-
 def test_a_loss_without_parameters_is_no_model():
     models = Models()
     assert not models.enter(nn.CrossEntropyLoss())

@@ -364,6 +364,13 @@ SOUND = {
         STEP, forward("with torch.autocast('cpu', enabled=False): h = h.float() @ torch.eye(8)")
     ),
     "divided before the sum": native(STEP, attention("out = q @ ((k / n).transpose(-2, -1) @ v)", 7)),
+    "memory that was a gradient's": native(
+        STEP + "\nfor p in model.parameters(): old = p.grad; p.grad = None; del old\n"
+        "held = [torch.ones(shape) for shape in [(8, 8), (8,), (3, 8), (3,)] * 8]\n"
+        "with torch.autocast('cpu', torch.float16): loss = F.cross_entropy(model(x), y)\n"
+        + STEP
+        + "\nheld = [it.mean() for it in held]"
+    ),
     "a short sum": native(STEP, attention("out = q @ (k.transpose(-2, -1) @ v) / n", 1)),
 }
 

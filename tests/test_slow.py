@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampatch.doctor.brakes import Brakes, is_sync, said_of_speed, sizes_of
+from ampatch.doctor.brakes import Brakes, said_of_speed, sizes_of
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
 from doctor_samples import sample_speed
@@ -49,20 +49,25 @@ def test_a_host_sync_of_the_steps_that_were_looked_at_is_told_with_its_line():
 
 @pytest.mark.parametrize(
     "wait",
-    [bool, float, torch.Tensor.cpu, torch.Tensor.tolist, lambda it: it.reshape(1)[it.reshape(1) > 0]],
-    ids=["if", "float", "cpu", "tolist", "mask"],
+    [
+        bool,
+        float,
+        torch.Tensor.cpu,
+        torch.Tensor.tolist,
+        lambda it: it.reshape(1)[it.reshape(1) > 0],
+        torch.where,
+    ],
+    ids=["if", "float", "cpu", "tolist", "mask", "where"],
 )
 def test_what_waits_for_the_device(wait):
     assert len(look(1, after=lambda loss: wait(loss.detach()))["syncs"]) == 1
 
 
 def test_what_does_not_wait_is_no_sync():
-    mask, place = torch.tensor([True]), torch.tensor([0])
-    assert is_sync(torch.Tensor.__getitem__, "index", (torch.ones(1), mask))
-    assert not is_sync(torch.Tensor.__getitem__, "index", (torch.ones(1), place))
-    assert is_sync(torch.where, "where", (mask,))
-    assert not is_sync(torch.where, "where", (mask, 1, 2))
-    assert look(1, after=lambda loss: loss + 1)["syncs"] == []
+    assert (
+        look(1, after=lambda loss: torch.where(loss.detach() > 0, 1, 2)[None][torch.tensor([0])])["syncs"]
+        == []
+    )
 
 
 def test_products_that_are_small_or_uneven_are_named():
