@@ -1,7 +1,7 @@
 """Looks at the operations of the first steps for what keeps half precision from being faster.
 
-That is what waits for the device, products that are small or whose sizes are no multiples of 8, and float32
-between half operations. `torch.compile` is only noted: operations are seen without it.
+It notes what waits for the device, products that are small or whose sizes are no multiples of 8, and float32
+between half operations. Of `torch.compile` it notes the call alone: the trace turns it off.
 """
 
 from __future__ import annotations

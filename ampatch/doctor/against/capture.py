@@ -29,7 +29,7 @@ Key = tuple[str, str, str, int, str]
 class Capture(Instrument):
     """Captures the first attempt whose gradients are finite, or whose forward is not, or the `wanted` one.
 
-    Weights are held.
+    It holds the weights: steps change nothing.
     """
 
     def __init__(self, clock: Clock, wanted: int | None) -> None:

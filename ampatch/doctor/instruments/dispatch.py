@@ -115,7 +115,7 @@ class Operations(TorchFunctionMode):
     def follow(self) -> None:
         """Shows operations until the clock is undone, and what torch shows no mode.
 
-        That are functions of `torch.autograd.Function`, and what reentrant checkpoints repeat.
+        These are functions of `torch.autograd.Function`, and what reentrant checkpoints repeat.
         """
         reentrant = inspect.unwrap(torch.utils.checkpoint.CheckpointFunction)  # a session puts another there
         self._clock.wrap(reentrant, "forward", self._remember)

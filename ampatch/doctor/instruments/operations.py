@@ -16,7 +16,7 @@ OPERATORS = {"truediv": "div", "itruediv": "div_", "floordiv": "floor_divide", "
 OPERATORS |= {"rmul": "mul", "rmatmul": "matmul", "rtruediv": "div", "rdiv": "div", "rsub": "sub"}
 OPERATORS |= {"iadd": "add_", "isub": "sub_", "imul": "mul_", "idiv": "div_", "ipow": "pow_"}
 OPERATORS |= {"getitem": "index", "setitem": "index_put_"}
-# Make no values: what they return is uninitialized, or a property, or said by hooks.
+# These make no values: they return uninitialized memory, or a property, and of a backward pass hooks tell.
 IGNORED = ("", "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_")
 IGNORED += ("backward", "register_hook", "size")
 REPEATED = "CheckpointFunctionBackward"  # what it gives comes of the operations that it repeats

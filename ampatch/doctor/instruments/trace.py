@@ -1,8 +1,8 @@
 """Follows every operation of some steps, forward and backward, and finds those that made bad numbers.
 
 An operation is an origin if what it takes is finite and what it gives is not, or if it makes NaN out of an
-infinity that is no fault. What comes of an origin carries its mark, by the memory that it lies in, so that
-consequences are told from origins, and what reached the loss or a gradient from what reached nothing.
+infinity that is no fault. The memory of what it gives carries its mark, and so does all that is made of that:
+so the trace tells consequences from origins, and knows which origins reached the loss or a gradient.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Watch(Instrument):
         self._now.gradients &= all(map(has_finite_grad, made))
 
     def begin_attempt(self, optimizer: Optimizer, scaler: GradScaler | None) -> None:
-        """Counts."""
+        """Takes the scale of torch's scaler, and numbers the attempt."""
         if scaler is not None and scaler.is_enabled():
             self._now.scale, self._now.is_dynamic = scaler.get_scale(), True
         elif self._now.scale is None and not self._has_backward and self.attempts:  # the second of one loss

@@ -1,6 +1,6 @@
 """Where a call stood in the source, which variables were around it, and how to make it again from there.
 
-Of variables those are kept that are plain and of the user's own files, as the number of the step.
+It keeps the plain variables of the user's own files, such as the number of the step.
 """
 
 from __future__ import annotations

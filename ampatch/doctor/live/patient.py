@@ -50,7 +50,7 @@ class Patient(ScalerInUse):
     is_replaying: bool = False
 
     def __post_init__(self) -> None:
-        self._runs: list[Stretch] = []
+        self._stretches: list[Stretch] = []
         self._count = 0
         self._good = 0.0  # the largest scale that a step was made with
         self._is_over = False  # weights are bad
@@ -91,12 +91,12 @@ class Patient(ScalerInUse):
 
     def add(self, attempt: Attempt) -> bool:
         """Notes an attempt; says whether it should be replayed: of a scale's search only the first is."""
-        last = self._runs[-1] if self._runs else None
+        last = self._stretches[-1] if self._stretches else None
         like = last is not None and last.attempt.is_finite and attempt.is_finite
         if like and (last.attempt.scale, last.attempt.is_dynamic) == (attempt.scale, attempt.is_dynamic):
             last.count += 1
         else:
-            self._runs.append(Stretch(attempt))
+            self._stretches.append(Stretch(attempt))
         self._count += 1
         if attempt.is_finite:
             self._good, self._is_searching = max(self._good, attempt.scale or 0.0), False
@@ -108,11 +108,11 @@ class Patient(ScalerInUse):
     def _blame_weights(self) -> None:
         """Notes that the step before the latest left bad weights: all that follows comes of it."""
         self._is_over = True
-        if len(self._runs) < 2:
+        if len(self._stretches) < 2:
             return
-        run = self._runs[-2]
+        run = self._stretches[-2]
         kept = [] if run.count == 1 else [Stretch(run.attempt, run.count - 1)]
-        self._runs[-2:-1] = [*kept, Stretch(replace(run.attempt, weights=False))]
+        self._stretches[-2:-1] = [*kept, Stretch(replace(run.attempt, weights=False))]
 
     def examine(
         self,
@@ -123,11 +123,11 @@ class Patient(ScalerInUse):
         optimizer: Optimizer | None,
     ) -> None:
         """Replays the latest attempt, and logs what is found."""
-        scale = self._runs[-1].attempt.scale or 1.0
+        scale = self._stretches[-1].attempt.scale or 1.0
         origins, survives, unknown, oversized = replay(record, models, optimizers, optimizer, scale)
         self.unknown += [f"step {number}: {line}" for line in unknown]
         of_weights = [it for it in origins if it["phase"] == "optimizer" and not it["call"]["op"]]
-        was_good = len(self._runs) > 1 and self._runs[-2].attempt.is_finite
+        was_good = len(self._stretches) > 1 and self._stretches[-2].attempt.is_finite
         if of_weights:
             self._blame_weights()
         if of_weights and was_good:
@@ -137,7 +137,7 @@ class Patient(ScalerInUse):
         self._tell()
 
     def _look_at_weights(self, models: Sequence[Module]) -> None:
-        last = self._runs[-1] if self._runs else None
+        last = self._stretches[-1] if self._stretches else None
         if last is None or not last.attempt.is_finite:
             return
         named = [pair for model in models for pair in model.named_parameters()]
@@ -146,9 +146,9 @@ class Patient(ScalerInUse):
             return
         call = Call("", "optimizer", None, None)
         origin = Origin(call, "optimizer", examine(bad), 0, parameter=name, has_reached=True)
-        self._runs.append(Stretch(last.attempt))
+        self._stretches.append(Stretch(last.attempt))
         self._blame_weights()
-        self._runs.pop()
+        self._stretches.pop()
         self.replays.append(Replayed(self.latest, last.attempt.step + last.count - 1, [origin.to_json()]))
         self.unknown.append("the last step left bad weights: which operation of the optimizer made them")
 
@@ -170,7 +170,7 @@ class Patient(ScalerInUse):
         return self._count - 1
 
     def _attempts(self) -> Iterator[Attempt]:
-        for run in self._runs:
+        for run in self._stretches:
             for _ in range(run.count):
                 yield run.attempt
 

@@ -55,8 +55,7 @@ def describe_batch(model: str, batch: Sequence[Facts]) -> Iterator[str]:
     if not tensors:
         yield f"  batch of {model}: not known (no forward since the step before, or a compiled one)"
         return
-    broken = [facts for facts in tensors if is_broken(facts)]
-    shown = [*broken, *(facts for facts in tensors if not is_broken(facts))][:MOST_NAMED]
+    shown = sorted(tensors, key=is_broken, reverse=True)[:MOST_NAMED]
     more = f", and {len(tensors) - len(shown)} more" if len(tensors) > len(shown) else ""
     yield f"  batch of {model}: {'; '.join(map(describe_tensor, shown))}{more}"
 

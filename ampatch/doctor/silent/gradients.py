@@ -94,7 +94,7 @@ class Ranges(Instrument, amp.Observer):
 def share_of_bad(grad: Tensor) -> Tensor:
     """Returns the share of subnormals, or 1 if all are zeros; 0 where the gradient never was in float16."""
     values = grad.float().abs()
-    # Through autocast they come to float32 weights, with the digits that float16 has.
+    # Under autocast weights are float32, and their gradients have no more digits than float16.
     is_half = (values.half().float() == values).float().mean() > 0.9
     share = ((values < NORMAL) & (values > 0)).float().mean()
     return torch.where(values.any(), share * is_half, torch.ones_like(share))

@@ -32,7 +32,7 @@ HEADROOM = 16  # times what was reached must fit: a length that grows, or the ne
 
 @dataclass(slots=True, eq=False)
 class Cast:
-    """A cast to float32 that the user has written, and what became of it."""
+    """A cast to float32 that the script makes, and what became of it."""
 
     site: Site
     undone: str = ""  # the operation that ran in half nevertheless

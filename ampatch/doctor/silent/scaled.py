@@ -1,14 +1,13 @@
 """Follows gradients from a scaled loss to the step: what is scaled, unscaled, clipped, and what is not.
 
-For `torch.amp.GradScaler` it is followed here. Where ampatch scales, the library itself looks, and its
-warnings are listened to.
+The doctor itself follows those of `torch.amp.GradScaler`. Where ampatch scales, the library warns of misuse,
+and the doctor notes its warnings.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from torch.amp import GradScaler
 from torch.nn import Module, Parameter
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import ampatch as amp
 from ampatch.doctor.instruments.clock import Clock, Instrument, parameters_of
@@ -42,13 +42,12 @@ MISUSE = {
 
 @dataclass(slots=True)
 class Gradient:
-    """What the gradient of a parameter is made of, since it was made or zeroed.
+    """What a gradient is made of, since it was made or zeroed.
 
     `scaler` is set while some of it is scaled; `raw` is the line of a backward pass without a scale;
     `was_unscaled` says that some of it has been divided by a scale.
     """
 
-    grad: weakref.ref[Tensor]
     scaler: GradScaler | None = None
     raw: str | None = None
     was_unscaled: bool = False
@@ -72,7 +71,7 @@ class Scaled(Instrument, amp.Observer):
     def __init__(self, clock: Clock, notes: Notes) -> None:
         super().__init__(clock)
         self._notes = notes
-        self._gradients: dict[int, Gradient] = {}  # of parameters
+        self._gradients = WeakTensorKeyDictionary()
         self._losses: list[ScaledLoss] = []
         self._has_scaler = self.was_asked = False
         self._backwards = 0
@@ -127,9 +126,7 @@ class Scaled(Instrument, amp.Observer):
             return
         scaler, where = self._now
         for parameter in self.clock.changed:
-            known = self._known(parameter) or Gradient(weakref.ref(parameter.grad))
-            self._gradients[id(parameter)] = known
-            known.grad = weakref.ref(parameter.grad)
+            known = self._gradients.setdefault(parameter.grad, Gradient())
             if scaler is None:
                 known.raw = known.raw or where
             else:
@@ -145,8 +142,7 @@ class Scaled(Instrument, amp.Observer):
 
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Forgets what was stepped; a loss that was scaled an attempt ago has not been used."""
-        for parameter in parameters_of(optimizer):
-            self._gradients.pop(id(parameter), None)
+        self._forget(parameters_of(optimizer))
         now = self.clock.attempt
         self._tell_unused(loss for loss in self._losses if loss.attempt < now)
         # The graphs of the others are kept no longer than they wait.
@@ -179,7 +175,7 @@ class Scaled(Instrument, amp.Observer):
         if any(it is not None and it.was_unscaled for _, it in known):
             self._notes.add("unscaled_twice", "optimizer", user_line(), "unscale_", scale=scaler.get_scale())
         for parameter, _ in known:
-            self._gradients[id(parameter)] = Gradient(weakref.ref(parameter.grad), was_unscaled=True)
+            self._gradients[parameter.grad] = Gradient(was_unscaled=True)
 
     def _get_scale(self, get_scale: Callable[..., float], scaler: GradScaler) -> float:
         self.was_asked |= not is_called_by_doctor()
@@ -187,9 +183,7 @@ class Scaled(Instrument, amp.Observer):
 
     def _zero_grad(self, zero_grad: Callable[..., None], owner: Module | Optimizer, *args, **kwargs) -> None:
         zero_grad(owner, *args, **kwargs)
-        found = owner.parameters() if isinstance(owner, Module) else parameters_of(owner)
-        for parameter in found:
-            self._gradients.pop(id(parameter), None)
+        self._forget(owner.parameters() if isinstance(owner, Module) else parameters_of(owner))
 
     def _clip(self, clip: Callable[..., object], *args: object, **kwargs: object) -> object:
         bound = inspect.signature(clip).bind(*args, **kwargs).arguments
@@ -226,15 +220,19 @@ class Scaled(Instrument, amp.Observer):
         return None
 
     def _known(self, parameter: Tensor) -> Gradient | None:
-        known = self._gradients.get(id(parameter))
-        return known if known is not None and known.grad() is parameter.grad is not None else None
+        return None if parameter.grad is None else self._gradients.get(parameter.grad)
+
+    def _forget(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._gradients.pop(parameter.grad, None)
 
     def _forget_zeros(self, parameter: Parameter) -> None:
         """A gradient that a script has zeroed by itself is new."""
         known = self._known(parameter)
         is_mixed = known is not None and (known.raw is not None or known.was_unscaled)
         if is_mixed and not plain(parameter.grad).any():
-            del self._gradients[id(parameter)]
+            self._forget([parameter])
 
     def _reach(self, roots: tuple[Tensor, ...]) -> list[ScaledLoss]:
         """Marks and returns the scaled losses that a backward from these reaches, new ones if there are."""

@@ -1,8 +1,8 @@
 """Follows what half loses: an overflow or an underflow, with what float32 would have made of it.
 
 Where an operation in half makes inf or zeros out of numbers of which float32 makes other ones, its result
-gets a shadow: the same in float32. What takes it runs again on the shadow, until half and float32 agree
-again (a clamp, the tanh of a large number, a mask: no fault) or half is finite and far from it: a fault.
+gets a shadow: the same in float32. The operations that follow run again on shadows, until half and float32
+agree again (a clamp, the tanh of a large number, a mask: no fault) or half is finite and far off: a fault.
 """
 
 from __future__ import annotations
