@@ -55,11 +55,9 @@ def write_outputs(report: Report, arguments: argparse.Namespace, script: str) ->
         from ampatch.doctor.page.page import write_page
 
         Path(arguments.html).write_text(write_page(report, script), encoding="utf-8")
-    if report.growth is None or not (arguments.csv or arguments.tensorboard):
-        return
-    if arguments.csv is not None:
+    if report.growth is not None and arguments.csv:
         write_csv(report.growth, arguments.csv)
-    if arguments.tensorboard is not None:
+    if report.growth is not None and arguments.tensorboard:
         write_scalars(report.growth, arguments.tensorboard)
 
 

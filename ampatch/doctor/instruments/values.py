@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import ampatch as amp
 from ampatch.levels.private import unwrap
@@ -182,15 +182,13 @@ class TensorNotes:
     """What is known of tensors, as long as they live."""
 
     def __init__(self) -> None:
-        self._facts: dict[int, tuple[weakref.ref[Tensor], list]] = {}  # by the id of a tensor
+        self._facts = WeakTensorKeyDictionary()
 
     def add(self, tensors: list[Tensor], fact: object) -> None:
         """Adds a fact of some tensors."""
         for tensor in tensors:
-            facts = self.find(tensor)
-            self._facts[id(tensor)] = weakref.ref(tensor), [*facts, fact]
+            self._facts[tensor] = [*self.find(tensor), fact]
 
     def find(self, tensor: Tensor) -> list:
         """Returns what is known of a tensor."""
-        reference, facts = self._facts.get(id(tensor), (None, []))
-        return facts if reference is not None and reference() is tensor else []
+        return self._facts.get(tensor, [])
