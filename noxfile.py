@@ -52,8 +52,8 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def trainers(session: nox.Session) -> None:
-    """Runs the recipes of docs/trainers.md with the packages that they are for."""
-    install(session, "test,trainers")
+    """Runs the plugins for trainers with the packages that they are for."""
+    install(session, "test,trainers,timm")
     session.run("pytest", "tests/test_trainers.py", "--all")
 
 

@@ -1,4 +1,4 @@
-"""The recipes of docs/trainers.md train, with the real packages, as a plain loop does: bit for bit."""
+"""The plugins of docs/trainers.md train, with the real packages, as a plain loop does: bit for bit."""
 
 import copy
 import importlib
@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import runpy
+import sys
 import warnings
 from functools import cache, partial
 
@@ -15,40 +16,35 @@ from torch import nn
 from torch.nn import functional as F
 
 import ampatch as amp
-from ampatch import apex
 from helpers import assert_same_bits, import_torchvision, scaled_backward, snapshot
 from legacy import print_in_forks
+from test_architecture import NAMES, room, undocumented
 from test_readme import ROOT, read
-
-PACKAGES = {"plain": "torch", "accelerate": "accelerate", "lightning": "lightning"}
-PACKAGES |= {"transformers": "transformers", "timm": "timm"}
+from trainers import AROUND, LIFE, TOGGLED
 
 
-def recipe(name):
-    """Returns the script of a section, by a word of its heading."""
-    sections = read(ROOT / "docs" / "trainers.md").split("\n## ")[1:]
-    (found,) = [text for text in sections if name in text.partition("\n")[0].lower()]
-    return found.partition("```python\n")[2].partition("```")[0]
-
-
-def changed(name, replacements):
-    """Returns the script of a section with other words in it."""
-    text = recipe(name)
+def changed(text, *replacements):
+    """Returns a script with other words in it."""
     for old, new in replacements:
         assert old in text, old
         text = text.replace(old, new)
     return text
 
 
+def recipe(name, *replacements):
+    """Returns the script of a package, with what its section of the page shows."""
+    sections = read(ROOT / "docs" / "trainers.md").split("\n## ")[1:]
+    (found,) = [text for text in sections if name in text.partition("\n")[0].lower()]
+    before, after = AROUND[name]
+    shown = found.partition("```python\n")[2].partition("```")[0]
+    return changed(before + shown + after, *replacements)
+
+
 def each(names):
-    """Runs a test for each of these recipes whose package is installed."""
-    reason = "{} is not installed: pip install -c constraints.txt -e '.[trainers]'"
-    marks = {
-        name: pytest.mark.skipif(
-            importlib.util.find_spec(PACKAGES[name]) is None, reason=reason.format(PACKAGES[name])
-        )
-        for name in names
-    }
+    """Runs a test for each of these packages that is installed."""
+    reason = "{} is not installed: pip install -c constraints.txt -e '.[trainers,timm]'"
+    missing = {name for name in names if importlib.util.find_spec(name) is None}
+    marks = {name: pytest.mark.skipif(name in missing, reason=reason.format(name)) for name in names}
     return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
 
 
@@ -60,9 +56,10 @@ class Record:
         initialize, cross_entropy = amp.initialize, F.cross_entropy
 
         def recording_initialize(model, given, **arguments):
+            (self.model,) = model if isinstance(model, list) else [model]
             (self.optimizer,) = given if isinstance(given, list) else [given]
-            self.model, self.twins = model, copy.deepcopy((model, self.optimizer))
-            model.register_forward_pre_hook(self.keep_batch, with_kwargs=True, prepend=True)
+            self.twins = copy.deepcopy((self.model, self.optimizer))
+            self.model.register_forward_pre_hook(self.keep_batch, with_kwargs=True, prepend=True)
             return initialize(model, given, **arguments)
 
         def recording_cross_entropy(scores, target, *args, **kwargs):
@@ -92,7 +89,8 @@ class Record:
             losses.append(loss.item())
             scaled_backward(loss, optimizer)
             if step % 2:
-                nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+                masters = dict(amp.master_pairs(optimizer))
+                nn.utils.clip_grad_norm_([masters.get(it, it) for it in model.parameters()], 1.0)
                 optimizer.step()
                 skipped += amp.step_was_skipped(optimizer)
                 optimizer.zero_grad()
@@ -104,81 +102,51 @@ class Raise(logging.Handler):
         raise AssertionError(record.getMessage())
 
 
-def run_recipe(script, options):
-    """Runs a recipe at some level, then a plain loop on the same batches; the weights are equal."""
-    warnings.resetwarnings()
-    warnings.simplefilter("ignore")  # the trainers' own; those of ampatch are logged, too
-    logging.getLogger("ampatch").addHandler(Raise(logging.WARNING))
-    import_torchvision()
-    with pytest.MonkeyPatch.context() as monkeypatch, amp.override(verbosity=0, **options):
-        record = Record(monkeypatch)
-        runpy.run_path(script, run_name="__main__")
-        trained = {name: value.clone() for name, value in record.model.state_dict().items()}
-        amp.uninitialize()
-        monkeypatch.undo()
-        losses, skipped = record.train_again()
-        assert_same_bits(trained.values(), record.twins[0].state_dict().values())
-        state = amp.state_dict()
-        amp.uninitialize()
-    assert losses[-1] < 0.6 * losses[0] or skipped
-    assert (0 < skipped < len(losses) / 2) == ("loss_scale" in options), skipped
-    return [snapshot(trained), state]
-
-
-LEVELS = {
-    "overflows": {
-        "opt_level": "O2",
-        "loss_scale": amp.DynamicLossScale(init_scale=2.0**30, max_scale=2.0**30),
-    },
-    "as written": {},
-}
-
-
-MANUAL = """
-        loss = F.cross_entropy(self(inputs), labels)
-        optimizer = self.optimizers()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            self.manual_backward(scaled_loss)
-        optimizer.step()
-"""
-
-# What to write into a recipe so that the trainer's own mixed precision is on as well.
-TWO_PRECISIONS = {
-    "accelerate": [('"no"', '"bf16"')],
-    "lightning": [
-        ('plugins=AmpPrecision(opt_level="O4")', "precision='bf16-mixed', accelerator='cpu'"),
-        ("    accumulate_grad_batches=2,", ""),
-        ("    gradient_clip_val=1.0,", ""),
-        (
-            "__init__()\n        self.net",
-            "__init__()\n        self.automatic_optimization = False\n        self.net",
-        ),
-        (
-            "return torch.optim.AdamW(self.parameters(), lr=1e-2)",
-            "return amp.initialize(self, torch.optim.AdamW(self.parameters(), lr=1e-2))[1]",
-        ),
-        ("\n        loss = F.cross_entropy(self(inputs), labels)\n", MANUAL),
-    ],
-    "transformers": [("report_to", "bf16=True, use_cpu=True, report_to")],
-}
-
-
-def run_with_two_precisions(script):
-    """Runs it at O0, where the trainer's is the only one, then at a level that makes it two."""
+def quietly(function):
+    """Calls a function with warnings of the trainers silenced, and those of ampatch raised."""
     warnings.resetwarnings()
     warnings.simplefilter("ignore")
     logging.getLogger("ampatch").addHandler(Raise(logging.WARNING))
     import_torchvision()
-    with amp.override(verbosity=1, opt_level="O0"):
-        runpy.run_path(script, run_name="__main__")
+    function()
+
+
+def run(script, **options):
+    with amp.override(**{"verbosity": 0, **options}):
+        return runpy.run_path(script, run_name="__main__")
+
+
+def run_recipe(script, **options):
+    """Runs a recipe at some level, then a plain loop on the same batches; the weights are equal."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        record = Record(monkeypatch)
+        names = run(script, **options)
+        trained = {name: value.clone() for name, value in record.model.state_dict().items()}
         amp.uninitialize()
-    with (
-        amp.override(verbosity=1, opt_level="O4"),
-        pytest.raises(
-            AssertionError, match=r"two mixed precisions meet: .* 'bf16(-mixed)?', beside .* write"
-        ),
-    ):
-        runpy.run_path(script, run_name="__main__")
+    with amp.override(verbosity=0, **options):
+        losses, skipped = record.train_again()
+    assert_same_bits(trained.values(), record.twins[0].state_dict().values())
+    state = amp.state_dict()
+    amp.uninitialize()
+    assert losses[-1] < 0.6 * losses[0] or skipped
+    assert (0 < skipped < len(losses) / 2) == ("loss_scale" in options), skipped
+    if "scheduler" in names:
+        assert names["scheduler"].state_dict()["last_epoch"] == len(losses) // 2 - skipped
+    return [snapshot(trained), state]
+
+
+OVERFLOWS = {"opt_level": "O2", "loss_scale": amp.DynamicLossScale(init_scale=2.0**30, max_scale=2.0**30)}
+
+
+def run_halves(scripts):
+    """Runs the three; the first trains as a plain loop does, and the last ends as the first."""
+    whole = run_recipe(scripts[0], **OVERFLOWS)
+    for script in scripts[1:]:
+        names = run(script, **OVERFLOWS)
+        resumed = [snapshot(dict(names["model"].state_dict())), amp.state_dict()]
+        amp.uninitialize()
+    assert resumed == whole
+    assert whole[1]["loss_scaler0"]["loss_scale"] < 2.0**30
 
 
 LOOP = "for batch, labels in loader:"
@@ -186,94 +154,167 @@ PARTS = "torch.arange(256).split(16)"
 NEW_MODEL = ("\nmodel = ", "\ntorch.manual_seed(1)\nmodel = ")
 # The Trainer draws the order of batches from the random numbers that are left.
 OTHER_WEIGHTS = ("tokens = ", "[param.data.zero_() for param in model.parameters()]\ntokens = ")
-SAVE_TIMM = "timm.utils.CheckpointSaver(model, optimizer, amp_scaler=loss_scaler).save_checkpoint(0)"
-LOAD_TIMM = "timm.models.resume_checkpoint(model, 'checkpoint-0.pth.tar', optimizer, loss_scaler)"
+SAVE_TIMM = "\ntimm.utils.CheckpointSaver(model, optimizer, amp_scaler=loss_scaler).save_checkpoint(0)\n"
+LOAD_TIMM = "\ntimm.models.resume_checkpoint(model, 'checkpoint-0.pth.tar', optimizer, loss_scaler)\n"
+SAVE_ACCELERATE, SAVE_LIGHTNING = "\naccelerator.save_state('half')\n", "\ntrainer.save_checkpoint('half')\n"
 
 # What to write into a recipe so that it runs to its end, stops halfway, and resumes with a new model.
 HALVES = {
     "accelerate": (
-        [],
-        [
-            (LOOP, "for batch, labels in list(loader)[:16]:"),
-            ("print(", "accelerator.save_state('half')\nprint("),
-        ],
-        [(LOOP, "accelerator.load_state('half')\nfor batch, labels in list(loader)[16:]:"), NEW_MODEL],
+        recipe("accelerate"),
+        recipe("accelerate", (LOOP, "for batch, labels in list(loader)[:16]:")) + SAVE_ACCELERATE,
+        recipe(
+            "accelerate",
+            (LOOP, "accelerator.load_state('half')\nfor batch, labels in list(loader)[16:]:"),
+            NEW_MODEL,
+        ),
     ),
     "lightning": (
-        [("max_epochs=1", "max_epochs=2")],
-        [("print(", "trainer.save_checkpoint('half.ckpt')\nprint(")],
-        [
+        recipe("lightning", ("max_epochs=1", "max_epochs=2")),
+        recipe("lightning") + SAVE_LIGHTNING,
+        recipe(
+            "lightning",
             ("max_epochs=1", "max_epochs=2"),
-            ("Classifier(), loader", "Classifier(), loader, ckpt_path='half.ckpt'"),
-            ("\ntrainer = ", "\ntorch.manual_seed(1)\ntrainer = "),
-        ],
+            ("loader)\n", "loader, ckpt_path='half')\n"),
+            NEW_MODEL,
+        ),
     ),
     "transformers": (
-        [],
-        [("report_to", "save_steps=8, report_to")],
-        [("trainer.train()", "trainer.train(resume_from_checkpoint='out/checkpoint-8')"), OTHER_WEIGHTS],
+        recipe("transformers"),
+        recipe("transformers", ("report_to", "save_steps=8, report_to")),
+        recipe(
+            "transformers",
+            ("trainer.train()", "trainer.train(resume_from_checkpoint='out/checkpoint-8')"),
+            OTHER_WEIGHTS,
+        ),
     ),
     "timm": (
-        [],
-        [(PARTS, f"{PARTS}[:8]"), ("print(", f"{SAVE_TIMM}\nprint(")],
-        [
-            (PARTS, f"{PARTS}[8:]"),
-            ("loss_scaler = ApexScaler()", f"loss_scaler = ApexScaler()\n{LOAD_TIMM}"),
-            NEW_MODEL,
-        ],
+        recipe("timm"),
+        recipe("timm", (PARTS, f"{PARTS}[:8]")) + SAVE_TIMM,
+        recipe("timm", (PARTS, f"{PARTS}[8:]"), ("\nfor step", f"{LOAD_TIMM}for step"), NEW_MODEL),
     ),
 }
 
 
-def run_halves(scripts):
-    """Runs the three; the first trains as a plain loop does, and the last ends as the first."""
-    whole = run_recipe(scripts[0], LEVELS["overflows"])
-    for script in scripts[1:]:
-        with amp.override(verbosity=0, **LEVELS["overflows"]):
-            names = runpy.run_path(script, run_name="__main__")
-        model = names.get("model") or names["trainer"].lightning_module
-        resumed = [snapshot(dict(model.state_dict())), amp.state_dict()]
+# Scripts whose trainer has a mixed precision of its own, with what is said of it.
+REFUSED = {
+    "accelerate": (
+        recipe("accelerate", ("AmpAccelerator(", "AmpAccelerator(mixed_precision='bf16', ")),
+        "two mixed precisions meet: .*'bf16'.* write mixed_precision='no'",
+    ),
+    "lightning": (recipe("lightning", ("Trainer(", "Trainer(precision='bf16-mixed', ")), "Choose one"),
+    "transformers": (
+        recipe("transformers", ("report_to", "bf16=True, use_cpu=True, report_to")),
+        "two mixed precisions meet: .*'bf16'.* write neither fp16=True nor bf16=True",
+    ),
+}
+
+SCALED = "with amp.scale_loss(loss, optimizer) as scaled_loss:\n"
+MANUAL = f"""
+        optimizer = self.optimizers()
+        loss = F.cross_entropy(self(inputs), labels)
+        {SCALED}            self.manual_backward(scaled_loss)
+        optimizer.step()
+"""
+INITIALIZED = "amp.initialize(self, torch.optim.AdamW(self.parameters(), lr=1e-2))[1]"
+
+# Loops of one's own beside a trainer whose mixed precision is on.
+WARNED = {
+    "accelerate": recipe(
+        "accelerate",
+        ("from ampatch.integrations.accelerate import AmpAccelerator", "from accelerate import Accelerator"),
+        ('AmpAccelerator(amp_options={"opt_level": "O4"}', "Accelerator(mixed_precision='bf16'"),
+        ("prepare(model, optimizer", "prepare(*amp.initialize(model, optimizer)"),
+        ("accelerator.backward(loss)", f"{SCALED}            accelerator.backward(scaled_loss)"),
+    ),
+    "lightning": recipe(
+        "lightning",
+        ("plugins=plugin, accumulate_grad_batches=2, gradient_clip_val=1.0", "precision='bf16-mixed'"),
+        ("Trainer(", "Trainer(accelerator='cpu', "),
+        ("__init__()\n", "__init__()\n        self.automatic_optimization = False\n"),
+        ("return torch.optim.AdamW(self.parameters(), lr=1e-2)", f"return {INITIALIZED}"),
+        ("\n        return F.cross_entropy(self(inputs), labels)\n", MANUAL),
+    ),
+}
+
+
+def run_warned(script):
+    """Runs it at O0, where the trainer's is the only one, then at a level that makes it two."""
+    run(script, opt_level="O0", verbosity=1)
+    amp.uninitialize()
+    expected = r"two mixed precisions meet: .* 'bf16(-mixed)?', beside .* write"
+    with pytest.raises(AssertionError, match=expected):
+        run(script, opt_level="O4", verbosity=1)
+
+
+def run_refused(script, expected):
+    with pytest.raises(ValueError, match=expected):
+        run(script)
+    with pytest.raises(amp.NotInitializedError):
+        amp.state_dict()
+
+
+def run_toggled(script):
+    """Trains two optimizers that Lightning toggles; weights and skipped steps are those of a plain loop."""
+    for options in ({"opt_level": "O4"}, OVERFLOWS):
+        names = run(script, **options)
+        assert_same_bits(names["trained"].values(), names["twin"].state_dict().values())
+        assert bool(names["skipped"]) == ("loss_scale" in options)
         amp.uninitialize()
-    assert resumed == whole
-    assert whole[1]["loss_scaler0"]["loss_scale"] < 2.0**30
 
 
-def write(path, text):
-    path.write_text(text)
-    return str(path)
-
-
-def call(function):
-    function()  # whose result is no exit status
+OLDER = [("import lightning", "import pytorch_lightning as lightning")]
+OLDER += [("integrations.lightning", "integrations.pytorch_lightning")]
+TWICE = """
+trainer.train()
+assert amp.state_dict()["loss_scaler0"]["unskipped"] == 64
+trainer.evaluate(examples[:16])
+"""
+SEVERAL = {"opt_level": "O2", "loss_scale": amp.DynamicLossScale(init_scale=2.0**10)}
+OTHERS = {
+    "lightning": {
+        "older name": (run_recipe, recipe("lightning", *OLDER)),
+        "toggled": (run_toggled, TOGGLED),
+        "life": (partial(run, **SEVERAL), recipe("lightning") + LIFE),
+    },
+    "transformers": {"twice": (partial(run, **SEVERAL), recipe("transformers") + TWICE)},
+}
 
 
 def run_all(name, folder):
     """Does all that is done with a package, each in a fork of this process, which imports it once."""
     warnings.simplefilter("ignore")
     import_torchvision()
-    if name == "timm":
-        apex.install()  # timm looks for it when it is imported
-    importlib.import_module({"transformers": "transformers.trainer"}.get(name, PACKAGES[name]))
-    script = write(folder / "train.py", recipe(name))
-    tasks = {level: partial(run_recipe, script, options) for level, options in LEVELS.items()}
-    if name in HALVES:
-        del tasks["overflows"]  # which is the first of its three
-    if name in TWO_PRECISIONS:
-        script = write(folder / "two.py", changed(name, TWO_PRECISIONS[name]))
-        tasks["two precisions"] = partial(run_with_two_precisions, script)
-    if name in HALVES:
-        parts = zip(("whole", "half", "resumed"), HALVES[name], strict=True)
-        scripts = [write(folder / f"{part}.py", changed(name, words)) for part, words in parts]
-        tasks["halves"] = partial(run_halves, scripts)
+    module = importlib.import_module(f"ampatch.integrations.{name}")
+    tasks = {"documented": (lambda _: check_documented(module), "")}
+    tasks |= {"as written": (run_recipe, recipe(name)), "halves": (run_halves, HALVES[name])}
+    if name in REFUSED:
+        tasks["refused"] = (partial(run_refused, expected=REFUSED[name][1]), REFUSED[name][0])
+    if name in WARNED:
+        tasks["warned"] = (run_warned, WARNED[name])
+    tasks |= OTHERS.get(name, {})
     found = {}
-    for task, function in tasks.items():
+    for task, (function, text) in tasks.items():
         (folder / task).mkdir()
+        texts = [text] if isinstance(text, str) else text
+        scripts = [write(folder / task / f"train{index}.py", text) for index, text in enumerate(texts)]
+        given = scripts[0] if isinstance(text, str) else scripts
         try:
-            print_in_forks(partial(call, function), ["train.py"], folder / task)
+            call = partial(quietly, partial(function, given))
+            print_in_forks(call, ["train.py"], folder / task)
             found[task] = "done"
         except AssertionError as error:
             found[task] = str(error)
     (folder / "found.json").write_text(json.dumps(found))
+
+
+def check_documented(module):
+    assert list(undocumented(module)) == []
+
+
+def write(path, text):
+    path.write_text(text)
+    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -290,19 +331,52 @@ def outcomes(tmp_path_factory):
 
 
 @pytest.mark.process
-@each(PACKAGES)
-def test_a_recipe_trains_as_a_plain_loop_does(name, outcomes):
+@each(AROUND)
+def test_a_plugin_trains_as_a_plain_loop_does(name, outcomes):
     assert outcomes(name)["as written"] == "done"
-    assert name in HALVES or outcomes(name)["overflows"] == "done"
+    assert outcomes(name)["documented"] == "done"
 
 
 @pytest.mark.process
-@each(TWO_PRECISIONS)
-def test_a_trainer_whose_own_mixed_precision_is_on_is_warned_of(name, outcomes):
-    assert outcomes(name)["two precisions"] == "done"
-
-
-@pytest.mark.process
-@each(HALVES)
-def test_a_recipe_whose_steps_overflow_does_so_too_and_resumes_bit_equal_with_its_loss_scale(name, outcomes):
+@each(AROUND)
+def test_a_plugin_skips_steps_as_a_plain_loop_does_and_resumes_bit_equal_with_its_loss_scale(name, outcomes):
     assert outcomes(name)["halves"] == "done"
+
+
+@pytest.mark.process
+@each(REFUSED)
+def test_a_plugin_refuses_the_mixed_precision_of_its_trainer(name, outcomes):
+    assert outcomes(name)["refused"] == "done"
+
+
+@pytest.mark.process
+@each(WARNED)
+def test_a_loop_is_warned_of_the_mixed_precision_of_a_trainer(name, outcomes):
+    assert outcomes(name)["warned"] == "done"
+
+
+@pytest.mark.process
+@each({"lightning"})
+@pytest.mark.parametrize("task", OTHERS["lightning"])
+def test_lightning_toggles_optimizers_and_fits_again_under_either_name(name, task, outcomes):
+    assert outcomes(name)[task] == "done"
+
+
+@pytest.mark.process
+@each({"transformers"})
+def test_a_trainer_trains_twice(name, outcomes):
+    assert outcomes(name)["twice"] == "done"
+
+
+PLUGINS = [name for name in NAMES if room(name) == "integrations" and name.count(".") == 2]
+
+
+@pytest.mark.parametrize("name", [name for name in PLUGINS if "with needs(" in NAMES[name].read_text()])
+def test_a_plugin_without_its_package_says_what_installs_it(name, monkeypatch):
+    for loaded in [it for it in sys.modules if it.startswith("ampatch.integrations")]:
+        monkeypatch.delitem(sys.modules, loaded)
+    package = name.rpartition(".")[2]
+    monkeypatch.setitem(sys.modules, package, None)
+    extra = "timm" if package == "timm" else "trainers"
+    with pytest.raises(ImportError, match=rf"{package} is not installed: pip install 'ampatch\[{extra}\]'"):
+        importlib.import_module(name)

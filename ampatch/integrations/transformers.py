@@ -4,11 +4,12 @@ from collections.abc import Mapping
 
 from torch.optim import Optimizer
 
-from ampatch.integrations.accelerate import take_over
 from ampatch.integrations.common import is_initialized, needs, start
 
 with needs("transformers"):
     from transformers import Trainer
+
+    from ampatch.integrations.accelerate import take_over
 
 __all__ = ["AmpMixin", "AmpTrainer"]
 

@@ -1,0 +1,192 @@
+"""Scripts for trainers: the lines before and after those that docs/trainers.md shows of each."""
+
+DATA = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import ampatch as amp
+
+torch.manual_seed(0)
+inputs = torch.randn(512, 16)
+loader = DataLoader(TensorDataset(inputs, (inputs.sum(1) > 0).long()), batch_size=16)
+"""
+
+ACCELERATE = f"""{DATA}
+model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.9)
+"""
+ACCELERATE_LOOP = """
+scheduler = accelerator.prepare(scheduler)
+for batch, labels in loader:
+    with accelerator.accumulate(model):
+        loss = F.cross_entropy(model(batch), labels)
+        accelerator.backward(loss)
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+"""
+
+LIGHTNING = f"""{DATA}
+import lightning
+
+
+class Classifier(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 2))  # as DDP calls its own
+
+    def forward(self, batch):
+        return self.module(batch)
+
+    def training_step(self, batch, batch_index):
+        inputs, labels = batch
+        return F.cross_entropy(self(inputs), labels)
+
+    def validation_step(self, batch, batch_index):
+        self.log("accuracy", (self(batch[0]).argmax(1) == batch[1]).float().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+model = Classifier()
+"""
+
+TRANSFORMERS = """
+import torch
+from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+
+import ampatch as amp
+
+torch.manual_seed(0)
+config = BertConfig(
+    vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+)
+model = BertForSequenceClassification(config)
+tokens = torch.randint(64, (512, 8))
+examples = [{"input_ids": row, "labels": (row[0] > 31).long()} for row in tokens]
+arguments = TrainingArguments(
+    "out",
+    num_train_epochs=1,
+    per_device_train_batch_size=16,
+    gradient_accumulation_steps=2,
+    max_grad_norm=1.0,
+    learning_rate=1e-2,
+    report_to="none",
+)
+"""
+
+TIMM = """
+import timm
+import torch
+from timm.optim import create_optimizer_v2
+from torch.nn import functional as F
+
+import ampatch as amp
+
+torch.manual_seed(0)
+images = torch.randn(256, 3, 32, 32) + torch.randn(256, 1, 1, 1)
+labels = (images.mean((1, 2, 3)) > 0).long()
+model = timm.create_model("test_vit", num_classes=2, img_size=32)
+optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3)
+"""
+TIMM_LOOP = """
+for step, part in enumerate(torch.arange(256).split(16)):
+    loss = F.cross_entropy(model(images[part]), labels[part]) / 2
+    given = {"clip_grad": 1.0, "parameters": model.parameters()}
+    loss_scaler(loss, optimizer, **given, need_update=step % 2 == 1)
+    if step % 2:
+        optimizer.zero_grad()
+"""
+
+# By the package: the lines before and after those of the page.
+AROUND = {
+    "accelerate": (ACCELERATE, ACCELERATE_LOOP),
+    "lightning": (LIGHTNING, "\ntrainer.fit(model, loader)\n"),
+    "transformers": (TRANSFORMERS, "\ntrainer.train()\nscheduler = trainer.lr_scheduler\n"),
+    "timm": (TIMM, TIMM_LOOP),
+}
+
+# Two optimizers that are toggled, by hand in Lightning and in a plain loop.
+TOGGLED = f"""{DATA}
+import copy
+
+import lightning
+
+from ampatch.integrations.lightning import AmpPrecision
+
+
+class Gan(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        judge = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 1))
+        self.parts = nn.ModuleList([nn.Linear(16, 16), judge])
+
+    def forward(self, batch, first):
+        for part in self.parts[first:]:
+            batch = part(batch)
+        return batch
+
+    def losses(self, batch):
+        yield F.softplus(-self(batch[0], 0)).mean()
+        yield F.softplus(self(batch[0], 0)).mean() + F.softplus(-self(batch[0] + 1, 1)).mean()
+
+    def training_step(self, batch, batch_index):
+        losses = self.losses(batch)
+        for optimizer in self.optimizers():
+            with self.toggled_optimizer(optimizer):
+                self.manual_backward(next(losses))
+                self.clip_gradients(optimizer, 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(part.parameters(), lr=1e-2) for part in self.parts]
+
+
+model = Gan()
+twin = copy.deepcopy(model)
+trainer = lightning.Trainer(plugins=AmpPrecision(), max_epochs=1, logger=False)
+trainer.fit(model, loader)
+trained = copy.deepcopy(model.state_dict())
+amp.uninitialize()
+
+optimizers = twin.configure_optimizers()
+amp.initialize(twin, optimizers)
+skipped = 0
+for batch in loader:
+    losses = twin.losses(batch)
+    for turn, optimizer in enumerate(optimizers):
+        twin.parts[1 - turn].requires_grad_(False)
+        with amp.scale_loss(next(losses), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        twin.parts[1 - turn].requires_grad_(True)
+        nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.1)
+        optimizer.step()
+        skipped += amp.step_was_skipped(optimizer)
+        optimizer.zero_grad()
+"""
+
+# What comes after `fit`, and without one.
+LIFE = """
+scale = amp.state_dict()
+assert scale["loss_scaler0"]["unskipped"] > 0
+trainer.validate(model, loader)
+assert amp.state_dict() == scale
+trainer.save_checkpoint("after.ckpt")
+assert torch.load("after.ckpt", weights_only=False)["AmpPrecision"] == scale
+trainer.fit_loop.max_epochs = 2
+trainer.fit(model, loader)
+assert amp.state_dict() == scale  # of a session of its own, with as many steps
+amp.uninitialize()
+assert trainer.precision_plugin.state_dict() == {}
+model = Classifier()
+trainer.validate(model, loader, ckpt_path="after.ckpt")
+assert all(type(param) is nn.Parameter and param.dtype == torch.float32 for param in model.parameters())
+"""
