@@ -13,15 +13,24 @@ from ampatch.errors import TableError
 
 
 class Cast(enum.Enum):
-    """What happens to the floating arguments of an op before it runs."""
+    """What happens to the floating arguments of an op before it runs.
 
-    LOWER = "lower"  # cast to the half type: the whitelist
-    FP32 = "fp32"  # cast to float32: the blacklist
-    PROMOTE = "promote"  # cast to the widest floating type among them
-    BANNED = "banned"  # raises when given a half tensor
-    FP32_INPLACE = "fp32_inplace"  # raises on a half self: the functional form is FP32
-    MATCH_SELF = "match_self"  # cast to the dtype of self, which an in-place op cannot change
-    CUSTOM = "custom"  # as the reason says: no single cast fits, and casts/custom.py has the code
+    - `LOWER`: cast to the half type: the whitelist
+    - `FP32`: cast to float32: the blacklist
+    - `PROMOTE`: cast to the widest floating type among them
+    - `BANNED`: raises when given a half tensor
+    - `FP32_INPLACE`: raises on a half self: the functional form is `FP32`
+    - `MATCH_SELF`: cast to the dtype of self, which an in-place op cannot change
+    - `CUSTOM`: as the reason says: no single cast fits, and casts/custom.py has the code
+    """
+
+    LOWER = "lower"
+    FP32 = "fp32"
+    PROMOTE = "promote"
+    BANNED = "banned"
+    FP32_INPLACE = "fp32_inplace"
+    MATCH_SELF = "match_self"
+    CUSTOM = "custom"
 
 
 LOWER = Cast.LOWER

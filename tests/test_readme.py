@@ -1,8 +1,13 @@
 """What README and the documentation say is true: blocks run, commands exist, links lead somewhere."""
 
+import ast
+import html
 import importlib.metadata
+import importlib.util
+import os
 import re
 import shlex
+import subprocess
 import sys
 import textwrap
 from io import StringIO
@@ -170,11 +175,36 @@ def test_every_public_name_is_explained_outside_of_the_page_of_the_api():
     assert [name for name in amp.__all__ if not re.search(rf"\bamp\.{name}\b|`{name}[`(]", text)] == []
 
 
+SHOWN = re.findall(r"^::: (ampatch\.\S+)$", read(ROOT / "docs" / "api.md"), re.MULTILINE)
+
+
 def test_the_page_of_the_api_has_every_public_name_once():
-    shown = re.findall(r"^::: (ampatch\.\S+)$", read(ROOT / "docs" / "api.md"), re.MULTILINE)
     rooms = {"ampatch": amp, "ampatch.testing": amp.testing, "ampatch.apex": amp.apex}
     public = [f"{room}.{name}" for room, module in rooms.items() for name in module.__all__]
-    assert sorted(shown) == sorted([*public, "ampatch.testing.plugin.amp_session"])
+    for file in (ROOT / "ampatch" / "integrations").glob("*.py"):  # read, for they import trainers
+        listed = re.findall(r"^__all__ = (.+)", read(file), re.MULTILINE)
+        public += [
+            f"ampatch.integrations.{file.stem}.{it}" for it in ast.literal_eval("".join(listed) or "[]")
+        ]
+    public += [f"ampatch.table.{name}" for name in ("Cast", "Row", "CastTable")]
+    assert sorted(SHOWN) == sorted([*public, "ampatch.testing.plugin.amp_session"])
+
+
+@pytest.mark.process
+@pytest.mark.skipif(importlib.util.find_spec("mkdocstrings") is None, reason="needs the extra `docs`")
+def test_the_page_of_the_api_says_since_when_and_gives_arguments_a_line_each(tmp_path):
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path]
+    subprocess.run(build, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=True)
+    page = read(tmp_path / "docs" / "api" / "index.html")
+    for name in SHOWN:
+        heading = page.partition(f'id="{name}"')[2].partition("</h3>")[0]
+        assert re.search(r"<code>since 1\.\d+</code>", heading), name
+    signatures = re.findall(r'<div class="doc-signature.*?</div>', page, re.DOTALL)
+    texts = [html.unescape(re.sub("<[^>]+>", "", it)).strip().splitlines() for it in signatures]
+    assert [it for lines in texts for it in lines if len(it) > 90] == []
+    inside = [it for lines in texts for it in lines[1:-1] if "=" not in lines[0]]
+    assert len(inside) > 100
+    assert [it for it in inside if len(re.findall(r"\w+: |\*,", it)) > 1] == []
 
 
 def test_readme_is_short():
