@@ -7,6 +7,7 @@ import pickle
 import types
 import weakref
 from collections import OrderedDict
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -540,6 +541,14 @@ def test_init_refuses_a_level_that_casts_models(level):
     ):
         amp.init()
     assert F.linear(ONE, ONE).dtype is torch.float32
+
+
+def test_init_takes_any_level_that_patches(monkeypatch):
+    new = replace(ampatch.OPT_LEVELS["O4"], opt_level="O9")
+    monkeypatch.setitem(ampatch.OPT_LEVELS, "O9", new)
+    with ampatch.override(opt_level="O9", loss_scale=None):
+        amp.init()
+    assert F.linear(ONE, ONE).dtype is torch.bfloat16
 
 
 def test_the_losses_of_a_wrapped_optimizer_take_turns():

@@ -46,11 +46,12 @@ def init(
             everywhere, opt_level="O1", verbosity=2 if verbose else LOG_ALONE, allow_banned=allow_banned
         )
     level = _amp_state.opt_properties.opt_level
-    if level not in ("O0", "O1", "O4"):
+    if ampatch.OPT_LEVELS[level].casts_model:
         ampatch.uninitialize()
+        patching = [name for name, policy in ampatch.OPT_LEVELS.items() if policy.patch_torch_functions]
         raise ampatch.AmpValueError(
             f"amp.init gets no models for {level} to cast, it patches torch's functions: use "
-            f"--opt-level O1 or O4 with this script"
+            f"--opt-level {' or '.join(patching)} with this script"
         )
     _amp_state.switch_to(AmpHandle(loss_scale, verbose))
     return _amp_state.handle
