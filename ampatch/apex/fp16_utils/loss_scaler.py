@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from ampatch.apex.fp16_utils.fp16util import to_python_float
+from ampatch.levels.loss_scale import LARGEST_SCALE
 from ampatch.steps.ranks import Agreement, agree_, find_values
 
 __all__ = ["DynamicLossScaler", "LossScaler", "to_python_float"]
 
-# A float32 loss times anything larger is inf.
-LARGEST_SCALE = 2.0**127
 
 
 class LossScaler:
@@ -57,7 +56,8 @@ class DynamicLossScaler(LossScaler):
     """A loss scale that is divided by `scale_factor` at an overflow, and grows after clean iterations.
 
     It grows by `scale_factor` after each `scale_window` iterations since the last overflow. An overflow
-    does not take it below 1, or below `min_loss_scale` if that is given.
+    does not take it below 1, or below `min_loss_scale` if that is given. The scale is a number of Python's,
+    which other factors than powers of two round otherwise than the engine's, in float32.
     """
 
     # Objects from checkpoints of apex have no bounds of their own.
