@@ -18,7 +18,6 @@ from ampatch.steps.ranks import Agreement, agree_, find_values
 __all__ = ["DynamicLossScaler", "LossScaler", "to_python_float"]
 
 
-
 class LossScaler:
     """A constant loss scale; nothing is checked and nothing skipped."""
 
