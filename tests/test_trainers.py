@@ -2,16 +2,20 @@
 
 import copy
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import logging
 import runpy
 import sys
 import warnings
+from configparser import ConfigParser
+from contextlib import suppress
 from functools import cache, partial
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from torch import nn
 from torch.nn import functional as F
 
@@ -20,7 +24,7 @@ from helpers import assert_same_bits, import_torchvision, scaled_backward, snaps
 from legacy import print_in_forks
 from test_architecture import NAMES, room, undocumented
 from test_readme import ROOT, read
-from trainers import AROUND, LIFE, TOGGLED
+from trainers import AROUND, LIFE, NAMED, TOGGLED
 
 
 def changed(text, *replacements):
@@ -272,6 +276,7 @@ trainer.evaluate(examples[:16])
 """
 SEVERAL = {"opt_level": "O2", "loss_scale": amp.DynamicLossScale(init_scale=2.0**10)}
 OTHERS = {
+    "accelerate": {"named": (partial(run, **SEVERAL), NAMED)},
     "lightning": {
         "older name": (run_recipe, recipe("lightning", *OLDER)),
         "toggled": (run_toggled, TOGGLED),
@@ -356,16 +361,25 @@ def test_a_loop_is_warned_of_the_mixed_precision_of_a_trainer(name, outcomes):
 
 
 @pytest.mark.process
+@each(OTHERS)
+def test_a_plugin_names_optimizers_toggles_them_and_trains_again(name, outcomes):
+    assert {task: outcomes(name)[task] for task in OTHERS[name]} == dict.fromkeys(OTHERS[name], "done")
+
+
 @each({"lightning"})
-@pytest.mark.parametrize("task", OTHERS["lightning"])
-def test_lightning_toggles_optimizers_and_fits_again_under_either_name(name, task, outcomes):
-    assert outcomes(name)[task] == "done"
-
-
-@pytest.mark.process
-@each({"transformers"})
-def test_a_trainer_trains_twice(name, outcomes):
-    assert outcomes(name)["twice"] == "done"
+def test_the_plugins_but_that_of_timm_bring_no_torchvision(name):
+    settings = ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    found, waiting = set(), settings["options.extras_require"]["trainers"].split()
+    while waiting:
+        needed = Requirement(waiting.pop())
+        if needed.name in found or (needed.marker and not needed.marker.evaluate({"extra": ""})):
+            continue
+        found.add(needed.name)
+        with suppress(importlib.metadata.PackageNotFoundError):
+            waiting += importlib.metadata.requires(needed.name) or ()
+    assert {name, "torch"} <= found
+    assert "torchvision" not in found
 
 
 PLUGINS = [name for name in NAMES if room(name) == "integrations" and name.count(".") == 2]

@@ -173,6 +173,28 @@ for batch in loader:
         optimizer.zero_grad()
 """
 
+# Two losses with an optimizer each, of which the first overflows.
+NAMED = f"""{DATA}
+from ampatch.integrations.accelerate import AmpAccelerator
+
+accelerator = AmpAccelerator(amp_options={{"num_losses": 2}})
+models = [nn.Linear(16, 2), nn.Linear(16, 2)]
+optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+try:
+    accelerator.prepare(*optimizers)
+except ValueError as error:
+    assert "prepare got SGD without its model" in str(error)
+prepared = accelerator.prepare(*models, *optimizers)[2:]
+accelerator.backward(models[0](inputs).sum() * 1e30, optimizers=prepared[0], loss_id=1)
+accelerator.backward(models[1](inputs).mean(), optimizers=prepared[1:])
+accelerator.clip_grad_value_(models[1].parameters(), 0.125)
+assert max(param.grad.abs().max() for param in amp.master_params(prepared[1])) == 0.125
+for optimizer in prepared:
+    optimizer.step()
+assert [optimizer.step_was_skipped for optimizer in prepared] == [True, False]
+assert [amp.get_loss_scale(loss) for loss in (0, 1)] == [2.0**10, 2.0**9]
+"""
+
 # What comes after `fit`, and without one.
 LIFE = """
 scale = amp.state_dict()
