@@ -273,6 +273,9 @@ TWICE = """
 trainer.train()
 assert amp.state_dict()["loss_scaler0"]["unskipped"] == 64
 trainer.evaluate(examples[:16])
+amp.uninitialize()
+trainer.train()
+assert amp.state_dict()["loss_scaler0"]["unskipped"] == 32
 """
 SEVERAL = {"opt_level": "O2", "loss_scale": amp.DynamicLossScale(init_scale=2.0**10)}
 OTHERS = {
