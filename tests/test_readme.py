@@ -205,7 +205,7 @@ def test_the_page_of_the_api_says_since_when_and_gives_arguments_a_line_each(tmp
     inside = [it for lines in texts for it in lines[1:-1] if "=" not in lines[0]]
     assert len(inside) > 100
     several = [it for it in inside if len(re.findall(r"\w+: |\*,", it)) > 1]
-    assert several == [], "give it `options: {line_length: 60}` in docs/api.md"
+    assert several == [], "give it a smaller line_length in docs/api.md"
 
 
 def test_readme_is_short():

@@ -24,7 +24,7 @@ from helpers import assert_same_bits, import_torchvision, scaled_backward, snaps
 from legacy import print_in_forks
 from test_architecture import NAMES, room, undocumented
 from test_readme import ROOT, read
-from trainers import AROUND, LIFE, NAMED, TOGGLED
+from trainers import ADDED, AROUND, LIFE, NAMED, TOGGLED
 
 
 def changed(text, *replacements):
@@ -41,7 +41,7 @@ def recipe(name, *replacements):
     (found,) = [text for text in sections if name in text.partition("\n")[0].lower()]
     before, after = AROUND[name]
     shown = found.partition("```python\n")[2].partition("```")[0]
-    return changed(before + shown + after, *replacements)
+    return changed(before + shown + after, *ADDED.get(name, ()), *replacements)
 
 
 def each(names):
@@ -233,7 +233,8 @@ WARNED = {
     ),
     "lightning": recipe(
         "lightning",
-        ("plugins=plugin, accumulate_grad_batches=2, gradient_clip_val=1.0", "precision='bf16-mixed'"),
+        ('plugins=AmpPrecision(opt_level="O4")', "precision='bf16-mixed'"),
+        ("accumulate_grad_batches=2, gradient_clip_val=1.0, ", ""),
         ("Trainer(", "Trainer(accelerator='cpu', "),
         ("__init__()\n", "__init__()\n        self.automatic_optimization = False\n"),
         ("return torch.optim.AdamW(self.parameters(), lr=1e-2)", f"return {INITIALIZED}"),

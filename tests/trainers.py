@@ -104,6 +104,12 @@ for step, part in enumerate(torch.arange(256).split(16)):
         optimizer.zero_grad()
 """
 
+# What accumulates and clips: written into the lines of the page.
+ADDED = {
+    "accelerate": [('"O4"})', '"O4"}, gradient_accumulation_steps=2)')],
+    "lightning": [("plugins=", "accumulate_grad_batches=2, gradient_clip_val=1.0, max_epochs=1, plugins=")],
+}
+
 # By the package: the lines before and after those of the page.
 AROUND = {
     "accelerate": (ACCELERATE, ACCELERATE_LOOP),
