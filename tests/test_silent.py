@@ -553,3 +553,38 @@ def test_a_script_of_apex_whose_gradients_underflow_is_told_a_scale(tmp_path):
     assert "one.weight" in {it["parameter"] for it in report["silent"]}
     assert "init_scale=2.0**24" in report["silent"][0]["remedies"][0]
     assert (report["runs"], report["unknown"]) == (3, [])
+
+
+FLOAT8 = """
+import torch
+from torch import nn
+import ampatch as amp
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+amp.initialize(model, optimizer, opt_level="O6", float8_layers=["0"], float8_recipe={recipe!r}, verbosity=0)
+x = torch.randn(16, 16) * 1e-3
+x[{first}, 0] = {largest}
+with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
+    scaled_loss.backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(
+    ("recipe", "first", "largest", "found"),
+    [
+        ("tensorwise", 0, 1e4, True),
+        ("tensorwise", 0, 1.0, False),
+        ("rowwise", 0, 1e4, False),  # one row of 16 is under the limit
+        ("rowwise", slice(None), 1e4, True),
+    ],
+)
+def test_numbers_that_are_zeros_in_float8_beside_a_large_one_are_told(recipe, first, largest, found):
+    pytest.importorskip("torchao.float8", exc_type=ImportError)
+    rows = "slice(None)" if isinstance(first, slice) else first
+    faults, _ = watch(FLOAT8.format(recipe=recipe, first=rows, largest=largest))
+    assert [(it.kind, it.module, it.numbers["what"]) for it in faults] == found * [
+        ("float8_underflow", "0", "input")
+    ]

@@ -14,7 +14,7 @@ from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operation, Site
 from ampatch.doctor.instruments.operations import CASTS
 from ampatch.doctor.instruments.places import is_called_by_ampatch, is_called_by_user, user_line
-from ampatch.doctor.instruments.values import TensorNotes, key_of
+from ampatch.doctor.instruments.values import TensorNotes, key_of, plain
 from ampatch.doctor.silent.fault import Notes
 from ampatch.doctor.silent.scaled import Scaled
 from ampatch.levels.precision import HALF_TYPES
@@ -27,6 +27,7 @@ MEASURES += ("clamp_max", "clamp_max_", "clamp_min_", "max", "amax", "std", "var
 MEASURES += ("mean", "gt", "lt", "ge", "le", "item", "tolist", "_foreach_norm")
 PRODUCTS = ("matmul", "bmm", "mm", "einsum", "sum", "baddbmm")
 QUOTIENTS = ("div", "div_", "true_divide", "mul", "mul_")
+ZEROS = 0.1  # of the numbers that a layer in float8 takes
 HEADROOM = 16  # times what was reached must fit: a length that grows, or the next step
 
 
@@ -196,6 +197,30 @@ class Lengths:
             if it.length > 1 and math.isclose(divisor, it.length, rel_tol=1e-3):
                 numbers = {"length": it.length, "largest": it.largest, "divided_at": quotient.where}
                 self._notes.add("length_alone", *it.site, **numbers)
+
+
+class Float8:
+    """Inputs and weights of layers in float8 that are made zeros beside the largest number of their scale."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+
+    def forget(self) -> None:
+        """Begins with the next attempt; nothing is kept."""
+
+    def look(self, operation: Operation, given: list[Tensor]) -> None:
+        """Counts what float8 rounds to 0, which is below 2**-10 where the largest number is made 448."""
+        if operation.name != "float8_linear":
+            return
+        by_row = operation.args[4].cast_config_input.scaling_granularity.name == "AXISWISE"
+        for what, tensor in zip(("input", "weight"), operation.args[:2], strict=True):
+            sizes = plain(tensor).abs().float()
+            largest = sizes.amax(-1, keepdim=True) if by_row else sizes.amax()
+            lost = ((sizes > 0) & (sizes * (448 / largest) < 2.0**-10)).sum().item()
+            share = lost / max(int((sizes > 0).sum()), 1)
+            if share > ZEROS:
+                numbers = {"share": share, "largest": sizes.max().item(), "what": what}
+                self._notes.add("float8_underflow", *operation.site, **numbers)
 
 
 def length_of(operation: Operation, given: Tensor) -> int:

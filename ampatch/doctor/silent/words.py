@@ -95,6 +95,14 @@ WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
             "with ampatch: keep_fp32=[...] for a module",
         ),
     ),
+    "float8_underflow": (
+        "{share:.0%} of the numbers in the {what} of this layer are 0 in float8, beside the largest, "
+        "{largest:.4g}.",
+        (
+            "keep the layer out of float8: keep_fp32=[...] with its name, or look for what is so large",
+            'give each row a scale of its own: float8_recipe="rowwise"',
+        ),
+    ),
     "length_alone": (
         "a sum of {length} products in float16 reaches {largest:.4g} before it is divided by its length: "
         "float16 holds nothing above 65504.",
