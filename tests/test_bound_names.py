@@ -29,6 +29,7 @@ ACTIVATIONS = {"softmax": F.softmax, "relu": F.relu, "nested": {"exp": torch.exp
 CHOICES = [F.softmax, F.relu, "softmax"]
 PARTIAL = functools.partial(F.softmax, dim=-1)
 BUILD = functools.partial(lambda x, function: function(x), function=torch.exp)
+CHOOSE = functools.partial(lambda x, table: table["exp"](x), table={"exp": torch.exp})
 REGISTRY = collections.OrderedDict(exp=torch.exp)
 TENSOR_EXP = torch.Tensor.exp
 
@@ -83,6 +84,7 @@ def run_all(m, x):
         "a list": m.CHOICES[0](x, dim=-1),
         "a partial": m.PARTIAL(x),
         "an argument of a partial": m.BUILD(x),
+        "a dictionary that is an argument of a partial": m.CHOOSE(x),
         "an ordered dictionary": m.REGISTRY["exp"](x),
         "a method of Tensor": m.TENSOR_EXP(x),
         "a default argument": m.by_default(x),

@@ -229,6 +229,11 @@ def test_a_registration_overrides_the_row_of_a_function(register_and_open):
     assert F.softmax(full(2, 3), dim=1).dtype is HALF
 
 
+def test_a_registration_overrides_the_row_of_an_operator(register_and_open):
+    register_and_open(amp.register_float_function, torch.Tensor, "__matmul__")
+    assert (half(2, 3) @ half(3, 2)).dtype is FULL
+
+
 def test_the_last_of_two_registrations_counts(register_and_open):
     module = make_module()
     amp.register_float_function(module, "show")

@@ -159,14 +159,31 @@ def mesh():
 def test_weights_that_are_dtensors_train(mesh, level):
     from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
 
-    model = distribute_module(make_net(), mesh)
+    model = make_net()
+    model.register_buffer("mean", torch.zeros(3))
+    model = distribute_module(model, mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     open_session(model, optimizer, opt_level=level)
     x = distribute_tensor(X, mesh, [Replicate()])
     assert all(train(model, x, optimizer=optimizer))
     assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+    assert model.mean.dtype is model[0].weight.dtype
+    assert not isinstance(model.mean, nn.Parameter)
     amp.uninitialize()
-    assert all(isinstance(param, DTensor) and param.dtype is torch.float32 for param in model.parameters())
+    assert all(isinstance(one, DTensor) and one.dtype is torch.float32 for one in model.state_dict().values())
+
+
+@LEVELS
+def test_a_model_that_fsdp_has_sharded_computes_as_before_once_it_is_given_back(one_rank, level):
+    from torch.distributed.fsdp import fully_shard
+
+    model = make_net()
+    expected = model(X)
+    fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+    open_session(model, opt_level=level)
+    model(X).float().sum().backward()
+    amp.uninitialize()
+    assert torch.equal(model(X), expected)
 
 
 # ---- Modes ----

@@ -207,7 +207,7 @@ def _wrap_operators(half: torch.dtype) -> None:
     kinds = {row.name: row.cast for row in lists.TENSOR.select(torch.__version__).rows}
     for function, (name, equal, call) in OPERATORS.items():
         method = vars(Tensor).get(name)
-        if name in kinds and _is_wrapper(method):
+        if _is_wrapper(method):
             wrapper = wrap(call, kinds[name], half, place=("torch", equal))
             setattr(method, function.__name__, wrapper)
 
