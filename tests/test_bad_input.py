@@ -116,6 +116,7 @@ OVERRIDES = [
         {"loss_scale": DYNAMIC, "min_loss_scale": 1.0},
         "min_loss_scale=1.0 .*beside .*give",
     ),
+    ("O1", {"loss_scale": DYNAMIC, "max_loss_scale": 1.0}, "max_loss_scale=1.0 beside .*give"),
     ("O1", {"min_loss_scale": 8.0, "max_loss_scale": 4.0}, "min_.*8.0 lies above max_.*4.0"),
     *[("O1", {"verbosity": value}, f"verbosity.*{value!r}") for value in ("loud", None)],
     *[

@@ -141,6 +141,18 @@ def test_a_write_through_data_after_a_block_or_a_step_is_seen():
         assert_fresh(model)
 
 
+def test_a_write_through_a_view_that_is_gone_by_the_next_iteration_is_seen():
+    model = nn.Linear(3, 5)
+    optimizer = open_training(model)
+    views = [param.data for param in model.parameters()]
+    loss = model(X).sum()
+    for view in views:
+        view.mul_(-3)
+    del view, views
+    backward(loss, optimizer)
+    assert_fresh(model)
+
+
 def test_a_weight_that_functions_use_outside_of_any_model_is_seen_after_a_step_by_hand(linear):
     def assert_fresh_outside():
         found = torch.nn.functional.linear(X, linear.weight, linear.bias)

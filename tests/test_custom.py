@@ -38,6 +38,8 @@ def test_a_power_of_a_matrix_takes_keywords_and_half_matrices():
     assert torch.equal(torch.linalg.matrix_power(A=x, n=-1), (x / 4).float())
     with pytest.raises(TypeError):
         torch.matrix_power([[2.0]], 2)
+    with pytest.raises(TypeError):
+        torch.matrix_power(x, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +183,20 @@ def test_an_error_of_the_callers_is_the_one_that_torch_raises():
     open_session()
     with pytest.raises(RuntimeError, match="must be batches of square matrices"):
         torch.linalg.inv(half(2, 3))
+
+
+def test_what_runs_out_of_memory_is_not_tried_again_in_float32(monkeypatch):
+    tried = []
+
+    def run_out(x):
+        tried.append(x.dtype)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.linalg, "inv", run_out)
+    open_session()
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.linalg.inv(half(2, 2))
+    assert tried == [HALF]
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")

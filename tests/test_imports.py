@@ -23,6 +23,30 @@ print(json.dumps(loaded))
 ampatch.diagnose.watch
 """
 
+# torch has not imported these by itself: the functions of the one, and what names masters in a checkpoint.
+LATE = """
+import sys
+import torch
+import ampatch as amp
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+amp.initialize(model, opt_level="O4")
+amp.uninitialize()
+amp.initialize(model, optimizer, opt_level="O5")
+with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as loss:
+    loss.backward()
+optimizer.step()
+assert "torch.distributed.checkpoint.state_dict" not in sys.modules
+from torch.distributed.checkpoint.state_dict import get_state_dict
+assert list(get_state_dict(model, optimizer)[1]["state"]) == ["weight", "bias"]
+"""
+
+
+def test_what_torch_imports_at_its_first_use_is_patched(processes, tmp_path):
+    ended = processes.run(LATE, tmp_path)
+    assert (ended.stderr, ended.status) == ("", 0)
+
 
 @pytest.fixture(scope="module")
 def loaded():

@@ -101,6 +101,7 @@ def test_casts_of_the_session_are_logged_where_they_are_wanted():
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = Rows()
+    assert amp.cast_counts() == amp.CastCounts(0, 0, 0)
     with amp.log_to(rows, casts=True):
         amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
         counts = []

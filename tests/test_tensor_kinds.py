@@ -132,6 +132,13 @@ def test_torch_function_is_told_of_the_functions_that_torch_has(level):
     assert [function for function in expected if function not in Logs.told] == []
 
 
+@PATCHED
+def test_the_data_of_a_sparse_tensor_is_read_while_casts_are_kept(level):
+    model = open_session(make_net(), opt_level=level)
+    model(X)
+    assert torch.equal(torch.eye(3).to_sparse().data.to_dense(), torch.eye(3))
+
+
 @LEVELS
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=["jagged", "strided"])

@@ -38,10 +38,21 @@ class Imitates:
         return getattr(self._optimizer, name)
 
 
+class Holds:
+    """Derives from nothing."""
+
+    def __init__(self, optimizer):
+        self.optim = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self.optim, name)
+
+
 WRAPPERS = {
     "derived": Delegates,
     "imitation": Imitates,
     "twice": lambda optimizer: Delegates(Imitates(optimizer)),
+    "twice, of no class that torch knows": lambda optimizer: Holds(Holds(optimizer)),
 }
 each_wrapper = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 

@@ -5,7 +5,6 @@ Dynamo's names are looked up when torch is patched, the others on import; who ne
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib
 import re
@@ -49,12 +48,10 @@ class Private:
         found, place = torch, "torch"
         for name in self.path.split("."):
             place = f"{place}.{name}"
-            if not hasattr(found, name):
-                with contextlib.suppress(ImportError):
-                    importlib.import_module(place)
-            if not hasattr(found, name):
+            try:  # a package does not have a module yet that is being imported
+                found = getattr(found, name) if hasattr(found, name) else importlib.import_module(place)
+            except ImportError:
                 return instead
-            found = getattr(found, name)
         return found
 
     def find_place(self) -> tuple[object, str]:
