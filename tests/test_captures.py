@@ -323,23 +323,24 @@ def test_a_replay_after_the_optimizer_is_gone_computes_and_notes_nothing(level, 
 
 
 @pytest.mark.parametrize(
-    ("level", "how", "warm", "backwards", "method", "message"),
+    ("level", "how", "warm", "blocks", "method", "message"),
     [
-        *((level, "foreach", True, 0, "step", "fused=True") for level in DYNAMIC),
-        ("O1", "fused", False, 0, "step", "has stepped before"),
-        *((level, "fused", True, 1, "step_alone", "together with step") for level in DYNAMIC),
-        ("O5", "fused", True, 1, "backward", "zero_grad"),
+        *((level, "foreach", True, [], "step", "fused=True") for level in DYNAMIC),
+        ("O1", "fused", False, [], "step", "has stepped before"),
+        *((level, "fused", True, [{}], "step_alone", "together with step") for level in DYNAMIC),
+        ("O1", "fused", True, [{"delay_unscale": True}], "step_alone", "together with step"),
+        ("O5", "fused", True, [{}], "backward", "zero_grad"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # since it was refused
 def test_what_no_graph_can_do_is_refused_in_a_capture_with_the_way_out(
-    level, how, warm, backwards, method, message, device
+    level, how, warm, blocks, method, message, device
 ):
     training = Training(level, device, how)
     training.step_alone = training.optimizer.step
     if warm:
         training.warm_up()
-    for _ in range(backwards):
-        training.backward()
+    for options in blocks:
+        training.backward(**options)
     with pytest.raises(amp.AmpError, match=message):
         capture(getattr(training, method))

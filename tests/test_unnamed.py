@@ -27,7 +27,7 @@ OPTIMIZERS = {
 class Pair:
     """Two models in a row, each with an optimizer; a block may name the first optimizer alone, or both."""
 
-    def __init__(self, names_both, level="O1", kind="sgd", calls=1, **options):
+    def __init__(self, names_both, level="O1", kind="sgd", calls=1, later=None, **options):
         torch.manual_seed(0)
         self.models = [
             nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)),
@@ -39,6 +39,7 @@ class Pair:
         for group in groups:
             optimizers = [[self.first, self.second][one] for one in group]
             amp.initialize([self.models[one] for one in group], optimizers, **options)
+            options["loss_scale"] = later or options["loss_scale"]
         self.named = [self.first, self.second] if names_both else self.first
 
     def loss(self, x=X):
@@ -77,6 +78,13 @@ def before_a_block_of_its_own(pair):
         scaled_backward(pair.loss(), pair.named)
         scaled_backward(pair.loss(-X), [pair.second, pair.first])
         pair.step()
+
+
+def before_a_block_of_its_own_call(pair):
+    scaled_backward(pair.loss(), pair.named)
+    loss = pair.models[1](X @ torch.eye(3, 4)).float().pow(2).mean()
+    scaled_backward(loss, pair.second)
+    pair.step()
 
 
 def clipped(pair):
@@ -151,6 +159,7 @@ CASES = [
     (in_one_block, {"kind": "fused"}),
     (in_one_block, {"calls": 2}),
     (in_one_block, {"loss_scale": 128.0}),
+    (before_a_block_of_its_own_call, {"loss_scale": 128.0, "calls": 2, "later": 1.0}),
     *[(script, {}) for script in (before_a_block_of_its_own, clipped, averaged_by_hand, stepped_inside)],
     (in_several_blocks, {}),
     (stepped_with_a_closure, {}),
