@@ -230,6 +230,16 @@ def test_the_history_of_lbfgs_has_the_type_of_its_parameters_at_o3_and_after_it(
     assert step() < first
 
 
+def test_what_an_optimizer_keeps_beside_the_state_of_its_parameters_stays_as_it_is():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state["counts"] = kept = {"total": torch.ones(1)}
+    amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
+    assert optimizer.state["counts"] is kept
+    assert kept["total"].dtype is torch.float32
+    amp.uninitialize()
+
+
 def interrupted(*_):
     raise KeyboardInterrupt
 
