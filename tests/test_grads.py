@@ -41,6 +41,17 @@ def make_every_half(dtype):
     return torch.where(numbers.isnan(), math.inf, numbers)
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_gradient_that_a_step_has_used_does_not_count_again_in_another_tensor(level):
+    params, optimizer = open_session(level, [(3, 2)])
+    hand_over(params, optimizer, [torch.ones(3, 2).to(HALF[level])])
+    optimizer.step()
+    before = [master.clone() for master in amp.master_params(optimizer)]
+    params[0].grad = params[0].grad.clone()  # as where DistributedDataParallel makes its buckets anew
+    optimizer.step()
+    assert_same_bits(amp.master_params(optimizer), before)
+
+
 # Half gradients added to float32 ones
 
 

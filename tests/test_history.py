@@ -359,12 +359,14 @@ def test_steps_skipped_in_a_row_raise_an_alarm(run):
     assert run.kinds == [("skipped", 5)]
 
 
-def test_a_scale_that_falls_now_and_then_raises_an_alarm(run):
-    for _ in range(6):
-        run.step(*[1e-3] * 3)
-        run.overflow()
+@pytest.mark.parametrize(("growth_interval", "scale"), [(2000, 2048), (2, 65536)])
+def test_a_scale_that_falls_now_and_then_raises_an_alarm(growth_interval, scale):
+    with Run(loss_scale=amp.DynamicLossScale(growth_interval=growth_interval)) as run:
+        for _ in range(6):
+            run.step(*[1e-3] * 3)
+            run.overflow()
     assert run.kinds == [("falls", 19)]
-    assert "fell 5 times within 1000 steps, now to 2048" in run.alarms[0].message
+    assert f"fell 5 times within 1000 steps, now to {scale}" in run.alarms[0].message
 
 
 def test_a_low_scale_tells_how_many_gradients_are_lost():

@@ -418,6 +418,7 @@ def a_scaler_that_is_off(model, optimizer):
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     with amp.scale_loss(model(X).pow(2).mean(), optimizer) as scaled:
         scaler.scale(scaled).backward()
+    scaler.unscale_(optimizer)
     scaler.step(optimizer)
 
 

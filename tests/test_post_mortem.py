@@ -98,6 +98,17 @@ def test_a_file_holds_the_step_at_which_a_loss_broke(tmp_path, level):
     assert all(facts["nan"] for facts in model["gradients"])
 
 
+def test_the_step_of_another_model_leaves_the_batch_to_the_one_that_breaks(tmp_path):
+    models = [Net(), Net()]
+    first, second = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    amp.initialize(models, [first, second], opt_level="O1", verbosity=0, post_mortem=tmp_path)
+    for model, optimizer, x in zip(models, [first, second], [torch.ones(6, 8), broken_batch()], strict=True):
+        scaled_backward(model(x).float().square().mean(), optimizer)
+    first.step()
+    second.step()
+    assert load(tmp_path)["models"][1]["batch"][0]["nan"] == 1
+
+
 def test_the_random_state_is_that_from_before_the_forward(tmp_path):
     run = Run(tmp_path, "O0", loss_scale="dynamic")
     run.step()
