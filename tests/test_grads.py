@@ -52,6 +52,15 @@ def test_a_gradient_that_a_step_has_used_does_not_count_again_in_another_tensor(
     assert_same_bits(amp.master_params(optimizer), before)
 
 
+def test_a_gradient_in_a_bucket_is_added_to_before_the_bucket_has_the_next():
+    params, optimizer = open_session("O1", [(3, 2)])
+    bucket = torch.empty(6)  # as DistributedDataParallel(gradient_as_bucket_view=True) has of one weight
+    for value in (1.0, 2.0):
+        with amp.scale_loss(torch.ones(()), optimizer):
+            params[0].grad = bucket.fill_(value * SCALE).view(3, 2)
+    assert params[0].grad.eq(3.0).all()
+
+
 # Half gradients added to float32 ones
 
 
