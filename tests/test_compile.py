@@ -463,6 +463,21 @@ def test_a_function_compiled_before_initialize_casts_after_it_and_not_after_unin
         assert_equal(called(A, B), uncast)
 
 
+def test_dynamo_may_make_its_tables_again_while_torch_is_patched():
+    """As it does where `torch.distributed.init_process_group` is called."""
+
+    def function(a):
+        return torch.mm(a, a.T), torch.exp(a), a.exp(), a @ a.T, F.layer_norm(a, [3])
+
+    called = compiled(function)
+    uncast = called(A.to(HALF))
+    open_session()
+    torch._dynamo.trace_rules.clear_lru_cache()
+    assert_equal(called(A.to(HALF)), function(A.to(HALF)))
+    amp.uninitialize()
+    assert_equal(called(A.to(HALF)), uncast)
+
+
 @pytest.mark.exhaustive(keep=4)
 @pytest.mark.parametrize("level", ["O1", "O3", "O5"])
 @pytest.mark.parametrize("is_given", [False, True], ids=["compiled", "compiled and given"])

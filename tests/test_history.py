@@ -122,8 +122,12 @@ def test_backward_passes_that_are_added_up_are_one_step(run):
     assert rows(amp.history()) == [(0, 2.0**16, 2.0**15, True, False)]
 
 
-def test_a_delayed_backward_does_not_tell_whether_its_loss_is_finite(run):
-    run.step(1e-3, delay_unscale=True)
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_delayed_backward_does_not_tell_whether_its_loss_is_finite(run, blocks):
+    run.backward(delay_unscale=True)
+    for _ in range(blocks - 1):
+        run.backward()
+    run.optimizer.step()
     assert rows(amp.history()) == [(0, 2.0**16, 2.0**16, False, None)]
 
 

@@ -119,9 +119,9 @@ def tag_caches(patcher: Patcher, half: torch.dtype) -> None:
 
 
 def restore_compiler() -> None:
-    """Forgets graphs with casts, and takes wrappers out of Dynamo's tables.
+    """Forgets graphs with casts, and takes wrappers out of Dynamo's table of functions.
 
-    They get there if the tables are made again, as `torch.distributed.init_process_group` has it.
+    They get there if it is made again, as `torch.distributed.init_process_group` has it.
     """
     forget_graphs()
     if private.explain_missing(private.DYNAMO):
@@ -129,19 +129,20 @@ def restore_compiler() -> None:
     rules = private.OBJECT_RULES.find()()
     for wrapper in [function for function in rules if _is_wrapper(function)]:
         rules[peel(wrapper)] = rules.pop(wrapper)
-    private.TENSOR_METHODS.find().cache_clear()
 
 
 def trace_methods(patcher: Patcher, half: torch.dtype) -> None:
     """Has Dynamo trace the wrappers of methods and operators where it would put their names into the graph.
 
     So the casts stand in the graph, which is guarded by what the wrappers look at. A wrapper that is
-    traced calls the method itself. The third replacement is a table in which Dynamo keeps the second.
+    traced calls the method itself. The third replacement is a table in which Dynamo keeps the second, the
+    last has it know methods by what they were before, should it list them again.
     """
     if private.explain_missing(private.DYNAMO):
         return
     _wrap_operators(half)
     insert_method, insert_operator = private.CALL_METHOD.find(), private.INSERT.find()
+    methods = private.TENSOR_METHODS.find()()
 
     def trace_method(variable, tx, name, args, kwargs):
         if _is_wrapper(vars(Tensor).get(name)) and not _is_ours(tx.f_code):
@@ -159,6 +160,7 @@ def trace_methods(patcher: Patcher, half: torch.dtype) -> None:
         (private.CALL_METHOD, trace_method),
         (private.INSERT, trace_operator),
         (private.HANDLERS, {}),
+        (private.TENSOR_METHODS, functools.cache(lambda: methods)),
     ):
         patcher.replace(*name.find_place(), replacement)
 
