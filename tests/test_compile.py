@@ -571,6 +571,23 @@ def test_a_kept_part_of_a_compiled_model_computes_and_returns_what_it_does_uncom
     assert (THREAD.off, THREAD.forwards) == (0, ())
 
 
+class Calls(nn.Module):
+    """Calls what others have compiled."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def test_a_compiled_function_in_a_kept_part_of_a_model_is_one_graph():
+    model = nn.Sequential(Calls(compiled(lambda x: torch.mm(x, x.T))), nn.Linear(2, 2))
+    open_session(model, keep_fp32="0")
+    assert dtypes_of([model[0](A), model(A)]) == [FULL, HALF]
+
+
 # ---- Checkpoints ----
 
 

@@ -267,6 +267,17 @@ def test_an_operation_of_the_loss_has_its_line_where_a_script_has_set_a_default_
     assert torch._C._len_torch_function_stack() == 0
 
 
+def test_a_mode_of_the_script_around_a_forward_ends_as_it_does_without_a_watch():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with amp.diagnose.watch(model, optimizer):
+        with torch.overrides.BaseTorchFunctionMode():
+            loss = model(torch.randn(4, 8)).mean()
+        assert torch._C._len_torch_function_stack() == 0
+        loss.backward()
+        optimizer.step()
+
+
 def test_a_loss_that_nobody_can_make_again_is_told_with_what_is_not_known():
     class Bad(torch.autograd.Function):
         @staticmethod
