@@ -204,10 +204,13 @@ def test_the_step_of_an_optimizer_of_somebody_elses_is_not_run_on_an_overflow(le
             scheduler.step()  # which warns of a step that was forgotten
 
 
-def test_an_optimizer_with_plain_dictionaries_of_hooks_is_taken():
+def test_an_optimizer_with_plain_dictionaries_of_hooks_of_its_step_alone_is_taken():
+    """As timm's Lookahead, which does not call Optimizer's `__init__`."""
     model = nn.Linear(2, 2)
     optimizer = NeedsGrads(model.parameters())
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = {}, {}
+    for name in [name for name in vars(optimizer) if "_state_dict_" in name]:
+        delattr(optimizer, name)
     amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
 
 
