@@ -323,7 +323,8 @@ def use_methods(a, b):
     product = a @ b
     power, filled = product**2, product.clone()
     filled[0] = b[0]
-    return filled, product, power, 2**product, product.softmax(-1), a.matmul(b), product.sum(), product.norm()
+    of_one = 2**product, product.softmax(-1), product.sum(), product.norm(), product.unflatten(1, (2, 2))
+    return filled, product, power, a.matmul(b), *of_one
 
 
 def use_mixed(a, b):

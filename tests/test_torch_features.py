@@ -60,6 +60,7 @@ def test_a_scripted_model_whose_inputs_or_outputs_would_be_cast_is_refused(optio
     model = torch.jit.script(nn.Linear(2, 2))
     with pytest.raises(amp.AmpValueError, match=rf"module '' is scripted.*without .*{option}"):
         amp.initialize(model, opt_level="O4", verbosity=0, **{option: torch.float32})
+    assert amp.initialize(model, opt_level="O4", verbosity=0) is model
 
 
 class Sam(torch.optim.Optimizer):
