@@ -2,8 +2,9 @@
 
 The faults are drawn at random from all that `Faults` knows how to make. Each meets the tests that reach its
 line: those of the short suite without sweeps and the drop-in for apex, or all tests with `--all`. Which those
-are, one run under coverage says (`--trace` keeps it). The tests are collected once and run in forks: a
-fault in a function is a new `__code__`; what runs at import is run in a new process.
+are, one run under coverage says (`--trace` keeps it). That sees neither what Dynamo traces nor what other
+processes run, so that `--all` asks the tests of these of each fault. The tests are collected once and run in
+forks: a fault in a function is a new `__code__`; what runs at import is run in a new process.
 """
 
 import argparse
@@ -30,45 +31,71 @@ import pytest
 import torch._dynamo  # noqa: F401 (so that the forks that run tests have it already)
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("casts", "patching", "models", "steps")
+ROOMS = ("casts", "patching", "models", "steps", "watching", "session", "levels")
 CASES = 4  # of a test that are asked first
+UNSEEN = ("test_compile", "test_imports", "test_over_ranks", "test_ranks")  # see above
 QUIET = ("--all", "-p", "no:cacheprovider")
 # Faults that change nothing anybody can see: file, first characters of what stands and is written there, why.
 EQUIVALENT = """
-casts/cast.py | is_known and not torch.compiler.is_dyn | (False) | asks more: slower
-casts/cast.py | tensor.device in devices or is_on_devi | (is_on_device(tensor)) | slower
-casts/cast.py | thread.forwards and thread.forget_ende | (thread.forwards) | rechecks more: slower
-casts/cast_cache.py | is_grad_enabled() | (False) | enters a mode that is on: slower
-casts/cast_cache.py | self._by_memory = by_memory if is_whol | pass | sorts again: slower
+casts/cast.py | is_known and not torch.compile | (False) | asks more: slower
+casts/cast.py | tensor.device in devices or is | (is_on_device(tensor)) | slower
+casts/cast.py | thread.forwards and thread.for | (thread.forwards) | rechecks more: slower
+casts/cast_cache.py | ended.keys() <= changed | (False) | sorts where there is nothing to sort: slower
 casts/cast_cache.py | is_whole | (False) | sorts again: slower
-casts/cast_tree.py | CONVERT.get(dtype) or (lambda tensor: | ((lambda tensor: tensor.to(dtype))) | slower
+casts/cast_cache.py | self._by_memory = by_memory if | pass | sorts again: slower
+casts/cast_cache.py | is_grad_enabled() | (False) | enters a mode that is on: slower
+casts/cast_cache.py | self._is_checked | (False) | looks through all again: slower
+casts/cast_tree.py | CONVERT.get(dtype) or (lambda | ((lambda tensor: tensor.to(dty | slower
 casts/cast_tree.py | return False | return None | asked for its truth alone
+casts/holders.py | torch.ones(1, dtype=torch.floa | (torch.ones(1, dtype=torch.flo | a graph as well
 casts/holders.py | return False | return None | asked for its truth alone
-casts/kernels.py | thread.off and thread.is_off() | (thread.off or thread.is_off()) | slower
-casts/kernels.py | not is_compiling() and len(args) == 9 | (not is_compiling() and (not kwargs) a | wrong
+casts/kernels.py | thread.off and thread.is_off() | (thread.off or thread.is_off() | slower
+casts/kernels.py | not is_compiling() and len(arg | (not is_compiling() and (not k | wrong
+casts/thread.py | self._asks > 0 and self._is_ca | (self._is_caller_off()) | the same
 casts/thread.py | self._asks > 0 | (self._asks >= 0) | a thread asks itself, and says the same
-casts/thread.py | self._asks > 0 and self._is_caller_off | (self._is_caller_off()) | the same
-casts/wrapper.py | first is not None | (True) | looks closer: slower
-casts/wrapper.py | is_grad_enabled() or thread.forwards | (is_grad_enabled() and thread.forwards | slower
-casts/wrapper.py | is_grad_enabled() or thread.forwards | (thread.forwards) | the path for any call: slower
-casts/wrapper.py | kwargs | (True) | looks through keywords where there are none: slower
+casts/wrapper.py | kind is Parameter | (False) | the path for any argument: slower
 casts/wrapper.py | place[1] == "einsum" | (True) | no other function is given a string first: slower
-casts/wrapper.py | type(arg) not in SIMPLE and (not isins | (type(arg) not in SIMPLE or (not isins | slower
+casts/wrapper.py | kwargs | (True) | looks through keywords where there are none: slower
+casts/wrapper.py | is_grad_enabled() or thread.fo | (thread.forwards) | the path for any call: slower
+casts/wrapper.py | first is not None | (True) | looks closer: slower
+casts/wrapper.py | type(arg) not in SIMPLE and (n | (type(arg) not in SIMPLE) | looks closer: slower
 casts/wrapper.py | thread.off and thread.is_off() | (thread.is_off()) | asks more: slower
+casts/wrapper.py | type(arg) not in SIMPLE and (n | (type(arg) not in SIMPLE or (n | slower
+casts/wrapper.py | is_grad_enabled() or thread.fo | (is_grad_enabled() and thread. | slower
 models/hooks.py | is_usual or dtype is None | (is_usual) | Tensor.to(None) returns the tensor
 models/memory.py | 32 | (33) | another size of a block that is freed at once: slower
-models/model.py | half is not None and id(module) not in | (True) | adds hooks that do nothing: slower
-models/model.py | half is not None and id(module) not in | (id(module) not in served) | the same: slower
+models/model.py | half is not None and id(module | (half is not None or id(module | the same: slower
+models/model.py | half is not None and id(module | (True) | adds hooks that do nothing: slower
+models/model.py | half is not None and id(module | (id(module) not in served) | the same: slower
+models/model.py | policy.cast_model_type is not | (True) | adds a hook that does nothing: slower
 patching/bound_names.py | 2 | (3) | looks for names in deeper dictionaries: slower
-patching/layers.py | casts and {input.dtype, weight.dtype} | (casts and {input.dtype, weight.dtype} | slower
+patching/bound_names.py | any(id(node.target) in self._n | (True) | generates the same code again: slower
+patching/bound_names.py | path.startswith(_SEARCHED_IN_T | (False) | finds nothing there: slower
+patching/layers.py | casts and {input.dtype, weight | (casts and {input.dtype, weigh | slower
 patching/layers.py | thread.off and thread.is_off() | (thread.is_off()) | asks more: slower
-patching/torch_features.py | len(args) > 1 and callable(args[1]) | (True) | torch 2.13 gives it by place
+patching/layers.py | casts and {input.dtype, weight | (casts and input.dtype != weig | refused a line later
+patching/torch_features.py | len(args) > 1 | (len(args) >= 1) | torch 2.13 gives it by place
+patching/torch_features.py | len(args) > 1 and callable(arg | (True) | torch 2.13 gives it by place
+patching/torch_features.py | not torch.compiler.is_dynamo_c | (True) | Dynamo 2.13 traces what is inside
 steps/block.py | loss.dim() | (True) | the sum of one number is that number: slower
-steps/grads/plain.py | size and size + count > most | (size) | smaller parts: slower
+steps/block.py | looks | (True) | makes a number that nobody reads: slower
+steps/grads/local.py | ddp is not None and self._ddp | (ddp is not None) | asks again: slower
+steps/grads/plain.py | type(earlier) is type(grad) is | (False) | adds one by one: slower
+steps/grads/unnamed.py | self.looks and not is_step | (not is_step) | looks where nobody asks: slower
+steps/masters/grads.py | size and size + count > most | (size) | smaller parts: slower
+steps/masters/grads.py | True | (False) | strict=, of lists that one loop has made
+steps/masters/grads.py | return False | return None | asked for its truth alone
 steps/masters/params.py | True | (False) | strict=, of two pairs
-steps/masters/params.py | touched and id(half) in touched | (touched) | refines what was not written: slower
-steps/ranks.py | found_inf.is_cpu and dist.get_backend( | (dist.get_backend(group) == 'nccl') | slower
+steps/masters/params.py | touched and id(half) in touche | (touched) | refines what was not written: slower
+steps/optimizer.py | scale and (found_inf := self.u | ((found_inf := self.unnamed.se | finds nothing: slower
+steps/ranks.py | found_inf.is_cpu and dist.get_ | (dist.get_backend(group) == 'n | slower
 steps/scaler.py | self._current is None | (True) | copies a number: slower
+steps/scaler.py | 31 | (32) | a number that no tracker reaches either
+watching/alarms/record.py | self.judge is None or self.jud | (self.judge is None) | judges more: slower
+watching/misuse/clipping.py | isinstance(tensors, Tensor) | (True) | clip_grad_norm_ gives it a list
+watching/misuse/loss_scale.py | isinstance(roots, (list, tuple | (all((isinstance(root, Tensor) | a tuple
+watching/misuse/unnamed.py | self._judged.add((id(amp), kin | pass | it is said once all the same: slower
+watching/misuse/warner.py | return kind in self._said | return None | it is said once all the same: slower
 """
 PAIRS = (
     *((ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE)),
@@ -100,7 +127,7 @@ class Mutant:
         return [" ".join(text.split())[:most].strip() for text in (self.before, self.after)]
 
     def is_equivalent(self):
-        row = " | ".join([self.path.removeprefix("ampatch/"), *self.cut(38)])
+        row = " | ".join([self.path.removeprefix("ampatch/"), *self.cut(30)])
         return f"\n{row} | " in EQUIVALENT
 
     def __str__(self):
@@ -239,6 +266,7 @@ class Campaign:
         os.environ |= {"PYTHONPATH": str(self.copy), "PYTHONDONTWRITEBYTECODE": "1"}
         sys.path[:0] = [str(self.copy), str(self.copy / "tests")]
         files = {test.partition("::")[0] for tests in self.reached.values() for test in tests}
+        files |= {f"tests/{name}.py" for name in UNSEEN if self.options.all}
         self.out = os.fdopen(os.dup(1), "w")  # pytest keeps the other
         status = pytest.main([*QUIET, "-p", "no:terminal", *sorted(files)], [self])
         assert status == pytest.ExitCode.OK, f"the tests were not collected: {status!r}"
@@ -286,6 +314,8 @@ class Campaign:
             own = {test for test in self.items if Path(mutant.path).stem in test.partition("::")[0]}
             changes, reached = None, own.union(*map(self.reached.get, places))
         tests = self.order(mutant, reached.intersection(self.items))[: self.options.most]
+        unseen = [each for each in self.items if Path(each.partition("::")[0]).stem in UNSEEN]
+        tests += [each for each in unseen if self.options.all and each not in tests]
         while tests := [test for test in tests if self.sound.get(test, True)]:
             with self.planted(mutant):
                 killer = self.fail_in_copy(tests) if changes is None else self.fail_in_fork(tests, changes)
