@@ -104,22 +104,25 @@ START_OVER = {
 
 @shows("patterns-model-grads")
 @LEVELS
+@pytest.mark.parametrize("when", ["before the step", "after the step"])
+@pytest.mark.parametrize("is_plain", [False, True], ids=["a block", "a plain backward and a block"])
 @pytest.mark.parametrize("start_over", START_OVER.values(), ids=START_OVER)
-def test_clearing_the_models_gradients_alone_starts_over(level, start_over):
+def test_clearing_the_models_gradients_alone_starts_over(level, start_over, is_plain, when):
     model, optimizer, by_hand = open_both(level)
-    dropped, used, last = make_batches(ADAM, 3)
-    backward(model, optimizer, dropped)
+    first, second, third = make_batches(ADAM, 3)
+    if when == "after the step":
+        iterate(model, optimizer, first)
+        by_hand.iterate(first)
+        by_hand.optimizer.zero_grad()
+    else:
+        backward(model, optimizer, first)
     start_over(model)
-    backward(model, optimizer, used)
-    by_hand.backward(used)
+    if is_plain:
+        model(second).square().mean().backward()
+    backward(model, optimizer, third)
     optimizer.step()
-    by_hand.optimizer.step()
-    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
-    start_over(model)
-    by_hand.optimizer.zero_grad()
-    backward(model, optimizer, last)
-    by_hand.backward(last)
-    optimizer.step()
+    for by_hand.scale, batch in [(1.0, second), (SCALE, third)][not is_plain :]:
+        by_hand.backward(batch)
     by_hand.optimizer.step()
     assert_same_bits(amp.master_params(optimizer), by_hand.masters)
 
@@ -324,28 +327,6 @@ def test_what_changes_the_gradient_of_a_block_that_scaled_nothing_counts_as_in_f
         weights[opt_level] = model.state_dict()["weight"].clone()
         amp.uninitialize()
     assert torch.equal(weights[level], weights["O0"])
-
-
-@LEVELS
-@pytest.mark.parametrize("when", ["before the step", "after the step"])
-@pytest.mark.parametrize("start_over", START_OVER.values(), ids=START_OVER)
-def test_a_backward_after_clearing_the_models_gradients_starts_over(level, start_over, when):
-    model, optimizer, by_hand = open_both(level)
-    first, second, third = make_batches(ADAM, 3)
-    if when == "after the step":
-        iterate(model, optimizer, first)
-        by_hand.iterate(first)
-        by_hand.optimizer.zero_grad()
-    else:
-        backward(model, optimizer, first)
-    start_over(model)
-    model(second).square().mean().backward()
-    backward(model, optimizer, third)
-    optimizer.step()
-    for by_hand.scale, batch in ((1.0, second), (SCALE, third)):
-        by_hand.backward(batch)
-    by_hand.optimizer.step()
-    assert_same_bits(amp.master_params(optimizer), by_hand.masters)
 
 
 def halve_through_data(model, batch):
