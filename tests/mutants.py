@@ -37,6 +37,7 @@ UNSEEN = ("test_compile", "test_imports", "test_over_ranks", "test_ranks")  # se
 QUIET = ("--all", "-p", "no:cacheprovider")
 # Faults that change nothing anybody can see: file, first characters of what stands and is written there, why.
 EQUIVALENT = """
+casts/cast.py | self.devices.add(tensor.device | pass | asks more: slower
 casts/cast.py | is_known and not torch.compile | (False) | asks more: slower
 casts/cast.py | tensor.device in devices or is | (is_on_device(tensor)) | slower
 casts/cast.py | thread.forwards and thread.for | (thread.forwards) | rechecks more: slower

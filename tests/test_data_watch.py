@@ -95,6 +95,17 @@ def test_master_params_show_what_was_written_into_the_model_and_keep_what_is_wri
     assert next(amp.master_params(optimizer)).eq(0.25).all()
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_what_was_written_into_a_master_is_in_its_data(level):
+    model, optimizer = open_model(level)
+    master = next(amp.master_params(optimizer))
+    with torch.no_grad():
+        master.fill_(0.25)
+    assert master.data.eq(0.25).all()
+    model(X)
+    assert model.weight.eq(0.25).all()
+
+
 READERS = {
     "numpy": lambda weight: weight.detach().numpy(),
     "asarray": lambda weight: np.asarray(weight.detach()),
