@@ -22,7 +22,7 @@ from ampatch.levels.private import forward_ad_level, is_transformed
 is_exporting = getattr(torch.compiler, "is_exporting", bool)  # since torch 2.7
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class Product(Torchaos):  # type: ignore[misc]  # torchao has no types
     """The three products of a layer by torchao; nothing is cast inside of them, nor in the backward."""
 
