@@ -218,11 +218,8 @@ def modules_to_keep(findings: Sequence[Finding], oversized: Sequence[str]) -> tu
     """
     names = [it.module for it in findings if it.phase == "forward"]
     names += oversized if any(it.dtype == "float16" for it in findings) else ()
-    return tuple(
-        name
-        for name in dict.fromkeys(names)
-        if name and not any(name.startswith(f"{other}.") for other in names if other)
-    )
+    found = {it for it in names if it and not any(it.startswith(f"{other}.") for other in names if other)}
+    return tuple(sorted(found, key=lambda it: [(not part.isdigit(), part.zfill(9)) for part in it.split(".")]))
 
 
 def find_behind(again: Seen, hidden: Sequence[int]) -> list[dict]:
@@ -240,7 +237,12 @@ def findings_in(seen: Seen, origins: Sequence[dict]) -> list[Finding]:
 def merge(attempts: Sequence[Attempt], origins: Sequence[dict]) -> list[Finding]:
     """Reads origins, and keeps the first of those that are the same at several steps, with their steps."""
     steps = steps_of(attempts)
-    return merge_steps([read_finding(origin, steps.get(origin["attempt"])) for origin in origins])
+    found = [read_finding(origin, steps.get(origin["attempt"])) for origin in origins]
+    for origin, finding in zip(origins, found, strict=True):
+        now = attempts[origin["attempt"]] if origin["attempt"] < len(attempts) else Attempt()
+        if origin["is_of_scale"] and not now.is_dynamic and (now.scale or 1) > 1:
+            finding.facts["static"] = now.scale
+    return merge_steps(found)
 
 
 def steps_of(attempts: Sequence[Attempt]) -> dict[int, int]:
@@ -253,7 +255,11 @@ def merge_steps(findings: Sequence[Finding]) -> list[Finding]:
     """Keeps the first of findings that are the same at several steps, with their steps."""
     merged: dict[object, Finding] = {}
     for it in findings:
-        first = merged.setdefault(it.identity, it)
+        same = it.identity
+        if not it.op and it.phase in ("input", "optimizer"):  # what is bad goes on to be bad
+            alike = (key for key, other in merged.items() if other.phase == "input")
+            same = next((key for key in alike if merged[key].parameter == it.parameter), same)
+        first = merged.setdefault(same, it)
         if it.step is not None and it.step not in first.steps:
-            merged[it.identity] = replace(first, steps=(*first.steps, it.step))
+            merged[same] = replace(first, steps=(*first.steps, it.step))
     return list(merged.values())

@@ -9,6 +9,7 @@ from ampatch.doctor.finding import Finding
 from ampatch.doctor.instruments.operations import (
     CASTING,
     CASTS,
+    DOMAINS,
     EXPONENTIALS,
     LOGARITHMS,
     NORMALIZERS,
@@ -26,15 +27,21 @@ from ampatch.doctor.remedies import (
     divide_first,
     keep,
     lower_rate,
+    mend,
     paste,
     take_bfloat16,
     words_for,
+    write,
 )
 
-LOGITS = (
+LOG = mend(
+    "clamp before the log, or take a loss on logits (binary_cross_entropy_with_logits, cross_entropy)",
     "clamp before the log: x.clamp(min={eps}).log(), or take a loss on logits "
-    "(binary_cross_entropy_with_logits, cross_entropy)"
+    "(binary_cross_entropy_with_logits, cross_entropy)",
+    suffix=".clamp(min={eps})",
 )
+ROOT = mend("clamp what is under the root: x.clamp(min={eps})", suffix=".clamp(min={eps})")
+ONE_ENTRY = "leave one entry in each row: mask[mask.all(-1), 0] = False, where True hides"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +75,18 @@ def becomes(finding: Finding) -> object:
 CAUSES = (  # the first that explains a finding is its cause
     Cause(
         "weight bad at first",
-        "{op} made {kind} of the weight {parameter} before the model ran.",
-        ("mend what sets the weight: its initialization, or the checkpoint that is loaded",),
+        "{made_weight} before the first step.",
+        (
+            "set it where the module is made (torch.empty leaves what was in memory), or mend the checkpoint "
+            "that is loaded",
+        ),
         of=lambda it: it.phase == "input" and it.parameter is not None,
     ),
     Cause(
         "data",
         "{sample_of}the batch holds {kind} before the model sees it.",
         ("leave the sample out, or mend the data: torch.isfinite(batch).all() in the loader finds it",),
-        of=lambda it: it.phase == "input",
+        of=lambda it: it.phase == "input" and not it.op,
     ),
     Cause(
         "weight lost in the step before",
@@ -116,11 +126,28 @@ CAUSES = (  # the first that explains a finding is its cause
         of=lambda it: not it.op,
     ),
     Cause(
+        "static loss scale",
+        "{made}{limit} The loss scale stays at {scale}, which is too large.",
+        ('loss_scale="dynamic" in the place of {scale}: it falls until gradients fit', *PRECISION),
+        of=lambda it: "static" in it.facts,
+    ),
+    Cause(
+        "constant that does not fit",
+        "{op} raises an error: {constant} does not fit into {dtype}, which holds nothing above {limit_number:g}.",
+        (write, "or torch.finfo(x.dtype).min, where nothing is added to it"),
+        of=lambda it: "raised" in it.facts,
+    ),
+    Cause(
         "all targets ignored",
         "{made} All targets of this batch are ignored: it is a mean of nothing, 0 / 0.",
         (
-            'sum, and divide by the count: reduction="sum", and then '
-            "loss / (target != ignore_index).sum().clamp(min=1)",
+            mend(
+                "sum, and divide by the count",
+                'sum, and divide by the count: reduction="sum", and then '
+                "loss / (target != ignore_index).sum().clamp(min=1)",
+                keyword=', reduction="sum"',
+                tail=" / ({y} != -100).sum().clamp(min=1)",
+            ),
             "or skip a batch whose targets are all ignored",
         ),
         of=lambda it: it.facts.get("nothing") == "ignored",
@@ -129,7 +156,27 @@ CAUSES = (  # the first that explains a finding is its cause
         "mean of nothing",
         "{made} It took an empty tensor: a mean of nothing is 0 / 0.",
         (
-            "sum, and divide by the count: x.sum() / max(x.numel(), 1)",
+            mend(
+                "sum, and divide by the count",
+                "sum, and divide by the count: x.sum() / max(x.numel(), 1)",
+                name="sum",
+                tail=" / max({x}.numel(), 1)",
+            ),
+            "or skip a batch in which nothing is selected",
+        ),
+        ops=("mean",),
+        of=lambda it: it.facts.get("nothing") == "empty",
+    ),
+    Cause(
+        "mean of nothing",
+        "{made} It took an empty tensor: a mean of nothing is 0 / 0.",
+        (
+            mend(
+                "sum, and divide by the count",
+                'sum, and divide by the count: reduction="sum", and then loss / max(x.numel(), 1)',
+                keyword=', reduction="sum"',
+                tail=" / max({x}.numel(), 1)",
+            ),
             "or skip a batch in which nothing is selected",
         ),
         of=lambda it: it.facts.get("nothing") == "empty",
@@ -137,17 +184,22 @@ CAUSES = (  # the first that explains a finding is its cause
     Cause(
         "count of 0",
         "{made} It divides by a count of 0.",
-        ("divide by count.clamp(min=1)", "or skip what there is nothing of"),
+        (
+            mend("clamp the count", "divide by count.clamp(min=1)", suffix=".clamp(min=1)"),
+            "or skip what there is nothing of",
+        ),
         of=lambda it: it.facts.get("nothing") == "count",
+    ),
+    Cause(
+        "mask in the backward",
+        "{made} It took an infinity, that of a mask: its derivative there is 0 * inf.",
+        ("mask after this line, not before it", "or mask with -1e4 in the place of -inf"),
+        of=lambda it: "masked" in it.facts,
     ),
     Cause(
         "constant too large for half",
         "{made} {constant} is {becomes} in {dtype}{turns}.",
-        (
-            "write -1e4 in the place of {constant}: exp(-1e4) is 0 as well, and {dtype} holds it",
-            "or torch.finfo(x.dtype).min, where nothing is added to it",
-            *PRECISION,
-        ),
+        (write, "or torch.finfo(x.dtype).min, where nothing is added to it", *PRECISION),
         of=lambda it: becomes(it) == "-inf" and it.kind == "inf",
     ),
     Cause(
@@ -165,17 +217,37 @@ CAUSES = (  # the first that explains a finding is its cause
     Cause(
         "eps that half makes 0",
         "{made} {constant} is 0 in {dtype}, and so it keeps nothing from being 0.",
-        ("write {eps} in the place of {constant}: {dtype} holds it", paste, keep, take_bfloat16),
+        (keep, paste, write, take_bfloat16),
+        ops=QUOTIENTS,
+        kind="inf",  # of which the backward makes inf * inf, and not of 0 / 0
+        of=lambda it: becomes(it) == "0",
+    ),
+    Cause(
+        "eps that half makes 0",
+        "{made} {constant} is 0 in {dtype}, and so it keeps nothing from being 0.",
+        (write, keep, paste, take_bfloat16),
         ops=(*QUOTIENTS, *LOGARITHMS, *ROOTS, *NORMS, *NORMALIZERS, "pow"),
         of=lambda it: becomes(it) == "0",
     ),
     Cause(
+        "limit that half makes 1",
+        "{made} {constant} is 1 in {dtype}, and so it keeps nothing from being 1.",
+        (keep, paste, write),
+        ops=(*QUOTIENTS, *LOGARITHMS, *ROOTS, *DOMAINS, "pow"),
+        of=lambda it: becomes(it) == "1",
+    ),
+    Cause(
         "softmax of nothing",
         "{made} A row whose entries are all -inf has no softmax.",
-        (
-            "mask with -1e4 in the place of -inf, or leave one entry in each row",
-            "or skip the row: of nothing but -inf there is no softmax",
-        ),
+        (ONE_ENTRY, "or mask with -1e4 in the place of -inf"),
+        ops=("softmax", "log_softmax"),
+        backward=False,
+        of=lambda it: not it.facts.get("own"),
+    ),
+    Cause(
+        "softmax of nothing",
+        "{made} A row whose entries are all -inf has no softmax.",
+        ("mask with -1e4 in the place of -inf, or leave one entry in each row", "or " + ONE_ENTRY),
         ops=("softmax", "log_softmax"),
         backward=False,
     ),
@@ -183,7 +255,7 @@ CAUSES = (  # the first that explains a finding is its cause
         "transcript longer than its audio",
         "{made} A target that is longer than its input has no alignment, and the probability 0.",
         (
-            "give the loss zero_infinity=True",
+            mend("give the loss zero_infinity=True", keyword=", zero_infinity=True"),
             "or leave out samples whose target, with a blank between equal neighbours, is longer than "
             "the input",
         ),
@@ -200,14 +272,21 @@ CAUSES = (  # the first that explains a finding is its cause
     Cause(
         "root at 0",
         "{made} The derivative of a root is infinite at 0.",
-        ("add an eps under the root: {eps}, which {dtype} holds", *PRECISION),
-        ops=(*ROOTS, *NORMS, *SPREADS),
+        (ROOT, *PRECISION),
+        ops=ROOTS,
+        backward=True,
+    ),
+    Cause(
+        "root at 0",
+        "{made} The derivative of a root is infinite at 0.",
+        ("add an eps under the root: (x.var() + {eps}).sqrt(), which {dtype} holds", *PRECISION),
+        ops=(*NORMS, *SPREADS),
         backward=True,
     ),
     Cause(
         "root below 0",
         "{made} A negative number has no root.",
-        ("clamp what is under the root: x.clamp(min={eps})", *PRECISION),
+        (ROOT, *PRECISION),
         ops=ROOTS,
         kind="nan",
         backward=False,
@@ -215,24 +294,28 @@ CAUSES = (  # the first that explains a finding is its cause
     Cause(
         "power at 0",
         "{made} The derivative of x ** p is infinite at 0 where p is below 1.",
-        ("clamp the base: x.clamp(min={eps}) ** p", *PRECISION),
+        (mend("clamp the base: x.clamp(min={eps}) ** p", suffix=".clamp(min={eps})"), *PRECISION),
         ops=("pow", "pow_"),
         backward=True,
     ),
     Cause(
         "outside of its domain",
-        "{made} It takes what lies outside of its domain, or whose derivative there is infinite.",
+        "{made} It takes what lies outside of its domain, or whose derivative there is infinite: cosines "
+        "round to more than 1.",
         (
-            "clamp what it takes, by a small margin inside of its domain (x.clamp(-1 + {eps}, 1 - {eps})): "
-            "cosines round to more than 1",
+            mend(
+                "clamp what it takes, by a small margin inside of its domain",
+                "clamp what it takes, by a small margin inside of its domain (x.clamp(-1 + {eps}, 1 - {eps}))",
+                suffix=".clamp(-1 + {eps}, 1 - {eps})",
+            ),
             *PRECISION,
         ),
-        ops=("acos", "asin", "arccos", "arcsin", "atanh", "acosh"),
+        ops=DOMAINS,
     ),
     Cause(
         "logarithm below 0",
         "{made} A negative number has no logarithm.",
-        (LOGITS, *PRECISION),
+        (LOG, *PRECISION),
         ops=LOGARITHMS,
         kind="nan",
         backward=False,
@@ -240,13 +323,20 @@ CAUSES = (  # the first that explains a finding is its cause
     Cause(
         "logarithm of 0",
         "{made} The logarithm of 0 is -inf{tiny}.",
-        (LOGITS, *PRECISION),
+        (LOG, *PRECISION),
         ops=LOGARITHMS,
     ),
     Cause(
         "division by 0",
         "{made} It divides by 0, or by a number that is too small{tiny}.",
-        ("clamp the divisor: x / y.clamp(min={eps}), where it is not negative", *PRECISION),
+        (
+            mend(
+                "keep the divisor from being 0",
+                "clamp the divisor: x / y.clamp(min={eps}), where it is not negative",
+                suffix=".clamp(min={eps})",
+            ),
+            *PRECISION,
+        ),
         ops=QUOTIENTS,
     ),
     Cause(
@@ -254,20 +344,15 @@ CAUSES = (  # the first that explains a finding is its cause
         "{made}{limit}",
         (
             *PRECISION[:2],
-            "clamp what it takes, or subtract the maximum, as softmax and logsumexp do",
+            mend("clamp what it takes: exp(x.clamp(max={top}))", suffix=".clamp(max={top})"),
+            "or subtract the maximum, as softmax and logsumexp do",
             *SMALLER,
             take_bfloat16,
         ),
         ops=EXPONENTIALS,
         backward=False,
     ),
-    Cause(
-        "power",
-        "{made}{limit}",
-        (*PRECISION[:2], *SMALLER, "divide before the power, and multiply after it", take_bfloat16),
-        ops=POWERS,
-        backward=False,
-    ),
+    Cause("power", "{made}{limit}", (*PRECISION[:2], *SMALLER, take_bfloat16), ops=POWERS, backward=False),
     Cause(
         "cast",
         "{made}{limit}",

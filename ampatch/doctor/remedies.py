@@ -7,9 +7,16 @@ from collections.abc import Callable
 import torch
 
 from ampatch.doctor.finding import Finding
+from ampatch.doctor.instruments.operations import DOMAINS, NORMALIZERS, QUOTIENTS
+from ampatch.doctor.instruments.places import SHOWN
+from ampatch.doctor.instruments.region import Mend, lines_with, mended
 
 Remedy = str | Callable[[Finding], str | None]  # None where it does not fit
 PASTED = "\n     "
+STEEP = (*QUOTIENTS, *NORMALIZERS, *DOMAINS)  # their gradients grow as 1 / eps, or 1 - 1e-4 is 1 in half
+INSTEAD = {"-inf": "-1e4", "inf": "1e4", "1": "0.999"}  # of what a constant becomes
+STATEMENT = "that statement alone in float32:"
+DEFAULTS = ("normalize", "cosine_similarity", "pairwise_distance")  # whose eps is 1e-12 or 1e-8
 
 
 def keep(finding: Finding) -> str | None:
@@ -23,7 +30,7 @@ def keep(finding: Finding) -> str | None:
             f"keep_fp32={names}: {'these modules run' if len(names) > 1 else 'this module runs'} in float32"
         )
     lines = (
-        f"in float32, by these lines after {finding.model} is made (with amp.initialize: keep_fp32={names}):",
+        f"in float32, by these lines after {finding.model} is made:",
         f"for name in {names}:",
         f"    part = {finding.model}.get_submodule(name)",
         f"    part.forward = torch.amp.custom_fwd(part.forward, device_type={finding.autocast!r}, "
@@ -33,10 +40,12 @@ def keep(finding: Finding) -> str | None:
 
 
 def paste(finding: Finding) -> str | None:
-    """Has the statement run in float32."""
+    """Has the statement run in float32, or the function that it is in."""
     if not (finding.float32_survives and finding.region):
         return None
-    return PASTED.join(("that statement alone in float32:", *finding.region))
+    is_function = finding.region[0].startswith("@")
+    title = "that function in float32, by this line above it:" if is_function else STATEMENT
+    return PASTED.join((title, *finding.region))
 
 
 def take_bfloat16(finding: Finding) -> str | None:
@@ -58,11 +67,12 @@ def lower_rate(finding: Finding) -> str | None:
 
 def begin_smaller(finding: Finding) -> str | None:
     """Makes numbers smaller that are too large before the first update."""
-    if finding.float32_survives or finding.step != 0 or finding.input_largest is None:
+    largest = finding.input_largest or 0.0
+    if finding.float32_survives or finding.step != 0 or finding.kind != "inf" or largest < 1:
         return None
     return (
         f"no update has been made yet: make the input or the weights smaller (the largest number is "
-        f"{finding.input_largest:.3g}), as by a normalization before this line"
+        f"{largest:.3g}), as by a normalization before this line"
     )
 
 
@@ -71,6 +81,36 @@ def divide_first(finding: Finding) -> str | None:
     if finding.kind != "inf" or not finding.facts.get("own"):
         return None
     return "divide before the sum (q / sqrt(d), x / n), not after it"
+
+
+def write(finding: Finding) -> str | None:
+    """Writes another number in the place of a constant, at the line that has it; or gives it to the call."""
+    words = words_for(finding)
+    constant, new = words["constant"], words["instead"]
+    for line in lines_with(finding.where, finding.facts["constant"][0])[:1]:
+        return f"write {new} in the place of {constant}, at {shown(line)}: {finding.dtype} holds it"
+    if finding.op in DEFAULTS and (lines := mended(finding.where, finding.op, Mend(keyword=f", eps={new}"))):
+        return PASTED.join((f"give eps={new}, which {finding.dtype} holds:", *lines))
+    return f"write {new} in the place of {constant}: {finding.dtype} holds it"
+
+
+def mend(title: str, otherwise: str | None = None, **how: str) -> Remedy:
+    """Writes the statement with what a `Mend` of these fields changes; only says so where that is not seen."""
+
+    def remedy(finding: Finding) -> str:
+        words = words_for(finding)
+        op = "div" if finding.op in ("true_divide", "div_") else finding.op
+        filled = {
+            name: text.replace("{eps}", str(words["eps"])).replace("{top}", str(words["top"]))
+            for name, text in how.items()
+        }
+        if finding.facts.get("signed") and filled.get("suffix", "").startswith(".clamp(min"):
+            filled["suffix"] = f".where({{x}} != 0, {words['eps']})"
+        lines = mended(finding.where, op, Mend(**filled))
+        said = title.format(**words)
+        return PASTED.join((f"{said}:", *lines)) if lines else (otherwise or said).format(**words)
+
+    return remedy
 
 
 PRECISION: tuple[Remedy, ...] = (keep, paste, take_bfloat16)
@@ -99,9 +139,20 @@ def words_for(finding: Finding) -> dict[str, object]:
         "turns": turned,
         "largest": f"{finding.input_largest or 0:.3g}",
         "cast": finding.facts.get("cast"),
-        "eps": "1e-4" if finding.dtype == "float16" else "1e-6",
+        "eps": "1e-6" if finding.dtype != "float16" else "1e-3" if finding.op in STEEP else "1e-4",
+        "instead": INSTEAD.get(constant[1]) or ("1e-3" if finding.op in STEEP else "1e-4"),
         "limit_number": largest,
+        "top": "10" if finding.dtype == "float16" else "80",
+        "scale": f"{finding.facts.get('static', 1):g}",
+        "made_weight": f"{finding.op} made {finding.kind} of {finding.parameter}"
+        if finding.op
+        else f"{finding.parameter} holds {finding.kind}",
     }
+
+
+def shown(line: str) -> str:
+    """Returns "file:line" from the working directory on."""
+    return line.removeprefix(SHOWN)
 
 
 def made_by(finding: Finding) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ampatch.doctor.instruments.operations import CASTS, Call, Origin
+from ampatch.doctor.instruments.operations import CASTS, QUOTIENTS, Call, Origin
 from ampatch.doctor.instruments.places import is_called_by_user
 from ampatch.doctor.instruments.values import TensorNotes, Tensors, plain
 from ampatch.levels.precision import HALF_TYPES
@@ -40,7 +40,8 @@ class Evidence:
         if call.op in CASTS and call.phase != "input" and is_called_by_user() and names_half(call.where):
             call.facts["cast"] = call.where
         for name, value in call.facts.items():
-            if name == "cast" or (value[1] == "0" and bool((plain(given[0]) == 0).any())):
+            result = plain(given[0])
+            if name == "cast" or (value[1] in ("0", "1") and bool(((result == 0) | (result == 1)).any())):
                 self._notes.add(given, (name, value))
 
 
@@ -57,8 +58,11 @@ def explain_arguments(
     """Puts into the facts of what broke what its arguments show."""
     call = origin.call
     call.facts["own"] = is_called_by_user()  # and not by a layer of torch's
-    if origin.damage.kind == "nan" and (nothing := find_nothing(call.op, args, kwargs)):
+    nothing = find_nothing(call.op, args, kwargs)
+    if nothing and (origin.damage.kind == "nan" or nothing == "count"):
         call.facts["nothing"] = nothing
+    if call.op in QUOTIENTS and len(taken) > 1:
+        call.facts["signed"] = bool((plain(taken[-1]) < 0).any())
     if call.op in CASTS and (constant := find_overflow_of(taken)):
         call.facts["constant"] = constant
 
@@ -73,6 +77,8 @@ def find_lost_constant(op: str, arguments: object, dtype: torch.dtype) -> Consta
     for value in [*constants_in(arguments, op in COUNTING)] or DEFAULTS.get(op, ()):
         if 0 < abs(value) <= info.smallest_normal * info.eps / 2:
             return value, "0"
+        if op.startswith("clamp") and abs(value - 1) <= info.eps / 4 and value != 1:
+            return value, "1"
         if info.max * (1 + info.eps / 4) <= abs(value) < math.inf:
             return value, "inf" if value > 0 else "-inf"
     return None

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ampatch.doctor.instruments.clock import Listener
-from ampatch.doctor.instruments.evidence import Evidence, explain_arguments
+from ampatch.doctor.instruments.evidence import Evidence, explain_arguments, find_lost_constant
 from ampatch.doctor.instruments.marks import InfiniteData, Marks, Origins
 from ampatch.doctor.instruments.operations import (
     ASKING,
@@ -38,6 +38,7 @@ from ampatch.doctor.instruments.places import Models, Standing, is_called_by_sca
 from ampatch.doctor.instruments.region import region_in_float32
 from ampatch.doctor.instruments.values import (
     HALF,
+    Damage,
     Tensors,
     examine,
     holds_no_number,
@@ -60,11 +61,12 @@ class Trace(TorchFunctionMode, Listener):
         self.scale = 1.0  # of the loss
         self.models = Models()
         self._describer = Describer(self.models)
+        self._early = Marks()  # of what was made before the first step, and lasts
         self._begin_window()
 
     def _begin_window(self) -> None:
         self.active = self.window is None or self.origins.attempt in self.window
-        self._marks, self._infinite, self._evidence = Marks(), InfiniteData(), Evidence()
+        self._marks, self._infinite, self._evidence = self._early.copy(), InfiniteData(), Evidence()
         self._graph = Graph(self.models, self._on_bad_gradient)
         self._describer.begin()
         self._in_backward = self._is_off = self._found_in_backward = False
@@ -89,6 +91,8 @@ class Trace(TorchFunctionMode, Listener):
                 self.origins.batch_sizes = tuple(it.shape[0] for it in tensors_in(padded) if it.dim())
         if is_root:
             self._describer.part = "loss"  # what follows the model
+            if not (self.origins.attempt or self.origins.micro_step):
+                self._early = self._marks.copy()
             self.origins.give_up()
             if self.active:
                 with quiet():
@@ -213,7 +217,12 @@ class Trace(TorchFunctionMode, Listener):
         with quiet():
             bad = [tensor for tensor in taken if not is_finite(tensor)]
             largest = largest_of(taken)
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            if "without overflow" in str(error) and taken:
+                self._note_unfit(name, taken, (args, kwargs))
+            raise
         device = taken[0].device.type if taken else "cpu"
         self._autocast = device if device != "meta" and torch.is_autocast_enabled(device) else None
         with quiet():
@@ -229,6 +238,13 @@ class Trace(TorchFunctionMode, Listener):
                 for origin in (it for it in self.origins.all if it.call is call):
                     explain_arguments(origin, args, kwargs, taken)
         return result
+
+    def _note_unfit(self, name: str, taken: Tensors, arguments: object) -> None:
+        """Notes an operation that raises an error, since a constant does not fit into a type."""
+        call, tensor = self._describer.describe(name, taken), taken[0]
+        call.facts = {"raised": True, "constant": find_lost_constant(name, arguments, tensor.dtype)}
+        damage = Damage("inf", (), tensor.numel(), None, tuple(tensor.shape), call.dtype)
+        self.origins.reach([self.origins.add(call, damage)])
 
     def see_function(self, name: str, args: object, result: object) -> None:
         """Learns of a `torch.autograd.Function`, whose node has no operation; those in its forward have."""
@@ -255,24 +271,30 @@ class Trace(TorchFunctionMode, Listener):
             # Only a scaler multiplies a loss by itself, in code of ours or torch's.
             is_scaling = call.phase == "loss" and call.op == "mul" and is_called_by_scaler()
             more = {"input_largest": largest, "parameter": parameter, "is_of_scale": is_scaling}
-            more["region"] = region_in_float32(self._autocast) if damage.dtype in HALF else ()
+            more["region"] = self._region() if damage.dtype in HALF else ()
             marks = {*marks, self.origins.add(call, damage, **more)}
         elif damage is not None and damage.kind == "nan":
             self.origins.note_turn(call, damage, came)
         call.origins |= marks
         call.infinite = examine(bad[0]) if of_mask and bad else None
+        call.is_data = self._infinite.is_in(bad)
         for tensor in given if marks else ():
             self._marks.add(tensor, marks)
         self._infinite.follow(bad, given)
+
+    def _region(self) -> tuple[str, ...]:
+        place = self.models.place
+        return region_in_float32(self._autocast, place is None or not place.module)
 
     def _marks_of_unseen(self, call: Call, bad: list[Tensor], kind: str) -> set[int]:
         """Says where bad numbers come from that no operation made: weights, or NaN and inf in the data."""
         for tensor in bad:
             if isinstance(tensor, Parameter) or torch.isnan(plain(tensor)).any():
-                name = self.models.name_of(tensor)
+                name = self.models.name_of(tensor) or self.models.name_held(tensor)
                 if tensor.dim() and name is None:
                     self.origins.batch_sizes = self.origins.batch_sizes or (tensor.shape[0],)
-                unseen = Call("", "input" if name is None else "optimizer", None, call.where)
+                is_first = name is None or not self.origins.attempt
+                unseen = Call("", "input" if is_first else "optimizer", None, call.where)
                 marks = {self.origins.add(unseen, examine(tensor), parameter=name)}
                 self._marks.add(tensor, marks)
                 return marks
@@ -289,10 +311,12 @@ class Trace(TorchFunctionMode, Listener):
         given = [tensor for tensor in taken if tensor is not None]
         if call.origins or not all(map(is_finite, given)):
             return
-        if call.infinite is not None:  # it was no mask
+        if call.infinite is not None and call.is_data:  # it was no mask
             data = Call("", "input", call.place, call.where)
             self.origins.came_back.add(self.origins.add(data, call.infinite))
             return
+        if call.infinite is not None:
+            call.facts["masked"] = True
         more = {"input_largest": largest_of(given), "parameter": parameter, "node": node.name()}
         self.origins.came_back.add(mark := self.origins.add(call, examine(made), **more))
         origin = self.origins.all[mark]
