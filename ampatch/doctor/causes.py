@@ -41,6 +41,8 @@ LOG = mend(
     suffix=".clamp(min={eps})",
 )
 ROOT = mend("clamp what is under the root: x.clamp(min={eps})", suffix=".clamp(min={eps})")
+LOOK = "no rule fits: look at what this line takes, at the step and the sample that are named"
+DATA = "leave the sample out, or mend the data: torch.isfinite(batch).all() in the loader finds it"
 ONE_ENTRY = "leave one entry in each row: mask[mask.all(-1), 0] = False, where True hides"
 
 
@@ -85,7 +87,7 @@ CAUSES = (  # the first that explains a finding is its cause
     Cause(
         "data",
         "{sample_of}the batch holds {kind} before the model sees it.",
-        ("leave the sample out, or mend the data: torch.isfinite(batch).all() in the loader finds it",),
+        (DATA,),
         of=lambda it: it.phase == "input" and not it.op,
     ),
     Cause(
@@ -340,6 +342,12 @@ CAUSES = (  # the first that explains a finding is its cause
         ops=QUOTIENTS,
     ),
     Cause(
+        "data",
+        "{made} {sample_of}the batch holds it before the model sees it.",
+        (DATA,),
+        of=lambda it: it.phase == "input",
+    ),
+    Cause(
         "exponential",
         "{made}{limit}",
         (
@@ -379,6 +387,5 @@ def explain(finding: Finding) -> Finding:
     cause = next(row for row in CAUSES if row.explains(finding))
     words = words_for(finding)
     found = [it.format(**words) if isinstance(it, str) else it(finding) for it in cause.remedies]
-    return replace(
-        finding, cause=cause.name, why=cause.why.format(**words), remedies=tuple(it for it in found if it)
-    )
+    remedies = tuple(it for it in found if it) or (LOOK,)
+    return replace(finding, cause=cause.name, why=cause.why.format(**words), remedies=remedies)

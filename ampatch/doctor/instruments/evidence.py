@@ -17,6 +17,7 @@ from ampatch.levels.precision import HALF_TYPES
 IGNORING = ("cross_entropy", "nll_loss", "nll_loss_nd", "cross_entropy_loss")
 Constant = tuple[float, str]  # and what it becomes
 
+SMALL = 2e-5  # what float16 cannot divide 1 by
 DEFAULTS = {"cosine_similarity": (1e-8,)}  # of functions that show no mode their own
 COUNTING = ("mul", "mul_", "add", "add_", "sub", "sub_", "where")  # whose integers are no shapes
 
@@ -41,15 +42,21 @@ class Evidence:
             call.facts["cast"] = call.where
         for name, value in call.facts.items():
             result = plain(given[0])
-            if name == "cast" or (value[1] in ("0", "1") and bool(((result == 0) | (result == 1)).any())):
+            is_lost = (result.abs() < SMALL) | (result == 1)
+            if name == "cast" or (value[1] in ("0", "1") and bool(is_lost.any())):
                 self._notes.add(given, (name, value))
 
 
 def names_half(where: str | None) -> bool:
     """Says whether a line names a half type, and not that of another tensor."""
-    path, _, line = (where or "").rpartition(":")
-    text = linecache.getline(path, int(line)) if line else ""
+    text = text_of(where)
     return "half" in text or "float16" in text
+
+
+def text_of(where: str | None) -> str:
+    """Returns the line at "file:line"."""
+    path, _, line = (where or "").rpartition(":")
+    return linecache.getline(path, int(line)) if line else ""
 
 
 def explain_arguments(
@@ -57,7 +64,7 @@ def explain_arguments(
 ) -> None:
     """Puts into the facts of what broke what its arguments show."""
     call = origin.call
-    call.facts["own"] = is_called_by_user()  # and not by a layer of torch's
+    call.facts["own"] = is_called_by_user() or call.op in text_of(call.where)  # not a layer of torch's
     nothing = find_nothing(call.op, args, kwargs)
     if nothing and (origin.damage.kind == "nan" or nothing == "count"):
         call.facts["nothing"] = nothing
