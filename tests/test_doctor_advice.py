@@ -132,7 +132,7 @@ def trains(attempts, said):
     losses = [float(it) for it in re.findall(r"^loss (\S+)$", said, re.MULTILINE)]
     part = len(losses) // 4
     stays = all(it.loss and it.weights for it in attempts) and all(it.is_finite for it in attempts[-part:])
-    return part > 0 and stays and sum(losses[-part:]) < 0.95 * sum(losses[:part])
+    return part > 0 and stays and sum(losses[-part:]) < 0.98 * sum(losses[:part])
 
 
 def run(script, folder):

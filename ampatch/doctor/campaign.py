@@ -13,7 +13,7 @@ from ampatch import AmpError
 from ampatch.doctor.against.levels import compare_levels
 from ampatch.doctor.brakes import MOST_STEPS
 from ampatch.doctor.finding import Finding, Report, read_finding
-from ampatch.doctor.growth.curves import describe_growth
+from ampatch.doctor.growth.curves import describe_growth, times_grown
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.runs import Launch, Run, Seen, start_process
 from ampatch.doctor.silent.examine import examine_silent, pick_sample, plan_window
@@ -71,7 +71,11 @@ class Campaign:
             )
             survives = self._survives(seen, again) if findings else None
         keep = modules_to_keep(findings, again.oversized) if survives else ()
-        findings = [replace(finding, float32_survives=survives, keep=keep) for finding in findings]
+        grown = times_grown(describe_growth(seen.growth, attempts)) if findings and attempts else 1.0
+        findings = [
+            replace(it, float32_survives=survives, keep=keep, facts=it.facts | {"grown": grown})
+            for it in findings
+        ]
         proposed = (
             self._propose(findings[0].module, window) if propose and survives and findings[0].module else ()
         )
@@ -237,11 +241,10 @@ def findings_in(seen: Seen, origins: Sequence[dict]) -> list[Finding]:
 def merge(attempts: Sequence[Attempt], origins: Sequence[dict]) -> list[Finding]:
     """Reads origins, and keeps the first of those that are the same at several steps, with their steps."""
     steps = steps_of(attempts)
-    found = [read_finding(origin, steps.get(origin["attempt"])) for origin in origins]
-    for origin, finding in zip(origins, found, strict=True):
-        now = attempts[origin["attempt"]] if origin["attempt"] < len(attempts) else Attempt()
-        if origin["is_of_scale"] and not now.is_dynamic and (now.scale or 1) > 1:
-            finding.facts["static"] = now.scale
+    there = dict(enumerate(attempts))
+    found = [
+        read_finding(it, steps.get(it["attempt"]), there.get(it["attempt"], Attempt())) for it in origins
+    ]
     return merge_steps(found)
 
 

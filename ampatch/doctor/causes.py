@@ -29,6 +29,7 @@ from ampatch.doctor.remedies import (
     lower_rate,
     mend,
     paste,
+    slow_down,
     take_bfloat16,
     words_for,
     write,
@@ -386,6 +387,7 @@ def explain(finding: Finding) -> Finding:
     """Returns the finding with its reason and remedies."""
     cause = next(row for row in CAUSES if row.explains(finding))
     words = words_for(finding)
-    found = [it.format(**words) if isinstance(it, str) else it(finding) for it in cause.remedies]
+    first = slow_down(finding) if "{limit}" in cause.why else None
+    found = [first, *(it.format(**words) if isinstance(it, str) else it(finding) for it in cause.remedies)]
     remedies = tuple(it for it in found if it) or (LOOK,)
     return replace(finding, cause=cause.name, why=cause.why.format(**words), remedies=remedies)

@@ -15,6 +15,7 @@ Remedy = str | Callable[[Finding], str | None]  # None where it does not fit
 PASTED = "\n     "
 STEEP = (*QUOTIENTS, *NORMALIZERS, *DOMAINS)  # their gradients grow as 1 / eps, or 1 - 1e-4 is 1 in half
 INSTEAD = {"-inf": "-1e4", "inf": "1e4", "1": "0.999"}  # of what a constant becomes
+DIVERGES = 200.0  # times what weights or outputs were at first
 STATEMENT = "that statement alone in float32:"
 DEFAULTS = ("normalize", "cosine_similarity", "pairwise_distance")  # whose eps is 1e-12 or 1e-8
 
@@ -63,6 +64,17 @@ def lower_rate(finding: Finding) -> str | None:
     if finding.float32_survives or finding.step == 0:
         return None
     return "lower the learning rate, warm it up, or clip gradients: weights that grow break float32 as well"
+
+
+def slow_down(finding: Finding) -> str | None:
+    """Keeps weights from growing that have grown so much that float32 would break later."""
+    grown = finding.facts.get("grown", 1.0)
+    if grown < DIVERGES:
+        return None
+    return (
+        "lower the learning rate and the weight decay, warm up, or clip gradients: numbers have "
+        f"become {grown:.3g} times as large as at first"
+    )
 
 
 def begin_smaller(finding: Finding) -> str | None:
