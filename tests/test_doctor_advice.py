@@ -112,7 +112,9 @@ def apply(script, finding, advice):
     if found := re.match(r".*opt_level (O\d)", said):
         return re.sub(r'opt_level="O\d"', f'opt_level="{found[1]}"', script)
     if "lower the learning rate" in said:
-        return re.sub(r"weight_decay=[\de.+-]+", "weight_decay=1e-4", re.sub(r"lr=[\de.+-]+", "lr=0.1", script))
+        return re.sub(
+            r"weight_decay=[\de.+-]+", "weight_decay=1e-4", re.sub(r"lr=[\de.+-]+", "lr=0.1", script)
+        )
     if "cast to float32 there" in said:
         at = int(finding["facts"]["cast"].rpartition(":")[2])
         return replace(script, at, script.split("\n")[at - 1].strip().replace(".half()", ".float()"))

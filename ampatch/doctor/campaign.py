@@ -55,13 +55,6 @@ class Campaign:
         window = tuple(sorted({*window, *plan_window(attempts, sample)}))
         run = replace(self.run, traces=True, window=window, sample=sample, speed=True, goes_on=propose)
         origins = origins_of(self._start("traced", run)) if window else ()
-        untraced = ""
-        if find_suspects(attempts) and not any(it["has_reached"] for it in origins):
-            step, again = steps_of(attempts)[seen.suspects[0]], "it did not happen again: seed what it draws"
-            reason = self.ended.get("traced", again).replace("run ended", "that run ended")
-            untraced = f"Step {step} broke, and could not be traced: {reason}."
-        elif "watched" in self.ended and not origins:
-            untraced = f"The script broke by itself: {self.ended['watched']}."
         findings, survives = findings_in(seen, origins), None
         hidden = find_hidden(origins)
         if findings or hidden or sample is not None:
@@ -89,7 +82,7 @@ class Campaign:
             *(tuple(findings), tuple(harmless), describe_scale(attempts), proposed, self.runs),
             tuple(self.unknown),
             silent=silent,
-            untraced=untraced,
+            untraced=self._say_what_was_not_traced(seen, origins),
             keep_fp32_cost=self._cost(window) if proposed else None,
         )
 
@@ -104,6 +97,18 @@ class Campaign:
                 f"what half precision does: autocast for cuda, at {lines}, is off where there is no GPU; "
                 "the script ran in float32, and with torch.autocast('cpu', torch.float16) it does not"
             )
+
+    def _say_what_was_not_traced(self, seen: Seen, origins: Sequence[dict]) -> str:
+        """Returns what broke and has no finding, and why."""
+        if find_suspects(seen.attempts) and not any(it["has_reached"] for it in origins):
+            step, again = (
+                steps_of(seen.attempts)[seen.suspects[0]],
+                "it did not happen again: seed what it draws",
+            )
+            reason = self.ended.get("traced", again).replace("run ended", "that run ended")
+            return f"Step {step} broke, and could not be traced: {reason}."
+        is_unknown = "watched" in self.ended and not origins
+        return f"The script broke by itself: {self.ended['watched']}." if is_unknown else ""
 
     def _cost(self, window: Sequence[int]) -> float | None:
         """Returns how many times as long a step takes with what is kept, both traced, outside of what was.
@@ -223,7 +228,9 @@ def modules_to_keep(findings: Sequence[Finding], oversized: Sequence[str]) -> tu
     names = [it.module for it in findings if it.phase == "forward"]
     names += oversized if any(it.dtype == "float16" for it in findings) else ()
     found = {it for it in names if it and not any(it.startswith(f"{other}.") for other in names if other)}
-    return tuple(sorted(found, key=lambda it: [(not part.isdigit(), part.zfill(9)) for part in it.split(".")]))
+    return tuple(
+        sorted(found, key=lambda it: [(not part.isdigit(), part.zfill(9)) for part in it.split(".")])
+    )
 
 
 def find_behind(again: Seen, hidden: Sequence[int]) -> list[dict]:

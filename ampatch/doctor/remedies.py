@@ -16,6 +16,7 @@ PASTED = "\n     "
 STEEP = (*QUOTIENTS, *NORMALIZERS, *DOMAINS)  # their gradients grow as 1 / eps, or 1 - 1e-4 is 1 in half
 INSTEAD = {"-inf": "-1e4", "inf": "1e4", "1": "0.999"}  # of what a constant becomes
 DIVERGES = 200.0  # times what weights or outputs were at first
+CLAMP = ".clamp(min={eps})"
 STATEMENT = "that statement alone in float32:"
 DEFAULTS = ("normalize", "cosine_similarity", "pairwise_distance")  # whose eps is 1e-12 or 1e-8
 
@@ -107,16 +108,17 @@ def write(finding: Finding) -> str | None:
 
 
 def mend(title: str, otherwise: str | None = None, **how: str) -> Remedy:
-    """Writes the statement with what a `Mend` of these fields changes; only says so where that is not seen."""
+    """Writes the statement with what a `Mend` of these fields changes; says so where that is not seen."""
 
     def remedy(finding: Finding) -> str:
+        """Writes it for a finding."""
         words = words_for(finding)
         op = "div" if finding.op in ("true_divide", "div_") else finding.op
         filled = {
             name: text.replace("{eps}", str(words["eps"])).replace("{top}", str(words["top"]))
             for name, text in how.items()
         }
-        if finding.facts.get("signed") and filled.get("suffix", "").startswith(".clamp(min"):
+        if finding.facts.get("signed") and how.get("suffix") == CLAMP:
             filled["suffix"] = f".where({{x}} != 0, {words['eps']})"
         lines = mended(finding.where, op, Mend(**filled))
         said = title.format(**words)
@@ -125,6 +127,59 @@ def mend(title: str, otherwise: str | None = None, **how: str) -> Remedy:
     return remedy
 
 
+def count_elements(finding: Finding) -> str | None:
+    """Divides a sum by how many there are, where a mean is one of nothing."""
+    changed = {"name": "sum"} if finding.op == "mean" else {"keyword": ', reduction="sum"'}
+    said = "sum, and divide by the count: x.sum() / max(x.numel(), 1)"
+    return mend("sum, and divide by the count", said, tail=" / max({x}.numel(), 1)", **changed)(finding)
+
+
+COUNT_TARGETS = mend(
+    "sum, and divide by the count",
+    'sum, and divide by the count: reduction="sum", and then '
+    "loss / (target != ignore_index).sum().clamp(min=1)",
+    keyword=', reduction="sum"',
+    tail=" / ({y} != -100).sum().clamp(min=1)",
+)
+CLAMP_COUNT = mend("clamp the count", "divide by count.clamp(min=1)", suffix=".clamp(min=1)")
+CLAMP_ROOT = mend("clamp what is under the root: x.clamp(min={eps})", suffix=CLAMP)
+CLAMP_BASE = mend("clamp the base: x.clamp(min={eps}) ** p", suffix=CLAMP)
+CLAMP_LOG = mend(
+    "clamp before the log, or take a loss on logits (binary_cross_entropy_with_logits, cross_entropy)",
+    "clamp before the log: x.clamp(min={eps}).log(), or take a loss on logits "
+    "(binary_cross_entropy_with_logits, cross_entropy)",
+    suffix=CLAMP,
+)
+CLAMP_DIVISOR = mend(
+    "keep the divisor from being 0",
+    "clamp the divisor: x / y.clamp(min={eps}), where it is not negative",
+    suffix=CLAMP,
+)
+CLAMP_INSIDE = mend(
+    "clamp what it takes, by a small margin inside of its domain",
+    "clamp what it takes, by a small margin inside of its domain (x.clamp(-1 + {eps}, 1 - {eps}))",
+    suffix=".clamp(-1 + {eps}, 1 - {eps})",
+)
+CLAMP_EXPONENT = mend("clamp what it takes: exp(x.clamp(max={top}))", suffix=".clamp(max={top})")
+ZERO_INFINITY = mend("give the loss zero_infinity=True", keyword=", zero_infinity=True")
+ADD_EPS = "add an eps under the root: (x.var() + {eps}).sqrt(), which {dtype} holds"
+SET_WEIGHT = (
+    "set it where the module is made (torch.empty leaves what was in memory), or mend the checkpoint "
+    "that is loaded"
+)
+SLOWER = "lower the learning rate and the weight decay: the update is larger than the weight"
+MEND_DATA = "leave the sample out, or mend the data: torch.isfinite(batch).all() in the loader finds it"
+STEP_MASTERS = "step float32 masters: opt_level O2, or O5 (bfloat16)"
+CAST_SMALLER = "make the numbers smaller before they are cast: normalize the input, or divide it"
+DIVIDE_LOSS = "divide each loss by the number of micro-steps, before its backward"
+OR_FINFO = "or torch.finfo(x.dtype).min, where nothing is added to it"
+OR_MASK = "or mask with -1e4 in the place of -inf"
+OR_ONE = "or leave one entry in each row: mask[mask.all(-1), 0] = False, where True hides"
+OR_MAXIMUM = "or subtract the maximum, as softmax and logsumexp do"
+OR_SHORTER = (
+    "or leave out samples whose target, with a blank between equal neighbours, is longer than the input"
+)
+LOOK = "no rule fits: look at what this line takes, at the step and the sample that are named"
 PRECISION: tuple[Remedy, ...] = (keep, paste, take_bfloat16)
 SMALLER: tuple[Remedy, ...] = (begin_smaller, lower_rate)
 

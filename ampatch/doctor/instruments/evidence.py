@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ampatch.doctor.instruments.marks import Origins
 from ampatch.doctor.instruments.operations import CASTS, QUOTIENTS, Call, Origin
 from ampatch.doctor.instruments.places import is_called_by_user
-from ampatch.doctor.instruments.values import TensorNotes, Tensors, plain
+from ampatch.doctor.instruments.values import Damage, TensorNotes, Tensors, plain
 from ampatch.levels.precision import HALF_TYPES
 
 IGNORING = ("cross_entropy", "nll_loss", "nll_loss_nd", "cross_entropy_loss")
@@ -102,6 +103,15 @@ def constants_in(value: object, counts: bool, depth: int = 3) -> Iterator[float]
     elif isinstance(value, (tuple, list, dict)) and depth:
         for each in value.values() if isinstance(value, dict) else value:
             yield from constants_in(each, counts, depth - 1)
+
+
+def note_unfit(error: RuntimeError, call: Call, tensor: Tensor, arguments: object, origins: Origins) -> None:
+    """Notes an operation that raises an error, since a constant does not fit into the type of a tensor."""
+    if "without overflow" in str(error):
+        constant = find_lost_constant(call.op, arguments, tensor.dtype)
+        call.facts = {"raised": True, "constant": constant or (math.nan, "")}
+        damage = Damage("inf", (), tensor.numel(), None, tuple(tensor.shape), call.dtype)
+        origins.reach([origins.add(call, damage)])
 
 
 def find_overflow_of(tensors: Tensors) -> Constant | None:

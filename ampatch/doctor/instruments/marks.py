@@ -40,6 +40,13 @@ class Origins:
         self.all.append(origin)
         return self.last
 
+    def add_unseen(self, tensor: Tensor, name: str | None, where: str | None, is_first: bool) -> int:
+        """Notes bad numbers that no operation made: those of a weight that has a name, or of the data."""
+        if tensor.dim() and name is None:
+            self.batch_sizes = self.batch_sizes or (tensor.shape[0],)
+        call = Call("", "input" if name is None or is_first else "optimizer", None, where)
+        return self.add(call, examine(tensor), parameter=name)
+
     def reach(self, marks: Collection[int]) -> None:
         """Notes that origins have reached a loss, a gradient or a weight."""
         for index in marks:

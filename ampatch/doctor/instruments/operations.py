@@ -36,6 +36,7 @@ SUMS = ("sum", "mean", "cumsum", "matmul", "linear", "bmm", "mm", "addmm", "eins
 SUMS += ("conv3d", "baddbmm", "norm", "var", "std", "prod", "dot", "mv")
 
 ROOTS = ("sqrt", "sqrt_", "rsqrt")
+SOFTMAXES = ("softmax", "log_softmax")
 DOMAINS = ("acos", "asin", "arccos", "arcsin", "atanh", "acosh")
 NORMALIZERS = ("normalize", "cosine_similarity", "pairwise_distance", "addcdiv_", "_foreach_addcdiv_")
 # Nodes that multiply gradients by what is finite in the forward.

@@ -23,7 +23,7 @@ Lines = tuple[str, ...]
 
 
 class Source:
-    """The text of a file, which can be edited by its syntax tree; raises SyntaxError where it is no Python."""
+    """The text of a file, which can be edited by its syntax tree; SyntaxError if it is no Python."""
 
     def __init__(self, path: str, names: dict[str, object] | None = None) -> None:
         lines = linecache.getlines(path, names)
@@ -72,7 +72,7 @@ class Mend:
 
 
 def mended(where: str | None, op: str, mend: Mend) -> Lines:
-    """Returns the statement at a line, "file:line", with each call of an operation mended; none if none is."""
+    """Returns the statement at a line, "file:line", with each call of an operation mended, or none."""
     path, _, line = (where or "").rpartition(":")
     try:
         source = Source(path)
@@ -107,7 +107,7 @@ def edits_of(source: Source, node: ast.AST, op: str, mend: Mend) -> Iterator[Edi
 
 
 def operand_of(source: Source, node: ast.AST, op: str) -> tuple[ast.expr | None, int, bool]:
-    """Returns what an operation takes (of a quotient the divisor), where it ends, and if it binds by itself."""
+    """Returns what an operation takes (of a quotient the divisor), where it ends, if it binds by itself."""
     if isinstance(node, (ast.BinOp, ast.AugAssign)) and OPERATORS.get(type(node.op)) == op:
         operand = getattr(node, "value", None) or (node.left if op == "pow" else node.right)
         end, is_open = source.end(operand), source.text[source.begin(operand) - 1 :][:1] == b"("

@@ -7,6 +7,7 @@ consequences are told from origins, and what reached the loss or a gradient from
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -17,28 +18,15 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from ampatch.doctor.instruments import operations
 from ampatch.doctor.instruments.clock import Listener
-from ampatch.doctor.instruments.evidence import Evidence, explain_arguments, find_lost_constant
+from ampatch.doctor.instruments.evidence import Evidence, explain_arguments, note_unfit
 from ampatch.doctor.instruments.marks import InfiniteData, Marks, Origins
-from ampatch.doctor.instruments.operations import (
-    ASKING,
-    CASTING,
-    COMPOSITE,
-    IGNORED,
-    REPEATED,
-    Call,
-    Describer,
-    Enough,
-    Graph,
-    inside_of,
-    is_cured_by_scale,
-    name_of,
-)
+from ampatch.doctor.instruments.operations import Call, Describer, Enough, Graph, inside_of, name_of
 from ampatch.doctor.instruments.places import Models, Standing, is_called_by_scaler, user_line
 from ampatch.doctor.instruments.region import region_in_float32
 from ampatch.doctor.instruments.values import (
     HALF,
-    Damage,
     Tensors,
     examine,
     holds_no_number,
@@ -202,17 +190,17 @@ class Trace(TorchFunctionMode, Listener):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = name_of(func)
-        if not self.active or self._in_backward or name in IGNORED:
+        if not self.active or self._in_backward or name in operations.IGNORED:
             before, self._is_off = self._is_off, True  # torch leaves the mode for what a function does
             try:
                 return func(*args, **kwargs)
             finally:
                 self._is_off = before
-        if name in COMPOSITE:
+        if name in operations.COMPOSITE:
             with inside_of(func), self:
                 return func(*args, **kwargs)
         taken = inexact_in((args, kwargs))
-        if name in ASKING:
+        if name in operations.ASKING:
             self.origins.asked |= self._marks.of(*taken)
         with quiet():
             bad = [tensor for tensor in taken if not is_finite(tensor)]
@@ -220,8 +208,9 @@ class Trace(TorchFunctionMode, Listener):
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
-            if "without overflow" in str(error) and taken:
-                self._note_unfit(name, taken, (args, kwargs))
+            if taken:
+                call = self._describer.describe(name, taken)
+                note_unfit(error, call, taken[0], (args, kwargs), self.origins)
             raise
         device = taken[0].device.type if taken else "cpu"
         self._autocast = device if device != "meta" and torch.is_autocast_enabled(device) else None
@@ -238,13 +227,6 @@ class Trace(TorchFunctionMode, Listener):
                 for origin in (it for it in self.origins.all if it.call is call):
                     explain_arguments(origin, args, kwargs, taken)
         return result
-
-    def _note_unfit(self, name: str, taken: Tensors, arguments: object) -> None:
-        """Notes an operation that raises an error, since a constant does not fit into a type."""
-        call, tensor = self._describer.describe(name, taken), taken[0]
-        call.facts = {"raised": True, "constant": find_lost_constant(name, arguments, tensor.dtype)}
-        damage = Damage("inf", (), tensor.numel(), None, tuple(tensor.shape), call.dtype)
-        self.origins.reach([self.origins.add(call, damage)])
 
     def see_function(self, name: str, args: object, result: object) -> None:
         """Learns of a `torch.autograd.Function`, whose node has no operation; those in its forward have."""
@@ -266,36 +248,30 @@ class Trace(TorchFunctionMode, Listener):
         of_mask = damage is not None and damage.kind == "inf" and not came and (constant or bool(bad))
         if damage is not None and not came and not of_mask:
             parameter = self.models.name_of(worst)
-            if parameter is None and (call.phase == "optimizer" or call.op in CASTING):
+            if parameter is None and (call.phase == "optimizer" or call.op in operations.CASTING):
                 parameter = self.models.name_beside(worst, given, taken)
             # Only a scaler multiplies a loss by itself, in code of ours or torch's.
             is_scaling = call.phase == "loss" and call.op == "mul" and is_called_by_scaler()
             more = {"input_largest": largest, "parameter": parameter, "is_of_scale": is_scaling}
-            more["region"] = self._region() if damage.dtype in HALF else ()
+            is_model = call.place is None or not call.place.module
+            more["region"] = region_in_float32(self._autocast, is_model) if damage.dtype in HALF else ()
             marks = {*marks, self.origins.add(call, damage, **more)}
         elif damage is not None and damage.kind == "nan":
             self.origins.note_turn(call, damage, came)
         call.origins |= marks
         call.infinite = examine(bad[0]) if of_mask and bad else None
-        call.is_data = self._infinite.is_in(bad)
+        call.is_data = self._infinite.is_in(bad) or any(bool((plain(it) == math.inf).any()) for it in bad)
         for tensor in given if marks else ():
             self._marks.add(tensor, marks)
         self._infinite.follow(bad, given)
-
-    def _region(self) -> tuple[str, ...]:
-        place = self.models.place
-        return region_in_float32(self._autocast, place is None or not place.module)
 
     def _marks_of_unseen(self, call: Call, bad: list[Tensor], kind: str) -> set[int]:
         """Says where bad numbers come from that no operation made: weights, or NaN and inf in the data."""
         for tensor in bad:
             if isinstance(tensor, Parameter) or torch.isnan(plain(tensor)).any():
                 name = self.models.name_of(tensor) or self.models.name_held(tensor)
-                if tensor.dim() and name is None:
-                    self.origins.batch_sizes = self.origins.batch_sizes or (tensor.shape[0],)
-                is_first = name is None or not self.origins.attempt
-                unseen = Call("", "input" if is_first else "optimizer", None, call.where)
-                marks = {self.origins.add(unseen, examine(tensor), parameter=name)}
+                is_first = self.window is not None and not self.origins.attempt
+                marks = {self.origins.add_unseen(tensor, name, call.where, is_first)}
                 self._marks.add(tensor, marks)
                 return marks
         return self._infinite.blame(call, bad, self.origins) if kind == "nan" else set()
@@ -304,7 +280,7 @@ class Trace(TorchFunctionMode, Listener):
         self, call: Call, node: object, parameter: str | None, made: Tensor, taken: tuple
     ) -> None:
         """An operation's own bad numbers come back here; else it is an origin if what it took was finite."""
-        if not self.active or (self._found_in_backward and node.name() == REPEATED):
+        if not self.active or (self._found_in_backward and node.name() == operations.REPEATED):
             return
         self._found_in_backward = True
         self.origins.came_back |= call.origins
@@ -320,4 +296,4 @@ class Trace(TorchFunctionMode, Listener):
         more = {"input_largest": largest_of(given), "parameter": parameter, "node": node.name()}
         self.origins.came_back.add(mark := self.origins.add(call, examine(made), **more))
         origin = self.origins.all[mark]
-        origin.phase, origin.is_of_scale = "backward", is_cured_by_scale(node, taken, self.scale)
+        origin.phase, origin.is_of_scale = "backward", operations.is_cured_by_scale(node, taken, self.scale)
