@@ -101,11 +101,12 @@ def apply(script, finding, advice):
         return re.sub(f"( *){re.escape(function)}", lambda it: indent(text, it[1]), script, count=1)
     if text:
         return replace(script, line, text)
-    if found := re.match(r"write -?(\S+) in the place of -?(\S+), at .*:(\d+):", said):
-        new, old, at = found.groups()
+    if found := re.match(r"write -?(\S+) in the place of -?(\S+), at ", said):
         lines = script.split("\n")
-        assert old in lines[int(at) - 1]
-        return "\n".join([*lines[: int(at) - 1], lines[int(at) - 1].replace(old, new), *lines[int(at) :]])
+        for at in map(int, re.findall(r"\.py:(\d+)", said)):
+            assert found[2] in lines[at - 1]
+            lines[at - 1] = lines[at - 1].replace(found[2], found[1])
+        return "\n".join(lines)
     if said.startswith(("keep_fp32=", "loss_scale=")):
         script = re.sub(r", loss_scale=[\d.]+", "", script)
         return script.replace("verbosity=0", f"verbosity=0, {re.split(': | in the place', said)[0]}")

@@ -100,8 +100,9 @@ def write(finding: Finding) -> str | None:
     """Writes another number in the place of a constant, at the line that has it; or gives it to the call."""
     words = words_for(finding)
     constant, new = words["constant"], words["instead"]
-    for line in lines_with(finding.where, finding.facts["constant"][0])[:1]:
-        return f"write {new} in the place of {constant}, at {shown(line)}: {finding.dtype} holds it"
+    if lines := lines_with(finding.where, finding.facts["constant"][0]):
+        at = " and ".join(map(shown, lines))
+        return f"write {new} in the place of {constant}, at {at}: {finding.dtype} holds it"
     if finding.op in DEFAULTS and (lines := mended(finding.where, finding.op, Mend(keyword=f", eps={new}"))):
         return PASTED.join((f"give eps={new}, which {finding.dtype} holds:", *lines))
     return f"write {new} in the place of {constant}: {finding.dtype} holds it"
@@ -201,7 +202,7 @@ def words_for(finding: Finding) -> dict[str, object]:
         "limit": limit if finding.kind == "inf" else "",
         "tiny": "; float16 makes 0 of what is below 3e-8" if finding.dtype == "float16" else "",
         "made": made_by(finding),
-        "constant": f"{constant[0]:g}".replace("e+0", "e").replace("e-0", "e-"),
+        "constant": number(constant[0]),
         "becomes": constant[1],
         "turns": turned,
         "largest": f"{finding.input_largest or 0:.3g}",
@@ -215,6 +216,17 @@ def words_for(finding: Finding) -> dict[str, object]:
         if finding.op
         else f"{finding.parameter} holds {finding.kind}",
     }
+
+
+def number(value: float) -> str:
+    """Writes a number as people do.
+
+    >>> number(-1e9), number(-1e5), number(1e-8), number(0.9999)
+    ('-1e9', '-1e5', '1e-8', '0.9999')
+    """
+    text = f"{value:e}" if abs(value) >= 1e5 else f"{value:g}"
+    mantissa, _, exponent = text.partition("e")
+    return f"{float(mantissa):g}" + (f"e{int(exponent)}" if exponent else "")
 
 
 def shown(line: str) -> str:

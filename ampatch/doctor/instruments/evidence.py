@@ -33,7 +33,7 @@ class Evidence:
         self, call: Call, args: Sequence[object], kwargs: Mapping[str, object], taken: Tensors, given: Tensors
     ) -> None:
         """Puts into the facts of a call what its arguments show; notes that of what it gives."""
-        call.facts = {name: value for it in taken for name, value in self._notes.find(it)}
+        call.facts |= {name: value for it in taken for name, value in self._notes.find(it)}
         if given[0].dtype not in HALF_TYPES:
             return
         constant = find_lost_constant(call.op, (args, kwargs), given[0].dtype)
@@ -41,7 +41,7 @@ class Evidence:
             call.facts["constant"] = constant
         if call.op in CASTS and call.phase != "input" and is_called_by_user() and names_half(call.where):
             call.facts["cast"] = call.where
-        for name, value in call.facts.items():
+        for name, value in [(it, call.facts[it]) for it in ("constant", "cast") if it in call.facts]:
             result = plain(given[0])
             is_lost = (result.abs() < SMALL) | (result == 1)
             if name == "cast" or (value[1] in ("0", "1") and bool(is_lost.any())):
@@ -71,7 +71,8 @@ def explain_arguments(
         call.facts["nothing"] = nothing
     if call.op in QUOTIENTS and len(taken) > 1:
         call.facts["signed"] = bool((plain(taken[-1]) < 0).any())
-    if call.op in CASTS and (constant := find_overflow_of(taken)):
+    is_cast = call.op in CASTS or call.phase == "input"  # as of a buffer, by initialize
+    if is_cast and (constant := find_overflow_of(taken)):
         call.facts["constant"] = constant
 
 

@@ -91,6 +91,7 @@ def edits_of(source: Source, node: ast.AST, op: str, mend: Mend) -> Iterator[Edi
         return
     begin = source.begin(operand)
     x = source.text[begin:end].decode()
+    x = "(" * (x.count(")") - x.count("(")) + x  # which stands before an expression in parentheses
     if mend.suffix:
         if not is_closed:
             yield begin, "(", 0
@@ -126,15 +127,15 @@ def operand_of(source: Source, node: ast.AST, op: str) -> tuple[ast.expr | None,
 
 
 def lines_with(where: str | None, constant: float) -> list[str]:
-    """Returns where a file, that of "file:line", writes a number: as "file:line"."""
+    """Returns the lines of a file that have a number, as "file:line"; the given one alone if it has."""
     path, _, line = (where or "").rpartition(":")
     try:
         source = Source(path)
     except SyntaxError:
         return []
     found = [it for it in ast.walk(source.tree) if isinstance(it, ast.Constant) and type(it.value) is float]
-    numbers = [it.lineno for it in found if abs(it.value) == abs(constant)]
-    return [f"{path}:{it}" for it in sorted(set(numbers), key=lambda it: it != int(line))]
+    numbers = {it.lineno for it in found if abs(it.value) == abs(constant)}
+    return [f"{path}:{it}" for it in ([int(line)] if int(line) in numbers else sorted(numbers))]
 
 
 # ---- In float32 ----
