@@ -66,7 +66,12 @@ class Campaign:
         keep = modules_to_keep(findings, again.oversized) if survives else ()
         grown = times_grown(describe_growth(seen.growth, attempts)) if findings and attempts else 1.0
         findings = [
-            replace(it, float32_survives=survives, keep=keep, facts=it.facts | {"grown": grown})
+            replace(
+                it,
+                float32_survives=survives,
+                keep=keep,
+                facts=it.facts | {"grown": grown, "halved": again.is_half},
+            )
             for it in findings
         ]
         proposed = (

@@ -293,6 +293,7 @@ def explain(finding: Finding) -> Finding:
     cause = next(row for row in CAUSES if row.explains(finding))
     words = do.words_for(finding)
     first = do.slow_down(finding) if "{limit}" in cause.why else None
-    found = [first, *(it.format(**words) if isinstance(it, str) else it(finding) for it in cause.remedies)]
+    rows = [it for it in cause.remedies if not (first and it is do.lower_rate)]
+    found = [first, *(it.format(**words) if isinstance(it, str) else it(finding) for it in rows)]
     remedies = tuple(it for it in found if it) or (do.LOOK,)
     return replace(finding, cause=cause.name, why=cause.why.format(**words), remedies=remedies)

@@ -69,6 +69,8 @@ def lower_rate(finding: Finding) -> str | None:
 
 def slow_down(finding: Finding) -> str | None:
     """Keeps weights from growing that have grown so much that float32 would break later."""
+    if finding.facts.get("halved"):
+        return "take .half() from the model: the script makes it half itself, whatever the level"
     grown = finding.facts.get("grown", 1.0)
     if grown < DIVERGES:
         return None
