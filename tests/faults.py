@@ -453,6 +453,7 @@ def run_forked(function, said: Path) -> None:
         with said.open("w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  # and not pytest's
         function()
         status = 0
     except SystemExit as error:

@@ -581,13 +581,17 @@ def test_the_statement_in_float32_can_be_pasted_and_trains(tmp_path, style):
         )
         text = text.replace("scaler.step(optimizer)", "optimizer.step()").replace("scaler.update()", "pass")
     first = report_on(text, tmp_path)["findings"][0]
-    context = "torch.autocast('cpu', enabled=False)" if style == "native" else "amp.disable_casts()"
-    assert first["region"] == [
-        f"with {context}:",
-        "    products = features.float() @ features.float().transpose(1, 2)",
-    ]
-    line = next(line for line in text.splitlines() if "products = " in line)
-    fixed = text.replace(line, "\n".join(f"        {each}" for each in first["region"]))
+    if style == "native":  # the function as a whole
+        decorator, line = first["region"]
+        assert decorator == "@torch.amp.custom_fwd(device_type='cpu', cast_inputs=torch.float32)"
+        pasted, pad = first["region"], "    "
+    else:
+        pasted, pad = first["region"], "        "
+        line = "products = features @ features.transpose(1, 2)"
+        products = "products = features.float() @ features.float().transpose(1, 2)"
+        assert pasted == ["with amp.disable_casts():", f"    {products}"]
+    assert f"{pad}{line}\n" in text
+    fixed = text.replace(f"{pad}{line}", "\n".join(f"{pad}{each}" for each in pasted))
     assert report_on(fixed, tmp_path)["findings"] == []
 
 
@@ -737,7 +741,7 @@ def test_a_line_with_a_finding_is_not_called_harmless():
         ({"float32_survives": False}, "no update has been made yet"),
         ({"op": "log"}, "logits"),
         ({"op": "softmax"}, "-inf"),
-        ({"op": "sqrt", "phase": "backward"}, "eps"),
+        ({"op": "sqrt", "phase": "backward"}, "under the root"),
         ({"op": "matmul", "facts": {"own": True}}, "divide before the sum"),
         ({"phase": "input"}, "loader"),
         ({"op": "std", "kind": "nan"}, "drop_last"),

@@ -1,7 +1,9 @@
 """Scripts after what people report: the first advice, applied to the letter, and the script trains."""
 
+import ast
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import dedent, indent
 
@@ -24,18 +26,21 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=6)
 options = parser.parse_args()
 torch.manual_seed(0)
-batches = DataLoader(TensorDataset(torch.randn(160, 16), torch.randint(0, 4, (160,))), batch_size=8)
+features = torch.randn(320, 16)
+batches = DataLoader(TensorDataset(features, features[:, :4].argmax(1)), batch_size=8)
 
 """
-AMPATCH = """
-import ampatch as amp
-model, optimizer = amp.initialize(model, optimizer, opt_level="{style}", verbosity=0)
+SCALED = """
+{imports} amp
+model, optimizer = amp.initialize(model, optimizer, opt_level="{level}", verbosity=0{options})
 for step, (x, y) in zip(range(options.steps), batches):
 {loss}
     optimizer.zero_grad()
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
+{end}
     optimizer.step()
+    print("loss", loss.item())
 """
 AUTOCAST = """
 scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -44,16 +49,21 @@ for step, (x, y) in zip(range(options.steps), batches):
 {loss}
     optimizer.zero_grad()
     scaler.scale(loss).backward()
+{end}
     scaler.step(optimizer)
     scaler.update()
+    print("loss", loss.item())
 """
 PLAIN = {
     "edit": "",
     "modules": "",
     "model": "nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))",
-    "optimizer": "torch.optim.SGD(model.parameters(), lr=0.01)",
+    "optimizer": "torch.optim.SGD(model.parameters(), lr=0.2)",
+    "options": "",
     "loss": "loss = F.cross_entropy(model(x).float(), y)",
+    "end": "",
 }
+IMPORTS = {"apex": "from apex import", "ampatch": "import ampatch as"}
 
 
 def read_cases():
@@ -66,42 +76,74 @@ def read_cases():
     return cases
 
 
-CASES = read_cases()
+CASES = {name: case for name, case in read_cases().items() if "says" in case}
+HEALTHY = {name: case for name, case in read_cases().items() if "says" not in case}
 
 
 def write_script(case):
     """Puts a case into a script that trains."""
-    is_autocast = case["style"] == "autocast"
-    loss = indent(case["loss"], " " * (8 if is_autocast else 4))
+    kind, _, level = case["style"].partition(" ")
+    filled = {"imports": IMPORTS.get(kind), "level": level, "options": case["options"]}
+    filled |= {"loss": indent(case["loss"], " " * (4 if level else 8)), "end": indent(case["end"], "    ")}
     parts = f"{case['modules']}\n\nmodel = {case['model']}\noptimizer = {case['optimizer']}\n"
-    return HEAD + parts + (AUTOCAST if is_autocast else AMPATCH).format(style=case["style"], loss=loss)
+    return HEAD + parts + (SCALED if level else AUTOCAST).format(**filled)
 
 
-def apply(script, advice, line, edit):
-    """Does what the first advice says; `line` is the one that broke."""
-    if edit:
-        before, after = edit.replace("\\n", "\n").split(" => ")
-        assert before in script
-        return script.replace(before, after)
-    if advice.startswith("keep_fp32="):
-        return script.replace("verbosity=0", f"verbosity=0, {advice.partition(': ')[0]}")
-    pasted = dedent("\n".join(advice.splitlines()[1:]))
-    if "get_submodule" in pasted:
-        return script.replace("optimizer =", f"{pasted}\noptimizer =", 1)
-    text = script.splitlines()
-    text[line - 1] = indent(pasted, re.match(" *", text[line - 1]).group())
-    return "\n".join(text)
+def apply(script, finding, advice):
+    """Does what advice says to the letter; None where that takes a reader."""
+    line = int(finding["where"].rpartition(":")[2])
+    said, _, text = advice.partition("\n")
+    text = dedent(text)
+    if "get_submodule" in text:
+        return script.replace("optimizer =", f"{text}\noptimizer =", 1)
+    if "by this line above it" in said:
+        function = text.split("\n")[1]
+        return re.sub(f"( *){re.escape(function)}", lambda it: indent(text, it[1]), script, count=1)
+    if text:
+        return replace(script, line, text)
+    if found := re.match(r"write -?(\S+) in the place of -?(\S+), at ", said):
+        lines = script.split("\n")
+        for at in map(int, re.findall(r"\.py:(\d+)", said)):
+            assert found[2] in lines[at - 1]
+            lines[at - 1] = lines[at - 1].replace(found[2], found[1])
+        return "\n".join(lines)
+    if said.startswith(("keep_fp32=", "loss_scale=")):
+        script = re.sub(r", loss_scale=[\d.]+", "", script)
+        return script.replace("verbosity=0", f"verbosity=0, {re.split(': | in the place', said)[0]}")
+    if found := re.match(r".*opt_level (O\d)", said):
+        return re.sub(r'opt_level="O\d"', f'opt_level="{found[1]}"', script)
+    if "lower the learning rate" in said:
+        return re.sub(
+            r"weight_decay=[\de.+-]+", "weight_decay=1e-4", re.sub(r"lr=[\de.+-]+", "lr=0.1", script)
+        )
+    if "cast to float32 there" in said:
+        at = int(finding["facts"]["cast"].rpartition(":")[2])
+        return replace(script, at, script.split("\n")[at - 1].strip().replace(".half()", ".float()"))
+    return None
 
 
-def trains(script, tmp_path):
-    """Says whether a script runs to its end with no bad number after the search of its scale."""
-    (tmp_path / "fixed.py").write_text(script)
-    out = tmp_path / "seen.json"
-    status, said = fork_child(Run(str(tmp_path / "fixed.py"), ("--steps", "20"), out=str(out)), tmp_path)
-    attempts = Seen.read(json.loads(out.read_text())).attempts
-    assert status == 0, said
-    kept = all(it.loss and it.weights for it in attempts)  # a scale that is too large loses gradients alone
-    return len(attempts) >= 5 and kept and all(it.is_finite for it in attempts[-3:])
+def replace(script, line, text):
+    """Puts a statement in the place of the one at a line."""
+    found = [it for it in ast.walk(ast.parse(script)) if isinstance(it, ast.stmt) and it.lineno == line]
+    lines = script.split("\n")
+    lines[line - 1 : found[-1].end_lineno] = [indent(text, re.match(" *", lines[line - 1])[0])]
+    return "\n".join(lines)
+
+
+def trains(attempts, said):
+    """Says whether losses are finite and fall, and no step is skipped once the scale has found its size."""
+    losses = [float(it) for it in re.findall(r"^loss (\S+)$", said, re.MULTILINE)]
+    part = len(losses) // 4
+    stays = all(it.loss and it.weights for it in attempts) and all(it.is_finite for it in attempts[-part:])
+    return part > 0 and stays and sum(losses[-part:]) < 0.98 * sum(losses[:part])
+
+
+def run(script, folder):
+    """Says whether a script trains."""
+    (folder / "fixed.py").write_text(script)
+    out = folder / "seen.json"
+    status, said = fork_child(Run(str(folder / "fixed.py"), ("--steps", "40"), out=str(out)), folder)
+    return status == 0 and trains(Seen.read(json.loads(out.read_text())).attempts, said)
 
 
 @pytest.mark.process(keep=8)
@@ -109,9 +151,25 @@ def trains(script, tmp_path):
 def test_a_script_trains_that_does_what_the_first_advice_says(tmp_path, name):
     case = CASES[name]
     script = write_script(case)
-    first = Finding(**report_on(script, tmp_path)["findings"][0])
-    advice = explain(first).remedies[0]
-    line = int(first.where.rpartition(":")[2])
-    assert case["line"] in script.splitlines()[line - 1]
+    report = report_on(script, tmp_path)
+    finding = explained(report)
+    assert case["line"] in script.split("\n")[int(finding["where"].rpartition(":")[2]) - 1]
+    advice = finding["remedies"][0]
     assert case["says"] in advice
-    assert trains(apply(script, advice, line, case["edit"]), tmp_path)
+    fixed = apply(script, finding, advice) or script.replace(*case["edit"].replace("\\n", "\n").split(" => "))
+    assert not run(script, tmp_path)
+    assert run(fixed, tmp_path)
+
+
+def explained(report):
+    """Returns the first finding, or the first silent fault where there is none, with its remedies."""
+    if not report["findings"]:
+        return report["silent"][0]
+    return asdict(explain(Finding(**report["findings"][0])))
+
+
+@pytest.mark.process(keep=2)
+@pytest.mark.parametrize("name", HEALTHY)
+def test_of_a_healthy_script_nothing_is_said(tmp_path, name):
+    report = report_on(write_script(HEALTHY[name]), tmp_path)
+    assert (report["findings"], report["silent"], report["untraced"]) == ([], [], "")

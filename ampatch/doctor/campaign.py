@@ -13,7 +13,7 @@ from ampatch import AmpError
 from ampatch.doctor.against.compare import compare_levels
 from ampatch.doctor.brakes import MOST_STEPS
 from ampatch.doctor.finding import Finding, Report, read_finding
-from ampatch.doctor.growth.curves import describe_growth
+from ampatch.doctor.growth.curves import describe_growth, times_grown
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.runs import Launch, Run, Seen, start_process
 from ampatch.doctor.silent.gradients import compare_gradients, pick_sample
@@ -56,13 +56,6 @@ class Campaign:
         window = tuple(sorted({*window, *plan_window(attempts, sample)}))
         run = replace(self.run, traces=True, window=window, sample=sample, speed=True, goes_on=propose)
         origins = origins_of(self._start("traced", run)) if window else ()
-        untraced = ""
-        if find_suspects(attempts) and not any(it["has_reached"] for it in origins):
-            step, again = steps_of(attempts)[seen.suspects[0]], "it did not happen again: seed what it draws"
-            reason = self.ended.get("traced", again).replace("run ended", "that run ended")
-            untraced = f"Step {step} broke, and could not be traced: {reason}."
-        elif "watched" in self.ended and not origins:
-            untraced = f"The script broke by itself: {self.ended['watched']}."
         findings, survives = findings_in(seen, origins), None
         hidden = find_hidden(origins)
         if findings or hidden or sample is not None:
@@ -72,7 +65,16 @@ class Campaign:
             )
             survives = self._survives(seen, again) if findings else None
         keep = modules_to_keep(findings, again.oversized) if survives else ()
-        findings = [replace(finding, float32_survives=survives, keep=keep) for finding in findings]
+        grown = times_grown(describe_growth(seen.growth, attempts)) if findings and attempts else 1.0
+        findings = [
+            replace(
+                it,
+                float32_survives=survives,
+                keep=keep,
+                facts=it.facts | {"grown": grown, "halved": again.is_half},
+            )
+            for it in findings
+        ]
         proposed = (
             self._propose(findings[0].module, window) if propose and survives and findings[0].module else ()
         )
@@ -86,7 +88,7 @@ class Campaign:
             *(tuple(findings), tuple(harmless), describe_scale(attempts), proposed, self.runs),
             tuple(self.unknown),
             silent=silent,
-            untraced=untraced,
+            untraced=self._say_what_was_not_traced(seen, origins),
             keep_fp32_cost=self._cost(window) if proposed else None,
         )
 
@@ -101,6 +103,18 @@ class Campaign:
                 f"what half precision does: autocast for cuda, at {lines}, is off where there is no GPU; "
                 "the script ran in float32, and with torch.autocast('cpu', torch.float16) it does not"
             )
+
+    def _say_what_was_not_traced(self, seen: Seen, origins: Sequence[dict]) -> str:
+        """Returns what broke and has no finding, and why."""
+        if find_suspects(seen.attempts) and not any(it["has_reached"] for it in origins):
+            step, again = (
+                steps_of(seen.attempts)[seen.suspects[0]],
+                "it did not happen again: seed what it draws",
+            )
+            reason = self.ended.get("traced", again).replace("run ended", "that run ended")
+            return f"Step {step} broke, and could not be traced: {reason}."
+        is_unknown = "watched" in self.ended and not origins
+        return f"The script broke by itself: {self.ended['watched']}." if is_unknown else ""
 
     def _cost(self, window: Sequence[int]) -> float | None:
         """Returns how many times as long a step takes with what is kept, both traced, outside of what was.
@@ -219,10 +233,9 @@ def modules_to_keep(findings: Sequence[Finding], oversized: Sequence[str]) -> tu
     """
     names = [it.module for it in findings if it.phase == "forward"]
     names += oversized if any(it.dtype == "float16" for it in findings) else ()
+    found = {it for it in names if it and not any(it.startswith(f"{other}.") for other in names if other)}
     return tuple(
-        name
-        for name in dict.fromkeys(names)
-        if name and not any(name.startswith(f"{other}.") for other in names if other)
+        sorted(found, key=lambda it: [(not part.isdigit(), part.zfill(9)) for part in it.split(".")])
     )
 
 
@@ -241,7 +254,11 @@ def findings_in(seen: Seen, origins: Sequence[dict]) -> list[Finding]:
 def merge(attempts: Sequence[Attempt], origins: Sequence[dict]) -> list[Finding]:
     """Reads origins, and keeps the first of those that are the same at several steps, with their steps."""
     steps = steps_of(attempts)
-    return merge_steps([read_finding(origin, steps.get(origin["attempt"])) for origin in origins])
+    there = dict(enumerate(attempts))
+    found = [
+        read_finding(it, steps.get(it["attempt"]), there.get(it["attempt"], Attempt())) for it in origins
+    ]
+    return merge_steps(found)
 
 
 def steps_of(attempts: Sequence[Attempt]) -> dict[int, int]:
@@ -254,7 +271,11 @@ def merge_steps(findings: Sequence[Finding]) -> list[Finding]:
     """Keeps the first of findings that are the same at several steps, with their steps."""
     merged: dict[object, Finding] = {}
     for it in findings:
-        first = merged.setdefault(it.identity, it)
+        same = it.identity
+        if not it.op and it.phase in ("input", "optimizer"):  # what is bad goes on to be bad
+            alike = (key for key, other in merged.items() if other.phase == "input")
+            same = next((key for key in alike if merged[key].parameter == it.parameter), same)
+        first = merged.setdefault(same, it)
         if it.step is not None and it.step not in first.steps:
-            merged[it.identity] = replace(first, steps=(*first.steps, it.step))
+            merged[same] = replace(first, steps=(*first.steps, it.step))
     return list(merged.values())

@@ -5,286 +5,285 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ampatch.doctor import remedies as do
 from ampatch.doctor.finding import Finding
-from ampatch.doctor.instruments.operations import (
-    CASTING,
-    CASTS,
-    EXPONENTIALS,
-    LOGARITHMS,
-    NORMALIZERS,
-    NORMS,
-    POWERS,
-    QUOTIENTS,
-    ROOTS,
-    SPREADS,
-    SUMS,
-)
-from ampatch.doctor.remedies import (
-    PRECISION,
-    SMALLER,
-    Remedy,
-    divide_first,
-    keep,
-    lower_rate,
-    paste,
-    take_bfloat16,
-    words_for,
-)
+from ampatch.doctor.instruments import operations as ops
 
-LOGITS = (
-    "clamp before the log: x.clamp(min={eps}).log(), or take a loss on logits "
-    "(binary_cross_entropy_with_logits, cross_entropy)"
-)
+PRECISION, SMALLER = do.PRECISION, do.SMALLER
+Test = Callable[[Finding], bool]
+
+
+def has(name: str, value: object = None) -> Test:
+    """Asks for a fact, of a value where one is given."""
+    return lambda it: name in it.facts and value in (None, it.facts[name])
+
+
+def becomes(what: str) -> Test:
+    """Asks for a constant that half makes something else: "0", "1", "inf" or "-inf"."""
+    return lambda it: "constant" in it.facts and it.facts["constant"][1] == what
+
+
+def of_phase(*phases: str) -> Test:
+    """Asks when it broke."""
+
+    def is_in(finding: Finding) -> bool:
+        """Says whether it broke in these phases."""
+        return finding.phase in phases
+
+    return is_in
+
+
+def is_unseen(finding: Finding) -> bool:
+    """Asks for bad numbers that no operation was seen to make."""
+    return not finding.op
+
+
+def is_of_weight(finding: Finding) -> bool:
+    """Asks for a weight, or its update."""
+    return finding.parameter is not None
+
+
+FORWARD = of_phase("input", "forward", "loss", "optimizer")
+BACKWARD = of_phase("backward")
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
     """A row: the findings it explains, why their numbers broke, and what to do, the likeliest first.
 
-    A finding must be `of` it, and of its operations, kind and direction where these are given. `why` is
+    A finding must be of its operations and kind where these are given, and pass all of `tests`. `why` is
     formatted with what `words_for` returns.
     """
 
     name: str
     why: str
-    remedies: tuple[Remedy, ...]
+    remedies: tuple[do.Remedy, ...]
+    tests: tuple[Test, ...] = ()
     ops: tuple[str, ...] | None = None
     kind: str | None = None
-    backward: bool | None = None
-    of: Callable[[Finding], bool] = lambda finding: True
 
     def explains(self, finding: Finding) -> bool:
         """Says whether it is the cause of a finding, if no earlier row is."""
-        is_kind = self.kind in (None, finding.kind)
-        is_direction = self.backward in (None, finding.phase == "backward")
-        return (self.ops is None or finding.op in self.ops) and is_kind and is_direction and self.of(finding)
+        is_of = (self.ops is None or finding.op in self.ops) and self.kind in (None, finding.kind)
+        return is_of and all(test(finding) for test in self.tests)
 
 
-def becomes(finding: Finding) -> object:
-    """Returns what a constant of the operation becomes in half, None where there is none that is lost."""
-    return finding.facts.get("constant", (None, None))[1]
-
+TOO_LARGE = "constant too large for half"
+LOST = "eps that half makes 0"
+NOTHING = "softmax of nothing"
+IS_LOST = "{made} {constant} is {becomes} in {dtype}, and so it keeps nothing from being {becomes}."
+HAS_NO_ROW = "{made} A row whose entries are all -inf has no softmax."
+BAD_DATA = "{sample_of}the batch holds {kind} before the model sees it."
+STEEP = "{made} The derivative of a root is infinite at 0."
+FRACTIONS = (*ops.QUOTIENTS, *ops.LOGARITHMS, *ops.ROOTS, *ops.NORMS, *ops.NORMALIZERS, "pow")
 
 CAUSES = (  # the first that explains a finding is its cause
     Cause(
         "weight bad at first",
-        "{op} made {kind} of the weight {parameter} before the model ran.",
-        ("mend what sets the weight: its initialization, or the checkpoint that is loaded",),
-        of=lambda it: it.phase == "input" and it.parameter is not None,
+        "{made_weight} before the first step.",
+        (do.SET_WEIGHT,),
+        (of_phase("input"), is_of_weight),
     ),
-    Cause(
-        "data",
-        "{sample_of}the batch holds {kind} before the model sees it.",
-        ("leave the sample out, or mend the data: torch.isfinite(batch).all() in the loader finds it",),
-        of=lambda it: it.phase == "input",
-    ),
+    Cause("data", BAD_DATA, (do.MEND_DATA,), (of_phase("input"), is_unseen)),
     Cause(
         "weight lost in the step before",
         "the weight {parameter} held {kind} before the step began.",
         (*SMALLER, *PRECISION),
-        of=lambda it: it.phase == "optimizer" and not it.op,
+        (of_phase("optimizer"), is_unseen),
     ),
     Cause(
         "eps of an optimizer in half",
         "{made} The optimizer's eps, {constant}, is 0 in {dtype}: it divides by 0.",
-        (
-            "step float32 masters: opt_level O2, or O5 (bfloat16)",
-            "give the optimizer eps=1e-4, which {dtype} holds",
-        ),
-        of=lambda it: it.phase == "optimizer" and becomes(it) == "0",
+        (do.STEP_MASTERS, "give the optimizer eps=1e-4, which {dtype} holds"),
+        (of_phase("optimizer"), becomes("0")),
     ),
     Cause(
         "update too large",
         "{made}{limit} That is of the update of {parameter}.",
-        (
-            "lower the learning rate and the weight decay: the update is larger than the weight",
-            "clip gradients before the step",
-        ),
-        of=lambda it: it.phase == "optimizer" and it.parameter is not None,
+        (do.SLOWER, "clip gradients before the step"),
+        (of_phase("optimizer"), is_of_weight),
     ),
     Cause(
         "weight too large for half",
         "{made}{limit} It is the weight {parameter} that is cast: it has grown to {largest}.",
         ("lower the learning rate and the weight decay, or clip gradients: the weight grows", *PRECISION),
-        ops=CASTING,
-        of=lambda it: it.parameter is not None,
+        (is_of_weight,),
+        ops.CASTING,
     ),
     Cause(
         "loss not seen",
         "the loss is {kind}; the operation that made it was not seen.",
         (*SMALLER, *PRECISION),
-        of=lambda it: not it.op,
+        (is_unseen,),
+    ),
+    Cause(
+        "static loss scale",
+        "{made}{limit} The loss scale stays at {scale}, which is too large.",
+        ('loss_scale="dynamic" in the place of {scale}: it falls until gradients fit', *PRECISION),
+        (has("static"),),
+    ),
+    Cause(
+        "constant that does not fit",
+        "{op} raises an error: {constant} does not fit into {dtype}; {limit_number:g} does.",
+        (do.write, do.OR_FINFO),
+        (has("raised"),),
     ),
     Cause(
         "all targets ignored",
         "{made} All targets of this batch are ignored: it is a mean of nothing, 0 / 0.",
-        (
-            'sum, and divide by the count: reduction="sum", and then '
-            "loss / (target != ignore_index).sum().clamp(min=1)",
-            "or skip a batch whose targets are all ignored",
-        ),
-        of=lambda it: it.facts.get("nothing") == "ignored",
+        (do.COUNT_TARGETS, "or skip a batch whose targets are all ignored"),
+        (has("nothing", "ignored"),),
     ),
     Cause(
         "mean of nothing",
         "{made} It took an empty tensor: a mean of nothing is 0 / 0.",
-        (
-            "sum, and divide by the count: x.sum() / max(x.numel(), 1)",
-            "or skip a batch in which nothing is selected",
-        ),
-        of=lambda it: it.facts.get("nothing") == "empty",
+        (do.count_elements, "or skip a batch in which nothing is selected"),
+        (has("nothing", "empty"),),
     ),
     Cause(
         "count of 0",
         "{made} It divides by a count of 0.",
-        ("divide by count.clamp(min=1)", "or skip what there is nothing of"),
-        of=lambda it: it.facts.get("nothing") == "count",
+        (do.CLAMP_COUNT, "or skip what there is nothing of"),
+        (has("nothing", "count"),),
     ),
     Cause(
-        "constant too large for half",
+        "mask in the backward",
+        "{made} It took an infinity, that of a mask: its derivative there is 0 * inf.",
+        ("mask after this line, not before it", do.OR_MASK),
+        (has("masked"),),
+    ),
+    Cause(
+        TOO_LARGE,
         "{made} {constant} is {becomes} in {dtype}{turns}.",
-        (
-            "write -1e4 in the place of {constant}: exp(-1e4) is 0 as well, and {dtype} holds it",
-            "or torch.finfo(x.dtype).min, where nothing is added to it",
-            *PRECISION,
-        ),
-        of=lambda it: becomes(it) == "-inf" and it.kind == "inf",
+        (do.write, do.OR_FINFO, *PRECISION),
+        (becomes("-inf"),),
+        kind="inf",
     ),
     Cause(
         "cast by hand",
         "{made}{limit} The script itself casts to half, at {cast}.",
         ("cast to float32 there, by .float(): the script breaks in half whatever the level", *SMALLER),
-        of=lambda it: it.facts.get("cast") is not None and it.float32_survives is not True,
+        (has("cast"), lambda it: it.float32_survives is not True),
     ),
     Cause(
-        "constant too large for half",
+        TOO_LARGE,
         "{made} {constant} is {becomes} in {dtype}{turns}.",
-        (*PRECISION, "write a number below {limit_number:g} in the place of {constant}"),
-        of=lambda it: becomes(it) == "inf" and it.kind == "inf",
+        (*PRECISION, do.write),
+        (becomes("inf"),),
+        kind="inf",
     ),
+    # An infinity makes inf * inf in the backward with a larger eps as well; 0 / 0 does not.
     Cause(
-        "eps that half makes 0",
-        "{made} {constant} is 0 in {dtype}, and so it keeps nothing from being 0.",
-        ("write {eps} in the place of {constant}: {dtype} holds it", paste, keep, take_bfloat16),
-        ops=(*QUOTIENTS, *LOGARITHMS, *ROOTS, *NORMS, *NORMALIZERS, "pow"),
-        of=lambda it: becomes(it) == "0",
+        LOST, IS_LOST, (do.keep, do.paste, do.write, do.take_bfloat16), (becomes("0"),), ops.QUOTIENTS, "inf"
     ),
+    Cause(LOST, IS_LOST, (do.write, *PRECISION), (becomes("0"),), FRACTIONS),
     Cause(
-        "softmax of nothing",
-        "{made} A row whose entries are all -inf has no softmax.",
-        (
-            "mask with -1e4 in the place of -inf, or leave one entry in each row",
-            "or skip the row: of nothing but -inf there is no softmax",
-        ),
-        ops=("softmax", "log_softmax"),
-        backward=False,
+        "limit that half makes 1",
+        IS_LOST,
+        (do.keep, do.paste, do.write),
+        (becomes("1"),),
+        (*FRACTIONS, *ops.DOMAINS),
+    ),
+    Cause(NOTHING, HAS_NO_ROW, (do.OR_ONE[3:], do.OR_MASK), (FORWARD, has("own", False)), ops.SOFTMAXES),
+    Cause(
+        NOTHING,
+        HAS_NO_ROW,
+        ("mask with -1e4 in the place of -inf, or leave one entry in each row", do.OR_ONE),
+        (FORWARD,),
+        ops.SOFTMAXES,
     ),
     Cause(
         "transcript longer than its audio",
         "{made} A target that is longer than its input has no alignment, and the probability 0.",
-        (
-            "give the loss zero_infinity=True",
-            "or leave out samples whose target, with a blank between equal neighbours, is longer than "
-            "the input",
-        ),
-        ops=("ctc_loss",),
+        (do.ZERO_INFINITY, do.OR_SHORTER),
+        (),
+        ("ctc_loss",),
     ),
     Cause(
         "spread of one number",
         "{made} A single number has no spread: it is 0 / 0.",
         ("leave out a batch of one (drop_last=True), or take correction=0", *PRECISION),
-        ops=SPREADS,
-        kind="nan",
-        backward=False,
+        (FORWARD,),
+        ops.SPREADS,
+        "nan",
     ),
-    Cause(
-        "root at 0",
-        "{made} The derivative of a root is infinite at 0.",
-        ("add an eps under the root: {eps}, which {dtype} holds", *PRECISION),
-        ops=(*ROOTS, *NORMS, *SPREADS),
-        backward=True,
-    ),
+    Cause("root at 0", STEEP, (do.CLAMP_ROOT, *PRECISION), (BACKWARD,), ops.ROOTS),
+    Cause("root at 0", STEEP, (do.ADD_EPS, *PRECISION), (BACKWARD,), (*ops.NORMS, *ops.SPREADS)),
     Cause(
         "root below 0",
         "{made} A negative number has no root.",
-        ("clamp what is under the root: x.clamp(min={eps})", *PRECISION),
-        ops=ROOTS,
-        kind="nan",
-        backward=False,
+        (do.CLAMP_ROOT, *PRECISION),
+        (FORWARD,),
+        ops.ROOTS,
+        "nan",
     ),
     Cause(
         "power at 0",
         "{made} The derivative of x ** p is infinite at 0 where p is below 1.",
-        ("clamp the base: x.clamp(min={eps}) ** p", *PRECISION),
-        ops=("pow", "pow_"),
-        backward=True,
+        (do.CLAMP_BASE, *PRECISION),
+        (BACKWARD,),
+        ("pow", "pow_"),
     ),
     Cause(
         "outside of its domain",
-        "{made} It takes what lies outside of its domain, or whose derivative there is infinite.",
-        (
-            "clamp what it takes, by a small margin inside of its domain (x.clamp(-1 + {eps}, 1 - {eps})): "
-            "cosines round to more than 1",
-            *PRECISION,
-        ),
-        ops=("acos", "asin", "arccos", "arcsin", "atanh", "acosh"),
+        "{made} It takes what lies outside of its domain, or whose derivative there is infinite: cosines "
+        "round to more than 1.",
+        (do.CLAMP_INSIDE, *PRECISION),
+        (),
+        ops.DOMAINS,
     ),
     Cause(
         "logarithm below 0",
         "{made} A negative number has no logarithm.",
-        (LOGITS, *PRECISION),
-        ops=LOGARITHMS,
-        kind="nan",
-        backward=False,
+        (do.CLAMP_LOG, *PRECISION),
+        (),
+        ops.LOGARITHMS,
+        "nan",
     ),
     Cause(
         "logarithm of 0",
         "{made} The logarithm of 0 is -inf{tiny}.",
-        (LOGITS, *PRECISION),
-        ops=LOGARITHMS,
+        (do.CLAMP_LOG, *PRECISION),
+        (),
+        ops.LOGARITHMS,
     ),
     Cause(
         "division by 0",
         "{made} It divides by 0, or by a number that is too small{tiny}.",
-        ("clamp the divisor: x / y.clamp(min={eps}), where it is not negative", *PRECISION),
-        ops=QUOTIENTS,
+        (do.CLAMP_DIVISOR, *PRECISION),
+        (),
+        ops.QUOTIENTS,
     ),
+    Cause("data", "{made} " + BAD_DATA, (do.MEND_DATA,), (of_phase("input"),)),
     Cause(
         "exponential",
         "{made}{limit}",
-        (
-            *PRECISION[:2],
-            "clamp what it takes, or subtract the maximum, as softmax and logsumexp do",
-            *SMALLER,
-            take_bfloat16,
-        ),
-        ops=EXPONENTIALS,
-        backward=False,
+        (do.keep, do.paste, do.CLAMP_EXPONENT, do.OR_MAXIMUM, *SMALLER, do.take_bfloat16),
+        (FORWARD,),
+        ops.EXPONENTIALS,
     ),
     Cause(
         "power",
         "{made}{limit}",
-        (*PRECISION[:2], *SMALLER, "divide before the power, and multiply after it", take_bfloat16),
-        ops=POWERS,
-        backward=False,
+        (do.keep, do.paste, *SMALLER, do.take_bfloat16),
+        (FORWARD,),
+        ops.POWERS,
     ),
-    Cause(
-        "cast",
-        "{made}{limit}",
-        (
-            *SMALLER,
-            "make the numbers smaller before they are cast: normalize the input, or divide it",
-            *PRECISION,
-        ),
-        ops=CASTS,
-    ),
+    Cause("cast", "{made}{limit}", (*SMALLER, do.CAST_SMALLER, *PRECISION), (), ops.CASTS),
     Cause(
         "accumulated gradients",
         "{made}{limit}",
-        ("divide each loss by the number of micro-steps, before its backward", lower_rate, *PRECISION),
-        ops=("accumulate_grad",),
+        (do.DIVIDE_LOSS, do.lower_rate, *PRECISION),
+        (),
+        ("accumulate_grad",),
     ),
-    Cause("sum", "{made}{limit}", (*SMALLER, *PRECISION[:2], divide_first, take_bfloat16), ops=SUMS),
+    Cause(
+        "sum",
+        "{made}{limit}",
+        (*SMALLER, do.keep, do.paste, do.divide_first, do.take_bfloat16),
+        (),
+        ops.SUMS,
+    ),
     Cause("magnitude", "{made}{limit}", (*SMALLER, *PRECISION)),
 )
 
@@ -292,8 +291,9 @@ CAUSES = (  # the first that explains a finding is its cause
 def explain(finding: Finding) -> Finding:
     """Returns the finding with its reason and remedies."""
     cause = next(row for row in CAUSES if row.explains(finding))
-    words = words_for(finding)
-    found = [it.format(**words) if isinstance(it, str) else it(finding) for it in cause.remedies]
-    return replace(
-        finding, cause=cause.name, why=cause.why.format(**words), remedies=tuple(it for it in found if it)
-    )
+    words = do.words_for(finding)
+    first = do.slow_down(finding) if "{limit}" in cause.why else None
+    rows = [it for it in cause.remedies if not (first and it is do.lower_rate)]
+    found = [first, *(it.format(**words) if isinstance(it, str) else it(finding) for it in rows)]
+    remedies = tuple(it for it in found if it) or (do.LOOK,)
+    return replace(finding, cause=cause.name, why=cause.why.format(**words), remedies=remedies)

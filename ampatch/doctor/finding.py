@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
+from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent.fault import SilentFault
 
 VERSION = 1
@@ -82,8 +83,9 @@ class Report:
         return {"version": VERSION, **asdict(self)}
 
 
-def read_finding(origin: dict, step: int | None) -> Finding:
+def read_finding(origin: dict, step: int | None, attempt: Attempt) -> Finding:
     """Reads what a trace left of one origin, which belongs to a step of its optimizer."""
+    is_static = origin["is_of_scale"] and not attempt.is_dynamic and (attempt.scale or 1.0) > 1.0
     call, damage = origin["call"], origin["damage"]
     place = call["place"] or {"model": None, "module": "", "call": 0}
     if origin["parameter"] is not None and (call["place"] is None or origin["phase"] == "forward"):
@@ -97,7 +99,7 @@ def read_finding(origin: dict, step: int | None) -> Finding:
         op=call["op"],
         where=call["where"],
         autocast=call.get("autocast"),
-        facts=call.get("facts", {}),
+        facts=call.get("facts", {}) | ({"static": attempt.scale} if is_static else {}),
         turns=origin.get("turns") and tuple(origin["turns"]),
         **{name: damage[name] for name in ("kind", "count", "largest_finite", "dtype")},
         element=element,

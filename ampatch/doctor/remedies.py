@@ -7,9 +7,18 @@ from collections.abc import Callable
 import torch
 
 from ampatch.doctor.finding import Finding
+from ampatch.doctor.instruments.operations import DOMAINS, NORMALIZERS, QUOTIENTS
+from ampatch.doctor.instruments.places import SHOWN
+from ampatch.doctor.instruments.region import Mend, lines_with, mended
 
 Remedy = str | Callable[[Finding], str | None]  # None where it does not fit
 PASTED = "\n     "
+STEEP = (*QUOTIENTS, *NORMALIZERS, *DOMAINS)  # their gradients grow as 1 / eps, or 1 - 1e-4 is 1 in half
+INSTEAD = {"-inf": "-1e4", "inf": "1e4", "1": "0.999"}  # of what a constant becomes
+DIVERGES = 200.0  # times what weights or outputs were at first
+CLAMP = ".clamp(min={eps})"
+STATEMENT = "that statement alone in float32:"
+DEFAULTS = ("normalize", "cosine_similarity", "pairwise_distance")  # whose eps is 1e-12 or 1e-8
 
 
 def keep(finding: Finding) -> str | None:
@@ -23,7 +32,7 @@ def keep(finding: Finding) -> str | None:
             f"keep_fp32={names}: {'these modules run' if len(names) > 1 else 'this module runs'} in float32"
         )
     lines = (
-        f"in float32, by these lines after {finding.model} is made (with amp.initialize: keep_fp32={names}):",
+        f"in float32, by these lines after {finding.model} is made:",
         f"for name in {names}:",
         f"    part = {finding.model}.get_submodule(name)",
         f"    part.forward = torch.amp.custom_fwd(part.forward, device_type={finding.autocast!r}, "
@@ -33,10 +42,12 @@ def keep(finding: Finding) -> str | None:
 
 
 def paste(finding: Finding) -> str | None:
-    """Has the statement run in float32."""
+    """Has the statement run in float32, or the function that it is in."""
     if not (finding.float32_survives and finding.region):
         return None
-    return PASTED.join(("that statement alone in float32:", *finding.region))
+    is_function = finding.region[0].startswith("@")
+    title = "that function in float32, by this line above it:" if is_function else STATEMENT
+    return PASTED.join((title, *finding.region))
 
 
 def take_bfloat16(finding: Finding) -> str | None:
@@ -56,13 +67,27 @@ def lower_rate(finding: Finding) -> str | None:
     return "lower the learning rate, warm it up, or clip gradients: weights that grow break float32 as well"
 
 
+def slow_down(finding: Finding) -> str | None:
+    """Keeps weights from growing that have grown so much that float32 would break later."""
+    if finding.facts.get("halved"):
+        return "take .half() from the model: the script makes it half itself, whatever the level"
+    grown = finding.facts.get("grown", 1.0)
+    if grown < DIVERGES:
+        return None
+    return (
+        "lower the learning rate and the weight decay, warm up, or clip gradients: numbers have "
+        f"become {grown:.3g} times as large as at first"
+    )
+
+
 def begin_smaller(finding: Finding) -> str | None:
     """Makes numbers smaller that are too large before the first update."""
-    if finding.float32_survives or finding.step != 0 or finding.input_largest is None:
+    largest = finding.input_largest or 0.0
+    if finding.float32_survives or finding.step != 0 or finding.kind != "inf" or largest < 1:
         return None
     return (
         f"no update has been made yet: make the input or the weights smaller (the largest number is "
-        f"{finding.input_largest:.3g}), as by a normalization before this line"
+        f"{largest:.3g}), as by a normalization before this line"
     )
 
 
@@ -73,6 +98,91 @@ def divide_first(finding: Finding) -> str | None:
     return "divide before the sum (q / sqrt(d), x / n), not after it"
 
 
+def write(finding: Finding) -> str | None:
+    """Writes another number in the place of a constant, at the line that has it; or gives it to the call."""
+    words = words_for(finding)
+    constant, new = words["constant"], words["instead"]
+    if lines := lines_with(finding.where, finding.facts["constant"][0]):
+        at = " and ".join(map(shown, lines))
+        return f"write {new} in the place of {constant}, at {at}: {finding.dtype} holds it"
+    if finding.op in DEFAULTS and (lines := mended(finding.where, finding.op, Mend(keyword=f", eps={new}"))):
+        return PASTED.join((f"give eps={new}, which {finding.dtype} holds:", *lines))
+    return f"write {new} in the place of {constant}: {finding.dtype} holds it"
+
+
+def mend(title: str, otherwise: str | None = None, **how: str) -> Remedy:
+    """Writes the statement with what a `Mend` of these fields changes; says so where that is not seen."""
+
+    def remedy(finding: Finding) -> str:
+        """Writes it for a finding."""
+        words = words_for(finding)
+        op = "div" if finding.op in ("true_divide", "div_") else finding.op
+        filled = {
+            name: text.replace("{eps}", str(words["eps"])).replace("{top}", str(words["top"]))
+            for name, text in how.items()
+        }
+        if finding.facts.get("signed") and how.get("suffix") == CLAMP:
+            filled["suffix"] = f".where({{x}} != 0, {words['eps']})"
+        lines = mended(finding.where, op, Mend(**filled))
+        said = title.format(**words)
+        return PASTED.join((f"{said}:", *lines)) if lines else (otherwise or said).format(**words)
+
+    return remedy
+
+
+def count_elements(finding: Finding) -> str | None:
+    """Divides a sum by how many there are, where a mean is one of nothing."""
+    changed = {"name": "sum"} if finding.op == "mean" else {"keyword": ', reduction="sum"'}
+    said = "sum, and divide by the count: x.sum() / max(x.numel(), 1)"
+    return mend("sum, and divide by the count", said, tail=" / max({x}.numel(), 1)", **changed)(finding)
+
+
+COUNT_TARGETS = mend(
+    "sum, and divide by the count",
+    'sum, and divide by the count: reduction="sum", and then '
+    "loss / (target != ignore_index).sum().clamp(min=1)",
+    keyword=', reduction="sum"',
+    tail=" / ({y} != -100).sum().clamp(min=1)",
+)
+CLAMP_COUNT = mend("clamp the count", "divide by count.clamp(min=1)", suffix=".clamp(min=1)")
+CLAMP_ROOT = mend("clamp what is under the root: x.clamp(min={eps})", suffix=CLAMP)
+CLAMP_BASE = mend("clamp the base: x.clamp(min={eps}) ** p", suffix=CLAMP)
+CLAMP_LOG = mend(
+    "clamp before the log, or take a loss on logits (binary_cross_entropy_with_logits, cross_entropy)",
+    "clamp before the log: x.clamp(min={eps}).log(), or take a loss on logits "
+    "(binary_cross_entropy_with_logits, cross_entropy)",
+    suffix=CLAMP,
+)
+CLAMP_DIVISOR = mend(
+    "keep the divisor from being 0",
+    "clamp the divisor: x / y.clamp(min={eps}), where it is not negative",
+    suffix=CLAMP,
+)
+CLAMP_INSIDE = mend(
+    "clamp what it takes, by a small margin inside of its domain",
+    "clamp what it takes, by a small margin inside of its domain (x.clamp(-1 + {eps}, 1 - {eps}))",
+    suffix=".clamp(-1 + {eps}, 1 - {eps})",
+)
+CLAMP_EXPONENT = mend("clamp what it takes: exp(x.clamp(max={top}))", suffix=".clamp(max={top})")
+ZERO_INFINITY = mend("give the loss zero_infinity=True", keyword=", zero_infinity=True")
+ADD_EPS = "add an eps under the root: (x.var() + {eps}).sqrt(), which {dtype} holds"
+SET_WEIGHT = (
+    "set it where the module is made (torch.empty leaves what was in memory), or mend the checkpoint "
+    "that is loaded"
+)
+SLOWER = "lower the learning rate and the weight decay: the update is larger than the weight"
+MEND_DATA = "leave the sample out, or mend the data: torch.isfinite(batch).all() in the loader finds it"
+STEP_MASTERS = "step float32 masters: opt_level O2, or O5 (bfloat16)"
+CAST_SMALLER = "make the numbers smaller before they are cast: normalize the input, or divide it"
+DIVIDE_LOSS = "divide each loss by the number of micro-steps, before its backward"
+OR_FINFO = "or torch.finfo(x.dtype).min, where nothing is added to it"
+OR_MASK = "or mask with -1e4 in the place of -inf"
+OR_ONE = "or leave one entry in each row: mask[mask.all(-1), 0] = False, where True hides"
+OR_MAXIMUM = "or subtract the maximum, as softmax and logsumexp do"
+OR_SHORTER = (
+    "or leave out samples whose target, with a blank between equal neighbours, is longer than the input"
+)
+LOOK = "no rule fits: look at what this line takes, at the step and the sample that are named"
 PRECISION: tuple[Remedy, ...] = (keep, paste, take_bfloat16)
 SMALLER: tuple[Remedy, ...] = (begin_smaller, lower_rate)
 
@@ -94,14 +204,36 @@ def words_for(finding: Finding) -> dict[str, object]:
         "limit": limit if finding.kind == "inf" else "",
         "tiny": "; float16 makes 0 of what is below 3e-8" if finding.dtype == "float16" else "",
         "made": made_by(finding),
-        "constant": f"{constant[0]:g}".replace("e+0", "e").replace("e-0", "e-"),
+        "constant": number(constant[0]),
         "becomes": constant[1],
         "turns": turned,
         "largest": f"{finding.input_largest or 0:.3g}",
         "cast": finding.facts.get("cast"),
-        "eps": "1e-4" if finding.dtype == "float16" else "1e-6",
+        "eps": "1e-6" if finding.dtype != "float16" else "1e-3" if finding.op in STEEP else "1e-4",
+        "instead": INSTEAD.get(constant[1]) or ("1e-3" if finding.op in STEEP else "1e-4"),
         "limit_number": largest,
+        "top": "10" if finding.dtype == "float16" else "80",
+        "scale": f"{finding.facts.get('static', 1):g}",
+        "made_weight": f"{finding.op} made {finding.kind} of {finding.parameter}"
+        if finding.op
+        else f"{finding.parameter} holds {finding.kind}",
     }
+
+
+def number(value: float) -> str:
+    """Writes a number as people do.
+
+    >>> number(-1e9), number(-1e5), number(1e-8), number(0.9999)
+    ('-1e9', '-1e5', '1e-8', '0.9999')
+    """
+    text = f"{value:e}" if abs(value) >= 1e5 else f"{value:g}"
+    mantissa, _, exponent = text.partition("e")
+    return f"{float(mantissa):g}" + (f"e{int(exponent)}" if exponent else "")
+
+
+def shown(line: str) -> str:
+    """Returns "file:line" from the working directory on."""
+    return line.removeprefix(SHOWN)
 
 
 def made_by(finding: Finding) -> str:

@@ -10,12 +10,13 @@ from ampatch.doctor.finding import Finding, Report
 from ampatch.doctor.growth.curves import said_of_growth
 from ampatch.doctor.silent.words import describe_silent
 
-MOST_SHOWN = 3
+MOST_SHOWN = 2  # findings after the first
 SURVIVES = {
     True: "the same run in float32 stays finite to its end",
     False: "the same run in float32 breaks as well: this is not a matter of precision",
     None: "whether float32 survives is not known",
 }
+CASTS_ITSELF = "the same run in float32 breaks as well: the script itself casts to half there"
 
 
 def describe(report: Report) -> Iterator[str]:
@@ -24,10 +25,9 @@ def describe(report: Report) -> Iterator[str]:
         yield report.untraced
     elif not report.findings:
         yield from describe_nothing(report)
-    for finding in report.findings[:MOST_SHOWN]:
+    for finding in report.findings[:1]:
         yield from describe_finding(finding)
-    if len(report.findings) > MOST_SHOWN:
-        yield f"... and {len(report.findings) - MOST_SHOWN} more (--json OUT has them all)"
+    yield from describe_others(report.findings)
     yield from describe_silent(report.silent)
     if report.keep_fp32:
         cost = report.keep_fp32_cost
@@ -46,6 +46,21 @@ def describe(report: Report) -> Iterator[str]:
     if report.speed and not report.findings and (said := said_of_speed(report.speed)):
         yield "Why mixed precision may not be faster here:"
         yield from (f"  - {line}" for line in said)
+
+
+def describe_others(findings: Sequence[Finding]) -> Iterator[str]:
+    """Yields the lines of all findings but the first, of which most come of the same cause."""
+    said = {remedy for finding in findings[:1] for remedy in finding.remedies}
+    others = []
+    for finding in findings[1:]:
+        if not said.issuperset(finding.remedies[:1]):
+            others.append(finding)
+        said.update(finding.remedies[:1])
+    for finding in others[:MOST_SHOWN]:
+        yield f"Then {describe_place(finding)} ({finding.cause})"
+        yield f"  -> {finding.remedies[0]}"
+    if rest := max(0, len(findings) - 1) - len(others[:MOST_SHOWN]):
+        yield f"... and {rest} more, of the same cause maybe (--json OUT has them all)"
 
 
 def is_explained(growth: dict, findings: Sequence[Finding]) -> bool:
@@ -68,22 +83,24 @@ def describe_nothing(report: Report) -> Iterator[str]:
         yield "Nothing broke: losses, gradients and weights stayed finite."
 
 
-def describe_finding(finding: Finding) -> Iterator[str]:
-    """Yields the lines of one finding."""
+def describe_place(finding: Finding) -> str:
+    """Says when and where an operation broke."""
     module = ".".join(filter(None, (finding.model, finding.module))) or "the script"
-    where = finding.where or "line unknown"
     micro = f" (micro-step {finding.micro_step})" if finding.micro_step else ""
-    yield f"Step {finding.step}{micro}, {finding.phase}: {finding.op or 'the data'} in {module}, {where}"
+    what = finding.op or ("the weight" if finding.parameter else "the data")
+    where = finding.where or "line unknown"
+    return f"Step {finding.step}{micro}, {finding.phase}: {what} in {module}, {where}"
+
+
+def describe_finding(finding: Finding) -> Iterator[str]:
+    """Yields the lines of one finding: the cause first, what to do, and then what was seen."""
+    yield describe_place(finding)
     yield f"  {finding.why}"
+    yield from (f"  -> {it}" for it in finding.remedies)
     element = f" at {list(finding.element)}" if finding.element else ""
     sample = f", sample {finding.sample} of the batch" if finding.sample is not None else ""
-    yield f"  first {finding.kind}{element}{sample}; {finding.count} in all"
-    if len(finding.steps) > 1:
-        steps = "step" if len(finding.steps) == 2 else "steps"
-        yield f"  again at {steps} {', '.join(map(str, finding.steps[1:]))}"
-    if "cast" in finding.facts and finding.float32_survives is False:
-        yield "  the same run in float32 breaks as well: the script itself casts to half there"
-    else:
-        yield f"  {SURVIVES[finding.float32_survives]}"
-    for remedy in finding.remedies:
-        yield f"  -> {remedy}"
+    steps = "; again at step " if len(finding.steps) == 2 else "; again at steps "
+    again = steps + ", ".join(map(str, finding.steps[1:])) if len(finding.steps) > 1 else ""
+    yield f"  first {finding.kind}{element}{sample}; {finding.count} in all{again}"
+    is_cast = "cast" in finding.facts and finding.float32_survives is False
+    yield f"  {CASTS_ITSELF if is_cast else SURVIVES[finding.float32_survives]}"

@@ -157,6 +157,14 @@ def times(curve: Curve) -> float | None:
     return some(curve)[-1] / before if before else None
 
 
+def times_grown(growth: dict) -> float:
+    """Returns how many times larger than at first the weights of a layer are, or outputs that grew."""
+    curves = [some(layer["weight"]) for layer in growth["layers"]]
+    began = growth["began"] or {}
+    outputs = began["times"] if began.get("quantity") == "output" else None
+    return max([outputs or 1.0, *(max(it) / at_first(it) for it in curves if it and at_first(it))])
+
+
 def some(curve: Curve) -> list[float]:
     """Returns the values that there are."""
     return [value for value in curve if value is not None]

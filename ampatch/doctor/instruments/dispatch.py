@@ -76,6 +76,9 @@ class Rule(Instrument):
     def after(self, operation: Operation, kept: object, result: object) -> None:
         """Looks at what an operation gives."""
 
+    def see_error(self, operation: Operation, error: Exception) -> None:
+        """Looks at an operation that raised an error."""
+
     def see_function(self, operation: Operation, given: Tensors) -> None:
         """Looks at a `torch.autograd.Function` of the script's; operations in its forward are shown too."""
 
@@ -99,7 +102,13 @@ class Operations(TorchFunctionMode):
         operation = Operation.now(self._clock, name, func, args, kwargs)
         with quiet():
             kept = [rule.before(operation) for rule in rules]
-        result = self._call(func, args, kwargs)
+        try:
+            result = self._call(func, args, kwargs)
+        except RuntimeError as error:
+            with quiet():
+                for rule in rules:
+                    rule.see_error(operation, error)
+            raise
         with quiet():
             for rule, each in zip(rules, kept, strict=True):
                 rule.after(operation, each, result)

@@ -9,14 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ampatch.doctor.instruments.operations import CASTS, Call, Origin
+from ampatch.doctor.instruments.marks import Origins
+from ampatch.doctor.instruments.operations import CASTS, QUOTIENTS, Call, Origin
 from ampatch.doctor.instruments.places import is_called_by_user
-from ampatch.doctor.instruments.values import TensorNotes, Tensors, plain
+from ampatch.doctor.instruments.values import Damage, TensorNotes, Tensors, plain
 from ampatch.levels.precision import HALF_TYPES
 
 IGNORING = ("cross_entropy", "nll_loss", "nll_loss_nd", "cross_entropy_loss")
 Constant = tuple[float, str]  # and what it becomes
 
+SMALL = 2e-5  # what float16 cannot divide 1 by
 DEFAULTS = {"cosine_similarity": (1e-8,)}  # of functions that show no mode their own
 COUNTING = ("mul", "mul_", "add", "add_", "sub", "sub_", "where")  # whose integers are no shapes
 
@@ -31,7 +33,7 @@ class Evidence:
         self, call: Call, args: Sequence[object], kwargs: Mapping[str, object], taken: Tensors, given: Tensors
     ) -> None:
         """Puts into the facts of a call what its arguments show; notes that of what it gives."""
-        call.facts = {name: value for it in taken for name, value in self._notes.find(it)}
+        call.facts |= {name: value for it in taken for name, value in self._notes.find(it)}
         if given[0].dtype not in HALF_TYPES:
             return
         constant = find_lost_constant(call.op, (args, kwargs), given[0].dtype)
@@ -39,16 +41,23 @@ class Evidence:
             call.facts["constant"] = constant
         if call.op in CASTS and call.phase != "input" and is_called_by_user() and names_half(call.where):
             call.facts["cast"] = call.where
-        for name, value in call.facts.items():
-            if name == "cast" or (value[1] == "0" and bool((plain(given[0]) == 0).any())):
+        for name, value in [(it, call.facts[it]) for it in ("constant", "cast") if it in call.facts]:
+            result = plain(given[0])
+            is_lost = (result.abs() < SMALL) | (result == 1)
+            if name == "cast" or (value[1] in ("0", "1") and bool(is_lost.any())):
                 self._notes.add(given, (name, value))
 
 
 def names_half(where: str | None) -> bool:
     """Says whether a line names a half type, and not that of another tensor."""
-    path, _, line = (where or "").rpartition(":")
-    text = linecache.getline(path, int(line)) if line else ""
+    text = text_of(where)
     return "half" in text or "float16" in text
+
+
+def text_of(where: str | None) -> str:
+    """Returns the line at "file:line"."""
+    path, _, line = (where or "").rpartition(":")
+    return linecache.getline(path, int(line)) if line else ""
 
 
 def explain_arguments(
@@ -56,10 +65,14 @@ def explain_arguments(
 ) -> None:
     """Puts into the facts of what broke what its arguments show."""
     call = origin.call
-    call.facts["own"] = is_called_by_user()  # and not by a layer of torch's
-    if origin.damage.kind == "nan" and (nothing := find_nothing(call.op, args, kwargs)):
+    call.facts["own"] = is_called_by_user() or call.op in text_of(call.where)  # not a layer of torch's
+    nothing = find_nothing(call.op, args, kwargs)
+    if nothing and (origin.damage.kind == "nan" or nothing == "count"):
         call.facts["nothing"] = nothing
-    if call.op in CASTS and (constant := find_overflow_of(taken)):
+    if call.op in QUOTIENTS and len(taken) > 1:
+        call.facts["signed"] = bool((plain(taken[-1]) < 0).any())
+    is_cast = call.op in CASTS or call.phase == "input"  # as of a buffer, by initialize
+    if is_cast and (constant := find_overflow_of(taken)):
         call.facts["constant"] = constant
 
 
@@ -73,6 +86,8 @@ def find_lost_constant(op: str, arguments: object, dtype: torch.dtype) -> Consta
     for value in [*constants_in(arguments, op in COUNTING)] or DEFAULTS.get(op, ()):
         if 0 < abs(value) <= info.smallest_normal * info.eps / 2:
             return value, "0"
+        if op.startswith("clamp") and abs(value - 1) <= info.eps / 4 and value != 1:
+            return value, "1"
         if info.max * (1 + info.eps / 4) <= abs(value) < math.inf:
             return value, "inf" if value > 0 else "-inf"
     return None
@@ -89,6 +104,15 @@ def constants_in(value: object, counts: bool, depth: int = 3) -> Iterator[float]
     elif isinstance(value, (tuple, list, dict)) and depth:
         for each in value.values() if isinstance(value, dict) else value:
             yield from constants_in(each, counts, depth - 1)
+
+
+def note_unfit(error: RuntimeError, call: Call, tensor: Tensor, arguments: object, origins: Origins) -> None:
+    """Notes an operation that raises an error, since a constant does not fit into the type of a tensor."""
+    if "without overflow" in str(error):
+        constant = find_lost_constant(call.op, arguments, tensor.dtype)
+        call.facts = {"raised": True, "constant": constant or (math.nan, "")}
+        damage = Damage("inf", (), tensor.numel(), None, tuple(tensor.shape), call.dtype)
+        origins.reach([origins.add(call, damage)])
 
 
 def find_overflow_of(tensors: Tensors) -> Constant | None:

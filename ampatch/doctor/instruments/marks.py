@@ -40,6 +40,13 @@ class Origins:
         self.all.append(origin)
         return self.last
 
+    def add_unseen(self, tensor: Tensor, name: str | None, where: str | None, is_first: bool) -> int:
+        """Notes bad numbers that no operation made: those of a weight that has a name, or of the data."""
+        if tensor.dim() and name is None:
+            self.batch_sizes = self.batch_sizes or (tensor.shape[0],)
+        call = Call("", "input" if name is None or is_first else "optimizer", None, where)
+        return self.add(call, examine(tensor), parameter=name)
+
     def reach(self, marks: Collection[int]) -> None:
         """Notes that origins have reached a loss, a gradient or a weight."""
         for index in marks:
@@ -99,6 +106,13 @@ class Marks:
         self._of: dict[int, set[int]] = {}
         self._kept: list[Tensor] = []  # so that their addresses stay theirs
 
+    def copy(self) -> Marks:
+        """Returns the same marks, to which others may be added."""
+        copied = Marks()
+        copied._of = {key: set(marks) for key, marks in self._of.items()}
+        copied._kept = self._kept.copy()
+        return copied
+
     def of(self, *tensors: Tensor) -> set[int]:
         """Returns the marks of some tensors."""
         return {mark for tensor in tensors for mark in self._of.get(key_of(tensor), ())}
@@ -128,6 +142,10 @@ class InfiniteData:
             self._marks.add(tensor, {len(self._found)})
             self._found.append((Call("", "input", place, where), examine(tensor)))
         return True
+
+    def is_in(self, tensors: Collection[Tensor]) -> bool:
+        """Says whether some tensors come of it."""
+        return bool(self._marks.of(*tensors))
 
     def follow(self, taken: Collection[Tensor], given: Collection[Tensor]) -> None:
         """Notes what an operation made of infinities."""

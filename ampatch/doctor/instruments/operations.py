@@ -34,6 +34,8 @@ SUMS = ("sum", "mean", "cumsum", "matmul", "linear", "bmm", "mm", "addmm", "eins
 SUMS += ("conv3d", "baddbmm", "norm", "var", "std", "prod", "dot", "mv")
 
 ROOTS = ("sqrt", "sqrt_", "rsqrt")
+SOFTMAXES = ("softmax", "log_softmax")
+DOMAINS = ("acos", "asin", "arccos", "arcsin", "atanh", "acosh")
 NORMALIZERS = ("normalize", "cosine_similarity", "pairwise_distance", "addcdiv_", "_foreach_addcdiv_")
 # Nodes that multiply gradients by what is finite in the forward.
 MULTIPLY = tuple(
@@ -69,6 +71,7 @@ class Call:
     dtype: str = ""
     origins: set[int] = field(default_factory=set)  # whose marks it took or gave
     infinite: Damage | None = None  # of what it took, and what may be a mask
+    is_data: bool = False  # whether that came with the batch
     autocast: str | None = None  # the device for which torch.autocast was on
     facts: dict[str, object] = field(default_factory=dict)  # see `evidence`
 

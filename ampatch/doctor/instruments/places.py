@@ -116,6 +116,12 @@ class Models:
         names = (path for root in self.roots for path, it in root.named_parameters() if key_of(it) in keys)
         return next(names, None)
 
+    def name_held(self, tensor: Tensor) -> str | None:
+        """Names the parameter or buffer in whose memory a tensor lies."""
+        key = key_of(tensor)
+        held = (it for root in self.roots for it in (*root.named_parameters(), *root.named_buffers()))
+        return next((path for path, it in held if key_of(it) == key), None)
+
     def parameters(self) -> list[Parameter]:
         """Returns the parameters of all models that have run."""
         return [parameter for root in self.roots for parameter in root.parameters()]

@@ -1,10 +1,12 @@
-"""The user's statement that broke, written so that it computes in float32: lines to paste."""
+"""The user's statement that broke, and how it reads when it is mended: lines to paste."""
 
 from __future__ import annotations
 
 import ast
 import linecache
 from collections.abc import Iterator
+from dataclasses import dataclass
+from textwrap import dedent, indent
 from types import FrameType
 
 from torch import Tensor
@@ -13,26 +15,177 @@ from torch.nn import Module
 from ampatch.doctor.instruments.places import user_frame
 
 SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
+ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
+OPERATORS = {ast.Div: "div", ast.Pow: "pow"}
+NAMESPACES = ("torch", "F", "functional", "linalg", "special")
+Edit = tuple[int, str, int]  # at a byte of the file, a text in the place of so many bytes
+Lines = tuple[str, ...]
 
 
-def region_in_float32(autocast: str | None) -> tuple[str, ...]:
+class Source:
+    """The text of a file, which can be edited by its syntax tree; SyntaxError if it is no Python."""
+
+    def __init__(self, path: str, names: dict[str, object] | None = None) -> None:
+        lines = linecache.getlines(path, names)
+        self._starts = [0]
+        for line in lines:
+            self._starts.append(self._starts[-1] + len(line.encode()))
+        self.text = "".join(lines).encode()
+        self.tree = ast.parse(self.text)
+
+    def statement_at(self, line: int, kinds: tuple[type[ast.stmt], ...] = SIMPLE) -> ast.stmt | None:
+        """Returns the innermost statement at a line, None where there is none of these kinds."""
+        found = (it for it in ast.walk(self.tree) if isinstance(it, kinds))
+        within = [it for it in found if it.lineno <= line <= (it.end_lineno or line)]
+        return max(within, key=lambda it: it.lineno, default=None)
+
+    def begin(self, node: ast.expr) -> int:
+        """Returns the first byte of an expression."""
+        return self._starts[node.lineno - 1] + node.col_offset
+
+    def end(self, node: ast.expr) -> int:
+        """Returns the byte behind an expression."""
+        return self._starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
+
+    def edited(self, statement: ast.stmt, edits: list[Edit]) -> Lines:
+        """Returns the lines of a statement with some edits."""
+        first, last = self._starts[statement.lineno - 1], self._starts[statement.end_lineno or 0]
+        text = self.text[first:last]
+        for at, new, length in sorted(edits, reverse=True):
+            text = text[: at - first] + new.encode() + text[at - first + length :]
+        return tuple(dedent(text.decode()).rstrip().split("\n"))
+
+
+# ---- Another operand ----
+
+
+@dataclass(frozen=True, slots=True)
+class Mend:
+    """What stands differently where an operation is called: `suffix` behind its operand, `keyword` as another
+    argument, `name` in the place of its own, `tail` behind the call; {x} is the operand, {y} the next one.
+    """
+
+    suffix: str = ""
+    keyword: str = ""
+    name: str = ""
+    tail: str = ""
+
+
+def mended(where: str | None, op: str, mend: Mend) -> Lines:
+    """Returns the statement at a line, "file:line", with each call of an operation mended, or none."""
+    path, _, line = (where or "").rpartition(":")
+    try:
+        source = Source(path)
+    except SyntaxError:
+        return ()
+    statement = source.statement_at(int(line)) if line else None
+    nodes = () if statement is None else ast.walk(statement)
+    edits = [edit for node in nodes for edit in edits_of(source, node, op, mend)]
+    return source.edited(statement, edits) if statement is not None and edits else ()
+
+
+def edits_of(source: Source, node: ast.AST, op: str, mend: Mend) -> Iterator[Edit]:
+    """Yields the edits of an expression, where it is the operation."""
+    operand, end, is_closed = operand_of(source, node, op.rstrip("_"))
+    if operand is None:
+        return
+    begin = source.begin(operand)
+    x = source.text[begin:end].decode()
+    x = "(" * (x.count(")") - x.count("(")) + x  # which stands before an expression in parentheses
+    if mend.suffix:
+        if not is_closed:
+            yield begin, "(", 0
+        yield end, ("" if is_closed else ")") + mend.suffix.format(x=x), 0
+    if not isinstance(node, ast.Call):
+        return
+    y = next((ast.unparse(it) for it in node.args[1:]), "")
+    if mend.keyword:
+        yield source.end(node) - 1, mend.keyword, 0
+    if mend.name:
+        yield end + 1, mend.name, len(op)
+    if mend.tail:
+        yield source.end(node), mend.tail.format(x=x, y=y), 0
+
+
+def operand_of(source: Source, node: ast.AST, op: str) -> tuple[ast.expr | None, int, bool]:
+    """Returns what an operation takes (of a quotient the divisor), where it ends, if it binds by itself."""
+    if isinstance(node, (ast.BinOp, ast.AugAssign)) and OPERATORS.get(type(node.op)) == op:
+        operand = getattr(node, "value", None) or (node.left if op == "pow" else node.right)
+        end, is_open = source.end(operand), source.text[source.begin(operand) - 1 :][:1] == b"("
+        is_wrapped = is_open and source.text[end : end + 1] == b")"
+        return operand, end + is_wrapped, is_wrapped or isinstance(operand, ATOMS)
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return None, 0, False
+    owner = node.func.value
+    is_function = getattr(owner, "id", getattr(owner, "attr", "")) in NAMESPACES
+    operands = [*([] if is_function else [owner]), *node.args][1 if op == "div" else 0 :]
+    if node.func.attr.rstrip("_") != op or not operands:
+        return None, 0, False
+    if operands[0] is owner:  # up to the dot, which binds to what is in parentheses alone
+        return owner, source.end(node.func) - len(node.func.attr) - 1, True
+    return operands[0], source.end(operands[0]), isinstance(operands[0], ATOMS)
+
+
+def lines_with(where: str | None, constant: float) -> list[str]:
+    """Returns the lines of a file that have a number, as "file:line"; the given one alone if it has."""
+    path, _, line = (where or "").rpartition(":")
+    try:
+        source = Source(path)
+    except SyntaxError:
+        return []
+    found = [it for it in ast.walk(source.tree) if isinstance(it, ast.Constant) and type(it.value) is float]
+    numbers = {it.lineno for it in found if abs(it.value) == abs(constant)}
+    return [f"{path}:{it}" for it in ([int(line)] if int(line) in numbers else sorted(numbers))]
+
+
+# ---- In float32 ----
+
+
+def region_in_float32(autocast: str | None, is_model: bool) -> Lines:
     """Returns lines that replace the statement which the user's code is at; none where they could be wrong.
 
-    Its half tensors are cast, and casts are off: those of `torch.autocast` for a device, None for ours. A
-    statement that calls a module is left alone, and so is a half model: their parameters would not be cast.
+    Its half tensors are cast, and casts are off: those of `torch.autocast` for a device, None for ours. With
+    autocast a function that uses no model is put into float32 as a whole, for what follows there as well. A
+    statement that calls a module is left alone, and in a half model all but what it returns, if `is_model`.
     """
     frame = user_frame()
-    statement = None if frame is None else find_statement(frame)
-    if (
-        statement is None
-        or is_half(frame)
-        or any(isinstance(value_of(it.func, frame), Module) for it in calls_in(statement))
-    ):
+    try:
+        source = None if frame is None else Source(frame.f_code.co_filename, frame.f_globals)
+    except SyntaxError:
         return ()
+    statement = None if source is None else source.statement_at(frame.f_lineno)
+    if statement is None:
+        return ()
+    if autocast and (lines := function_in_float32(source, frame, autocast)):
+        return lines
+    calls = (it for it in ast.walk(statement) if isinstance(it, ast.Call))
+    if any(isinstance(value_of(it.func, frame), Module) for it in calls):
+        return ()
+    in_half = is_half(frame)
+    is_last = isinstance(statement, ast.Return) or name_of_reduction(statement) in ("mean", "sum")
+    if in_half and not (is_model and is_last):
+        return ()
+    edits: list[Edit] = [(source.end(it), ".float()", 0) for it in half_in(statement, frame)]
+    lines = source.edited(statement, edits) if edits else ()
+    if in_half or not lines:  # no casts of functions are on in a half model
+        return lines
     context = "amp.disable_casts()" if autocast is None else f"torch.autocast({autocast!r}, enabled=False)"
-    half = ToFloat32(frame)
-    statement = half.visit(statement)
-    return (f"with {context}:", f"    {ast.unparse(statement)}") if half.found else ()
+    return (f"with {context}:", *indent("\n".join(lines), "    ").split("\n"))
+
+
+def function_in_float32(source: Source, frame: FrameType, autocast: str) -> Lines:
+    """Returns the lines that put the function of a frame into float32; none if it uses a model."""
+    function = source.statement_at(frame.f_lineno, (ast.FunctionDef,))
+    if not isinstance(function, ast.FunctionDef) or function.name != frame.f_code.co_name:
+        return ()
+    taken = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    names = {it.id for it in ast.walk(function) if isinstance(it, ast.Name)}
+    used = [frame.f_locals.get(it, frame.f_globals.get(it)) for it in names]
+    uses_model = any(isinstance(it, Module) and any(True for _ in it.parameters()) for it in used)
+    if uses_model or not any(is_half_tensor(frame.f_locals.get(it)) for it in taken):
+        return ()
+    first = source.text.decode().split("\n")[function.lineno - 1].strip()
+    return f"@torch.amp.custom_fwd(device_type={autocast!r}, cast_inputs=torch.float32)", first
 
 
 def is_half(frame: FrameType) -> bool:
@@ -41,20 +194,30 @@ def is_half(frame: FrameType) -> bool:
     return any(parameter.dtype.itemsize == 2 for module in modules for parameter in module.parameters())
 
 
-def find_statement(frame: FrameType) -> ast.stmt | None:
-    """Returns the simple statement that a frame is at."""
-    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
-    try:
-        tree = ast.parse("".join(lines))
-    except SyntaxError:
-        return None
-    simple = [it for it in ast.walk(tree) if isinstance(it, SIMPLE)]
-    return next((it for it in reversed(simple) if it.lineno <= frame.f_lineno <= it.end_lineno), None)
+def is_half_tensor(value: object) -> bool:
+    """Says whether a value is a tensor of float16 or bfloat16."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize == 2
 
 
-def calls_in(statement: ast.stmt) -> Iterator[ast.Call]:
-    """Yields the calls in a statement."""
-    return (it for it in ast.walk(statement) if isinstance(it, ast.Call))
+def name_of_reduction(statement: ast.stmt) -> str:
+    """Returns "mean" of a statement like `loss = 2 * (x - y).mean()`: one number is no input of a layer."""
+    value = getattr(statement, "value", None)
+    if isinstance(value, ast.BinOp):
+        value = value.right if isinstance(value.right, ast.Call) else value.left
+    is_plain = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and not value.args
+    return value.func.attr if is_plain else ""
+
+
+def half_in(node: ast.AST, frame: FrameType) -> Iterator[ast.expr]:
+    """Yields the half tensors that a statement names: variables, and attributes of modules."""
+    if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
+        value = value_of(node, frame)
+        if is_half_tensor(value):
+            yield node
+        if value is not None:
+            return
+    for each in ast.iter_child_nodes(node):
+        yield from half_in(each, frame)
 
 
 def value_of(node: ast.expr, frame: FrameType) -> object:
@@ -65,28 +228,3 @@ def value_of(node: ast.expr, frame: FrameType) -> object:
         owner = value_of(node.value, frame)
         return getattr(owner, node.attr, None) if isinstance(owner, Module) else None
     return None
-
-
-class ToFloat32(ast.NodeTransformer):
-    """Casts the half tensors that a statement names; `found` says whether there are some."""
-
-    def __init__(self, frame: FrameType) -> None:
-        self._frame = frame
-        self.found = False
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        """Casts a variable."""
-        return self._cast(node)
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        """Casts an attribute of a module."""
-        return self._cast(node) if value_of(node, self._frame) is not None else self.generic_visit(node)
-
-    def _cast(self, node: ast.Name | ast.Attribute) -> ast.expr:
-        value = value_of(node, self._frame)
-        if not isinstance(node.ctx, ast.Load) or not isinstance(value, Tensor):
-            return node
-        if not value.is_floating_point() or value.dtype.itemsize != 2:
-            return node
-        self.found = True
-        return ast.Call(ast.Attribute(node, "float", ast.Load()), [], [])

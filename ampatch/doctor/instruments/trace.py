@@ -7,6 +7,7 @@ so the trace tells consequences from origins, and knows which origins reached th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 
 import torch
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 import ampatch as amp
 from ampatch.doctor.instruments.clock import Clock, parameters_of
 from ampatch.doctor.instruments.dispatch import Operation, Rule
-from ampatch.doctor.instruments.evidence import Evidence, explain_arguments
+from ampatch.doctor.instruments.evidence import Evidence, explain_arguments, note_unfit
 from ampatch.doctor.instruments.marks import InfiniteData, Marks, Origins
 from ampatch.doctor.instruments.operations import (
     ASKING,
@@ -59,11 +60,12 @@ class Trace(Rule):
         self.origins = Origins()
         self.scale = 1.0  # of the loss
         self.models = clock.models
+        self._early = Marks()  # of what was made before the first step, and lasts
         self._begin_window()
 
     def _begin_window(self) -> None:
         self.active = self.window is None or self.origins.attempt in self.window
-        self._marks, self._infinite, self._evidence = Marks(), InfiniteData(), Evidence()
+        self._marks, self._infinite, self._evidence = self._early.copy(), InfiniteData(), Evidence()
         self._graph = Graph(self.models, self._on_bad_gradient)
         self._pending: Call | None = None  # a cast of ours, which is part of what follows
         self._found_in_backward = False
@@ -85,6 +87,8 @@ class Trace(Rule):
         if self._is_away:
             return
         self._note_batch_sizes(args)
+        if not (self.origins.attempt or self.origins.micro_step):
+            self._early = self._marks.copy()
         self.origins.give_up()
         if self.active:
             with quiet():
@@ -202,6 +206,12 @@ class Trace(Rule):
         for origin in (it for it in self.origins.all if it.call is call):
             explain_arguments(origin, args, kwargs, taken)
 
+    def see_error(self, operation: Operation, error: Exception) -> None:
+        """Notes an operation that raises an error, since a constant does not fit into a type."""
+        if operation.taken:
+            call, arguments = self._describe(operation, operation.taken), (operation.args, operation.kwargs)
+            note_unfit(error, call, operation.taken[0], arguments, self.origins)
+
     def _describe(self, operation: Operation, given: Tensors) -> Call:
         is_ours, name = is_called_by_ampatch(), operation.name
         call = self._pending if is_ours else None
@@ -232,25 +242,28 @@ class Trace(Rule):
             # Only a scaler multiplies a loss by itself, in code of ours or torch's.
             is_scaling = call.phase == "loss" and call.op == "mul" and is_called_by_scaler()
             more = {"input_largest": largest, "parameter": parameter, "is_of_scale": is_scaling}
-            more["region"] = region_in_float32(call.autocast) if damage.dtype in HALF else ()
+            more["region"] = self._region(call) if damage.dtype in HALF else ()
             marks = {*marks, self.origins.add(call, damage, **more)}
         elif damage is not None and damage.kind == "nan":
             self.origins.note_turn(call, damage, came)
         call.origins |= marks
         call.infinite = examine(bad[0]) if of_mask and bad else None
+        call.is_data = self._infinite.is_in(bad) or any(bool((plain(it) == math.inf).any()) for it in bad)
         for tensor in given if marks else ():
             self._marks.add(tensor, marks)
         self._infinite.follow(bad, given)
+
+    def _region(self, call: Call) -> tuple[str, ...]:
+        place = self.models.place
+        return region_in_float32(call.autocast, place is None or not place.module)
 
     def _marks_of_unseen(self, call: Call, bad: list[Tensor], kind: str) -> set[int]:
         """Says where bad numbers come from that no operation made: weights, or NaN and inf in the data."""
         for tensor in bad:
             if isinstance(tensor, Parameter) or torch.isnan(plain(tensor)).any():
-                name = self.models.name_of(tensor)
-                if tensor.dim() and name is None:
-                    self.origins.batch_sizes = self.origins.batch_sizes or (tensor.shape[0],)
-                unseen = Call("", "input" if name is None else "optimizer", None, call.where)
-                marks = {self.origins.add(unseen, examine(tensor), parameter=name)}
+                name = self.models.name_of(tensor) or self.models.name_held(tensor)
+                is_first = self.window is not None and not self.origins.attempt
+                marks = {self.origins.add_unseen(tensor, name, call.where, is_first)}
                 self._marks.add(tensor, marks)
                 return marks
         return self._infinite.blame(call, bad, self.origins) if kind == "nan" else set()
@@ -266,10 +279,12 @@ class Trace(Rule):
         given = [tensor for tensor in taken if tensor is not None]
         if call.origins or not all(map(is_finite, given)):
             return
-        if call.infinite is not None:  # it was no mask
+        if call.infinite is not None and call.is_data:  # it was no mask
             data = Call("", "input", call.place, call.where)
             self.origins.came_back.add(self.origins.add(data, call.infinite))
             return
+        if call.infinite is not None:
+            call.facts["masked"] = True
         more = {"input_largest": largest_of(given), "parameter": parameter, "node": node.name()}
         self.origins.came_back.add(mark := self.origins.add(call, examine(made), **more))
         origin = self.origins.all[mark]

@@ -179,9 +179,10 @@ class Patient(ScalerInUse):
 
     def _merged(self, origins: Sequence[dict]) -> tuple[Finding, ...]:
         of = {one.index: one for one in self.replays}
+        attempts = list(self._attempts())
         found = [
-            replace(read_finding(it, of[it["attempt"]].step), float32_survives=of[it["attempt"]].survives)
-            for it in origins
+            replace(read_finding(it, one.step, attempts[one.index]), float32_survives=one.survives)
+            for it, one in ((it, of[it["attempt"]]) for it in origins)
         ]
         keep = modules_to_keep(found, [name for one in self.replays for name in one.oversized])
         return tuple(explain(replace(it, keep=keep)) for it in merge_steps(found))
