@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch as amp
 from ampatch.apex.fp16_utils import DynamicLossScaler, FP16_Optimizer
+from nets import EVERY_LEVEL
 from ranks import FSDP2, fixture
 from ranks_matrix import RANKS, Case, find_faults, mesh, unsynchronized
 
@@ -189,7 +190,7 @@ def wrap_first(level):
 
 
 def test_a_model_that_was_wrapped_before_its_weights_were_cast_is_refused(ranks):
-    for level in amp.OPT_LEVELS:
+    for level in EVERY_LEVEL:
         weights = ranks(wrap_first, level)
         assert weights == [weights[0]] * RANKS
 

@@ -25,7 +25,7 @@ PLACES = (
     *("_tensor", "_ops.OpOverload", "_ops.OpOverloadPacket", "_ops.TorchBindOpOverload"),
     *("_library.autograd.Info", "_library.custom_ops.CustomOpDef"),
     *("_dynamo.eval_frame.OptimizedModule", "_dynamo.variables.builtin.BuiltinVariable"),
-    "_dynamo.variables.tensor.TensorVariable",
+    *("_dynamo.variables.tensor.TensorVariable", "_dynamo.trace_rules"),
 )
 # torch.optim deletes the name of its own submodule, so that these are found by import.
 HOOKED = ("torch.optim.optimizer", "torch.nn.modules.module")
