@@ -32,6 +32,8 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 def level_overrides(level: str) -> dict[str, str | None]:
     """Returns what makes `initialize` use a level as it stands: other options might contradict it."""
     options = [name for name in OPT_LEVELS["O0"].options() if name != "allow_banned"]
+    if OPT_LEVELS[level].float8_recipe is None:
+        options.append("float8_layers")
     return {**dict.fromkeys(options), "opt_level": level}
 
 
