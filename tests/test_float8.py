@@ -19,6 +19,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import ampatch as amp
+from ampatch.apex.script import level_overrides
 from helpers import scaled_backward
 from ranks import FSDP2, fixture
 
@@ -169,6 +170,7 @@ REASONS = [
     (lambda: nn.Linear(17, LARGE), "tensorwise", {"float8_layers": "0"}, "no multiples of 16"),
     (lambda: nn.Linear(16, 32), "tensorwise", {"float8_layers": "0"}, ""),
     (lambda: nn.Linear(16, LARGE), "tensorwise", {"keep_fp32": "0"}, "keep_fp32 names it"),
+    (lambda: nn.Linear(16, LARGE).double(), "tensorwise", {}, "its weight is torch.float64"),
     (lambda: Own(16, LARGE), "tensorwise", {}, "no plain torch.nn.Linear"),
     (lambda: with_forward(nn.Linear(16, LARGE)), "tensorwise", {}, "no plain torch.nn.Linear"),
     (
@@ -204,6 +206,9 @@ def test_the_last_layer_and_one_tied_to_an_embedding_stay_unless_they_are_asked_
     )
     tied.head.weight = tied.tokens.weight
     assert "head (16 -> 1040): not in float8: it is the last one" in str(amp.explain(tied))
+    decoder = nn.Sequential(tied.head, nn.Linear(LARGE, 16))
+    amp.initialize([nn.Sequential(tied.tokens), decoder], opt_level="O6", verbosity=0)
+    assert names_in_float8(decoder) == []
 
 
 def test_attention_that_reads_a_weight_without_calling_its_layer_stays():
@@ -221,6 +226,32 @@ def test_a_model_without_large_layers_is_told_to_be_O4(caplog):
     open_model(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), verbosity=1)
     assert "no linear layer computes in float8" in caplog.text
     assert "0 (16 -> 16): not in float8: too small to gain" in caplog.text
+
+
+def test_what_explain_says_is_true_of_layers_that_initialize_did_not_choose():
+    model, _ = open_model(make_mlp(), keep_fp32=["2"])
+    model.insert(0, nn.Linear(16, LARGE))
+    for one in (model, copy.deepcopy(model)):
+        reasons = {layer.name: layer.because for layer in amp.explain(one).layers}
+        assert "came after initialize" in reasons["0"]
+        assert reasons["1"] == ""
+        assert reasons["3"]
+
+
+def test_a_later_call_leaves_layers_in_float8_as_they_are():
+    model, _ = open_model(make_mlp())
+    before = [vars(part).copy() for part in model]
+    odd = make_mlp()
+    odd[2].config = {"mine": 1}
+    with pytest.raises(amp.AmpValueError, match="attribute 'config' of its own"):
+        amp.initialize([model, odd], opt_level="O6", verbosity=0)
+    with pytest.raises(amp.AmpValueError, match="another float8_recipe by an earlier initialize"):
+        open_model(model, float8_recipe="rowwise")
+    assert names_in_float8(model) == ["0", "2"]
+    assert list(map(vars, model)) == before
+    amp.initialize(model, opt_level="O6", keep_fp32=["0"], verbosity=0)
+    assert model[0](batch_of(model, 0)).dtype is torch.float32
+    assert "0 (16 -> 1040): not in float8: keep_fp32" in str(amp.explain(model))
 
 
 def test_a_layer_that_is_asked_for_and_cannot_be_is_told(caplog):
@@ -362,7 +393,12 @@ def test_a_model_that_was_pickled_as_a_whole_computes_the_same():
     x = batch_of(model, 0)
     assert torch.equal(other(x), model(x))
     with pytest.raises(amp.AmpValueError, match="module '0' computes in float8 since an earlier initialize"):
-        amp.initialize(other, opt_level="O4")
+        amp.initialize(model, opt_level="O4")
+    assert names_in_float8(model) == ["0", "2"]
+    amp.uninitialize()
+    other, _ = open_model(other, "O4")  # nothing else makes a copy one of linear layers again
+    open_model(model, "O4")
+    assert torch.equal(other(x), model(x))
 
 
 def test_checkpointed_layers_have_the_same_gradients():
@@ -402,6 +438,11 @@ def grads_of_samples(model):
     return torch.func.vmap(torch.func.grad(loss_of_sample), (None, 0))(params, batch_of(model, 0))["2.weight"]
 
 
+def without_bias(layer):
+    layer.bias = None
+    return layer
+
+
 def backward_from(output):
     output.float().sum().backward()
     return output
@@ -413,6 +454,13 @@ USES = {
     "gradients of samples": grads_of_samples,
     "forward-mode": lambda model: torch.func.jvp(model, (torch.ones(2, 16),), (torch.ones(2, 16),))[1],
     "no rows": lambda model: backward_from(model(torch.ones(0, 16))),
+    "a hessian of one row": lambda model: torch.autograd.functional.hessian(
+        lambda x: model(x).float().sum(), torch.ones(16)
+    ),
+    "sparse": lambda model: model(torch.eye(16).to_sparse()),
+    "written into": lambda model: backward_from(
+        nn.Sequential(without_bias(model[0]), nn.ReLU(True))(torch.ones(2, 16))
+    ),
     "one row": lambda model: backward_from(model(torch.ones(16))),
     "nested": lambda model: model(
         torch.nested.as_nested_tensor([torch.ones(2, 16)], layout=torch.jagged)
@@ -495,6 +543,14 @@ def test_a_device_without_float8_is_refused_unless_products_are_emulated(monkeyp
 def test_arguments_that_contradict_the_level_are_refused(level, options, message):
     with pytest.raises(amp.AmpValueError, match=message):
         open_model(make_mlp(), level, **options)
+
+
+@pytest.mark.parametrize("level", ["O0", "O4", "O5", "O6"])
+def test_another_level_on_the_command_line_takes_no_options_of_float8_from_the_script(level):
+    model = make_mlp()
+    with amp.override(**level_overrides(level)):
+        open_model(model, float8_recipe="rowwise", float8_layers=["0"])
+    assert names_in_float8(model) == (["0", "2"] if level == "O6" else [])
 
 
 def test_a_missing_torchao_and_one_that_does_not_fit_are_told(monkeypatch):

@@ -18,6 +18,7 @@ from torch.nn import Linear, Module
 from ampatch.errors import AmpError, AmpValueError
 from ampatch.levels.float8 import EMULATE, INSTALL, RECIPES, emulates
 from ampatch.levels.policy import Policy
+from ampatch.levels.precision import ELIGIBLE
 from ampatch.levels.ranks import is_sharded
 from ampatch.levels.undo import weakly
 from ampatch.models.cast_tensor import list_parts
@@ -26,6 +27,7 @@ from ampatch.models.kept import SINGLE_TYPES, Keep, inner_ids, select_named
 logger = logging.getLogger("ampatch")
 
 IN_FLOAT8 = "float8"
+LATE = "it came after initialize, or is a copy of one that stayed"
 FITTING = "two that fit each other, as torchao 0.18 and torch 2.13, or 0.13 and 2.8"  # as tried
 
 
@@ -70,7 +72,7 @@ class Float8Choice:
         self._recipe = RECIPES[recipe]
         self._kept = inner_ids(kept)
         self._asked = inner_ids(select_named(models, asked, "float8_layers"))
-        self._last = {id(layer) for model in models for layer in _select_last(model)}
+        self._last = set(map(id, _select_last(models)))
         self._uncalled = inner_ids(part for part in list_parts(models) if isinstance(part, SINGLE_TYPES))
 
     def asks(self, layer: Linear) -> bool:
@@ -89,14 +91,16 @@ class Float8Choice:
     def _find_reason(self, layer: Linear) -> str:
         """Says why a layer stays as it is, "" if it does not."""
         sizes = layer.in_features, layer.out_features
-        if is_float8(layer):
-            return ""
         if id(layer) in self._kept:
             return "keep_fp32 names it, or a module around it"
+        if is_float8(layer):
+            return ""
         if not _is_plain(layer):
             return "it is no plain torch.nn.Linear (a class or a forward of its own)"
         if id(layer) in self._uncalled:
             return "the module around it uses its weight without calling it"
+        if layer.weight.dtype not in ELIGIBLE:
+            return f"its weight is {layer.weight.dtype}, which is not cast"
         if any(size % 16 for size in sizes):
             return "its sizes are no multiples of 16, as float8 products need"
         if self.asks(layer):
@@ -113,13 +117,13 @@ def _is_plain(layer: Linear) -> bool:
     return is_linear and "forward" not in vars(layer)
 
 
-def _select_last(model: Module) -> Iterator[Linear]:
+def _select_last(models: Sequence[Module]) -> Iterator[Linear]:
     """Yields the layers whose outputs a loss sees: the last of a model, and those tied to an embedding."""
-    parts = list(model.modules())
-    linear = [part for part in parts if isinstance(part, Linear)]
-    tied = {id(part.weight) for part in parts if isinstance(part, torch.nn.Embedding)}
-    yield from linear[-1:]
-    yield from (layer for layer in linear if id(layer.weight) in tied)
+    tied = {id(part.weight) for part in list_parts(models) if isinstance(part, torch.nn.Embedding)}
+    for model in models:
+        linear = [part for part in model.modules() if isinstance(part, Linear)]
+        yield from linear[-1:]
+        yield from (layer for layer in linear if id(layer.weight) in tied)
 
 
 def is_float8(module: Module) -> bool:
@@ -134,27 +138,38 @@ def explain_layers(model: Module, recipe: str, known: Mapping[Module, str]) -> L
     """
     if recipe not in RECIPES:
         raise AmpValueError(f"float8_recipe={recipe!r}: expected one of {', '.join(map(repr, RECIPES))}")
-    found = Float8Choice([model], recipe).layers()
+    found = list(Float8Choice([model], recipe).layers())
+    if any(linear in known or is_float8(linear) for linear, _ in found):
+        late = {linear: LATE for linear, layer in found if not (layer.because or is_float8(linear))}
+        known = late | dict(known)
     return LayersExplained(
         tuple(replace(layer, because=known.get(linear, layer.because)) for linear, layer in found)
     )
 
 
-def find_float8(model: Module) -> str | None:
-    """Returns the name of the first layer in float8 of ours, None if there is none."""
-    return next((name for name, part in model.named_modules() if is_float8(part)), None)
-
-
 def convert_to_float8(
-    models: Sequence[Module], policy: Policy, kept: Iterable[Module], asked: Sequence[Keep], undo: ExitStack
+    models: Sequence[Module],
+    policy: Policy,
+    kept: Iterable[Module],
+    asked: Sequence[Keep],
+    known: Mapping[Module, str],
+    undo: ExitStack,
 ) -> dict[Module, str]:
     """Makes the layers that gain torchao's, in place, where a policy says so; `undo` receives the way back.
 
     Models, parameters and optimizers stay the objects that they are. Returns why each linear layer is not
-    one, "" for those that are. Raises AmpError without torchao, and AmpValueError on a device that has no
-    float8 products.
+    one, "" for those that are; `known` is what earlier calls returned. Raises AmpError without torchao, and
+    AmpValueError on a device that has no float8 products.
     """
     recipe = policy.float8_recipe
+    for copied in [part for part in list_parts(models) if is_float8(part) and part not in known]:
+        _import_layer().restore(copied)  # of a layer in float8: for good, as nothing else would
+    names = [name for model in models for name, part in model.named_modules() if is_float8(part)]
+    if recipe is None and names:
+        raise AmpValueError(
+            f"module {names[0]!r} computes in float8 since an earlier initialize: call "
+            f"ampatch.uninitialize() first, or pass a copy"
+        )
     if recipe is None:
         return {}
     choice = Float8Choice(models, recipe, kept, asked)
@@ -163,7 +178,7 @@ def convert_to_float8(
     if found:  # without one, as where functions alone are tested, the device does not matter
         _validate_devices(models, policy)
         float8 = _import_layer()
-        undo.callback(weakly(float8.restore, *chosen))
+        undo.callback(weakly(float8.restore, *(linear for linear in chosen if not is_float8(linear))))
         attributes = float8.make_attributes(recipe, emulates())
         for linear in chosen:
             float8.replace(linear, attributes)

@@ -28,9 +28,9 @@ class Product(Torchaos):  # type: ignore[misc]  # torchao has no types
 
     @staticmethod
     def forward(ctx: FunctionCtx, *args: object) -> Tensor:
-        """Multiplies input and weight."""
+        """Multiplies input and weight; a script may write into the output, unlike into torchao's, a view."""
         with CASTS.thread.disabled():
-            return Torchaos.forward(ctx, *args)
+            return Torchaos.forward(ctx, *args).detach()
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -39,7 +39,7 @@ class Product(Torchaos):  # type: ignore[misc]  # torchao has no types
             if not torch.is_grad_enabled():
                 return Torchaos.backward(ctx, grad)
             input, weight = ctx.saved_tensors
-            of_weight = input.flatten(end_dim=-2).t() @ grad.flatten(end_dim=-2)
+            of_weight = input.reshape(-1, len(weight)).t() @ grad.reshape(-1, weight.shape[1])
             return grad @ weight.t().to(grad.dtype), of_weight.to(weight.dtype), None, None
 
 
@@ -67,8 +67,8 @@ class Float8Linear(TorchaoLinear):  # type: ignore[misc]
 
 def _is_taken(input: Tensor) -> bool:
     """Whether torchao multiplies such an input: it knows no empty one, and neither transforms nor export."""
-    is_plain = input.dtype in ELIGIBLE and not input.is_nested and input.numel() > 0
-    return is_plain and not (is_transformed() or forward_ad_level() >= 0 or is_exporting())
+    is_special = input.is_nested or is_transformed() or forward_ad_level() >= 0 or is_exporting()
+    return input.dtype in ELIGIBLE and input.layout is torch.strided and not is_special and input.numel() > 0
 
 
 def float8_linear(
@@ -96,7 +96,7 @@ def make_attributes(recipe: str, is_emulated: bool) -> dict[str, object]:
 
 
 def replace(layer: Linear, attributes: dict[str, object]) -> None:
-    """Makes a linear layer one in float8, in place."""
+    """Makes a linear layer one in float8, in place; one that is so by an earlier call stays as it is."""
     cls = type(layer)
     if not issubclass(cls, Float8Linear):
         own = sorted(vars(layer).keys() & attributes)
@@ -107,7 +107,12 @@ def replace(layer: Linear, attributes: dict[str, object]) -> None:
             )
         sharded = {"ampatch_stands_for": cls}
         layer.__class__ = Float8Linear if cls is Linear else _rebase(cls, Linear, Float8Linear, sharded)
-    vars(layer).update(attributes)
+        vars(layer).update(attributes)
+    elif layer.config != attributes["config"]:
+        raise AmpValueError(
+            "a linear layer of the model has another float8_recipe by an earlier initialize: use one for "
+            "both, or call ampatch.uninitialize() first"
+        )
 
 
 def restore(layer: Module) -> None:

@@ -20,7 +20,7 @@ from ampatch.levels.ranks import select_sharded
 from ampatch.levels.undo import weakly
 from ampatch.models import hooks
 from ampatch.models.cast_tensor import CastModule, CastTensor, Float32Values, Shown, list_parts, own_tensors
-from ampatch.models.float8 import convert_to_float8, find_float8
+from ampatch.models.float8 import convert_to_float8
 from ampatch.models.kept import (
     Keep,
     add_owners,
@@ -58,11 +58,6 @@ def validate_models(models: Sequence[object], policy: Policy, values: ValuesById
                 f"first, or pass a copy that was made before"
             )
         _validate_scripted(index, model, policy)
-        if policy.float8_recipe is None and (name := find_float8(model)) is not None:
-            raise AmpValueError(
-                f"models[{index}]: module {name!r} computes in float8 since an earlier initialize: call "
-                f"ampatch.uninitialize() first, or pass a copy that was made before"
-            )
 
 
 def _validate_dtypes(index: int, model: Module, policy: Policy, values: ValuesById, allow_half: bool) -> None:
@@ -149,8 +144,8 @@ class ModelCaster:
         self.float8: dict[Module, str] = {}  # of linear layers why they are not in float8, "" if they are
         self._stack = undo
 
-    def open(self, float8_layers: Sequence[Keep] = ()) -> None:
-        """Casts the weights, registers the hooks, and makes layers that gain those of float8."""
+    def open(self, float8_layers: Sequence[Keep], known: Mapping[Module, str]) -> None:
+        """Casts the weights, registers the hooks, and makes layers that gain those of float8, but `known`."""
         if self._policy.has_half_weights:
             self._cast_weights(self._policy.cast_model_type if self._policy.casts_model else None)
         for module in self._kept:
@@ -160,7 +155,8 @@ class ModelCaster:
             self._hook_entries()
         for model in select_python(self._models):
             self._hook_forward(model)
-        self.float8 = convert_to_float8(self._models, self._policy, self._kept, float8_layers, self._stack)
+        given = self._models, self._policy, self._kept, float8_layers, known, self._stack
+        self.float8 = convert_to_float8(*given)
 
     def list_casts(self, params: Iterable[Tensor]) -> list[CastTensor]:
         """The casts of some parameters."""

@@ -102,7 +102,7 @@ class Session(Surroundings):
             opening = Opening(request, call, amps, undo)
             self.events.call_opens(opening)  # who sees batches, before they are cast
             caster = ModelCaster(request.models, policy, kept, values, call.undo)
-            caster.open(request.float8_layers)
+            caster.open(request.float8_layers, members.float8)
             members.add_modules(parts, caster.by_module, caster.float8)
             self._attachments.open(request, caster, amps, call)
             opening.rounded = caster.rounded
