@@ -567,6 +567,18 @@ def test_a_missing_torchao_and_one_that_does_not_fit_are_told(monkeypatch):
         open_model(make_mlp())
 
 
+@pytest.mark.parametrize("shape", [(2, 17), (17,), ()])
+def test_an_input_that_does_not_fit_raises_what_it_raises_at_O4(shape):
+    errors = []
+    for level in ("O4", "O6"):
+        model, _ = open_model(make_mlp(), level)
+        with pytest.raises(RuntimeError) as raised:
+            model(torch.ones(shape))
+        errors.append(str(raised.value))
+        amp.uninitialize()
+    assert errors[1] == errors[0]
+
+
 def test_a_loss_of_float16_takes_a_dynamic_scale():
     model, optimizer = open_model(make_mlp(), dtype=torch.float16)
     assert amp.get_loss_scale() == 2.0**16

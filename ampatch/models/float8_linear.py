@@ -60,15 +60,16 @@ class Float8Linear(TorchaoLinear):  # type: ignore[misc]
     def forward(self, input: Tensor) -> Tensor:
         """Multiplies in float8, and returns the half type."""
         half, thread = CASTS.half, CASTS.thread
-        if half is None or (thread.off and thread.is_off()) or not _is_taken(input):
+        if half is None or (thread.off and thread.is_off()) or not _is_taken(input, self.weight):
             return linear(input, self.weight, self.bias)
         return float8_linear(input.to(half), self.weight, self.bias, self.linear_mm_config, self.config)
 
 
-def _is_taken(input: Tensor) -> bool:
+def _is_taken(input: Tensor, weight: Tensor) -> bool:
     """Whether torchao multiplies such an input: it knows no empty one, and neither transforms nor export."""
     is_special = input.is_nested or is_transformed() or forward_ad_level() >= 0 or is_exporting()
-    return input.dtype in ELIGIBLE and input.layout is torch.strided and not is_special and input.numel() > 0
+    is_plain = input.dtype in ELIGIBLE and input.layout is torch.strided and not is_special
+    return is_plain and input.numel() > 0 and input.shape[-1:] == weight.shape[1:]  # else torch's own error
 
 
 def float8_linear(
