@@ -465,6 +465,7 @@ USES = {
     "nested": lambda model: model(
         torch.nested.as_nested_tensor([torch.ones(2, 16)], layout=torch.jagged)
     ).values(),
+    "fx": lambda model: torch.fx.symbolic_trace(model)(torch.ones(2, 16)),
     "script": lambda model: torch.jit.script(model)(torch.ones(2, 16)),
     "export": lambda model: torch.export.export(model, (torch.ones(2, 16),)).module()(torch.ones(2, 16)),
     "inference": torch.inference_mode()(lambda model: model(torch.ones(2, 16))),

@@ -67,9 +67,10 @@ class Float8Linear(TorchaoLinear):  # type: ignore[misc]
 
 def _is_taken(input: Tensor, weight: Tensor) -> bool:
     """Whether torchao multiplies such an input: it knows no empty one, and neither transforms nor export."""
-    is_special = input.is_nested or is_transformed() or forward_ad_level() >= 0 or is_exporting()
-    is_plain = input.dtype in ELIGIBLE and input.layout is torch.strided and not is_special
-    return is_plain and input.numel() > 0 and input.shape[-1:] == weight.shape[1:]  # else torch's own error
+    is_plain = input.dtype in ELIGIBLE and input.layout is torch.strided and not input.is_nested
+    if not is_plain or is_transformed() or forward_ad_level() >= 0 or is_exporting():
+        return False
+    return input.numel() > 0 and input.shape[-1:] == weight.shape[1:]  # else torch's own error
 
 
 def float8_linear(
