@@ -17,7 +17,7 @@ from ampatch.sweeps.variant import LEVELS, OPTIONS, parse_rows, parse_variant
 PURE = dict.fromkeys(
     [
         *("cast_model_type", "patch_torch_functions", "patch_torch_functions_type", "keep_batchnorm_fp32"),
-        "float8_recipe",
+        *("float8_recipe", "float8_layers"),
         *("master_weights", "loss_scale", "cast_model_outputs"),
     ]
 )
@@ -71,7 +71,6 @@ def test_a_variant_names_layers_of_float8():
 def test_every_option_but_those_of_the_script_itself_can_vary():
     assert set(OPTIONS) == {
         *("dtype", "allow_banned", "allow_half_params", "keep_fp32", "min_loss_scale", "max_loss_scale"),
-        "float8_layers",
         *PURE,
     }
 
