@@ -12,6 +12,7 @@ import sys
 import textwrap
 from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -110,7 +111,10 @@ def test_the_python_blocks_run_one_after_the_other(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # for what they write
     for module in (make_wandb(), make_mlflow()):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    run_blocks(page)
+    if page.name == "levels.md":  # the block of O6; a torchao that fits is not there for each torch
+        pytest.importorskip("torchao.float8", exc_type=ImportError)
+    with mock.patch.dict(os.environ):
+        run_blocks(page)
 
 
 def brought(line):
