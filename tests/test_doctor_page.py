@@ -5,9 +5,12 @@ from functools import cache
 
 import pytest
 
+from ampatch.doctor.finding import Report
+from ampatch.doctor.growth.curves import describe_growth
+from ampatch.doctor.page.charts import charts_of
 from ampatch.doctor.page.page import write_page
 from chromium import look_at, needs_chromium
-from doctor_samples import HOSTILE, extreme_reports
+from doctor_samples import HOSTILE, attempts_of, extreme_reports, notes_of
 from test_sweep_page import Page, check_whole
 
 REPORTS = extreme_reports()
@@ -40,7 +43,7 @@ def test_what_broke_comes_first_then_where_it_grew_and_what_departs():
         "Step 2, backward: clipped while scaled in model.head",
         "Over time",
         "Layers",
-        "2 host syncs a step",
+        "host syncs, 2 a step",
         "Not known: it may differ",
     )
     places = [text.index(words) for words in said]
@@ -60,6 +63,14 @@ def test_charts_are_of_the_layers_nearest_to_overflow_in_their_order():
     titles = re.findall(r"<title>Headroom to overflow of ([^<]*)", page("sample").html)
     assert titles == ["model.stem", "model.blocks.0", "model.blocks.1", "model.blocks.2", "model.head"]
     assert len(re.findall("<title>Headroom", page("long").html)) == 6
+
+
+def test_a_layer_without_weights_has_no_chart_of_their_gradients():
+    growth = describe_growth(notes_of({"linear": (1.0, 3.0, 0.5), "relu": (1.0, 3.0, 0.5)}), attempts_of())
+    linear, relu = growth["layers"]
+    linear["gradient_norm"][0], relu["gradient_norm"] = 2.0, [None] * len(growth["attempts"])
+    titles = [it.row for it in dict(charts_of(Report(growth=growth), growth["layers"]))["Norm of gradients"]]
+    assert titles == ["model.linear"]
 
 
 def test_a_run_without_a_fault_says_so():

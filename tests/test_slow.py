@@ -100,9 +100,9 @@ def test_a_call_of_torch_compile_is_noted():
 def test_what_is_said_names_a_number_and_a_line():
     said = said_of_speed(sample_speed())
     assert said == [
-        "2 host syncs a step, each of which waits for a GPU: item at train.py:90",
-        "1 of 6 half products are smaller than 128 x 128 x 128: linear of 32 x 10 x 128 at train.py:48",
-        "1 of 6 half products have sizes that are no multiples of 8: linear of 32 x 10 x 128 at train.py:48",
-        "float32 between half operations, in 1 lines: layer_norm, gelu at train.py:48",
+        "host syncs, 2 a step, each of which waits for a GPU: item at train.py:90",
+        "half products smaller than 128 x 128 x 128, 1 of 6: linear of 32 x 10 x 128 at train.py:48",
+        "half products with sizes not multiples of 8, 1 of 6: linear of 32 x 10 x 128 at train.py:48",
+        "lines in float32 between half operations, 1 in all: layer_norm, gelu at train.py:48",
         "torch.compile is not used: it would join casts with what follows them",
     ]

@@ -439,7 +439,7 @@ def test_runs_go_side_by_side_one_on_each_gpu(folder, capsys, monkeypatch, visib
     assert sorted(run.visible for run in runs.made) == sorted(seen * 2)
     found = written(folder)
     assert [record.row for record in found.records] == ["O0", "O4", "O4", "O0"]
-    assert "Times were taken on 2 devices side by side" in found.recommendation.reason
+    assert "Times were taken of 2 runs side by side" in found.recommendation.reason
     said = capsys.readouterr()
     assert "train.py: 2 seeds, 2 runs side by side, torch" in said.out
     assert [word for word in ("(1 of 4", "(2 of 4", "(3 of 4", "(4 of 4") if word not in said.err] == []

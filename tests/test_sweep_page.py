@@ -145,8 +145,9 @@ def test_without_matplotlib_there_are_tables_and_words_on_what_is_missing(monkey
 def test_the_recommendation_comes_first_then_the_table_then_the_charts():
     places = [SAMPLE.html.index(it) for it in ("Take O5", "O5 runs at 2.60x", "<table", "<svg")]
     assert places == sorted(places)
-    page = page_of(sample_sweep(), recommendation=Recommendation(None, "All were slower."))
-    assert "No level can be recommended All were slower." in page.text
+    page = page_of(sample_sweep(), recommendation=Recommendation(None, "All were slower, try --repeat 5."))
+    assert "No level can be recommended All were slower, try --repeat 5." in page.text
+    assert ("span", {"class": "option"}) in page.elements  # which no line breaks in after its hyphens
     assert ' best"' not in page.html
     stay = Recommendation(None, "O0 is the fastest here: nothing gains. O5 runs at")
     assert "Stay with O0 O0 is the fastest here" in page_of(sample_sweep(), recommendation=stay).text

@@ -461,6 +461,10 @@ def test_a_level_that_loses_in_every_way_is_said_to_lose_also_on_a_busy_machine(
     )
     assert found(29.0).reason.startswith(said)
     assert found(29.0, lost=0.2).reason.startswith(said)
+    assert f"cannot be told: at O0 {HAD} 50 % of the time that a run wanted it, and here 20 %." in (
+        found(29.0, lost=0.2).reason
+    )
+    assert f"cannot be told: {HAD} 50 % of the time that a run wanted it." in found(29.0).reason
     assert found(29.0).row is None
     assert found(9.0, lost=0.2).reason.startswith("The speed of O5 is not known")
     assert found(29.0, device="H100").reason.startswith("Too noisy to tell")
@@ -489,6 +493,12 @@ def test_where_o0_is_the_fastest_that_is_said_and_why(ms, device, half, because)
     found = summarize(Settings("train.py", (), ("O0", "O1", "O2", "O4")), place, runs).recommendation
     assert found.reason.startswith(f"O0 is the fastest here: nothing gains{because}. No level with the ")
     assert found.row == "O0"
+
+
+def test_o6_computes_in_bfloat16_and_emulates_float8_on_a_cpu():
+    runs, place = [run("O0"), run("O6", ms=20.0)], replace(ENVIRONMENT, device="cpu", half="avx512_bf16")
+    found = summarize(Settings("train.py", (), ("O0", "O6")), place, runs).recommendation.reason
+    assert "nothing gains (O6 only emulates float8 on a CPU)." in found
 
 
 def test_what_a_script_prints_and_does_not_report_is_said_with_the_line_that_reports_it():

@@ -151,16 +151,16 @@ def said_of_speed(speed: dict) -> list[str]:
     if not speed["products"]:
         return []
     syncs, tiny, uneven, islands = (first_of(speed[name]) for name in ("syncs", "tiny", "uneven", "islands"))
-    many, said = f"of {speed['products']} half products", []
+    many, said = f"of {speed['products']}", []
     if syncs:
         count = sum(it["count"] for it in speed["syncs"]) / max(speed["steps"], 1)
-        said.append(f"{count:.3g} host syncs a step, each of which waits for a GPU: {syncs}")
+        said.append(f"host syncs, {count:.3g} a step, each of which waits for a GPU: {syncs}")
     if tiny:
-        said.append(f"{len(speed['tiny'])} {many} are smaller than 128 x 128 x 128: {tiny}")
+        said.append(f"half products smaller than 128 x 128 x 128, {len(speed['tiny'])} {many}: {tiny}")
     if uneven:
-        said.append(f"{len(speed['uneven'])} {many} have sizes that are no multiples of 8: {uneven}")
+        said.append(f"half products with sizes not multiples of 8, {len(speed['uneven'])} {many}: {uneven}")
     if islands:
-        said.append(f"float32 between half operations, in {len(speed['islands'])} lines: {islands}")
+        said.append(f"lines in float32 between half operations, {len(speed['islands'])} in all: {islands}")
     if said and not speed["compiled"]:
         said.append("torch.compile is not used: it would join casts with what follows them")
     return said

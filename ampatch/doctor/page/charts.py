@@ -51,7 +51,8 @@ def layer_charts(title: str, quantity: str, layers: Sequence[dict], growth: dict
         broken = np.array(layer["headroom"], dtype=float) == 0
         points = Points(steps, np.where(curve > 0, curve, np.nan))
         marks = Points(steps[broken], np.full(broken.sum(), low if quantity == "headroom" else high))
-        found.append(chart(title, name_of(layer), points.describe(), points, marks, (low, high)))
+        if broken.any() or (curve > 0).any():  # a ReLU has no gradients of weights
+            found.append(chart(title, name_of(layer), points.describe(), points, marks, (low, high)))
     return found
 
 

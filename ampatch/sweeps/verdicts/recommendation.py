@@ -46,7 +46,7 @@ class Why(Enum):
     NOT_COMPARED = "No level can be compared with O0: {reasons}."
     BUSY_BUT_CLEAR = (
         f"{FASTEST}{{best.name}} runs at {{speed}} the speed of O0 ({{quartiles}} ms a step), and every "
-        "level needs far more of the processors' time as well. How much exactly cannot be told: {lost}."
+        "level needs far more of the processors' time as well. How much exactly cannot be told: {unsure}."
     )
     TOO_BUSY = f"{NOISY}{{lost}}. {ALONE}."
     DISTURBED = f"{{disturbed}} {ALONE}, with {{more}}."
@@ -95,7 +95,7 @@ def recommend(
             remarks.about_equals(chosen, rows),
             remarks.about_disturbed(rows),
             remarks.about_autocast(chosen, rows),
-            f"Times were taken on {len(settings.devices)} devices side by side: one by one they are surer."
+            f"Times were taken of {len(settings.devices)} runs side by side: one by one they are surer."
             if len(settings.devices) > 1
             else "",
             remarks.about_seeds(settings, records),
@@ -187,8 +187,10 @@ def facts_about(
         return facts
     yardsticks = [row.speed for row in rows if is_autocast(row) and row.speed]
     saves = best.memory is not None and best.memory <= 1 - LESS_MEMORY
+    lost = conditions.write_lost(*calmest(records).lost)
     return facts | {
-        "lost": conditions.write_lost(*calmest(records).lost),
+        "lost": lost,
+        "unsure": next((row.disturbed for row in same_rows(rows) if row.disturbed), lost),
         "speed": ASCII.ratio(divide(baseline.step_ms.median, best.step_ms.median)),
         "but": " but for autocast" if max(yardsticks, default=0) > (best.speed or 0) else "",
         "medians": " against ".join(ASCII.number(row.step_ms.median) for row in (best, baseline)),

@@ -43,6 +43,7 @@ def why_nothing_gains(environment: Environment, rows: Sequence[SweepRow]) -> str
     small = f"a step of {ASCII.number(step)} ms has only small products"
     reasons = {
         f"float16 is slow on a CPU: {', '.join(slow)}": on_cpu and slow,
+        "O6 only emulates float8 on a CPU": on_cpu and any(name.startswith("O6") for name in names),
         "this CPU has no instructions for bfloat16": on_cpu and half is not None and "bf16" not in half,
         f"{small}, and casts cost more than those gain": step < SMALL_STEP,
     }
@@ -52,7 +53,7 @@ def why_nothing_gains(environment: Environment, rows: Sequence[SweepRow]) -> str
 
 def is_bfloat16(name: str) -> bool:
     """Says whether the half type of a row is bfloat16, by its level or an option of it."""
-    return "dtype=bfloat16" in name or (name[:2] in ("O4", "O5") and "dtype=float16" not in name)
+    return "dtype=bfloat16" in name or (name[:2] in ("O4", "O5", "O6") and "dtype=float16" not in name)
 
 
 def about_metrics(rows: Sequence[SweepRow], records: Sequence[RunRecord]) -> str:
