@@ -489,8 +489,10 @@ SMALL = "a step of 2.00 ms has only small products, and casts cost more than tho
 def test_where_o0_is_the_fastest_that_is_said_and_why(ms, device, half, because):
     wide = Spread(1.6 * ms, 1.01 * ms, 4 * ms, 100)  # its quartiles are far apart, and overlap with O0's
     runs = [run("O0", ms=ms), run("O1", ms=20 * ms), run("O2", ms=9 * ms), run("O4", step_ms=wide)]
+    runs.append(run("O3", ms=None, outcome=Ending.INTERRUPTED))  # and is not named as slow
     place = replace(ENVIRONMENT, device=device, half=half)
-    found = summarize(Settings("train.py", (), ("O0", "O1", "O2", "O4")), place, runs).recommendation
+    rows = ("O0", "O1", "O2", "O3", "O4")
+    found = summarize(Settings("train.py", (), rows), place, runs).recommendation
     assert found.reason.startswith(f"O0 is the fastest here: nothing gains{because}. No level with the ")
     assert found.row == "O0"
 

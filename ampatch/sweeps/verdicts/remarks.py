@@ -37,7 +37,7 @@ def about_autocast(chosen: SweepRow, rows: Sequence[SweepRow]) -> str:
 
 def why_nothing_gains(environment: Environment, rows: Sequence[SweepRow]) -> str:
     """Says why levels are slower than O0, as far as the device and the times show it."""
-    names, half = [row.name for row in levels(rows)], environment.half
+    names, half = [row.name for row in levels(rows) if row.step_ms], environment.half
     slow, on_cpu = [name for name in names if not is_bfloat16(name)], environment.device == "cpu"
     step = next((row.step_ms.median for row in rows if row.name == BASELINE and row.step_ms), SMALL_STEP)
     small = f"a step of {ASCII.number(step)} ms has only small products"
