@@ -101,11 +101,11 @@ def apply(script, finding, advice):
         return re.sub(f"( *){re.escape(function)}", lambda it: indent(text, it[1]), script, count=1)
     if text:
         return replace(script, line, text)
-    if found := re.match(r"write -?(\S+) in the place of -?(\S+), at ", said):
+    if found := re.match(r"write (-?)(\S+) in the place of \1(.+?), at ", said):
         lines = script.split("\n")
         for at in map(int, re.findall(r"\.py:(\d+)", said)):
-            assert found[2] in lines[at - 1]
-            lines[at - 1] = lines[at - 1].replace(found[2], found[1])
+            assert found[3] in lines[at - 1]
+            lines[at - 1] = lines[at - 1].replace(found[3], found[2])
         return "\n".join(lines)
     if said.startswith(("keep_fp32=", "loss_scale=")):
         script = re.sub(r", loss_scale=[\d.]+", "", script)

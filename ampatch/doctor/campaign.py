@@ -13,7 +13,7 @@ from ampatch import AmpError
 from ampatch.doctor.against.compare import compare_levels
 from ampatch.doctor.brakes import MOST_STEPS
 from ampatch.doctor.finding import Finding, Report, read_finding
-from ampatch.doctor.growth.curves import describe_growth, times_grown
+from ampatch.doctor.growth.curves import describe_growth, facts_of
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.runs import Launch, Run, Seen, start_process
 from ampatch.doctor.silent.gradients import compare_gradients, pick_sample
@@ -65,15 +65,10 @@ class Campaign:
             )
             survives = self._survives(seen, again) if findings else None
         keep = modules_to_keep(findings, again.oversized) if survives else ()
-        grown = times_grown(describe_growth(seen.growth, attempts)) if findings and attempts else 1.0
+        grown = facts_of(describe_growth(seen.growth, attempts)) if findings and attempts else {}
+        more = {"float32_survives": survives, "keep": keep}
         findings = [
-            replace(
-                it,
-                float32_survives=survives,
-                keep=keep,
-                facts=it.facts | {"grown": grown, "halved": again.is_half},
-            )
-            for it in findings
+            replace(it, **more, facts=it.facts | grown | {"halved": again.is_half}) for it in findings
         ]
         proposed = (
             self._propose(findings[0].module, window) if propose and survives and findings[0].module else ()

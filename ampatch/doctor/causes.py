@@ -71,7 +71,7 @@ class Cause:
 TOO_LARGE = "constant too large for half"
 LOST = "eps that half makes 0"
 NOTHING = "softmax of nothing"
-IS_LOST = "{made} {constant} is {becomes} in {dtype}, and so it keeps nothing from being {becomes}."
+IS_LOST = "{made} {constant} is {becomes} in {half}, and so it keeps nothing from being {becomes}."
 HAS_NO_ROW = "{made} A row whose entries are all -inf has no softmax."
 BAD_DATA = "{sample_of}the batch holds {kind} before the model sees it."
 STEEP = "{made} The derivative of a root is infinite at 0."
@@ -94,7 +94,7 @@ CAUSES = (  # the first that explains a finding is its cause
     Cause(
         "eps of an optimizer in half",
         "{made} The optimizer's eps, {constant}, is 0 in {dtype}: it divides by 0.",
-        (do.STEP_MASTERS, "give the optimizer eps=1e-4, which {dtype} holds"),
+        (do.step_masters, "give the optimizer eps=1e-4, which {dtype} holds"),
         (of_phase("optimizer"), becomes("0")),
     ),
     Cause(
@@ -130,7 +130,7 @@ CAUSES = (  # the first that explains a finding is its cause
     ),
     Cause(
         "all targets ignored",
-        "{made} All targets of this batch are ignored: it is a mean of nothing, 0 / 0.",
+        "{made} All targets of this batch are ignored, or weigh 0: it is a mean of nothing, 0 / 0.",
         (do.COUNT_TARGETS, "or skip a batch whose targets are all ignored"),
         (has("nothing", "ignored"),),
     ),
@@ -151,6 +151,20 @@ CAUSES = (  # the first that explains a finding is its cause
         "{made} It took an infinity, that of a mask: its derivative there is 0 * inf.",
         ("mask after this line, not before it", do.OR_MASK),
         (has("masked"),),
+    ),
+    Cause(
+        "mask by a product",
+        "{made} It multiplies an infinity by 0, as where a mask hides nothing.",
+        (do.write, do.FILL),
+        (FORWARD,),
+        ("mul", "mul_"),
+        "nan",
+    ),
+    Cause(
+        "two masks added",
+        "{made} It adds to {constant}, the lowest number of {dtype}{turns}.",
+        (do.write, do.OR_ONE),
+        (has("mask"),),
     ),
     Cause(
         TOO_LARGE,
@@ -180,7 +194,7 @@ CAUSES = (  # the first that explains a finding is its cause
     Cause(
         "limit that half makes 1",
         IS_LOST,
-        (do.keep, do.paste, do.write),
+        (do.keep, do.write, do.paste),
         (becomes("1"),),
         (*FRACTIONS, *ops.DOMAINS),
     ),
@@ -262,13 +276,6 @@ CAUSES = (  # the first that explains a finding is its cause
         (FORWARD,),
         ops.EXPONENTIALS,
     ),
-    Cause(
-        "power",
-        "{made}{limit}",
-        (do.keep, do.paste, *SMALLER, do.take_bfloat16),
-        (FORWARD,),
-        ops.POWERS,
-    ),
     Cause("cast", "{made}{limit}", (*SMALLER, do.CAST_SMALLER, *PRECISION), (), ops.CASTS),
     Cause(
         "accumulated gradients",
@@ -277,14 +284,7 @@ CAUSES = (  # the first that explains a finding is its cause
         (),
         ("accumulate_grad",),
     ),
-    Cause(
-        "sum",
-        "{made}{limit}",
-        (*SMALLER, do.keep, do.paste, do.divide_first, do.take_bfloat16),
-        (),
-        ops.SUMS,
-    ),
-    Cause("magnitude", "{made}{limit}", (*SMALLER, *PRECISION)),
+    Cause("magnitude", "{made}{limit}", (*SMALLER, do.keep, do.paste, do.divide_first, do.take_bfloat16)),
 )
 
 
@@ -293,7 +293,7 @@ def explain(finding: Finding) -> Finding:
     cause = next(row for row in CAUSES if row.explains(finding))
     words = do.words_for(finding)
     first = do.slow_down(finding) if "{limit}" in cause.why else None
-    rows = [it for it in cause.remedies if not (first and it is do.lower_rate)]
+    rows = [it for it in cause.remedies if not (first and it in (do.lower_rate, do.SLOWER))]
     found = [first, *(it.format(**words) if isinstance(it, str) else it(finding) for it in rows)]
     remedies = tuple(it for it in found if it) or (do.LOOK,)
     return replace(finding, cause=cause.name, why=cause.why.format(**words), remedies=remedies)

@@ -7,14 +7,16 @@ from collections.abc import Callable
 import torch
 
 from ampatch.doctor.finding import Finding
-from ampatch.doctor.instruments.operations import DOMAINS, NORMALIZERS, QUOTIENTS
+from ampatch.doctor.instruments.operations import DOMAINS, NORMALIZERS, QUOTIENTS, SUMS
 from ampatch.doctor.instruments.places import SHOWN
 from ampatch.doctor.instruments.region import Mend, lines_with, mended
 
 Remedy = str | Callable[[Finding], str | None]  # None where it does not fit
 PASTED = "\n     "
 STEEP = (*QUOTIENTS, *NORMALIZERS, *DOMAINS)  # their gradients grow as 1 / eps, or 1 - 1e-4 is 1 in half
-INSTEAD = {"-inf": "-1e4", "inf": "1e4", "1": "0.999"}  # of what a constant becomes
+NEAR_1 = (*DOMAINS, "log1p")
+EPS = {"float16": ("1e-4", "1e-3", "1e-3"), "bfloat16": ("1e-6", "1e-6", "1e-2")}  # STEEP, NEAR_1 last
+INSTEAD = {"-inf": "-1e4", "inf": "1e4", "1": "0.99"}  # of what a constant becomes
 DIVERGES = 200.0  # times what weights or outputs were at first
 CLAMP = ".clamp(min={eps})"
 STATEMENT = "that statement alone in float32:"
@@ -76,7 +78,7 @@ def slow_down(finding: Finding) -> str | None:
         return None
     return (
         "lower the learning rate and the weight decay, warm up, or clip gradients: numbers have "
-        f"become {grown:.3g} times as large as at first"
+        f"become {grown:.3g} times as large as at first{finding.facts.get('grew', '')}"
     )
 
 
@@ -91,9 +93,14 @@ def begin_smaller(finding: Finding) -> str | None:
     )
 
 
+def step_masters(finding: Finding) -> str | None:
+    """Has a level keep float32 weights; a script that makes its model half itself has no level."""
+    return None if finding.facts.get("halved") else "step float32 masters: opt_level O2, or O5 (bfloat16)"
+
+
 def divide_first(finding: Finding) -> str | None:
     """Has a sum that the script writes itself stay small; a layer has nothing to divide."""
-    if finding.kind != "inf" or not finding.facts.get("own"):
+    if finding.kind != "inf" or finding.op not in SUMS or not finding.facts.get("own"):
         return None
     return "divide before the sum (q / sqrt(d), x / n), not after it"
 
@@ -101,13 +108,16 @@ def divide_first(finding: Finding) -> str | None:
 def write(finding: Finding) -> str | None:
     """Writes another number in the place of a constant, at the line that has it; or gives it to the call."""
     words = words_for(finding)
-    constant, new = words["constant"], words["instead"]
-    if lines := lines_with(finding.where, finding.facts["constant"][0]):
+    constant, new, half = words["constant"], words["instead"], words["half"]
+    if "constant" not in finding.facts:
+        return None
+    lines, text = lines_with(finding.where, finding.facts["constant"][0])
+    if lines:
         at = " and ".join(map(shown, lines))
-        return f"write {new} in the place of {constant}, at {at}: {finding.dtype} holds it"
+        return f"write {new} in the place of {text or constant}, at {at}: {half} holds it"
     if finding.op in DEFAULTS and (lines := mended(finding.where, finding.op, Mend(keyword=f", eps={new}"))):
-        return PASTED.join((f"give eps={new}, which {finding.dtype} holds:", *lines))
-    return f"write {new} in the place of {constant}: {finding.dtype} holds it"
+        return PASTED.join((f"give eps={new}, which {half} holds:", *lines))
+    return f"write {new} in the place of {constant}: {half} holds it"
 
 
 def mend(title: str, otherwise: str | None = None, **how: str) -> Remedy:
@@ -123,6 +133,8 @@ def mend(title: str, otherwise: str | None = None, **how: str) -> Remedy:
         }
         if finding.facts.get("signed") and how.get("suffix") == CLAMP:
             filled["suffix"] = f".where({{x}} != 0, {words['eps']})"
+        if op == "log1p" and how.get("suffix") == CLAMP:
+            filled["suffix"] = f".clamp(min={words['eps']} - 1)"
         lines = mended(finding.where, op, Mend(**filled))
         said = title.format(**words)
         return PASTED.join((f"{said}:", *lines)) if lines else (otherwise or said).format(**words)
@@ -172,11 +184,11 @@ SET_WEIGHT = (
 )
 SLOWER = "lower the learning rate and the weight decay: the update is larger than the weight"
 MEND_DATA = "leave the sample out, or mend the data: torch.isfinite(batch).all() in the loader finds it"
-STEP_MASTERS = "step float32 masters: opt_level O2, or O5 (bfloat16)"
 CAST_SMALLER = "make the numbers smaller before they are cast: normalize the input, or divide it"
 DIVIDE_LOSS = "divide each loss by the number of micro-steps, before its backward"
 OR_FINFO = "or torch.finfo(x.dtype).min, where nothing is added to it"
 OR_MASK = "or mask with -1e4 in the place of -inf"
+FILL = "fill in the place of the product: x.masked_fill(mask, -1e4), or torch.where"
 OR_ONE = "or leave one entry in each row: mask[mask.all(-1), 0] = False, where True hides"
 OR_MAXIMUM = "or subtract the maximum, as softmax and logsumexp do"
 OR_SHORTER = (
@@ -192,7 +204,8 @@ SMALLER: tuple[Remedy, ...] = (begin_smaller, lower_rate)
 
 def words_for(finding: Finding) -> dict[str, object]:
     """Returns what the reasons in the table are formatted with."""
-    constant, largest = finding.facts.get("constant", (0.0, "")), limit_of(finding.dtype)
+    constant, largest = finding.facts.get("constant", (0.0, "", finding.dtype)), limit_of(finding.dtype)
+    half = constant[2] or finding.dtype
     turned = ""
     if finding.turns is not None:
         op, where, sample = finding.turns
@@ -209,8 +222,9 @@ def words_for(finding: Finding) -> dict[str, object]:
         "turns": turned,
         "largest": f"{finding.input_largest or 0:.3g}",
         "cast": finding.facts.get("cast"),
-        "eps": "1e-6" if finding.dtype != "float16" else "1e-3" if finding.op in STEEP else "1e-4",
-        "instead": INSTEAD.get(constant[1]) or ("1e-3" if finding.op in STEEP else "1e-4"),
+        "eps": eps_of(finding.op, finding.dtype),
+        "half": half,
+        "instead": INSTEAD.get(constant[1]) or eps_of(finding.op, half),
         "limit_number": largest,
         "top": "10" if finding.dtype == "float16" else "80",
         "scale": f"{finding.facts.get('static', 1):g}",
@@ -218,6 +232,12 @@ def words_for(finding: Finding) -> dict[str, object]:
         if finding.op
         else f"{finding.parameter} holds {finding.kind}",
     }
+
+
+def eps_of(op: str, dtype: str) -> str:
+    """Returns an eps that a type holds, beside what an operation takes."""
+    plain, steep, near_1 = EPS.get(dtype, ("1e-6",) * 3)
+    return near_1 if op in NEAR_1 else steep if op in STEEP else plain
 
 
 def number(value: float) -> str:

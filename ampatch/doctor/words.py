@@ -8,6 +8,7 @@ from ampatch.doctor.against.compare import said_of_comparison
 from ampatch.doctor.brakes import said_of_speed
 from ampatch.doctor.finding import Finding, Report
 from ampatch.doctor.growth.curves import said_of_growth
+from ampatch.doctor.remedies import DIVERGES
 from ampatch.doctor.silent.words import describe_silent
 
 MOST_SHOWN = 2  # findings after the first
@@ -64,9 +65,12 @@ def describe_others(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def is_explained(growth: dict, findings: Sequence[Finding]) -> bool:
-    """Says whether growth began no earlier than something broke: it comes of that."""
-    steps = [it.step for it in findings if it.step is not None]
-    return bool(growth.get("began") and steps) and growth["began"]["attempt"] >= min(steps)
+    """Says whether growth comes of what broke, or the first finding tells of it: one cause, one finding."""
+    began, steps = growth.get("began"), [it.step for it in findings if it.step is not None]
+    if not (began and steps):
+        return False
+    is_told = findings[0].facts.get("grown", 1.0) >= DIVERGES or began["quantity"] != "output"
+    return is_told or began["attempt"] >= min(steps)
 
 
 def describe_nothing(report: Report) -> Iterator[str]:

@@ -157,12 +157,16 @@ def times(curve: Curve) -> float | None:
     return some(curve)[-1] / before if before else None
 
 
-def times_grown(growth: dict) -> float:
-    """Returns how many times larger than at first the weights of a layer are, or outputs that grew."""
+def facts_of(growth: dict) -> dict[str, object]:
+    """Returns how many times larger than at first weights are, or outputs that grew: "grown"; and where."""
     curves = [some(layer["weight"]) for layer in growth["layers"]]
-    began = growth["began"] or {}
-    outputs = began["times"] if began.get("quantity") == "output" else None
-    return max([outputs or 1.0, *(max(it) / at_first(it) for it in curves if it and at_first(it))])
+    began = growth["began"] or {"quantity": ""}
+    is_output = began["quantity"] == "output"
+    times_output = (is_output and began["times"]) or 1.0
+    return {
+        "grown": max([times_output, *(max(it) / at_first(it) for it in curves if it and at_first(it))]),
+        "grew": f", from step {began['attempt']} on in {name_of(began)}" if is_output else "",
+    }
 
 
 def some(curve: Curve) -> list[float]:

@@ -16,7 +16,8 @@ from ampatch.doctor.instruments.values import Damage, TensorNotes, Tensors, plai
 from ampatch.levels.precision import HALF_TYPES
 
 IGNORING = ("cross_entropy", "nll_loss", "nll_loss_nd", "cross_entropy_loss")
-Constant = tuple[float, str]  # and what it becomes
+MASKING = ("add", "add_", "sub", "sub_")  # to the lowest number of a type, which is -inf then
+Constant = tuple[float, str, str]  # what it becomes, and in which type
 
 SMALL = 2e-5  # what float16 cannot divide 1 by
 DEFAULTS = {"cosine_similarity": (1e-8,)}  # of functions that show no mode their own
@@ -43,7 +44,7 @@ class Evidence:
             call.facts["cast"] = call.where
         for name, value in [(it, call.facts[it]) for it in ("constant", "cast") if it in call.facts]:
             result = plain(given[0])
-            is_lost = (result.abs() < SMALL) | (result == 1)
+            is_lost = (result == 1) | (result == -1 if value[1] == "1" else result.abs() < SMALL)
             if name == "cast" or (value[1] in ("0", "1") and bool(is_lost.any())):
                 self._notes.add(given, (name, value))
 
@@ -74,22 +75,24 @@ def explain_arguments(
     is_cast = call.op in CASTS or call.phase == "input"  # as of a buffer, by initialize
     if is_cast and (constant := find_overflow_of(taken)):
         call.facts["constant"] = constant
+    if constant := find_infinity(origin, args, kwargs, taken):
+        call.facts |= {"constant": constant, "mask": True}
 
 
 def find_lost_constant(op: str, arguments: object, dtype: torch.dtype) -> Constant | None:
     """Returns the first constant in some arguments that a type makes 0 or inf, and which of them.
 
     >>> find_lost_constant("normalize", {"eps": 1e-12}, torch.float16)
-    (1e-12, '0')
+    (1e-12, '0', 'float16')
     """
-    info = torch.finfo(dtype)
+    info, name = torch.finfo(dtype), str(dtype)[6:]
     for value in [*constants_in(arguments, op in COUNTING)] or DEFAULTS.get(op, ()):
         if 0 < abs(value) <= info.smallest_normal * info.eps / 2:
-            return value, "0"
+            return value, "0", name
         if op.startswith("clamp") and abs(value - 1) <= info.eps / 4 and value != 1:
-            return value, "1"
+            return value, "1", name
         if info.max * (1 + info.eps / 4) <= abs(value) < math.inf:
-            return value, "inf" if value > 0 else "-inf"
+            return value, "inf" if value > 0 else "-inf", name
     return None
 
 
@@ -110,7 +113,7 @@ def note_unfit(error: RuntimeError, call: Call, tensor: Tensor, arguments: objec
     """Notes an operation that raises an error, since a constant does not fit into the type of a tensor."""
     if "without overflow" in str(error):
         constant = find_lost_constant(call.op, arguments, tensor.dtype)
-        call.facts = {"raised": True, "constant": constant or (math.nan, "")}
+        call.facts = {"raised": True, "constant": constant or (math.nan, "", "")}
         damage = Damage("inf", (), tensor.numel(), None, tuple(tensor.shape), call.dtype)
         origins.reach([origins.add(call, damage)])
 
@@ -121,8 +124,21 @@ def find_overflow_of(tensors: Tensors) -> Constant | None:
         values = plain(tensor).float()
         too_large = values[values.abs() >= torch.finfo(torch.float16).max]
         if too_large.numel() > 1 and (too_large == too_large[0]).all():
-            return too_large[0].item(), "inf" if too_large[0] > 0 else "-inf"
+            return too_large[0].item(), "inf" if too_large[0] > 0 else "-inf", "float16"
     return None
+
+
+def find_infinity(
+    origin: Origin, args: Sequence[object], kwargs: Mapping[str, object], taken: Tensors
+) -> Constant | None:
+    """Returns the infinity that a mask multiplies by 0, or the lowest number that it adds to another."""
+    dtype = str(taken[0].dtype)[6:] if taken else ""
+    if origin.call.op in ("mul", "mul_") and origin.damage.kind == "nan":
+        found = next((it for it in constants_in((args, kwargs), False) if math.isinf(it)), None)
+        return None if found is None else (found, str(found), dtype)
+    lowest = torch.finfo(taken[0].dtype).min if origin.call.op in MASKING and taken else 0.0
+    is_added = lowest and origin.damage.kind == "inf" and any((plain(it) == lowest).any() for it in taken)
+    return (lowest, "-inf", dtype) if is_added else None
 
 
 def find_nothing(op: str, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
@@ -131,7 +147,9 @@ def find_nothing(op: str, args: Sequence[object], kwargs: Mapping[str, object]) 
     if any(it.numel() == 0 for it in tensors):
         return "empty"
     if op in IGNORING and len(tensors) > 1 and not tensors[1].is_floating_point():
-        return "ignored" if bool((tensors[1] == kwargs.get("ignore_index", -100)).all()) else None
+        kept = tensors[1][tensors[1] != kwargs.get("ignore_index", -100)]
+        weighed = kept if len(tensors) < 3 else tensors[2][kept]
+        return "ignored" if not weighed.numel() or (len(tensors) > 2 and not weighed.any()) else None
     if op in ("div", "div_", "true_divide") and len(tensors) > 1:
         divisor = plain(tensors[1])
         whole = divisor.float() == divisor.float().round()

@@ -61,7 +61,7 @@ class Origins:
         """Notes what makes NaN of an infinity, and of which sample: that may be another than the first."""
         in_batch = bool(damage.element) and damage.shape[0] in self.batch_sizes
         for origin in (self.all[index] for index in marks):
-            if origin.damage.kind == "inf" and origin.turns is None:
+            if origin.damage.kind == "inf" and origin.turns is None and not call.op.startswith("_"):
                 origin.turns = call.op, call.where, damage.element[0] if in_batch else None
 
     def of_input(self, marks: Collection[int]) -> list[Origin]:

@@ -25,7 +25,6 @@ CASTS = ("to", "half", "bfloat16", "float", "type", "type_as", "_to_copy")
 CASTING = (*CASTS, "_foreach_copy_", "copy_")  # as of weights to half
 # What breaks alike, see `causes`.
 EXPONENTIALS = ("exp", "exp_", "expm1", "exp2", "sinh", "cosh")
-POWERS = ("pow", "pow_", "square", "square_")
 LOGARITHMS = ("log", "log2", "log10", "log1p", "log_", "logit", "binary_cross_entropy", "xlogy")
 NORMS = ("norm", "cdist", "vector_norm", "linalg_vector_norm")
 SPREADS = ("std", "var", "std_mean", "var_mean")

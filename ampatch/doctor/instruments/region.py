@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import linecache
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from textwrap import dedent, indent
 from types import FrameType
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -18,6 +20,7 @@ SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
 ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
 OPERATORS = {ast.Div: "div", ast.Pow: "pow"}
 NAMESPACES = ("torch", "F", "functional", "linalg", "special")
+LARGEST = tuple(torch.finfo(it).max for it in (torch.float16, torch.bfloat16, torch.float32))
 Edit = tuple[int, str, int]  # at a byte of the file, a text in the place of so many bytes
 Lines = tuple[str, ...]
 
@@ -126,16 +129,47 @@ def operand_of(source: Source, node: ast.AST, op: str) -> tuple[ast.expr | None,
     return operands[0], source.end(operands[0]), isinstance(operands[0], ATOMS)
 
 
-def lines_with(where: str | None, constant: float) -> list[str]:
-    """Returns the lines of a file that have a number, as "file:line"; the given one alone if it has."""
+def lines_with(where: str | None, constant: float) -> tuple[list[str], str]:
+    """Returns the lines of a file that have a number, as "file:line", and how the first writes it.
+
+    The given line alone if it has it.
+    """
     path, _, line = (where or "").rpartition(":")
     try:
         source = Source(path)
     except SyntaxError:
-        return []
-    found = [it for it in ast.walk(source.tree) if isinstance(it, ast.Constant) and type(it.value) is float]
-    numbers = {it.lineno for it in found if abs(it.value) == abs(constant)}
-    return [f"{path}:{it}" for it in ([int(line)] if int(line) in numbers else sorted(numbers))]
+        return [], ""
+    found: dict[int, str] = {}
+    for node in ast.walk(source.tree):  # -1e9 before 1e9
+        value = number_of(node, constant)
+        if value is not None and abs(value) == abs(constant):
+            text = source.text[source.begin(node) : source.end(node)].decode()
+            found.setdefault(node.lineno, text if value == constant else "")
+    lines = [int(line)] if int(line) in found else sorted(found)
+    return [f"{path}:{it}" for it in lines], found[lines[0]] if lines else ""
+
+
+def number_of(node: ast.AST, lowest: float) -> float | None:
+    """Returns the number that an expression writes; `lowest` where that is the one of a type."""
+    match node:
+        case ast.Constant(value=float(value)):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            value = number_of(operand, -lowest)
+            return None if value is None else -value
+        case ast.BinOp(
+            op=ast.Sub(), left=ast.Constant(value=(int() | float()) as a), right=ast.Constant(value=float(b))
+        ):
+            return a - b
+        case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value="inf" | "-inf" as text)]):
+            return float(text)
+        case ast.Attribute(attr="inf"):
+            return math.inf
+        case ast.Attribute(
+            attr="min" | "max", value=ast.Call(func=ast.Name(id="finfo") | ast.Attribute(attr="finfo"))
+        ):
+            return lowest if abs(lowest) in LARGEST else None
+    return None
 
 
 # ---- In float32 ----

@@ -215,7 +215,8 @@ class Trace(Rule):
     def _describe(self, operation: Operation, given: Tensors) -> Call:
         is_ours, name = is_called_by_ampatch(), operation.name
         call = self._pending if is_ours else None
-        call = call or Call(name, operation.phase, operation.place, operation.where)
+        if call is None or call.place != operation.place:  # the cast of a model's input is no layer's
+            call = Call(name, operation.phase, operation.place, operation.where)
         call.op, call.dtype, call.autocast = name, str(given[0].dtype)[6:], operation.autocast
         self._pending = call if is_ours and name in CASTS else None
         return call
