@@ -247,16 +247,8 @@ CAUSES = (  # the first that explains a finding is its cause
         ops.DOMAINS,
     ),
     Cause(
-        "logarithm below 0",
-        "{made} A negative number has no logarithm.",
-        (do.CLAMP_LOG, *PRECISION),
-        (),
-        ops.LOGARITHMS,
-        "nan",
-    ),
-    Cause(
-        "logarithm of 0",
-        "{made} The logarithm of 0 is -inf{tiny}.",
+        "logarithm of 0 or below",
+        "{made} Only what is above 0 has a logarithm{tiny}.",
         (do.CLAMP_LOG, *PRECISION),
         (),
         ops.LOGARITHMS,
