@@ -527,6 +527,29 @@ def test_a_device_without_float8_is_refused_unless_products_are_emulated(monkeyp
 
 
 @pytest.mark.parametrize(
+    ("recipe", "capability", "message"),
+    [
+        ("tensorwise", (8, 9), ""),
+        ("tensorwise", (8, 6), "Card has compute capability 8.6, and float8 products need 8.9"),
+        ("rowwise", (9, 0), ""),
+        ("rowwise_with_gw_hp", (8, 9), "Card has compute capability 8.9, and float8 products need 9.0"),
+    ],
+)
+def test_a_gpu_is_asked_for_its_capability(monkeypatch, recipe, capability, message):
+    monkeypatch.delenv("AMPATCH_FLOAT8_EMULATE")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    policy = replace(amp.OPT_LEVELS["O6"], float8_recipe=recipe)
+    assert policy.find_lack() == message
+
+
+def test_a_layer_that_is_used_twice_is_explained_once():
+    shared = nn.Linear(16, 16)
+    assert len(amp.explain(nn.Sequential(shared, nn.ModuleList([shared]), nn.Linear(16, 2))).layers) == 2
+
+
+@pytest.mark.parametrize(
     ("level", "options", "message"),
     [
         ("O4", {"float8_recipe": "rowwise"}, "float8_recipe='rowwise' contradicts O4: use opt_level='O6'"),
