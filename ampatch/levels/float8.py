@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ampatch.errors import AmpValueError
+
 EMULATE = "AMPATCH_FLOAT8_EMULATE"
 INSTALL = "pip install 'ampatch[float8]'"
 
@@ -52,6 +54,13 @@ RECIPES = {  # by torchao's names
     "rowwise": _ROWWISE,
     "rowwise_with_gw_hp": _ROWWISE,
 }
+
+
+def find_recipe(name: object) -> Recipe:
+    """Returns a recipe; raises AmpValueError for an unknown name."""
+    if name not in RECIPES:
+        raise AmpValueError(f"float8_recipe={name!r}: expected one of {', '.join(map(repr, RECIPES))}")
+    return RECIPES[str(name)]
 
 
 def emulates() -> bool:

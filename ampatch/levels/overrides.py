@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ampatch.errors import AmpTypeError, AmpValueError
-from ampatch.levels.float8 import RECIPES
+from ampatch.levels.float8 import find_recipe
 from ampatch.levels.loss_scale import DynamicLossScale, LossScale, parse_loss_scale
 from ampatch.levels.policy import OPT_LEVELS, ModelType, Policy
 from ampatch.levels.precision import HALF_TYPES
@@ -183,9 +183,7 @@ def _resolve_recipe(policy: Policy, overrides: Overrides) -> str | None:
         raise AmpValueError(
             f"float8_recipe={given!r} contradicts {level}: use opt_level='O6', or leave it out"
         )
-    if given not in RECIPES:
-        expected = ", ".join(map(repr, RECIPES))
-        raise AmpValueError(f"float8_recipe={given!r}: expected one of {expected}")
+    find_recipe(given)
     return str(given)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.nn import Linear, Module
 
 from ampatch.errors import AmpError, AmpValueError
-from ampatch.levels.float8 import EMULATE, INSTALL, RECIPES, emulates
+from ampatch.levels.float8 import EMULATE, INSTALL, emulates, find_recipe
 from ampatch.levels.policy import Policy
 from ampatch.levels.precision import ELIGIBLE
 from ampatch.levels.ranks import is_sharded
@@ -69,7 +69,7 @@ class Float8Choice:
         self, models: Sequence[Module], recipe: str, kept: Iterable[Module] = (), asked: Sequence[Keep] = ()
     ) -> None:
         self._models = models
-        self._recipe = RECIPES[recipe]
+        self._recipe = find_recipe(recipe)
         self._kept = inner_ids(kept)
         self._asked = inner_ids(select_named(models, asked, "float8_layers"))
         self._last = set(map(id, _select_last(models)))
@@ -136,8 +136,6 @@ def explain_layers(model: Module, recipe: str, known: Mapping[Module, str]) -> L
 
     `known` are the reasons of layers that a session has chosen among.
     """
-    if recipe not in RECIPES:
-        raise AmpValueError(f"float8_recipe={recipe!r}: expected one of {', '.join(map(repr, RECIPES))}")
     found = list(Float8Choice([model], recipe).layers())
     if any(linear in known or is_float8(linear) for linear, _ in found):
         late = {linear: LATE for linear, layer in found if not (layer.because or is_float8(linear))}
@@ -211,7 +209,7 @@ def _import_layer():  # type: ignore[no-untyped-def]  # a module, which needs to
 
 def _validate_devices(models: Sequence[Module], policy: Policy) -> None:
     devices = {param.device for model in models for param in model.parameters()}
-    recipe = RECIPES[str(policy.float8_recipe)]
+    recipe = find_recipe(policy.float8_recipe)
     lacks = sorted(filter(None, map(recipe.find_lack, devices)))
     if lacks:
         raise AmpValueError(
