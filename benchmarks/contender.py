@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 import ampatch as amp
 from ampatch import testing
 from ampatch.casts.kernels import flatten_parameters
+from ampatch.levels.float8 import find_lack
 from benchmarks.fresh import say_reason
 from benchmarks.series import Step
 from benchmarks.setting import Setting
@@ -206,8 +207,13 @@ CONTENDERS: dict[torch.dtype, dict[str, Kind]] = {
     }
     for half, levels in LEVELS.items()
 }
-if not amp.OPT_LEVELS["O6"].find_lack():
-    CONTENDERS[torch.bfloat16] |= {"O6": partial(AtLevel, "O6"), "torchao": Torchao}
+FLOAT8: dict[str, Kind] = {"O6": partial(AtLevel, "O6"), "torchao": Torchao}
+
+
+def list_contenders(setting: Setting) -> dict[str, Kind]:
+    """Returns the contenders of a half type, those in float8 where the device has it."""
+    has_float8 = setting.half is torch.bfloat16 and not find_lack("tensorwise", torch.device(setting.device))
+    return CONTENDERS[setting.half] | (FLOAT8 if has_float8 else {})
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import ampatch as amp
 from ampatch.sweeps.measure.recorder import Recorder
 from ampatch.sweeps.measure.steps import StepCounter
 from benchmarks.comparison import Comparison
-from benchmarks.contender import CONTENDERS, LEVELS, TRAIN, Kind, open_step
+from benchmarks.contender import LEVELS, TRAIN, Kind, list_contenders, open_step
 from benchmarks.options import Options
 from benchmarks.series import Step
 from benchmarks.setting import Setting
@@ -27,7 +27,7 @@ def measure(options: Options) -> Iterator[Comparison]:
         levels = [name for name in options.choose(setting) if name in LEVELS[setting.half]]
         for workload in options.workloads:
             for name in levels:
-                kind = CONTENDERS[setting.half][name]
+                kind = list_contenders(setting)[name]
                 opened = (
                     partial(open_step, kind, workload, TRAIN, setting),
                     partial(open_measured, kind, workload, setting),

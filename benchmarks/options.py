@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import fresh
-from benchmarks.contender import COMPILED, CONTENDERS, MODES, Kind, Mode
+from benchmarks.contender import COMPILED, CONTENDERS, FLOAT8, MODES, Kind, Mode, list_contenders
 from benchmarks.fresh import Measured
 from benchmarks.series import Clock, Open, Series, run_rounds
 from benchmarks.setting import Setting, count_usable_cores
@@ -18,7 +18,7 @@ from benchmarks.workload import WORKLOADS, Workload
 
 GROUPS = ("steps", "micro", "memory", "syncs", "measuring")
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-NAMES = tuple(dict.fromkeys(name for kinds in CONTENDERS.values() for name in kinds))
+NAMES = tuple(dict.fromkeys(name for kinds in (*CONTENDERS.values(), FLOAT8) for name in kinds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Options:
 
     def choose(self, setting: Setting) -> dict[str, Kind]:
         """The contenders of a half type that were asked for."""
-        kinds = CONTENDERS[setting.half]
+        kinds = list_contenders(setting)
         names = self.contender_names or kinds
         return {name: kind for name, kind in kinds.items() if name in names}
 
@@ -129,7 +129,7 @@ class Options:
         else:
             faults = [
                 f"--contender: none of those in {setting.half_name}, which has "
-                + ", ".join(repr(name) for name in CONTENDERS[setting.half])
+                + ", ".join(repr(name) for name in list_contenders(setting))
                 for setting in self.untimed_settings
                 if not self.choose(setting)
             ]

@@ -176,7 +176,9 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture
 def doctor_in_forks(monkeypatch):
-    """Has the doctor run scripts in forks of this process, which has torch already."""
+    """Has the doctor run scripts in forks of this process, which has torch already; CUDA forbids them."""
+    if torch.cuda.is_initialized():
+        return
     from ampatch.doctor.campaign import Campaign
     from faults import fork_child
 

@@ -483,6 +483,20 @@ def test_a_use_that_O4_knows_works_at_O6_and_is_near(use):
     torch.testing.assert_close(results[1].float(), results[0].float(), rtol=0.1, atol=0.1)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda layer: layer(torch.ones(0, 16)),
+        lambda layer: torch.func.vmap(layer)(torch.ones(2, 2, 16)),
+        lambda layer: torch.export.export(layer, (torch.ones(2, 16),)).module()(torch.ones(2, 16)),
+    ],
+    ids=["no rows", "vmap", "export"],
+)
+def test_where_a_layer_is_not_in_float8_it_computes_as_at_O4(call):
+    model, _ = open_model(make_mlp())
+    assert call(model[0]).dtype is torch.bfloat16
+
+
 def train_on_ranks(wrapper):
     model = make_mlp()
     if wrapper == "FSDP2":
@@ -515,6 +529,7 @@ def test_trains_on_ranks_as_in_one_process(two, wrapper):
 
 def test_a_device_without_float8_is_refused_unless_products_are_emulated(monkeypatch):
     monkeypatch.delenv("AMPATCH_FLOAT8_EMULATE")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     model = make_mlp()
     before = shape_of(model)
     with pytest.raises(

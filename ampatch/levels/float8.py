@@ -68,8 +68,9 @@ def emulates() -> bool:
     return os.environ.get(EMULATE, "0") not in ("", "0")
 
 
-def find_lack(recipe: str) -> str:
-    """Says why this machine cannot train by a recipe, "" if it can."""
+def find_lack(recipe: str, device: torch.device | None = None) -> str:
+    """Says why this machine, or one device of it, cannot train by a recipe; "" if it can."""
     if importlib.util.find_spec("torchao") is None:
         return f"torchao is not installed: {INSTALL}"
-    return RECIPES[recipe].find_lack(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    best = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return RECIPES[recipe].find_lack(device or best)

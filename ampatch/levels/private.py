@@ -209,6 +209,11 @@ def forward_ad_level() -> int:
     return getattr(torch.autograd.forward_ad, "_current_level", -1)
 
 
+def is_exporting() -> bool:
+    """Whether `torch.export` traces; Dynamo of torch 2.11 takes torch's function of this name for True."""
+    return getattr(torch.compiler, "_is_exporting_flag", False)
+
+
 _stash, find_in_thread = KEEP_IN_THREAD.find(_nothing), FIND_IN_THREAD.find(_nothing)
 is_in_thread = IS_IN_THREAD.find(_nothing)
 _check_and_unscale_, update_scale_ = CHECK_AND_UNSCALE.find(_fail), UPDATE_SCALE.find(_fail)

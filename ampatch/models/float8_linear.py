@@ -7,8 +7,7 @@ from dataclasses import replace as replace_fields
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from torch.nn import Linear, Module
-from torch.nn.functional import linear
+from torch.nn import Linear, Module, functional
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear as TorchaoLinear
@@ -17,9 +16,7 @@ from torchao.float8.float8_linear import matmul_with_hp_or_float8_args as Torcha
 from ampatch.casts.cast import CASTS
 from ampatch.errors import AmpValueError
 from ampatch.levels.precision import ELIGIBLE
-from ampatch.levels.private import forward_ad_level, is_transformed
-
-is_exporting = getattr(torch.compiler, "is_exporting", bool)  # since torch 2.7
+from ampatch.levels.private import forward_ad_level, is_exporting, is_transformed
 
 
 @torch.compiler.allow_in_graph
@@ -61,8 +58,10 @@ class Float8Linear(TorchaoLinear):  # type: ignore[misc]
         """Multiplies in float8, and returns the half type."""
         half, thread = CASTS.half, CASTS.thread
         if half is None or (thread.off and thread.is_off()) or not _is_taken(input, self.weight):
-            return linear(input, self.weight, self.bias)
-        return float8_linear(input.to(half), self.weight, self.bias, self.linear_mm_config, self.config)
+            return functional.linear(input, self.weight, self.bias)  # patched: as at O4
+        rows = input.numel() // input.shape[-1]
+        mm_config = self.padded_mm_config if rows % 16 else self.linear_mm_config
+        return float8_linear(input.to(half), self.weight, self.bias, mm_config, self.config)
 
 
 def _is_taken(input: Tensor, weight: Tensor) -> bool:
@@ -87,14 +86,16 @@ def float8_linear(
 def make_attributes(recipe: str, is_emulated: bool) -> dict[str, object]:
     """Returns what torchao's layer has beside what a linear layer has.
 
-    `pad_inner_dim` lets batches have any size: without it, their rows must be multiples of 16.
+    Batches have any size: where their rows are no multiple of 16 they are padded, which copies both factors.
     """
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    config = replace_fields(config, emulate=is_emulated, pad_inner_dim=True)
+    config = replace_fields(Float8LinearConfig.from_recipe_name(recipe), emulate=is_emulated)
     with torch.device("meta"):
         plain = Linear(16, 16)
-    made = convert_to_float8_training(plain, config=config)
-    return {name: value for name, value in vars(made).items() if name not in vars(plain)}
+    made = vars(convert_to_float8_training(plain, config=config))
+    padded = made["linear_mm_config"]._make(
+        one._replace(pad_inner_dim=True) for one in made["linear_mm_config"]
+    )
+    return {name: made[name] for name in made.keys() - vars(plain)} | {"padded_mm_config": padded}
 
 
 def replace(layer: Linear, attributes: dict[str, object]) -> None:

@@ -97,7 +97,8 @@ class Members:
 
     def optimizers(self, *, only_dynamic: bool = False) -> list[AmpOptimizer]:
         """What is kept for the optimizers; or for those of calls with dynamic loss scales."""
-        amps = dict.fromkeys(amp for find in self._optimizers.values() if (amp := find()) is not None)
+        found = [find() for find in self._optimizers.values()]  # torch 2.11 compiles no generator here
+        amps = dict.fromkeys(amp for amp in found if amp is not None)
         return [amp for amp in amps if not only_dynamic or amp.call.scalers[0].is_dynamic]
 
     def others(self, named: Sequence[AmpOptimizer]) -> list[AmpOptimizer]:
