@@ -175,10 +175,14 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture
+def without_gpu(monkeypatch):
+    """Hides a GPU that there may be."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
 def doctor_in_forks(monkeypatch):
-    """Has the doctor run scripts in forks of this process, which has torch already; CUDA forbids them."""
-    if torch.cuda.is_initialized():
-        return
+    """Has the doctor run scripts in forks of this process, which has torch already."""
     from ampatch.doctor.campaign import Campaign
     from faults import fork_child
 

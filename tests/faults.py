@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from ampatch.doctor.campaign import Campaign
+from ampatch.doctor.campaign import Campaign, start_process
 from ampatch.doctor.child import main as run_child
 from ampatch.doctor.runs import Run
 
@@ -428,7 +428,9 @@ def truth_of(kind: Kind, family: str, bad: int, sample: int, script: str) -> dic
 
 
 def fork_child(run: Run, folder: Path) -> tuple[int, str]:
-    """Runs a script in a fork, which has torch already; stands in for a process of its own."""
+    """Runs a script in a fork, which has torch already; not beside a GPU, whose threads forbid it."""
+    if torch.cuda.is_available():
+        return start_process(run, folder)
     import_for_forks()
     said = folder / "said.txt"
     child = os.fork()

@@ -401,7 +401,7 @@ def call_banned():
 @pytest.mark.parametrize(
     "begin", [lambda: amp.init() and None, lambda: start("O1")], ids=["init", "initialize"]
 )
-def test_deactivating_restores_torch_and_the_next_call_starts_afresh(begin, check_torch):
+def test_deactivating_restores_torch_and_the_next_call_starts_afresh(begin, check_torch, without_gpu):
     linear = F.linear
     amp.init(allow_banned=True)
     assert call_banned().dtype is torch.float32
@@ -511,7 +511,7 @@ def test_init_prints_if_it_is_told_to_alone_and_logs_the_alarms_of_its_wrappers(
 
 @shows("patterns-old-init")
 @pytest.mark.parametrize("wrap", [True, False], ids=["wrapped", "plain"])
-def test_init_patches_torch_for_every_model_and_its_handle_scales(wrap):
+def test_init_patches_torch_for_every_model_and_its_handle_scales(wrap, without_gpu):
     handle = amp.init()
     assert handle is amp._amp_state.handle
     assert F.linear(ONE, ONE).dtype is torch.float16
@@ -543,7 +543,7 @@ def test_init_refuses_a_level_that_casts_models(level):
     assert F.linear(ONE, ONE).dtype is torch.float32
 
 
-def test_init_takes_any_level_that_patches(monkeypatch):
+def test_init_takes_any_level_that_patches(monkeypatch, without_gpu):
     new = replace(ampatch.OPT_LEVELS["O4"], opt_level="O9")
     monkeypatch.setitem(ampatch.OPT_LEVELS, "O9", new)
     with ampatch.override(opt_level="O9", loss_scale=None):

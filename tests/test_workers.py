@@ -73,8 +73,7 @@ def test_one_thread_may_be_inside_a_model_while_another_works_outside(level):
 
 @shows("never-data-parallel")
 @LEVELS
-def test_data_parallel_without_a_gpu_calls_the_model_itself(level, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_data_parallel_without_a_gpu_calls_the_model_itself(level, without_gpu):
     model = open_session(make_net(), opt_level=level)
     parallel = nn.DataParallel(model)
     assert torch.equal(parallel(X), model(X))
