@@ -197,6 +197,17 @@ def test_a_master_has_the_name_of_its_parameter(tmp_path):
     assert first["micro_step"] == 0
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_decay_that_makes_weights_infinite_names_them_and_their_module(tmp_path, level):
+    decay = "optimizer.param_groups[0]['weight_decay'] = 3e38 if step == 2 else 0.0"
+    text = script(level, batch=f"{decay}; model[0].weight.data[0, 0] = 5.0", loss_scale=1.0)
+    first = explain(Finding(**report_on(text, tmp_path)["findings"][0]))
+    assert (first.phase, first.module, first.parameter) == ("optimizer", "0", "0.weight")
+    assert "of the update of 0.weight" in first.why
+    assert first.remedies[0].startswith("lower the learning rate and the weight decay")
+
+
 TWO_MODELS = """
 import torch
 from torch import nn

@@ -11,13 +11,15 @@ from torch import nn
 
 import ampatch as amp
 from ampatch.__main__ import main
+from ampatch.doctor.finding import Report
 from ampatch.doctor.growth import notes
 from ampatch.doctor.growth.curves import describe_growth, first_to_grow, headroom, said_of_growth
 from ampatch.doctor.growth.notes import Growth
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.outputs import COLUMNS, rows_of, write_csv, write_scalars
-from doctor_samples import STEPS, attempts_of, growing, notes_of, sample_growth
+from ampatch.doctor.words import describe
+from doctor_samples import STEPS, attempts_of, growing, notes_of, sample_finding, sample_growth
 
 # ---- Notes of a run ----
 
@@ -127,6 +129,13 @@ def test_growth_began_where_it_began_and_not_where_it_overflowed():
     assert said.startswith(f"Growth began at step {began['attempt']} in model.blocks.1")
     assert "its weights are" in said
     assert "Nearest to overflow: model.head." in said
+
+
+@pytest.mark.parametrize(("step", "grown", "is_said"), [(53, 1.0, True), (53, 1e4, False), (3, 1.0, False)])
+def test_growth_is_said_where_no_finding_tells_of_it_or_came_before(step, grown, is_said):
+    finding = sample_finding(step=step, steps=(step,), facts={"grown": grown})
+    said = "\n".join(describe(Report((finding,), growth=sample_growth())))
+    assert ("Growth began" in said) is is_said
 
 
 def test_nothing_began_where_nothing_grows_or_there_is_room():

@@ -88,7 +88,7 @@ CAUSES = (  # the first that explains a finding is its cause
     Cause(
         "weight lost in the step before",
         "the weight {parameter} held {kind} before the step began.",
-        (*SMALLER, *PRECISION),
+        (*SMALLER, do.SLOWER, *PRECISION),
         (of_phase("optimizer"), is_unseen),
     ),
     Cause(

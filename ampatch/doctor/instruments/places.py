@@ -112,9 +112,8 @@ class Models:
         """Names the parameter that an optimizer computed a result of: its lists stand in step."""
         results = list({id(each): None for each in given})  # in place, they may be given twice
         beside = taken[results.index(id(tensor)) :: len(results)]
-        keys = {key_of(each) for each in beside}  # of weights, which may be detached
-        names = (path for root in self.roots for path, it in root.named_parameters() if key_of(it) in keys)
-        return next(names, None)
+        names = (*map(self.name_of, beside), *map(self.name_held, beside))  # weights may be detached
+        return next(filter(None, names), None)
 
     def name_held(self, tensor: Tensor) -> str | None:
         """Names the parameter or buffer in whose memory a tensor lies."""

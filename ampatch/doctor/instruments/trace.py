@@ -167,8 +167,8 @@ class Trace(Rule):
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Looks at what the step made of the weights; the next window begins."""
         if self.active:
-            bad = [it for it in parameters_of(optimizer) if not is_finite(it)]
-            self.origins.reach(self._marks.of(*bad))
+            weights = (*parameters_of(optimizer), *self.models.parameters())  # masters, and their halves
+            self.origins.reach(self._marks.of(*(it for it in weights if not is_finite(it))))
         self.origins.end_attempt()
         if self.window is not None and self.origins.attempt > max(self.window) and not self.goes_on:
             raise Enough
