@@ -3,6 +3,8 @@
 import ast
 import json
 import re
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import dedent, indent
@@ -159,6 +161,19 @@ def test_a_script_trains_that_does_what_the_first_advice_says(tmp_path, name):
     fixed = apply(script, finding, advice) or script.replace(*case["edit"].replace("\\n", "\n").split(" => "))
     assert not run(script, tmp_path)
     assert run(fixed, tmp_path)
+
+
+LIVE = ("eps of Adam", "decay", "rate too high", "static loss scale", "buffer that is not set", "focal power")
+
+
+@pytest.mark.process(keep=1)
+@pytest.mark.parametrize("name", LIVE)
+def test_a_watch_within_the_script_says_the_same(tmp_path, name):
+    script = write_script(CASES[name]).replace("verbosity=0", "verbosity=0, diagnose=True")
+    (tmp_path / "train.py").write_text(script)
+    command = [sys.executable, "-m", "ampatch", "run", tmp_path / "train.py"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert CASES[name]["says"] in re.split("\n  -> ", said)[1]
 
 
 def explained(report):

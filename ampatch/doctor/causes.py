@@ -86,16 +86,16 @@ CAUSES = (  # the first that explains a finding is its cause
     ),
     Cause("data", BAD_DATA, (do.MEND_DATA,), (of_phase("input"), is_unseen)),
     Cause(
-        "weight lost in the step before",
-        "the weight {parameter} held {kind} before the step began.",
-        (*SMALLER, do.SLOWER, *PRECISION),
-        (of_phase("optimizer"), is_unseen),
-    ),
-    Cause(
         "eps of an optimizer in half",
         "{made} The optimizer's eps, {constant}, is 0 in {dtype}: it divides by 0.",
         (do.step_masters, "give the optimizer eps=1e-4, which {dtype} holds"),
         (of_phase("optimizer"), becomes("0")),
+    ),
+    Cause(
+        "weight lost in the step before",
+        "the weight {parameter} held {kind} before the step began.",
+        (*SMALLER, do.SLOWER, *PRECISION),
+        (of_phase("optimizer"), is_unseen),
     ),
     Cause(
         "update too large",

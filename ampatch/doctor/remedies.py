@@ -263,6 +263,8 @@ def made_by(finding: Finding) -> str:
     if finding.phase == "backward":
         target = f" of {finding.parameter}" if finding.parameter else ""
         return f"the gradient{target} that {finding.op} makes is {finding.kind}; {took}."
+    if not finding.op:
+        return f"a step made {finding.count} {finding.kind} in {finding.parameter}."
     return f"{finding.op} made {finding.count} {finding.kind} in {finding.dtype}; {took}."
 
 

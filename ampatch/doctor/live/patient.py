@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -39,6 +40,7 @@ class Replayed:
     origins: list[dict]
     survives: bool | None = None
     oversized: tuple[str, ...] = ()
+    grown: float = 1.0
 
 
 @dataclass
@@ -127,14 +129,20 @@ class Patient(ScalerInUse):
         origins, survives, unknown, oversized = replay(record, models, optimizers, optimizer, scale)
         self.unknown += [f"step {number}: {line}" for line in unknown]
         of_weights = [it for it in origins if it["phase"] == "optimizer" and not it["call"]["op"]]
-        was_good = len(self._stretches) > 1 and self._stretches[-2].attempt.is_finite
+        grown = max((state.times_grown() for state in record.state.values()), default=1.0)
+        before = self._stretches[-2].attempt if len(self._stretches) > 1 else None
         if of_weights:
             self._blame_weights()
-        if of_weights and was_good:
-            self.replays.append(Replayed(self.latest - 1, max(number - 1, 0), of_weights, survives))
-        rest = [it for it in origins if it not in of_weights]
-        self.replays.append(Replayed(self.latest, number, rest, survives, oversized))
-        self._tell()
+        if of_weights and before is None:  # no step has made them
+            origins = [it | {"phase": "input"} if it in of_weights else it for it in origins]
+        elif of_weights:
+            origins = [it for it in origins if it not in of_weights]
+            if before.is_finite:
+                note_eps(of_weights, optimizer)
+                made = Replayed(self.latest - 1, max(number - 1, 0), of_weights, survives, (), grown)
+                self.replays.append(made)
+        self.replays.append(Replayed(self.latest, number, origins, survives, oversized, grown))
+        self._tell(is_end=not self._stretches[-1].attempt.is_dynamic)  # a static scale searches for nothing
 
     def _look_at_weights(self, models: Sequence[Module]) -> None:
         last = self._stretches[-1] if self._stretches else None
@@ -180,9 +188,19 @@ class Patient(ScalerInUse):
     def _merged(self, origins: Sequence[dict]) -> tuple[Finding, ...]:
         of = {one.index: one for one in self.replays}
         attempts = list(self._attempts())
-        found = [
-            replace(read_finding(it, one.step, attempts[one.index]), float32_survives=one.survives)
-            for it, one in ((it, of[it["attempt"]]) for it in origins)
-        ]
+        found = []
+        for origin in origins:
+            one = of[origin["attempt"]]
+            it = read_finding(origin, one.step, attempts[one.index])
+            found.append(replace(it, float32_survives=one.survives, facts=it.facts | {"grown": one.grown}))
         keep = modules_to_keep(found, [name for one in self.replays for name in one.oversized])
         return tuple(explain(replace(it, keep=keep)) for it in merge_steps(found))
+
+
+def note_eps(origins: Sequence[dict], optimizer: Optimizer | None) -> None:
+    """Notes an eps of the optimizer that is 0 in the type of the weights that it made."""
+    for group in optimizer.param_groups if optimizer is not None else ():
+        eps, dtype = group.get("eps"), group["params"][0].dtype
+        if eps and torch.tensor(eps, dtype=dtype) == 0:
+            for it in origins:
+                it["call"]["facts"] = {"constant": (eps, "0", str(dtype)[6:])}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -191,6 +192,14 @@ class State:
         self._buffers: list[Tensor] = []
         self._saved: list[Tensor] = []
         self._values: list[tuple[object, ...]] = []
+        plain = [each for each in model.parameters() if type(each) is Parameter and each.numel()]
+        self._at_first = [(weakref.ref(each), each.detach().abs().amax()) for each in plain]
+
+    def times_grown(self) -> float:
+        """Returns how many times as large as at first the weight is that grew most; waits for the device."""
+        known = [(weight, first) for find, first in self._at_first if (weight := find()) is not None]
+        times = [float(weight.detach().abs().amax() / first) for weight, first in known]
+        return max(filter(math.isfinite, times), default=1.0)
 
     def save(self) -> None:
         """Takes the state; copies the buffers, no host sync."""

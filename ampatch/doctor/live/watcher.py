@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import sys
 import weakref
@@ -70,6 +71,8 @@ class Watcher:
 
     def open(self, undo: ExitStack) -> None:
         """Puts the hooks where they belong; `undo` takes them away."""
+        atexit.register(self._finish)  # a script may end without taking its watch away
+        undo.callback(atexit.unregister, self._finish)
         undo.callback(self._finish)
         for find in self._models:
             model = find()
