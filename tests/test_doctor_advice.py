@@ -163,13 +163,24 @@ def test_a_script_trains_that_does_what_the_first_advice_says(tmp_path, name):
     assert run(fixed, tmp_path)
 
 
-LIVE = ("eps of Adam", "decay", "rate too high", "static loss scale", "buffer that is not set", "focal power")
+LIVE = (
+    "eps of Adam",
+    "decay",
+    "rate too high",
+    "static loss scale",
+    "buffer that is not set",
+    "focal power",
+    "box coder",
+)
+WATCH = "import ampatch\n\nwatch = ampatch.diagnose.watch(model, optimizer)\nwatch.__enter__()\nfor step"
 
 
 @pytest.mark.process(keep=1)
 @pytest.mark.parametrize("name", LIVE)
 def test_a_watch_within_the_script_says_the_same(tmp_path, name):
     script = write_script(CASES[name]).replace("verbosity=0", "verbosity=0, diagnose=True")
+    if "diagnose" not in script:
+        script = script.replace("for step", WATCH)
     (tmp_path / "train.py").write_text(script)
     command = [sys.executable, "-m", "ampatch", "run", tmp_path / "train.py"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr

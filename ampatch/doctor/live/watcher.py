@@ -71,8 +71,8 @@ class Watcher:
 
     def open(self, undo: ExitStack) -> None:
         """Puts the hooks where they belong; `undo` takes them away."""
-        atexit.register(self._finish)  # a script may end without taking its watch away
-        undo.callback(atexit.unregister, self._finish)
+        atexit.register(undo.close)  # a script may end without taking its watch away
+        undo.callback(atexit.unregister, undo.close)
         undo.callback(self._finish)
         for find in self._models:
             model = find()
@@ -149,6 +149,8 @@ class Watcher:
         record.slots.is_whole &= slot is not None
         given = record.slots.refer(args), record.slots.refer(kwargs)
         record.losses.append(loss.detach().clone() if loss.dim() else loss.data)  # data has no version
+        if loss.is_cpu and not loss.isfinite().all():  # gradients may be finite, and the step be made
+            record.weights = record.weights or copy_weights(alive(self._models))
         if not record.slots.is_whole:
             hold_gradients(record, [loss])
         record.events.append(Backward(slot, *given, capture(3), record.losses[-1]))
