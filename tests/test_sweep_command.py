@@ -482,6 +482,12 @@ def test_devices_that_there_are_not_are_refused(folder, runs, capsys, monkeypatc
     assert runs.made == []
 
 
+def test_where_there_is_no_gpu_none_is_chosen(folder, runs, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert sweep("train.py", "--devices", "0,1") == 2
+    assert "--devices '0,1': torch finds no GPU; --jobs N" in capsys.readouterr().err
+
+
 # ---- Repeats within a budget ----
 
 NEAR, APART = Spread(1.8, 1.7, 1.95, 15), Spread(1.7, 1.6, 1.75, 15)  # to the 1.9 to 2.1 ms of O0

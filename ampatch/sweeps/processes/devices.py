@@ -24,14 +24,17 @@ class Device:
 
 def parse_devices(text: str) -> tuple[Device, ...]:
     """Reads the numbers of GPUs, which count as torch does: within those that are visible to this process."""
-    listed, count = os.environ.get(VISIBLE), torch.cuda.device_count()
+    listed, most = os.environ.get(VISIBLE), torch.cuda.device_count()
+    if not most:
+        raise ArgumentError([("devices", text, "torch finds no GPU; --jobs N shares the processors out")])
     known = [it.strip() for it in listed.split(",") if it.strip()] if listed is not None else None
-    most = count or (None if known is None else len(known))  # where no GPU is seen, the run will say
     words = [word.strip() for word in text.split(",")]
     numbers = [int(word) for word in words if word.isdecimal()]
-    if len(set(numbers)) < len(words) or (most is not None and max(numbers) >= most):
-        expected = "numbers of GPUs" if most is None else f"numbers of the {most} GPUs that there are, from 0"
-        raise ArgumentError([("devices", text, f"expected {expected}, separated by commas, each once")])
+    if len(set(numbers)) < len(words) or max(numbers) >= most:
+        expected = (
+            f"expected numbers of the {most} GPUs that there are, from 0, separated by commas, each once"
+        )
+        raise ArgumentError([("devices", text, expected)])
     return tuple(Device(str(it), known[it] if known else str(it)) for it in numbers)
 
 
