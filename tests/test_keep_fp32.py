@@ -207,6 +207,14 @@ def test_a_float32_copy_of_a_model_with_a_kept_part_is_cast_nowhere():
     assert copied.seen == [FULL] * 4
 
 
+@pytest.mark.parametrize("opt_level", CASTING)
+def test_a_copy_of_a_model_with_a_kept_part_trains_in_a_later_session(opt_level):
+    copied = copy.deepcopy(open_session(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "O4", keep_fp32="1"))
+    amp.uninitialize()
+    open_session(copied, opt_level)
+    assert copied(X).isfinite().all()
+
+
 @pytest.mark.parametrize("opt_level", EVERY_LEVEL)
 def test_where_nothing_is_kept_no_part_of_a_model_has_a_hook(opt_level):
     model = open_session(Model(), opt_level)

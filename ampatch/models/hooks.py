@@ -41,11 +41,12 @@ class CastInputs:
         return cast_call(args, kwargs, dtype, cast_object(dtype))
 
     def find_dtype(self, module: Module) -> torch.dtype | None:
-        """What the inputs are cast to; None for a copy whose weights are not half any more."""
-        if not self.is_copy or self.dtype not in HALF_TYPES:
+        """What the inputs are cast to; in a copy as its weights are, None if they are not half any more."""
+        if not self.is_copy:
             return self.dtype
         tensors = itertools.chain(module.parameters(), module.buffers())
-        return next((tensor.dtype for tensor in tensors if tensor.dtype in HALF_TYPES), None)
+        half = (tensor.dtype for tensor in tensors if tensor.dtype in HALF_TYPES)
+        return next(half, None if self.dtype in HALF_TYPES else self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
