@@ -1,7 +1,9 @@
 """`ampatch doctor --against`: two levels on the same batches, and which module departs first."""
 
 import json
-from contextlib import ExitStack
+import tempfile
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +12,12 @@ from torch.nn import functional as F
 
 import ampatch as amp
 from ampatch.__main__ import main
-from ampatch.doctor.against.capture import LAST, Capture
-from ampatch.doctor.against.compare import compare, distance, said_of_comparison
+from ampatch.doctor.against.compare import compare, compare_levels, distance, said_of_comparison
+from ampatch.doctor.against.sample import Sample, read_samples
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.operations import Enough
+from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.runs import Run
 
 
 class Off(nn.Module):
@@ -23,21 +27,20 @@ class Off(nn.Module):
         return x.clone() if x.dtype == torch.float32 else x + x.abs().round()
 
 
-def capture(level, wanted=None, planted=None, scale=1.0, steps=3, optimizer=torch.optim.SGD, factor=1.0):
-    """Trains a net until what is wanted is captured; returns that, and whether the weights stayed."""
+def take(folder, level, planted=None, scale=1.0, factor=1.0):
+    """Trains a net to its second attempt, of which a sample is taken."""
     torch.manual_seed(0)
     layers = [nn.Linear(16, 32), nn.Tanh(), nn.Dropout(0.5), nn.Linear(32, 32), nn.Linear(32, 4)]
     model = nn.Sequential(*layers[:3], *([planted] if planted else []), *layers[3:])
-    optimizer = optimizer(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if level != "O0":
         given = {"opt_level": level, "verbosity": 0, "loss_scale": scale}
         model, optimizer = amp.initialize(model, optimizer, **given)
-    before = [p.detach().clone() for p in model.parameters()]
     with ExitStack() as stack:
-        seen = Capture(clock := Clock(stack), wanted)
+        Sample(clock := Clock(stack), folder, 1, ends=True)
         clock.follow_run()
-        try:
-            for _ in range(steps):
+        with suppress(Enough):
+            for _ in range(3):
                 loss = factor * F.cross_entropy(model(torch.randn(8, 16)).float(), torch.arange(8) % 4)
                 optimizer.zero_grad()
                 if level == "O0":
@@ -46,23 +49,24 @@ def capture(level, wanted=None, planted=None, scale=1.0, steps=3, optimizer=torc
                     with amp.scale_loss(loss, optimizer) as scaled:
                         scaled.backward()
                 optimizer.step()
-        except Enough:
-            pass
-    held = all(map(torch.equal, before, model.parameters()))
     amp.uninitialize()
-    return {"attempt": seen.attempt, "tensors": seen.tensors}, held
 
 
-def against(level, scale=1.0, **given):
+@pytest.fixture
+def against(tmp_path):
     """Compares a level with O0."""
-    own, held = capture(level, scale=scale, **given)
-    other, _ = capture("O0", own["attempt"], **given)
-    assert held
-    return compare(own, other, (scale, 1.0)) | {"level": "O0"}
+
+    def compared(level, **given):
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        take(folder, level, **given)
+        take(folder, "O0", **given)
+        return compare(*read_samples(folder)) | {"level": "O0"}
+
+    return compared
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_a_sound_net_does_not_depart(level):
+def test_a_sound_net_does_not_depart(against, level):
     found = against(level)
     assert found["first"] is None
     assert 0 < max(row["error"] for row in found["rows"]) < found["allowed"]["backward"]
@@ -71,7 +75,7 @@ def test_a_sound_net_does_not_depart(level):
     ]
 
 
-def test_rows_are_in_the_order_of_appearance():
+def test_rows_are_in_the_order_of_appearance(against):
     rows = [(row["phase"], row["module"], row["parameter"]) for row in against("O2")["rows"]]
     forward = [("forward", str(i), None) for i in range(5)]
     assert rows[:5] == forward
@@ -79,14 +83,14 @@ def test_rows_are_in_the_order_of_appearance():
     assert rows[10:12] == [("backward", "4", "4.bias"), ("backward", "4", "4.weight")]
 
 
-def test_the_module_that_departs_first_is_named():
+def test_the_module_that_departs_first_is_named(against):
     found = against("O2", planted=Off())
     row = found["rows"][found["first"]]
     assert (row["phase"], row["module"]) == ("forward", "3")
     assert "model.3 departs first: its output is off by" in said_of_comparison(found)[0]
 
 
-def test_gradients_that_underflow_depart_in_the_backward():
+def test_gradients_that_underflow_depart_in_the_backward(against):
     found = against("O2", factor=1e-6)
     row = found["rows"][found["first"]]
     assert (row["phase"], row["module"]) == ("backward", "4")
@@ -95,30 +99,39 @@ def test_gradients_that_underflow_depart_in_the_backward():
     assert against("O2", scale=2.0**16, factor=1e-6)["first"] is None
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_weights_are_held_while_an_attempt_is_waited_for(optimizer):
-    own, held = capture("O0", wanted=2, optimizer=optimizer)
-    assert (own["attempt"], held) == (2, True)
-    first, _ = capture("O0", wanted=0, optimizer=optimizer)
-    key = next(iter(own["tensors"]))
-    assert not torch.equal(own["tensors"][key], first["tensors"][key])  # another batch
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_the_second_run_reads_the_masters_of_the_first(tmp_path, level):
+    take(tmp_path, level)
+    weights, _ = torch.load(tmp_path / "weights-0.pt")
+    assert weights["0.weight"].dtype == torch.float32
+    assert not torch.equal(weights["0.weight"], weights["0.weight"].half().float())
+    take(tmp_path, "O0")
+    own, other = read_samples(tmp_path)
+    key = ("forward", "model", "0", 0, "0")
+    assert not torch.equal(own["tensors"][key], other["tensors"][key])
+    torch.testing.assert_close(own["tensors"][key].float(), other["tensors"][key], rtol=0.02, atol=0.02)
 
 
-def test_an_overflow_of_the_scale_is_passed_over_and_one_of_the_forward_is_not():
-    scale = amp.DynamicLossScale(init_scale=2.0**24)
-    own, held = capture("O2", scale=scale, steps=20)
-    assert held
-    assert 0 < own["attempt"] < LAST
-    own, _ = capture("O2", planted=nn.Hardtanh(-1, 1), scale=scale, steps=20, factor=float("inf"))
-    assert own["attempt"] == 19  # the last that there was
+@pytest.mark.parametrize(
+    ("attempts", "wanted"),
+    [
+        ([Attempt(gradients=False)] * 3 + [Attempt()], 3),  # a scale searches
+        ([Attempt(gradients=False), Attempt(loss=False, gradients=False), Attempt()], 1),
+        ([Attempt(gradients=False)] * 3, 0),
+        ([], 0),
+    ],
+)
+def test_an_overflow_of_the_scale_is_passed_over_and_one_of_the_loss_is_not(attempts, wanted):
+    runs, unknown = [], []
+    assert compare_levels(lambda _, run: runs.append(run), Run("train.py"), "O0", attempts, unknown) is None
+    assert [run.sample for run in runs] == [wanted] * 2
+    assert unknown == ["nothing to compare: no model ran before a step of an optimizer"]
 
 
 def test_where_numbers_are_not_finite_there_is_no_error_and_it_departs():
     key = ("forward", "model", "a", 0, "0")
     sound, broken = torch.ones(3), torch.tensor([1.0, float("inf"), 1.0])
-    found = compare(
-        {"attempt": 0, "tensors": {key: broken}}, {"attempt": 0, "tensors": {key: sound}}, (1.0, 1.0)
-    )
+    found = compare(*({"attempt": 0, "scale": 1.0, "tensors": {key: each}} for each in (broken, sound)))
     assert (found["first"], found["rows"][0]["error"]) == (0, None)
     json.dumps(found, allow_nan=False)
 

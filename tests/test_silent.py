@@ -11,13 +11,14 @@ import torch
 import ampatch as amp
 from ampatch.__main__ import main
 from ampatch.apex.script import level_overrides
+from ampatch.doctor.against import sample
+from ampatch.doctor.against.sample import Sample
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.precision import without_casts
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.silent import gradients
-from ampatch.doctor.silent.gradients import Sample, compare_gradients
+from ampatch.doctor.silent.gradients import compare_gradients
 from ampatch.doctor.silent.watch import Silent
 from ampatch.doctor.silent.words import examine_silent
 
@@ -430,7 +431,7 @@ def run_sample(text, folder, attempt, repeats):
             stack.enter_context(amp.override(**level_overrides("O0")))
             without_casts(stack)
         silent = Silent(clock := Clock(stack))
-        Sample(clock, folder, attempt, repeats)
+        Sample(clock, folder, attempt, ends=repeats)
         clock.follow_run()
         stack.callback(amp.uninitialize)
         torch.manual_seed(0)
@@ -463,9 +464,10 @@ def test_gradients_that_underflow_are_told_from_zeros_of_float32(tmp_path, style
         "loss_scale=1.0", f"loss_scale={numbers['init_scale']}"
     )
     again = again.replace("init_scale=1.0", f"init_scale={numbers['init_scale']}")
+    (second := tmp_path / "again").mkdir()
     for repeats in (False, True):
-        run_sample(again, tmp_path, attempt, repeats)
-    assert compare_gradients(tmp_path, attempt) == ([], "")
+        run_sample(again, second, attempt, repeats)
+    assert compare_gradients(second, attempt) == ([], "")
 
 
 def test_a_step_that_is_another_in_float32_is_not_compared(tmp_path):
@@ -479,10 +481,8 @@ def test_a_step_that_is_another_in_float32_is_not_compared(tmp_path):
 
 @pytest.mark.parametrize("draws", [False, True])
 def test_a_step_that_draws_by_type_is_not_compared_on_a_gpu(tmp_path, monkeypatch, draws):
-    monkeypatch.setattr(
-        gradients, "random_of", lambda _: dict.fromkeys(("cpu", "gpu"), torch.get_rng_state())
-    )
-    monkeypatch.setattr(gradients, "set_random", lambda states: torch.set_rng_state(states["gpu"]))
+    monkeypatch.setattr(sample, "random_of", lambda _: dict.fromkeys(("cpu", "gpu"), torch.get_rng_state()))
+    monkeypatch.setattr(sample, "set_random", lambda states: torch.set_rng_state(states["gpu"]))
     text = LOSSES["O1"].replace("torch.randn(4, 8), torch", "torch.randint(0, 9, (4,)), torch")
     text = text.replace("{small}", "(1.0 + 0 * torch.rand(()))" if draws else "1.0").replace("{scale}", "1.0")
     for repeats in (False, True):

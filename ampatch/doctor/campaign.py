@@ -75,7 +75,7 @@ class Campaign:
         )
         harmless = merge(attempts, [it for it in origins if not it["has_reached"]])
         if sample is not None and not findings:
-            faults, reason = compare_gradients(Path(self.run.samples), sample)
+            faults, reason = compare_gradients(self.run.samples, sample)
             self.silent.append({"faults": faults})
             self.unknown += [reason] if reason else []
         silent = examine_silent(self.silent, attempts, findings)
@@ -127,8 +127,12 @@ class Campaign:
 
     def complete(self, report: Report, against: str | None = None) -> Report:
         """Returns a report with growth, what slows the script down, and the comparison with a level."""
-        compared = compare_levels(self._start, self.run, against, self.unknown) if against else None
         watched, traced = self.seen["watched"], self.seen.get("traced")
+        compared = (
+            compare_levels(self._start, self.run, against, watched.attempts, self.unknown)
+            if against
+            else None
+        )
         return replace(
             report,
             growth=describe_growth(watched.growth, watched.attempts) if watched.attempts else None,

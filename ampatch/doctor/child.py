@@ -12,7 +12,7 @@ import torch
 
 from ampatch import apex
 from ampatch.apex.script import Script, level_overrides
-from ampatch.doctor.against.capture import Capture
+from ampatch.doctor.against.sample import Sample
 from ampatch.doctor.brakes import Brakes
 from ampatch.doctor.growth.notes import Growth
 from ampatch.doctor.instruments.clock import Clock
@@ -27,7 +27,6 @@ from ampatch.doctor.instruments.precision import (
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.watch import Watch
 from ampatch.doctor.runs import Run
-from ampatch.doctor.silent.gradients import Sample
 from ampatch.doctor.silent.watch import Silent
 from ampatch.tools.seeds import set_seeds
 
@@ -56,12 +55,10 @@ def look(run: Run, clock: Clock) -> Callable[[], dict[str, object]]:
     keep_float32(run.keep_fp32, clock.undo)
     watch, growth = Watch(clock), None if run.every is None else Growth(clock, run.every)
     brakes = Brakes(clock) if run.speed else None
-    if run.capture:
-        clock.undo.callback(Capture(clock, run.wanted).save, run.capture)
     oversized = Oversized(clock) if run.float32 else None
     silent = Silent(clock, run.window or ())
     if run.sample is not None:
-        Sample(clock, run.samples, run.sample, repeats=run.float32)
+        Sample(clock, run.samples, run.sample, ends=run.float32 or not run.traces)
     trace = Trace(clock, run.window, run.goes_on) if run.traces else None
     clock.follow_run()
     if trace:

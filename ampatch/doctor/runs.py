@@ -36,12 +36,10 @@ class Run:
     window: tuple[int, ...] | None = None
     goes_on: bool = False
     keep_fp32: tuple[str, ...] = ()
-    # What is noted beside: growth, at each so many attempts; what slows it down; tensors, into a file.
+    # What is noted beside: growth, at each so many attempts; what slows it down; one attempt's numbers.
     every: int | None = None
     speed: bool = False
-    capture: str = ""
-    wanted: int | None = None
-    sample: int | None = None  # the attempt whose gradients go to the folder `samples`
+    sample: int | None = None  # the attempt whose numbers go to the folder `samples`
     samples: str = ""
     device: str | None = None  # as of a `Script`
     legacy: bool = False

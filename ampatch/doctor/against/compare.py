@@ -6,13 +6,13 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ampatch.doctor.against.capture import Key
+from ampatch.doctor.against.sample import FILES, Key, is_parameter, read_samples
 from ampatch.doctor.growth.curves import name_of
+from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.runs import Run, Seen
 from ampatch.levels.precision import HALF_TYPES
 
@@ -22,25 +22,24 @@ SWITCHED = 2.0  # of sqrt(eps), in a backward
 TINY = 1e-30  # of a reference whose numbers are all zeros
 
 
-def compare_levels(start: Start, run: Run, level: str, unknown: list[str]) -> dict[str, object] | None:
-    """Runs the script at its own level and at another, on the same batches; returns the field `against`.
+def compare_levels(
+    start: Start, run: Run, level: str, attempts: Sequence[Attempt], unknown: list[str]
+) -> dict[str, object] | None:
+    """Runs the script at its own level and at another, to the same step; returns the field `against`.
 
-    Both runs end at the first attempt at a step whose gradients are finite at the script's own level, or
-    whose forward is not. The weights are held up to there.
-    Costs two runs.
+    That is the first of `attempts`, those at its own level, whose gradients are finite, or whose loss is not:
+    no other scale cures it. Costs two runs.
     """
+    wanted = next((index for index, it in enumerate(attempts) if it.gradients or not it.loss), 0)
     with tempfile.TemporaryDirectory(prefix="ampatch-doctor-") as folder:
-        own, other = (str(Path(folder, name)) for name in ("own.pt", "other.pt"))
-        attempts = start("compared", replace(run, capture=own)).attempts
-        seen = torch.load(own)
-        if not seen["tensors"]:
-            unknown.append("nothing to compare: no model ran before a step of an optimizer")
-            return None
-        against = replace(run, level=level, float32=level == "O0", capture=other, wanted=seen["attempt"])
-        others = start(f"{level}", against).attempts
-        theirs = torch.load(other)
-    scales = [(each[-1].scale if each else None) or 1.0 for each in (attempts, others)]
-    found = compare(seen, theirs, scales)
+        run = replace(run, samples=folder, sample=wanted)
+        start("compared", run)
+        start(level, replace(run, level=level, float32=level == "O0"))
+        taken = read_samples(folder)
+    if len(taken) < len(FILES):
+        unknown.append("nothing to compare: no model ran before a step of an optimizer")
+        return None
+    found = compare(*taken)
     if not found["rows"]:
         unknown.append(f"nothing to compare: at {level} other modules ran, or on other shapes")
     elif not any(row["error"] != 0 for row in found["rows"]):
@@ -48,18 +47,16 @@ def compare_levels(start: Start, run: Run, level: str, unknown: list[str]) -> di
     return {"level": level, **found}
 
 
-def compare(
-    own: Mapping[str, object], other: Mapping[str, object], scales: Sequence[float]
-) -> dict[str, object]:
+def compare(own: Mapping[str, object], other: Mapping[str, object]) -> dict[str, object]:
     """Returns the rows of a comparison, in the order of appearance.
 
-    `own` and `other` are what `Capture.save` wrote, `scales` the loss scales of both, by which gradients are
-    divided. The error of a row is the norm of the difference by the norm of the other's numbers, None where
-    some are not finite. `lost` is the part of numbers that are zero, and are not at the other level. A row
-    departs if its error is above the largest before it by more than is `allowed`: in a forward 4 eps of the
-    half type, in a backward 2 sqrt(eps), since a rectifier that switches for a part eps of its numbers
-    changes the gradient by sqrt(eps). A gradient of a parameter that is far below those of its layer's
-    others, as of a bias before a BatchNorm, which has none, is measured by theirs.
+    `own` and `other` are what a `Sample` wrote; gradients are divided by its scale. The error of a row is the
+    norm of the difference by the norm of the other's numbers, None where some are not finite. `lost` is the
+    part of numbers that are zero, and are not at the other level. A row departs if its error is above the
+    largest before it by more than is `allowed`: in a forward 4 eps of the half type, in a backward 2
+    sqrt(eps), since a rectifier that switches for a part eps of its numbers changes the gradient by
+    sqrt(eps). A gradient of a parameter that is far below those of its layer's others, as of a bias before a
+    BatchNorm, which has none, is measured by theirs.
     """
     ours: dict[Key, Tensor] = own["tensors"]
     theirs: dict[Key, Tensor] = other["tensors"]
@@ -68,6 +65,7 @@ def compare(
     )
     eps = torch.finfo(half).eps
     allowed = {"forward": FACTOR * eps, "backward": SWITCHED * math.sqrt(eps)}
+    scales = own["scale"], other["scale"]
     norms = layer_norms(theirs, scales[1])
     rows, before = [], 0.0
     for key, one in ours.items():
@@ -96,11 +94,6 @@ def layer_norms(tensors: Mapping[Key, Tensor], scale: float) -> dict[tuple[str, 
         if is_parameter(key):
             norms[key[:3]] = max(norms.get(key[:3], 0.0), tensor.double().norm().item() / scale)
     return norms
-
-
-def is_parameter(key: Key) -> bool:
-    """Says whether a parameter's gradient was captured, not what a module gave."""
-    return not key[-1].isdecimal()
 
 
 def distance(one: Tensor, two: Tensor, least: float = 0.0) -> tuple[float, float]:

@@ -6,6 +6,7 @@ import os
 import sys
 import sysconfig
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
@@ -124,6 +125,12 @@ class Models:
     def parameters(self) -> list[Parameter]:
         """Returns the parameters of all models that have run."""
         return [parameter for root in self.roots for parameter in root.parameters()]
+
+    def named_parameters(self) -> Iterator[tuple[str, str, Parameter]]:
+        """Yields the parameters of all models, after the names of the model and of the parameter."""
+        for root in self.roots:
+            for path, parameter in root.named_parameters():
+                yield self._names[id(root)][0], path, parameter
 
     def _learn(self, module: Module) -> None:
         name, root = find_owner(unwrap(module))

@@ -1,0 +1,177 @@
+"""Takes one attempt at a step, at two precisions: what modules give, and what gradients arrive.
+
+The first run saves weights, buffers and random state where a model is entered for the first time in the
+attempt, and the second reads them at the same place: so both can be compared number by number.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.nn import Module
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import ampatch as amp
+from ampatch.doctor.instruments.clock import Clock, Instrument
+from ampatch.doctor.instruments.operations import Enough
+from ampatch.doctor.instruments.places import Models, device_of, user_line
+from ampatch.doctor.instruments.values import (
+    drop_alike,
+    floating_in,
+    plain,
+    quiet,
+    random_of,
+    set_random,
+)
+
+SAMPLES = 2**16  # numbers of a tensor, at most
+FILES = ("first.pt", "second.pt")
+
+# What is taken: phase, model, module, which call of it, and a parameter or the number of an output.
+Key = tuple[str, str, str, int, str]
+
+
+class Sample(Instrument):
+    """Takes an attempt into a folder; the second run there repeats that of the first."""
+
+    def __init__(self, clock: Clock, folder: str, attempt: int, ends: bool) -> None:
+        super().__init__(clock)
+        self._folder, self._wanted, self._ends = Path(folder), attempt, ends
+        self._repeats = (self._folder / FILES[0]).exists()
+        self._entered: set[int] = set()
+        self._losses: list[float] = []  # of backward passes
+        self._scale, self._where = 1.0, None  # of the first
+        self.tensors: dict[Key, Tensor] = {}
+        self._last: Tensor | None = None
+        self._clean: set[int] = set()  # ids of parameters without gradients before the backward pass
+        self._largest: list[Tensor] = []  # of gradients
+        self._device = torch.device("cpu")  # of the model
+        self._random: dict[str, Tensor] = {}  # as it is if nothing else than dropout draws
+        self._is_drawn = False
+        clock.wrap(F, "dropout", self._drop)
+        clock.undo.callback(self._save)
+
+    def _drop(self, dropout: Callable[..., Tensor], *args, **kwargs) -> Tensor:
+        if not self._is_now:
+            return dropout(*args, **kwargs)
+        self._look_at_draws()
+        result = drop_alike(dropout, *args, **kwargs)
+        self._random = random_of(self._device)
+        return result
+
+    def _look_at_draws(self) -> None:
+        """Notes whether others have drawn: on a GPU what they get depends on the type."""
+        now = random_of(self._device)
+        gpus = self._random.keys() & now.keys() - {"cpu"}
+        self._is_drawn |= not all(torch.equal(self._random[gpu], now[gpu]) for gpu in gpus)
+
+    @property
+    def _is_now(self) -> bool:
+        return self.clock.attempt == self._wanted
+
+    def enter_model(self, model: Module, args: tuple) -> None:
+        """Saves or reads the weights of a model, of half ones the masters."""
+        if not self._is_now or id(model) in self._entered:
+            return
+        file = self._folder / f"weights-{len(self._entered)}.pt"
+        self._entered.add(id(model))
+        self._device = device_of(model)
+        with quiet():
+            held = dict([*model.named_parameters(), *model.named_buffers()])
+            if not self._repeats:
+                masters = {name: it for name, it in model.state_dict().items() if name in held}
+                torch.save((held | masters, random_of(self._device)), file)
+            elif file.exists():
+                values, states = torch.load(file, weights_only=True)
+                for name in held.keys() & values.keys():
+                    held[name].copy_(values[name])
+                set_random(states)
+        self._random = random_of(self._device)
+
+    def see_output(self, module: Module, output: object) -> None:
+        """Takes an output, and its gradient when it comes, but for what an inner module gave."""
+        place = self.clock.models.place
+        if not self._is_now or place is None or not torch.is_grad_enabled():
+            return
+        with quiet():
+            for number, tensor in enumerate(floating_in(output)):
+                if tensor is self._last:
+                    continue
+                self._last = tensor
+                key = (place.model, place.module, place.call, str(number))
+                self._take(("forward", *key), tensor)
+                if tensor.requires_grad:
+                    tensor.register_hook(functools.partial(self._take, ("backward", *key)))
+
+    def _take(self, key: Key, tensor: Tensor) -> None:
+        with quiet():
+            self.tensors.setdefault(key, thin(tensor))
+            if key[0] == "backward" and tensor.numel():
+                self._largest.append(plain(tensor).abs().amax())
+
+    def see_scale(self, scaler: GradScaler | amp.LossScaler) -> None:
+        """Notes the scale."""
+        if self._is_now and not self._losses:
+            self._scale = scaler.get_scale()
+
+    def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
+        """Notes the loss."""
+        self._clean = clean_in(self.clock.models) if self._is_now else set()
+        if not self._is_now:
+            return
+        if not self._losses:
+            self._where = user_line()
+            self._look_at_draws()
+            self._device = torch.device("cpu")  # a checkpoint draws again in the backward
+        self._losses.append(sum(loss.detach().sum().item() for loss in losses))
+
+    def end_backward(self) -> None:
+        """Takes the gradients of parameters, the last layer's first."""
+        changed = self._clean.intersection(map(id, self.clock.changed))
+        for model, name, parameter in reversed(list(self.clock.models.named_parameters())):
+            if id(parameter) in changed:
+                self._take(("backward", model, name.rpartition(".")[0], 0, name), parameter.grad)
+
+    def end_attempt(self, optimizer: Optimizer) -> None:
+        """Ends the run, if nothing else is looked at."""
+        if self._ends and self.clock.attempt >= self._wanted:
+            raise Enough
+
+    def _save(self) -> None:
+        if self.tensors:
+            kept = {
+                "attempt": self._wanted,
+                "loss": sum(self._losses[:1]) / self._scale,
+                "scale": self._scale,
+            }
+            kept |= {"where": self._where, "tensors": self.tensors, "is_drawn": self._is_drawn}
+            kept |= {"largest": max((it.item() for it in self._largest), default=0.0)}
+            torch.save(kept, self._folder / FILES[self._repeats])
+
+
+def thin(tensor: Tensor) -> Tensor:
+    """Returns a tensor's numbers on the processor, of a large one some at equal distances."""
+    values = plain(tensor).flatten()
+    return values[:: -(-values.numel() // SAMPLES) | 1].cpu().clone()  # an odd stride meets all columns
+
+
+def clean_in(models: Models) -> set[int]:
+    """Returns the ids of parameters that have no gradient as yet, or one of zeros; a host sync for each."""
+    return {id(it) for it in models.parameters() if it.grad is None or not plain(it.grad).any()}
+
+
+def is_parameter(key: Key) -> bool:
+    """Says whether a parameter's gradient was taken, not what a module gave."""
+    return not key[-1].isdecimal()
+
+
+def read_samples(folder: str) -> list[dict]:
+    """Returns what the runs have written, which are two where the step came again."""
+    files = [Path(folder, name) for name in FILES]
+    return [torch.load(file, weights_only=True) for file in files if file.exists()]
