@@ -244,10 +244,10 @@ def find_behind(again: Seen, hidden: Sequence[int]) -> list[dict]:
     return [it for it in found if it["has_reached"] and it["attempt"] in hidden]
 
 
-def findings_in(seen: Seen, origins: Sequence[dict]) -> list[Finding]:
+def findings_in(seen: Seen, origins: Sequence[dict], may_collapse: bool = True) -> list[Finding]:
     """Returns what reached a loss, gradient or weight, but for what a dynamic scale mends by itself."""
     found = [it for it in origins if it["has_reached"] and it["attempt"] in seen.suspects]
-    return merge(seen.attempts, leave_out_mended(seen.attempts, found))
+    return merge(seen.attempts, leave_out_mended(seen.attempts, found, may_collapse))
 
 
 def merge(attempts: Sequence[Attempt], origins: Sequence[dict]) -> list[Finding]:

@@ -105,4 +105,5 @@ def read_finding(origin: dict, step: int | None, attempt: Attempt) -> Finding:
         element=element,
         sample=element[0] if in_batch else None,
         region=tuple(origin["region"]),
+        float32_survives=origin.get("float32_survives"),
     )

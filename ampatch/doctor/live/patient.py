@@ -2,58 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ampatch.doctor.campaign import MOST_TRACED, merge_steps, modules_to_keep
+from ampatch.doctor.campaign import MOST_TRACED, findings_in, merge, modules_to_keep
 from ampatch.doctor.causes import explain
-from ampatch.doctor.finding import Finding, Report, read_finding
+from ampatch.doctor.finding import Finding, Report
 from ampatch.doctor.instruments.clock import ScalerInUse
 from ampatch.doctor.instruments.operations import Call, Origin
 from ampatch.doctor.instruments.values import examine, is_finite
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.live.record import Record
 from ampatch.doctor.live.replay import replay
-from ampatch.doctor.suspects import describe_scale, find_suspects, leave_out_mended
+from ampatch.doctor.runs import Seen
+from ampatch.doctor.suspects import describe_scale
 from ampatch.doctor.words import describe, describe_finding
 from ampatch.levels.stack import asked
-
-
-@dataclass
-class Stretch:
-    """Attempts in a row that were alike: finite, at one scale."""
-
-    attempt: Attempt
-    count: int = 1
-
-
-@dataclass
-class Replayed:
-    """What the replay of one attempt showed; `survives` is None where float32 could not be tried."""
-
-    index: int
-    step: int
-    origins: list[dict]
-    survives: bool | None = None
-    oversized: tuple[str, ...] = ()
-    grown: float = 1.0
 
 
 @dataclass
 class Patient(ScalerInUse):
     """What is watched. `findings` and `report()` say what broke so far, as `ampatch doctor` does."""
 
-    replays: list[Replayed] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)  # those alike in a row are one object
+    origins: list[dict] = field(default_factory=list)
+    oversized: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    replays: int = 0
     is_replaying: bool = False
 
     def __post_init__(self) -> None:
-        self._stretches: list[Stretch] = []
-        self._count = 0
         self._good = 0.0  # the largest scale that a step was made with
         self._is_over = False  # weights are bad
         self._is_searching = False  # for a scale that does not overflow
@@ -65,24 +47,26 @@ class Patient(ScalerInUse):
         return self._found()
 
     def _found(self, may_collapse: bool = True) -> tuple[Finding, ...]:
-        attempts = list(self._attempts())
-        suspects = set(find_suspects(attempts))
-        found = [it for it in self._origins() if it["has_reached"] and it["attempt"] in suspects]
-        return self._merged(leave_out_mended(attempts, found, may_collapse))
+        seen = Seen(tuple(self.attempts), False, False, tuple(self.origins))
+        return self._explained(findings_in(seen, seen.origins, may_collapse))
+
+    def _explained(self, found: Sequence[Finding]) -> tuple[Finding, ...]:
+        keep = modules_to_keep(found, self.oversized)
+        return tuple(explain(replace(it, keep=keep)) for it in found)
 
     @property
     def harmless(self) -> tuple[Finding, ...]:
         """What broke in a step that was replayed, and reached nothing."""
-        return self._merged([it for it in self._origins() if not it["has_reached"]])
+        return self._explained(merge(self.attempts, [it for it in self.origins if not it["has_reached"]]))
 
     def report(self) -> Report:
         """Returns what was found as `ampatch doctor` reports it; `runs` counts the replays."""
         return Report(
             self.findings,
             self.harmless,
-            describe_scale(list(self._attempts())),
+            describe_scale(self.attempts),
             (),
-            len(self.replays),
+            self.replays,
             tuple(dict.fromkeys(self.unknown)),
         )
 
@@ -93,28 +77,28 @@ class Patient(ScalerInUse):
 
     def add(self, attempt: Attempt) -> bool:
         """Notes an attempt; says whether it should be replayed: of a scale's search only the first is."""
-        last = self._stretches[-1] if self._stretches else None
-        like = last is not None and last.attempt.is_finite and attempt.is_finite
-        if like and (last.attempt.scale, last.attempt.is_dynamic) == (attempt.scale, attempt.is_dynamic):
-            last.count += 1
-        else:
-            self._stretches.append(Stretch(attempt))
-        self._count += 1
+        last = self.attempts[-1] if self.attempts else attempt
+        is_alike = (last.scale, last.is_dynamic) == (attempt.scale, attempt.is_dynamic)
+        self.attempts.append(last if last.is_finite and attempt.is_finite and is_alike else attempt)
         if attempt.is_finite:
             self._good, self._is_searching = max(self._good, attempt.scale or 0.0), False
             return False
         is_probe = attempt.is_dynamic and attempt.loss and (attempt.scale or 0.0) > self._good
         goes_on, self._is_searching = is_probe and self._is_searching, is_probe
-        return not (goes_on or self._is_over) and len(self.replays) < MOST_TRACED
+        return not (goes_on or self._is_over) and self.replays < MOST_TRACED
 
-    def _blame_weights(self) -> None:
-        """Notes that the step before the latest left bad weights: all that follows comes of it."""
-        self._is_over = True
-        if len(self._stretches) < 2:
-            return
-        run = self._stretches[-2]
-        kept = [] if run.count == 1 else [Stretch(run.attempt, run.count - 1)]
-        self._stretches[-2:-1] = [*kept, Stretch(replace(run.attempt, weights=False))]
+    def _blame_weights(self, index: int, step: int) -> None:
+        """Notes that a step left bad weights: all that follows comes of it."""
+        self._is_over, known = True, self.attempts[index]
+        # One that was finite may be an object that stands for others, too.
+        self.attempts[index] = replace(known, weights=False, step=step if known.is_finite else known.step)
+
+    def _note(
+        self, index: int, origins: Sequence[dict], survives: bool | None = None, grown: float = 1.0
+    ) -> None:
+        for it in origins:
+            it["call"]["facts"]["grown"] = grown
+        self.origins += [it | {"attempt": index, "float32_survives": survives} for it in origins]
 
     def examine(
         self,
@@ -125,28 +109,27 @@ class Patient(ScalerInUse):
         optimizer: Optimizer | None,
     ) -> None:
         """Replays the latest attempt, and logs what is found."""
-        scale = self._stretches[-1].attempt.scale or 1.0
+        scale = self.attempts[-1].scale or 1.0
         origins, survives, unknown, oversized = replay(record, models, optimizers, optimizer, scale)
+        self.replays += 1
+        self.oversized += oversized
         self.unknown += [f"step {number}: {line}" for line in unknown]
         of_weights = [it for it in origins if it["phase"] == "optimizer" and not it["call"]["op"]]
         grown = max((state.times_grown() for state in record.state.values()), default=1.0)
-        before = self._stretches[-2].attempt if len(self._stretches) > 1 else None
-        if of_weights:
-            self._blame_weights()
-        if of_weights and before is None:  # no step has made them
+        self._is_over |= bool(of_weights)
+        if of_weights and not self.latest:  # no step has made them
             origins = [it | {"phase": "input"} if it in of_weights else it for it in origins]
         elif of_weights:
             origins = [it for it in origins if it not in of_weights]
-            if before.is_finite:
+            if self.attempts[-2].is_finite:
                 note_eps(of_weights, optimizer)
-                made = Replayed(self.latest - 1, max(number - 1, 0), of_weights, survives, (), grown)
-                self.replays.append(made)
-        self.replays.append(Replayed(self.latest, number, origins, survives, oversized, grown))
-        self._tell(is_end=not self._stretches[-1].attempt.is_dynamic)  # a static scale searches for nothing
+                self._note(self.latest - 1, of_weights, survives, grown)
+            self._blame_weights(self.latest - 1, number - 1)
+        self._note(self.latest, origins, survives, grown)
+        self._tell(is_end=not self.attempts[-1].is_dynamic)  # a static scale searches for nothing
 
     def _look_at_weights(self, models: Sequence[Module]) -> None:
-        last = self._stretches[-1] if self._stretches else None
-        if last is None or not last.attempt.is_finite:
+        if not self.attempts or not self.attempts[-1].is_finite:
             return
         named = [pair for model in models for pair in model.named_parameters()]
         name, bad = next(((n, p) for n, p in named if not is_finite(p)), (None, None))
@@ -154,10 +137,9 @@ class Patient(ScalerInUse):
             return
         call = Call("", "optimizer", None, None)
         origin = Origin(call, "optimizer", examine(bad), 0, parameter=name, has_reached=True)
-        self._stretches.append(Stretch(last.attempt))
-        self._blame_weights()
-        self._stretches.pop()
-        self.replays.append(Replayed(self.latest, last.attempt.step + last.count - 1, [origin.to_json()]))
+        last = self.attempts[-1]
+        self._blame_weights(self.latest, last.step + sum(it is last for it in self.attempts) - 1)
+        self._note(self.latest, [origin.to_json()])
         self.unknown.append("the last step left bad weights: which operation of the optimizer made them")
 
     def finish(self, models: Sequence[Module]) -> None:
@@ -175,26 +157,7 @@ class Patient(ScalerInUse):
     @property
     def latest(self) -> int:
         """The index of the latest attempt."""
-        return self._count - 1
-
-    def _attempts(self) -> Iterator[Attempt]:
-        for run in self._stretches:
-            for _ in range(run.count):
-                yield run.attempt
-
-    def _origins(self) -> list[dict]:
-        return [it | {"attempt": one.index} for one in self.replays for it in one.origins]
-
-    def _merged(self, origins: Sequence[dict]) -> tuple[Finding, ...]:
-        of = {one.index: one for one in self.replays}
-        attempts = list(self._attempts())
-        found = []
-        for origin in origins:
-            one = of[origin["attempt"]]
-            it = read_finding(origin, one.step, attempts[one.index])
-            found.append(replace(it, float32_survives=one.survives, facts=it.facts | {"grown": one.grown}))
-        keep = modules_to_keep(found, [name for one in self.replays for name in one.oversized])
-        return tuple(explain(replace(it, keep=keep)) for it in merge_steps(found))
+        return len(self.attempts) - 1
 
 
 def note_eps(origins: Sequence[dict], optimizer: Optimizer | None) -> None:
