@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ampatch as amp
 from ampatch.__main__ import main
-from ampatch.doctor.live.flag import Check, Flag
+from ampatch.doctor.live.outcome import Check, Flag
 from ampatch.doctor.live.patient import Patient
 from faults import judge, make
 

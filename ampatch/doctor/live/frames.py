@@ -1,17 +1,11 @@
-"""Where a call stood in the source, which variables were around it, and how to make it again from there.
-
-It keeps the plain variables of the user's own files, such as the number of the step.
-"""
+"""Where a call stood in the source, and how to make it again from there."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import CodeType, FrameType, FunctionType
-
-from torch.nn import Module
 
 from ampatch.doctor.instruments.places import INSTALLED, OURS
 
@@ -19,11 +13,6 @@ HERE = __file__.rpartition("frames.py")[0]
 LIBRARIES = (*OURS, *INSTALLED, "<frozen ")
 MOST = 30  # frames of libraries between an operation and the user's line
 
-PLAIN = (int, float, bool, str, type(None))
-MOST_ENTRIES = 30  # of a dictionary
-
-Space = dict[str, object]
-Surroundings = list[tuple[Space, Space]]  # names and their values: where they are kept, and what they were
 Frames = tuple[tuple[CodeType, int], ...]  # code and instruction, from the operation to the user's line
 
 
@@ -73,44 +62,3 @@ def _code_at(name: str, line: int) -> CodeType:
 # fmt: off
 def _call(run): return run()
 # fmt: on
-
-
-def files_of(model: Module) -> list[Space]:
-    """Returns the global variables of the user's files that a model's classes stand in."""
-    found = {}
-    for kind in {type(module) for module in model.modules()}:
-        function = getattr(kind.forward, "__wrapped__", kind.forward)
-        code = getattr(function, "__code__", None)
-        if code is not None and not code.co_filename.startswith(LIBRARIES):
-            found[id(function.__globals__)] = function.__globals__
-    return list(found.values())
-
-
-def take(spaces: list[Space]) -> Surroundings:
-    """Returns plain variables, and small dictionaries of them, as they are now."""
-    found = []
-    for space in spaces:
-        found.append((space, plain_in(space)))
-        held = [value for value in space.values() if type(value) is dict and len(value) <= MOST_ENTRIES]
-        found += [(each, plain_in(each)) for each in held]
-    return found
-
-
-def plain_in(space: Space) -> Space:
-    """Returns the variables that are numbers, strings or None."""
-    return {name: value for name, value in space.items() if type(value) in PLAIN}
-
-
-@contextmanager
-def restored(taken: Surroundings) -> Iterator[None]:
-    """Has variables be what they were; afterwards they are as they are now."""
-    now = [(space, plain_in(space)) for space, _ in taken]
-    for space, values in taken:
-        space.update(values)
-    try:
-        yield
-    finally:
-        for space, values in now:
-            for name in plain_in(space).keys() - values.keys():
-                del space[name]
-            space.update(values)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import math
+import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 
-from ampatch.doctor.instruments.places import device_of
+from ampatch.doctor.instruments.operations import nodes_of
 from ampatch.doctor.instruments.values import node_of, tensors_in
-from ampatch.doctor.live.frames import PLAIN, Frames, Surroundings, files_of
+from ampatch.doctor.live.frames import Frames
+from ampatch.doctor.live.state import PLAIN, Copies, State, Surroundings
+
+NONE = 2**63  # above the number of each node
 
 
 class Slot(NamedTuple):
@@ -114,34 +117,29 @@ class Mode(NamedTuple):
 
 
 @dataclass(slots=True)
-class Forward:
-    """A call of a model.
-
-    `outputs` are the slots of what it returned, `nodes` where that stands in the graph: slot, number of the
-    node, and which of its results it is. `gradients` is what came back, by slot.
-    """
-
-    find: Callable[[], Module | None]
-    args: object
-    kwargs: object
-    frames: Frames
-    mode: Mode
-    random: dict[str, Tensor]
-    surroundings: Surroundings
-    outputs: tuple[int, ...] = ()
-    nodes: list[tuple[int, int, int]] = field(default_factory=list)
-    gradients: dict[int, Tensor] = field(default_factory=dict)
-
-
-class LossOperation(NamedTuple):
-    """An operation after a model's forward, such as one of the loss."""
+class Operation:
+    """A call of a model, or an operation after it, such as one of the loss; `outputs` are slots."""
 
     function: Callable[..., object]
     args: object
     kwargs: object
-    outputs: tuple[int, ...]
     frames: Frames
     mode: Mode
+    outputs: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Forward(Operation):
+    """A call of a model, to which `function` is a weak reference.
+
+    `nodes` are where its outputs stand in the graph: slot, number of the node, and which of its results it
+    is. `gradients` is what came back, by slot.
+    """
+
+    random: dict[str, Tensor] = field(default_factory=dict)
+    surroundings: Surroundings = field(default_factory=list)
+    nodes: list[tuple[int, int, int]] = field(default_factory=list)
+    gradients: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Backward(NamedTuple):
@@ -154,18 +152,18 @@ class Backward(NamedTuple):
     value: Tensor
 
 
-Event = TypeVar("Event", Forward, LossOperation, Backward)
+Event = TypeVar("Event", Operation, Forward, Backward)
 
 
 class Record:
     """The events of one step, and the state that it began in."""
 
     def __init__(self, spare: dict[int, State] | None = None) -> None:
-        self.events: list[Forward | LossOperation | Backward] = []
+        self.events: list[Operation | Backward] = []
         self.slots = Slots()
         self.state: dict[int, State] = {}  # by the id of the model
         self.spare = spare or {}  # whose memory may be used again
-        self.weights: list[tuple[Tensor, Tensor]] = []  # and their copies, where the step cannot wait
+        self.weights = Copies()  # where the step cannot wait
         self.losses: list[Tensor] = []  # the values that backward passes began at
 
     def of(self, kind: type[Event]) -> list[Event]:
@@ -177,81 +175,21 @@ class Record:
         return any(tensor._version != version for tensor, version in self.slots.given)
 
 
-OWN = {"training"}
+def hold_gradients(record: Record, roots: Sequence[Tensor]) -> bool:
+    """Has the gradients kept that come back to what models returned; says whether any can.
+
+    For a loss that cannot be made again. Nodes of a graph are numbered as they are made, and a number
+    keeps nothing alive.
+    """
+    places = [(it, slot, number, which) for it in record.of(Forward) for slot, number, which in it.nodes]
+    oldest = min([number for *_, number, _ in places], default=NONE)
+    nodes = {node._sequence_nr(): node for node in nodes_of(roots, oldest)}
+    found = [place for place in places if place[2] in nodes]
+    for forward, slot, number, which in found:
+        nodes[number].register_prehook(functools.partial(_hold, forward, slot, which))
+    return bool(found)
 
 
-class State:
-    """Buffers of a model, and plain attributes of its modules, as they were before a forward."""
-
-    def __init__(self, model: Module) -> None:
-        self._modules = [(weakref.ref(each), *_plain_names(each)) for each in model.modules()]
-        self._modules = [known for known in self._modules if not _is_of_torch(known[0]())]
-        self._places = [(weakref.ref(each), name) for each in model.modules() for name in each._buffers]
-        self.device = device_of(model)
-        self.files = files_of(model)
-        self._buffers: list[Tensor] = []
-        self._saved: list[Tensor] = []
-        self._values: list[tuple[object, ...]] = []
-        plain = [each for each in model.parameters() if type(each) is Parameter and each.numel()]
-        self._at_first = [(weakref.ref(each), each.detach().abs().amax()) for each in plain]
-
-    def times_grown(self) -> float:
-        """Returns how many times as large as at first the weight is that grew most; waits for the device."""
-        known = [(weight, first) for find, first in self._at_first if (weight := find()) is not None]
-        times = [float(weight.detach().abs().amax() / first) for weight, first in known]
-        return max(filter(math.isfinite, times), default=1.0)
-
-    def save(self) -> None:
-        """Takes the state; copies the buffers, no host sync."""
-        if self._places:
-            self._copy_buffers()
-        if self._modules:
-            self._values = [self._read(index) for index in range(len(self._modules))]
-
-    @torch.no_grad()
-    def _copy_buffers(self) -> None:
-        found = [module._buffers.get(name) for find, name in self._places if (module := find()) is not None]
-        buffers = [each for each in found if each is not None]
-        if list(map(id, buffers)) != list(map(id, self._buffers)):
-            self._buffers, self._saved = buffers, [torch.empty_like(each) for each in buffers]
-        if buffers:
-            torch._foreach_copy_(self._saved, buffers)
-
-    def _read(self, index: int) -> tuple[object, ...]:
-        find, count, names = self._modules[index]
-        attributes = vars(find() or self)
-        if len(attributes) != count:
-            self._modules[index] = find, *_plain_names(find() or self)
-            names = self._modules[index][2]
-        return tuple(map(attributes.get, names))
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Has the model be in this state; afterwards it is as it was."""
-        with torch.no_grad():
-            present = [each.clone() for each in self._buffers]
-            values = [dict(vars(find() or self)) for find, *_ in self._modules]
-            if self._buffers:
-                torch._foreach_copy_(self._buffers, self._saved)
-        for (find, _, names), saved in zip(self._modules, self._values, strict=True):
-            vars(find() or self).update(zip(names, saved, strict=True))
-        try:
-            yield
-        finally:
-            for (find, *_), before in zip(self._modules, values, strict=True):
-                module = vars(find() or self)
-                module.clear()
-                module.update(before)
-            with torch.no_grad():
-                if self._buffers:
-                    torch._foreach_copy_(self._buffers, present)
-
-
-def _plain_names(module: object) -> tuple[int, tuple[str, ...]]:
-    attributes = vars(module)
-    names = [name for name, value in attributes.items() if type(value) in PLAIN and name not in OWN]
-    return len(attributes), tuple(names)
-
-
-def _is_of_torch(module: object) -> bool:
-    return type(module).__module__.startswith("torch.")
+def _hold(forward: Forward, slot: int, which: int, gradients: tuple[Tensor | None, ...]) -> None:
+    if gradients[which] is not None:
+        forward.gradients[slot] = gradients[which]

@@ -17,10 +17,9 @@ from ampatch.doctor.instruments.places import unwrap, user_line
 from ampatch.doctor.instruments.precision import Oversized
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.values import examine, is_finite, quiet
-from ampatch.doctor.live.float32 import InFloat32
 from ampatch.doctor.live.frames import call_at
 from ampatch.doctor.live.record import Backward, Forward, Record
-from ampatch.doctor.live.rerun import Impossible, Rerun
+from ampatch.doctor.live.rerun import Impossible, InFloat32, Rerun
 from ampatch.doctor.suspects import find_hidden
 from ampatch.levels.ranks import has_ranks
 
@@ -86,7 +85,6 @@ def refuse(record: Record, models: Sequence[Module]) -> None:
 def as_it_was(record: Record, models: Sequence[Module]) -> Iterator[None]:
     """Has models and generators be what they were before a step; afterwards all is as it is now."""
     devices = {p.device for model in models for p in model.parameters() if p.device.type == "cuda"}
-    weights = [weight for weight, _ in record.weights]
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
         for state in record.state.values():
@@ -95,11 +93,7 @@ def as_it_was(record: Record, models: Sequence[Module]) -> Iterator[None]:
         for parameter in parameters:
             stack.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
-        if weights:
-            present = [weight.detach().clone() for weight in weights]
-            stack.callback(torch.no_grad()(torch._foreach_copy_), weights, present)
-            with torch.no_grad():
-                torch._foreach_copy_(weights, [saved for _, saved in record.weights])
+        stack.enter_context(record.weights.restored())
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())

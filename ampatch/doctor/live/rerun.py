@@ -1,7 +1,8 @@
-"""Does the events of a record again, one by one."""
+"""Does the events of a record again, one by one, as they were or in float32."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -10,12 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
+import ampatch as amp
 from ampatch.doctor.instruments.clock import Clock
-from ampatch.doctor.instruments.operations import REPEATED, nodes_of
-from ampatch.doctor.instruments.values import quiet, set_random, tensors_in
-from ampatch.doctor.live.frames import Surroundings, call_at, restored
-from ampatch.doctor.live.record import Backward, Forward, LossOperation, Record, Slot, map_tensors
+from ampatch.doctor.instruments.operations import CASTS, REPEATED, name_of, nodes_of
+from ampatch.doctor.instruments.places import OURS, SCALERS, unwrap
+from ampatch.doctor.instruments.values import is_finite, off_casts, quiet, set_random, tensors_in
+from ampatch.doctor.live.frames import call_at
+from ampatch.doctor.live.record import Backward, Forward, Operation, Record, Slot, map_tensors
+from ampatch.doctor.live.state import Surroundings, restored
 
 
 class Impossible(Exception):
@@ -35,12 +40,10 @@ class Rerun:
     def run(self) -> None:
         """Does all events; raises Impossible where one took what is not known."""
         for event in self._record.events:
-            if isinstance(event, Forward):
-                self.forward(event)
-            elif isinstance(event, LossOperation):
-                self.operate(event)
-            else:
+            if isinstance(event, Backward):
                 self.backward(event)
+            else:
+                self.operate(event)
         if not self._record.of(Backward):
             self.backward(Backward(None, (), {}, (), torch.zeros(())))  # by torch.autograd.backward
 
@@ -59,23 +62,19 @@ class Rerun:
         """Takes what an event gave."""
         self.values.update(zip(slots, tensors_in(result), strict=False))
 
-    def forward(self, event: Forward) -> None:
-        """Calls a model again."""
-        model = event.find()
-        if model is None:
-            raise Impossible("its model is gone")
+    def operate(self, event: Operation) -> None:
+        """Calls a model, or makes an operation, again."""
+        function = event.function
+        if isinstance(event, Forward):
+            model = function()
+            if model is None:
+                raise Impossible("its model is gone")
+            function, self._surroundings = self._models[id(model)], event.surroundings
         args, kwargs = self.resolve(event.args), self.resolve(event.kwargs)
-        set_random(event.random)
-        self._surroundings = event.surroundings
+        if isinstance(event, Forward):
+            set_random(event.random)
         with event.mode.entered(self.casts), restored(self._surroundings):
-            run = functools.partial(self._models[id(model)], *args, **kwargs)
-            self.keep(event.outputs, call_at(event.frames, run))
-
-    def operate(self, event: LossOperation) -> None:
-        """Makes an operation again."""
-        args, kwargs = self.resolve(event.args), self.resolve(event.kwargs)
-        with event.mode.entered(self.casts):
-            run = functools.partial(event.function, *args, **kwargs)
+            run = functools.partial(function, *args, **kwargs)
             self.keep(event.outputs, call_at(event.frames, run))
 
     def backward(self, event: Backward) -> None:
@@ -105,7 +104,7 @@ class Rerun:
 
     def _go_through(self, roots: list[Tensor], given: list[Tensor | None], kept: dict[str, object]) -> None:
         """Goes backward to all leaves, as reentrant checkpoints must; only parameters keep gradients."""
-        models = [event.find() for event in self._record.of(Forward)]
+        models = [event.function() for event in self._record.of(Forward)]
         if any(parameter._post_accumulate_grad_hooks for parameter in self.parameters) or any(
             isinstance(model, DistributedDataParallel) for model in models
         ):
@@ -127,6 +126,81 @@ class Rerun:
         if not found:
             raise Impossible("how the loss came of the model is not known")
         return [self.values[slot] for slot, _ in found], [gradient for _, gradient in found]
+
+
+class InFloat32(Rerun):
+    """Does a step again on float32 copies of the models, with no casts and no loss scale."""
+
+    def __init__(
+        self, record: Record, models: Sequence[Module], optimizers: Sequence[Optimizer], clock: Clock
+    ) -> None:
+        if not record.slots.is_whole:
+            raise Impossible("how the loss came of the model is not known")
+        masters = {id(half): master for one in optimizers for half, master in masters_of(one)}
+        self._twins: dict[int, Tensor] = {}  # parameters of the copies, by the ids of those they stand for
+        copies = {id(model): copy_in_float32(unwrap(model), masters, self._twins) for model in models}
+        super().__init__(record, copies, clock)
+        self.casts = False
+
+    def run(self) -> None:
+        """Does all events, with casts off."""
+        with off_casts():
+            super().run()
+
+    def is_finite(self) -> bool:
+        """Says whether all losses and gradients of the run are finite."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        losses = [self.values[one.loss] for one in self._record.of(Backward)]
+        with off_casts():
+            return all(map(is_finite, [*gradients, *losses]))
+
+    def _resolve(self, value: Tensor | Slot) -> Tensor:
+        if isinstance(value, Slot):
+            return super()._resolve(value)
+        if id(value) in self._twins:
+            return self._twins[id(value)]
+        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+    def operate(self, event: Operation) -> None:
+        """Makes an operation again, but for our casts and the loss scale."""
+        if is_of_precision(event):
+            self.keep(event.outputs, self.resolve(event.args[0]))
+            return
+        super().operate(event)
+
+
+def is_of_precision(event: Operation) -> bool:
+    """Says whether an operation is a cast of ours, or a scaler's product."""
+    name = name_of(event.function)
+    is_ours = bool(event.frames) and event.frames[0][0].co_filename.startswith(OURS[0])
+    is_scaler = any(code.co_filename.endswith(SCALERS) for code, _ in event.frames)
+    return (is_ours and name in CASTS) or (is_scaler and name in ("mul", "mul_"))
+
+
+def masters_of(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
+    """Returns the half weights of an optimizer and their masters, none where it is not ours."""
+    try:
+        return list(amp.master_pairs(optimizer))
+    except amp.AmpError:
+        return []
+
+
+def copy_in_float32(model: Module, masters: Mapping[int, Tensor], twins: dict[int, Tensor]) -> Module:
+    """Returns a copy of a model with float32 weights, those of the masters where there are any."""
+    memo: dict[int, object] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            for tensor in tensors_in(value):
+                if tensor.grad_fn is not None:  # what a forward left on the module
+                    memo[id(tensor)] = tensor.detach()
+    copied = copy.deepcopy(model, memo).float()
+    for own, twin in zip(model.parameters(), copied.parameters(), strict=True):
+        twins[id(own)] = twin
+        if id(own) in masters:
+            with torch.no_grad():
+                twin.copy_(masters[id(own)])
+        twin.grad = None
+    return copied
 
 
 def repeats(roots: Sequence[Tensor]) -> bool:

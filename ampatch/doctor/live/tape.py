@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from ampatch.doctor.instruments.places import is_called_by_ampatch
 from ampatch.doctor.instruments.values import node_of, tensors_in
 from ampatch.doctor.live.frames import capture
-from ampatch.doctor.live.record import LossOperation, Mode, Record
+from ampatch.doctor.live.record import Mode, Operation, Record
 from ampatch.levels.private import count_function_modes, function_mode, has_function_modes
 
 GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
@@ -92,7 +92,6 @@ class Tape(TorchFunctionMode):
         finally:
             self.runs = False
         if func is SET or isinstance(result, Tensor) or any(True for _ in tensors_in(result)):
-            mode = Mode.now(self._device)
-            outputs = record.slots.add(result)
-            record.events.append(LossOperation(func, *taken, outputs, capture(1), mode))
+            mode, outputs = Mode.now(self._device), record.slots.add(result)
+            record.events.append(Operation(func, *taken, capture(1), mode, outputs))
         return result

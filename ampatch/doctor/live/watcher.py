@@ -22,11 +22,11 @@ import ampatch as amp
 from ampatch.doctor.instruments.clock import with_closure, wrap
 from ampatch.doctor.instruments.values import node_of, random_of, tensors_in
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.live.flag import Check, Flag
-from ampatch.doctor.live.frames import capture, take
+from ampatch.doctor.live.frames import capture
+from ampatch.doctor.live.outcome import Check, Flag, Step, alive, outcomes_of
 from ampatch.doctor.live.patient import Patient
-from ampatch.doctor.live.record import Backward, Forward, Mode, Record, State
-from ampatch.doctor.live.step import Step, alive, copy_weights, hold_gradients, outcomes_of
+from ampatch.doctor.live.record import Backward, Forward, Mode, Record, hold_gradients
+from ampatch.doctor.live.state import State, take
 from ampatch.doctor.live.tape import Tape
 from ampatch.levels.private import RUN_BACKWARD
 
@@ -119,8 +119,8 @@ class Watcher:
             *taken,
             capture(3),
             Mode.now(state.device.type),
-            random_of(state.device),
-            take(state.files),
+            random=random_of(state.device),
+            surroundings=take(state.files),
         )
 
     def _leave(self, model: Module, args: tuple, output: object) -> None:
@@ -150,7 +150,7 @@ class Watcher:
         given = record.slots.refer(args), record.slots.refer(kwargs)
         record.losses.append(loss.detach().clone() if loss.dim() else loss.data)  # data has no version
         if loss.is_cpu and not loss.isfinite().all():  # gradients may be finite, and the step be made
-            record.weights = record.weights or copy_weights(alive(self._models))
+            self._keep_weights(record)
         if not record.slots.is_whole:
             hold_gradients(record, [loss])
         record.events.append(Backward(slot, *given, capture(3), record.losses[-1]))
@@ -258,7 +258,11 @@ class Watcher:
             self._judge(step)
         else:
             self._waiting.append(step)
-            step.record.weights = step.record.weights or copy_weights(alive(self._models))
+            self._keep_weights(step.record)
+
+    def _keep_weights(self, record: Record) -> None:
+        if not record.weights.tensors:
+            record.weights.take([weight for model in alive(self._models) for weight in model.parameters()])
 
     def _resolve(self, *, all_of_them: bool = False) -> None:
         """Judges the steps before this one; the device has gone on to this one's forward by now."""

@@ -1,13 +1,20 @@
-"""Whether all numbers of some tensors are finite, asked on the device and read when it has answered."""
+"""Whether a step broke: asked on the device, and known when it has answered."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import compress
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 import ampatch as amp
+from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.live.record import Record
 from ampatch.levels.private import check_and_unscale_
 
 LARGE = 8192  # numbers of a tensor from which its sum, which writes nothing, is faster than the fused check
@@ -87,3 +94,52 @@ class Check:
         flag = scaler.new_found_inf()
         scaler.begin(device).unscale_(found, flag)  # by 1: it changes nothing
         return Flag(flag)
+
+
+@dataclass(slots=True)
+class Step:
+    """An attempt at a step whose outcome may still be on the device, and what it takes to replay it."""
+
+    optimizer: weakref.ref[Optimizer]
+    number: int
+    record: Record
+    flag: Flag | None
+    outcomes: Sequence[amp.BackwardOutcome] = ()
+    skipped: bool | None = None
+    scale: float | None = None
+    is_dynamic: bool = False
+
+    def is_known(self) -> bool:
+        """Says whether asking would not wait for a device."""
+        is_late = self.flag is not None and self.flag.is_late
+        return self.skipped or not (is_late or any(outcome.poll() is None for outcome in self.outcomes))
+
+    def judge(self) -> Attempt:
+        """Returns what came of it."""
+        read = [outcome.read() for outcome in self.outcomes]
+        bad = self.skipped or any(overflowed for overflowed, *_ in read)
+        losses = all(outcome.is_loss_finite is not False for outcome in self.outcomes)
+        scale = read[0][1] if read else self.scale
+        if self.flag is not None and self.flag.read():
+            found = [bool(torch.isfinite(value).all()) for value in self.record.losses]
+            losses = losses and all(found)
+            bad = bad or losses
+        elif bad:
+            losses = losses and all(bool(torch.isfinite(value).all()) for value in self.record.losses)
+        return Attempt(self.number, scale, self.is_dynamic or bool(read), losses, not bad)
+
+
+def outcomes_of(optimizer: Optimizer) -> tuple[amp.BackwardOutcome, ...] | None:
+    """Returns what our scaler found before the last step, None for an optimizer that is not ours."""
+    try:
+        return amp.backward_outcomes(optimizer)
+    except amp.AmpError:
+        return None
+
+
+Object = TypeVar("Object")
+
+
+def alive(references: Iterable[weakref.ref[Object]]) -> list[Object]:
+    """Returns those objects that the script still has."""
+    return [found for find in references if (found := find()) is not None]
