@@ -3,48 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-
-from ampatch.doctor.post_mortem.read import PostMortem
+from typing import Any
 
 MOST_NAMED = 3  # tensors in a line
 MOST_UPDATES = 4
 
-Facts = Mapping[str, object]
+Facts = Mapping[str, Any]  # as plain values, from a file
 
 
-def describe(found: PostMortem) -> Iterator[str]:
+def describe(found: Facts) -> Iterator[str]:
     """Yields the lines; what stands in the file is shown without characters that steer a terminal."""
     for line in _describe(found):
         yield "".join(character if character.isprintable() else "?" for character in line)
 
 
-def _describe(found: PostMortem) -> Iterator[str]:
-    alarm, where, history = found.alarm, found.where, found.history
+def _describe(found: Facts) -> Iterator[str]:
+    alarm, where, history = found["alarm"], found["where"], found["history"]
     rank = f", rank {where.get('rank')} of {where.get('ranks')}" if where.get("ranks", 1) != 1 else ""
     yield f"{where.get('script')}{rank}, {where.get('time')}: {alarm.get('message')}"
     later = alarm.get("steps_later")
     if later:
         yield f"  The host knew {later} steps later: batch, weights and gradients are those of that step."
-    skipped = f"{history.skipped} of {history.steps} steps were skipped"
-    yield f"  {found.opt_level} ({found.options.get('loss_scale')} loss scale): {skipped}"
-    yield f"  scale: {describe_scales(found)}"
-    for model in found.models:
+    skipped = f"{history['skipped']} of {history['steps']} steps were skipped"
+    yield f"  {found['opt_level']} ({found['options'].get('loss_scale')} loss scale): {skipped}"
+    yield f"  scale: {describe_scales(history['updates'])}"
+    for model in found["models"]:
         name = str(model.get("name"))
-        yield from describe_batch(name, _facts(model, "batch"))
+        yield from describe_batch(name, model["batch"])
         for part in ("weights", "gradients"):
-            yield f"  {part} of {name}: {describe_ranges(_facts(model, part))}"
+            yield f"  {part} of {name}: {describe_ranges(model[part])}"
     device, torch_version = where.get("device"), where.get("torch")
     yield f"  ampatch {where.get('ampatch')}, torch {torch_version}, Python {where.get('python')}, {device}"
     for advice in advise(found):
         yield f"  -> {advice}"
 
 
-def describe_scales(found: PostMortem) -> str:
-    """Says what the last updates did."""
-    updates = found.history.updates
+def describe_scales(updates: Sequence[Sequence]) -> str:
+    """Says what the last updates did: rows of step, scale, next scale, whether it was skipped ..."""
     shown = [
-        f"{it.scale:g} at step {it.step}{' (skipped)' if it.skipped else ''}"
-        for it in updates[-MOST_UPDATES:]
+        f"{scale:g} at step {step}{' (skipped)' if skipped else ''}"
+        for step, scale, _, skipped, *_ in updates[-MOST_UPDATES:]
     ]
     return ("..., " if len(updates) > MOST_UPDATES else "") + ", ".join(shown or ["nothing known"])
 
@@ -99,10 +97,10 @@ def is_broken(facts: Facts) -> bool:
     return bool(facts.get("nan") or facts.get("inf"))
 
 
-def advise(found: PostMortem) -> Iterator[str]:
+def advise(found: Facts) -> Iterator[str]:
     """Yields where to look first, and what can be done with the file."""
     batch, weights, gradients = (
-        [facts for model in found.models for facts in _facts(model, part) if is_broken(facts)]
+        [facts for model in found["models"] for facts in model[part] if is_broken(facts)]
         for part in ("batch", "weights", "gradients")
     )
     if batch:
@@ -110,17 +108,12 @@ def advise(found: PostMortem) -> Iterator[str]:
         yield f"the batch itself is broken: look at sample {first.get('sample')} of {first.get('name')}"
     elif weights:
         yield "weights are lost: go back to a checkpoint; no loss scale helps now"
-    elif found.alarm.get("kind") == "loss":
+    elif found["alarm"].get("kind") == "loss":
         yield "batch and weights are finite: the forward or the loss makes inf or NaN"
-    elif gradients and len(gradients) < sum(len(_facts(model, "gradients")) for model in found.models):
+    elif gradients and len(gradients) < sum(len(model["gradients"]) for model in found["models"]):
         yield f"the backward overflows from {gradients[-1].get('name')} on: try keep_fp32 for its module"
-    yield f"`ampatch doctor {found.where.get('script')}` finds the line"
+    yield f"`ampatch doctor {found['where'].get('script')}` finds the line"
     yield "torch.load(FILE, weights_only=True) has the batch and the random state"
-
-
-def _facts(model: Mapping[str, object], part: str) -> list[Facts]:
-    found = model.get(part)
-    return [facts for facts in found if isinstance(facts, dict)] if isinstance(found, list) else []
 
 
 def _number(value: object) -> str:
