@@ -12,6 +12,7 @@ from pathlib import Path
 from ampatch import AmpError
 from ampatch.doctor.against.compare import compare_levels
 from ampatch.doctor.brakes import MOST_STEPS
+from ampatch.doctor.causes import explain
 from ampatch.doctor.finding import Finding, Report, read_finding
 from ampatch.doctor.growth.curves import describe_growth, facts_of
 from ampatch.doctor.instruments.watch import Attempt
@@ -39,50 +40,49 @@ class Campaign:
     ended: dict[str, str] = field(default_factory=dict)  # how runs ended that raised, by name
     silent: list[dict] = field(default_factory=list)  # what the watched and the traced run left
 
-    def report(self, propose: bool = False) -> Report:
+    def report(self, propose: bool = False, against: str | None = None) -> Report:
         """Runs the script as often as it takes; see `_report`."""
         with tempfile.TemporaryDirectory(prefix="ampatch-doctor-") as folder:
             self.run = replace(self.run, samples=folder)
-            return self._report(propose)
+            return self._report(propose, against)
 
-    def _report(self, propose: bool) -> Report:
-        """Watches, traces what broke, asks whether float32 survives, and proposes what to keep in it."""
+    def _report(self, propose: bool, against: str | None) -> Report:
+        """Watches, traces what broke, asks whether float32 survives, proposes what to keep, and compares."""
         seen = self._start("watched", replace(self.run, every=self.every))
         self._say_what_was_not_watched(seen)
-        attempts = seen.attempts
-        first = tuple(range(min(ALWAYS_TRACED, len(attempts))))
-        window = seen.suspects[:MOST_TRACED] or first
+        attempts, survives, keep = seen.attempts, None, ()
+        growth = describe_growth(seen.growth, attempts) if attempts else None
         sample = pick_sample(self.silent, attempts)
+        window = seen.suspects[:MOST_TRACED] or range(min(ALWAYS_TRACED, len(attempts)))
         window = tuple(sorted({*window, *plan_window(attempts, sample)}))
         run = replace(self.run, traces=True, window=window, sample=sample, speed=True, goes_on=propose)
         origins = origins_of(self._start("traced", run)) if window else ()
-        findings, survives = findings_in(seen, origins), None
-        hidden = find_hidden(origins)
+        findings, hidden = findings_in(seen, origins), find_hidden(origins)
         if findings or hidden or sample is not None:
             again = self._in_float32(seen, hidden, None if findings else sample)
-            findings = sorted(
-                merge(attempts, find_behind(again, hidden)) + findings, key=lambda it: it.step or 0
-            )
-            survives = self._survives(seen, again) if findings else None
-        keep = modules_to_keep(findings, again.oversized) if survives else ()
-        grown = facts_of(describe_growth(seen.growth, attempts)) if findings and attempts else {}
-        more = {"float32_survives": survives, "keep": keep}
-        findings = [
-            replace(it, **more, facts=it.facts | grown | {"halved": again.is_half}) for it in findings
-        ]
-        proposed = (
-            self._propose(findings[0].module, window) if propose and survives and findings[0].module else ()
-        )
-        harmless = merge(attempts, [it for it in origins if not it["has_reached"]])
-        if sample is not None and not findings:
+            behind = merge(attempts, find_behind(again, hidden))
+            findings = sorted(behind + findings, key=lambda it: it.step or 0)
+        if findings:
+            survives = self._survives(seen, again)
+            keep = modules_to_keep(findings, again.oversized) if survives else ()
+            facts = (facts_of(growth) if growth else {}) | {"halved": again.is_half}
+            more = {"float32_survives": survives, "keep": keep}
+            findings = [explain(replace(it, **more, facts=it.facts | facts)) for it in findings]
+        elif sample is not None:
             faults, reason = compare_gradients(self.run.samples, sample)
             self.silent.append({"faults": faults})
             self.unknown += [reason] if reason else []
-        silent = examine_silent(self.silent, attempts, findings)
+        first = findings[0].module if propose and survives else ""
+        proposed = self._propose(first, window) if first else ()
+        compared = against and compare_levels(self._start, self.run, against, attempts, self.unknown)
+        harmless = merge(attempts, [it for it in origins if not it["has_reached"]])
         return Report(
-            *(tuple(findings), tuple(harmless), describe_scale(attempts), proposed, self.runs),
+            *(tuple(findings), tuple(map(explain, harmless)), describe_scale(attempts), proposed, self.runs),
             tuple(self.unknown),
-            silent=silent,
+            growth=growth,
+            speed=self.seen["traced"].speed if window else None,
+            against=compared,
+            silent=examine_silent(self.silent, attempts, findings),
             untraced=self._say_what_was_not_traced(seen, origins),
             keep_fp32_cost=self._cost(window) if proposed else None,
         )
@@ -124,23 +124,6 @@ class Campaign:
                 return None
             medians.append(statistics.median(times[MOST_STEPS:]))
         return medians[1] / medians[0]
-
-    def complete(self, report: Report, against: str | None = None) -> Report:
-        """Returns a report with growth, what slows the script down, and the comparison with a level."""
-        watched, traced = self.seen["watched"], self.seen.get("traced")
-        compared = (
-            compare_levels(self._start, self.run, against, watched.attempts, self.unknown)
-            if against
-            else None
-        )
-        return replace(
-            report,
-            growth=describe_growth(watched.growth, watched.attempts) if watched.attempts else None,
-            speed=traced and traced.speed,
-            against=compared,
-            runs=self.runs,
-            unknown=tuple(self.unknown),
-        )
 
     def _in_float32(self, seen: Seen, hidden: tuple[int, ...], sample: int | None) -> Seen:
         """Runs the script in float32, and traces there what a loss scale may have hidden.

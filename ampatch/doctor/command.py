@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from ampatch import OPT_LEVELS, AmpError, AmpValueError
 from ampatch.apex.run_command import DEVICE_HELP, LEGACY_HELP
 from ampatch.apex.script import find_script
-from ampatch.doctor.causes import explain
 from ampatch.doctor.outputs import add_outputs, validate_outputs, write_outputs
 from ampatch.doctor.words import describe
 
@@ -55,11 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     validate_outputs(arguments)
     given = {"level": arguments.opt_level, "device": script.device, "legacy": script.legacy}
     run = Run(script.name, script.arguments, script.is_module, **given)
-    campaign = Campaign(run, every=arguments.every)
-    report = campaign.complete(campaign.report(arguments.propose), arguments.against)
-    report = replace(
-        report, findings=tuple(map(explain, report.findings)), harmless=tuple(map(explain, report.harmless))
-    )
+    report = Campaign(run, every=arguments.every).report(arguments.propose, arguments.against)
     print("\n".join(describe(report)), file=sys.stdout)
     try:
         write_outputs(report, arguments, script.name)

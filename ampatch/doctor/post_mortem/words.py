@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 MOST_NAMED = 3  # tensors in a line
 MOST_UPDATES = 4
 
-Facts = Mapping[str, Any]  # as plain values, from a file
+Facts = Mapping[str, object]
 
 
-def describe(found: Facts) -> Iterator[str]:
+def describe(found: dict) -> Iterator[str]:
     """Yields the lines; what stands in the file is shown without characters that steer a terminal."""
     for line in _describe(found):
         yield "".join(character if character.isprintable() else "?" for character in line)
 
 
-def _describe(found: Facts) -> Iterator[str]:
+def _describe(found: dict) -> Iterator[str]:
     alarm, where, history = found["alarm"], found["where"], found["history"]
     rank = f", rank {where.get('rank')} of {where.get('ranks')}" if where.get("ranks", 1) != 1 else ""
     yield f"{where.get('script')}{rank}, {where.get('time')}: {alarm.get('message')}"
@@ -97,7 +96,7 @@ def is_broken(facts: Facts) -> bool:
     return bool(facts.get("nan") or facts.get("inf"))
 
 
-def advise(found: Facts) -> Iterator[str]:
+def advise(found: dict) -> Iterator[str]:
     """Yields where to look first, and what can be done with the file."""
     batch, weights, gradients = (
         [facts for model in found["models"] for facts in model[part] if is_broken(facts)]
