@@ -11,8 +11,6 @@ from ampatch.doctor.instruments.operations import Call, Origin
 from ampatch.doctor.instruments.places import Place
 from ampatch.doctor.instruments.values import Damage, examine, key_of, plain
 
-WEIGHING = ("softmax", "attention", "cross_entropy")  # of nothing but -inf these make NaN, whatever made it
-
 
 class Origins:
     """All of a run, in the order of their appearance; marks are their indices."""
@@ -24,6 +22,7 @@ class Origins:
         self.is_repeat = False  # a checkpoint runs operations again
         self.asked: set[int] = set()  # those of what the script asked about
         self.came_back: set[int] = set()  # those seen in a backward pass, until a gradient is bad
+        self.quiet: set[int] = set()  # infinities in the data, which may reach nothing
 
     @property
     def last(self) -> int:
@@ -46,6 +45,16 @@ class Origins:
             self.batch_sizes = self.batch_sizes or (tensor.shape[0],)
         call = Call("", "input" if name is None or is_first else "optimizer", None, where)
         return self.add(call, examine(tensor), parameter=name)
+
+    def add_data(self, tensor: Tensor, place: Place | None, where: str | None) -> set[int]:
+        """Notes what is bad in what a model is given; a mask, which holds nothing but 0 and -inf, is not."""
+        values, damage = plain(tensor), examine(tensor)
+        if ((values == 0) | (values == -math.inf)).all():
+            return set()
+        mark = self.add(Call("", "input", place, where), damage)
+        if damage.kind == "inf":
+            self.quiet.add(mark)
+        return {mark}
 
     def reach(self, marks: Collection[int]) -> None:
         """Notes that origins have reached a loss, a gradient or a weight."""
@@ -121,39 +130,3 @@ class Marks:
         """Marks a tensor, and all that shares its memory."""
         self._of.setdefault(key_of(tensor), set()).update(marks)
         self._kept.append(tensor.detach())
-
-
-class InfiniteData:
-    """Infinities in what models were given, and what comes of them: a fault where that becomes NaN.
-
-    A mask, which holds nothing but 0 and -inf, is no data.
-    """
-
-    def __init__(self) -> None:
-        self._marks = Marks()
-        self._found: list[tuple[Call, Damage]] = []
-
-    def note(self, tensor: Tensor, place: Place | None, where: str | None) -> bool:
-        """Notes a part of a batch that is not finite; says whether there is no NaN in it."""
-        values = plain(tensor)
-        if values.isnan().any():
-            return False
-        if not ((values == 0) | (values == -math.inf)).all():
-            self._marks.add(tensor, {len(self._found)})
-            self._found.append((Call("", "input", place, where), examine(tensor)))
-        return True
-
-    def is_in(self, tensors: Collection[Tensor]) -> bool:
-        """Says whether some tensors come of it."""
-        return bool(self._marks.of(*tensors))
-
-    def follow(self, taken: Collection[Tensor], given: Collection[Tensor]) -> None:
-        """Notes what an operation made of infinities."""
-        marks = self._marks.of(*taken)
-        for tensor in given if marks else ():
-            self._marks.add(tensor, marks)
-
-    def blame(self, call: Call, taken: Collection[Tensor], origins: Origins) -> set[int]:
-        """Returns the marks of the data that an operation made NaN of."""
-        found = () if any(word in call.op for word in WEIGHING) else self._marks.of(*taken)
-        return {origins.add(*self._found[index]) for index in found}

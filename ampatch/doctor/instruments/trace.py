@@ -21,7 +21,7 @@ import ampatch as amp
 from ampatch.doctor.instruments.clock import Clock, parameters_of
 from ampatch.doctor.instruments.dispatch import Operation, Rule
 from ampatch.doctor.instruments.evidence import Evidence, explain_arguments, note_unfit
-from ampatch.doctor.instruments.marks import InfiniteData, Marks, Origins
+from ampatch.doctor.instruments.marks import Marks, Origins
 from ampatch.doctor.instruments.operations import (
     ASKING,
     CASTING,
@@ -48,6 +48,8 @@ from ampatch.doctor.instruments.values import (
     tensors_in,
 )
 
+WEIGHING = ("softmax", "attention", "cross_entropy")  # these make NaN of nothing but -inf
+
 
 class Trace(Rule):
     """Watches the attempts in `window`, None: all; after it the script ends, unless it `goes_on`."""
@@ -65,7 +67,7 @@ class Trace(Rule):
 
     def _begin_window(self) -> None:
         self.active = self.window is None or self.origins.attempt in self.window
-        self._marks, self._infinite, self._evidence = self._early.copy(), InfiniteData(), Evidence()
+        self._marks, self._evidence = self._early.copy(), Evidence()
         self._graph = Graph(self.models, self._on_bad_gradient)
         self._pending: Call | None = None  # a cast of ours, which is part of what follows
         self._found_in_backward = False
@@ -115,13 +117,12 @@ class Trace(Rule):
         for tensor in tensors_in(args):
             marks = self._marks.of(tensor)
             self.origins.move_to_forward(marks)
-            if is_finite(tensor) or self._infinite.note(tensor, self.models.place, user_line()):
+            if is_finite(tensor):
                 continue
             for origin in self.origins.of_input(marks):  # made of a part of the batch, shown in all of it
                 origin.damage = examine(tensor)
             if not marks:
-                call = Call("", "input", self.models.place, user_line())
-                self._marks.add(tensor, {self.origins.add(call, examine(tensor))})
+                self._marks.add(tensor, self.origins.add_data(tensor, self.models.place, user_line()))
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Says which origins reached the loss."""
@@ -177,7 +178,8 @@ class Trace(Rule):
     def to_json(self) -> list[dict[str, object]]:
         """Returns the origins, in the order of their appearance."""
         self.origins.give_up()
-        return [origin.to_json() for origin in self.origins.all]
+        quiet = [self.origins.all[index] for index in self.origins.quiet]
+        return [it.to_json() for it in self.origins.all if it.has_reached or it.turns or it not in quiet]
 
     def wants(self, name: str) -> bool:
         """Of a backward pass the graph tells."""
@@ -231,10 +233,12 @@ class Trace(Rule):
         """Looks at what an operation gives: `bad` are those that it took and that were so before."""
         self._graph.tag(taken, given, call)
         marks, came = self._marks.of(*taken), self._marks.of(*bad)
+        if any(word in call.op for word in WEIGHING):
+            came -= self.origins.quiet
         worst = next((tensor for tensor in given if not is_finite(tensor)), None)
         damage = None if worst is None else examine(worst, bool(bad))
         if damage is not None and bad and not came:
-            marks = marks | (came := self._marks_of_unseen(call, bad, damage.kind))
+            marks = marks | (came := self._marks_of_unseen(call, bad))
         of_mask = damage is not None and damage.kind == "inf" and not came and (constant or bool(bad))
         if damage is not None and not came and not of_mask:
             parameter = self.models.name_of(worst)
@@ -249,16 +253,15 @@ class Trace(Rule):
             self.origins.note_turn(call, damage, came)
         call.origins |= marks
         call.infinite = examine(bad[0]) if of_mask and bad else None
-        call.is_data = self._infinite.is_in(bad) or any(bool((plain(it) == math.inf).any()) for it in bad)
+        call.is_data = any(bool((plain(it) == math.inf).any()) for it in bad)
         for tensor in given if marks else ():
             self._marks.add(tensor, marks)
-        self._infinite.follow(bad, given)
 
     def _region(self, call: Call) -> tuple[str, ...]:
         place = self.models.place
         return region_in_float32(call.autocast, place is None or not place.module)
 
-    def _marks_of_unseen(self, call: Call, bad: list[Tensor], kind: str) -> set[int]:
+    def _marks_of_unseen(self, call: Call, bad: list[Tensor]) -> set[int]:
         """Says where bad numbers come from that no operation made: weights, or NaN and inf in the data."""
         for tensor in bad:
             if isinstance(tensor, Parameter) or torch.isnan(plain(tensor)).any():
@@ -267,7 +270,7 @@ class Trace(Rule):
                 marks = {self.origins.add_unseen(tensor, name, call.where, is_first)}
                 self._marks.add(tensor, marks)
                 return marks
-        return self._infinite.blame(call, bad, self.origins) if kind == "nan" else set()
+        return set()
 
     def _on_bad_gradient(
         self, call: Call, node: object, parameter: str | None, made: Tensor, taken: tuple
