@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 import ampatch
-from ampatch.doctor.instruments.values import key_of, plain
+from ampatch.doctor.instruments.values import key_of
 
 OURS = (os.path.dirname(ampatch.__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep)
 INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
@@ -88,12 +88,8 @@ class Models:
 
     def learn_masters(self, optimizer: Optimizer) -> None:
         """Gives float32 masters, which an optimizer steps, the names of the half parameters they follow."""
-        named = [parameter for parameter in self.parameters() if parameter.dtype.itemsize == 2]
-        for group in optimizer.param_groups if named else ():
-            for master in group["params"]:
-                half = None if id(master) in self._parameters else find_half(master, named)
-                if half is not None:
-                    self._parameters[id(master)] = self._parameters[id(half)]
+        for half, master in masters_of(optimizer):
+            self._parameters.setdefault(id(master), self._parameters.get(id(half)))
 
     def leave(self) -> None:
         """Notes that the innermost module has ended."""
@@ -142,10 +138,12 @@ class Models:
             self._parameters.setdefault(id(parameter), path)
 
 
-def find_half(master: Tensor, halves: list[Parameter]) -> Parameter | None:
-    """Returns the parameter that a tensor rounds to."""
-    alike = (half for half in halves if half.shape == master.shape)
-    return next((half for half in alike if torch.equal(plain(master).to(half.dtype), plain(half))), None)
+def masters_of(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
+    """Returns the half weights of an optimizer and their masters, none where it is not ours."""
+    try:
+        return list(ampatch.master_pairs(optimizer))
+    except ampatch.AmpError:
+        return []
 
 
 def unwrap(module: Module) -> Module:

@@ -13,10 +13,9 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-import ampatch as amp
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.operations import CASTS, REPEATED, name_of, nodes_of
-from ampatch.doctor.instruments.places import OURS, SCALERS, unwrap
+from ampatch.doctor.instruments.places import OURS, SCALERS, masters_of, unwrap
 from ampatch.doctor.instruments.values import is_finite, off_casts, quiet, set_random, tensors_in
 from ampatch.doctor.live.frames import call_at
 from ampatch.doctor.live.record import Backward, Forward, Operation, Record, Slot, map_tensors
@@ -175,14 +174,6 @@ def is_of_precision(event: Operation) -> bool:
     is_ours = bool(event.frames) and event.frames[0][0].co_filename.startswith(OURS[0])
     is_scaler = any(code.co_filename.endswith(SCALERS) for code, _ in event.frames)
     return (is_ours and name in CASTS) or (is_scaler and name in ("mul", "mul_"))
-
-
-def masters_of(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
-    """Returns the half weights of an optimizer and their masters, none where it is not ours."""
-    try:
-        return list(amp.master_pairs(optimizer))
-    except amp.AmpError:
-        return []
 
 
 def copy_in_float32(model: Module, masters: Mapping[int, Tensor], twins: dict[int, Tensor]) -> Module:
