@@ -102,10 +102,8 @@ class Campaign:
     def _say_what_was_not_traced(self, seen: Seen, origins: Sequence[dict]) -> str:
         """Returns what broke and has no finding, and why."""
         if find_suspects(seen.attempts) and not any(it["has_reached"] for it in origins):
-            step, again = (
-                steps_of(seen.attempts)[seen.suspects[0]],
-                "it did not happen again: seed what it draws",
-            )
+            step = seen.attempts[seen.suspects[0]].step
+            again = "it did not happen again: seed what it draws"
             reason = self.ended.get("traced", again).replace("run ended", "that run ended")
             return f"Step {step} broke, and could not be traced: {reason}."
         is_unknown = "watched" in self.ended and not origins
@@ -235,18 +233,9 @@ def findings_in(seen: Seen, origins: Sequence[dict], may_collapse: bool = True) 
 
 def merge(attempts: Sequence[Attempt], origins: Sequence[dict]) -> list[Finding]:
     """Reads origins, and keeps the first of those that are the same at several steps, with their steps."""
-    steps = steps_of(attempts)
-    there = dict(enumerate(attempts))
-    found = [
-        read_finding(it, steps.get(it["attempt"]), there.get(it["attempt"], Attempt())) for it in origins
-    ]
-    return merge_steps(found)
-
-
-def steps_of(attempts: Sequence[Attempt]) -> dict[int, int]:
-    """Returns the step of each attempt, and of the one after them, which never came."""
-    steps = {index: attempt.step for index, attempt in enumerate(attempts)}
-    return steps | {len(attempts): attempts[-1].step + 1 if attempts else 0}
+    after = Attempt(attempts[-1].step + 1 if attempts else 0)  # which never came
+    there = [*attempts, after]
+    return merge_steps([read_finding(it, there[min(it["attempt"], len(attempts))]) for it in origins])
 
 
 def merge_steps(findings: Sequence[Finding]) -> list[Finding]:

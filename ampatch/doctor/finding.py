@@ -83,8 +83,8 @@ class Report:
         return {"version": VERSION, **asdict(self)}
 
 
-def read_finding(origin: dict, step: int | None, attempt: Attempt) -> Finding:
-    """Reads what a trace left of one origin, which belongs to a step of its optimizer."""
+def read_finding(origin: dict, attempt: Attempt) -> Finding:
+    """Reads what a trace left of one origin in an attempt."""
     is_static = origin["is_of_scale"] and not attempt.is_dynamic and (attempt.scale or 1.0) > 1.0
     call, damage = origin["call"], origin["damage"]
     place = call["place"] or {"model": None, "module": "", "call": 0}
@@ -93,7 +93,7 @@ def read_finding(origin: dict, step: int | None, attempt: Attempt) -> Finding:
     element, shape = tuple(damage["element"]), damage["shape"]
     in_batch = bool(element) and shape[0] in origin["batch_sizes"] and origin["parameter"] is None
     return Finding(
-        step=step,
+        step=attempt.step,
         **{name: origin[name] for name in ("micro_step", "phase", "parameter", "input_largest", "node")},
         **{name: place[name] for name in ("model", "module", "call")},
         op=call["op"],
