@@ -15,20 +15,14 @@ HOSTILE = '</style><script>alert("1")</script>'
 
 def notes_of(layers, overflows=None):
     """What `Growth` leaves of layers by their names: output, scaled gradient, weight; curves or constants."""
-    curves = [
-        list(zip(*(curve if isinstance(curve, list) else [curve] * STEPS for curve in it), strict=True))
-        for it in layers.values()
-    ]
-    return {
-        "layers": [("model", name) for name in layers],
-        "dtypes": ["float16"] * len(layers),
-        "overflows": [(overflows or {}).get(name, [0, 0]) for name in layers],
-        "attempts": list(range(STEPS)),
-        "rows": [
-            [[point[0], point[1], point[1], point[2]] for point in points]
-            for points in zip(*curves, strict=True)
-        ],
-    }
+    rows = []
+    for name, given in layers.items():
+        output, gradient, weight = (it if isinstance(it, list) else [it] * STEPS for it in given)
+        counts = (overflows or {}).get(name, [0, 0])
+        curves = {"output": output, "gradient": gradient, "gradient_norm": gradient, "weight": weight}
+        about = {"model": "model", "module": name, "dtype": "float16"}
+        rows.append(about | dict(zip(("overflows", "gradient_overflows"), counts, strict=True)) | curves)
+    return {"layers": rows, "attempts": list(range(STEPS))}
 
 
 def growing(start, factor, first=1.0):
@@ -148,7 +142,7 @@ def extreme_reports():
     long = {
         f"encoder.layers.{i}.self_attention.output_projection": (growing(i, 1.3), 3.0, 1.0) for i in range(90)
     }
-    nothing = {"layers": [], "dtypes": [], "overflows": [], "attempts": [], "rows": []}
+    nothing = {"layers": [], "attempts": []}
     once = describe_growth(notes_of({"": (1.0, 1.0, 1.0)}), [Attempt(0, None)])
     return {
         "sample": sample_report(),

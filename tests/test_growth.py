@@ -73,7 +73,7 @@ def test_a_layer_has_its_largest_output_gradient_and_weight(level, scale):
 
 def test_an_output_belongs_to_the_innermost_module_that_gave_it():
     growth = train(1)
-    noted = [layer for layer, row in growth.kept[0][2].items() if row[0] is not None]
+    noted = [layer for layer, row in growth.kept[0][2].items() if "output" in row]
     assert noted == [("model", "0"), ("model", "1.0"), ("model", "1.1")]
 
 
@@ -97,7 +97,7 @@ def test_of_many_attempts_some_are_kept_and_the_first_overflow(monkeypatch, ever
 
     growth = train(12, look=look, every=every)
     assert [attempt for attempt, _, _ in growth.kept][:4] == kept
-    assert growth.overflows["model", "0"][0] == 2
+    assert growth.overflows["model", "0"]["output"] == 2
 
 
 def test_a_forward_without_gradients_is_not_noted():
@@ -107,7 +107,7 @@ def test_a_forward_without_gradients_is_not_noted():
             model(torch.full((1, 4), 1e6))
 
     growth = train(1, look=look)
-    assert growth.kept[0][2]["model", "0"][0] < 10
+    assert growth.kept[0][2]["model", "0"]["output"] < 10
 
 
 # ---- Curves ----

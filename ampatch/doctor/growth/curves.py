@@ -13,7 +13,6 @@ from ampatch.doctor.instruments.watch import Attempt
 from ampatch.tools.numbers import ASCII
 
 QUANTITIES = ("output", "gradient", "gradient_norm", "weight")
-OUTPUT, GRADIENT, NORM, WEIGHT = range(len(QUANTITIES))
 GROWN = 4.0  # times what it was at first: more than training usually does
 STILL = 1.5  # times what it was at first: not yet growing
 NEAR = 16.0  # a headroom that is small
@@ -24,7 +23,7 @@ Curve = list[float | None]
 
 
 def describe_growth(notes: dict, attempts: Sequence[Attempt]) -> dict[str, object]:
-    """Returns the field `growth` of a report.
+    """Returns the field `growth` of a report; `notes` are what `Growth` left.
 
     `layers` has for each layer, in the order in which they ran, its curves over `attempts`: the largest
     magnitude of its output, of its weights, and of its gradients with their norm, both without the loss
@@ -32,28 +31,18 @@ def describe_growth(notes: dict, attempts: Sequence[Attempt]) -> dict[str, objec
     and gradient, with the loss scale, 0 where it overflowed. None stands for what did not run or is not
     finite. `overflows` counts attempts, also those that are not among `attempts`.
     """
-    half = next((it for it in notes["dtypes"] if it in HALF), "float16")
+    half = next((it["dtype"] for it in notes["layers"] if it["dtype"] in HALF), "float16")
     limit = torch.finfo(getattr(torch, half)).max
     there = [index for index in notes["attempts"] if index < len(attempts)]
     scales = [attempts[index].scale or 1.0 for index in there]
     layers = []
-    for number, (model, module) in enumerate(notes["layers"]):
-        rows = [row[number] for row in notes["rows"]][: len(there)]
-        outputs, overflows = notes["overflows"][number]
-        layers.append(
-            {
-                "model": model,
-                "module": module,
-                "dtype": notes["dtypes"][number],
-                "overflows": outputs,
-                "gradient_overflows": overflows,
-                "output": [finite(row[OUTPUT]) for row in rows],
-                "gradient": [finite(row[GRADIENT], scale) for row, scale in zip(rows, scales, strict=True)],
-                "gradient_norm": [finite(row[NORM], scale) for row, scale in zip(rows, scales, strict=True)],
-                "weight": [finite(row[WEIGHT]) for row in rows],
-                "headroom": [headroom(row[OUTPUT], row[GRADIENT], limit) for row in rows],
-            }
-        )
+    for layer in notes["layers"]:
+        curves = {name: layer[name][: len(there)] for name in QUANTITIES}
+        rooms = [headroom(*pair, limit) for pair in zip(curves["output"], curves["gradient"], strict=True)]
+        for name, curve in curves.items():
+            by = scales if name.startswith("gradient") else [1.0] * len(there)
+            curves[name] = [finite(*pair) for pair in zip(curve, by, strict=True)]
+        layers.append(layer | curves | {"headroom": rooms})
     steps = [attempts[index].step for index in there]
     began = began_of(layers, there, limit)
     return {"half": half, "limit": limit, "attempts": there, "steps": steps, "layers": layers, "began": began}

@@ -6,6 +6,7 @@ Everything stays on the device, and is fetched after some attempts by one host s
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ampatch.doctor.growth.curves import GRADIENT, NORM, OUTPUT, QUANTITIES, WEIGHT
+from ampatch.doctor.growth.curves import QUANTITIES
 from ampatch.doctor.instruments.clock import Clock, Instrument
 from ampatch.doctor.instruments.values import plain, quiet, tensors_in
 from ampatch.tools.tensors import read_numbers
@@ -21,7 +22,8 @@ from ampatch.tools.tensors import read_numbers
 FETCHED = 50  # attempts that are fetched together
 MOST_KEPT = 400  # attempts that are kept, where nobody says how many
 
-Number = tuple[str, str, int, Tensor]  # model, module, quantity
+Layer = tuple[str, str]  # model, module
+Number = tuple[Layer, str, Tensor]  # with the quantity
 
 
 class Growth(Instrument):
@@ -33,14 +35,14 @@ class Growth(Instrument):
     def __init__(self, clock: Clock, every: int = 0) -> None:
         super().__init__(clock)
         self.every, self._stride = every, max(every, 1)
-        self.dtypes: dict[tuple[str, str], str] = {}
-        self.overflows: dict[tuple[str, str], list[int]] = {}
-        self.kept: list[tuple[int, bool, dict[tuple[str, str], list[float | None]]]] = []
+        self.dtypes: dict[Layer, str] = {}
+        self.overflows: defaultdict[Layer, Counter[str]] = defaultdict(Counter)  # by quantity
+        self.kept: list[tuple[int, bool, dict[Layer, dict[str, float]]]] = []
         self._numbers: list[Number] = []  # of the present attempt
         self._backward: list[Number] = []  # of its last backward pass
         self._waiting: list[tuple[int, list[Number]]] = []
         self._last: Tensor | None = None  # the output that was noted last
-        self._layers: dict[int, tuple[str, str, Module]] = {}  # those that have parameters of their own
+        self._layers: dict[int, tuple[Layer, Module]] = {}  # those that have parameters of their own
 
     def enter_model(self, model: Module, args: tuple) -> None:
         """Learns which layers there are."""
@@ -49,7 +51,7 @@ class Growth(Instrument):
         name, root = self.clock.models.place.model, self.clock.models.roots[-1]
         for path, layer in root.named_modules():
             if id(layer) not in self._layers and next(layer.parameters(recurse=False), None) is not None:
-                self._layers[id(layer)] = (name, path, layer)
+                self._layers[id(layer)] = ((name, path), layer)
 
     def see_output(self, module: Module, output: object) -> None:
         """Notes an output of training, but for one that an inner module gave already."""
@@ -60,23 +62,24 @@ class Growth(Instrument):
             for tensor in noted(tensors_in(output)):
                 if tensor is not self._last:
                     self._last = tensor
-                    self.dtypes[place.model, place.module] = str(tensor.dtype).removeprefix("torch.")
-                    self._numbers.append((place.model, place.module, OUTPUT, largest(tensor)))
+                    layer = place.model, place.module
+                    self.dtypes[layer] = str(tensor.dtype).removeprefix("torch.")
+                    self._numbers.append((layer, "output", largest(tensor)))
 
     def end_backward(self) -> None:
         """Notes the gradients as they are, which is multiplied by the loss scale."""
         self._backward = []
-        for name, path, layer in self._layers.values():
+        for name, layer in self._layers.values():
             for tensor in noted(p.grad for p in layer.parameters(recurse=False) if p.grad is not None):
                 values = plain(tensor)
                 norm = torch.linalg.vector_norm(values, dtype=torch.float32)
-                self._backward += [(name, path, GRADIENT, largest(values)), (name, path, NORM, norm)]
+                self._backward += [(name, "gradient", largest(values)), (name, "gradient_norm", norm)]
 
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Notes the weights after the step; fetches what waits where it is much."""
         weights = [
-            (name, path, WEIGHT, largest(weight))
-            for name, path, layer in self._layers.values()
+            (name, "weight", largest(weight))
+            for name, layer in self._layers.values()
             for weight in noted(layer.parameters(recurse=False))
         ]
         self._waiting.append((self.clock.attempt, [*self._numbers, *self._backward, *weights]))
@@ -88,7 +91,7 @@ class Growth(Instrument):
 
     def fetch(self) -> None:
         """Brings what waits here, by one host sync."""
-        tensors = [number[3] for _, numbers in self._waiting for number in numbers]
+        tensors = [tensor for _, numbers in self._waiting for *_, tensor in numbers]
         with quiet():
             values = iter(read_numbers(tensors))
         for attempt, numbers in self._waiting:
@@ -96,15 +99,15 @@ class Growth(Instrument):
         self._waiting.clear()
 
     def _keep(self, attempt: int, numbers: list[Number], values: Iterator[float]) -> None:
-        found: dict[tuple[str, str], list[float | None]] = {}
-        for model, module, quantity, _ in numbers:
-            row = found.setdefault((model, module), [None] * len(QUANTITIES))
-            row[quantity] = combine(row[quantity], next(values), quantity)
+        found: dict[Layer, dict[str, float]] = {}
+        for layer, quantity, _ in numbers:
+            row = found.setdefault(layer, {})
+            row[quantity] = combine(row.get(quantity), next(values), quantity)
         is_first = False
         for layer, row in found.items():
-            counts = self.overflows.setdefault(layer, [0, 0])
-            for quantity in (OUTPUT, GRADIENT):
-                if row[quantity] is not None and not math.isfinite(row[quantity]):
+            counts = self.overflows[layer]
+            for quantity in ("output", "gradient"):
+                if not math.isfinite(row.get(quantity, 0.0)):
                     counts[quantity] += 1
                     is_first |= counts[quantity] == 1
         if is_first or attempt % self._stride == 0:
@@ -114,16 +117,22 @@ class Growth(Instrument):
             self.kept = [it for it in self.kept if it[1] or it[0] % self._stride == 0]
 
     def to_json(self) -> dict[str, object]:
-        """Returns what was noted: a row of numbers for each layer and attempt, None for what did not run."""
+        """Returns the curves of layers, over the attempts that were kept; None for what did not run."""
         self.fetch()
-        layers = list(dict.fromkeys([*self.dtypes, *self.overflows]))
-        none = [None] * len(QUANTITIES)
+        layers = dict.fromkeys([*self.dtypes, *self.overflows])
+        attempts = [attempt for attempt, *_ in self.kept]
+        return {"attempts": attempts, "layers": list(map(self._describe, layers))}
+
+    def _describe(self, layer: Layer) -> dict[str, object]:
+        model, module = layer
+        rows = [found.get(layer, {}) for *_, found in self.kept]
         return {
-            "layers": layers,
-            "dtypes": [self.dtypes.get(layer) for layer in layers],
-            "overflows": [self.overflows.get(layer, [0, 0]) for layer in layers],
-            "attempts": [attempt for attempt, _, _ in self.kept],
-            "rows": [[found.get(layer, none) for layer in layers] for _, _, found in self.kept],
+            "model": model,
+            "module": module,
+            "dtype": self.dtypes.get(layer),
+            "overflows": self.overflows[layer]["output"],
+            "gradient_overflows": self.overflows[layer]["gradient"],
+            **{name: [row.get(name) for row in rows] for name in QUANTITIES},
         }
 
 
@@ -138,8 +147,8 @@ def largest(tensor: Tensor) -> Tensor:
     return values.abs().amax() if values.numel() else values.new_zeros(())
 
 
-def combine(one: float | None, other: float, quantity: int) -> float:
+def combine(one: float | None, other: float, quantity: str) -> float:
     """Returns the larger of two magnitudes, or the norm of both; NaN stays."""
     if one is None or one != one or other != other:
         return other if one is None or one == one else one
-    return math.hypot(one, other) if quantity == NORM else max(one, other)
+    return math.hypot(one, other) if quantity == "gradient_norm" else max(one, other)
