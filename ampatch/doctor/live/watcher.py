@@ -66,7 +66,6 @@ class Watcher:
         self._may_skip = False  # whether a scaler of ours may have it skipped
         self._scaling: GradScaler | None = None
         self._waiting: list[Step] = []
-        self._has_outcomes: set[int] = set()
         self._scale: float | None = None
 
     def open(self, undo: ExitStack) -> None:
@@ -199,7 +198,7 @@ class Watcher:
         self._tape.stop()
         if self._is_busy or not self._knows(optimizer) or (self._frame is not None and self._is_inside()):
             return None
-        self._frame, self._may_skip = sys._getframe(1), True
+        self._frame = sys._getframe(1)
         if self._waiting:
             self._resolve()
         changed = with_closure(args, kwargs, functools.partial(self._look_after, optimizer))
@@ -214,42 +213,36 @@ class Watcher:
         return result
 
     def _look(self, optimizer: Optimizer) -> None:
-        """Checks the gradients that a step is about to use, unless a scaler does."""
-        if self._scaling is not None or id(optimizer) in self._has_outcomes:
-            return
+        """Looks at a step that is about to be made, unless a scaler does, which is asked after it."""
+        scaler = self._patient.scaler
+        self._may_skip = scaler is not None and scaler.is_dynamic and outcomes_of(optimizer) is not None
+        if self._scaling is None and not self._may_skip:
+            self._check_gradients(optimizer)
+
+    def _check_gradients(self, optimizer: Optimizer) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         gradients = [grad for param in params if (grad := param.grad) is not None]
         flag = self._check.of(gradients + self._record.losses)
-        scaler = self._patient.scaler
-        is_static = scaler is None or not scaler.is_dynamic
-        self._may_skip = not is_static
-        scale = scaler.number if scaler is not None and is_static else None
-        number = self._steps[id(optimizer)]
-        if is_static and (flag is None or not (flag.is_late or flag.read())):
+        scaler, number = self._patient.scaler, self._steps[id(optimizer)]
+        scale = None if scaler is None or scaler.is_dynamic else scaler.number
+        if flag is None or not (flag.is_late or flag.read()):
             self._is_over = True
             self._patient.add(Attempt(number, scale))
-            return
-        step = Step(weakref.ref(optimizer), number, self._record, flag, scale=scale)
-        if is_static or outcomes_of(optimizer) is None:
-            self._settle(step)
         else:
-            self._waiting.append(step)  # it may be skipped: asked after it
+            self._settle(Step(weakref.ref(optimizer), number, self._record, flag, scale=scale))
 
     def _end_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if self._is_busy or not self._knows(optimizer) or self._frame is not sys._getframe(1):
             return
         self._frame = None
-        if self._scaling is not None:
-            self._steps[id(optimizer)] += 1
-            return
-        outcomes = outcomes_of(optimizer) if self._may_skip else None
-        if outcomes:
-            self._has_outcomes.add(id(optimizer))
-            self._waiting = [one for one in self._waiting if one.optimizer() is not optimizer]
+        if self._scaling is None and self._may_skip:
             number = self._steps[id(optimizer)]
-            self._settle(Step(weakref.ref(optimizer), number, self._record, None, outcomes))
+            if outcomes := outcomes_of(optimizer):
+                self._settle(Step(weakref.ref(optimizer), number, self._record, None, outcomes))
+            else:  # no block of `scale_loss` was for it
+                self._check_gradients(optimizer)
+        self._is_over |= self._scaling is None
         self._steps[id(optimizer)] += 1
-        self._is_over = True
 
     def _settle(self, step: Step) -> None:
         """Judges a step, now or when the device has told of it; until then its weights are kept."""
