@@ -44,17 +44,17 @@ def replay(
             trace = Trace(clock, None)
             trace.scale = scale
             run = Rerun(record, {id(model): unwrap(model) for model in models}, clock)
-            origins, error = run_again(clock, run, trace, record, optimizer)
-        if error is not None:
-            raise error
+            try:
+                run_again(run, clock, trace)
+            finally:
+                origins = found_by(trace, record, optimizer)
         with as_it_was(record, models):
             clock = Clock(ExitStack())
             trace, oversized = Trace(clock, None) if find_hidden(origins) else None, Oversized(clock)
             again = InFloat32(record, models, optimizers, clock)
-            behind, error = run_again(clock, again, trace, record, optimizer)
-            if error is not None:
-                raise error
+            run_again(again, clock, trace)
             survives = again.is_finite()
+            behind = found_by(trace, record, optimizer) if trace is not None else []
             origins = [it for it in behind if it["has_reached"]] + origins
     except Exception as error:  # of the script's own code, or of torch: training goes on
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -100,28 +100,24 @@ def as_it_was(record: Record, models: Sequence[Module]) -> Iterator[None]:
         yield
 
 
-def run_again(
-    clock: Clock, run: Rerun, trace: Trace | None, record: Record, optimizer: Optimizer | None
-) -> tuple[list[dict], Exception | None]:
-    """Does a step again; returns the origins that a trace found, and the error that ended it."""
-    error = None
+def run_again(run: Rerun, clock: Clock, trace: Trace | None) -> None:
+    """Does a step again, which a trace follows."""
     with clock.undo:
         clock.follow_modules()
         if trace is not None:
             Operations(clock, [trace]).follow()
-        try:
-            run.run()
-        except Exception as raised:
-            error = raised
-    if trace is None:
-        return [], error
+        run.run()
+
+
+def found_by(trace: Trace, record: Record, optimizer: Optimizer | None) -> list[dict]:
+    """Returns the origins that a trace found."""
     if optimizer is not None:
         with quiet():
             trace.end_attempt(optimizer)
     origins = trace.to_json()
     if not record.slots.is_whole and not any(it["has_reached"] for it in origins):
         origins += of_unseen_loss(record)
-    return origins, error
+    return origins
 
 
 def of_unseen_loss(record: Record) -> list[dict]:
