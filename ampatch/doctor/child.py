@@ -15,15 +15,10 @@ from ampatch.apex.script import Script, level_overrides
 from ampatch.doctor.against.sample import Sample
 from ampatch.doctor.brakes import Brakes
 from ampatch.doctor.growth.notes import Growth
+from ampatch.doctor.instruments import precision
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
 from ampatch.doctor.instruments.operations import Enough
-from ampatch.doctor.instruments.precision import (
-    Oversized,
-    keep_float32,
-    note_autocast_without_gpu,
-    without_casts,
-)
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.watch import Watch
 from ampatch.doctor.runs import Run
@@ -49,13 +44,13 @@ def main(run: Run) -> None:
 
 def look(run: Run, clock: Clock) -> Callable[[], dict[str, object]]:
     """Has a run looked at until its clock is undone; returns what tells what was seen, as a `Seen`."""
-    without_gpu = note_autocast_without_gpu(clock.undo)
+    without_gpu = precision.note_autocast_without_gpu(clock.undo)
     if run.float32:
-        without_casts(clock.undo)
-    keep_float32(run.keep_fp32, clock.undo)
+        precision.without_casts(clock.undo)
+    precision.keep_float32(run.keep_fp32, clock.undo)
     watch, growth = Watch(clock), None if run.every is None else Growth(clock, run.every)
     brakes = Brakes(clock) if run.speed else None
-    oversized = Oversized(clock) if run.float32 else None
+    oversized = precision.Oversized(clock) if run.float32 else None
     silent = Silent(clock, run.window or ())
     if run.sample is not None:
         Sample(clock, run.samples, run.sample, ends=run.float32 or not run.traces)

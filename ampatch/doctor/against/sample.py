@@ -21,14 +21,7 @@ import ampatch as amp
 from ampatch.doctor.instruments.clock import Clock, Instrument
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.places import Models, device_of, user_line
-from ampatch.doctor.instruments.values import (
-    drop_alike,
-    floating_in,
-    plain,
-    quiet,
-    random_of,
-    set_random,
-)
+from ampatch.doctor.instruments.values import drop_alike, floating_in, plain, quiet, random_of, set_random
 
 SAMPLES = 2**16  # numbers of a tensor, at most
 FILES = ("first.pt", "second.pt")

@@ -18,21 +18,11 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 
 import ampatch as amp
+from ampatch.doctor.instruments import operations as ops
 from ampatch.doctor.instruments.clock import Clock, parameters_of
 from ampatch.doctor.instruments.dispatch import Operation, Rule
 from ampatch.doctor.instruments.evidence import Evidence, explain_arguments, note_unfit
 from ampatch.doctor.instruments.marks import Marks, Origins
-from ampatch.doctor.instruments.operations import (
-    ASKING,
-    CASTING,
-    CASTS,
-    IGNORED,
-    REPEATED,
-    Call,
-    Enough,
-    Graph,
-    is_cured_by_scale,
-)
 from ampatch.doctor.instruments.places import is_called_by_ampatch, is_called_by_scaler, user_line
 from ampatch.doctor.instruments.region import region_in_float32
 from ampatch.doctor.instruments.values import (
@@ -68,8 +58,8 @@ class Trace(Rule):
     def _begin_window(self) -> None:
         self.active = self.window is None or self.origins.attempt in self.window
         self._marks, self._evidence = self._early.copy(), Evidence()
-        self._graph = Graph(self.models, self._on_bad_gradient)
-        self._pending: Call | None = None  # a cast of ours, which is part of what follows
+        self._graph = ops.Graph(self.models, self._on_bad_gradient)
+        self._pending: ops.Call | None = None  # a cast of ours, which is part of what follows
         self._found_in_backward = False
         self.origins.came_back = set()
         self._note_old_gradients()
@@ -148,7 +138,7 @@ class Trace(Rule):
             self.origins.reach(self.origins.came_back)
             is_old = name in self._old and bool(self.origins.all)
             if not (self._found_in_backward or is_old):
-                call = Call("accumulate_grad", "backward", None, user_line(), str(parameter.dtype)[6:])
+                call = ops.Call("accumulate_grad", "backward", None, user_line(), str(parameter.dtype)[6:])
                 more = {"parameter": name, "is_of_scale": True}
                 self.origins.reach([self.origins.add(call, examine(gradient), **more)])
                 self._found_in_backward = True
@@ -172,7 +162,7 @@ class Trace(Rule):
             self.origins.reach(self._marks.of(*(it for it in weights if not is_finite(it))))
         self.origins.end_attempt()
         if self.window is not None and self.origins.attempt > max(self.window) and not self.goes_on:
-            raise Enough
+            raise ops.Enough
         self._begin_window()
 
     def to_json(self) -> list[dict[str, object]]:
@@ -183,11 +173,11 @@ class Trace(Rule):
 
     def wants(self, name: str) -> bool:
         """Of a backward pass the graph tells."""
-        return self.active and not self._is_away and name not in IGNORED
+        return self.active and not self._is_away and name not in ops.IGNORED
 
     def before(self, operation: Operation) -> tuple[Tensors, float | None]:
         """Returns what is bad before the operation, and the largest number."""
-        if operation.name in ASKING:
+        if operation.name in ops.ASKING:
             self.origins.asked |= self._marks.of(*operation.taken)
         return [it for it in operation.taken if not is_finite(it)], largest_of(operation.taken)
 
@@ -214,13 +204,13 @@ class Trace(Rule):
             call, arguments = self._describe(operation, operation.taken), (operation.args, operation.kwargs)
             note_unfit(error, call, operation.taken[0], arguments, self.origins)
 
-    def _describe(self, operation: Operation, given: Tensors) -> Call:
+    def _describe(self, operation: Operation, given: Tensors) -> ops.Call:
         is_ours, name = is_called_by_ampatch(), operation.name
         call = self._pending if is_ours else None
         if call is None or call.place != operation.place:  # the cast of a model's input is no layer's
-            call = Call(name, operation.phase, operation.place, operation.where)
+            call = ops.Call(name, operation.phase, operation.place, operation.where)
         call.op, call.dtype, call.autocast = name, str(given[0].dtype)[6:], operation.autocast
-        self._pending = call if is_ours and name in CASTS else None
+        self._pending = call if is_ours and name in ops.CASTS else None
         return call
 
     def see_function(self, operation: Operation, given: Tensors) -> None:
@@ -228,7 +218,13 @@ class Trace(Rule):
         self._graph.tag(operation.taken, given, self._describe(operation, given))
 
     def _look(
-        self, call: Call, taken: Tensors, bad: Tensors, given: Tensors, largest: float | None, constant: bool
+        self,
+        call: ops.Call,
+        taken: Tensors,
+        bad: Tensors,
+        given: Tensors,
+        largest: float | None,
+        constant: bool,
     ) -> None:
         """Looks at what an operation gives: `bad` are those that it took and that were so before."""
         self._graph.tag(taken, given, call)
@@ -242,7 +238,7 @@ class Trace(Rule):
         of_mask = damage is not None and damage.kind == "inf" and not came and (constant or bool(bad))
         if damage is not None and not came and not of_mask:
             parameter = self.models.name_of(worst)
-            if parameter is None and (call.phase == "optimizer" or call.op in CASTING):
+            if parameter is None and (call.phase == "optimizer" or call.op in ops.CASTING):
                 parameter = self.models.name_beside(worst, given, taken)
             # Only a scaler multiplies a loss by itself, in code of ours or torch's.
             is_scaling = call.phase == "loss" and call.op == "mul" and is_called_by_scaler()
@@ -257,11 +253,11 @@ class Trace(Rule):
         for tensor in given if marks else ():
             self._marks.add(tensor, marks)
 
-    def _region(self, call: Call) -> tuple[str, ...]:
+    def _region(self, call: ops.Call) -> tuple[str, ...]:
         place = self.models.place
         return region_in_float32(call.autocast, place is None or not place.module)
 
-    def _marks_of_unseen(self, call: Call, bad: list[Tensor]) -> set[int]:
+    def _marks_of_unseen(self, call: ops.Call, bad: list[Tensor]) -> set[int]:
         """Says where bad numbers come from that no operation made: weights, or NaN and inf in the data."""
         for tensor in bad:
             if isinstance(tensor, Parameter) or torch.isnan(plain(tensor)).any():
@@ -273,10 +269,10 @@ class Trace(Rule):
         return set()
 
     def _on_bad_gradient(
-        self, call: Call, node: object, parameter: str | None, made: Tensor, taken: tuple
+        self, call: ops.Call, node: object, parameter: str | None, made: Tensor, taken: tuple
     ) -> None:
         """An operation's own bad numbers come back here; else it is an origin if what it took was finite."""
-        if not self.active or (self._found_in_backward and node.name() == REPEATED):
+        if not self.active or (self._found_in_backward and node.name() == ops.REPEATED):
             return
         self._found_in_backward = True
         self.origins.came_back |= call.origins
@@ -284,7 +280,7 @@ class Trace(Rule):
         if call.origins or not all(map(is_finite, given)):
             return
         if call.infinite is not None and call.is_data:  # it was no mask
-            data = Call("", "input", call.place, call.where)
+            data = ops.Call("", "input", call.place, call.where)
             self.origins.came_back.add(self.origins.add(data, call.infinite))
             return
         if call.infinite is not None:
@@ -292,4 +288,4 @@ class Trace(Rule):
         more = {"input_largest": largest_of(given), "parameter": parameter, "node": node.name()}
         self.origins.came_back.add(mark := self.origins.add(call, examine(made), **more))
         origin = self.origins.all[mark]
-        origin.phase, origin.is_of_scale = "backward", is_cured_by_scale(node, taken, self.scale)
+        origin.phase, origin.is_of_scale = "backward", ops.is_cured_by_scale(node, taken, self.scale)
