@@ -47,7 +47,6 @@ def look(run: Run, clock: Clock) -> Callable[[], dict[str, object]]:
     without_gpu = precision.note_autocast_without_gpu(clock.undo)
     if run.float32:
         precision.without_casts(clock.undo)
-    precision.keep_float32(run.keep_fp32, clock.undo)
     watch, growth = Watch(clock), None if run.every is None else Growth(clock, run.every)
     brakes = Brakes(clock) if run.speed else None
     oversized = precision.Oversized(clock) if run.float32 else None
@@ -56,6 +55,7 @@ def look(run: Run, clock: Clock) -> Callable[[], dict[str, object]]:
         Sample(clock, run.samples, run.sample, ends=run.float32 or not run.traces)
     trace = Trace(clock, run.window, run.goes_on) if run.traces else None
     clock.follow_run()
+    precision.keep_float32(run.keep_fp32, clock)
     if trace:
         torch.compiler.set_stance("force_eager")
         Operations(clock, [rule for rule in (brakes, silent, trace) if rule]).follow()

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_map
 
 from ampatch.doctor.instruments.clock import Clock, Instrument, wrap
-from ampatch.doctor.instruments.places import Models, device_of, user_line
+from ampatch.doctor.instruments.places import device_of, user_line
 from ampatch.doctor.instruments.values import floating_in, largest_of, quiet
 
 LARGE = torch.finfo(torch.float16).max / 2
@@ -48,25 +48,24 @@ def note_autocast_without_gpu(undo: ExitStack) -> set[str]:
     return lines
 
 
-def keep_float32(names: Collection[str], undo: ExitStack) -> None:
+def keep_float32(names: Collection[str], clock: Clock) -> None:
     """Has modules, named by their dotted paths, run without autocast on float32 inputs, until undone."""
     if names:
-        keeper = Keeper(frozenset(names))
-        undo.callback(register_module_forward_pre_hook(keeper.enter).remove)
-        undo.callback(register_module_forward_hook(keeper.leave, always_call=True).remove)
+        keeper = Keeper(frozenset(names), clock)
+        clock.undo.callback(register_module_forward_pre_hook(keeper.enter).remove)
+        clock.undo.callback(register_module_forward_hook(keeper.leave, always_call=True).remove)
 
 
 class Keeper:
-    """Turns autocast off in the forwards of some modules."""
+    """Turns autocast off in the forwards of some modules; its hooks run after those of the clock."""
 
-    def __init__(self, names: Collection[str]) -> None:
-        self._names, self._models = names, Models()
+    def __init__(self, names: Collection[str], clock: Clock) -> None:
+        self._names, self._clock = names, clock
         self._open: list[tuple[Module, ExitStack]] = []
 
     def enter(self, module: Module, args: tuple) -> tuple | None:
         """A hook before a forward: returns float32 inputs where the module is kept."""
-        self._models.enter(module)
-        place, device = self._models.place, device_of(module).type
+        place, device = self._clock.models.place, device_of(module).type
         if place is None or place.module not in self._names or not torch.is_autocast_enabled(device):
             return None
         context = ExitStack()
@@ -76,7 +75,6 @@ class Keeper:
 
     def leave(self, module: Module, *_: object) -> None:
         """A hook after it."""
-        self._models.leave()
         if self._open and self._open[-1][0] is module:
             self._open.pop()[1].close()
 
