@@ -39,6 +39,7 @@ from ampatch.doctor.instruments.values import (
 )
 
 WEIGHING = ("softmax", "attention", "cross_entropy")  # these make NaN of nothing but -inf
+Kept = tuple[Tensors, float | None]  # what is bad before an operation, and the largest number
 
 
 class Trace(Rule):
@@ -175,13 +176,13 @@ class Trace(Rule):
         """Of a backward pass the graph tells."""
         return self.active and not self._is_away and name not in ops.IGNORED
 
-    def before(self, operation: Operation) -> tuple[Tensors, float | None]:
+    def before(self, operation: Operation) -> Kept:
         """Returns what is bad before the operation, and the largest number."""
         if operation.name in ops.ASKING:
             self.origins.asked |= self._marks.of(*operation.taken)
         return [it for it in operation.taken if not is_finite(it)], largest_of(operation.taken)
 
-    def after(self, operation: Operation, kept: tuple[Tensors, float | None], result: object) -> None:
+    def after(self, operation: Operation, kept: Kept, result: object) -> None:
         """Follows what is bad, and what arguments show."""
         args, kwargs, taken = operation.args, operation.kwargs, operation.taken
         given = inexact_in(result)
@@ -189,12 +190,10 @@ class Trace(Rule):
             given += inexact_in(args[0])
         if not given:
             return
-        may_mask = not kept[0] and operation.phase != "optimizer"  # a rate may be infinite
-        constant = may_mask and holds_no_number((args, *kwargs.values()))
         call = self._describe(operation, given)
         self.origins.is_repeat = self.clock.repeats
         self._evidence.follow(call, args, kwargs, taken, given)
-        self._look(call, taken, kept[0], given, kept[1], constant)
+        self._look(call, operation, kept, given)
         for origin in (it for it in self.origins.all if it.call is call):
             explain_arguments(origin, args, kwargs, taken)
 
@@ -217,16 +216,9 @@ class Trace(Rule):
         """Learns of a function whose node has no operation."""
         self._graph.tag(operation.taken, given, self._describe(operation, given))
 
-    def _look(
-        self,
-        call: ops.Call,
-        taken: Tensors,
-        bad: Tensors,
-        given: Tensors,
-        largest: float | None,
-        constant: bool,
-    ) -> None:
-        """Looks at what an operation gives: `bad` are those that it took and that were so before."""
+    def _look(self, call: ops.Call, operation: Operation, kept: Kept, given: Tensors) -> None:
+        """Looks at what an operation gives."""
+        taken, (bad, largest) = operation.taken, kept
         self._graph.tag(taken, given, call)
         marks, came = self._marks.of(*taken), self._marks.of(*bad)
         if any(word in call.op for word in WEIGHING):
@@ -235,8 +227,9 @@ class Trace(Rule):
         damage = None if worst is None else examine(worst, bool(bad))
         if damage is not None and bad and not came:
             marks = marks | (came := self._marks_of_unseen(call, bad))
-        of_mask = damage is not None and damage.kind == "inf" and not came and (constant or bool(bad))
-        if damage is not None and not came and not of_mask:
+        is_new = damage is not None and not came
+        of_mask = is_new and damage.kind == "inf" and (bool(bad) or names_infinity(operation))
+        if is_new and not of_mask:
             parameter = self.models.name_of(worst)
             if parameter is None and (call.phase == "optimizer" or call.op in ops.CASTING):
                 parameter = self.models.name_beside(worst, given, taken)
@@ -289,3 +282,9 @@ class Trace(Rule):
         self.origins.came_back.add(mark := self.origins.add(call, examine(made), **more))
         origin = self.origins.all[mark]
         origin.phase, origin.is_of_scale = "backward", ops.is_cured_by_scale(node, taken, self.scale)
+
+
+def names_infinity(operation: Operation) -> bool:
+    """Says whether an argument is inf or NaN itself, as the fill value of a mask; a rate may be infinite."""
+    arguments = (operation.args, *operation.kwargs.values())
+    return operation.phase != "optimizer" and holds_no_number(arguments)
