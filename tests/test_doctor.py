@@ -208,6 +208,29 @@ def test_a_decay_that_makes_weights_infinite_names_them_and_their_module(tmp_pat
     assert first.remedies[0].startswith("lower the learning rate and the weight decay")
 
 
+OWN_MASTERS = """
+import torch, torch.nn.functional as F
+from torch import nn
+from apex.fp16_utils import FP16_Optimizer, network_to_half
+torch.manual_seed(0)
+model = network_to_half(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)))
+optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=1e6), static_loss_scale=8.0)
+for step in range(4):
+    loss = F.cross_entropy(model(torch.randn(16, 8)).float(), torch.zeros(16).long())
+    optimizer.zero_grad()
+    optimizer.backward(loss)
+    optimizer.step()
+"""
+
+
+@pytest.mark.process
+def test_masters_that_an_optimizer_copies_after_its_step_are_of_the_update(tmp_path):
+    first = explain(Finding(**report_on(OWN_MASTERS, tmp_path)["findings"][0]))
+    assert (first.phase, first.op, first.kind) == ("optimizer", "_foreach_copy_", "inf")
+    assert first.parameter.endswith("weight")
+    assert first.remedies[0].startswith("lower the learning rate")
+
+
 TWO_MODELS = """
 import torch
 from torch import nn

@@ -284,8 +284,9 @@ def explain(finding: Finding) -> Finding:
     """Returns the finding with its reason and remedies."""
     cause = next(row for row in CAUSES if row.explains(finding))
     words = do.words_for(finding)
-    first = do.slow_down(finding) if "{limit}" in cause.why else None
-    rows = [it for it in cause.remedies if not (first and it in (do.lower_rate, do.SLOWER))]
+    is_of_size = "{limit}" in cause.why and do.SLOWER not in cause.remedies
+    first = do.slow_down(finding) if is_of_size else None
+    rows = [it for it in cause.remedies if not (first and it is do.lower_rate)]
     found = [first, *(it.format(**words) if isinstance(it, str) else it(finding) for it in rows)]
     remedies = tuple(it for it in found if it) or (do.LOOK,)
     return replace(finding, cause=cause.name, why=cause.why.format(**words), remedies=remedies)

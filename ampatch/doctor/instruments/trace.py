@@ -89,6 +89,8 @@ class Trace(Rule):
                 for parameter in self.models.parameters():
                     for origin in self.origins.of_input(self._marks.of(parameter)):
                         origin.parameter = self.models.name_of(parameter)
+                        if self.origins.attempt:  # a script that copies masters itself, after their step
+                            origin.phase = "optimizer"
 
     def enter_module(self, module: Module, args: tuple) -> None:
         """Learns the sizes of the batch, as of a model that is given keywords alone."""
