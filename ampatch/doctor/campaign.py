@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from ampatch.doctor.brakes import MOST_STEPS
 from ampatch.doctor.causes import explain
 from ampatch.doctor.finding import Finding, Report, read_finding
 from ampatch.doctor.growth.curves import describe_growth, facts_of
+from ampatch.doctor.instruments.operations import QUOTIENTS
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.runs import Launch, Run, Seen, start_process
 from ampatch.doctor.silent.gradients import compare_gradients, pick_sample
@@ -61,7 +63,10 @@ class Campaign:
         if findings or hidden or sample is not None:
             again = self._in_float32(seen, hidden, None if findings else sample)
             behind = merge(attempts, find_behind(again, hidden))
-            findings = sorted(behind + findings, key=lambda it: it.step or 0)
+            findings = sorted(
+                behind + findings,
+                key=lambda it: (it.step or 0, it.phase == "backward" and it.op in QUOTIENTS),
+            )
         if findings:
             survives = self._survives(seen, again)
             keep = modules_to_keep(findings, again.oversized) if survives else ()
@@ -191,7 +196,8 @@ class Campaign:
                 raise AmpError(f"the {name} run left no report, and ended with status {status}: {last}")
             seen = self.seen[name] = Seen.read(json.loads(out.read_text()))
         if status:
-            last = (said.strip() or "it said nothing").splitlines()[-1]
+            lines = (said.strip() or "it said nothing").splitlines()
+            last = next((it for it in reversed(lines) if re.match(r"[\w.]+Error\b", it)), lines[-1])
             ended = self.ended[name] = f"run ended with status {status}: {last}"
             if not any(it.endswith(ended) for it in self.unknown):  # the same of each run, once
                 self.unknown.append(f"the {name} {ended}")

@@ -232,10 +232,10 @@ CAUSES = (  # the first that explains a finding is its cause
         "nan",
     ),
     Cause(
-        "power at 0",
-        "{made} The derivative of x ** p is infinite at 0 where p is below 1.",
+        "power at 0 or below",
+        "{made} x ** p is no number below 0, and at 0 it is infinite for p < 0, its derivative for p < 1.",
         (do.CLAMP_BASE, *PRECISION),
-        (BACKWARD,),
+        (lambda it: it.phase == "backward" or it.kind == "nan" or bool(it.facts.get("pole")),),
         ("pow", "pow_"),
     ),
     Cause(
@@ -245,6 +245,13 @@ CAUSES = (  # the first that explains a finding is its cause
         (do.CLAMP_INSIDE, *PRECISION),
         (),
         ops.DOMAINS,
+    ),
+    Cause(
+        "loss on a sigmoid of half",
+        "{made}{limit} It is 1 / (p - p * p): half rounds a sigmoid to 0 or 1.",
+        (do.ON_LOGITS, *PRECISION),
+        (BACKWARD,),
+        ("binary_cross_entropy",),
     ),
     Cause(
         "logarithm of 0 or below",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import torch
 
 from ampatch.doctor.finding import Finding
-from ampatch.doctor.instruments.operations import DOMAINS, NORMALIZERS, QUOTIENTS, SUMS
+from ampatch.doctor.instruments.operations import DOMAINS, EXPONENTIALS, NORMALIZERS, QUOTIENTS, SUMS
 from ampatch.doctor.instruments.places import SHOWN
 from ampatch.doctor.instruments.region import Mend, lines_with, mended
 
@@ -27,12 +28,13 @@ def keep(finding: Finding) -> str | None:
     """Has modules run in float32; under torch.autocast by lines to paste after the model is made."""
     is_forward = finding.phase == "forward"
     names = list((is_forward and finding.keep) or filter(None, [finding.module]))
+    if finding.op in EXPONENTIALS and finding.facts.get("own") and not finding.autocast:  # and its like
+        names = list(dict.fromkeys(re.sub(r"([a-z_]\w*)\.\d+", r"\1.*", it) for it in names))
     if not (finding.float32_survives and names):
         return None
     if not finding.autocast:
-        return (
-            f"keep_fp32={names}: {'these modules run' if len(names) > 1 else 'this module runs'} in float32"
-        )
+        is_one = len(names) == 1 and "*" not in names[0]
+        return f"keep_fp32={names}: {'this module runs' if is_one else 'these modules run'} in float32"
     lines = (
         f"in float32, by these lines after {finding.model} is made:",
         f"for name in {names}:",
@@ -131,7 +133,9 @@ def mend(title: str, otherwise: str | None = None, **how: str) -> Remedy:
             name: text.replace("{eps}", str(words["eps"])).replace("{top}", str(words["top"]))
             for name, text in how.items()
         }
-        if finding.facts.get("signed") and how.get("suffix") == CLAMP:
+        if finding.facts.get("number"):
+            filled = {"prefix": "max(", "suffix": ", 1)"}
+        elif finding.facts.get("signed") and how.get("suffix") == CLAMP:
             filled["suffix"] = f".where({{x}} != 0, {words['eps']})"
         if op == "log1p" and how.get("suffix") == CLAMP:
             filled["suffix"] = f".clamp(min={words['eps']} - 1)"
@@ -177,6 +181,7 @@ CLAMP_INSIDE = mend(
 )
 CLAMP_EXPONENT = mend("clamp what it takes: exp(x.clamp(max={top}))", suffix=".clamp(max={top})")
 ZERO_INFINITY = mend("give the loss zero_infinity=True", keyword=", zero_infinity=True")
+ON_LOGITS = "leave out the sigmoid before it, and take nn.BCEWithLogitsLoss: it takes logits"
 ADD_EPS = "add an eps under the root: (x.var() + {eps}).sqrt(), which {dtype} holds"
 SET_WEIGHT = (
     "set it where the module is made (torch.empty leaves what was in memory), or mend the checkpoint "

@@ -68,8 +68,12 @@ def explain_arguments(
     call = origin.call
     call.facts["own"] = is_called_by_user() or call.op in text_of(call.where)  # not a layer of torch's
     nothing = find_nothing(call.op, args, kwargs)
-    if nothing and (origin.damage.kind == "nan" or nothing == "count"):
+    is_length = nothing == "count" and "norm" in text_of(call.where)  # as of a vector
+    if nothing and not is_length and (origin.damage.kind == "nan" or nothing == "count"):
         call.facts["nothing"] = nothing
+    divisor = divisor_of(call.op, args)
+    call.facts["pole"] = isinstance(divisor, Tensor) and bool((plain(divisor) == 0).any())
+    call.facts["number"] = isinstance(divisor, (int, float)) and divisor == 0
     if call.op in QUOTIENTS and len(taken) > 1:
         call.facts["signed"] = bool((plain(taken[-1]) < 0).any())
     is_cast = call.op in CASTS or call.phase == "input"  # as of a buffer, by initialize
@@ -141,6 +145,14 @@ def find_infinity(
     return (lowest, "-inf", dtype) if is_added else None
 
 
+def divisor_of(op: str, args: Sequence[object]) -> object:
+    """Returns what an operation divides by, None where it does not; a negative power divides as well."""
+    place = 1 if op in ("div", "div_", "true_divide") else 0
+    power = args[1] if op in ("pow", "pow_") and len(args) > 1 else -1
+    is_quotient = op in (*QUOTIENTS, "pow", "pow_") and isinstance(power, (int, float)) and power < 0
+    return args[place] if is_quotient and op != "atan2" and len(args) > place else None
+
+
 def find_nothing(op: str, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
     """Says what nothing a mean is of: "ignored" targets, "empty", or a "count" of 0."""
     tensors = [it for it in (*args, *kwargs.values()) if isinstance(it, Tensor)]
@@ -150,8 +162,8 @@ def find_nothing(op: str, args: Sequence[object], kwargs: Mapping[str, object]) 
         kept = tensors[1][tensors[1] != kwargs.get("ignore_index", -100)]
         weighed = kept if len(tensors) < 3 else tensors[2][kept]
         return "ignored" if not weighed.numel() or (len(tensors) > 2 and not weighed.any()) else None
-    if op in ("div", "div_", "true_divide") and len(tensors) > 1:
-        divisor = plain(tensors[1])
+    if (number := divisor_of(op, args)) is not None:
+        divisor = plain(number) if isinstance(number, Tensor) else torch.tensor(number)
         whole = divisor.float() == divisor.float().round()
         is_count = divisor.dim() == 0 or bool(divisor.max() >= 1)
         return "count" if is_count and bool(whole.all()) and bool((divisor == 0).any()) else None

@@ -163,6 +163,11 @@ class Graph:
                     self._on_bad(call, self._nodes[index], name, tensor, taken)
                     return
 
+    def taker_of(self, node: object) -> Call | None:
+        """Returns the operation that took what a node's gave, None if none is known."""
+        takers = (it for it in self._nodes if any(each is node for each, _ in it.next_functions))
+        return next((it.metadata[KNOWN] for it in takers), None)
+
 
 def nodes_of(roots: Sequence[Tensor], first: int = 0) -> Iterator[object]:
     """Yields the nodes of a graph, each once, but none that is older than the first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from textwrap import dedent, indent
@@ -42,6 +43,11 @@ class Source:
         within = [it for it in found if it.lineno <= line <= (it.end_lineno or line)]
         return max(within, key=lambda it: it.lineno, default=None)
 
+    def block_of(self, statement: ast.stmt) -> list[ast.stmt]:
+        """Returns the statements in a row of which it is one."""
+        blocks = (getattr(it, name, ()) for it in ast.walk(self.tree) for name in ("body", "orelse"))
+        return next(it for it in blocks if isinstance(it, list) and statement in it)
+
     def begin(self, node: ast.expr) -> int:
         """Returns the first byte of an expression."""
         return self._starts[node.lineno - 1] + node.col_offset
@@ -50,10 +56,10 @@ class Source:
         """Returns the byte behind an expression."""
         return self._starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
 
-    def edited(self, statement: ast.stmt, edits: list[Edit]) -> Lines:
-        """Returns the lines of a statement with some edits."""
-        first, last = self._starts[statement.lineno - 1], self._starts[statement.end_lineno or 0]
-        text = self.text[first:last]
+    def edited(self, statement: ast.stmt, edits: list[Edit], last: ast.stmt | None = None) -> Lines:
+        """Returns the lines of a statement, or those up to a later one, with some edits."""
+        first, end = self._starts[statement.lineno - 1], self._starts[(last or statement).end_lineno or 0]
+        text = self.text[first:end]
         for at, new, length in sorted(edits, reverse=True):
             text = text[: at - first] + new.encode() + text[at - first + length :]
         return tuple(dedent(text.decode()).rstrip().split("\n"))
@@ -64,10 +70,12 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Mend:
-    """What stands differently where an operation is called: `suffix` behind its operand, `keyword` as another
-    argument, `name` in the place of its own, `tail` behind the call; {x} is the operand, {y} the next one.
+    """What stands differently where an operation is called: `suffix` behind its operand, `prefix` before it,
+    `keyword` as another argument, `name` in the place of its own, `tail` behind the call; {x} is the operand,
+    {y} the next one.
     """
 
+    prefix: str = ""
     suffix: str = ""
     keyword: str = ""
     name: str = ""
@@ -75,24 +83,50 @@ class Mend:
 
 
 def mended(where: str | None, op: str, mend: Mend) -> Lines:
-    """Returns the statement at a line, "file:line", with each call of an operation mended, or none."""
+    """Returns the statement at a line, "file:line", with each call of an operation mended, or none.
+
+    Those beside it that have the same operand, or are built alike, are mended with it.
+    """
     path, _, line = (where or "").rpartition(":")
     try:
         source = Source(path)
     except SyntaxError:
         return ()
     statement = source.statement_at(int(line)) if line else None
-    nodes = () if statement is None else ast.walk(statement)
-    edits = [edit for node in nodes for edit in edits_of(source, node, op, mend)]
-    return source.edited(statement, edits) if statement is not None and edits else ()
+    if statement is None or not (edits := edits_in(source, statement, op, mend)):
+        return ()
+    block = source.block_of(statement) if mend.suffix else [statement]
+    likeness = likeness_of(source, statement, op)
+    alike = [it for it in block if likeness & likeness_of(source, it, op)]
+    if len(alike) == 1:
+        return source.edited(statement, edits)
+    edits = [edit for it in alike for edit in edits_in(source, it, op, mend)]
+    lines = source.edited(alike[0], edits, alike[-1])
+    return (f"# in the place of lines {alike[0].lineno} to {alike[-1].end_lineno}", *lines)
+
+
+def edits_in(source: Source, statement: ast.stmt, op: str, mend: Mend) -> list[Edit]:
+    """Returns the edits of a statement."""
+    return [edit for node in ast.walk(statement) for edit in edits_of(source, node, op, mend)]
+
+
+def likeness_of(source: Source, statement: ast.stmt, op: str) -> set[str]:
+    """Returns what statements share that are mended alike: how they are built, what an operation takes."""
+    found = (operand_of(source, node, op.rstrip("_"))[0] for node in ast.walk(statement))
+    shape = re.sub(r"(id|arg|value)=('\w*'|[\d.]+)", "", ast.dump(statement))
+    return {shape, *(it.id for it in found if isinstance(it, ast.Name))}
 
 
 def edits_of(source: Source, node: ast.AST, op: str, mend: Mend) -> Iterator[Edit]:
     """Yields the edits of an expression, where it is the operation."""
     operand, end, is_closed = operand_of(source, node, op.rstrip("_"))
-    if operand is None:
+    if operand is None or isinstance(operand, ast.Constant):
         return
     begin = source.begin(operand)
+    if mend.prefix:
+        yield begin, mend.prefix, 0
+        yield source.end(operand), mend.suffix, 0
+        return
     x = source.text[begin:end].decode()
     x = "(" * (x.count(")") - x.count("(")) + x  # which stands before an expression in parentheses
     if mend.suffix:
@@ -200,9 +234,9 @@ def region_in_float32(autocast: str | None, is_model: bool) -> Lines:
     if in_half and not (is_model and is_last):
         return ()
     edits: list[Edit] = [(source.end(it), ".float()", 0) for it in half_in(statement, frame)]
-    lines = source.edited(statement, edits) if edits else ()
-    if in_half or not lines:  # no casts of functions are on in a half model
-        return lines
+    lines = source.edited(statement, edits)
+    if in_half:  # no casts of functions are on in a half model
+        return lines if edits else ()
     context = "amp.disable_casts()" if autocast is None else f"torch.autocast({autocast!r}, enabled=False)"
     return (f"with {context}:", *indent("\n".join(lines), "    ").split("\n"))
 

@@ -280,6 +280,8 @@ class Trace(Rule):
             return
         if call.infinite is not None:
             call.facts["masked"] = True
+        if call.op in ops.CASTS and (taker := self._graph.taker_of(node)) and taker.op in ops.LOGARITHMS:
+            call = taker  # whose gradient is 1 / p: the cast is not to blame
         more = {"input_largest": largest_of(given), "parameter": parameter, "node": node.name()}
         self.origins.came_back.add(mark := self.origins.add(call, examine(made), **more))
         origin = self.origins.all[mark]
