@@ -72,12 +72,17 @@ class Campaign:
             keep = modules_to_keep(findings, again.oversized) if survives else ()
             facts = (facts_of(growth) if growth else {}) | {"halved": again.is_half}
             more = {"float32_survives": survives, "keep": keep}
-            findings = [explain(replace(it, **more, facts=it.facts | facts)) for it in findings]
+            is_of_half = survives and "traced" in self.ended and "float32" not in self.ended
+            findings = [
+                explain(replace(it, **more, facts=it.facts | facts))
+                for it in findings
+                if is_of_half or "error" not in it.facts
+            ]
         elif sample is not None:
             faults, reason = compare_gradients(self.run.samples, sample)
             self.silent.append({"faults": faults})
             self.unknown += [reason] if reason else []
-        first = findings[0].module if propose and survives else ""
+        first = findings[0].module if propose and survives and findings else ""
         proposed = self._propose(first, window) if first else ()
         compared = against and compare_levels(self._start, self.run, against, attempts, self.unknown)
         harmless = merge(attempts, [it for it in origins if not it["has_reached"]])
@@ -141,7 +146,7 @@ class Campaign:
     def _survives(self, seen: Seen, again: Seen) -> bool | None:
         """Says whether the run in float32 stayed finite to its end."""
         broken = [attempt for attempt in again.attempts if not attempt.is_finite]
-        if not broken and len(again.attempts) < len(seen.attempts):
+        if not broken and ("float32" in self.ended or len(again.attempts) < len(seen.attempts)):
             self.unknown.append("in float32 the script ended before its last step")
             return None
         survives = not broken and not any(it["has_reached"] for it in again.origins)

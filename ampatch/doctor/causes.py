@@ -43,6 +43,11 @@ def is_of_weight(finding: Finding) -> bool:
     return finding.parameter is not None
 
 
+def is_steep(finding: Finding) -> bool:
+    """Asks for a root or a power that has no value there, or no derivative."""
+    return finding.phase == "backward" or finding.kind == "nan" or bool(finding.facts.get("pole"))
+
+
 FORWARD = of_phase("input", "forward", "loss", "optimizer")
 BACKWARD = of_phase("backward")
 
@@ -74,7 +79,7 @@ NOTHING = "softmax of nothing"
 IS_LOST = "{made} {constant} is {becomes} in {half}, and so it keeps nothing from being {becomes}."
 HAS_NO_ROW = "{made} A row whose entries are all -inf has no softmax."
 BAD_DATA = "{sample_of}the batch holds {kind} before the model sees it."
-STEEP = "{made} The derivative of a root is infinite at 0."
+STEEP = "{made} A negative number has no root, and at 0 its derivative is infinite."
 FRACTIONS = (*ops.QUOTIENTS, *ops.LOGARITHMS, *ops.ROOTS, *ops.NORMS, *ops.NORMALIZERS, "pow")
 
 CAUSES = (  # the first that explains a finding is its cause
@@ -121,6 +126,13 @@ CAUSES = (  # the first that explains a finding is its cause
         "{made}{limit} The loss scale stays at {scale}, which is too large.",
         ('loss_scale="dynamic" in the place of {scale}: it falls until gradients fit', *PRECISION),
         (has("static"),),
+    ),
+    Cause("error in half", "{op} raises an error, in half alone: {error}", PRECISION, (has("error"),)),
+    Cause(
+        "limit that does not fit",
+        "{op} raises an error: {constant} does not fit into {dtype}, nor does what it limits.",
+        (*PRECISION, do.write),
+        (has("raised"), lambda it: it.op.startswith("clamp")),
     ),
     Cause(
         "constant that does not fit",
@@ -221,21 +233,13 @@ CAUSES = (  # the first that explains a finding is its cause
         ops.SPREADS,
         "nan",
     ),
-    Cause("root at 0", STEEP, (do.CLAMP_ROOT, *PRECISION), (BACKWARD,), ops.ROOTS),
-    Cause("root at 0", STEEP, (do.ADD_EPS, *PRECISION), (BACKWARD,), (*ops.NORMS, *ops.SPREADS)),
-    Cause(
-        "root below 0",
-        "{made} A negative number has no root.",
-        (do.CLAMP_ROOT, *PRECISION),
-        (FORWARD,),
-        ops.ROOTS,
-        "nan",
-    ),
+    Cause("root at 0 or below", STEEP, (do.CLAMP_ROOT, *PRECISION), (is_steep,), ops.ROOTS),
+    Cause("root at 0 or below", STEEP, (do.ADD_EPS, *PRECISION), (BACKWARD,), (*ops.NORMS, *ops.SPREADS)),
     Cause(
         "power at 0 or below",
         "{made} x ** p is no number below 0, and at 0 it is infinite for p < 0, its derivative for p < 1.",
         (do.CLAMP_BASE, *PRECISION),
-        (lambda it: it.phase == "backward" or it.kind == "nan" or bool(it.facts.get("pole")),),
+        (is_steep,),
         ("pow", "pow_"),
     ),
     Cause(

@@ -226,7 +226,7 @@ def words_for(finding: Finding) -> dict[str, object]:
         "becomes": constant[1],
         "turns": turned,
         "largest": f"{finding.input_largest or 0:.3g}",
-        "cast": finding.facts.get("cast"),
+        **{name: finding.facts.get(name) for name in ("cast", "error")},
         "eps": eps_of(finding.op, finding.dtype),
         "half": half,
         "instead": INSTEAD.get(constant[1]) or eps_of(finding.op, half),

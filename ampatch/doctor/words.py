@@ -105,6 +105,7 @@ def describe_finding(finding: Finding) -> Iterator[str]:
     sample = f", sample {finding.sample} of the batch" if finding.sample is not None else ""
     steps = "; again at step " if len(finding.steps) == 2 else "; again at steps "
     again = steps + ", ".join(map(str, finding.steps[1:])) if len(finding.steps) > 1 else ""
-    yield f"  first {finding.kind}{element}{sample}; {finding.count} in all{again}"
+    if not {"error", "raised"} & finding.facts.keys():
+        yield f"  first {finding.kind}{element}{sample}; {finding.count} in all{again}"
     is_cast = "cast" in finding.facts and finding.float32_survives is False
     yield f"  {CASTS_ITSELF if is_cast else SURVIVES[finding.float32_survives]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -68,7 +69,7 @@ def explain_arguments(
     call = origin.call
     call.facts["own"] = is_called_by_user() or call.op in text_of(call.where)  # not a layer of torch's
     nothing = find_nothing(call.op, args, kwargs)
-    is_length = nothing == "count" and "norm" in text_of(call.where)  # as of a vector
+    is_length = nothing == "count" and bool(re.search("norm|std|var", text_of(call.where)))
     if nothing and not is_length and (origin.damage.kind == "nan" or nothing == "count"):
         call.facts["nothing"] = nothing
     divisor = divisor_of(call.op, args)
@@ -113,13 +114,14 @@ def constants_in(value: object, counts: bool, depth: int = 3) -> Iterator[float]
             yield from constants_in(each, counts, depth - 1)
 
 
-def note_unfit(error: RuntimeError, call: Call, tensor: Tensor, arguments: object, origins: Origins) -> None:
-    """Notes an operation that raises an error, since a constant does not fit into the type of a tensor."""
+def note_error(error: Exception, call: Call, tensor: Tensor, arguments: object, origins: Origins) -> None:
+    """Notes an operation that raises an error, as where a constant does not fit into the type of a tensor."""
+    call.facts = {"error": str(error).split("\n")[0]}
     if "without overflow" in str(error):
         constant = find_lost_constant(call.op, arguments, tensor.dtype)
         call.facts = {"raised": True, "constant": constant or (math.nan, "", "")}
-        damage = Damage("inf", (), tensor.numel(), None, tuple(tensor.shape), call.dtype)
-        origins.reach([origins.add(call, damage)])
+    damage = Damage("inf", (), tensor.numel(), None, tuple(tensor.shape), call.dtype)
+    origins.reach([origins.add(call, damage)])
 
 
 def find_overflow_of(tensors: Tensors) -> Constant | None:

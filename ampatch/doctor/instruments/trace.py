@@ -21,7 +21,7 @@ import ampatch as amp
 from ampatch.doctor.instruments import operations as ops
 from ampatch.doctor.instruments.clock import Clock, parameters_of
 from ampatch.doctor.instruments.dispatch import Operation, Rule
-from ampatch.doctor.instruments.evidence import Evidence, explain_arguments, note_unfit
+from ampatch.doctor.instruments.evidence import Evidence, explain_arguments, note_error
 from ampatch.doctor.instruments.marks import Marks, Origins
 from ampatch.doctor.instruments.places import is_called_by_ampatch, is_called_by_scaler, user_line
 from ampatch.doctor.instruments.region import region_in_float32
@@ -200,10 +200,10 @@ class Trace(Rule):
             explain_arguments(origin, args, kwargs, taken)
 
     def see_error(self, operation: Operation, error: Exception) -> None:
-        """Notes an operation that raises an error, since a constant does not fit into a type."""
+        """Notes an operation that raises an error."""
         if operation.taken:
             call, arguments = self._describe(operation, operation.taken), (operation.args, operation.kwargs)
-            note_unfit(error, call, operation.taken[0], arguments, self.origins)
+            note_error(error, call, operation.taken[0], arguments, self.origins)
 
     def _describe(self, operation: Operation, given: Tensors) -> ops.Call:
         is_ours, name = is_called_by_ampatch(), operation.name
