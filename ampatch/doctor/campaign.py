@@ -146,7 +146,7 @@ class Campaign:
     def _survives(self, seen: Seen, again: Seen) -> bool | None:
         """Says whether the run in float32 stayed finite to its end."""
         broken = [attempt for attempt in again.attempts if not attempt.is_finite]
-        if not broken and ("float32" in self.ended or len(again.attempts) < len(seen.attempts)):
+        if not broken and len(again.attempts) < len(seen.attempts):
             self.unknown.append("in float32 the script ended before its last step")
             return None
         survives = not broken and not any(it["has_reached"] for it in again.origins)

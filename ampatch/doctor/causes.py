@@ -43,6 +43,11 @@ def is_of_weight(finding: Finding) -> bool:
     return finding.parameter is not None
 
 
+def is_limit(finding: Finding) -> bool:
+    """Asks for a limit: what it limits is as large."""
+    return finding.op.startswith("clamp")
+
+
 def is_steep(finding: Finding) -> bool:
     """Asks for a root or a power that has no value there, or no derivative."""
     return finding.phase == "backward" or finding.kind == "nan" or bool(finding.facts.get("pole"))
@@ -80,6 +85,7 @@ IS_LOST = "{made} {constant} is {becomes} in {half}, and so it keeps nothing fro
 HAS_NO_ROW = "{made} A row whose entries are all -inf has no softmax."
 BAD_DATA = "{sample_of}the batch holds {kind} before the model sees it."
 STEEP = "{made} A negative number has no root, and at 0 its derivative is infinite."
+UNFIT = "{op} raises an error: {constant} does not fit into {dtype}; {limit_number:g} does."
 FRACTIONS = (*ops.QUOTIENTS, *ops.LOGARITHMS, *ops.ROOTS, *ops.NORMS, *ops.NORMALIZERS, "pow")
 
 CAUSES = (  # the first that explains a finding is its cause
@@ -128,18 +134,8 @@ CAUSES = (  # the first that explains a finding is its cause
         (has("static"),),
     ),
     Cause("error in half", "{op} raises an error, in half alone: {error}", PRECISION, (has("error"),)),
-    Cause(
-        "limit that does not fit",
-        "{op} raises an error: {constant} does not fit into {dtype}, nor does what it limits.",
-        (*PRECISION, do.write),
-        (has("raised"), lambda it: it.op.startswith("clamp")),
-    ),
-    Cause(
-        "constant that does not fit",
-        "{op} raises an error: {constant} does not fit into {dtype}; {limit_number:g} does.",
-        (do.write, do.OR_FINFO),
-        (has("raised"),),
-    ),
+    Cause("limit that does not fit", UNFIT, (*PRECISION, do.write), (has("raised"), is_limit)),
+    Cause("constant that does not fit", UNFIT, (do.write, do.OR_FINFO), (has("raised"),)),
     Cause(
         "all targets ignored",
         "{made} All targets of this batch are ignored, or weigh 0: it is a mean of nothing, 0 / 0.",
