@@ -156,8 +156,8 @@ CAUSES = (  # the first that explains a finding is its cause
     ),
     Cause(
         "mask in the backward",
-        "{made} It took an infinity, that of a mask: its derivative there is 0 * inf.",
-        ("mask after this line, not before it", do.OR_MASK),
+        "{made} It took an infinity, as of a mask: its derivative there is 0 * inf.",
+        (do.write, "mask after this line, not before it", do.OR_MASK),
         (has("masked"),),
     ),
     Cause(

@@ -24,7 +24,7 @@ from ampatch.doctor.instruments.dispatch import Operation, Rule
 from ampatch.doctor.instruments.evidence import Evidence, explain_arguments, note_error
 from ampatch.doctor.instruments.marks import Marks, Origins
 from ampatch.doctor.instruments.places import is_called_by_ampatch, is_called_by_scaler, user_line
-from ampatch.doctor.instruments.region import region_in_float32
+from ampatch.doctor.instruments.region import lines_with, region_in_float32
 from ampatch.doctor.instruments.values import (
     HALF,
     Tensors,
@@ -180,9 +180,10 @@ class Trace(Rule):
 
     def before(self, operation: Operation) -> Kept:
         """Returns what is bad before the operation, and the largest number."""
+        bad = [it for it in operation.taken if not is_finite(it)]
         if operation.name in ops.ASKING:
-            self.origins.asked |= self._marks.of(*operation.taken)
-        return [it for it in operation.taken if not is_finite(it)], largest_of(operation.taken)
+            self.origins.asked |= self._marks.of(*bad)
+        return bad, largest_of(operation.taken)
 
     def after(self, operation: Operation, kept: Kept, result: object) -> None:
         """Follows what is bad, and what arguments show."""
@@ -274,7 +275,10 @@ class Trace(Rule):
         given = [tensor for tensor in taken if tensor is not None]
         if call.origins or not all(map(is_finite, given)):
             return
-        if call.infinite is not None and call.is_data:  # it was no mask
+        is_written = call.is_data and bool(lines_with(call.where, math.inf)[1])
+        if is_written:
+            call.facts["constant"] = (math.inf, "inf", call.dtype)
+        if call.infinite is not None and call.is_data and not is_written:  # it was no mask
             data = ops.Call("", "input", call.place, call.where)
             self.origins.came_back.add(self.origins.add(data, call.infinite))
             return
