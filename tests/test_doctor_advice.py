@@ -125,10 +125,12 @@ def apply(script, finding, advice):
 
 
 def replace(script, line, text):
-    """Puts a statement in the place of the one at a line."""
+    """Puts a statement in the place of the one at a line, or of the lines that it names."""
     found = [it for it in ast.walk(ast.parse(script)) if isinstance(it, ast.stmt) and it.lineno == line]
+    named = re.match(r"# in the place of lines (\d+) to (\d+)", text)
+    line, last = map(int, named.groups()) if named else (line, found[-1].end_lineno)
     lines = script.split("\n")
-    lines[line - 1 : found[-1].end_lineno] = [indent(text, re.match(" *", lines[line - 1])[0])]
+    lines[line - 1 : last] = [indent(text, re.match(" *", lines[line - 1])[0])]
     return "\n".join(lines)
 
 
