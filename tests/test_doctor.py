@@ -769,6 +769,7 @@ def test_a_line_with_a_finding_is_not_called_harmless():
     [
         ({"float32_survives": True}, "keep_fp32=['a']: "),
         ({"op": "acos", "kind": "nan"}, "a small margin inside of its domain"),
+        ({"float32_survives": True, "module": "h.1.b", "facts": {"own": True}}, "['h.*.b']: these modules"),
         ({"float32_survives": True, "autocast": "cpu"}, "m.get_submodule(name)"),
         ({"float32_survives": True, "keep": ("a", "b")}, "keep_fp32=['a', 'b']: these modules"),
         ({"float32_survives": False, "step": 3}, "learning rate"),

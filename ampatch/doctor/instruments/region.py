@@ -250,7 +250,7 @@ def function_in_float32(source: Source, frame: FrameType, autocast: str) -> Line
     names = {it.id for it in ast.walk(function) if isinstance(it, ast.Name)}
     used = [frame.f_locals.get(it, frame.f_globals.get(it)) for it in names]
     uses_model = any(isinstance(it, Module) and any(True for _ in it.parameters()) for it in used)
-    if uses_model or not any(is_half_tensor(frame.f_locals.get(it)) for it in taken):
+    if uses_model or not any(isinstance(frame.f_locals.get(it), Tensor) for it in taken):
         return ()
     first = source.text.decode().split("\n")[function.lineno - 1].strip()
     return f"@torch.amp.custom_fwd(device_type={autocast!r}, cast_inputs=torch.float32)", first
