@@ -63,10 +63,7 @@ class Campaign:
         if findings or hidden or sample is not None:
             again = self._in_float32(seen, hidden, None if findings else sample)
             behind = merge(attempts, find_behind(again, hidden))
-            findings = sorted(
-                behind + findings,
-                key=lambda it: (it.step or 0, it.phase == "backward" and it.op in QUOTIENTS),
-            )
+            findings = sorted(behind + findings, key=order_of)
         if findings:
             survives = self._survives(seen, again)
             keep = modules_to_keep(findings, again.oversized) if survives else ()
@@ -215,6 +212,11 @@ def origins_of(seen: Seen) -> tuple[dict, ...]:
     bad = (index for index, attempt in enumerate(seen.attempts) if not attempt.weights)
     last = next(bad, len(seen.attempts))
     return tuple(it for it in seen.origins if it["attempt"] <= last)
+
+
+def order_of(finding: Finding) -> tuple[int, bool]:
+    """Returns its step; in a backward pass a quotient comes after the root that it divides by."""
+    return finding.step or 0, finding.phase == "backward" and finding.op in QUOTIENTS
 
 
 def modules_to_keep(findings: Sequence[Finding], oversized: Sequence[str]) -> tuple[str, ...]:

@@ -275,7 +275,7 @@ class Trace(Rule):
         given = [tensor for tensor in taken if tensor is not None]
         if call.origins or not all(map(is_finite, given)):
             return
-        is_written = call.is_data and bool(lines_with(call.where, math.inf)[1])
+        is_written = call.is_data and call.op in ("mul", "mul_") and bool(lines_with(call.where, math.inf)[1])
         if is_written:
             call.facts["constant"] = (math.inf, "inf", call.dtype)
         if call.infinite is not None and call.is_data and not is_written:  # it was no mask
