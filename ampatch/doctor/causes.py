@@ -10,7 +10,7 @@ from ampatch.doctor.finding import Finding
 from ampatch.doctor.instruments import operations as ops
 
 PRECISION, SMALLER = do.PRECISION, do.SMALLER
-Test = Callable[[Finding], bool]
+Test = Callable[[Finding], bool] | tuple[str, ...]  # these are phases
 
 
 def has(name: str, value: object = None) -> Test:
@@ -25,17 +25,17 @@ def becomes(what: str) -> Test:
 
 def of_phase(*phases: str) -> Test:
     """Asks when it broke."""
-
-    def is_in(finding: Finding) -> bool:
-        """Says whether it broke in these phases."""
-        return finding.phase in phases
-
-    return is_in
+    return phases
 
 
 def is_unseen(finding: Finding) -> bool:
     """Asks for bad numbers that no operation was seen to make."""
     return not finding.op
+
+
+def divides_by_zero(finding: Finding) -> bool:
+    """Asks for a quotient of 0, as far as that is known, or a negative power of 0."""
+    return finding.facts.get("zero", "pow" not in finding.op)
 
 
 def is_of_weight(finding: Finding) -> bool:
@@ -65,7 +65,9 @@ class Cause:
     def explains(self, finding: Finding) -> bool:
         """Says whether it is the cause of a finding, if no earlier row is."""
         is_of = (self.ops is None or finding.op in self.ops) and self.kind in (None, finding.kind)
-        return is_of and all(test(finding) for test in self.tests)
+        return is_of and all(
+            finding.phase in test if isinstance(test, tuple) else test(finding) for test in self.tests
+        )
 
 
 TOO_LARGE = "constant too large for half"
@@ -98,10 +100,16 @@ CAUSES = (  # the first that explains a finding is its cause
         (of_phase("optimizer"), is_unseen),
     ),
     Cause(
+        "number that is no number",
+        "{made} It takes a number that is {given} itself, as a rate that a schedule made.",
+        ("keep the schedule from dividing by 0: step / max(1, warmup_steps)",),
+        (has("given"),),
+    ),
+    Cause(
         "update too large",
         "{made}{limit} That is of the update of {parameter}.",
         (do.SLOWER, "clip gradients before the step"),
-        (of_phase("optimizer"), is_of_weight),
+        (of_phase("optimizer"), is_of_weight, lambda it: not it.facts.get("zero")),
     ),
     Cause(
         "weight too large for half",
@@ -144,7 +152,7 @@ CAUSES = (  # the first that explains a finding is its cause
         "count of 0",
         "{made} It divides by a count of 0.",
         (do.CLAMP_COUNT, "or skip what there is nothing of"),
-        (has("nothing", "count"),),
+        (has("nothing", "count"), lambda it: it.phase != "optimizer"),
     ),
     Cause(
         "mask in the backward",
@@ -257,8 +265,8 @@ CAUSES = (  # the first that explains a finding is its cause
         "division by 0",
         "{made} It divides by 0, or by a number that is too small{tiny}.",
         (do.CLAMP_DIVISOR, *PRECISION),
-        (),
-        ops.QUOTIENTS,
+        (divides_by_zero,),
+        (*ops.QUOTIENTS, "pow", "pow_"),
     ),
     Cause("data", "{made} " + BAD_DATA, (do.MEND_DATA,), (of_phase("input"),)),
     Cause(

@@ -26,7 +26,8 @@ DEFAULTS = ("normalize", "cosine_similarity", "pairwise_distance")  # whose eps 
 def keep(finding: Finding) -> str | None:
     """Has modules run in float32; under torch.autocast by lines to paste after the model is made."""
     is_forward = finding.phase == "forward"
-    names = list((is_forward and finding.keep) or filter(None, [finding.module]))
+    alike = finding.facts.get("alike") or [finding.module]
+    names = list((is_forward and finding.keep) or filter(None, alike))
     if not (finding.float32_survives and names):
         return None
     if not finding.autocast:
@@ -222,7 +223,8 @@ def words_for(finding: Finding) -> dict[str, object]:
         "turns": turned,
         "largest": f"{finding.input_largest or 0:.3g}",
         "cast": finding.facts.get("cast"),
-        "eps": eps_of(finding.op, finding.dtype),
+        "given": finding.facts.get("given"),
+        "eps": "1e-30" if finding.facts.get("sums") else eps_of(finding.op, finding.dtype),
         "half": half,
         "instead": INSTEAD.get(constant[1]) or eps_of(finding.op, half),
         "limit_number": largest,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ampatch.doctor.instruments.marks import Origins
-from ampatch.doctor.instruments.operations import CASTS, QUOTIENTS, Call, Origin
+from ampatch.doctor.instruments.operations import CASTS, LOGARITHMS, QUOTIENTS, Call, Origin
 from ampatch.doctor.instruments.places import is_called_by_user
 from ampatch.doctor.instruments.values import Damage, TensorNotes, Tensors, plain
 from ampatch.levels.precision import HALF_TYPES
@@ -19,6 +19,7 @@ IGNORING = ("cross_entropy", "nll_loss", "nll_loss_nd", "cross_entropy_loss")
 MASKING = ("add", "add_", "sub", "sub_")  # to the lowest number of a type, which is -inf then
 Constant = tuple[float, str, str]  # what it becomes, and in which type
 
+NEXT_TO_0 = 1e-20  # which the half types hold none of, but for bfloat16
 SMALL = 2e-5  # what float16 cannot divide 1 by
 DEFAULTS = {"cosine_similarity": (1e-8,)}  # of functions that show no mode their own
 COUNTING = ("mul", "mul_", "add", "add_", "sub", "sub_", "where")  # whose integers are no shapes
@@ -72,6 +73,13 @@ def explain_arguments(
         call.facts["nothing"] = nothing
     if call.op in QUOTIENTS and len(taken) > 1:
         call.facts["signed"] = bool((plain(taken[-1]) < 0).any())
+    if call.op in (*QUOTIENTS, "pow", "pow_"):
+        call.facts["zero"] = divides_by_zero(origin, args)
+    if call.op in LOGARITHMS and taken[0].dtype is torch.float32:
+        call.facts["sums"] = "exp(" in text_of(call.where)  # which are small together
+    bad = [it for it in constants_in((args, kwargs), False) if not math.isfinite(it)]
+    if bad and call.phase == "optimizer":
+        call.facts["given"] = str(float(bad[0]))
     is_cast = call.op in CASTS or call.phase == "input"  # as of a buffer, by initialize
     if is_cast and (constant := find_overflow_of(taken)):
         call.facts["constant"] = constant
@@ -134,11 +142,19 @@ def find_infinity(
     """Returns the infinity that a mask multiplies by 0, or the lowest number that it adds to another."""
     dtype = str(taken[0].dtype)[6:] if taken else ""
     if origin.call.op in ("mul", "mul_") and origin.damage.kind == "nan":
-        found = next((it for it in constants_in((args, kwargs), False) if math.isinf(it)), None)
+        numbers = [*constants_in((args, kwargs), False), *(plain(it).min().item() for it in taken)]
+        found = next((it for it in numbers if math.isinf(it)), None)
         return None if found is None else (found, str(found), dtype)
     lowest = torch.finfo(taken[0].dtype).min if origin.call.op in MASKING and taken else 0.0
     is_added = lowest and origin.damage.kind == "inf" and any((plain(it) == lowest).any() for it in taken)
     return (lowest, "-inf", dtype) if is_added else None
+
+
+def divides_by_zero(origin: Origin, args: Sequence[object]) -> bool:
+    """Says whether the first bad number is a quotient or a power of 0, or of next to nothing."""
+    is_quotient = "div" in origin.call.op and len(args) > 1 and isinstance(args[1], Tensor)
+    divisor = plain(args[1] if is_quotient else args[0])
+    return bool(divisor.expand(origin.damage.shape)[origin.damage.element].abs() < NEXT_TO_0)
 
 
 def find_nothing(op: str, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:

@@ -142,6 +142,12 @@ class Graph:
         for tensor in given:
             self._tag_nodes(node_of(tensor), call)
 
+    def modules_like(self, call: Call) -> list[str]:
+        """Returns the modules that run the same operation at the same line."""
+        calls = (node.metadata[KNOWN] for node in self._nodes)
+        same = (it for it in calls if (it.op, it.where) == (call.op, call.where) and it.place)
+        return sorted({it.place.module for it in same})
+
     def _tag_nodes(self, node: object, call: Call) -> None:
         waiting = [node]
         while waiting:

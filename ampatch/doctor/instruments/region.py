@@ -142,7 +142,7 @@ def lines_with(where: str | None, constant: float) -> tuple[list[str], str]:
     found: dict[int, str] = {}
     for node in ast.walk(source.tree):  # -1e9 before 1e9
         value = number_of(node, constant)
-        if value is not None and abs(value) == abs(constant):
+        if value is not None and (value == constant or abs(value) == abs(constant) < math.inf):
             text = source.text[source.begin(node) : source.end(node)].decode()
             found.setdefault(node.lineno, text if value == constant else "")
     lines = [int(line)] if int(line) in found else sorted(found)

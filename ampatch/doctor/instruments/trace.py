@@ -278,6 +278,8 @@ class Trace(Rule):
             return
         if call.infinite is not None:
             call.facts["masked"] = True
+        if call.op not in ops.SUMS:  # of a layer of torch's the line is that which calls it
+            call.facts["alike"] = self._graph.modules_like(call)
         more = {"input_largest": largest_of(given), "parameter": parameter, "node": node.name()}
         self.origins.came_back.add(mark := self.origins.add(call, examine(made), **more))
         origin = self.origins.all[mark]
