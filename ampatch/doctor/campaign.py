@@ -67,7 +67,10 @@ class Campaign:
             keep = modules_to_keep(findings, again.oversized) if survives else ()
             facts = (facts_of(growth) if growth else {}) | {"halved": again.is_half}
             more = {"float32_survives": survives, "keep": keep}
-            findings = [explain(replace(it, **more, facts=it.facts | facts)) for it in findings]
+            alike = [it.facts | facts | {"places": places_of(it, findings)} for it in findings]
+            findings = [
+                explain(replace(it, **more, facts=its)) for it, its in zip(findings, alike, strict=True)
+            ]
         elif sample is not None:
             faults, reason = compare_gradients(self.run.samples, sample)
             self.silent.append({"faults": faults})
@@ -217,6 +220,12 @@ def modules_to_keep(findings: Sequence[Finding], oversized: Sequence[str]) -> tu
     return tuple(
         sorted(found, key=lambda it: [(not part.isdigit(), part.zfill(9)) for part in it.split(".")])
     )
+
+
+def places_of(finding: Finding, findings: Sequence[Finding]) -> tuple[str | None, ...]:
+    """Returns the other lines that break by the same constant."""
+    constant = finding.facts.get("constant")
+    return tuple(it.where for it in findings if constant and it.facts.get("constant") == constant)
 
 
 def find_behind(again: Seen, hidden: Sequence[int]) -> list[dict]:

@@ -28,11 +28,6 @@ def of_phase(*phases: str) -> Test:
     return phases
 
 
-def is_unseen(finding: Finding) -> bool:
-    """Asks for bad numbers that no operation was seen to make."""
-    return not finding.op
-
-
 def divides_by_zero(finding: Finding) -> bool:
     """Asks for a quotient of 0, as far as that is known, or a negative power of 0."""
     return finding.facts.get("zero", "pow" not in finding.op)
@@ -77,6 +72,11 @@ IS_LOST = "{made} {constant} is {becomes} in {half}, and so it keeps nothing fro
 HAS_NO_ROW = "{made} A row whose entries are all -inf has no softmax."
 BAD_DATA = "{sample_of}the batch holds {kind} before the model sees it."
 STEEP = "{made} The derivative of a root is infinite at 0."
+GIVEN = "{made} It takes a number that is {given} itself, as a rate that a schedule made."
+NO_EPS = "{made} The optimizer's eps is 0: it divides 0 by 0, where a weight has had no gradient."
+NO_SCALE = "{made} The loss scale is 0, and no gradient can be divided by it."
+NOT_HIDDEN = "{made} It takes an infinity, as that of a mask: nothing hides it here."
+UNSEEN = ("",)  # numbers that no operation was seen to make
 FRACTIONS = (*ops.QUOTIENTS, *ops.LOGARITHMS, *ops.ROOTS, *ops.NORMS, *ops.NORMALIZERS, "pow")
 
 CAUSES = (  # the first that explains a finding is its cause
@@ -86,7 +86,7 @@ CAUSES = (  # the first that explains a finding is its cause
         (do.SET_WEIGHT,),
         (of_phase("input"), is_of_weight),
     ),
-    Cause("data", BAD_DATA, (do.MEND_DATA,), (of_phase("input"), is_unseen)),
+    Cause("data", BAD_DATA, (do.MEND_DATA,), (of_phase("input"),), UNSEEN),
     Cause(
         "eps of an optimizer in half",
         "{made} The optimizer's eps, {constant}, is 0 in {dtype}: it divides by 0.",
@@ -97,14 +97,12 @@ CAUSES = (  # the first that explains a finding is its cause
         "weight lost in the step before",
         "the weight {parameter} held {kind} before the step began.",
         (*SMALLER, do.SLOWER, *PRECISION),
-        (of_phase("optimizer"), is_unseen),
+        (of_phase("optimizer"),),
+        UNSEEN,
     ),
-    Cause(
-        "number that is no number",
-        "{made} It takes a number that is {given} itself, as a rate that a schedule made.",
-        ("keep the schedule from dividing by 0: step / max(1, warmup_steps)",),
-        (has("given"),),
-    ),
+    Cause("number that is none", GIVEN, (do.MEND_SCHEDULE,), (has("given"),)),
+    Cause("eps of an optimizer that is 0", NO_EPS, (do.GIVE_EPS,), (), ops.ADDCDIV, "nan"),
+    Cause("loss scale of 0", NO_SCALE, (do.RENEW_SCALE,), (of_phase("optimizer"),), ("reciprocal",)),
     Cause(
         "update too large",
         "{made}{limit} That is of the update of {parameter}.",
@@ -122,7 +120,8 @@ CAUSES = (  # the first that explains a finding is its cause
         "loss not seen",
         "the loss is {kind}; the operation that made it was not seen.",
         (*SMALLER, *PRECISION),
-        (is_unseen,),
+        (),
+        UNSEEN,
     ),
     Cause(
         "static loss scale",
@@ -160,6 +159,7 @@ CAUSES = (  # the first that explains a finding is its cause
         ("mask after this line, not before it", do.OR_MASK),
         (has("masked"),),
     ),
+    Cause("mask in a sum", NOT_HIDDEN, (do.LEAVE_OUT, do.write), (FORWARD, has("mask")), ("mean", "sum")),
     Cause(
         "mask by a product",
         "{made} It multiplies an infinity by 0, as where a mask hides nothing.",

@@ -114,7 +114,8 @@ def write(finding: Finding) -> str | None:
         return None
     lines, text = lines_with(finding.where, finding.facts["constant"][0])
     if lines:
-        at = " and ".join(map(shown, lines))
+        others = [lines_with(it, finding.facts["constant"][0])[0] for it in finding.facts.get("places", ())]
+        at = " and ".join(dict.fromkeys(map(shown, sum(others, lines))))
         return f"write {new} in the place of {text or constant}, at {at}: {half} holds it"
     if finding.op in DEFAULTS and (lines := mended(finding.where, finding.op, Mend(keyword=f", eps={new}"))):
         return PASTED.join((f"give eps={new}, which {half} holds:", *lines))
@@ -136,6 +137,10 @@ def mend(title: str, otherwise: str | None = None, **how: str) -> Remedy:
             filled["suffix"] = f".where({{x}} != 0, {words['eps']})"
         if op == "log1p" and how.get("suffix") == CLAMP:
             filled["suffix"] = f".clamp(min={words['eps']} - 1)"
+        if op == "acosh":
+            filled["suffix"] = f".clamp(min=1 + {words['eps']})"
+        if finding.facts.get("zero") == "number":
+            filled = {"around": f"max({{x}}, {words['eps']})"}
         lines = mended(finding.where, op, Mend(**filled))
         said = title.format(**words)
         return PASTED.join((f"{said}:", *lines)) if lines else (otherwise or said).format(**words)
@@ -171,6 +176,7 @@ CLAMP_DIVISOR = mend(
     "clamp the divisor: x / y.clamp(min={eps}), where it is not negative",
     suffix=CLAMP,
 )
+LEAVE_OUT = mend("leave infinities out", suffix=".where({x}.isfinite(), 0)")
 CLAMP_INSIDE = mend(
     "clamp what it takes, by a small margin inside of its domain",
     "clamp what it takes, by a small margin inside of its domain (x.clamp(-1 + {eps}, 1 - {eps}))",
@@ -179,6 +185,9 @@ CLAMP_INSIDE = mend(
 CLAMP_EXPONENT = mend("clamp what it takes: exp(x.clamp(max={top}))", suffix=".clamp(max={top})")
 ZERO_INFINITY = mend("give the loss zero_infinity=True", keyword=", zero_infinity=True")
 ADD_EPS = "add an eps under the root: (x.var() + {eps}).sqrt(), which {dtype} holds"
+MEND_SCHEDULE = "keep the schedule from dividing by 0: step / max(1, warmup_steps)"
+GIVE_EPS = "give the optimizer an eps above 0: eps=1e-8"
+RENEW_SCALE = "leave out the scaler's load_state_dict: a new scaler finds its scale by itself"
 SET_WEIGHT = (
     "set it where the module is made (torch.empty leaves what was in memory), or mend the checkpoint "
     "that is loaded"

@@ -145,13 +145,17 @@ def find_infinity(
         numbers = [*constants_in((args, kwargs), False), *(plain(it).min().item() for it in taken)]
         found = next((it for it in numbers if math.isinf(it)), None)
         return None if found is None else (found, str(found), dtype)
+    if origin.call.op in ("mean", "sum") and taken and plain(taken[0]).isinf().any():
+        return -math.inf, "-inf", dtype
     lowest = torch.finfo(taken[0].dtype).min if origin.call.op in MASKING and taken else 0.0
     is_added = lowest and origin.damage.kind == "inf" and any((plain(it) == lowest).any() for it in taken)
     return (lowest, "-inf", dtype) if is_added else None
 
 
-def divides_by_zero(origin: Origin, args: Sequence[object]) -> bool:
-    """Says whether the first bad number is a quotient or a power of 0, or of next to nothing."""
+def divides_by_zero(origin: Origin, args: Sequence[object]) -> bool | str:
+    """Says whether the first bad number is a quotient or a power of 0; "number" of one that is no tensor."""
+    if isinstance(args[-1], float) and args[-1] == 0:
+        return "number"
     is_quotient = "div" in origin.call.op and len(args) > 1 and isinstance(args[1], Tensor)
     divisor = plain(args[1] if is_quotient else args[0])
     return bool(divisor.expand(origin.damage.shape)[origin.damage.element].abs() < NEXT_TO_0)

@@ -64,14 +64,16 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Mend:
-    """What stands differently where an operation is called: `suffix` behind its operand, `keyword` as another
-    argument, `name` in the place of its own, `tail` behind the call; {x} is the operand, {y} the next one.
+    """What stands differently where an operation is called: `suffix` behind its operand, `around` in its place,
+    `keyword` as another argument, `name` in the place of its own, `tail` behind the call; {x} is the operand,
+    {y} the next one.
     """
 
     suffix: str = ""
     keyword: str = ""
     name: str = ""
     tail: str = ""
+    around: str = ""
 
 
 def mended(where: str | None, op: str, mend: Mend) -> Lines:
@@ -94,7 +96,10 @@ def edits_of(source: Source, node: ast.AST, op: str, mend: Mend) -> Iterator[Edi
         return
     begin = source.begin(operand)
     x = source.text[begin:end].decode()
-    x = "(" * (x.count(")") - x.count("(")) + x  # which stands before an expression in parentheses
+    opened = x.count(")") - x.count("(")
+    x = "(" * opened + x  # which stands before an expression in parentheses
+    if mend.around:
+        yield begin - opened, mend.around.format(x=x), end - begin + opened
     if mend.suffix:
         if not is_closed:
             yield begin, "(", 0

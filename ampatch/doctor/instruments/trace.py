@@ -228,7 +228,8 @@ class Trace(Rule):
         if damage is not None and bad and not came:
             marks = marks | (came := self._marks_of_unseen(call, bad))
         is_new = damage is not None and not came
-        of_mask = is_new and damage.kind == "inf" and (bool(bad) or names_infinity(operation))
+        is_inf = is_new and damage.kind == "inf" and call.op not in ("mean", "sum")  # which hide no mask
+        of_mask = is_inf and (bool(bad) or names_infinity(operation))
         if is_new and not of_mask:
             parameter = self.models.name_of(worst)
             if parameter is None and (call.phase == "optimizer" or call.op in ops.CASTING):
