@@ -64,7 +64,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Mend:
-    """What stands differently where an operation is called: `suffix` behind its operand, `around` in its place,
+    """What stands differently where an operation is called: `suffix` behind its operand, `around` for it,
     `keyword` as another argument, `name` in the place of its own, `tail` behind the call; {x} is the operand,
     {y} the next one.
     """

@@ -95,7 +95,7 @@ class Scaled(Instrument, amp.Observer):
     def close(self) -> None:
         """Notes what was never used up to the end of the run."""
         self._tell_unused(self._losses)
-        if self._waiting > 4 * self._longest:
+        if self._waiting > 3 * self._longest:
             self._notes.add("never_stepped", "loss", self._waits_at, "scale", count=self._waiting)
 
     # ---- The parts of a run ----
