@@ -74,7 +74,7 @@ def explain_arguments(
     if call.op in QUOTIENTS and len(taken) > 1:
         call.facts["signed"] = bool((plain(taken[-1]) < 0).any())
     if call.op in (*QUOTIENTS, "pow", "pow_"):
-        call.facts["zero"] = divides_by_zero(origin, args)
+        call.facts["zero"] = divides_by_zero(origin, (*args, *kwargs.values()))
     if call.op in LOGARITHMS and taken[0].dtype is torch.float32:
         call.facts["sums"] = "exp(" in text_of(call.where)  # which are small together
     bad = [it for it in constants_in((args, kwargs), False) if not math.isfinite(it)]
@@ -152,12 +152,12 @@ def find_infinity(
     return (lowest, "-inf", dtype) if is_added else None
 
 
-def divides_by_zero(origin: Origin, args: Sequence[object]) -> bool | str:
+def divides_by_zero(origin: Origin, operands: Sequence[object]) -> bool | str:
     """Says whether the first bad number is a quotient or a power of 0; "number" of one that is no tensor."""
-    if isinstance(args[-1], float) and args[-1] == 0:
+    if any(isinstance(it, (int, float)) and it == 0 for it in operands[1:]):
         return "number"
-    is_quotient = "div" in origin.call.op and len(args) > 1 and isinstance(args[1], Tensor)
-    divisor = plain(args[1] if is_quotient else args[0])
+    tensors = [plain(it) for it in operands if isinstance(it, Tensor)]
+    divisor = tensors["div" in origin.call.op and len(tensors) > 1]
     return bool(divisor.expand(origin.damage.shape)[origin.damage.element].abs() < NEXT_TO_0)
 
 
