@@ -35,7 +35,7 @@ SUMS += ("conv3d", "baddbmm", "norm", "var", "std", "prod", "dot", "mv")
 ROOTS = ("sqrt", "sqrt_", "rsqrt")
 SOFTMAXES = ("softmax", "log_softmax")
 DOMAINS = ("acos", "asin", "arccos", "arcsin", "atanh", "acosh")
-ADDCDIV = ("addcdiv_", "_foreach_addcdiv_")  # of optimizers
+ADDCDIV = ("addcdiv_", "_foreach_addcdiv_", "_fused_adam_", "_fused_adamw_")  # of optimizers
 NORMALIZERS = ("normalize", "cosine_similarity", "pairwise_distance", *ADDCDIV)
 # Nodes that multiply gradients by what is finite in the forward.
 MULTIPLY = tuple(
