@@ -244,6 +244,7 @@ FAULTS = {
         "scaled_not_backpropagated",
         native(f"extra = scaler.scale(model(x).pow(2).mean())  # FAULT\n{STEP}"),
     ),
+    "a step that never comes": ("never_stepped", native(f"{STEP}  # FAULT\ncontinue")),
     "a block without a backward": (
         "scaled_not_backpropagated",
         ours(BLOCK + "with amp.scale_loss(model(x).mean(), optimizer) as more:  # FAULT\n    pass"),

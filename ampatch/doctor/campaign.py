@@ -71,7 +71,7 @@ class Campaign:
             more = {"float32_survives": survives, "keep": keep}
             is_of_half = survives and "traced" in self.ended and "float32" not in self.ended
             findings = [
-                explain(replace(it, **more, facts=it.facts | facts))
+                explain(replace(it, **more, facts=it.facts | facts | {"places": places_of(it, findings)}))
                 for it in findings
                 if is_of_half or "error" not in it.facts
             ]
@@ -230,6 +230,12 @@ def modules_to_keep(findings: Sequence[Finding], oversized: Sequence[str]) -> tu
     return tuple(
         sorted(found, key=lambda it: [(not part.isdigit(), part.zfill(9)) for part in it.split(".")])
     )
+
+
+def places_of(finding: Finding, findings: Sequence[Finding]) -> tuple[str | None, ...]:
+    """Returns the other lines that break by the same constant."""
+    constant = finding.facts.get("constant")
+    return tuple(it.where for it in findings if constant and it.facts.get("constant") == constant)
 
 
 def find_behind(again: Seen, hidden: Sequence[int]) -> list[dict]:

@@ -10,7 +10,7 @@ from ampatch.doctor.finding import Finding
 from ampatch.doctor.instruments import operations as ops
 
 PRECISION, SMALLER = do.PRECISION, do.SMALLER
-Test = Callable[[Finding], bool]
+Test = Callable[[Finding], bool] | tuple[str, ...]  # these are phases
 
 
 def has(name: str, value: object = None) -> Test:
@@ -23,38 +23,18 @@ def becomes(what: str) -> Test:
     return lambda it: "constant" in it.facts and it.facts["constant"][1] == what
 
 
-def of_phase(*phases: str) -> Test:
-    """Asks when it broke."""
-
-    def is_in(finding: Finding) -> bool:
-        """Says whether it broke in these phases."""
-        return finding.phase in phases
-
-    return is_in
-
-
-def is_unseen(finding: Finding) -> bool:
-    """Asks for bad numbers that no operation was seen to make."""
-    return not finding.op
-
-
 def is_of_weight(finding: Finding) -> bool:
     """Asks for a weight, or its update."""
     return finding.parameter is not None
 
 
-def is_limit(finding: Finding) -> bool:
-    """Asks for a limit: what it limits is as large."""
-    return finding.op.startswith("clamp")
-
-
 def is_steep(finding: Finding) -> bool:
     """Asks for a root or a power that has no value there, or no derivative."""
-    return finding.phase == "backward" or finding.kind == "nan" or bool(finding.facts.get("pole"))
+    return finding.phase == "backward" or finding.kind == "nan" or bool(finding.facts.get("zero"))
 
 
-FORWARD = of_phase("input", "forward", "loss", "optimizer")
-BACKWARD = of_phase("backward")
+FORWARD = ("input", "forward", "loss", "optimizer")
+BACKWARD = ("backward",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +55,9 @@ class Cause:
     def explains(self, finding: Finding) -> bool:
         """Says whether it is the cause of a finding, if no earlier row is."""
         is_of = (self.ops is None or finding.op in self.ops) and self.kind in (None, finding.kind)
-        return is_of and all(test(finding) for test in self.tests)
+        return is_of and all(
+            finding.phase in test if isinstance(test, tuple) else test(finding) for test in self.tests
+        )
 
 
 TOO_LARGE = "constant too large for half"
@@ -86,6 +68,11 @@ HAS_NO_ROW = "{made} A row whose entries are all -inf has no softmax."
 BAD_DATA = "{sample_of}the batch holds {kind} before the model sees it."
 STEEP = "{made} A negative number has no root, and at 0 its derivative is infinite."
 UNFIT = "{op} raises an error: {constant} does not fit into {dtype}; {limit_number:g} does."
+GIVEN = "{made} It takes a number that is {given} itself, as a rate that a schedule made."
+NO_EPS = "{made} The optimizer's eps is 0: it divides 0 by 0, where a weight has had no gradient."
+NO_SCALE = "{made} The loss scale is 0, and no gradient can be divided by it."
+NOT_HIDDEN = "{made} It takes an infinity, as that of a mask: nothing hides it here."
+UNSEEN = ("",)  # numbers that no operation was seen to make
 FRACTIONS = (*ops.QUOTIENTS, *ops.LOGARITHMS, *ops.ROOTS, *ops.NORMS, *ops.NORMALIZERS, "pow")
 
 CAUSES = (  # the first that explains a finding is its cause
@@ -93,26 +80,30 @@ CAUSES = (  # the first that explains a finding is its cause
         "weight bad at first",
         "{made_weight} before the first step.",
         (do.SET_WEIGHT,),
-        (of_phase("input"), is_of_weight),
+        (("input",), is_of_weight),
     ),
-    Cause("data", BAD_DATA, (do.MEND_DATA,), (of_phase("input"), is_unseen)),
+    Cause("data", BAD_DATA, (do.MEND_DATA,), (("input",),), UNSEEN),
     Cause(
         "eps of an optimizer in half",
         "{made} The optimizer's eps, {constant}, is 0 in {dtype}: it divides by 0.",
         (do.step_masters, "give the optimizer eps=1e-4, which {dtype} holds"),
-        (of_phase("optimizer"), becomes("0")),
+        (("optimizer",), becomes("0")),
     ),
     Cause(
         "weight lost in the step before",
         "the weight {parameter} held {kind} before the step began.",
         (*SMALLER, do.SLOWER, *PRECISION),
-        (of_phase("optimizer"), is_unseen),
+        (("optimizer",),),
+        UNSEEN,
     ),
+    Cause("number that is none", GIVEN, (do.MEND_SCHEDULE,), (has("given"),)),
+    Cause("eps of an optimizer that is 0", NO_EPS, (do.GIVE_EPS,), (), ops.ADDCDIV, "nan"),
+    Cause("loss scale of 0", NO_SCALE, (do.RENEW_SCALE,), (("optimizer",),), ("reciprocal",)),
     Cause(
         "update too large",
         "{made}{limit} That is of the update of {parameter}.",
         (do.SLOWER, "clip gradients before the step"),
-        (of_phase("optimizer"), is_of_weight),
+        (("optimizer",), is_of_weight, lambda it: not it.facts.get("zero")),
     ),
     Cause(
         "weight too large for half",
@@ -125,7 +116,8 @@ CAUSES = (  # the first that explains a finding is its cause
         "loss not seen",
         "the loss is {kind}; the operation that made it was not seen.",
         (*SMALLER, *PRECISION),
-        (is_unseen,),
+        (),
+        UNSEEN,
     ),
     Cause(
         "static loss scale",
@@ -134,7 +126,12 @@ CAUSES = (  # the first that explains a finding is its cause
         (has("static"),),
     ),
     Cause("error in half", "{op} raises an error, in half alone: {error}", PRECISION, (has("error"),)),
-    Cause("limit that does not fit", UNFIT, (*PRECISION, do.write), (has("raised"), is_limit)),
+    Cause(
+        "limit that does not fit",
+        UNFIT,
+        (*PRECISION, do.write),
+        (has("raised"), lambda it: it.op.startswith("clamp")),
+    ),
     Cause("constant that does not fit", UNFIT, (do.write, do.OR_FINFO), (has("raised"),)),
     Cause(
         "all targets ignored",
@@ -152,7 +149,7 @@ CAUSES = (  # the first that explains a finding is its cause
         "count of 0",
         "{made} It divides by a count of 0.",
         (do.CLAMP_COUNT, "or skip what there is nothing of"),
-        (has("nothing", "count"),),
+        (has("nothing", "count"), lambda it: it.phase != "optimizer"),
     ),
     Cause(
         "mask in the backward",
@@ -160,6 +157,7 @@ CAUSES = (  # the first that explains a finding is its cause
         (do.write, "mask after this line, not before it", do.OR_MASK),
         (has("masked"),),
     ),
+    Cause("mask in a sum", NOT_HIDDEN, (do.LEAVE_OUT, do.write), (FORWARD, has("mask")), ("mean", "sum")),
     Cause(
         "mask by a product",
         "{made} It multiplies an infinity by 0, as where a mask hides nothing.",
@@ -264,10 +262,10 @@ CAUSES = (  # the first that explains a finding is its cause
         "division by 0",
         "{made} It divides by 0, or by a number that is too small{tiny}.",
         (do.CLAMP_DIVISOR, *PRECISION),
-        (),
+        (lambda it: it.facts.get("zero", True),),
         ops.QUOTIENTS,
     ),
-    Cause("data", "{made} " + BAD_DATA, (do.MEND_DATA,), (of_phase("input"),)),
+    Cause("data", "{made} " + BAD_DATA, (do.MEND_DATA,), (("input",),)),
     Cause(
         "exponential",
         "{made}{limit}",

@@ -27,7 +27,9 @@ DEFAULTS = ("normalize", "cosine_similarity", "pairwise_distance")  # whose eps 
 def keep(finding: Finding) -> str | None:
     """Has modules run in float32; under torch.autocast by lines to paste after the model is made."""
     is_forward = finding.phase == "forward"
-    names = list((is_forward and finding.keep) or filter(None, [finding.module]))
+    names = list(
+        (is_forward and finding.keep) or filter(None, finding.facts.get("alike") or [finding.module])
+    )
     if finding.op in EXPONENTIALS and finding.facts.get("own") and not finding.autocast:  # and its like
         names = list(dict.fromkeys(re.sub(r"([a-z_]\w*)\.\d+", r"\1.*", it) for it in names))
     if not (finding.float32_survives and names):
@@ -115,7 +117,8 @@ def write(finding: Finding) -> str | None:
         return None
     lines, text = lines_with(finding.where, finding.facts["constant"][0])
     if lines:
-        at = " and ".join(map(shown, lines))
+        others = [lines_with(it, finding.facts["constant"][0])[0] for it in finding.facts.get("places", ())]
+        at = " and ".join(dict.fromkeys(map(shown, sum(others, lines))))
         return f"write {new} in the place of {text or constant}, at {at}: {half} holds it"
     if finding.op in DEFAULTS and (lines := mended(finding.where, finding.op, Mend(keyword=f", eps={new}"))):
         return PASTED.join((f"give eps={new}, which {half} holds:", *lines))
@@ -133,12 +136,14 @@ def mend(title: str, otherwise: str | None = None, **how: str) -> Remedy:
             name: text.replace("{eps}", str(words["eps"])).replace("{top}", str(words["top"]))
             for name, text in how.items()
         }
-        if finding.facts.get("number"):
-            filled = {"prefix": "max(", "suffix": ", 1)"}
-        elif finding.facts.get("signed") and how.get("suffix") == CLAMP:
+        if finding.facts.get("signed") and how.get("suffix") == CLAMP:
             filled["suffix"] = f".where({{x}} != 0, {words['eps']})"
         if op == "log1p" and how.get("suffix") == CLAMP:
             filled["suffix"] = f".clamp(min={words['eps']} - 1)"
+        if op == "acosh":
+            filled["suffix"] = f".clamp(min=1 + {words['eps']})"
+        if finding.facts.get("zero") == "number":
+            filled = {"around": f"max({{x}}, {1 if finding.facts.get('nothing') else words['eps']})"}
         lines = mended(finding.where, op, Mend(**filled))
         said = title.format(**words)
         return PASTED.join((f"{said}:", *lines)) if lines else (otherwise or said).format(**words)
@@ -174,6 +179,7 @@ CLAMP_DIVISOR = mend(
     "clamp the divisor: x / y.clamp(min={eps}), where it is not negative",
     suffix=CLAMP,
 )
+LEAVE_OUT = mend("leave infinities out", suffix=".where({x}.isfinite(), 0)")
 CLAMP_INSIDE = mend(
     "clamp what it takes, by a small margin inside of its domain",
     "clamp what it takes, by a small margin inside of its domain (x.clamp(-1 + {eps}, 1 - {eps}))",
@@ -183,6 +189,9 @@ CLAMP_EXPONENT = mend("clamp what it takes: exp(x.clamp(max={top}))", suffix=".c
 ZERO_INFINITY = mend("give the loss zero_infinity=True", keyword=", zero_infinity=True")
 ON_LOGITS = "leave out the sigmoid before it, and take nn.BCEWithLogitsLoss: it takes logits"
 ADD_EPS = "add an eps under the root: (x.var() + {eps}).sqrt(), which {dtype} holds"
+MEND_SCHEDULE = "keep the schedule from dividing by 0: step / max(1, warmup_steps)"
+GIVE_EPS = "give the optimizer an eps above 0: eps=1e-8"
+RENEW_SCALE = "leave out the scaler's load_state_dict: a new scaler finds its scale by itself"
 SET_WEIGHT = (
     "set it where the module is made (torch.empty leaves what was in memory), or mend the checkpoint "
     "that is loaded"
@@ -226,8 +235,8 @@ def words_for(finding: Finding) -> dict[str, object]:
         "becomes": constant[1],
         "turns": turned,
         "largest": f"{finding.input_largest or 0:.3g}",
-        **{name: finding.facts.get(name) for name in ("cast", "error")},
-        "eps": eps_of(finding.op, finding.dtype),
+        **{name: finding.facts.get(name) for name in ("cast", "error", "given")},
+        "eps": "1e-30" if finding.facts.get("sums") else eps_of(finding.op, finding.dtype),
         "half": half,
         "instead": INSTEAD.get(constant[1]) or eps_of(finding.op, half),
         "limit_number": largest,

@@ -83,6 +83,8 @@ def describe_nothing(report: Report) -> Iterator[str]:
             f"Nothing broke. {len(skipped)} of {report.scale['steps']} steps were skipped (scale "
             f"{scales[0]:g} to {scales[-1]:g}): that is the search of a dynamic loss scale, and cured by it."
         )
+    elif not report.scale["steps"]:
+        yield "No optimizer made a step."
     else:
         yield "Nothing broke: losses, gradients and weights stayed finite."
 

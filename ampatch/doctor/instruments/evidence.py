@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ampatch.doctor.instruments.marks import Origins
-from ampatch.doctor.instruments.operations import CASTS, QUOTIENTS, Call, Origin
+from ampatch.doctor.instruments.operations import CASTS, LOGARITHMS, QUOTIENTS, Call, Origin
 from ampatch.doctor.instruments.places import is_called_by_user
+from ampatch.doctor.instruments.region import lines_with
 from ampatch.doctor.instruments.values import Damage, TensorNotes, Tensors, plain
 from ampatch.levels.precision import HALF_TYPES
 
@@ -20,6 +21,7 @@ IGNORING = ("cross_entropy", "nll_loss", "nll_loss_nd", "cross_entropy_loss")
 MASKING = ("add", "add_", "sub", "sub_")  # to the lowest number of a type, which is -inf then
 Constant = tuple[float, str, str]  # what it becomes, and in which type
 
+NEXT_TO_0 = 1e-20  # which the half types hold none of, but for bfloat16
 SMALL = 2e-5  # what float16 cannot divide 1 by
 DEFAULTS = {"cosine_similarity": (1e-8,)}  # of functions that show no mode their own
 COUNTING = ("mul", "mul_", "add", "add_", "sub", "sub_", "where")  # whose integers are no shapes
@@ -72,11 +74,15 @@ def explain_arguments(
     is_length = nothing == "count" and bool(re.search("norm|std|var", text_of(call.where)))
     if nothing and not is_length and (origin.damage.kind == "nan" or nothing == "count"):
         call.facts["nothing"] = nothing
-    divisor = divisor_of(call.op, args)
-    call.facts["pole"] = isinstance(divisor, Tensor) and bool((plain(divisor) == 0).any())
-    call.facts["number"] = isinstance(divisor, (int, float)) and divisor == 0
     if call.op in QUOTIENTS and len(taken) > 1:
         call.facts["signed"] = bool((plain(taken[-1]) < 0).any())
+    if call.op in (*QUOTIENTS, "pow", "pow_"):
+        call.facts["zero"] = divides_by_zero(origin, (*args, *kwargs.values()))
+    if call.op in LOGARITHMS and taken[0].dtype is torch.float32:
+        call.facts["sums"] = "exp(" in text_of(call.where)  # which are small together
+    bad = [it for it in constants_in((args, kwargs), False) if not math.isfinite(it)]
+    if bad and call.phase == "optimizer":
+        call.facts["given"] = str(float(bad[0]))
     is_cast = call.op in CASTS or call.phase == "input"  # as of a buffer, by initialize
     if is_cast and (constant := find_overflow_of(taken)):
         call.facts["constant"] = constant
@@ -140,11 +146,22 @@ def find_infinity(
     """Returns the infinity that a mask multiplies by 0, or the lowest number that it adds to another."""
     dtype = str(taken[0].dtype)[6:] if taken else ""
     if origin.call.op in ("mul", "mul_") and origin.damage.kind == "nan":
-        found = next((it for it in constants_in((args, kwargs), False) if math.isinf(it)), None)
+        numbers = [*constants_in((args, kwargs), False), *(plain(it).min().item() for it in taken)]
+        found = next((it for it in numbers if math.isinf(it)), None)
         return None if found is None else (found, str(found), dtype)
+    if origin.call.op in ("mean", "sum") and taken and plain(taken[0]).isinf().any():
+        return -math.inf, "-inf", dtype
     lowest = torch.finfo(taken[0].dtype).min if origin.call.op in MASKING and taken else 0.0
     is_added = lowest and origin.damage.kind == "inf" and any((plain(it) == lowest).any() for it in taken)
     return (lowest, "-inf", dtype) if is_added else None
+
+
+def note_written(call: Call) -> bool:
+    """Notes an infinity that the script writes into what a product takes; says whether it does."""
+    is_written = call.op in ("mul", "mul_") and bool(lines_with(call.where, math.inf)[1])
+    if is_written:
+        call.facts["constant"] = (math.inf, "inf", call.dtype)
+    return is_written
 
 
 def divisor_of(op: str, args: Sequence[object]) -> object:
@@ -153,6 +170,15 @@ def divisor_of(op: str, args: Sequence[object]) -> object:
     power = args[1] if op in ("pow", "pow_") and len(args) > 1 else -1
     is_quotient = op in (*QUOTIENTS, "pow", "pow_") and isinstance(power, (int, float)) and power < 0
     return args[place] if is_quotient and op != "atan2" and len(args) > place else None
+
+
+def divides_by_zero(origin: Origin, operands: Sequence[object]) -> bool | str:
+    """Says whether the first bad number is a quotient or a power of 0; "number" of one that is no tensor."""
+    if any(isinstance(it, (int, float)) and it == 0 for it in operands[1:]):
+        return "number"
+    tensors = [plain(it) for it in operands if isinstance(it, Tensor)]
+    divisor = tensors["div" in origin.call.op and len(tensors) > 1]
+    return bool(divisor.expand(origin.damage.shape)[origin.damage.element].abs() < NEXT_TO_0)
 
 
 def find_nothing(op: str, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
@@ -164,7 +190,8 @@ def find_nothing(op: str, args: Sequence[object], kwargs: Mapping[str, object]) 
         kept = tensors[1][tensors[1] != kwargs.get("ignore_index", -100)]
         weighed = kept if len(tensors) < 3 else tensors[2][kept]
         return "ignored" if not weighed.numel() or (len(tensors) > 2 and not weighed.any()) else None
-    if (number := divisor_of(op, args)) is not None:
+    number = divisor_of(op, args)
+    if isinstance(number, (Tensor, int)):
         divisor = plain(number) if isinstance(number, Tensor) else torch.tensor(number)
         whole = divisor.float() == divisor.float().round()
         is_count = divisor.dim() == 0 or bool(divisor.max() >= 1)

@@ -35,7 +35,8 @@ SUMS += ("conv3d", "baddbmm", "norm", "var", "std", "prod", "dot", "mv")
 ROOTS = ("sqrt", "sqrt_", "rsqrt")
 SOFTMAXES = ("softmax", "log_softmax")
 DOMAINS = ("acos", "asin", "arccos", "arcsin", "atanh", "acosh")
-NORMALIZERS = ("normalize", "cosine_similarity", "pairwise_distance", "addcdiv_", "_foreach_addcdiv_")
+ADDCDIV = ("addcdiv_", "_foreach_addcdiv_", "_fused_adam_", "_fused_adamw_")  # of optimizers
+NORMALIZERS = ("normalize", "cosine_similarity", "pairwise_distance", *ADDCDIV)
 # Nodes that multiply gradients by what is finite in the forward.
 MULTIPLY = tuple(
     f"{name}Backward0"
@@ -141,6 +142,12 @@ class Graph:
                 self._tag_nodes(node, Call(name, call.phase, call.place, call.where, call.dtype))
         for tensor in given:
             self._tag_nodes(node_of(tensor), call)
+
+    def modules_like(self, call: Call) -> list[str]:
+        """Returns the modules that run the same operation at the same line."""
+        calls = (node.metadata[KNOWN] for node in self._nodes)
+        same = (it for it in calls if (it.op, it.where) == (call.op, call.where) and it.place)
+        return sorted({it.place.module for it in same})
 
     def _tag_nodes(self, node: object, call: Call) -> None:
         waiting = [node]

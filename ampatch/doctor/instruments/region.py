@@ -70,16 +70,16 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Mend:
-    """What stands differently where an operation is called: `suffix` behind its operand, `prefix` before it,
+    """What stands differently where an operation is called: `suffix` behind its operand, `around` for it,
     `keyword` as another argument, `name` in the place of its own, `tail` behind the call; {x} is the operand,
     {y} the next one.
     """
 
-    prefix: str = ""
     suffix: str = ""
     keyword: str = ""
     name: str = ""
     tail: str = ""
+    around: str = ""
 
 
 def mended(where: str | None, op: str, mend: Mend) -> Lines:
@@ -95,7 +95,7 @@ def mended(where: str | None, op: str, mend: Mend) -> Lines:
     statement = source.statement_at(int(line)) if line else None
     if statement is None or not (edits := edits_in(source, statement, op, mend)):
         return ()
-    block = source.block_of(statement) if mend.suffix else [statement]
+    block = source.block_of(statement) if mend.suffix or mend.around else [statement]
     likeness = likeness_of(source, statement, op)
     alike = [it for it in block if likeness & likeness_of(source, it, op)]
     if len(alike) == 1:
@@ -123,12 +123,11 @@ def edits_of(source: Source, node: ast.AST, op: str, mend: Mend) -> Iterator[Edi
     if operand is None or isinstance(operand, ast.Constant):
         return
     begin = source.begin(operand)
-    if mend.prefix:
-        yield begin, mend.prefix, 0
-        yield source.end(operand), mend.suffix, 0
-        return
     x = source.text[begin:end].decode()
-    x = "(" * (x.count(")") - x.count("(")) + x  # which stands before an expression in parentheses
+    opened = x.count(")") - x.count("(")
+    x = "(" * opened + x  # which stands before an expression in parentheses
+    if mend.around:
+        yield begin - opened, mend.around.format(x=x), end - begin + opened
     if mend.suffix:
         if not is_closed:
             yield begin, "(", 0
@@ -176,7 +175,7 @@ def lines_with(where: str | None, constant: float) -> tuple[list[str], str]:
     found: dict[int, str] = {}
     for node in ast.walk(source.tree):  # -1e9 before 1e9
         value = number_of(node, constant)
-        if value is not None and abs(value) == abs(constant):
+        if value is not None and (value == constant or abs(value) == abs(constant) < math.inf):
             text = source.text[source.begin(node) : source.end(node)].decode()
             found.setdefault(node.lineno, text if value == constant else "")
     lines = [int(line)] if int(line) in found else sorted(found)

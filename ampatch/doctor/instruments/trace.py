@@ -21,10 +21,10 @@ import ampatch as amp
 from ampatch.doctor.instruments import operations as ops
 from ampatch.doctor.instruments.clock import Clock, parameters_of
 from ampatch.doctor.instruments.dispatch import Operation, Rule
-from ampatch.doctor.instruments.evidence import Evidence, explain_arguments, note_error
+from ampatch.doctor.instruments.evidence import Evidence, explain_arguments, note_error, note_written
 from ampatch.doctor.instruments.marks import Marks, Origins
 from ampatch.doctor.instruments.places import is_called_by_ampatch, is_called_by_scaler, user_line
-from ampatch.doctor.instruments.region import lines_with, region_in_float32
+from ampatch.doctor.instruments.region import region_in_float32
 from ampatch.doctor.instruments.values import (
     HALF,
     Tensors,
@@ -231,7 +231,8 @@ class Trace(Rule):
         if damage is not None and bad and not came:
             marks = marks | (came := self._marks_of_unseen(call, bad))
         is_new = damage is not None and not came
-        of_mask = is_new and damage.kind == "inf" and (bool(bad) or names_infinity(operation))
+        is_inf = is_new and damage.kind == "inf" and call.op not in ("mean", "sum")  # which hide no mask
+        of_mask = is_inf and (bool(bad) or names_infinity(operation))
         if is_new and not of_mask:
             parameter = self.models.name_of(worst)
             if parameter is None and (call.phase == "optimizer" or call.op in ops.CASTING):
@@ -275,10 +276,7 @@ class Trace(Rule):
         given = [tensor for tensor in taken if tensor is not None]
         if call.origins or not all(map(is_finite, given)):
             return
-        is_written = call.is_data and call.op in ("mul", "mul_") and bool(lines_with(call.where, math.inf)[1])
-        if is_written:
-            call.facts["constant"] = (math.inf, "inf", call.dtype)
-        if call.infinite is not None and call.is_data and not is_written:  # it was no mask
+        if call.infinite is not None and call.is_data and not note_written(call):  # it was no mask
             data = ops.Call("", "input", call.place, call.where)
             self.origins.came_back.add(self.origins.add(data, call.infinite))
             return
@@ -286,6 +284,8 @@ class Trace(Rule):
             call.facts["masked"] = True
         if call.op in ops.CASTS and (taker := self._graph.taker_of(node)) and taker.op in ops.LOGARITHMS:
             call = taker  # whose gradient is 1 / p: the cast is not to blame
+        if call.op not in ops.SUMS:  # of a layer of torch's the line is that which calls it
+            call.facts["alike"] = self._graph.modules_like(call)
         more = {"input_largest": largest_of(given), "parameter": parameter, "node": node.name()}
         self.origins.came_back.add(mark := self.origins.add(call, examine(made), **more))
         origin = self.origins.all[mark]

@@ -75,6 +75,7 @@ class Scaled(Instrument, amp.Observer):
         self._losses: list[ScaledLoss] = []
         self._has_scaler = self.was_asked = False
         self._backwards = 0
+        self._waiting, self._longest, self._waits_at = 0, 1, None  # scaled losses without a step
         self._now: tuple[GradScaler | None, str | None] | None = None  # of the backward that runs
         clock.wrap(GradScaler, "scale", self._scale)
         clock.wrap(GradScaler, "unscale_", self._unscale)
@@ -94,6 +95,8 @@ class Scaled(Instrument, amp.Observer):
     def close(self) -> None:
         """Notes what was never used up to the end of the run."""
         self._tell_unused(self._losses)
+        if self._waiting > 3 * self._longest:
+            self._notes.add("never_stepped", "loss", self._waits_at, "scale", count=self._waiting)
 
     # ---- The parts of a run ----
 
@@ -135,6 +138,7 @@ class Scaled(Instrument, amp.Observer):
 
     def begin_attempt(self, optimizer: Optimizer, scaler: GradScaler | None) -> None:
         """Looks at what is about to be stepped."""
+        self._longest, self._waiting = max(self._longest, self._waiting), 0
         if scaler is not None and scaler.is_enabled():
             self._tell_raw(optimizer)
         elif (scale := self.scale_of(parameters_of(optimizer))) is not None:
@@ -155,6 +159,7 @@ class Scaled(Instrument, amp.Observer):
         scaled = scale(scaler, outputs)
         if scaler.is_enabled():
             self._has_scaler = True
+            self._waiting, self._waits_at = self._waiting + 1, user_line()
             found = [it for it in tensors_in(scaled) if it.grad_fn is not None]
             self._losses += [
                 ScaledLoss(scaler, it.grad_fn, user_line(), self.clock.attempt, is_finite(it)) for it in found

@@ -12,7 +12,8 @@ from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent.fault import SilentFault, read_faults
 
 MOST_SHOWN = 5
-EXPLAINED = {"scaled_not_backpropagated": "late_backward"}  # kinds, by what else tells of them
+# Kinds, by what else tells of them.
+EXPLAINED = {"scaled_not_backpropagated": "late_backward", "not_unscaled": "never_stepped"}
 COLON = re.compile(r": (?=(?:[^`]*`[^`]*`)*[^`]*$)")  # that is in no code
 
 # By kind: why, with the numbers of the fault, and what to do.
@@ -66,6 +67,13 @@ WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "call scaler.unscale_(optimizer) before gradients are read or changed",
             "step with scaler.step(optimizer), which unscales; with ampatch after the block of scale_loss",
+        ),
+    ),
+    "never_stepped": (
+        "{count} losses in a row are scaled, and no step follows: a scale that is too large never falls.",
+        (
+            "call scaler.step(optimizer) and scaler.update() after each backward pass, under no condition: "
+            "step leaves out by itself what overflows",
         ),
     ),
     "scaled_not_backpropagated": (
