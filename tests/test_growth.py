@@ -17,7 +17,7 @@ from ampatch.doctor.growth.curves import describe_growth, first_to_grow, headroo
 from ampatch.doctor.growth.notes import Growth
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.outputs import COLUMNS, rows_of, write_csv, write_scalars
+from ampatch.doctor.page.outputs import COLUMNS, rows_of, write_csv, write_scalars
 from ampatch.doctor.words import describe
 from doctor_samples import STEPS, attempts_of, growing, notes_of, sample_finding, sample_growth
 

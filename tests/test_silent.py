@@ -13,14 +13,18 @@ from ampatch.__main__ import main
 from ampatch.apex.script import level_overrides
 from ampatch.doctor.against import sample
 from ampatch.doctor.against.sample import Sample
+from ampatch.doctor.finding import Report
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.precision import without_casts
 from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.silent.fault import SilentFault
 from ampatch.doctor.silent.gradients import compare_gradients
 from ampatch.doctor.silent.watch import Silent
 from ampatch.doctor.silent.words import examine_silent
+from ampatch.doctor.words import describe
+from doctor_samples import sample_finding
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the library, of the same faults
 
@@ -511,6 +515,13 @@ def test_the_report_has_silent_faults_and_the_exit_status_has_not(tmp_path, caps
     assert (zeros["kind"], zeros["op"], zeros["model"], zeros["module"]) == ("zeros", "pow", "model", "1")
     assert "clipped_while_scaled" in said
     assert "float32" in said
+
+
+@pytest.mark.parametrize(("kind", "step", "leads"), [("not_unscaled", 3, True), ("zeros", 3, False)])
+def test_a_misuse_that_breaks_the_run_comes_before_what_broke(kind, step, leads):
+    fault = SilentFault(kind, step, "step", None, "", None, "step", "train.py:9", {"scale": 65536.0})
+    said = list(describe(Report((sample_finding(step=step),), silent=(fault,))))
+    assert said[0].startswith("What breaks the run, maybe" if leads else f"Step {step}, forward")
 
 
 UNNAMED = """

@@ -2,64 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ampatch.doctor import remedies as do
+from ampatch.doctor.cause import (
+    BACKWARD,
+    FORWARD,
+    Cause,
+    becomes,
+    breaks_float32,
+    has,
+    is_of_weight,
+    is_steep,
+)
 from ampatch.doctor.finding import Finding
 from ampatch.doctor.instruments import operations as ops
 
 PRECISION, SMALLER = do.PRECISION, do.SMALLER
-Test = Callable[[Finding], bool] | tuple[str, ...]  # these are phases
-
-
-def has(name: str, value: object = None) -> Test:
-    """Asks for a fact, of a value where one is given."""
-    return lambda it: name in it.facts and value in (None, it.facts[name])
-
-
-def becomes(what: str) -> Test:
-    """Asks for a constant that half makes something else: "0", "1", "inf" or "-inf"."""
-    return lambda it: "constant" in it.facts and it.facts["constant"][1] == what
-
-
-def is_of_weight(finding: Finding) -> bool:
-    """Asks for a weight, or its update."""
-    return finding.parameter is not None
-
-
-def is_steep(finding: Finding) -> bool:
-    """Asks for a root or a power that has no value there, or no derivative."""
-    return finding.phase == "backward" or finding.kind == "nan" or bool(finding.facts.get("zero"))
-
-
-FORWARD = ("input", "forward", "loss", "optimizer")
-BACKWARD = ("backward",)
-
-
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """A row: the findings it explains, why their numbers broke, and what to do, the likeliest first.
-
-    A finding must be of its operations and kind where these are given, and pass all of `tests`. `why` is
-    formatted with what `words_for` returns.
-    """
-
-    name: str
-    why: str
-    remedies: tuple[do.Remedy, ...]
-    tests: tuple[Test, ...] = ()
-    ops: tuple[str, ...] | None = None
-    kind: str | None = None
-
-    def explains(self, finding: Finding) -> bool:
-        """Says whether it is the cause of a finding, if no earlier row is."""
-        is_of = (self.ops is None or finding.op in self.ops) and self.kind in (None, finding.kind)
-        return is_of and all(
-            finding.phase in test if isinstance(test, tuple) else test(finding) for test in self.tests
-        )
-
-
 TOO_LARGE = "constant too large for half"
 LOST = "eps that half makes 0"
 NOTHING = "softmax of nothing"
@@ -72,6 +31,11 @@ GIVEN = "{made} It takes a number that is {given} itself, as a rate that a sched
 NO_EPS = "{made} The optimizer's eps is 0: it divides 0 by 0, where a weight has had no gradient."
 NO_SCALE = "{made} The loss scale is 0, and no gradient can be divided by it."
 NOT_HIDDEN = "{made} It takes an infinity, as that of a mask: nothing hides it here."
+MASKED_CLASS = (
+    "{made} A class whose logit is -inf has an infinite loss, where it is the target or is smoothed."
+)
+ANGLE = "{made} At (0, 0) an angle has no derivative{tiny}, squared."
+OWN = "{made} It is computed by a backward of the script's own, and float32 breaks as well."
 UNSEEN = ("",)  # numbers that no operation was seen to make
 FRACTIONS = (*ops.QUOTIENTS, *ops.LOGARITHMS, *ops.ROOTS, *ops.NORMS, *ops.NORMALIZERS, "pow")
 
@@ -157,6 +121,7 @@ CAUSES = (  # the first that explains a finding is its cause
         (do.write, "mask after this line, not before it", do.OR_MASK),
         (has("masked"),),
     ),
+    Cause("masked class in a loss", MASKED_CLASS, (do.OPEN_CLASSES,), (FORWARD, has("mask")), ops.LOSSES),
     Cause("mask in a sum", NOT_HIDDEN, (do.LEAVE_OUT, do.write), (FORWARD, has("mask")), ("mean", "sum")),
     Cause(
         "mask by a product",
@@ -222,7 +187,7 @@ CAUSES = (  # the first that explains a finding is its cause
     Cause(
         "spread of one number",
         "{made} A single number has no spread: it is 0 / 0.",
-        ("leave out a batch of one (drop_last=True), or take correction=0", *PRECISION),
+        (do.widen, *PRECISION),
         (FORWARD,),
         ops.SPREADS,
         "nan",
@@ -243,6 +208,15 @@ CAUSES = (  # the first that explains a finding is its cause
         (do.CLAMP_INSIDE, *PRECISION),
         (),
         ops.DOMAINS,
+    ),
+    Cause("angle of 0", ANGLE, (do.IN_FLOAT32, *PRECISION), (BACKWARD,), ("atan2",)),
+    Cause("backward of one's own", OWN, (do.look_within,), (BACKWARD, has("function", True), breaks_float32)),
+    Cause(
+        "determinant that is not above 0",
+        "{made} A determinant below 0 has no logarithm.",
+        (do.TAKE_SLOGDET,),
+        (),
+        ("logdet",),
     ),
     Cause(
         "loss on a sigmoid of half",

@@ -9,7 +9,7 @@ from pathlib import Path
 from ampatch import OPT_LEVELS, AmpError, AmpValueError
 from ampatch.apex.run_command import DEVICE_HELP, LEGACY_HELP
 from ampatch.apex.script import find_script
-from ampatch.doctor.outputs import add_outputs, validate_outputs, write_outputs
+from ampatch.doctor.page.outputs import add_outputs, validate_outputs, write_outputs
 from ampatch.doctor.words import describe
 
 SUMMARY = "run a script whose training breaks, and say which line broke it, why, and what to do"

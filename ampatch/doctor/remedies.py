@@ -1,23 +1,17 @@
-"""What to do about a finding, and what happened to it in words: the causes say which and in which order."""
+"""What to do about a finding: the causes say which and in which order."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 
-import torch
-
-from ampatch.doctor.finding import Finding
-from ampatch.doctor.instruments.operations import DOMAINS, EXPONENTIALS, NORMALIZERS, QUOTIENTS, SUMS
+from ampatch.doctor.finding import Finding, words_for
+from ampatch.doctor.instruments.operations import EXPONENTIALS, SUMS
 from ampatch.doctor.instruments.places import SHOWN
 from ampatch.doctor.instruments.region import Mend, lines_with, mended
 
 Remedy = str | Callable[[Finding], str | None]  # None where it does not fit
 PASTED = "\n     "
-STEEP = (*QUOTIENTS, *NORMALIZERS, *DOMAINS)  # their gradients grow as 1 / eps, or 1 - 1e-4 is 1 in half
-NEAR_1 = (*DOMAINS, "log1p")
-EPS = {"float16": ("1e-4", "1e-3", "1e-3"), "bfloat16": ("1e-6", "1e-6", "1e-2")}  # STEEP, NEAR_1 last
-INSTEAD = {"-inf": "-1e4", "inf": "1e4", "1": "0.99"}  # of what a constant becomes
 DIVERGES = 200.0  # times what weights or outputs were at first
 CLAMP = ".clamp(min={eps})"
 STATEMENT = "that statement alone in float32:"
@@ -151,6 +145,21 @@ def mend(title: str, otherwise: str | None = None, **how: str) -> Remedy:
     return remedy
 
 
+def widen(finding: Finding) -> str:
+    """Has a spread of one number be 0: of the batch, or along another dimension."""
+    if finding.facts.get("rows", 1) > 1:
+        return mend("take correction=0: one number has a spread of 0", keyword=", correction=0")(finding)
+    return "leave out a batch of one (drop_last=True), or take correction=0"
+
+
+def look_within(finding: Finding) -> str:
+    """Names the backward that the script writes itself."""
+    return (
+        f"look at {finding.op}.backward: where it divides, or takes a root or a logarithm, clamp what it "
+        f"takes, as x.clamp(min=1e-6)"
+    )
+
+
 def count_elements(finding: Finding) -> str | None:
     """Divides a sum by how many there are, where a mean is one of nothing."""
     changed = {"name": "sum"} if finding.op == "mean" else {"keyword": ', reduction="sum"'}
@@ -178,6 +187,12 @@ CLAMP_DIVISOR = mend(
     "keep the divisor from being 0",
     "clamp the divisor: x / y.clamp(min={eps}), where it is not negative",
     suffix=CLAMP,
+)
+TAKE_SLOGDET = mend("torch.slogdet(w)[1]: the logarithm of its magnitude", name="slogdet", tail="[1]")
+IN_FLOAT32 = mend("compute it in float32: torch.atan2(y.float(), x)", suffix=".float()")
+OPEN_CLASSES = (
+    "leave the masked classes out of the logits and the targets, logits[:, open_classes], or take "
+    "label_smoothing away: it gives each class a part"
 )
 LEAVE_OUT = mend("leave infinities out", suffix=".where({x}.isfinite(), 0)")
 CLAMP_INSIDE = mend(
@@ -213,79 +228,6 @@ PRECISION: tuple[Remedy, ...] = (keep, paste, take_bfloat16)
 SMALLER: tuple[Remedy, ...] = (begin_smaller, lower_rate)
 
 
-# ---- Words ----
-
-
-def words_for(finding: Finding) -> dict[str, object]:
-    """Returns what the reasons in the table are formatted with."""
-    constant, largest = finding.facts.get("constant", (0.0, "", finding.dtype)), limit_of(finding.dtype)
-    half = constant[2] or finding.dtype
-    turned = ""
-    if finding.turns is not None:
-        op, where, sample = finding.turns
-        turned = f"; {op} makes nan of it at {where}" + ("" if sample is None else f", in sample {sample}")
-    limit = f" {finding.dtype} holds nothing above {largest:.5g}{turned}."
-    return {
-        **{name: getattr(finding, name) for name in ("op", "kind", "parameter", "dtype")},
-        "sample_of": "" if finding.sample is None else f"sample {finding.sample} of ",
-        "limit": limit if finding.kind == "inf" else "",
-        "tiny": "; float16 makes 0 of what is below 3e-8" if finding.dtype == "float16" else "",
-        "made": made_by(finding),
-        "constant": number(constant[0]),
-        "becomes": constant[1],
-        "turns": turned,
-        "largest": f"{finding.input_largest or 0:.3g}",
-        **{name: finding.facts.get(name) for name in ("cast", "error", "given")},
-        "eps": "1e-30" if finding.facts.get("sums") else eps_of(finding.op, finding.dtype),
-        "half": half,
-        "instead": INSTEAD.get(constant[1]) or eps_of(finding.op, half),
-        "limit_number": largest,
-        "top": "10" if finding.dtype == "float16" else "80",
-        "scale": f"{finding.facts.get('static', 1):g}",
-        "made_weight": f"{finding.op} made {finding.kind} of {finding.parameter}"
-        if finding.op
-        else f"{finding.parameter} holds {finding.kind}",
-    }
-
-
-def eps_of(op: str, dtype: str) -> str:
-    """Returns an eps that a type holds, beside what an operation takes."""
-    plain, steep, near_1 = EPS.get(dtype, ("1e-6",) * 3)
-    return near_1 if op in NEAR_1 else steep if op in STEEP else plain
-
-
-def number(value: float) -> str:
-    """Writes a number as people do.
-
-    >>> number(-1e9), number(-1e5), number(1e-8), number(0.9999)
-    ('-1e9', '-1e5', '1e-8', '0.9999')
-    """
-    text = f"{value:e}" if abs(value) >= 1e5 else f"{value:g}"
-    mantissa, _, exponent = text.partition("e")
-    return f"{float(mantissa):g}" + (f"e{int(exponent)}" if exponent else "")
-
-
 def shown(line: str) -> str:
     """Returns "file:line" from the working directory on."""
     return line.removeprefix(SHOWN)
-
-
-def made_by(finding: Finding) -> str:
-    """Says what an operation made of what."""
-    largest = finding.input_largest
-    took = f"its largest input is {largest:.4g}" if largest is not None else "what it took is finite"
-    if finding.phase == "backward":
-        target = f" of {finding.parameter}" if finding.parameter else ""
-        return f"the gradient{target} that {finding.op} makes is {finding.kind}; {took}."
-    if not finding.op:
-        return f"a step made {finding.count} {finding.kind} in {finding.parameter}."
-    return f"{finding.op} made {finding.count} {finding.kind} in {finding.dtype}; {took}."
-
-
-def limit_of(dtype: str) -> float:
-    """Returns the largest number of a type.
-
-    >>> limit_of("float16")
-    65504.0
-    """
-    return torch.finfo(getattr(torch, dtype)).max

@@ -9,7 +9,7 @@ from ampatch.doctor.brakes import said_of_speed
 from ampatch.doctor.finding import Finding, Report
 from ampatch.doctor.growth.curves import said_of_growth
 from ampatch.doctor.remedies import DIVERGES
-from ampatch.doctor.silent.words import describe_silent
+from ampatch.doctor.silent.words import MISUSES, describe_silent
 
 MOST_SHOWN = 2  # findings after the first
 SURVIVES = {
@@ -26,10 +26,15 @@ def describe(report: Report) -> Iterator[str]:
         yield report.untraced
     elif not report.findings:
         yield from describe_nothing(report)
+    first = report.findings[0].step or 0 if report.findings else -1
+    is_misused = any(it.kind in MISUSES and (it.step or 0) <= first for it in report.silent)
+    if is_misused:
+        yield from describe_silent(report.silent, "What breaks the run, maybe")
     for finding in report.findings[:1]:
         yield from describe_finding(finding)
     yield from describe_others(report.findings)
-    yield from describe_silent(report.silent)
+    if not is_misused:
+        yield from describe_silent(report.silent)
     if report.keep_fp32:
         cost = report.keep_fp32_cost
         said = "too few steps to time it" if cost is None else f"a step takes about {cost:.2f} times as long"

@@ -11,13 +11,21 @@ import torch
 from torch import Tensor
 
 from ampatch.doctor.instruments.marks import Origins
-from ampatch.doctor.instruments.operations import CASTS, LOGARITHMS, QUOTIENTS, Call, Origin
+from ampatch.doctor.instruments.operations import (
+    CASTS,
+    LOGARITHMS,
+    LOSSES,
+    OF_ALL,
+    QUOTIENTS,
+    SPREADS,
+    Call,
+    Origin,
+)
 from ampatch.doctor.instruments.places import is_called_by_user
 from ampatch.doctor.instruments.region import lines_with
 from ampatch.doctor.instruments.values import Damage, TensorNotes, Tensors, plain
 from ampatch.levels.precision import HALF_TYPES
 
-IGNORING = ("cross_entropy", "nll_loss", "nll_loss_nd", "cross_entropy_loss")
 MASKING = ("add", "add_", "sub", "sub_")  # to the lowest number of a type, which is -inf then
 Constant = tuple[float, str, str]  # what it becomes, and in which type
 
@@ -74,6 +82,8 @@ def explain_arguments(
     is_length = nothing == "count" and bool(re.search("norm|std|var", text_of(call.where)))
     if nothing and not is_length and (origin.damage.kind == "nan" or nothing == "count"):
         call.facts["nothing"] = nothing
+    if call.op in SPREADS and taken[0].dim() > 1:
+        call.facts["rows"] = len(taken[0])
     if call.op in QUOTIENTS and len(taken) > 1:
         call.facts["signed"] = bool((plain(taken[-1]) < 0).any())
     if call.op in (*QUOTIENTS, "pow", "pow_"):
@@ -149,7 +159,7 @@ def find_infinity(
         numbers = [*constants_in((args, kwargs), False), *(plain(it).min().item() for it in taken)]
         found = next((it for it in numbers if math.isinf(it)), None)
         return None if found is None else (found, str(found), dtype)
-    if origin.call.op in ("mean", "sum") and taken and plain(taken[0]).isinf().any():
+    if origin.call.op in OF_ALL and taken and plain(taken[0]).isinf().any():
         return -math.inf, "-inf", dtype
     lowest = torch.finfo(taken[0].dtype).min if origin.call.op in MASKING and taken else 0.0
     is_added = lowest and origin.damage.kind == "inf" and any((plain(it) == lowest).any() for it in taken)
@@ -186,7 +196,7 @@ def find_nothing(op: str, args: Sequence[object], kwargs: Mapping[str, object]) 
     tensors = [it for it in (*args, *kwargs.values()) if isinstance(it, Tensor)]
     if any(it.numel() == 0 for it in tensors):
         return "empty"
-    if op in IGNORING and len(tensors) > 1 and not tensors[1].is_floating_point():
+    if op in LOSSES and len(tensors) > 1 and not tensors[1].is_floating_point():
         kept = tensors[1][tensors[1] != kwargs.get("ignore_index", -100)]
         weighed = kept if len(tensors) < 3 else tensors[2][kept]
         return "ignored" if not weighed.numel() or (len(tensors) > 2 and not weighed.any()) else None

@@ -33,6 +33,8 @@ SUMS = ("sum", "mean", "cumsum", "matmul", "linear", "bmm", "mm", "addmm", "eins
 SUMS += ("conv3d", "baddbmm", "norm", "var", "std", "prod", "dot", "mv")
 
 ROOTS = ("sqrt", "sqrt_", "rsqrt")
+LOSSES = ("cross_entropy", "nll_loss", "nll_loss_nd", "cross_entropy_loss")
+OF_ALL = ("mean", "sum", *LOSSES)  # which hide no mask
 SOFTMAXES = ("softmax", "log_softmax")
 DOMAINS = ("acos", "asin", "arccos", "arcsin", "atanh", "acosh")
 ADDCDIV = ("addcdiv_", "_foreach_addcdiv_", "_fused_adam_", "_fused_adamw_")  # of optimizers

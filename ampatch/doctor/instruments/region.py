@@ -138,7 +138,7 @@ def edits_of(source: Source, node: ast.AST, op: str, mend: Mend) -> Iterator[Edi
     if mend.keyword:
         yield source.end(node) - 1, mend.keyword, 0
     if mend.name:
-        yield end + 1, mend.name, len(op)
+        yield source.end(node.func) - len(op), mend.name, len(op)
     if mend.tail:
         yield source.end(node), mend.tail.format(x=x, y=y), 0
 

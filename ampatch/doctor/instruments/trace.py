@@ -231,7 +231,7 @@ class Trace(Rule):
         if damage is not None and bad and not came:
             marks = marks | (came := self._marks_of_unseen(call, bad))
         is_new = damage is not None and not came
-        is_inf = is_new and damage.kind == "inf" and call.op not in ("mean", "sum")  # which hide no mask
+        is_inf = is_new and damage.kind == "inf" and call.op not in ops.OF_ALL
         of_mask = is_inf and (bool(bad) or names_infinity(operation))
         if is_new and not of_mask:
             parameter = self.models.name_of(worst)
@@ -286,6 +286,7 @@ class Trace(Rule):
             call = taker  # whose gradient is 1 / p: the cast is not to blame
         if call.op not in ops.SUMS:  # of a layer of torch's the line is that which calls it
             call.facts["alike"] = self._graph.modules_like(call)
+        call.facts["function"] = hasattr(node, "saved_tensors")  # one of Python
         more = {"input_largest": largest_of(given), "parameter": parameter, "node": node.name()}
         self.origins.came_back.add(mark := self.origins.add(call, examine(made), **more))
         origin = self.origins.all[mark]

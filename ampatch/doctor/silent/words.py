@@ -14,6 +14,7 @@ from ampatch.doctor.silent.fault import SilentFault, read_faults
 MOST_SHOWN = 5
 # Kinds, by what else tells of them.
 EXPLAINED = {"scaled_not_backpropagated": "late_backward", "not_unscaled": "never_stepped"}
+MISUSES = ("not_unscaled", "ignored_edits", "unscaled_twice", "never_stepped")  # numbers break of them
 COLON = re.compile(r": (?=(?:[^`]*`[^`]*`)*[^`]*$)")  # that is in no code
 
 # By kind: why, with the numbers of the fault, and what to do.
@@ -134,8 +135,11 @@ def remedies(fault: SilentFault) -> tuple[str, ...]:
     """Says what to change, the likeliest first."""
     if "said" in fault.numbers:
         return (COLON.split(str(fault.numbers["said"]))[-1],)
+    said = words_of(fault)[1]
+    if fault.kind == "not_unscaled" and fault.op == "step":
+        said = said[::-1]
     exponent = math.frexp(fault.numbers.get("init_scale", 1.0))[1] - 1
-    return tuple(text.replace("{init_scale}", f"2.0**{exponent}") for text in words_of(fault)[1])
+    return tuple(text.replace("{init_scale}", f"2.0**{exponent}") for text in said)
 
 
 def words_of(fault: SilentFault) -> tuple[str, tuple[str, ...]]:
@@ -145,13 +149,15 @@ def words_of(fault: SilentFault) -> tuple[str, tuple[str, ...]]:
     return WORDS["gradient" if "init_scale" in fault.numbers else fault.kind]
 
 
-def describe_silent(faults: Sequence[SilentFault]) -> Iterator[str]:
+def describe_silent(
+    faults: Sequence[SilentFault], title: str = "Silent faults, which skip no step"
+) -> Iterator[str]:
     """Yields the lines of a terminal; parameters of one kind and line stand together."""
     groups: dict[tuple[str, str, str | None], list[SilentFault]] = {}
     for fault in faults:
         groups.setdefault((fault.phase, fault.kind, fault.where), []).append(fault)
     if groups:
-        yield f"Silent faults, which skip no step: {len(groups)}"
+        yield f"{title}: {len(groups)}"
     for first, *others in list(groups.values())[:MOST_SHOWN]:
         module = f" in {first.model}.{first.module}".rstrip(".") if first.model else ""
         subject = first.parameter or first.op

@@ -1,0 +1,63 @@
+"""A row of the table of causes, and what it can ask of a finding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ampatch.doctor.finding import Finding
+from ampatch.doctor.remedies import Remedy
+
+Test = Callable[[Finding], bool] | tuple[str, ...]  # these are phases
+
+
+def has(name: str, value: object = None) -> Test:
+    """Asks for a fact, of a value where one is given."""
+    return lambda it: name in it.facts and value in (None, it.facts[name])
+
+
+def becomes(what: str) -> Test:
+    """Asks for a constant that half makes something else: "0", "1", "inf" or "-inf"."""
+    return lambda it: "constant" in it.facts and it.facts["constant"][1] == what
+
+
+def is_of_weight(finding: Finding) -> bool:
+    """Asks for a weight, or its update."""
+    return finding.parameter is not None
+
+
+def breaks_float32(finding: Finding) -> bool:
+    """Asks for what is no matter of precision."""
+    return finding.float32_survives is False
+
+
+def is_steep(finding: Finding) -> bool:
+    """Asks for a root or a power that has no value there, or no derivative."""
+    return finding.phase == "backward" or finding.kind == "nan" or bool(finding.facts.get("zero"))
+
+
+FORWARD = ("input", "forward", "loss", "optimizer")
+BACKWARD = ("backward",)
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A row: the findings it explains, why their numbers broke, and what to do, the likeliest first.
+
+    A finding must be of its operations and kind where these are given, and pass all of `tests`. `why` is
+    formatted with what `words_for` returns.
+    """
+
+    name: str
+    why: str
+    remedies: tuple[Remedy, ...]
+    tests: tuple[Test, ...] = ()
+    ops: tuple[str, ...] | None = None
+    kind: str | None = None
+
+    def explains(self, finding: Finding) -> bool:
+        """Says whether it is the cause of a finding, if no earlier row is."""
+        is_of = (self.ops is None or finding.op in self.ops) and self.kind in (None, finding.kind)
+        return is_of and all(
+            finding.phase in test if isinstance(test, tuple) else test(finding) for test in self.tests
+        )
