@@ -98,8 +98,8 @@ def apply(script, finding, advice):
     text = dedent(text)
     if "get_submodule" in text:
         return script.replace("optimizer =", f"{text}\noptimizer =", 1)
-    if "by this line above it" in said:
-        function = text.split("\n")[1]
+    if "by what stands above it" in said:
+        function = text.rpartition("\n")[2]
         return re.sub(f"( *){re.escape(function)}", lambda it: indent(text, it[1]), script, count=1)
     if text:
         return replace(script, line, text)

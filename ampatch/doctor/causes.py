@@ -44,7 +44,7 @@ CAUSES = (  # the first that explains a finding is its cause
         "weight bad at first",
         "{made_weight} before the first step.",
         (do.SET_WEIGHT,),
-        (("input",), is_of_weight),
+        (("input",), is_of_weight, lambda it: "constant" not in it.facts),
     ),
     Cause("data", BAD_DATA, (do.MEND_DATA,), (("input",),), UNSEEN),
     Cause(

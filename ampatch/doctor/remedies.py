@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable
 
 from ampatch.doctor.finding import Finding, words_for
+from ampatch.doctor.instruments.evidence import lines_with
 from ampatch.doctor.instruments.operations import EXPONENTIALS, SUMS
 from ampatch.doctor.instruments.places import SHOWN
-from ampatch.doctor.instruments.region import Mend, lines_with, mended
+from ampatch.doctor.instruments.region import Mend, mended
 
 Remedy = str | Callable[[Finding], str | None]  # None where it does not fit
 PASTED = "\n     "
@@ -20,10 +21,11 @@ DEFAULTS = ("normalize", "cosine_similarity", "pairwise_distance")  # whose eps 
 
 def keep(finding: Finding) -> str | None:
     """Has modules run in float32; under torch.autocast by lines to paste after the model is made."""
-    is_forward = finding.phase == "forward"
-    names = list(
-        (is_forward and finding.keep) or filter(None, finding.facts.get("alike") or [finding.module])
-    )
+    alike = finding.facts.get("alike") or [finding.module]
+    kept = finding.keep if finding.phase == "forward" else ()
+    if kept and not finding.facts.get("own"):
+        alike = []
+    names = [*kept, *(it for it in alike if it and not any(f"{it}.".startswith(f"{each}.") for each in kept))]
     if finding.op in EXPONENTIALS and finding.facts.get("own") and not finding.autocast:  # and its like
         names = list(dict.fromkeys(re.sub(r"([a-z_]\w*)\.\d+", r"\1.*", it) for it in names))
     if not (finding.float32_survives and names):
@@ -45,8 +47,8 @@ def paste(finding: Finding) -> str | None:
     """Has the statement run in float32, or the function that it is in."""
     if not (finding.float32_survives and finding.region):
         return None
-    is_function = finding.region[0].startswith("@")
-    title = "that function in float32, by this line above it:" if is_function else STATEMENT
+    is_function = any(it.startswith("@") for it in finding.region[:2])
+    title = "that function in float32, by what stands above it here:" if is_function else STATEMENT
     return PASTED.join((title, *finding.region))
 
 

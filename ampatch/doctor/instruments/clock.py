@@ -127,6 +127,7 @@ class Clock(ScalerInUse):
         self.part, self.in_backward = "input", False
         self.changed: list[Parameter] = []  # those whose gradients the latest backward pass made
         self.repeats = False  # what has run before, in a backward pass
+        self.autocasts: set[str] = set()  # devices for which torch.autocast has been on
         self._steps = 0  # that run, one inside another
 
     @property

@@ -35,15 +35,18 @@ class Operation:
     taken: Tensors
     phase: str
     place: Place | None
-    autocast: str | None  # the device for which torch.autocast is on
+    autocast: str | None  # the device for which torch.autocast is on, or was before
+    is_on: bool  # torch.autocast
 
     @classmethod
     def now(cls, clock: Clock, name: str, func: object, args: tuple, kwargs: dict) -> Operation:
         """Describes what is called at this moment of a run."""
         taken = inexact_in((args, kwargs))
         device = taken[0].device.type if taken else "cpu"
-        autocast = device if device != "meta" and torch.is_autocast_enabled(device) else None
-        return cls(name, func, args, kwargs, taken, clock.phase, clock.models.place, autocast)
+        if is_on := device != "meta" and torch.is_autocast_enabled(device):
+            clock.autocasts.add(device)
+        autocast = device if device in clock.autocasts else None
+        return cls(name, func, args, kwargs, taken, clock.phase, clock.models.place, autocast, is_on)
 
     @functools.cached_property
     def where(self) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import linecache
 import math
 import re
@@ -22,11 +23,12 @@ from ampatch.doctor.instruments.operations import (
     Origin,
 )
 from ampatch.doctor.instruments.places import is_called_by_user
-from ampatch.doctor.instruments.region import lines_with
+from ampatch.doctor.instruments.region import Source
 from ampatch.doctor.instruments.values import Damage, TensorNotes, Tensors, plain
 from ampatch.levels.precision import HALF_TYPES
 
 MASKING = ("add", "add_", "sub", "sub_")  # to the lowest number of a type, which is -inf then
+LARGEST = tuple(torch.finfo(it).max for it in (torch.float16, torch.bfloat16, torch.float32))
 Constant = tuple[float, str, str]  # what it becomes, and in which type
 
 NEXT_TO_0 = 1e-20  # which the half types hold none of, but for bfloat16
@@ -73,11 +75,13 @@ def text_of(where: str | None) -> str:
 
 
 def explain_arguments(
-    origin: Origin, args: Sequence[object], kwargs: Mapping[str, object], taken: Tensors
+    origin: Origin, args: Sequence[object], kwargs: Mapping[str, object], taken: Tensors, like: list[str]
 ) -> None:
-    """Puts into the facts of what broke what its arguments show."""
+    """Puts into the facts of what broke what its arguments show; `like` are modules of the class it is in."""
     call = origin.call
     call.facts["own"] = is_called_by_user() or call.op in text_of(call.where)  # not a layer of torch's
+    if call.facts["own"] and call.phase == "forward":
+        call.facts["alike"] = like
     nothing = find_nothing(call.op, args, kwargs)
     is_length = nothing == "count" and bool(re.search("norm|std|var", text_of(call.where)))
     if nothing and not is_length and (origin.damage.kind == "nan" or nothing == "count"):
@@ -188,7 +192,7 @@ def divides_by_zero(origin: Origin, operands: Sequence[object]) -> bool | str:
         return "number"
     tensors = [plain(it) for it in operands if isinstance(it, Tensor)]
     divisor = tensors["div" in origin.call.op and len(tensors) > 1]
-    return bool(divisor.expand(origin.damage.shape)[origin.damage.element].abs() < NEXT_TO_0)
+    return bool(divisor.expand(origin.damage.shape)[origin.damage.element].float().abs() < NEXT_TO_0)
 
 
 def find_nothing(op: str, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
@@ -206,4 +210,47 @@ def find_nothing(op: str, args: Sequence[object], kwargs: Mapping[str, object]) 
         whole = divisor.float() == divisor.float().round()
         is_count = divisor.dim() == 0 or bool(divisor.max() >= 1)
         return "count" if is_count and bool(whole.all()) and bool((divisor == 0).any()) else None
+    return None
+
+
+def lines_with(where: str | None, constant: float) -> tuple[list[str], str]:
+    """Returns the lines of a file that have a number, as "file:line", and how the first writes it.
+
+    The given line alone if it has it.
+    """
+    path, _, line = (where or "").rpartition(":")
+    try:
+        source = Source(path)
+    except SyntaxError:
+        return [], ""
+    found: dict[int, str] = {}
+    for node in ast.walk(source.tree):  # -1e9 before 1e9
+        value = number_of(node, constant)
+        if value is not None and (value == constant or abs(value) == abs(constant) < math.inf):
+            text = source.text[source.begin(node) : source.end(node)].decode()
+            found.setdefault(node.lineno, text if value == constant else "")
+    lines = [int(line)] if int(line) in found else sorted(found)
+    return [f"{path}:{it}" for it in lines], found[lines[0]] if lines else ""
+
+
+def number_of(node: ast.AST, lowest: float) -> float | None:
+    """Returns the number that an expression writes; `lowest` where that is the one of a type."""
+    match node:
+        case ast.Constant(value=float(value)):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            value = number_of(operand, -lowest)
+            return None if value is None else -value
+        case ast.BinOp(
+            op=ast.Sub(), left=ast.Constant(value=(int() | float()) as a), right=ast.Constant(value=float(b))
+        ):
+            return a - b
+        case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value="inf" | "-inf" as text)]):
+            return float(text)
+        case ast.Attribute(attr="inf"):
+            return math.inf
+        case ast.Attribute(
+            attr="min" | "max", value=ast.Call(func=ast.Name(id="finfo") | ast.Attribute(attr="finfo"))
+        ):
+            return lowest if abs(lowest) in LARGEST else None
     return None

@@ -101,6 +101,13 @@ class Models:
         self._calls.clear()
         self._stack.clear()
 
+    def like_place(self) -> list[str]:
+        """Returns the modules of the class of the one that runs, in its model."""
+        place = self.place
+        owners = (root for root in self.roots if place and self._names[id(root)][0] == place.model)
+        modules = {path: type(it) for root in owners for path, it in root.named_modules()}
+        return [path for path, kind in modules.items() if place and kind is modules.get(place.module)]
+
     def name_of(self, parameter: object) -> str | None:
         """Returns the dotted path of a parameter."""
         return self._parameters.get(id(parameter))

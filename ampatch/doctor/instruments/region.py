@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ast
 import linecache
-import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from textwrap import dedent, indent
 from types import FrameType
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -21,7 +19,6 @@ SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
 ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
 OPERATORS = {ast.Div: "div", ast.Pow: "pow"}
 NAMESPACES = ("torch", "F", "functional", "linalg", "special")
-LARGEST = tuple(torch.finfo(it).max for it in (torch.float16, torch.bfloat16, torch.float32))
 Edit = tuple[int, str, int]  # at a byte of the file, a text in the place of so many bytes
 Lines = tuple[str, ...]
 
@@ -48,6 +45,16 @@ class Source:
         blocks = (getattr(it, name, ()) for it in ast.walk(self.tree) for name in ("body", "orelse"))
         return next(it for it in blocks if isinstance(it, list) and statement in it)
 
+    def before(self, statement: ast.stmt) -> Lines:
+        """Returns what stands before a statement on its line: `def forward(self, x):` of one in one line."""
+        line = self.text.split(b"\n")[statement.lineno - 1]
+        return tuple(filter(None, [line[: statement.col_offset].decode().strip()]))
+
+    def start_of(self, statement: ast.stmt) -> int:
+        """Returns the first byte of a statement, or of its line where nothing stands before it."""
+        before = statement.col_offset if self.before(statement) else 0
+        return self._starts[statement.lineno - 1] + before
+
     def begin(self, node: ast.expr) -> int:
         """Returns the first byte of an expression."""
         return self._starts[node.lineno - 1] + node.col_offset
@@ -58,7 +65,7 @@ class Source:
 
     def edited(self, statement: ast.stmt, edits: list[Edit], last: ast.stmt | None = None) -> Lines:
         """Returns the lines of a statement, or those up to a later one, with some edits."""
-        first, end = self._starts[statement.lineno - 1], self._starts[(last or statement).end_lineno or 0]
+        first, end = self.start_of(statement), self._starts[(last or statement).end_lineno or 0]
         text = self.text[first:end]
         for at, new, length in sorted(edits, reverse=True):
             text = text[: at - first] + new.encode() + text[at - first + length :]
@@ -162,58 +169,15 @@ def operand_of(source: Source, node: ast.AST, op: str) -> tuple[ast.expr | None,
     return operands[0], source.end(operands[0]), isinstance(operands[0], ATOMS)
 
 
-def lines_with(where: str | None, constant: float) -> tuple[list[str], str]:
-    """Returns the lines of a file that have a number, as "file:line", and how the first writes it.
-
-    The given line alone if it has it.
-    """
-    path, _, line = (where or "").rpartition(":")
-    try:
-        source = Source(path)
-    except SyntaxError:
-        return [], ""
-    found: dict[int, str] = {}
-    for node in ast.walk(source.tree):  # -1e9 before 1e9
-        value = number_of(node, constant)
-        if value is not None and (value == constant or abs(value) == abs(constant) < math.inf):
-            text = source.text[source.begin(node) : source.end(node)].decode()
-            found.setdefault(node.lineno, text if value == constant else "")
-    lines = [int(line)] if int(line) in found else sorted(found)
-    return [f"{path}:{it}" for it in lines], found[lines[0]] if lines else ""
-
-
-def number_of(node: ast.AST, lowest: float) -> float | None:
-    """Returns the number that an expression writes; `lowest` where that is the one of a type."""
-    match node:
-        case ast.Constant(value=float(value)):
-            return value
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            value = number_of(operand, -lowest)
-            return None if value is None else -value
-        case ast.BinOp(
-            op=ast.Sub(), left=ast.Constant(value=(int() | float()) as a), right=ast.Constant(value=float(b))
-        ):
-            return a - b
-        case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value="inf" | "-inf" as text)]):
-            return float(text)
-        case ast.Attribute(attr="inf"):
-            return math.inf
-        case ast.Attribute(
-            attr="min" | "max", value=ast.Call(func=ast.Name(id="finfo") | ast.Attribute(attr="finfo"))
-        ):
-            return lowest if abs(lowest) in LARGEST else None
-    return None
-
-
 # ---- In float32 ----
 
 
-def region_in_float32(autocast: str | None, is_model: bool) -> Lines:
+def region_in_float32(autocast: str | None, is_model: bool, casts_are_on: bool) -> Lines:
     """Returns lines that replace the statement which the user's code is at; none where they could be wrong.
 
-    Its half tensors are cast, and casts are off: those of `torch.autocast` for a device, None for ours. With
-    autocast a function that uses no model is put into float32 as a whole, for what follows there as well. A
-    statement that calls a module is left alone, and in a half model all but what it returns, if `is_model`.
+    Its half tensors are cast, and casts are off: those of `torch.autocast` for a device, or ours. A function
+    that uses no model is put into float32 as a whole, for what follows there as well. A statement that calls
+    a module is left alone, and in a half model all but what it returns, if `is_model`.
     """
     frame = user_frame()
     try:
@@ -223,7 +187,8 @@ def region_in_float32(autocast: str | None, is_model: bool) -> Lines:
     statement = None if source is None else source.statement_at(frame.f_lineno)
     if statement is None:
         return ()
-    if autocast and (lines := function_in_float32(source, frame, autocast)):
+    casts = casts_of(autocast, source, frame) if casts_are_on else None
+    if casts and (lines := function_in_float32(source, frame, casts)):
         return lines
     calls = (it for it in ast.walk(statement) if isinstance(it, ast.Call))
     if any(isinstance(value_of(it.func, frame), Module) for it in calls):
@@ -233,17 +198,41 @@ def region_in_float32(autocast: str | None, is_model: bool) -> Lines:
     if in_half and not (is_model and is_last):
         return ()
     edits: list[Edit] = [(source.end(it), ".float()", 0) for it in half_in(statement, frame)]
-    lines = source.edited(statement, edits)
-    if in_half:  # no casts of functions are on in a half model
-        return lines if edits else ()
-    context = "amp.disable_casts()" if autocast is None else f"torch.autocast({autocast!r}, enabled=False)"
-    return (f"with {context}:", *indent("\n".join(lines), "    ").split("\n"))
+    before, lines = source.before(statement), source.edited(statement, edits)
+    if casts and not in_half:  # no casts of functions are on in a half model
+        lines = (*casts.imports, f"with {casts.context}:", *indent("\n".join(lines), "    ").split("\n"))
+    elif not edits:
+        return ()
+    return (*before, *indent("\n".join(lines), "    ").split("\n")) if before else lines
 
 
-def function_in_float32(source: Source, frame: FrameType, autocast: str) -> Lines:
+@dataclass(frozen=True, slots=True)
+class Casts:
+    """How casts of functions are turned off: a context, and decorators that cast what a function takes."""
+
+    context: str
+    decorators: tuple[str, ...]
+    imports: Lines = ()
+
+
+def casts_of(autocast: str | None, source: Source, frame: FrameType) -> Casts:
+    """Returns how casts are turned off, and the import that this takes."""
+    if autocast:
+        decorator = f"torch.amp.custom_fwd(device_type={autocast!r}, cast_inputs=torch.float32)"
+        return Casts(f"torch.autocast({autocast!r}, enabled=False)", (decorator,))
+    imports = [it for it in source.tree.body if isinstance(it, (ast.Import, ast.ImportFrom))]
+    above = [it.asname or it.name for each in imports for it in each.names if each.lineno < frame.f_lineno]
+    has_name = "amp" in (*above, *frame.f_locals)
+    needed = () if has_name else ("import ampatch as amp",)
+    return Casts("amp.disable_casts()", ("amp.float_function", "amp.disable_casts()"), needed)
+
+
+def function_in_float32(source: Source, frame: FrameType, casts: Casts) -> Lines:
     """Returns the lines that put the function of a frame into float32; none if it uses a model."""
     function = source.statement_at(frame.f_lineno, (ast.FunctionDef,))
-    if not isinstance(function, ast.FunctionDef) or function.name != frame.f_code.co_name:
+    if frame.f_code.co_name == "<lambda>":
+        function = source.statement_at(frame.f_lineno)
+    elif not isinstance(function, ast.FunctionDef) or function.name != frame.f_code.co_name:
         return ()
     taken = frame.f_code.co_varnames[: frame.f_code.co_argcount]
     names = {it.id for it in ast.walk(function) if isinstance(it, ast.Name)}
@@ -251,14 +240,25 @@ def function_in_float32(source: Source, frame: FrameType, autocast: str) -> Line
     uses_model = any(isinstance(it, Module) and any(True for _ in it.parameters()) for it in used)
     if uses_model or not any(isinstance(frame.f_locals.get(it), Tensor) for it in taken):
         return ()
+    if not isinstance(function, ast.FunctionDef):
+        parts = [it for it in ast.walk(function) if isinstance(it, ast.Lambda)][:1]
+        opened = "".join(f"{it}(" for it in casts.decorators)
+        edits = [(source.begin(it), opened, 0) for it in parts]
+        edits += [(source.end(it), ")" * len(casts.decorators), 0) for it in parts]
+        return (*casts.imports, *source.edited(function, edits))
     first = source.text.decode().split("\n")[function.lineno - 1].strip()
-    return f"@torch.amp.custom_fwd(device_type={autocast!r}, cast_inputs=torch.float32)", first
+    return (*casts.imports, *(f"@{it}" for it in casts.decorators), first)
 
 
 def is_half(frame: FrameType) -> bool:
     """Says whether a module of a frame has half parameters."""
     modules = [value for value in frame.f_locals.values() if isinstance(value, Module)]
-    return any(parameter.dtype.itemsize == 2 for module in modules for parameter in module.parameters())
+    return any(is_in_half(module.parameters()) for module in modules)
+
+
+def is_in_half(parameters: Iterable[Tensor]) -> bool:
+    """Says whether one of some parameters is half."""
+    return any(it.dtype.itemsize == 2 for it in parameters)
 
 
 def is_half_tensor(value: object) -> bool:

@@ -24,7 +24,7 @@ from ampatch.doctor.instruments.dispatch import Operation, Rule
 from ampatch.doctor.instruments.evidence import Evidence, explain_arguments, note_error, note_written
 from ampatch.doctor.instruments.marks import Marks, Origins
 from ampatch.doctor.instruments.places import is_called_by_ampatch, is_called_by_scaler, user_line
-from ampatch.doctor.instruments.region import region_in_float32
+from ampatch.doctor.instruments.region import is_in_half, region_in_float32
 from ampatch.doctor.instruments.values import (
     HALF,
     Tensors,
@@ -198,7 +198,7 @@ class Trace(Rule):
         self._evidence.follow(call, args, kwargs, taken, given)
         self._look(call, operation, kept, given)
         for origin in (it for it in self.origins.all if it.call is call):
-            explain_arguments(origin, args, kwargs, taken)
+            explain_arguments(origin, args, kwargs, taken, self.models.like_place())
 
     def see_error(self, operation: Operation, error: Exception) -> None:
         """Notes an operation that raises an error."""
@@ -240,7 +240,7 @@ class Trace(Rule):
             # Only a scaler multiplies a loss by itself, in code of ours or torch's.
             is_scaling = call.phase == "loss" and call.op == "mul" and is_called_by_scaler()
             more = {"input_largest": largest, "parameter": parameter, "is_of_scale": is_scaling}
-            more["region"] = self._region(call) if damage.dtype in HALF else ()
+            more["region"] = self._region(operation) if damage.dtype in HALF else ()
             marks = {*marks, self.origins.add(call, damage, **more)}
         elif damage is not None and damage.kind == "nan":
             self.origins.note_turn(call, damage, came)
@@ -250,9 +250,10 @@ class Trace(Rule):
         for tensor in given if marks else ():
             self._marks.add(tensor, marks)
 
-    def _region(self, call: ops.Call) -> tuple[str, ...]:
-        place = self.models.place
-        return region_in_float32(call.autocast, place is None or not place.module)
+    def _region(self, operation: Operation) -> tuple[str, ...]:
+        place, autocast = self.models.place, operation.autocast
+        is_cast = operation.is_on or not (autocast or is_in_half(self.models.parameters()))
+        return region_in_float32(autocast, place is None or not place.module, is_cast)
 
     def _marks_of_unseen(self, call: ops.Call, bad: list[Tensor]) -> set[int]:
         """Says where bad numbers come from that no operation made: weights, or NaN and inf in the data."""
