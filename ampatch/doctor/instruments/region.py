@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from textwrap import dedent, indent
 from types import FrameType
@@ -21,6 +21,7 @@ OPERATORS = {ast.Div: "div", ast.Pow: "pow"}
 NAMESPACES = ("torch", "F", "functional", "linalg", "special")
 Edit = tuple[int, str, int]  # at a byte of the file, a text in the place of so many bytes
 Lines = tuple[str, ...]
+Casts = tuple[str, Lines, Lines]  # a context without casts, decorators that cast as well, what to import
 
 
 class Source:
@@ -45,15 +46,10 @@ class Source:
         blocks = (getattr(it, name, ()) for it in ast.walk(self.tree) for name in ("body", "orelse"))
         return next(it for it in blocks if isinstance(it, list) and statement in it)
 
-    def before(self, statement: ast.stmt) -> Lines:
+    def before(self, statement: ast.stmt) -> str:
         """Returns what stands before a statement on its line: `def forward(self, x):` of one in one line."""
-        line = self.text.split(b"\n")[statement.lineno - 1]
-        return tuple(filter(None, [line[: statement.col_offset].decode().strip()]))
-
-    def start_of(self, statement: ast.stmt) -> int:
-        """Returns the first byte of a statement, or of its line where nothing stands before it."""
-        before = statement.col_offset if self.before(statement) else 0
-        return self._starts[statement.lineno - 1] + before
+        first = self._starts[statement.lineno - 1]
+        return self.text[first : first + statement.col_offset].decode().strip()
 
     def begin(self, node: ast.expr) -> int:
         """Returns the first byte of an expression."""
@@ -65,7 +61,8 @@ class Source:
 
     def edited(self, statement: ast.stmt, edits: list[Edit], last: ast.stmt | None = None) -> Lines:
         """Returns the lines of a statement, or those up to a later one, with some edits."""
-        first, end = self.start_of(statement), self._starts[(last or statement).end_lineno or 0]
+        first, end = self._starts[statement.lineno - 1], self._starts[(last or statement).end_lineno or 0]
+        first += statement.col_offset if self.before(statement) else 0
         text = self.text[first:end]
         for at, new, length in sorted(edits, reverse=True):
             text = text[: at - first] + new.encode() + text[at - first + length :]
@@ -188,7 +185,7 @@ def region_in_float32(autocast: str | None, is_model: bool, casts_are_on: bool) 
     if statement is None:
         return ()
     casts = casts_of(autocast, source, frame) if casts_are_on else None
-    if casts and (lines := function_in_float32(source, frame, casts)):
+    if casts and (lines := function_in_float32(source, frame, *casts[1:])):
         return lines
     calls = (it for it in ast.walk(statement) if isinstance(it, ast.Call))
     if any(isinstance(value_of(it.func, frame), Module) for it in calls):
@@ -200,34 +197,24 @@ def region_in_float32(autocast: str | None, is_model: bool, casts_are_on: bool) 
     edits: list[Edit] = [(source.end(it), ".float()", 0) for it in half_in(statement, frame)]
     before, lines = source.before(statement), source.edited(statement, edits)
     if casts and not in_half:  # no casts of functions are on in a half model
-        lines = (*casts.imports, f"with {casts.context}:", *indent("\n".join(lines), "    ").split("\n"))
+        lines = (*casts[2], f"with {casts[0]}:", *indent("\n".join(lines), "    ").split("\n"))
     elif not edits:
         return ()
-    return (*before, *indent("\n".join(lines), "    ").split("\n")) if before else lines
-
-
-@dataclass(frozen=True, slots=True)
-class Casts:
-    """How casts of functions are turned off: a context, and decorators that cast what a function takes."""
-
-    context: str
-    decorators: tuple[str, ...]
-    imports: Lines = ()
+    return (before, *indent("\n".join(lines), "    ").split("\n")) if before else lines
 
 
 def casts_of(autocast: str | None, source: Source, frame: FrameType) -> Casts:
     """Returns how casts are turned off, and the import that this takes."""
     if autocast:
         decorator = f"torch.amp.custom_fwd(device_type={autocast!r}, cast_inputs=torch.float32)"
-        return Casts(f"torch.autocast({autocast!r}, enabled=False)", (decorator,))
+        return f"torch.autocast({autocast!r}, enabled=False)", (decorator,), ()
     imports = [it for it in source.tree.body if isinstance(it, (ast.Import, ast.ImportFrom))]
     above = [it.asname or it.name for each in imports for it in each.names if each.lineno < frame.f_lineno]
-    has_name = "amp" in (*above, *frame.f_locals)
-    needed = () if has_name else ("import ampatch as amp",)
-    return Casts("amp.disable_casts()", ("amp.float_function", "amp.disable_casts()"), needed)
+    needed = () if "amp" in (*above, *frame.f_locals) else ("import ampatch as amp",)
+    return "amp.disable_casts()", ("amp.float_function", "amp.disable_casts()"), needed
 
 
-def function_in_float32(source: Source, frame: FrameType, casts: Casts) -> Lines:
+def function_in_float32(source: Source, frame: FrameType, decorators: Lines, imports: Lines) -> Lines:
     """Returns the lines that put the function of a frame into float32; none if it uses a model."""
     function = source.statement_at(frame.f_lineno, (ast.FunctionDef,))
     if frame.f_code.co_name == "<lambda>":
@@ -242,23 +229,18 @@ def function_in_float32(source: Source, frame: FrameType, casts: Casts) -> Lines
         return ()
     if not isinstance(function, ast.FunctionDef):
         parts = [it for it in ast.walk(function) if isinstance(it, ast.Lambda)][:1]
-        opened = "".join(f"{it}(" for it in casts.decorators)
+        opened = "".join(f"{it}(" for it in decorators)
         edits = [(source.begin(it), opened, 0) for it in parts]
-        edits += [(source.end(it), ")" * len(casts.decorators), 0) for it in parts]
-        return (*casts.imports, *source.edited(function, edits))
+        edits += [(source.end(it), ")" * len(decorators), 0) for it in parts]
+        return (*imports, *source.edited(function, edits))
     first = source.text.decode().split("\n")[function.lineno - 1].strip()
-    return (*casts.imports, *(f"@{it}" for it in casts.decorators), first)
+    return (*imports, *(f"@{it}" for it in decorators), first)
 
 
 def is_half(frame: FrameType) -> bool:
     """Says whether a module of a frame has half parameters."""
     modules = [value for value in frame.f_locals.values() if isinstance(value, Module)]
-    return any(is_in_half(module.parameters()) for module in modules)
-
-
-def is_in_half(parameters: Iterable[Tensor]) -> bool:
-    """Says whether one of some parameters is half."""
-    return any(it.dtype.itemsize == 2 for it in parameters)
+    return any(parameter.dtype.itemsize == 2 for module in modules for parameter in module.parameters())
 
 
 def is_half_tensor(value: object) -> bool:

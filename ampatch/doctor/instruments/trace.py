@@ -24,7 +24,7 @@ from ampatch.doctor.instruments.dispatch import Operation, Rule
 from ampatch.doctor.instruments.evidence import Evidence, explain_arguments, note_error, note_written
 from ampatch.doctor.instruments.marks import Marks, Origins
 from ampatch.doctor.instruments.places import is_called_by_ampatch, is_called_by_scaler, user_line
-from ampatch.doctor.instruments.region import is_in_half, region_in_float32
+from ampatch.doctor.instruments.region import is_half_tensor, region_in_float32
 from ampatch.doctor.instruments.values import (
     HALF,
     Tensors,
@@ -252,7 +252,7 @@ class Trace(Rule):
 
     def _region(self, operation: Operation) -> tuple[str, ...]:
         place, autocast = self.models.place, operation.autocast
-        is_cast = operation.is_on or not (autocast or is_in_half(self.models.parameters()))
+        is_cast = operation.is_on or not (autocast or any(map(is_half_tensor, self.models.parameters())))
         return region_in_float32(autocast, place is None or not place.module, is_cast)
 
     def _marks_of_unseen(self, call: ops.Call, bad: list[Tensor]) -> set[int]:
