@@ -228,7 +228,8 @@ def function_in_float32(source: Source, frame: FrameType, decorators: Lines, imp
     if uses_model or not any(isinstance(frame.f_locals.get(it), Tensor) for it in taken):
         return ()
     if not isinstance(function, ast.FunctionDef):
-        parts = [it for it in ast.walk(function) if isinstance(it, ast.Lambda)][:1]
+        lambdas = [it for it in ast.walk(function) if isinstance(it, ast.Lambda)]
+        parts = [it for it in lambdas if tuple(each.arg for each in it.args.args) == taken]
         opened = "".join(f"{it}(" for it in decorators)
         edits = [(source.begin(it), opened, 0) for it in parts]
         edits += [(source.end(it), ")" * len(decorators), 0) for it in parts]
