@@ -250,10 +250,9 @@ class Trace(Rule):
         for tensor in given if marks else ():
             self._marks.add(tensor, marks)
 
-    def _region(self, operation: Operation) -> tuple[str, ...]:
-        place, autocast = self.models.place, operation.autocast
-        is_cast = operation.is_on or not (autocast or any(map(is_half_tensor, self.models.parameters())))
-        return region_in_float32(autocast, place is None or not place.module, is_cast)
+    def _region(self, of: Operation) -> tuple[str, ...]:
+        is_cast = of.is_on or not (of.autocast or any(map(is_half_tensor, self.models.parameters())))
+        return region_in_float32(of.autocast, not (of.place and of.place.module), is_cast)
 
     def _marks_of_unseen(self, call: ops.Call, bad: list[Tensor]) -> set[int]:
         """Says where bad numbers come from that no operation made: weights, or NaN and inf in the data."""
