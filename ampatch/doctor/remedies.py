@@ -158,7 +158,7 @@ def look_within(finding: Finding) -> str:
     """Names the backward that the script writes itself."""
     return (
         f"look at {finding.op}.backward: where it divides, or takes a root or a logarithm, clamp what it "
-        f"takes, as x.clamp(min=1e-6)"
+        f"takes, as x.clamp(min=1e-3)"
     )
 
 
