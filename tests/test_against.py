@@ -173,10 +173,8 @@ def test_a_script_on_torch_amp_is_compared_and_everything_is_written(tmp_path, c
     assert [row["module"] for row in report["against"]["rows"][:2]] == ["0", "1"]
     assert [layer["module"] for layer in report["growth"]["layers"]] == ["0", "1"]
     assert 0 < report["growth"]["layers"][0]["gradient_overflows"] <= len(report["scale"]["skipped"])
-    assert (report["speed"]["products"], report["speed"]["syncs"]) == (
-        2,
-        [],
-    )  # those of the doctor are its own
+    # The host syncs of the doctor are its own.
+    assert (report["speed"]["products"], report["speed"]["syncs"]) == (2, [])
     assert "no module departs" in capsys.readouterr().out
     assert "Compared with O0" in (tmp_path / "html").read_text()
     assert len((tmp_path / "csv").read_text().splitlines()) == 1 + 2 * 40

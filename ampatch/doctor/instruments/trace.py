@@ -171,8 +171,8 @@ class Trace(Rule):
     def to_json(self) -> list[dict[str, object]]:
         """Returns the origins, in the order of their appearance."""
         self.origins.give_up()
-        quiet = [self.origins.all[index] for index in self.origins.quiet]
-        return [it.to_json() for it in self.origins.all if it.has_reached or it.turns or it not in quiet]
+        found, quiet = self.origins.all, self.origins.quiet
+        return [it.to_json() for at, it in enumerate(found) if it.has_reached or it.turns or at not in quiet]
 
     def wants(self, name: str) -> bool:
         """Of a backward pass the graph tells."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import ampatch as amp
+from ampatch.doctor.instruments.values import is_finite
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.live.record import Record
 from ampatch.levels.private import check_and_unscale_
@@ -120,12 +121,10 @@ class Step:
         bad = self.skipped or any(overflowed for overflowed, *_ in read)
         losses = all(outcome.is_loss_finite is not False for outcome in self.outcomes)
         scale = read[0][1] if read else self.scale
-        if self.flag is not None and self.flag.read():
-            found = [bool(torch.isfinite(value).all()) for value in self.record.losses]
-            losses = losses and all(found)
-            bad = bad or losses
-        elif bad:
-            losses = losses and all(bool(torch.isfinite(value).all()) for value in self.record.losses)
+        is_flagged = self.flag is not None and self.flag.read()
+        if is_flagged or bad:
+            losses = losses and all(map(is_finite, self.record.losses))
+        bad = bad or (is_flagged and losses)
         return Attempt(self.number, scale, self.is_dynamic or bool(read), losses, not bad)
 
 

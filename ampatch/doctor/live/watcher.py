@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import ampatch as amp
 from ampatch.doctor.instruments.clock import with_closure, wrap
-from ampatch.doctor.instruments.values import node_of, random_of, tensors_in
+from ampatch.doctor.instruments.values import is_finite, node_of, random_of, tensors_in
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.live.frames import capture
 from ampatch.doctor.live.outcome import Check, Flag, Step, alive, outcomes_of
@@ -148,7 +148,7 @@ class Watcher:
         record.slots.is_whole &= slot is not None
         given = record.slots.refer(args), record.slots.refer(kwargs)
         record.losses.append(loss.detach().clone() if loss.dim() else loss.data)  # data has no version
-        if loss.is_cpu and not loss.isfinite().all():  # gradients may be finite, and the step be made
+        if loss.is_cpu and not is_finite(loss):  # gradients may be finite, and the step be made
             self._keep_weights(record)
         if not record.slots.is_whole:
             hold_gradients(record, [loss])
