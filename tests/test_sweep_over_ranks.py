@@ -27,7 +27,7 @@ for step in range(8):
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
-print("end of rank", rank)
+print(f"end of rank {rank}")  # in one write, as both ranks have one file
 """
 
 
