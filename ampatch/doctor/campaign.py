@@ -23,6 +23,7 @@ from ampatch.doctor.silent.gradients import compare_gradients, pick_sample
 from ampatch.doctor.silent.watch import plan_window
 from ampatch.doctor.silent.words import examine_silent
 from ampatch.doctor.suspects import describe_scale, find_hidden, find_suspects, leave_out_mended
+from ampatch.doctor.trial.trial import Trial
 
 MOST_TRACED = 8  # attempts of one run
 FEWEST_TIMED = 5  # steps, for a median
@@ -35,6 +36,7 @@ class Campaign:
 
     run: Run
     launch: Launch = start_process
+    tries: bool = False  # whether advice is tried
     every: int = 0  # attempts between those that are noted; 0: as many as curves need
     runs: int = 0
     unknown: list[str] = field(default_factory=list)
@@ -52,7 +54,7 @@ class Campaign:
         """Watches, traces what broke, asks whether float32 survives, proposes what to keep, and compares."""
         seen = self._start("watched", replace(self.run, every=self.every))
         self._say_what_was_not_watched(seen)
-        attempts, survives, keep = seen.attempts, None, ()
+        attempts = seen.attempts
         growth = describe_growth(seen.growth, attempts) if attempts else None
         sample = pick_sample(self.silent, attempts)
         window = seen.suspects[:MOST_TRACED] or range(min(ALWAYS_TRACED, len(attempts)))
@@ -65,22 +67,13 @@ class Campaign:
             behind = merge(attempts, find_behind(again, hidden))
             findings = sorted(behind + findings, key=order_of)
         if findings:
-            survives = self._survives(seen, again)
-            keep = modules_to_keep(findings, again.oversized) if survives else ()
-            facts = (facts_of(growth) if growth else {}) | {"halved": again.is_half}
-            more = {"float32_survives": survives, "keep": keep}
-            is_of_half = survives and "traced" in self.ended and "float32" not in self.ended
-            findings = [
-                explain(replace(it, **more, facts=it.facts | facts | {"places": places_of(it, findings)}))
-                for it in findings
-                if is_of_half or "error" not in it.facts
-            ]
+            findings = self._explain(findings, seen, again, facts_of(growth) if growth else {})
         elif sample is not None:
             faults, reason = compare_gradients(self.run.samples, sample)
             self.silent.append({"faults": faults})
             self.unknown += [reason] if reason else []
-        first = findings[0].module if propose and survives and findings else ""
-        proposed = self._propose(first, window) if first else ()
+        is_kept = propose and findings and findings[0].float32_survives
+        proposed = self._propose(findings[0].module, window) if is_kept else ()
         compared = against and compare_levels(self._start, self.run, against, attempts, self.unknown)
         harmless = merge(attempts, [it for it in origins if not it["has_reached"]])
         return Report(
@@ -93,6 +86,31 @@ class Campaign:
             untraced=self._say_what_was_not_traced(seen, origins),
             keep_fp32_cost=self._cost(window) if proposed else None,
         )
+
+    def _explain(
+        self, findings: Sequence[Finding], seen: Seen, again: Seen, grown: dict[str, object]
+    ) -> list[Finding]:
+        """Returns findings with their causes and what to do, which is tried for the first."""
+        survives = self._survives(seen, again)
+        is_of_half = survives and "traced" in self.ended and "float32" not in self.ended
+
+        def explained(found: Sequence[Finding]) -> list[Finding]:
+            keep = modules_to_keep(found, again.oversized) if survives else ()
+            facts = grown | {"halved": again.is_half}
+            more = {"float32_survives": survives, "keep": keep}
+            return [
+                explain(replace(it, **more, facts=it.facts | facts | {"places": places_of(it, found)}))
+                for it in found
+                if is_of_half or "error" not in it.facts
+            ]
+
+        def broken(tried: Seen) -> list[Finding]:
+            return explained(findings_in(tried, origins_of(tried)))
+
+        first, *rest = explained(findings) or [None]
+        if first and self.tries:
+            first = Trial(self._start, broken, self.run, seen, again).order(first)
+        return [first, *rest] if first else []
 
     def _say_what_was_not_watched(self, seen: Seen) -> None:
         if not seen.attempts and not seen.is_open:
@@ -160,6 +178,8 @@ class Campaign:
         Costs a run for each module, and as many for the proof that none is too many; one more where a module
         breaks at attempts that are not in `window`, where the first broke.
         """
+        if not first:
+            return ()
         keep = (first,)
         while (found := self._first_module(keep, window)) is not None:
             if found in keep or not found:
@@ -197,7 +217,7 @@ class Campaign:
                 last = said.strip()[-500:] or "it said nothing; os._exit and kill do that"
                 raise AmpError(f"the {name} run left no report, and ended with status {status}: {last}")
             seen = self.seen[name] = Seen.read(json.loads(out.read_text()))
-        if status:
+        if status and name != "tried":
             lines = (said.strip() or "it said nothing").splitlines()
             last = next((it for it in reversed(lines) if re.match(r"[\w.]+Error\b", it)), lines[-1])
             ended = self.ended[name] = f"run ended with status {status}: {last}"

@@ -89,6 +89,12 @@ CAUSES = (  # the first that explains a finding is its cause
         ('loss_scale="dynamic" in the place of {scale}: it falls until gradients fit', *PRECISION),
         (has("static"),),
     ),
+    Cause(
+        "types that differ",
+        "{op} raises an error, in half alone: {error}",
+        (do.cast_alike, *PRECISION),
+        (lambda it: "dtype" in str(it.facts.get("error")),),
+    ),
     Cause("error in half", "{op} raises an error, in half alone: {error}", PRECISION, (has("error"),)),
     Cause(
         "limit that does not fit",

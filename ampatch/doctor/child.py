@@ -23,6 +23,7 @@ from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.watch import Watch
 from ampatch.doctor.runs import Run
 from ampatch.doctor.silent.watch import Silent
+from ampatch.doctor.trial.edited import edited
 from ampatch.tools.seeds import set_seeds
 
 
@@ -32,7 +33,7 @@ def main(run: Run) -> None:
     if run.keep_fp32:
         overrides["keep_fp32"] = list(run.keep_fp32)
     apex.install(post_mortem=False, **overrides)
-    with ExitStack() as stack:
+    with ExitStack() as stack, edited(run.edits):
         seen = look(run, Clock(stack))
         stack.callback(lambda: Path(run.out).write_text(json.dumps(seen())))
         set_seeds(0)
@@ -47,6 +48,8 @@ def look(run: Run, clock: Clock) -> Callable[[], dict[str, object]]:
     without_gpu = precision.note_autocast_without_gpu(clock.undo)
     if run.float32:
         precision.without_casts(clock.undo)
+    if run.bfloat16:
+        precision.take_bfloat16(clock.undo)
     watch, growth = Watch(clock), None if run.every is None else Growth(clock, run.every)
     brakes = Brakes(clock) if run.speed else None
     oversized = precision.Oversized(clock) if run.float32 else None

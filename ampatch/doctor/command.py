@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     proposal = (
         "find the fewest modules that must stay float32; runs the script once for each, twice from two on"
     )
+    trying = "do not try the advice: three runs less at the most"
+    parser.add_argument("--no-tries", action="store_true", help=trying)
     parser.add_argument("--propose", action="store_true", help=proposal)
     opening = "say what a post-mortem holds, the file that training leaves when it breaks; runs nothing"
     parser.add_argument("--open", metavar="FILE", type=Path, help=opening)
@@ -53,7 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     validate_outputs(arguments)
     given = {"level": arguments.opt_level, "device": script.device, "legacy": script.legacy}
     run = Run(script.name, script.arguments, script.is_module, **given)
-    report = Campaign(run, every=arguments.every).report(arguments.propose, arguments.against)
+    report = Campaign(run, tries=not arguments.no_tries, every=arguments.every).report(
+        arguments.propose, arguments.against
+    )
     print("\n".join(describe(report)), file=sys.stdout)
     try:
         write_outputs(report, arguments, script.name)

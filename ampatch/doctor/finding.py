@@ -57,6 +57,7 @@ class Finding:
     cause: str = ""
     why: str = ""
     remedies: tuple[str, ...] = ()
+    tried: tuple[str, ...] = ()  # what came of each, "" where it was not tried
 
     @property
     def identity(self) -> tuple[object, ...]:

@@ -9,7 +9,7 @@ from ampatch.doctor.finding import Finding, words_for
 from ampatch.doctor.instruments.evidence import lines_with
 from ampatch.doctor.instruments.operations import EXPONENTIALS, SUMS
 from ampatch.doctor.instruments.places import SHOWN
-from ampatch.doctor.instruments.region import Mend, mended
+from ampatch.doctor.text.mend import Mend, cast_source, mended
 
 Remedy = str | Callable[[Finding], str | None]  # None where it does not fit
 PASTED = "\n     "
@@ -145,6 +145,12 @@ def mend(title: str, otherwise: str | None = None, **how: str) -> Remedy:
         return PASTED.join((f"{said}:", *lines)) if lines else (otherwise or said).format(**words)
 
     return remedy
+
+
+def cast_alike(finding: Finding) -> str | None:
+    """Casts what is put into a tensor of another type."""
+    lines = cast_source(finding.where)
+    return PASTED.join(("cast what is put there to the type of what takes it:", *lines)) if lines else None
 
 
 def widen(finding: Finding) -> str:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ampatch.doctor.instruments.watch import Attempt
@@ -43,6 +43,9 @@ class Run:
     samples: str = ""
     device: str | None = None  # as of a `Script`
     legacy: bool = False
+    # What is tried: texts of files by their paths, and bfloat16 where torch.autocast takes float16.
+    edits: dict[str, str] = field(default_factory=dict)
+    bfloat16: bool = False
 
     def to_json(self) -> str:
         """Returns the arguments of a child process."""

@@ -73,8 +73,9 @@ def is_collapse(attempts: Sequence[Attempt]) -> bool:
     good, again = 0.0, 0
     for attempt in attempts:
         if not attempt.is_dynamic:
-            return True
-        if attempt.is_finite:
+            if not attempt.is_finite:
+                return True
+        elif attempt.is_finite:
             good = attempt.scale or 0.0
         elif (attempt.scale or 0.0) <= good and not attempt.is_again:
             again += 1

@@ -107,7 +107,10 @@ def describe_finding(finding: Finding) -> Iterator[str]:
     """Yields the lines of one finding: the cause first, what to do, and then what was seen."""
     yield describe_place(finding)
     yield f"  {finding.why}"
-    yield from (f"  -> {it}" for it in finding.remedies)
+    for index, it in enumerate(finding.remedies):
+        yield f"  -> {it}"
+        if said := "".join(finding.tried[index : index + 1]):
+            yield f"     (tried: {said})"
     element = f" at {list(finding.element)}" if finding.element else ""
     sample = f", sample {finding.sample} of the batch" if finding.sample is not None else ""
     steps = "; again at step " if len(finding.steps) == 2 else "; again at steps "

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ampatch.doctor.instruments.dispatch import Operation
 from ampatch.doctor.instruments.marks import Origins
 from ampatch.doctor.instruments.operations import (
     CASTS,
@@ -23,8 +24,8 @@ from ampatch.doctor.instruments.operations import (
     Origin,
 )
 from ampatch.doctor.instruments.places import is_called_by_user
-from ampatch.doctor.instruments.region import Source
 from ampatch.doctor.instruments.values import Damage, TensorNotes, Tensors, plain
+from ampatch.doctor.text.source import Lines, Source
 from ampatch.levels.precision import HALF_TYPES
 
 MASKING = ("add", "add_", "sub", "sub_")  # to the lowest number of a type, which is -inf then
@@ -134,14 +135,14 @@ def constants_in(value: object, counts: bool, depth: int = 3) -> Iterator[float]
             yield from constants_in(each, counts, depth - 1)
 
 
-def note_error(error: Exception, call: Call, tensor: Tensor, arguments: object, origins: Origins) -> None:
+def note_error(error: Exception, call: Call, of: Operation, origins: Origins, region: Lines) -> None:
     """Notes an operation that raises an error, as where a constant does not fit into the type of a tensor."""
     call.facts = {"error": str(error).split("\n")[0]}
     if "without overflow" in str(error):
-        constant = find_lost_constant(call.op, arguments, tensor.dtype)
+        constant = find_lost_constant(call.op, (of.args, of.kwargs), of.taken[0].dtype)
         call.facts = {"raised": True, "constant": constant or (math.nan, "", "")}
-    damage = Damage("inf", (), tensor.numel(), None, tuple(tensor.shape), call.dtype)
-    origins.reach([origins.add(call, damage)])
+    damage = Damage("inf", (), 1, None, (), call.dtype)
+    origins.reach([origins.add(call, damage, region=region)])
 
 
 def find_overflow_of(tensors: Tensors) -> Constant | None:

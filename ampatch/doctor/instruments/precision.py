@@ -31,6 +31,17 @@ def without_casts(undo: ExitStack) -> None:
     wrap(torch.autocast, "__init__", disabled, undo)
 
 
+def take_bfloat16(undo: ExitStack) -> None:
+    """Has `torch.autocast` take bfloat16, as if a script had said `dtype=torch.bfloat16`."""
+
+    def taking(init: Callable[..., None], *args: object, **kwargs: object) -> None:
+        bound = inspect.signature(init).bind(*args, **kwargs)
+        bound.arguments["dtype"] = torch.bfloat16
+        init(*bound.args, **bound.kwargs)
+
+    wrap(torch.autocast, "__init__", taking, undo)
+
+
 def note_autocast_without_gpu(undo: ExitStack) -> set[str]:
     """Returns a set that gets the lines that turn on autocast for CUDA where there is none, until undone.
 

@@ -1,172 +1,19 @@
-"""The user's statement that broke, and how it reads when it is mended: lines to paste."""
+"""The user's statement that broke, and how it reads in float32: lines to paste."""
 
 from __future__ import annotations
 
 import ast
-import linecache
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from textwrap import dedent, indent
+from textwrap import indent
 from types import FrameType
 
 from torch import Tensor
 from torch.nn import Module
 
 from ampatch.doctor.instruments.places import user_frame
+from ampatch.doctor.text.source import Edit, Lines, Source
 
-SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
-ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
-OPERATORS = {ast.Div: "div", ast.Pow: "pow"}
-NAMESPACES = ("torch", "F", "functional", "linalg", "special")
-Edit = tuple[int, str, int]  # at a byte of the file, a text in the place of so many bytes
-Lines = tuple[str, ...]
 Casts = tuple[str, Lines, Lines]  # a context without casts, decorators that cast as well, what to import
-
-
-class Source:
-    """The text of a file, which can be edited by its syntax tree; SyntaxError if it is no Python."""
-
-    def __init__(self, path: str, names: dict[str, object] | None = None) -> None:
-        lines = linecache.getlines(path, names)
-        self._starts = [0]
-        for line in lines:
-            self._starts.append(self._starts[-1] + len(line.encode()))
-        self.text = "".join(lines).encode()
-        self.tree = ast.parse(self.text)
-
-    def statement_at(self, line: int, kinds: tuple[type[ast.stmt], ...] = SIMPLE) -> ast.stmt | None:
-        """Returns the innermost statement at a line, None where there is none of these kinds."""
-        found = (it for it in ast.walk(self.tree) if isinstance(it, kinds))
-        within = [it for it in found if it.lineno <= line <= (it.end_lineno or line)]
-        return max(within, key=lambda it: it.lineno, default=None)
-
-    def block_of(self, statement: ast.stmt) -> list[ast.stmt]:
-        """Returns the statements in a row of which it is one."""
-        blocks = (getattr(it, name, ()) for it in ast.walk(self.tree) for name in ("body", "orelse"))
-        return next(it for it in blocks if isinstance(it, list) and statement in it)
-
-    def before(self, statement: ast.stmt) -> str:
-        """Returns what stands before a statement on its line: `def forward(self, x):` of one in one line."""
-        first = self._starts[statement.lineno - 1]
-        return self.text[first : first + statement.col_offset].decode().strip()
-
-    def begin(self, node: ast.expr) -> int:
-        """Returns the first byte of an expression."""
-        return self._starts[node.lineno - 1] + node.col_offset
-
-    def end(self, node: ast.expr) -> int:
-        """Returns the byte behind an expression."""
-        return self._starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
-
-    def edited(self, statement: ast.stmt, edits: list[Edit], last: ast.stmt | None = None) -> Lines:
-        """Returns the lines of a statement, or those up to a later one, with some edits."""
-        first, end = self._starts[statement.lineno - 1], self._starts[(last or statement).end_lineno or 0]
-        first += statement.col_offset if self.before(statement) else 0
-        text = self.text[first:end]
-        for at, new, length in sorted(edits, reverse=True):
-            text = text[: at - first] + new.encode() + text[at - first + length :]
-        return tuple(dedent(text.decode()).rstrip().split("\n"))
-
-
-# ---- Another operand ----
-
-
-@dataclass(frozen=True, slots=True)
-class Mend:
-    """What stands differently where an operation is called: `suffix` behind its operand, `around` for it,
-    `keyword` as another argument, `name` in the place of its own, `tail` behind the call; {x} is the operand,
-    {y} the next one.
-    """
-
-    suffix: str = ""
-    keyword: str = ""
-    name: str = ""
-    tail: str = ""
-    around: str = ""
-
-
-def mended(where: str | None, op: str, mend: Mend) -> Lines:
-    """Returns the statement at a line, "file:line", with each call of an operation mended, or none.
-
-    Those beside it that have the same operand, or are built alike, are mended with it.
-    """
-    path, _, line = (where or "").rpartition(":")
-    try:
-        source = Source(path)
-    except SyntaxError:
-        return ()
-    statement = source.statement_at(int(line)) if line else None
-    if statement is None or not (edits := edits_in(source, statement, op, mend)):
-        return ()
-    block = source.block_of(statement) if mend.suffix or mend.around else [statement]
-    likeness = likeness_of(source, statement, op)
-    alike = [it for it in block if likeness & likeness_of(source, it, op)]
-    if len(alike) == 1:
-        return source.edited(statement, edits)
-    edits = [edit for it in alike for edit in edits_in(source, it, op, mend)]
-    lines = source.edited(alike[0], edits, alike[-1])
-    return (f"# in the place of lines {alike[0].lineno} to {alike[-1].end_lineno}", *lines)
-
-
-def edits_in(source: Source, statement: ast.stmt, op: str, mend: Mend) -> list[Edit]:
-    """Returns the edits of a statement."""
-    return [edit for node in ast.walk(statement) for edit in edits_of(source, node, op, mend)]
-
-
-def likeness_of(source: Source, statement: ast.stmt, op: str) -> set[str]:
-    """Returns what statements share that are mended alike: how they are built, what an operation takes."""
-    found = (operand_of(source, node, op.rstrip("_"))[0] for node in ast.walk(statement))
-    shape = re.sub(r"(id|arg|value)=('\w*'|[\d.]+)", "", ast.dump(statement))
-    return {shape, *(it.id for it in found if isinstance(it, ast.Name))}
-
-
-def edits_of(source: Source, node: ast.AST, op: str, mend: Mend) -> Iterator[Edit]:
-    """Yields the edits of an expression, where it is the operation."""
-    operand, end, is_closed = operand_of(source, node, op.rstrip("_"))
-    if operand is None or isinstance(operand, ast.Constant):
-        return
-    begin = source.begin(operand)
-    x = source.text[begin:end].decode()
-    opened = x.count(")") - x.count("(")
-    x = "(" * opened + x  # which stands before an expression in parentheses
-    if mend.around:
-        yield begin - opened, mend.around.format(x=x), end - begin + opened
-    if mend.suffix:
-        if not is_closed:
-            yield begin, "(", 0
-        yield end, ("" if is_closed else ")") + mend.suffix.format(x=x), 0
-    if not isinstance(node, ast.Call):
-        return
-    y = next((ast.unparse(it) for it in node.args[1:]), "")
-    if mend.keyword:
-        yield source.end(node) - 1, mend.keyword, 0
-    if mend.name:
-        yield source.end(node.func) - len(op), mend.name, len(op)
-    if mend.tail:
-        yield source.end(node), mend.tail.format(x=x, y=y), 0
-
-
-def operand_of(source: Source, node: ast.AST, op: str) -> tuple[ast.expr | None, int, bool]:
-    """Returns what an operation takes (of a quotient the divisor), where it ends, if it binds by itself."""
-    if isinstance(node, (ast.BinOp, ast.AugAssign)) and OPERATORS.get(type(node.op)) == op:
-        operand = getattr(node, "value", None) or (node.left if op == "pow" else node.right)
-        end, is_open = source.end(operand), source.text[source.begin(operand) - 1 :][:1] == b"("
-        is_wrapped = is_open and source.text[end : end + 1] == b")"
-        return operand, end + is_wrapped, is_wrapped or isinstance(operand, ATOMS)
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-        return None, 0, False
-    owner = node.func.value
-    is_function = getattr(owner, "id", getattr(owner, "attr", "")) in NAMESPACES
-    operands = [*([] if is_function else [owner]), *node.args][1 if op == "div" else 0 :]
-    if node.func.attr.rstrip("_") != op or not operands:
-        return None, 0, False
-    if operands[0] is owner:  # up to the dot, which binds to what is in parentheses alone
-        return owner, source.end(node.func) - len(node.func.attr) - 1, True
-    return operands[0], source.end(operands[0]), isinstance(operands[0], ATOMS)
-
-
-# ---- In float32 ----
 
 
 def region_in_float32(autocast: str | None, is_model: bool, casts_are_on: bool) -> Lines:

@@ -203,8 +203,8 @@ class Trace(Rule):
     def see_error(self, operation: Operation, error: Exception) -> None:
         """Notes an operation that raises an error."""
         if operation.taken:
-            call, arguments = self._describe(operation, operation.taken), (operation.args, operation.kwargs)
-            note_error(error, call, operation.taken[0], arguments, self.origins)
+            call = self._describe(operation, operation.taken)
+            note_error(error, call, operation, self.origins, self._region(operation))
 
     def _describe(self, operation: Operation, given: Tensors) -> ops.Call:
         is_ours, name = is_called_by_ampatch(), operation.name

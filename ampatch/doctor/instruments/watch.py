@@ -32,6 +32,7 @@ class Attempt:
     weights: bool = True
     is_again: bool = False  # of the backward pass that the attempt before was of
     left_out: bool = False  # a model gave bad numbers, and no backward pass followed
+    value: float = 0.0  # of the loss
     seconds: float = 0.0  # since the attempt before, with what it costs to watch
 
     @property
@@ -78,6 +79,7 @@ class Watch(Instrument):
         """Looks at the loss."""
         self._is_bad, self._has_backward = False, True
         self._now.loss &= all(map(is_finite, losses))
+        self._now.value = sum(it.sum().item() for it in losses)
         self._old = {id(it) for it in self.clock.models.parameters() if not has_finite_grad(it)}
 
     def end_backward(self) -> None:
@@ -103,6 +105,7 @@ class Watch(Instrument):
         state = tensors_in(list(optimizer.state.values()))
         held = [*parameters_of(optimizer), *self.clock.models.parameters(), *state]
         self._now.weights &= all(map(is_finite, held))
+        self._now.value /= self._now.scale or 1.0
         self._now.seconds = perf_counter() - self._since
         self.attempts.append(self._now)
         self._now, self.is_open, self._since = Attempt(), False, perf_counter()

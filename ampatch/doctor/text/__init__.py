@@ -1,0 +1,1 @@
+"""Read the user's statements, and write them as they read when they are mended."""

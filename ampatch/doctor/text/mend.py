@@ -1,0 +1,125 @@
+"""How a statement of the user's reads when it is mended: another operand, or another call."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ampatch.doctor.text.source import Edit, Lines, Source, statement_of
+
+ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
+OPERATORS = {ast.Div: "div", ast.Pow: "pow"}
+PUTTING = re.compile(r"(masked_)?scatter|index_(add|copy|put|reduce)|copy_")
+NAMESPACES = ("torch", "F", "functional", "linalg", "special")
+
+
+@dataclass(frozen=True, slots=True)
+class Mend:
+    """What stands differently where an operation is called: `suffix` behind its operand, `around` for it,
+    `keyword` as another argument, `name` in the place of its own, `tail` behind the call; {x} is the operand,
+    {y} the next one.
+    """
+
+    suffix: str = ""
+    keyword: str = ""
+    name: str = ""
+    tail: str = ""
+    around: str = ""
+
+
+def mended(where: str | None, op: str, mend: Mend) -> Lines:
+    """Returns the statement at a line, "file:line", with each call of an operation mended, or none.
+
+    Those beside it that have the same operand, or are built alike, are mended with it.
+    """
+    source, statement = statement_of(where)
+    if statement is None or not (edits := edits_in(source, statement, op, mend)):
+        return ()
+    block = source.block_of(statement) if mend.suffix or mend.around else [statement]
+    likeness = likeness_of(source, statement, op)
+    alike = [it for it in block if likeness & likeness_of(source, it, op)]
+    if len(alike) == 1:
+        return source.edited(statement, edits)
+    edits = [edit for it in alike for edit in edits_in(source, it, op, mend)]
+    lines = source.edited(alike[0], edits, alike[-1])
+    return (f"# in the place of lines {alike[0].lineno} to {alike[-1].end_lineno}", *lines)
+
+
+def edits_in(source: Source, statement: ast.stmt, op: str, mend: Mend) -> list[Edit]:
+    """Returns the edits of a statement."""
+    return [edit for node in ast.walk(statement) for edit in edits_of(source, node, op, mend)]
+
+
+def likeness_of(source: Source, statement: ast.stmt, op: str) -> set[str]:
+    """Returns what statements share that are mended alike: how they are built, what an operation takes."""
+    found = (operand_of(source, node, op.rstrip("_"))[0] for node in ast.walk(statement))
+    shape = re.sub(r"(id|arg|value)=('\w*'|[\d.]+)", "", ast.dump(statement))
+    return {shape, *(it.id for it in found if isinstance(it, ast.Name))}
+
+
+def edits_of(source: Source, node: ast.AST, op: str, mend: Mend) -> Iterator[Edit]:
+    """Yields the edits of an expression, where it is the operation."""
+    operand, end, is_closed = operand_of(source, node, op.rstrip("_"))
+    if operand is None or isinstance(operand, ast.Constant):
+        return
+    begin = source.begin(operand)
+    x = source.text[begin:end].decode()
+    opened = x.count(")") - x.count("(")
+    x = "(" * opened + x  # which stands before an expression in parentheses
+    if mend.around:
+        yield begin - opened, mend.around.format(x=x), end - begin + opened
+    if mend.suffix:
+        if not is_closed:
+            yield begin, "(", 0
+        yield end, ("" if is_closed else ")") + mend.suffix.format(x=x), 0
+    if not isinstance(node, ast.Call):
+        return
+    y = next((ast.unparse(it) for it in node.args[1:]), "")
+    if mend.keyword:
+        yield source.end(node) - 1, mend.keyword, 0
+    if mend.name:
+        yield source.end(node.func) - len(op), mend.name, len(op)
+    if mend.tail:
+        yield source.end(node), mend.tail.format(x=x, y=y), 0
+
+
+def operand_of(source: Source, node: ast.AST, op: str) -> tuple[ast.expr | None, int, bool]:
+    """Returns what an operation takes (of a quotient the divisor), where it ends, if it binds by itself."""
+    if isinstance(node, (ast.BinOp, ast.AugAssign)) and OPERATORS.get(type(node.op)) == op:
+        operand = getattr(node, "value", None) or (node.left if op == "pow" else node.right)
+        end, is_open = source.end(operand), source.text[source.begin(operand) - 1 :][:1] == b"("
+        is_wrapped = is_open and source.text[end : end + 1] == b")"
+        return operand, end + is_wrapped, is_wrapped or isinstance(operand, ATOMS)
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return None, 0, False
+    owner = node.func.value
+    is_function = getattr(owner, "id", getattr(owner, "attr", "")) in NAMESPACES
+    operands = [*([] if is_function else [owner]), *node.args][1 if op == "div" else 0 :]
+    if node.func.attr.rstrip("_") != op or not operands:
+        return None, 0, False
+    if operands[0] is owner:  # up to the dot, which binds to what is in parentheses alone
+        return owner, source.end(node.func) - len(node.func.attr) - 1, True
+    return operands[0], source.end(operands[0]), isinstance(operands[0], ATOMS)
+
+
+def cast_source(where: str | None) -> Lines:
+    """Returns the statement at a line with what it puts into a tensor cast to the type of that tensor."""
+    source, statement = statement_of(where)
+    edits: list[Edit] = []
+    for node in ast.walk(statement) if statement else ():
+        match node:
+            case ast.Assign(targets=[ast.Subscript(value=owner)], value=value):
+                pass
+            case ast.Call(func=ast.Attribute(value=owner, attr=name), args=[*_, value]) if PUTTING.match(
+                name
+            ):
+                owner = node.args[0] if getattr(owner, "id", "") in NAMESPACES else owner
+            case _:
+                continue
+        is_atom = isinstance(value, ATOMS)
+        edits += [] if is_atom else [(source.begin(value), "(", 0)]
+        cast = f".to({ast.unparse(owner)}.dtype)"
+        edits.append((source.end(value), cast if is_atom else f"){cast}", 0))
+    return source.edited(statement, edits) if statement and edits else ()

@@ -1,0 +1,102 @@
+"""Does to the letter what advice says: another run of the script."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from difflib import SequenceMatcher
+from pathlib import Path
+from textwrap import dedent, indent
+
+from ampatch.doctor.runs import Run
+
+KEPT = re.compile(r"keep_fp32=(\[.*?\])|for name in (\[.*?\]):")  # modules
+WRITTEN = re.compile(r"write (-?)(\S+) in the place of \1(.+?), at (.+): ")  # a number
+INSTEAD = re.compile(r"# in the place of lines (\d+) to (\d+)\n")
+STATEMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
+Advice = tuple[str | None, str]  # for a line, "file:line"
+Change = Callable[[list[str], int], list[str]]
+
+
+def follow(run: Run, advice: Sequence[Advice]) -> Run | None:
+    """Returns the run of a script that does what all of some advice says; None where that takes a reader."""
+    changed = run
+    for where, each in sorted(advice, key=lambda it: -line_of(it[0])):  # what is below does not move
+        one = follow_one(changed, where, each)
+        if one is None:
+            return None
+        changed = one
+    return changed
+
+
+def follow_one(run: Run, where: str | None, advice: str) -> Run | None:
+    """Returns the run that does what one piece says."""
+    said, _, text = advice.partition("\n")
+    if found := KEPT.search(advice):
+        return replace(run, keep_fp32=(*run.keep_fp32, *ast.literal_eval(found[1] or found[2])))
+    if found := re.search(r"opt_level (O\d)", said):
+        return replace(run, level=found[1])
+    if "dtype=torch.bfloat16" in said:
+        return replace(run, bfloat16=True)
+    edits = dict(run.edits)
+    if found := WRITTEN.match(said):
+        for place in found[4].split(" and "):
+            edit(edits, place, lambda lines, line: write(lines, line, found[3], found[2]))
+    elif text and where:
+        edit(edits, where, lambda lines, line: paste(lines, line, dedent(text), "stands above it" in said))
+    return replace(run, edits=edits) if edits != run.edits else None
+
+
+def line_of(where: str | None) -> int:
+    """Returns the line of "file:line"."""
+    return int(where.rpartition(":")[2]) if where else 0
+
+
+def edit(edits: dict[str, str], where: str, change: Change) -> None:
+    """Changes a file at "file:line"; leaves it alone where it does not read as expected."""
+    path = os.path.abspath(where.rpartition(":")[0])
+    lines = (edits.get(path) or Path(path).read_text(encoding="utf-8")).split("\n")
+    if (new := change(lines, line_of(where))) != lines:
+        edits[path] = "\n".join(new)
+
+
+def write(lines: list[str], line: int, old: str, new: str) -> list[str]:
+    """Writes one number for another."""
+    return [*lines[: line - 1], lines[line - 1].replace(old, new), *lines[line:]]
+
+
+def paste(lines: list[str], line: int, text: str, is_function: bool) -> list[str]:
+    """Pastes lines: decorators with the function that the line is in, or what replaces a statement."""
+    if is_function:
+        first = text.rpartition("\n")[2]
+        found = [at for at, it in enumerate(lines[:line]) if it.strip() == first]
+        begin, end = (found[-1], found[-1] + 1) if found else (0, 0)
+    elif named := INSTEAD.match(text):
+        begin, end = int(named[1]) - 1, int(named[2])
+    else:
+        begin, end = max(statements_at("\n".join(lines), line), default=(0, 0))
+    margin = lines[begin][: len(lines[begin]) - len(lines[begin].lstrip())]
+    return [*lines[:begin], indent(text, margin), *lines[end:]] if end else lines
+
+
+def statements_at(text: str, line: int) -> Iterator[tuple[int, int]]:
+    """Yields the lines of each statement at a line: before the first, and the last."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, STATEMENTS) and node.lineno <= line <= (node.end_lineno or line):
+            yield node.lineno - 1, node.end_lineno or line
+
+
+def unedited(run: Run, where: str | None) -> str | None:
+    """Returns where "file:line" of an edited file stands in the file on the disk."""
+    name = (where or "").rpartition(":")[0]
+    text = run.edits.get(os.path.abspath(name))
+    if text is None:
+        return where
+    before, line = Path(name).read_text(encoding="utf-8").split("\n"), line_of(where)
+    for _, first, last, begin, end in SequenceMatcher(None, before, text.split("\n"), False).get_opcodes():
+        if begin < line <= end:
+            return f"{name}:{min(first + line - begin, max(last, 1))}"
+    return where

@@ -1,0 +1,124 @@
+"""Runs a script once for each piece of advice, until it trains: that advice comes first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ampatch import AmpError
+from ampatch.doctor.finding import Finding
+from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.runs import Run, Seen
+from ampatch.doctor.suspects import find_untried, is_collapse
+from ampatch.doctor.trial.advice import Advice, follow, unedited
+
+MOST_TRIED = 4
+MOST_JOINED = 3  # pieces of advice that are followed together
+FALL = 0.02  # of the loss, from the first to the last quarter of a run, that is learning
+PART = 0.8  # of how much it falls in float32, that is learning as well as there
+TRAINS, STAYS, UNTRIED, BREAKS = range(4)  # the order of advice
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of advice, and what the run left."""
+
+    rank: int = UNTRIED
+    said: str = ""
+    seen: Seen | None = None
+
+
+@dataclass
+class Trial:
+    """Tries what is said of the first finding, as far as a program can follow it.
+
+    `seen` is the script as it is, `again` the script in float32. Costs a run for each piece of advice that is
+    tried; where none is enough, two for each other one that is followed with the first.
+    """
+
+    start: Callable[[str, Run], Seen]
+    explain: Callable[[Seen], Sequence[Finding]]  # what broke in a traced run
+    run: Run
+    seen: Seen
+    again: Seen
+    tried: dict[str, Outcome] = field(default_factory=dict)
+
+    def order(self, finding: Finding) -> Finding:
+        """Returns the finding with what came of its advice; what makes the script train comes first."""
+        for advice in finding.remedies:
+            changed = follow(self.run, [(finding.where, advice)])
+            if changed is None and not self.tried:
+                return finding  # it takes a reader
+            if changed is not None and len(self.tried) < MOST_TRIED:
+                self.tried[advice] = self._try(changed)
+                if self.tried[advice].rank == TRAINS:
+                    break
+        joined = () if any(it.rank < UNTRIED for it in self.tried.values()) else self._join(finding)
+        order = [*joined, *finding.remedies]
+        if not all(it.rank == BREAKS for it in self.tried.values()):
+            order.sort(key=lambda it: self.tried.get(it, Outcome()).rank)
+        said = tuple(self.tried.get(it, Outcome()).said for it in order)
+        return replace(finding, remedies=tuple(order), tried=said)
+
+    def _join(self, finding: Finding) -> Sequence[str]:
+        """Follows what is said of what breaks next as well; returns all of it if the script trains then."""
+        advice = next(it for it in finding.remedies if it in self.tried)
+        outcome, plan = self.tried[advice], [(finding.where, advice)]
+        while outcome.rank == BREAKS and outcome.seen is not None and len(plan) < MOST_JOINED:
+            window = outcome.seen.suspects[:MOST_JOINED]
+            traced = replace(follow(self.run, plan), traces=True, window=window)
+            new = next((it for it in self._next(traced) if it not in plan), None)
+            changed = new and follow(self.run, [*plan, new])
+            if not changed:
+                return ()
+            plan.append(new)
+            outcome = self._try(changed)
+        if outcome.rank == BREAKS:
+            return ()
+        text = "\n  and ".join(it if at == 0 else f"at {where}: {it}" for at, (where, it) in enumerate(plan))
+        self.tried[text] = outcome
+        return (text,)
+
+    def _next(self, run: Run) -> Sequence[Advice]:
+        """Returns the first advice for each thing that breaks in a run, at the lines of the files on disk."""
+        try:
+            found = self.explain(self.start("tried", run))
+        except AmpError:
+            return ()
+        return [(unedited(run, it.where), it.remedies[0]) for it in found]
+
+    def _try(self, run: Run) -> Outcome:
+        """Runs a script and says what came of it."""
+        try:
+            seen = self.start("tried", run)
+        except AmpError:  # it left no report
+            return Outcome(BREAKS, "it ends without a report")
+        attempts = seen.attempts
+        if len(attempts) < max(len(self.seen.attempts), len(self.again.attempts)):
+            return Outcome(BREAKS, f"it ends after {len(attempts)} steps", seen)
+        if not is_sound(attempts):
+            broken = [it.step for it in attempts if not it.is_finite]
+            return Outcome(BREAKS, f"it breaks again, at step {broken[-1]}", seen)
+        fall, best = fall_of(attempts), fall_of(self.again.attempts)
+        need, there = (
+            (FALL, "") if math.isnan(best) else (max(FALL, PART * best), f", in float32 by {best:.0%}")
+        )
+        if fall >= need or best < FALL:
+            return Outcome(TRAINS, f"the script trains, its loss falls by {fall:.0%}", seen)
+        return Outcome(STAYS, f"all stays finite, but the loss falls by {fall:.0%}{there}", seen)
+
+
+def is_sound(attempts: Sequence[Attempt]) -> bool:
+    """Says whether nothing broke but in the search of a dynamic loss scale."""
+    search = find_untried(attempts)
+    broken = [index for index, it in enumerate(attempts) if not it.is_finite]
+    cured = all(attempts[it].is_dynamic and (attempts[it].loss or it in search) for it in broken)
+    return all(it.weights for it in attempts) and cured and not (broken and is_collapse(attempts))
+
+
+def fall_of(attempts: Sequence[Attempt]) -> float:
+    """Returns by how much the loss falls, from the mean of the first quarter of a run, as a part of it."""
+    losses, part = [it.value for it in attempts if it.loss or not it.is_dynamic], max(len(attempts) // 4, 1)
+    first, last = sum(losses[:part]) / part, sum(losses[-part:]) / part
+    return (first - last) / abs(first) if first else 0.0

@@ -1,0 +1,214 @@
+"""What the doctor tries: advice that it follows to the letter, and which comes first then."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from ampatch import AmpError
+from ampatch.__main__ import main
+from ampatch.apex.script import Script
+from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.runs import Run, Seen
+from ampatch.doctor.trial.advice import follow
+from ampatch.doctor.trial.edited import edited
+from ampatch.doctor.trial.trial import Trial
+from doctor_samples import sample_finding
+
+TEXT = """\
+class Part:
+    def forward(self, x):
+        y = x.exp(
+        )
+        return y / 1e-8 - 1e-8
+"""
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(TEXT)
+    return str(tmp_path / "net.py")
+
+
+EDITS = {
+    "that statement alone in float32:\n     y = x.float().exp()": (4, 2, 4, "        y = x.float().exp()"),
+    "keep it:\n     # in the place of lines 3 to 5\n     return x": (
+        *(3, 2, 5),
+        "        # in the place of lines 3 to 5\n        return x",
+    ),
+    "that function in float32, by what stands above it here:\n     @half\n     def forward(self, x):": (
+        *(5, 1, 2),
+        "    @half\n    def forward(self, x):",
+    ),
+    "write 1e-4 in the place of 1e-8, at net.py:5: float16 holds it": (
+        *(5, 4, 5),
+        "        return y / 1e-4 - 1e-4",
+    ),
+}
+
+
+@pytest.mark.parametrize("advice", EDITS)
+def test_text_stands_in_the_place_of_what_it_replaces(file, advice):
+    line, first, last, text = EDITS[advice]
+    lines = TEXT.split("\n")
+    expected = "\n".join([*lines[:first], text, *lines[last:]])
+    assert follow(Run("train.py"), [(f"net.py:{line}", advice)]).edits == {file: expected}
+
+
+@pytest.mark.parametrize(
+    ("advice", "changed"),
+    [
+        ("keep_fp32=['a', 'b.c']: these modules run in float32", {"keep_fp32": ("a", "b.c")}),
+        ("in float32, by these lines:\n     for name in ['a']:\n", {"keep_fp32": ("a",)}),
+        ("opt_level O4 (bfloat16), whose range is that of float32", {"level": "O4"}),
+        ("torch.autocast('cpu', dtype=torch.bfloat16), whose range", {"bfloat16": True}),
+    ],
+)
+def test_what_a_run_can_be_made_to_do_needs_no_text(advice, changed):
+    assert follow(Run("train.py"), [(None, advice)]) == Run("train.py", **changed)
+
+
+@pytest.mark.parametrize(
+    "advice",
+    [
+        "mend the data",
+        "write 1e-4 in the place of 1e-9: float16 holds it",
+        "write 1e-4 in the place of 1e-9, at net.py:5: float16 holds it",
+        "by what stands above it here:\n     @half\n     def backward(self, x):",
+    ],
+)
+def test_what_takes_a_reader_is_left_to_one(file, advice):
+    assert follow(Run("train.py"), [("net.py:5", advice)]) is None
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_a_run_reads_texts_that_are_not_on_the_disk(tmp_path, monkeypatch, is_module):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    (tmp_path / "tried_main.py").write_text("import tried_part\ntried_part.seen.append('main')\n")
+    (tmp_path / "tried_part.py").write_text("seen = []\n")
+    new = {str(tmp_path / "tried_main.py"): "import tried_part\n0 / 0\n"}
+    new |= {str(tmp_path / "tried_part.py"): "seen = ['new']\n"}
+    script = Script("tried_main" if is_module else "tried_main.py", is_module=is_module)
+    for texts, error in ((new, ZeroDivisionError), ({}, None)):
+        sys.modules.pop("tried_part", None)
+        with edited(texts):
+            if error is None:
+                script.run()
+            else:
+                with pytest.raises(error):
+                    script.run()
+        assert sys.modules["tried_part"].seen == (["new"] if error else ["main"])
+
+
+# ---- Which comes first ----
+
+
+def seen(*losses):
+    """Makes what a run leaves with these losses; None stands for a step whose gradients were not finite."""
+    attempts = [
+        Attempt(step, gradients=it is not None, loss=it is None or math.isfinite(it), value=it or 0.0)
+        for step, it in enumerate(losses)
+    ]
+    return Seen(tuple(attempts), False, False, ())
+
+
+GOOD, FLAT, LESS, SHORT = seen(*range(8, 0, -1)), seen(*[4.0] * 8), seen(*[8.0] * 5, 7, 7, 7), seen(8.0, 7.0)
+BAD, LATE = seen(8.0, math.nan, *[1.0] * 6), seen(*range(8, 1, -1), None)
+LEVELS = ("O1", "O2", "O3", "O4", "O5")
+
+
+def order_of(came, first="", again=GOOD):
+    """Tries a level for each run that came of one; returns the order of the advice, and what was said."""
+    came = dict(zip(LEVELS, came, strict=False))
+    remedies = [*filter(None, [first]), *(f"opt_level {level}" for level in came), "mend the data"]
+
+    def start(name, run):
+        if came[run.level] is None:
+            raise AmpError("it left no report")
+        return came[run.level]
+
+    finding = sample_finding(remedies=tuple(remedies))
+    found = Trial(start, lambda seen: (), Run("train.py"), BAD, again).order(finding)
+    return [it.removeprefix("opt_level ") for it in found.remedies], found.tried
+
+
+TRAINS, BREAKS = "the script trains, its loss falls by 80%", "it breaks again, at step 1"
+
+
+@pytest.mark.parametrize(
+    ("came", "order", "said"),
+    [
+        ([GOOD, GOOD], ["O1", "O2", "mend the data"], (TRAINS, "", "")),
+        ([BAD, GOOD], ["O2", "mend the data", "O1"], (TRAINS, "", BREAKS)),
+        ([LATE, GOOD], ["O2", "mend the data", "O1"], (TRAINS, "", "it breaks again, at step 7")),
+        ([SHORT, GOOD], ["O2", "mend the data", "O1"], (TRAINS, "", "it ends after 2 steps")),
+        ([None, GOOD], ["O2", "mend the data", "O1"], (TRAINS, "", "it ends without a report")),
+        (
+            [BAD, LESS, FLAT],
+            ["O2", "O3", "mend the data", "O1"],
+            (
+                *("all stays finite, but the loss falls by 12%, in float32 by 80%",),
+                *("all stays finite, but the loss falls by 0%, in float32 by 80%", "", BREAKS),
+            ),
+        ),
+        ([BAD] * 4 + [GOOD], ["O5", "mend the data", *LEVELS[:4]], ("", "", *[BREAKS] * 4)),
+    ],
+)
+def test_what_trains_comes_first_and_what_breaks_last(came, order, said):
+    assert order_of(came) == (order, said)
+
+
+def test_where_a_reader_is_asked_first_nothing_is_tried():
+    order = ["cast to float32 there", "O1", "mend the data"]
+    assert order_of([GOOD], first=order[0]) == (order, ())
+
+
+@pytest.mark.parametrize(
+    ("again", "came", "rank"), [(BAD, LESS, True), (BAD, FLAT, False), (FLAT, FLAT, True)]
+)
+def test_a_loss_need_not_fall_where_it_does_not_in_float32(again, came, rank):
+    assert order_of([came], again=again)[1][0].startswith("the script trains") == rank
+
+
+RANKING = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+x = torch.randn(64, 8)
+better = x[:, 0] > 0
+with torch.no_grad():
+    model.weight[0, 0] = -5.5
+for step in range(40):
+    with torch.autocast("cpu", torch.float16):
+        score = model(x * 4)
+        margin = score[better][:20] - score[~better][:20]
+        loss = -torch.log(torch.sigmoid(margin)).mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.process
+def test_the_command_tries_what_it_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(RANKING)
+    assert main(["doctor", "train.py", "--json", "tried.json"]) == 1
+    said = capsys.readouterr().out
+    assert main(["doctor", "train.py", "--no-tries", "--json", "plain.json"]) == 1
+    assert "(tried: " not in capsys.readouterr().out
+    assert "(tried: all stays finite, but the loss falls by" in said
+    tried, plain = (json.loads(Path(f"{it}.json").read_text()) for it in ("tried", "plain"))
+    assert tried["runs"] == plain["runs"] + 2
+    tried, plain = tried["findings"][0], plain["findings"][0]
+    assert tried["remedies"] == [plain["remedies"][at] for at in (1, 0, 2)]
+    assert [it[:16] for it in tried["tried"]] == ["the script train", "all stays finite", ""]
+    assert plain["tried"] == []
