@@ -775,7 +775,7 @@ def test_a_line_with_a_finding_is_not_called_harmless():
         ({"op": "sqrt", "phase": "backward"}, "under the root"),
         ({"op": "matmul", "facts": {"own": True}}, "divide before the sum"),
         ({"phase": "input"}, "loader"),
-        ({"op": "std", "kind": "nan"}, "drop_last"),
+        ({"op": "std", "kind": "nan"}, "correction=0"),
         ({"op": "pow", "phase": "backward"}, "clamp the base"),
     ],
 )

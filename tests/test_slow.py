@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampatch.doctor.brakes import Brakes, said_of_speed, sizes_of
+from ampatch.doctor.growth.brakes import Brakes, said_of_speed, sizes_of
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
 from doctor_samples import sample_speed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -12,9 +11,10 @@ from pathlib import Path
 
 from ampatch import AmpError
 from ampatch.doctor.against.compare import compare_levels
-from ampatch.doctor.brakes import MOST_STEPS
 from ampatch.doctor.causes import explain
+from ampatch.doctor.errors import describe_error
 from ampatch.doctor.finding import Finding, Report, read_finding
+from ampatch.doctor.growth.brakes import MOST_STEPS
 from ampatch.doctor.growth.curves import describe_growth, facts_of
 from ampatch.doctor.instruments.operations import QUOTIENTS
 from ampatch.doctor.instruments.watch import Attempt
@@ -132,7 +132,7 @@ class Campaign:
             reason = self.ended.get("traced", again).replace("run ended", "that run ended")
             return f"Step {step} broke, and could not be traced: {reason}."
         is_unknown = "watched" in self.ended and not origins
-        return f"The script broke by itself: {self.ended['watched']}." if is_unknown else ""
+        return f"The script broke by itself: {self.ended['watched']}" if is_unknown else ""
 
     def _cost(self, window: Sequence[int]) -> float | None:
         """Returns how many times as long a step takes with what is kept, both traced, outside of what was.
@@ -218,11 +218,10 @@ class Campaign:
                 raise AmpError(f"the {name} run left no report, and ended with status {status}: {last}")
             seen = self.seen[name] = Seen.read(json.loads(out.read_text()))
         if status and name != "tried":
-            lines = (said.strip() or "it said nothing").splitlines()
-            last = next((it for it in reversed(lines) if re.match(r"[\w.]+Error\b", it)), lines[-1])
-            ended = self.ended[name] = f"run ended with status {status}: {last}"
-            if not any(it.endswith(ended) for it in self.unknown):  # the same of each run, once
-                self.unknown.append(f"the {name} {ended}")
+            ended = self.ended[name] = f"run ended with status {status}: {describe_error(said)}"
+            error = ended.split("\n")[0]
+            if not any(it.endswith(error) for it in self.unknown):  # the same of each run, once
+                self.unknown.append(f"the {name} {error}")
         self.silent += [seen.silent] if name in ("watched", "traced") else []
         return seen
 

@@ -193,7 +193,7 @@ CAUSES = (  # the first that explains a finding is its cause
     Cause(
         "spread of one number",
         "{made} A single number has no spread: it is 0 / 0.",
-        (do.widen, *PRECISION),
+        (do.WIDEN, "or leave out a batch of one (drop_last=True)", *PRECISION),
         (FORWARD,),
         ops.SPREADS,
         "nan",

@@ -13,7 +13,7 @@ import torch
 from ampatch import apex
 from ampatch.apex.script import Script, level_overrides
 from ampatch.doctor.against.sample import Sample
-from ampatch.doctor.brakes import Brakes
+from ampatch.doctor.growth.brakes import Brakes
 from ampatch.doctor.growth.notes import Growth
 from ampatch.doctor.instruments import precision
 from ampatch.doctor.instruments.clock import Clock

@@ -153,13 +153,6 @@ def cast_alike(finding: Finding) -> str | None:
     return PASTED.join(("cast what is put there to the type of what takes it:", *lines)) if lines else None
 
 
-def widen(finding: Finding) -> str:
-    """Has a spread of one number be 0: of the batch, or along another dimension."""
-    if finding.facts.get("rows", 1) > 1:
-        return mend("take correction=0: one number has a spread of 0", keyword=", correction=0")(finding)
-    return "leave out a batch of one (drop_last=True), or take correction=0"
-
-
 def look_within(finding: Finding) -> str:
     """Names the backward that the script writes itself."""
     return (
@@ -196,6 +189,7 @@ CLAMP_DIVISOR = mend(
     "clamp the divisor: x / y.clamp(min={eps}), where it is not negative",
     suffix=CLAMP,
 )
+WIDEN = mend("take correction=0: one number has a spread of 0", keyword=", correction=0")
 TAKE_SLOGDET = mend("torch.slogdet(w)[1]: the logarithm of its magnitude", name="slogdet", tail="[1]")
 IN_FLOAT32 = mend("compute it in float32: torch.atan2(y.float(), x)", suffix=".float()")
 OPEN_CLASSES = (

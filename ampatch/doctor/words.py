@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ampatch.doctor.against.compare import said_of_comparison
-from ampatch.doctor.brakes import said_of_speed
 from ampatch.doctor.finding import Finding, Report
+from ampatch.doctor.growth.brakes import said_of_speed
 from ampatch.doctor.growth.curves import said_of_growth
 from ampatch.doctor.remedies import DIVERGES
 from ampatch.doctor.silent.words import MISUSES, describe_silent

@@ -135,6 +135,11 @@ class Clock(ScalerInUse):
         """What runs: "forward", or `part`."""
         return "forward" if self.models.is_inside and self.part != "optimizer" else self.part
 
+    @property
+    def is_away(self) -> bool:
+        """Whether a backward pass runs, and no checkpoint repeats its forward."""
+        return self.in_backward and not self.repeats
+
     def _begin_part(self) -> None:
         """Nothing of a micro-step has run as yet."""
         self.part = "input"

@@ -19,7 +19,6 @@ from ampatch.doctor.instruments.operations import (
     LOSSES,
     OF_ALL,
     QUOTIENTS,
-    SPREADS,
     Call,
     Origin,
 )
@@ -87,8 +86,6 @@ def explain_arguments(
     is_length = nothing == "count" and bool(re.search("norm|std|var", text_of(call.where)))
     if nothing and not is_length and (origin.damage.kind == "nan" or nothing == "count"):
         call.facts["nothing"] = nothing
-    if call.op in SPREADS and taken[0].dim() > 1:
-        call.facts["rows"] = len(taken[0])
     if call.op in QUOTIENTS and len(taken) > 1:
         call.facts["signed"] = bool((plain(taken[-1]) < 0).any())
     if call.op in (*QUOTIENTS, "pow", "pow_"):
@@ -137,7 +134,7 @@ def constants_in(value: object, counts: bool, depth: int = 3) -> Iterator[float]
 
 def note_error(error: Exception, call: Call, of: Operation, origins: Origins, region: Lines) -> None:
     """Notes an operation that raises an error, as where a constant does not fit into the type of a tensor."""
-    call.facts = {"error": str(error).split("\n")[0]}
+    call.facts["error"] = str(error).split("\n")[0]
     if "without overflow" in str(error):
         constant = find_lost_constant(call.op, (of.args, of.kwargs), of.taken[0].dtype)
         call.facts = {"raised": True, "constant": constant or (math.nan, "", "")}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 
 from torch import Tensor
 
 from ampatch.doctor.instruments.places import Models, Place
-from ampatch.doctor.instruments.values import Damage, is_finite, node_of, quiet, tensors_in
+from ampatch.doctor.instruments.values import HALF, Damage, is_finite, node_of, quiet, tensors_in
 
 # Operators by the names of their functions; those of torch end with _ where they work in place.
 OPERATORS = {"truediv": "div", "itruediv": "div_", "floordiv": "floor_divide", "rpow": "pow", "radd": "add"}
@@ -50,6 +51,7 @@ MULTIPLY = tuple(
     )
 )
 MULTIPLY += ("SumBackward1", "MeanBackward1")
+NEAR = 100  # nodes of a graph that are looked at
 SMALLER = 2.0**-12  # of the present loss scale, to ask whether a gradient overflows for it
 SMALL = 16.0  # a loss scale that is smaller than any search begins with
 KNOWN = "ampatch.doctor"  # in a node's metadata
@@ -171,6 +173,14 @@ class Graph:
                 if tensor is not None and not is_finite(tensor):
                     self._on_bad(call, self._nodes[index], name, tensor, taken)
                     return
+
+    def half_before(self, tensors: Sequence[Tensor]) -> Call | None:
+        """Returns the nearest operation in half of which some tensors come."""
+        for node in islice(nodes_of([it for it in tensors if node_of(it) is not None]), NEAR):
+            call = node.metadata.get(KNOWN)
+            if call is not None and call.dtype in HALF and call.op not in CASTS:
+                return call
+        return None
 
     def taker_of(self, node: object) -> Call | None:
         """Returns the operation that took what a node's gave, None if none is known."""

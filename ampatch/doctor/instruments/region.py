@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from textwrap import indent
 from types import FrameType
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ampatch.doctor.instruments.places import user_frame
-from ampatch.doctor.text.source import Edit, Lines, Source
+from ampatch.doctor.text.source import Edit, Lines, Source, statement_of
 
 Casts = tuple[str, Lines, Lines]  # a context without casts, decorators that cast as well, what to import
 
@@ -31,7 +31,7 @@ def region_in_float32(autocast: str | None, is_model: bool, casts_are_on: bool) 
     statement = None if source is None else source.statement_at(frame.f_lineno)
     if statement is None:
         return ()
-    casts = casts_of(autocast, source, frame) if casts_are_on else None
+    casts = casts_of(autocast, source, frame.f_lineno, frame.f_locals) if casts_are_on else None
     if casts and (lines := function_in_float32(source, frame, *casts[1:])):
         return lines
     calls = (it for it in ast.walk(statement) if isinstance(it, ast.Call))
@@ -50,14 +50,26 @@ def region_in_float32(autocast: str | None, is_model: bool, casts_are_on: bool) 
     return (before, *indent("\n".join(lines), "    ").split("\n")) if before else lines
 
 
-def casts_of(autocast: str | None, source: Source, frame: FrameType) -> Casts:
+def function_at(where: str | None, autocast: str | None) -> Lines:
+    """Returns the lines that put the function of a line, "file:line", into float32; none of a method."""
+    source, _ = statement_of(where)
+    line = int((where or ":0").rpartition(":")[2])
+    function = source.statement_at(line, (ast.FunctionDef,))
+    taken = [it.arg for it in function.args.args] if isinstance(function, ast.FunctionDef) else []
+    if function is None or taken[:1] in ([], ["self"]):
+        return ()
+    _, decorators, imports = casts_of(autocast, source, line, {})
+    return (*imports, *(f"@{it}" for it in decorators), source.line(function.lineno))
+
+
+def casts_of(autocast: str | None, source: Source, line: int, names: Collection[str]) -> Casts:
     """Returns how casts are turned off, and the import that this takes."""
     if autocast:
         decorator = f"torch.amp.custom_fwd(device_type={autocast!r}, cast_inputs=torch.float32)"
         return f"torch.autocast({autocast!r}, enabled=False)", (decorator,), ()
     imports = [it for it in source.tree.body if isinstance(it, (ast.Import, ast.ImportFrom))]
-    above = [it.asname or it.name for each in imports for it in each.names if each.lineno < frame.f_lineno]
-    needed = () if "amp" in (*above, *frame.f_locals) else ("import ampatch as amp",)
+    above = [it.asname or it.name for each in imports for it in each.names if each.lineno < line]
+    needed = () if "amp" in (*above, *names) else ("import ampatch as amp",)
     return "amp.disable_casts()", ("amp.float_function", "amp.disable_casts()"), needed
 
 
@@ -81,8 +93,7 @@ def function_in_float32(source: Source, frame: FrameType, decorators: Lines, imp
         edits = [(source.begin(it), opened, 0) for it in parts]
         edits += [(source.end(it), ")" * len(decorators), 0) for it in parts]
         return (*imports, *source.edited(function, edits))
-    first = source.text.decode().split("\n")[function.lineno - 1].strip()
-    return (*imports, *(f"@{it}" for it in decorators), first)
+    return (*imports, *(f"@{it}" for it in decorators), source.line(function.lineno))
 
 
 def is_half(frame: FrameType) -> bool:

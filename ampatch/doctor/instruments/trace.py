@@ -24,9 +24,8 @@ from ampatch.doctor.instruments.dispatch import Operation, Rule
 from ampatch.doctor.instruments.evidence import Evidence, explain_arguments, note_error, note_written
 from ampatch.doctor.instruments.marks import Marks, Origins
 from ampatch.doctor.instruments.places import is_called_by_ampatch, is_called_by_scaler, user_line
-from ampatch.doctor.instruments.region import is_half_tensor, region_in_float32
+from ampatch.doctor.instruments.region import function_at, is_half_tensor, region_in_float32
 from ampatch.doctor.instruments.values import (
-    HALF,
     Tensors,
     examine,
     holds_no_number,
@@ -65,11 +64,6 @@ class Trace(Rule):
         self.origins.came_back = set()
         self._note_old_gradients()
 
-    @property
-    def _is_away(self) -> bool:
-        """Whether a backward pass runs, and no checkpoint repeats its forward."""
-        return self.clock.in_backward and not self.clock.repeats
-
     def _note_old_gradients(self) -> None:
         """Remembers whose gradients are bad by now: what comes next is not to blame for them."""
         bad = [p for p in self.models.parameters() if self.active and p.grad is not None]
@@ -77,7 +71,7 @@ class Trace(Rule):
 
     def enter_model(self, model: Module, args: tuple) -> None:
         """Looks at the batch of a model."""
-        if self._is_away:
+        if self.clock.is_away:
             return
         self._note_batch_sizes(args)
         if not (self.origins.attempt or self.origins.micro_step):
@@ -94,7 +88,7 @@ class Trace(Rule):
 
     def enter_module(self, module: Module, args: tuple) -> None:
         """Learns the sizes of the batch, as of a model that is given keywords alone."""
-        if not (self._is_away or self.origins.batch_sizes):
+        if not (self.clock.is_away or self.origins.batch_sizes):
             self._note_batch_sizes(args)
 
     def _note_batch_sizes(self, args: tuple) -> None:
@@ -176,7 +170,7 @@ class Trace(Rule):
 
     def wants(self, name: str) -> bool:
         """Of a backward pass the graph tells."""
-        return self.active and not self._is_away and name not in ops.IGNORED
+        return self.active and not self.clock.is_away and name not in ops.IGNORED
 
     def before(self, operation: Operation) -> Kept:
         """Returns what is bad before the operation, and the largest number."""
@@ -204,7 +198,7 @@ class Trace(Rule):
         """Notes an operation that raises an error."""
         if operation.taken:
             call = self._describe(operation, operation.taken)
-            note_error(error, call, operation, self.origins, self._region(operation))
+            note_error(error, call, operation, self.origins, self._region(call, operation))
 
     def _describe(self, operation: Operation, given: Tensors) -> ops.Call:
         is_ours, name = is_called_by_ampatch(), operation.name
@@ -240,7 +234,7 @@ class Trace(Rule):
             # Only a scaler multiplies a loss by itself, in code of ours or torch's.
             is_scaling = call.phase == "loss" and call.op == "mul" and is_called_by_scaler()
             more = {"input_largest": largest, "parameter": parameter, "is_of_scale": is_scaling}
-            more["region"] = self._region(operation) if damage.dtype in HALF else ()
+            more["region"] = self._region(call, operation)
             marks = {*marks, self.origins.add(call, damage, **more)}
         elif damage is not None and damage.kind == "nan":
             self.origins.note_turn(call, damage, came)
@@ -250,7 +244,12 @@ class Trace(Rule):
         for tensor in given if marks else ():
             self._marks.add(tensor, marks)
 
-    def _region(self, of: Operation) -> tuple[str, ...]:
+    def _region(self, call: ops.Call, of: Operation) -> tuple[str, ...]:
+        if not any(map(is_half_tensor, of.taken)):
+            source = self._graph.half_before(of.taken)
+            if source and source.place:
+                call.facts["alike"] = [source.place.module]
+            return function_at(source and source.where, of.autocast)
         is_cast = of.is_on or not (of.autocast or any(map(is_half_tensor, self.models.parameters())))
         return region_in_float32(of.autocast, not (of.place and of.place.module), is_cast)
 

@@ -9,8 +9,8 @@ import torch
 
 from ampatch import __version__
 from ampatch.doctor.against.compare import said_of_comparison
-from ampatch.doctor.brakes import first_of, said_of_speed
 from ampatch.doctor.finding import Report
+from ampatch.doctor.growth.brakes import first_of, said_of_speed
 from ampatch.doctor.growth.curves import said_of_growth
 from ampatch.doctor.words import SURVIVES
 from ampatch.tools.page import draw_charts, render

@@ -26,6 +26,7 @@ from ampatch.doctor.instruments.places import SHOWN, is_called_by_doctor, user_l
 from ampatch.doctor.instruments.values import is_finite, plain, tensors_in
 from ampatch.doctor.silent.fault import Notes
 
+TINY = 1e-15  # whose square float32 holds
 # What the library warns of, by its names of misuse: the fault and the operation.
 MISUSE = {
     "clipping": ("clipped_while_scaled", "clip_grad"),
@@ -86,6 +87,7 @@ class Scaled(Instrument, amp.Observer):
             clock.wrap(owner, "clip_grad_norm_", self._clip)
             clock.wrap(owner, "clip_grad_value_", self._clip)
         clock.wrap(torch.autograd, "grad", self._grad)
+        clock.wrap(Optimizer, "load_state_dict", self._load)
         self._blocks: dict[int, tuple[int, str | None]] = {}  # of `scale_loss`, by the id of the loss
         clock.undo.enter_context(amp.observe(self))
         logger = logging.getLogger("ampatch")
@@ -97,6 +99,14 @@ class Scaled(Instrument, amp.Observer):
         self._tell_unused(self._losses)
         if self._waiting > 3 * self._longest:
             self._notes.add("never_stepped", "loss", self._waits_at, "scale", count=self._waiting)
+
+    def _load(self, load: Callable[..., None], optimizer: Optimizer, *args, **kwargs) -> None:
+        """Notes second moments that are 0 where the first ones are not: a checkpoint held them in half."""
+        load(optimizer, *args, **kwargs)
+        pairs = [(it["exp_avg"], it["exp_avg_sq"]) for it in optimizer.state.values() if "exp_avg_sq" in it]
+        lost = sum(((first.abs() > TINY) & (second == 0)).sum().item() for first, second in pairs)
+        if lost:
+            self._notes.add("lost_state", "optimizer", user_line(), "load_state_dict", lost=lost)
 
     # ---- The parts of a run ----
 

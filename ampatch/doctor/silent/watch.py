@@ -14,7 +14,7 @@ from ampatch.doctor.instruments.values import floating_in
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent.fault import Notes
 from ampatch.doctor.silent.gradients import Ranges
-from ampatch.doctor.silent.rules import Casts, Float8, Lengths, Reads
+from ampatch.doctor.silent.rules import Casts, Float8, Lengths, Reads, Updates
 from ampatch.doctor.silent.scaled import Scaled
 from ampatch.doctor.silent.shadows import Shadows
 from ampatch.levels.private import is_transformed
@@ -32,7 +32,7 @@ class Silent(Rule):
         super().__init__(clock)
         self._window = {*range(FIRST), *window}
         self._shadows, self._casts = Shadows(notes), Casts(clock, notes)
-        self._rules = self._casts, Reads(notes, self._scaled), Lengths(notes), Float8(notes)
+        self._rules = self._casts, Reads(notes, self._scaled), Lengths(notes), Float8(notes), Updates(notes)
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Tells of what the loss comes of."""

@@ -14,7 +14,8 @@ from ampatch.doctor.silent.fault import SilentFault, read_faults
 MOST_SHOWN = 5
 # Kinds, by what else tells of them.
 EXPLAINED = {"scaled_not_backpropagated": "late_backward", "not_unscaled": "never_stepped"}
-MISUSES = ("not_unscaled", "ignored_edits", "unscaled_twice", "never_stepped")  # numbers break of them
+# Numbers break of these.
+MISUSES = ("not_unscaled", "ignored_edits", "unscaled_twice", "never_stepped", "lost_state")
 COLON = re.compile(r": (?=(?:[^`]*`[^`]*`)*[^`]*$)")  # that is in no code
 
 # By kind: why, with the numbers of the fault, and what to do.
@@ -68,6 +69,21 @@ WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "call scaler.unscale_(optimizer) before gradients are read or changed",
             "step with scaler.step(optimizer), which unscales; with ampatch after the block of scale_loss",
+        ),
+    ),
+    "lost_state": (
+        "{lost} second moments (exp_avg_sq) are 0 where the first are not, as in a checkpoint in half: the "
+        "optimizer divides by its eps there.",
+        (
+            "save the optimizer's state in float32: leave out what casts it before it is saved",
+            "leave out this load_state_dict: the optimizer begins anew",
+        ),
+    ),
+    "lost_updates": (
+        "{op} adds to {dtype} what it is too coarse for: {share:.0%} of the numbers stay as they were.",
+        (
+            "keep in float32 what it adds to, and what it adds: copy.deepcopy(model).float() for an average "
+            "of weights, and p.float() there",
         ),
     ),
     "never_stepped": (

@@ -78,7 +78,8 @@ def edits_of(source: Source, node: ast.AST, op: str, mend: Mend) -> Iterator[Edi
         return
     y = next((ast.unparse(it) for it in node.args[1:]), "")
     if mend.keyword:
-        yield source.end(node) - 1, mend.keyword, 0
+        has_arguments = bool(node.args or node.keywords)
+        yield source.end(node) - 1, mend.keyword if has_arguments else mend.keyword.removeprefix(", "), 0
     if mend.name:
         yield source.end(node.func) - len(op), mend.name, len(op)
     if mend.tail:

@@ -33,6 +33,10 @@ class Source:
         blocks = (getattr(it, name, ()) for it in ast.walk(self.tree) for name in ("body", "orelse"))
         return next(it for it in blocks if isinstance(it, list) and statement in it)
 
+    def line(self, number: int) -> str:
+        """Returns a line without its margins."""
+        return self.text.decode().split("\n")[number - 1].strip()
+
     def before(self, statement: ast.stmt) -> str:
         """Returns what stands before a statement on its line: `def forward(self, x):` of one in one line."""
         first = self._starts[statement.lineno - 1]

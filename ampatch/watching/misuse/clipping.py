@@ -31,7 +31,8 @@ CLIPPED = (
 
 IGNORED = (
     "gradients of the half model changed after the block of scale_loss that made them, and the step ignores "
-    "that: call backward() inside scale_loss, and edit amp.master_params(optimizer)"
+    "that: clip amp.master_params(optimizer) in the place of model.parameters(), and call backward() inside "
+    "scale_loss"
 )
 
 
