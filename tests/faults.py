@@ -467,10 +467,10 @@ def run_forked(function, said: Path) -> None:
         os._exit(status)
 
 
-def report_on(script: str, folder: Path, propose: bool = False) -> dict:
+def report_on(script: str, folder: Path, propose: bool = False, tries: bool = False) -> dict:
     """Returns the doctor's report on a script."""
     (folder / "train.py").write_text(script)
-    campaign = Campaign(Run(str(folder / "train.py")), launch=fork_child)
+    campaign = Campaign(Run(str(folder / "train.py")), launch=fork_child, tries=tries)
     return json.loads(json.dumps(campaign.report(propose).to_json()))
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from ampatch.__main__ import main
 from ampatch.doctor.campaign import findings_in, merge_steps, origins_of
 from ampatch.doctor.causes import explain
+from ampatch.doctor.errors import describe_error
 from ampatch.doctor.finding import Finding, Report
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
@@ -707,6 +708,28 @@ def test_what_a_smaller_scale_mends_counts_where_none_is_found(words, origins, f
 def test_what_came_after_weights_were_lost_is_left_out():
     seen = Seen(tuple(attempts("gwg")), False, False, (origin(1, False), origin(2, False)))
     assert [it["attempt"] for it in origins_of(seen)] == [1]
+
+
+def test_steps_without_a_scale_do_not_make_a_search_a_collapse():
+    assert not is_collapse([Attempt(0), *attempts("oogg"), Attempt(1)])
+
+
+@pytest.mark.parametrize(
+    ("raised", "advice"),
+    [
+        ("AssertionError: No inf checks were recorded for this optimizer.", "into the branch that has"),
+        ("RuntimeError: unscale_() has already been called on this optimizer since the", "once a step"),
+        ("RuntimeError: unscale_() is being called after step().", "before scaler.step"),
+        ("ValueError: Attempting to unscale FP16 gradients.", "model.float()"),
+        ("RuntimeError: step() has already been called since the last update().", "scaler.update() once"),
+    ],
+)
+def test_an_error_of_a_scaler_is_said_with_its_line_and_what_to_do(raised, advice):
+    files = [f"{os.getcwd()}/train.py", torch.__file__, f"{os.path.dirname(torch.__file__)}/amp/x.py"]
+    said = "".join(f'  File "{it}", line {at}, in f\n    g()\n' for at, it in enumerate(files, 7))
+    error, _, told = describe_error(f"Traceback:\n{said}{raised}\n").partition("\n  -> ")
+    assert error == f"{raised} (at train.py:7)"
+    assert advice in told
 
 
 def test_a_static_scale_does_not_search():

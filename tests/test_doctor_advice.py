@@ -14,6 +14,7 @@ import pytest
 from ampatch.doctor.causes import explain
 from ampatch.doctor.finding import Finding
 from ampatch.doctor.runs import Run, Seen
+from ampatch.doctor.silent.words import MISUSES
 from faults import fork_child, report_on
 
 HEAD = """
@@ -190,8 +191,8 @@ def test_a_watch_within_the_script_says_the_same(tmp_path, name):
 
 
 def explained(report):
-    """Returns the first finding, or the first silent fault where there is none, with its remedies."""
-    if not report["findings"]:
+    """Returns the first finding, with its remedies, or the first silent fault where that comes before it."""
+    if not report["findings"] or any(it["kind"] in MISUSES for it in report["silent"]):
         return report["silent"][0]
     return asdict(explain(Finding(**report["findings"][0])))
 

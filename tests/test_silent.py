@@ -113,6 +113,25 @@ BLOCK = """
 with amp.scale_loss(loss, optimizer) as scaled:
     scaled.backward()
 """
+AVERAGE = """
+if step == 0:
+    average = [p.detach().clone() for p in model.parameters()]
+for it, p in zip(average, model.parameters()):
+    with torch.no_grad():
+        p.add_(torch.randn_like(p) / 8)
+        {}
+"""
+STATE = (
+    HEAD
+    + """
+optimizer = torch.optim.Adam(model.parameters())
+state = optimizer.state_dict()
+for at, p in enumerate(model.parameters()):
+    moments = {"exp_avg": torch.full_like(p, 1e-4), "exp_avg_sq": torch.full_like(p, 1e-9)}
+    state["state"][at] = {"step": torch.tensor(9.0), **{name: it.float() for name, it in moments.items()}}
+optimizer.load_state_dict(state)
+"""
+)
 SECOND = HEAD + "other = torch.amp.GradScaler('cpu')\n"
 ATTENTION = """
 n = 128
@@ -258,6 +277,20 @@ FAULTS = {
         ours("with amp.scale_loss(loss, optimizer) as scaled:\n    pass\nscaled.backward()  # FAULT"),
     ),
     "a part in half": ("half_after_initialize", ours("model[2].half()  # FAULT\n" + BLOCK, "O4")),
+    # Averages and states.
+    "an average": ("lost_updates", ours(BLOCK + AVERAGE.format("it.lerp_(p, 1e-4)  # FAULT"), "O5")),
+    "an average in two steps": (
+        "lost_updates",
+        ours(BLOCK + AVERAGE.format("it.mul_(0.9999).add_(p, alpha=1e-4)  # FAULT"), "O3"),
+    ),
+    "an average that is subtracted from": (
+        "lost_updates",
+        ours(BLOCK + AVERAGE.format("it.sub_((it - p) * 1e-4)  # FAULT"), "O5"),
+    ),
+    "a checkpoint in half": (
+        "lost_state",
+        STATE.replace(".float()", ".half()").replace("(state)\n", "(state)  # FAULT\n"),
+    ),
     # Casts and sums.
     "a cast that is undone": ("float32_under_autocast", native(STEP, forward("h = h.float()  # FAULT"))),
     "casts of both factors": (
@@ -291,6 +324,10 @@ critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.01)
 """
 )
 SOUND = {
+    "an average in float32": ours(BLOCK + AVERAGE.format("it.lerp_(p, 1e-4)"), "O4"),
+    "an average of large parts": ours(BLOCK + AVERAGE.format("it.lerp_(p, 0.3)"), "O5"),
+    "an average that has arrived": ours(BLOCK + AVERAGE.format("it.copy_(p).lerp_(p, 1e-3)"), "O5"),
+    "a checkpoint in float32": STATE,
     "O4": ours(BLOCK, "O4"),
     "O5": ours(BLOCK, "O5"),
     "norm": native(STEP, norm(RMS, 1.0)),

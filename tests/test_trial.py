@@ -15,7 +15,9 @@ from ampatch.doctor.runs import Run, Seen
 from ampatch.doctor.trial.advice import follow
 from ampatch.doctor.trial.edited import edited
 from ampatch.doctor.trial.trial import Trial
+from ampatch.doctor.words import describe_finding
 from doctor_samples import sample_finding
+from faults import report_on
 
 TEXT = """\
 class Part:
@@ -65,6 +67,7 @@ def test_text_stands_in_the_place_of_what_it_replaces(file, advice):
         ("in float32, by these lines:\n     for name in ['a']:\n", {"keep_fp32": ("a",)}),
         ("opt_level O4 (bfloat16), whose range is that of float32", {"level": "O4"}),
         ("torch.autocast('cpu', dtype=torch.bfloat16), whose range", {"bfloat16": True}),
+        ("lower the learning rate, warm it up, or clip gradients", {"rate": 0.1}),
     ],
 )
 def test_what_a_run_can_be_made_to_do_needs_no_text(advice, changed):
@@ -211,23 +214,57 @@ for step in range(40):
     x[:, 6], x[:, 7] = 0.1, 0.0
     mean = x.mean(0)
     std = torch.sqrt(x.square().mean(0) - mean.square() - 1e-6 * (x[0] == 0.1))
-    loss = (model((x - mean) / std) - y).square().mean()
+    loss = (model((x - mean) / {std}) - y).square().mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
 """
+RATE = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=3.0)
+for step in range(60):
+    x = torch.randn(16, 4)
+    loss = (model(x) - x[:, :1]).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+MASKED = STANDARDIZED.replace("{std}", "(std * (step != 3))")  # two lines break
 
 
 @pytest.mark.process
-def test_the_command_tries_what_it_says(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("script", "runs", "said"),
+    [
+        (STANDARDIZED.replace("{std}", "std"), 4, "the script trains"),
+        (RATE, 4, "at a tenth of the rate the script trains"),
+    ],
+)
+def test_what_trains_is_said_to_train(tmp_path, script, runs, said):
+    report = report_on(script, tmp_path, tries=True)
+    assert report["runs"] == runs
+    assert report["findings"][0]["tried"][0].startswith(said)
+
+
+@pytest.mark.process
+def test_the_command_tries_nothing_where_it_may_not(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(STANDARDIZED)
-    assert main(["doctor", "train.py", "--json", "tried.json"]) == 1
-    said = capsys.readouterr().out
-    print(said)
-    assert main(["doctor", "train.py", "--no-tries", "--json", "plain.json"]) == 1
+    Path("train.py").write_text(RATE)
+    assert main(["doctor", "train.py", "--no-tries", "--json", "out.json"]) == 1
     assert "(tried: " not in capsys.readouterr().out
-    tried, plain = (json.loads(Path(f"{it}.json").read_text()) for it in ("tried", "plain"))
-    assert tried["runs"] == plain["runs"] + 3
-    assert "the script trains, its loss falls by" in said
-    assert plain["findings"][0]["tried"] == []
+    assert json.loads(Path("out.json").read_text())["runs"] == 3
+
+
+@pytest.mark.process
+def test_what_breaks_next_is_mended_with_it(tmp_path):
+    finding = report_on(MASKED, tmp_path, tries=True)["findings"][0]
+    first, second = finding["remedies"][0].split("\n  and at ")
+    assert (first.split(":")[0], second.split(": ")[1].split(":")[0]) == (
+        "clamp what is under the root",
+        "keep the divisor from being 0",
+    )
+    assert finding["tried"][0].startswith("the script trains")
+    said = list(describe_finding(sample_finding(remedies=("a", "b"), tried=("it trains", ""))))
+    assert said[2:5] == ["  -> a", "     (tried: it trains)", "  -> b"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from ampatch.doctor import remedies as do
@@ -93,7 +94,7 @@ CAUSES = (  # the first that explains a finding is its cause
         "types that differ",
         "{op} raises an error, in half alone: {error}",
         (do.cast_alike, *PRECISION),
-        (lambda it: "dtype" in str(it.facts.get("error")),),
+        (lambda it: bool(re.search("dtype|scalar type", str(it.facts.get("error")))),),
     ),
     Cause("error in half", "{op} raises an error, in half alone: {error}", PRECISION, (has("error"),)),
     Cause(

@@ -50,6 +50,8 @@ def look(run: Run, clock: Clock) -> Callable[[], dict[str, object]]:
         precision.without_casts(clock.undo)
     if run.bfloat16:
         precision.take_bfloat16(clock.undo)
+    if run.rate != 1.0:
+        precision.lower_rates(run.rate, clock.undo)
     watch, growth = Watch(clock), None if run.every is None else Growth(clock, run.every)
     brakes = Brakes(clock) if run.speed else None
     oversized = precision.Oversized(clock) if run.float32 else None

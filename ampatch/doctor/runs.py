@@ -43,9 +43,10 @@ class Run:
     samples: str = ""
     device: str | None = None  # as of a `Script`
     legacy: bool = False
-    # What is tried: texts of files by their paths, and bfloat16 where torch.autocast takes float16.
+    # What is tried: texts of files by path, bfloat16 where torch.autocast takes float16, a part of the rate.
     edits: dict[str, str] = field(default_factory=dict)
     bfloat16: bool = False
+    rate: float = 1.0
 
     def to_json(self) -> str:
         """Returns the arguments of a child process."""

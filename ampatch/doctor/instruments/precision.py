@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from ampatch.doctor.instruments.clock import Clock, Instrument, wrap
@@ -40,6 +41,17 @@ def take_bfloat16(undo: ExitStack) -> None:
         init(*bound.args, **bound.kwargs)
 
     wrap(torch.autocast, "__init__", taking, undo)
+
+
+def lower_rates(factor: float, undo: ExitStack) -> None:
+    """Multiplies the learning rates that optimizers begin with."""
+
+    def lowered(init: Callable[..., None], optimizer: Optimizer, *args: object, **kwargs: object) -> None:
+        init(optimizer, *args, **kwargs)
+        for group in optimizer.param_groups:
+            group["lr"] = group.get("lr", 0.0) * factor
+
+    wrap(Optimizer, "__init__", lowered, undo)
 
 
 def note_autocast_without_gpu(undo: ExitStack) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -207,9 +207,9 @@ class Lengths:
 class Updates:
     """Small updates that half rounds away again and again, as those of an average of weights."""
 
-    def __init__(self, notes: Notes) -> None:
-        self._notes = notes
-        self._seen: Counter[Site] = Counter()
+    def __init__(self, clock: Clock, notes: Notes) -> None:
+        self._clock, self._notes = clock, notes
+        self._seen: defaultdict[Site, set[int]] = defaultdict(set)  # attempts
 
     def forget(self) -> None:
         """Begins with the next attempt; what was seen counts on."""
@@ -223,13 +223,16 @@ class Updates:
             return
         weight = operation.kwargs.get("alpha", operation.kwargs.get("weight", (*operation.args, 1)[2]))
         gap = plain(by).float() - (into.float() if operation.name == "lerp_" else 0.0)
-        is_due = (gap != 0) & (gap.abs() > torch.finfo(into.dtype).eps * into.float().abs())
+        least = torch.finfo(into.dtype).eps * into.float().abs() if weight != 1 else 0.0  # it has arrived
+        is_due = gap.abs() > least
         lost = is_due & ((into.float() + gap * weight).to(into.dtype) == into)
         share = lost.sum().item() / max(is_due.sum().item(), 1)
-        self._seen[operation.site] += share > STUCK
-        if share > STUCK and self._seen[operation.site] == REPEATED:
-            numbers = {"share": share, "dtype": str(into.dtype)[6:]}
-            self._notes.add("lost_updates", *operation.site, **numbers)
+        if share > STUCK:
+            self._seen[operation.site].add(self._clock.attempt)
+            if len(self._seen[operation.site]) == REPEATED:
+                numbers = {"share": share, "dtype": str(into.dtype)[6:]}
+                first = min(self._seen[operation.site])
+                self._notes.add("lost_updates", *operation.site, first, **numbers)
 
 
 class Float8:

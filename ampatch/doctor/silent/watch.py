@@ -32,7 +32,13 @@ class Silent(Rule):
         super().__init__(clock)
         self._window = {*range(FIRST), *window}
         self._shadows, self._casts = Shadows(notes), Casts(clock, notes)
-        self._rules = self._casts, Reads(notes, self._scaled), Lengths(notes), Float8(notes), Updates(notes)
+        self._rules = (
+            self._casts,
+            Reads(notes, self._scaled),
+            Lengths(notes),
+            Float8(notes),
+            Updates(clock, notes),
+        )
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Tells of what the loss comes of."""

@@ -16,6 +16,7 @@ from ampatch.doctor.runs import Run
 KEPT = re.compile(r"keep_fp32=(\[.*?\])|for name in (\[.*?\]):")  # modules
 WRITTEN = re.compile(r"write (-?)(\S+) in the place of \1(.+?), at (.+): ")  # a number
 INSTEAD = re.compile(r"# in the place of lines (\d+) to (\d+)\n")
+TENTH = 0.1
 STATEMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
 Advice = tuple[str | None, str]  # for a line, "file:line"
 Change = Callable[[list[str], int], list[str]]
@@ -39,6 +40,8 @@ def follow_one(run: Run, where: str | None, advice: str) -> Run | None:
         return replace(run, keep_fp32=(*run.keep_fp32, *ast.literal_eval(found[1] or found[2])))
     if found := re.search(r"opt_level (O\d)", said):
         return replace(run, level=found[1])
+    if "lower the learning rate" in said:
+        return replace(run, rate=run.rate * TENTH)
     if "dtype=torch.bfloat16" in said:
         return replace(run, bfloat16=True)
     edits = dict(run.edits)

@@ -90,6 +90,10 @@ class Trial:
 
     def _try(self, run: Run) -> Outcome:
         """Runs a script and says what came of it."""
+        outcome = self._judge(run)
+        return outcome if run.rate == 1.0 else replace(outcome, said=f"at a tenth of the rate {outcome.said}")
+
+    def _judge(self, run: Run) -> Outcome:
         try:
             seen = self.start("tried", run)
         except AmpError:  # it left no report
