@@ -120,6 +120,7 @@ def seen(*losses):
     return Seen(tuple(attempts), False, False, ())
 
 
+RISES = seen(*[4.0] * 6, 5.0, 6.0)
 GOOD, FLAT, LESS, SHORT = seen(*range(8, 0, -1)), seen(*[4.0] * 8), seen(*[8.0] * 5, 7, 7, 7), seen(8.0, 7.0)
 BAD, LATE = seen(8.0, math.nan, *[1.0] * 6), seen(*range(8, 1, -1), None)
 LEVELS = ("O1", "O2", "O3", "O4", "O5")
@@ -172,7 +173,7 @@ def test_where_a_reader_is_asked_first_nothing_is_tried():
 
 
 @pytest.mark.parametrize(
-    ("again", "came", "rank"), [(BAD, LESS, True), (BAD, FLAT, False), (FLAT, FLAT, True)]
+    ("again", "came", "rank"), [(BAD, LESS, True), (BAD, FLAT, False), (FLAT, FLAT, True), (FLAT, RISES, False)]
 )
 def test_a_loss_need_not_fall_where_it_does_not_in_float32(again, came, rank):
     assert order_of([came], again=again)[1][0].startswith("the script trains") == rank
