@@ -105,10 +105,9 @@ class Trial:
             broken = [it.step for it in attempts if not it.is_finite]
             return Outcome(BREAKS, f"it breaks again, at step {broken[-1]}", seen)
         fall, best = fall_of(attempts), fall_of(self.again.attempts)
-        need, there = (
-            (FALL, "") if math.isnan(best) else (max(FALL, PART * best), f", in float32 by {best:.0%}")
-        )
-        if fall >= need or best < FALL:
+        there = "" if math.isnan(best) else f", in float32 by {best:.0%}"
+        need = best - FALL if best < FALL else max(FALL, PART * best if there else 0.0)
+        if fall >= need:
             return Outcome(TRAINS, f"the script trains, its loss falls by {fall:.0%}", seen)
         return Outcome(STAYS, f"all stays finite, but the loss falls by {fall:.0%}{there}", seen)
 
