@@ -173,7 +173,8 @@ def test_where_a_reader_is_asked_first_nothing_is_tried():
 
 
 @pytest.mark.parametrize(
-    ("again", "came", "rank"), [(BAD, LESS, True), (BAD, FLAT, False), (FLAT, FLAT, True), (FLAT, RISES, False)]
+    ("again", "came", "rank"),
+    [(BAD, LESS, True), (BAD, FLAT, False), (FLAT, FLAT, True), (FLAT, RISES, False)],
 )
 def test_a_loss_need_not_fall_where_it_does_not_in_float32(again, came, rank):
     assert order_of([came], again=again)[1][0].startswith("the script trains") == rank

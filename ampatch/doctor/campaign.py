@@ -83,7 +83,7 @@ class Campaign:
             speed=self.seen["traced"].speed if window else None,
             against=compared,
             silent=examine_silent(self.silent, attempts, findings),
-            untraced=self._say_what_was_not_traced(seen, origins),
+            untraced=self._say_what_was_not_traced(seen, origins, findings),
             keep_fp32_cost=self._cost(window) if proposed else None,
         )
 
@@ -124,14 +124,16 @@ class Campaign:
                 "the script ran in float32, and with torch.autocast('cpu', torch.float16) it does not"
             )
 
-    def _say_what_was_not_traced(self, seen: Seen, origins: Sequence[dict]) -> str:
+    def _say_what_was_not_traced(
+        self, seen: Seen, origins: Sequence[dict], findings: Sequence[Finding]
+    ) -> str:
         """Returns what broke and has no finding, and why."""
         if find_suspects(seen.attempts) and not any(it["has_reached"] for it in origins):
             step = seen.attempts[seen.suspects[0]].step
             again = "it did not happen again: seed what it draws"
             reason = self.ended.get("traced", again).replace("run ended", "that run ended")
             return f"Step {step} broke, and could not be traced: {reason}."
-        is_unknown = "watched" in self.ended and not origins
+        is_unknown = "watched" in self.ended and not findings
         return f"The script broke by itself: {self.ended['watched']}" if is_unknown else ""
 
     def _cost(self, window: Sequence[int]) -> float | None:

@@ -240,6 +240,12 @@ CAUSES = (  # the first that explains a finding is its cause
         ops.LOGARITHMS,
     ),
     Cause(
+        "direction of zeros",
+        "{made} A weight of zeros has no direction, which it is divided into.",
+        (do.BEGIN_ABOVE_0,),
+        ops=("_weight_norm",),
+    ),
+    Cause(
         "division by 0",
         "{made} It divides by 0, or by a number that is too small{tiny}.",
         (do.CLAMP_DIVISOR, *PRECISION),

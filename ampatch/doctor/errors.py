@@ -15,6 +15,10 @@ ADVICE = {
     "called after step": "unscale before scaler.step, and call scaler.update() once, after the last step",
     "unscale FP16 gradients": "leave out .half() and dtype=torch.float16 for what is trained: its parameters "
     "in float32 (model.float()), which torch.autocast casts by itself",
+    "constraint Simplex()": "give logits=: half rounds probabilities, whose sum is not 1 then; or take the "
+    "softmax in float32, F.softmax(x.float(), dim=-1)",
+    "but found Half": "cast one to the type of the other; of a torch.autograd.Function decorate forward with "
+    "torch.amp.custom_fwd(device_type=...), and backward with torch.amp.custom_bwd(device_type=...)",
     "called since the last update": "call scaler.update() once a step, after scaler.step",
 }
 

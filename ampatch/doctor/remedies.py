@@ -214,6 +214,10 @@ SET_WEIGHT = (
     "that is loaded"
 )
 SLOWER = "lower the learning rate and the weight decay: the update is larger than the weight"
+BEGIN_ABOVE_0 = (
+    "initialize that weight with small numbers, not with zeros (nn.init.normal_(weight, std=1e-3)), or leave "
+    "weight_norm off that layer"
+)
 MEND_DATA = "leave the sample out, or mend the data: torch.isfinite(batch).all() in the loader finds it"
 CAST_SMALLER = "make the numbers smaller before they are cast: normalize the input, or divide it"
 DIVIDE_LOSS = "divide each loss by the number of micro-steps, before its backward"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 
 from torch import Tensor
 
 from ampatch.doctor.instruments.operations import Call, Origin
 from ampatch.doctor.instruments.places import Place
-from ampatch.doctor.instruments.values import Damage, examine, key_of, plain
+from ampatch.doctor.instruments.values import Damage, examine, is_mask, key_of
 
 
 class Origins:
@@ -48,10 +47,9 @@ class Origins:
 
     def add_data(self, tensor: Tensor, place: Place | None, where: str | None) -> set[int]:
         """Notes what is bad in what a model is given; a mask, which holds nothing but 0 and -inf, is not."""
-        values, damage = plain(tensor), examine(tensor)
-        if ((values == 0) | (values == -math.inf)).all():
+        if is_mask(tensor):
             return set()
-        mark = self.add(Call("", "input", place, where), damage)
+        mark = self.add(Call("", "input", place, where), damage := examine(tensor))
         if damage.kind == "inf":
             self.quiet.add(mark)
         return {mark}

@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 import ampatch
-from ampatch.doctor.instruments.values import key_of
+from ampatch.doctor.instruments.values import is_finite, is_mask, key_of
 
 OURS = (os.path.dirname(ampatch.__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep)
 INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
@@ -128,6 +128,10 @@ class Models:
     def parameters(self) -> list[Parameter]:
         """Returns the parameters of all models that have run."""
         return [parameter for root in self.roots for parameter in root.parameters()]
+
+    def lost_buffers(self) -> list[Tensor]:
+        """Returns the buffers of all models that hold inf or NaN, as a running mean may after a bad batch."""
+        return [it for root in self.roots for it in root.buffers() if not (is_finite(it) or is_mask(it))]
 
     def named_parameters(self) -> Iterator[tuple[str, str, Parameter]]:
         """Yields the parameters of all models, after the names of the model and of the parameter."""

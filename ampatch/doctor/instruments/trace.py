@@ -156,7 +156,8 @@ class Trace(Rule):
         """Looks at what the step made of the weights; the next window begins."""
         if self.active:
             weights = (*parameters_of(optimizer), *self.models.parameters())  # masters, and their halves
-            self.origins.reach(self._marks.of(*(it for it in weights if not is_finite(it))))
+            lost = (*(it for it in weights if not is_finite(it)), *self.models.lost_buffers())
+            self.origins.reach(self._marks.of(*lost))
         self.origins.end_attempt()
         if self.window is not None and self.origins.attempt > max(self.window) and not self.goes_on:
             raise ops.Enough
@@ -280,7 +281,7 @@ class Trace(Rule):
             self.origins.came_back.add(self.origins.add(data, call.infinite))
             return
         if call.infinite is not None:
-            call.facts["masked"] = True
+            call.facts |= {"masked": True, "constant": (-math.inf, "-inf", call.dtype)} | call.facts
         if call.op in ops.CASTS and (taker := self._graph.taker_of(node)) and taker.op in ops.LOGARITHMS:
             call = taker  # whose gradient is 1 / p: the cast is not to blame
         if call.op not in ops.SUMS:  # of a layer of torch's the line is that which calls it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,6 +55,12 @@ def is_finite(tensor: Tensor) -> bool:
     if not is_inexact(tensor) or tensor.is_meta:
         return True
     return bool(torch.isfinite(plain(tensor)).all())
+
+
+def is_mask(tensor: Tensor) -> bool:
+    """Says whether a tensor holds nothing but 0 and -inf."""
+    values = plain(tensor)
+    return bool(((values == 0) | (values == -math.inf)).all())
 
 
 def examine(tensor: Tensor, took_inf: bool = False) -> Damage | None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import ampatch as amp
 from ampatch.doctor.instruments.clock import Clock, Instrument, parameters_of
-from ampatch.doctor.instruments.values import is_finite, tensors_in
+from ampatch.doctor.instruments.values import is_finite, quiet, tensors_in
 from ampatch.levels.precision import HALF_TYPES
 
 
@@ -54,11 +54,15 @@ class Watch(Instrument):
         self._is_bad = False  # what a model gave, since the last backward pass
         self._has_backward = False  # since the last attempt
         self._old: set[int] = set()  # parameters whose gradients were bad before it, of another step maybe
+        self._unset: set[int] | None = None  # buffers that are bad from the beginning
         self.is_half = False  # whether a model has half parameters
         self.is_open = False  # whether a forward that learns was followed by no step
 
     def enter_model(self, model: Module, args: tuple) -> None:
         """Notes that a forward that learns begins."""
+        if self._unset is None:
+            with quiet():
+                self._unset = set(map(id, self.clock.models.lost_buffers()))
         if torch.is_grad_enabled():
             self.is_open = True
             self.is_half |= any(it.dtype in HALF_TYPES for it in model.parameters())
@@ -101,10 +105,11 @@ class Watch(Instrument):
         self._steps[id(optimizer)] = self._now.step + 1
 
     def end_attempt(self, optimizer: Optimizer) -> None:
-        """Looks at the weights and the optimizer's state."""
+        """Looks at the weights, at buffers, and at the optimizer's state."""
         state = tensors_in(list(optimizer.state.values()))
         held = [*parameters_of(optimizer), *self.clock.models.parameters(), *state]
         self._now.weights &= all(map(is_finite, held))
+        self._now.weights &= {id(it) for it in self.clock.models.lost_buffers()} <= (self._unset or set())
         self._now.value /= self._now.scale or 1.0
         self._now.seconds = perf_counter() - self._since
         self.attempts.append(self._now)

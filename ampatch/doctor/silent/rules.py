@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,10 +27,6 @@ MEASURES += ("clamp_max", "clamp_max_", "clamp_min_", "max", "amax", "std", "var
 MEASURES += ("mean", "gt", "lt", "ge", "le", "item", "tolist", "_foreach_norm")
 PRODUCTS = ("matmul", "bmm", "mm", "einsum", "sum", "baddbmm")
 QUOTIENTS = ("div", "div_", "true_divide", "mul", "mul_")
-UPDATES = ("add_", "sub_", "lerp_")
-FEWEST = 16  # numbers of a tensor
-STUCK = 0.9  # of them stay as they were
-REPEATED = 3  # attempts
 ZEROS = 0.1  # of the numbers that a layer in float8 takes
 HEADROOM = 16  # times what was reached must fit: a length that grows, or the next step
 
@@ -202,37 +197,6 @@ class Lengths:
             if it.length > 1 and math.isclose(divisor, it.length, rel_tol=1e-3):
                 numbers = {"length": it.length, "largest": it.largest, "divided_at": quotient.where}
                 self._notes.add("length_alone", *it.site, **numbers)
-
-
-class Updates:
-    """Small updates that half rounds away again and again, as those of an average of weights."""
-
-    def __init__(self, clock: Clock, notes: Notes) -> None:
-        self._clock, self._notes = clock, notes
-        self._seen: defaultdict[Site, set[int]] = defaultdict(set)  # attempts
-
-    def forget(self) -> None:
-        """Begins with the next attempt; what was seen counts on."""
-
-    def look(self, operation: Operation, given: list[Tensor]) -> None:
-        """Counts the numbers that stay as they were."""
-        if operation.name not in UPDATES or given[0].dtype not in HALF_TYPES or given[0].numel() < FEWEST:
-            return
-        into, by = given[0].detach(), operation.args[1] if len(operation.args) > 1 else None
-        if not isinstance(by, Tensor) or into.requires_grad:
-            return
-        weight = operation.kwargs.get("alpha", operation.kwargs.get("weight", (*operation.args, 1)[2]))
-        gap = plain(by).float() - (into.float() if operation.name == "lerp_" else 0.0)
-        least = torch.finfo(into.dtype).eps * into.float().abs() if weight != 1 else 0.0  # it has arrived
-        is_due = gap.abs() > least
-        lost = is_due & ((into.float() + gap * weight).to(into.dtype) == into)
-        share = lost.sum().item() / max(is_due.sum().item(), 1)
-        if share > STUCK:
-            self._seen[operation.site].add(self._clock.attempt)
-            if len(self._seen[operation.site]) == REPEATED:
-                numbers = {"share": share, "dtype": str(into.dtype)[6:]}
-                first = min(self._seen[operation.site])
-                self._notes.add("lost_updates", *operation.site, first, **numbers)
 
 
 class Float8:

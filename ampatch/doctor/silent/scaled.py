@@ -76,6 +76,7 @@ class Scaled(Instrument, amp.Observer):
         self._losses: list[ScaledLoss] = []
         self._has_scaler = self.was_asked = False
         self._backwards = 0
+        self._penalty: str | None = None  # a gradient of a scaled loss, until the scale is asked for
         self._waiting, self._longest, self._waits_at = 0, 1, None  # scaled losses without a step
         self._now: tuple[GradScaler | None, str | None] | None = None  # of the backward that runs
         clock.wrap(GradScaler, "scale", self._scale)
@@ -149,6 +150,9 @@ class Scaled(Instrument, amp.Observer):
     def begin_attempt(self, optimizer: Optimizer, scaler: GradScaler | None) -> None:
         """Looks at what is about to be stepped."""
         self._longest, self._waiting = max(self._longest, self._waiting), 0
+        if self._penalty is not None:
+            self._notes.add("scaled_penalty", "loss", self._penalty, "grad")
+            self._penalty = None
         if scaler is not None and scaler.is_enabled():
             self._tell_raw(optimizer)
         elif (scale := self.scale_of(parameters_of(optimizer))) is not None:
@@ -193,7 +197,8 @@ class Scaled(Instrument, amp.Observer):
             self._gradients[parameter.grad] = Gradient(was_unscaled=True)
 
     def _get_scale(self, get_scale: Callable[..., float], scaler: GradScaler) -> float:
-        self.was_asked |= not is_called_by_doctor()
+        if not is_called_by_doctor():
+            self.was_asked, self._penalty = True, None
         return get_scale(scaler)
 
     def _zero_grad(self, zero_grad: Callable[..., None], owner: Module | Optimizer, *args, **kwargs) -> None:
@@ -213,7 +218,8 @@ class Scaled(Instrument, amp.Observer):
 
     def _grad(self, grad: Callable[..., object], outputs: object, *args, **kwargs) -> object:
         self._backwards += 1
-        self._reach(tuple(tensors_in(outputs)))
+        if self._reach(tuple(tensors_in(outputs))) and kwargs.get("create_graph"):
+            self._penalty = user_line()
         return grad(outputs, *args, **kwargs)
 
     def _hear(self, record: logging.LogRecord) -> bool:

@@ -12,9 +12,10 @@ from ampatch.doctor.instruments.dispatch import Operation, Rule
 from ampatch.doctor.instruments.operations import IGNORED
 from ampatch.doctor.instruments.values import floating_in
 from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.silent.coarse import Counts, Updates
 from ampatch.doctor.silent.fault import Notes
 from ampatch.doctor.silent.gradients import Ranges
-from ampatch.doctor.silent.rules import Casts, Float8, Lengths, Reads, Updates
+from ampatch.doctor.silent.rules import Casts, Float8, Lengths, Reads
 from ampatch.doctor.silent.scaled import Scaled
 from ampatch.doctor.silent.shadows import Shadows
 from ampatch.levels.private import is_transformed
@@ -32,23 +33,25 @@ class Silent(Rule):
         super().__init__(clock)
         self._window = {*range(FIRST), *window}
         self._shadows, self._casts = Shadows(notes), Casts(clock, notes)
-        self._rules = (
-            self._casts,
-            Reads(notes, self._scaled),
-            Lengths(notes),
-            Float8(notes),
-            Updates(clock, notes),
-        )
+        self._updates = Updates(clock, notes)
+        lookers = Reads(notes, self._scaled), Lengths(notes), Float8(notes), Counts(notes)
+        self._rules = self._casts, self._updates, *lookers
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Tells of what the loss comes of."""
         if self._is_active:
             self._shadows.begin_backward(losses)
 
+    def begin_attempt(self, optimizer: Optimizer, scaler: object) -> None:
+        """Looks at the weights that are stepped."""
+        if self._is_active:
+            self._updates.begin_attempt(optimizer)
+
     def end_attempt(self, optimizer: Optimizer) -> None:
         """The next attempt begins."""
         if self._is_active:
             self._casts.end_attempt()
+            self._updates.end_attempt()
         for rule in (self._shadows, *self._rules):
             rule.forget()
 

@@ -15,7 +15,7 @@ MOST_SHOWN = 5
 # Kinds, by what else tells of them.
 EXPLAINED = {"scaled_not_backpropagated": "late_backward", "not_unscaled": "never_stepped"}
 # Numbers break of these.
-MISUSES = ("not_unscaled", "ignored_edits", "unscaled_twice", "never_stepped", "lost_state")
+MISUSES = ("not_unscaled", "ignored_edits", "unscaled_twice", "never_stepped", "lost_state", "scaled_penalty")
 COLON = re.compile(r": (?=(?:[^`]*`[^`]*`)*[^`]*$)")  # that is in no code
 
 # By kind: why, with the numbers of the fault, and what to do.
@@ -71,6 +71,10 @@ WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
             "step with scaler.step(optimizer), which unscales; with ampatch after the block of scale_loss",
         ),
     ),
+    "scaled_penalty": (
+        "a penalty is made of gradients that are multiplied by the loss scale.",
+        ("divide them by scaler.get_scale() before the penalty is made of them",),
+    ),
     "lost_state": (
         "{lost} second moments (exp_avg_sq) are 0 where the first are not, as in a checkpoint in half: the "
         "optimizer divides by its eps there.",
@@ -78,6 +82,18 @@ WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
             "save the optimizer's state in float32: leave out what casts it before it is saved",
             "leave out this load_state_dict: the optimizer begins anew",
         ),
+    ),
+    "lost_steps": (
+        "the step leaves {share:.0%} of the weights in {dtype} as they are that have a gradient: {dtype} is "
+        "too coarse for it.",
+        (
+            "keep what is trained in float32: model.float() under torch.autocast, or opt_level O2 or O5, "
+            "which step float32 masters",
+        ),
+    ),
+    "collapsed": (
+        "{op} makes {after} numbers of {before} in {dtype}, which holds whole numbers up to {limit} alone.",
+        ("keep these in float32, and cast what is computed of them: positions, times, and counts",),
     ),
     "lost_updates": (
         "{op} adds to {dtype} what it is too coarse for: {share:.0%} of the numbers stay as they were.",
@@ -162,6 +178,8 @@ def words_of(fault: SilentFault) -> tuple[str, tuple[str, ...]]:
     """Returns the words of a kind; a gradient that underflows has its own, and a block of `scale_loss`."""
     if fault.op == "scale_loss":
         return WORDS["scale_loss"]
+    if fault.kind == "lost_updates" and fault.op == "step":
+        return WORDS["lost_steps"]
     return WORDS["gradient" if "init_scale" in fault.numbers else fault.kind]
 
 
