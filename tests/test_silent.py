@@ -76,7 +76,7 @@ def watch(text):
     with ExitStack() as stack:
         silent = Silent(clock := Clock(stack))
         clock.follow_run()
-        Operations(clock, [silent]).follow()
+        Operations(clock, silent.rules).follow()
         stack.callback(amp.uninitialize)  # before what it is patched over is gone
         try:
             exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})

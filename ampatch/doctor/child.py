@@ -63,7 +63,7 @@ def look(run: Run, clock: Clock) -> Callable[[], dict[str, object]]:
     precision.keep_float32(run.keep_fp32, clock)
     if trace:
         torch.compiler.set_stance("force_eager")
-        Operations(clock, [rule for rule in (brakes, silent, trace) if rule]).follow()
+        Operations(clock, [it for it in (brakes, *silent.rules, trace) if it]).follow()
 
     def seen() -> dict[str, object]:
         found = {"attempts": watch, "origins": trace, "silent": silent, "growth": growth, "speed": brakes}

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from ampatch.doctor.instruments.clock import Clock
+from ampatch.doctor.instruments.dispatch import Site
 from ampatch.doctor.instruments.places import Place
 
 
@@ -28,6 +29,15 @@ class SilentFault:
     steps: tuple[int, ...] = ()
     why: str = ""
     remedies: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """What is a fault if what follows makes it one."""
+
+    kind: str
+    site: Site
+    numbers: dict[str, object] = field(default_factory=dict)
 
 
 class Notes:
@@ -57,6 +67,10 @@ class Notes:
         attempts = self._found[key][1]
         if attempt not in attempts:
             attempts.append(attempt)
+
+    def confirm(self, suspicion: Suspicion, **numbers: object) -> None:
+        """Notes what is a fault by now."""
+        self.add(suspicion.kind, *suspicion.site, **suspicion.numbers, **numbers)
 
     def to_json(self) -> list[dict[str, object]]:
         """Returns what a child process leaves; steps are attempts as yet."""
