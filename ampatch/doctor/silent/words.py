@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from string import Formatter
 
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent.fault import SilentFault, read_faults
@@ -18,7 +17,8 @@ EXPLAINED = {"scaled_not_backpropagated": "late_backward", "not_unscaled": "neve
 MISUSES = ("not_unscaled", "ignored_edits", "unscaled_twice", "never_stepped", "lost_state")
 COLON = re.compile(r": (?=(?:[^`]*`[^`]*`)*[^`]*$)")  # that is in no code
 
-# By kind: why, with the numbers of the fault, and what to do.
+# By kind: why, with the numbers of the fault, and what to do. A gradient that underflows has words of its
+# own, as has a block of `scale_loss`.
 WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "zeros": (
         "{op} overflowed in {dtype} (its largest input is {input_largest:.4g}), and what takes the inf makes "
@@ -136,33 +136,18 @@ WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def why(fault: SilentFault) -> str:
-    """Says in a sentence what is wrong."""
+def explain(fault: SilentFault) -> SilentFault:
+    """Returns the fault with its reason, and what to change, the likeliest first."""
     if "said" in fault.numbers:  # by the library: what is wrong, and after the colon what to do
-        return ": ".join(COLON.split(str(fault.numbers["said"]))[:-1]) + "."
-    text = words_of(fault)[0]
-    values = {"op": fault.op, **fault.numbers}
-    if all(name is None or name in values for _, name, _, _ in Formatter().parse(text)):
-        return text.format(**values)
-    return text.partition(" (")[0].format(**values) + "."
-
-
-def remedies(fault: SilentFault) -> tuple[str, ...]:
-    """Says what to change, the likeliest first."""
-    if "said" in fault.numbers:
-        return (COLON.split(str(fault.numbers["said"]))[-1],)
-    said = words_of(fault)[1]
+        *why, advice = COLON.split(str(fault.numbers["said"]))
+        return replace(fault, why=": ".join(why) + ".", remedies=(advice,))
+    of_gradient = "gradient" if "init_scale" in fault.numbers else fault.kind
+    why, remedies = WORDS["scale_loss" if fault.op == "scale_loss" else of_gradient]
     if fault.kind == "not_unscaled" and fault.op == "step":
-        said = said[::-1]
+        remedies = remedies[::-1]
     exponent = math.frexp(fault.numbers.get("init_scale", 1.0))[1] - 1
-    return tuple(text.replace("{init_scale}", f"2.0**{exponent}") for text in said)
-
-
-def words_of(fault: SilentFault) -> tuple[str, tuple[str, ...]]:
-    """Returns the words of a kind; a gradient that underflows has its own, and a block of `scale_loss`."""
-    if fault.op == "scale_loss":
-        return WORDS["scale_loss"]
-    return WORDS["gradient" if "init_scale" in fault.numbers else fault.kind]
+    remedies = tuple(text.replace("{init_scale}", f"2.0**{exponent}") for text in remedies)
+    return replace(fault, why=why.format(op=fault.op, **fault.numbers), remedies=remedies)
 
 
 def describe_silent(
@@ -197,7 +182,7 @@ def examine_silent(
     faults = read_faults(found, {index: attempt.step for index, attempt in enumerate(attempts)})
     kinds = {fault.kind for fault in faults}
     return tuple(
-        replace(fault, why=why(fault), remedies=remedies(fault))
+        explain(fault)
         for fault in faults
         if (fault.phase != "forward" or fault.where not in loud) and EXPLAINED.get(fault.kind) not in kinds
     )
