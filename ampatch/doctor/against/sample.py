@@ -12,12 +12,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
 from torch.nn import Module
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-import ampatch as amp
 from ampatch.doctor.instruments.clock import Clock, Instrument
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.places import Models, device_of, user_line
@@ -108,18 +106,13 @@ class Sample(Instrument):
             if key[0] == "backward" and tensor.numel():
                 self._largest.append(plain(tensor).abs().amax())
 
-    def see_scale(self, scaler: GradScaler | amp.LossScaler) -> None:
-        """Notes the scale."""
-        if self._is_now and not self._losses:
-            self._scale = scaler.get_scale()
-
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
-        """Notes the loss."""
+        """Notes the loss, and its scale."""
         self._clean = clean_in(self.clock.models) if self._is_now else set()
         if not self._is_now:
             return
         if not self._losses:
-            self._where = user_line()
+            self._scale, self._where = self.clock.scale, user_line()
             self._look_at_draws()
             self._device = torch.device("cpu")  # a checkpoint draws again in the backward
         self._losses.append(sum(loss.detach().sum().item() for loss in losses))

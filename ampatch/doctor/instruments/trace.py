@@ -12,12 +12,10 @@ from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
 from torch.nn import Module, Parameter
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 
-import ampatch as amp
 from ampatch.doctor.instruments import operations as ops
 from ampatch.doctor.instruments.clock import Clock, parameters_of
 from ampatch.doctor.instruments.dispatch import Operation, Rule
@@ -50,7 +48,6 @@ class Trace(Rule):
         super().__init__(clock)
         self.window, self.goes_on = window, goes_on
         self.origins = Origins()
-        self.scale = 1.0  # of the loss
         self.models = clock.models
         self._early = Marks()  # of what was made before the first step, and lasts
         self._begin_window()
@@ -95,10 +92,6 @@ class Trace(Rule):
         with quiet():
             padded = [it for it in args if not isinstance(it, PackedSequence)]
             self.origins.batch_sizes = tuple(it.shape[0] for it in tensors_in(padded) if it.dim())
-
-    def see_scale(self, scaler: GradScaler | amp.LossScaler) -> None:
-        """Remembers the scale of the loss."""
-        self.scale = scaler.get_scale()
 
     def _look_at_batch(self, args: tuple) -> None:
         for tensor in tensors_in(args):
@@ -289,7 +282,7 @@ class Trace(Rule):
         more = {"input_largest": largest_of(given), "parameter": parameter, "node": node.name()}
         self.origins.came_back.add(mark := self.origins.add(call, examine(made), **more))
         origin = self.origins.all[mark]
-        origin.phase, origin.is_of_scale = "backward", ops.is_cured_by_scale(node, taken, self.scale)
+        origin.phase, origin.is_of_scale = "backward", ops.is_cured_by_scale(node, taken, self.clock.scale)
 
 
 def names_infinity(operation: Operation) -> bool:

@@ -42,7 +42,7 @@ def replay(
         with as_it_was(record, models):
             clock = Clock(ExitStack())
             trace = Trace(clock, None)
-            trace.scale = scale
+            clock.scale = scale
             run = Rerun(record, {id(model): unwrap(model) for model in models}, clock)
             try:
                 run_again(run, clock, trace)
