@@ -7,9 +7,9 @@ between half operations. Of `torch.compile` it notes the call alone: the trace t
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable
+from itertools import dropwhile
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operation, Rule
-from ampatch.doctor.instruments.places import OURS
+from ampatch.doctor.instruments.places import OURS, frames
 from ampatch.doctor.instruments.values import tensors_in
 from ampatch.levels.precision import HALF_TYPES
 
@@ -113,16 +113,13 @@ def is_sync(func: Callable[..., object], name: str, args: tuple) -> bool:
 
 def is_called_by_script() -> bool:
     """Says whether neither we nor an optimizer or scaler of torch called what a mode now sees."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "__torch_function__":
-        frame = frame.f_back
-    while frame is not None and (
-        frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename.startswith(OURS[1])
-    ):
-        if frame.f_code.co_filename.startswith(OWN_SYNCS):
+    below_modes = dropwhile(lambda it: it.co_name != "__torch_function__", (it.f_code for it in frames()))
+    for code in below_modes:
+        if code.co_filename.startswith(OWN_SYNCS):
             return False
-        frame = frame.f_back
-    return frame is not None and not frame.f_code.co_filename.startswith(OURS[0])
+        if code.co_name != "__torch_function__" and not code.co_filename.startswith(OURS[1]):
+            return not code.co_filename.startswith(OURS[0])
+    return False
 
 
 def sizes_of(name: str, args: tuple) -> tuple[int, ...]:
