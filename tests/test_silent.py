@@ -82,7 +82,7 @@ def watch(text):
             exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})
         except RuntimeError as raised:
             error = raised
-    seen = silent.to_json()
+    seen = silent.found()
     attempts = [Attempt(step) for step in range(clock.attempt)]
     return examine_silent([seen], attempts, ()), error
 
@@ -479,7 +479,7 @@ def run_sample(text, folder, attempt, repeats):
         torch.manual_seed(0)
         with suppress(Enough):
             exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})
-    return dict(silent.to_json()["ranges"])
+    return dict(silent.found()["ranges"])
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -495,7 +495,7 @@ def test_gradients_that_underflow_are_told_from_zeros_of_float32(tmp_path, style
     run_sample(text, tmp_path, attempt, repeats=True)
     found, unknown = compare_gradients(tmp_path, attempt)
     assert unknown == ""
-    by_name = {it["parameter"]: it["numbers"] for it in found}
+    by_name = {it.parameter: it.numbers for it in found}
     assert {"one.weight", "two.weight"} <= set(by_name)
     assert not {"dead.weight", "dead.bias"} & set(by_name)
     rows = by_name.get("rows.weight", {"zeros_in_float32": 1, "share": 0})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from ampatch.doctor.errors import describe_error
 from ampatch.doctor.finding import Finding, Report, read_finding
 from ampatch.doctor.growth.brakes import MOST_STEPS
 from ampatch.doctor.growth.curves import describe_growth, facts_of
-from ampatch.doctor.instruments.operations import QUOTIENTS
+from ampatch.doctor.instruments.operations import QUOTIENTS, Origin
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.runs import Launch, Run, Seen, start_process
 from ampatch.doctor.silent.gradients import compare_gradients, pick_sample
@@ -75,7 +74,7 @@ class Campaign:
         is_kept = propose and findings and findings[0].float32_survives
         proposed = self._propose(findings[0].module, window) if is_kept else ()
         compared = against and compare_levels(self._start, self.run, against, attempts, self.unknown)
-        harmless = merge(attempts, [it for it in origins if not it["has_reached"]])
+        harmless = merge(attempts, [it for it in origins if not it.has_reached])
         return Report(
             *(tuple(findings), tuple(map(explain, harmless)), describe_scale(attempts), proposed, self.runs),
             tuple(self.unknown),
@@ -124,9 +123,9 @@ class Campaign:
                 "the script ran in float32, and with torch.autocast('cpu', torch.float16) it does not"
             )
 
-    def _say_what_was_not_traced(self, seen: Seen, origins: Sequence[dict]) -> str:
+    def _say_what_was_not_traced(self, seen: Seen, origins: Sequence[Origin]) -> str:
         """Returns what broke and has no finding, and why."""
-        if find_suspects(seen.attempts) and not any(it["has_reached"] for it in origins):
+        if find_suspects(seen.attempts) and not any(it.has_reached for it in origins):
             step = seen.attempts[seen.suspects[0]].step
             again = "it did not happen again: seed what it draws"
             reason = self.ended.get("traced", again).replace("run ended", "that run ended")
@@ -164,7 +163,7 @@ class Campaign:
         if not broken and len(again.attempts) < len(seen.attempts):
             self.unknown.append("in float32 the script ended before its last step")
             return None
-        survives = not broken and not any(it["has_reached"] for it in again.origins)
+        survives = not broken and not any(it.has_reached for it in again.origins)
         if again.is_half and not survives:
             self.unknown.append(
                 "whether float32 survives: the script makes its model half by itself, as .half() does"
@@ -211,12 +210,12 @@ class Campaign:
         """Runs the script in a process of its own, and returns what it left."""
         self.runs += 1
         with tempfile.TemporaryDirectory(prefix="ampatch-doctor-") as folder:
-            out = Path(folder, "seen.json")
+            out = Path(folder, "seen")
             status, said = self.launch(replace(run, out=str(out)), Path(folder))
             if not out.exists():
                 last = said.strip()[-500:] or "it said nothing; os._exit and kill do that"
                 raise AmpError(f"the {name} run left no report, and ended with status {status}: {last}")
-            seen = self.seen[name] = Seen.read(json.loads(out.read_text()))
+            seen = self.seen[name] = Seen.read(out)
         if status and name != "tried":
             ended = self.ended[name] = f"run ended with status {status}: {describe_error(said)}"
             error = ended.split("\n")[0]
@@ -226,11 +225,11 @@ class Campaign:
         return seen
 
 
-def origins_of(seen: Seen) -> tuple[dict, ...]:
+def origins_of(seen: Seen) -> tuple[Origin, ...]:
     """Returns the origins up to the first attempt that left bad weights: all that follows comes of it."""
     bad = (index for index, attempt in enumerate(seen.attempts) if not attempt.weights)
     last = next(bad, len(seen.attempts))
-    return tuple(it for it in seen.origins if it["attempt"] <= last)
+    return tuple(it for it in seen.origins if it.attempt <= last)
 
 
 def order_of(finding: Finding) -> tuple[int, bool]:
@@ -257,23 +256,23 @@ def places_of(finding: Finding, findings: Sequence[Finding]) -> tuple[str | None
     return tuple(it.where for it in findings if constant and it.facts.get("constant") == constant)
 
 
-def find_behind(again: Seen, hidden: Sequence[int]) -> list[dict]:
+def find_behind(again: Seen, hidden: Sequence[int]) -> list[Origin]:
     """Returns what broke in float32 at attempts whose gradients a loss scale had made too large."""
     found = () if again.is_half else origins_of(again)
-    return [it for it in found if it["has_reached"] and it["attempt"] in hidden]
+    return [it for it in found if it.has_reached and it.attempt in hidden]
 
 
-def findings_in(seen: Seen, origins: Sequence[dict], may_collapse: bool = True) -> list[Finding]:
+def findings_in(seen: Seen, origins: Sequence[Origin], may_collapse: bool = True) -> list[Finding]:
     """Returns what reached a loss, gradient or weight, but for what a dynamic scale mends by itself."""
-    found = [it for it in origins if it["has_reached"] and it["attempt"] in seen.suspects]
+    found = [it for it in origins if it.has_reached and it.attempt in seen.suspects]
     return merge(seen.attempts, leave_out_mended(seen.attempts, found, may_collapse))
 
 
-def merge(attempts: Sequence[Attempt], origins: Sequence[dict]) -> list[Finding]:
+def merge(attempts: Sequence[Attempt], origins: Sequence[Origin]) -> list[Finding]:
     """Reads origins, and keeps the first of those that are the same at several steps, with their steps."""
     after = Attempt(attempts[-1].step + 1 if attempts else 0)  # which never came
     there = [*attempts, after]
-    return merge_steps([read_finding(it, there[min(it["attempt"], len(attempts))]) for it in origins])
+    return merge_steps([read_finding(it, there[min(it.attempt, len(attempts))]) for it in origins])
 
 
 def merge_steps(findings: Sequence[Finding]) -> list[Finding]:

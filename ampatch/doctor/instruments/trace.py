@@ -155,11 +155,11 @@ class Trace(Rule):
             raise ops.Enough
         self._begin_window()
 
-    def to_json(self) -> list[dict[str, object]]:
+    def found(self) -> list[ops.Origin]:
         """Returns the origins, in the order of their appearance."""
         self.origins.give_up()
         found, quiet = self.origins.all, self.origins.quiet
-        return [it.to_json() for at, it in enumerate(found) if it.has_reached or it.turns or at not in quiet]
+        return [it for at, it in enumerate(found) if it.has_reached or it.turns or at not in quiet]
 
     def wants(self, name: str) -> bool:
         """Of a backward pass the graph tells."""

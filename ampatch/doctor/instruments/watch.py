@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
@@ -106,10 +106,6 @@ class Watch(Instrument):
         self.attempts.append(self._now)
         self._now, self.is_open, self._since = Attempt(), False, perf_counter()
         self._has_backward = False
-
-    def to_json(self) -> list[dict[str, object]]:
-        """Returns what was noted."""
-        return [asdict(attempt) for attempt in self.attempts]
 
 
 def has_finite_grad(parameter: Tensor) -> bool:

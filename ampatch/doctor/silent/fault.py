@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Site
@@ -72,18 +72,17 @@ class Notes:
         """Notes what is a fault by now."""
         self.add(suspicion.kind, *suspicion.site, **suspicion.numbers, **numbers)
 
-    def to_json(self) -> list[dict[str, object]]:
-        """Returns what a child process leaves; steps are attempts as yet."""
-        return [asdict(fault) | {"steps": attempts} for fault, attempts in self._found.values()]
+    def found(self) -> list[SilentFault]:
+        """Returns the faults; their steps are attempts as yet."""
+        return [replace(fault, steps=tuple(attempts)) for fault, attempts in self._found.values()]
 
 
-def read_faults(found: Sequence[Mapping], steps: Mapping[int, int]) -> list[SilentFault]:
-    """Reads what runs have left, the same of several runs once; `steps` has the step of each attempt."""
+def merge_faults(found: Sequence[SilentFault], steps: Mapping[int, int]) -> list[SilentFault]:
+    """Returns what several runs found, the same once; `steps` has the step of each attempt."""
     merged: dict[tuple[object, ...], SilentFault] = {}
     for one in found:
-        attempts = sorted(one["steps"])
-        key = tuple(one[name] for name in ("kind", "where", "op", "module", "parameter"))
+        key = (one.kind, one.where, one.op, one.module, one.parameter)
         before = merged[key].steps if key in merged else ()
-        all_steps = tuple(sorted({*before, *(steps.get(attempt, attempt) for attempt in attempts)}))
-        merged[key] = SilentFault(**{**one, "step": min(all_steps, default=None), "steps": all_steps})
+        all_steps = tuple(sorted({*before, *(steps.get(attempt, attempt) for attempt in one.steps)}))
+        merged[key] = replace(one, step=min(all_steps, default=None), steps=all_steps)
     return sorted(merged.values(), key=lambda it: -1 if it.step is None else it.step)

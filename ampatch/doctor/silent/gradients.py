@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -66,7 +65,7 @@ class Ranges(Instrument, amp.Observer):
         if self._uses_float16 and is_sample(attempt) and attempt not in self.shares and grads:
             self.shares[attempt] = torch.stack([share_of_bad(plain(it)) for it in grads]).max().item()
 
-    def to_json(self) -> list[tuple[int, float]]:
+    def found(self) -> list[tuple[int, float]]:
         """Returns the attempts that are worth a comparison with float32, with their shares."""
         return [(attempt, share) for attempt, share in self.shares.items() if share >= SUSPECT]
 
@@ -94,8 +93,8 @@ def pick_sample(seen: Sequence[Mapping], attempts: Sequence[Attempt]) -> int | N
     return next((attempt for attempt, share in shares.items() if share >= NEAR * most), None)
 
 
-def compare_gradients(folder: str, attempt: int) -> tuple[list[dict[str, object]], str]:
-    """Returns the parameters whose gradients underflow, as a run leaves faults, and what is not known."""
+def compare_gradients(folder: str, attempt: int) -> tuple[list[SilentFault], str]:
+    """Returns the parameters whose gradients underflow, and what is not known."""
     taken = read_samples(folder)
     if len(taken) < len(FILES):
         return [], "whether gradients underflow: the step did not come again"
@@ -118,7 +117,7 @@ def compare_gradients(folder: str, attempt: int) -> tuple[list[dict[str, object]
                 numbers |= {"init_scale": best_scale(full["largest"])}
                 _, model, layer, _, name = key
                 fault = (attempt, "backward", model, layer, name, "backward", half["where"], numbers)
-                found.append(asdict(SilentFault("underflow", *fault, (attempt,))))
+                found.append(SilentFault("underflow", *fault, (attempt,)))
     return found, ""
 
 

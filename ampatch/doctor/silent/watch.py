@@ -22,10 +22,10 @@ class Silent:
         self.rules = [kind(clock, notes, window) for kind in (Shadows, Casts, Lengths, Float8, Updates)]
         self.rules.append(Reads(clock, notes, window, self._scaled))
 
-    def to_json(self) -> dict[str, object]:
+    def found(self) -> dict[str, list]:
         """Returns what was found, once the run is over."""
         self._scaled.close()
-        return {"faults": self._notes.to_json(), "ranges": self._ranges.to_json()}
+        return {"faults": self._notes.found(), "ranges": self._ranges.found()}
 
 
 def plan_window(attempts: Sequence[Attempt], sample: int | None) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.silent.fault import SilentFault, read_faults
+from ampatch.doctor.silent.fault import SilentFault, merge_faults
 
 MOST_SHOWN = 5
 # Kinds, by what else tells of them.
@@ -179,7 +179,7 @@ def examine_silent(
     """Returns the silent faults with their words, but for those whose line has a finding."""
     loud = {getattr(finding, "where", None) for finding in findings}
     found = [fault for run in seen for fault in run["faults"]]
-    faults = read_faults(found, {index: attempt.step for index, attempt in enumerate(attempts)})
+    faults = merge_faults(found, {index: attempt.step for index, attempt in enumerate(attempts)})
     kinds = {fault.kind for fault in faults}
     return tuple(
         explain(fault)
