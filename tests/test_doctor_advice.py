@@ -13,7 +13,7 @@ import pytest
 from ampatch.doctor.causes import explain
 from ampatch.doctor.finding import Finding
 from ampatch.doctor.runs import Run, Seen
-from ampatch.doctor.silent.words import MISUSES
+from ampatch.doctor.silent.fault import MISUSES
 from faults import fork_child, report_on
 
 HEAD = """

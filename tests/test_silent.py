@@ -19,10 +19,9 @@ from ampatch.doctor.instruments.dispatch import Operations
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.precision import without_casts
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.silent.fault import SilentFault
+from ampatch.doctor.silent.fault import SilentFault, examine_silent
 from ampatch.doctor.silent.gradients import compare_gradients
 from ampatch.doctor.silent.watch import Silent
-from ampatch.doctor.silent.words import examine_silent
 from ampatch.doctor.words import describe
 from doctor_samples import sample_finding
 

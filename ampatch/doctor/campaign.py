@@ -18,9 +18,9 @@ from ampatch.doctor.growth.curves import describe_growth, facts_of
 from ampatch.doctor.instruments.operations import QUOTIENTS, Origin
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.runs import Launch, Run, Seen, start_process
+from ampatch.doctor.silent.fault import examine_silent
 from ampatch.doctor.silent.gradients import compare_gradients, pick_sample
 from ampatch.doctor.silent.watch import plan_window
-from ampatch.doctor.silent.words import examine_silent
 from ampatch.doctor.suspects import describe_scale, find_hidden, find_suspects, leave_out_mended
 from ampatch.doctor.trial.trial import Trial
 
