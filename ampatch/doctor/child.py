@@ -61,7 +61,8 @@ def look(run: Run, clock: Clock) -> Callable[[], Seen]:
         Sample(clock, run.samples, run.sample, ends=run.float32 or not run.traces)
     trace = Trace(clock, run.window, run.goes_on) if run.traces else None
     clock.follow_run()
-    precision.keep_float32(run.keep_fp32, clock)
+    if run.keep_fp32:
+        precision.Keeper(run.keep_fp32, clock)
     if trace:
         torch.compiler.set_stance("force_eager")
         Operations(clock, [it for it in (brakes, *silent.rules, trace) if it]).follow()

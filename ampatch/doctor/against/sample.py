@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ampatch.doctor.instruments.clock import Clock, Instrument
 from ampatch.doctor.instruments.operations import Enough
-from ampatch.doctor.instruments.places import Models, device_of, user_line
+from ampatch.doctor.instruments.places import device_of, user_line
 from ampatch.doctor.instruments.values import drop_alike, floating_in, plain, quiet, random_of, set_random
 
 SAMPLES = 2**16  # numbers of a tensor, at most
@@ -108,9 +108,12 @@ class Sample(Instrument):
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Notes the loss, and its scale."""
-        self._clean = clean_in(self.clock.models) if self._is_now else set()
+        self._clean = set()
         if not self._is_now:
             return
+        for it in self.clock.models.parameters():  # a host sync for each
+            if it.grad is None or not plain(it.grad).any():
+                self._clean.add(id(it))
         if not self._losses:
             self._scale, self._where = self.clock.scale, user_line()
             self._look_at_draws()
@@ -145,11 +148,6 @@ def thin(tensor: Tensor) -> Tensor:
     """Returns a tensor's numbers on the processor, of a large one some at equal distances."""
     values = plain(tensor).flatten()
     return values[:: -(-values.numel() // SAMPLES) | 1].cpu().clone()  # an odd stride meets all columns
-
-
-def clean_in(models: Models) -> set[int]:
-    """Returns the ids of parameters that have no gradient as yet, or one of zeros; a host sync for each."""
-    return {id(it) for it in models.parameters() if it.grad is None or not plain(it.grad).any()}
 
 
 def is_parameter(key: Key) -> bool:

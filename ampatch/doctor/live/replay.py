@@ -70,7 +70,7 @@ def refuse(record: Record, models: Sequence[Module]) -> None:
     """Raises Impossible for what a replay would get wrong, or other ranks would have to join."""
     if not record.of(Forward):
         raise Impossible("no forward of a watched model came before it: watch what is called as model(...)")
-    if record.is_changed():
+    if any(tensor._version != version for tensor, version in record.slots.given):
         raise Impossible("what the step took was written to before its end")
     modules = [each for model in models for each in model.modules()]
     if any(hasattr(p, "to_local") for model in models for p in model.parameters()) or any(

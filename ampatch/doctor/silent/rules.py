@@ -133,7 +133,7 @@ class Casts(SilentRule):
             self._all.append(cast)
 
     def _cast_module(self, cast: Callable[..., Module], module: Module, *args, **kwargs) -> Module:
-        before = dtypes_of(module)
+        before = {it.dtype for it in module.parameters() if it.is_floating_point()}
         cast(module, *args, **kwargs)
         asked = [getattr(each, "dtype", each) for each in (*args, *kwargs.values())]  # by a type or a tensor
         if (
@@ -161,11 +161,6 @@ def is_undone(operation: Operation) -> bool:
     if operation.name in CASTS:
         return is_called_by_ampatch()
     return bool(operation.floating) and all(it.dtype is torch.float32 for it in operation.floating)
-
-
-def dtypes_of(module: Module) -> set[torch.dtype]:
-    """Returns the floating types of a module's parameters."""
-    return {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
 
 
 class Reads(SilentRule):
