@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Site
-from ampatch.doctor.instruments.places import Place
 from ampatch.doctor.instruments.watch import Attempt
 
 MOST_SHOWN = 5
@@ -175,30 +174,19 @@ class Notes:
         self._clock = clock
         self._found: dict[tuple[object, ...], tuple[SilentFault, list[int]]] = {}
 
-    def add(
-        self,
-        kind: str,
-        phase: str,
-        where: str | None,
-        op: str,
-        place: Place | None = None,
-        attempt: int | None = None,
-        **numbers: object,
-    ) -> None:
+    def add(self, kind: str, site: Site, attempt: int | None = None, **numbers: object) -> None:
         """Notes a fault, at the present attempt unless another is given."""
         attempt = self._clock.attempt if attempt is None else attempt
-        key = (kind, where, op, place and place.module)
-        if key not in self._found:
-            model, module = (None, "") if place is None else (place.model, place.module)
-            fault = SilentFault(kind, attempt, phase, model, module, None, op, where, numbers)
-            self._found[key] = fault, []
-        attempts = self._found[key][1]
+        phase, where, op, place = site
+        model, module = (None, "") if place is None else (place.model, place.module)
+        fault = SilentFault(kind, attempt, phase, model, module, None, op, where, numbers)
+        attempts = self._found.setdefault((kind, where, op, module), (fault, []))[1]
         if attempt not in attempts:
             attempts.append(attempt)
 
     def confirm(self, suspicion: Suspicion, **numbers: object) -> None:
         """Notes what is a fault by now."""
-        self.add(suspicion.kind, *suspicion.site, **suspicion.numbers, **numbers)
+        self.add(suspicion.kind, suspicion.site, **suspicion.numbers, **numbers)
 
     def found(self) -> list[SilentFault]:
         """Returns the faults; their steps are attempts as yet."""

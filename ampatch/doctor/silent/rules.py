@@ -95,7 +95,6 @@ class Casts(SilentRule):
         clock.wrap(Module, "to", self._cast_module)
 
     def forget(self) -> None:
-        """Begins with the next attempt."""
         self._casts = TensorNotes()
         self._all: list[Cast] = []
 
@@ -103,7 +102,7 @@ class Casts(SilentRule):
         """Notes the casts that had no effect."""
         for cast in self._all:
             if cast.undone and not cast.has_effect:
-                self._notes.add("float32_under_autocast", *cast.site, runs=cast.undone)
+                self._notes.add("float32_under_autocast", cast.site, runs=cast.undone)
         self.forget()
 
     def look(self, operation: Operation, kept: object, given: list[Tensor]) -> None:
@@ -151,9 +150,8 @@ class Casts(SilentRule):
             _, op, where = self._modules.get(each, (None, "", None))
             if op and each not in self._told:
                 self._told.add(each)
-                self._notes.add(
-                    "float32_under_autocast", "forward", where, op, operation.place, runs=operation.name
-                )
+                site = "forward", where, op, operation.place
+                self._notes.add("float32_under_autocast", site, runs=operation.name)
 
 
 def is_undone(operation: Operation) -> bool:
@@ -171,7 +169,6 @@ class Reads(SilentRule):
         self._scaled = scaled
 
     def forget(self) -> None:
-        """Begins with the next attempt."""
         self._grads: dict[int, tuple[Tensor, Tensor]] = {}  # by storage, kept so long: parameter, gradient
 
     def look(self, operation: Operation, kept: object, given: list[Tensor]) -> None:
@@ -184,16 +181,13 @@ class Reads(SilentRule):
         read = [self._grads[key_of(it)][0] for it in operation.floating if key_of(it) in self._grads]
         scale = self._scaled.scale_of(read) if read and is_called_by_user() else None
         if scale is not None and not self._scaled.was_asked:
-            self._notes.add(
-                "not_unscaled", "optimizer", operation.where, operation.name, operation.place, scale=scale
-            )
+            self._notes.add("not_unscaled", ("optimizer", *operation.site[1:]), scale=scale)
 
 
 class Lengths(SilentRule):
     """Sums of products in half that are divided by their length, when it may be too late."""
 
     def forget(self) -> None:
-        """Begins with the next attempt."""
         self._sums = TensorNotes()
 
     def look(self, operation: Operation, kept: object, given: list[Tensor]) -> None:
@@ -247,11 +241,10 @@ class Updates(SilentRule):
         lost = is_due & ((into.float() + gap * weight).to(into.dtype) == into)
         share = lost.sum().item() / max(is_due.sum().item(), 1)
         if share > STUCK:
-            self._seen[operation.site].add(self.clock.attempt)
-            if len(self._seen[operation.site]) == REPEATED:
-                numbers = {"share": share, "dtype": str(into.dtype)[6:]}
-                first = min(self._seen[operation.site])
-                self._notes.add("lost_updates", *operation.site, first, **numbers)
+            seen, dtype = self._seen[operation.site], str(into.dtype)[6:]
+            seen.add(self.clock.attempt)
+            if len(seen) == REPEATED:
+                self._notes.add("lost_updates", operation.site, min(seen), share=share, dtype=dtype)
 
 
 class Float8(SilentRule):
@@ -269,7 +262,7 @@ class Float8(SilentRule):
             share = lost / max(int((sizes > 0).sum()), 1)
             if share > ZEROS:
                 numbers = {"share": share, "largest": sizes.max().item(), "what": what}
-                self._notes.add("float8_underflow", *operation.site, **numbers)
+                self._notes.add("float8_underflow", operation.site, **numbers)
 
 
 def length_of(operation: Operation, given: Tensor) -> int:

@@ -43,7 +43,6 @@ class Shadows(SilentRule):
     """The shadows of one attempt, and the faults that wait for a backward pass to reach them."""
 
     def forget(self) -> None:
-        """Begins with the next attempt."""
         self._shadows = WeakTensorKeyDictionary()
         self._marks, self._faults = Marks(), list[Suspicion]()
 
