@@ -50,7 +50,7 @@ def look(run: Run, clock: Clock) -> Callable[[], Seen]:
     if run.float32:
         precision.without_casts(clock.undo)
     if run.bfloat16:
-        precision.take_bfloat16(clock.undo)
+        precision.make_with(torch.autocast, clock.undo, dtype=torch.bfloat16)
     if run.rate != 1.0:
         precision.lower_rates(run.rate, clock.undo)
     watch, growth = Watch(clock), None if run.every is None else Growth(clock, run.every)

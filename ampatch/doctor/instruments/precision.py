@@ -20,27 +20,21 @@ from ampatch.doctor.instruments.values import floating_in, largest_of, quiet
 LARGE = torch.finfo(torch.float16).max / 2
 
 
+def make_with(kind: type, undo: ExitStack, **given: object) -> None:
+    """Has objects of a class be made as if a script had given these arguments, until undone."""
+
+    def make(init: Callable[..., None], *args: object, **kwargs: object) -> None:
+        bound = inspect.signature(init).bind(*args, **kwargs)
+        bound.arguments.update(given)
+        init(*bound.args, **bound.kwargs)
+
+    wrap(kind, "__init__", make, undo)
+
+
 def without_casts(undo: ExitStack) -> None:
-    """Has `torch.autocast` and `GradScaler` do nothing, as if a script had said `enabled=False`."""
-
-    def disabled(init: Callable[..., None], *args: object, **kwargs: object) -> None:
-        bound = inspect.signature(init).bind(*args, **kwargs)
-        bound.arguments["enabled"] = False
-        init(*bound.args, **bound.kwargs)
-
-    wrap(torch.amp.GradScaler, "__init__", disabled, undo)
-    wrap(torch.autocast, "__init__", disabled, undo)
-
-
-def take_bfloat16(undo: ExitStack) -> None:
-    """Has `torch.autocast` take bfloat16, as if a script had said `dtype=torch.bfloat16`."""
-
-    def taking(init: Callable[..., None], *args: object, **kwargs: object) -> None:
-        bound = inspect.signature(init).bind(*args, **kwargs)
-        bound.arguments["dtype"] = torch.bfloat16
-        init(*bound.args, **bound.kwargs)
-
-    wrap(torch.autocast, "__init__", taking, undo)
+    """Has `torch.autocast` and `GradScaler` do nothing."""
+    make_with(torch.amp.GradScaler, undo, enabled=False)
+    make_with(torch.autocast, undo, enabled=False)
 
 
 def lower_rates(factor: float, undo: ExitStack) -> None:
