@@ -81,9 +81,8 @@ def watch(text):
             exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})
         except RuntimeError as raised:
             error = raised
-    seen = silent.found()
     attempts = [Attempt(step) for step in range(clock.attempt)]
-    return examine_silent([seen], attempts, ()), error
+    return examine_silent(silent.found(), attempts, ()), error
 
 
 def lines_of(text):
@@ -478,7 +477,7 @@ def run_sample(text, folder, attempt, repeats):
         torch.manual_seed(0)
         with suppress(Enough):
             exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})
-    return dict(silent.found()["ranges"])
+    return silent.ranges.shares
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

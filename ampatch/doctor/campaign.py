@@ -18,7 +18,7 @@ from ampatch.doctor.growth.curves import describe_growth, facts_of
 from ampatch.doctor.instruments.operations import QUOTIENTS, Origin
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.runs import Launch, Run, Seen, start_process
-from ampatch.doctor.silent.fault import examine_silent
+from ampatch.doctor.silent.fault import SilentFault, examine_silent
 from ampatch.doctor.silent.gradients import compare_gradients, pick_sample
 from ampatch.doctor.silent.watch import plan_window
 from ampatch.doctor.suspects import describe_scale, find_hidden, find_suspects, leave_out_mended
@@ -41,7 +41,7 @@ class Campaign:
     unknown: list[str] = field(default_factory=list)
     seen: dict[str, Seen] = field(default_factory=dict)  # of the last run of a name
     ended: dict[str, str] = field(default_factory=dict)  # how runs ended that raised, by name
-    silent: list[dict] = field(default_factory=list)  # what the watched and the traced run left
+    silent: list[SilentFault] = field(default_factory=list)  # of the watched and the traced run
 
     def report(self, propose: bool = False, against: str | None = None) -> Report:
         """Runs the script as often as it takes; see `_report`."""
@@ -55,7 +55,7 @@ class Campaign:
         self._say_what_was_not_watched(seen)
         attempts = seen.attempts
         growth = describe_growth(seen.growth, attempts) if attempts else None
-        sample = pick_sample(self.silent, attempts)
+        sample = pick_sample(seen.shares, attempts)
         window = seen.suspects[:MOST_TRACED] or range(min(ALWAYS_TRACED, len(attempts)))
         window = tuple(sorted({*window, *plan_window(attempts, sample)}))
         run = replace(self.run, traces=True, window=window, sample=sample, speed=True, goes_on=propose)
@@ -69,7 +69,7 @@ class Campaign:
             findings = self._explain(findings, seen, again, facts_of(growth) if growth else {})
         elif sample is not None:
             faults, reason = compare_gradients(self.run.samples, sample)
-            self.silent.append({"faults": faults})
+            self.silent += faults
             self.unknown += [reason] if reason else []
         is_kept = propose and findings and findings[0].float32_survives
         proposed = self._propose(findings[0].module, window) if is_kept else ()
@@ -221,7 +221,7 @@ class Campaign:
             error = ended.split("\n")[0]
             if not any(it.endswith(error) for it in self.unknown):  # the same of each run, once
                 self.unknown.append(f"the {name} {error}")
-        self.silent += [seen.silent] if name in ("watched", "traced") else []
+        self.silent += seen.silent if name in ("watched", "traced") else []
         return seen
 
 

@@ -71,6 +71,7 @@ def look(run: Run, clock: Clock) -> Callable[[], Seen]:
         return Seen(
             *(tuple(watch.attempts), watch.is_open, watch.is_half, tuple(trace.found() if trace else ())),
             silent=silent.found(),
+            shares=silent.ranges.shares,
             growth=growth.to_json() if growth else None,
             speed=brakes.to_json() if brakes else None,
             without_gpu=tuple(sorted(without_gpu)),

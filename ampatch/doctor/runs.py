@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ampatch.doctor.instruments.operations import Origin
 from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.silent.fault import SilentFault
 from ampatch.doctor.suspects import find_suspects
 from ampatch.tools.process import child_process, wait
 from ampatch.tools.stop import noting_signals
@@ -67,7 +68,8 @@ class Seen:
     is_open: bool
     is_half: bool  # a model had half parameters
     origins: tuple[Origin, ...]
-    silent: dict | None = None
+    silent: tuple[SilentFault, ...] = ()
+    shares: dict[int, float] = field(default_factory=dict)  # as `Ranges` notes them
     growth: dict | None = None
     speed: dict | None = None
     without_gpu: tuple[str, ...] = ()  # lines that turn on autocast for a GPU that is not there

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ampatch.doctor.instruments.clock import Clock
@@ -188,9 +188,9 @@ class Notes:
         """Notes what is a fault by now."""
         self.add(suspicion.kind, suspicion.site, **suspicion.numbers, **numbers)
 
-    def found(self) -> list[SilentFault]:
+    def found(self) -> tuple[SilentFault, ...]:
         """Returns the faults; their steps are attempts as yet."""
-        return [replace(fault, steps=tuple(attempts)) for fault, attempts in self._found.values()]
+        return tuple(replace(fault, steps=tuple(attempts)) for fault, attempts in self._found.values())
 
 
 # ---- In words ----
@@ -234,11 +234,11 @@ def describe_silent(
 
 
 def examine_silent(
-    seen: Sequence[Mapping], attempts: Sequence[Attempt], findings: Sequence[object]
+    found: Sequence[SilentFault], attempts: Sequence[Attempt], findings: Sequence[object]
 ) -> tuple[SilentFault, ...]:
     """Returns the silent faults with their words, but for those whose line has a finding."""
     loud = {getattr(finding, "where", None) for finding in findings}
-    faults = merge_faults([fault for run in seen for fault in run["faults"]], attempts)
+    faults = merge_faults(found, attempts)
     kinds = {fault.kind for fault in faults}
     return tuple(
         explain(fault)

@@ -65,10 +65,6 @@ class Ranges(Instrument, amp.Observer):
         if self._uses_float16 and is_sample(attempt) and attempt not in self.shares and grads:
             self.shares[attempt] = torch.stack([share_of_bad(plain(it)) for it in grads]).max().item()
 
-    def found(self) -> list[tuple[int, float]]:
-        """Returns the attempts that are worth a comparison with float32, with their shares."""
-        return [(attempt, share) for attempt, share in self.shares.items() if share >= SUSPECT]
-
 
 def share_of_bad(grad: Tensor) -> Tensor:
     """Returns the share of subnormals, or 1 if all are zeros; 0 where the gradient never was in float16."""
@@ -82,12 +78,12 @@ def share_of_bad(grad: Tensor) -> Tensor:
 # ---- The comparison ----
 
 
-def pick_sample(seen: Sequence[Mapping], attempts: Sequence[Attempt]) -> int | None:
+def pick_sample(shares: Mapping[int, float], attempts: Sequence[Attempt]) -> int | None:
     """Returns the attempt whose gradients are to be compared with float32, the first of the worst."""
     shares = {
         attempt: share
-        for attempt, share in (seen[0]["ranges"] if seen else ())
-        if attempt < len(attempts) and attempts[attempt].is_finite
+        for attempt, share in shares.items()
+        if share >= SUSPECT and attempt < len(attempts) and attempts[attempt].is_finite
     }
     most = max(shares.values(), default=0.0)
     return next((attempt for attempt, share in shares.items() if share >= NEAR * most), None)

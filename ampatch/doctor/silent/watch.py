@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.silent.fault import Notes
+from ampatch.doctor.silent.fault import Notes, SilentFault
 from ampatch.doctor.silent.gradients import Ranges
 from ampatch.doctor.silent.rules import FIRST, Casts, Float8, Lengths, Reads, Updates
 from ampatch.doctor.silent.scaled import Scaled
@@ -18,14 +18,14 @@ class Silent:
 
     def __init__(self, clock: Clock, window: Collection[int] = ()) -> None:
         self._notes = notes = Notes(clock)
-        self._scaled, self._ranges = Scaled(clock, notes), Ranges(clock)
+        self._scaled, self.ranges = Scaled(clock, notes), Ranges(clock)
         self.rules = [kind(clock, notes, window) for kind in (Shadows, Casts, Lengths, Float8, Updates)]
         self.rules.append(Reads(clock, notes, window, self._scaled))
 
-    def found(self) -> dict[str, list]:
+    def found(self) -> tuple[SilentFault, ...]:
         """Returns what was found, once the run is over."""
         self._scaled.close()
-        return {"faults": self._notes.found(), "ranges": self._ranges.found()}
+        return self._notes.found()
 
 
 def plan_window(attempts: Sequence[Attempt], sample: int | None) -> tuple[int, ...]:
