@@ -294,8 +294,3 @@ def with_closure(args: tuple, kwargs: dict, run: Callable[..., object]) -> tuple
         return None
     new = [functools.partial(run, each) if callable(each) else each for each in given]
     return (args[0], *new[: len(args) - 1]), dict(zip(kwargs, new[len(args) - 1 :], strict=True))
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Returns the parameters that an optimizer steps."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

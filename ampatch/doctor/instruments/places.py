@@ -154,6 +154,11 @@ def masters_of(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
         return []
 
 
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Returns the parameters that an optimizer steps."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def unwrap(module: Module) -> Module:
     """Returns the user's own module out of what distributes or compiles it."""
     while type(module).__module__.startswith("torch."):

@@ -17,11 +17,16 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 
 from ampatch.doctor.instruments import operations as ops
-from ampatch.doctor.instruments.clock import Clock, parameters_of
+from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operation, Rule
 from ampatch.doctor.instruments.evidence import Evidence, explain_arguments, note_error, note_written
 from ampatch.doctor.instruments.marks import Marks, Origins
-from ampatch.doctor.instruments.places import is_called_by_ampatch, is_called_by_scaler, user_line
+from ampatch.doctor.instruments.places import (
+    is_called_by_ampatch,
+    is_called_by_scaler,
+    parameters_of,
+    user_line,
+)
 from ampatch.doctor.instruments.region import function_at, is_half_tensor, region_in_float32
 from ampatch.doctor.instruments.values import (
     Tensors,

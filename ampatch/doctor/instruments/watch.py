@@ -11,7 +11,8 @@ from torch.amp import GradScaler
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ampatch.doctor.instruments.clock import Clock, Instrument, parameters_of
+from ampatch.doctor.instruments.clock import Clock, Instrument
+from ampatch.doctor.instruments.places import parameters_of
 from ampatch.doctor.instruments.values import is_finite, tensors_in
 from ampatch.levels.precision import HALF_TYPES
 

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import ampatch as amp
-from ampatch.doctor.instruments.clock import Clock, Instrument, parameters_of
+from ampatch.doctor.instruments.clock import Clock, Instrument
 from ampatch.doctor.instruments.operations import nodes_of
-from ampatch.doctor.instruments.places import SHOWN, is_called_by_doctor, user_line
+from ampatch.doctor.instruments.places import SHOWN, is_called_by_doctor, parameters_of, user_line
 from ampatch.doctor.instruments.values import is_finite, plain, tensors_in
 from ampatch.doctor.silent.fault import Notes
 
