@@ -179,18 +179,17 @@ class Trace(Rule):
 
     def after(self, operation: Operation, kept: Kept, result: object) -> None:
         """Follows what is bad, and what arguments show."""
-        args, kwargs, taken = operation.args, operation.kwargs, operation.taken
         given = inexact_in(result)
-        if operation.name.endswith("_") and args:  # in place; of functions named _foreach_ a list
-            given += inexact_in(args[0])
+        if operation.name.endswith("_") and operation.args:  # in place; of functions named _foreach_ a list
+            given += inexact_in(operation.args[0])
         if not given:
             return
         call = self._describe(operation, given)
         self.origins.is_repeat = self.clock.repeats
-        self._evidence.follow(call, args, kwargs, taken, given)
+        self._evidence.follow(call, operation, given)
         self._look(call, operation, kept, given)
         for origin in (it for it in self.origins.all if it.call is call):
-            explain_arguments(origin, args, kwargs, taken, self.models.like_place())
+            explain_arguments(origin, operation, self.models.like_place())
 
     def see_error(self, operation: Operation, error: Exception) -> None:
         """Notes an operation that raises an error."""
@@ -292,5 +291,4 @@ class Trace(Rule):
 
 def names_infinity(operation: Operation) -> bool:
     """Says whether an argument is inf or NaN itself, as the fill value of a mask; a rate may be infinite."""
-    arguments = (operation.args, *operation.kwargs.values())
-    return operation.phase != "optimizer" and holds_no_number(arguments)
+    return operation.phase != "optimizer" and holds_no_number(operation.arguments)

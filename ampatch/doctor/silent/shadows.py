@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ampatch.doctor.instruments.dispatch import Operation
 from ampatch.doctor.instruments.marks import Marks
 from ampatch.doctor.instruments.places import is_called_by_scaler
-from ampatch.doctor.instruments.values import floating_in, holds_no_number
+from ampatch.doctor.instruments.values import floating_in, holds_no_number, is_finite
 from ampatch.doctor.silent.fault import Suspicion
 from ampatch.doctor.silent.rules import SilentRule
 from ampatch.levels.precision import HALF_TYPES
@@ -145,8 +145,7 @@ def find_loss(operation: Operation, given: list[Tensor]) -> Suspicion | None:
         if tensor.dtype not in HALF_TYPES or tensor.layout is not torch.strided or not tensor.numel():
             continue
         if not torch.isfinite(tensor).all():
-            is_named = holds_no_number((operation.args, tuple(operation.kwargs.values())))
-            if is_named or not all(bool(torch.isfinite(it).all()) for it in operation.floating):
+            if holds_no_number(operation.arguments) or not all(map(is_finite, operation.floating)):
                 return None
             return new_loss("zeros", operation, tensor)
         if (tensor == 0).float().mean() >= MOST and any(bool(it.any()) for it in operation.floating):
