@@ -36,8 +36,8 @@ class Sample(Instrument):
         self._folder, self._wanted, self._ends = Path(folder), attempt, ends
         self._repeats = (self._folder / FILES[0]).exists()
         self._entered: set[int] = set()
-        self._losses: list[float] = []  # of backward passes
-        self._scale, self._where = 1.0, None  # of the first
+        self._loss: float | None = None  # of the first backward pass
+        self._scale, self._where = 1.0, None
         self.tensors: dict[Key, Tensor] = {}
         self._last: Tensor | None = None
         self._clean: set[int] = set()  # ids of parameters without gradients before the backward pass
@@ -114,11 +114,11 @@ class Sample(Instrument):
         for it in self.clock.models.parameters():  # a host sync for each
             if it.grad is None or not plain(it.grad).any():
                 self._clean.add(id(it))
-        if not self._losses:
+        if self._loss is None:
+            self._loss = sum(loss.detach().sum().item() for loss in losses)
             self._scale, self._where = self.clock.scale, user_line()
             self._look_at_draws()
             self._device = torch.device("cpu")  # a checkpoint draws again in the backward
-        self._losses.append(sum(loss.detach().sum().item() for loss in losses))
 
     def end_backward(self) -> None:
         """Takes the gradients of parameters, the last layer's first."""
@@ -134,11 +134,7 @@ class Sample(Instrument):
 
     def _save(self) -> None:
         if self.tensors:
-            kept = {
-                "attempt": self._wanted,
-                "loss": sum(self._losses[:1]) / self._scale,
-                "scale": self._scale,
-            }
+            kept = {"attempt": self._wanted, "loss": (self._loss or 0.0) / self._scale, "scale": self._scale}
             kept |= {"where": self._where, "tensors": self.tensors, "is_drawn": self._is_drawn}
             kept |= {"largest": max((it.item() for it in self._largest), default=0.0)}
             torch.save(kept, self._folder / FILES[self._repeats])
