@@ -24,7 +24,7 @@ from ampatch.doctor.instruments.operations import (
 )
 from ampatch.doctor.instruments.places import is_called_by_user
 from ampatch.doctor.instruments.values import Damage, TensorNotes, Tensors, plain
-from ampatch.doctor.text.source import Lines, Source
+from ampatch.doctor.text.source import Lines, place_of, statement_of
 from ampatch.levels.precision import HALF_TYPES
 
 MASKING = ("add", "add_", "sub", "sub_")  # to the lowest number of a type, which is -inf then
@@ -68,8 +68,7 @@ def names_half(where: str | None) -> bool:
 
 def text_of(where: str | None) -> str:
     """Returns the line at "file:line"."""
-    path, _, line = (where or "").rpartition(":")
-    return linecache.getline(path, int(line)) if line else ""
+    return linecache.getline(*place_of(where))
 
 
 def explain_arguments(origin: Origin, of: Operation, like: list[str]) -> None:
@@ -211,18 +210,14 @@ def lines_with(where: str | None, constant: float) -> tuple[list[str], str]:
 
     The given line alone if it has it.
     """
-    path, _, line = (where or "").rpartition(":")
-    try:
-        source = Source(path)
-    except SyntaxError:
-        return [], ""
+    (path, line), (source, _) = place_of(where), statement_of(where)
     found: dict[int, str] = {}
     for node in ast.walk(source.tree):  # -1e9 before 1e9
         value = number_of(node, constant)
         if value is not None and (value == constant or abs(value) == abs(constant) < math.inf):
             text = source.text[source.begin(node) : source.end(node)].decode()
             found.setdefault(node.lineno, text if value == constant else "")
-    lines = [int(line)] if int(line) in found else sorted(found)
+    lines = [line] if line in found else sorted(found)
     return [f"{path}:{it}" for it in lines], found[lines[0]] if lines else ""
 
 
