@@ -160,6 +160,6 @@ def extreme_reports():
             growth=describe_growth(notes_of(long), attempts_of()),
             against=sample_against() | {"rows": sample_against()["rows"] * 40},
         ),
-        "one step": Report(growth=once),
+        "one step": Report(growth=once, speed=sample_speed() | {"steps": 0}),  # which raised an error
         "all alike": Report(against=sample_against() | {"first": None, "rows": [row("forward", "", 0.0)]}),
     }

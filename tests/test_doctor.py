@@ -20,10 +20,11 @@ from ampatch.doctor.errors import describe_error
 from ampatch.doctor.finding import Finding, Report
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
+from ampatch.doctor.instruments.operations import Call, Origin
 from ampatch.doctor.instruments.places import Models, user_line
 from ampatch.doctor.instruments.trace import Trace
+from ampatch.doctor.instruments.values import Damage, holds_no_number, is_finite
 from ampatch.doctor.instruments.values import examine as examine_tensor
-from ampatch.doctor.instruments.values import holds_no_number, is_finite
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.runs import Run, Seen, start_process
 from ampatch.doctor.suspects import describe_scale, find_suspects, is_collapse
@@ -328,9 +329,9 @@ def test_a_signal_ends_the_script_as_well(tmp_path, number):
 @pytest.mark.process
 def test_a_process_of_the_script_leaves_what_was_seen_its_status_and_what_it_said(tmp_path):
     (tmp_path / "train.py").write_text(FUNCTIONS + "import sys; print(step, file=sys.stderr); sys.exit(3)")
-    run = Run(str(tmp_path / "train.py"), out=str(tmp_path / "seen.json"))
+    run = Run(str(tmp_path / "train.py"), out=str(tmp_path / "seen"))
     assert start_process(run, tmp_path) == (3, "3\n")
-    assert len(json.loads((tmp_path / "seen.json").read_text())["attempts"]) == 4
+    assert len(Seen.read(tmp_path / "seen").attempts) == 4
 
 
 @pytest.mark.process
@@ -670,18 +671,9 @@ def test_suspects(words, suspects, collapse):
 
 def origin(attempt, is_of_scale, op="mul"):
     """What a trace leaves of an operation that reached the loss."""
-    call = {"op": op, "place": None, "where": "t.py:1", "phase": "loss", "dtype": "float16", "origins": []}
-    damage = {
-        "kind": "inf",
-        "element": (0,),
-        "count": 1,
-        "largest_finite": 1.0,
-        "shape": (1,),
-        "dtype": "float16",
-    }
-    values = {"call": call, "phase": "backward", "damage": damage, "micro_step": 0, "batch_sizes": ()}
-    values |= {"input_largest": 1.0, "parameter": None, "node": None, "region": ()}
-    return values | {"attempt": attempt, "has_reached": True, "is_of_scale": is_of_scale}
+    call, damage = Call(op, "loss", None, "t.py:1", "float16"), Damage("inf", (0,), 1, 1.0, (1,), "float16")
+    more = {"attempt": attempt, "has_reached": True, "is_of_scale": is_of_scale}
+    return Origin(call, "backward", damage, 0, 1.0, **more)
 
 
 @pytest.mark.parametrize(
@@ -707,7 +699,7 @@ def test_what_a_smaller_scale_mends_counts_where_none_is_found(words, origins, f
 
 def test_what_came_after_weights_were_lost_is_left_out():
     seen = Seen(tuple(attempts("gwg")), False, False, (origin(1, False), origin(2, False)))
-    assert [it["attempt"] for it in origins_of(seen)] == [1]
+    assert [it.attempt for it in origins_of(seen)] == [1]
 
 
 def test_steps_without_a_scale_do_not_make_a_search_a_collapse():

@@ -1,7 +1,6 @@
 """Scripts after what people report: the first advice, applied to the letter, and the script trains."""
 
 import ast
-import json
 import re
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 from ampatch.doctor.causes import explain
 from ampatch.doctor.finding import Finding
 from ampatch.doctor.runs import Run, Seen
-from ampatch.doctor.silent.words import MISUSES
+from ampatch.doctor.silent.fault import MISUSES
 from faults import fork_child, report_on
 
 HEAD = """
@@ -146,9 +145,9 @@ def trains(attempts, said):
 def run(script, folder):
     """Says whether a script trains."""
     (folder / "fixed.py").write_text(script)
-    out = folder / "seen.json"
+    out = folder / "seen"
     status, said = fork_child(Run(str(folder / "fixed.py"), ("--steps", "40"), out=str(out)), folder)
-    return status == 0 and trains(Seen.read(json.loads(out.read_text())).attempts, said)
+    return status == 0 and trains(Seen.read(out).attempts, said)
 
 
 @pytest.mark.process(keep=8)

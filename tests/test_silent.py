@@ -19,10 +19,9 @@ from ampatch.doctor.instruments.dispatch import Operations
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.precision import without_casts
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.silent.fault import SilentFault
+from ampatch.doctor.silent.fault import SilentFault, examine_silent
 from ampatch.doctor.silent.gradients import compare_gradients
 from ampatch.doctor.silent.watch import Silent
-from ampatch.doctor.silent.words import examine_silent
 from ampatch.doctor.words import describe
 from doctor_samples import sample_finding
 
@@ -76,15 +75,14 @@ def watch(text):
     with ExitStack() as stack:
         silent = Silent(clock := Clock(stack))
         clock.follow_run()
-        Operations(clock, [silent]).follow()
+        Operations(clock, silent.rules).follow()
         stack.callback(amp.uninitialize)  # before what it is patched over is gone
         try:
             exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})
         except RuntimeError as raised:
             error = raised
-    seen = silent.to_json()
     attempts = [Attempt(step) for step in range(clock.attempt)]
-    return examine_silent([seen], attempts, ()), error
+    return examine_silent(silent.found(), attempts, ()), error
 
 
 def lines_of(text):
@@ -479,7 +477,7 @@ def run_sample(text, folder, attempt, repeats):
         torch.manual_seed(0)
         with suppress(Enough):
             exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})
-    return dict(silent.to_json()["ranges"])
+    return silent.ranges.shares
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -495,7 +493,7 @@ def test_gradients_that_underflow_are_told_from_zeros_of_float32(tmp_path, style
     run_sample(text, tmp_path, attempt, repeats=True)
     found, unknown = compare_gradients(tmp_path, attempt)
     assert unknown == ""
-    by_name = {it["parameter"]: it["numbers"] for it in found}
+    by_name = {it.parameter: it.numbers for it in found}
     assert {"one.weight", "two.weight"} <= set(by_name)
     assert not {"dead.weight", "dead.bias"} & set(by_name)
     rows = by_name.get("rows.weight", {"zeros_in_float32": 1, "share": 0})

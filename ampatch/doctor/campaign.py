@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -16,12 +15,12 @@ from ampatch.doctor.errors import describe_error
 from ampatch.doctor.finding import Finding, Report, read_finding
 from ampatch.doctor.growth.brakes import MOST_STEPS
 from ampatch.doctor.growth.curves import describe_growth, facts_of
-from ampatch.doctor.instruments.operations import QUOTIENTS
+from ampatch.doctor.instruments.operations import QUOTIENTS, Origin
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.runs import Launch, Run, Seen, start_process
+from ampatch.doctor.silent.fault import SilentFault, examine_silent
 from ampatch.doctor.silent.gradients import compare_gradients, pick_sample
 from ampatch.doctor.silent.watch import plan_window
-from ampatch.doctor.silent.words import examine_silent
 from ampatch.doctor.suspects import describe_scale, find_hidden, find_suspects, leave_out_mended
 from ampatch.doctor.trial.trial import Trial
 
@@ -42,7 +41,7 @@ class Campaign:
     unknown: list[str] = field(default_factory=list)
     seen: dict[str, Seen] = field(default_factory=dict)  # of the last run of a name
     ended: dict[str, str] = field(default_factory=dict)  # how runs ended that raised, by name
-    silent: list[dict] = field(default_factory=list)  # what the watched and the traced run left
+    silent: list[SilentFault] = field(default_factory=list)  # of the watched and the traced run
 
     def report(self, propose: bool = False, against: str | None = None) -> Report:
         """Runs the script as often as it takes; see `_report`."""
@@ -56,7 +55,7 @@ class Campaign:
         self._say_what_was_not_watched(seen)
         attempts = seen.attempts
         growth = describe_growth(seen.growth, attempts) if attempts else None
-        sample = pick_sample(self.silent, attempts)
+        sample = pick_sample(seen.shares, attempts)
         window = seen.suspects[:MOST_TRACED] or range(min(ALWAYS_TRACED, len(attempts)))
         window = tuple(sorted({*window, *plan_window(attempts, sample)}))
         run = replace(self.run, traces=True, window=window, sample=sample, speed=True, goes_on=propose)
@@ -70,12 +69,12 @@ class Campaign:
             findings = self._explain(findings, seen, again, facts_of(growth) if growth else {})
         elif sample is not None:
             faults, reason = compare_gradients(self.run.samples, sample)
-            self.silent.append({"faults": faults})
+            self.silent += faults
             self.unknown += [reason] if reason else []
         is_kept = propose and findings and findings[0].float32_survives
         proposed = self._propose(findings[0].module, window) if is_kept else ()
         compared = against and compare_levels(self._start, self.run, against, attempts, self.unknown)
-        harmless = merge(attempts, [it for it in origins if not it["has_reached"]])
+        harmless = merge(attempts, [it for it in origins if not it.has_reached])
         return Report(
             *(tuple(findings), tuple(map(explain, harmless)), describe_scale(attempts), proposed, self.runs),
             tuple(self.unknown),
@@ -125,10 +124,10 @@ class Campaign:
             )
 
     def _say_what_was_not_traced(
-        self, seen: Seen, origins: Sequence[dict], findings: Sequence[Finding]
+        self, seen: Seen, origins: Sequence[Origin], findings: Sequence[Finding]
     ) -> str:
         """Returns what broke and has no finding, and why."""
-        if find_suspects(seen.attempts) and not any(it["has_reached"] for it in origins):
+        if find_suspects(seen.attempts) and not any(it.has_reached for it in origins):
             step = seen.attempts[seen.suspects[0]].step
             again = "it did not happen again: seed what it draws"
             reason = self.ended.get("traced", again).replace("run ended", "that run ended")
@@ -166,7 +165,7 @@ class Campaign:
         if not broken and len(again.attempts) < len(seen.attempts):
             self.unknown.append("in float32 the script ended before its last step")
             return None
-        survives = not broken and not any(it["has_reached"] for it in again.origins)
+        survives = not broken and not any(it.has_reached for it in again.origins)
         if again.is_half and not survives:
             self.unknown.append(
                 "whether float32 survives: the script makes its model half by itself, as .half() does"
@@ -213,26 +212,26 @@ class Campaign:
         """Runs the script in a process of its own, and returns what it left."""
         self.runs += 1
         with tempfile.TemporaryDirectory(prefix="ampatch-doctor-") as folder:
-            out = Path(folder, "seen.json")
+            out = Path(folder, "seen")
             status, said = self.launch(replace(run, out=str(out)), Path(folder))
             if not out.exists():
                 last = said.strip()[-500:] or "it said nothing; os._exit and kill do that"
                 raise AmpError(f"the {name} run left no report, and ended with status {status}: {last}")
-            seen = self.seen[name] = Seen.read(json.loads(out.read_text()))
+            seen = self.seen[name] = Seen.read(out)
         if status and name != "tried":
             ended = self.ended[name] = f"run ended with status {status}: {describe_error(said)}"
             error = ended.split("\n")[0]
             if not any(it.endswith(error) for it in self.unknown):  # the same of each run, once
                 self.unknown.append(f"the {name} {error}")
-        self.silent += [seen.silent] if name in ("watched", "traced") else []
+        self.silent += seen.silent if name in ("watched", "traced") else []
         return seen
 
 
-def origins_of(seen: Seen) -> tuple[dict, ...]:
+def origins_of(seen: Seen) -> tuple[Origin, ...]:
     """Returns the origins up to the first attempt that left bad weights: all that follows comes of it."""
     bad = (index for index, attempt in enumerate(seen.attempts) if not attempt.weights)
     last = next(bad, len(seen.attempts))
-    return tuple(it for it in seen.origins if it["attempt"] <= last)
+    return tuple(it for it in seen.origins if it.attempt <= last)
 
 
 def order_of(finding: Finding) -> tuple[int, bool]:
@@ -259,23 +258,23 @@ def places_of(finding: Finding, findings: Sequence[Finding]) -> tuple[str | None
     return tuple(it.where for it in findings if constant and it.facts.get("constant") == constant)
 
 
-def find_behind(again: Seen, hidden: Sequence[int]) -> list[dict]:
+def find_behind(again: Seen, hidden: Sequence[int]) -> list[Origin]:
     """Returns what broke in float32 at attempts whose gradients a loss scale had made too large."""
     found = () if again.is_half else origins_of(again)
-    return [it for it in found if it["has_reached"] and it["attempt"] in hidden]
+    return [it for it in found if it.has_reached and it.attempt in hidden]
 
 
-def findings_in(seen: Seen, origins: Sequence[dict], may_collapse: bool = True) -> list[Finding]:
+def findings_in(seen: Seen, origins: Sequence[Origin], may_collapse: bool = True) -> list[Finding]:
     """Returns what reached a loss, gradient or weight, but for what a dynamic scale mends by itself."""
-    found = [it for it in origins if it["has_reached"] and it["attempt"] in seen.suspects]
+    found = [it for it in origins if it.has_reached and it.attempt in seen.suspects]
     return merge(seen.attempts, leave_out_mended(seen.attempts, found, may_collapse))
 
 
-def merge(attempts: Sequence[Attempt], origins: Sequence[dict]) -> list[Finding]:
+def merge(attempts: Sequence[Attempt], origins: Sequence[Origin]) -> list[Finding]:
     """Reads origins, and keeps the first of those that are the same at several steps, with their steps."""
     after = Attempt(attempts[-1].step + 1 if attempts else 0)  # which never came
     there = [*attempts, after]
-    return merge_steps([read_finding(it, there[min(it["attempt"], len(attempts))]) for it in origins])
+    return merge_steps([read_finding(it, there[min(it.attempt, len(attempts))]) for it in origins])
 
 
 def merge_steps(findings: Sequence[Finding]) -> list[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ from ampatch.doctor.instruments.dispatch import Operations
 from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.watch import Watch
-from ampatch.doctor.runs import Run
+from ampatch.doctor.runs import Run, Seen
 from ampatch.doctor.silent.watch import Silent
 from ampatch.doctor.trial.edited import edited
 from ampatch.tools.seeds import set_seeds
@@ -35,7 +36,7 @@ def main(run: Run) -> None:
     apex.install(post_mortem=False, **overrides)
     with ExitStack() as stack, edited(run.edits):
         seen = look(run, Clock(stack))
-        stack.callback(lambda: Path(run.out).write_text(json.dumps(seen())))
+        stack.callback(lambda: Path(run.out).write_bytes(pickle.dumps(seen())))
         set_seeds(0)
         try:
             Script(run.script, tuple(run.arguments), run.is_module, run.device, run.legacy).run()
@@ -43,13 +44,13 @@ def main(run: Run) -> None:
             return
 
 
-def look(run: Run, clock: Clock) -> Callable[[], dict[str, object]]:
-    """Has a run looked at until its clock is undone; returns what tells what was seen, as a `Seen`."""
+def look(run: Run, clock: Clock) -> Callable[[], Seen]:
+    """Has a run looked at until its clock is undone; returns what tells what was seen."""
     without_gpu = precision.note_autocast_without_gpu(clock.undo)
     if run.float32:
         precision.without_casts(clock.undo)
     if run.bfloat16:
-        precision.take_bfloat16(clock.undo)
+        precision.make_with(torch.autocast, clock.undo, dtype=torch.bfloat16)
     if run.rate != 1.0:
         precision.lower_rates(run.rate, clock.undo)
     watch, growth = Watch(clock), None if run.every is None else Growth(clock, run.every)
@@ -60,19 +61,22 @@ def look(run: Run, clock: Clock) -> Callable[[], dict[str, object]]:
         Sample(clock, run.samples, run.sample, ends=run.float32 or not run.traces)
     trace = Trace(clock, run.window, run.goes_on) if run.traces else None
     clock.follow_run()
-    precision.keep_float32(run.keep_fp32, clock)
+    if run.keep_fp32:
+        precision.Keeper(run.keep_fp32, clock)
     if trace:
         torch.compiler.set_stance("force_eager")
-        Operations(clock, [rule for rule in (brakes, silent, trace) if rule]).follow()
+        Operations(clock, [it for it in (brakes, *silent.rules, trace) if it]).follow()
 
-    def seen() -> dict[str, object]:
-        found = {"attempts": watch, "origins": trace, "silent": silent, "growth": growth, "speed": brakes}
-        return {
-            "origins": (),
-            **{name: it.to_json() for name, it in found.items() if it},
-            **{"is_open": watch.is_open, "is_half": watch.is_half, "without_gpu": sorted(without_gpu)},
-            "oversized": list(oversized.names if oversized else ()),
-        }
+    def seen() -> Seen:
+        return Seen(
+            *(tuple(watch.attempts), watch.is_open, watch.is_half, tuple(trace.found() if trace else ())),
+            silent=silent.found(),
+            shares=silent.ranges.shares,
+            growth=growth.to_json() if growth else None,
+            speed=brakes.to_json() if brakes else None,
+            without_gpu=tuple(sorted(without_gpu)),
+            oversized=tuple(oversized.names if oversized else ()),
+        )
 
     return seen
 

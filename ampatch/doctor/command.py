@@ -68,11 +68,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def open_post_mortem(path: Path) -> int:
     """Says what a file holds that training left; returns the exit status."""
-    from ampatch.doctor.post_mortem import read, words
+    from ampatch.doctor import post_mortem
 
-    found = read.read(path)
+    found = post_mortem.read(path)
     try:
-        lines = list(words.describe(found))
+        lines = list(post_mortem.describe(found))
     except Exception as error:  # of values that are not what training leaves
         raise AmpValueError(f"{path} is damaged: {type(error).__name__}: {error}") from None
     print("\n".join(lines), file=sys.stdout)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
-from ampatch.doctor.instruments.operations import DOMAINS, NORMALIZERS, QUOTIENTS
+from ampatch.doctor.instruments.operations import DOMAINS, NORMALIZERS, QUOTIENTS, Origin
+from ampatch.doctor.instruments.places import Place
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent.fault import SilentFault
 
@@ -14,6 +15,7 @@ VERSION = 1
 STEEP = (*QUOTIENTS, *NORMALIZERS, *DOMAINS)  # their gradients grow as 1 / eps, or 1 - 1e-4 is 1 in half
 NEAR_1 = (*DOMAINS, "log1p")
 EPS = {"float16": ("1e-4", "1e-3", "1e-3"), "bfloat16": ("1e-6", "1e-6", "1e-2")}  # STEEP, NEAR_1 last
+OF_ORIGIN = ("micro_step", "phase", "parameter", "input_largest", "node", "region", "turns")
 INSTEAD = {"-inf": "-1e4", "inf": "1e4", "1": "0.99"}  # of what a constant becomes
 
 
@@ -91,29 +93,23 @@ class Report:
         return {"version": VERSION, **asdict(self)}
 
 
-def read_finding(origin: dict, attempt: Attempt) -> Finding:
+def read_finding(origin: Origin, attempt: Attempt) -> Finding:
     """Reads what a trace left of one origin in an attempt."""
-    is_static = origin["is_of_scale"] and not attempt.is_dynamic and (attempt.scale or 1.0) > 1.0
-    call, damage = origin["call"], origin["damage"]
-    place = call["place"] or {"model": None, "module": "", "call": 0}
-    if origin["parameter"] is not None and (call["place"] is None or origin["phase"] == "forward"):
-        place["module"] = origin["parameter"].rpartition(".")[0]
-    element, shape = tuple(damage["element"]), damage["shape"]
-    in_batch = bool(element) and shape[0] in origin["batch_sizes"] and origin["parameter"] is None
+    is_static = origin.is_of_scale and not attempt.is_dynamic and (attempt.scale or 1.0) > 1.0
+    call, damage = origin.call, origin.damage
+    place = call.place or Place(None, "", 0)
+    if origin.parameter is not None and (call.place is None or origin.phase == "forward"):
+        place = replace(place, module=origin.parameter.rpartition(".")[0])
+    in_batch = bool(damage.element) and damage.shape[0] in origin.batch_sizes and origin.parameter is None
     return Finding(
         step=attempt.step,
-        **{name: origin[name] for name in ("micro_step", "phase", "parameter", "input_largest", "node")},
-        **{name: place[name] for name in ("model", "module", "call")},
-        op=call["op"],
-        where=call["where"],
-        autocast=call.get("autocast"),
-        facts=call.get("facts", {}) | ({"static": attempt.scale} if is_static else {}),
-        turns=origin.get("turns") and tuple(origin["turns"]),
-        **{name: damage[name] for name in ("kind", "count", "largest_finite", "dtype")},
-        element=element,
-        sample=element[0] if in_batch else None,
-        region=tuple(origin["region"]),
-        float32_survives=origin.get("float32_survives"),
+        **{name: getattr(origin, name) for name in OF_ORIGIN},
+        **{name: getattr(place, name) for name in ("model", "module", "call")},
+        **{name: getattr(call, name) for name in ("op", "where", "autocast")},
+        **{name: getattr(damage, name) for name in ("kind", "element", "count", "largest_finite", "dtype")},
+        facts=call.facts | ({"static": attempt.scale} if is_static else {}),
+        sample=damage.element[0] if in_batch else None,
+        float32_survives=origin.float32_survives,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import signal
 import subprocess
 import sys
@@ -10,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from ampatch.doctor.instruments.operations import Origin
 from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.silent.fault import SilentFault
 from ampatch.doctor.suspects import find_suspects
 from ampatch.tools.process import child_process, wait
 from ampatch.tools.stop import noting_signals
@@ -64,18 +67,18 @@ class Seen:
     attempts: tuple[Attempt, ...]
     is_open: bool
     is_half: bool  # a model had half parameters
-    origins: tuple[dict, ...]
-    silent: dict | None = None
+    origins: tuple[Origin, ...]
+    silent: tuple[SilentFault, ...] = ()
+    shares: dict[int, float] = field(default_factory=dict)  # as `Ranges` notes them
     growth: dict | None = None
     speed: dict | None = None
     without_gpu: tuple[str, ...] = ()  # lines that turn on autocast for a GPU that is not there
     oversized: tuple[str, ...] = ()  # layers that take or give in float32 what float16 cannot hold
 
     @classmethod
-    def read(cls, left: dict) -> Seen:
-        """Makes it of what a child wrote."""
-        attempts = tuple(Attempt(**each) for each in left["attempts"])
-        return cls(**left | {"attempts": attempts, "origins": tuple(left["origins"])})
+    def read(cls, file: Path) -> Seen:
+        """Reads what a child of ours wrote."""
+        return pickle.loads(file.read_bytes())
 
     @property
     def suspects(self) -> tuple[int, ...]:

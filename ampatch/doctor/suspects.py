@@ -4,31 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ampatch.doctor.instruments.operations import Origin
 from ampatch.doctor.instruments.watch import Attempt
 
 MOST_OVERFLOWS = 2  # at a scale that was good before
 
 
 def leave_out_mended(
-    attempts: Sequence[Attempt], found: Sequence[dict], may_collapse: bool = True
-) -> list[dict]:
+    attempts: Sequence[Attempt], found: Sequence[Origin], may_collapse: bool = True
+) -> list[Origin]:
     """Leaves out of origins what a dynamic scale mends by itself.
 
     Where a scale collapses, and nothing else broke, what a smaller one would mend counts as well; that of its
     search only where there is nothing else.
     """
-    others = [it for it in found if not it["is_of_scale"]]
+    others = [it for it in found if not it.is_of_scale]
     if others or not (may_collapse and is_collapse(attempts)):
         return others
     untried = find_untried(attempts)
-    return [it for it in found if it["attempt"] not in untried] or list(found)
+    return [it for it in found if it.attempt not in untried] or list(found)
 
 
-def find_hidden(found: Sequence[dict]) -> tuple[int, ...]:
+def find_hidden(found: Sequence[Origin]) -> tuple[int, ...]:
     """Returns the attempts where nothing but the scale was found too large: more may break behind it."""
-    reached = [it for it in found if it["has_reached"]]
-    explained = {it["attempt"] for it in reached if not it["is_of_scale"]}
-    return tuple(sorted({it["attempt"] for it in reached} - explained))
+    reached = [it for it in found if it.has_reached]
+    explained = {it.attempt for it in reached if not it.is_of_scale}
+    return tuple(sorted({it.attempt for it in reached} - explained))
 
 
 def find_untried(attempts: Sequence[Attempt]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from ampatch.doctor.finding import Finding, Report
 from ampatch.doctor.growth.brakes import said_of_speed
 from ampatch.doctor.growth.curves import said_of_growth
 from ampatch.doctor.remedies import DIVERGES
-from ampatch.doctor.silent.words import MISUSES, describe_silent
+from ampatch.doctor.silent.fault import MISUSES, describe_silent
 
 MOST_SHOWN = 2  # findings after the first
 SURVIVES = {

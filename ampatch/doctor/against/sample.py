@@ -12,15 +12,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
 from torch.nn import Module
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-import ampatch as amp
 from ampatch.doctor.instruments.clock import Clock, Instrument
 from ampatch.doctor.instruments.operations import Enough
-from ampatch.doctor.instruments.places import Models, device_of, user_line
+from ampatch.doctor.instruments.places import device_of, user_line
 from ampatch.doctor.instruments.values import drop_alike, floating_in, plain, quiet, random_of, set_random
 
 SAMPLES = 2**16  # numbers of a tensor, at most
@@ -38,8 +36,8 @@ class Sample(Instrument):
         self._folder, self._wanted, self._ends = Path(folder), attempt, ends
         self._repeats = (self._folder / FILES[0]).exists()
         self._entered: set[int] = set()
-        self._losses: list[float] = []  # of backward passes
-        self._scale, self._where = 1.0, None  # of the first
+        self._loss: float | None = None  # of the first backward pass
+        self._scale, self._where = 1.0, None
         self.tensors: dict[Key, Tensor] = {}
         self._last: Tensor | None = None
         self._clean: set[int] = set()  # ids of parameters without gradients before the backward pass
@@ -108,21 +106,19 @@ class Sample(Instrument):
             if key[0] == "backward" and tensor.numel():
                 self._largest.append(plain(tensor).abs().amax())
 
-    def see_scale(self, scaler: GradScaler | amp.LossScaler) -> None:
-        """Notes the scale."""
-        if self._is_now and not self._losses:
-            self._scale = scaler.get_scale()
-
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
-        """Notes the loss."""
-        self._clean = clean_in(self.clock.models) if self._is_now else set()
+        """Notes the loss, and its scale."""
+        self._clean = set()
         if not self._is_now:
             return
-        if not self._losses:
-            self._where = user_line()
+        for it in self.clock.models.parameters():  # a host sync for each
+            if it.grad is None or not plain(it.grad).any():
+                self._clean.add(id(it))
+        if self._loss is None:
+            self._loss = sum(loss.detach().sum().item() for loss in losses)
+            self._scale, self._where = self.clock.scale, user_line()
             self._look_at_draws()
             self._device = torch.device("cpu")  # a checkpoint draws again in the backward
-        self._losses.append(sum(loss.detach().sum().item() for loss in losses))
 
     def end_backward(self) -> None:
         """Takes the gradients of parameters, the last layer's first."""
@@ -138,11 +134,7 @@ class Sample(Instrument):
 
     def _save(self) -> None:
         if self.tensors:
-            kept = {
-                "attempt": self._wanted,
-                "loss": sum(self._losses[:1]) / self._scale,
-                "scale": self._scale,
-            }
+            kept = {"attempt": self._wanted, "loss": (self._loss or 0.0) / self._scale, "scale": self._scale}
             kept |= {"where": self._where, "tensors": self.tensors, "is_drawn": self._is_drawn}
             kept |= {"largest": max((it.item() for it in self._largest), default=0.0)}
             torch.save(kept, self._folder / FILES[self._repeats])
@@ -152,11 +144,6 @@ def thin(tensor: Tensor) -> Tensor:
     """Returns a tensor's numbers on the processor, of a large one some at equal distances."""
     values = plain(tensor).flatten()
     return values[:: -(-values.numel() // SAMPLES) | 1].cpu().clone()  # an odd stride meets all columns
-
-
-def clean_in(models: Models) -> set[int]:
-    """Returns the ids of parameters that have no gradient as yet, or one of zeros; a host sync for each."""
-    return {id(it) for it in models.parameters() if it.grad is None or not plain(it.grad).any()}
 
 
 def is_parameter(key: Key) -> bool:

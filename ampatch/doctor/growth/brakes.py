@@ -7,9 +7,8 @@ between half operations. Of `torch.compile` it notes the call alone: the trace t
 from __future__ import annotations
 
 import os
-import sys
-from collections import Counter
 from collections.abc import Callable
+from itertools import dropwhile
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch.nn import Module
 
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operation, Rule
-from ampatch.doctor.instruments.places import OURS
+from ampatch.doctor.instruments.places import OURS, frames
 from ampatch.doctor.instruments.values import tensors_in
 from ampatch.levels.precision import HALF_TYPES
 
@@ -31,7 +30,7 @@ MOST_STEPS = 4
 MULTIPLE = 8  # that tensor cores take
 TINY = 2**21  # multiply-adds, as of 128 x 128 x 128: starting such a product takes longer than computing it
 
-Spot = tuple[str, str, str | None]  # operation, module, line
+Rows = dict[tuple[object, ...], dict]  # of the report, each with how often it was seen
 
 
 class Brakes(Rule):
@@ -39,11 +38,9 @@ class Brakes(Rule):
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock)
-        self.syncs: Counter[Spot] = Counter()
-        self.products: Counter[tuple[Spot, tuple[int, ...]]] = Counter()
-        self.islands: Counter[tuple[str, tuple[str, ...], str | None]] = Counter()
+        self.syncs, self.products, self.islands = Rows(), Rows(), Rows()
         self.compiles = 0
-        self._open: list[Spot] | None = None  # float32 after a half operation
+        self._open: list[tuple[str, str, str | None]] | None = None  # float32 after a half operation
         clock.wrap(torch, "compile", self._compile)
 
     def _compile(self, compile: Callable[..., object], *args: object, **kwargs: object) -> object:
@@ -62,44 +59,43 @@ class Brakes(Rule):
         """Notes what an operation says about speed."""
         name, place, where = operation.name, operation.place, operation.where
         if is_sync(operation.func, name, operation.args) and is_called_by_script() and where is not None:
-            self.syncs[name.strip("_"), place.module if place else "", where] += 1
+            count(self.syncs, op=name.strip("_"), module=place.module if place else "", where=where)
         given = next((it for it in tensors_in(result) if it.is_floating_point()), None)
         if place is None or given is None or name in SILENT:
             return
         if given.dtype in HALF_TYPES:
             self._end_island()
             if name in PRODUCTS:
-                self.products[(name, place.module, where), sizes_of(name, operation.args)] += 1
+                sizes = sizes_of(name, operation.args)
+                count(self.products, op=name, module=place.module, where=where, sizes=sizes)
         elif self._open is not None and given.dtype == torch.float32:
             self._open.append((name, place.module, where))
 
     def _end_island(self) -> None:
         if self._open:
             _, module, line = self._open[0]
-            self.islands[module, tuple(dict.fromkeys(op for op, _, _ in self._open)), line] += 1
+            ops = tuple(dict.fromkeys(op for op, _, _ in self._open))
+            count(self.islands, module=module, ops=ops, where=line)
         self._open = []
 
     def to_json(self) -> dict[str, object]:
         """Returns the field `speed` of a report; counts are those of `steps` steps together."""
-        products = [
-            {"op": op, "module": module, "where": where, "sizes": sizes, "count": count}
-            for ((op, module, where), sizes), count in self.products.items()
-        ]
+        products = list(self.products.values())
         return {
             "steps": min(self.clock.attempt, MOST_STEPS),
             "compiled": self.compiles > 0,
-            "syncs": [
-                {"op": op, "module": module, "where": where, "count": count}
-                for (op, module, where), count in self.syncs.most_common()
-            ],
+            "syncs": sorted(self.syncs.values(), key=lambda it: -it["count"]),
             "products": len(products),
             "uneven": [it for it in products if any(size % MULTIPLE for size in it["sizes"][1:])],
             "tiny": [it for it in products if torch.Size(it["sizes"]).numel() < TINY],
-            "islands": [
-                {"module": module, "ops": ops, "where": where, "count": count}
-                for (module, ops, where), count in self.islands.most_common()
-            ],
+            "islands": sorted(self.islands.values(), key=lambda it: -it["count"]),
         }
+
+
+def count(rows: Rows, **seen: object) -> None:
+    """Counts what was seen once more."""
+    row = rows.setdefault(tuple(seen.values()), seen | {"count": 0})
+    row["count"] += 1
 
 
 def is_sync(func: Callable[..., object], name: str, args: tuple) -> bool:
@@ -113,16 +109,13 @@ def is_sync(func: Callable[..., object], name: str, args: tuple) -> bool:
 
 def is_called_by_script() -> bool:
     """Says whether neither we nor an optimizer or scaler of torch called what a mode now sees."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "__torch_function__":
-        frame = frame.f_back
-    while frame is not None and (
-        frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename.startswith(OURS[1])
-    ):
-        if frame.f_code.co_filename.startswith(OWN_SYNCS):
+    below_modes = dropwhile(lambda it: it.co_name != "__torch_function__", (it.f_code for it in frames()))
+    for code in below_modes:
+        if code.co_filename.startswith(OWN_SYNCS):
             return False
-        frame = frame.f_back
-    return frame is not None and not frame.f_code.co_filename.startswith(OURS[0])
+        if code.co_name != "__torch_function__" and not code.co_filename.startswith(OURS[1]):
+            return not code.co_filename.startswith(OURS[0])
+    return False
 
 
 def sizes_of(name: str, args: tuple) -> tuple[int, ...]:
@@ -153,8 +146,8 @@ def said_of_speed(speed: dict) -> list[str]:
     syncs, tiny, uneven, islands = (first_of(speed[name]) for name in ("syncs", "tiny", "uneven", "islands"))
     many, said = f"of {speed['products']}", []
     if syncs:
-        count = sum(it["count"] for it in speed["syncs"]) / max(speed["steps"], 1)
-        said.append(f"host syncs, {count:.3g} a step, each of which waits for a GPU: {syncs}")
+        many_syncs = sum(it["count"] for it in speed["syncs"]) / max(speed["steps"], 1)
+        said.append(f"host syncs, {many_syncs:.3g} a step, each of which waits for a GPU: {syncs}")
     if tiny:
         said.append(f"half products smaller than 128 x 128 x 128, {len(speed['tiny'])} {many}: {tiny}")
     if uneven:

@@ -42,9 +42,6 @@ class Instrument:
     def see_output(self, module: Module, output: object) -> None:
         """Called after a forward that did not raise."""
 
-    def see_scale(self, scaler: GradScaler | amp.LossScaler) -> None:
-        """Called before a scaler of torch scales a loss, or the backward pass of one that ours has scaled."""
-
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Called before a backward pass from these tensors."""
 
@@ -128,6 +125,7 @@ class Clock(ScalerInUse):
         self.changed: list[Parameter] = []  # those whose gradients the latest backward pass made
         self.repeats = False  # what has run before, in a backward pass
         self.autocasts: set[str] = set()  # devices for which torch.autocast has been on
+        self.scale = 1.0  # of the latest loss, in the present attempt
         self._steps = 0  # that run, one inside another
 
     @property
@@ -201,15 +199,19 @@ class Clock(ScalerInUse):
     # ---- Backward passes ----
 
     def _scale(self, scale: Callable[..., object], scaler: GradScaler, *args, **kwargs) -> object:
-        self._tell_quietly("see_scale", scaler)
+        self._note_scale(scaler)
         return scale(scaler, *args, **kwargs)
+
+    def _note_scale(self, scaler: GradScaler | amp.LossScaler) -> None:
+        with quiet():
+            self.scale = scaler.get_scale()
 
     def _go_backward(self, backward: Callable[..., object], *args, **kwargs) -> None:
         """Stands in for `torch.autograd.backward`; one inside another, as of a checkpoint, is part of it."""
         if self.in_backward:
             return backward(*args, **kwargs)
         if self.scaler is not None:
-            self._tell_quietly("see_scale", self.scaler)
+            self._note_scale(self.scaler)
         with self.backward(tuple(tensors_in(args[:1] or kwargs.get("tensors")))):
             backward(*args, **kwargs)
 
@@ -260,7 +262,7 @@ class Clock(ScalerInUse):
         try:
             self._tell_quietly("end_attempt", optimizer)
         finally:
-            self.attempt += 1
+            self.attempt, self.scale = self.attempt + 1, 1.0
 
     def _begin_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         self._begin(optimizer)
@@ -292,8 +294,3 @@ def with_closure(args: tuple, kwargs: dict, run: Callable[..., object]) -> tuple
         return None
     new = [functools.partial(run, each) if callable(each) else each for each in given]
     return (args[0], *new[: len(args) - 1]), dict(zip(kwargs, new[len(args) - 1 :], strict=True))
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Returns the parameters that an optimizer steps."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

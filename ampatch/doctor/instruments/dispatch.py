@@ -54,6 +54,11 @@ class Operation:
         return user_line()
 
     @property
+    def arguments(self) -> tuple[object, ...]:
+        """All that it is given."""
+        return (*self.args, *self.kwargs.values())
+
+    @property
     def site(self) -> Site:
         """Where it stands."""
         return self.phase, self.where, self.name, self.place

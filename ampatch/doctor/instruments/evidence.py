@@ -6,7 +6,7 @@ import ast
 import linecache
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ampatch.doctor.instruments.operations import (
 )
 from ampatch.doctor.instruments.places import is_called_by_user
 from ampatch.doctor.instruments.values import Damage, TensorNotes, Tensors, plain
-from ampatch.doctor.text.source import Lines, Source
+from ampatch.doctor.text.source import Lines, place_of, statement_of
 from ampatch.levels.precision import HALF_TYPES
 
 MASKING = ("add", "add_", "sub", "sub_")  # to the lowest number of a type, which is -inf then
@@ -43,14 +43,12 @@ class Evidence:
     def __init__(self) -> None:
         self._notes = TensorNotes()
 
-    def follow(
-        self, call: Call, args: Sequence[object], kwargs: Mapping[str, object], taken: Tensors, given: Tensors
-    ) -> None:
+    def follow(self, call: Call, of: Operation, given: Tensors) -> None:
         """Puts into the facts of a call what its arguments show; notes that of what it gives."""
-        call.facts |= {name: value for it in taken for name, value in self._notes.find(it)}
+        call.facts |= {name: value for it in of.taken for name, value in self._notes.find(it)}
         if given[0].dtype not in HALF_TYPES:
             return
-        constant = find_lost_constant(call.op, (args, kwargs), given[0].dtype)
+        constant = find_lost_constant(call.op, (of.args, of.kwargs), given[0].dtype)
         if constant is not None:
             call.facts["constant"] = constant
         if call.op in CASTS and call.phase != "input" and is_called_by_user() and names_half(call.where):
@@ -70,35 +68,32 @@ def names_half(where: str | None) -> bool:
 
 def text_of(where: str | None) -> str:
     """Returns the line at "file:line"."""
-    path, _, line = (where or "").rpartition(":")
-    return linecache.getline(path, int(line)) if line else ""
+    return linecache.getline(*place_of(where))
 
 
-def explain_arguments(
-    origin: Origin, args: Sequence[object], kwargs: Mapping[str, object], taken: Tensors, like: list[str]
-) -> None:
+def explain_arguments(origin: Origin, of: Operation, like: list[str]) -> None:
     """Puts into the facts of what broke what its arguments show; `like` are modules of the class it is in."""
-    call = origin.call
+    call, taken = origin.call, of.taken
     call.facts["own"] = is_called_by_user() or call.op in text_of(call.where)  # not a layer of torch's
     if call.facts["own"] and call.phase == "forward":
         call.facts["alike"] = like
-    nothing = find_nothing(call.op, args, kwargs)
+    nothing = find_nothing(of)
     is_length = nothing == "count" and bool(re.search("norm|std|var", text_of(call.where)))
     if nothing and not is_length and (origin.damage.kind == "nan" or nothing == "count"):
         call.facts["nothing"] = nothing
     if call.op in QUOTIENTS and len(taken) > 1:
         call.facts["signed"] = bool((plain(taken[-1]) < 0).any())
     if call.op in (*QUOTIENTS, "pow", "pow_"):
-        call.facts["zero"] = divides_by_zero(origin, (*args, *kwargs.values()))
+        call.facts["zero"] = divides_by_zero(origin, of.arguments)
     if call.op in LOGARITHMS and taken[0].dtype is torch.float32:
         call.facts["sums"] = "exp(" in text_of(call.where)  # which are small together
-    bad = [it for it in constants_in((args, kwargs), False) if not math.isfinite(it)]
+    bad = [it for it in constants_in((of.args, of.kwargs), False) if not math.isfinite(it)]
     if bad and call.phase == "optimizer":
         call.facts["given"] = str(float(bad[0]))
     is_cast = call.op in CASTS or call.phase == "input"  # as of a buffer, by initialize
     if is_cast and (constant := find_overflow_of(taken)):
         call.facts["constant"] = constant
-    if constant := find_infinity(origin, args, kwargs, taken):
+    if constant := find_infinity(origin, of):
         call.facts |= {"constant": constant, "mask": True}
 
 
@@ -152,13 +147,12 @@ def find_overflow_of(tensors: Tensors) -> Constant | None:
     return None
 
 
-def find_infinity(
-    origin: Origin, args: Sequence[object], kwargs: Mapping[str, object], taken: Tensors
-) -> Constant | None:
+def find_infinity(origin: Origin, of: Operation) -> Constant | None:
     """Returns the infinity that a mask multiplies by 0, or the lowest number that it adds to another."""
+    taken = of.taken
     dtype = str(taken[0].dtype)[6:] if taken else ""
     if origin.call.op in ("mul", "mul_") and origin.damage.kind == "nan":
-        numbers = [*constants_in((args, kwargs), False), *(plain(it).min().item() for it in taken)]
+        numbers = [*constants_in((of.args, of.kwargs), False), *(plain(it).min().item() for it in taken)]
         found = next((it for it in numbers if math.isinf(it)), None)
         return None if found is None else (found, str(found), dtype)
     if origin.call.op in OF_ALL and taken and plain(taken[0]).isinf().any():
@@ -193,16 +187,16 @@ def divides_by_zero(origin: Origin, operands: Sequence[object]) -> bool | str:
     return bool(divisor.expand(origin.damage.shape)[origin.damage.element].float().abs() < NEXT_TO_0)
 
 
-def find_nothing(op: str, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
+def find_nothing(of: Operation) -> str | None:
     """Says what nothing a mean is of: "ignored" targets, "empty", or a "count" of 0."""
-    tensors = [it for it in (*args, *kwargs.values()) if isinstance(it, Tensor)]
+    tensors = [it for it in of.arguments if isinstance(it, Tensor)]
     if any(it.numel() == 0 for it in tensors):
         return "empty"
-    if op in LOSSES and len(tensors) > 1 and not tensors[1].is_floating_point():
-        kept = tensors[1][tensors[1] != kwargs.get("ignore_index", -100)]
+    if of.name in LOSSES and len(tensors) > 1 and not tensors[1].is_floating_point():
+        kept = tensors[1][tensors[1] != of.kwargs.get("ignore_index", -100)]
         weighed = kept if len(tensors) < 3 else tensors[2][kept]
         return "ignored" if not weighed.numel() or (len(tensors) > 2 and not weighed.any()) else None
-    number = divisor_of(op, args)
+    number = divisor_of(of.name, of.args)
     if isinstance(number, (Tensor, int)):
         divisor = plain(number) if isinstance(number, Tensor) else torch.tensor(number)
         whole = divisor.float() == divisor.float().round()
@@ -216,18 +210,14 @@ def lines_with(where: str | None, constant: float) -> tuple[list[str], str]:
 
     The given line alone if it has it.
     """
-    path, _, line = (where or "").rpartition(":")
-    try:
-        source = Source(path)
-    except SyntaxError:
-        return [], ""
+    (path, line), (source, _) = place_of(where), statement_of(where)
     found: dict[int, str] = {}
     for node in ast.walk(source.tree):  # -1e9 before 1e9
         value = number_of(node, constant)
         if value is not None and (value == constant or abs(value) == abs(constant) < math.inf):
             text = source.text[source.begin(node) : source.end(node)].decode()
             found.setdefault(node.lineno, text if value == constant else "")
-    lines = [int(line)] if int(line) in found else sorted(found)
+    lines = [line] if line in found else sorted(found)
     return [f"{path}:{it}" for it in lines], found[lines[0]] if lines else ""
 
 

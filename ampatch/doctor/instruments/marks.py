@@ -23,11 +23,6 @@ class Origins:
         self.came_back: set[int] = set()  # those seen in a backward pass, until a gradient is bad
         self.quiet: set[int] = set()  # infinities in the data, which may reach nothing
 
-    @property
-    def last(self) -> int:
-        """The mark of the last."""
-        return len(self.all) - 1
-
     def add(self, call: Call, damage: Damage, **more: object) -> int:
         """Notes an origin, and returns its mark; one that is repeated is noted already."""
         more |= {"attempt": self.attempt, "batch_sizes": self.batch_sizes}
@@ -36,7 +31,7 @@ class Origins:
             if origin.is_repeat_of(known):
                 return index
         self.all.append(origin)
-        return self.last
+        return len(self.all) - 1
 
     def add_unseen(self, tensor: Tensor, name: str | None, where: str | None, is_first: bool) -> int:
         """Notes bad numbers that no operation made: those of a weight that has a name, or of the data."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 
 from torch import Tensor
@@ -97,6 +97,7 @@ class Origin:
     batch_sizes: tuple[int, ...] = ()  # of what the model took
     region: tuple[str, ...] = ()  # what replaces the statement
     turns: tuple[str, str | None, int | None] | None = None  # what made NaN of its inf, where, which sample
+    float32_survives: bool | None = None
 
     def is_repeat_of(self, other: Origin) -> bool:
         """Says whether another is the same operation at the same place of the same micro-step."""
@@ -105,10 +106,6 @@ class Origin:
             for it in (self, other)
         )
         return mine == its
-
-    def to_json(self) -> dict[str, object]:
-        """Returns what a child process leaves of it."""
-        return asdict(self) | {"call": asdict(self.call) | {"origins": sorted(self.call.origins)}}
 
 
 def name_of(func: Callable[..., object]) -> str:

@@ -8,6 +8,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from types import FrameType
 
 import torch
@@ -157,6 +158,11 @@ def masters_of(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
         return []
 
 
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Returns the parameters that an optimizer steps."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def unwrap(module: Module) -> Module:
     """Returns the user's own module out of what distributes or compiles it."""
     while type(module).__module__.startswith("torch."):
@@ -175,8 +181,7 @@ def device_of(module: Module) -> torch.device:
 def find_owner(module: Module) -> tuple[str, Module]:
     """Returns the user's name for a model, and the model: the largest module in sight that holds `module`."""
     best, name, size = module, type(module).__name__, 0
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in frames():
         if not frame.f_code.co_filename.startswith((*OURS, *INSTALLED, "<frozen ")):
             for variable, value in {**frame.f_globals, **frame.f_locals}.items():
                 held = unwrap(value) if isinstance(value, Module) else None
@@ -185,51 +190,49 @@ def find_owner(module: Module) -> tuple[str, Module]:
                 modules = list(held.modules())
                 if len(modules) > size and any(each is module for each in modules):
                     best, name, size = held, variable, len(modules)
-        frame = frame.f_back
     return name, best
 
 
+def frames() -> Iterator[FrameType]:
+    """Yields the frames of whoever calls, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def user_line() -> str | None:
-    """Returns "file:line" of whoever calls, None if nobody does (as on a thread of the autograd engine)."""
+    """Returns "file:line" of whoever calls, from the working directory on.
+
+    None if nobody does, as on a thread of the autograd engine.
+    """
     frame = user_frame()
-    return None if frame is None else place(frame)
+    return None if frame is None else f"{frame.f_code.co_filename.removeprefix(SHOWN)}:{frame.f_lineno}"
 
 
 def user_frame() -> FrameType | None:
     """Returns the innermost frame of the user's own code, of other libraries where there is none."""
-    frame: FrameType | None = sys._getframe(1)
     second = None
-    while frame is not None:
+    for frame in frames():
         name = frame.f_code.co_filename
         if not name.startswith((*OURS, "<frozen ")):
             if not name.startswith(INSTALLED):
                 return frame
             second = second or frame
-        frame = frame.f_back
     return second
-
-
-def place(frame: FrameType) -> str:
-    """Names the line that a frame is at, from the working directory on."""
-    return f"{frame.f_code.co_filename.removeprefix(SHOWN)}:{frame.f_lineno}"
 
 
 def is_called_by_scaler() -> bool:
     """Says whether a loss scaler calls, ours or `torch.amp.GradScaler`."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((*OURS, "<frozen ")):
-        if frame.f_code.co_filename.endswith(SCALERS):
-            return True
-        frame = frame.f_back
-    return False
+    files = (frame.f_code.co_filename for frame in frames())
+    inside = takewhile(lambda it: it.startswith((*OURS, "<frozen ")), files)
+    return any(it.endswith(SCALERS) for it in inside)
 
 
 def find_caller() -> FrameType | None:
     """Returns the innermost frame that is neither of the doctor nor what torch puts between."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((DOCTOR, *BETWEEN, "<frozen ")):
-        frame = frame.f_back
-    return frame
+    between = (DOCTOR, *BETWEEN, "<frozen ")
+    return next((it for it in frames() if not it.f_code.co_filename.startswith(between)), None)
 
 
 def is_called_by_user() -> bool:

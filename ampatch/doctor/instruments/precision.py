@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from ampatch.doctor.instruments.clock import Clock, Instrument, wrap
 from ampatch.doctor.instruments.places import device_of, user_line
@@ -20,27 +20,21 @@ from ampatch.doctor.instruments.values import floating_in, largest_of, quiet
 LARGE = torch.finfo(torch.float16).max / 2
 
 
+def make_with(kind: type, undo: ExitStack, **given: object) -> None:
+    """Has objects of a class be made as if a script had given these arguments, until undone."""
+
+    def make(init: Callable[..., None], *args: object, **kwargs: object) -> None:
+        bound = inspect.signature(init).bind(*args, **kwargs)
+        bound.arguments.update(given)
+        init(*bound.args, **bound.kwargs)
+
+    wrap(kind, "__init__", make, undo)
+
+
 def without_casts(undo: ExitStack) -> None:
-    """Has `torch.autocast` and `GradScaler` do nothing, as if a script had said `enabled=False`."""
-
-    def disabled(init: Callable[..., None], *args: object, **kwargs: object) -> None:
-        bound = inspect.signature(init).bind(*args, **kwargs)
-        bound.arguments["enabled"] = False
-        init(*bound.args, **bound.kwargs)
-
-    wrap(torch.amp.GradScaler, "__init__", disabled, undo)
-    wrap(torch.autocast, "__init__", disabled, undo)
-
-
-def take_bfloat16(undo: ExitStack) -> None:
-    """Has `torch.autocast` take bfloat16, as if a script had said `dtype=torch.bfloat16`."""
-
-    def taking(init: Callable[..., None], *args: object, **kwargs: object) -> None:
-        bound = inspect.signature(init).bind(*args, **kwargs)
-        bound.arguments["dtype"] = torch.bfloat16
-        init(*bound.args, **bound.kwargs)
-
-    wrap(torch.autocast, "__init__", taking, undo)
+    """Has `torch.autocast` and `GradScaler` do nothing."""
+    make_with(torch.amp.GradScaler, undo, enabled=False)
+    make_with(torch.autocast, undo, enabled=False)
 
 
 def lower_rates(factor: float, undo: ExitStack) -> None:
@@ -71,33 +65,28 @@ def note_autocast_without_gpu(undo: ExitStack) -> set[str]:
     return lines
 
 
-def keep_float32(names: Collection[str], clock: Clock) -> None:
-    """Has modules, named by their dotted paths, run without autocast on float32 inputs, until undone."""
-    if names:
-        keeper = Keeper(frozenset(names), clock)
-        clock.undo.callback(register_module_forward_pre_hook(keeper.enter).remove)
-        clock.undo.callback(register_module_forward_hook(keeper.leave, always_call=True).remove)
-
-
 class Keeper:
-    """Turns autocast off in the forwards of some modules; its hooks run after those of the clock."""
+    """Has modules, named by their dotted paths, run without autocast on float32 inputs, until undone.
+
+    Its hooks run after those of the clock.
+    """
 
     def __init__(self, names: Collection[str], clock: Clock) -> None:
         self._names, self._clock = names, clock
         self._open: list[tuple[Module, ExitStack]] = []
+        clock.undo.callback(register_module_forward_pre_hook(self._enter).remove)
+        clock.undo.callback(register_module_forward_hook(self._leave, always_call=True).remove)
 
-    def enter(self, module: Module, args: tuple) -> tuple | None:
-        """A hook before a forward: returns float32 inputs where the module is kept."""
+    def _enter(self, module: Module, args: tuple) -> tuple | None:
         place, device = self._clock.models.place, device_of(module).type
         if place is None or place.module not in self._names or not torch.is_autocast_enabled(device):
             return None
         context = ExitStack()
         context.enter_context(torch.autocast(device, enabled=False))
         self._open.append((module, context))
-        return tree_map(to_float32, args)
+        return tree_map_only(Tensor, lambda it: it.float() if it.is_floating_point() else it, args)
 
-    def leave(self, module: Module, *_: object) -> None:
-        """A hook after it."""
+    def _leave(self, module: Module, *_: object) -> None:
         if self._open and self._open[-1][0] is module:
             self._open.pop()[1].close()
 
@@ -125,8 +114,3 @@ class Oversized(Instrument):
             with quiet():
                 if (largest_of(floating_in(value)) or 0.0) > LARGE:
                     self.names[place.module] = None
-
-
-def to_float32(value: object) -> object:
-    """Returns a floating tensor in float32, anything else as it is."""
-    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value

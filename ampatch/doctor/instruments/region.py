@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ampatch.doctor.instruments.places import user_frame
-from ampatch.doctor.text.source import Edit, Lines, Source, statement_of
+from ampatch.doctor.text.source import Edit, Lines, Source, place_of, read, statement_of
 
 Casts = tuple[str, Lines, Lines]  # a context without casts, decorators that cast as well, what to import
 
@@ -24,10 +24,7 @@ def region_in_float32(autocast: str | None, is_model: bool, casts_are_on: bool) 
     a module is left alone, and in a half model all but what it returns, if `is_model`.
     """
     frame = user_frame()
-    try:
-        source = None if frame is None else Source(frame.f_code.co_filename, frame.f_globals)
-    except SyntaxError:
-        return ()
+    source = None if frame is None else read(frame.f_code.co_filename, frame.f_globals)
     statement = None if source is None else source.statement_at(frame.f_lineno)
     if statement is None:
         return ()
@@ -53,7 +50,7 @@ def region_in_float32(autocast: str | None, is_model: bool, casts_are_on: bool) 
 def function_at(where: str | None, autocast: str | None) -> Lines:
     """Returns the lines that put the function of a line, "file:line", into float32; none of a method."""
     source, _ = statement_of(where)
-    line = int((where or ":0").rpartition(":")[2])
+    _, line = place_of(where)
     function = source.statement_at(line, (ast.FunctionDef,))
     taken = [it.arg for it in function.args.args] if isinstance(function, ast.FunctionDef) else []
     if function is None or taken[:1] in ([], ["self"]):

@@ -12,18 +12,21 @@ from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
 from torch.nn import Module, Parameter
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 
-import ampatch as amp
 from ampatch.doctor.instruments import operations as ops
-from ampatch.doctor.instruments.clock import Clock, parameters_of
+from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operation, Rule
 from ampatch.doctor.instruments.evidence import Evidence, explain_arguments, note_error, note_written
 from ampatch.doctor.instruments.marks import Marks, Origins
-from ampatch.doctor.instruments.places import is_called_by_ampatch, is_called_by_scaler, user_line
+from ampatch.doctor.instruments.places import (
+    is_called_by_ampatch,
+    is_called_by_scaler,
+    parameters_of,
+    user_line,
+)
 from ampatch.doctor.instruments.region import function_at, is_half_tensor, region_in_float32
 from ampatch.doctor.instruments.values import (
     Tensors,
@@ -50,7 +53,6 @@ class Trace(Rule):
         super().__init__(clock)
         self.window, self.goes_on = window, goes_on
         self.origins = Origins()
-        self.scale = 1.0  # of the loss
         self.models = clock.models
         self._early = Marks()  # of what was made before the first step, and lasts
         self._begin_window()
@@ -96,10 +98,6 @@ class Trace(Rule):
             padded = [it for it in args if not isinstance(it, PackedSequence)]
             self.origins.batch_sizes = tuple(it.shape[0] for it in tensors_in(padded) if it.dim())
 
-    def see_scale(self, scaler: GradScaler | amp.LossScaler) -> None:
-        """Remembers the scale of the loss."""
-        self.scale = scaler.get_scale()
-
     def _look_at_batch(self, args: tuple) -> None:
         for tensor in tensors_in(args):
             marks = self._marks.of(tensor)
@@ -139,7 +137,7 @@ class Trace(Rule):
                 more = {"parameter": name, "is_of_scale": True}
                 self.origins.reach([self.origins.add(call, examine(gradient), **more)])
                 self._found_in_backward = True
-            self._marks.add(gradient, {self.origins.last})
+            self._marks.add(gradient, {len(self.origins.all) - 1})
 
     def begin_attempt(self, optimizer: Optimizer, scaler: object) -> None:
         """Looks at the gradients that an optimizer takes."""
@@ -163,11 +161,11 @@ class Trace(Rule):
             raise ops.Enough
         self._begin_window()
 
-    def to_json(self) -> list[dict[str, object]]:
+    def found(self) -> list[ops.Origin]:
         """Returns the origins, in the order of their appearance."""
         self.origins.give_up()
         found, quiet = self.origins.all, self.origins.quiet
-        return [it.to_json() for at, it in enumerate(found) if it.has_reached or it.turns or at not in quiet]
+        return [it for at, it in enumerate(found) if it.has_reached or it.turns or at not in quiet]
 
     def wants(self, name: str) -> bool:
         """Of a backward pass the graph tells."""
@@ -182,18 +180,17 @@ class Trace(Rule):
 
     def after(self, operation: Operation, kept: Kept, result: object) -> None:
         """Follows what is bad, and what arguments show."""
-        args, kwargs, taken = operation.args, operation.kwargs, operation.taken
         given = inexact_in(result)
-        if operation.name.endswith("_") and args:  # in place; of functions named _foreach_ a list
-            given += inexact_in(args[0])
+        if operation.name.endswith("_") and operation.args:  # in place; of functions named _foreach_ a list
+            given += inexact_in(operation.args[0])
         if not given:
             return
         call = self._describe(operation, given)
         self.origins.is_repeat = self.clock.repeats
-        self._evidence.follow(call, args, kwargs, taken, given)
+        self._evidence.follow(call, operation, given)
         self._look(call, operation, kept, given)
         for origin in (it for it in self.origins.all if it.call is call):
-            explain_arguments(origin, args, kwargs, taken, self.models.like_place())
+            explain_arguments(origin, operation, self.models.like_place())
 
     def see_error(self, operation: Operation, error: Exception) -> None:
         """Notes an operation that raises an error."""
@@ -290,10 +287,9 @@ class Trace(Rule):
         more = {"input_largest": largest_of(given), "parameter": parameter, "node": node.name()}
         self.origins.came_back.add(mark := self.origins.add(call, examine(made), **more))
         origin = self.origins.all[mark]
-        origin.phase, origin.is_of_scale = "backward", ops.is_cured_by_scale(node, taken, self.scale)
+        origin.phase, origin.is_of_scale = "backward", ops.is_cured_by_scale(node, taken, self.clock.scale)
 
 
 def names_infinity(operation: Operation) -> bool:
     """Says whether an argument is inf or NaN itself, as the fill value of a mask; a rate may be infinite."""
-    arguments = (operation.args, *operation.kwargs.values())
-    return operation.phase != "optimizer" and holds_no_number(arguments)
+    return operation.phase != "optimizer" and holds_no_number(operation.arguments)

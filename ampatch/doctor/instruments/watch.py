@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
@@ -11,8 +11,8 @@ from torch.amp import GradScaler
 from torch.nn import Module
 from torch.optim import Optimizer
 
-import ampatch as amp
-from ampatch.doctor.instruments.clock import Clock, Instrument, parameters_of
+from ampatch.doctor.instruments.clock import Clock, Instrument
+from ampatch.doctor.instruments.places import parameters_of
 from ampatch.doctor.instruments.values import is_finite, quiet, tensors_in
 from ampatch.levels.precision import HALF_TYPES
 
@@ -74,17 +74,14 @@ class Watch(Instrument):
         if self.clock.models.depth == 1 and torch.is_grad_enabled():
             self._is_bad |= not all(map(is_finite, tensors_in(output)))
 
-    def see_scale(self, scaler: GradScaler | amp.LossScaler) -> None:
-        """Notes the scale of ours; that of torch is asked at the attempt."""
-        if isinstance(scaler, amp.LossScaler):
-            self._now.scale, self._now.is_dynamic = scaler.get_scale(), scaler.is_dynamic
-
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
-        """Looks at the loss."""
+        """Looks at the loss, and at the scale of ours; that of torch is asked at the attempt."""
         self._is_bad, self._has_backward = False, True
         self._now.loss &= all(map(is_finite, losses))
         self._now.value = sum(it.sum().item() for it in losses)
         self._old = {id(it) for it in self.clock.models.parameters() if not has_finite_grad(it)}
+        if (scaler := self.clock.scaler) is not None:
+            self._now.scale, self._now.is_dynamic = scaler.get_scale(), scaler.is_dynamic
 
     def end_backward(self) -> None:
         """Looks at the gradients."""
@@ -115,10 +112,6 @@ class Watch(Instrument):
         self.attempts.append(self._now)
         self._now, self.is_open, self._since = Attempt(), False, perf_counter()
         self._has_backward = False
-
-    def to_json(self) -> list[dict[str, object]]:
-        """Returns what was noted."""
-        return [asdict(attempt) for attempt in self.attempts]
 
 
 def has_finite_grad(parameter: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import ampatch as amp
-from ampatch.doctor.instruments.values import is_finite
+from ampatch.doctor.instruments.values import is_finite, is_inexact
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.live.record import Record
 from ampatch.levels.private import check_and_unscale_
@@ -42,11 +42,6 @@ class Flag:
         if self._arrived is not None:
             self._arrived.synchronize()
         return bool(self._found)
-
-
-def can_overflow(dtype: torch.dtype, device: torch.device) -> bool:
-    """Says whether tensors of a kind have numbers that may be inf or NaN."""
-    return (dtype.is_floating_point or dtype.is_complex) and device.type != "meta"
 
 
 class Check:
@@ -83,12 +78,10 @@ class Check:
 
     @torch.no_grad()
     def _ask(self, tensors: list[Tensor]) -> Flag | None:
-        kinds = {(each.dtype, each.device) for each in tensors}
-        known = {kind for kind in kinds if can_overflow(*kind)}
-        found = [each for each in tensors if kinds == known or (each.dtype, each.device) in known]
+        found = [each for each in tensors if is_inexact(each) and not each.is_meta]
         if not found:
             return None
-        device = next((device for _, device in known if device.type == "cuda"), found[0].device)
+        device = next((each.device for each in found if each.is_cuda), found[0].device)
         if device not in self._scalers:
             self._scalers[device] = amp.LossScaler(0, 1.0, device)
         scaler = self._scalers[device]

@@ -29,7 +29,7 @@ class Patient(ScalerInUse):
     """What is watched. `findings` and `report()` say what broke so far, as `ampatch doctor` does."""
 
     attempts: list[Attempt] = field(default_factory=list)  # those alike in a row are one object
-    origins: list[dict] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
     oversized: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     replays: int = 0
@@ -57,7 +57,7 @@ class Patient(ScalerInUse):
     @property
     def harmless(self) -> tuple[Finding, ...]:
         """What broke in a step that was replayed, and reached nothing."""
-        return self._explained(merge(self.attempts, [it for it in self.origins if not it["has_reached"]]))
+        return self._explained(merge(self.attempts, [it for it in self.origins if not it.has_reached]))
 
     def report(self) -> Report:
         """Returns what was found as `ampatch doctor` reports it; `runs` counts the replays."""
@@ -94,11 +94,12 @@ class Patient(ScalerInUse):
         self.attempts[index] = replace(known, weights=False, step=step if known.is_finite else known.step)
 
     def _note(
-        self, index: int, origins: Sequence[dict], survives: bool | None = None, grown: float = 1.0
+        self, index: int, origins: Sequence[Origin], survives: bool | None = None, grown: float = 1.0
     ) -> None:
         for it in origins:
-            it["call"]["facts"]["grown"] = grown
-        self.origins += [it | {"attempt": index, "float32_survives": survives} for it in origins]
+            it.call.facts["grown"] = grown
+            it.attempt, it.float32_survives = index, survives
+        self.origins += origins
 
     def examine(
         self,
@@ -114,11 +115,12 @@ class Patient(ScalerInUse):
         self.replays += 1
         self.oversized += oversized
         self.unknown += [f"step {number}: {line}" for line in unknown]
-        of_weights = [it for it in origins if it["phase"] == "optimizer" and not it["call"]["op"]]
+        of_weights = [it for it in origins if it.phase == "optimizer" and not it.call.op]
         grown = max((state.times_grown() for state in record.state.values()), default=1.0)
         self._is_over |= bool(of_weights)
         if of_weights and not self.latest:  # no step has made them
-            origins = [it | {"phase": "input"} if it in of_weights else it for it in origins]
+            for it in of_weights:
+                it.phase = "input"
         elif of_weights:
             origins = [it for it in origins if it not in of_weights]
             if self.attempts[-2].is_finite:
@@ -139,7 +141,7 @@ class Patient(ScalerInUse):
         origin = Origin(call, "optimizer", examine(bad), 0, parameter=name, has_reached=True)
         last = self.attempts[-1]
         self._blame_weights(self.latest, last.step + sum(it is last for it in self.attempts) - 1)
-        self._note(self.latest, [origin.to_json()])
+        self._note(self.latest, [origin])
         self.unknown.append("the last step left bad weights: which operation of the optimizer made them")
 
     def finish(self, models: Sequence[Module]) -> None:
@@ -160,10 +162,10 @@ class Patient(ScalerInUse):
         return len(self.attempts) - 1
 
 
-def note_eps(origins: Sequence[dict], optimizer: Optimizer | None) -> None:
+def note_eps(origins: Sequence[Origin], optimizer: Optimizer | None) -> None:
     """Notes an eps of the optimizer that is 0 in the type of the weights that it made."""
     for group in optimizer.param_groups if optimizer is not None else ():
         eps, dtype = group.get("eps"), group["params"][0].dtype
         if eps and torch.tensor(eps, dtype=dtype) == 0:
             for it in origins:
-                it["call"]["facts"] = {"constant": (eps, "0", str(dtype)[6:])}
+                it.call.facts = {"constant": (eps, "0", str(dtype)[6:])}

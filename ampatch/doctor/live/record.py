@@ -170,10 +170,6 @@ class Record:
         """Returns the events of a kind."""
         return [event for event in self.events if isinstance(event, kind)]
 
-    def is_changed(self) -> bool:
-        """Says whether something that the step took was written to since."""
-        return any(tensor._version != version for tensor, version in self.slots.given)
-
 
 def hold_gradients(record: Record, roots: Sequence[Tensor]) -> bool:
     """Has the gradients kept that come back to what models returned; says whether any can.

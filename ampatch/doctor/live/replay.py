@@ -23,7 +23,7 @@ from ampatch.doctor.live.rerun import Impossible, InFloat32, Rerun
 from ampatch.doctor.suspects import find_hidden
 from ampatch.levels.ranks import has_ranks
 
-Outcome = tuple[list[dict], bool | None, list[str], tuple[str, ...]]
+Outcome = tuple[list[Origin], bool | None, list[str], tuple[str, ...]]
 
 
 def replay(
@@ -35,14 +35,14 @@ def replay(
 ) -> Outcome:
     """Returns the origins of a step, whether float32 survives, what is not known, and oversized layers."""
     unknown: list[str] = []
-    origins: list[dict] = []
+    origins: list[Origin] = []
     survives, oversized = None, None
     try:
         refuse(record, models)
         with as_it_was(record, models):
             clock = Clock(ExitStack())
             trace = Trace(clock, None)
-            trace.scale = scale
+            clock.scale = scale
             run = Rerun(record, {id(model): unwrap(model) for model in models}, clock)
             try:
                 run_again(run, clock, trace)
@@ -55,12 +55,12 @@ def replay(
             run_again(again, clock, trace)
             survives = again.is_finite()
             behind = found_by(trace, record, optimizer) if trace is not None else []
-            origins = [it for it in behind if it["has_reached"]] + origins
+            origins = [it for it in behind if it.has_reached] + origins
     except Exception as error:  # of the script's own code, or of torch: training goes on
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         what = "whether float32 survives is not known" if origins else "it could not be replayed"
         unknown.append(f"{what}: {said}")
-    if not unknown and not any(it["has_reached"] for it in origins):
+    if not unknown and not any(it.has_reached for it in origins):
         why = "another rank may have broken it" if has_ranks() else "it drew from elsewhere than torch"
         unknown.append(f"it did not break again when it was replayed: {why}")
     return origins, survives, unknown, tuple(oversized.names if oversized else ())
@@ -70,7 +70,7 @@ def refuse(record: Record, models: Sequence[Module]) -> None:
     """Raises Impossible for what a replay would get wrong, or other ranks would have to join."""
     if not record.of(Forward):
         raise Impossible("no forward of a watched model came before it: watch what is called as model(...)")
-    if record.is_changed():
+    if any(tensor._version != version for tensor, version in record.slots.given):
         raise Impossible("what the step took was written to before its end")
     modules = [each for model in models for each in model.modules()]
     if any(hasattr(p, "to_local") for model in models for p in model.parameters()) or any(
@@ -109,21 +109,21 @@ def run_again(run: Rerun, clock: Clock, trace: Trace | None) -> None:
         run.run()
 
 
-def found_by(trace: Trace, record: Record, optimizer: Optimizer | None) -> list[dict]:
+def found_by(trace: Trace, record: Record, optimizer: Optimizer | None) -> list[Origin]:
     """Returns the origins that a trace found."""
     if optimizer is not None:
         with quiet():
             trace.end_attempt(optimizer)
-    origins = trace.to_json()
-    if not record.slots.is_whole and not any(it["has_reached"] for it in origins):
+    origins = trace.found()
+    if not record.slots.is_whole and not any(it.has_reached for it in origins):
         origins += of_unseen_loss(record)
     return origins
 
 
-def of_unseen_loss(record: Record) -> list[dict]:
+def of_unseen_loss(record: Record) -> list[Origin]:
     """Says that the loss broke, where its operations were not seen: what came back of it is bad."""
     for event in record.of(Backward):
         if not is_finite(event.value):
             call = Call("", "loss", None, call_at(event.frames, user_line), str(event.value.dtype)[6:])
-            return [Origin(call, "loss", examine(event.value), 0, has_reached=True).to_json()]
+            return [Origin(call, "loss", examine(event.value), 0, has_reached=True)]
     return []

@@ -91,7 +91,7 @@ class Rerun:
         roots, given = self.find_roots(event)
         kept = {name: event.kwargs[name] for name in ("retain_graph", "create_graph") if name in event.kwargs}
         with restored(self._surroundings):
-            if repeats(roots):
+            if any(node.name() == REPEATED for node in nodes_of(roots)):
                 self._go_through(roots, given, kept)
                 return
             gradients = torch.autograd.grad(roots, self.parameters, given, allow_unused=True, **kept)
@@ -110,7 +110,7 @@ class Rerun:
             raise Impossible("a backward through use_reentrant=True would call what waits for its gradients")
         own = set(map(id, self.parameters))
         with ExitStack() as undo:
-            for leaf in leaves_of(roots):
+            for leaf in [node.variable for node in nodes_of(roots) if hasattr(node, "variable")]:
                 if id(leaf) not in own:
                     undo.callback(setattr, leaf, "grad", leaf.grad)
                     leaf.grad = None
@@ -192,13 +192,3 @@ def copy_in_float32(model: Module, masters: Mapping[int, Tensor], twins: dict[in
                 twin.copy_(masters[id(own)])
         twin.grad = None
     return copied
-
-
-def repeats(roots: Sequence[Tensor]) -> bool:
-    """Says whether a graph holds a checkpoint with use_reentrant=True."""
-    return any(node.name() == REPEATED for node in nodes_of(roots))
-
-
-def leaves_of(roots: Sequence[Tensor]) -> list[Tensor]:
-    """Returns what a graph gives gradients to."""
-    return [node.variable for node in nodes_of(roots) if hasattr(node, "variable")]

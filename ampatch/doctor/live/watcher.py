@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import ampatch as amp
 from ampatch.doctor.instruments.clock import with_closure, wrap
+from ampatch.doctor.instruments.places import frames, parameters_of
 from ampatch.doctor.instruments.values import is_finite, node_of, random_of, tensors_in
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.live.frames import capture
@@ -220,8 +221,7 @@ class Watcher:
             self._check_gradients(optimizer)
 
     def _check_gradients(self, optimizer: Optimizer) -> None:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        gradients = [grad for param in params if (grad := param.grad) is not None]
+        gradients = [grad for param in parameters_of(optimizer) if (grad := param.grad) is not None]
         flag = self._check.of(gradients + self._record.losses)
         scaler, number = self._patient.scaler, self._steps[id(optimizer)]
         scale = None if scaler is None or scaler.is_dynamic else scaler.number
@@ -287,9 +287,4 @@ class Watcher:
 
     def _is_inside(self) -> bool:
         """Says whether a step of ours runs: a class that calls `super().step()` runs the hooks twice."""
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None:
-            if frame is self._frame:
-                return True
-            frame = frame.f_back
-        return False
+        return any(frame is self._frame for frame in frames())

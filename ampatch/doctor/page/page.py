@@ -21,7 +21,8 @@ SMALLEST = 1e-6  # an error whose bar has no length
 
 def write_page(report: Report, script: str) -> str:
     """Returns the page of a report as one HTML file, to be written as UTF-8; charts need matplotlib."""
-    layers = near_overflow(report.growth)
+    growth = report.growth or {"layers": []}
+    layers = sorted(growth["layers"], key=lambda it: lowest(it["headroom"]))  # nearest to overflow first
     against, first = report.against, None
     if against:
         first = against["first"]
@@ -45,11 +46,6 @@ def write_page(report: Report, script: str) -> str:
         version=__version__,
         torch=torch.__version__,
     )
-
-
-def near_overflow(growth: dict | None) -> list[dict]:
-    """Returns the layers, those with the least headroom first."""
-    return sorted(growth["layers"], key=lambda it: lowest(it["headroom"])) if growth else []
 
 
 def lowest(values: list[float | None]) -> float:

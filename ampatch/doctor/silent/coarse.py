@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from ampatch.doctor.instruments.operations import CASTS
 from ampatch.doctor.instruments.places import user_line
 from ampatch.doctor.instruments.values import is_finite, plain
 from ampatch.doctor.silent.fault import Notes
+from ampatch.doctor.silent.rules import SilentRule
 from ampatch.levels.precision import HALF_TYPES
 
 UPDATES = ("add_", "sub_", "lerp_")
@@ -23,18 +25,15 @@ REPEATED = 3  # attempts
 FEWER = 0.5  # of whole numbers
 
 
-class Updates:
+class Updates(SilentRule):
     """Small updates that half rounds away again and again: of an average of weights, or of weights."""
 
-    def __init__(self, clock: Clock, notes: Notes) -> None:
-        self._clock, self._notes = clock, notes
+    def __init__(self, clock: Clock, notes: Notes, window: Collection[int]) -> None:
+        super().__init__(clock, notes, window)
         self._seen: defaultdict[Site, set[int]] = defaultdict(set)  # attempts
         self._before: list[tuple[Tensor, Tensor]] = []
 
-    def forget(self) -> None:
-        """Begins with the next attempt; what was seen counts on."""
-
-    def look(self, operation: Operation, given: list[Tensor]) -> None:
+    def look(self, operation: Operation, kept: object, given: list[Tensor]) -> None:
         """Counts the numbers of an average that stay as they were."""
         if operation.name not in UPDATES or given[0].dtype not in HALF_TYPES or given[0].numel() < FEWEST:
             return
@@ -47,14 +46,14 @@ class Updates:
         stays = (into.float() + gap * weight).to(into.dtype) == into
         self._count(operation.site, stays, gap.abs() > least, into.dtype)
 
-    def begin_attempt(self, optimizer: Optimizer) -> None:
+    def begin_attempt(self, optimizer: Optimizer, scaler: object) -> None:
         """Keeps the half weights that a step is to change."""
         groups = (it["params"] for it in optimizer.param_groups if it.get("lr", 1.0) != 0)
         half = [it for group in groups for it in group if it.dtype in HALF_TYPES and it.grad is not None]
-        is_due = all(is_finite(it.grad) for it in half)  # else it may be left out
+        is_due = self.clock.attempt in self._window and all(is_finite(it.grad) for it in half)
         self._before = [(it, plain(it).clone()) for it in half if it.numel() >= FEWEST and is_due]
 
-    def end_attempt(self) -> None:
+    def end_attempt(self, optimizer: Optimizer) -> None:
         """Counts the numbers that it left as they were."""
         if self._before:
             stays = torch.cat([(plain(it) == before).flatten() for it, before in self._before])
@@ -65,25 +64,19 @@ class Updates:
     def _count(self, site: Site, stays: Tensor, is_due: Tensor, dtype: torch.dtype) -> None:
         share = (stays & is_due).sum().item() / max(is_due.sum().item(), 1)
         if share > STUCK:
-            self._seen[site].add(self._clock.attempt)
+            self._seen[site].add(self.clock.attempt)
             if len(self._seen[site]) == REPEATED:
                 first = min(self._seen[site])
-                self._notes.add("lost_updates", *site, first, share=share, dtype=str(dtype)[6:])
+                self._notes.add("lost_updates", site, first, share=share, dtype=str(dtype)[6:])
 
 
-class Counts:
+class Counts(SilentRule):
     """Whole numbers, as positions and times, of which half makes fewer."""
 
-    def __init__(self, notes: Notes) -> None:
-        self._notes = notes
-
-    def forget(self) -> None:
-        """Begins with the next attempt; nothing is kept."""
-
-    def look(self, operation: Operation, given: list[Tensor]) -> None:
+    def look(self, operation: Operation, kept: object, given: list[Tensor]) -> None:
         """Counts them before and after a cast."""
-        given_half = given[0].dtype in HALF_TYPES and operation.name in CASTS
-        if not given_half or given[0].numel() < FEWEST or not isinstance(operation.args[0], Tensor):
+        is_half = given[0].dtype in HALF_TYPES and operation.name in CASTS
+        if not is_half or given[0].numel() < FEWEST or not isinstance(operation.args[0], Tensor):
             return
         limit = int(2 / torch.finfo(given[0].dtype).eps)
         taken = plain(operation.args[0]).double()
@@ -92,4 +85,4 @@ class Counts:
         before, after = len(taken.unique()), len(plain(given[0]).unique())
         if after < FEWER * before:
             numbers = {"before": before, "after": after, "limit": limit, "dtype": str(given[0].dtype)[6:]}
-            self._notes.add("collapsed", *operation.site, **numbers)
+            self._notes.add("collapsed", operation.site, **numbers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -66,10 +65,6 @@ class Ranges(Instrument, amp.Observer):
         if self._uses_float16 and is_sample(attempt) and attempt not in self.shares and grads:
             self.shares[attempt] = torch.stack([share_of_bad(plain(it)) for it in grads]).max().item()
 
-    def to_json(self) -> list[tuple[int, float]]:
-        """Returns the attempts that are worth a comparison with float32, with their shares."""
-        return [(attempt, share) for attempt, share in self.shares.items() if share >= SUSPECT]
-
 
 def share_of_bad(grad: Tensor) -> Tensor:
     """Returns the share of subnormals, or 1 if all are zeros; 0 where the gradient never was in float16."""
@@ -83,19 +78,19 @@ def share_of_bad(grad: Tensor) -> Tensor:
 # ---- The comparison ----
 
 
-def pick_sample(seen: Sequence[Mapping], attempts: Sequence[Attempt]) -> int | None:
+def pick_sample(shares: Mapping[int, float], attempts: Sequence[Attempt]) -> int | None:
     """Returns the attempt whose gradients are to be compared with float32, the first of the worst."""
     shares = {
         attempt: share
-        for attempt, share in (seen[0]["ranges"] if seen else ())
-        if attempt < len(attempts) and attempts[attempt].is_finite
+        for attempt, share in shares.items()
+        if share >= SUSPECT and attempt < len(attempts) and attempts[attempt].is_finite
     }
     most = max(shares.values(), default=0.0)
     return next((attempt for attempt, share in shares.items() if share >= NEAR * most), None)
 
 
-def compare_gradients(folder: str, attempt: int) -> tuple[list[dict[str, object]], str]:
-    """Returns the parameters whose gradients underflow, as a run leaves faults, and what is not known."""
+def compare_gradients(folder: str, attempt: int) -> tuple[list[SilentFault], str]:
+    """Returns the parameters whose gradients underflow, and what is not known."""
     taken = read_samples(folder)
     if len(taken) < len(FILES):
         return [], "whether gradients underflow: the step did not come again"
@@ -118,7 +113,7 @@ def compare_gradients(folder: str, attempt: int) -> tuple[list[dict[str, object]
                 numbers |= {"init_scale": best_scale(full["largest"])}
                 _, model, layer, _, name = key
                 fault = (attempt, "backward", model, layer, name, "backward", half["where"], numbers)
-                found.append(asdict(SilentFault("underflow", *fault, (attempt,))))
+                found.append(SilentFault("underflow", *fault, (attempt,)))
     return found, ""
 
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from ampatch.doctor.instruments.clock import Clock
-from ampatch.doctor.instruments.dispatch import Operation, Site
-from ampatch.doctor.instruments.operations import CASTS
+from ampatch.doctor.instruments.dispatch import Operation, Rule, Site
+from ampatch.doctor.instruments.operations import CASTS, IGNORED
 from ampatch.doctor.instruments.places import is_called_by_ampatch, is_called_by_user, user_line
-from ampatch.doctor.instruments.values import TensorNotes, key_of, plain
-from ampatch.doctor.silent.fault import Notes
+from ampatch.doctor.instruments.values import TensorNotes, floating_in, key_of, plain
+from ampatch.doctor.silent.fault import Notes, Suspicion
 from ampatch.doctor.silent.scaled import Scaled
 from ampatch.levels.precision import HALF_TYPES
+from ampatch.levels.private import is_transformed
+
+FIRST = 16  # attempts whose operations are watched
+LEFT_ALONE = (*IGNORED[1:], "untyped_storage", "data_ptr", "zeros_like", "full_like")  # but not properties
 
 VIEWS = ("", "t", "transpose", "permute", "view", "reshape", "flatten", "unsqueeze", "squeeze", "contiguous")
 VIEWS += ("chunk", "split", "unbind", "expand", "index", "detach", "swapaxes", "movedim", "narrow", "select")
@@ -31,6 +36,40 @@ ZEROS = 0.1  # of the numbers that a layer in float8 takes
 HEADROOM = 16  # times what was reached must fit: a length that grows, or the next step
 
 
+class SilentRule(Rule):
+    """Looks at the operations of the first attempts, and of those in `window`, in forwards and losses."""
+
+    def __init__(self, clock: Clock, notes: Notes, window: Collection[int]) -> None:
+        super().__init__(clock)
+        self._notes, self._window = notes, {*range(FIRST), *window}
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins with the next attempt."""
+
+    def look(self, operation: Operation, kept: object, given: list[Tensor]) -> None:
+        """Looks at what an operation gives, which is something; `kept` is what `before` returned."""
+        raise NotImplementedError
+
+    def end_attempt(self, optimizer: Optimizer) -> None:
+        """The next attempt begins."""
+        self.forget()
+
+    def wants(self, name: str) -> bool:
+        """Leaves out the operations of backward passes and optimizers."""
+        is_away = self.clock.in_backward or self.clock.part == "optimizer"
+        is_active = self.clock.attempt in self._window
+        return is_active and not (is_away or name in LEFT_ALONE or is_transformed())
+
+    def after(self, operation: Operation, kept: object, result: object) -> None:
+        """Finds what an operation gives, in place where it returns nothing, as x[mask] = 0."""
+        given = floating_in(result)
+        if operation.name.endswith("_") and operation.args and not given:
+            given = floating_in(operation.args[0])
+        if given:
+            self.look(operation, kept, given)
+
+
 @dataclass(slots=True, eq=False)
 class Cast:
     """A cast to float32 that the script makes, and what became of it."""
@@ -40,29 +79,28 @@ class Cast:
     has_effect: bool = False
 
 
-class Casts:
+class Casts(SilentRule):
     """Casts to float32 that autocast, or a patched function, takes back at once."""
 
-    def __init__(self, clock: Clock, notes: Notes) -> None:
-        self._clock, self._notes = clock, notes
+    def __init__(self, clock: Clock, notes: Notes, window: Collection[int]) -> None:
+        super().__init__(clock, notes, window)
         self._modules: dict[int, tuple[Module, str, str | None]] = {}
         self._told: set[int] = set()
-        self.forget()
         clock.wrap(Module, "float", self._cast_module)
         clock.wrap(Module, "to", self._cast_module)
 
     def forget(self) -> None:
-        """Begins with the next attempt."""
         self._casts = TensorNotes()
         self._all: list[Cast] = []
 
-    def end_attempt(self) -> None:
+    def end_attempt(self, optimizer: Optimizer) -> None:
         """Notes the casts that had no effect."""
         for cast in self._all:
             if cast.undone and not cast.has_effect:
-                self._notes.add("float32_under_autocast", *cast.site, runs=cast.undone)
+                self._notes.add("float32_under_autocast", cast.site, runs=cast.undone)
+        self.forget()
 
-    def look(self, operation: Operation, given: list[Tensor]) -> None:
+    def look(self, operation: Operation, kept: object, given: list[Tensor]) -> None:
         """Follows the tensors of a cast."""
         is_half = any(it.dtype in HALF_TYPES for it in given)
         if is_half and self._modules:
@@ -70,7 +108,7 @@ class Casts:
         known = [cast for tensor in operation.floating for cast in self._casts.find(tensor)]
         if operation.name in CASTS and not known:
             self._look_at_cast(operation, given)
-        if not given or not known:
+        if not known:
             return
         is_view = operation.name in VIEWS or (operation.name in CASTS and not is_half)
         for cast in known:
@@ -89,7 +127,7 @@ class Casts:
             self._all.append(cast)
 
     def _cast_module(self, cast: Callable[..., Module], module: Module, *args, **kwargs) -> Module:
-        before = dtypes_of(module)
+        before = {it.dtype for it in module.parameters() if it.is_floating_point()}
         cast(module, *args, **kwargs)
         asked = [getattr(each, "dtype", each) for each in (*args, *kwargs.values())]  # by a type or a tensor
         if (
@@ -103,13 +141,12 @@ class Casts:
     def _look_at_modules(self, operation: Operation) -> None:
         if not is_undone(operation):
             return
-        for each in self._clock.running:
+        for each in self.clock.running:
             _, op, where = self._modules.get(each, (None, "", None))
             if op and each not in self._told:
                 self._told.add(each)
-                self._notes.add(
-                    "float32_under_autocast", "forward", where, op, operation.place, runs=operation.name
-                )
+                site = "forward", where, op, operation.place
+                self._notes.add("float32_under_autocast", site, runs=operation.name)
 
 
 def is_undone(operation: Operation) -> bool:
@@ -119,58 +156,36 @@ def is_undone(operation: Operation) -> bool:
     return bool(operation.floating) and all(it.dtype is torch.float32 for it in operation.floating)
 
 
-def dtypes_of(module: Module) -> set[torch.dtype]:
-    """Returns the floating types of a module's parameters."""
-    return {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
-
-
-class Reads:
+class Reads(SilentRule):
     """Gradients that are measured while they are multiplied by the loss scale."""
 
-    def __init__(self, notes: Notes, scaled: Scaled) -> None:
-        self._notes, self._scaled = notes, scaled
-        self._grads: dict[int, tuple[Tensor, Tensor]] = {}  # by storage, kept so long: parameter, gradient
+    def __init__(self, clock: Clock, notes: Notes, window: Collection[int], scaled: Scaled) -> None:
+        super().__init__(clock, notes, window)
+        self._scaled = scaled
 
     def forget(self) -> None:
-        """Begins with the next attempt."""
-        self._grads.clear()
+        self._grads: dict[int, tuple[Tensor, Tensor]] = {}  # by storage, kept so long: parameter, gradient
 
-    def look(self, operation: Operation, given: list[Tensor]) -> None:
+    def look(self, operation: Operation, kept: object, given: list[Tensor]) -> None:
         """Notes what measures a gradient."""
         owner = getattr(operation.func, "__self__", None)
-        if operation.name == "" and getattr(owner, "__name__", "") == "grad" and given:
+        if operation.name == "" and getattr(owner, "__name__", "") == "grad":
             self._grads[key_of(given[0])] = operation.floating[0], given[0]
         if operation.name not in MEASURES or not self._grads:
             return
         read = [self._grads[key_of(it)][0] for it in operation.floating if key_of(it) in self._grads]
         scale = self._scaled.scale_of(read) if read and is_called_by_user() else None
         if scale is not None and not self._scaled.was_asked:
-            self._notes.add(
-                "not_unscaled", "optimizer", operation.where, operation.name, operation.place, scale=scale
-            )
+            self._notes.add("not_unscaled", ("optimizer", *operation.site[1:]), scale=scale)
 
 
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """A sum of products in half: over how many, and the largest that came of it."""
-
-    site: Site
-    length: int
-    largest: float
-
-
-class Lengths:
+class Lengths(SilentRule):
     """Sums of products in half that are divided by their length, when it may be too late."""
 
-    def __init__(self, notes: Notes) -> None:
-        self._notes = notes
-        self.forget()
-
     def forget(self) -> None:
-        """Begins with the next attempt."""
         self._sums = TensorNotes()
 
-    def look(self, operation: Operation, given: list[Tensor]) -> None:
+    def look(self, operation: Operation, kept: object, given: list[Tensor]) -> None:
         """Follows sums to what divides them."""
         if len(given) != 1 or not operation.floating:
             return
@@ -180,13 +195,14 @@ class Lengths:
         elif operation.name in PRODUCTS and given[0].dtype is torch.float16:
             largest = given[0].detach().abs().max().item() if given[0].numel() else 0.0
             if math.isfinite(largest) and largest * HEADROOM > torch.finfo(torch.float16).max:
-                sums.append(Sum(operation.site, length_of(operation, given[0]), largest))
+                numbers = {"length": length_of(operation, given[0]), "largest": largest}
+                sums.append(Suspicion("length_alone", operation.site, numbers))
         elif operation.name not in VIEWS + CASTS:
             return
         for it in sums:
             self._sums.add(given, it)
 
-    def _look_at_quotient(self, quotient: Operation, sums: list[Sum]) -> None:
+    def _look_at_quotient(self, quotient: Operation, sums: list[Suspicion]) -> None:
         number = quotient.args[1] if len(quotient.args) > 1 else None
         if isinstance(number, Tensor):
             number = number.flatten()[0].item() if number.numel() else None
@@ -194,21 +210,15 @@ class Lengths:
             return
         divisor = 1 / number if quotient.name.startswith("mul") else number
         for it in sums:
-            if it.length > 1 and math.isclose(divisor, it.length, rel_tol=1e-3):
-                numbers = {"length": it.length, "largest": it.largest, "divided_at": quotient.where}
-                self._notes.add("length_alone", *it.site, **numbers)
+            length = it.numbers["length"]
+            if length > 1 and math.isclose(divisor, length, rel_tol=1e-3):
+                self._notes.confirm(it, divided_at=quotient.where)
 
 
-class Float8:
+class Float8(SilentRule):
     """Inputs and weights of layers in float8 that are made zeros beside the largest number of their scale."""
 
-    def __init__(self, notes: Notes) -> None:
-        self._notes = notes
-
-    def forget(self) -> None:
-        """Begins with the next attempt; nothing is kept."""
-
-    def look(self, operation: Operation, given: list[Tensor]) -> None:
+    def look(self, operation: Operation, kept: object, given: list[Tensor]) -> None:
         """Counts what float8 rounds to 0, which is below 2**-10 where the largest number is made 448."""
         if operation.name != "float8_linear":
             return
@@ -220,7 +230,7 @@ class Float8:
             share = lost / max(int((sizes > 0).sum()), 1)
             if share > ZEROS:
                 numbers = {"share": share, "largest": sizes.max().item(), "what": what}
-                self._notes.add("float8_underflow", *operation.site, **numbers)
+                self._notes.add("float8_underflow", operation.site, **numbers)
 
 
 def length_of(operation: Operation, given: Tensor) -> int:

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import ampatch as amp
-from ampatch.doctor.instruments.clock import Clock, Instrument, parameters_of
+from ampatch.doctor.instruments.clock import Clock, Instrument
 from ampatch.doctor.instruments.operations import nodes_of
-from ampatch.doctor.instruments.places import SHOWN, is_called_by_doctor, user_line
+from ampatch.doctor.instruments.places import SHOWN, is_called_by_doctor, parameters_of, user_line
 from ampatch.doctor.instruments.values import is_finite, plain, tensors_in
 from ampatch.doctor.silent.fault import Notes
 
@@ -99,7 +99,7 @@ class Scaled(Instrument, amp.Observer):
         """Notes what was never used up to the end of the run."""
         self._tell_unused(self._losses)
         if self._waiting > 3 * self._longest:
-            self._notes.add("never_stepped", "loss", self._waits_at, "scale", count=self._waiting)
+            self._notes.add("never_stepped", ("loss", self._waits_at, "scale", None), count=self._waiting)
 
     def _load(self, load: Callable[..., None], optimizer: Optimizer, *args, **kwargs) -> None:
         """Notes second moments that are 0 where the first ones are not: a checkpoint held them in half."""
@@ -107,7 +107,7 @@ class Scaled(Instrument, amp.Observer):
         pairs = [(it["exp_avg"], it["exp_avg_sq"]) for it in optimizer.state.values() if "exp_avg_sq" in it]
         lost = sum(((first.abs() > TINY) & (second == 0)).sum().item() for first, second in pairs)
         if lost:
-            self._notes.add("lost_state", "optimizer", user_line(), "load_state_dict", lost=lost)
+            self._notes.add("lost_state", ("optimizer", user_line(), "load_state_dict", None), lost=lost)
 
     # ---- The parts of a run ----
 
@@ -119,7 +119,7 @@ class Scaled(Instrument, amp.Observer):
         """Notes a block without a backward pass."""
         backwards, where = self._blocks.pop(loss_id, (-1, None))
         if backwards == self._backwards:
-            self._notes.add("scaled_not_backpropagated", "loss", where, "scale_loss")
+            self._notes.add("scaled_not_backpropagated", ("loss", where, "scale_loss", None))
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Asks whether a scaled loss is part of it, and what gradients there are."""
@@ -151,12 +151,12 @@ class Scaled(Instrument, amp.Observer):
         """Looks at what is about to be stepped."""
         self._longest, self._waiting = max(self._longest, self._waiting), 0
         if self._penalty is not None:
-            self._notes.add("scaled_penalty", "loss", self._penalty, "grad")
+            self._notes.add("scaled_penalty", ("loss", self._penalty, "grad", None))
             self._penalty = None
         if scaler is not None and scaler.is_enabled():
             self._tell_raw(optimizer)
         elif (scale := self.scale_of(parameters_of(optimizer))) is not None:
-            self._notes.add("not_unscaled", "optimizer", user_line(), "step", scale=scale)
+            self._notes.add("not_unscaled", ("optimizer", user_line(), "step", None), scale=scale)
 
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Forgets what was stepped; a loss that was scaled an attempt ago has not been used."""
@@ -185,14 +185,15 @@ class Scaled(Instrument, amp.Observer):
             unscale(scaler, optimizer)
         except RuntimeError as error:
             if "already been called" in str(error) or "after step()" in str(error):
-                self._notes.add("unscaled_twice", "optimizer", user_line(), "unscale_")
+                self._notes.add("unscaled_twice", ("optimizer", user_line(), "unscale_", None))
             raise
         if not scaler.is_enabled():
             return
         self._tell_raw(optimizer)
         known = [(it, self._known(it)) for it in parameters_of(optimizer) if it.grad is not None]
         if any(it is not None and it.was_unscaled for _, it in known):
-            self._notes.add("unscaled_twice", "optimizer", user_line(), "unscale_", scale=scaler.get_scale())
+            site = "optimizer", user_line(), "unscale_", None
+            self._notes.add("unscaled_twice", site, scale=scaler.get_scale())
         for parameter, _ in known:
             self._gradients[parameter.grad] = Gradient(was_unscaled=True)
 
@@ -213,7 +214,7 @@ class Scaled(Instrument, amp.Observer):
         if scale is not None:
             kind = "clipped_while_scaled" if limit < float("inf") else "not_unscaled"
             numbers = {"limit": float(limit), "scale": scale}
-            self._notes.add(kind, "optimizer", user_line(), clip.__name__, **numbers)
+            self._notes.add(kind, ("optimizer", user_line(), clip.__name__, None), **numbers)
         return clip(parameters=given, **bound)
 
     def _grad(self, grad: Callable[..., object], outputs: object, *args, **kwargs) -> object:
@@ -227,7 +228,8 @@ class Scaled(Instrument, amp.Observer):
         kind, op = MISUSE.get(getattr(record, "misuse", ""), ("", ""))
         if kind:
             file, number, text = record.args
-            self._notes.add(kind, "optimizer", f"{str(file).removeprefix(SHOWN)}:{number}", op, said=text)
+            where = f"{str(file).removeprefix(SHOWN)}:{number}"
+            self._notes.add(kind, ("optimizer", where, op, None), said=text)
         return True
 
     # ---- What is known ----
@@ -267,12 +269,11 @@ class Scaled(Instrument, amp.Observer):
     def _tell_unused(self, losses: Iterable[ScaledLoss]) -> None:
         for loss in losses:
             if loss.is_finite and not loss.was_used:
-                self._notes.add(
-                    "scaled_not_backpropagated", "loss", loss.where, "scale", attempt=loss.attempt
-                )
+                site = "loss", loss.where, "scale", None
+                self._notes.add("scaled_not_backpropagated", site, loss.attempt)
 
     def _tell_raw(self, optimizer: Optimizer) -> None:
         """Notes a backward that was not scaled, whose gradients a scaler takes for scaled ones."""
         known = [self._known(parameter) for parameter in parameters_of(optimizer)]
         for line in dict.fromkeys(it.raw for it in known if it is not None and it.raw is not None):
-            self._notes.add("unscaled_backward", "backward", line, "backward")
+            self._notes.add("unscaled_backward", ("backward", line, "backward", None))

@@ -7,18 +7,19 @@ agree again (a clamp, the tanh of a large number, a mask: no fault) or half is f
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ampatch.doctor.instruments.dispatch import Operation, Site
+from ampatch.doctor.instruments.dispatch import Operation
 from ampatch.doctor.instruments.marks import Marks
 from ampatch.doctor.instruments.places import is_called_by_scaler
-from ampatch.doctor.instruments.values import floating_in, holds_no_number
-from ampatch.doctor.silent.fault import Notes
+from ampatch.doctor.instruments.values import floating_in, holds_no_number, is_finite
+from ampatch.doctor.silent.fault import Suspicion
+from ampatch.doctor.silent.rules import SilentRule
 from ampatch.levels.precision import HALF_TYPES
 
 DRAWS = ("dropout", "dropout_", "alpha_dropout", "feature_dropout", "bernoulli", "bernoulli_", "multinomial")
@@ -30,42 +31,27 @@ MANY = 0.25  # of the numbers are far from float32
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
-    """What half lost in an operation: `kind` is "zeros" after an overflow, else "underflow"."""
-
-    kind: str
-    site: Site
-    numbers: dict[str, object] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class Shadow:
     """What float32 has in the place of a tensor, as long as nobody writes to that."""
 
     version: int
     wanted: Tensor
-    loss: Loss
+    loss: Suspicion  # "zeros" after an overflow, else "underflow"
 
 
-class Shadows:
+class Shadows(SilentRule):
     """The shadows of one attempt, and the faults that wait for a backward pass to reach them."""
 
-    def __init__(self, notes: Notes) -> None:
-        self._notes = notes
-        self.forget()
-
     def forget(self) -> None:
-        """Begins with the next attempt."""
         self._shadows = WeakTensorKeyDictionary()
-        self._marks, self._faults = Marks(), list[Loss]()
+        self._marks, self._faults = Marks(), list[Suspicion]()
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Notes the faults that have reached the loss."""
         for index in sorted(self._marks.of(*losses)):
-            it = self._faults[index]
-            self._notes.add(it.kind, *it.site, **it.numbers)
+            self._notes.confirm(self._faults[index])
 
-    def prepare(self, operation: Operation) -> Operation | None:
+    def before(self, operation: Operation) -> Operation | None:
         """Returns what is needed to repeat an operation on numbers; one that draws cannot be repeated."""
         if operation.name in DRAWS or not any(tensor.numel() for tensor in operation.floating):
             return None
@@ -84,7 +70,7 @@ class Shadows:
         return replace(operation, args=args, kwargs=kwargs, taken=floating_in((args, kwargs)))
 
     def look(self, operation: Operation, repeated: Operation | None, given: list[Tensor]) -> None:
-        """Looks at what an operation gives; `repeated` is what `prepare` made of it."""
+        """Looks at what an operation gives; `repeated` is what `before` made of it."""
         marks = self._marks.of(*operation.floating)
         if repeated is not None:
             known = [it for it in map(self._find, repeated.floating) if it is not None]
@@ -101,7 +87,7 @@ class Shadows:
         known = self._shadows.get(tensor)
         return known if known is not None and known.version == version_of(tensor) else None
 
-    def _add(self, tensor: Tensor, wanted: Tensor, loss: Loss) -> None:
+    def _add(self, tensor: Tensor, wanted: Tensor, loss: Suspicion) -> None:
         self._shadows[tensor] = Shadow(version_of(tensor), wanted, loss)
 
     def _repeat(self, operation: Operation) -> list[Tensor]:
@@ -127,7 +113,7 @@ class Shadows:
             return []
         return floating_in(args[0] if operation.name.endswith("_") else made)
 
-    def _judge(self, tensor: Tensor, wanted: Tensor, loss: Loss, is_new: bool) -> set[int]:
+    def _judge(self, tensor: Tensor, wanted: Tensor, loss: Suspicion, is_new: bool) -> set[int]:
         """Compares a result with its shadow; returns the mark of a fault."""
         self._shadows.pop(tensor, None)
         if tensor.shape != wanted.shape or tensor.layout is not torch.strided or not tensor.numel():
@@ -146,21 +132,20 @@ class Shadows:
             first = wanted[is_grave].abs().max().item()
             numbers = {**loss.numbers, "share": share, "zeros": zeros, "float32_largest": first}
             kind = "zeros" if is_new else loss.kind  # what one operation loses alone, it lost inside
-            self._faults.append(Loss(kind, loss.site, numbers))
+            self._faults.append(Suspicion(kind, loss.site, numbers))
             return {len(self._faults) - 1}
         if is_far.any():
             self._add(tensor, wanted, loss)
         return set()
 
 
-def find_loss(operation: Operation, given: list[Tensor]) -> Loss | None:
+def find_loss(operation: Operation, given: list[Tensor]) -> Suspicion | None:
     """Asks whether an operation may lose something in half: it makes inf of finite numbers, or zeros."""
     for tensor in given:
         if tensor.dtype not in HALF_TYPES or tensor.layout is not torch.strided or not tensor.numel():
             continue
         if not torch.isfinite(tensor).all():
-            is_named = holds_no_number((operation.args, tuple(operation.kwargs.values())))
-            if is_named or not all(bool(torch.isfinite(it).all()) for it in operation.floating):
+            if holds_no_number(operation.arguments) or not all(map(is_finite, operation.floating)):
                 return None
             return new_loss("zeros", operation, tensor)
         if (tensor == 0).float().mean() >= MOST and any(bool(it.any()) for it in operation.floating):
@@ -168,11 +153,11 @@ def find_loss(operation: Operation, given: list[Tensor]) -> Loss | None:
     return None
 
 
-def new_loss(kind: str, operation: Operation, tensor: Tensor) -> Loss:
+def new_loss(kind: str, operation: Operation, tensor: Tensor) -> Suspicion:
     """Describes what an operation loses."""
     largest = max(it.detach().abs().max().item() for it in operation.floating if it.numel())
     numbers = {"input_largest": largest, "dtype": str(tensor.dtype).removeprefix("torch.")}
-    return Loss(kind, operation.site, numbers)
+    return Suspicion(kind, operation.site, numbers)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import linecache
+from collections.abc import Sequence
 from textwrap import dedent
 
 SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
@@ -14,8 +15,7 @@ Lines = tuple[str, ...]
 class Source:
     """The text of a file, which can be edited by its syntax tree; SyntaxError if it is no Python."""
 
-    def __init__(self, path: str, names: dict[str, object] | None = None) -> None:
-        lines = linecache.getlines(path, names)
+    def __init__(self, lines: Sequence[str]) -> None:
         self._starts = [0]
         for line in lines:
             self._starts.append(self._starts[-1] + len(line.encode()))
@@ -60,11 +60,22 @@ class Source:
         return tuple(dedent(text.decode()).rstrip().split("\n"))
 
 
+def place_of(where: str | None) -> tuple[str, int]:
+    """Returns the file and the line of "file:line"; "" and 0 of none."""
+    path, _, line = (where or "").rpartition(":")
+    return path, int(line or 0)
+
+
+def read(path: str, names: dict[str, object] | None = None) -> Source | None:
+    """Returns the text of a file, None if it is no Python; `names` are the globals of its module."""
+    try:
+        return Source(linecache.getlines(path, names))
+    except SyntaxError:
+        return None
+
+
 def statement_of(where: str | None) -> tuple[Source, ast.stmt | None]:
     """Returns the file of "file:line", and the statement there, None where there is none."""
-    path, _, line = (where or "").rpartition(":")
-    try:
-        source = Source(path)
-    except SyntaxError:
-        return Source(""), None
-    return source, source.statement_at(int(line)) if line else None
+    path, line = place_of(where)
+    source = read(path) or Source(())
+    return source, source.statement_at(line)

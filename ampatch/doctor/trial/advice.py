@@ -5,19 +5,19 @@ from __future__ import annotations
 import ast
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 from pathlib import Path
 from textwrap import dedent, indent
 
 from ampatch.doctor.runs import Run
+from ampatch.doctor.text.source import Source, place_of
 
 KEPT = re.compile(r"keep_fp32=(\[.*?\])|for name in (\[.*?\]):")  # modules
 WRITTEN = re.compile(r"write (-?)(\S+) in the place of \1(.+?), at (.+): ")  # a number
 INSTEAD = re.compile(r"# in the place of lines (\d+) to (\d+)\n")
 TENTH = 0.1
-STATEMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
 Advice = tuple[str | None, str]  # for a line, "file:line"
 Change = Callable[[list[str], int], list[str]]
 
@@ -25,7 +25,7 @@ Change = Callable[[list[str], int], list[str]]
 def follow(run: Run, advice: Sequence[Advice]) -> Run | None:
     """Returns the run of a script that does what all of some advice says; None where that takes a reader."""
     changed = run
-    for where, each in sorted(advice, key=lambda it: -line_of(it[0])):  # what is below does not move
+    for where, each in sorted(advice, key=lambda it: -place_of(it[0])[1]):  # what is below does not move
         one = follow_one(changed, where, each)
         if one is None:
             return None
@@ -53,16 +53,12 @@ def follow_one(run: Run, where: str | None, advice: str) -> Run | None:
     return replace(run, edits=edits) if edits != run.edits else None
 
 
-def line_of(where: str | None) -> int:
-    """Returns the line of "file:line"."""
-    return int(where.rpartition(":")[2]) if where else 0
-
-
 def edit(edits: dict[str, str], where: str, change: Change) -> None:
     """Changes a file at "file:line"; leaves it alone where it does not read as expected."""
-    path = os.path.abspath(where.rpartition(":")[0])
+    name, line = place_of(where)
+    path = os.path.abspath(name)
     lines = (edits.get(path) or Path(path).read_text(encoding="utf-8")).split("\n")
-    if (new := change(lines, line_of(where))) != lines:
+    if (new := change(lines, line)) != lines:
         edits[path] = "\n".join(new)
 
 
@@ -80,25 +76,19 @@ def paste(lines: list[str], line: int, text: str, is_function: bool) -> list[str
     elif named := INSTEAD.match(text):
         begin, end = int(named[1]) - 1, int(named[2])
     else:
-        begin, end = max(statements_at("\n".join(lines), line), default=(0, 0))
+        statement = Source([f"{it}\n" for it in lines]).statement_at(line)
+        begin, end = (statement.lineno - 1, statement.end_lineno) if statement else (0, 0)
     margin = lines[begin][: len(lines[begin]) - len(lines[begin].lstrip())]
     return [*lines[:begin], indent(text, margin), *lines[end:]] if end else lines
 
 
-def statements_at(text: str, line: int) -> Iterator[tuple[int, int]]:
-    """Yields the lines of each statement at a line: before the first, and the last."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, STATEMENTS) and node.lineno <= line <= (node.end_lineno or line):
-            yield node.lineno - 1, node.end_lineno or line
-
-
 def unedited(run: Run, where: str | None) -> str | None:
     """Returns where "file:line" of an edited file stands in the file on the disk."""
-    name = (where or "").rpartition(":")[0]
+    name, line = place_of(where)
     text = run.edits.get(os.path.abspath(name))
     if text is None:
         return where
-    before, line = Path(name).read_text(encoding="utf-8").split("\n"), line_of(where)
+    before = Path(name).read_text(encoding="utf-8").split("\n")
     for _, first, last, begin, end in SequenceMatcher(None, before, text.split("\n"), False).get_opcodes():
         if begin < line <= end:
             return f"{name}:{min(first + line - begin, max(last, 1))}"

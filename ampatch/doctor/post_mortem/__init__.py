@@ -1,1 +1,0 @@
-"""What `ampatch doctor --open` shows of a file that training left when it broke."""
