@@ -130,6 +130,18 @@ for at, p in enumerate(model.parameters()):
 optimizer.load_state_dict(state)
 """
 )
+PENALTY = """
+x.requires_grad_()
+g = torch.autograd.grad(scaler.scale(model(x).float().sum()), x, create_graph=True)[0]  # FAULT
+loss = loss + ({}).pow(2).mean()
+"""
+PLAIN = """
+for step in range(4):
+    loss = model(torch.randn(4, 8).bfloat16()).float().pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
 SECOND = HEAD + "other = torch.amp.GradScaler('cpu')\n"
 ATTENTION = """
 n = 128
@@ -285,6 +297,16 @@ FAULTS = {
         "lost_updates",
         ours(BLOCK + AVERAGE.format("it.sub_((it - p) * 1e-4)  # FAULT"), "O5"),
     ),
+    "steps that are lost": (
+        "lost_updates",
+        HEAD.replace("lr=0.01", "lr=1e-5").replace("optimizer =", "model = model.bfloat16()\noptimizer =")
+        + PLAIN.replace("optimizer.step()", "optimizer.step()  # FAULT"),
+    ),
+    "positions in half": (
+        "collapsed",
+        native(STEP, forward("h = h + (torch.arange(32) + 5000).half()[:8]  # FAULT")),
+    ),
+    "a penalty of scaled gradients": ("scaled_penalty", native(PENALTY.format("g") + STEP)),
     "a checkpoint in half": (
         "lost_state",
         STATE.replace(".float()", ".half()").replace("(state)\n", "(state)  # FAULT\n"),
@@ -322,6 +344,13 @@ critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.01)
 """
 )
 SOUND = {
+    "steps in half": HEAD.replace("optimizer =", "model = model.bfloat16()\noptimizer =") + PLAIN,
+    "steps without a rate": HEAD.replace("lr=0.01", "lr=0.0").replace(
+        "optimizer =", "model = model.bfloat16()\noptimizer ="
+    )
+    + PLAIN,
+    "whole numbers that half holds": native(STEP, forward("h = h + torch.arange(32).half()[:8]")),
+    "a penalty": native(PENALTY.format("g / scaler.get_scale()").replace("  # FAULT", "") + STEP),
     "an average in float32": ours(BLOCK + AVERAGE.format("it.lerp_(p, 1e-4)"), "O4"),
     "an average of large parts": ours(BLOCK + AVERAGE.format("it.lerp_(p, 0.3)"), "O5"),
     "an average that has arrived": ours(BLOCK + AVERAGE.format("it.copy_(p).lerp_(p, 1e-3)"), "O5"),

@@ -10,8 +10,8 @@ FRAME = re.compile(r'^  File "(.+)", line (\d+)', re.MULTILINE)
 ADVICE = {
     "No inf checks were recorded": "step an optimizer only where a backward pass made its gradients: put "
     "scaler.step(optimizer) into the branch that has the backward pass of its loss",
-    "called on this optimizer since": "unscale each optimizer once a step, and call scaler.update() once, "
-    "after the last scaler.step",
+    "called on this optimizer since": "unscale each optimizer once a step, and call scaler.update() in each "
+    "step, after the last scaler.step and under no condition",
     "called after step": "unscale before scaler.step, and call scaler.update() once, after the last step",
     "unscale FP16 gradients": "leave out .half() and dtype=torch.float16 for what is trained: its parameters "
     "in float32 (model.float()), which torch.autocast casts by itself",
