@@ -372,7 +372,7 @@ def test_a_fault_that_a_scale_hides_in_its_search_is_found(run_script):
     (found,) = report["findings"]
     assert (status, found["step"], found["phase"], found["op"]) == (1, 1, "backward", "sqrt")
     assert (found["module"], found["where"].rpartition(":")[2]) == ("1", "8")
-    assert (found["float32_survives"], report["runs"]) == (False, 3)
+    assert (found["float32_survives"], report["runs"]) == (False, 4)
 
 
 @pytest.mark.process
@@ -713,6 +713,10 @@ def test_steps_without_a_scale_do_not_make_a_search_a_collapse():
         ("RuntimeError: unscale_() has already been called on this optimizer since the", "once a step"),
         ("RuntimeError: unscale_() is being called after step().", "before scaler.step"),
         ("ValueError: Attempting to unscale FP16 gradients.", "model.float()"),
+        ("RuntimeError: The total norm is non-finite, so it cannot be clipped.", "error_if_nonfinite"),
+        ("ValueError: Expected more than 1 value per channel when training", "drop_last"),
+        ("RuntimeError: expected scalar type Float but found Half", "custom_fwd"),
+        ("ValueError: ... to satisfy the constraint Simplex(), but", "logits="),
         ("RuntimeError: step() has already been called since the last update().", "scaler.update() once"),
     ],
 )
@@ -722,6 +726,41 @@ def test_an_error_of_a_scaler_is_said_with_its_line_and_what_to_do(raised, advic
     error, _, told = describe_error(f"Traceback:\n{said}{raised}\n").partition("\n  -> ")
     assert error == f"{raised} (at train.py:7)"
     assert advice in told
+
+
+ANOMALY = """
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.autograd.set_detect_anomaly(True)
+for step in range(4):
+    loss = (model(torch.ones(2, 4)) * (step != 2)).pow(2).sum().sqrt()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+RUNNING = """
+import torch
+import ampatch as amp
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
+for step in range(4):
+    loss = model(torch.randn(16, 8) * (3000 if step == 2 else 1)).float().pow(2).mean()
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("text", "phase", "op"), [(ANOMALY, "backward", "sqrt"), (RUNNING, "forward", "batch_norm")]
+)
+def test_where_a_script_stops_by_itself_or_only_a_buffer_breaks_the_line_is_known(tmp_path, text, phase, op):
+    (finding,) = report_on(text, tmp_path)["findings"]
+    assert (finding["step"], finding["phase"], finding["op"]) == (2, phase, op)
 
 
 def test_a_static_scale_does_not_search():

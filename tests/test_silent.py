@@ -302,6 +302,13 @@ FAULTS = {
         HEAD.replace("lr=0.01", "lr=1e-5").replace("optimizer =", "model = model.bfloat16()\noptimizer =")
         + PLAIN.replace("optimizer.step()", "optimizer.step()  # FAULT"),
     ),
+    "gradients that nothing zeroes": (
+        "not_zeroed",
+        HEAD
+        + PLAIN.replace(".bfloat16()", "")
+        .replace("    optimizer.zero_grad()\n", "")
+        .replace("step()", "step()  # FAULT"),
+    ),
     "positions in half": (
         "collapsed",
         native(STEP, forward("h = h + (torch.arange(32) + 5000).half()[:8]  # FAULT")),
@@ -344,6 +351,12 @@ critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.01)
 """
 )
 SOUND = {
+    "gradients that are zeroed by hand": HEAD
+    + PLAIN.replace(".bfloat16()", "").replace(
+        "optimizer.zero_grad()", "[p.grad.zero_() for p in model.parameters() if step]"
+    ),
+    "gradients that are zeroed in place": HEAD
+    + PLAIN.replace(".bfloat16()", "").replace("zero_grad()", "zero_grad(set_to_none=False)"),
     "steps in half": HEAD.replace("optimizer =", "model = model.bfloat16()\noptimizer =") + PLAIN,
     "steps without a rate": HEAD.replace("lr=0.01", "lr=0.0").replace(
         "optimizer =", "model = model.bfloat16()\noptimizer ="
@@ -450,7 +463,7 @@ def test_a_silent_fault_is_found_at_its_line(name):
     kind, text = FAULTS[name]
     faults, _ = watch(text)
     assert [(it.kind, it.where) for it in faults] == [(kind, line) for line in lines_of(text)]
-    assert faults[0].step == 0
+    assert faults[0].step == (kind == "not_zeroed")  # which takes a second step
     assert faults[0].why
     assert faults[0].remedies
 

@@ -46,6 +46,7 @@ def main(run: Run) -> None:
 
 def look(run: Run, clock: Clock) -> Callable[[], Seen]:
     """Has a run looked at until its clock is undone; returns what tells what was seen."""
+    clock.wrap(torch, "set_anomaly_enabled", lambda enable, mode, check_nan=True: enable(mode, False))
     without_gpu = precision.note_autocast_without_gpu(clock.undo)
     if run.float32:
         precision.without_casts(clock.undo)

@@ -19,6 +19,9 @@ ADVICE = {
     "softmax in float32, F.softmax(x.float(), dim=-1)",
     "but found Half": "cast one to the type of the other; of a torch.autograd.Function decorate forward with "
     "torch.amp.custom_fwd(device_type=...), and backward with torch.amp.custom_bwd(device_type=...)",
+    "is non-finite, so it cannot": "leave out error_if_nonfinite=True: gradients overflow while a loss scale "
+    "looks for its size, and scaler.step leaves that step out",
+    "Expected more than 1 value per channel": "leave out a batch of one: DataLoader(..., drop_last=True)",
     "called since the last update": "call scaler.update() once a step, after scaler.step",
 }
 

@@ -35,6 +35,7 @@ SUMS += ("conv3d", "baddbmm", "norm", "var", "std", "prod", "dot", "mv")
 
 ROOTS = ("sqrt", "sqrt_", "rsqrt")
 LOSSES = ("cross_entropy", "nll_loss", "nll_loss_nd", "cross_entropy_loss")
+RUNNING = ("batch_norm", "instance_norm")
 OF_ALL = ("mean", "sum", *LOSSES)  # which hide no mask
 SOFTMAXES = ("softmax", "log_softmax")
 DOMAINS = ("acos", "asin", "arccos", "arcsin", "atanh", "acosh")

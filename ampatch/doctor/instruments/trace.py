@@ -183,6 +183,8 @@ class Trace(Rule):
         given = inexact_in(result)
         if operation.name.endswith("_") and operation.args:  # in place; of functions named _foreach_ a list
             given += inexact_in(operation.args[0])
+        if operation.name in ops.RUNNING:  # they write into two of what they take
+            given += [it for it in inexact_in(operation.args[1:5]) if not it.requires_grad]
         if not given:
             return
         call = self._describe(operation, given)

@@ -16,6 +16,7 @@ MOST_SHOWN = 5
 EXPLAINED = {"scaled_not_backpropagated": "late_backward", "not_unscaled": "never_stepped"}
 # Numbers break of these.
 MISUSES = ("not_unscaled", "ignored_edits", "unscaled_twice", "never_stepped", "lost_state", "scaled_penalty")
+MISUSES += ("not_zeroed",)
 COLON = re.compile(r": (?=(?:[^`]*`[^`]*`)*[^`]*$)")  # that is in no code
 
 # By kind: why, with the numbers of the fault, and what to do. A gradient that underflows has words of its
@@ -71,6 +72,10 @@ WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
             "call scaler.unscale_(optimizer) before gradients are read or changed",
             "step with scaler.step(optimizer), which unscales; with ampatch after the block of scale_loss",
         ),
+    ),
+    "not_zeroed": (
+        "gradients are added to those of the step before: nothing has made them 0 since.",
+        ("call optimizer.zero_grad() in each step, before the backward pass",),
     ),
     "scaled_penalty": (
         "a penalty is made of gradients that are multiplied by the loss scale.",

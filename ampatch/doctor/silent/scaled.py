@@ -46,12 +46,15 @@ class Gradient:
     """What a gradient is made of, since it was made or zeroed.
 
     `scaler` is set while some of it is scaled; `raw` is the line of a backward pass without a scale;
-    `was_unscaled` says that some of it has been divided by a scale.
+    `was_unscaled` says that some of it has been divided by a scale, `was_stepped` that a step has used it,
+    and `is_old` that a backward pass has added to that.
     """
 
     scaler: GradScaler | None = None
     raw: str | None = None
     was_unscaled: bool = False
+    was_stepped: bool = False
+    is_old: bool = False
 
 
 @dataclass(slots=True)
@@ -125,17 +128,20 @@ class Scaled(Instrument, amp.Observer):
         """Asks whether a scaled loss is part of it, and what gradients there are."""
         self._backwards += 1
         self._now = None
+        for parameter in self.clock.models.parameters():
+            self._forget_zeros(parameter)
         if not self._has_scaler:
             return
         reached = self._reach(losses)
         if not reached and any(loss.numel() > 1 for loss in losses):
             return  # it is given gradients to begin with, which may be scaled
         self._now = reached[0].scaler if reached else None, user_line()
-        for parameter in self.clock.models.parameters():
-            self._forget_zeros(parameter)
 
     def end_backward(self) -> None:
         """Notes of which kind the new gradients are."""
+        for known in map(self._known, self.clock.changed):
+            if known is not None:
+                known.is_old = known.was_stepped
         if self._now is None:
             return
         scaler, where = self._now
@@ -150,6 +156,8 @@ class Scaled(Instrument, amp.Observer):
     def begin_attempt(self, optimizer: Optimizer, scaler: GradScaler | None) -> None:
         """Looks at what is about to be stepped."""
         self._longest, self._waiting = max(self._longest, self._waiting), 0
+        if all(known is not None and known.is_old for known in self._of(optimizer)):
+            self._notes.add("not_zeroed", ("optimizer", user_line(), "step", None))
         if self._penalty is not None:
             self._notes.add("scaled_penalty", ("loss", self._penalty, "grad", None))
             self._penalty = None
@@ -159,8 +167,10 @@ class Scaled(Instrument, amp.Observer):
             self._notes.add("not_unscaled", ("optimizer", user_line(), "step", None), scale=scale)
 
     def end_attempt(self, optimizer: Optimizer) -> None:
-        """Forgets what was stepped; a loss that was scaled an attempt ago has not been used."""
-        self._forget(parameters_of(optimizer))
+        """Notes what was stepped; a loss that was scaled an attempt ago has not been used."""
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None:
+                self._gradients[parameter.grad] = Gradient(was_stepped=True)
         now = self.clock.attempt
         self._tell_unused(loss for loss in self._losses if loss.attempt < now)
         # The graphs of the others are kept no longer than they wait.
@@ -245,6 +255,9 @@ class Scaled(Instrument, amp.Observer):
     def _known(self, parameter: Tensor) -> Gradient | None:
         return None if parameter.grad is None else self._gradients.get(parameter.grad)
 
+    def _of(self, optimizer: Optimizer) -> list[Gradient | None]:
+        return [self._known(it) for it in parameters_of(optimizer) if it.grad is not None]
+
     def _forget(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
             if parameter.grad is not None:
@@ -253,7 +266,7 @@ class Scaled(Instrument, amp.Observer):
     def _forget_zeros(self, parameter: Parameter) -> None:
         """A gradient that a script has zeroed by itself is new."""
         known = self._known(parameter)
-        is_mixed = known is not None and (known.raw is not None or known.was_unscaled)
+        is_mixed = known is not None and (known.raw is not None or known.was_unscaled or known.was_stepped)
         if is_mixed and not plain(parameter.grad).any():
             self._forget([parameter])
 
@@ -274,6 +287,6 @@ class Scaled(Instrument, amp.Observer):
 
     def _tell_raw(self, optimizer: Optimizer) -> None:
         """Notes a backward that was not scaled, whose gradients a scaler takes for scaled ones."""
-        known = [self._known(parameter) for parameter in parameters_of(optimizer)]
+        known = self._of(optimizer)
         for line in dict.fromkeys(it.raw for it in known if it is not None and it.raw is not None):
             self._notes.add("unscaled_backward", ("backward", line, "backward", None))
