@@ -12,7 +12,7 @@ from ampatch.__main__ import main
 from ampatch.apex.script import Script
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.runs import Run, Seen
-from ampatch.doctor.trial.advice import follow
+from ampatch.doctor.trial.advice import follow, joined
 from ampatch.doctor.trial.edited import edited
 from ampatch.doctor.trial.trial import Trial
 from ampatch.doctor.words import describe_finding
@@ -203,6 +203,19 @@ def test_where_no_advice_is_enough_that_of_what_breaks_next_is_followed_as_well(
     pasted = ["with off:", "    y = x.exp()", "return y.clamp(min=0).sqrt()"]
     assert runs[-1].edits == {file: "\n".join([*lines[:2], *(margin + it for it in pasted), ""])}
     assert [it.traces for it in runs] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "keep_fp32=['a']: this module runs in float32",
+        "in float32, by these lines:\n     for name in ['a']:\n         x",
+    ],
+)
+def test_modules_that_break_one_after_the_other_are_one_list(text):
+    second = text.replace("['a']", "['b', 'a']")
+    expected = text.replace("['a']", "['a', 'b']").replace("this module runs", "these modules run")
+    assert joined([("net.py:1", text), ("net.py:2", second)]) == expected
 
 
 STANDARDIZED = """

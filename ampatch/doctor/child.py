@@ -54,7 +54,7 @@ def look(run: Run, clock: Clock) -> Callable[[], Seen]:
         precision.make_with(torch.autocast, clock.undo, dtype=torch.bfloat16)
     if run.rate != 1.0:
         precision.lower_rates(run.rate, clock.undo)
-    watch, growth = Watch(clock), None if run.every is None else Growth(clock, run.every)
+    watch, growth = Watch(clock, run.most), None if run.every is None else Growth(clock, run.every)
     brakes = Brakes(clock) if run.speed else None
     oversized = precision.Oversized(clock) if run.float32 else None
     silent = Silent(clock, run.window or ())

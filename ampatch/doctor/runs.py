@@ -46,6 +46,7 @@ class Run:
     samples: str = ""
     device: str | None = None  # as of a `Script`
     legacy: bool = False
+    most: int | None = None  # attempts, after which the run ends
     # What is tried: texts of files by path, bfloat16 where torch.autocast takes float16, a part of the rate.
     edits: dict[str, str] = field(default_factory=dict)
     bfloat16: bool = False

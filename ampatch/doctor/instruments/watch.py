@@ -12,6 +12,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ampatch.doctor.instruments.clock import Clock, Instrument
+from ampatch.doctor.instruments.operations import Enough
 from ampatch.doctor.instruments.places import parameters_of
 from ampatch.doctor.instruments.values import is_finite, quiet, tensors_in
 from ampatch.levels.precision import HALF_TYPES
@@ -42,10 +43,11 @@ class Attempt:
 
 
 class Watch(Instrument):
-    """Watches a whole run; costs some host syncs a step."""
+    """Watches a whole run, or as many attempts as are wanted; costs some host syncs a step."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, most: int | None = None) -> None:
         super().__init__(clock)
+        self._most = most
         self.attempts: list[Attempt] = []
         self._now = Attempt()
         self._since = perf_counter()
@@ -112,6 +114,8 @@ class Watch(Instrument):
         self.attempts.append(self._now)
         self._now, self.is_open, self._since = Attempt(), False, perf_counter()
         self._has_backward = False
+        if len(self.attempts) == self._most:
+            raise Enough
 
 
 def has_finite_grad(parameter: Tensor) -> bool:

@@ -93,3 +93,14 @@ def unedited(run: Run, where: str | None) -> str | None:
         if begin < line <= end:
             return f"{name}:{min(first + line - begin, max(last, 1))}"
     return where
+
+
+def joined(advice: Sequence[Advice]) -> str:
+    """Returns advice that is to be followed together, as one text; of modules to keep one list."""
+    found = [KEPT.search(each) for _, each in advice]
+    if all(found):
+        lists = [it[1] or it[2] for it in found if it]
+        names = list(dict.fromkeys(name for each in lists for name in ast.literal_eval(each)))
+        return advice[0][1].replace(lists[0], str(names)).replace("this module runs", "these modules run")
+    (_, first), *rest = advice
+    return "\n  and ".join([first, *(f"at {where}: {each}" for where, each in rest)])

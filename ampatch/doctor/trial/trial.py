@@ -11,7 +11,7 @@ from ampatch.doctor.finding import Finding
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.runs import Run, Seen
 from ampatch.doctor.suspects import find_untried, is_collapse
-from ampatch.doctor.trial.advice import Advice, follow, unedited
+from ampatch.doctor.trial.advice import Advice, follow, joined, unedited
 
 MOST_TRIED = 4
 MOST_JOINED = 3  # pieces of advice that are followed together
@@ -76,7 +76,7 @@ class Trial:
             outcome = self._try(changed)
         if outcome.rank == BREAKS:
             return ()
-        text = "\n  and ".join(it if at == 0 else f"at {where}: {it}" for at, (where, it) in enumerate(plan))
+        text = joined(plan)
         self.tried[text] = outcome
         return (text,)
 
@@ -94,12 +94,13 @@ class Trial:
         return outcome if run.rate == 1.0 else replace(outcome, said=f"at a tenth of the rate {outcome.said}")
 
     def _judge(self, run: Run) -> Outcome:
+        wanted = max(len(self.seen.attempts), len(self.again.attempts))
         try:
-            seen = self.start("tried", run)
+            seen = self.start("tried", replace(run, most=wanted))
         except AmpError:  # it left no report
             return Outcome(BREAKS, "it ends without a report")
         attempts = seen.attempts
-        if len(attempts) < max(len(self.seen.attempts), len(self.again.attempts)):
+        if len(attempts) < wanted:
             return Outcome(BREAKS, f"it ends after {len(attempts)} steps", seen)
         if not is_sound(attempts):
             broken = [it.step for it in attempts if not it.is_finite]
