@@ -657,6 +657,7 @@ def attempts(*words, scale=1024.0):
         ("ggg+ogg", (3,), False),  # it grew to where it never was
         ("gggogg", (3,), False),
         ("ggogogog", (2, 4, 6), True),
+        ("ggogogog" + 16 * "g", (2, 4, 6), False),  # it has found its size
         ("oooooo", (0, 5, 1, 2, 3, 4), True),
         ("gggw", (3,), False),
         ("gggwwww", (3,), True),  # what follows comes of it

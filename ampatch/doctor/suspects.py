@@ -69,18 +69,20 @@ def find_suspects(attempts: Sequence[Attempt]) -> tuple[int, ...]:
 def is_collapse(attempts: Sequence[Attempt]) -> bool:
     """Says whether a scale that may move overflowed more often than its search explains.
 
-    That is more than twice at a scale that a step had been made with, or at every step up to the end.
+    That is more than twice at a scale that a step had been made with, and in the last quarter of the run as
+    well, or at every step up to the end.
     """
-    good, again = 0.0, 0
-    for attempt in attempts:
-        if not attempt.is_dynamic:
-            if not attempt.is_finite:
+    good, again, last = 0.0, 0, -1
+    for index, attempt in enumerate(attempts):
+        if not attempt.is_finite:
+            last = index
+            if not attempt.is_dynamic:
                 return True
-        elif attempt.is_finite:
+            again += (attempt.scale or 0.0) <= good and not attempt.is_again
+        elif attempt.is_dynamic:
             good = attempt.scale or 0.0
-        elif (attempt.scale or 0.0) <= good and not attempt.is_again:
-            again += 1
-    return again > MOST_OVERFLOWS or (good == 0 and not all(attempt.is_finite for attempt in attempts))
+    is_late = last >= len(attempts) - max(len(attempts) // 4, 1)
+    return (again > MOST_OVERFLOWS and is_late) or (good == 0 and last >= 0)
 
 
 def describe_scale(attempts: Sequence[Attempt]) -> dict[str, object]:

@@ -114,12 +114,11 @@ class Trial:
 
 
 def is_sound(attempts: Sequence[Attempt]) -> bool:
-    """Says whether nothing broke but in the search of a dynamic loss scale, which has come to its end."""
+    """Says whether nothing broke but in the search of a dynamic loss scale."""
     search = find_untried(attempts)
     broken = [index for index, it in enumerate(attempts) if not it.is_finite]
     cured = all(attempts[it].is_dynamic and (attempts[it].loss or it in search) for it in broken)
-    is_over = not broken or broken[-1] < 0.75 * len(attempts) or not is_collapse(attempts)
-    return all(it.weights for it in attempts) and cured and is_over
+    return all(it.weights for it in attempts) and cured and not (broken and is_collapse(attempts))
 
 
 def fall_of(attempts: Sequence[Attempt]) -> float:
