@@ -20,7 +20,7 @@ from ampatch.levels.precision import HALF_TYPES
 
 UPDATES = ("add_", "sub_", "lerp_")
 FEWEST = 16  # numbers of a tensor
-STUCK = 0.9  # of them stay as they were
+STUCK = 0.97  # of them stay as they were
 REPEATED = 3  # attempts
 FEWER = 0.5  # of whole numbers
 
