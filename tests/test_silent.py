@@ -291,7 +291,7 @@ FAULTS = {
     "an average": ("lost_updates", ours(BLOCK + AVERAGE.format("it.lerp_(p, 1e-4)  # FAULT"), "O5")),
     "an average in two steps": (
         "lost_updates",
-        ours(BLOCK + AVERAGE.format("it.mul_(0.9999).add_(p, alpha=1e-4)  # FAULT"), "O3"),
+        ours(BLOCK + AVERAGE.format("it.mul_(0.99999).add_(p, alpha=1e-5)  # FAULT"), "O3"),
     ),
     "an average that is subtracted from": (
         "lost_updates",
