@@ -87,6 +87,11 @@ def test_what_takes_a_reader_is_left_to_one(file, advice):
     assert follow(Run("train.py"), [("net.py:5", advice)]) is None
 
 
+@pytest.mark.parametrize("where", ["<stdin>:5", "gone.py:5", "net.py:99", None])
+def test_what_is_not_in_a_file_is_left_to_a_reader(file, where):
+    assert follow(Run("train.py"), [(where, "that statement alone in float32:\n     y = x.float()")]) is None
+
+
 @pytest.mark.parametrize("is_module", [False, True])
 def test_a_run_reads_texts_that_are_not_on_the_disk(tmp_path, monkeypatch, is_module):
     monkeypatch.chdir(tmp_path)

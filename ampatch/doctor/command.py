@@ -16,9 +16,10 @@ SUMMARY = "run a script whose training breaks, and say which line broke it, why,
 USAGE = """ampatch doctor [OPTIONS] SCRIPT [-- ARGS...]
        ampatch doctor [OPTIONS] -m MODULE [-- ARGS...]
        ampatch doctor --open FILE"""
-EPILOG = """The script runs two or three times: watched, traced where it broke, and in float32. Everything
-after -- goes to it. Exit status: 0 nothing was found (silent faults do not count), 1 something was,
-2 bad input, 3 something broke and could not be traced, 130 after Ctrl-C."""
+EPILOG = """The script runs two or three times: watched, traced where it broke, and in float32; then once
+for each piece of advice that is tried, up to four. Everything after -- goes to it. Exit status: 0
+nothing was found (silent faults do not count), 1 something was, 2 bad input, 3 something broke and
+could not be traced, 130 after Ctrl-C."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

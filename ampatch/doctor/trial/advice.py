@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
+import linecache
 import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
-from pathlib import Path
 from textwrap import dedent, indent
 
 from ampatch.doctor.runs import Run
@@ -57,9 +57,14 @@ def edit(edits: dict[str, str], where: str, change: Change) -> None:
     """Changes a file at "file:line"; leaves it alone where it does not read as expected."""
     name, line = place_of(where)
     path = os.path.abspath(name)
-    lines = (edits.get(path) or Path(path).read_text(encoding="utf-8")).split("\n")
-    if (new := change(lines, line)) != lines:
+    lines = edits[path].split("\n") if path in edits else lines_on_disk(path)
+    if len(lines) >= line and (new := change(lines, line)) != lines:
         edits[path] = "\n".join(new)
+
+
+def lines_on_disk(path: str) -> list[str]:
+    """Returns the lines of a file, none of one that is not there, as of a script from the standard input."""
+    return "".join(linecache.getlines(path)).split("\n")
 
 
 def write(lines: list[str], line: int, old: str, new: str) -> list[str]:
@@ -88,8 +93,8 @@ def unedited(run: Run, where: str | None) -> str | None:
     text = run.edits.get(os.path.abspath(name))
     if text is None:
         return where
-    before = Path(name).read_text(encoding="utf-8").split("\n")
-    for _, first, last, begin, end in SequenceMatcher(None, before, text.split("\n"), False).get_opcodes():
+    both = lines_on_disk(name), text.split("\n")
+    for _, first, last, begin, end in SequenceMatcher(None, *both, False).get_opcodes():
         if begin < line <= end:
             return f"{name}:{min(first + line - begin, max(last, 1))}"
     return where

@@ -54,8 +54,8 @@ class Trial:
                 self.tried[advice] = self._try(changed)
                 if self.tried[advice].rank == TRAINS:
                     break
-        joined = () if any(it.rank < UNTRIED for it in self.tried.values()) else self._join(finding)
-        order = [*joined, *finding.remedies]
+        is_found = any(it.rank < UNTRIED for it in self.tried.values())
+        order = [*(() if is_found else self._join(finding)), *finding.remedies]
         if not all(it.rank == BREAKS for it in self.tried.values()):
             order.sort(key=lambda it: self.tried.get(it, Outcome()).rank)
         said = tuple(self.tried.get(it, Outcome()).said for it in order)
