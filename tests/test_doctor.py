@@ -764,6 +764,25 @@ def test_where_a_script_stops_by_itself_or_only_a_buffer_breaks_the_line_is_know
     assert (finding["step"], finding["phase"], finding["op"]) == (2, phase, op)
 
 
+SECOND_MODEL = """
+import math, torch
+first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+second.register_buffer("least", torch.tensor([math.inf, 1.0]))
+optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+for step in range(4):
+    loss = second(first(torch.ones(2, 4))).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.process
+def test_a_buffer_that_is_infinite_from_the_beginning_breaks_nothing(tmp_path):
+    report = report_on(SECOND_MODEL, tmp_path)
+    assert (report["findings"], report["untraced"]) == ([], "")
+
+
 def test_a_static_scale_does_not_search():
     run = [Attempt(0, 128.0, False, True, False, True)]
     assert find_suspects(run) == (0,)

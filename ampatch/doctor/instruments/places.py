@@ -130,9 +130,10 @@ class Models:
         """Returns the parameters of all models that have run."""
         return [parameter for root in self.roots for parameter in root.parameters()]
 
-    def lost_buffers(self) -> list[Tensor]:
-        """Returns the buffers of all models that hold inf or NaN, as a running mean may after a bad batch."""
-        return [it for root in self.roots for it in root.buffers() if not (is_finite(it) or is_mask(it))]
+    def lost_buffers(self, first: int = 0) -> list[Tensor]:
+        """Returns the buffers of models, from one on, that hold inf or NaN: a running mean after a bad batch."""
+        held = (it for root in self.roots[first:] for it in root.buffers())
+        return [it for it in held if not (is_finite(it) or is_mask(it))]
 
     def named_parameters(self) -> Iterator[tuple[str, str, Parameter]]:
         """Yields the parameters of all models, after the names of the model and of the parameter."""

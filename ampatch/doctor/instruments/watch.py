@@ -56,15 +56,17 @@ class Watch(Instrument):
         self._is_bad = False  # what a model gave, since the last backward pass
         self._has_backward = False  # since the last attempt
         self._old: set[int] = set()  # parameters whose gradients were bad before it, of another step maybe
-        self._unset: set[int] | None = None  # buffers that are bad from the beginning
+        self._unset: set[int] = set()  # buffers that are bad from the beginning
+        self._models = 0  # how many have run
         self.is_half = False  # whether a model has half parameters
         self.is_open = False  # whether a forward that learns was followed by no step
 
     def enter_model(self, model: Module, args: tuple) -> None:
         """Notes that a forward that learns begins."""
-        if self._unset is None:
+        if self._models < len(self.clock.models.roots):
             with quiet():
-                self._unset = set(map(id, self.clock.models.lost_buffers()))
+                self._unset |= set(map(id, self.clock.models.lost_buffers(self._models)))
+            self._models = len(self.clock.models.roots)
         if torch.is_grad_enabled():
             self.is_open = True
             self.is_half |= any(it.dtype in HALF_TYPES for it in model.parameters())
@@ -108,7 +110,7 @@ class Watch(Instrument):
         state = tensors_in(list(optimizer.state.values()))
         held = [*parameters_of(optimizer), *self.clock.models.parameters(), *state]
         self._now.weights &= all(map(is_finite, held))
-        self._now.weights &= {id(it) for it in self.clock.models.lost_buffers()} <= (self._unset or set())
+        self._now.weights &= {id(it) for it in self.clock.models.lost_buffers()} <= self._unset
         self._now.value /= self._now.scale or 1.0
         self._now.seconds = perf_counter() - self._since
         self.attempts.append(self._now)
