@@ -845,7 +845,7 @@ def test_a_line_with_a_finding_is_not_called_harmless():
         ({"float32_survives": False, "step": 3}, "learning rate"),
         ({"float32_survives": False}, "no update has been made yet"),
         ({"op": "log"}, "logits"),
-        ({"op": "softmax"}, "-inf"),
+        ({"op": "softmax", "facts": {"constant": (-math.inf, "-inf", "float16")}}, "mask with -1e4"),
         ({"op": "sqrt", "phase": "backward"}, "under the root"),
         ({"op": "matmul", "facts": {"own": True}}, "divide before the sum"),
         ({"phase": "input"}, "loader"),

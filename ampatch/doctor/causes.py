@@ -180,7 +180,7 @@ CAUSES = (  # the first that explains a finding is its cause
     Cause(
         NOTHING,
         HAS_NO_ROW,
-        ("mask with -1e4 in the place of -inf, or leave one entry in each row", do.OR_ONE),
+        (do.write, do.OR_ONE),
         (FORWARD,),
         ops.SOFTMAXES,
     ),

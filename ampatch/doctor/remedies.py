@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 
@@ -118,7 +119,8 @@ def write(finding: Finding) -> str | None:
         return f"write {new} in the place of {text or constant}, at {at}: {half} holds it"
     if finding.op in DEFAULTS and (lines := mended(finding.where, finding.op, Mend(keyword=f", eps={new}"))):
         return PASTED.join((f"give eps={new}, which {half} holds:", *lines))
-    return f"write {new} in the place of {constant}: {half} holds it"
+    how = "mask with" if math.isinf(finding.facts["constant"][0]) else "write"
+    return f"{how} {new} in the place of {constant}: {half} holds it"
 
 
 def mend(title: str, otherwise: str | None = None, **how: str) -> Remedy:

@@ -19,6 +19,7 @@ from ampatch.doctor.instruments.operations import (
     LOSSES,
     OF_ALL,
     QUOTIENTS,
+    SOFTMAXES,
     Call,
     Origin,
 )
@@ -93,6 +94,8 @@ def explain_arguments(origin: Origin, of: Operation, like: list[str]) -> None:
     is_cast = call.op in CASTS or call.phase == "input"  # as of a buffer, by initialize
     if is_cast and (constant := find_overflow_of(taken)):
         call.facts["constant"] = constant
+    if call.op in SOFTMAXES:
+        call.facts.setdefault("constant", (-math.inf, "-inf", call.dtype))
     if constant := find_infinity(origin, of):
         call.facts |= {"constant": constant, "mask": True}
 

@@ -131,7 +131,7 @@ class Models:
         return [parameter for root in self.roots for parameter in root.parameters()]
 
     def lost_buffers(self, first: int = 0) -> list[Tensor]:
-        """Returns the buffers of models, from one on, that hold inf or NaN: a running mean after a bad batch."""
+        """Returns the buffers of models, from one on, that hold inf or NaN, as a running mean may."""
         held = (it for root in self.roots[first:] for it in root.buffers())
         return [it for it in held if not (is_finite(it) or is_mask(it))]
 
