@@ -309,6 +309,12 @@ FAULTS = {
         .replace("    optimizer.zero_grad()\n", "")
         .replace("step()", "step()  # FAULT"),
     ),
+    "an optimizer of layers that are gone": (
+        "no_gradients",
+        HEAD
+        + "model[2] = nn.Linear(8, 3)\nmodel[0] = nn.Linear(8, 8)\n"
+        + PLAIN.replace(".bfloat16()", "").replace("step()", "step()  # FAULT"),
+    ),
     "positions in half": (
         "collapsed",
         native(STEP, forward("h = h + (torch.arange(32) + 5000).half()[:8]  # FAULT")),

@@ -140,7 +140,7 @@ def words_for(finding: Finding) -> dict[str, object]:
         "half": half,
         "instead": INSTEAD.get(constant[1]) or eps_of(finding.op, half),
         "limit_number": largest,
-        "top": "10" if finding.dtype == "float16" else "80",
+        "top": "10" if finding.dtype == "float16" else "40",
         "scale": f"{finding.facts.get('static', 1):g}",
         "made_weight": f"{finding.op} made {finding.kind} of {finding.parameter}"
         if finding.op

@@ -220,7 +220,10 @@ BEGIN_ABOVE_0 = (
     "initialize that weight with small numbers, not with zeros (nn.init.normal_(weight, std=1e-3)), or leave "
     "weight_norm off that layer"
 )
-MEND_DATA = "leave the sample out, or mend the data: torch.isfinite(batch).all() in the loader finds it"
+MEND_DATA = (
+    "leave the sample out, or mend the data: torch.isfinite(batch).all() in the loader finds it; of NaN that "
+    "stands for what is missing take x.nan_to_num() before a product with its mask, since NaN * 0 is NaN"
+)
 CAST_SMALLER = "make the numbers smaller before they are cast: normalize the input, or divide it"
 DIVIDE_LOSS = "divide each loss by the number of micro-steps, before its backward"
 OR_FINFO = "or torch.finfo(x.dtype).min, where nothing is added to it"

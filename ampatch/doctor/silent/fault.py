@@ -73,6 +73,10 @@ WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
             "step with scaler.step(optimizer), which unscales; with ampatch after the block of scale_loss",
         ),
     ),
+    "no_gradients": (
+        "no parameter of the optimizer has a gradient, and those of the model that have one are others.",
+        ("make the optimizer of model.parameters() after the last of its layers is replaced",),
+    ),
     "not_zeroed": (
         "gradients are added to those of the step before: nothing has made them 0 since.",
         ("call optimizer.zero_grad() in each step, before the backward pass",),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,7 +24,9 @@ from ampatch.doctor.instruments.operations import nodes_of
 from ampatch.doctor.instruments.places import SHOWN, is_called_by_doctor, parameters_of, user_line
 from ampatch.doctor.instruments.values import is_finite, plain, tensors_in
 from ampatch.doctor.silent.fault import Notes
+from ampatch.doctor.silent.gradient import Gradient, ScaledLoss
 
+MOST_EMPTY = 3
 TINY = 1e-15  # whose square float32 holds
 # What the library warns of, by its names of misuse: the fault and the operation.
 MISUSE = {
@@ -41,34 +42,6 @@ MISUSE = {
 }
 
 
-@dataclass(slots=True)
-class Gradient:
-    """What a gradient is made of, since it was made or zeroed.
-
-    `scaler` is set while some of it is scaled; `raw` is the line of a backward pass without a scale;
-    `was_unscaled` says that some of it has been divided by a scale, `was_stepped` that a step has used it,
-    and `is_old` that a backward pass has added to that.
-    """
-
-    scaler: GradScaler | None = None
-    raw: str | None = None
-    was_unscaled: bool = False
-    was_stepped: bool = False
-    is_old: bool = False
-
-
-@dataclass(slots=True)
-class ScaledLoss:
-    """A loss that a scaler has scaled: the node of the graph that did, and whether a backward reached it."""
-
-    scaler: GradScaler
-    node: object
-    where: str | None
-    attempt: int
-    is_finite: bool
-    was_used: bool = False
-
-
 class Scaled(Instrument, amp.Observer):
     """Follows the gradients of all models that run; costs a host sync a scaled loss."""
 
@@ -79,6 +52,7 @@ class Scaled(Instrument, amp.Observer):
         self._losses: list[ScaledLoss] = []
         self._has_scaler = self.was_asked = False
         self._backwards = 0
+        self._empty = 0  # steps in a row without a gradient
         self._penalty: str | None = None  # a gradient of a scaled loss, until the scale is asked for
         self._waiting, self._longest, self._waits_at = 0, 1, None  # scaled losses without a step
         self._now: tuple[GradScaler | None, str | None] | None = None  # of the backward that runs
@@ -156,8 +130,7 @@ class Scaled(Instrument, amp.Observer):
     def begin_attempt(self, optimizer: Optimizer, scaler: GradScaler | None) -> None:
         """Looks at what is about to be stepped."""
         self._longest, self._waiting = max(self._longest, self._waiting), 0
-        if all(known is not None and known.is_old for known in self._of(optimizer)):
-            self._notes.add("not_zeroed", ("optimizer", user_line(), "step", None))
+        self._look_at_gradients(optimizer)
         if self._penalty is not None:
             self._notes.add("scaled_penalty", ("loss", self._penalty, "grad", None))
             self._penalty = None
@@ -165,6 +138,15 @@ class Scaled(Instrument, amp.Observer):
             self._tell_raw(optimizer)
         elif (scale := self.scale_of(parameters_of(optimizer))) is not None:
             self._notes.add("not_unscaled", ("optimizer", user_line(), "step", None), scale=scale)
+
+    def _look_at_gradients(self, optimizer: Optimizer) -> None:
+        """Notes a step of old gradients, or of none, as of parameters that the model has no more."""
+        found, site = self._of(optimizer), ("optimizer", user_line(), "step", None)
+        self._empty = 0 if found or not self.clock.changed else self._empty + 1
+        if found and all(known is not None and known.is_old for known in found):
+            self._notes.add("not_zeroed", site)
+        elif self._empty == MOST_EMPTY:
+            self._notes.add("no_gradients", site, self.clock.attempt + 1 - MOST_EMPTY)
 
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Notes what was stepped; a loss that was scaled an attempt ago has not been used."""
