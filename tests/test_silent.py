@@ -142,6 +142,17 @@ for step in range(4):
     loss.backward()
     optimizer.step()
 """
+INSIDE = (
+    HEAD
+    + """
+with torch.autocast("cpu", torch.bfloat16):
+    for step in range(4):
+        loss = model(torch.randn(4, 8)).float().pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()  # FAULT
+"""
+)
 SECOND = HEAD + "other = torch.amp.GradScaler('cpu')\n"
 ATTENTION = """
 n = 128
@@ -315,6 +326,11 @@ FAULTS = {
         + "model[2] = nn.Linear(8, 3)\nmodel[0] = nn.Linear(8, 8)\n"
         + PLAIN.replace(".bfloat16()", "").replace("step()", "step()  # FAULT"),
     ),
+    "a step after that of the scaler": (
+        "stepped_twice",
+        native(f"{STEP}\nscaler.step(optimizer)\noptimizer.step()  # FAULT\nscaler.update()\ncontinue"),
+    ),
+    "a loop inside of autocast": ("stale_weights", INSIDE),
     "positions in half": (
         "collapsed",
         native(STEP, forward("h = h + (torch.arange(32) + 5000).half()[:8]  # FAULT")),
@@ -357,6 +373,12 @@ critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.01)
 """
 )
 SOUND = {
+    "a region of autocast for each step": INSIDE.replace("with torch", "for step in range(4):\n  with torch")
+    .replace("    for step in range(4):", "    for _ in range(1):")
+    .replace("  # FAULT", ""),
+    "a loop inside of autocast without its cache": INSIDE.replace(
+        "bfloat16)", "bfloat16, cache_enabled=False)"
+    ).replace("  # FAULT", ""),
     "gradients that are zeroed by hand": HEAD
     + PLAIN.replace(".bfloat16()", "").replace(
         "optimizer.zero_grad()", "[p.grad.zero_() for p in model.parameters() if step]"

@@ -133,7 +133,8 @@ class Campaign:
             reason = self.ended.get("traced", again).replace("run ended", "that run ended")
             return f"Step {step} broke, and could not be traced: {reason}."
         is_unknown = "watched" in self.ended and not findings
-        return f"The script broke by itself: {self.ended['watched']}" if is_unknown else ""
+        ended = self.ended.get("traced", self.ended.get("watched"))  # which knows more
+        return f"The script broke by itself: {ended}" if is_unknown else ""
 
     def _cost(self, window: Sequence[int]) -> float | None:
         """Returns how many times as long a step takes with what is kept, both traced, outside of what was.

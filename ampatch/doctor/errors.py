@@ -17,7 +17,8 @@ ADVICE = {
     "in float32 (model.float()), which torch.autocast casts by itself",
     "constraint Simplex()": "give logits=: half rounds probabilities, whose sum is not 1 then; or take the "
     "softmax in float32, F.softmax(x.float(), dim=-1)",
-    "but found Half": "cast one to the type of the other; of a torch.autograd.Function decorate forward with "
+    "but found Half": "compute that line on .float() tensors, under torch.autocast(device, enabled=False); "
+    "of a torch.autograd.Function decorate forward with "
     "torch.amp.custom_fwd(device_type=...), and backward with torch.amp.custom_bwd(device_type=...)",
     "is non-finite, so it cannot": "leave out error_if_nonfinite=True: gradients overflow while a loss scale "
     "looks for its size, and scaler.step leaves that step out",
@@ -30,7 +31,12 @@ def describe_error(said: str) -> str:
     """Returns the error at the end of what a process said, with the user's line, and what to do about it."""
     lines = (said.strip() or "it said nothing").splitlines()
     error = next((it for it in reversed(lines) if re.match(r"[\w.]+Error\b", it)), lines[-1])
-    frames = [it for it in FRAME.findall(said) if not it[0].startswith(OURS)]
+    _, _, forward = said.partition("Traceback of forward call")  # by torch, of an error in a backward pass
+    frames = [
+        it
+        for it in FRAME.findall(forward.partition("Traceback (most")[0] or said)
+        if not it[0].startswith(OURS)
+    ]
     where = f" (at {frames[-1][0].removeprefix(SHOWN)}:{frames[-1][1]})" if frames else ""
     advice = next((text for part, text in ADVICE.items() if part in error), "")
     return f"{error}{where}" + (f"\n  -> {advice}" if advice else "")

@@ -105,7 +105,8 @@ class Trace(Rule):
             if is_finite(tensor):
                 continue
             for origin in self.origins.of_input(marks):  # made of a part of the batch, shown in all of it
-                origin.damage = examine(tensor)
+                if (damage := examine(tensor)).kind == origin.damage.kind:
+                    origin.damage = damage
             if not marks:
                 self._marks.add(tensor, self.origins.add_data(tensor, self.models.place, user_line()))
 

@@ -16,7 +16,7 @@ MOST_SHOWN = 5
 EXPLAINED = {"scaled_not_backpropagated": "late_backward", "not_unscaled": "never_stepped"}
 # Numbers break of these.
 MISUSES = ("not_unscaled", "ignored_edits", "unscaled_twice", "never_stepped", "lost_state", "scaled_penalty")
-MISUSES += ("not_zeroed",)
+MISUSES += ("not_zeroed", "stepped_twice")
 COLON = re.compile(r": (?=(?:[^`]*`[^`]*`)*[^`]*$)")  # that is in no code
 
 # By kind: why, with the numbers of the fault, and what to do. A gradient that underflows has words of its
@@ -26,7 +26,7 @@ WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
         "{op} overflowed in {dtype} (its largest input is {input_largest:.4g}), and what takes the inf makes "
         "{zeros:.0%} zeros of it: float32 has numbers up to {float32_largest:.3g} there.",
         (
-            "compute the line in float32: `x = x.float()` before it, and cast the result back",
+            "compute the line in float32, with `x = x.float()` before it, and let its result stay float32",
             "divide by the largest magnitude before the square, and take it out again after the root",
             "use torch.nn.functional.rms_norm or layer_norm, which compute in float32 inside",
         ),
@@ -36,7 +36,7 @@ WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
         "{input_largest:.4g}), and what follows has {share:.0%} of its numbers far from those of float32, "
         "which go up to {float32_largest:.3g}.",
         (
-            "compute the line in float32: `x = x.float()` before it, and cast the result back",
+            "compute the line in float32, with `x = x.float()` before it, and let its result stay float32",
             "multiply before the product or square, and divide after it",
             "an eps that the type can hold: float16 makes 0 of what is below 3e-8",
         ),
@@ -72,6 +72,14 @@ WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
             "call scaler.unscale_(optimizer) before gradients are read or changed",
             "step with scaler.step(optimizer), which unscales; with ampatch after the block of scale_loss",
         ),
+    ),
+    "stepped_twice": (
+        "gradients are stepped that a step has used already, and no backward pass was between.",
+        ("take one of the two steps away: scaler.step(optimizer) steps by itself, where nothing overflowed",),
+    ),
+    "stale_weights": (
+        "the step is made inside of torch.autocast, which goes on with the half weights that it cast before.",
+        ("have the block of torch.autocast end before backward() and step(): forward and loss alone in it",),
     ),
     "no_gradients": (
         "no parameter of the optimizer has a gradient, and those of the model that have one are others.",

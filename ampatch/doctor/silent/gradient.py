@@ -12,14 +12,14 @@ class Gradient:
     """What a gradient is made of, since it was made or zeroed.
 
     `scaler` is set while some of it is scaled; `raw` is the line of a backward pass without a scale;
-    `was_unscaled` says that some of it has been divided by a scale, `was_stepped` that a step has used it,
-    and `is_old` that a backward pass has added to that.
+    `was_unscaled` says that some of it has been divided by a scale, `stepped` is the version that a step has
+    used, and `is_old` says that a backward pass has added to that.
     """
 
     scaler: GradScaler | None = None
     raw: str | None = None
     was_unscaled: bool = False
-    was_stepped: bool = False
+    stepped: int | None = None
     is_old: bool = False
 
 

@@ -52,6 +52,7 @@ class Scaled(Instrument, amp.Observer):
         self._losses: list[ScaledLoss] = []
         self._has_scaler = self.was_asked = False
         self._backwards = 0
+        self._stepped_at: str | None = None  # since torch.autocast has forgotten its casts
         self._empty = 0  # steps in a row without a gradient
         self._penalty: str | None = None  # a gradient of a scaled loss, until the scale is asked for
         self._waiting, self._longest, self._waits_at = 0, 1, None  # scaled losses without a step
@@ -66,6 +67,7 @@ class Scaled(Instrument, amp.Observer):
             clock.wrap(owner, "clip_grad_value_", self._clip)
         clock.wrap(torch.autograd, "grad", self._grad)
         clock.wrap(Optimizer, "load_state_dict", self._load)
+        clock.wrap(torch, "clear_autocast_cache", self._forget_casts)
         self._blocks: dict[int, tuple[int, str | None]] = {}  # of `scale_loss`, by the id of the loss
         clock.undo.enter_context(amp.observe(self))
         logger = logging.getLogger("ampatch")
@@ -77,6 +79,10 @@ class Scaled(Instrument, amp.Observer):
         self._tell_unused(self._losses)
         if self._waiting > 3 * self._longest:
             self._notes.add("never_stepped", ("loss", self._waits_at, "scale", None), count=self._waiting)
+
+    def _forget_casts(self, clear: Callable[[], None]) -> None:
+        self._stepped_at = None
+        clear()
 
     def _load(self, load: Callable[..., None], optimizer: Optimizer, *args, **kwargs) -> None:
         """Notes second moments that are 0 where the first ones are not: a checkpoint held them in half."""
@@ -98,6 +104,13 @@ class Scaled(Instrument, amp.Observer):
         if backwards == self._backwards:
             self._notes.add("scaled_not_backpropagated", ("loss", where, "scale_loss", None))
 
+    def enter_model(self, model: Module, args: tuple) -> None:
+        """Asks whether casts of the weights before the latest step are still in use."""
+        is_on = any(map(torch.is_autocast_enabled, ("cpu", "cuda"))) and torch.is_autocast_cache_enabled()
+        if self._stepped_at is not None and is_on and torch.is_grad_enabled():
+            site = "optimizer", self._stepped_at, "step", None
+            self._notes.add("stale_weights", site, self.clock.attempt - 1)
+
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Asks whether a scaled loss is part of it, and what gradients there are."""
         self._backwards += 1
@@ -115,7 +128,7 @@ class Scaled(Instrument, amp.Observer):
         """Notes of which kind the new gradients are."""
         for known in map(self._known, self.clock.changed):
             if known is not None:
-                known.is_old = known.was_stepped
+                known.is_old = known.stepped is not None
         if self._now is None:
             return
         scaler, where = self._now
@@ -141,10 +154,13 @@ class Scaled(Instrument, amp.Observer):
 
     def _look_at_gradients(self, optimizer: Optimizer) -> None:
         """Notes a step of old gradients, or of none, as of parameters that the model has no more."""
-        found, site = self._of(optimizer), ("optimizer", user_line(), "step", None)
+        self._stepped_at = user_line()
+        found, site = self._of(optimizer), ("optimizer", self._stepped_at, "step", None)
         self._empty = 0 if found or not self.clock.changed else self._empty + 1
-        if found and all(known is not None and known.is_old for known in found):
+        if found and all(known is not None and known.is_old for _, known in found):
             self._notes.add("not_zeroed", site)
+        elif found and all(known is not None and known.stepped == grad._version for grad, known in found):
+            self._notes.add("stepped_twice", site, max(self.clock.attempt - 1, 0))
         elif self._empty == MOST_EMPTY:
             self._notes.add("no_gradients", site, self.clock.attempt + 1 - MOST_EMPTY)
 
@@ -152,7 +168,7 @@ class Scaled(Instrument, amp.Observer):
         """Notes what was stepped; a loss that was scaled an attempt ago has not been used."""
         for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
-                self._gradients[parameter.grad] = Gradient(was_stepped=True)
+                self._gradients[parameter.grad] = Gradient(stepped=parameter.grad._version)
         now = self.clock.attempt
         self._tell_unused(loss for loss in self._losses if loss.attempt < now)
         # The graphs of the others are kept no longer than they wait.
@@ -237,8 +253,9 @@ class Scaled(Instrument, amp.Observer):
     def _known(self, parameter: Tensor) -> Gradient | None:
         return None if parameter.grad is None else self._gradients.get(parameter.grad)
 
-    def _of(self, optimizer: Optimizer) -> list[Gradient | None]:
-        return [self._known(it) for it in parameters_of(optimizer) if it.grad is not None]
+    def _of(self, optimizer: Optimizer) -> list[tuple[Tensor, Gradient | None]]:
+        grads = (it.grad for it in parameters_of(optimizer) if it.grad is not None)
+        return [(it, self._gradients.get(it)) for it in grads]
 
     def _forget(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
@@ -248,7 +265,9 @@ class Scaled(Instrument, amp.Observer):
     def _forget_zeros(self, parameter: Parameter) -> None:
         """A gradient that a script has zeroed by itself is new."""
         known = self._known(parameter)
-        is_mixed = known is not None and (known.raw is not None or known.was_unscaled or known.was_stepped)
+        is_mixed = known is not None and (
+            known.raw is not None or known.was_unscaled or known.stepped is not None
+        )
         if is_mixed and not plain(parameter.grad).any():
             self._forget([parameter])
 
@@ -269,6 +288,6 @@ class Scaled(Instrument, amp.Observer):
 
     def _tell_raw(self, optimizer: Optimizer) -> None:
         """Notes a backward that was not scaled, whose gradients a scaler takes for scaled ones."""
-        known = self._of(optimizer)
+        known = [it for _, it in self._of(optimizer)]
         for line in dict.fromkeys(it.raw for it in known if it is not None and it.raw is not None):
             self._notes.add("unscaled_backward", ("backward", line, "backward", None))

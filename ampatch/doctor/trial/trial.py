@@ -103,8 +103,8 @@ class Trial:
         if len(attempts) < wanted:
             return Outcome(BREAKS, f"it ends after {len(attempts)} steps", seen)
         if not is_sound(attempts):
-            broken = [it.step for it in attempts if not it.is_finite]
-            return Outcome(BREAKS, f"it breaks again, at step {broken[-1]}", seen)
+            first = min((it for it in seen.suspects if it < wanted), default=0)
+            return Outcome(BREAKS, f"it breaks again, at step {attempts[first].step}", seen)
         fall, best = fall_of(attempts), fall_of(self.again.attempts)
         there = "" if math.isnan(best) else f", in float32 by {best:.0%}"
         need = best - FALL if best < FALL else max(FALL, PART * best if there else 0.0)
