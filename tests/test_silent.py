@@ -373,6 +373,9 @@ critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.01)
 """
 )
 SOUND = {
+    "a line of casts, of which one has an effect": native(
+        STEP, forward("h = (lambda a, b: (a * 2) @ b.t() @ a)(*(it.float() for it in (h, h)))")
+    ),
     "a region of autocast for each step": INSIDE.replace("with torch", "for step in range(4):\n  with torch")
     .replace("    for step in range(4):", "    for _ in range(1):")
     .replace("  # FAULT", ""),

@@ -94,9 +94,10 @@ class Casts(SilentRule):
         self._all: list[Cast] = []
 
     def end_attempt(self, optimizer: Optimizer) -> None:
-        """Notes the casts that had no effect."""
+        """Notes the casts that had no effect, unless another at the same line had."""
+        sites = {cast.site for cast in self._all if cast.has_effect}
         for cast in self._all:
-            if cast.undone and not cast.has_effect:
+            if cast.undone and cast.site not in sites:
                 self._notes.add("float32_under_autocast", cast.site, runs=cast.undone)
         self.forget()
 
