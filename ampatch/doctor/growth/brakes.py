@@ -52,8 +52,8 @@ class Brakes(Rule):
         self._open = None
 
     def wants(self, name: str) -> bool:
-        """Looks at all operations of the first attempts."""
-        return self.clock.attempt < MOST_STEPS and not self.clock.in_backward
+        """Looks at all operations of the first attempts, but for what comes before the first step."""
+        return 0 < self.clock.attempt <= MOST_STEPS and not self.clock.in_backward
 
     def after(self, operation: Operation, kept: object, result: object) -> None:
         """Notes what an operation says about speed."""
@@ -82,7 +82,7 @@ class Brakes(Rule):
         """Returns the field `speed` of a report; counts are those of `steps` steps together."""
         products = list(self.products.values())
         return {
-            "steps": min(self.clock.attempt, MOST_STEPS),
+            "steps": max(min(self.clock.attempt - 1, MOST_STEPS), 0),
             "compiled": self.compiles > 0,
             "syncs": sorted(self.syncs.values(), key=lambda it: -it["count"]),
             "products": len(products),
