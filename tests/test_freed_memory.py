@@ -14,7 +14,7 @@ import ampatch as amp
 def count_faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10):
-        blocks = [torch.ones(1 << 20) for _ in range(14)]
+        blocks = [torch.ones(1 << 20) for _ in range(10)]  # 40 MiB: what imports have freed counts to the 64 as well
         del blocks
     return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 10
 
@@ -38,5 +38,5 @@ def test_after_initialize_freed_memory_is_used_again(tmp_path, monkeypatch):
         done = subprocess.run([sys.executable, path], capture_output=True, text=True, check=True)
         before, after = map(int, done.stdout.split())
         assert after < 100
-        if before > 10_000:  # of 14 blocks of 1,024 pages
+        if before > 7_000:  # of 10 blocks of 1,024 pages
             return
