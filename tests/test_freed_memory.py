@@ -14,7 +14,7 @@ import ampatch as amp
 def count_faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10):
-        blocks = [torch.ones(1 << 20) for _ in range(10)]  # 40 MiB: what imports have freed counts to the 64 as well
+        blocks = [torch.ones(1 << 20) for _ in range(10)]  # 40 of 64 MiB: imports free some as well
         del blocks
     return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 10
 
