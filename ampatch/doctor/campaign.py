@@ -106,10 +106,10 @@ class Campaign:
         def broken(tried: Seen) -> list[Finding]:
             return explained(findings_in(tried, origins_of(tried)))
 
-        first, *rest = explained(findings) or [None]
-        if first and self.tries:
-            first = Trial(self._start, broken, self.run, seen, again).order(first)
-        return [first, *rest] if first else []
+        found = explained(findings)
+        if found and self.tries:
+            found[0] = Trial(self._start, broken, self.run, seen, again).order(found[0])
+        return found
 
     def _say_what_was_not_watched(self, seen: Seen) -> None:
         if not seen.attempts and not seen.is_open:

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     proposal = (
         "find the fewest modules that must stay float32; runs the script once for each, twice from two on"
     )
-    trying = "do not try the advice: three runs less at the most"
+    trying = "do not run the script again to try the advice"
     parser.add_argument("--no-tries", action="store_true", help=trying)
     parser.add_argument("--propose", action="store_true", help=proposal)
     opening = "say what a post-mortem holds, the file that training leaves when it breaks; runs nothing"

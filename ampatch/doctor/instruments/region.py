@@ -55,8 +55,7 @@ def function_at(where: str | None, autocast: str | None) -> Lines:
     taken = [it.arg for it in function.args.args] if isinstance(function, ast.FunctionDef) else []
     if function is None or taken[:1] in ([], ["self"]):
         return ()
-    _, decorators, imports = casts_of(autocast, source, line, {})
-    return (*imports, *(f"@{it}" for it in decorators), source.line(function.lineno))
+    return decorated(source, function, *casts_of(autocast, source, line, {})[1:])
 
 
 def casts_of(autocast: str | None, source: Source, line: int, names: Collection[str]) -> Casts:
@@ -90,6 +89,11 @@ def function_in_float32(source: Source, frame: FrameType, decorators: Lines, imp
         edits = [(source.begin(it), opened, 0) for it in parts]
         edits += [(source.end(it), ")" * len(decorators), 0) for it in parts]
         return (*imports, *source.edited(function, edits))
+    return decorated(source, function, decorators, imports)
+
+
+def decorated(source: Source, function: ast.stmt, decorators: Lines, imports: Lines) -> Lines:
+    """Returns the first line of a function, with what stands above it then."""
     return (*imports, *(f"@{it}" for it in decorators), source.line(function.lineno))
 
 

@@ -71,9 +71,7 @@ def edits_of(source: Source, node: ast.AST, op: str, mend: Mend) -> Iterator[Edi
     if mend.around:
         yield begin - opened, mend.around.format(x=x), end - begin + opened
     if mend.suffix:
-        if not is_closed:
-            yield begin, "(", 0
-        yield end, ("" if is_closed else ")") + mend.suffix.format(x=x), 0
+        yield from behind(begin, end, is_closed, mend.suffix.format(x=x))
     if not isinstance(node, ast.Call):
         return
     y = next((ast.unparse(it) for it in node.args[1:]), "")
@@ -84,6 +82,13 @@ def edits_of(source: Source, node: ast.AST, op: str, mend: Mend) -> Iterator[Edi
         yield source.end(node.func) - len(op), mend.name, len(op)
     if mend.tail:
         yield source.end(node), mend.tail.format(x=x, y=y), 0
+
+
+def behind(begin: int, end: int, is_closed: bool, suffix: str) -> Iterator[Edit]:
+    """Yields the edits that put a suffix behind an expression, in parentheses unless it binds by itself."""
+    if not is_closed:
+        yield begin, "(", 0
+    yield end, ("" if is_closed else ")") + suffix, 0
 
 
 def operand_of(source: Source, node: ast.AST, op: str) -> tuple[ast.expr | None, int, bool]:
@@ -113,14 +118,10 @@ def cast_source(where: str | None) -> Lines:
         match node:
             case ast.Assign(targets=[ast.Subscript(value=owner)], value=value):
                 pass
-            case ast.Call(func=ast.Attribute(value=owner, attr=name), args=[*_, value]) if PUTTING.match(
-                name
-            ):
+            case ast.Call(func=ast.Attribute(value=owner, attr=op), args=[*_, value]) if PUTTING.match(op):
                 owner = node.args[0] if getattr(owner, "id", "") in NAMESPACES else owner
             case _:
                 continue
-        is_atom = isinstance(value, ATOMS)
-        edits += [] if is_atom else [(source.begin(value), "(", 0)]
         cast = f".to({ast.unparse(owner)}.dtype)"
-        edits.append((source.end(value), cast if is_atom else f"){cast}", 0))
+        edits += behind(source.begin(value), source.end(value), isinstance(value, ATOMS), cast)
     return source.edited(statement, edits) if statement and edits else ()

@@ -24,12 +24,9 @@ Change = Callable[[list[str], int], list[str]]
 
 def follow(run: Run, advice: Sequence[Advice]) -> Run | None:
     """Returns the run of a script that does what all of some advice says; None where that takes a reader."""
-    changed = run
+    changed: Run | None = run
     for where, each in sorted(advice, key=lambda it: -place_of(it[0])[1]):  # what is below does not move
-        one = follow_one(changed, where, each)
-        if one is None:
-            return None
-        changed = one
+        changed = changed and follow_one(changed, where, each)
     return changed
 
 
