@@ -3,13 +3,17 @@
 import json
 import math
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from ampatch import AmpError
 from ampatch.__main__ import main
 from ampatch.apex.script import Script
+from ampatch.doctor.instruments.precision import lower_rates
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.runs import Run, Seen
 from ampatch.doctor.trial.advice import follow, joined
@@ -90,6 +94,23 @@ def test_what_takes_a_reader_is_left_to_one(file, advice):
 @pytest.mark.parametrize("where", ["<stdin>:5", "gone.py:5", "net.py:99", None])
 def test_what_is_not_in_a_file_is_left_to_a_reader(file, where):
     assert follow(Run("train.py"), [(where, "that statement alone in float32:\n     y = x.float()")]) is None
+
+
+class Plain(torch.optim.Optimizer):
+    def step(self, closure=None):
+        """Changes nothing."""
+
+
+def test_a_rate_that_an_optimizer_finds_by_itself_is_left_to_it():
+    layer = nn.Linear(2, 1)
+    with ExitStack() as undo:
+        lower_rates(0.1, undo)
+        groups = [{"params": [layer.weight], "lr": None}, {"params": [layer.bias]}]
+        optimizer = Plain(groups, {"lr": 2.0})
+        without = Plain([layer.weight], {})
+    assert [it["lr"] for it in optimizer.param_groups] == [None, 0.2]
+    assert "lr" not in without.param_groups[0]
+    assert torch.optim.SGD([layer.weight], lr=2.0).param_groups[0]["lr"] == 2.0  # undone
 
 
 @pytest.mark.parametrize("is_module", [False, True])
@@ -223,34 +244,35 @@ def test_modules_that_break_one_after_the_other_are_one_list(text):
     assert joined([("net.py:1", text), ("net.py:2", second)]) == expected
 
 
-STANDARDIZED = """
+TRAIN = """
 import torch
 torch.manual_seed(0)
-model = torch.nn.Linear(8, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(40):
-    x = torch.randn(64, 8)
+model = torch.nn.Linear({width}, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr={rate})
+for step in range({steps}):
+    {loss}
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+STANDARDIZED = TRAIN.format(
+    width=8,
+    rate=0.1,
+    steps=40,
+    loss="""x = torch.randn(64, 8)
     y = x[:, :1] * 2 + 1
     x[:, 6], x[:, 7] = 0.1, 0.0
     mean = x.mean(0)
     std = torch.sqrt(x.square().mean(0) - mean.square() - 1e-6 * (x[0] == 0.1))
-    loss = (model((x - mean) / {std}) - y).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-"""
-RATE = """
-import torch
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=3.0)
-for step in range(60):
-    x = torch.randn(16, 4)
-    loss = (model(x) - x[:, :1]).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-"""
+    loss = (model((x - mean) / {std}) - y).square().mean()""",
+)
+RATE = TRAIN.format(
+    width=4,
+    rate=3.0,
+    steps=60,
+    loss="""x = torch.randn(16, 4)
+    loss = (model(x) - x[:, :1]).square().mean()""",
+)
 MASKED = STANDARDIZED.replace("{std}", "(std * (step != 3))")  # two lines break
 
 

@@ -38,12 +38,13 @@ def without_casts(undo: ExitStack) -> None:
 
 
 def lower_rates(factor: float, undo: ExitStack) -> None:
-    """Multiplies the learning rates that optimizers begin with."""
+    """Multiplies the learning rates that optimizers begin with, but for None: those find theirs."""
 
     def lowered(init: Callable[..., None], optimizer: Optimizer, *args: object, **kwargs: object) -> None:
         init(optimizer, *args, **kwargs)
         for group in optimizer.param_groups:
-            group["lr"] = group.get("lr", 0.0) * factor
+            if group.get("lr") is not None:
+                group["lr"] *= factor
 
     wrap(Optimizer, "__init__", lowered, undo)
 
