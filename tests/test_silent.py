@@ -621,6 +621,11 @@ def test_the_report_has_silent_faults_and_the_exit_status_has_not(tmp_path, caps
     assert (clip["kind"], clip["where"].rpartition(":")[2]) == ("clipped_while_scaled", lines_of(text)[0][9:])
     assert clip["steps"] == list(range(4))
     assert (zeros["kind"], zeros["op"], zeros["model"], zeros["module"]) == ("zeros", "pow", "model", "1")
+    assert zeros["remedies"][0].split("\n") == [
+        "that function in float32, by what stands above it here:",
+        "     @torch.amp.custom_fwd(device_type='cpu', cast_inputs=torch.float32)",
+        "     def forward(self, x):",
+    ]
     assert "clipped_while_scaled" in said
     assert "float32" in said
 

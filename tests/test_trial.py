@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.runs import Run, Seen
 from ampatch.doctor.trial.advice import follow, joined
 from ampatch.doctor.trial.edited import edited
+from ampatch.doctor.trial.learning import find_what_learns, is_flat
 from ampatch.doctor.trial.trial import Trial
 from ampatch.doctor.words import describe_finding
 from doctor_samples import sample_finding
@@ -167,6 +169,7 @@ def order_of(came, first="", again=GOOD):
     return [it.removeprefix("opt_level ") for it in found.remedies], found.tried
 
 
+LAST = "O0: float32 throughout, since nothing less was enough"
 TRAINS, BREAKS = "the script trains, its loss falls by 80%", "it breaks again, at step 1"
 
 
@@ -180,22 +183,56 @@ TRAINS, BREAKS = "the script trains, its loss falls by 80%", "it breaks again, a
         ([None, GOOD], ["O2", "mend the data", "O1"], (TRAINS, "", "it ends without a report")),
         (
             [BAD, LESS, FLAT],
-            ["O2", "O3", "mend the data", "O1"],
+            [LAST, "O2", "O3", "mend the data", "O1"],
             (
-                *("all stays finite, but the loss falls by 12%, in float32 by 80%",),
+                *(TRAINS, "all stays finite, but the loss falls by 12%, in float32 by 80%"),
                 *("all stays finite, but the loss falls by 0%, in float32 by 80%", "", BREAKS),
             ),
         ),
-        ([BAD] * 4 + [GOOD], [*LEVELS, "mend the data"], (*[BREAKS] * 4, "", "")),
+        (
+            [BAD] * 4 + [GOOD],
+            ["O5", LAST, "mend the data", *LEVELS[:4]],
+            ("", TRAINS, "", *[BREAKS] * 4),
+        ),
     ],
 )
 def test_what_trains_comes_first_and_what_breaks_last(came, order, said):
     assert order_of(came) == (order, said)
 
 
-def test_where_a_reader_is_asked_first_nothing_is_tried():
-    order = ["cast to float32 there", "O1", "mend the data"]
-    assert order_of([GOOD], first=order[0]) == (order, ())
+@pytest.mark.parametrize(
+    ("came", "again", "order"),
+    [
+        ([GOOD], GOOD, ["O1", "or divide", "mend the data"]),
+        ([BAD], GOOD, ["divide", LAST, "mend the data", "O1"]),
+        ([LESS], GOOD, ["divide", LAST, "O1", "mend the data"]),
+        ([BAD], BAD, ["divide", "mend the data", "O1"]),
+        ([BAD], FLAT, ["divide", "mend the data", "O1"]),
+        ([BAD], replace(GOOD, is_half=True), ["divide", "mend the data", "O1"]),
+    ],
+)
+def test_what_takes_a_reader_comes_behind_what_trains(came, again, order):
+    assert order_of(came, first="or divide", again=again)[0] == order
+
+
+@pytest.mark.parametrize(
+    ("least", "ranks", "said"),
+    [
+        (0.5, [0.1], "at a tenth of the rate the script trains, its loss falls by 80%"),
+        (0.05, [0.1, 0.01], "at a hundredth of the rate the script trains, its loss falls by 80%"),
+        (0.0, [0.1, 0.01], "at a tenth of the rate it breaks again, at step 1"),
+    ],
+)
+def test_a_rate_is_a_tenth_or_a_hundredth(least, ranks, said):
+    rates = []
+
+    def start(name, run):
+        rates.append(run.rate)
+        return GOOD if run.rate < least else BAD
+
+    finding = sample_finding(remedies=("lower the learning rate",), float32_survives=False)
+    found = Trial(start, lambda seen: (), Run("train.py"), BAD, BAD).order(finding)
+    assert (found.tried[0], rates[:2]) == (said, pytest.approx(ranks))
 
 
 @pytest.mark.parametrize(
@@ -242,6 +279,47 @@ def test_modules_that_break_one_after_the_other_are_one_list(text):
     second = text.replace("['a']", "['b', 'a']")
     expected = text.replace("['a']", "['a', 'b']").replace("this module runs", "these modules run")
     assert joined([("net.py:1", text), ("net.py:2", second)]) == expected
+
+
+# ---- A loss that does not fall ----
+
+STILL, FALLS = seen(*[4.0] * 16), seen(*range(32, 0, -2))
+
+
+@pytest.mark.parametrize(
+    ("again", "level", "half", "first"),
+    [
+        (FALLS, FALLS, "float16", "opt_level O4 (bfloat16), whose range is that of float32"),
+        (FALLS, STILL, "float16", f"opt_level {LAST}"),
+        (FALLS, FALLS, "bfloat16", f"opt_level {LAST}"),
+        (STILL, FALLS, "float16", None),  # no matter of precision
+    ],
+)
+def test_what_learns_in_float32_alone_is_said(again, level, half, first):
+    trial = Trial(lambda name, run: level, lambda seen: (), Run("train.py"), STILL, again)
+    found = find_what_learns(trial, [], half, None)
+    assert [it.remedies[0] for it in found] == [first] * (first is not None)
+    assert [is_flat(it.attempts) for it in (STILL, FALLS, FLAT)] == [True, False, False]
+
+
+WEIGHED = """x = torch.randn(16, 4)
+    share = x[:, 1].relu()
+    loss = (model(x) - x[:, :1]).square().mean() / ({power}).max()"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("power", "rate", "found"),
+    [
+        ("share ** -0.5", 300.0, [("pow", "the script trains,")]),
+        ("torch.where(share > 0, share ** -0.5, 0.0)", 0.0, []),
+    ],
+)
+def test_an_infinity_that_keeps_a_loss_from_falling_is_found(tmp_path, power, rate, found):
+    script = TRAIN.format(width=4, rate=rate, steps=40, loss=WEIGHED.format(power=power))
+    report = report_on(script, tmp_path, tries=True)
+    assert [(it["op"], it["tried"][0][:18]) for it in report["findings"]] == found
+    assert [it["op"] for it in report["harmless"]] == ["pow"], "nothing else tells of it"
 
 
 TRAIN = """

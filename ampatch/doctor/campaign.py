@@ -22,6 +22,7 @@ from ampatch.doctor.silent.fault import SilentFault, examine_silent
 from ampatch.doctor.silent.gradients import compare_gradients, pick_sample
 from ampatch.doctor.silent.watch import plan_window
 from ampatch.doctor.suspects import describe_scale, find_hidden, find_suspects, leave_out_mended
+from ampatch.doctor.trial.learning import find_what_learns, is_flat
 from ampatch.doctor.trial.trial import Trial
 
 MOST_TRACED = 8  # attempts of one run
@@ -71,10 +72,14 @@ class Campaign:
             faults, reason = compare_gradients(self.run.samples, sample)
             self.silent += faults
             self.unknown += [reason] if reason else []
+        harmless = merge(attempts, [it for it in origins if not it.has_reached])
+        if not (findings or self.silent or self.ended) and self.tries and is_flat(attempts):
+            again = self._start("float32", replace(self.run, level="O0", float32=True))
+            trial = Trial(self._start, lambda _: (), self.run, seen, again)
+            findings = find_what_learns(trial, harmless, growth["half"], self.seen["traced"].autocast)
         is_kept = propose and findings and findings[0].float32_survives
         proposed = self._propose(findings[0].module, window) if is_kept else ()
         compared = against and compare_levels(self._start, self.run, against, attempts, self.unknown)
-        harmless = merge(attempts, [it for it in origins if not it.has_reached])
         return Report(
             *(tuple(findings), tuple(map(explain, harmless)), describe_scale(attempts), proposed, self.runs),
             tuple(self.unknown),

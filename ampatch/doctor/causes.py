@@ -47,7 +47,7 @@ CAUSES = (  # the first that explains a finding is its cause
         (do.SET_WEIGHT,),
         (("input",), is_of_weight, lambda it: "constant" not in it.facts),
     ),
-    Cause("data", BAD_DATA, (do.MEND_DATA,), (("input",),), UNSEEN),
+    Cause("data", BAD_DATA, (do.take_zeros, do.MEND_DATA), (("input",),), UNSEEN),
     Cause(
         "eps of an optimizer in half",
         "{made} The optimizer's eps, {constant}, is 0 in {dtype}: it divides by 0.",
@@ -252,7 +252,7 @@ CAUSES = (  # the first that explains a finding is its cause
         (lambda it: it.facts.get("zero", True),),
         ops.QUOTIENTS,
     ),
-    Cause("data", "{made} " + BAD_DATA, (do.MEND_DATA,), (("input",),)),
+    Cause("data", "{made} " + BAD_DATA, (do.take_zeros, do.MEND_DATA), (("input",),)),
     Cause(
         "exponential",
         "{made}{limit}",

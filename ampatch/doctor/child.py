@@ -79,6 +79,7 @@ def look(run: Run, clock: Clock) -> Callable[[], Seen]:
             growth=growth.to_json() if growth else None,
             speed=brakes.to_json() if brakes else None,
             without_gpu=tuple(sorted(without_gpu)),
+            autocast=min(clock.autocasts, default=None),
             oversized=tuple(oversized.names if oversized else ()),
         )
 

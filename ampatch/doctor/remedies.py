@@ -11,12 +11,11 @@ from ampatch.doctor.instruments.evidence import lines_with
 from ampatch.doctor.instruments.operations import EXPONENTIALS, SUMS
 from ampatch.doctor.instruments.places import SHOWN
 from ampatch.doctor.text.mend import Mend, cast_source, mended
+from ampatch.doctor.text.source import PASTED, pasted
 
 Remedy = str | Callable[[Finding], str | None]  # None where it does not fit
-PASTED = "\n     "
 DIVERGES = 200.0  # times what weights or outputs were at first
 CLAMP = ".clamp(min={eps})"
-STATEMENT = "that statement alone in float32:"
 DEFAULTS = ("normalize", "cosine_similarity", "pairwise_distance")  # whose eps is 1e-12 or 1e-8
 
 
@@ -48,9 +47,7 @@ def paste(finding: Finding) -> str | None:
     """Has the statement run in float32, or the function that it is in."""
     if not (finding.float32_survives and finding.region):
         return None
-    is_function = any(it.startswith("@") for it in finding.region[:2])
-    title = "that function in float32, by what stands above it here:" if is_function else STATEMENT
-    return PASTED.join((title, *finding.region))
+    return pasted(finding.region)
 
 
 def take_bfloat16(finding: Finding) -> str | None:
@@ -61,6 +58,16 @@ def take_bfloat16(finding: Finding) -> str | None:
     if finding.autocast:
         how = f"torch.autocast({finding.autocast!r}, dtype=torch.bfloat16)"
     return f"{how}, whose range is that of float32"
+
+
+def leave_half(finding: Finding) -> str | None:
+    """Computes in float32, where nothing else is enough."""
+    if not finding.float32_survives:
+        return None
+    how = "opt_level O0"
+    if finding.autocast:
+        how = f"torch.autocast({finding.autocast!r}, enabled=False) and GradScaler(enabled=False)"
+    return f"{how}: float32 throughout, since nothing less was enough"
 
 
 def lower_rate(finding: Finding) -> str | None:
@@ -92,6 +99,14 @@ def begin_smaller(finding: Finding) -> str | None:
         f"no update has been made yet: make the input or the weights smaller (the largest number is "
         f"{largest:.3g}), as by a normalization before this line"
     )
+
+
+def take_zeros(finding: Finding) -> str | None:
+    """Takes 0 for what is missing, where a product with a mask would keep its NaN; not for one bad batch."""
+    where, lines = finding.facts.get("taken", (None, ()))
+    if finding.step or not lines:
+        return None
+    return PASTED.join((f"take 0 for {finding.kind} where it is used, at {where}:", *lines))
 
 
 def step_masters(finding: Finding) -> str | None:
@@ -220,10 +235,7 @@ BEGIN_ABOVE_0 = (
     "initialize that weight with small numbers, not with zeros (nn.init.normal_(weight, std=1e-3)), or leave "
     "weight_norm off that layer"
 )
-MEND_DATA = (
-    "leave the sample out, or mend the data: torch.isfinite(batch).all() in the loader finds it; of NaN that "
-    "stands for what is missing take x.nan_to_num() before a product with its mask, since NaN * 0 is NaN"
-)
+MEND_DATA = "leave the sample out, or mend the data: torch.isfinite(batch).all() in the loader finds it"
 CAST_SMALLER = "make the numbers smaller before they are cast: normalize the input, or divide it"
 DIVIDE_LOSS = "divide each loss by the number of micro-steps, before its backward"
 OR_FINFO = "or torch.finfo(x.dtype).min, where nothing is added to it"

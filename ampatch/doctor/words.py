@@ -81,7 +81,7 @@ def is_explained(growth: dict, findings: Sequence[Finding]) -> bool:
 def describe_nothing(report: Report) -> Iterator[str]:
     """Yields the lines of a report without a finding."""
     if report.unknown:
-        yield "Nothing was found, but not everything is known."
+        yield f"Nothing {'broke' if report.silent else 'was found'}, but not everything is known."
     elif skipped := report.scale.get("skipped"):
         scales = [scale for _, scale in report.scale["history"]]
         yield (
@@ -111,6 +111,8 @@ def describe_finding(finding: Finding) -> Iterator[str]:
         yield f"  -> {it}"
         if said := "".join(finding.tried[index : index + 1]):
             yield f"     (tried: {said})"
+    if "flat" in finding.facts:
+        return
     element = f" at {list(finding.element)}" if finding.element else ""
     sample = f", sample {finding.sample} of the batch" if finding.sample is not None else ""
     steps = "; again at step " if len(finding.steps) == 2 else "; again at steps "

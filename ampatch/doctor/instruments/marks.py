@@ -7,7 +7,8 @@ from collections.abc import Collection
 from torch import Tensor
 
 from ampatch.doctor.instruments.operations import Call, Origin
-from ampatch.doctor.instruments.places import Place
+from ampatch.doctor.instruments.places import Place, user_line
+from ampatch.doctor.instruments.region import statement_of_zeros
 from ampatch.doctor.instruments.values import Damage, examine, is_mask, key_of
 
 
@@ -61,6 +62,7 @@ class Origins:
 
     def note_turn(self, call: Call, damage: Damage, marks: Collection[int]) -> None:
         """Notes what makes NaN of an infinity, and of which sample: that may be another than the first."""
+        self.note_taken(marks, call.phase)
         in_batch = bool(damage.element) and damage.shape[0] in self.batch_sizes
         for origin in (self.all[index] for index in marks):
             if origin.damage.kind == "inf" and origin.turns is None and not call.op.startswith("_"):
@@ -69,6 +71,12 @@ class Origins:
     def of_input(self, marks: Collection[int]) -> list[Origin]:
         """Returns those of some marks that came before the model."""
         return [self.all[index] for index in marks if self.all[index].phase == "input"]
+
+    def note_taken(self, marks: Collection[int], phase: str) -> None:
+        """Notes the first statement behind the data that takes what is bad there, and how it takes 0."""
+        for call in (it.call for it in self.of_input(marks) if phase != "input"):
+            if "taken" not in call.facts:
+                call.facts["taken"] = user_line(), statement_of_zeros()
 
     def move_to_forward(self, marks: Collection[int]) -> None:
         """What stands between two models, and goes into the second, is no part of the loss."""

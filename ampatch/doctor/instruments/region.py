@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from textwrap import indent
 from types import FrameType
 
 from torch import Tensor
 from torch.nn import Module
 
+from ampatch.doctor.instruments.dispatch import Operation
 from ampatch.doctor.instruments.places import user_frame
+from ampatch.doctor.instruments.values import is_finite
 from ampatch.doctor.text.source import Edit, Lines, Source, place_of, read, statement_of
 
 Casts = tuple[str, Lines, Lines]  # a context without casts, decorators that cast as well, what to import
+
+
+def region_of(of: Operation, parameters: Iterable[Tensor]) -> Lines:
+    """Returns lines that replace the statement which an operation runs for; `parameters` are the models'."""
+    is_cast = of.is_on or not (of.autocast or any(map(is_half_tensor, parameters)))
+    return region_in_float32(of.autocast, not (of.place and of.place.module), is_cast)
 
 
 def region_in_float32(autocast: str | None, is_model: bool, casts_are_on: bool) -> Lines:
@@ -23,9 +32,7 @@ def region_in_float32(autocast: str | None, is_model: bool, casts_are_on: bool) 
     that uses no model is put into float32 as a whole, for what follows there as well. A statement that calls
     a module is left alone, and in a half model all but what it returns, if `is_model`.
     """
-    frame = user_frame()
-    source = None if frame is None else read(frame.f_code.co_filename, frame.f_globals)
-    statement = None if source is None else source.statement_at(frame.f_lineno)
+    frame, source, statement = statement_here()
     if statement is None:
         return ()
     casts = casts_of(autocast, source, frame.f_lineno, frame.f_locals) if casts_are_on else None
@@ -38,13 +45,30 @@ def region_in_float32(autocast: str | None, is_model: bool, casts_are_on: bool) 
     is_last = isinstance(statement, ast.Return) or name_of_reduction(statement) in ("mean", "sum")
     if in_half and not (is_model and is_last):
         return ()
-    edits: list[Edit] = [(source.end(it), ".float()", 0) for it in half_in(statement, frame)]
+    edits: list[Edit] = [
+        (source.end(it), ".float()", 0) for it in tensors_in_statement(statement, frame, is_half_tensor)
+    ]
     before, lines = source.before(statement), source.edited(statement, edits)
     if casts and not in_half:  # no casts of functions are on in a half model
         lines = (*casts[2], f"with {casts[0]}:", *indent("\n".join(lines), "    ").split("\n"))
     elif not edits:
         return ()
     return (before, *indent("\n".join(lines), "    ").split("\n")) if before else lines
+
+
+def statement_here() -> tuple[FrameType | None, Source, ast.stmt | None]:
+    """Returns where the user's code is: its frame, its file, and the statement, None where there is none."""
+    frame = user_frame()
+    source = (frame and read(frame.f_code.co_filename, frame.f_globals)) or Source(())
+    return frame, source, source.statement_at(frame.f_lineno) if frame else None
+
+
+def statement_of_zeros() -> Lines:
+    """Returns the statement that the user's code is at, with 0 for each inf and NaN that it takes."""
+    frame, source, statement = statement_here()
+    found = tensors_in_statement(statement, frame, lambda it: not is_finite(it)) if statement else ()
+    edits: list[Edit] = [(source.end(it), ".nan_to_num(0, 0, 0)", 0) for it in found]
+    return source.edited(statement, edits) if statement and edits else ()
 
 
 def function_at(where: str | None, autocast: str | None) -> Lines:
@@ -117,23 +141,31 @@ def name_of_reduction(statement: ast.stmt) -> str:
     return value.func.attr if is_plain else ""
 
 
-def half_in(node: ast.AST, frame: FrameType) -> Iterator[ast.expr]:
-    """Yields the half tensors that a statement names: variables, and attributes of modules."""
-    if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
+def tensors_in_statement(
+    node: ast.AST, frame: FrameType, is_wanted: Callable[[Tensor], bool]
+) -> Iterator[ast.expr]:
+    """Yields the tensors of a kind that a statement names: variables, and parts of objects and of a batch."""
+    if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Load):
         value = value_of(node, frame)
-        if is_half_tensor(value):
+        if isinstance(value, Tensor) and is_wanted(value):
             yield node
         if value is not None:
             return
     for each in ast.iter_child_nodes(node):
-        yield from half_in(each, frame)
+        yield from tensors_in_statement(each, frame, is_wanted)
 
 
 def value_of(node: ast.expr, frame: FrameType) -> object:
-    """Returns what a name, or an attribute of one, stands for in a frame; None if that is not known."""
-    if isinstance(node, ast.Name):
-        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
-    if isinstance(node, ast.Attribute):
-        owner = value_of(node.value, frame)
-        return getattr(owner, node.attr, None) if isinstance(owner, Module) else None
+    """Returns what a name, or a part of one, stands for in a frame; None if that is not known."""
+    match node:
+        case ast.Name(id=name):
+            return frame.f_locals.get(name, frame.f_globals.get(name))
+        case ast.Attribute(value=owner, attr=name):
+            held = value_of(owner, frame)
+            is_plain = isinstance(held, (Module, tuple)) or name in getattr(held, "__dict__", ())
+            return getattr(held, name, None) if is_plain else None
+        case ast.Subscript(value=owner, slice=ast.Constant(value=key)):
+            held = value_of(owner, frame)
+            with suppress(LookupError):
+                return held[key] if isinstance(held, (dict, list, tuple)) else None
     return None

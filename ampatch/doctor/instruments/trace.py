@@ -27,7 +27,7 @@ from ampatch.doctor.instruments.places import (
     parameters_of,
     user_line,
 )
-from ampatch.doctor.instruments.region import function_at, is_half_tensor, region_in_float32
+from ampatch.doctor.instruments.region import function_at, is_half_tensor, region_of
 from ampatch.doctor.instruments.values import (
     Tensors,
     examine,
@@ -109,6 +109,7 @@ class Trace(Rule):
                     origin.damage = damage
             if not marks:
                 self._marks.add(tensor, self.origins.add_data(tensor, self.models.place, user_line()))
+            self.origins.note_taken(self._marks.of(tensor), "model")
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Says which origins reached the loss."""
@@ -251,8 +252,7 @@ class Trace(Rule):
             if source and source.place:
                 call.facts["alike"] = [source.place.module]
             return function_at(source and source.where, of.autocast)
-        is_cast = of.is_on or not (of.autocast or any(map(is_half_tensor, self.models.parameters())))
-        return region_in_float32(of.autocast, not (of.place and of.place.module), is_cast)
+        return region_of(of, self.models.parameters())
 
     def _marks_of_unseen(self, call: ops.Call, bad: list[Tensor]) -> set[int]:
         """Says where bad numbers come from that no operation made: weights, or NaN and inf in the data."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Site
 from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.text.source import pasted
 
 MOST_SHOWN = 5
 # Kinds, by what else tells of them.
@@ -239,6 +240,8 @@ def explain(fault: SilentFault) -> SilentFault:
     why, remedies = WORDS["scale_loss" if fault.op == "scale_loss" else of_step]
     if fault.kind == "not_unscaled" and fault.op == "step":
         remedies = remedies[::-1]
+    if region := fault.numbers.get("region"):
+        remedies = (pasted(region), *remedies[1:])
     exponent = math.frexp(fault.numbers.get("init_scale", 1.0))[1] - 1
     remedies = tuple(text.replace("{init_scale}", f"2.0**{exponent}") for text in remedies)
     return replace(fault, why=why.format(op=fault.op, **fault.numbers), remedies=remedies)

@@ -7,6 +7,7 @@ agree again (a clamp, the tanh of a large number, a mask: no fault) or half is f
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,12 +15,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operation
 from ampatch.doctor.instruments.marks import Marks
 from ampatch.doctor.instruments.places import is_called_by_scaler
+from ampatch.doctor.instruments.region import region_of
 from ampatch.doctor.instruments.values import floating_in, holds_no_number, is_finite
-from ampatch.doctor.silent.fault import Suspicion
+from ampatch.doctor.silent.fault import Notes, Suspicion
 from ampatch.doctor.silent.rules import SilentRule
+from ampatch.doctor.text.source import Lines
 from ampatch.levels.precision import HALF_TYPES
 
 DRAWS = ("dropout", "dropout_", "alpha_dropout", "feature_dropout", "bernoulli", "bernoulli_", "multinomial")
@@ -41,6 +45,10 @@ class Shadow:
 
 class Shadows(SilentRule):
     """The shadows of one attempt, and the faults that wait for a backward pass to reach them."""
+
+    def __init__(self, clock: Clock, notes: Notes, window: Collection[int]) -> None:
+        self._regions: dict[str | None, Lines] = {}  # by line
+        super().__init__(clock, notes, window)
 
     def forget(self) -> None:
         self._shadows = WeakTensorKeyDictionary()
@@ -74,13 +82,20 @@ class Shadows(SilentRule):
         marks = self._marks.of(*operation.floating)
         if repeated is not None:
             known = [it for it in map(self._find, repeated.floating) if it is not None]
-            loss = known[0].loss if known else find_loss(repeated, given)
+            loss = known[0].loss if known else self._find_loss(repeated, given)
             # A scaler scales the loss, not what was lost: its gradient is none of these zeros.
             wanted = [] if loss is None or (known and is_called_by_scaler()) else self._repeat(repeated)
             for tensor, expected in zip(given, wanted, strict=False):
                 marks |= self._judge(tensor, expected, loss, is_new=not known)
         for tensor in given if marks else ():
             self._marks.add(tensor, marks)
+
+    def _find_loss(self, operation: Operation, given: list[Tensor]) -> Suspicion | None:
+        """Asks whether an operation loses something, and how its statement reads in float32."""
+        loss, where = find_loss(operation, given), operation.where
+        if loss is not None and where not in self._regions:
+            self._regions[where] = region_of(operation, self.clock.models.parameters())
+        return loss and replace(loss, numbers=loss.numbers | {"region": self._regions[where]})
 
     def _find(self, tensor: Tensor) -> Shadow | None:
         """Returns the shadow of a tensor, None of one that was written to since, as through a view."""

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from textwrap import dedent
 
 SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
+PASTED = "\n     "  # before each line that is to be pasted
+STATEMENT = "that statement alone in float32"
 Edit = tuple[int, str, int]  # at a byte of the file, a text in the place of so many bytes
 Lines = tuple[str, ...]
 
@@ -58,6 +60,13 @@ class Source:
         for at, new, length in sorted(edits, reverse=True):
             text = text[: at - first] + new.encode() + text[at - first + length :]
         return tuple(dedent(text.decode()).rstrip().split("\n"))
+
+
+def pasted(region: Lines) -> str:
+    """Returns lines that put a statement, or the function that it is in, into float32, with their title."""
+    is_function = any(it.startswith("@") for it in region[:2])
+    what = "that function in float32, by what stands above it here" if is_function else STATEMENT
+    return PASTED.join((f"{what}:", *region))
 
 
 def place_of(where: str | None) -> tuple[str, int]:

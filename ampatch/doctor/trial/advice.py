@@ -16,6 +16,7 @@ from ampatch.doctor.text.source import Source, place_of
 
 KEPT = re.compile(r"keep_fp32=(\[.*?\])|for name in (\[.*?\]):")  # modules
 WRITTEN = re.compile(r"write (-?)(\S+) in the place of \1(.+?), at (.+): ")  # a number
+THERE = re.compile(r"where it is used, at (.+):$")
 INSTEAD = re.compile(r"# in the place of lines (\d+) to (\d+)\n")
 TENTH = 0.1
 Advice = tuple[str | None, str]  # for a line, "file:line"
@@ -45,7 +46,7 @@ def follow_one(run: Run, where: str | None, advice: str) -> Run | None:
     if found := WRITTEN.match(said):
         for place in found[4].split(" and "):
             edit(edits, place, lambda lines, line: write(lines, line, found[3], found[2]))
-    elif text and where:
+    elif text and (where := found[1] if (found := THERE.search(said)) else where):
         edit(edits, where, lambda lines, line: paste(lines, line, dedent(text), "stands above it" in said))
     return replace(run, edits=edits) if edits != run.edits else None
 

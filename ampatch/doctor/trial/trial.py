@@ -9,15 +9,16 @@ from dataclasses import dataclass, field, replace
 from ampatch import AmpError
 from ampatch.doctor.finding import Finding
 from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.remedies import leave_half
 from ampatch.doctor.runs import Run, Seen
 from ampatch.doctor.suspects import find_untried, is_collapse
-from ampatch.doctor.trial.advice import Advice, follow, joined, unedited
+from ampatch.doctor.trial.advice import TENTH, Advice, follow, joined, unedited
 
 MOST_TRIED = 4
 MOST_JOINED = 3  # pieces of advice that are followed together
 FALL = 0.02  # of the loss, from the first to the last quarter of a run, that is learning
 PART = 0.8  # of how much it falls in float32, that is learning as well as there
-TRAINS, STAYS, UNTRIED, BREAKS = range(4)  # the order of advice
+TRAINS, UNTRIED, BREAKS = range(3)  # the order of advice; what is finite and learns less is as if untried
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +49,29 @@ class Trial:
         """Returns the finding with what came of its advice; what makes the script train comes first."""
         for advice in finding.remedies:
             changed = follow(self.run, [(finding.where, advice)])
-            if changed is None and not self.tried:
-                return finding  # it takes a reader
             if changed is not None and len(self.tried) < MOST_TRIED:
                 self.tried[advice] = self._try(changed)
                 if self.tried[advice].rank == TRAINS:
                     break
-        is_found = any(it.rank < UNTRIED for it in self.tried.values())
-        order = [*(() if is_found else self._join(finding)), *finding.remedies]
-        if not all(it.rank == BREAKS for it in self.tried.values()):
-            order.sort(key=lambda it: self.tried.get(it, Outcome()).rank)
-        said = tuple(self.tried.get(it, Outcome()).said for it in order)
-        return replace(finding, remedies=tuple(order), tried=said)
+        more = self._join(finding) if {it.rank for it in self.tried.values()} == {BREAKS} else ()
+        order = sorted([*more, *finding.remedies], key=lambda it: self.outcome(it).rank)
+        if self.outcome(order[0]).rank != TRAINS and (last := self._last(finding)):
+            order.insert(order[0] not in self.tried, last)
+        said = tuple(self.outcome(it).said for it in order)
+        return replace(finding, remedies=(order[0].removeprefix("or "), *order[1:]), tried=said)
+
+    def outcome(self, advice: str) -> Outcome:
+        """Returns what came of advice."""
+        return self.tried.get(advice, Outcome())
+
+    def _last(self, finding: Finding) -> str | None:
+        """Returns the advice to leave half precision, which was tried by now, if the script learns so."""
+        advice, outcome = leave_half(finding), self._judge(self.again)
+        learns = outcome.rank == TRAINS and fall_of(self.again.attempts) >= FALL
+        if not advice or self.again.is_half or not learns:
+            return None
+        self.tried[advice] = outcome
+        return advice
 
     def _join(self, finding: Finding) -> Sequence[str]:
         """Follows what is said of what breaks next as well; returns all of it if the script trains then."""
@@ -89,28 +101,40 @@ class Trial:
         return [(unedited(run, it.where), it.remedies[0]) for it in found]
 
     def _try(self, run: Run) -> Outcome:
-        """Runs a script and says what came of it."""
-        outcome = self._judge(run)
-        return outcome if run.rate == 1.0 else replace(outcome, said=f"at a tenth of the rate {outcome.said}")
+        """Runs a script and says what came of it; where a tenth of the rate is not enough, at a hundredth."""
+        outcome = self._come_of(run)
+        if run.rate == 1.0:
+            return outcome
+        lower = Outcome() if outcome.rank == TRAINS else self._come_of(replace(run, rate=run.rate * TENTH))
+        part, best = ("hundredth", lower) if lower.rank == TRAINS else ("tenth", outcome)
+        return replace(best, said=f"at a {part} of the rate {best.said}")
 
-    def _judge(self, run: Run) -> Outcome:
-        wanted = max(len(self.seen.attempts), len(self.again.attempts))
+    def _come_of(self, run: Run) -> Outcome:
+        """Runs a script and says what came of it."""
         try:
-            seen = self.start("tried", replace(run, most=wanted))
+            return self._judge(self.start("tried", replace(run, most=self._wanted)))
         except AmpError:  # it left no report
             return Outcome(BREAKS, "it ends without a report")
+
+    @property
+    def _wanted(self) -> int:
+        """The attempts that a run must make."""
+        return max(len(self.seen.attempts), len(self.again.attempts))
+
+    def _judge(self, seen: Seen) -> Outcome:
+        """Says whether a run trains."""
         attempts = seen.attempts
-        if len(attempts) < wanted:
+        if len(attempts) < self._wanted:
             return Outcome(BREAKS, f"it ends after {len(attempts)} steps", seen)
         if not is_sound(attempts):
-            first = min((it for it in seen.suspects if it < wanted), default=0)
+            first = min((it for it in seen.suspects if it < self._wanted), default=0)
             return Outcome(BREAKS, f"it breaks again, at step {attempts[first].step}", seen)
         fall, best = fall_of(attempts), fall_of(self.again.attempts)
         there = "" if math.isnan(best) else f", in float32 by {best:.0%}"
         need = best - FALL if best < FALL else max(FALL, PART * best if there else 0.0)
         if fall >= need:
             return Outcome(TRAINS, f"the script trains, its loss falls by {fall:.0%}", seen)
-        return Outcome(STAYS, f"all stays finite, but the loss falls by {fall:.0%}{there}", seen)
+        return Outcome(UNTRIED, f"all stays finite, but the loss falls by {fall:.0%}{there}", seen)
 
 
 def is_sound(attempts: Sequence[Attempt]) -> bool:

@@ -1,0 +1,62 @@
+"""Where nothing breaks and the loss does not fall: what makes it fall, as float32 or advice on an inf."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ampatch.doctor.causes import explain
+from ampatch.doctor.finding import Finding, read_finding
+from ampatch.doctor.instruments.operations import Call, Origin
+from ampatch.doctor.instruments.values import Damage
+from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.remedies import leave_half, take_bfloat16
+from ampatch.doctor.trial.trial import FALL, Trial, fall_of
+
+LEARNS = 0.1  # of the loss, by which it falls more
+FEWEST = 16  # steps in which a loss falls
+MOST_LOOKED_AT = 2
+
+
+def is_flat(attempts: Sequence[Attempt]) -> bool:
+    """Says whether a loss does not fall in enough steps."""
+    return len(attempts) >= FEWEST and fall_of(attempts) < FALL
+
+
+def find_what_learns(
+    trial: Trial, harmless: Sequence[Finding], half: str, autocast: str | None
+) -> list[Finding]:
+    """Returns the finding whose advice makes the loss fall, none where none does.
+
+    That is of numbers that were made and reached nothing, or of half precision if the loss falls in float32;
+    `half` is its type, `autocast` the device for which `torch.autocast` was on. Costs a trial for each.
+    """
+    first = fall_of(trial.seen.attempts)
+    for it in (*suspects(trial, harmless), *half_alone(trial, half, autocast)):
+        tries = replace(trial, tried={})
+        found = tries.order(it)
+        seen = tries.outcome(found.remedies[0]).seen
+        if seen is not None and fall_of(seen.attempts) >= first + LEARNS:
+            return [replace(found, facts=found.facts | {"flat": True})]
+    return []
+
+
+def suspects(trial: Trial, harmless: Sequence[Finding]) -> Iterator[Finding]:
+    """Yields what was made and reached nothing, as if it were to blame."""
+    survives = fall_of(trial.again.attempts) >= LEARNS
+    for it in harmless[:MOST_LOOKED_AT]:
+        found = explain(replace(it, float32_survives=survives))
+        yield replace(found, why=f"{found.why} Nothing broke of it, but the loss does not fall.")
+
+
+def half_alone(trial: Trial, half: str, autocast: str | None) -> Iterator[Finding]:
+    """Yields the finding that half precision keeps a loss from falling."""
+    first, best = fall_of(trial.seen.attempts), fall_of(trial.again.attempts)
+    if best < first + LEARNS:
+        return
+    call = Call("training", "loss", None, None, half, autocast=autocast)
+    origin = Origin(call, "loss", Damage("", (), 0, None, (), half), 0)
+    it = replace(read_finding(origin, trial.seen.attempts[0]), float32_survives=True)
+    remedies = tuple(filter(None, (take_bfloat16(it), leave_half(it))))
+    why = f"nothing broke, and the loss falls by {first:.0%}; in float32 it falls by {best:.0%}."
+    yield replace(it, cause="learns in float32 alone", why=why, remedies=remedies)
