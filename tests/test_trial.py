@@ -243,6 +243,22 @@ def test_a_loss_need_not_fall_where_it_does_not_in_float32(again, came, rank):
     assert order_of([came], again=again)[1][0].startswith("the script trains") == rank
 
 
+@pytest.mark.parametrize(("broken", "most"), [(1, 200), (300, 600), (499, 900)])
+def test_what_is_tried_makes_as_many_steps_as_show_the_fault(broken, most):
+    losses, runs = [float(900 - it) for it in range(900)], []
+    once = seen(*losses[:broken], math.nan, *losses[broken + 1 :])
+
+    def start(name, run):
+        runs.append(run.most)
+        return seen(*losses[: run.most])
+
+    found = Trial(start, lambda seen: (), Run("train.py"), once, seen(*losses)).order(
+        sample_finding(remedies=("opt_level O4",))
+    )
+    assert runs == [most]
+    assert (f"trains for {most} steps" in found.tried[0]) == (most < 900)
+
+
 TWO_LINES = "with float32:\n     with off:\n         y = x.exp()"
 ROOT = "clamp what is under the root:\n     return y.clamp(min=0).sqrt()"
 

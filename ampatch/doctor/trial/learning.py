@@ -31,19 +31,19 @@ def find_what_learns(
     That is of numbers that were made and reached nothing, or of half precision if the loss falls in float32;
     `half` is its type, `autocast` the device for which `torch.autocast` was on. Costs a trial for each.
     """
-    first = fall_of(trial.seen.attempts)
+    first = trial.fall_of(trial.seen)
     for it in (*suspects(trial, harmless), *half_alone(trial, half, autocast)):
         tries = replace(trial, tried={})
         found = tries.order(it)
         seen = tries.outcome(found.remedies[0]).seen
-        if seen is not None and fall_of(seen.attempts) >= first + LEARNS:
+        if seen is not None and trial.fall_of(seen) >= first + LEARNS:
             return [replace(found, facts=found.facts | {"flat": True})]
     return []
 
 
 def suspects(trial: Trial, harmless: Sequence[Finding]) -> Iterator[Finding]:
     """Yields what was made and reached nothing, as if it were to blame."""
-    survives = fall_of(trial.again.attempts) >= LEARNS
+    survives = trial.fall_of(trial.again) >= LEARNS
     for it in harmless[:MOST_LOOKED_AT]:
         found = explain(replace(it, float32_survives=survives))
         yield replace(found, why=f"{found.why} Nothing broke of it, but the loss does not fall.")
@@ -51,7 +51,7 @@ def suspects(trial: Trial, harmless: Sequence[Finding]) -> Iterator[Finding]:
 
 def half_alone(trial: Trial, half: str, autocast: str | None) -> Iterator[Finding]:
     """Yields the finding that half precision keeps a loss from falling."""
-    first, best = fall_of(trial.seen.attempts), fall_of(trial.again.attempts)
+    first, best = trial.fall_of(trial.seen), trial.fall_of(trial.again)
     if best < first + LEARNS:
         return
     call = Call("training", "loss", None, None, half, autocast=autocast)

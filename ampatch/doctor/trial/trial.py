@@ -15,6 +15,7 @@ from ampatch.doctor.suspects import find_untried, is_collapse
 from ampatch.doctor.trial.advice import TENTH, Advice, follow, joined, unedited
 
 MOST_TRIED = 4
+ENOUGH = 200  # steps of a run that is tried, or twice as many as it took to break
 MOST_JOINED = 3  # pieces of advice that are followed together
 FALL = 0.02  # of the loss, from the first to the last quarter of a run, that is learning
 PART = 0.8  # of how much it falls in float32, that is learning as well as there
@@ -67,7 +68,7 @@ class Trial:
     def _last(self, finding: Finding) -> str | None:
         """Returns the advice to leave half precision, which was tried by now, if the script learns so."""
         advice, outcome = leave_half(finding), self._judge(self.again)
-        learns = outcome.rank == TRAINS and fall_of(self.again.attempts) >= FALL
+        learns = outcome.rank == TRAINS and self.fall_of(self.again) >= FALL
         if not advice or self.again.is_half or not learns:
             return None
         self.tried[advice] = outcome
@@ -112,28 +113,34 @@ class Trial:
     def _come_of(self, run: Run) -> Outcome:
         """Runs a script and says what came of it."""
         try:
-            return self._judge(self.start("tried", replace(run, most=self._wanted)))
+            return self._judge(self.start("tried", replace(run, most=self.wanted)))
         except AmpError:  # it left no report
             return Outcome(BREAKS, "it ends without a report")
 
     @property
-    def _wanted(self) -> int:
-        """The attempts that a run must make."""
-        return max(len(self.seen.attempts), len(self.again.attempts))
+    def wanted(self) -> int:
+        """The attempts that a run must make: as many as the script does, but no more than show the fault."""
+        first = min(self.seen.suspects, default=0)
+        return min(max(len(self.seen.attempts), len(self.again.attempts)), max(ENOUGH, 2 * first))
+
+    def fall_of(self, seen: Seen) -> float:
+        """Returns by how much the loss of a run falls, in as many steps as are tried."""
+        return fall_of(seen.attempts[: self.wanted])
 
     def _judge(self, seen: Seen) -> Outcome:
         """Says whether a run trains."""
-        attempts = seen.attempts
-        if len(attempts) < self._wanted:
+        attempts = seen.attempts[: self.wanted]
+        if len(attempts) < self.wanted:
             return Outcome(BREAKS, f"it ends after {len(attempts)} steps", seen)
         if not is_sound(attempts):
-            first = min((it for it in seen.suspects if it < self._wanted), default=0)
+            first = min((it for it in seen.suspects if it < self.wanted), default=0)
             return Outcome(BREAKS, f"it breaks again, at step {attempts[first].step}", seen)
-        fall, best = fall_of(attempts), fall_of(self.again.attempts)
+        fall, best = self.fall_of(seen), self.fall_of(self.again)
         there = "" if math.isnan(best) else f", in float32 by {best:.0%}"
         need = best - FALL if best < FALL else max(FALL, PART * best if there else 0.0)
         if fall >= need:
-            return Outcome(TRAINS, f"the script trains, its loss falls by {fall:.0%}", seen)
+            so_far = f" for {self.wanted} steps" if self.wanted < len(self.seen.attempts) else ""
+            return Outcome(TRAINS, f"the script trains{so_far}, its loss falls by {fall:.0%}", seen)
         return Outcome(UNTRIED, f"all stays finite, but the loss falls by {fall:.0%}{there}", seen)
 
 
