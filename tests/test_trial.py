@@ -300,6 +300,7 @@ def test_modules_that_break_one_after_the_other_are_one_list(text):
 # ---- A loss that does not fall ----
 
 STILL, FALLS = seen(*[4.0] * 16), seen(*range(32, 0, -2))
+NOISE = seen(*[9.0, 1.0] * 4, *[9.0] * 4, *[1.0] * 4)
 
 
 @pytest.mark.parametrize(
@@ -309,6 +310,7 @@ STILL, FALLS = seen(*[4.0] * 16), seen(*range(32, 0, -2))
         (FALLS, STILL, "float16", f"opt_level {LAST}"),
         (FALLS, FALLS, "bfloat16", f"opt_level {LAST}"),
         (STILL, FALLS, "float16", None),  # no matter of precision
+        (NOISE, NOISE, "float16", None),
     ],
 )
 def test_what_learns_in_float32_alone_is_said(again, level, half, first):

@@ -13,7 +13,7 @@ from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.remedies import leave_half, take_bfloat16
 from ampatch.doctor.trial.trial import FALL, Trial, fall_of
 
-LEARNS = 0.1  # of the loss, by which it falls more
+LEARNS = 0.3  # of the loss, by which it falls more: less is noise, as that of a game
 FEWEST = 16  # steps in which a loss falls
 MOST_LOOKED_AT = 2
 
@@ -21,6 +21,13 @@ MOST_LOOKED_AT = 2
 def is_flat(attempts: Sequence[Attempt]) -> bool:
     """Says whether a loss does not fall in enough steps."""
     return len(attempts) >= FEWEST and fall_of(attempts) < FALL
+
+
+def falls_on(attempts: Sequence[Attempt]) -> bool:
+    """Says whether a loss falls from each quarter of a run to the next."""
+    part = len(attempts) // 4
+    sums = [sum(it.value for it in attempts[part * quarter : part * (quarter + 1)]) for quarter in range(4)]
+    return sums == sorted(sums, reverse=True)
 
 
 def find_what_learns(
@@ -36,7 +43,7 @@ def find_what_learns(
         tries = replace(trial, tried={})
         found = tries.order(it)
         seen = tries.outcome(found.remedies[0]).seen
-        if seen is not None and trial.fall_of(seen) >= first + LEARNS:
+        if seen is not None and trial.fall_of(seen) >= first + LEARNS and falls_on(seen.attempts):
             return [replace(found, facts=found.facts | {"flat": True})]
     return []
 
@@ -52,7 +59,7 @@ def suspects(trial: Trial, harmless: Sequence[Finding]) -> Iterator[Finding]:
 def half_alone(trial: Trial, half: str, autocast: str | None) -> Iterator[Finding]:
     """Yields the finding that half precision keeps a loss from falling."""
     first, best = trial.fall_of(trial.seen), trial.fall_of(trial.again)
-    if best < first + LEARNS:
+    if best < first + LEARNS or not falls_on(trial.again.attempts):
         return
     call = Call("training", "loss", None, None, half, autocast=autocast)
     origin = Origin(call, "loss", Damage("", (), 0, None, (), half), 0)
