@@ -1,6 +1,7 @@
 """The page of the doctor is one file that says everything, needs nothing, and can be read at any width."""
 
 import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -10,7 +11,7 @@ from ampatch.doctor.growth.curves import describe_growth
 from ampatch.doctor.page.charts import charts_of
 from ampatch.doctor.page.page import write_page
 from chromium import look_at, needs_chromium
-from doctor_samples import HOSTILE, attempts_of, extreme_reports, notes_of
+from doctor_samples import HOSTILE, attempts_of, extreme_reports, notes_of, sample_finding
 from test_sweep_page import Page, check_whole
 
 REPORTS = extreme_reports()
@@ -48,6 +49,16 @@ def test_what_broke_comes_first_then_where_it_grew_and_what_departs():
     )
     places = [text.index(words) for words in said]
     assert places == sorted(places)
+
+
+def test_what_was_tried_stands_behind_its_advice_and_text_to_paste_keeps_its_lines():
+    advice = "that statement alone in float32:\n     y = x.float().exp()"
+    finding = sample_finding(remedies=(advice, "b"), tried=("the script trains", ""))
+    flat = replace(finding, facts={"flat": True}, count=7777)
+    html = write_page(Report((finding, flat)), "train.py")
+    assert f'<li>{advice} <span class="muted">(tried: the script trains)</span></li>\n<li>b</li>' in html
+    assert "pre-wrap" in html
+    assert "7777" not in html
 
 
 def test_the_first_that_departs_stands_out():
