@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from ampatch.__main__ import main
-from ampatch.doctor.campaign import findings_in, merge_steps, origins_of
+from ampatch.doctor.campaign import findings_in, origins_of
 from ampatch.doctor.causes import explain
 from ampatch.doctor.errors import describe_error
-from ampatch.doctor.finding import Finding, Report
+from ampatch.doctor.finding import Finding, Report, merge_steps
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
 from ampatch.doctor.instruments.operations import Call, Origin

@@ -135,6 +135,7 @@ x.requires_grad_()
 g = torch.autograd.grad(scaler.scale(model(x).float().sum()), x, create_graph=True)[0]  # FAULT
 loss = loss + ({}).pow(2).mean()
 """
+LOST = "lost_updates"
 PLAIN = """
 for step in range(4):
     loss = model(torch.randn(4, 8).bfloat16()).float().pow(2).mean()
@@ -601,6 +602,16 @@ def test_a_step_that_draws_by_type_is_not_compared_on_a_gpu(tmp_path, monkeypatc
     for repeats in (False, True):
         run_sample(text, tmp_path, 0, repeats)
     assert compare_gradients(tmp_path, 0)[1].endswith("others than F.dropout draw some") == draws
+
+
+@pytest.mark.parametrize(("rate", "falls", "kinds"), [(5e-3, 0, [LOST]), (5e-3, 1, []), (1e-3, 1, [LOST])])
+def test_weights_of_which_many_stand_still_are_a_fault_where_the_loss_does_too(rate, falls, kinds):
+    text = HEAD.replace("lr=0.01", f"lr={rate}").replace(
+        "optimizer =", "model = model.bfloat16()\noptimizer ="
+    )
+    found, _ = watch(text + PLAIN.replace("range(4)", "range(16)"))
+    attempts = [Attempt(step, value=16.0 - falls * step) for step in range(16)]
+    assert [it.kind for it in examine_silent(found, attempts, ())] == kinds
 
 
 # ---- The whole command ----

@@ -17,9 +17,10 @@ from ampatch.apex.script import Script
 from ampatch.doctor.instruments.precision import lower_rates
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.runs import Run, Seen
+from ampatch.doctor.suspects import is_flat
 from ampatch.doctor.trial.advice import follow, joined
 from ampatch.doctor.trial.edited import edited
-from ampatch.doctor.trial.learning import find_what_learns, is_flat
+from ampatch.doctor.trial.learning import find_what_learns
 from ampatch.doctor.trial.trial import Trial
 from ampatch.doctor.words import describe_finding
 from doctor_samples import sample_finding

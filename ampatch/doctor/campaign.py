@@ -12,17 +12,22 @@ from ampatch import AmpError
 from ampatch.doctor.against.compare import compare_levels
 from ampatch.doctor.causes import explain
 from ampatch.doctor.errors import describe_error
-from ampatch.doctor.finding import Finding, Report, read_finding
+from ampatch.doctor.finding import Finding, Report, merge
 from ampatch.doctor.growth.brakes import MOST_STEPS
 from ampatch.doctor.growth.curves import describe_growth, facts_of
 from ampatch.doctor.instruments.operations import QUOTIENTS, Origin
-from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.runs import Launch, Run, Seen, start_process
 from ampatch.doctor.silent.fault import SilentFault, examine_silent
 from ampatch.doctor.silent.gradients import compare_gradients, pick_sample
 from ampatch.doctor.silent.watch import plan_window
-from ampatch.doctor.suspects import describe_scale, find_hidden, find_suspects, leave_out_mended
-from ampatch.doctor.trial.learning import find_what_learns, is_flat
+from ampatch.doctor.suspects import (
+    describe_scale,
+    find_hidden,
+    find_suspects,
+    is_flat,
+    leave_out_mended,
+)
+from ampatch.doctor.trial.learning import find_what_learns
 from ampatch.doctor.trial.trial import Trial
 
 MOST_TRACED = 8  # attempts of one run
@@ -274,24 +279,3 @@ def findings_in(seen: Seen, origins: Sequence[Origin], may_collapse: bool = True
     """Returns what reached a loss, gradient or weight, but for what a dynamic scale mends by itself."""
     found = [it for it in origins if it.has_reached and it.attempt in seen.suspects]
     return merge(seen.attempts, leave_out_mended(seen.attempts, found, may_collapse))
-
-
-def merge(attempts: Sequence[Attempt], origins: Sequence[Origin]) -> list[Finding]:
-    """Reads origins, and keeps the first of those that are the same at several steps, with their steps."""
-    after = Attempt(attempts[-1].step + 1 if attempts else 0)  # which never came
-    there = [*attempts, after]
-    return merge_steps([read_finding(it, there[min(it.attempt, len(attempts))]) for it in origins])
-
-
-def merge_steps(findings: Sequence[Finding]) -> list[Finding]:
-    """Keeps the first of findings that are the same at several steps, with their steps."""
-    merged: dict[object, Finding] = {}
-    for it in findings:
-        same = it.identity
-        if not it.op and it.phase in ("input", "optimizer"):  # what is bad goes on to be bad
-            alike = (key for key, other in merged.items() if other.phase == "input")
-            same = next((key for key in alike if merged[key].parameter == it.parameter), same)
-        first = merged.setdefault(same, it)
-        if it.step is not None and it.step not in first.steps:
-            merged[same] = replace(first, steps=(*first.steps, it.step))
-    return list(merged.values())

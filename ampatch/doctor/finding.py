@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
@@ -111,6 +112,27 @@ def read_finding(origin: Origin, attempt: Attempt) -> Finding:
         sample=damage.element[0] if in_batch else None,
         float32_survives=origin.float32_survives,
     )
+
+
+def merge(attempts: Sequence[Attempt], origins: Sequence[Origin]) -> list[Finding]:
+    """Reads origins, and keeps the first of those that are the same at several steps, with their steps."""
+    after = Attempt(attempts[-1].step + 1 if attempts else 0)  # which never came
+    there = [*attempts, after]
+    return merge_steps([read_finding(it, there[min(it.attempt, len(attempts))]) for it in origins])
+
+
+def merge_steps(findings: Sequence[Finding]) -> list[Finding]:
+    """Keeps the first of findings that are the same at several steps, with their steps."""
+    merged: dict[object, Finding] = {}
+    for it in findings:
+        same = it.identity
+        if not it.op and it.phase in ("input", "optimizer"):  # what is bad goes on to be bad
+            alike = (key for key, other in merged.items() if other.phase == "input")
+            same = next((key for key in alike if merged[key].parameter == it.parameter), same)
+        first = merged.setdefault(same, it)
+        if it.step is not None and it.step not in first.steps:
+            merged[same] = replace(first, steps=(*first.steps, it.step))
+    return list(merged.values())
 
 
 # ---- In words ----

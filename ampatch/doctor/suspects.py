@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from ampatch.doctor.instruments.operations import Origin
 from ampatch.doctor.instruments.watch import Attempt
 
+FALL = 0.02  # of the loss, from the first to the last quarter of a run, that is learning
+FEWEST = 16  # steps in which a loss falls
 MOST_OVERFLOWS = 2  # at a scale that was good before
 
 
@@ -83,6 +85,18 @@ def is_collapse(attempts: Sequence[Attempt]) -> bool:
             good = attempt.scale or 0.0
     is_late = last >= len(attempts) - max(len(attempts) // 4, 1)
     return (again > MOST_OVERFLOWS and is_late) or (good == 0 and last >= 0)
+
+
+def fall_of(attempts: Sequence[Attempt]) -> float:
+    """Returns by how much the loss falls, from the mean of the first quarter of a run, as a part of it."""
+    losses, part = [it.value for it in attempts if it.loss or not it.is_dynamic], max(len(attempts) // 4, 1)
+    first, last = sum(losses[:part]) / part, sum(losses[-part:]) / part
+    return (first - last) / abs(first) if first else 0.0
+
+
+def is_flat(attempts: Sequence[Attempt]) -> bool:
+    """Says whether a loss does not fall in enough steps."""
+    return len(attempts) >= FEWEST and fall_of(attempts) < FALL
 
 
 def describe_scale(attempts: Sequence[Attempt]) -> dict[str, object]:

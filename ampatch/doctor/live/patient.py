@@ -9,9 +9,9 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ampatch.doctor.campaign import MOST_TRACED, findings_in, merge, modules_to_keep
+from ampatch.doctor.campaign import MOST_TRACED, findings_in, modules_to_keep
 from ampatch.doctor.causes import explain
-from ampatch.doctor.finding import Finding, Report
+from ampatch.doctor.finding import Finding, Report, merge
 from ampatch.doctor.instruments.clock import ScalerInUse
 from ampatch.doctor.instruments.operations import Call, Origin
 from ampatch.doctor.instruments.values import examine, is_finite

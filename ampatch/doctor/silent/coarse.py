@@ -14,13 +14,13 @@ from ampatch.doctor.instruments.dispatch import Operation, Site
 from ampatch.doctor.instruments.operations import CASTS
 from ampatch.doctor.instruments.places import user_line
 from ampatch.doctor.instruments.values import is_finite, plain
-from ampatch.doctor.silent.fault import Notes
+from ampatch.doctor.silent.fault import STUCK, Notes
 from ampatch.doctor.silent.rules import SilentRule
 from ampatch.levels.precision import HALF_TYPES
 
 UPDATES = ("add_", "sub_", "lerp_")
 FEWEST = 16  # numbers of a tensor
-STUCK = 0.97  # of them stay as they were
+MANY = 0.5  # of the weights stay as they were: a fault where the loss does not fall
 REPEATED = 3  # attempts
 FEWER = 0.5  # of whole numbers
 
@@ -63,7 +63,7 @@ class Updates(SilentRule):
 
     def _count(self, site: Site, stays: Tensor, is_due: Tensor, dtype: torch.dtype) -> None:
         share = (stays & is_due).sum().item() / max(is_due.sum().item(), 1)
-        if share > STUCK:
+        if share > (MANY if site[2] == "step" else STUCK):
             self._seen[site].add(self.clock.attempt)
             if len(self._seen[site]) == REPEATED:
                 first = min(self._seen[site])

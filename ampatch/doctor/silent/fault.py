@@ -10,9 +10,11 @@ from dataclasses import dataclass, field, replace
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Site
 from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.suspects import is_flat
 from ampatch.doctor.text.source import pasted
 
 MOST_SHOWN = 5
+STUCK = 0.97  # of what is updated stays as it was: a fault in any case
 # Kinds, by what else tells of them.
 EXPLAINED = {"scaled_not_backpropagated": "late_backward", "not_unscaled": "never_stepped"}
 # Numbers break of these.
@@ -281,6 +283,7 @@ def examine_silent(
         explain(fault)
         for fault in faults
         if (fault.phase != "forward" or fault.where not in loud) and EXPLAINED.get(fault.kind) not in kinds
+        if fault.kind != "lost_updates" or fault.numbers["share"] > STUCK or is_flat(attempts)
     )
 
 

@@ -11,16 +11,10 @@ from ampatch.doctor.instruments.operations import Call, Origin
 from ampatch.doctor.instruments.values import Damage
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.remedies import leave_half, take_bfloat16
-from ampatch.doctor.trial.trial import FALL, Trial, fall_of
+from ampatch.doctor.trial.trial import Trial
 
 LEARNS = 0.3  # of the loss, by which it falls more: less is noise, as that of a game
-FEWEST = 16  # steps in which a loss falls
 MOST_LOOKED_AT = 2
-
-
-def is_flat(attempts: Sequence[Attempt]) -> bool:
-    """Says whether a loss does not fall in enough steps."""
-    return len(attempts) >= FEWEST and fall_of(attempts) < FALL
 
 
 def falls_on(attempts: Sequence[Attempt]) -> bool:

@@ -11,13 +11,12 @@ from ampatch.doctor.finding import Finding
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.remedies import leave_half
 from ampatch.doctor.runs import Run, Seen
-from ampatch.doctor.suspects import find_untried, is_collapse
+from ampatch.doctor.suspects import FALL, fall_of, find_untried, is_collapse
 from ampatch.doctor.trial.advice import TENTH, Advice, follow, joined, unedited
 
 MOST_TRIED = 4
 ENOUGH = 200  # steps of a run that is tried, or twice as many as it took to break
 MOST_JOINED = 3  # pieces of advice that are followed together
-FALL = 0.02  # of the loss, from the first to the last quarter of a run, that is learning
 PART = 0.8  # of how much it falls in float32, that is learning as well as there
 TRAINS, UNTRIED, BREAKS = range(3)  # the order of advice; what is finite and learns less is as if untried
 
@@ -150,10 +149,3 @@ def is_sound(attempts: Sequence[Attempt]) -> bool:
     broken = [index for index, it in enumerate(attempts) if not it.is_finite]
     cured = all(attempts[it].is_dynamic and (attempts[it].loss or it in search) for it in broken)
     return all(it.weights for it in attempts) and cured and not (broken and is_collapse(attempts))
-
-
-def fall_of(attempts: Sequence[Attempt]) -> float:
-    """Returns by how much the loss falls, from the mean of the first quarter of a run, as a part of it."""
-    losses, part = [it.value for it in attempts if it.loss or not it.is_dynamic], max(len(attempts) // 4, 1)
-    first, last = sum(losses[:part]) / part, sum(losses[-part:]) / part
-    return (first - last) / abs(first) if first else 0.0
