@@ -18,6 +18,7 @@ from ampatch.doctor.instruments.precision import lower_rates
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.runs import Run, Seen
 from ampatch.doctor.suspects import is_flat
+from ampatch.doctor.text.mend import log_source
 from ampatch.doctor.trial.advice import follow, joined
 from ampatch.doctor.trial.edited import edited
 from ampatch.doctor.trial.learning import find_what_learns
@@ -97,6 +98,23 @@ def test_what_takes_a_reader_is_left_to_one(file, advice):
 @pytest.mark.parametrize("where", ["<stdin>:5", "gone.py:5", "net.py:99", None])
 def test_what_is_not_in_a_file_is_left_to_a_reader(file, where):
     assert follow(Run("train.py"), [(where, "that statement alone in float32:\n     y = x.float()")]) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "mended"),
+    [
+        ("-torch.log(torch.sigmoid(a - b)).mean()", "-torch.nn.functional.logsigmoid(a - b).mean()"),
+        ("(x.sigmoid() + 1e-8).log()", "torch.nn.functional.logsigmoid(x)"),
+        ("torch.log(1 - torch.sigmoid(x) + EPS)", "torch.nn.functional.logsigmoid(-(x))"),
+        ("F.softmax(z / t, dim=-1).log()", "torch.nn.functional.log_softmax(z / t, dim=-1)"),
+        ("p * (q.softmax(-1) + 1e-9).log()", "p * torch.nn.functional.log_softmax(q, -1)"),
+        ("torch.log(p)", None),
+        ("torch.log(1 - torch.softmax(x, -1))", None),
+    ],
+)
+def test_the_logarithm_of_a_sigmoid_or_a_softmax_becomes_one_function(tmp_path, line, mended):
+    (tmp_path / "net.py").write_text(f"y = {line}\n")
+    assert log_source(f"{tmp_path}/net.py:1") == ((f"y = {mended}",) if mended else ())
 
 
 class Plain(torch.optim.Optimizer):

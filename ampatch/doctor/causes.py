@@ -168,7 +168,7 @@ CAUSES = (  # the first that explains a finding is its cause
     Cause(
         LOST, IS_LOST, (do.keep, do.paste, do.write, do.take_bfloat16), (becomes("0"),), ops.QUOTIENTS, "inf"
     ),
-    Cause(LOST, IS_LOST, (do.write, *PRECISION), (becomes("0"),), FRACTIONS),
+    Cause(LOST, IS_LOST, (do.take_logarithm, do.write, *PRECISION), (becomes("0"),), FRACTIONS),
     Cause(
         "limit that half makes 1",
         IS_LOST,
@@ -235,7 +235,7 @@ CAUSES = (  # the first that explains a finding is its cause
     Cause(
         "logarithm of 0 or below",
         "{made} Only what is above 0 has a logarithm{tiny}.",
-        (do.CLAMP_LOG, *PRECISION),
+        (do.take_logarithm, do.CLAMP_LOG, *PRECISION),
         (),
         ops.LOGARITHMS,
     ),

@@ -10,7 +10,7 @@ from ampatch.doctor.finding import Finding, words_for
 from ampatch.doctor.instruments.evidence import lines_with
 from ampatch.doctor.instruments.operations import EXPONENTIALS, SUMS
 from ampatch.doctor.instruments.places import SHOWN
-from ampatch.doctor.text.mend import Mend, cast_source, mended
+from ampatch.doctor.text.mend import Mend, cast_source, log_source, mended
 from ampatch.doctor.text.source import PASTED, pasted
 
 Remedy = str | Callable[[Finding], str | None]  # None where it does not fit
@@ -176,6 +176,12 @@ def look_within(finding: Finding) -> str:
         f"look at {finding.op}.backward: where it divides, or takes a root or a logarithm, clamp what it "
         f"takes, as x.clamp(min=1e-3)"
     )
+
+
+def take_logarithm(finding: Finding) -> str | None:
+    """Takes the logarithm of a sigmoid or a softmax in one function, which has one where they are 0."""
+    lines = log_source(finding.where)
+    return PASTED.join(("take the logarithm and what it is of as one:", *lines)) if lines else None
 
 
 def count_elements(finding: Finding) -> str | None:
