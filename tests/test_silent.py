@@ -336,6 +336,14 @@ FAULTS = {
         "collapsed",
         native(STEP, forward("h = h + (torch.arange(32) + 5000).half()[:8]  # FAULT")),
     ),
+    "angles of times in half": (
+        "coarse_angles",
+        native(STEP, forward("h = h + ((torch.rand(8) * 9000).half() / torch.tensor([2.0])).sin()  # FAULT")),
+    ),
+    "angles in half": (
+        "coarse_angles",
+        native(STEP, forward("h = h + torch.cos(torch.linspace(0, 9000, 8, dtype=torch.half))  # FAULT")),
+    ),
     "a penalty of scaled gradients": ("scaled_penalty", native(PENALTY.format("g") + STEP)),
     "a checkpoint in half": (
         "lost_state",
@@ -395,6 +403,9 @@ SOUND = {
     )
     + PLAIN,
     "whole numbers that half holds": native(STEP, forward("h = h + torch.arange(32).half()[:8]")),
+    "angles that half holds": native(
+        STEP, forward("h = h + torch.sin((torch.rand(8) * 9).half()) + torch.cos(torch.rand(8) * 1e5)")
+    ),
     "a penalty": native(PENALTY.format("g / scaler.get_scale()").replace("  # FAULT", "") + STEP),
     "an average in float32": ours(BLOCK + AVERAGE.format("it.lerp_(p, 1e-4)"), "O4"),
     "an average of large parts": ours(BLOCK + AVERAGE.format("it.lerp_(p, 0.3)"), "O5"),
@@ -688,7 +699,8 @@ def test_a_script_of_apex_whose_gradients_underflow_is_told_a_scale(tmp_path):
     assert {it["kind"] for it in report["silent"]} == {"underflow"}
     assert "one.weight" in {it["parameter"] for it in report["silent"]}
     assert "init_scale=2.0**24" in report["silent"][0]["remedies"][0]
-    assert (report["runs"], report["unknown"]) == (3, [])
+    assert "\n     (tried: the script trains" in report["silent"][0]["remedies"][0]
+    assert (report["runs"], report["unknown"]) == (5, [])
 
 
 FLOAT8 = """

@@ -27,7 +27,7 @@ from ampatch.doctor.suspects import (
     is_flat,
     leave_out_mended,
 )
-from ampatch.doctor.trial.learning import find_what_learns
+from ampatch.doctor.trial.learning import find_what_learns, is_lossy, try_silent
 from ampatch.doctor.trial.trial import Trial
 
 MOST_TRACED = 8  # attempts of one run
@@ -75,13 +75,18 @@ class Campaign:
             findings = self._explain(findings, seen, again, facts_of(growth) if growth else {})
         elif sample is not None:
             faults, reason = compare_gradients(self.run.samples, sample)
-            self.silent += faults
+            autocast = {"autocast": self.seen["traced"].autocast}
+            self.silent += [replace(it, numbers=it.numbers | autocast) for it in faults]
             self.unknown += [reason] if reason else []
         harmless = merge(attempts, [it for it in origins if not it.has_reached])
-        if not (findings or self.silent or self.ended) and self.tries and is_flat(attempts):
+        silent = examine_silent(self.silent, attempts, findings)
+        is_due = is_lossy(silent[0]) if silent else is_flat(attempts)
+        if self.tries and is_due and not (findings or self.ended):
             again = self._start("float32", replace(self.run, level="O0", float32=True))
             trial = Trial(self._start, lambda _: (), self.run, seen, again)
-            findings = find_what_learns(trial, harmless, growth["half"], self.seen["traced"].autocast)
+            silent = try_silent(trial, silent)
+            half, autocast = str(growth["half"]), self.seen["traced"].autocast
+            findings = [] if silent else find_what_learns(trial, harmless, half, autocast)
         is_kept = propose and findings and findings[0].float32_survives
         proposed = self._propose(findings[0].module, window) if is_kept else ()
         compared = against and compare_levels(self._start, self.run, against, attempts, self.unknown)
@@ -91,7 +96,7 @@ class Campaign:
             growth=growth,
             speed=self.seen["traced"].speed if window else None,
             against=compared,
-            silent=examine_silent(self.silent, attempts, findings),
+            silent=silent,
             untraced=self._say_what_was_not_traced(seen, origins, findings),
             keep_fp32_cost=self._cost(window) if proposed else None,
         )

@@ -256,7 +256,7 @@ CAUSES = (  # the first that explains a finding is its cause
     Cause(
         "exponential",
         "{made}{limit}",
-        (do.keep, do.paste, do.CLAMP_EXPONENT, do.OR_MAXIMUM, *SMALLER, do.take_bfloat16),
+        (do.keep, do.paste, do.CLAMP_EXPONENT, do.bound_exponent, do.OR_MAXIMUM, *SMALLER, do.take_bfloat16),
         (FORWARD,),
         ops.EXPONENTIALS,
     ),

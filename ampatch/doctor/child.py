@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ampatch import apex
+from ampatch import DynamicLossScale, apex
 from ampatch.apex.script import Script, level_overrides
 from ampatch.doctor.against.sample import Sample
 from ampatch.doctor.growth.brakes import Brakes
@@ -33,6 +33,8 @@ def main(run: Run) -> None:
     overrides: dict[str, object] = level_overrides(run.level) if run.level else {}
     if run.keep_fp32:
         overrides["keep_fp32"] = list(run.keep_fp32)
+    if run.init_scale is not None:
+        overrides["loss_scale"] = DynamicLossScale(init_scale=run.init_scale)
     apex.install(post_mortem=False, **overrides)
     with ExitStack() as stack, edited(run.edits):
         seen = look(run, Clock(stack))
@@ -55,6 +57,8 @@ def look(run: Run, clock: Clock) -> Callable[[], Seen]:
         precision.without_casts(clock.undo)
     if run.bfloat16:
         precision.make_with(torch.autocast, clock.undo, dtype=torch.bfloat16)
+    if run.init_scale is not None:
+        precision.make_with(torch.amp.GradScaler, clock.undo, init_scale=run.init_scale)
     if run.rate != 1.0:
         precision.lower_rates(run.rate, clock.undo)
     watch, growth = Watch(clock, run.most), None if run.every is None else Growth(clock, run.every)

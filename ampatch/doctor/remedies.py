@@ -10,11 +10,12 @@ from ampatch.doctor.finding import Finding, words_for
 from ampatch.doctor.instruments.evidence import lines_with
 from ampatch.doctor.instruments.operations import EXPONENTIALS, SUMS
 from ampatch.doctor.instruments.places import SHOWN
-from ampatch.doctor.text.mend import Mend, cast_source, log_source, mended
+from ampatch.doctor.text.mend import Mend, cast_source, log_source, mended, normalized_source
 from ampatch.doctor.text.source import PASTED, pasted
 
 Remedy = str | Callable[[Finding], str | None]  # None where it does not fit
 DIVERGES = 200.0  # times what weights or outputs were at first
+LAYERS = ("linear", "conv1d", "conv2d", "conv3d")
 CLAMP = ".clamp(min={eps})"
 DEFAULTS = ("normalize", "cosine_similarity", "pairwise_distance")  # whose eps is 1e-12 or 1e-8
 
@@ -95,10 +96,19 @@ def begin_smaller(finding: Finding) -> str | None:
     largest = finding.input_largest or 0.0
     if finding.float32_survives or finding.step != 0 or finding.kind != "inf" or largest < 1:
         return None
-    return (
-        f"no update has been made yet: make the input or the weights smaller (the largest number is "
+    said = (
+        "no update has been made yet: make the input or the weights smaller (the largest number is "
         f"{largest:.3g}), as by a normalization before this line"
     )
+    is_layer = finding.op in LAYERS and not finding.facts.get("own")
+    dim = -1 if finding.op == "linear" else 1
+    lines = normalized_source(finding.where, finding.module, dim) if is_layer else ()
+    return PASTED.join((f"{said}:", *lines)) if lines else said
+
+
+def bound_exponent(finding: Finding) -> str | None:
+    """Bounds an exponent that float32 cannot hold either."""
+    return None if finding.float32_survives else BOUND(finding)
 
 
 def take_zeros(finding: Finding) -> str | None:
@@ -224,6 +234,9 @@ CLAMP_INSIDE = mend(
     "clamp what it takes, by a small margin inside of its domain",
     "clamp what it takes, by a small margin inside of its domain (x.clamp(-1 + {eps}, 1 - {eps}))",
     suffix=".clamp(-1 + {eps}, 1 - {eps})",
+)
+BOUND = mend(
+    "bound what it takes, smoothly, as flows do: exp(2 * tanh(x / 2))", around="(2 * torch.tanh(({x}) / 2))"
 )
 CLAMP_EXPONENT = mend("clamp what it takes: exp(x.clamp(max={top}))", suffix=".clamp(max={top})")
 ZERO_INFINITY = mend("give the loss zero_infinity=True", keyword=", zero_infinity=True")

@@ -47,9 +47,11 @@ class Run:
     device: str | None = None  # as of a `Script`
     legacy: bool = False
     most: int | None = None  # attempts, after which the run ends
-    # What is tried: texts of files by path, bfloat16 where torch.autocast takes float16, a part of the rate.
+    # What is tried: texts of files by path, bfloat16 where torch.autocast takes float16, what a
+    # dynamic loss scale starts with, a part of the rate.
     edits: dict[str, str] = field(default_factory=dict)
     bfloat16: bool = False
+    init_scale: float | None = None
     rate: float = 1.0
 
     def to_json(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection
 
@@ -13,9 +14,9 @@ from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operation, Site
 from ampatch.doctor.instruments.operations import CASTS
 from ampatch.doctor.instruments.places import user_line
-from ampatch.doctor.instruments.values import is_finite, plain
+from ampatch.doctor.instruments.values import TensorNotes, is_finite, plain
 from ampatch.doctor.silent.fault import STUCK, Notes
-from ampatch.doctor.silent.rules import SilentRule
+from ampatch.doctor.silent.rules import VIEWS, SilentRule
 from ampatch.levels.precision import HALF_TYPES
 
 UPDATES = ("add_", "sub_", "lerp_")
@@ -23,6 +24,8 @@ FEWEST = 16  # numbers of a tensor
 MANY = 0.5  # of the weights stay as they were: a fault where the loss does not fall
 REPEATED = 3  # attempts
 FEWER = 0.5  # of whole numbers
+WAVES = ("sin", "cos", "sin_", "cos_")
+FOLLOWED = (*VIEWS, *CASTS, "mul", "div", "true_divide", "add", "sub", "outer", "einsum", "matmul")
 
 
 class Updates(SilentRule):
@@ -86,3 +89,27 @@ class Counts(SilentRule):
         if after < FEWER * before:
             numbers = {"before": before, "after": after, "limit": limit, "dtype": str(given[0].dtype)[6:]}
             self._notes.add("collapsed", operation.site, **numbers)
+
+
+class Angles(SilentRule):
+    """Angles that half rounds by more than 1, where they are taken or in what they are computed of."""
+
+    def forget(self) -> None:
+        self._rounded = TensorNotes()  # the operation that took them through half, and that type
+
+    def look(self, operation: Operation, kept: object, given: list[Tensor]) -> None:
+        """Follows what was in half to a sine."""
+        half = next((it.dtype for it in (*operation.floating, *given) if it.dtype in HALF_TYPES), None)
+        known = [fact for tensor in operation.floating for fact in self._rounded.find(tensor)]
+        is_cast = operation.name in CASTS or given[0].dtype is torch.float32
+        if half is not None and (operation.name in WAVES or is_cast):
+            known.append((operation.site, half))
+        if operation.name not in WAVES:
+            for fact in known[:1] if operation.name in FOLLOWED else ():
+                self._rounded.add(given, fact)
+            return
+        largest = plain(operation.floating[0]).abs().max().item() if operation.floating[0].numel() else 0.0
+        for site, dtype in known[:1]:
+            if (error := largest * torch.finfo(dtype).eps / 2) > 1 and math.isfinite(error):
+                numbers = {"largest": largest, "error": error, "dtype": str(dtype)[6:]}
+                self._notes.add("coarse_angles", site, **numbers)

@@ -23,7 +23,6 @@ from ampatch.doctor.instruments.region import region_of
 from ampatch.doctor.instruments.values import floating_in, holds_no_number, is_finite
 from ampatch.doctor.silent.fault import Notes, Suspicion
 from ampatch.doctor.silent.rules import SilentRule
-from ampatch.doctor.text.source import Lines
 from ampatch.levels.precision import HALF_TYPES
 
 DRAWS = ("dropout", "dropout_", "alpha_dropout", "feature_dropout", "bernoulli", "bernoulli_", "multinomial")
@@ -47,7 +46,7 @@ class Shadows(SilentRule):
     """The shadows of one attempt, and the faults that wait for a backward pass to reach them."""
 
     def __init__(self, clock: Clock, notes: Notes, window: Collection[int]) -> None:
-        self._regions: dict[str | None, Lines] = {}  # by line
+        self._mends: dict[str | None, dict[str, object]] = {}  # by line
         super().__init__(clock, notes, window)
 
     def forget(self) -> None:
@@ -93,9 +92,13 @@ class Shadows(SilentRule):
     def _find_loss(self, operation: Operation, given: list[Tensor]) -> Suspicion | None:
         """Asks whether an operation loses something, and how its statement reads in float32."""
         loss, where = find_loss(operation, given), operation.where
-        if loss is not None and where not in self._regions:
-            self._regions[where] = region_of(operation, self.clock.models.parameters())
-        return loss and replace(loss, numbers=loss.numbers | {"region": self._regions[where]})
+        if loss is not None and where not in self._mends:
+            self._mends[where] = {
+                "region": region_of(operation, self.clock.models.parameters()),
+                "alike": self.clock.models.like_place(),
+                "autocast": operation.autocast,
+            }
+        return loss and replace(loss, numbers=loss.numbers | self._mends[where])
 
     def _find(self, tensor: Tensor) -> Shadow | None:
         """Returns the shadow of a tensor, None of one that was written to since, as through a view."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -149,3 +150,26 @@ def log_source(where: str | None) -> Lines:
                 new = f"torch.nn.functional.{one}({', '.join([x, *map(ast.unparse, rest)])})"
                 edits.append((source.begin(node), new, source.end(node) - source.begin(node)))
     return source.edited(statement, edits) if statement and edits else ()
+
+
+def normalized_source(where: str | None, module: str, dim: int) -> Lines:
+    """Returns the statement at a line with what a module takes there made vectors of length 1."""
+    source, statement = statement_of(where)
+    calls = [it for it in ast.walk(statement) if isinstance(it, ast.Call) and it.args] if statement else []
+    modules = [it for it in calls if is_of_module(it.func)]
+    named = [it for it in modules if getattr(it.func, "attr", "") in module.split(".")]
+    for first in (named or modules)[:1]:
+        begin, end = source.begin(first.args[0]), source.end(first.args[0])
+        edits = [(begin, "torch.nn.functional.normalize(", 0), (end, f", dim={dim})", 0)]
+        return source.edited(statement, edits)
+    return ()
+
+
+def is_of_module(called: ast.expr) -> bool:
+    """Says whether what is called may be a module: a part of self, or a variable."""
+    owner = called.value if isinstance(called, (ast.Attribute, ast.Subscript)) else called
+    owner = owner.value if isinstance(owner, ast.Attribute) else owner
+    is_plain = owner is called or isinstance(called, ast.Subscript)
+    return isinstance(owner, ast.Name) and (
+        owner.id == "self" or (is_plain and owner.id not in dir(builtins))
+    )

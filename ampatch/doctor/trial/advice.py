@@ -16,6 +16,7 @@ from ampatch.doctor.text.source import Source, place_of
 
 KEPT = re.compile(r"keep_fp32=(\[.*?\])|for name in (\[.*?\]):")  # modules
 WRITTEN = re.compile(r"write (-?)(\S+) in the place of \1(.+?), at (.+): ")  # a number
+STARTED = re.compile(r"init_scale=2\.0\*\*(-?\d+)")
 THERE = re.compile(r"where it is used, at (.+):$")
 INSTEAD = re.compile(r"# in the place of lines (\d+) to (\d+)\n")
 TENTH = 0.1
@@ -42,6 +43,8 @@ def follow_one(run: Run, where: str | None, advice: str) -> Run | None:
         return replace(run, rate=run.rate * TENTH)
     if "dtype=torch.bfloat16" in said:
         return replace(run, bfloat16=True)
+    if (found := STARTED.search(said)) and "scale the loss" not in said:
+        return replace(run, init_scale=2.0 ** int(found[1]))
     edits = dict(run.edits)
     if found := WRITTEN.match(said):
         for place in found[4].split(" and "):
