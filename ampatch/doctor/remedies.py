@@ -29,15 +29,16 @@ def keep(finding: Finding) -> str | None:
     names = [*kept, *(it for it in alike if it and not any(f"{it}.".startswith(f"{each}.") for each in kept))]
     if finding.op in EXPONENTIALS and finding.facts.get("own") and not finding.autocast:  # and its like
         names = list(dict.fromkeys(re.sub(r"([a-z_]\w*)\.\d+", r"\1.*", it) for it in names))
-    if not (finding.float32_survives and names):
+    model = finding.model or finding.facts.get("model")
+    if not (finding.float32_survives and names and model):
         return None
     if not finding.autocast:
         is_one = len(names) == 1 and "*" not in names[0]
         return f"keep_fp32={names}: {'this module runs' if is_one else 'these modules run'} in float32"
     lines = (
-        f"in float32, by these lines after {finding.model} is made:",
+        f"in float32, by these lines after {model} is made:",
         f"for name in {names}:",
-        f"    part = {finding.model}.get_submodule(name)",
+        f"    part = {model}.get_submodule(name)",
         f"    part.forward = torch.amp.custom_fwd(part.forward, device_type={finding.autocast!r}, "
         "cast_inputs=torch.float32)",
     )

@@ -176,7 +176,7 @@ class Trace(Rule):
     def before(self, operation: Operation) -> Kept:
         """Returns what is bad before the operation, and the largest number."""
         bad = [it for it in operation.taken if not is_finite(it)]
-        if operation.name in ops.ASKING:
+        if operation.name in ops.ASKING and operation.phase != "input":
             self.origins.asked |= self._marks.of(*bad)
         return bad, largest_of(operation.taken)
 
@@ -224,6 +224,8 @@ class Trace(Rule):
             came -= self.origins.quiet
         worst = next((tensor for tensor in given if not is_finite(tensor)), None)
         damage = None if worst is None else examine(worst, bool(bad))
+        if bad and damage is None and not any(it.requires_grad for it in bad):  # data that a mask hides
+            marks = self._marks.of(*filter(is_finite, taken))
         if damage is not None and bad and not came:
             marks = marks | (came := self._marks_of_unseen(call, bad))
         is_new = damage is not None and not came
@@ -250,7 +252,7 @@ class Trace(Rule):
         if not any(map(is_half_tensor, of.taken)):
             source = self._graph.half_before(of.taken)
             if source and source.place:
-                call.facts["alike"] = [source.place.module]
+                call.facts |= {"alike": [source.place.module], "model": source.place.model}
             return function_at(source and source.where, of.autocast)
         return region_of(of, self.models.parameters())
 
