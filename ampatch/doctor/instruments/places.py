@@ -21,11 +21,11 @@ from ampatch.doctor.instruments.values import is_finite, is_mask, key_of
 
 OURS = (os.path.dirname(ampatch.__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep)
 INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
-HERE = os.path.dirname(__file__)
-DOCTOR = os.path.dirname(HERE) + os.sep
-# What torch puts between a caller and a function under a mode, and the mode of `--device cpu`.
+LIBRARIES = (*OURS, *INSTALLED, "<frozen ")
+DOCTOR = os.path.dirname(os.path.dirname(__file__)) + os.sep
+# What torch puts between a caller and a function under a mode, the mode of `--device cpu`, and we.
 BETWEEN = tuple(os.path.join(OURS[1], name) for name in ("overrides.py", "_tensor.py", "_jit_internal.py"))
-BETWEEN += (os.path.join(OURS[0], "apex", "on_cpu.py"),)
+BETWEEN += (os.path.join(OURS[0], "apex", "on_cpu.py"), DOCTOR, "<frozen ")
 SHOWN = os.getcwd() + os.sep
 SCALERS = (os.path.join("steps", "scaler.py"), os.path.join("amp", "grad_scaler.py"))
 
@@ -183,7 +183,7 @@ def find_owner(module: Module) -> tuple[str, Module]:
     """Returns the user's name for a model, and the model: the largest module in sight that holds `module`."""
     best, name, size = module, type(module).__name__, 0
     for frame in frames():
-        if not frame.f_code.co_filename.startswith((*OURS, *INSTALLED, "<frozen ")):
+        if not frame.f_code.co_filename.startswith(LIBRARIES):
             for variable, value in {**frame.f_globals, **frame.f_locals}.items():
                 held = unwrap(value) if isinstance(value, Module) else None
                 if held is None or variable == "self":
@@ -230,22 +230,20 @@ def is_called_by_scaler() -> bool:
     return any(it.endswith(SCALERS) for it in inside)
 
 
-def find_caller() -> FrameType | None:
-    """Returns the innermost frame that is neither of the doctor nor what torch puts between."""
-    between = (DOCTOR, *BETWEEN, "<frozen ")
-    return next((it for it in frames() if not it.f_code.co_filename.startswith(between)), None)
+def caller() -> str:
+    """Returns the file that calls, but for the doctor and what torch puts between; torch's of a thread."""
+    files = (frame.f_code.co_filename for frame in frames())
+    return next((it for it in files if not it.startswith(BETWEEN)), OURS[1])
 
 
 def is_called_by_user() -> bool:
     """Says whether neither torch nor ampatch calls."""
-    frame = find_caller()
-    return frame is not None and not frame.f_code.co_filename.startswith(OURS)
+    return not caller().startswith(OURS)
 
 
 def is_called_by_ampatch() -> bool:
     """Says whether ampatch calls, as where it casts."""
-    frame = find_caller()
-    return frame is not None and frame.f_code.co_filename.startswith(OURS[0])
+    return caller().startswith(OURS[0])
 
 
 def is_called_by_doctor() -> bool:

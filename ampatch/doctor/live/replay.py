@@ -17,8 +17,7 @@ from ampatch.doctor.instruments.places import unwrap, user_line
 from ampatch.doctor.instruments.precision import Oversized
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.values import examine, is_finite, quiet
-from ampatch.doctor.live.frames import call_at
-from ampatch.doctor.live.record import Backward, Forward, Record
+from ampatch.doctor.live.record import Backward, Forward, Record, call_at
 from ampatch.doctor.live.rerun import Impossible, InFloat32, Rerun
 from ampatch.doctor.suspects import find_hidden
 from ampatch.levels.ranks import has_ranks

@@ -17,8 +17,7 @@ from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.operations import CASTS, REPEATED, name_of, nodes_of
 from ampatch.doctor.instruments.places import OURS, SCALERS, masters_of, unwrap
 from ampatch.doctor.instruments.values import is_finite, off_casts, quiet, set_random, tensors_in
-from ampatch.doctor.live.frames import call_at
-from ampatch.doctor.live.record import Backward, Forward, Operation, Record, Slot, map_tensors
+from ampatch.doctor.live.record import Backward, Forward, Operation, Record, Slot, call_at, map_tensors
 from ampatch.doctor.live.state import Surroundings, restored
 
 

@@ -23,10 +23,9 @@ from ampatch.doctor.instruments.clock import with_closure, wrap
 from ampatch.doctor.instruments.places import frames, parameters_of
 from ampatch.doctor.instruments.values import is_finite, node_of, random_of, tensors_in
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.live.frames import capture
 from ampatch.doctor.live.outcome import Check, Flag, Step, alive, outcomes_of
 from ampatch.doctor.live.patient import Patient
-from ampatch.doctor.live.record import Backward, Forward, Mode, Record, hold_gradients
+from ampatch.doctor.live.record import Backward, Forward, Mode, Record, capture, hold_gradients
 from ampatch.doctor.live.state import State, take
 from ampatch.doctor.live.tape import Tape
 from ampatch.levels.private import RUN_BACKWARD
