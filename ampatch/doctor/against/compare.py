@@ -113,14 +113,9 @@ def distance(one: Tensor, two: Tensor, least: float = 0.0) -> tuple[float, float
 
 def row_of(key: Key, tensor: Tensor, error: float, lost: float) -> dict[str, object]:
     """Returns a row: where it is, and how far it is off."""
-    phase, model, module, call, what = key
-    parameter = what if is_parameter(key) else None
     return {
-        "phase": phase,
-        "model": model,
-        "module": module,
-        "call": call,
-        "parameter": parameter,
+        **dict(zip(("phase", "model", "module", "call"), key, strict=False)),
+        "parameter": key[-1] if is_parameter(key) else None,
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "error": error if math.isfinite(error) else None,
         "lost": lost,

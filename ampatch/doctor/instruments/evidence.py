@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampatch.doctor.instruments import operations as ops
 from ampatch.doctor.instruments.dispatch import Operation
 from ampatch.doctor.instruments.marks import Origins
 from ampatch.doctor.instruments.places import is_called_by_user
-from ampatch.doctor.instruments.values import Damage, TensorNotes, Tensors, plain
+from ampatch.doctor.instruments.values import Damage, Tensors, plain
 from ampatch.doctor.text.source import Lines, place_of, statement_of
 from ampatch.levels.precision import HALF_TYPES
 
@@ -29,27 +30,26 @@ DEFAULTS = {"cosine_similarity": (1e-8,)}  # of functions that show no mode thei
 COUNTING = ("mul", "mul_", "add", "add_", "sub", "sub_", "where")  # whose integers are no shapes
 
 
-class Evidence:
-    """Follows constants that became 0, and casts that the script makes, to what they are given to."""
+def follow(facts: WeakTensorKeyDictionary, call: ops.Call, of: Operation, given: Tensors) -> None:
+    """Puts into the facts of a call what its arguments show, and adds to those of what it gives.
 
-    def __init__(self) -> None:
-        self._notes = TensorNotes()
-
-    def follow(self, call: ops.Call, of: Operation, given: Tensors) -> None:
-        """Puts into the facts of a call what its arguments show; notes that of what it gives."""
-        call.facts |= {name: value for it in of.taken for name, value in self._notes.find(it)}
-        if given[0].dtype not in HALF_TYPES:
-            return
-        constant = find_lost_constant(call.op, (of.args, of.kwargs), given[0].dtype)
-        if constant is not None:
-            call.facts["constant"] = constant
-        if call.op in ops.CASTS and call.phase != "input" and is_called_by_user() and names_half(call.where):
-            call.facts["cast"] = call.where
-        for name, value in [(it, call.facts[it]) for it in ("constant", "cast") if it in call.facts]:
-            result = plain(given[0])
-            is_lost = (result == 1) | (result == -1 if value[1] == "1" else result.abs() < SMALL)
-            if name == "cast" or (value[1] in ("0", "1") and bool(is_lost.any())):
-                self._notes.add(given, (name, value))
+    Constants that became 0, and casts that the script makes, are followed to what they are given to.
+    """
+    for it in of.taken:
+        call.facts |= facts.get(it, {})
+    if given[0].dtype not in HALF_TYPES:
+        return
+    constant = find_lost_constant(call.op, (of.args, of.kwargs), given[0].dtype)
+    if constant is not None:
+        call.facts["constant"] = constant
+    if call.op in ops.CASTS and call.phase != "input" and is_called_by_user() and names_half(call.where):
+        call.facts["cast"] = call.where
+    for name, value in [(it, call.facts[it]) for it in ("constant", "cast") if it in call.facts]:
+        result = plain(given[0])
+        is_lost = (result == 1) | (result == -1 if value[1] == "1" else result.abs() < SMALL)
+        if name == "cast" or (value[1] in ("0", "1") and bool(is_lost.any())):
+            for it in given:
+                facts[it] = facts.get(it, {}) | {name: value}
 
 
 def names_half(where: str | None) -> bool:

@@ -100,13 +100,11 @@ class Origin:
     turns: tuple[str, str | None, int | None] | None = None  # what made NaN of its inf, where, which sample
     float32_survives: bool | None = None
 
-    def is_repeat_of(self, other: Origin) -> bool:
-        """Says whether another is the same operation at the same place of the same micro-step."""
-        mine, its = (
-            (it.attempt, it.micro_step, it.call.op, it.call.where, it.call.place, it.node, it.parameter)
-            for it in (self, other)
-        )
-        return mine == its
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What it shares with the same operation at the same place of the same micro-step."""
+        call = self.call
+        return (self.attempt, self.micro_step, call.op, call.where, call.place, self.node, self.parameter)
 
 
 def name_of(func: Callable[..., object]) -> str:
