@@ -127,14 +127,9 @@ def describe_ranges(found: Sequence[Facts]) -> str:
         names = [f"{facts.get('name')} ({describe_broken(facts)})" for facts in broken[:MOST_NAMED]]
         more = ", ..." if len(broken) > MOST_NAMED else ""
         return f"{len(broken)} of {len(found)} are not finite: {', '.join(names)}{more}"
-    sizes = [(size_of(facts), str(facts.get("name"))) for facts in found]
-    largest, name = max(sizes)
+    ends = [(it.get(end) or 0.0, it.get("name")) for it in found for end in ("least", "largest")]
+    largest, name = max((abs(float(end)), str(name)) for end, name in ends)  # type: ignore[arg-type]
     return f"{len(found)}, all finite; the largest value is {largest:.4g}, in {name}"
-
-
-def size_of(facts: Facts) -> float:
-    """The largest magnitude of the finite values."""
-    return max(abs(float(facts.get(end) or 0.0)) for end in ("least", "largest"))  # type: ignore[arg-type]
 
 
 def is_broken(facts: Facts) -> bool:

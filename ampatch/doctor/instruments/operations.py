@@ -123,13 +123,11 @@ def name_of(func: Callable[..., object]) -> str:
 
 # ---- The graph ----
 
-Bad = Callable[[Call, object, str | None, Tensor, tuple], None]
-
 
 class Graph:
     """Follows the graphs of one step; `on_bad` hears of each bad gradient."""
 
-    def __init__(self, models: Models, on_bad: Bad) -> None:
+    def __init__(self, models: Models, on_bad: Callable[..., None]) -> None:
         self._models, self._on_bad = models, on_bad
         self._nodes: list[object] = []  # kept, so that each stays one object of Python
 

@@ -17,6 +17,7 @@ from ampatch.doctor.instruments.places import unwrap, user_line
 from ampatch.doctor.instruments.precision import Oversized
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.values import examine, is_finite, quiet
+from ampatch.doctor.live.outcome import Step
 from ampatch.doctor.live.record import Backward, Forward, Record, call_at
 from ampatch.doctor.live.rerun import Impossible, InFloat32, Rerun
 from ampatch.doctor.suspects import find_hidden
@@ -25,14 +26,9 @@ from ampatch.levels.ranks import has_ranks
 Outcome = tuple[list[Origin], bool | None, list[str], tuple[str, ...]]
 
 
-def replay(
-    record: Record,
-    models: Sequence[Module],
-    optimizers: Sequence[Optimizer],
-    optimizer: Optimizer | None,
-    scale: float,
-) -> Outcome:
+def replay(step: Step, models: Sequence[Module], optimizers: Sequence[Optimizer], scale: float) -> Outcome:
     """Returns the origins of a step, whether float32 survives, what is not known, and oversized layers."""
+    record = step.record
     unknown: list[str] = []
     origins: list[Origin] = []
     survives, oversized = None, None
@@ -46,14 +42,14 @@ def replay(
             try:
                 run_again(run, clock, trace)
             finally:
-                origins = found_by(trace, record, optimizer)
+                origins = found_by(trace, step)
         with as_it_was(record, models):
             clock = Clock(ExitStack())
             trace, oversized = Trace(clock, None) if find_hidden(origins) else None, Oversized(clock)
             again = InFloat32(record, models, optimizers, clock)
             run_again(again, clock, trace)
             survives = again.is_finite()
-            behind = found_by(trace, record, optimizer) if trace is not None else []
+            behind = found_by(trace, step) if trace is not None else []
             origins = [it for it in behind if it.has_reached] + origins
     except Exception as error:  # of the script's own code, or of torch: training goes on
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -108,14 +104,14 @@ def run_again(run: Rerun, clock: Clock, trace: Trace | None) -> None:
         run.run()
 
 
-def found_by(trace: Trace, record: Record, optimizer: Optimizer | None) -> list[Origin]:
+def found_by(trace: Trace, step: Step) -> list[Origin]:
     """Returns the origins that a trace found."""
-    if optimizer is not None:
+    if (optimizer := step.optimizer()) is not None:
         with quiet():
             trace.end_attempt(optimizer)
     origins = trace.found()
-    if not record.slots.is_whole and not any(it.has_reached for it in origins):
-        origins += of_unseen_loss(record)
+    if not step.record.slots.is_whole and not any(it.has_reached for it in origins):
+        origins += of_unseen_loss(step.record)
     return origins
 
 

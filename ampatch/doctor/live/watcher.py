@@ -274,7 +274,7 @@ class Watcher:
             patient.is_replaying = True
         try:
             models, optimizers = alive(self._models), alive(self._optimizers.values())
-            self._patient.examine(step.record, step.number, models, optimizers, step.optimizer())
+            self._patient.examine(step, models, optimizers)
         finally:
             self._is_busy = False
             for patient in watching:
