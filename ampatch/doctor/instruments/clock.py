@@ -142,7 +142,7 @@ class Clock(ScalerInUse):
         """Nothing of a micro-step has run as yet."""
         self.part = "input"
         self.running.clear()
-        self.models.forget_calls()
+        self.models.restore()
 
     def add(self, listener: Instrument) -> None:
         """Tells a listener of the events that it has methods for."""

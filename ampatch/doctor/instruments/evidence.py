@@ -42,7 +42,8 @@ def follow(facts: WeakTensorKeyDictionary, call: ops.Call, of: Operation, given:
     constant = find_lost_constant(call.op, (of.args, of.kwargs), given[0].dtype)
     if constant is not None:
         call.facts["constant"] = constant
-    if call.op in ops.CASTS and call.phase != "input" and is_called_by_user() and names_half(call.where):
+    is_cast = call.op in ops.CASTS and call.phase != "input" and is_called_by_user()
+    if is_cast and re.search("half|float16", text_of(call.where)):  # not the type of another tensor
         call.facts["cast"] = call.where
     for name, value in [(it, call.facts[it]) for it in ("constant", "cast") if it in call.facts]:
         result = plain(given[0])
@@ -50,12 +51,6 @@ def follow(facts: WeakTensorKeyDictionary, call: ops.Call, of: Operation, given:
         if name == "cast" or (value[1] in ("0", "1") and bool(is_lost.any())):
             for it in given:
                 facts[it] = facts.get(it, {}) | {name: value}
-
-
-def names_half(where: str | None) -> bool:
-    """Says whether a line names a half type, and not that of another tensor."""
-    text = text_of(where)
-    return "half" in text or "float16" in text
 
 
 def text_of(where: str | None) -> str:

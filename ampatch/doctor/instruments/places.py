@@ -6,7 +6,7 @@ import os
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from types import FrameType
@@ -83,9 +83,9 @@ class Models:
         """Returns where a run of modules stands, for `restore`."""
         return self._stack.copy(), self._calls.copy()
 
-    def restore(self, stack: list[Place | None], calls: Counter[int]) -> None:
-        """Goes back to where it stood."""
-        self._stack, self._calls = stack.copy(), calls.copy()
+    def restore(self, stack: Iterable[Place | None] = (), calls: Mapping[int, int] | None = None) -> None:
+        """Goes back to where it stood, or counts calls from 0 again, as each micro-step does."""
+        self._stack, self._calls = list(stack), Counter(calls)
 
     def learn_masters(self, optimizer: Optimizer) -> None:
         """Gives float32 masters, which an optimizer steps, the names of the half parameters they follow."""
@@ -96,11 +96,6 @@ class Models:
         """Notes that the innermost module has ended."""
         if self._stack:
             self._stack.pop()
-
-    def forget_calls(self) -> None:
-        """Counts calls from 0 again, as each micro-step does."""
-        self._calls.clear()
-        self._stack.clear()
 
     def like_place(self) -> list[str]:
         """Returns the modules of the class of the one that runs, in its model."""

@@ -68,9 +68,8 @@ class Rerun:
             if model is None:
                 raise Impossible("its model is gone")
             function, self._surroundings = self._models[id(model)], event.surroundings
-        args, kwargs = self.resolve(event.args), self.resolve(event.kwargs)
-        if isinstance(event, Forward):
             set_random(event.random)
+        args, kwargs = self.resolve(event.args), self.resolve(event.kwargs)
         with event.mode.entered(self.casts), restored(self._surroundings):
             run = functools.partial(function, *args, **kwargs)
             self.keep(event.outputs, call_at(event.frames, run))

@@ -196,8 +196,10 @@ class Watcher:
 
     def _begin_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
         self._tape.stop()
-        if self._is_busy or not self._knows(optimizer) or (self._frame is not None and self._is_inside()):
+        if self._is_busy or not self._knows(optimizer):
             return None
+        if self._frame is not None and any(frame is self._frame for frame in frames()):
+            return None  # inside of a step of ours: a class that calls `super().step()` runs the hooks twice
         self._frame = sys._getframe(1)
         if self._waiting:
             self._resolve()
@@ -283,7 +285,3 @@ class Watcher:
     def _knows(self, optimizer: Optimizer) -> bool:
         find = self._optimizers.get(id(optimizer))
         return find is not None and find() is optimizer
-
-    def _is_inside(self) -> bool:
-        """Says whether a step of ours runs: a class that calls `super().step()` runs the hooks twice."""
-        return any(frame is self._frame for frame in frames())
