@@ -99,10 +99,9 @@ def nearest(name: str, layers: Sequence[dict], start: int, limit: float) -> dict
     """
 
     def room(layer: dict) -> float:
-        rooms = [it for it in layer["headroom"][start:] if it is not None]
         if name == "output" and not layer["overflows"]:
             return limit / max([*some(layer["output"]), 1 / limit])
-        return min(rooms, default=math.inf)
+        return min(some(layer["headroom"][start:]), default=math.inf)
 
     layer = min(layers, key=room)
     return layer if room(layer) < (NEAR if name == "output" else math.ulp(0.0)) else None

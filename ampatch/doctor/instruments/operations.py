@@ -170,7 +170,7 @@ class Graph:
 
     def half_before(self, tensors: Sequence[Tensor]) -> Call | None:
         """Returns the nearest operation in half of which some tensors come."""
-        for node in islice(nodes_of([it for it in tensors if node_of(it) is not None]), NEAR):
+        for node in islice(nodes_of(tensors), NEAR):
             call = node.metadata.get(KNOWN)
             if call is not None and call.dtype in HALF and call.op not in CASTS:
                 return call
@@ -184,7 +184,7 @@ class Graph:
 
 def nodes_of(roots: Sequence[Tensor], first: int = 0) -> Iterator[object]:
     """Yields the nodes of a graph, each once, but none that is older than the first."""
-    found = [root.grad_fn for root in roots]
+    found = [node_of(root) for root in roots]
     seen: set[object] = set()
     while found:
         node = found.pop()
