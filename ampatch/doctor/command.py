@@ -71,9 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     validate_outputs(arguments)
     given = {"level": arguments.opt_level, "device": script.device, "legacy": script.legacy}
     run = Run(script.name, script.arguments, script.is_module, **given)
-    report = Campaign(run, tries=not arguments.no_tries, every=arguments.every).report(
-        arguments.propose, arguments.against
-    )
+    campaign = Campaign(run, tries=not arguments.no_tries, every=arguments.every)
+    report = campaign.report(arguments.propose, arguments.against)
     print("\n".join(describe(report)), file=sys.stdout)
     try:
         write_outputs(report, arguments, script.name)
@@ -149,8 +148,7 @@ def write_scalars(growth: dict, folder: str) -> None:
 
     with SummaryWriter(folder) as writer:
         for attempt, _, model, module, _, *numbers in rows_of(growth):
+            layer = f"{model}.{module}" if module else model
             for name, number in zip(NUMBERS, numbers, strict=True):
                 if number is not None:
-                    writer.add_scalar(
-                        f"{name}/{model}.{module}" if module else f"{name}/{model}", number, attempt
-                    )
+                    writer.add_scalar(f"{name}/{layer}", number, attempt)

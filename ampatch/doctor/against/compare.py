@@ -60,9 +60,8 @@ def compare(own: Mapping[str, object], other: Mapping[str, object]) -> dict[str,
     """
     ours: dict[Key, Tensor] = own["tensors"]
     theirs: dict[Key, Tensor] = other["tensors"]
-    half = next(
-        (it.dtype for it in [*ours.values(), *theirs.values()] if it.dtype in HALF_TYPES), torch.float16
-    )
+    types = (it.dtype for it in (*ours.values(), *theirs.values()))
+    half = next((it for it in types if it in HALF_TYPES), torch.float16)
     eps = torch.finfo(half).eps
     allowed = {"forward": FACTOR * eps, "backward": SWITCHED * math.sqrt(eps)}
     scales = own["scale"], other["scale"]

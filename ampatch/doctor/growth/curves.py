@@ -176,10 +176,8 @@ def said_of_growth(growth: dict) -> list[str]:
     if not began:
         return []
     of = "" if began["quantity"] == "output" else "gradients of "
-    weight = began["weight_times"]
-    cause = (
-        f"; its weights are {ASCII.short(weight, 3)} times as large" if weight and weight > GROWN / 2 else ""
-    )
+    weight = began["weight_times"] or 0.0
+    cause = f"; its weights are {ASCII.short(weight, 3)} times as large" if weight > GROWN / 2 else ""
     reached = name_of(began["reached"])
     last = f" Nearest to overflow: {reached}." if reached != name_of(began) else ""
     factor = f" {ASCII.short(began['times'], 3)}-fold" if began["times"] else ""

@@ -68,9 +68,8 @@ def refuse(record: Record, models: Sequence[Module]) -> None:
     if any(tensor._version != version for tensor, version in record.slots.given):
         raise Impossible("what the step took was written to before its end")
     modules = [each for model in models for each in model.modules()]
-    if any(hasattr(p, "to_local") for model in models for p in model.parameters()) or any(
-        "FullyShardedDataParallel" in type(each).__name__ for each in modules
-    ):
+    are_sharded = any("FullyShardedDataParallel" in type(each).__name__ for each in modules)
+    if are_sharded or any(hasattr(p, "to_local") for model in models for p in model.parameters()):
         raise Impossible("weights are distributed over ranks, and a replay would need all of them")
     if any(isinstance(each, torch.nn.SyncBatchNorm) and each.training for each in modules):
         raise Impossible("SyncBatchNorm computes over all ranks, and a replay is of one")

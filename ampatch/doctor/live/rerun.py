@@ -101,10 +101,9 @@ class Rerun:
 
     def _go_through(self, roots: list[Tensor], given: list[Tensor | None], kept: dict[str, object]) -> None:
         """Goes backward to all leaves, as reentrant checkpoints must; only parameters keep gradients."""
+        is_waited_for = any(parameter._post_accumulate_grad_hooks for parameter in self.parameters)
         models = [event.function() for event in self._record.of(Forward)]
-        if any(parameter._post_accumulate_grad_hooks for parameter in self.parameters) or any(
-            isinstance(model, DistributedDataParallel) for model in models
-        ):
+        if is_waited_for or any(isinstance(model, DistributedDataParallel) for model in models):
             raise Impossible("a backward through use_reentrant=True would call what waits for its gradients")
         own = set(map(id, self.parameters))
         with ExitStack() as undo:

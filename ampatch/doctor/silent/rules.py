@@ -134,11 +134,8 @@ class Casts(SilentRule):
         before = {it.dtype for it in module.parameters() if it.is_floating_point()}
         cast(module, *args, **kwargs)
         asked = [getattr(each, "dtype", each) for each in (*args, *kwargs.values())]  # by a type or a tensor
-        if (
-            (cast.__name__ == "float" or torch.float32 in asked)
-            and before == {torch.float32}
-            and is_called_by_user()
-        ):
+        is_to_float32 = cast.__name__ == "float" or torch.float32 in asked
+        if is_to_float32 and before == {torch.float32} and is_called_by_user():
             self._modules[id(module)] = module, cast.__name__, user_line()
         return module
 
