@@ -24,8 +24,8 @@ INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "pur
 LIBRARIES = (*OURS, *INSTALLED, "<frozen ")
 DOCTOR = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # What torch puts between a caller and a function under a mode, the mode of `--device cpu`, and we.
-BETWEEN = tuple(os.path.join(OURS[1], name) for name in ("overrides.py", "_tensor.py", "_jit_internal.py"))
-BETWEEN += (os.path.join(OURS[0], "apex", "on_cpu.py"), DOCTOR, "<frozen ")
+BETWEEN = (DOCTOR, "<frozen ", os.path.join(OURS[0], "apex", "on_cpu.py"))
+BETWEEN += tuple(os.path.join(OURS[1], name) for name in ("overrides.py", "_tensor.py", "_jit_internal.py"))
 SHOWN = os.getcwd() + os.sep
 SCALERS = (os.path.join("steps", "scaler.py"), os.path.join("amp", "grad_scaler.py"))
 
@@ -227,8 +227,8 @@ def is_called_by_scaler() -> bool:
 
 def caller() -> str:
     """Returns the file that calls, but for the doctor and what torch puts between; torch's of a thread."""
-    files = (frame.f_code.co_filename for frame in frames())
-    return next((it for it in files if not it.startswith(BETWEEN)), OURS[1])
+    frame = next((it for it in frames() if not it.f_code.co_filename.startswith(BETWEEN)), None)
+    return OURS[1] if frame is None else frame.f_code.co_filename
 
 
 def is_called_by_user() -> bool:
