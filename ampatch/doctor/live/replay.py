@@ -10,7 +10,6 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
 from ampatch.doctor.instruments.operations import Call, Origin
 from ampatch.doctor.instruments.places import unwrap, user_line
@@ -35,19 +34,17 @@ def replay(step: Step, models: Sequence[Module], optimizers: Sequence[Optimizer]
     try:
         refuse(record, models)
         with as_it_was(record, models):
-            clock = Clock(ExitStack())
-            trace = Trace(clock, None)
-            clock.scale = scale
-            run = Rerun(record, {id(model): unwrap(model) for model in models}, clock)
+            run = Rerun(record, {id(model): unwrap(model) for model in models})
+            run.clock.scale, trace = scale, Trace(run.clock, None)
             try:
-                run_again(run, clock, trace)
+                run_again(run, trace)
             finally:
                 origins = found_by(trace, step)
         with as_it_was(record, models):
-            clock = Clock(ExitStack())
-            trace, oversized = Trace(clock, None) if find_hidden(origins) else None, Oversized(clock)
-            again = InFloat32(record, models, optimizers, clock)
-            run_again(again, clock, trace)
+            again = InFloat32(record, models, optimizers)
+            trace = Trace(again.clock, None) if find_hidden(origins) else None
+            oversized = Oversized(again.clock)
+            run_again(again, trace)
             survives = again.is_finite()
             behind = found_by(trace, step) if trace is not None else []
             origins = [it for it in behind if it.has_reached] + origins
@@ -94,12 +91,12 @@ def as_it_was(record: Record, models: Sequence[Module]) -> Iterator[None]:
         yield
 
 
-def run_again(run: Rerun, clock: Clock, trace: Trace | None) -> None:
+def run_again(run: Rerun, trace: Trace | None) -> None:
     """Does a step again, which a trace follows."""
-    with clock.undo:
-        clock.follow_modules()
+    with run.clock.undo:
+        run.clock.follow_modules()
         if trace is not None:
-            Operations(clock, [trace]).follow()
+            Operations(run.clock, [trace]).follow()
         run.run()
 
 

@@ -28,8 +28,8 @@ class Impossible(Exception):
 class Rerun:
     """Does the events of a record again, with `models` by the ids of those that ran, and tells a clock."""
 
-    def __init__(self, record: Record, models: Mapping[int, Module], clock: Clock) -> None:
-        self._record, self._models, self._clock = record, models, clock
+    def __init__(self, record: Record, models: Mapping[int, Module]) -> None:
+        self._record, self._models, self.clock = record, models, Clock(ExitStack())
         self.values: dict[int, Tensor] = {}
         self.parameters = [p for model in models.values() for p in model.parameters() if p.requires_grad]
         self.casts = True
@@ -81,7 +81,7 @@ class Rerun:
     def _tell_backward(self, event: Backward) -> None:
         returned = [slot for one in self._record.of(Forward) for slot in one.outputs]
         whole = self._record.slots.is_whole and event.loss is not None
-        with self._clock.backward(tuple(self.values[it] for it in ([event.loss] if whole else returned))):
+        with self.clock.backward(tuple(self.values[it] for it in ([event.loss] if whole else returned))):
             self._go_backward(event)
 
     def _go_backward(self, event: Backward) -> None:
@@ -127,15 +127,13 @@ class Rerun:
 class InFloat32(Rerun):
     """Does a step again on float32 copies of the models, with no casts and no loss scale."""
 
-    def __init__(
-        self, record: Record, models: Sequence[Module], optimizers: Sequence[Optimizer], clock: Clock
-    ) -> None:
+    def __init__(self, record: Record, models: Sequence[Module], optimizers: Sequence[Optimizer]) -> None:
         if not record.slots.is_whole:
             raise Impossible("how the loss came of the model is not known")
         masters = {id(half): master for one in optimizers for half, master in masters_of(one)}
         self._twins: dict[int, Tensor] = {}  # parameters of the copies, by the ids of those they stand for
         copies = {id(model): copy_in_float32(unwrap(model), masters, self._twins) for model in models}
-        super().__init__(record, copies, clock)
+        super().__init__(record, copies)
         self.casts = False
 
     def run(self) -> None:
