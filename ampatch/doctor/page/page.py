@@ -24,10 +24,8 @@ def write_page(report: Report, script: str) -> str:
     growth = report.growth or {"layers": []}
     # Those nearest to overflow come first.
     layers = sorted(growth["layers"], key=lambda it: min(some(it["headroom"]), default=math.inf))
-    against, first = report.against, None
-    if against:
-        first = against["first"]
-        rows = against["rows"][: max(MOST_ROWS, (first or 0) + 1)]
+    if against := report.against:
+        rows = against["rows"][: max(MOST_ROWS, (against["first"] or 0) + 1)]
         against = against | {"rows": [row | {"bar": bar_of(row["error"])} for row in rows]}
     return render(
         Path(__file__).parent,
@@ -37,7 +35,6 @@ def write_page(report: Report, script: str) -> str:
         survives=SURVIVES,
         layers=[describe_layer(layer) for layer in layers[:MOST_ROWS]],
         against=against,
-        first=first,
         said={
             "growth": said_of_growth(report.growth) if report.growth else [],
             "against": said_of_comparison(report.against) if report.against else [],
