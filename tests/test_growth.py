@@ -11,13 +11,13 @@ from torch import nn
 
 import ampatch as amp
 from ampatch.__main__ import main
+from ampatch.doctor.command import COLUMNS, rows_of, write_csv, write_scalars
 from ampatch.doctor.finding import Report
 from ampatch.doctor.growth import notes
 from ampatch.doctor.growth.curves import describe_growth, first_to_grow, headroom, said_of_growth
 from ampatch.doctor.growth.notes import Growth
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.page.outputs import COLUMNS, rows_of, write_csv, write_scalars
 from ampatch.doctor.words import describe
 from doctor_samples import STEPS, attempts_of, growing, notes_of, sample_finding, sample_growth
 

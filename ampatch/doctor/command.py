@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import csv
+import json
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from ampatch import OPT_LEVELS, AmpError, AmpValueError
 from ampatch.apex.run_command import DEVICE_HELP, LEGACY_HELP
 from ampatch.apex.script import find_script
-from ampatch.doctor.page.outputs import add_outputs, validate_outputs, write_outputs
+from ampatch.doctor.finding import Report
+from ampatch.doctor.growth.curves import QUANTITIES
 from ampatch.doctor.words import describe
+from ampatch.tools.packages import require
 
 SUMMARY = "run a script whose training breaks, and say which line broke it, why, and what to do"
 USAGE = """ampatch doctor [OPTIONS] SCRIPT [-- ARGS...]
@@ -20,6 +26,8 @@ EPILOG = """The script runs two or three times: watched, traced where it broke, 
 for each piece of advice that is tried, up to four. Everything after -- goes to it. Exit status: 0
 nothing was found (silent faults do not count), 1 something was, 2 bad input, 3 something broke and
 could not be traced, 130 after Ctrl-C."""
+NUMBERS = (*QUANTITIES, "headroom")
+COLUMNS = ("attempt", "step", "model", "module", "dtype", *NUMBERS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--propose", action="store_true", help=proposal)
     opening = "say what a post-mortem holds, the file that training leaves when it breaks; runs nothing"
     parser.add_argument("--open", metavar="FILE", type=Path, help=opening)
-    add_outputs(parser)
+    parser.add_argument("--json", metavar="OUT", help="write the report to this file")
+    levels = "compare with a level: which module departs first, on the same batches; two more runs"
+    parser.add_argument("--against", metavar="LEVEL", help=levels)
+    every = "note the layers at each Nth step (default: enough for curves of 200 to 400 points)"
+    parser.add_argument("--every", metavar="N", type=int, default=0, help=every)
+    parser.add_argument("--html", metavar="OUT", help="write the report as a page that opens anywhere")
+    parser.add_argument("--csv", metavar="OUT", help="write the curves of layers as a table")
+    parser.add_argument("--tensorboard", metavar="DIR", help="write the curves of layers as scalars")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,9 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     validate_outputs(arguments)
     given = {"level": arguments.opt_level, "device": script.device, "legacy": script.legacy}
     run = Run(script.name, script.arguments, script.is_module, **given)
-    report = Campaign(run, tries=not arguments.no_tries, every=arguments.every).report(
-        arguments.propose, arguments.against
-    )
+    campaign = Campaign(run, tries=not arguments.no_tries, every=arguments.every)
+    report = campaign.report(arguments.propose, arguments.against)
     print("\n".join(describe(report)), file=sys.stdout)
     try:
         write_outputs(report, arguments, script.name)
@@ -78,3 +92,63 @@ def open_post_mortem(path: Path) -> int:
         raise AmpValueError(f"{path} is damaged: {type(error).__name__}: {error}") from None
     print("\n".join(lines), file=sys.stdout)
     return 0
+
+
+# ---- What it writes ----
+
+
+def validate_outputs(arguments: argparse.Namespace) -> None:
+    """Raises what is wrong with the options, before the script runs."""
+    if arguments.against not in (None, *OPT_LEVELS):
+        raise AmpValueError(f"--against {arguments.against!r}: expected one of {', '.join(OPT_LEVELS)}")
+    if arguments.every < 0:
+        raise AmpValueError(f"--every {arguments.every}: expected a number of steps, or 0")
+    for option in ("json", "html", "csv"):
+        path = getattr(arguments, option)
+        if path is not None and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+            raise AmpValueError(f"--{option} {path!r}: expected a file in a folder that exists")
+    needed = {"jinja2": arguments.html, "tensorboard": arguments.tensorboard}
+    require(*(package for package, option in needed.items() if option))
+
+
+def write_outputs(report: Report, arguments: argparse.Namespace, script: str) -> None:
+    """Writes what was asked for."""
+    if arguments.json is not None:
+        Path(arguments.json).write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+    if arguments.html is not None:
+        from ampatch.doctor.page.page import write_page
+
+        Path(arguments.html).write_text(write_page(report, script), encoding="utf-8")
+    if report.growth is not None and arguments.csv:
+        write_csv(report.growth, arguments.csv)
+    if report.growth is not None and arguments.tensorboard:
+        write_scalars(report.growth, arguments.tensorboard)
+
+
+def rows_of(growth: dict) -> Iterator[tuple[object, ...]]:
+    """Yields a row of `COLUMNS` for each attempt and layer; None for what did not run or is not finite."""
+    for index, (attempt, step) in enumerate(zip(growth["attempts"], growth["steps"], strict=True)):
+        for layer in growth["layers"]:
+            numbers = [layer[name][index] for name in NUMBERS]
+            if any(it is not None for it in numbers):
+                yield (attempt, step, layer["model"], layer["module"], layer["dtype"], *numbers)
+
+
+def write_csv(growth: dict, path: str) -> None:
+    """Writes a table with a line of headings."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        writer.writerows(rows_of(growth))
+
+
+def write_scalars(growth: dict, folder: str) -> None:
+    """Writes a scalar for each quantity, layer and attempt, tagged `quantity/model.module`."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(folder) as writer:
+        for attempt, _, model, module, _, *numbers in rows_of(growth):
+            layer = f"{model}.{module}" if module else model
+            for name, number in zip(NUMBERS, numbers, strict=True):
+                if number is not None:
+                    writer.add_scalar(f"{name}/{layer}", number, attempt)

@@ -25,11 +25,11 @@ def read(path: Path) -> dict:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever unpickling meets
-        raise AmpValueError(f"{path} is no post-mortem: {_explain(path, error)}") from None
-    try:
-        validate(found)
-    except ValueError as error:
-        raise AmpValueError(f"{path} is no post-mortem: {error}") from None
+        fault = _explain(path, error)
+    else:
+        fault = fault_of(found)
+    if fault:
+        raise AmpValueError(f"{path} is no post-mortem: {fault}")
     return found
 
 
@@ -44,20 +44,16 @@ def _explain(path: Path, error: Exception) -> str:
     return f"torch.load(weights_only=True) refuses it, or it is damaged ({first})"
 
 
-def validate(found: object) -> None:
-    """Raises ValueError for anything but a post-mortem."""
+def fault_of(found: object) -> str:
+    """Says why what a file holds is no post-mortem; "" of one."""
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        what = (
-            f"a dict with {sorted(map(str, found))[:5]}" if isinstance(found, dict) else type(found).__name__
-        )
-        raise ValueError(f"found {what}; expected what training leaves at its first alarm")
+        is_dict = isinstance(found, dict)
+        what = f"a dict with {sorted(map(str, found))[:5]}" if is_dict else type(found).__name__
+        return f"found {what}; expected what training leaves at its first alarm"
     if found.get("version") != VERSION:
-        raise ValueError(
-            f"version {found.get('version')!r} was written by another ampatch: expected {VERSION}"
-        )
+        return f"version {found.get('version')!r} was written by another ampatch: expected {VERSION}"
     wrong = [name for name, kind in PARTS.items() if not isinstance(found.get(name), kind)]
-    if wrong:
-        raise ValueError(f"its parts {', '.join(wrong)} are missing or damaged")
+    return f"its parts {', '.join(wrong)} are missing or damaged" if wrong else ""
 
 
 def describe(found: dict) -> Iterator[str]:
@@ -112,9 +108,9 @@ def describe_tensor(facts: Facts) -> str:
     line = f"{facts.get('name')} {facts.get('dtype')} {facts.get('shape')}"
     if is_broken(facts):
         return f"{line}, {describe_broken(facts)}, first in sample {facts.get('sample')}"
-    return line + (
-        f", {_number(facts['least'])} to {_number(facts['largest'])}" if "largest" in facts else ""
-    )
+    if "largest" not in facts:
+        return line
+    return f"{line}, {_number(facts['least'])} to {_number(facts['largest'])}"
 
 
 def describe_broken(facts: Facts) -> str:
@@ -131,14 +127,9 @@ def describe_ranges(found: Sequence[Facts]) -> str:
         names = [f"{facts.get('name')} ({describe_broken(facts)})" for facts in broken[:MOST_NAMED]]
         more = ", ..." if len(broken) > MOST_NAMED else ""
         return f"{len(broken)} of {len(found)} are not finite: {', '.join(names)}{more}"
-    sizes = [(size_of(facts), str(facts.get("name"))) for facts in found]
-    largest, name = max(sizes)
+    ends = [(it.get(end) or 0.0, it.get("name")) for it in found for end in ("least", "largest")]
+    largest, name = max((abs(float(end)), str(name)) for end, name in ends)  # type: ignore[arg-type]
     return f"{len(found)}, all finite; the largest value is {largest:.4g}, in {name}"
-
-
-def size_of(facts: Facts) -> float:
-    """The largest magnitude of the finite values."""
-    return max(abs(float(facts.get(end) or 0.0)) for end in ("least", "largest"))  # type: ignore[arg-type]
 
 
 def is_broken(facts: Facts) -> bool:

@@ -60,9 +60,8 @@ def compare(own: Mapping[str, object], other: Mapping[str, object]) -> dict[str,
     """
     ours: dict[Key, Tensor] = own["tensors"]
     theirs: dict[Key, Tensor] = other["tensors"]
-    half = next(
-        (it.dtype for it in [*ours.values(), *theirs.values()] if it.dtype in HALF_TYPES), torch.float16
-    )
+    types = (it.dtype for it in (*ours.values(), *theirs.values()))
+    half = next((it for it in types if it in HALF_TYPES), torch.float16)
     eps = torch.finfo(half).eps
     allowed = {"forward": FACTOR * eps, "backward": SWITCHED * math.sqrt(eps)}
     scales = own["scale"], other["scale"]
@@ -113,14 +112,9 @@ def distance(one: Tensor, two: Tensor, least: float = 0.0) -> tuple[float, float
 
 def row_of(key: Key, tensor: Tensor, error: float, lost: float) -> dict[str, object]:
     """Returns a row: where it is, and how far it is off."""
-    phase, model, module, call, what = key
-    parameter = what if is_parameter(key) else None
     return {
-        "phase": phase,
-        "model": model,
-        "module": module,
-        "call": call,
-        "parameter": parameter,
+        **dict(zip(("phase", "model", "module", "call"), key, strict=False)),
+        "parameter": key[-1] if is_parameter(key) else None,
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "error": error if math.isfinite(error) else None,
         "lost": lost,

@@ -108,13 +108,9 @@ class Sample(Instrument):
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Notes the loss, and its scale."""
-        self._clean = set()
-        if not self._is_now:
-            return
-        for it in self.clock.models.parameters():  # a host sync for each
-            if it.grad is None or not plain(it.grad).any():
-                self._clean.add(id(it))
-        if self._loss is None:
+        held = self.clock.models.parameters() if self._is_now else ()  # a host sync for each
+        self._clean = {id(it) for it in held if it.grad is None or not plain(it.grad).any()}
+        if self._is_now and self._loss is None:
             self._loss = sum(loss.detach().sum().item() for loss in losses)
             self._scale, self._where = self.clock.scale, user_line()
             self._look_at_draws()

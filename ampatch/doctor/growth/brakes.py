@@ -143,26 +143,21 @@ def said_of_speed(speed: dict) -> list[str]:
     """
     if not speed["products"]:
         return []
-    syncs, tiny, uneven, islands = (first_of(speed[name]) for name in ("syncs", "tiny", "uneven", "islands"))
-    many, said = f"of {speed['products']}", []
-    if syncs:
-        many_syncs = sum(it["count"] for it in speed["syncs"]) / max(speed["steps"], 1)
-        said.append(f"host syncs, {many_syncs:.3g} a step, each of which waits for a GPU: {syncs}")
-    if tiny:
-        said.append(f"half products smaller than 128 x 128 x 128, {len(speed['tiny'])} {many}: {tiny}")
-    if uneven:
-        said.append(f"half products with sizes not multiples of 8, {len(speed['uneven'])} {many}: {uneven}")
-    if islands:
-        said.append(f"lines in float32 between half operations, {len(speed['islands'])} in all: {islands}")
+    syncs, many = sum(it["count"] for it in speed["syncs"]) / max(speed["steps"], 1), speed["products"]
+    words = {
+        "syncs": f"host syncs, {syncs:.3g} a step, each of which waits for a GPU",
+        "tiny": f"half products smaller than 128 x 128 x 128, {len(speed['tiny'])} of {many}",
+        "uneven": f"half products with sizes not multiples of 8, {len(speed['uneven'])} of {many}",
+        "islands": f"lines in float32 between half operations, {len(speed['islands'])} in all",
+    }
+    said = [f"{text}: {first_of(speed[name])}" for name, text in words.items() if speed[name]]
     if said and not speed["compiled"]:
         said.append("torch.compile is not used: it would join casts with what follows them")
     return said
 
 
 def first_of(found: list[dict]) -> str:
-    """Names the first of what was found, "" if nothing was."""
-    if not found:
-        return ""
+    """Names the first of what was found."""
     it = found[0]
     op = it["op"] if "op" in it else ", ".join(it["ops"][:3])
     sizes = f" of {' x '.join(map(str, it['sizes']))}" if "sizes" in it else ""

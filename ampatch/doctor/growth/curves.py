@@ -99,10 +99,9 @@ def nearest(name: str, layers: Sequence[dict], start: int, limit: float) -> dict
     """
 
     def room(layer: dict) -> float:
-        rooms = [it for it in layer["headroom"][start:] if it is not None]
         if name == "output" and not layer["overflows"]:
             return limit / max([*some(layer["output"]), 1 / limit])
-        return min(rooms, default=math.inf)
+        return min(some(layer["headroom"][start:]), default=math.inf)
 
     layer = min(layers, key=room)
     return layer if room(layer) < (NEAR if name == "output" else math.ulp(0.0)) else None
@@ -177,10 +176,8 @@ def said_of_growth(growth: dict) -> list[str]:
     if not began:
         return []
     of = "" if began["quantity"] == "output" else "gradients of "
-    weight = began["weight_times"]
-    cause = (
-        f"; its weights are {ASCII.short(weight, 3)} times as large" if weight and weight > GROWN / 2 else ""
-    )
+    weight = began["weight_times"] or 0.0
+    cause = f"; its weights are {ASCII.short(weight, 3)} times as large" if weight > GROWN / 2 else ""
     reached = name_of(began["reached"])
     last = f" Nearest to overflow: {reached}." if reached != name_of(began) else ""
     factor = f" {ASCII.short(began['times'], 3)}-fold" if began["times"] else ""

@@ -67,9 +67,8 @@ def wrap(owner: object, name: str, wrapper: Callable[..., object], undo: ExitSta
     if not hasattr(standing, "wrappers"):
         standing = stand_in(getattr(owner, name))
         standing.patcher.put(owner, name, standing)
-    standing.wrappers.append(wrapper)
-    _chain(standing)
-    undo.callback(_take_out, standing, wrapper)
+    _chain(standing, [*standing.wrappers, wrapper])
+    undo.callback(lambda: _chain(standing, [it for it in standing.wrappers if it is not wrapper]))
 
 
 def stand_in(original: Callable[..., object]) -> Callable[..., object]:
@@ -83,17 +82,12 @@ def stand_in(original: Callable[..., object]) -> Callable[..., object]:
     return standing
 
 
-def _chain(standing: Callable[..., object]) -> None:
-    standing.outermost = standing.original
-    for wrapper in standing.wrappers:
+def _chain(standing: Callable[..., object], wrappers: list[Callable[..., object]]) -> None:
+    standing.wrappers, standing.outermost = wrappers, standing.original
+    for wrapper in wrappers:
         inner = functools.partial(wrapper, standing.outermost)
         standing.outermost = functools.update_wrapper(inner, standing.original)  # with its signature
-
-
-def _take_out(standing: Callable[..., object], wrapper: Callable[..., object]) -> None:
-    standing.wrappers.remove(wrapper)
-    _chain(standing)
-    if not standing.wrappers:
+    if not wrappers:
         standing.patcher.retry()
 
 
@@ -142,7 +136,7 @@ class Clock(ScalerInUse):
         """Nothing of a micro-step has run as yet."""
         self.part = "input"
         self.running.clear()
-        self.models.forget_calls()
+        self.models.restore()
 
     def add(self, listener: Instrument) -> None:
         """Tells a listener of the events that it has methods for."""

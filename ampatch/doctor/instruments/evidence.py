@@ -10,21 +10,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from ampatch.doctor.instruments import operations as ops
 from ampatch.doctor.instruments.dispatch import Operation
 from ampatch.doctor.instruments.marks import Origins
-from ampatch.doctor.instruments.operations import (
-    CASTS,
-    LOGARITHMS,
-    LOSSES,
-    OF_ALL,
-    QUOTIENTS,
-    SOFTMAXES,
-    Call,
-    Origin,
-)
 from ampatch.doctor.instruments.places import is_called_by_user
-from ampatch.doctor.instruments.values import Damage, TensorNotes, Tensors, plain
+from ampatch.doctor.instruments.values import Damage, Tensors, plain
 from ampatch.doctor.text.source import Lines, place_of, statement_of
 from ampatch.levels.precision import HALF_TYPES
 
@@ -38,33 +30,27 @@ DEFAULTS = {"cosine_similarity": (1e-8,)}  # of functions that show no mode thei
 COUNTING = ("mul", "mul_", "add", "add_", "sub", "sub_", "where")  # whose integers are no shapes
 
 
-class Evidence:
-    """Follows constants that became 0, and casts that the script makes, to what they are given to."""
+def follow(facts: WeakTensorKeyDictionary, call: ops.Call, of: Operation, given: Tensors) -> None:
+    """Puts into the facts of a call what its arguments show, and adds to those of what it gives.
 
-    def __init__(self) -> None:
-        self._notes = TensorNotes()
-
-    def follow(self, call: Call, of: Operation, given: Tensors) -> None:
-        """Puts into the facts of a call what its arguments show; notes that of what it gives."""
-        call.facts |= {name: value for it in of.taken for name, value in self._notes.find(it)}
-        if given[0].dtype not in HALF_TYPES:
-            return
-        constant = find_lost_constant(call.op, (of.args, of.kwargs), given[0].dtype)
-        if constant is not None:
-            call.facts["constant"] = constant
-        if call.op in CASTS and call.phase != "input" and is_called_by_user() and names_half(call.where):
-            call.facts["cast"] = call.where
-        for name, value in [(it, call.facts[it]) for it in ("constant", "cast") if it in call.facts]:
-            result = plain(given[0])
-            is_lost = (result == 1) | (result == -1 if value[1] == "1" else result.abs() < SMALL)
-            if name == "cast" or (value[1] in ("0", "1") and bool(is_lost.any())):
-                self._notes.add(given, (name, value))
-
-
-def names_half(where: str | None) -> bool:
-    """Says whether a line names a half type, and not that of another tensor."""
-    text = text_of(where)
-    return "half" in text or "float16" in text
+    Constants that became 0, and casts that the script makes, are followed to what they are given to.
+    """
+    for it in of.taken:
+        call.facts |= facts.get(it, {})
+    if given[0].dtype not in HALF_TYPES:
+        return
+    constant = find_lost_constant(call.op, (of.args, of.kwargs), given[0].dtype)
+    if constant is not None:
+        call.facts["constant"] = constant
+    is_cast = call.op in ops.CASTS and call.phase != "input" and is_called_by_user()
+    if is_cast and re.search("half|float16", text_of(call.where)):  # not the type of another tensor
+        call.facts["cast"] = call.where
+    for name, value in [(it, call.facts[it]) for it in ("constant", "cast") if it in call.facts]:
+        result = plain(given[0])
+        is_lost = (result == 1) | (result == -1 if value[1] == "1" else result.abs() < SMALL)
+        if name == "cast" or (value[1] in ("0", "1") and bool(is_lost.any())):
+            for it in given:
+                facts[it] = facts.get(it, {}) | {name: value}
 
 
 def text_of(where: str | None) -> str:
@@ -72,7 +58,7 @@ def text_of(where: str | None) -> str:
     return linecache.getline(*place_of(where))
 
 
-def explain_arguments(origin: Origin, of: Operation, like: list[str]) -> None:
+def explain_arguments(origin: ops.Origin, of: Operation, like: list[str]) -> None:
     """Puts into the facts of what broke what its arguments show; `like` are modules of the class it is in."""
     call, taken = origin.call, of.taken
     call.facts["own"] = is_called_by_user() or call.op in text_of(call.where)  # not a layer of torch's
@@ -82,19 +68,19 @@ def explain_arguments(origin: Origin, of: Operation, like: list[str]) -> None:
     is_length = nothing == "count" and bool(re.search("norm|std|var", text_of(call.where)))
     if nothing and not is_length and (origin.damage.kind == "nan" or nothing == "count"):
         call.facts["nothing"] = nothing
-    if call.op in QUOTIENTS and len(taken) > 1:
+    if call.op in ops.QUOTIENTS and len(taken) > 1:
         call.facts["signed"] = bool((plain(taken[-1]) < 0).any())
-    if call.op in (*QUOTIENTS, "pow", "pow_"):
+    if call.op in (*ops.QUOTIENTS, "pow", "pow_"):
         call.facts["zero"] = divides_by_zero(origin, of.arguments)
-    if call.op in LOGARITHMS and taken[0].dtype is torch.float32:
+    if call.op in ops.LOGARITHMS and taken[0].dtype is torch.float32:
         call.facts["sums"] = "exp(" in text_of(call.where)  # which are small together
     bad = [it for it in constants_in((of.args, of.kwargs), False) if not math.isfinite(it)]
     if bad and call.phase == "optimizer":
         call.facts["given"] = str(float(bad[0]))
-    is_cast = call.op in CASTS or call.phase == "input"  # as of a buffer, by initialize
+    is_cast = call.op in ops.CASTS or call.phase == "input"  # as of a buffer, by initialize
     if is_cast and (constant := find_overflow_of(taken)):
         call.facts["constant"] = constant
-    if call.op in SOFTMAXES:
+    if call.op in ops.SOFTMAXES:
         call.facts.setdefault("constant", (-math.inf, "-inf", call.dtype))
     if constant := find_infinity(origin, of):
         call.facts |= {"constant": constant, "mask": True}
@@ -130,7 +116,7 @@ def constants_in(value: object, counts: bool, depth: int = 3) -> Iterator[float]
             yield from constants_in(each, counts, depth - 1)
 
 
-def note_error(error: Exception, call: Call, of: Operation, origins: Origins, region: Lines) -> None:
+def note_error(error: Exception, call: ops.Call, of: Operation, origins: Origins, region: Lines) -> None:
     """Notes an operation that raises an error, as where a constant does not fit into the type of a tensor."""
     call.facts["error"] = str(error).split("\n")[0]
     if "without overflow" in str(error):
@@ -150,7 +136,7 @@ def find_overflow_of(tensors: Tensors) -> Constant | None:
     return None
 
 
-def find_infinity(origin: Origin, of: Operation) -> Constant | None:
+def find_infinity(origin: ops.Origin, of: Operation) -> Constant | None:
     """Returns the infinity that a mask multiplies by 0, or the lowest number that it adds to another."""
     taken = of.taken
     dtype = str(taken[0].dtype)[6:] if taken else ""
@@ -158,14 +144,14 @@ def find_infinity(origin: Origin, of: Operation) -> Constant | None:
         numbers = [*constants_in((of.args, of.kwargs), False), *(plain(it).min().item() for it in taken)]
         found = next((it for it in numbers if math.isinf(it)), None)
         return None if found is None else (found, str(found), dtype)
-    if origin.call.op in OF_ALL and taken and plain(taken[0]).isinf().any():
+    if origin.call.op in ops.OF_ALL and taken and plain(taken[0]).isinf().any():
         return -math.inf, "-inf", dtype
     lowest = torch.finfo(taken[0].dtype).min if origin.call.op in MASKING and taken else 0.0
     is_added = lowest and origin.damage.kind == "inf" and any((plain(it) == lowest).any() for it in taken)
     return (lowest, "-inf", dtype) if is_added else None
 
 
-def note_written(call: Call) -> bool:
+def note_written(call: ops.Call) -> bool:
     """Notes an infinity that the script writes into what a product takes; says whether it does."""
     is_written = call.op in ("mul", "mul_") and bool(lines_with(call.where, math.inf)[1])
     if is_written:
@@ -177,11 +163,11 @@ def divisor_of(op: str, args: Sequence[object]) -> object:
     """Returns what an operation divides by, None where it does not; a negative power divides as well."""
     place = 1 if op in ("div", "div_", "true_divide") else 0
     power = args[1] if op in ("pow", "pow_") and len(args) > 1 else -1
-    is_quotient = op in (*QUOTIENTS, "pow", "pow_") and isinstance(power, (int, float)) and power < 0
+    is_quotient = op in (*ops.QUOTIENTS, "pow", "pow_") and isinstance(power, (int, float)) and power < 0
     return args[place] if is_quotient and op != "atan2" and len(args) > place else None
 
 
-def divides_by_zero(origin: Origin, operands: Sequence[object]) -> bool | str:
+def divides_by_zero(origin: ops.Origin, operands: Sequence[object]) -> bool | str:
     """Says whether the first bad number is a quotient or a power of 0; "number" of one that is no tensor."""
     if any(isinstance(it, (int, float)) and it == 0 for it in operands[1:]):
         return "number"
@@ -195,7 +181,7 @@ def find_nothing(of: Operation) -> str | None:
     tensors = [it for it in of.arguments if isinstance(it, Tensor)]
     if any(it.numel() == 0 for it in tensors):
         return "empty"
-    if of.name in LOSSES and len(tensors) > 1 and not tensors[1].is_floating_point():
+    if of.name in ops.LOSSES and len(tensors) > 1 and not tensors[1].is_floating_point():
         kept = tensors[1][tensors[1] != of.kwargs.get("ignore_index", -100)]
         weighed = kept if len(tensors) < 3 else tensors[2][kept]
         return "ignored" if not weighed.numel() or (len(tensors) > 2 and not weighed.any()) else None

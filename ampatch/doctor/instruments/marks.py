@@ -29,7 +29,7 @@ class Origins:
         more |= {"attempt": self.attempt, "batch_sizes": self.batch_sizes}
         origin = Origin(call, call.phase, damage, self.micro_step, **more)
         for index, known in enumerate(self.all) if self.is_repeat else ():
-            if origin.is_repeat_of(known):
+            if origin.identity == known.identity:
                 return index
         self.all.append(origin)
         return len(self.all) - 1
@@ -68,28 +68,22 @@ class Origins:
             if origin.damage.kind == "inf" and origin.turns is None and not call.op.startswith("_"):
                 origin.turns = call.op, call.where, damage.element[0] if in_batch else None
 
-    def of_input(self, marks: Collection[int]) -> list[Origin]:
-        """Returns those of some marks that came before the model."""
-        return [self.all[index] for index in marks if self.all[index].phase == "input"]
+    def of(self, phase: str, marks: Collection[int]) -> list[Origin]:
+        """Returns those of some marks that are of a phase: "input" before the model, "loss" after it."""
+        return [self.all[index] for index in marks if self.all[index].phase == phase]
 
     def note_taken(self, marks: Collection[int], phase: str) -> None:
         """Notes the first statement behind the data that takes what is bad there, and how it takes 0."""
-        for call in (it.call for it in self.of_input(marks) if phase != "input"):
+        for call in (it.call for it in self.of("input", marks) if phase != "input"):
             if "taken" not in call.facts:
                 call.facts["taken"] = user_line(), statement_of_zeros()
-
-    def move_to_forward(self, marks: Collection[int]) -> None:
-        """What stands between two models, and goes into the second, is no part of the loss."""
-        for index in marks:
-            if self.all[index].phase == "loss":
-                self.all[index].phase = "forward"
 
     def move_to_step(self, marks: Collection[int], name: str | None) -> bool:
         """What is done to the gradient of a parameter after its backward pass is no part of the next input.
 
         Says whether there are marks.
         """
-        for origin in self.of_input(marks):
+        for origin in self.of("input", marks):
             if origin.attempt == self.attempt and origin.micro_step > self.micro_step:
                 origin.phase, origin.micro_step, origin.parameter = "optimizer", self.micro_step, name
         return bool(marks)

@@ -100,13 +100,11 @@ class Origin:
     turns: tuple[str, str | None, int | None] | None = None  # what made NaN of its inf, where, which sample
     float32_survives: bool | None = None
 
-    def is_repeat_of(self, other: Origin) -> bool:
-        """Says whether another is the same operation at the same place of the same micro-step."""
-        mine, its = (
-            (it.attempt, it.micro_step, it.call.op, it.call.where, it.call.place, it.node, it.parameter)
-            for it in (self, other)
-        )
-        return mine == its
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What it shares with the same operation at the same place of the same micro-step."""
+        call = self.call
+        return (self.attempt, self.micro_step, call.op, call.where, call.place, self.node, self.parameter)
 
 
 def name_of(func: Callable[..., object]) -> str:
@@ -125,13 +123,11 @@ def name_of(func: Callable[..., object]) -> str:
 
 # ---- The graph ----
 
-Bad = Callable[[Call, object, str | None, Tensor, tuple], None]
-
 
 class Graph:
     """Follows the graphs of one step; `on_bad` hears of each bad gradient."""
 
-    def __init__(self, models: Models, on_bad: Bad) -> None:
+    def __init__(self, models: Models, on_bad: Callable[..., None]) -> None:
         self._models, self._on_bad = models, on_bad
         self._nodes: list[object] = []  # kept, so that each stays one object of Python
 
@@ -174,7 +170,7 @@ class Graph:
 
     def half_before(self, tensors: Sequence[Tensor]) -> Call | None:
         """Returns the nearest operation in half of which some tensors come."""
-        for node in islice(nodes_of([it for it in tensors if node_of(it) is not None]), NEAR):
+        for node in islice(nodes_of(tensors), NEAR):
             call = node.metadata.get(KNOWN)
             if call is not None and call.dtype in HALF and call.op not in CASTS:
                 return call
@@ -188,7 +184,7 @@ class Graph:
 
 def nodes_of(roots: Sequence[Tensor], first: int = 0) -> Iterator[object]:
     """Yields the nodes of a graph, each once, but none that is older than the first."""
-    found = [root.grad_fn for root in roots]
+    found = [node_of(root) for root in roots]
     seen: set[object] = set()
     while found:
         node = found.pop()

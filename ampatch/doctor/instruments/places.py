@@ -6,7 +6,7 @@ import os
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from types import FrameType
@@ -21,11 +21,11 @@ from ampatch.doctor.instruments.values import is_finite, is_mask, key_of
 
 OURS = (os.path.dirname(ampatch.__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep)
 INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
-HERE = os.path.dirname(__file__)
-DOCTOR = os.path.dirname(HERE) + os.sep
-# What torch puts between a caller and a function under a mode, and the mode of `--device cpu`.
-BETWEEN = tuple(os.path.join(OURS[1], name) for name in ("overrides.py", "_tensor.py", "_jit_internal.py"))
-BETWEEN += (os.path.join(OURS[0], "apex", "on_cpu.py"),)
+LIBRARIES = (*OURS, *INSTALLED, "<frozen ")
+DOCTOR = os.path.dirname(os.path.dirname(__file__)) + os.sep
+# What torch puts between a caller and a function under a mode, the mode of `--device cpu`, and we.
+BETWEEN = (DOCTOR, "<frozen ", os.path.join(OURS[0], "apex", "on_cpu.py"))
+BETWEEN += tuple(os.path.join(OURS[1], name) for name in ("overrides.py", "_tensor.py", "_jit_internal.py"))
 SHOWN = os.getcwd() + os.sep
 SCALERS = (os.path.join("steps", "scaler.py"), os.path.join("amp", "grad_scaler.py"))
 
@@ -83,9 +83,9 @@ class Models:
         """Returns where a run of modules stands, for `restore`."""
         return self._stack.copy(), self._calls.copy()
 
-    def restore(self, stack: list[Place | None], calls: Counter[int]) -> None:
-        """Goes back to where it stood."""
-        self._stack, self._calls = stack.copy(), calls.copy()
+    def restore(self, stack: Iterable[Place | None] = (), calls: Mapping[int, int] | None = None) -> None:
+        """Goes back to where it stood, or counts calls from 0 again, as each micro-step does."""
+        self._stack, self._calls = list(stack), Counter(calls)
 
     def learn_masters(self, optimizer: Optimizer) -> None:
         """Gives float32 masters, which an optimizer steps, the names of the half parameters they follow."""
@@ -96,11 +96,6 @@ class Models:
         """Notes that the innermost module has ended."""
         if self._stack:
             self._stack.pop()
-
-    def forget_calls(self) -> None:
-        """Counts calls from 0 again, as each micro-step does."""
-        self._calls.clear()
-        self._stack.clear()
 
     def like_place(self) -> list[str]:
         """Returns the modules of the class of the one that runs, in its model."""
@@ -183,7 +178,7 @@ def find_owner(module: Module) -> tuple[str, Module]:
     """Returns the user's name for a model, and the model: the largest module in sight that holds `module`."""
     best, name, size = module, type(module).__name__, 0
     for frame in frames():
-        if not frame.f_code.co_filename.startswith((*OURS, *INSTALLED, "<frozen ")):
+        if not frame.f_code.co_filename.startswith(LIBRARIES):
             for variable, value in {**frame.f_globals, **frame.f_locals}.items():
                 held = unwrap(value) if isinstance(value, Module) else None
                 if held is None or variable == "self":
@@ -230,22 +225,20 @@ def is_called_by_scaler() -> bool:
     return any(it.endswith(SCALERS) for it in inside)
 
 
-def find_caller() -> FrameType | None:
-    """Returns the innermost frame that is neither of the doctor nor what torch puts between."""
-    between = (DOCTOR, *BETWEEN, "<frozen ")
-    return next((it for it in frames() if not it.f_code.co_filename.startswith(between)), None)
+def caller() -> str:
+    """Returns the file that calls, but for the doctor and what torch puts between; torch's of a thread."""
+    frame = next((it for it in frames() if not it.f_code.co_filename.startswith(BETWEEN)), None)
+    return OURS[1] if frame is None else frame.f_code.co_filename
 
 
 def is_called_by_user() -> bool:
     """Says whether neither torch nor ampatch calls."""
-    frame = find_caller()
-    return frame is not None and not frame.f_code.co_filename.startswith(OURS)
+    return not caller().startswith(OURS)
 
 
 def is_called_by_ampatch() -> bool:
     """Says whether ampatch calls, as where it casts."""
-    frame = find_caller()
-    return frame is not None and frame.f_code.co_filename.startswith(OURS[0])
+    return caller().startswith(OURS[0])
 
 
 def is_called_by_doctor() -> bool:

@@ -99,19 +99,14 @@ class Oversized(Instrument):
         super().__init__(clock)
         self.names: dict[str, None] = {}
 
-    def enter_module(self, module: Module, args: tuple) -> None:
-        """Looks at what a layer takes."""
-        self._look(module, args)
-
     def see_output(self, module: Module, output: object) -> None:
-        """Looks at what it gives."""
-        self._look(module, output)
-
-    def _look(self, module: Module, value: object) -> None:
+        """Looks at what a layer gives, and at what it takes."""
         place = self.clock.models.place
         if torch.compiler.is_compiling() or place is None or place.module in self.names:
             return
         if any(True for _ in module.parameters(False)):
             with quiet():
-                if (largest_of(floating_in(value)) or 0.0) > LARGE:
+                if (largest_of(floating_in(output)) or 0.0) > LARGE:
                     self.names[place.module] = None
+
+    enter_module = see_output

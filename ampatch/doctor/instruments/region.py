@@ -41,7 +41,8 @@ def region_in_float32(autocast: str | None, is_model: bool, casts_are_on: bool) 
     calls = (it for it in ast.walk(statement) if isinstance(it, ast.Call))
     if any(isinstance(value_of(it.func, frame), Module) for it in calls):
         return ()
-    in_half = is_half(frame)
+    modules = [value for value in frame.f_locals.values() if isinstance(value, Module)]
+    in_half = any(is_half_tensor(parameter) for module in modules for parameter in module.parameters())
     is_last = isinstance(statement, ast.Return) or name_of_reduction(statement) in ("mean", "sum")
     if in_half and not (is_model and is_last):
         return ()
@@ -119,12 +120,6 @@ def function_in_float32(source: Source, frame: FrameType, decorators: Lines, imp
 def decorated(source: Source, function: ast.stmt, decorators: Lines, imports: Lines) -> Lines:
     """Returns the first line of a function, with what stands above it then."""
     return (*imports, *(f"@{it}" for it in decorators), source.line(function.lineno))
-
-
-def is_half(frame: FrameType) -> bool:
-    """Says whether a module of a frame has half parameters."""
-    modules = [value for value in frame.f_locals.values() if isinstance(value, Module)]
-    return any(parameter.dtype.itemsize == 2 for module in modules for parameter in module.parameters())
 
 
 def is_half_tensor(value: object) -> bool:

@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampatch.doctor.instruments import operations as ops
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operation, Rule
-from ampatch.doctor.instruments.evidence import Evidence, explain_arguments, note_error, note_written
+from ampatch.doctor.instruments.evidence import explain_arguments, follow, note_error, note_written
 from ampatch.doctor.instruments.marks import Marks, Origins
 from ampatch.doctor.instruments.places import (
     is_called_by_ampatch,
@@ -59,7 +60,7 @@ class Trace(Rule):
 
     def _begin_window(self) -> None:
         self.active = self.window is None or self.origins.attempt in self.window
-        self._marks, self._evidence = self._early.copy(), Evidence()
+        self._marks, self._facts = self._early.copy(), WeakTensorKeyDictionary()
         self._graph = ops.Graph(self.models, self._on_bad_gradient)
         self._pending: ops.Call | None = None  # a cast of ours, which is part of what follows
         self._found_in_backward = False
@@ -83,7 +84,7 @@ class Trace(Rule):
             with quiet():
                 self._look_at_batch(args)
                 for parameter in self.models.parameters():
-                    for origin in self.origins.of_input(self._marks.of(parameter)):
+                    for origin in self.origins.of("input", self._marks.of(parameter)):
                         origin.parameter = self.models.name_of(parameter)
                         if self.origins.attempt:  # a script that copies masters itself, after their step
                             origin.phase = "optimizer"
@@ -101,10 +102,11 @@ class Trace(Rule):
     def _look_at_batch(self, args: tuple) -> None:
         for tensor in tensors_in(args):
             marks = self._marks.of(tensor)
-            self.origins.move_to_forward(marks)
+            for origin in self.origins.of("loss", marks):  # it stands between two models
+                origin.phase = "forward"
             if is_finite(tensor):
                 continue
-            for origin in self.origins.of_input(marks):  # made of a part of the batch, shown in all of it
+            for origin in self.origins.of("input", marks):  # made of a part of the batch, shown in all of it
                 if (damage := examine(tensor)).kind == origin.damage.kind:
                     origin.damage = damage
             if not marks:
@@ -191,7 +193,7 @@ class Trace(Rule):
             return
         call = self._describe(operation, given)
         self.origins.is_repeat = self.clock.repeats
-        self._evidence.follow(call, operation, given)
+        follow(self._facts, call, operation, given)
         self._look(call, operation, kept, given)
         for origin in (it for it in self.origins.all if it.call is call):
             explain_arguments(origin, operation, self.models.like_place())
@@ -230,7 +232,9 @@ class Trace(Rule):
             marks = marks | (came := self._marks_of_unseen(call, bad))
         is_new = damage is not None and not came
         is_inf = is_new and damage.kind == "inf" and call.op not in ops.OF_ALL
-        of_mask = is_inf and (bool(bad) or names_infinity(operation))
+        # As the fill value of a mask does; a rate may be infinite.
+        is_named = is_inf and operation.phase != "optimizer" and holds_no_number(operation.arguments)
+        of_mask = is_inf and (bool(bad) or is_named)
         if is_new and not of_mask:
             parameter = self.models.name_of(worst)
             if parameter is None and (call.phase == "optimizer" or call.op in ops.CASTING):
@@ -293,8 +297,3 @@ class Trace(Rule):
         self.origins.came_back.add(mark := self.origins.add(call, examine(made), **more))
         origin = self.origins.all[mark]
         origin.phase, origin.is_of_scale = "backward", ops.is_cured_by_scale(node, taken, self.clock.scale)
-
-
-def names_infinity(operation: Operation) -> bool:
-    """Says whether an argument is inf or NaN itself, as the fill value of a mask; a rate may be infinite."""
-    return operation.phase != "optimizer" and holds_no_number(operation.arguments)

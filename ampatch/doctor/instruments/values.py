@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 import ampatch as amp
 from ampatch.levels.private import unwrap
@@ -183,19 +182,3 @@ def drop_alike(
     if not training:
         return input
     return input * dropout(torch.ones_like(input, dtype=torch.float32), p).to(input.dtype)
-
-
-class TensorNotes:
-    """What is known of tensors, as long as they live."""
-
-    def __init__(self) -> None:
-        self._facts = WeakTensorKeyDictionary()
-
-    def add(self, tensors: list[Tensor], fact: object) -> None:
-        """Adds a fact of some tensors."""
-        for tensor in tensors:
-            self._facts[tensor] = [*self.find(tensor), fact]
-
-    def find(self, tensor: Tensor) -> list:
-        """Returns what is known of a tensor."""
-        return self._facts.get(tensor, [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -51,8 +52,7 @@ class Watch(Instrument):
         self.attempts: list[Attempt] = []
         self._now = Attempt()
         self._since = perf_counter()
-        self._steps: dict[int, int] = {}
-        self._optimizers: list[Optimizer] = []  # kept, so that an id stays one optimizer's
+        self._steps: Counter[Optimizer] = Counter()
         self._is_bad = False  # what a model gave, since the last backward pass
         self._has_backward = False  # since the last attempt
         self._old: set[int] = set()  # parameters whose gradients were bad before it, of another step maybe
@@ -100,10 +100,8 @@ class Watch(Instrument):
             self._now = replace(self.attempts[-1], weights=True, left_out=False, is_again=True)
         own = (it for it in parameters_of(optimizer) if id(it) in self._old)
         self._now.gradients &= all(map(has_finite_grad, own))
-        if id(optimizer) not in self._steps:
-            self._optimizers.append(optimizer)
-        self._now.step = self._steps.get(id(optimizer), 0)
-        self._steps[id(optimizer)] = self._now.step + 1
+        self._now.step = self._steps[optimizer]
+        self._steps[optimizer] += 1
 
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Looks at the weights, at buffers, and at the optimizer's state."""

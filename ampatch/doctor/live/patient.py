@@ -16,7 +16,7 @@ from ampatch.doctor.instruments.clock import ScalerInUse
 from ampatch.doctor.instruments.operations import Call, Origin
 from ampatch.doctor.instruments.values import examine, is_finite
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.live.record import Record
+from ampatch.doctor.live.outcome import Step
 from ampatch.doctor.live.replay import replay
 from ampatch.doctor.runs import Seen
 from ampatch.doctor.suspects import describe_scale
@@ -61,14 +61,8 @@ class Patient(ScalerInUse):
 
     def report(self) -> Report:
         """Returns what was found as `ampatch doctor` reports it; `runs` counts the replays."""
-        return Report(
-            self.findings,
-            self.harmless,
-            describe_scale(self.attempts),
-            (),
-            self.replays,
-            tuple(dict.fromkeys(self.unknown)),
-        )
+        scale, unknown = describe_scale(self.attempts), tuple(dict.fromkeys(self.unknown))
+        return Report(self.findings, self.harmless, scale, (), self.replays, unknown)
 
     def __str__(self) -> str:
         return "\n".join(describe(self.report()))
@@ -101,22 +95,15 @@ class Patient(ScalerInUse):
             it.attempt, it.float32_survives = index, survives
         self.origins += origins
 
-    def examine(
-        self,
-        record: Record,
-        number: int,
-        models: Sequence[Module],
-        optimizers: Sequence[Optimizer],
-        optimizer: Optimizer | None,
-    ) -> None:
+    def examine(self, step: Step, models: Sequence[Module], optimizers: Sequence[Optimizer]) -> None:
         """Replays the latest attempt, and logs what is found."""
         scale = self.attempts[-1].scale or 1.0
-        origins, survives, unknown, oversized = replay(record, models, optimizers, optimizer, scale)
+        origins, survives, unknown, oversized = replay(step, models, optimizers, scale)
         self.replays += 1
         self.oversized += oversized
-        self.unknown += [f"step {number}: {line}" for line in unknown]
+        self.unknown += [f"step {step.number}: {line}" for line in unknown]
         of_weights = [it for it in origins if it.phase == "optimizer" and not it.call.op]
-        grown = max((state.times_grown() for state in record.state.values()), default=1.0)
+        grown = max((state.times_grown() for state in step.record.state.values()), default=1.0)
         self._is_over |= bool(of_weights)
         if of_weights and not self.latest:  # no step has made them
             for it in of_weights:
@@ -124,9 +111,9 @@ class Patient(ScalerInUse):
         elif of_weights:
             origins = [it for it in origins if it not in of_weights]
             if self.attempts[-2].is_finite:
-                note_eps(of_weights, optimizer)
+                note_eps(of_weights, step.optimizer())
                 self._note(self.latest - 1, of_weights, survives, grown)
-            self._blame_weights(self.latest - 1, number - 1)
+            self._blame_weights(self.latest - 1, step.number - 1)
         self._note(self.latest, origins, survives, grown)
         self._tell(is_end=not self.attempts[-1].is_dynamic)  # a static scale searches for nothing
 

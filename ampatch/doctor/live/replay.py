@@ -10,15 +10,14 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operations
 from ampatch.doctor.instruments.operations import Call, Origin
 from ampatch.doctor.instruments.places import unwrap, user_line
 from ampatch.doctor.instruments.precision import Oversized
 from ampatch.doctor.instruments.trace import Trace
 from ampatch.doctor.instruments.values import examine, is_finite, quiet
-from ampatch.doctor.live.frames import call_at
-from ampatch.doctor.live.record import Backward, Forward, Record
+from ampatch.doctor.live.outcome import Step
+from ampatch.doctor.live.record import Backward, Forward, Record, call_at
 from ampatch.doctor.live.rerun import Impossible, InFloat32, Rerun
 from ampatch.doctor.suspects import find_hidden
 from ampatch.levels.ranks import has_ranks
@@ -26,35 +25,28 @@ from ampatch.levels.ranks import has_ranks
 Outcome = tuple[list[Origin], bool | None, list[str], tuple[str, ...]]
 
 
-def replay(
-    record: Record,
-    models: Sequence[Module],
-    optimizers: Sequence[Optimizer],
-    optimizer: Optimizer | None,
-    scale: float,
-) -> Outcome:
+def replay(step: Step, models: Sequence[Module], optimizers: Sequence[Optimizer], scale: float) -> Outcome:
     """Returns the origins of a step, whether float32 survives, what is not known, and oversized layers."""
+    record = step.record
     unknown: list[str] = []
     origins: list[Origin] = []
     survives, oversized = None, None
     try:
         refuse(record, models)
         with as_it_was(record, models):
-            clock = Clock(ExitStack())
-            trace = Trace(clock, None)
-            clock.scale = scale
-            run = Rerun(record, {id(model): unwrap(model) for model in models}, clock)
+            run = Rerun(record, {id(model): unwrap(model) for model in models})
+            run.clock.scale, trace = scale, Trace(run.clock, None)
             try:
-                run_again(run, clock, trace)
+                run_again(run, trace)
             finally:
-                origins = found_by(trace, record, optimizer)
+                origins = found_by(trace, step)
         with as_it_was(record, models):
-            clock = Clock(ExitStack())
-            trace, oversized = Trace(clock, None) if find_hidden(origins) else None, Oversized(clock)
-            again = InFloat32(record, models, optimizers, clock)
-            run_again(again, clock, trace)
+            again = InFloat32(record, models, optimizers)
+            trace = Trace(again.clock, None) if find_hidden(origins) else None
+            oversized = Oversized(again.clock)
+            run_again(again, trace)
             survives = again.is_finite()
-            behind = found_by(trace, record, optimizer) if trace is not None else []
+            behind = found_by(trace, step) if trace is not None else []
             origins = [it for it in behind if it.has_reached] + origins
     except Exception as error:  # of the script's own code, or of torch: training goes on
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -73,9 +65,8 @@ def refuse(record: Record, models: Sequence[Module]) -> None:
     if any(tensor._version != version for tensor, version in record.slots.given):
         raise Impossible("what the step took was written to before its end")
     modules = [each for model in models for each in model.modules()]
-    if any(hasattr(p, "to_local") for model in models for p in model.parameters()) or any(
-        "FullyShardedDataParallel" in type(each).__name__ for each in modules
-    ):
+    are_sharded = any("FullyShardedDataParallel" in type(each).__name__ for each in modules)
+    if are_sharded or any(hasattr(p, "to_local") for model in models for p in model.parameters()):
         raise Impossible("weights are distributed over ranks, and a replay would need all of them")
     if any(isinstance(each, torch.nn.SyncBatchNorm) and each.training for each in modules):
         raise Impossible("SyncBatchNorm computes over all ranks, and a replay is of one")
@@ -100,23 +91,23 @@ def as_it_was(record: Record, models: Sequence[Module]) -> Iterator[None]:
         yield
 
 
-def run_again(run: Rerun, clock: Clock, trace: Trace | None) -> None:
+def run_again(run: Rerun, trace: Trace | None) -> None:
     """Does a step again, which a trace follows."""
-    with clock.undo:
-        clock.follow_modules()
+    with run.clock.undo:
+        run.clock.follow_modules()
         if trace is not None:
-            Operations(clock, [trace]).follow()
+            Operations(run.clock, [trace]).follow()
         run.run()
 
 
-def found_by(trace: Trace, record: Record, optimizer: Optimizer | None) -> list[Origin]:
+def found_by(trace: Trace, step: Step) -> list[Origin]:
     """Returns the origins that a trace found."""
-    if optimizer is not None:
+    if (optimizer := step.optimizer()) is not None:
         with quiet():
             trace.end_attempt(optimizer)
     origins = trace.found()
-    if not record.slots.is_whole and not any(it.has_reached for it in origins):
-        origins += of_unseen_loss(record)
+    if not step.record.slots.is_whole and not any(it.has_reached for it in origins):
+        origins += of_unseen_loss(step.record)
     return origins
 
 

@@ -17,8 +17,7 @@ from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.operations import CASTS, REPEATED, name_of, nodes_of
 from ampatch.doctor.instruments.places import OURS, SCALERS, masters_of, unwrap
 from ampatch.doctor.instruments.values import is_finite, off_casts, quiet, set_random, tensors_in
-from ampatch.doctor.live.frames import call_at
-from ampatch.doctor.live.record import Backward, Forward, Operation, Record, Slot, map_tensors
+from ampatch.doctor.live.record import Backward, Forward, Operation, Record, Slot, call_at, map_tensors
 from ampatch.doctor.live.state import Surroundings, restored
 
 
@@ -29,8 +28,8 @@ class Impossible(Exception):
 class Rerun:
     """Does the events of a record again, with `models` by the ids of those that ran, and tells a clock."""
 
-    def __init__(self, record: Record, models: Mapping[int, Module], clock: Clock) -> None:
-        self._record, self._models, self._clock = record, models, clock
+    def __init__(self, record: Record, models: Mapping[int, Module]) -> None:
+        self._record, self._models, self.clock = record, models, Clock(ExitStack())
         self.values: dict[int, Tensor] = {}
         self.parameters = [p for model in models.values() for p in model.parameters() if p.requires_grad]
         self.casts = True
@@ -69,9 +68,8 @@ class Rerun:
             if model is None:
                 raise Impossible("its model is gone")
             function, self._surroundings = self._models[id(model)], event.surroundings
-        args, kwargs = self.resolve(event.args), self.resolve(event.kwargs)
-        if isinstance(event, Forward):
             set_random(event.random)
+        args, kwargs = self.resolve(event.args), self.resolve(event.kwargs)
         with event.mode.entered(self.casts), restored(self._surroundings):
             run = functools.partial(function, *args, **kwargs)
             self.keep(event.outputs, call_at(event.frames, run))
@@ -83,7 +81,7 @@ class Rerun:
     def _tell_backward(self, event: Backward) -> None:
         returned = [slot for one in self._record.of(Forward) for slot in one.outputs]
         whole = self._record.slots.is_whole and event.loss is not None
-        with self._clock.backward(tuple(self.values[it] for it in ([event.loss] if whole else returned))):
+        with self.clock.backward(tuple(self.values[it] for it in ([event.loss] if whole else returned))):
             self._go_backward(event)
 
     def _go_backward(self, event: Backward) -> None:
@@ -103,10 +101,9 @@ class Rerun:
 
     def _go_through(self, roots: list[Tensor], given: list[Tensor | None], kept: dict[str, object]) -> None:
         """Goes backward to all leaves, as reentrant checkpoints must; only parameters keep gradients."""
+        is_waited_for = any(parameter._post_accumulate_grad_hooks for parameter in self.parameters)
         models = [event.function() for event in self._record.of(Forward)]
-        if any(parameter._post_accumulate_grad_hooks for parameter in self.parameters) or any(
-            isinstance(model, DistributedDataParallel) for model in models
-        ):
+        if is_waited_for or any(isinstance(model, DistributedDataParallel) for model in models):
             raise Impossible("a backward through use_reentrant=True would call what waits for its gradients")
         own = set(map(id, self.parameters))
         with ExitStack() as undo:
@@ -130,15 +127,13 @@ class Rerun:
 class InFloat32(Rerun):
     """Does a step again on float32 copies of the models, with no casts and no loss scale."""
 
-    def __init__(
-        self, record: Record, models: Sequence[Module], optimizers: Sequence[Optimizer], clock: Clock
-    ) -> None:
+    def __init__(self, record: Record, models: Sequence[Module], optimizers: Sequence[Optimizer]) -> None:
         if not record.slots.is_whole:
             raise Impossible("how the loss came of the model is not known")
         masters = {id(half): master for one in optimizers for half, master in masters_of(one)}
         self._twins: dict[int, Tensor] = {}  # parameters of the copies, by the ids of those they stand for
         copies = {id(model): copy_in_float32(unwrap(model), masters, self._twins) for model in models}
-        super().__init__(record, copies, clock)
+        super().__init__(record, copies)
         self.casts = False
 
     def run(self) -> None:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from ampatch.doctor.instruments.places import device_of
-from ampatch.doctor.live.frames import LIBRARIES
+from ampatch.doctor.instruments.places import LIBRARIES, device_of
 
 PLAIN = (int, float, bool, str, type(None))
 OWN = {"training"}

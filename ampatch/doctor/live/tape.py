@@ -10,8 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from ampatch.doctor.instruments.places import is_called_by_ampatch
 from ampatch.doctor.instruments.values import node_of, tensors_in
-from ampatch.doctor.live.frames import capture
-from ampatch.doctor.live.record import Mode, Operation, Record
+from ampatch.doctor.live.record import Mode, Operation, Record, capture
 from ampatch.levels.private import count_function_modes, function_mode, has_function_modes
 
 GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
@@ -68,13 +67,7 @@ class Tape(TorchFunctionMode):
             self._is_on_stack = False
             self.__exit__(None, None, None)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         record = self.record
         if record is None:

@@ -23,10 +23,9 @@ from ampatch.doctor.instruments.clock import with_closure, wrap
 from ampatch.doctor.instruments.places import frames, parameters_of
 from ampatch.doctor.instruments.values import is_finite, node_of, random_of, tensors_in
 from ampatch.doctor.instruments.watch import Attempt
-from ampatch.doctor.live.frames import capture
 from ampatch.doctor.live.outcome import Check, Flag, Step, alive, outcomes_of
 from ampatch.doctor.live.patient import Patient
-from ampatch.doctor.live.record import Backward, Forward, Mode, Record, hold_gradients
+from ampatch.doctor.live.record import Backward, Forward, Mode, Record, capture, hold_gradients
 from ampatch.doctor.live.state import State, take
 from ampatch.doctor.live.tape import Tape
 from ampatch.levels.private import RUN_BACKWARD
@@ -197,8 +196,10 @@ class Watcher:
 
     def _begin_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
         self._tape.stop()
-        if self._is_busy or not self._knows(optimizer) or (self._frame is not None and self._is_inside()):
+        if self._is_busy or not self._knows(optimizer):
             return None
+        if self._frame is not None and any(frame is self._frame for frame in frames()):
+            return None  # inside of a step of ours: a class that calls `super().step()` runs the hooks twice
         self._frame = sys._getframe(1)
         if self._waiting:
             self._resolve()
@@ -275,7 +276,7 @@ class Watcher:
             patient.is_replaying = True
         try:
             models, optimizers = alive(self._models), alive(self._optimizers.values())
-            self._patient.examine(step.record, step.number, models, optimizers, step.optimizer())
+            self._patient.examine(step, models, optimizers)
         finally:
             self._is_busy = False
             for patient in watching:
@@ -284,7 +285,3 @@ class Watcher:
     def _knows(self, optimizer: Optimizer) -> bool:
         find = self._optimizers.get(id(optimizer))
         return find is not None and find() is optimizer
-
-    def _is_inside(self) -> bool:
-        """Says whether a step of ours runs: a class that calls `super().step()` runs the hooks twice."""
-        return any(frame is self._frame for frame in frames())

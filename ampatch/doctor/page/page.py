@@ -11,7 +11,7 @@ from ampatch import __version__
 from ampatch.doctor.against.compare import said_of_comparison
 from ampatch.doctor.finding import Report
 from ampatch.doctor.growth.brakes import first_of, said_of_speed
-from ampatch.doctor.growth.curves import said_of_growth
+from ampatch.doctor.growth.curves import QUANTITIES, said_of_growth, some
 from ampatch.doctor.words import SURVIVES
 from ampatch.tools.page import draw_charts, render
 
@@ -22,11 +22,10 @@ SMALLEST = 1e-6  # an error whose bar has no length
 def write_page(report: Report, script: str) -> str:
     """Returns the page of a report as one HTML file, to be written as UTF-8; charts need matplotlib."""
     growth = report.growth or {"layers": []}
-    layers = sorted(growth["layers"], key=lambda it: lowest(it["headroom"]))  # nearest to overflow first
-    against, first = report.against, None
-    if against:
-        first = against["first"]
-        rows = against["rows"][: max(MOST_ROWS, (first or 0) + 1)]
+    # Those nearest to overflow come first.
+    layers = sorted(growth["layers"], key=lambda it: min(some(it["headroom"]), default=math.inf))
+    if against := report.against:
+        rows = against["rows"][: max(MOST_ROWS, (against["first"] or 0) + 1)]
         against = against | {"rows": [row | {"bar": bar_of(row["error"])} for row in rows]}
     return render(
         Path(__file__).parent,
@@ -36,7 +35,6 @@ def write_page(report: Report, script: str) -> str:
         survives=SURVIVES,
         layers=[describe_layer(layer) for layer in layers[:MOST_ROWS]],
         against=against,
-        first=first,
         said={
             "growth": said_of_growth(report.growth) if report.growth else [],
             "against": said_of_comparison(report.against) if report.against else [],
@@ -48,19 +46,10 @@ def write_page(report: Report, script: str) -> str:
     )
 
 
-def lowest(values: list[float | None]) -> float:
-    """Returns the lowest value that there is, inf of none."""
-    return min((value for value in values if value is not None), default=math.inf)
-
-
 def describe_layer(layer: dict) -> dict[str, object]:
     """Returns a layer with the extremes of its curves."""
-    largest = {
-        name: max((value for value in layer[name] if value is not None), default=None)
-        for name in ("output", "gradient", "gradient_norm", "weight")
-    }
-    room = lowest(layer["headroom"])
-    return layer | largest | {"headroom": None if math.isinf(room) else room}
+    largest = {name: max(some(layer[name]), default=None) for name in QUANTITIES}
+    return layer | largest | {"headroom": min(some(layer["headroom"]), default=None)}
 
 
 def bar_of(error: float | None) -> float:

@@ -24,6 +24,18 @@ EXPLAINED = {
 # Numbers break of these.
 MISUSES = ("not_unscaled", "ignored_edits", "unscaled_twice", "never_stepped", "lost_state", "scaled_penalty")
 MISUSES += ("not_zeroed", "stepped_twice")
+# What the library warns of, by its names of misuse: the fault and the operation.
+WARNED = {
+    "clipping": ("clipped_while_scaled", "clip_grad"),
+    "inside": ("unscaled_backward", "backward"),
+    "outside": ("unscaled_backward", "backward"),
+    "late": ("late_backward", "backward"),
+    "unnamed": ("unnamed_optimizer", "scale_loss"),
+    "GradScaler": ("two_scalers", "step"),
+    "ignored": ("ignored_edits", "step"),
+    "halved": ("half_after_initialize", "half"),
+    "stranger": ("unknown_optimizer", "step"),
+}
 COLON = re.compile(r": (?=(?:[^`]*`[^`]*`)*[^`]*$)")  # that is in no code
 
 
@@ -93,14 +105,14 @@ def explain(fault: SilentFault) -> SilentFault:
         return replace(fault, why=": ".join(why) + ".", remedies=(advice,))
     of_gradient = "gradient" if "init_scale" in fault.numbers else fault.kind
     of_step = "lost_steps" if (fault.kind, fault.op) == ("lost_updates", "step") else of_gradient
-    why, remedies = WORDS["scale_loss" if fault.op == "scale_loss" else of_step]
+    why, *remedies = WORDS["scale_loss" if fault.op == "scale_loss" else of_step]
     if fault.kind == "not_unscaled" and fault.op == "step":
-        remedies = remedies[::-1]
+        remedies.reverse()
     if region := fault.numbers.get("region"):
-        remedies = (pasted(region), *remedies[1:])
+        remedies[0] = pasted(region)
     for name, text in words_of(fault.numbers).items() if of_step == "gradient" else ():
-        remedies = tuple(it.replace(name, text) for it in remedies)
-    return replace(fault, why=why.format(op=fault.op, **fault.numbers), remedies=remedies)
+        remedies = [it.replace(name, text) for it in remedies]
+    return replace(fault, why=why.format(op=fault.op, **fault.numbers), remedies=tuple(remedies))
 
 
 def describe_silent(

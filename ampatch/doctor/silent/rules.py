@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operation, Rule, Site
 from ampatch.doctor.instruments.operations import CASTS, IGNORED
 from ampatch.doctor.instruments.places import is_called_by_ampatch, is_called_by_user, user_line
-from ampatch.doctor.instruments.values import TensorNotes, floating_in, key_of, plain
+from ampatch.doctor.instruments.values import floating_in, key_of, plain
 from ampatch.doctor.silent.fault import Notes, Suspicion
 from ampatch.doctor.silent.scaled import Scaled
 from ampatch.levels.precision import HALF_TYPES
@@ -90,7 +91,7 @@ class Casts(SilentRule):
         clock.wrap(Module, "to", self._cast_module)
 
     def forget(self) -> None:
-        self._casts = TensorNotes()
+        self._casts = WeakTensorKeyDictionary()  # those that a tensor comes of
         self._all: list[Cast] = []
 
     def end_attempt(self, optimizer: Optimizer) -> None:
@@ -106,16 +107,17 @@ class Casts(SilentRule):
         is_half = any(it.dtype in HALF_TYPES for it in given)
         if is_half and self._modules:
             self._look_at_modules(operation)
-        known = [cast for tensor in operation.floating for cast in self._casts.find(tensor)]
+        known = [cast for tensor in operation.floating for cast in self._casts.get(tensor, ())]
         if operation.name in CASTS and not known:
             self._look_at_cast(operation, given)
         if not known:
             return
-        is_view = operation.name in VIEWS or (operation.name in CASTS and not is_half)
+        if operation.name in VIEWS or (operation.name in CASTS and not is_half):
+            for it in given:
+                self._casts[it] = known
+            return
         for cast in known:
-            if is_view:
-                self._casts.add(given, cast)
-            elif is_half and is_undone(operation):
+            if is_half and is_undone(operation):
                 cast.undone = cast.undone or operation.name
             else:
                 cast.has_effect = True
@@ -124,18 +126,16 @@ class Casts(SilentRule):
         came = [tensor.dtype for tensor in (*operation.floating[:1], *given[:1])]
         if came[:1] and came[0] in HALF_TYPES and came[1:] == [torch.float32] and is_called_by_user():
             cast = Cast(operation.site)
-            self._casts.add(given, cast)
+            for it in given:
+                self._casts[it] = [cast]
             self._all.append(cast)
 
     def _cast_module(self, cast: Callable[..., Module], module: Module, *args, **kwargs) -> Module:
         before = {it.dtype for it in module.parameters() if it.is_floating_point()}
         cast(module, *args, **kwargs)
         asked = [getattr(each, "dtype", each) for each in (*args, *kwargs.values())]  # by a type or a tensor
-        if (
-            (cast.__name__ == "float" or torch.float32 in asked)
-            and before == {torch.float32}
-            and is_called_by_user()
-        ):
+        is_to_float32 = cast.__name__ == "float" or torch.float32 in asked
+        if is_to_float32 and before == {torch.float32} and is_called_by_user():
             self._modules[id(module)] = module, cast.__name__, user_line()
         return module
 
@@ -184,13 +184,13 @@ class Lengths(SilentRule):
     """Sums of products in half that are divided by their length, when it may be too late."""
 
     def forget(self) -> None:
-        self._sums = TensorNotes()
+        self._sums = WeakTensorKeyDictionary()  # those that a tensor comes of
 
     def look(self, operation: Operation, kept: object, given: list[Tensor]) -> None:
         """Follows sums to what divides them."""
         if len(given) != 1 or not operation.floating:
             return
-        sums = [it for tensor in operation.floating for it in self._sums.find(tensor)]
+        sums = [it for tensor in operation.floating for it in self._sums.get(tensor, ())]
         if sums and operation.name in QUOTIENTS:
             self._look_at_quotient(operation, sums)
         elif operation.name in PRODUCTS and given[0].dtype is torch.float16:
@@ -200,8 +200,8 @@ class Lengths(SilentRule):
                 sums.append(Suspicion("length_alone", operation.site, numbers))
         elif operation.name not in VIEWS + CASTS:
             return
-        for it in sums:
-            self._sums.add(given, it)
+        if sums:
+            self._sums[given[0]] = sums
 
     def _look_at_quotient(self, quotient: Operation, sums: list[Suspicion]) -> None:
         number = quotient.args[1] if len(quotient.args) > 1 else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,23 +24,38 @@ from ampatch.doctor.instruments.clock import Clock, Instrument
 from ampatch.doctor.instruments.operations import nodes_of
 from ampatch.doctor.instruments.places import SHOWN, is_called_by_doctor, parameters_of, user_line
 from ampatch.doctor.instruments.values import is_finite, plain, tensors_in
-from ampatch.doctor.silent.fault import Notes
-from ampatch.doctor.silent.gradient import Gradient, ScaledLoss
+from ampatch.doctor.silent.fault import WARNED, Notes
 
 MOST_EMPTY = 3
 TINY = 1e-15  # whose square float32 holds
-# What the library warns of, by its names of misuse: the fault and the operation.
-MISUSE = {
-    "clipping": ("clipped_while_scaled", "clip_grad"),
-    "inside": ("unscaled_backward", "backward"),
-    "outside": ("unscaled_backward", "backward"),
-    "late": ("late_backward", "backward"),
-    "unnamed": ("unnamed_optimizer", "scale_loss"),
-    "GradScaler": ("two_scalers", "step"),
-    "ignored": ("ignored_edits", "step"),
-    "halved": ("half_after_initialize", "half"),
-    "stranger": ("unknown_optimizer", "step"),
-}
+
+
+@dataclass(slots=True)
+class Gradient:
+    """What a gradient is made of, since it was made or zeroed.
+
+    `scaler` is set while some of it is scaled; `raw` is the line of a backward pass without a scale;
+    `was_unscaled` says that some of it has been divided by a scale, `stepped` is the version that a step has
+    used, and `is_old` says that a backward pass has added to that.
+    """
+
+    scaler: GradScaler | None = None
+    raw: str | None = None
+    was_unscaled: bool = False
+    stepped: int | None = None
+    is_old: bool = False
+
+
+@dataclass(slots=True)
+class ScaledLoss:
+    """A loss that a scaler has scaled: the node of the graph that did, and whether a backward reached it."""
+
+    scaler: GradScaler
+    node: object
+    where: str | None
+    attempt: int
+    is_finite: bool
+    was_used: bool = False
 
 
 class Scaled(Instrument, amp.Observer):
@@ -78,7 +94,7 @@ class Scaled(Instrument, amp.Observer):
         """Notes what was never used up to the end of the run."""
         self._tell_unused(self._losses)
         if self._waiting > 3 * self._longest:
-            self._notes.add("never_stepped", ("loss", self._waits_at, "scale", None), count=self._waiting)
+            self._tell("never_stepped", "scale", self._waits_at, "loss", count=self._waiting)
 
     def _forget_casts(self, clear: Callable[[], None]) -> None:
         self._stepped_at = None
@@ -90,7 +106,7 @@ class Scaled(Instrument, amp.Observer):
         pairs = [(it["exp_avg"], it["exp_avg_sq"]) for it in optimizer.state.values() if "exp_avg_sq" in it]
         lost = sum(((first.abs() > TINY) & (second == 0)).sum().item() for first, second in pairs)
         if lost:
-            self._notes.add("lost_state", ("optimizer", user_line(), "load_state_dict", None), lost=lost)
+            self._tell("lost_state", "load_state_dict", user_line(), lost=lost)
 
     # ---- The parts of a run ----
 
@@ -102,14 +118,13 @@ class Scaled(Instrument, amp.Observer):
         """Notes a block without a backward pass."""
         backwards, where = self._blocks.pop(loss_id, (-1, None))
         if backwards == self._backwards:
-            self._notes.add("scaled_not_backpropagated", ("loss", where, "scale_loss", None))
+            self._tell("scaled_not_backpropagated", "scale_loss", where, "loss")
 
     def enter_model(self, model: Module, args: tuple) -> None:
         """Asks whether casts of the weights before the latest step are still in use."""
         is_on = any(map(torch.is_autocast_enabled, ("cpu", "cuda"))) and torch.is_autocast_cache_enabled()
         if self._stepped_at is not None and is_on and torch.is_grad_enabled():
-            site = "optimizer", self._stepped_at, "step", None
-            self._notes.add("stale_weights", site, self.clock.attempt - 1)
+            self._tell("stale_weights", "step", self._stepped_at, attempt=self.clock.attempt - 1)
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
         """Asks whether a scaled loss is part of it, and what gradients there are."""
@@ -127,8 +142,7 @@ class Scaled(Instrument, amp.Observer):
     def end_backward(self) -> None:
         """Notes of which kind the new gradients are."""
         for known in map(self._known, self.clock.changed):
-            if known is not None:
-                known.is_old = known.stepped is not None
+            known.is_old = known.stepped is not None
         if self._now is None:
             return
         scaler, where = self._now
@@ -145,35 +159,33 @@ class Scaled(Instrument, amp.Observer):
         self._longest, self._waiting = max(self._longest, self._waiting), 0
         self._look_at_gradients(optimizer)
         if self._penalty is not None:
-            self._notes.add("scaled_penalty", ("loss", self._penalty, "grad", None))
+            self._tell("scaled_penalty", "grad", self._penalty, "loss")
             self._penalty = None
         if scaler is not None and scaler.is_enabled():
             self._tell_raw(optimizer)
         elif (scale := self.scale_of(parameters_of(optimizer))) is not None:
-            self._notes.add("not_unscaled", ("optimizer", user_line(), "step", None), scale=scale)
+            self._tell("not_unscaled", "step", user_line(), scale=scale)
 
     def _look_at_gradients(self, optimizer: Optimizer) -> None:
         """Notes a step of old gradients, or of none, as of parameters that the model has no more."""
         self._stepped_at = user_line()
-        found, site = self._of(optimizer), ("optimizer", self._stepped_at, "step", None)
+        found, now = self._of(optimizer), self.clock.attempt
         self._empty = 0 if found or not self.clock.changed else self._empty + 1
-        if found and all(known is not None and known.is_old for _, known in found):
-            self._notes.add("not_zeroed", site)
-        elif found and all(known is not None and known.stepped == grad._version for grad, known in found):
-            self._notes.add("stepped_twice", site, max(self.clock.attempt - 1, 0))
+        if found and all(known.is_old for _, known in found):
+            self._tell("not_zeroed", "step", self._stepped_at)
+        elif found and all(known.stepped == it.grad._version for it, known in found):
+            self._tell("stepped_twice", "step", self._stepped_at, attempt=max(now - 1, 0))
         elif self._empty == MOST_EMPTY:
-            self._notes.add("no_gradients", site, self.clock.attempt + 1 - MOST_EMPTY)
+            self._tell("no_gradients", "step", self._stepped_at, attempt=now + 1 - MOST_EMPTY)
 
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Notes what was stepped; a loss that was scaled an attempt ago has not been used."""
-        for parameter in parameters_of(optimizer):
-            if parameter.grad is not None:
-                self._gradients[parameter.grad] = Gradient(stepped=parameter.grad._version)
+        for parameter, _ in self._of(optimizer):
+            self._gradients[parameter.grad] = Gradient(stepped=parameter.grad._version)
         now = self.clock.attempt
         self._tell_unused(loss for loss in self._losses if loss.attempt < now)
         # The graphs of the others are kept no longer than they wait.
-        kept = [loss for loss in self._losses if loss.attempt >= now]
-        self._losses = [loss for loss in kept if not loss.was_used]
+        self._losses = [loss for loss in self._losses if loss.attempt >= now and not loss.was_used]
 
     # ---- What is replaced ----
 
@@ -193,16 +205,15 @@ class Scaled(Instrument, amp.Observer):
             unscale(scaler, optimizer)
         except RuntimeError as error:
             if "already been called" in str(error) or "after step()" in str(error):
-                self._notes.add("unscaled_twice", ("optimizer", user_line(), "unscale_", None))
+                self._tell("unscaled_twice", "unscale_", user_line())
             raise
         if not scaler.is_enabled():
             return
         self._tell_raw(optimizer)
-        known = [(it, self._known(it)) for it in parameters_of(optimizer) if it.grad is not None]
-        if any(it is not None and it.was_unscaled for _, it in known):
-            site = "optimizer", user_line(), "unscale_", None
-            self._notes.add("unscaled_twice", site, scale=scaler.get_scale())
-        for parameter, _ in known:
+        found = self._of(optimizer)
+        if any(known.was_unscaled for _, known in found):
+            self._tell("unscaled_twice", "unscale_", user_line(), scale=scaler.get_scale())
+        for parameter, _ in found:
             self._gradients[parameter.grad] = Gradient(was_unscaled=True)
 
     def _get_scale(self, get_scale: Callable[..., float], scaler: GradScaler) -> float:
@@ -221,8 +232,7 @@ class Scaled(Instrument, amp.Observer):
         scale = None if self.was_asked else self.scale_of(given)
         if scale is not None:
             kind = "clipped_while_scaled" if limit < float("inf") else "not_unscaled"
-            numbers = {"limit": float(limit), "scale": scale}
-            self._notes.add(kind, ("optimizer", user_line(), clip.__name__, None), **numbers)
+            self._tell(kind, clip.__name__, user_line(), limit=float(limit), scale=scale)
         return clip(parameters=given, **bound)
 
     def _grad(self, grad: Callable[..., object], outputs: object, *args, **kwargs) -> object:
@@ -233,29 +243,26 @@ class Scaled(Instrument, amp.Observer):
 
     def _hear(self, record: logging.LogRecord) -> bool:
         """Reads a line of the log, of a file, a number and a text, and lets it pass."""
-        kind, op = MISUSE.get(getattr(record, "misuse", ""), ("", ""))
+        kind, op = WARNED.get(getattr(record, "misuse", ""), ("", ""))
         if kind:
             file, number, text = record.args
-            where = f"{str(file).removeprefix(SHOWN)}:{number}"
-            self._notes.add(kind, ("optimizer", where, op, None), said=text)
+            self._tell(kind, op, f"{str(file).removeprefix(SHOWN)}:{number}", said=text)
         return True
 
     # ---- What is known ----
 
     def scale_of(self, parameters: Iterable[Tensor]) -> float | None:
         """Returns the scale that gradients of some of these are multiplied by; None if none is, or by 1."""
-        for parameter in parameters:
-            known = self._known(parameter)
-            if known is not None and known.scaler is not None:
-                return known.scaler.get_scale() if known.scaler.get_scale() != 1 else None
-        return None
+        scalers = (known.scaler for known in map(self._known, parameters) if known.scaler is not None)
+        scale = next((it.get_scale() for it in scalers), 1)
+        return scale if scale != 1 else None
 
-    def _known(self, parameter: Tensor) -> Gradient | None:
-        return None if parameter.grad is None else self._gradients.get(parameter.grad)
+    def _known(self, parameter: Tensor) -> Gradient:
+        known = None if parameter.grad is None else self._gradients.get(parameter.grad)
+        return known or Gradient()
 
-    def _of(self, optimizer: Optimizer) -> list[tuple[Tensor, Gradient | None]]:
-        grads = (it.grad for it in parameters_of(optimizer) if it.grad is not None)
-        return [(it, self._gradients.get(it)) for it in grads]
+    def _of(self, optimizer: Optimizer) -> list[tuple[Tensor, Gradient]]:
+        return [(it, self._known(it)) for it in parameters_of(optimizer) if it.grad is not None]
 
     def _forget(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
@@ -265,9 +272,7 @@ class Scaled(Instrument, amp.Observer):
     def _forget_zeros(self, parameter: Parameter) -> None:
         """A gradient that a script has zeroed by itself is new."""
         known = self._known(parameter)
-        is_mixed = known is not None and (
-            known.raw is not None or known.was_unscaled or known.stepped is not None
-        )
+        is_mixed = known.raw is not None or known.was_unscaled or known.stepped is not None
         if is_mixed and not plain(parameter.grad).any():
             self._forget([parameter])
 
@@ -280,14 +285,15 @@ class Scaled(Instrument, amp.Observer):
             loss.was_used = True
         return found
 
+    def _tell(self, kind: str, op: str, where: str | None, phase: str = "optimizer", **numbers) -> None:
+        self._notes.add(kind, (phase, where, op, None), **numbers)
+
     def _tell_unused(self, losses: Iterable[ScaledLoss]) -> None:
         for loss in losses:
             if loss.is_finite and not loss.was_used:
-                site = "loss", loss.where, "scale", None
-                self._notes.add("scaled_not_backpropagated", site, loss.attempt)
+                self._tell("scaled_not_backpropagated", "scale", loss.where, "loss", attempt=loss.attempt)
 
     def _tell_raw(self, optimizer: Optimizer) -> None:
         """Notes a backward that was not scaled, whose gradients a scaler takes for scaled ones."""
-        known = [it for _, it in self._of(optimizer)]
-        for line in dict.fromkeys(it.raw for it in known if it is not None and it.raw is not None):
-            self._notes.add("unscaled_backward", ("backward", line, "backward", None))
+        for line in dict.fromkeys(it.raw for _, it in self._of(optimizer) if it.raw is not None):
+            self._tell("unscaled_backward", "backward", line, "backward")
