@@ -96,7 +96,7 @@ def apply(script, finding, advice):
     line = int(finding["where"].rpartition(":")[2])
     said, _, text = advice.partition("\n")
     text = dedent(text)
-    if found := re.search(r"where it is used, at .*:(\d+):$", said):
+    if found := re.search(r"where it is (?:used|made), at .*:(\d+):$", said):
         line = int(found[1])
     if "get_submodule" in text:
         return script.replace("optimizer =", f"{text}\noptimizer =", 1)

@@ -16,9 +16,10 @@ from ampatch.__main__ import main
 from ampatch.apex.script import Script
 from ampatch.doctor.instruments.precision import lower_rates
 from ampatch.doctor.instruments.watch import Attempt
+from ampatch.doctor.remedies import bound_exponent
 from ampatch.doctor.runs import Run, Seen
 from ampatch.doctor.suspects import is_flat
-from ampatch.doctor.text.mend import log_source
+from ampatch.doctor.text.mend import constructed, log_source, normalized_source
 from ampatch.doctor.trial.advice import follow, joined
 from ampatch.doctor.trial.edited import edited
 from ampatch.doctor.trial.learning import find_what_learns
@@ -115,6 +116,41 @@ def test_what_is_not_in_a_file_is_left_to_a_reader(file, where):
 def test_the_logarithm_of_a_sigmoid_or_a_softmax_becomes_one_function(tmp_path, line, mended):
     (tmp_path / "net.py").write_text(f"y = {line}\n")
     assert log_source(f"{tmp_path}/net.py:1") == ((f"y = {mended}",) if mended else ())
+
+
+def test_a_loss_that_is_an_object_is_mended_where_it_is_made(tmp_path):
+    (tmp_path / "net.py").write_text("part, loss = 1, nn.CTCLoss()\n\n\ny = loss(a, b)\n")
+    where, lines = constructed(f"{tmp_path}/net.py:4", "CTCLoss", "zero_infinity=True")
+    assert (where, lines) == (f"{tmp_path}/net.py:1", ("part, loss = 1, nn.CTCLoss(zero_infinity=True)",))
+    assert constructed(f"{tmp_path}/net.py:4", "BCELoss", "") == ("", ())
+    advice = "\n".join([f"give it where it is made, at {where}:", *lines])
+    edited = follow(Run("net.py"), [(f"{tmp_path}/net.py:4", advice)]).edits
+    assert edited == {
+        f"{tmp_path}/net.py": "part, loss = 1, nn.CTCLoss(zero_infinity=True)\n\n\ny = loss(a, b)\n"
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "mended"),
+    [
+        ("self.edge(torch.cat([a, b], -1))", "self.edge({}(torch.cat([a, b], -1), dim=1))"),
+        ("self.act(self.edge(x))", "self.act(self.edge({}(x, dim=1)))"),
+        ("layer(x) + x", "layer({}(x, dim=1)) + x"),
+        ("self.parts[0](x, 2)", "self.parts[0]({}(x, dim=1), 2)"),
+        ("torch.exp(x.view(3)) + len(x)", None),
+    ],
+)
+def test_what_a_layer_takes_is_normalized(tmp_path, line, mended):
+    (tmp_path / "net.py").write_text(f"y = {line}\n")
+    expected = mended and (f"y = {mended.format('torch.nn.functional.normalize')}",)
+    assert normalized_source(f"{tmp_path}/net.py:1", "layers.0.edge.1", 1) == (expected or ())
+
+
+def test_an_exponent_that_float32_cannot_hold_is_bounded(tmp_path):
+    (tmp_path / "net.py").write_text("y = torch.exp(a - b) * c\n")
+    finding = sample_finding(op="exp", where=f"{tmp_path}/net.py:1", float32_survives=False)
+    assert bound_exponent(finding).endswith("y = torch.exp((2 * torch.tanh((a - b) / 2))) * c")
+    assert bound_exponent(replace(finding, float32_survives=True)) is None
 
 
 class Plain(torch.optim.Optimizer):

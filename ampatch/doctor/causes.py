@@ -187,7 +187,7 @@ CAUSES = (  # the first that explains a finding is its cause
     Cause(
         "transcript longer than its audio",
         "{made} A target that is longer than its input has no alignment, and the probability 0.",
-        (do.ZERO_INFINITY, do.OR_SHORTER),
+        (do.leave_endless_out, do.OR_SHORTER),
         (),
         ("ctc_loss",),
     ),

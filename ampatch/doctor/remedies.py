@@ -10,7 +10,7 @@ from ampatch.doctor.finding import Finding, words_for
 from ampatch.doctor.instruments.evidence import lines_with
 from ampatch.doctor.instruments.operations import EXPONENTIALS, SUMS
 from ampatch.doctor.instruments.places import SHOWN
-from ampatch.doctor.text.mend import Mend, cast_source, log_source, mended, normalized_source
+from ampatch.doctor.text.mend import Mend, cast_source, constructed, log_source, mended, normalized_source
 from ampatch.doctor.text.source import PASTED, pasted
 
 Remedy = str | Callable[[Finding], str | None]  # None where it does not fit
@@ -195,6 +195,15 @@ def take_logarithm(finding: Finding) -> str | None:
     return PASTED.join(("take the logarithm and what it is of as one:", *lines)) if lines else None
 
 
+def leave_endless_out(finding: Finding) -> str | None:
+    """Leaves targets out that no alignment fits, where the loss is called or made."""
+    said, keyword = "give the loss zero_infinity=True", "zero_infinity=True"
+    if lines := mended(finding.where, "ctc_loss", Mend(keyword=f", {keyword}")):
+        return PASTED.join((f"{said}:", *lines))
+    where, lines = constructed(finding.where, "CTCLoss", keyword)
+    return PASTED.join((f"{said} where it is made, at {where}:", *lines)) if lines else said
+
+
 def count_elements(finding: Finding) -> str | None:
     """Divides a sum by how many there are, where a mean is one of nothing."""
     changed = {"name": "sum"} if finding.op == "mean" else {"keyword": ', reduction="sum"'}
@@ -240,7 +249,6 @@ BOUND = mend(
     "bound what it takes, smoothly, as flows do: exp(2 * tanh(x / 2))", around="(2 * torch.tanh(({x}) / 2))"
 )
 CLAMP_EXPONENT = mend("clamp what it takes: exp(x.clamp(max={top}))", suffix=".clamp(max={top})")
-ZERO_INFINITY = mend("give the loss zero_infinity=True", keyword=", zero_infinity=True")
 ON_LOGITS = "leave out the sigmoid before it, and take nn.BCEWithLogitsLoss: it takes logits"
 ADD_EPS = "add an eps under the root: (x.var() + {eps}).sqrt(), which {dtype} holds"
 MEND_SCHEDULE = "keep the schedule from dividing by 0: step / max(1, warmup_steps)"

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
-from types import FrameType
+from types import FrameType, ModuleType
 
 import torch
 from torch import Tensor
@@ -177,16 +177,26 @@ def device_of(module: Module) -> torch.device:
 def find_owner(module: Module) -> tuple[str, Module]:
     """Returns the user's name for a model, and the model: the largest module in sight that holds `module`."""
     best, name, size = module, type(module).__name__, 0
-    for frame in frames():
-        if not frame.f_code.co_filename.startswith(LIBRARIES):
-            for variable, value in {**frame.f_globals, **frame.f_locals}.items():
-                held = unwrap(value) if isinstance(value, Module) else None
-                if held is None or variable == "self":
-                    continue
-                modules = list(held.modules())
-                if len(modules) > size and any(each is module for each in modules):
-                    best, name, size = held, variable, len(modules)
+    for variable, value in modules_in_sight():
+        modules = list(unwrap(value).modules())
+        if len(modules) > size and any(each is module for each in modules):
+            best, name, size = unwrap(value), variable, len(modules)
     return name, best
+
+
+def modules_in_sight() -> Iterator[tuple[str, Module]]:
+    """Yields the modules of the user's variables, the innermost first, and those that objects hold."""
+    for frame in frames():
+        if frame.f_code.co_filename.startswith(LIBRARIES):
+            continue
+        for variable, value in {**frame.f_globals, **frame.f_locals}.items():
+            if isinstance(value, Module) and variable != "self":
+                yield variable, value
+            elif not isinstance(value, (Module, ModuleType, type)):
+                held = getattr(value, "__dict__", None) or {}
+                yield from (
+                    (f"{variable}.{it}", each) for it, each in held.items() if isinstance(each, Module)
+                )
 
 
 def frames() -> Iterator[FrameType]:

@@ -9,12 +9,13 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operation, Site
 from ampatch.doctor.instruments.operations import CASTS
 from ampatch.doctor.instruments.places import user_line
-from ampatch.doctor.instruments.values import TensorNotes, is_finite, plain
+from ampatch.doctor.instruments.values import is_finite, plain
 from ampatch.doctor.silent.fault import STUCK, Notes
 from ampatch.doctor.silent.rules import VIEWS, SilentRule
 from ampatch.levels.precision import HALF_TYPES
@@ -95,21 +96,24 @@ class Angles(SilentRule):
     """Angles that half rounds by more than 1, where they are taken or in what they are computed of."""
 
     def forget(self) -> None:
-        self._rounded = TensorNotes()  # the operation that took them through half, and that type
+        self._rounded = (
+            WeakTensorKeyDictionary()
+        )  # the operation that took a tensor through half, and the type
 
     def look(self, operation: Operation, kept: object, given: list[Tensor]) -> None:
         """Follows what was in half to a sine."""
         half = next((it.dtype for it in (*operation.floating, *given) if it.dtype in HALF_TYPES), None)
-        known = [fact for tensor in operation.floating for fact in self._rounded.find(tensor)]
+        fact = next((self._rounded[it] for it in operation.floating if it in self._rounded), None)
         is_cast = operation.name in CASTS or given[0].dtype is torch.float32
-        if half is not None and (operation.name in WAVES or is_cast):
-            known.append((operation.site, half))
-        if operation.name not in WAVES:
-            for fact in known[:1] if operation.name in FOLLOWED else ():
-                self._rounded.add(given, fact)
-            return
-        largest = plain(operation.floating[0]).abs().max().item() if operation.floating[0].numel() else 0.0
-        for site, dtype in known[:1]:
-            if (error := largest * torch.finfo(dtype).eps / 2) > 1 and math.isfinite(error):
-                numbers = {"largest": largest, "error": error, "dtype": str(dtype)[6:]}
-                self._notes.add("coarse_angles", site, **numbers)
+        if fact is None and half is not None and (operation.name in WAVES or is_cast):
+            fact = operation.site, half
+        if fact is not None and operation.name in WAVES:
+            self._look_at_angles(plain(operation.floating[0]), *fact)
+        elif fact is not None and operation.name in FOLLOWED:
+            self._rounded.update((tensor, fact) for tensor in given)
+
+    def _look_at_angles(self, angles: Tensor, site: Site, dtype: torch.dtype) -> None:
+        largest = angles.abs().max().item() if angles.numel() else 0.0
+        error = largest * torch.finfo(dtype).eps / 2
+        if 1 < error < math.inf:
+            self._notes.add("coarse_angles", site, largest=largest, error=error, dtype=str(dtype)[6:])

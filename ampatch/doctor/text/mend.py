@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ampatch.doctor.text.source import Edit, Lines, Source, statement_of
+from ampatch.doctor.text.source import Edit, Lines, Source, place_of, statement_of
 
 ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
 OPERATORS = {ast.Div: "div", ast.Pow: "pow"}
@@ -127,6 +127,17 @@ def cast_source(where: str | None) -> Lines:
         cast = f".to({ast.unparse(owner)}.dtype)"
         edits += behind(source.begin(value), source.end(value), isinstance(value, ATOMS), cast)
     return source.edited(statement, edits) if statement and edits else ()
+
+
+def constructed(where: str | None, name: str, keyword: str) -> tuple[str, Lines]:
+    """Returns where the file of a line makes an object of a class, and the statement with a keyword more."""
+    (source, _), (path, _) = statement_of(where), place_of(where)
+    for call in (it for it in ast.walk(source.tree) if isinstance(it, ast.Call)):
+        statement = source.statement_at(call.lineno)
+        if ast.unparse(call.func).rpartition(".")[2] == name and statement:
+            more = f", {keyword}" if call.args or call.keywords else keyword
+            return f"{path}:{statement.lineno}", source.edited(statement, [(source.end(call) - 1, more, 0)])
+    return "", ()
 
 
 def log_source(where: str | None) -> Lines:

@@ -17,7 +17,7 @@ from ampatch.doctor.text.source import Source, place_of
 KEPT = re.compile(r"keep_fp32=(\[.*?\])|for name in (\[.*?\]):")  # modules
 WRITTEN = re.compile(r"write (-?)(\S+) in the place of \1(.+?), at (.+): ")  # a number
 STARTED = re.compile(r"init_scale=2\.0\*\*(-?\d+)")
-THERE = re.compile(r"where it is used, at (.+):$")
+THERE = re.compile(r"where it is (?:used|made), at (.+):$")
 INSTEAD = re.compile(r"# in the place of lines (\d+) to (\d+)\n")
 TENTH = 0.1
 Advice = tuple[str | None, str]  # for a line, "file:line"
