@@ -96,9 +96,7 @@ class Angles(SilentRule):
     """Angles that half rounds by more than 1, where they are taken or in what they are computed of."""
 
     def forget(self) -> None:
-        self._rounded = (
-            WeakTensorKeyDictionary()
-        )  # the operation that took a tensor through half, and the type
+        self._rounded = WeakTensorKeyDictionary()  # the operation that took it through half, and that type
 
     def look(self, operation: Operation, kept: object, given: list[Tensor]) -> None:
         """Follows what was in half to a sine."""
