@@ -42,7 +42,7 @@ class Updates(SilentRule):
         if operation.name not in UPDATES or given[0].dtype not in HALF_TYPES or given[0].numel() < FEWEST:
             return
         into, by = given[0].detach(), operation.args[1] if len(operation.args) > 1 else None
-        if not isinstance(by, Tensor) or into.requires_grad:
+        if not isinstance(by, Tensor):
             return
         weight = operation.kwargs.get("alpha", operation.kwargs.get("weight", (*operation.args, 1)[2]))
         gap = plain(by).float() - (into.float() if operation.name == "lerp_" else 0.0)
