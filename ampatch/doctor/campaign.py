@@ -28,7 +28,7 @@ from ampatch.doctor.suspects import (
     leave_out_mended,
 )
 from ampatch.doctor.trial.learning import find_what_learns, is_lossy, try_silent
-from ampatch.doctor.trial.trial import Trial
+from ampatch.doctor.trial.trial import ENOUGH, Trial
 
 MOST_TRACED = 8  # attempts of one run
 FEWEST_TIMED = 5  # steps, for a median
@@ -82,7 +82,7 @@ class Campaign:
         silent = examine_silent(self.silent, attempts, findings)
         is_due = is_lossy(silent[0]) if silent else is_flat(attempts)
         if self.tries and is_due and not (findings or self.ended):
-            again = self._start("float32", replace(self.run, level="O0", float32=True))
+            again = self._start("float32", replace(self.run, level="O0", float32=True, most=ENOUGH))
             trial = Trial(self._start, lambda _: (), self.run, seen, again)
             silent = try_silent(trial, silent)
             half, autocast = str(growth["half"]), self.seen["traced"].autocast
