@@ -71,14 +71,21 @@ def run(arguments: argparse.Namespace) -> int:
     validate_outputs(arguments)
     given = {"level": arguments.opt_level, "device": script.device, "legacy": script.legacy}
     run = Run(script.name, script.arguments, script.is_module, **given)
-    campaign = Campaign(run, tries=not arguments.no_tries, every=arguments.every)
+    campaign = Campaign(run, tries=not arguments.no_tries, every=arguments.every, tell=show_progress)
     report = campaign.report(arguments.propose, arguments.against)
+    show_progress("")
     print("\n".join(describe(report)), file=sys.stdout)
     try:
         write_outputs(report, arguments, script.name)
     except OSError as error:  # as of a full disk
         raise AmpError(f"the report was not written: {error}") from error
     return 1 if report.findings else 3 if report.untraced else 0
+
+
+def show_progress(text: str) -> None:
+    """Writes a line that the next one takes the place of, where somebody sees it."""
+    if sys.stderr.isatty():
+        print(f"\r{text:<24}\r{text}", end="", file=sys.stderr, flush=True)
 
 
 def open_post_mortem(path: Path) -> int:
