@@ -14,12 +14,14 @@ from torch import nn
 from ampatch import AmpError
 from ampatch.__main__ import main
 from ampatch.apex.script import Script
-from ampatch.doctor.instruments.precision import lower_rates
+from ampatch.doctor.instruments.clock import Clock
+from ampatch.doctor.instruments.precision import LoweredRates
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.remedies import bound_exponent
 from ampatch.doctor.runs import Run, Seen
 from ampatch.doctor.suspects import is_flat
-from ampatch.doctor.text.mend import constructed, log_source, normalized_source
+from ampatch.doctor.text.logarithm import log_source
+from ampatch.doctor.text.mend import constructed, normalized_source
 from ampatch.doctor.trial.advice import follow, joined
 from ampatch.doctor.trial.edited import edited
 from ampatch.doctor.trial.learning import find_what_learns
@@ -109,6 +111,12 @@ def test_what_is_not_in_a_file_is_left_to_a_reader(file, where):
         ("torch.log(1 - torch.sigmoid(x) + EPS)", "torch.nn.functional.logsigmoid(-(x))"),
         ("F.softmax(z / t, dim=-1).log()", "torch.nn.functional.log_softmax(z / t, dim=-1)"),
         ("p * (q.softmax(-1) + 1e-9).log()", "p * torch.nn.functional.log_softmax(q, -1)"),
+        ("torch.exp(x - y).sum(1, keepdim=True).log()", "torch.logsumexp(x - y, 1, keepdim=True)"),
+        ("torch.log(torch.sum(x.exp(), dim=-1) + 1e-8)", "torch.logsumexp(x, dim=-1)"),
+        ("torch.log1p(torch.exp(-x))", "torch.nn.functional.softplus(-x)"),
+        ("torch.log(1 + x.exp())", "torch.nn.functional.softplus(x)"),
+        ("torch.log(x.exp().sum(1) + y)", None),
+        ("torch.log(x.exp().sum())", None),
         ("torch.log(p)", None),
         ("torch.log(1 - torch.softmax(x, -1))", None),
     ],
@@ -153,21 +161,29 @@ def test_an_exponent_that_float32_cannot_hold_is_bounded(tmp_path):
     assert bound_exponent(replace(finding, float32_survives=True)) is None
 
 
-class Plain(torch.optim.Optimizer):
+class Rated(torch.optim.Optimizer):
     def step(self, closure=None):
-        """Changes nothing."""
+        """Notes its rates."""
+        self.rates = [it.get("lr") for it in self.param_groups]
 
 
-def test_a_rate_that_an_optimizer_finds_by_itself_is_left_to_it():
+def test_a_rate_is_lowered_whoever_sets_it_unless_an_optimizer_finds_it():
     layer = nn.Linear(2, 1)
     with ExitStack() as undo:
-        lower_rates(0.1, undo)
+        LoweredRates(clock := Clock(undo), 0.1)
+        clock.follow_run()
         groups = [{"params": [layer.weight], "lr": None}, {"params": [layer.bias]}]
-        optimizer = Plain(groups, {"lr": 2.0})
-        without = Plain([layer.weight], {})
-    assert [it["lr"] for it in optimizer.param_groups] == [None, 0.2]
-    assert "lr" not in without.param_groups[0]
-    assert torch.optim.SGD([layer.weight], lr=2.0).param_groups[0]["lr"] == 2.0  # undone
+        optimizer, without = Rated(groups, {"lr": 2.0}), Rated([layer.weight], {})
+        found = []
+        for rate in (2.0, 4.0, 4.0):
+            optimizer.param_groups[1]["lr"] = rate  # as a schedule by hand does
+            optimizer.step()
+            found.append((optimizer.rates, optimizer.param_groups[1]["lr"]))
+        without.step()
+    assert found == [([None, 0.2], 2.0), ([None, 0.4], 4.0), ([None, 0.4], 4.0)]
+    assert without.rates == [None]
+    optimizer.step()
+    assert optimizer.rates == [None, 4.0]  # undone
 
 
 @pytest.mark.parametrize("is_module", [False, True])

@@ -43,7 +43,7 @@ class Campaign:
     launch: Launch = start_process
     tries: bool = False  # whether advice is tried
     every: int = 0  # attempts between those that are noted; 0: as many as curves need
-    tell: Callable[[str], None] = lambda _: None  # hears of each run
+    tell: Callable[[str], None] | None = None  # hears of each run
     runs: int = 0
     unknown: list[str] = field(default_factory=list)
     seen: dict[str, Seen] = field(default_factory=dict)  # of the last run of a name
@@ -228,7 +228,8 @@ class Campaign:
     def _start(self, name: str, run: Run) -> Seen:
         """Runs the script in a process of its own, and returns what it left."""
         self.runs += 1
-        self.tell(f"run {self.runs}: {name}")
+        if self.tell:
+            self.tell(f"run {self.runs}: {name}")
         with tempfile.TemporaryDirectory(prefix="ampatch-doctor-") as folder:
             out = Path(folder, "seen")
             status, said = self.launch(replace(run, out=str(out)), Path(folder))

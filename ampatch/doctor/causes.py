@@ -204,7 +204,7 @@ CAUSES = (  # the first that explains a finding is its cause
     Cause(
         "power at 0 or below",
         "{made} x ** p is no number below 0, and at 0 it is infinite for p < 0, its derivative for p < 1.",
-        (do.CLAMP_BASE, *PRECISION),
+        (do.CLAMP_BASE, do.leave_nothing_out, *PRECISION),
         (is_steep,),
         ("pow", "pow_"),
     ),
@@ -248,7 +248,7 @@ CAUSES = (  # the first that explains a finding is its cause
     Cause(
         "division by 0",
         "{made} It divides by 0, or by a number that is too small{tiny}.",
-        (do.CLAMP_DIVISOR, *PRECISION),
+        (do.CLAMP_DIVISOR, do.leave_nothing_out, *PRECISION),
         (lambda it: it.facts.get("zero", True),),
         ops.QUOTIENTS,
     ),
@@ -256,7 +256,16 @@ CAUSES = (  # the first that explains a finding is its cause
     Cause(
         "exponential",
         "{made}{limit}",
-        (do.keep, do.paste, do.CLAMP_EXPONENT, do.bound_exponent, do.OR_MAXIMUM, *SMALLER, do.take_bfloat16),
+        (
+            do.take_logarithm,
+            do.keep,
+            do.paste,
+            do.CLAMP_EXPONENT,
+            do.bound_exponent,
+            do.OR_MAXIMUM,
+            *SMALLER,
+            do.take_bfloat16,
+        ),
         (FORWARD,),
         ops.EXPONENTIALS,
     ),
@@ -268,7 +277,11 @@ CAUSES = (  # the first that explains a finding is its cause
         (),
         ("accumulate_grad",),
     ),
-    Cause("magnitude", "{made}{limit}", (*SMALLER, do.keep, do.paste, do.divide_first, do.take_bfloat16)),
+    Cause(
+        "magnitude",
+        "{made}{limit}",
+        (do.take_logarithm, *SMALLER, do.keep, do.paste, do.divide_first, do.take_bfloat16),
+    ),
 )
 
 

@@ -60,7 +60,7 @@ def look(run: Run, clock: Clock) -> Callable[[], Seen]:
     if run.init_scale is not None:
         precision.make_with(torch.amp.GradScaler, clock.undo, init_scale=run.init_scale)
     if run.rate != 1.0:
-        precision.lower_rates(run.rate, clock.undo)
+        precision.LoweredRates(clock, run.rate)
     watch, growth = Watch(clock, run.most), None if run.every is None else Growth(clock, run.every)
     brakes = Brakes(clock) if run.speed else None
     oversized = precision.Oversized(clock) if run.float32 else None

@@ -10,7 +10,8 @@ from ampatch.doctor.finding import Finding, words_for
 from ampatch.doctor.instruments.evidence import lines_with
 from ampatch.doctor.instruments.operations import EXPONENTIALS, SUMS
 from ampatch.doctor.instruments.places import SHOWN
-from ampatch.doctor.text.mend import Mend, cast_source, constructed, log_source, mended, normalized_source
+from ampatch.doctor.text.logarithm import log_source
+from ampatch.doctor.text.mend import Mend, cast_source, constructed, mended, normalized_source
 from ampatch.doctor.text.source import PASTED, pasted
 
 Remedy = str | Callable[[Finding], str | None]  # None where it does not fit
@@ -195,6 +196,12 @@ def take_logarithm(finding: Finding) -> str | None:
     return PASTED.join(("take the logarithm and what it is of as one:", *lines)) if lines else None
 
 
+def leave_nothing_out(finding: Finding) -> str | None:
+    """Makes a quotient, or a negative power, of nothing 0, as that of a node without edges."""
+    is_apt = finding.facts.get("inverse") and not (finding.facts.get("signed") or finding.float32_survives)
+    return TAKE_0(finding) if is_apt else None
+
+
 def leave_endless_out(finding: Finding) -> str | None:
     """Leaves targets out that no alignment fits, where the loss is called or made."""
     said, keyword = "give the loss zero_infinity=True", "zero_infinity=True"
@@ -221,6 +228,7 @@ COUNT_TARGETS = mend(
 CLAMP_COUNT = mend("clamp the count", "divide by count.clamp(min=1)", suffix=".clamp(min=1)")
 CLAMP_ROOT = mend("clamp what is under the root: x.clamp(min={eps})", suffix=CLAMP)
 CLAMP_BASE = mend("clamp the base: x.clamp(min={eps}) ** p", suffix=CLAMP)
+TAKE_0 = mend("or take 0 for it where there is nothing to divide by", suffix=".where({x} > 0, float('inf'))")
 CLAMP_LOG = mend(
     "clamp before the log, or take a loss on logits (binary_cross_entropy_with_logits, cross_entropy)",
     "clamp before the log: x.clamp(min={eps}).log(), or take a loss on logits "

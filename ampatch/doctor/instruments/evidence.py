@@ -72,6 +72,7 @@ def explain_arguments(origin: ops.Origin, of: Operation, like: list[str]) -> Non
         call.facts["signed"] = bool((plain(taken[-1]) < 0).any())
     if call.op in (*ops.QUOTIENTS, "pow", "pow_"):
         call.facts["zero"] = divides_by_zero(origin, of.arguments)
+        call.facts["inverse"] = divisor_of(call.op, of.args) is not None
     if call.op in ops.LOGARITHMS and taken[0].dtype is torch.float32:
         call.facts["sums"] = "exp(" in text_of(call.where)  # which are small together
     bad = [it for it in constants_in((of.args, of.kwargs), False) if not math.isfinite(it)]

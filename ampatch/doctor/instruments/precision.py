@@ -37,18 +37,6 @@ def without_casts(undo: ExitStack) -> None:
     make_with(torch.autocast, undo, enabled=False)
 
 
-def lower_rates(factor: float, undo: ExitStack) -> None:
-    """Multiplies the learning rates that optimizers begin with, but for None: those find theirs."""
-
-    def lowered(init: Callable[..., None], optimizer: Optimizer, *args: object, **kwargs: object) -> None:
-        init(optimizer, *args, **kwargs)
-        for group in optimizer.param_groups:
-            if group.get("lr") is not None:
-                group["lr"] *= factor
-
-    wrap(Optimizer, "__init__", lowered, undo)
-
-
 def note_autocast_without_gpu(undo: ExitStack) -> set[str]:
     """Returns a set that gets the lines that turn on autocast for CUDA where there is none, until undone.
 
@@ -64,6 +52,26 @@ def note_autocast_without_gpu(undo: ExitStack) -> set[str]:
 
     wrap(torch.autocast, "__init__", noted, undo)
     return lines
+
+
+class LoweredRates(Instrument):
+    """Multiplies the learning rates of each step, whoever sets them; an optimizer finds None by itself."""
+
+    def __init__(self, clock: Clock, factor: float) -> None:
+        super().__init__(clock)
+        self._factor = factor
+        self._given: list[tuple[dict, object]] = []
+
+    def begin_attempt(self, optimizer: Optimizer, scaler: object) -> None:
+        """Lowers them."""
+        self._given = [(it, it["lr"]) for it in optimizer.param_groups if it.get("lr") is not None]
+        for group, rate in self._given:
+            group["lr"] = rate * self._factor
+
+    def end_attempt(self, optimizer: Optimizer) -> None:
+        """Puts them back, for what a schedule makes of them."""
+        for group, rate in self._given:
+            group["lr"] = rate
 
 
 class Keeper:

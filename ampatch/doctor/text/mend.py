@@ -13,7 +13,6 @@ from ampatch.doctor.text.source import Edit, Lines, Source, place_of, statement_
 ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
 OPERATORS = {ast.Div: "div", ast.Pow: "pow"}
 PUTTING = re.compile(r"(masked_)?scatter|index_(add|copy|put|reduce)|copy_")
-LOGARITHMS = ("sigmoid", "softmax")  # of which logarithms are functions of their own
 NAMESPACES = ("torch", "F", "functional", "linalg", "special")
 
 
@@ -138,29 +137,6 @@ def constructed(where: str | None, name: str, keyword: str) -> tuple[str, Lines]
             more = f", {keyword}" if call.args or call.keywords else keyword
             return f"{path}:{statement.lineno}", source.edited(statement, [(source.end(call) - 1, more, 0)])
     return "", ()
-
-
-def log_source(where: str | None) -> Lines:
-    """Returns the statement at a line with the logarithm of a sigmoid or a softmax as one function."""
-    source, statement = statement_of(where)
-    edits: list[Edit] = []
-    for node in ast.walk(statement) if statement else ():
-        taken, _, _ = operand_of(source, node, "log")
-        if isinstance(taken, ast.BinOp) and isinstance(taken.op, ast.Add):  # of an eps
-            taken = taken.left
-        sign = ""
-        match taken:
-            case ast.BinOp(op=ast.Sub(), left=ast.Constant(value=1), right=other):
-                taken, sign = other, "-"
-        for name in LOGARITHMS[: 1 if sign else 2]:
-            inner, _, _ = operand_of(source, taken, name) if taken else (None, 0, True)
-            if inner is not None:
-                rest = [*(it for it in taken.args if it is not inner), *taken.keywords]
-                x = f"{sign}({ast.unparse(inner)})" if sign else ast.unparse(inner)
-                one = "logsigmoid" if name == "sigmoid" else "log_softmax"
-                new = f"torch.nn.functional.{one}({', '.join([x, *map(ast.unparse, rest)])})"
-                edits.append((source.begin(node), new, source.end(node) - source.begin(node)))
-    return source.edited(statement, edits) if statement and edits else ()
 
 
 def normalized_source(where: str | None, module: str, dim: int) -> Lines:
