@@ -14,7 +14,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from ampatch.doctor.instruments.clock import Clock, Instrument
-from ampatch.doctor.instruments.operations import name_of
+from ampatch.doctor.instruments.operations import RUNNING, name_of
 from ampatch.doctor.instruments.places import Place, user_line
 from ampatch.doctor.instruments.values import Tensors, inexact_in, quiet
 from ampatch.patching.patcher import Patcher
@@ -52,6 +52,11 @@ class Operation:
     def where(self) -> str | None:
         """The user's line, asked for while the call runs."""
         return user_line()
+
+    @property
+    def writes(self) -> bool:
+        """Whether it writes into what it takes."""
+        return self.name.endswith("_") or self.name in RUNNING or "out" in self.kwargs
 
     @property
     def arguments(self) -> tuple[object, ...]:

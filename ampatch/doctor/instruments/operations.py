@@ -38,6 +38,7 @@ LOSSES = ("cross_entropy", "nll_loss", "nll_loss_nd", "cross_entropy_loss")
 RUNNING = ("batch_norm", "instance_norm")
 OF_ALL = ("mean", "sum", *LOSSES)  # which hide no mask
 SOFTMAXES = ("softmax", "log_softmax")
+WEIGHING = ("softmax", "attention", "cross_entropy")  # these make NaN of nothing but -inf
 DOMAINS = ("acos", "asin", "arccos", "arcsin", "atanh", "acosh")
 ADDCDIV = ("addcdiv_", "_foreach_addcdiv_", "_fused_adam_", "_fused_adamw_")  # of optimizers
 NORMALIZERS = ("normalize", "cosine_similarity", "pairwise_distance", *ADDCDIV)

@@ -18,20 +18,17 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampatch.doctor.instruments import operations as ops
+from ampatch.doctor.instruments import places
 from ampatch.doctor.instruments.clock import Clock
 from ampatch.doctor.instruments.dispatch import Operation, Rule
 from ampatch.doctor.instruments.evidence import explain_arguments, follow, note_error, note_written
 from ampatch.doctor.instruments.marks import Marks, Origins
-from ampatch.doctor.instruments.places import (
-    is_called_by_ampatch,
-    is_called_by_scaler,
-    parameters_of,
-    user_line,
-)
 from ampatch.doctor.instruments.region import function_at, is_half_tensor, region_of
 from ampatch.doctor.instruments.values import (
+    Kept,
     Tensors,
     examine,
+    examine_all,
     holds_no_number,
     inexact_in,
     is_finite,
@@ -40,9 +37,6 @@ from ampatch.doctor.instruments.values import (
     quiet,
     tensors_in,
 )
-
-WEIGHING = ("softmax", "attention", "cross_entropy")  # these make NaN of nothing but -inf
-Kept = tuple[Tensors, float | None]  # what is bad before an operation, and the largest number
 
 
 class Trace(Rule):
@@ -96,8 +90,8 @@ class Trace(Rule):
 
     def _note_batch_sizes(self, args: tuple) -> None:
         with quiet():
-            padded = [it for it in args if not isinstance(it, PackedSequence)]
-            self.origins.batch_sizes = tuple(it.shape[0] for it in tensors_in(padded) if it.dim())
+            sized = tensors_in([it for it in args if not isinstance(it, PackedSequence)])
+            self.origins.batch_sizes = tuple(it.shape[0] for it in sized if it.dim())
 
     def _look_at_batch(self, args: tuple) -> None:
         for tensor in tensors_in(args):
@@ -110,7 +104,7 @@ class Trace(Rule):
                 if (damage := examine(tensor)).kind == origin.damage.kind:
                     origin.damage = damage
             if not marks:
-                self._marks.add(tensor, self.origins.add_data(tensor, self.models.place, user_line()))
+                self._marks.add(tensor, self.origins.add_data(tensor, self.models.place, places.user_line()))
             self.origins.note_taken(self._marks.of(tensor), "model")
 
     def begin_backward(self, losses: tuple[Tensor, ...]) -> None:
@@ -137,7 +131,9 @@ class Trace(Rule):
             self.origins.reach(self.origins.came_back)
             is_old = name in self._old and bool(self.origins.all)
             if not (self._found_in_backward or is_old):
-                call = ops.Call("accumulate_grad", "backward", None, user_line(), str(parameter.dtype)[6:])
+                call = ops.Call(
+                    "accumulate_grad", "backward", None, places.user_line(), str(parameter.dtype)[6:]
+                )
                 more = {"parameter": name, "is_of_scale": True}
                 self.origins.reach([self.origins.add(call, examine(gradient), **more)])
                 self._found_in_backward = True
@@ -152,12 +148,15 @@ class Trace(Rule):
         """Looks at the gradients that an optimizer takes."""
         if self.active:
             self.models.learn_masters(optimizer)
-            self._look_at_gradients(parameters_of(optimizer))
+            self._look_at_gradients(places.parameters_of(optimizer))
 
     def end_attempt(self, optimizer: Optimizer) -> None:
         """Looks at what the step made of the weights; the next window begins."""
         if self.active:
-            weights = (*parameters_of(optimizer), *self.models.parameters())  # masters, and their halves
+            weights = (
+                *places.parameters_of(optimizer),
+                *self.models.parameters(),
+            )  # masters, and their halves
             lost = (*(it for it in weights if not is_finite(it)), *self.models.lost_buffers())
             self.origins.reach(self._marks.of(*lost))
         self.origins.end_attempt()
@@ -175,14 +174,13 @@ class Trace(Rule):
         """Of a backward pass the graph tells."""
         return self.active and not self.clock.is_away and name not in ops.IGNORED
 
-    def before(self, operation: Operation) -> Kept:
-        """Returns what is bad before the operation, and the largest number."""
-        bad = [it for it in operation.taken if not is_finite(it)]
+    def before(self, operation: Operation) -> Kept | None:
+        """Returns what is bad before an operation that writes into it, and the largest number."""
         if operation.name in ops.ASKING and operation.phase != "input":
-            self.origins.asked |= self._marks.of(*bad)
-        return bad, largest_of(operation.taken)
+            self.origins.asked |= self._marks.of(*(it for it in operation.taken if not is_finite(it)))
+        return examine_all(operation.taken) if operation.writes else None
 
-    def after(self, operation: Operation, kept: Kept, result: object) -> None:
+    def after(self, operation: Operation, kept: Kept | None, result: object) -> None:
         """Follows what is bad, and what arguments show."""
         given = inexact_in(result)
         if operation.name.endswith("_") and operation.args:  # in place; of functions named _foreach_ a list
@@ -205,7 +203,7 @@ class Trace(Rule):
             note_error(error, call, operation, self.origins, self._region(call, operation))
 
     def _describe(self, operation: Operation, given: Tensors) -> ops.Call:
-        is_ours, name = is_called_by_ampatch(), operation.name
+        is_ours, name = places.is_called_by_ampatch(), operation.name
         call = self._pending if is_ours else None
         if call is None or call.place != operation.place:  # the cast of a model's input is no layer's
             call = ops.Call(name, operation.phase, operation.place, operation.where)
@@ -217,14 +215,17 @@ class Trace(Rule):
         """Learns of a function whose node has no operation."""
         self._graph.tag(operation.taken, given, self._describe(operation, given))
 
-    def _look(self, call: ops.Call, operation: Operation, kept: Kept, given: Tensors) -> None:
+    def _look(self, call: ops.Call, operation: Operation, kept: Kept | None, given: Tensors) -> None:
         """Looks at what an operation gives."""
-        taken, (bad, largest) = operation.taken, kept
+        taken, marks = operation.taken, self._marks.of(*operation.taken)
         self._graph.tag(taken, given, call)
-        marks, came = self._marks.of(*taken), self._marks.of(*bad)
-        if any(word in call.op for word in WEIGHING):
-            came -= self.origins.quiet
         worst = next((tensor for tensor in given if not is_finite(tensor)), None)
+        if kept is None and (marks or worst is not None):
+            kept = examine_all(taken)
+        bad, largest = kept or ([], None)
+        came = self._marks.of(*bad)
+        if any(word in call.op for word in ops.WEIGHING):
+            came -= self.origins.quiet
         damage = None if worst is None else examine(worst, bool(bad))
         if bad and damage is None and not any(it.requires_grad for it in bad):  # data that a mask hides
             marks = self._marks.of(*filter(is_finite, taken))
@@ -240,7 +241,7 @@ class Trace(Rule):
             if parameter is None and (call.phase == "optimizer" or call.op in ops.CASTING):
                 parameter = self.models.name_beside(worst, given, taken)
             # Only a scaler multiplies a loss by itself, in code of ours or torch's.
-            is_scaling = call.phase == "loss" and call.op == "mul" and is_called_by_scaler()
+            is_scaling = call.phase == "loss" and call.op == "mul" and places.is_called_by_scaler()
             more = {"input_largest": largest, "parameter": parameter, "is_of_scale": is_scaling}
             more["region"] = self._region(call, operation)
             marks = {*marks, self.origins.add(call, damage, **more)}
@@ -279,8 +280,7 @@ class Trace(Rule):
             return
         self._found_in_backward = True
         self.origins.came_back |= call.origins
-        given = [tensor for tensor in taken if tensor is not None]
-        if call.origins or not all(map(is_finite, given)):
+        if call.origins or not all(map(is_finite, given := [*tensors_in(taken)])):
             return
         if call.infinite is not None and call.is_data and not note_written(call):  # it was no mask
             data = ops.Call("", "input", call.place, call.where)
@@ -294,6 +294,6 @@ class Trace(Rule):
             call.facts["alike"] = self._graph.modules_like(call)
         call.facts["function"] = hasattr(node, "saved_tensors")  # one of Python
         more = {"input_largest": largest_of(given), "parameter": parameter, "node": node.name()}
+        more["is_of_scale"] = ops.is_cured_by_scale(node, taken, self.clock.scale)
         self.origins.came_back.add(mark := self.origins.add(call, examine(made), **more))
-        origin = self.origins.all[mark]
-        origin.phase, origin.is_of_scale = "backward", ops.is_cured_by_scale(node, taken, self.clock.scale)
+        self.origins.all[mark].phase = "backward"

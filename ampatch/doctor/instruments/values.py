@@ -15,6 +15,7 @@ from ampatch.levels.private import unwrap
 from ampatch.tools.tensors import tensors_in
 
 Tensors = list[Tensor]
+Kept = tuple[Tensors, float | None]  # what is bad among what an operation takes, and the largest number
 HALF = ("float16", "bfloat16")  # in `Damage.dtype`
 
 
@@ -111,6 +112,11 @@ def largest_of(tensors: list[Tensor]) -> float | None:
         (each[torch.isfinite(each)].amax().item() for each in values if torch.isfinite(each).any()),
         default=None,
     )
+
+
+def examine_all(tensors: Tensors) -> Kept:
+    """Returns what is bad among some tensors, and the largest number in all."""
+    return [it for it in tensors if not is_finite(it)], largest_of(tensors)
 
 
 def node_of(tensor: Tensor) -> object:
