@@ -82,7 +82,7 @@ class Campaign:
         harmless = merge(attempts, [it for it in origins if not it.has_reached])
         silent = examine_silent(self.silent, attempts, findings)
         is_due = is_lossy(silent[0]) if silent else is_flat(attempts)
-        if self.tries and is_due and not (findings or self.ended):
+        if self.tries and attempts and is_due and not (findings or self.ended):
             again = self._start("float32", replace(self.run, level="O0", float32=True, most=ENOUGH))
             trial = Trial(self._start, lambda _: (), self.run, seen, again)
             silent = try_silent(trial, silent)
