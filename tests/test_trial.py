@@ -25,7 +25,7 @@ from ampatch.doctor.text.mend import constructed, normalized_source
 from ampatch.doctor.trial.advice import follow, joined
 from ampatch.doctor.trial.edited import edited
 from ampatch.doctor.trial.learning import find_what_learns
-from ampatch.doctor.trial.trial import Trial
+from ampatch.doctor.trial.trial import Trial, find_break
 from ampatch.doctor.words import describe_finding
 from doctor_samples import sample_finding
 from faults import report_on
@@ -240,7 +240,7 @@ def order_of(came, first="", again=GOOD):
     return [it.removeprefix("opt_level ") for it in found.remedies], found.tried
 
 
-LAST = "O0: float32 throughout, since nothing less was enough"
+LAST = "O0: float32 throughout; nothing less that was tried was enough"
 TRAINS, BREAKS = "the script trains, its loss falls by 80%", "it breaks again, at step 1"
 
 
@@ -284,6 +284,22 @@ def test_what_trains_comes_first_and_what_breaks_last(came, order, said):
 )
 def test_what_takes_a_reader_comes_behind_what_trains(came, again, order):
     assert order_of(came, first="or divide", again=again)[0] == order
+
+
+@pytest.mark.parametrize(
+    ("scales", "broken", "first"),
+    [
+        ([8, 4, 2, *[2] * 13], [0, 1], None),  # a search
+        ([8, 4, 4, 4, 4, *[2] * 11], [0, 4], None),  # and once more
+        ([*[4] * 14, 4, 2], [14], 14),  # in the last quarter, at a scale that was good
+        ([*[4] * 14, 8, 4], [14], None),  # one that has just grown
+    ],
+)
+def test_skipped_steps_are_a_search_before_the_last_quarter(scales, broken, first):
+    attempts = [
+        Attempt(step, float(it), True, gradients=step not in broken) for step, it in enumerate(scales)
+    ]
+    assert find_break(attempts) == first
 
 
 @pytest.mark.parametrize(

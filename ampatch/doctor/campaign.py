@@ -73,14 +73,14 @@ class Campaign:
             behind = merge(attempts, find_behind(again, hidden))
             findings = sorted(behind + findings, key=order_of)
         if findings:
-            findings = self._explain(findings, seen, again, facts_of(growth) if growth else {})
+            findings = self._explain(findings, seen, again, growth or {})
         elif sample is not None:
             faults, reason = compare_gradients(self.run.samples, sample)
             autocast = {"autocast": self.seen["traced"].autocast}
             self.silent += [replace(it, numbers=it.numbers | autocast) for it in faults]
             self.unknown += [reason] if reason else []
         harmless = merge(attempts, [it for it in origins if not it.has_reached])
-        silent = examine_silent(self.silent, attempts, findings)
+        silent = examine_silent(self.silent, attempts, findings, bool(self.ended))
         is_due = is_lossy(silent[0]) if silent else is_flat(attempts)
         if self.tries and attempts and is_due and not (findings or self.ended):
             again = self._start("float32", replace(self.run, level="O0", float32=True, most=ENOUGH))
@@ -103,15 +103,16 @@ class Campaign:
         )
 
     def _explain(
-        self, findings: Sequence[Finding], seen: Seen, again: Seen, grown: dict[str, object]
+        self, findings: Sequence[Finding], seen: Seen, again: Seen, growth: dict[str, object]
     ) -> list[Finding]:
         """Returns findings with their causes and what to do, which is tried for the first."""
         survives = self._survives(seen, again)
+        grown = facts_of(growth) if growth else {}
         is_of_half = survives and "traced" in self.ended and "float32" not in self.ended
 
         def explained(found: Sequence[Finding]) -> list[Finding]:
             keep = modules_to_keep(found, again.oversized) if survives else ()
-            facts = grown | {"halved": again.is_half}
+            facts = grown | {"halved": again.is_half, "half": growth.get("half")}
             more = {"float32_survives": survives, "keep": keep}
             return [
                 explain(replace(it, **more, facts=it.facts | facts | {"places": places_of(it, found)}))

@@ -211,7 +211,7 @@ CAUSES = (  # the first that explains a finding is its cause
     Cause(
         "outside of its domain",
         "{made} It takes what lies outside of its domain, or whose derivative there is infinite: cosines "
-        "round to more than 1.",
+        "round to 1 and more.",
         (do.CLAMP_INSIDE, *PRECISION),
         (),
         ops.DOMAINS,

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
-from ampatch.doctor.instruments.operations import DOMAINS, NORMALIZERS, QUOTIENTS, Origin
+from ampatch.doctor.instruments.operations import DOMAINS, MULTIPLY, NORMALIZERS, QUOTIENTS, Origin
 from ampatch.doctor.instruments.places import Place
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent.fault import SilentFault
@@ -150,7 +150,7 @@ def words_for(finding: Finding) -> dict[str, object]:
     return {
         **{name: getattr(finding, name) for name in ("op", "kind", "parameter", "dtype")},
         "sample_of": "" if finding.sample is None else f"sample {finding.sample} of ",
-        "limit": limit if finding.kind == "inf" else "",
+        "limit": limit if is_of_size(finding) else "",
         "tiny": "; float16 makes 0 of what is below 3e-8" if finding.dtype == "float16" else "",
         "made": made_by(finding),
         "constant": number(constant[0]),
@@ -168,6 +168,12 @@ def words_for(finding: Finding) -> dict[str, object]:
         if finding.op
         else f"{finding.parameter} holds {finding.kind}",
     }
+
+
+def is_of_size(finding: Finding) -> bool:
+    """Says whether inf came of large numbers: the derivative of many an operation may be infinite itself."""
+    is_forward = finding.phase != "backward" or finding.node is None
+    return finding.kind == "inf" and (is_forward or finding.node in MULTIPLY)
 
 
 def eps_of(op: str, dtype: str) -> str:

@@ -55,7 +55,7 @@ def paste(finding: Finding) -> str | None:
 
 def take_bfloat16(finding: Finding) -> str | None:
     """Takes the half type that has float32's range."""
-    if not finding.float32_survives or finding.dtype == "bfloat16":
+    if not finding.float32_survives or "bfloat16" in (finding.dtype, finding.facts.get("half")):
         return None
     how = "opt_level O4 (bfloat16)"
     if finding.autocast:
@@ -70,7 +70,7 @@ def leave_half(finding: Finding) -> str | None:
     how = "opt_level O0"
     if finding.autocast:
         how = f"torch.autocast({finding.autocast!r}, enabled=False) and GradScaler(enabled=False)"
-    return f"{how}: float32 throughout, since nothing less was enough"
+    return f"{how}: float32 throughout; nothing less that was tried was enough"
 
 
 def lower_rate(finding: Finding) -> str | None:

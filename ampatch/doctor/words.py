@@ -42,7 +42,7 @@ def describe(report: Report) -> Iterator[str]:
     named = {it.where for it in (*report.findings, *report.silent)}
     harmless = [str(it.where) for it in report.harmless if it.where not in named]
     if harmless:
-        yield f"Harmless, since it reached nothing: inf or NaN made at {', '.join(dict.fromkeys(harmless))}"
+        yield f"Seen to reach nothing: inf or NaN made at {', '.join(dict.fromkeys(harmless))}"
     for line in report.unknown:
         yield f"Not known: {line}"
     if report.growth and not is_explained(report.growth, report.findings):

@@ -25,21 +25,29 @@ ASKING = ("isnan", "isfinite", "isinf", "item", "tolist", "__bool__", "__float__
 CASTS = ("to", "half", "bfloat16", "float", "type", "type_as", "_to_copy")
 CASTING = (*CASTS, "_foreach_copy_", "copy_")  # as of weights to half
 # What breaks alike, see `causes`.
-EXPONENTIALS = ("exp", "exp_", "expm1", "exp2", "sinh", "cosh")
+EXPONENTIALS = ("exp", "exp_", "expm1", "expm1_", "exp2", "exp2_", "sinh", "cosh")
 LOGARITHMS = ("log", "log2", "log10", "log1p", "log_", "logit", "binary_cross_entropy", "xlogy")
+LOGARITHMS += (
+    "log1p_",
+    "log2_",
+    "log10_",
+    "logit_",
+    "entr",
+    "special_entr",
+)  # whose gradient is one
 NORMS = ("norm", "cdist", "vector_norm", "linalg_vector_norm")
 SPREADS = ("std", "var", "std_mean", "var_mean")
-QUOTIENTS = ("div", "div_", "reciprocal", "rsqrt", "true_divide", "atan2")
+QUOTIENTS = ("div", "div_", "reciprocal", "reciprocal_", "rsqrt", "rsqrt_", "true_divide", "atan2")
 SUMS = ("sum", "mean", "cumsum", "matmul", "linear", "bmm", "mm", "addmm", "einsum", "conv1d", "conv2d")
 SUMS += ("conv3d", "baddbmm", "norm", "var", "std", "prod", "dot", "mv")
 
-ROOTS = ("sqrt", "sqrt_", "rsqrt")
+ROOTS = ("sqrt", "sqrt_", "rsqrt", "rsqrt_")
 LOSSES = ("cross_entropy", "nll_loss", "nll_loss_nd", "cross_entropy_loss")
 RUNNING = ("batch_norm", "instance_norm")
 OF_ALL = ("mean", "sum", *LOSSES)  # which hide no mask
 SOFTMAXES = ("softmax", "log_softmax")
 WEIGHING = ("softmax", "attention", "cross_entropy")  # these make NaN of nothing but -inf
-DOMAINS = ("acos", "asin", "arccos", "arcsin", "atanh", "acosh")
+DOMAINS = ("acos", "acos_", "asin", "asin_", "arccos", "arcsin", "atanh", "atanh_", "acosh", "acosh_")
 ADDCDIV = ("addcdiv_", "_foreach_addcdiv_", "_fused_adam_", "_fused_adamw_")  # of optimizers
 NORMALIZERS = ("normalize", "cosine_similarity", "pairwise_distance", *ADDCDIV)
 # Nodes that multiply gradients by what is finite in the forward.

@@ -146,7 +146,8 @@ def tensors_in_statement(
             yield node
         if value is not None:
             return
-    for each in ast.iter_child_nodes(node):
+    is_put = isinstance(node, (ast.Assign, ast.AugAssign))  # into a tensor, and not into a copy of it
+    for each in [node.value] if is_put else ast.iter_child_nodes(node):
         yield from tensors_in_statement(each, frame, is_wanted)
 
 

@@ -139,9 +139,12 @@ def describe_silent(
 
 
 def examine_silent(
-    found: Sequence[SilentFault], attempts: Sequence[Attempt], findings: Sequence[object]
+    found: Sequence[SilentFault],
+    attempts: Sequence[Attempt],
+    findings: Sequence[object],
+    is_raised: bool = False,
 ) -> tuple[SilentFault, ...]:
-    """Returns the silent faults with their words, but for those whose line has a finding."""
+    """Returns the silent faults with their words, but for what has a finding, or ended the script."""
     loud = {getattr(finding, "where", None) for finding in findings}
     faults = merge_faults(found, attempts)
     kinds = {fault.kind for fault in faults}
@@ -149,6 +152,7 @@ def examine_silent(
         explain(fault)
         for fault in faults
         if (fault.phase != "forward" or fault.where not in loud) and EXPLAINED.get(fault.kind) not in kinds
+        if not (is_raised and fault.kind == "unscaled_twice")
         if fault.kind != "lost_updates" or fault.numbers["share"] > STUCK or is_flat(attempts)
     )
 

@@ -91,7 +91,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "lost_updates": (
         "{op} adds to {dtype} what it is too coarse for: {share:.0%} of the numbers stay as they were.",
         "keep in float32 what it adds to, and what it adds: copy.deepcopy(model).float() for an average "
-        "of weights, and p.float() there",
+        "of weights, p.float() there, and inputs of float32 where that average is used",
     ),
     "never_stepped": (
         "{count} losses in a row are scaled, and no step follows: a scale that is too large never falls.",

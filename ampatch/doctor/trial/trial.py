@@ -131,21 +131,25 @@ class Trial:
         attempts = seen.attempts[: self.wanted]
         if len(attempts) < self.wanted:
             return Outcome(BREAKS, f"it ends after {len(attempts)} steps", seen)
-        if not is_sound(attempts):
-            first = min((it for it in seen.suspects if it < self.wanted), default=0)
+        if (first := find_break(attempts)) is not None:
             return Outcome(BREAKS, f"it breaks again, at step {attempts[first].step}", seen)
         fall, best = self.fall_of(seen), self.fall_of(self.again)
         there = "" if math.isnan(best) else f", in float32 by {best:.0%}"
         need = best - FALL if best < FALL else max(FALL, PART * best if there else 0.0)
         if fall >= need:
             so_far = f" for {self.wanted} steps" if self.wanted < len(self.seen.attempts) else ""
-            return Outcome(TRAINS, f"the script trains{so_far}, its loss falls by {fall:.0%}", seen)
+            how = f"by {fall:.0%}" if fall <= 1 else "below 0"
+            return Outcome(TRAINS, f"the script trains{so_far}, its loss falls {how}", seen)
         return Outcome(UNTRIED, f"all stays finite, but the loss falls by {fall:.0%}{there}", seen)
 
 
-def is_sound(attempts: Sequence[Attempt]) -> bool:
-    """Says whether nothing broke but in the search of a dynamic loss scale."""
-    search = find_untried(attempts)
+def find_break(attempts: Sequence[Attempt]) -> int | None:
+    """Returns the first attempt that broke, but for the search of a loss scale before the last quarter."""
+    search, late = find_untried(attempts), len(attempts) - len(attempts) // 4
     broken = [index for index, it in enumerate(attempts) if not it.is_finite]
-    cured = all(attempts[it].is_dynamic and (attempts[it].loss or it in search) for it in broken)
-    return all(it.weights for it in attempts) and cured and not (broken and is_collapse(attempts))
+    for index in broken:
+        it = attempts[index]
+        is_search = it.is_dynamic and it.weights and (index in search or (it.loss and index < late))
+        if not is_search:
+            return index
+    return broken[0] if broken and is_collapse(attempts) else None
