@@ -870,6 +870,16 @@ def test_a_view_is_traced_that_torch_refuses_to_tell_of():
         assert nn.Embedding(4, 2, padding_idx=0).weight[0].sum() == 0
 
 
+def test_a_bad_gradient_that_came_of_no_operation_that_was_seen_has_no_origin():
+    weight, bad = nn.Parameter(torch.ones(2)), torch.full((2,), math.inf)
+    trace, node = Trace(Clock(ExitStack()), None), (weight * 2).grad_fn
+    trace._on_bad_gradient(Call("mul", "forward", None, None), node, None, bad, (bad,))
+    weight.grad = bad
+    for _ in range(2):  # after the backward pass, and before the step
+        trace.end_closure(torch.optim.SGD([weight], lr=1.0))
+    assert trace.found() == []
+
+
 def test_the_reason_names_the_largest_input_and_the_limit_of_the_type():
     assert explain(finding(float32_survives=True)).why == (
         "exp made 1 inf in float16; its largest input is 12. float16 holds nothing above 65504."

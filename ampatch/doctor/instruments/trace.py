@@ -137,7 +137,7 @@ class Trace(Rule):
                 more = {"parameter": name, "is_of_scale": True}
                 self.origins.reach([self.origins.add(call, examine(gradient), **more)])
                 self._found_in_backward = True
-            self._marks.add(gradient, {len(self.origins.all) - 1})
+            self._marks.add(gradient, {*range(len(self.origins.all))[-1:]})  # none where nothing was seen
 
     def begin_attempt(self, optimizer: Optimizer, scaler: object) -> None:
         """Looks at the gradients that an optimizer takes."""
