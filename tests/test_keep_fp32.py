@@ -74,6 +74,19 @@ class Layers(nn.Module):
         return self.head(self.chain[1](self.chain[0](x)))
 
 
+class Bracketed(nn.Module):
+    """Has parts whose names would do as patterns."""
+
+    def __init__(self):
+        super().__init__()
+        self.named = nn.ModuleDict({name: Spy() for name in ("a[0]", "a0", "a*")})
+
+    def forward(self, x):
+        for layer in self.named.values():
+            x = layer(x)
+        return x
+
+
 class Recursive(nn.Module):
     def __init__(self):
         super().__init__()
@@ -104,6 +117,9 @@ WAYS = {
         lambda model: ["head", model.encoder.first, "decoder.sec???"],
         ["head", "encoder.first", "decoder.second"],
     ),
+    "a name that is a pattern for another": (Bracketed, "named.a[0]", ["named.a[0]"]),
+    "a star in a name": (Bracketed, ["named.a*"], ["named.a*"]),
+    "a pattern beside such names": (Bracketed, "named.a?", ["named.a0", "named.a*"]),
     "set of characters": (Model, ("[hx]ead",), ["head"]),
     "nothing": (Model, (), []),
     "none": (Model, None, []),

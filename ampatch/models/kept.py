@@ -49,7 +49,7 @@ def select_named(models: Sequence[Module], entries: Sequence[Keep], argument: st
     ]
     selected: dict[int, Module] = {}
     for entry in entries:
-        found = [module for name, module in named if _matches(entry, name, module)]
+        found = _find(entry, named)
         if not found:
             names = [name for name, _ in named if name]
             close = get_close_matches(entry, names) if isinstance(entry, str) else []
@@ -62,11 +62,15 @@ def select_named(models: Sequence[Module], entries: Sequence[Keep], argument: st
     return list(selected.values())
 
 
-def _matches(entry: Keep, name: str, module: Module) -> bool:
-    if isinstance(entry, str):
-        # The model itself has the empty name, which "*" matches and "" must not.
-        return bool(entry) and fnmatchcase(name, entry)
-    return isinstance(module, entry) if isinstance(entry, type) else module is entry
+def _find(entry: Keep, named: Sequence[tuple[str, Module]]) -> list[Module]:
+    if isinstance(entry, type):
+        return [module for _, module in named if isinstance(module, entry)]
+    if isinstance(entry, Module):
+        return [module for _, module in named if module is entry]
+    # The model itself has the empty name, which "*" matches and "" must not. A name comes before a pattern:
+    # that of a part of a ModuleDict may hold brackets and stars.
+    exact = [module for name, module in named if entry == name != ""]
+    return exact or [module for name, module in named if entry and fnmatchcase(name, entry)]
 
 
 def find_half(module: Module) -> torch.dtype | None:

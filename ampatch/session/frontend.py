@@ -79,7 +79,7 @@ def initialize(
     - `dtype`: float16 or bfloat16 instead of the level's half type.
     - `loss_scale`: a number, "dynamic" or an `amp.DynamicLossScale`; `min_loss_scale` and
       `max_loss_scale` bound "dynamic". One scaler is made for each of `num_losses`.
-    - `keep_fp32`: names of modules (shell patterns), classes or modules that run in float32.
+    - `keep_fp32`: names of modules (exact, or else shell patterns), classes or modules that run in float32.
     - `float8_recipe`: at O6 "tensorwise" (the default), "rowwise" or "rowwise_with_gw_hp", as in torchao.
     - `float8_layers`: as `keep_fp32`, linear layers that run in float8 at O6 whatever their size and place.
     - `keep_batchnorm_fp32`, `master_weights`, `cast_model_type`, `cast_model_outputs` (a dtype),
