@@ -76,6 +76,7 @@ def test_text_stands_in_the_place_of_what_it_replaces(file, advice):
     [
         ("keep_fp32=['a', 'b.c']: these modules run in float32", {"keep_fp32": ("a", "b.c")}),
         ("in float32, by these lines:\n     for name in ['a']:\n", {"keep_fp32": ("a",)}),
+        ("keep_fp32=['a[0]', \"it's\"]: these modules", {"keep_fp32": ("a[0]", "it's")}),
         ("opt_level O4 (bfloat16), whose range is that of float32", {"level": "O4"}),
         ("torch.autocast('cpu', dtype=torch.bfloat16), whose range", {"bfloat16": True}),
         ("lower the learning rate, warm it up, or clip gradients", {"rate": 0.1}),

@@ -14,7 +14,8 @@ from textwrap import dedent, indent
 from ampatch.doctor.runs import Run
 from ampatch.doctor.text.source import Source, place_of
 
-KEPT = re.compile(r"keep_fp32=(\[.*?\])|for name in (\[.*?\]):")  # modules
+NAMES = r"""(\[(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[, ])*\])"""  # a list, whose names may hold brackets
+KEPT = re.compile(f"keep_fp32={NAMES}|for name in {NAMES}:")  # modules
 WRITTEN = re.compile(r"write (-?)(\S+) in the place of \1(.+?), at (.+): ")  # a number
 STARTED = re.compile(r"init_scale=2\.0\*\*(-?\d+)")
 THERE = re.compile(r"where it is (?:used|made), at (.+):$")
