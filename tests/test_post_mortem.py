@@ -4,6 +4,8 @@ import errno
 import os
 import pickle
 import re
+import stat
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 
 import ampatch as amp
 from ampatch.__main__ import main
+from ampatch.doctor import post_mortem
 from ampatch.watching.alarms import watch
 from ampatch.watching.alarms.inputs import SLOTS, LastForward
 from ampatch.watching.post_mortem import pack, write
@@ -194,6 +197,38 @@ def test_a_folder_keeps_the_latest_files_and_nobody_elses(tmp_path, monkeypatch)
     assert files(tmp_path) == sorted([*others, *(path.name for path in paths[-4:])])
 
 
+def test_a_clock_that_goes_back_loses_no_new_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(write, "MOST_FILES", 4)
+    hour, now = 3600 * 10**9, write.time.time_ns()
+    for path in [write.write(tmp_path, 0, dict) for _ in range(4)]:
+        path = path.rename(path.with_name(path.name.replace("post-mortem-", "post-mortem-9")))
+        os.utime(path, ns=(now + hour, now + hour))
+    paths = []
+    for _ in range(6):
+        paths.append(write.write(tmp_path, 0, dict))
+        assert paths[-1].exists()
+    assert files(tmp_path) == [path.name for path in paths[-4:]]
+
+
+def test_a_clock_that_names_files_of_before_keeps_the_file_that_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(write, "MOST_FILES", 4)
+    for _ in range(4):
+        write.write(tmp_path, 0, dict)
+    monkeypatch.setattr(write.time, "time_ns", lambda: 1_700_000_000_000_000_000)
+    assert write.write(tmp_path, 0, dict).exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs permissions of files")
+def test_others_cannot_read_the_data_of_a_batch(tmp_path):
+    before = os.umask(0)
+    try:
+        path = write.write(tmp_path / "of" / "ours", 0, dict)
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE(each.stat().st_mode) for each in (path, path.parent)]
+    assert modes == [0o600, 0o700]
+
+
 def test_names_follow_the_clock_over_the_turn_of_a_second(tmp_path, monkeypatch):
     clock = iter(range(1_700_000_000_999_999_998, 1_700_000_001_000_000_002))
     monkeypatch.setattr(write.time, "time_ns", lambda: next(clock))
@@ -353,12 +388,26 @@ def saved(value):
         (saved([1, 2]), "found list"),
         (saved({"model": 1, "epoch": 2}), r"found a dict with \['epoch', 'model'\]"),
         (saved({"format": "ampatch post-mortem", "version": 2}), "version 2 was written by another"),
+        (saved({"format": "ampatch post-mortem", "version": torch.ones(2)}), "version <Tensor> was written"),
+        (saved({"x" * 10**6: 1}), r"found a dict with \['x{500}\.\.\.'\]"),
         (
             saved({"format": "ampatch post-mortem", "version": 1, "alarm": 3}),
             "its parts alarm, history, .* damaged",
         ),
     ],
-    ids=["missing", "folder", "empty", "text", "damaged", "list", "checkpoint", "version", "parts"],
+    ids=[
+        "missing",
+        "folder",
+        "empty",
+        "text",
+        "damaged",
+        "list",
+        "checkpoint",
+        "version",
+        "no version",
+        "long name",
+        "parts",
+    ],
 )
 def test_what_is_no_post_mortem_is_told_as_what_it_is(tmp_path, capsys, make, match):
     path = tmp_path / "file.pt"
@@ -394,6 +443,68 @@ def test_a_file_with_parts_of_other_types_is_refused_or_shown(tmp_path, capsys, 
     found["models" if part == "weights" else part] = values[part]
     torch.save(found, path)
     assert main(["doctor", "--open", str(path)]) == (0 if part == "alarm" else 2)
+
+
+def nested(depth):
+    """Makes lists that hold one another twice: short in a file, and 2 ** depth items when written out."""
+    value = ["x"]
+    for _ in range(depth):
+        value = [value, value]
+    return value
+
+
+@pytest.mark.parametrize("value", ["x" * 10**6, nested(22)], ids=["long", "nested"])
+@pytest.mark.parametrize("place", ["script", "message", "name", "shape", "sample", "step", "loss_scale"])
+def test_a_line_is_short_whatever_stands_in_a_file(tmp_path, capsys, place, value):
+    Run(tmp_path).step(broken_batch())
+    found, path = load(tmp_path), tmp_path / files(tmp_path)[0]
+    parts = {"script": found["where"], "message": found["alarm"], "loss_scale": found["options"]}
+    if place == "step":
+        found["history"]["updates"][-1][0] = value
+    else:
+        parts.get(place, found["models"][0]["batch"][0])[place] = value
+    torch.save(found, path)
+    assert main(["doctor", "--open", str(path)]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) < 2000
+
+
+def test_of_very_many_models_the_first_are_shown(tmp_path, capsys):
+    Run(tmp_path).step(factor=NAN)
+    found, path = load(tmp_path), tmp_path / files(tmp_path)[0]
+    found["models"] *= 10**5
+    torch.save(found, path)
+    assert main(["doctor", "--open", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  and 99968 more models" in lines
+    assert len(lines) < 200
+
+
+@pytest.mark.parametrize("error", [{"least": "x" * 10**6}, {"nan": torch.ones(2)}], ids=["long", "tensor"])
+def test_what_is_said_of_a_damaged_file_is_short(tmp_path, capsys, error):
+    Run(tmp_path).step()
+    Run(tmp_path).step(factor=NAN)
+    found, path = load(tmp_path), tmp_path / files(tmp_path)[0]
+    found["models"][0]["weights"][0] |= error
+    torch.save(found, path)
+    assert len(open_file(path, capsys)) < 1000
+
+
+def test_a_file_that_would_unpack_to_any_size_is_not_unpacked(tmp_path, capsys):
+    Run(tmp_path).step(factor=NAN)
+    (name,) = files(tmp_path)
+    path = tmp_path / "packed.pt"
+    with ZipFile(tmp_path / name) as old, ZipFile(path, "w", ZIP_DEFLATED) as new:
+        for record in old.infolist():
+            new.writestr(record.filename, old.read(record) + b"\0" * 10**6)
+    assert "it is compressed" in open_file(path, capsys)
+
+
+def test_a_file_of_which_little_is_tensors_is_not_read(tmp_path, capsys, monkeypatch):
+    Run(tmp_path).step(factor=NAN)
+    monkeypatch.setattr(post_mortem, "MOST_BYTES", 1000)
+    assert re.search(
+        r"holds [\d,]+ bytes beside its tensors", open_file(tmp_path / files(tmp_path)[0], capsys)
+    )
 
 
 # ---- Scripts ----

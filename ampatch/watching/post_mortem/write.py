@@ -45,8 +45,8 @@ def write(folder: Path, rank: int, gather: Callable[[], object]) -> Path | None:
     part = path.with_suffix(".part")
     try:
         torch.save(gather(), buffer := io.BytesIO())
-        folder.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        with open(part, "xb", opener=open_private) as file:
             file.write(buffer.getbuffer())
             file.flush()
             os.fsync(file.fileno())
@@ -57,13 +57,22 @@ def write(folder: Path, rank: int, gather: Callable[[], object]) -> Path | None:
         kind = type(error).__name__
         logger.error("no post-mortem was written to %s: %s: %s; training goes on", folder, kind, error)
         return None
-    remove_oldest(folder)
+    remove_oldest(folder, path)
     return path.absolute()
 
 
-def remove_oldest(folder: Path) -> None:
-    """Leaves the latest of our files, and what processes that were killed left unfinished, not longer."""
+def open_private(path: str, flags: int) -> int:
+    """Opens a file that others cannot read: it holds data of a batch."""
+    return os.open(path, flags, 0o600)
+
+
+def remove_oldest(folder: Path, newest: Path) -> None:
+    """Leaves so many of our files, and of what processes that were killed left unfinished.
+
+    Those stay whose times are nearest to that of the newest: a clock that went back makes it the oldest.
+    """
     with contextlib.suppress(OSError):
         found = [path for end in ("pt", "part") for path in folder.glob(f"post-mortem-*-rank*.{end}")]
-        for path in sorted(found, key=lambda path: path.name)[:-MOST_FILES]:
+        now = newest.stat().st_mtime_ns
+        for path in sorted(found, key=lambda path: abs(path.stat().st_mtime_ns - now))[MOST_FILES:]:
             path.unlink(missing_ok=True)
