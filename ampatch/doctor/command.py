@@ -96,7 +96,9 @@ def open_post_mortem(path: Path) -> int:
     try:
         lines = list(post_mortem.describe(found))
     except Exception as error:  # of values that are not what training leaves
-        raise AmpValueError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+        raise AmpValueError(
+            f"{path} is damaged: {type(error).__name__}: {post_mortem.readable(error)}"
+        ) from None
     print("\n".join(lines), file=sys.stdout)
     return 0
 
