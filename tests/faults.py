@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from ampatch.doctor.campaign import Campaign, start_process
-from ampatch.doctor.child import main as run_child
+from ampatch.doctor.child import carry_out as run_child
 from ampatch.doctor.runs import Run
 
 # ---- Faults ----

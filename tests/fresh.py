@@ -45,7 +45,6 @@ _status = 0
 # Has a sweep start its runs as forks of its own process, which has torch already.
 RUNS_ARE_FORKS = """
 import subprocess, traceback
-from ampatch.sweeps.plan import PlannedRun
 from ampatch.sweeps.processes import child
 from ampatch.tools import process
 
@@ -61,7 +60,7 @@ class Fork(subprocess.Popen):
             os.dup2(file, number)
         status = 1
         try:
-            child.main(PlannedRun.from_json(command[-1]))
+            child.main(command[-1:])
             status = 0
         except SystemExit as ended:
             status = ended.code

@@ -327,7 +327,11 @@ def test_a_signal_ends_the_script_as_well(tmp_path, number):
 
 
 @pytest.mark.process
-def test_a_process_of_the_script_leaves_what_was_seen_its_status_and_what_it_said(tmp_path):
+def test_a_process_of_the_script_leaves_what_was_seen_its_status_and_what_it_said(tmp_path, monkeypatch):
+    (tmp_path / "shell").mkdir()
+    monkeypatch.chdir(tmp_path / "shell")
+    for name in ("statistics", "torch"):  # which are no modules of the script
+        (tmp_path / "shell" / f"{name}.py").write_text("raise RuntimeError")
     (tmp_path / "train.py").write_text(FUNCTIONS + "import sys; print(step, file=sys.stderr); sys.exit(3)")
     run = Run(str(tmp_path / "train.py"), out=str(tmp_path / "seen"))
     assert start_process(run, tmp_path) == (3, "3\n")

@@ -195,6 +195,17 @@ def test_a_program_that_installs_apex_in_its_main_part_has_it_in_its_children(pr
     assert ended.stdout == "('O5', ['spawn'])\n", ended.stderr
 
 
+def test_a_child_does_not_look_for_torch_where_the_shell_is(processes, tmp_path):
+    shell = tmp_path / "shell"
+    shell.mkdir()
+    for name in ("statistics", "torch"):
+        (shell / f"{name}.py").write_text("raise RuntimeError('not this one')")
+    (tmp_path / "train.py").write_text(SPAWN)
+    command = ["run", "--opt-level", "O4", "../train.py", "spawn"]
+    ended = processes.run(f"sys.exit(ampatch.__main__.main({command!r}))", shell)
+    assert "('O4', ['spawn'])" in ended.stdout, ended.stderr
+
+
 def test_a_child_finds_ampatch_where_its_parent_found_it(monkeypatch):
     data = pickle.dumps(Preparation(lambda name: {"name": name}, {})("child"))
     folder = os.path.dirname(os.path.dirname(ampatch.__file__))

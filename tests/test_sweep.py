@@ -217,3 +217,35 @@ def test_ctrl_c_ends_the_children_and_keeps_what_they_measured(tmp_path):
     assert (record.outcome, record.measured.steps) == (Ending.INTERRUPTED, 12)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes as Linux shows them")
+@pytest.mark.parametrize(
+    "command", [["sweep", "--levels", "O4", "--out", "out"], ["doctor"]], ids=lambda it: it[0]
+)
+def test_a_script_ends_when_the_command_is_killed(tmp_path, command):
+    wait = "\nimport os; os.fork(); open('pids', 'a').write(f'{os.getpid()}\\n'); time.sleep(600)"
+    (tmp_path / "train.py").write_text(TRAIN + wait)
+    command = [sys.executable, "-m", "ampatch", *command, "train.py"]
+    pids = tmp_path / "pids"
+    with subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)}) as process:
+        wait_until(lambda: pids.exists() and pids.read_text().count("\n") == 2)
+        process.kill()
+    states = [Path("/proc", pid, "stat") for pid in pids.read_text().split()]
+    wait_until(
+        lambda: all(not it.exists() or it.read_text().rpartition(")")[2].split()[0] == "Z" for it in states)
+    )
+
+
+SHADOWS = ("statistics", "torch", "runpy", "signal")
+
+
+def test_modules_beside_the_shell_are_not_those_of_the_script(tmp_path, processes):
+    (tmp_path / "train.py").write_text(TRAIN)
+    shell = tmp_path / "shell"
+    shell.mkdir()
+    for name in SHADOWS:
+        (shell / f"{name}.py").write_text("raise RuntimeError('not this one')")
+    arguments = ["sweep", "../train.py", "--levels", "O4", "--out", "out"]
+    done = processes.run(f"del sys.path[0]; sys.exit(ampatch.__main__.main({arguments!r}))", shell)
+    assert done.status == 0, done.stderr + (shell / "out/logs/O4-seed0-repeat0.log").read_text()

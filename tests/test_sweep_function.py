@@ -101,7 +101,7 @@ def test_variants_steps_and_repeats_are_those_of_the_command_line():
 def test_files_are_written_where_they_are_wanted(tmp_path):
     result = sweep(levels=["O0"], out=tmp_path / "made")
     assert {path.name for path in (tmp_path / "made").iterdir()} >= {"sweep.json", "sweep.csv", "sweep.html"}
-    read = from_json((tmp_path / "made" / "sweep.json").read_text())
+    read = from_json((tmp_path / "shell" / "made" / "sweep.json").read_text())
     assert read.settings.script == f"{__name__}.train"
     assert read.records == result.records
 
@@ -216,7 +216,14 @@ def test_a_process_with_a_session_of_its_own_keeps_it():
 def run_script(processes, tmp_path, text):
     path = tmp_path / "program.py"
     path.write_text(text)
-    return processes.run(f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')", tmp_path)
+    shell = tmp_path / "shell"
+    shell.mkdir()
+    for name in ("statistics", "torch", "runpy", "queue"):  # beside the shell, where the script does not look
+        (shell / f"{name}.py").write_text("raise RuntimeError('not this one')")
+    code = (
+        f"sys.path[0] = {str(tmp_path)!r}; import runpy; runpy.run_path({str(path)!r}, run_name='__main__')"
+    )
+    return processes.run(code, shell)
 
 
 PROGRAM = """
@@ -230,17 +237,19 @@ def train(opt_level, seed):
 if __name__ == "__main__":
     result = amp.sweep(train, ["O0", "O4"], out="made", steps=6)
     print([(it.row, it.outcome.value, it.measured.steps) for it in result.records])
+    import local_to_the_script
 """
 
 
 @pytest.mark.process
 def test_a_function_of_a_script_is_found_by_processes_of_their_own(processes, tmp_path, here):
     (tmp_path / "trainer.py").write_text(Path(__file__).read_text())
+    (tmp_path / "local_to_the_script.py").touch()
     done = run_script(processes, tmp_path, PROGRAM)
     assert done.stdout == "[('O0', 'finished', 6), ('O4', 'finished', 6)]\n", done.stderr
-    logs = sorted((tmp_path / "made" / "logs").glob("*.log"))
+    logs = sorted((tmp_path / "shell" / "made" / "logs").glob("*.log"))
     assert [log.read_text() for log in logs] == ["trained at O0\n", "trained at O4\n"]
-    result = from_json((tmp_path / "made" / "sweep.json").read_text())
+    result = from_json((tmp_path / "shell" / "made" / "sweep.json").read_text())
     assert losses(result, "O4")[:6] == losses(here, "O4")[:6]
 
 

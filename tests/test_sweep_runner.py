@@ -4,6 +4,7 @@ import builtins
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -19,8 +20,10 @@ from ampatch.sweeps.processes.runner import execute
 from ampatch.sweeps.records.record import Ending, Measured
 from ampatch.sweeps.records.sweep_file import to_plain
 from ampatch.tools import process as processes
+from ampatch.tools.folder import HELD, temporary_folder
 from ampatch.tools.log_file import last_lines, line_of
 from ampatch.tools.stop import SIGNALS, Stop, noting_signals
+from helpers import wait_until
 
 STEPPED = Measured(initialized=True, steps=12)
 
@@ -201,6 +204,64 @@ def test_what_a_run_leaves_running_is_ended_with_it(child):
     while is_alive(pid):  # until the kernel has come to it
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+# ---- Parents that are killed ----
+
+# Two processes, and two more in a session of their own, as torch.distributed.run starts ranks.
+STARTS = """
+import os, subprocess, sys, time
+def main(arguments):
+    held, *ranks = arguments
+    for rank in ranks:
+        subprocess.Popen([sys.executable, sys.argv[0], held, "starts", held], start_new_session=True)
+    os.fork()
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs locks of files")
+def test_what_a_parent_started_ends_when_it_is_killed_and_its_folder_goes_later(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "starts.py").write_text(STARTS)
+    log, parent = tmp_path / "log", os.fork()
+    if parent == 0:
+        with temporary_folder("run") as folder:
+            held = str(folder / HELD)
+            command = [sys.executable, processes.START, held, "starts", held, "a rank"]
+            with processes.child_process(command, log):
+                time.sleep(600)
+    wait_until(lambda: log.exists() and log.read_text().count("\n") == 4)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    wait_until(lambda: not any(is_alive(int(pid)) for pid in log.read_text().split()))
+    assert len(list(tmp_path.glob("ampatch-run-*"))) == 1
+    with temporary_folder("doctor") as folder:
+        assert list(tmp_path.glob("ampatch-*")) == [folder]
+
+
+def test_a_folder_in_use_stays_and_so_does_one_that_is_not_ours(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    other = tmp_path / "ampatch-run-of-yours"
+    other.mkdir()
+    with temporary_folder("run") as first, temporary_folder("run") as second:
+        assert set(tmp_path.iterdir()) == {first, second, other}
+    assert list(tmp_path.iterdir()) == [other]
+
+
+def test_a_child_looks_for_modules_neither_where_the_shell_is_nor_where_we_are(tmp_path, monkeypatch):
+    (tmp_path / "statistics.py").write_text("raise RuntimeError")
+    (tmp_path / "path").mkdir()
+    shows = "import json, numbers, statistics, sys\ndef main(arguments): print(json.dumps(sys.path))"
+    (tmp_path / "path" / "shows.py").write_text(shows)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
+    command = [sys.executable, processes.START, "", "shows"]
+    path = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert path[0] == path[1] == str(tmp_path / "path")
+    assert not {"", str(tmp_path), str(Path(processes.START).parent)} & set(path)
 
 
 # ---- Signals ----

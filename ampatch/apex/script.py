@@ -172,9 +172,6 @@ def put_first(folder: str, always: bool = False) -> None:
         sys.path.insert(0, folder)
 
 
-# ---- Files and folders ----
-
-
 def validate_file(name: str) -> None:
     """Raises unless `name` is a file that can be read, or a folder with a `__main__.py`."""
     path = os.path.join(os.getcwd(), name)
@@ -210,15 +207,15 @@ def start_of_spec(spec: ModuleSpec) -> Start:
     return Start(spec.loader.get_code(spec.name), spec.origin, spec.loader, spec)
 
 
-# ---- Modules ----
-
-
 def validate_module(name: str) -> None:
     """Raises unless there is a module of this name that can be run."""
-    put_first(os.getcwd())
     if not all(name.split(".")):
         raise AmpValueError(f"{name!r} is not the name of a module: expected one such as package.module")
-    if not can_be_found(name):
+    before = sys.path[:]
+    put_first(os.getcwd())
+    is_there = can_be_found(name)
+    sys.path[:] = before  # this process may be that of somebody who sweeps a function
+    if not is_there:
         hint = f", or leave out -m to run the file {name!r}" if name.endswith(".py") else ""
         raise AmpValueError(f"no module named {name!r}: expected one on sys.path{hint}")
 

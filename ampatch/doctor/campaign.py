@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from ampatch import AmpError
 from ampatch.doctor.against.compare import compare_levels
@@ -29,6 +27,7 @@ from ampatch.doctor.suspects import (
 )
 from ampatch.doctor.trial.learning import find_what_learns, is_lossy, try_silent
 from ampatch.doctor.trial.trial import ENOUGH, Trial
+from ampatch.tools.folder import temporary_folder
 
 MOST_TRACED = 8  # attempts of one run
 FEWEST_TIMED = 5  # steps, for a median
@@ -52,8 +51,8 @@ class Campaign:
 
     def report(self, propose: bool = False, against: str | None = None) -> Report:
         """Runs the script as often as it takes; see `_report`."""
-        with tempfile.TemporaryDirectory(prefix="ampatch-doctor-") as folder:
-            self.run = replace(self.run, samples=folder)
+        with temporary_folder("doctor") as folder:
+            self.run = replace(self.run, samples=str(folder))
             return self._report(propose, against)
 
     def _report(self, propose: bool, against: str | None) -> Report:
@@ -231,9 +230,9 @@ class Campaign:
         self.runs += 1
         if self.tell:
             self.tell(f"run {self.runs}: {name}")
-        with tempfile.TemporaryDirectory(prefix="ampatch-doctor-") as folder:
-            out = Path(folder, "seen")
-            status, said = self.launch(replace(run, out=str(out)), Path(folder))
+        with temporary_folder("doctor") as folder:
+            out = folder / "seen"
+            status, said = self.launch(replace(run, out=str(out)), folder)
             if not out.exists():
                 last = said.strip()[-500:] or "it said nothing; os._exit and kill do that"
                 raise AmpError(f"the {name} run left no report, and ended with status {status}: {last}")

@@ -1,11 +1,10 @@
-"""The inside of one run: `python -m ampatch.doctor.child RUN`, where RUN is a `Run` as JSON."""
+"""The inside of one run, a process of its own."""
 
 from __future__ import annotations
 
 import json
 import pickle
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -28,7 +27,12 @@ from ampatch.doctor.trial.edited import edited
 from ampatch.tools.seeds import set_seeds
 
 
-def main(run: Run) -> None:
+def main(arguments: Sequence[str]) -> None:
+    """Carries out a `Run`, which is given as JSON."""
+    carry_out(Run(**json.loads(arguments[0])))
+
+
+def carry_out(run: Run) -> None:
     """Runs the script as `__main__`; however it ends, what was seen is written."""
     overrides: dict[str, object] = level_overrides(run.level) if run.level else {}
     if run.keep_fp32:
@@ -88,7 +92,3 @@ def look(run: Run, clock: Clock) -> Callable[[], Seen]:
         )
 
     return seen
-
-
-if __name__ == "__main__":
-    main(Run(**json.loads(sys.argv[1])))

@@ -15,7 +15,8 @@ from ampatch.doctor.instruments.operations import Origin
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.silent.fault import SilentFault
 from ampatch.doctor.suspects import find_suspects
-from ampatch.tools.process import child_process, wait
+from ampatch.tools.folder import HELD
+from ampatch.tools.process import START, child_process, wait
 from ampatch.tools.stop import noting_signals
 
 
@@ -98,7 +99,7 @@ def start_process(run: Run, folder: Path) -> tuple[int, str]:
 
     A signal that ends this process ends that one first, and what it has started.
     """
-    command = [sys.executable, "-m", "ampatch.doctor.child", run.to_json()]
+    command = [sys.executable, START, str(folder / HELD), "ampatch.doctor.child", run.to_json()]
     log = Path(folder, "stderr")
     with noting_signals() as stop, child_process(command, log, stdout=subprocess.DEVNULL) as process:
         wait(process, None, stop, lambda: None)

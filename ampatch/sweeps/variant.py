@@ -15,6 +15,7 @@ import ampatch as amp
 from ampatch import AmpError, AmpValueError
 from ampatch.apex.script import level_overrides
 from ampatch.sweeps.records.sweep import AUTOCAST, LEVELS
+from ampatch.tools.process import START
 
 # Of `initialize`: what the script alone can give, and what changes nothing that is measured.
 NO_OPTIONS = ("models", "optimizers", "enabled", "opt_level", "num_losses", "verbosity")
@@ -71,8 +72,13 @@ def _can_run(level: str) -> bool:
     if policy.float8_recipe is None or not torch.cuda.is_available():
         return not policy.find_lack()
     # A GPU that is asked here loses memory to this process.
-    code = f"import ampatch; raise SystemExit(ampatch.OPT_LEVELS[{level!r}].find_lack() or 0)"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+    command = [sys.executable, START, "", "ampatch.sweeps.variant", level]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Exits with a status that says whether a level can run."""
+    sys.exit(amp.OPT_LEVELS[arguments[0]].find_lack() or 0)
 
 
 def in_use() -> bool:

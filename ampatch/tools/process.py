@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ampatch.tools.stop import Stop
 
+START = str(Path(__file__).with_name("start.py"))
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 5.0
 

@@ -36,7 +36,9 @@ class Preparation:
             # What a fork server is told. Newer Pythons have it import the script, but it installs
             # nothing; each of its children does both.
             return {key: value for key, value in data.items() if key != "init_main_from_path"}
-        path = f"import sys; {FOLDER!r} in sys.path or sys.path.append({FOLDER!r})"
+        # The working directory comes first until a child has its parent's path, and may hold a torch.py.
+        path = f"import sys; sys.path[:] = {data.get('sys_path')!r} or sys.path"
+        path += f"; {FOLDER!r} in sys.path or sys.path.append({FOLDER!r})"
         call = Call(functools.partial(self.function, **self.arguments))
         return {"ampatch_path": Call(functools.partial(exec, path)), **data, f"ampatch {len(data)}": call}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ from ampatch.doctor.growth.curves import name_of
 from ampatch.doctor.instruments.watch import Attempt
 from ampatch.doctor.runs import Run, Seen
 from ampatch.levels.precision import HALF_TYPES
+from ampatch.tools.folder import temporary_folder
 
 Start = Callable[[str, Run], Seen]
 FACTOR = 4.0  # of eps, in a forward: a rounding is a fraction of eps
@@ -31,11 +31,11 @@ def compare_levels(
     no other scale cures it. Costs two runs.
     """
     wanted = next((index for index, it in enumerate(attempts) if it.gradients or not it.loss), 0)
-    with tempfile.TemporaryDirectory(prefix="ampatch-doctor-") as folder:
-        run = replace(run, samples=folder, sample=wanted)
+    with temporary_folder("doctor") as folder:
+        run = replace(run, samples=str(folder), sample=wanted)
         start("compared", run)
         start(level, replace(run, level=level, float32=level == "O0"))
-        taken = read_samples(folder)
+        taken = read_samples(str(folder))
     if len(taken) < len(FILES):
         unknown.append("nothing to compare: no model ran before a step of an optimizer")
         return None

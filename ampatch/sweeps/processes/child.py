@@ -1,4 +1,4 @@
-"""The inside of one run: `python -m ampatch.sweeps.processes.child RUN`, a `PlannedRun` as JSON."""
+"""The inside of one run, a process of its own."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from typing import NoReturn
 
 import torch
@@ -24,7 +25,12 @@ from ampatch.tools.log_file import line_of
 from ampatch.tools.seeds import set_seeds, shifted_seeds
 
 
-def main(run: PlannedRun) -> None:
+def main(arguments: Sequence[str]) -> None:
+    """Carries out what this rank has of a `PlannedRun`, which is given as JSON."""
+    carry_out(own_part(PlannedRun.from_json(arguments[0])))
+
+
+def carry_out(run: PlannedRun) -> None:
     """Runs the script as `__main__`; however it ends, what was measured is written.
 
     Exceptions pass, since the traceback belongs in the log; a line about them is written as well.
@@ -35,6 +41,8 @@ def main(run: PlannedRun) -> None:
     signal.signal(signal.SIGTERM, exit_at_signal)
     try:
         apex.install(post_mortem=False, **run.overrides)
+        if run.script.name.startswith("ampatch."):  # of `sweep`; the working directory comes first later
+            import_module(run.script.name)
         with conditions(run, recorder):
             run.script.run()
     except EnoughSteps:
@@ -77,7 +85,3 @@ def conditions(run: PlannedRun, recorder: Recorder) -> Iterator[None]:
 def exit_at_signal(number: int, frame: object) -> NoReturn:
     """Turns a signal into an exception, so that `finally` blocks run."""
     sys.exit(128 + number)
-
-
-if __name__ == "__main__":
-    main(own_part(PlannedRun.from_json(sys.argv[1])))

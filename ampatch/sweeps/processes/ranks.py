@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,9 @@ from pathlib import Path
 from ampatch import AmpError
 from ampatch.sweeps.plan import PlannedRun
 from ampatch.sweeps.records.record import Measured
+from ampatch.tools.folder import HELD
 from ampatch.tools.log_file import last_lines
+from ampatch.tools.process import START
 
 TIMES = ("step_ms", "forward_ms", "backward_ms", "update_ms", "waits")
 SECONDS = 40.0  # in which torch.distributed.run, told to end, ends its ranks by force: it takes 30
@@ -43,11 +44,11 @@ def own_part(run: PlannedRun) -> PlannedRun:
 
 def launcher(run: PlannedRun) -> list[str]:
     """Returns what goes before the module of a child on the command line."""
+    start = [START, str(Path(run.directory, HELD))]
     if run.nproc_per_node is None:
-        return [sys.executable, "-u", "-m"]
-    count = str(run.nproc_per_node)
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count, "-m"]
-    return [sys.executable, "-u", *start]
+        return start
+    options = ["--standalone", "--nproc-per-node", str(run.nproc_per_node), "--log-dir", run.directory]
+    return [*start, "torch.distributed.run", *options, *start]
 
 
 def slowest(ranks: Sequence[Measured | None]) -> Measured | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-import tempfile
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +18,7 @@ from ampatch.sweeps.processes.devices import VISIBLE
 from ampatch.sweeps.processes.printed import find_printed
 from ampatch.sweeps.records.record import Ending, Measured, RunRecord
 from ampatch.sweeps.records.sweep_file import read_measured
+from ampatch.tools.folder import temporary_folder
 from ampatch.tools.log_file import last_lines
 from ampatch.tools.process import GRACE_SECONDS, child_process, wait
 from ampatch.tools.stop import Stop
@@ -35,8 +36,8 @@ def execute(run: PlannedRun, timeout: float | None, on_steps: Callable[[int], No
     """
     start, log = time.monotonic(), run.file("log")
     # Scripts clear their own output, in which the logs may be.
-    with tempfile.TemporaryDirectory(prefix="ampatch-run-", ignore_cleanup_errors=True) as folder:
-        inner = replace(run, directory=folder)
+    with temporary_folder("run") as folder:
+        inner = replace(run, directory=str(folder))
         grace, count = GRACE_SECONDS if run.nproc_per_node is None else ranks.SECONDS, inner.file("steps")
         sees = None if run.visible is None else {VISIBLE: run.visible}
         with child_process(command_of(inner), log, run.seed, grace, environment=sees) as process:
@@ -60,7 +61,7 @@ def execute(run: PlannedRun, timeout: float | None, on_steps: Callable[[int], No
 
 def command_of(run: PlannedRun) -> list[str]:
     """Returns the child's command line."""
-    return [*ranks.launcher(run), "ampatch.sweeps.processes.child", run.to_json()]
+    return [sys.executable, "-u", *ranks.launcher(run), "ampatch.sweeps.processes.child", run.to_json()]
 
 
 def take_measured(run: PlannedRun) -> Measured | None:
