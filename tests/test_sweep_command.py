@@ -266,6 +266,24 @@ def test_a_folder_that_a_script_clears_is_written_to_all_the_same(folder, runs, 
     assert files_in(folder / "out") >= SAVED
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs locks of folders")
+def test_two_sweeps_at_a_time_do_not_share_a_folder(folder, runs, monkeypatch, capsys):
+    class Begins(Runs):
+        def __call__(self, run, *given):
+            monkeypatch.setattr(campaign, "execute", runs)
+            assert sweep("train.py", "--levels", "O1") == 0
+            assert sweep_into("ampatch-sweep", "O4") == 2
+            return super().__call__(run, *given)
+
+    monkeypatch.setattr(campaign, "execute", Begins())
+    assert sweep("train.py", "--levels", "O0") == 0
+    rows = [written(folder, name).records[0].row for name in ("ampatch-sweep", "ampatch-sweep-2")]
+    assert rows == ["O0", "O1"]
+    said = "ampatch sweep: --out 'ampatch-sweep': another sweep writes there: expected a folder of its own"
+    assert said in capsys.readouterr().err
+    assert sweep_into("ampatch-sweep", "O4") == 0
+
+
 class Failing:
     """A stream that nobody reads, or whose disk is full."""
 

@@ -53,3 +53,14 @@ def lock(path: Path) -> int:
         os.close(number)
         raise
     return number
+
+
+def is_locked(path: Path) -> bool:
+    """Says whether somebody holds a file or folder locked."""
+    try:
+        os.close(lock(path))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -15,6 +15,7 @@ from ampatch.sweeps.records.sweep import Sweep
 from ampatch.sweeps.records.sweep_file import FORMAT, from_json, to_json
 from ampatch.sweeps.records.table_file import to_csv
 from ampatch.sweeps.web.page import write_page
+from ampatch.tools.folder import is_locked, lock
 from ampatch.tools.packages import require
 
 JSON, TABLE, PAGE = "sweep.json", "sweep.csv", "sweep.html"
@@ -28,15 +29,22 @@ class Results:
     """Where a sweep goes: `folder` is None if only the logs are kept.
 
     A sweep that is in the folder already stays, with its logs, until `replace_old`; those of the new one are
-    beside them until then.
+    beside them until then. `lock` keeps other sweeps out until it is closed.
     """
 
     def __init__(
-        self, folder: Path | None, logs: Path, *, holds_old: bool = False, page: bool = True
+        self,
+        folder: Path | None,
+        logs: Path,
+        *,
+        holds_old: bool = False,
+        page: bool = True,
+        lock: int | None = None,
     ) -> None:
         self.folder = folder
         self.logs = logs
         self.holds_old = holds_old
+        self.lock = lock
         self._names = [name for name in WRITERS if page or name != PAGE]
         self._saved = False
 
@@ -102,6 +110,8 @@ def open_results(out: str | None, *, has_page: bool = True) -> Iterator[Results]
     finally:
         with suppress(OSError):  # which says that there are logs
             results.logs.rmdir()
+        if results.lock is not None:
+            os.close(results.lock)
 
 
 def find_folder() -> str:
@@ -113,9 +123,14 @@ def find_folder() -> str:
 
 
 def is_free(folder: Path) -> bool:
-    """Says whether there is nothing of that name, or a folder with a sweep, or with logs of one at most."""
+    """Says whether there is nothing of that name, or a folder with a sweep, or with logs of one at most.
+
+    A folder is not free in which a sweep is on.
+    """
     if not folder.is_dir():
         return not folder.exists()
+    if is_locked(folder):
+        return False
     if (folder / JSON).exists():
         return not is_foreign(folder / JSON)
     return {path.name for path in folder.iterdir()} <= {LOGS}
@@ -133,17 +148,25 @@ def prepare(out: str, has_page: bool) -> Results:
     folder, expected = Path(out), "expected a folder, or a place for a new one"
     if is_foreign(folder / JSON):
         raise ArgumentError([("out", out, f"expected a folder without a {JSON} of something else")])
-    holds_old = (folder / JSON).exists()
-    logs = folder / (NEW_LOGS if holds_old else LOGS)
+    held = None
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if is_locked(folder):
+            raise ArgumentError([("out", out, "another sweep writes there: expected a folder of its own")])
+        with suppress(OSError):  # where there are no locks
+            held = lock(folder)
+        holds_old = (folder / JSON).exists()
+        logs = folder / (NEW_LOGS if holds_old else LOGS)
         logs.mkdir(parents=True, exist_ok=True)
         for place in (folder, logs):
             tempfile.TemporaryFile(dir=place).close()
         for path in logs.glob(OUR_LOGS):  # of a sweep that did not come to its first result
             path.unlink()
     except OSError as error:
+        if held is not None:
+            os.close(held)
         raise ArgumentError([("out", out, f"{expected} ({error.strerror})")]) from None
-    return Results(folder, logs, holds_old=holds_old, page=has_page)
+    return Results(folder, logs, holds_old=holds_old, page=has_page, lock=held)
 
 
 def write(path: Path, text: str) -> None:
