@@ -101,7 +101,7 @@ def test_variants_steps_and_repeats_are_those_of_the_command_line():
 def test_files_are_written_where_they_are_wanted(tmp_path):
     result = sweep(levels=["O0"], out=tmp_path / "made")
     assert {path.name for path in (tmp_path / "made").iterdir()} >= {"sweep.json", "sweep.csv", "sweep.html"}
-    read = from_json((tmp_path / "shell" / "made" / "sweep.json").read_text())
+    read = from_json((tmp_path / "made" / "sweep.json").read_text())
     assert read.settings.script == f"{__name__}.train"
     assert read.records == result.records
 
@@ -221,7 +221,7 @@ def run_script(processes, tmp_path, text):
     for name in ("statistics", "torch", "runpy", "queue"):  # beside the shell, where the script does not look
         (shell / f"{name}.py").write_text("raise RuntimeError('not this one')")
     code = (
-        f"sys.path[0] = {str(tmp_path)!r}; import runpy; runpy.run_path({str(path)!r}, run_name='__main__')"
+        f"import runpy\nsys.path[0] = {str(tmp_path)!r}\nrunpy.run_path({str(path)!r}, run_name='__main__')"
     )
     return processes.run(code, shell)
 
@@ -236,8 +236,8 @@ def train(opt_level, seed):
 
 if __name__ == "__main__":
     result = amp.sweep(train, ["O0", "O4"], out="made", steps=6)
-    print([(it.row, it.outcome.value, it.measured.steps) for it in result.records])
     import local_to_the_script
+    print([(it.row, it.outcome.value, it.measured.steps) for it in result.records])
 """
 
 
