@@ -232,7 +232,13 @@ class Session(Surroundings):
             stack.push(self._patching.pop_all())
 
     def close(self) -> None:
-        """Undoes everything, last-in first-out; interrupted before it has begun, it undoes nothing."""
+        """Undoes everything, last-in first-out; interrupted before it has begun, it undoes nothing.
+
+        A block of `scale_loss` that is open ends first; inside of its backward this raises AmpError.
+        """
+        for amp in self.members.optimizers():
+            if amp.end_block is not None:
+                amp.end_block(by_step=False)
         stack = ExitStack()
         stack.callback(self._reset)
         ours = self.data_watch, self._distributed, self._script_models, self._captures

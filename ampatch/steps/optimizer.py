@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampatch.errors import AmpError
+from ampatch.errors import AmpError, NotInitializedError
 from ampatch.levels.stack import is_running
 from ampatch.levels.undo import refer
 from ampatch.steps.call import Call
@@ -22,11 +23,13 @@ from ampatch.steps.grads.local import LocalGrads, scale_again
 from ampatch.steps.grads.plain import EarlierGrads, find_grads
 from ampatch.steps.grads.unnamed import UnnamedGrads
 from ampatch.steps.masters.grads import MasterGrads, NoMasterGrads
-from ampatch.steps.masters.params import MasterParams, NoMasters
+from ampatch.steps.masters.params import MasterParams, NoMasters, do_nothing
 from ampatch.steps.outcome import BackwardOutcome
 from ampatch.steps.ranks import Agreement
 from ampatch.steps.scaler import Scale
 from ampatch.steps.step import SkipStep, wrap_closure
+
+logger = logging.getLogger("ampatch")
 
 
 class AmpOptimizer:
@@ -47,7 +50,8 @@ class AmpOptimizer:
         self._around, self._events = around, around.events
         self.pending: list[BackwardOutcome] = []  # of the blocks since the last step
         self.last_outcomes: list[BackwardOutcome] = []  # of the blocks that led to the last step
-        self.end_block: Callable[[], None] | None = None  # ends the block that is open
+        self.end_block: Callable[..., None] | None = None  # ends the block that is open
+        self._is_closed = False
         self.delayed: Scale | None = None  # what the gradients are still scaled by
         self.unnamed = UnnamedGrads()
         self.local, self.agreement = LocalGrads(), Agreement()
@@ -67,12 +71,17 @@ class AmpOptimizer:
 
     # A block of scale_loss
 
-    def prepare_backward(self, scale: Scale, end_block: Callable[[], None]) -> None:
+    def prepare_backward(self, scale: Scale, end_block: Callable[..., None]) -> None:
         """Sets earlier gradients aside, so that the new ones are seen apart from them.
 
         `end_block` ends the block of `scale_loss` early, for a step inside it. Raises AmpError inside
         another block of this optimizer, unless the scale is a static 1: their gradients would mix.
         """
+        if self._is_closed:
+            raise NotInitializedError(
+                f"scale_loss: uninitialize() has given this {type(self.optimizer).__name__} back since the "
+                f"block was made: call amp.initialize(model, optimizer) again, then scale_loss"
+            )
         if self.end_block is not None and not scale.is_identity:
             raise AmpError(
                 f"scale_loss: {type(self.optimizer).__name__} is inside another block of scale_loss already, "
@@ -290,9 +299,25 @@ class AmpOptimizer:
     def close(self) -> None:
         """Leaves the gradients unscaled, and takes the model's weights as they are now.
 
-        The scale is not asked: after an exception on one rank the others would wait for it.
+        Gradients of a step that would be skipped are dropped: nobody would skip it. The scale is not
+        asked: after an exception on one rank the others would wait for it.
         """
-        self._unscale_delayed()
-        self.unnamed.unscale(self._grads)
+        waiting = (
+            (self.delayed, self._unscale_delayed()),
+            (self.unnamed.scale, self.unnamed.settle(self._grads, is_step=True)),
+            (self.local.read_scale, self.local.read_found_inf),
+        )
+        flags = [flag for scale, flag in waiting if scale and flag is not None and scale.scaler.is_dynamic]
+        flags += [outcome.found_inf for outcome in self.pending if outcome.capture is None]
         self._grads.drop_restarted()
+        if any(flag > 0 for flag in flags):
+            for param in [*self.params(), *self.model_params()]:
+                param.grad = None
+            logger.warning(
+                "uninitialize: gradients of %s had overflowed, and were dropped: the step that they were "
+                "made for would have been skipped",
+                type(self.optimizer).__name__,
+            )
         self.masters.take_edits()
+        # What still refers to this, such as a block that was made before, must change nothing any more.
+        self._is_closed, self.end_block = True, do_nothing

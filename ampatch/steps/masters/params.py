@@ -34,8 +34,13 @@ class MasterParams:
         self._was_checked = False
 
     def __del__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
         for pair in self.pairs:  # which live on with the model
             pair.optimizers -= 1
+        for known in (self.pairs, *self._plain, self._by_half, self._by_master):
+            known.clear()
 
     def __iter__(self) -> Iterator[Weight]:
         return iter(self.pairs)
@@ -92,8 +97,9 @@ class MasterParams:
                     state[name] = aligned.copy_(value)
 
     def remove(self) -> None:
-        """Puts the model's parameters back, with the state that the masters have by now."""
+        """Puts the model's parameters back, with the state that the masters have by now, for good."""
         self._replace({key: pair.half for key, pair in self._by_master.items()})
+        self._forget()  # or whoever holds a method of ours would put the masters back
 
     def _replace(self, by_id: dict[int, Parameter]) -> None:
         for optimizer in self.optimizers:
