@@ -350,7 +350,7 @@ def test_uninitialize_inside_a_block_leaves_what_plain_torch_has_there(level, va
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @OPTIMIZERS
 @pytest.mark.parametrize("where", ["in the block", "in a delayed block", "after it", "after it, read"])
-def test_after_uninitialize_no_step_uses_gradients_that_would_have_been_skipped(level, variant, where, caplog):
+def test_after_uninitialize_no_step_uses_what_would_have_been_skipped(level, variant, where, caplog):
     run = Beside(level, variant, verbosity=1)
     run.run_block(BATCHES[0])
     run.step(BATCHES[0])
@@ -373,7 +373,7 @@ def test_a_block_that_was_made_before_uninitialize_is_refused_after_it(level):
     run = Beside(level)
     block = amp.scale_loss(run.model(BATCHES[0]).float().sum(), run.optimizer)
     amp.uninitialize()
-    with pytest.raises(amp.NotInitializedError, match=r"has given this SGD back.*: call amp\.initialize"), block:
+    with pytest.raises(amp.NotInitializedError, match=r"has given this SGD back.*: call amp\.init"), block:
         pass
     train_plainly(run, BATCHES)
 
@@ -391,7 +391,7 @@ def test_what_a_script_keeps_of_an_optimizer_brings_no_masters_back(level):
 def test_uninitialize_inside_of_a_scaled_backward_is_refused_and_undoes_nothing(level):
     run = Beside(level)
     run.model.weight.register_hook(lambda grad: amp.uninitialize())
-    with pytest.raises(amp.AmpError, match=r"uninitialize\(\) was called inside of backward.*: call it after"):
+    with pytest.raises(amp.AmpError, match=r"uninitialize\(\) was called inside of backward.*: call it"):
         run.run_block()
     run.model.weight._backward_hooks.clear()
     run.run_block()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.ranks import select_sharded
@@ -126,6 +127,29 @@ class Attachments:
             )
 
 
+def _serve_hooks(masters: MasterParams, optimizer: Optimizer, instance: Patcher, undo: ExitStack) -> None:
+    """Lets hooks of a step that are not ours act as in float32, whenever they are registered.
+
+    Those at its end that were there first would see the model as it was before the step, and what they
+    write into it would be overwritten. Those at its beginning may come later than ours.
+    """
+    if optimizer._optimizer_step_post_hooks:
+        first = optimizer.register_step_post_hook(masters.end_step)
+        optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)
+        undo.callback(first.remove)
+        undo.callback(optimizer.register_step_post_hook(masters.take_writes).remove)
+    register, last = optimizer.register_step_pre_hook, undo.enter_context(ExitStack())
+
+    @functools.wraps(register)
+    def register_step_pre_hook(hook: Callable) -> RemovableHandle:
+        handle = register(hook)
+        last.close()
+        last.callback(register(masters.take_writes).remove)
+        return handle
+
+    instance.replace(optimizer, "register_step_pre_hook", register_step_pre_hook)
+
+
 def _attach(amp: AmpOptimizer, has_masters: bool, take: Take) -> None:
     """Puts hooks onto an optimizer, and methods that know of masters; `amp.undo` takes them away."""
     optimizer, instance = amp.optimizer, Patcher()
@@ -138,6 +162,8 @@ def _attach(amp: AmpOptimizer, has_masters: bool, take: Take) -> None:
         instance.replace(optimizer, name, functools.update_wrapper(method, getattr(optimizer, name)))
     for one in amp.masters.optimizers:
         _order_hooks(one)
+        if has_masters:
+            _serve_hooks(amp.masters, one, instance, amp.undo)
         amp.undo.callback(one.register_step_pre_hook(amp.before_step).remove)
         amp.undo.callback(one.register_step_post_hook(amp.after_step).remove)
         if hasattr(one, "_optimizer_load_state_dict_post_hooks"):

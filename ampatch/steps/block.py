@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ampatch.errors import AmpError, AmpTypeError
+from ampatch.errors import AmpError, AmpTypeError, NotInitializedError
 from ampatch.levels.private import graph_task
 from ampatch.steps.captured import CapturedBlock, CapturedGrads
 from ampatch.steps.events import Surroundings
@@ -82,6 +82,8 @@ class ScaledLoss(NotYetScaled):
             for optimizer in self.optimizers:
                 optimizer.end_block = self._end_early
             return self.scaler.begin(self.loss.device)
+        for optimizer in self.optimizers:
+            _validate_open(optimizer)
         held = [scale for one in self.optimizers if (scale := one.held_scale()) is not None]
         if held and held[0].capture is self._capture:
             scale, self.scaler = held[0], held[0].scaler
@@ -188,6 +190,14 @@ class ScaledLoss(NotYetScaled):
         for optimizer in self.optimizers:
             optimizer.pending.append(outcome)
         return outcome
+
+
+def _validate_open(optimizer: AmpOptimizer) -> None:
+    if optimizer.is_closed:
+        raise NotInitializedError(
+            f"scale_loss: uninitialize() has given this {type(optimizer.optimizer).__name__} back since the "
+            f"block was made: call amp.initialize(model, optimizer) again, then scale_loss"
+        )
 
 
 def _has_nothing_to_do(optimizer: AmpOptimizer) -> bool:

@@ -118,6 +118,10 @@ class MasterParams:
     def take_edits(self) -> None:
         """Feeds masters with what was written into the model's parameters, or swapped, since they agreed."""
         self.install_again()
+        self.take_writes()
+
+    def take_writes(self, *_: object) -> None:
+        """Does so where masters are in the param groups; a hook of the step, too."""
         touched = self.touched  # `Weight.is_edited`, written out: this runs for each at each step
         with self.lock as is_free:
             edited = [
@@ -136,8 +140,11 @@ class MasterParams:
             with self.lock:
                 _round(self.pairs, *self._plain)
 
-    def end_step(self, optimizer: Optimizer) -> None:
-        """Rounds the masters into the model; the first time warns of one that steps half weights itself."""
+    def end_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Rounds the masters into the model; the first time warns of one that steps half weights itself.
+
+        Where hooks of the step were there first, it is one, too, and runs before them.
+        """
         wrote_half = not self._was_checked and any(pair.is_edited() for pair in self.pairs)
         self._was_checked = True
         self.copy_to_model()
@@ -169,7 +176,7 @@ def do_nothing(*_: object, **__: object) -> None:
 class NoMasters(MasterParams):
     """Stands in for the masters of an optimizer that gets none: what each step asks of them costs nothing."""
 
-    install_again = take_edits = copy_to_model = copy_edits_to_model = end_step = do_nothing  # type: ignore[assignment]
+    install_again = take_edits = take_writes = copy_to_model = copy_edits_to_model = end_step = do_nothing  # type: ignore[assignment]
 
     def select_others(self, params: list[Tensor]) -> list[Tensor]:
         """Returns all of them."""
