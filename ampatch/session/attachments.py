@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.ranks import select_sharded
 from ampatch.levels.undo import weakly
-from ampatch.models.cast_tensor import Float32Values
+from ampatch.models.cast_tensor import Float32Values, Shared
 from ampatch.models.model import ModelCaster, select_python
 from ampatch.patching.data_watch import DataWatch
 from ampatch.patching.patcher import Patcher
@@ -41,8 +41,9 @@ Take = Callable[[Sequence[Tensor]], None]  # takes parameters that join an optim
 class Attachments:
     """Puts onto optimizers what a session needs there; `AmpOptimizer.undo` takes it away."""
 
-    def __init__(self, members: Members, data_watch: DataWatch) -> None:
+    def __init__(self, members: Members, data_watch: DataWatch, shared: Shared) -> None:
         self._members = members
+        self._shared = shared
         self._data_watch = data_watch
         self.was_scaled = False  # whether a block has made gradients that are scaled
         # The ids of parameters that ever were in an optimizer of the session, which unscales their gradients.
@@ -102,7 +103,8 @@ class Attachments:
         for param in params:
             if param.dtype not in HALF_TYPES or masters.get(param) is not None:
                 continue  # a master is float32; one that is known was in another group before
-            weight = known.setdefault(id(param), Float32Values()).get(param)
+            own = known.setdefault(id(param), Float32Values(self._shared))
+            weight = own.get(param)
             if weight.master is None:
                 masters.add(weight)
                 self._data_watch.watched.update({id(weight.half): weight, id(weight.master): weight})
@@ -212,6 +214,7 @@ class CopyWithMasters:
 
     def __call__(self, protocol: int) -> tuple:
         optimizer, masters = self._amp.optimizer, self._amp.masters
+        masters.show_edits()
         new, args, *state = type(optimizer).__reduce_ex__(optimizer, protocol)
         # The half parameters are those of a model that is copied together with the optimizer.
         return _make_copy, (new, args), (state[0], [(pair.half, pair.master) for pair in masters])
@@ -250,7 +253,7 @@ class RefreshWeights(BeforeGraph):
 
     def __init__(self, values: Sequence[Float32Values], masters: Sequence[MasterParams] = ()) -> None:
         self._values = values
-        self._notices = list({id(own.notice): own.notice for own in values}.values())
+        self._shared = list({id(own.shared): own.shared for own in values}.values())
         self._masters = [weakref.ref(one) for one in masters]  # a model keeps no optimizer alive
 
     def __call__(self, module: Module, args: tuple) -> None:
@@ -259,8 +262,8 @@ class RefreshWeights(BeforeGraph):
 
     def refresh(self, args: tuple, kwargs: dict) -> None:
         """Rounds what was written into the model; no host sync."""
-        for notice in self._notices:
-            if notice.any:
+        for shared in self._shared:
+            if shared.any_shown:
                 self._follow(Weight.follow_shown)
         for reference in self._masters:
             masters = reference()

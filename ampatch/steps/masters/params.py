@@ -122,17 +122,26 @@ class MasterParams:
 
     def take_writes(self, *_: object) -> None:
         """Does so where masters are in the param groups; a hook of the step, too."""
-        touched = self.touched  # `Weight.is_edited`, written out: this runs for each at each step
         with self.lock as is_free:
-            edited = [
-                pair
-                for pair in self.pairs
-                if pair.version != (half := pair.half)._version
-                or pair.pointer != half.data_ptr()
-                or (touched and id(half) in touched)
-            ]
-            for pair in edited if is_free else ():
+            for pair in self._find_edited() if is_free else ():
                 pair.take_edit()
+
+    def show_edits(self) -> None:
+        """Has masters show what was written into the model, for who reads them; the next step takes it."""
+        self.install_again()
+        with self.lock as is_free:
+            for pair in self._find_edited() if is_free else ():
+                pair.show_edit()
+
+    def _find_edited(self) -> list[Weight]:
+        touched = self.touched  # `Weight.is_edited`, written out: this runs for each at each step
+        return [
+            pair
+            for pair in self.pairs
+            if pair.version != (half := pair.half)._version
+            or pair.pointer != half.data_ptr()
+            or (touched and id(half) in touched)
+        ]
 
     def copy_to_model(self) -> None:
         """Rounds the masters into the model's parameters; no host sync."""
@@ -164,6 +173,10 @@ class MasterParams:
                 for pair in self.pairs
                 if pair.written != pair.master._version or (touched and pair.was_asked_last())
             ]
+            for pair in edited if is_free else ():
+                if pair.kept is not None:
+                    pair.follow()
+            edited = [pair for pair in edited if pair.kept is None]
             if edited and is_free:  # else a step rounds them when it ends
                 plain = [pair for pair in edited if not pair.is_wrapper]
                 _round(edited, [pair.half for pair in plain], [pair.master for pair in plain])
@@ -176,7 +189,9 @@ def do_nothing(*_: object, **__: object) -> None:
 class NoMasters(MasterParams):
     """Stands in for the masters of an optimizer that gets none: what each step asks of them costs nothing."""
 
-    install_again = take_edits = take_writes = copy_to_model = copy_edits_to_model = end_step = do_nothing  # type: ignore[assignment]
+    install_again = take_edits = take_writes = show_edits = copy_to_model = copy_edits_to_model = end_step = (
+        do_nothing  # type: ignore[assignment]
+    )
 
     def select_others(self, params: list[Tensor]) -> list[Tensor]:
         """Returns all of them."""
