@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator, MutableMapping
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -13,6 +15,8 @@ from torch.nn import Module, Parameter
 from ampatch.steps.grads.plain import cast_grads
 from ampatch.steps.masters.tensors import is_wrapper
 from ampatch.steps.masters.weight import Weight
+
+LEAST_SAMPLE = 16  # elements, to tell of a copied model whether it is averaged
 
 
 def own_tensors(module: Module) -> list[tuple[str, Tensor]]:
@@ -31,11 +35,19 @@ class Shared:
     """
 
     def __init__(
-        self, known: MutableMapping[int, Weight] | None = None, touched: set[int] | None = None
+        self,
+        known: MutableMapping[int, Weight] | None = None,
+        touched: set[int] | None = None,
+        copies: WeakSet[Shared] | None = None,
     ) -> None:
         self.known = WeakValueDictionary[int, Weight]() if known is None else known
         self.touched = touched
+        self.copies = WeakSet[Shared]() if copies is None else copies  # of models, which say so here
+        self.sample: tuple[Weight, weakref.ref[Weight]] | None = None  # a copied weight, and the original
         self.any_shown = False  # whether a `state_dict` has shown some: then forwards look for edits
+
+    def __deepcopy__(self, memo: dict) -> Shared:
+        return Shared(copies=self.copies)
 
     def __reduce__(self) -> tuple:
         return Shared, ()
@@ -53,6 +65,16 @@ class Float32Values:
         self._weights: dict[int, Weight] = {}
         for half, precise in written:
             half.detach().copy_(precise)
+
+    def __deepcopy__(self, memo: dict) -> Float32Values:
+        new, given = self.__reduce__()
+        copied = memo[id(self)] = new(*copy.deepcopy(given, memo))
+        if copied.shared.sample is None:
+            large = (one for one in self if one.half.numel() >= LEAST_SAMPLE and not one.is_wrapper)
+            for weight in itertools.islice(large, 1):
+                copied.shared.sample = copied.get(copy.deepcopy(weight.half, memo)), weakref.ref(weight)
+                copied.shared.copies.add(copied.shared)
+        return copied
 
     def __reduce__(self) -> tuple:
         pairs = ((weight.half, weight.find_written()) for weight in self)

@@ -63,9 +63,9 @@ class Session(Surroundings):
         self._undo = ExitStack()
         self._patching = ExitStack()  # of torch's functions: undone before the rest, or alone
         self.members.restore(Members())
-        self._shared = Shared(self.data_watch.watched, self.data_watch.touched)
+        self.shared = Shared(self.data_watch.watched, self.data_watch.touched)
         self._calls: list[Call] = []
-        self._attachments = Attachments(self.members, self.data_watch, self._shared)
+        self._attachments = Attachments(self.members, self.data_watch, self.shared)
         self.is_disabled = False
         self.events.session_closed(None)
 
@@ -102,7 +102,7 @@ class Session(Surroundings):
             call.undo.callback(fit_states, states)
             opening = Opening(request, call, amps, undo)
             self.events.call_opens(opening)  # who sees batches, before they are cast
-            caster = ModelCaster(request.models, policy, kept, values, self._shared, call.undo)
+            caster = ModelCaster(request.models, policy, kept, values, self.shared, call.undo)
             caster.open(request.float8_layers, members.float8)
             members.add_modules(parts, caster.by_module, caster.float8)
             self._attachments.open(request, caster, amps, call)

@@ -164,6 +164,12 @@ class MasterParams:
                 f"param_groups, or use O1 or O4"
             )
 
+    def repeat_step(self) -> None:
+        """Notes that a step ran in a CUDA graph that was replayed, which took no edits."""
+        for pair in self.pairs:
+            pair.kept = None
+            pair.mark_synced()
+
     def copy_edits_to_model(self) -> None:
         """Rounds the masters that were written outside of a step, as some optimizers do; no host sync."""
         touched = self.touched  # `Weight.follow`, written out: this runs before each forward
