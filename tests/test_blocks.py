@@ -11,7 +11,18 @@ from ampatch.steps.optimizer import AmpOptimizer
 from ampatch.steps.scaler import LossScaler
 from apex_rows import shows
 from helpers import Scalar, scaled_backward, snapshot
-from stepping import BATCHES, FLOAT32_LEVELS, INF, LEVELS, MOMENTUM, SCALE, Beside, param_bits, run_block
+from stepping import (
+    BATCHES,
+    FLOAT32_LEVELS,
+    FUSED_ADAM,
+    INF,
+    LEVELS,
+    MOMENTUM,
+    SCALE,
+    Beside,
+    param_bits,
+    run_block,
+)
 
 
 class Critic(torch.nn.Module):
@@ -292,3 +303,96 @@ def test_a_batch_that_is_given_up_inside_the_block_costs_no_step(level):
                 run.model.weight.grad.zero_()
                 continue
         run.step(batch)
+
+
+# uninitialize inside of a block
+
+EVERY_KIND = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+OPTIMIZERS = pytest.mark.parametrize("variant", [MOMENTUM, FUSED_ADAM], ids=str)
+
+
+def uninitialize_in_block(run, batch, factor=1.0, **options):
+    loss = run.model(batch).float().sum() * factor
+    with amp.scale_loss(loss, run.optimizer, **options) as scaled_loss:
+        scaled_loss.backward()
+        amp.uninitialize()
+
+
+def train_plainly(run, batches):
+    """Goes on in plain torch, and compares with the float32 optimizer."""
+    for batch in batches:
+        run.optimizer.zero_grad()
+        run.model(batch).sum().backward()
+        run.optimizer.step()
+        run.oracle.grad = batch.clone()
+        run.by_hand.step()
+        assert snapshot(run.model.weight) == snapshot(run.oracle)
+
+
+@EVERY_KIND
+@OPTIMIZERS
+@pytest.mark.parametrize("delay", [False, True], ids=["", "delayed"])
+def test_uninitialize_inside_a_block_leaves_what_plain_torch_has_there(level, variant, delay):
+    run = Beside(level, variant)
+    run.run_block(BATCHES[0])
+    run.step(BATCHES[0])
+    run.optimizer.zero_grad()
+    run.run_block(BATCHES[1])  # accumulates
+    uninitialize_in_block(run, BATCHES[2], delay_unscale=delay)
+    assert snapshot(run.model.weight.grad) == snapshot(BATCHES[1] + BATCHES[2])
+    run.optimizer.step()
+    run.oracle.grad = BATCHES[1] + BATCHES[2]
+    run.by_hand.step()
+    assert snapshot(run.model.weight) == snapshot(run.oracle)
+    train_plainly(run, BATCHES)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@OPTIMIZERS
+@pytest.mark.parametrize("where", ["in the block", "in a delayed block", "after it", "after it, read"])
+def test_after_uninitialize_no_step_uses_what_would_have_been_skipped(level, variant, where, caplog):
+    run = Beside(level, variant, verbosity=1)
+    run.run_block(BATCHES[0])
+    run.step(BATCHES[0])
+    run.optimizer.zero_grad()
+    if "in " in where:
+        uninitialize_in_block(run, BATCHES[1], INF, delay_unscale="delayed" in where)
+    else:
+        run.run_block(BATCHES[1], INF)
+        if "read" in where:
+            list(amp.master_params(run.optimizer))
+        amp.uninitialize()
+    assert "had overflowed, and were dropped" in caplog.text
+    run.optimizer.step()
+    assert snapshot(run.model.weight) == snapshot(run.oracle)
+    train_plainly(run, BATCHES)
+
+
+@EVERY_KIND
+def test_a_block_that_was_made_before_uninitialize_is_refused_after_it(level):
+    run = Beside(level)
+    block = amp.scale_loss(run.model(BATCHES[0]).float().sum(), run.optimizer)
+    amp.uninitialize()
+    with pytest.raises(amp.NotInitializedError, match=r"has given this SGD back.*: call amp\.init"), block:
+        pass
+    train_plainly(run, BATCHES)
+
+
+@EVERY_KIND
+def test_what_a_script_keeps_of_an_optimizer_brings_no_masters_back(level):
+    run = Beside(level)
+    zero_grad = run.optimizer.zero_grad
+    amp.uninitialize()
+    zero_grad()
+    train_plainly(run, BATCHES)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_uninitialize_inside_of_a_scaled_backward_is_refused_and_undoes_nothing(level):
+    run = Beside(level)
+    run.model.weight.register_hook(lambda grad: amp.uninitialize())
+    with pytest.raises(amp.AmpError, match=r"uninitialize\(\) was called inside of backward.*: call it"):
+        run.run_block()
+    run.model.weight._backward_hooks.clear()
+    run.run_block()
+    run.step(BATCHES[0])

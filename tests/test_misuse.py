@@ -752,6 +752,102 @@ def test_an_averaged_model_of_half_parameters_is_told_of(warned, level):
     assert (file, {line}) == (__file__, lines_of(average_beside_training, "update_parameters"))
 
 
+RATE = 1e-3
+
+
+def average_data(target, model):
+    for old, new in zip(target.parameters(), model.parameters(), strict=True):
+        old.data.mul_(1 - RATE).add_(new.data, alpha=RATE)
+
+
+def average_by_another(target, model):
+    for old, new in zip(target.parameters(), model.parameters(), strict=True):
+        old.data = (1 - RATE) * old.data + RATE * new.data
+
+
+@torch.no_grad()
+def average_in_place(target, model):
+    for old, new in zip(target.parameters(), model.parameters(), strict=True):
+        old.lerp_(new, RATE)
+
+
+@torch.no_grad()
+def average_at_once(target, model):
+    torch._foreach_lerp_(list(target.parameters()), list(model.parameters()), RATE)
+
+
+@torch.no_grad()
+def average_state(target, model):
+    for old, new in zip(target.state_dict().values(), model.state_dict().values(), strict=True):
+        old.lerp_(new, RATE)
+
+
+def run_target(level, update, make_target=copy.deepcopy, result=None):
+    """Trains a net and updates a target after each step; returns how far that moved."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if level:
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0)
+    target = make_target(model)
+    first = [value.clone().float() for value in target.state_dict().values()]
+    x = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
+    for _ in range(50):
+        optimizer.zero_grad()
+        loss = (model(x).float() - x.sum(1, keepdim=True).sin()).square().mean()
+        if level:
+            scaled_backward(loss, optimizer)
+        else:
+            loss.backward()
+        optimizer.step()
+        update(target, model)
+        target(x)
+    moved = zip(target.state_dict().values(), first, strict=True)
+    moved = sum((new.float() - old).square().sum().item() for new, old in moved) ** 0.5
+    if result is not None:
+        result.append(moved)
+    amp.uninitialize()
+    return moved
+
+
+SOFT = [average_data, average_by_another, average_in_place, average_at_once]
+
+
+@pytest.mark.parametrize("level", HALVES)
+@pytest.mark.parametrize("update", SOFT)
+def test_a_soft_update_of_a_half_model_is_told_of_once_with_what_to_write(warned, update, level):
+    [(text, _, _)] = warned(run_target, level, update)
+    assert "copy.deepcopy(model).float()" in text
+    assert "target.state_dict()" in text
+
+
+@pytest.mark.parametrize("level", ["O1", *HALVES])
+@pytest.mark.parametrize(
+    ("update", "make_target"),
+    [(average_data, lambda model: copy.deepcopy(model).float()), (average_state, copy.deepcopy)],
+    ids=["in float32", "over state_dicts"],
+)
+def test_a_soft_update_as_that_says_moves_as_in_float32(warned, update, make_target, level):
+    found = []
+    assert warned(run_target, level, update, make_target, found) == []
+    # Of rounded weights, which differ by 2 ** -9 from those of float32.
+    assert found[0] == pytest.approx(run_target(None, update), rel=0.02)
+
+
+COPIES = {
+    "copied as a whole": lambda target, model: target.load_state_dict(model.state_dict()),
+    "read": lambda target, model: [param.data.norm() for param in target.parameters()],
+    "made anew": lambda target, model: copy.deepcopy(model),
+    "left alone": lambda target, model: None,
+}
+
+
+@pytest.mark.parametrize("level", HALVES)
+@pytest.mark.parametrize("update", COPIES.values(), ids=COPIES)
+def test_a_copy_that_is_not_averaged_is_not_told_of(warned, update, level):
+    assert warned(run_target, level, update) == []
+
+
 def test_an_averaged_model_follows_what_was_written_into_half_weights_since_the_step(warned):
     model, _ = make("O5")
     averaged = AveragedModel(model).float()

@@ -5,9 +5,11 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 import ampatch as amp
 from apex_rows import shows
+from helpers import scaled_backward
 from nets import (
     COPIES,
     EVERY_LEVEL,
@@ -183,3 +185,99 @@ def test_a_pickled_model_does_not_switch_casts_off_or_on(duplicate):
     model = open_session(nn.Linear(3, 2), opt_level="O4")
     plain(X)
     assert model(X).dtype is torch.bfloat16
+
+
+# ---- What was changed after initialize ----
+
+
+def add_half_layer(model, optimizer):
+    model.block.append(nn.Linear(4, 4).to(model.first.weight.dtype))
+
+
+def add_half_buffer(model, optimizer):
+    model.block[0].register_buffer("late", torch.randn(3).to(model.first.weight.dtype))
+
+
+def train_new_half_parameter(model, optimizer):
+    add_half_layer(model, optimizer)
+    optimizer.add_param_group({"params": model.block[-1].parameters()})
+
+
+def save_and_train_new_half_parameter(model, optimizer):
+    add_half_layer(model, optimizer)
+    model.state_dict()
+    optimizer.add_param_group({"params": model.block[-1].parameters()})
+
+
+def parametrize_and_train(model, optimizer):
+    parametrizations.weight_norm(model.first)
+    optimizer.add_param_group({"params": model.first.parametrizations.parameters()})
+
+
+CHANGES = {
+    "weight norm": lambda model, optimizer: parametrizations.weight_norm(model.first),
+    "spectral norm": lambda model, optimizer: parametrizations.spectral_norm(model.first),
+    "weight norm, trained": parametrize_and_train,
+    "pruned": lambda model, optimizer: prune.l1_unstructured(model.first, "weight", amount=0.5),
+    "tied": lambda model, optimizer: setattr(model.block[2], "weight", model.first.weight),
+    "tied the other way": lambda model, optimizer: setattr(model.first, "weight", model.block[2].weight),
+    "a layer": add_half_layer,
+    "a buffer": add_half_buffer,
+    "a trained layer": train_new_half_parameter,
+    "a saved layer, then trained": save_and_train_new_half_parameter,
+    "a layer moved": lambda model, optimizer: setattr(model, "other", model.block),
+}
+
+
+class Stacked(nn.Module):
+    """A layer, and others in a container that holds no tensor itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.block = nn.Sequential(nn.Tanh(), nn.Sequential(nn.Tanh()), nn.Linear(4, 4))
+
+    def forward(self, x):
+        return self.block(self.first(x))
+
+
+@pytest.mark.parametrize("opt_level", MASTERED)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_is_changed_after_initialize_is_saved_in_float32_and_resumes_bit_for_bit(change, opt_level):
+    def run(state=None):
+        model = Stacked()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        open_session(model, optimizer, opt_level, loss_scale=64.0, verbosity=0)
+        change(model, optimizer)
+        if state is not None:
+            model.load_state_dict(state[0])
+            optimizer.load_state_dict(state[1])
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaled_backward(model(torch.ones(2, 4)).float().square().mean(), optimizer)
+            optimizer.step()
+        return model, optimizer
+
+    torch.manual_seed(0)
+    model, optimizer = run()
+    half = {id(half): master for half, master in amp.master_pairs(optimizer)}
+    state = model.state_dict()
+    saved = copy.deepcopy([state, optimizer.state_dict()])
+    for name, param in model.named_parameters(remove_duplicate=False):
+        assert state[name].dtype is FULL
+        expected = half.get(id(param), param.detach().float())
+        assert torch.equal(state[name], expected), name
+        twins = [key for key, one in model.named_parameters(remove_duplicate=False) if one is param]
+        assert {state[key].data_ptr() for key in twins} == {state[name].data_ptr()}, name
+    assert {value.dtype for value in state.values()} == {FULL}
+    assert {value.dtype for value in model.block.state_dict().values()} == {FULL}
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaled_backward(model(torch.ones(2, 4)).float().square().mean(), optimizer)
+        optimizer.step()
+    expected = clone_state(model)
+    amp.uninitialize()
+    assert_same_state(dict(model.state_dict()), expected)
+    torch.manual_seed(1)
+    model, optimizer = run(saved)
+    assert_same_state(dict(model.state_dict()), expected)

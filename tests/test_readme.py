@@ -279,6 +279,16 @@ def patch_over(monkeypatch):
         amp.uninitialize()
 
 
+def enter_a_block_of_before():
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, verbosity=0)
+    block = amp.scale_loss(model.bias.sum(), optimizer)
+    amp.uninitialize()
+    with block:
+        pass
+
+
 def load(state):
     after(lambda: amp.load_state_dict(state))
 
@@ -291,6 +301,7 @@ MISTAKES = {
     "count too late": lambda: after(lambda: amp.log_to(print, casts=True), opt_level="O4"),
     "cast twice": lambda: start_twice("O2", "O1"),
     "float32 before": lambda: start_twice("O0", "O1"),
+    "block of before": enter_a_block_of_before,
     "key": lambda: load({"model": {}}),
     "keys": lambda: load({"loss_scaler0": {"scale": 1.0}}),
     "loaded 0": lambda: load({"loss_scaler0": {"loss_scale": 0.0, "unskipped": 0}}),

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from ampatch.steps.grads.plain import cast_grads
-from ampatch.steps.masters.weight import Weight, is_wrapper
+from ampatch.steps.masters.tensors import is_wrapper
+from ampatch.steps.masters.weight import Weight
+
+LEAST_SAMPLE = 16  # elements, to tell of a copied model whether it is averaged
 
 
 def own_tensors(module: Module) -> list[tuple[str, Tensor]]:
@@ -21,11 +27,30 @@ def own_tensors(module: Module) -> list[tuple[str, Tensor]]:
     ]
 
 
-class Shown:
-    """Whether a `state_dict` has shown float32 values of a call's models: then forwards look for edits."""
+class Shared:
+    """What the weights of a call's models share; those of a copied model have their own.
 
-    def __init__(self) -> None:
-        self.any = False
+    `known` finds a weight by the id of its half tensor, wherever in the session that has come to be since;
+    `touched` holds the ids of tensors that may have been written without a trace, None if nobody watches.
+    """
+
+    def __init__(
+        self,
+        known: MutableMapping[int, Weight] | None = None,
+        touched: set[int] | None = None,
+        copies: WeakSet[Shared] | None = None,
+    ) -> None:
+        self.known = WeakValueDictionary[int, Weight]() if known is None else known
+        self.touched = touched
+        self.copies = WeakSet[Shared]() if copies is None else copies  # of models, which say so here
+        self.sample: tuple[Weight, weakref.ref[Weight]] | None = None  # a copied weight, and the original
+        self.any_shown = False  # whether a `state_dict` has shown some: then forwards look for edits
+
+    def __deepcopy__(self, memo: dict) -> Shared:
+        return Shared(copies=self.copies)
+
+    def __reduce__(self) -> tuple:
+        return Shared, ()
 
 
 class Float32Values:
@@ -35,16 +60,26 @@ class Float32Values:
     A copied model has none yet, but what was `written` into those of the first goes into its half tensors.
     """
 
-    def __init__(self, notice: Shown | None = None, written: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
-        self.notice = notice or Shown()
+    def __init__(self, shared: Shared | None = None, written: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
+        self.shared = shared or Shared()
         self._weights: dict[int, Weight] = {}
         for half, precise in written:
             half.detach().copy_(precise)
 
+    def __deepcopy__(self, memo: dict) -> Float32Values:
+        new, given = self.__reduce__()
+        copied = memo[id(self)] = new(*copy.deepcopy(given, memo))
+        if copied.shared.sample is None:
+            large = (one for one in self if one.half.numel() >= LEAST_SAMPLE and not one.is_wrapper)
+            for weight in itertools.islice(large, 1):
+                copied.shared.sample = copied.get(copy.deepcopy(weight.half, memo)), weakref.ref(weight)
+                copied.shared.copies.add(copied.shared)
+        return copied
+
     def __reduce__(self) -> tuple:
         pairs = ((weight.half, weight.find_written()) for weight in self)
         written = [(half, precise.detach()) for half, precise in pairs if precise is not None]
-        return Float32Values, (self.notice, written)
+        return Float32Values, (self.shared, written)
 
     def __contains__(self, tensor: Tensor) -> bool:
         return id(tensor) in self._weights
@@ -53,33 +88,38 @@ class Float32Values:
         return iter(list(self._weights.values()))
 
     def find(self, tensor: Tensor) -> Weight | None:
-        """Returns what is known of a half tensor."""
-        return self._weights.get(id(tensor))
+        """Returns what is known of a half tensor, here or where it was before."""
+        found = self._weights.get(id(tensor)) or self.shared.known.get(id(tensor))
+        return found if found is not None and found.half is tensor else None
 
     def get(self, tensor: Tensor) -> Weight:
         """Returns what is known of a half tensor, from now on if nothing was."""
-        found = self._weights.get(id(tensor))
-        if found is None:
-            found = self._weights[id(tensor)] = Weight(tensor)
-        return found
+        return self.find(tensor) or self._add(Weight(tensor, touched=self.shared.touched))
+
+    def _add(self, weight: Weight) -> Weight:
+        self._weights[id(weight.half)] = self.shared.known[id(weight.half)] = weight
+        return weight
 
     def rename(self, tensor: Tensor, successor: Tensor) -> None:
-        """Hands the float32 values of a tensor to the one that took its place."""
+        """Hands the float32 values of a tensor to the one that took its place, unless that has its own."""
         weight = self._weights.pop(id(tensor), None)
+        if self.find(successor) is not None:
+            return
         precise = None if weight is None else weight.find_precise()
         if precise is not None and is_wrapper(precise) is not is_wrapper(successor):
             precise = None  # it was sharded since, which nobody can follow
-        self._weights[id(successor)] = Weight(successor, precise)
+        self._add(Weight(successor, precise, self.shared.touched))
 
     def forget(self, tensor: Tensor) -> None:
         """Drops what is known of a tensor."""
-        self._weights.pop(id(tensor), None)
+        for known in (self._weights, self.shared.known):
+            known.pop(id(tensor), None)
 
     def export(self, tensor: Tensor, saved: Tensor) -> Tensor:
         """Returns what a state_dict shows for a half tensor, of which it holds `saved`."""
         weight = self.get(tensor)
         shown = weight.export(saved)
-        self.notice.any |= weight.is_shown
+        self.shared.any_shown |= weight.shown is not None
         return shown
 
 
@@ -96,10 +136,10 @@ class CastTensor:
 
     def cast(self, dtype: torch.dtype) -> None:
         """Casts the tensor, and a gradient that it has already."""
-        tensor = self.tensor
-        self._values.get(tensor).remember(tensor.data)
+        tensor, precise = self.tensor, self.tensor.data
         self._given_grad, tensor.grad = tensor.grad, None
-        _set_values(tensor, tensor.data.to(dtype))
+        _set_values(tensor, precise.to(dtype))
+        self._values.get(tensor).remember(precise)
         if self._given_grad is not None:
             self._cast_grad = tensor.grad = self._given_grad.to(dtype)
 
@@ -156,8 +196,9 @@ class CastTensor:
 class CastModule:
     """The tensors of one module that were cast, and the way back; the module's hooks keep it alive."""
 
-    def __init__(self, module: Module, dtype: torch.dtype | None) -> None:
+    def __init__(self, module: Module, dtype: torch.dtype | None, values: Float32Values) -> None:
         self._module = weakref.ref(module)
+        self._values = values
         self._dtype = dtype
         self._came_half = [tensor for tensor in _list_tensors(module) if tensor.dtype is dtype]
         self.casts: list[CastTensor] = []  # those of tied tensors are in all modules that have them
@@ -175,11 +216,10 @@ class CastModule:
         """
         came_half = set(map(id, self._came_half))
         module = self._module()
-        for tensor in [] if module is None else _list_tensors(module):
-            if tensor.dtype is self._dtype and id(tensor) not in came_half:
-                grad, tensor.grad = tensor.grad, None
-                _set_values(tensor, tensor.detach().float())
-                tensor.grad = None if grad is None else grad.float()
+        for part in () if module is None else module.modules():
+            for name, tensor in own_tensors(part):
+                if tensor.dtype is self._dtype and id(tensor) not in came_half:
+                    CastTensor(part, name, tensor, self._values).restore()
 
 
 def _list_tensors(module: Module) -> list[Tensor]:

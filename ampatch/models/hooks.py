@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -173,7 +173,7 @@ class _StateDictHook:
     """Finds the half tensors of one module, and keeps alive what is known of them.
 
     `values` are its own, and those of modules that share a tensor with it; `part` is what this call cast.
-    Registered on every module with cast tensors, so that a part of a model, or a wrapper such as
+    Registered on every module, so that a part of a model, or a wrapper such as
     DistributedDataParallel, saves and loads float32 too. A deep copy or a pickled model has values of its
     own: those of its half weights, and what is written into its state_dict.
     """
@@ -187,13 +187,25 @@ class _StateDictHook:
         return next((values for values in self._values if tensor in values), self._values[0])
 
     def find_tensors(self, module: Module) -> dict[str, Tensor]:
-        """The module's own half tensors, by name."""
+        """The half tensors of the module, and of parts that came after `initialize`, by name."""
         if self._part is not None:
             self._part.find(module)
-        return {name: item for name, item in own_tensors(module) if item.dtype in HALF_TYPES}
+        return {name: item for name, item in list_tensors(module) if item.dtype in HALF_TYPES}
 
     def __reduce__(self) -> tuple:
         return type(self), (self._values,)
+
+
+def list_tensors(module: Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields a module's own parameters and buffers, and those of parts that came after `initialize`."""
+    yield from own_tensors(module)
+    for name, child in module._modules.items():
+        if child is not None and not _is_served(child):
+            yield from ((f"{name}.{key}", item) for key, item in list_tensors(child))
+
+
+def _is_served(module: Module) -> bool:
+    return any(isinstance(hook, SaveFloat32) for hook in module._state_dict_hooks.values())
 
 
 class SaveFloat32(_StateDictHook):

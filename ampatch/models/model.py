@@ -19,7 +19,7 @@ from ampatch.levels.private import gather_anew
 from ampatch.levels.ranks import select_sharded
 from ampatch.levels.undo import weakly
 from ampatch.models import hooks
-from ampatch.models.cast_tensor import CastModule, CastTensor, Float32Values, Shown, list_parts, own_tensors
+from ampatch.models.cast_tensor import CastModule, CastTensor, Float32Values, Shared, list_parts, own_tensors
 from ampatch.models.float8 import convert_to_float8
 from ampatch.models.kept import (
     Keep,
@@ -124,11 +124,12 @@ class ModelCaster:
         policy: Policy,
         kept: Sequence[Module],
         values: ValuesById,
+        shared: Shared,
         undo: ExitStack,
     ) -> None:
         self._models = models
         self._policy = policy
-        self._values = dict(values)
+        self._values, self._shared = dict(values), shared
         self.by_module: dict[int, Float32Values] = {}
         self._parts: list[CastModule] = []
         asked = add_owners(models, kept)
@@ -200,11 +201,11 @@ class ModelCaster:
 
     def _find_tensors(self, dtype: torch.dtype | None) -> None:
         """Lists what to cast, if there is a `dtype`; a tensor has the values of the first module it is in."""
-        float32, notice = self._float32_tensors(), Shown()
+        float32 = self._float32_tensors()
         found: dict[int, CastTensor] = {}
         for module in list_parts(self._models):
-            part = CastModule(module, dtype)
-            values = self.by_module[id(module)] = Float32Values(notice)
+            values = self.by_module[id(module)] = Float32Values(self._shared)
+            part = CastModule(module, dtype, values)
             for name, tensor in own_tensors(module):
                 known = self._values.setdefault(id(tensor), values)
                 if dtype is not None and tensor.dtype is torch.float32 and id(tensor) not in float32:
@@ -223,17 +224,12 @@ class ModelCaster:
     # Hooks
 
     def _hook_state_dicts(self) -> None:
+        # Modules that hold nothing half, too: they may come to hold some.
         for module, part in zip(list_parts(self._models), self._parts, strict=True):
-            # A model as a whole as well: its hooks keep what finds the newcomers among its parts.
-            is_model = any(module is model for model in self._models)
-            if is_model or part.casts or any(self._came_half(tensor) for _, tensor in own_tensors(module)):
-                values = [self.by_module[id(module)], *self.list_values([module])]
-                save, load = hooks.SaveFloat32(values, part), hooks.LoadFloat32(values, part)
-                self._stack.callback(module.register_state_dict_post_hook(save).remove)
-                self._stack.callback(module.register_load_state_dict_pre_hook(load).remove)
-
-    def _came_half(self, tensor: Tensor) -> bool:
-        return tensor.dtype in HALF_TYPES and not _is_known(tensor, self._values)
+            values = [self.by_module[id(module)], *self.list_values([module])]
+            save, load = hooks.SaveFloat32(values, part), hooks.LoadFloat32(values, part)
+            self._stack.callback(module.register_state_dict_post_hook(save).remove)
+            self._stack.callback(module.register_load_state_dict_pre_hook(load).remove)
 
     def _keep(self, kept: Module) -> None:
         """Lets a module run in float32 inside a half model, or among patched functions.

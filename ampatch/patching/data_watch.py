@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable
 from types import MethodType
 from typing import Protocol
@@ -66,6 +67,7 @@ class DataWatch(SessionPatch):
         self.watched: WeakValueDictionary[int, Watched] = WeakValueDictionary()
         self.touched: set[int] = set()
         self.halved: dict[int, Line] = {}  # float32 tensors that were made half, by id, and by which line
+        self.views: dict[int, deque[Tensor]] = {}  # what `.data` gave of tensors, by id, where somebody asks
         self._owners: dict[int, ref[Watched]] = {}  # of gradients, by id, as they were last
 
     def patch(self, patcher: Patcher) -> None:
@@ -74,7 +76,10 @@ class DataWatch(SessionPatch):
 
         def read(tensor: Tensor) -> Tensor:
             self._note(tensor)
-            return original.__get__(tensor)
+            data = original.__get__(tensor)
+            if self.views and id(tensor) in self.views:
+                self.views[id(tensor)].append(data)
+            return data
 
         def write(tensor: Tensor, value: Tensor) -> None:
             self._note(tensor)
@@ -139,6 +144,7 @@ class DataWatch(SessionPatch):
     def forget(self) -> None:
         """Drops the parameters."""
         self._owners = {}
+        self.views.clear()
         self.watched.clear()
         self.touched.clear()
         self.halved.clear()

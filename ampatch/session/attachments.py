@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.levels.ranks import select_sharded
 from ampatch.levels.undo import weakly
-from ampatch.models.cast_tensor import Float32Values
+from ampatch.models.cast_tensor import Float32Values, Shared
 from ampatch.models.model import ModelCaster, select_python
 from ampatch.patching.data_watch import DataWatch
 from ampatch.patching.patcher import Patcher
@@ -40,8 +41,9 @@ Take = Callable[[Sequence[Tensor]], None]  # takes parameters that join an optim
 class Attachments:
     """Puts onto optimizers what a session needs there; `AmpOptimizer.undo` takes it away."""
 
-    def __init__(self, members: Members, data_watch: DataWatch) -> None:
+    def __init__(self, members: Members, data_watch: DataWatch, shared: Shared) -> None:
         self._members = members
+        self._shared = shared
         self._data_watch = data_watch
         self.was_scaled = False  # whether a block has made gradients that are scaled
         # The ids of parameters that ever were in an optimizer of the session, which unscales their gradients.
@@ -101,7 +103,8 @@ class Attachments:
         for param in params:
             if param.dtype not in HALF_TYPES or masters.get(param) is not None:
                 continue  # a master is float32; one that is known was in another group before
-            weight = known.setdefault(id(param), Float32Values()).get(param)
+            own = known.setdefault(id(param), Float32Values(self._shared))
+            weight = own.get(param)
             if weight.master is None:
                 masters.add(weight)
                 self._data_watch.watched.update({id(weight.half): weight, id(weight.master): weight})
@@ -126,6 +129,29 @@ class Attachments:
             )
 
 
+def _serve_hooks(masters: MasterParams, optimizer: Optimizer, instance: Patcher, undo: ExitStack) -> None:
+    """Lets hooks of a step that are not ours act as in float32, whenever they are registered.
+
+    Those at its end that were there first would see the model as it was before the step, and what they
+    write into it would be overwritten. Those at its beginning may come later than ours.
+    """
+    if optimizer._optimizer_step_post_hooks:
+        first = optimizer.register_step_post_hook(masters.end_step)
+        optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)
+        undo.callback(first.remove)
+        undo.callback(optimizer.register_step_post_hook(masters.take_writes).remove)
+    register, last = optimizer.register_step_pre_hook, undo.enter_context(ExitStack())
+
+    @functools.wraps(register)
+    def register_step_pre_hook(hook: Callable) -> RemovableHandle:
+        handle = register(hook)
+        last.close()
+        last.callback(register(masters.take_writes).remove)
+        return handle
+
+    instance.replace(optimizer, "register_step_pre_hook", register_step_pre_hook)
+
+
 def _attach(amp: AmpOptimizer, has_masters: bool, take: Take) -> None:
     """Puts hooks onto an optimizer, and methods that know of masters; `amp.undo` takes them away."""
     optimizer, instance = amp.optimizer, Patcher()
@@ -138,6 +164,8 @@ def _attach(amp: AmpOptimizer, has_masters: bool, take: Take) -> None:
         instance.replace(optimizer, name, functools.update_wrapper(method, getattr(optimizer, name)))
     for one in amp.masters.optimizers:
         _order_hooks(one)
+        if has_masters:
+            _serve_hooks(amp.masters, one, instance, amp.undo)
         amp.undo.callback(one.register_step_pre_hook(amp.before_step).remove)
         amp.undo.callback(one.register_step_post_hook(amp.after_step).remove)
         if hasattr(one, "_optimizer_load_state_dict_post_hooks"):
@@ -186,6 +214,7 @@ class CopyWithMasters:
 
     def __call__(self, protocol: int) -> tuple:
         optimizer, masters = self._amp.optimizer, self._amp.masters
+        masters.show_edits()
         new, args, *state = type(optimizer).__reduce_ex__(optimizer, protocol)
         # The half parameters are those of a model that is copied together with the optimizer.
         return _make_copy, (new, args), (state[0], [(pair.half, pair.master) for pair in masters])
@@ -224,7 +253,7 @@ class RefreshWeights(BeforeGraph):
 
     def __init__(self, values: Sequence[Float32Values], masters: Sequence[MasterParams] = ()) -> None:
         self._values = values
-        self._notices = list({id(own.notice): own.notice for own in values}.values())
+        self._shared = list({id(own.shared): own.shared for own in values}.values())
         self._masters = [weakref.ref(one) for one in masters]  # a model keeps no optimizer alive
 
     def __call__(self, module: Module, args: tuple) -> None:
@@ -233,8 +262,8 @@ class RefreshWeights(BeforeGraph):
 
     def refresh(self, args: tuple, kwargs: dict) -> None:
         """Rounds what was written into the model; no host sync."""
-        for notice in self._notices:
-            if notice.any:
+        for shared in self._shared:
+            if shared.any_shown:
                 self._follow(Weight.follow_shown)
         for reference in self._masters:
             masters = reference()

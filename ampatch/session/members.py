@@ -9,6 +9,7 @@ from torch.nn import Module
 
 from ampatch.levels.undo import refer
 from ampatch.models.cast_tensor import Float32Values, own_tensors
+from ampatch.models.hooks import list_tensors
 from ampatch.steps.call import Call
 from ampatch.steps.foreign_step import find_hooked
 from ampatch.steps.masters.weight import Weight
@@ -66,7 +67,7 @@ class Members:
         """The float32 values that know the modules' tensors, by the id of the tensor."""
         found: dict[int, Float32Values] = {}
         for module, values in self._live_modules():
-            for _, tensor in own_tensors(module) if values is not None else ():
+            for _, tensor in list_tensors(module) if values is not None else ():
                 if tensor in values:
                     found[id(tensor)] = values
                 else:
@@ -107,12 +108,12 @@ class Members:
             return []
         return [amp for amp in self.optimizers() if amp not in named]
 
-    def pairs(self) -> Iterator[Weight]:
-        """The weights that have masters."""
+    def weights(self) -> Iterator[Weight]:
+        """The half weights, with masters or without."""
         for amp in self.optimizers():
             yield from amp.masters
         for _, values in self._live_modules():
-            yield from (weight for weight in values or () if weight.master is not None)
+            yield from values or ()
 
     # Calls with enabled=False
 

@@ -12,7 +12,7 @@ import torch
 from ampatch.casts.cast import CASTS
 from ampatch.errors import AmpValueError, NotInitializedError
 from ampatch.levels.loss_scale import StaticLossScale
-from ampatch.models.cast_tensor import list_parts
+from ampatch.models.cast_tensor import Shared, list_parts
 from ampatch.models.kept import select_named
 from ampatch.models.memory import keep_freed_memory
 from ampatch.models.model import ModelCaster, validate_models
@@ -63,8 +63,9 @@ class Session(Surroundings):
         self._undo = ExitStack()
         self._patching = ExitStack()  # of torch's functions: undone before the rest, or alone
         self.members.restore(Members())
+        self.shared = Shared(self.data_watch.watched, self.data_watch.touched)
         self._calls: list[Call] = []
-        self._attachments = Attachments(self.members, self.data_watch)
+        self._attachments = Attachments(self.members, self.data_watch, self.shared)
         self.is_disabled = False
         self.events.session_closed(None)
 
@@ -101,7 +102,7 @@ class Session(Surroundings):
             call.undo.callback(fit_states, states)
             opening = Opening(request, call, amps, undo)
             self.events.call_opens(opening)  # who sees batches, before they are cast
-            caster = ModelCaster(request.models, policy, kept, values, call.undo)
+            caster = ModelCaster(request.models, policy, kept, values, self.shared, call.undo)
             caster.open(request.float8_layers, members.float8)
             members.add_modules(parts, caster.by_module, caster.float8)
             self._attachments.open(request, caster, amps, call)
@@ -137,13 +138,13 @@ class Session(Surroundings):
         for call in self._calls:
             call.forget_dropped()
         self.members.restore(self.members.copy())
-        pairs = self.members.pairs()
-        self.data_watch.keep_watching({id(param) for pair in pairs for param in (pair.half, pair.master)})
+        weights = self.members.weights()
+        self.data_watch.keep_watching({id(one) for weight in weights for one in (weight.half, weight.master)})
 
     def _open_patches(self, request: Request, undo: ExitStack) -> None:
         """Patches what a session patches once, but for the functions that cast."""
         policy = request.policy
-        if policy.master_weights or policy.patch_torch_functions:
+        if policy.has_half_weights or policy.patch_torch_functions:
             self.data_watch.open(undo)
         if policy.half is not None:
             self._features.open(undo)
@@ -191,10 +192,10 @@ class Session(Surroundings):
         return amp
 
     def settle(self, optimizer: object) -> None:
-        """Has masters in the groups, with edits of the model, and their gradients: somebody will use them."""
+        """Has masters in the groups, showing edits of the model, and their gradients: somebody reads them."""
         amp = self.members.find(optimizer)
         if amp is not None:
-            amp.masters.take_edits()
+            amp.masters.show_edits()
             amp.settle_for_reader()
 
     def is_passive(self, optimizers: Sequence[object]) -> bool:
@@ -232,7 +233,13 @@ class Session(Surroundings):
             stack.push(self._patching.pop_all())
 
     def close(self) -> None:
-        """Undoes everything, last-in first-out; interrupted before it has begun, it undoes nothing."""
+        """Undoes everything, last-in first-out; interrupted before it has begun, it undoes nothing.
+
+        A block of `scale_loss` that is open ends first; inside of its backward this raises AmpError.
+        """
+        for amp in self.members.optimizers():
+            if amp.end_block is not None:
+                amp.end_block(by_step=False)
         stack = ExitStack()
         stack.callback(self._reset)
         ours = self.data_watch, self._distributed, self._script_models, self._captures

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ampatch.errors import AmpError, AmpTypeError
+from ampatch.errors import AmpError, AmpTypeError, NotInitializedError
 from ampatch.levels.private import graph_task
 from ampatch.steps.captured import CapturedBlock, CapturedGrads
 from ampatch.steps.events import Surroundings
@@ -57,7 +58,7 @@ class ScaledLoss(NotYetScaled):
         try:
             return self._begin()
         except BaseException:  # then nobody calls __exit__
-            for optimizer in [one for one in self.optimizers if one.end_block == self._end_by_step]:
+            for optimizer in [one for one in self.optimizers if one.end_block == self._end_early]:
                 optimizer.end_block = None
                 optimizer.restore_grads()
             self._tell_end()
@@ -79,8 +80,10 @@ class ScaledLoss(NotYetScaled):
         """Prepares the optimizers for backward passes; returns what these are scaled by."""
         if self._is_plain:
             for optimizer in self.optimizers:
-                optimizer.end_block = self._end_by_step
+                optimizer.end_block = self._end_early
             return self.scaler.begin(self.loss.device)
+        for optimizer in self.optimizers:
+            _validate_open(optimizer)
         held = [scale for one in self.optimizers if (scale := one.held_scale()) is not None]
         if held and held[0].capture is self._capture:
             scale, self.scaler = held[0], held[0].scaler
@@ -88,7 +91,7 @@ class ScaledLoss(NotYetScaled):
             scale = self.scaler.begin(self.loss.device, self._capture)
         self._around = graph_task()  # a backward that the block itself is inside of
         for optimizer in self.optimizers:
-            optimizer.prepare_backward(scale, self._end_by_step)
+            optimizer.prepare_backward(scale, self._end_early)
         return scale
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -103,18 +106,24 @@ class ScaledLoss(NotYetScaled):
         for optimizer in self.optimizers:  # two of them may step one parameter
             optimizer.restore_grads()
 
-    def _end_by_step(self) -> None:
-        """Ends the block at a step inside it.
+    def _end_early(self, *, by_step: bool = True) -> None:
+        """Ends the block at a step inside it, or at `uninitialize`.
 
-        Raises AmpError for a step inside of its backward, unless the scale is a static 1: gradients that
+        Raises AmpError inside of its backward, unless the scale is a static 1: gradients that
         are still to come would be scaled, and who steps then could not see an overflow of theirs.
         """
         if not self.scale.is_identity and graph_task() != self._around:
+            place = "inside of backward, where gradients are still scaled"
             raise AmpError(
-                "scale_loss: an optimizer's step ran inside of backward, where gradients are still scaled: "
-                "step after the block, or use loss_scale=1.0 (the default of O4 and O5)"
+                f"scale_loss: an optimizer's step ran {place}: "
+                f"step after the block, or use loss_scale=1.0 (the default of O4 and O5)"
+                if by_step
+                else f"uninitialize() was called {place}: call it after the block of scale_loss"
             )
-        self._end()
+        if by_step:
+            self._end()
+        else:
+            self._close(functools.partial(self._settle, agrees=False))
 
     def _end(self) -> None:
         """Unscales what the block made, once."""
@@ -127,14 +136,14 @@ class ScaledLoss(NotYetScaled):
             raise
         self.around.events.block_ended(self)
 
-    def _settle(self) -> None:
+    def _settle(self, *, agrees: bool = True) -> None:
         outcome = None
         delays = self.delay_unscale or any(optimizer.local.are_coming() for optimizer in self.optimizers)
         if delays:
             for optimizer in self.optimizers:
                 optimizer.delay(self.scale)
         else:
-            outcome = self._unscale()
+            outcome = self._unscale(agrees)
         if self._capture is not None:
             grads = list(map(CapturedGrads, self.optimizers))
             delayed, update = self.scale if delays else None, not self.delay_overflow_check
@@ -154,7 +163,8 @@ class ScaledLoss(NotYetScaled):
         self.around.end_block()
         self.around.events.block_ends(self)
 
-    def _unscale(self) -> BackwardOutcome | None:
+    def _unscale(self, agrees: bool) -> BackwardOutcome | None:
+        """Unscales the gradients; the scale follows where the ranks can agree on an overflow."""
         was_delayed = any(optimizer.delayed is not None for optimizer in self.optimizers)
         looks = self.scaler.is_dynamic or not self.scale.is_identity
         found_inf = self.scaler.new_found_inf() if looks else None
@@ -169,15 +179,25 @@ class ScaledLoss(NotYetScaled):
         outcome = self.scaler.finish(
             found_inf,
             None if was_delayed else _as_number(self.loss.detach()),
-            update=not self.delay_overflow_check,
+            update=agrees and not self.delay_overflow_check,
             capture=self._capture,
             groups=dict.fromkeys(
-                group for one in self.optimizers for group in one.agreement.list_groups(one.params())
+                group
+                for one in (self.optimizers if agrees else ())
+                for group in one.agreement.list_groups(one.params())
             ),
         )
         for optimizer in self.optimizers:
             optimizer.pending.append(outcome)
         return outcome
+
+
+def _validate_open(optimizer: AmpOptimizer) -> None:
+    if optimizer.is_closed:
+        raise NotInitializedError(
+            f"scale_loss: uninitialize() has given this {type(optimizer.optimizer).__name__} back since the "
+            f"block was made: call amp.initialize(model, optimizer) again, then scale_loss"
+        )
 
 
 def _has_nothing_to_do(optimizer: AmpOptimizer) -> bool:

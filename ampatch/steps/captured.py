@@ -116,4 +116,5 @@ def capture_step(amp: Capturable, capture: list[Callable[[], None]]) -> None:
     blocks = [one for one in capture if isinstance(one, CapturedBlock)]
     for grads in [grads for block in blocks for grads in block.grads]:
         grads.forget(amp)
+    capture.append(weakly(type(amp.masters).repeat_step, amp.masters))
     capture.append(weakly(type(amp).repeat_step, amp))

@@ -87,6 +87,7 @@ class WholeStep:
             return self._step(*args, **kwargs)
         # As the hooks of a step: those that run inside of it find that it has begun already.
         changed = amp.before_step(amp.optimizer, (owner, *args), kwargs)
+        amp.masters.take_writes()
         (_, *args), kwargs = changed or ((owner, *args), kwargs)  # type: ignore[assignment]
         result = None
         if amp.was_skipped():

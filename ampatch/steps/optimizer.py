@@ -22,11 +22,11 @@ from ampatch.steps.grads.local import LocalGrads, scale_again
 from ampatch.steps.grads.plain import EarlierGrads, find_grads
 from ampatch.steps.grads.unnamed import UnnamedGrads
 from ampatch.steps.masters.grads import MasterGrads, NoMasterGrads
-from ampatch.steps.masters.params import MasterParams, NoMasters
+from ampatch.steps.masters.params import MasterParams, NoMasters, do_nothing
 from ampatch.steps.outcome import BackwardOutcome
 from ampatch.steps.ranks import Agreement
 from ampatch.steps.scaler import Scale
-from ampatch.steps.step import SkipStep, wrap_closure
+from ampatch.steps.step import SkipStep, drop_after_overflow, wrap_closure
 
 
 class AmpOptimizer:
@@ -47,7 +47,8 @@ class AmpOptimizer:
         self._around, self._events = around, around.events
         self.pending: list[BackwardOutcome] = []  # of the blocks since the last step
         self.last_outcomes: list[BackwardOutcome] = []  # of the blocks that led to the last step
-        self.end_block: Callable[[], None] | None = None  # ends the block that is open
+        self.end_block: Callable[..., None] | None = None  # ends the block that is open
+        self.is_closed = False
         self.delayed: Scale | None = None  # what the gradients are still scaled by
         self.unnamed = UnnamedGrads()
         self.local, self.agreement = LocalGrads(), Agreement()
@@ -67,7 +68,7 @@ class AmpOptimizer:
 
     # A block of scale_loss
 
-    def prepare_backward(self, scale: Scale, end_block: Callable[[], None]) -> None:
+    def prepare_backward(self, scale: Scale, end_block: Callable[..., None]) -> None:
         """Sets earlier gradients aside, so that the new ones are seen apart from them.
 
         `end_block` ends the block of `scale_loss` early, for a step inside it. Raises AmpError inside
@@ -130,7 +131,7 @@ class AmpOptimizer:
             self.unnamed.check_step()
         self._settle_unnamed(is_step=is_step)
         scale, found_inf = self.delayed, self._unscale_delayed()
-        if scale is None and self._lock.step is not None:  # what somebody has read before
+        if scale is None and (self._lock.step or self.is_closed):  # what somebody has read before
             scale, found_inf = self.local.read_scale, self.local.read_found_inf
             self.local.read_scale = None
         if scale is not None:
@@ -148,8 +149,9 @@ class AmpOptimizer:
         if not scale.scaler.is_dynamic:
             return None
         # As in apex, a delayed block does not count towards growth.
-        groups = self.agreement.list_groups(self.params())
-        outcome = scale.scaler.finish(found_inf, counts=False, capture=scale.capture, groups=groups)
+        agrees, capture = not self.is_closed, scale.capture
+        groups = self.agreement.list_groups(self.params()) if agrees else ()
+        outcome = scale.scaler.finish(found_inf, update=agrees, counts=False, capture=capture, groups=groups)
         self.pending.append(outcome)
         return outcome
 
@@ -212,7 +214,7 @@ class AmpOptimizer:
     # A step
 
     def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
-        """Prepares a step; the hook that runs before `optimizer.step`.
+        """Prepares a step; the hook that runs before `optimizer.step`. `masters.take_writes` must follow.
 
         A class that calls the `step` of its base class runs the hooks of both: the outer ones count.
         """
@@ -225,6 +227,7 @@ class AmpOptimizer:
         self._skip.begin(optimizer)
         self._captured = self._around.capture()
         enter_capture(self, self._captured, is_step=True)
+        self.masters.install_again()
         changed = wrap_closure(args, kwargs, functools.partial(functools.partial, self._evaluate, optimizer))
         self._before_update(optimizer, evaluates=changed is not None)
         self._around.enter_step(self._lock.step)
@@ -235,6 +238,7 @@ class AmpOptimizer:
         self._around.leave_step()
         self.masters.copy_to_model()
         result = closure()
+        self.masters.take_edits()
         self._before_update(optimizer)
         self._around.enter_step(self._lock.step)
         return result
@@ -247,7 +251,6 @@ class AmpOptimizer:
             self.settle(is_step=True)
             if self._grads.follow(is_step=not evaluates):
                 self._grads.told = self._events.step_ignores_edits(self)
-        self.masters.take_edits()
         self.last_outcomes, outcomes, self.pending = self.last_outcomes + self.pending, self.pending, []
         if outcomes:
             self._skip.skip_after_overflow(optimizer, self.params(), self.last_outcomes)
@@ -288,11 +291,9 @@ class AmpOptimizer:
         self._grads.clear(set_to_none=bool(kwargs.get("set_to_none", args[0] if args else True)))
 
     def close(self) -> None:
-        """Leaves the gradients unscaled, and takes the model's weights as they are now.
-
-        The scale is not asked: after an exception on one rank the others would wait for it.
-        """
-        self._unscale_delayed()
-        self.unnamed.unscale(self._grads)
+        """Leaves the gradients unscaled, asking no other rank, and takes the model's weights as they are."""
+        self.is_closed, self.end_block = True, do_nothing  # a block that was made before finds it so
+        self.settle()
         self._grads.drop_restarted()
+        drop_after_overflow(self.optimizer, [*self.params(), *self.model_params()], self.pending)
         self.masters.take_edits()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampatch.steps.outcome import BackwardOutcome
+
+logger = logging.getLogger("ampatch")
 
 
 def wrap_closure(args: tuple, kwargs: dict, wrap: Callable[[Callable], Callable]) -> tuple | None:
@@ -21,6 +24,20 @@ def wrap_closure(args: tuple, kwargs: dict, wrap: Callable[[Callable], Callable]
     if len(args) > 1 and callable(args[1]):
         return (args[0], wrap(args[1]), *args[2:]), kwargs
     return None
+
+
+def drop_after_overflow(
+    optimizer: Optimizer, params: Sequence[Tensor], outcomes: Sequence[BackwardOutcome]
+) -> None:
+    """Drops the gradients of a step that would be skipped, where nobody is left to skip it."""
+    if BackwardOutcome.read_all(outcome for outcome in outcomes if outcome.capture is None):
+        for param in params:
+            param.grad = None
+        logger.warning(
+            "uninitialize: gradients of %s had overflowed, and were dropped: the step that they were made "
+            "for would have been skipped",
+            type(optimizer).__name__,
+        )
 
 
 class SkipStep:

@@ -79,7 +79,7 @@ class MasterOptimizer(MasterLists, Optimizer):
     register_step_post_hook = attribute_of("optimizer", "register_step_post_hook")
 
     def __getstate__(self) -> dict[str, object]:
-        self._masters.take_edits()
+        self._masters.show_edits()
         pairs = [(pair.half, pair.master) for pair in self._masters]
         # A scheduler puts a `step` of its own here, which knows this object and no copy.
         return {name: value for name, value in vars(self).items() if name != "step"} | {"_masters": pairs}

@@ -15,7 +15,7 @@ import ampatch as amp
 from ampatch.apex.drop_in.missing import explain
 from ampatch.apex.optimizers.batch import Batch, align, can_fuse, find_params, group_by_kind, working_copy
 from ampatch.levels.precision import HALF_TYPES
-from ampatch.steps.masters.weight import refine
+from ampatch.steps.masters.tensors import refine
 
 Group = dict[str, object]
 Params = Iterable[Tensor] | Iterable[Group]

@@ -34,8 +34,13 @@ class MasterParams:
         self._was_checked = False
 
     def __del__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
         for pair in self.pairs:  # which live on with the model
             pair.optimizers -= 1
+        for known in (self.pairs, *self._plain, self._by_half, self._by_master):
+            known.clear()
 
     def __iter__(self) -> Iterator[Weight]:
         return iter(self.pairs)
@@ -92,8 +97,9 @@ class MasterParams:
                     state[name] = aligned.copy_(value)
 
     def remove(self) -> None:
-        """Puts the model's parameters back, with the state that the masters have by now."""
+        """Puts the model's parameters back, with the state that the masters have by now, for good."""
         self._replace({key: pair.half for key, pair in self._by_master.items()})
+        self._forget()  # or whoever holds a method of ours would put the masters back
 
     def _replace(self, by_id: dict[int, Parameter]) -> None:
         for optimizer in self.optimizers:
@@ -112,17 +118,30 @@ class MasterParams:
     def take_edits(self) -> None:
         """Feeds masters with what was written into the model's parameters, or swapped, since they agreed."""
         self.install_again()
-        touched = self.touched  # `Weight.is_edited`, written out: this runs for each at each step
+        self.take_writes()
+
+    def take_writes(self, *_: object) -> None:
+        """Does so where masters are in the param groups; a hook of the step, too."""
         with self.lock as is_free:
-            edited = [
-                pair
-                for pair in self.pairs
-                if pair.version != (half := pair.half)._version
-                or pair.pointer != half.data_ptr()
-                or (touched and id(half) in touched)
-            ]
-            for pair in edited if is_free else ():
+            for pair in self._find_edited() if is_free else ():
                 pair.take_edit()
+
+    def show_edits(self) -> None:
+        """Has masters show what was written into the model, for who reads them; the next step takes it."""
+        self.install_again()
+        with self.lock as is_free:
+            for pair in self._find_edited() if is_free else ():
+                pair.show_edit()
+
+    def _find_edited(self) -> list[Weight]:
+        touched = self.touched  # `Weight.is_edited`, written out: this runs for each at each step
+        return [
+            pair
+            for pair in self.pairs
+            if pair.version != (half := pair.half)._version
+            or pair.pointer != half.data_ptr()
+            or (touched and id(half) in touched)
+        ]
 
     def copy_to_model(self) -> None:
         """Rounds the masters into the model's parameters; no host sync."""
@@ -130,8 +149,11 @@ class MasterParams:
             with self.lock:
                 _round(self.pairs, *self._plain)
 
-    def end_step(self, optimizer: Optimizer) -> None:
-        """Rounds the masters into the model; the first time warns of one that steps half weights itself."""
+    def end_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Rounds the masters into the model; the first time warns of one that steps half weights itself.
+
+        Where hooks of the step were there first, it is one, too, and runs before them.
+        """
         wrote_half = not self._was_checked and any(pair.is_edited() for pair in self.pairs)
         self._was_checked = True
         self.copy_to_model()
@@ -142,6 +164,12 @@ class MasterParams:
                 f"param_groups, or use O1 or O4"
             )
 
+    def repeat_step(self) -> None:
+        """Notes that a step ran in a CUDA graph that was replayed, which took no edits."""
+        for pair in self.pairs:
+            pair.kept = None
+            pair.mark_synced()
+
     def copy_edits_to_model(self) -> None:
         """Rounds the masters that were written outside of a step, as some optimizers do; no host sync."""
         touched = self.touched  # `Weight.follow`, written out: this runs before each forward
@@ -151,6 +179,10 @@ class MasterParams:
                 for pair in self.pairs
                 if pair.written != pair.master._version or (touched and pair.was_asked_last())
             ]
+            for pair in edited if is_free else ():
+                if pair.kept is not None:
+                    pair.follow()
+            edited = [pair for pair in edited if pair.kept is None]
             if edited and is_free:  # else a step rounds them when it ends
                 plain = [pair for pair in edited if not pair.is_wrapper]
                 _round(edited, [pair.half for pair in plain], [pair.master for pair in plain])
@@ -163,7 +195,9 @@ def do_nothing(*_: object, **__: object) -> None:
 class NoMasters(MasterParams):
     """Stands in for the masters of an optimizer that gets none: what each step asks of them costs nothing."""
 
-    install_again = take_edits = copy_to_model = copy_edits_to_model = end_step = do_nothing  # type: ignore[assignment]
+    install_again = take_edits = take_writes = show_edits = copy_to_model = copy_edits_to_model = end_step = (
+        do_nothing  # type: ignore[assignment]
+    )
 
     def select_others(self, params: list[Tensor]) -> list[Tensor]:
         """Returns all of them."""

@@ -8,45 +8,46 @@ from torch.nn import Parameter
 
 from ampatch.levels.private import is_expanded
 from ampatch.levels.stack import StepLock
-
-
-def refine(precise: Tensor, half: Tensor) -> Tensor:
-    """Returns `precise` where `half` is its rounding, and `half` in float32 where it was changed."""
-    return torch.where(precise.to(half.dtype) == half, precise, half.to(precise.dtype))
-
-
-def is_wrapper(tensor: Tensor) -> bool:
-    """Whether a tensor wraps others, as a DTensor does: foreach functions may not know it."""
-    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+from ampatch.steps.masters.tensors import (
+    is_alone,
+    is_comparable,
+    is_same,
+    is_wrapper,
+    make_dense,
+    refine,
+    version_of,
+)
 
 
 class Weight:
     """A half parameter or buffer, and its float32 values: the originals while they hold, or a master.
 
     A float32 value counts only where the half tensor still is its rounding: what was written into the half
-    tensor since, by an in-place edit or through `.data`, wins. But what was written into the float32
-    values goes into the half tensor first: a `state_dict()` shows them, and who writes there, as
-    averages of weights do, writes into the model.
+    tensor since, by an in-place edit or through `.data`, wins. Who reads sees that, and changes nothing:
+    weights that are swapped in, saved and swapped back train on from the float32 values that they had. A step
+    takes what was written. But what was written into the float32 values goes into the half tensor first: a
+    `state_dict()` shows them, and who writes there, as averages of weights do, writes into the model.
 
     A master is a parameter that optimizers step in the place of the half one. `touched` holds the ids of
-    parameters that may have been written without a trace.
+    tensors that may have been written without a trace; None where nobody watches.
     """
 
     __slots__ = (
-        *("half", "made_to_show", "is_shown", "is_wrapper", "master", "pointer", "precise", "touched"),
+        *("half", "is_wrapper", "kept", "master", "pointer", "precise", "seen", "shown", "touched"),
         *("__weakref__", "lock", "version", "written"),
         *("grad_alone", "grad_copy", "grad_scaled", "grad_seen", "grad_used", "grad_version"),
         *("optimizers", "steps"),
     )
 
-    def __init__(self, half: Tensor, precise: Tensor | None = None) -> None:
+    def __init__(self, half: Tensor, precise: Tensor | None = None, touched: set[int] | None = None) -> None:
         self.half = half
         self.precise = precise  # None where there are no float32 values, or none any more
         self.master: Parameter | None = None  # the same, once an optimizer steps them
-        self.touched: set[int] = set()
+        self.kept: Tensor | None = None  # what the master was before it showed what no step has taken
+        self.touched = touched
         self.lock = StepLock()
-        self.is_shown = False  # whether a state_dict shows what no master stands for
-        self.made_to_show = False  # whether that was made to be shown
+        self.shown: Tensor | None = None  # what a state_dict shows, if forwards are to look for edits of it,
+        self.seen = 0  # and its version then
         # What `MasterGrads` knows of the half gradient: the one that has gone into the master's, and
         # the one that was there when it last looked, with its version; whether the used one is scaled, and
         # whether the master's has no others in it.
@@ -65,8 +66,8 @@ class Weight:
     def mark_synced(self) -> None:
         """Notes that the half tensor holds the rounding of the float32 values."""
         half, precise = self.half, self.precise
-        self.version = _version(half)
-        self.written = 0 if precise is None else _version(precise)
+        self.version = version_of(half)
+        self.written = 0 if precise is None else version_of(precise)
         self.pointer = 0 if self.master is None else half.data_ptr()
         if self.touched:
             self.touched.difference_update((id(half), id(precise)))
@@ -81,73 +82,113 @@ class Weight:
         half, precise = self.half, self.precise
         if precise is None or precise.is_meta is not half.is_meta:  # Module.to_empty, or to("meta")
             return None
-        return precise if _is_comparable(half) or _version(half) == self.version else None
+        return precise if is_comparable(half) or version_of(half) == self.version else None
 
     def find_written(self) -> Tensor | None:
-        """The float32 values if they were written since the half tensor held their rounding; no host sync."""
-        precise = self.precise
-        if precise is None or (_version(precise) == self.written and not self.was_asked_last()):
+        """What was written of the float32 values, or of those shown, and is not in the half tensor yet."""
+        precise, shown = self.precise, self.shown
+        if shown is not None and shown is not precise and version_of(shown) != self.seen:
+            return shown
+        if precise is None or (version_of(precise) == self.written and not self.was_asked_last()):
             return None
         return precise
 
     def was_asked_last(self) -> bool:
         """Whether somebody asked for `.data` of the float32 values, and wrote no half tensor since."""
-        return id(self.precise) in self.touched and _version(self.half) == self.version
+        touched = self.touched
+        return bool(touched) and id(self.precise) in touched and version_of(self.half) == self.version
 
+    @torch.no_grad()
     def follow(self) -> None:
         """Rounds the float32 values into the half tensor if they were written since; no host sync."""
         written = self.find_written()
         if written is None:
             return
-        with torch.no_grad():
-            self.half.copy_(written)
+        if written is self.shown:
+            self._adopt(written)
+        elif (kept := self._find_kept()) is not None:  # what the master shows of edits was not written
+            kept.copy_(torch.where(written == refine(kept, self.half), kept, written))
+        self.half.copy_(written)
         self.mark_synced()
-        self.made_to_show = False  # worth keeping
+        self._keep_touched()
+
+    def _adopt(self, shown: Tensor) -> None:
+        """Takes what somebody wrote into values that were made to be shown."""
+        if self.precise is None:
+            self.precise = shown
+        else:
+            self.precise.copy_(shown)
+        self.kept, self.shown = None, self.precise if self.master is None else None
+
+    def _follow_reader(self) -> None:
+        """Takes what was written into shown values, or into a master that shows edits."""
+        written = self.find_written()
+        if written is not None and (written is self.shown or self._find_kept() is not None):
+            if written is self.shown or version_of(self.half) == self.version:
+                self.follow()
+            else:
+                self.kept = None
 
     def follow_shown(self) -> None:
         """Does so for what a state_dict showed, and frees what was made for that and not written."""
-        if self.is_shown:
+        if self.shown is not None:
             self.follow()
-            if self.made_to_show:
-                self.is_shown = self.made_to_show = False
-                self.remember(None)
+            if self.shown is not self.precise:
+                self.shown = None
+
+    def read(self) -> Tensor:
+        """Returns the float32 values, with what was written into the half tensor since; no host sync."""
+        with self.lock as is_free:
+            changed = self._find_changed(is_free)
+            return self.precise.detach() if changed is None else changed  # type: ignore[union-attr]
 
     @torch.no_grad()
-    def read(self) -> Tensor:
-        """Returns the float32 values, in the master's memory where it can; no host sync.
-
-        What was written into the half tensor since goes there first: on the device, so that nobody waits.
-        """
-        with self.lock as is_free:
-            return self._read(is_free)
-
-    def _read(self, is_free: bool) -> Tensor:
+    def _find_changed(self, is_free: bool) -> Tensor | None:
+        """What `read` returns where that is not in the memory of the float32 values."""
         if is_free:
             self.follow()
-        precise, half = self.find_precise(), self.half.detach()
+        precise, half = self.find_precise(), self.half
         if precise is None:
-            return half.float()
-        if not is_free or not _is_comparable(half):
-            return precise.detach()
-        is_moved = precise.device != half.device  # by Module.to
-        if is_moved or precise.is_inference() or is_expanded(precise):
-            return refine(precise.detach().to(half.device), half)
-        precise.copy_(refine(precise.detach(), half))
-        self.written = precise._version  # and no more: who asked for `.data` may still write there
-        return precise.detach()
+            return half.detach().float()
+        if not is_free or not is_comparable(half):
+            return None
+        kept = self._find_kept()
+        values = (precise if kept is None else kept).detach()
+        is_own = kept is None and not precise.is_inference() and not is_expanded(precise)
+        if values.device != half.device:  # by Module.to
+            values, is_own = values.to(half.device), False
+        return None if is_own and self._is_untouched() else refine(values, half)
+
+    def _is_untouched(self) -> bool:
+        """Whether nobody can have written the half tensor since it held the rounding."""
+        half = self.half
+        is_watched = self.touched is not None and not (self.is_wrapper or half.is_inference())
+        return is_watched and not self.is_edited() and is_alone(half)
 
     def export(self, saved: Tensor) -> Tensor:
         """Returns what a state_dict shows for the half tensor, of which it holds `saved`.
 
         What is written there before the model's next forward, or while it is kept, goes into the model.
         """
-        precise, shown = self.find_precise(), self.read()
-        if self.master is not None:
-            return self.master if saved is self.half else shown  # state_dict(keep_vars=True)
-        self.remember(shown)
-        if not self.is_shown:
-            self.is_shown, self.made_to_show = True, precise is None
-        return shown
+        if self.master is not None and saved is self.half:  # state_dict(keep_vars=True)
+            self.show_edit()
+            return self.master
+        with self.lock as is_free:
+            changed = self._find_changed(is_free)
+            if changed is None:
+                self.shown = None if self.master is not None else self.precise
+                return self.precise.detach()  # type: ignore[union-attr]
+            if self._is_made_like(changed):  # for another name of a tied weight, or an earlier state_dict
+                self.shown.copy_(changed)  # type: ignore[union-attr]
+            else:
+                self.shown = changed
+            self.seen = version_of(self.shown)
+            return self.shown.detach()
+
+    def _is_made_like(self, changed: Tensor) -> bool:
+        shown = self.shown
+        is_made = shown is not None and shown is not self.precise and not shown.is_inference()
+        return is_made and shown.device == changed.device and shown.shape == changed.shape
 
     @torch.no_grad()
     def take(self, loaded: Tensor) -> None:
@@ -155,7 +196,8 @@ class Weight:
         precise = self.find_precise()
         if precise is not None:
             precise.copy_(loaded)
-            self.written = _version(precise)  # the half tensor is about to be loaded, too
+            self.written = version_of(precise)  # the half tensor is about to be loaded, too
+        self.kept, self.shown = None, precise if self.shown is precise else None
 
     # Masters
 
@@ -163,7 +205,7 @@ class Weight:
         """Makes a master of the float32 values, or takes one that optimizers step already."""
         half = self.half
         if master is None:
-            master = Parameter(_make_dense(self.read()), half.requires_grad)
+            master = Parameter(make_dense(self.read()), half.requires_grad)
         self.master = self.precise = master
         # Attributes that optimizers look for; what a wrapper holds is its own.
         master.__dict__.update(half.__dict__ | master.__dict__)
@@ -173,14 +215,40 @@ class Weight:
     def is_edited(self) -> bool:
         """Whether the half tensor was written, or may have been, or swapped, since master and it agreed."""
         half = self.half
-        moved = self.pointer != half.data_ptr()
-        return moved or self.version != _version(half) or id(half) in self.touched
+        if self.version != version_of(half) or (self.touched and id(half) in self.touched):
+            return True
+        return self.master is not None and self.pointer != half.data_ptr()
 
     @torch.no_grad()
     def take_edit(self) -> None:
         """Feeds the master with what was written into the half tensor; no host sync."""
-        self.master.copy_(refine(self.master.detach(), self.half.detach()))  # type: ignore[union-attr]
+        self._follow_reader()
+        kept, self.kept = self._find_kept(), None
+        values = self.master if kept is None else kept
+        self.master.copy_(refine(values.detach(), self.half.detach()))  # type: ignore[union-attr]
         self.mark_synced()
+
+    def show_edit(self) -> None:
+        """Does so until the next step, which takes what is in the half tensor by then; no host sync."""
+        self._follow_reader()
+        if not self.is_edited():
+            return
+        kept = self._find_kept()
+        if kept is None:
+            kept = self.master.detach().clone()  # type: ignore[union-attr]
+        self.take_edit()
+        self.kept = kept
+        self._keep_touched()
+
+    def _find_kept(self) -> Tensor | None:
+        if self.kept is not None and not (self.touched and id(self.half) in self.touched):
+            self.kept = None  # a step has ended since
+        return self.kept
+
+    def _keep_touched(self) -> None:
+        """Has the next step look at what the master only shows."""
+        if self.kept is not None and self.touched is not None:
+            self.touched.add(id(self.half))
 
     def settle(self, asked: Tensor) -> None:
         """Brings to the half tensor, or its master, what was written into the other one before.
@@ -192,9 +260,10 @@ class Weight:
                 return  # the step overwrites it
             if asked is self.half:
                 self.follow()
-            elif self.half.device == asked.device and self.half.shape == asked.shape and self.is_edited():
-                self.take_edit()
-            self.touched.add(id(asked))
+            elif self.half.device == asked.device and self.half.shape == asked.shape:
+                self.show_edit()
+            if self.touched is not None:
+                self.touched.add(id(asked))
 
     def has_fresh_grad(self) -> bool:
         """Whether there is a half gradient that has not gone into the master's.
@@ -205,7 +274,7 @@ class Weight:
         grad, used = self.half.grad, self.grad_used
         if grad is None or grad is used:
             return False
-        return used is None or not _is_same(grad, used)
+        return used is None or not is_same(grad, used)
 
     def was_grad_remade(self) -> bool:
         """Whether the half gradient that was used was cleared in place and made again, by no block."""
@@ -224,29 +293,7 @@ class Weight:
         before, self.grad_copy = self.grad_copy, None
         grad = self.half.grad
         is_traced = before is None or grad is not self.grad_seen or grad._version != ~self.grad_version
-        if is_traced or not _is_same(grad, before):
+        if is_traced or not is_same(grad, before):
             return False
         self.grad_version = grad._version
         return True
-
-
-def _make_dense(tensor: Tensor) -> Tensor:
-    """Returns a tensor whose elements fill its memory, in any order; others can have its strides."""
-    is_dense = tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride()
-    return tensor if is_dense or is_wrapper(tensor) else tensor.contiguous()
-
-
-def _is_same(grad: Tensor, other: Tensor) -> bool:
-    if grad.is_sparse or other.is_sparse or grad.dtype != other.dtype:
-        return False
-    return torch.equal(grad.detach().view(torch.int16), other.detach().view(torch.int16))
-
-
-def _version(tensor: Tensor) -> int:
-    """How often a tensor was written; one that was made in inference mode does not count."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _is_comparable(tensor: Tensor) -> bool:
-    """Whether torch can compare the values; of sparse and meta tensors only the version tells."""
-    return not tensor.is_meta and tensor.layout is torch.strided

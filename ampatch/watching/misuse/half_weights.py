@@ -76,9 +76,7 @@ class HalfWatch(SessionPatch):
                 "is rounded away: make it AveragedModel(model).float(), which then averages float32 values",
             )
         optimizers = self._members.optimizers()
-        for optimizer in optimizers:
-            optimizer.masters.take_edits()
-        masters = {id(pair.half): pair.master for optimizer in optimizers for pair in optimizer.masters}
+        masters = {id(pair.half): pair.read() for optimizer in optimizers for pair in optimizer.masters}
 
         def widen(tensor: Tensor, average: Tensor) -> Tensor:
             if tensor.dtype not in HALF_TYPES or average.dtype in HALF_TYPES:

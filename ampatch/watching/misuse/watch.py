@@ -10,6 +10,7 @@ from ampatch.session.session import Session
 from ampatch.steps.block import ScaledLoss
 from ampatch.steps.grads.unnamed import are_any
 from ampatch.steps.optimizer import AmpOptimizer
+from ampatch.watching.misuse.averages import AverageWatch
 from ampatch.watching.misuse.calls import check_ranks, check_request, check_rounded, check_trainer
 from ampatch.watching.misuse.clipping import ClipWatch
 from ampatch.watching.misuse.grad_scaler import GradScalerWatch
@@ -32,6 +33,7 @@ class MisuseWatch(SessionListener):
         self._clip = ClipWatch(self._warner, self._scale, self._unnamed, members)
         self._scaler = GradScalerWatch(self._warner, members, self._scale)
         self._half = HalfWatch(self._warner, members)
+        self._averages = AverageWatch(self._warner, lambda: session.shared.copies, session.data_watch.views)
         self._strangers = StrangerWatch(self._warner, members, self._half, self._unnamed)
 
     def session_closed(self, _: None) -> None:
@@ -40,6 +42,7 @@ class MisuseWatch(SessionListener):
             patch.retry()
         self._warner.forget()
         self._unnamed.forget()
+        self._averages.forget()
 
     def call_opens(self, opening: Opening) -> None:
         """Patches what a call of this policy needs watched."""
@@ -88,6 +91,7 @@ class MisuseWatch(SessionListener):
         """Warns of what a step must not use as it is; called before anything of it is done."""
         self._scale.check_step(amp)
         check_ranks(self._warner, amp)
+        self._averages.check_step()
         if self._halved:
             check_halved(self._warner, self._halved, amp)
 
