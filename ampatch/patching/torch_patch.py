@@ -23,6 +23,7 @@ from ampatch.patching.library import leave_ops_uncast
 from ampatch.patching.patcher import Patcher, Place, SessionPatch, peel, place_rows, qualify
 from ampatch.patching.registration import Registration, bind
 from ampatch.patching.scripting import say_scripted
+from ampatch.patching.torch_features import hand_over_originals
 from ampatch.table import Row
 
 
@@ -79,6 +80,7 @@ class TorchPatch(SessionPatch):
         undo.callback(self._names.close)
         undo.callback(compiling.restore_compiler)  # first: what is compiled holds wrappers
         patcher = self._begin(undo)
+        hand_over_originals(patcher, self._names)
         CASTS.half = policy.half
         # Weights change in a step, and fused optimizers do not bump their version. Before it as well: a
         # closure may run inside it.
