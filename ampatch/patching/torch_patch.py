@@ -17,12 +17,13 @@ from ampatch.casts.wrapper import wrap
 from ampatch.errors import AmpValueError
 from ampatch.levels.policy import Policy
 from ampatch.patching import compiling
-from ampatch.patching.bound_names import BoundNames, GraphNames
+from ampatch.patching.bound_names import BoundNames
 from ampatch.patching.layers import allow_fast_path, allow_half_input, patch_autocast
 from ampatch.patching.library import leave_ops_uncast
 from ampatch.patching.patcher import Patcher, Place, SessionPatch, peel, place_rows, qualify
 from ampatch.patching.registration import Registration, bind
 from ampatch.patching.scripting import say_scripted
+from ampatch.patching.torch_features import hand_over_originals
 from ampatch.table import Row
 
 
@@ -34,7 +35,7 @@ class TorchPatch(SessionPatch):
         self._registrations: dict[tuple[int, str], Registration] = {}
         self._names = BoundNames()
         self._rows: tuple[object, list[tuple[Place, Row]]] = (None, [])
-        self._graph_names = GraphNames()
+        self._graph_names = compiling.GraphNames()
         self.counter: CastCounter | None = None  # of the casts of this session, if somebody asks
 
     def validate(self, policy: Policy) -> None:
@@ -76,9 +77,10 @@ class TorchPatch(SessionPatch):
 
     def _patch(self, policy: Policy, trace: Callable[[str], None] | None, undo: ExitStack) -> None:
         compiling.prepare_compiler()
-        undo.callback(compiling.restore_compiler)
         undo.callback(self._names.close)
+        undo.callback(compiling.restore_compiler)  # first: what is compiled holds wrappers
         patcher = self._begin(undo)
+        hand_over_originals(patcher, self._names)
         CASTS.half = policy.half
         # Weights change in a step, and fused optimizers do not bump their version. Before it as well: a
         # closure may run inside it.
