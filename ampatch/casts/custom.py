@@ -101,7 +101,8 @@ def local_response_norm(
     original: Function, widen: TensorCast, input: Tensor, *args: object, **kwargs: object
 ) -> object:
     """Runs in float32 if there is anything to normalize."""
-    return original(widen(input) if input.numel() else input, *args, **kwargs)
+    is_empty = isinstance(input, Tensor) and not input.numel()  # torch.fx gives what stands for a tensor
+    return original(input if is_empty else widen(input), *args, **kwargs)
 
 
 def cpu(original: Function, widen: TensorCast, input: Tensor, *args: object, **kwargs: object) -> object:
