@@ -29,6 +29,11 @@ from ampatch.patching.scripting import say_scripted
 from ampatch.table import Row
 
 
+def ban_in_place() -> None:
+    """Has FP32 functions in place raise on half tensors, as apex's did, until torch is no longer patched."""
+    CASTS.bans_in_place = True
+
+
 def _begin_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple | None:
     """Turns casts off in the step of any optimizer, but not in its closure."""
     # Weights change in a step, and fused optimizers do not bump their version. Before it as well: a
@@ -76,7 +81,7 @@ class TorchPatch(SessionPatch):
         Functions that the models keep by names of their own are patched there as well. `undo` receives
         the way back, step by step.
         """
-        undo.callback(CASTS.narrow, set(CASTS.device_types), CASTS.allow_banned)
+        undo.callback(CASTS.narrow, set(CASTS.device_types), CASTS.allow_banned, CASTS.bans_in_place)
         CASTS.device_types.update(device_types)
         CASTS.allow_banned |= policy.allow_banned
         is_first = self._patcher is None
