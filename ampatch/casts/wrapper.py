@@ -70,6 +70,8 @@ def wrap(
     dtype = half if kind is Cast.LOWER else torch.float32
     if kind not in (Cast.LOWER, Cast.FP32):
         wrapper = _guard(original, uncast, _CALLS[kind](original, name, get_cast))
+        if kind in (Cast.PROMOTE, Cast.MATCH_SELF):
+            wrapper = _look_first(original, wrapper)
     elif is_users:
         wrapper = _guard(original, uncast, _call_users(original, get_cast(dtype)))
     else:
@@ -143,6 +145,15 @@ def _guard(original: Function, uncast: Function, call: Call) -> Function:
     return wrapper
 
 
+def _look_first(original: Function, guarded: Function) -> Function:
+    """Calls a function at once where its arguments have one type: on or off, there is nothing to cast."""
+
+    def wrapper(*args, **kwargs):
+        return original(*args) if not kwargs and have_one_dtype(args) else guarded(*args, **kwargs)
+
+    return wrapper
+
+
 def _call_users(original: Function, cast: TensorCast) -> Call:
     def call(args: tuple, kwargs: dict) -> object:
         kwargs = {key: cast_tree(arg, cast) for key, arg in kwargs.items()}
@@ -204,7 +215,7 @@ def _call_promote(original: Function, name: str, get_cast: GetCast) -> Call:
     widen = get_cast(torch.float32)
 
     def call(args: tuple, kwargs: dict) -> object:
-        if (not kwargs and have_one_dtype(args)) or len(_eligible_dtypes((args, kwargs))) < 2:
+        if len(_eligible_dtypes((args, kwargs))) < 2:
             return original(*args, **kwargs)
         # Any two of float32, float16 and bfloat16 have float32 as their widest type.
         args, kwargs = cast_tree((args, kwargs), widen)  # type: ignore[misc,assignment]
@@ -221,8 +232,6 @@ def _call_match_self(original: Function, name: str, get_cast: GetCast) -> Call:
     casts = {dtype: get_cast(dtype) for dtype in ELIGIBLE}
 
     def call(args: tuple, kwargs: dict) -> object:
-        if not kwargs and have_one_dtype(args):
-            return original(*args)
         target = _find_self(args, kwargs)
         if isinstance(target, Tensor) and target.dtype in ELIGIBLE:
             args, kwargs = cast_tree((args, kwargs), casts[target.dtype])  # type: ignore[misc,assignment]
