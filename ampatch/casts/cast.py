@@ -12,15 +12,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ampatch.casts.cast_cache import CONVERT, CastCache
-from ampatch.casts.cast_tree import TensorCast, cast_tree, may_hold_tensors
+from ampatch.casts.cast_tree import TensorCast, cast_tree
 from ampatch.casts.thread import Forward, ThreadState
 from ampatch.levels.precision import ELIGIBLE
 from ampatch.levels.private import graph_task
 
 Function = Callable[..., object]
 Call = Callable[[tuple, dict], object]  # what a wrapper does with its arguments while casts are on
-
-SIMPLE = (type(None), int, float, bool, str, slice, type(...))  # of arguments that hold no tensor
 
 # Bound here: after a backward the machine has forgotten all of this, and each look-up costs a microsecond.
 _is_distributed = torch.distributed.is_initialized if torch.distributed.is_available() else bool
@@ -45,14 +43,15 @@ class CastState:
     """What patched functions consult on each call: the thread, the devices and the caches.
 
     `half` is the type that torch is patched for, None while it is not patched; `allow_banned` says
-    that banned functions are cast to float32 where they would raise.
+    that banned functions are cast to float32 where they would raise, and `bans_in_place` that functions in
+    place raise on half tensors, as in apex.
     """
 
     def __init__(self) -> None:
         self.thread = ThreadState()
         self.half: torch.dtype | None = None
         self.device_types: set[str] = set()
-        self.allow_banned = False
+        self.allow_banned = self.bans_in_place = False
         self.devices: set[torch.device] = set()  # those of these types that were met: quicker to look up
         self._graphs: list[weakref.ref[PendingGraph]] = []
         self._caches: dict[torch.dtype, CastCache] = {}
@@ -153,10 +152,10 @@ class CastState:
         """Calls a function that a class or a mode overrides; replaced while torch is patched."""
         return call(args, kwargs)
 
-    def narrow(self, device_types: set[str], allow_banned: bool) -> None:
-        """Casts no more than before: on these devices, banned functions or not."""
+    def narrow(self, device_types: set[str], allow_banned: bool, bans_in_place: bool) -> None:
+        """Casts no more than before: on these devices, banned functions and those in place, or not."""
         self.device_types.intersection_update(device_types)
-        self.allow_banned = allow_banned
+        self.allow_banned, self.bans_in_place = allow_banned, bans_in_place
         self.devices.clear()
         self.forget_casts()
 
@@ -165,7 +164,7 @@ class CastState:
         self.thread.reset()
         self.half = None
         self._graphs.clear()
-        self.narrow(set(), allow_banned=False)
+        self.narrow(set(), allow_banned=False, bans_in_place=False)
 
 
 # The one of this process, as torch's namespace is one. Hooks on modules pickle it by this name.
@@ -201,22 +200,6 @@ def cast_eligible(dtype: torch.dtype) -> Casts:
         return convert(tensor) if tensor.device in devices or is_on_device(tensor) else tensor
 
     return Casts(cast, cast_plain_tensor, cache.cast_plain)
-
-
-def have_one_dtype(args: tuple) -> bool:
-    """Whether a quick look shows that arguments have no two dtypes of ours: there is nothing to cast."""
-    first = None
-    for arg in args:
-        if isinstance(arg, Tensor):
-            dtype = arg.dtype
-            if dtype is first or dtype not in ELIGIBLE:
-                continue
-            if first is not None:
-                return False
-            first = dtype
-        elif type(arg) not in SIMPLE and (not isinstance(arg, (list, tuple)) or may_hold_tensors(arg)):
-            return False
-    return True
 
 
 def eligible_dtypes(values: object) -> set[torch.dtype]:
