@@ -28,7 +28,7 @@ class Version(ModuleType):
 
     @property
     def cuda(self) -> str | None:
-        """The version of CUDA, which scripts parse; libraries, which compare it with theirs, get the truth."""
+        """The version of CUDA, which scripts parse; libraries, which compare it, get the truth."""
         is_library = sys._getframe(1).f_code.co_filename.startswith(LIBRARIES)
         return vars(self)["cuda"] if is_library else CUDA_VERSION
 

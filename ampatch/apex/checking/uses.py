@@ -99,9 +99,7 @@ class Names:
                 return targets
             case ast.Assign([ast.Attribute(attr=name)], value):
                 self.attributes[name].append(value)
-            case ast.Attribute(attr="byte" | "ByteTensor" | "uint8", value=of) if (
-                ast.unparse(of) not in NUMPY
-            ):
+            case ast.Attribute(of, "byte" | "ByteTensor" | "uint8") if ast.unparse(of) not in NUMPY:
                 self.makes_bytes = True
             case ast.Assign([ast.Tuple(parts), *_], value):
                 for part in parts:
@@ -110,10 +108,8 @@ class Names:
                 self._names[name].append(None)
             case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
                 self._names[name].append(None)
-                returned = [
-                    each.value for each in ast.walk(node) if isinstance(each, ast.Return) and each.value
-                ]
-                self.returns[name] = [*self.returns.get(name, ()), *returned]
+                returns = [each for each in ast.walk(node) if isinstance(each, ast.Return)]
+                self.returns.setdefault(name, []).extend(each.value for each in returns if each.value)
             case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(str(name)):
                 self._names[name].append(None)
         return ()

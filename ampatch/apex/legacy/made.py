@@ -14,7 +14,11 @@ KEEP = re.compile(
     r"|cuda|cpu|to|numpy|from_numpy|as_tensor|tensor|triu|tril|flip|roll|cat|stack|chunk|split|unbind|index_select"
     r"|masked_fill_?|clamp_?|Variable|Parameter|array|asarray|concatenate"
 )
-BOOLS = re.compile(r"eq|ne|gt|lt|ge|le|bool|isnan|isinf|isfinite|isin|logical_\w+|any|all|is\w+")
+# What makes tensors of bools, or of another type that the name says, or of floats.
+OTHERS = re.compile(
+    r"eq|ne|gt|lt|ge|le|bool|logical_\w+|any|all|is\w+|\w+Tensor|float|half|double|long|int"
+    r"|ones|zeros|full|empty|randn?|softmax"
+)
 BYTES = re.compile(r"uint8|ByteTensor")
 INTEGERS = re.compile(r"u?int(8|16|32|64)?|long|short|(Byte|Char|Short|Int|Long)Tensor")
 # What makes tensors of integers without a word of their type.
@@ -85,14 +89,7 @@ def below_call(node: ast.Call, names: Names, makers: re.Pattern, types: re.Patte
         is_module = receiver is None or any(isinstance(each, str) for each in names.values(receiver))
         yield from below(*(node.args[:1] if is_module else [receiver]))
     else:
-        yield False if BOOLS.fullmatch(name) or is_typed(name) else None
-
-
-def is_typed(name: str) -> bool:
-    """Whether a function makes tensors of a type that its name says, or of floats."""
-    return bool(
-        re.fullmatch(r"\w+Tensor|float|half|double|long|int|ones|zeros|full|empty|randn?|softmax", name)
-    )
+        yield False if OTHERS.fullmatch(name) else None
 
 
 def types_of(node: ast.Call) -> Iterable[str]:

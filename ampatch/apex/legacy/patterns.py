@@ -152,21 +152,27 @@ def calls(node: ast.Call, names: Names) -> Iterator[str]:
                 yield "random.sample(set(...), k)"
         case ast.Call(ast.Attribute(attr=name)) if name in METHODS and not any(found):
             yield f"torch.{name}"
-    words = [word.value for word in node.keywords if word.arg]
-    if MASKED.fullmatch(last_name(node)):
-        masks = [word.value for word in node.keywords if word.arg == "mask"]
-        place = 1 if any(name and name.startswith("torch.") for name in found) else 0
-        if any(is_perhaps_bytes(mask, names) for mask in (*node.args[place : place + 1], *masks)):
-            yield MASK
-    if CLAMPED.fullmatch(last_name(node)) and isinstance(node.func, ast.Attribute):
-        if is_integral(node.func.value, names) and not all(map(is_whole, (*node.args, *words))):
-            yield CLAMP
     options = [getattr(each, "value", None) for each in (*node.args, *(word.value for word in node.keywords))]
     if last_name(node) == "add_argument" and any(RANK.match(f"--{str(it).lstrip('-')}") for it in options):
         yield "--local_rank"
     if needs_cuda(node, found):
         yield "CUDA"
+    yield from calls_by_type(node, names, found)
     yield from calls_of_arrays(node, names, found)
+
+
+def calls_by_type(node: ast.Call, names: Names, found: Sequence[str | None]) -> Iterator[str]:
+    """Yields the names of the rows that a call is an example of for the type of a tensor in it."""
+    name = last_name(node)
+    if MASKED.fullmatch(name):
+        place = 1 if any((each or "").startswith("torch.") for each in found) else 0
+        masks = [word.value for word in node.keywords if word.arg == "mask"]
+        if any(is_perhaps_bytes(mask, names) for mask in (*node.args[place : place + 1], *masks)):
+            yield MASK
+    if CLAMPED.fullmatch(name) and isinstance(node.func, ast.Attribute):
+        limits = (*node.args, *(word.value for word in node.keywords))
+        if is_integral(node.func.value, names) and not all(map(is_whole, limits)):
+            yield CLAMP
 
 
 def calls_of_arrays(node: ast.Call, names: Names, found: Sequence[str | None]) -> Iterator[str]:

@@ -98,7 +98,7 @@ class LegacyMode(TorchFunctionMode):
         return args, {**given, name: mask}
 
     def _with_whole_limits(self, args: tuple, given: Mapping) -> tuple[tuple, Mapping]:
-        """Returns arguments with integers in the place of float limits; torch cut them to the tensor's type."""
+        """Returns arguments with integers in the place of float limits, which torch used to cut."""
         integers = args[0]
 
         def cut(limit: object) -> object:
