@@ -335,3 +335,10 @@ def test_masks_that_another_file_makes_of_bytes_may_break(tmp_path, capsys):
     said = capsys.readouterr().out
     assert str(tmp_path / "model.py") in said
     assert "may break     line 1" in said
+
+
+def test_a_name_that_is_set_of_itself_in_many_lines_is_followed_once(tmp_path, capsys):
+    lines = [f"x = x.view({i}) + y.t()\ny = y.view({i}) + x.t()" for i in range(50)]
+    (tmp_path / "train.py").write_text("\n".join([*lines, "z.masked_fill(x, 0)", "z.byte()"]))
+    assert status_of(tmp_path / "train.py") == 0
+    assert "masked_fill" not in capsys.readouterr().out

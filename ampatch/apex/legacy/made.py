@@ -37,19 +37,22 @@ def is_integral(node: ast.expr, names: Names) -> bool:
 
 
 def made_of(
-    node: ast.AST, names: Names, makers: re.Pattern, types: re.Pattern, seen: frozenset[ast.AST] = frozenset()
+    node: ast.AST, names: Names, makers: re.Pattern, types: re.Pattern, seen: set[ast.AST] | None = None
 ) -> Iterator[bool | None]:
     """Yields for each way in which a value is made whether it is of these types; None if nothing shows it.
 
-    `makers` are the methods and functions that make such values, `types` the types that others are told.
+    `makers` are methods and functions that make such values, `types` what others are told. What was
+    `seen` is not looked at again: a name that is set in many lines leads to itself in many ways.
     """
+    seen = set() if seen is None else seen
 
     def below(*nodes: object) -> Iterator[bool | None]:
         for each in nodes:
-            if isinstance(each, ast.AST) and each not in seen:
-                yield from made_of(each, names, makers, types, seen | {node})
-            elif each is None:
+            if each is None:
                 yield None
+            elif isinstance(each, ast.AST) and each not in seen:
+                seen.add(each)
+                yield from made_of(each, names, makers, types, seen)
 
     match node:
         case ast.Name(name):
