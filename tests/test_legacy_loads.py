@@ -277,6 +277,19 @@ def test_a_pickle_that_was_made_by_hand_reaches_nothing_more(data, wanted, model
     assert "this" not in sys.modules
 
 
+def test_a_configuration_of_yacs_is_a_dict(models, monkeypatch):
+    library = types.ModuleType("yacs.config")
+    exec("class CfgNode(dict):\n    def __setitem__(self, key, value): raise AttributeError", vars(library))
+    library.CfgNode.__module__ = "yacs.config"
+    monkeypatch.setitem(sys.modules, "yacs.config", library)
+    config = library.CfgNode(rate=0.1)
+    config.__dict__["frozen"] = True
+    with legacy():
+        loaded = torch.load(saved({"config": config, "ours": models.Meter()}))["config"]
+    assert type(loaded) is library.CfgNode
+    assert (loaded, loaded.frozen) == ({"rate": 0.1}, True)
+
+
 def test_all_that_a_file_wants_is_told_at_once(models):
     file = saved([Call(eval, "1"), {"a": models.function}, Call(os.system, "true")])
     said = refused(lambda: torch.load(file))

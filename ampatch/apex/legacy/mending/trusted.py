@@ -104,6 +104,7 @@ def named(*things: object) -> dict[str, object]:
 
 # Classes whose objects hold data.
 HOLDERS = (argparse.Namespace, UserDict, UserList)
+CONFIGURATIONS = ("yacs.config.CfgNode", "easydict.EasyDict")  # dicts of libraries, if they are imported
 # What is called; none of it does anything but make data.
 CALLED = MappingProxyType(
     {
@@ -167,9 +168,10 @@ def find_network(module: str, name: str) -> type | None:
 
 
 def find_own(module: str, name: str) -> type | None:
-    """Returns a class that a module of the script's folder defines, if it is imported."""
+    """Returns a class of a module in the script's folder, or of a configuration, if it is imported."""
     place = sys.modules.get(module)
-    found = vars(place).get(name) if place is not None and is_own(place) else None
+    is_known = place is not None and (is_own(place) or f"{module}.{name}" in CONFIGURATIONS)
+    found = vars(place).get(name) if is_known else None
     is_defined = isinstance(found, type) and (found.__module__, found.__qualname__) == (place.__name__, name)
     return found if is_defined else None
 
