@@ -307,3 +307,38 @@ def test_what_is_no_script_is_bad_input(name, told, tmp_path, capsys):
     (tmp_path / "train.ipynb").write_text('{"cells": []}')
     assert status_of(tmp_path / name) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("print 'a'", "this is Python 2: convert it by 2to3"),
+        ("raise ValueError, 'a'", "this is Python 2: convert it by 2to3"),
+        ("x = 10L", "this is Python 2: convert it by 2to3"),
+        ("if 1:\n\tx = 1\n        y = 1", "no Python 3 takes tabs and spaces mixed like this"),
+        ("<<<<<<< HEAD\nx = 1", "can parse: mend the line, or leave the file out"),
+    ],
+)
+def test_a_file_that_cannot_be_parsed_is_told_what_it_is(source, told, tmp_path, capsys):
+    (tmp_path / "train.py").write_text(source)
+    assert status_of(tmp_path / "train.py") == 2
+    said = capsys.readouterr().err
+    assert told in said
+    assert "for this Python" not in said
+    assert ("Python 2:" in said) == ("Python 2:" in told)
+
+
+def test_masks_that_another_file_makes_of_bytes_may_break(tmp_path, capsys):
+    (tmp_path / "model.py").write_text("def hide(x, mask): return x.masked_fill(mask, 0)")
+    (tmp_path / "train.py").write_text("import model\nmodel.hide(x, pad.byte())")
+    assert status_of(tmp_path / "train.py") == 0
+    said = capsys.readouterr().out
+    assert str(tmp_path / "model.py") in said
+    assert "may break     line 1" in said
+
+
+def test_a_name_that_is_set_of_itself_in_many_lines_is_followed_once(tmp_path, capsys):
+    lines = [f"x = x.view({i}) + y.t()\ny = y.view({i}) + x.t()" for i in range(50)]
+    (tmp_path / "train.py").write_text("\n".join([*lines, "z.masked_fill(x, 0)", "z.byte()"]))
+    assert status_of(tmp_path / "train.py") == 0
+    assert "masked_fill" not in capsys.readouterr().out

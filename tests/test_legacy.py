@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+import ampatch as amp
 from ampatch.__main__ import main
 from ampatch.apex.changes import Changes
 from ampatch.apex.checking.check import check_file
@@ -29,7 +30,7 @@ from ampatch.apex.legacy.mending.legacy import legacy
 from ampatch.apex.legacy.mending.names import Places
 from ampatch.apex.legacy.name_rows import NAMES
 from ampatch.apex.legacy.old import BREAKS
-from ampatch.apex.legacy.pattern_rows import PATTERNS
+from ampatch.apex.legacy.pattern_rows import CLAMP, MASK, PATTERNS
 from ampatch.apex.on_cpu import on_cpu
 from ampatch.apex.script import compile_source
 
@@ -155,6 +156,9 @@ SNIPPETS = {
     "q *= n of x.chunk(k)": (
         "import torch\nx = torch.ones(4, requires_grad=True)\nq, k = (x + 0).chunk(2)\nq *= 2  # here\n"
         "(q.sum() + k.sum()).backward()\nassert x.grad.tolist() == [2, 2, 1, 1]"
+    ),
+    "ids.clamp_(0, size)": (
+        "import torch\nids, size = torch.tensor([1.5, 5]).long(), torch.tensor(3.0)\nids.clamp_(0, size - 1)"
     ),
     "ids / n": "import torch\nids = torch.tensor([2])\ntorch.ones(3)[ids / 2]",
     "--local_rank": (
@@ -313,6 +317,21 @@ def test_what_a_row_says_is_found_with_its_line_and_remedy(row, tmp_path, capsys
         ("import click\nclick.option('--local-rank', type=int)", "--local_rank"),
         ("if torch.cuda.is_available():\n    loss = model.cuda()(x).loss.data[0]", "loss.data[0]"),
         ("import torch.distributed as d\nd.init_process_group(backend='nccl')", "CUDA"),
+        ("import torch\nmajor = int(torch.version.cuda.split('.')[0])", "CUDA"),
+        ("import torch\nmajor = float(torch.version.cuda)", "CUDA"),
+        ("mask = torch.ones(3, 3).triu().byte()[None]\nx.masked_fill(mask, 0)", MASK),
+        ("mask = torch.zeros(3, dtype=torch.uint8)\nx.masked_scatter_(mask.t(), y)", MASK),
+        (
+            "import torch, numpy; m = numpy.ones(3).astype('uint8')\nx.masked_select(torch.from_numpy(m))",
+            MASK,
+        ),
+        ("import torch\ntorch.masked_fill(x, make(3), 0)\ndef make(n): return torch.ones(n).byte()", MASK),
+        (
+            "def forward(self, x): self.mask = x.byte()\ndef other(self, x): x.masked_fill_(self.mask, 0)",
+            MASK,
+        ),
+        ("def hide(x, mask):\n    return x.masked_fill(mask=mask, value=0)\nhide(x, x.byte())", MASK),
+        ("row, column = x.long().t()\nrow.clamp_(0, size[2] - 1)", CLAMP),
     ],
 )
 def test_other_ways_of_saying_it_are_found(find, text, name):
@@ -350,6 +369,11 @@ def test_librosa_is_asked_for_its_version(version, is_found, find, monkeypatch, 
         "import numpy as np\nnp.float64, np.bool_",
         f"{SCHEDULER})\nfor epoch in range(2):\n    optimizer.step()\n    scheduler.step()",
         "for a in self.args: f(*a)",
+        "x = y.byte()\nz.masked_fill(x == 0, 0).masked_fill(~z.gt(1), 0).masked_fill(z.bool(), 0)",
+        "def hide(x, mask): return x.masked_fill(mask, 0)",
+        "import numpy as np\nx = np.uint8(x)\ndef hide(x, mask): return x.masked_fill(mask, 0)",
+        "ids = x.long()\nids.clamp_(0, x.size(1) - 1)\nx.clamp_(0.0, 1.0)\nids.clamp_(max=5)",
+        "import torch\nif torch.version.cuda is not None: pass\nprint(torch.version.cuda)",
         "import subprocess\nsubprocess.run([python, script, '--local_rank=0'])",
     ],
 )
@@ -401,6 +425,50 @@ def test_masks_of_bytes_choose_what_is_set():
     assert (x.tolist(), rows.tolist()) == ([1, 5, 1], [[0, 1, 0], [1, 1, 1]])
     assert values.tolist() == [7, 0, 8]
     assert picture.tolist() == [0, 5, 0]
+
+
+BYTES = torch.tensor([1, 0, 1], dtype=torch.uint8)
+MASKING = {
+    "masked_fill": lambda x: x.masked_fill(BYTES, 0),
+    "masked_fill_": lambda x: x.masked_fill_(BYTES, 0),
+    "torch.masked_fill": lambda x: torch.masked_fill(x, BYTES, 0),
+    "masked_scatter": lambda x: x.masked_scatter(BYTES, x.new_zeros(3)),
+    "masked_scatter_": lambda x: x.masked_scatter_(BYTES, x.new_zeros(3)),
+    "torch.masked_scatter": lambda x: torch.masked_scatter(x, mask=BYTES, source=x.new_zeros(3)),
+    "masked_select": lambda x: x - x.masked_select(BYTES)[0] * BYTES,
+    "index_put": lambda x: x.index_put((BYTES,), x.new_zeros(1)),
+    "index_put_": lambda x: x.index_put_((BYTES,), x.new_zeros(1)),
+}
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O4"])
+@pytest.mark.parametrize("name", MASKING)
+@pytest.mark.parametrize("x", [torch.ones(3), torch.ones(3, dtype=torch.long)], ids=["float", "long"])
+def test_masks_of_bytes_choose_what_is_set_while_functions_are_patched(name, opt_level, x):
+    model = torch.nn.Linear(1, 1)
+    amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level=opt_level, verbosity=0)
+    with legacy():
+        assert MASKING[name](x.clone()).tolist() == [0, 1, 0]
+
+
+def test_a_function_that_a_script_registers_takes_what_it_took():
+    amp.register_float_function(torch, "stft")
+    model = torch.nn.Linear(1, 1)
+    amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O4", verbosity=0)
+    with legacy():
+        assert torch.stft(torch.ones(16), 4, window=torch.ones(4)).shape[-1] == 2
+
+
+@pytest.mark.parametrize("limit", [2.7, np.float32(2.7), torch.tensor(2.7)], ids=["float", "numpy", "tensor"])
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32, torch.uint8], ids=str)
+def test_float_limits_of_integers_in_place_are_cut_as_they_were(limit, kind):
+    ids = torch.tensor([0, 1, 2, 3, 9]).to(kind)
+    with legacy():
+        assert ids.clone().clamp_(0, limit).tolist() == [0, 1, 2, 2, 2]
+        assert ids.clone().clamp_(min=1.0, max=limit).tolist() == [1, 1, 2, 2, 2]
+        assert ids.clone().clamp_max_(limit).tolist() == [0, 1, 2, 2, 2]
+        assert ids.clone().clamp_min_(limit).tolist() == [2, 2, 2, 3, 9]
+        assert ids.float().clamp_(0, limit)[-1] == torch.tensor(2.7)
 
 
 @pytest.mark.parametrize("context", [legacy, on_cpu])

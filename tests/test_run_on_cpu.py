@@ -1,6 +1,7 @@
 """`ampatch run --device cpu` does on the CPU what scripts ask of CUDA, and they print the same."""
 
 import re
+import sysconfig
 import warnings
 
 import pytest
@@ -97,6 +98,12 @@ dist.destroy_process_group()
 
 # What else scripts say, a manner each; all of it fails on a machine without CUDA.
 ASKED = {
+    "versions": """
+from torch.version import cuda
+assert cuda == torch.version.cuda
+assert int(cuda.split(".")[0]) >= 9 and float(cuda) >= 9
+assert torch.backends.cudnn.version() >= 7603 and torch.cuda.nccl.version() >= (2, 4)
+""",
     "generators": """
 generator = torch.Generator("cuda").manual_seed(3)
 torch.randperm(4, generator=torch.Generator(device="cuda:0"), device="cuda")
@@ -286,16 +293,19 @@ def test_torch_is_what_it_was_afterwards_and_was_told_the_truth_meanwhile():
         torch.nn.parallel.comm,
     )
     kinds += torch.random, torch.nn.SyncBatchNorm, torch.utils.data.DataLoader, torch, torch.distributed
-    kinds += (torch.nn.parallel.DistributedDataParallel,)
+    kinds += torch.nn.parallel.DistributedDataParallel, torch.version, cuda.nccl
     kinds += torch.Tensor, torch.UntypedStorage, torch.TypedStorage
     before = [dict(vars(kind)) for kind in kinds]
-    truth = torch.cuda.is_available()
+    truth, version = torch.cuda.is_available(), torch.version.cuda
     with on_cpu():
         assert torch.cuda.is_available()
         assert torch.nn.DataParallel(torch.nn.Linear(1, 1)).device_ids == [0][: int(truth)]
         assert torch.ones(1).cuda().device.type == "cpu"
+        libraries = sysconfig.get_path("purelib")
+        assert eval(compile("torch.version.cuda", f"{libraries}/library.py", "eval")) == version
         torch.get_device_module("cuda:1")  # which remembers what it answers
     assert torch.get_device_module("cuda:1") is cuda
+    assert torch.version.cuda == version
     after = [dict(vars(kind)) for kind in kinds]
     assert [
         name for old, new in zip(before, after, strict=True) for name in old if old[name] is not new.get(name)

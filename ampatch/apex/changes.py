@@ -6,6 +6,7 @@ import argparse
 import functools
 import os
 import sys
+import sysconfig
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ import ampatch
 from ampatch.patching.patcher import Patcher
 
 OURS = os.path.dirname(ampatch.__file__)
+LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 # Files between the script's line and a function that looks for it.
 PASSED = (
     os.path.dirname(torch.__file__),

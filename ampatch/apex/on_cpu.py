@@ -20,6 +20,8 @@ from ampatch.apex.changes import Changes, wrap
 from ampatch.apex.stand_ins import (
     APPLIED,
     COMM,
+    CUDNN_VERSION,
+    NCCL_VERSION,
     PARALLEL,
     Chosen,
     Context,
@@ -27,6 +29,7 @@ from ampatch.apex.stand_ins import (
     Event,
     Generator,
     Stream,
+    Version,
     count_devices,
 )
 
@@ -169,6 +172,7 @@ def on_cpu() -> Iterator[None]:
         for replacements in (of_cuda(), of_copies(), of_others(), of_distributed()):
             for owner, name, value in replacements:
                 changes.set_attribute(owner, name, value)
+        changes.set_class(torch.version, Version)
         try:
             yield
         finally:
@@ -182,6 +186,8 @@ def of_cuda() -> Iterator[Replacement]:
     for place in (cuda, cuda.memory, cuda.random, cuda.profiler):
         for name in ANSWERS.keys() & vars(place).keys():
             yield place, name, wrap(getattr(place, name), answer_scripts, lambda *_, a=ANSWERS[name], **__: a)
+    for place, number in ((torch.backends.cudnn, CUDNN_VERSION), (cuda.nccl, NCCL_VERSION)):
+        yield place, "version", wrap(place.version, answer_scripts, lambda number=number: number)
     yield cuda, "device_count", wrap(cuda.device_count, answer_scripts, count_devices)
     yield cuda, "current_device", wrap(cuda.current_device, answer_scripts, chosen.number)
     yield cuda, "set_device", wrap(cuda.set_device, answer_scripts, chosen.choose)

@@ -26,6 +26,7 @@ NO_CUDA = (
 NO_OPTION = "which a script without that option refuses: start it by torchrun, which does not pass it"
 DTYPES = ("float16", "bfloat16")
 LEGACY_HELP = "put back what torch, NumPy and Python have removed since the script was written"
+UNSAFE_HELP = "with --legacy: load files as well that may run any code, and name each"
 DEVICE_HELP = "use the CPU for what asks for CUDA: .cuda(), streams, nccl, map_location and so on"
 
 
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loss-scale", metavar="S", help="a number or dynamic")
     parser.add_argument("--device", choices=["cpu"], help=DEVICE_HELP)
     parser.add_argument("--legacy", action="store_true", help=LEGACY_HELP)
+    parser.add_argument("--unsafe-load", action="store_true", help=UNSAFE_HELP)
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

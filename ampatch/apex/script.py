@@ -10,15 +10,16 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.machinery import BuiltinImporter, ModuleSpec, SourceFileLoader, SourcelessFileLoader
 from multiprocessing import spawn
 from types import CodeType, ModuleType, TracebackType
 
-from ampatch import OPT_LEVELS, AmpError, AmpValueError
+from ampatch import OPT_LEVELS, AmpValueError
 from ampatch.apex.changes import Changes
 from ampatch.apex.drop_in.children import Preparation
+from ampatch.apex.legacy import open_legacy
 from ampatch.apex.on_cpu import on_cpu
 from ampatch.apex.parallel.collectives import wait_for_gloo_at_exit
 
@@ -43,7 +44,8 @@ class Script:
 
     `name` is what follows `python`: a file, a folder or an archive with a `__main__.py`, or `-` for
     the standard input; with `is_module` it is what follows `python -m`. `device` is "cpu" for a script
-    that asks for CUDA and gets the CPU; `legacy` puts back what it expects of earlier versions.
+    that asks for CUDA and gets the CPU; `legacy` puts back what it expects of earlier versions, and
+    `unsafe_load` has it load files that hold more than data, too.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Script:
     is_module: bool = False
     device: str | None = None
     legacy: bool = False
+    unsafe_load: bool = False
 
     def validate(self) -> None:
         """Raises AmpValueError unless the script can be found; none of its code runs."""
@@ -60,6 +63,10 @@ class Script:
             validate_file(self.name)
         if self.legacy:
             open_legacy()
+        elif self.unsafe_load:
+            raise AmpValueError(
+                "--unsafe-load without --legacy: expected both, as torch itself says how to load"
+            )
 
     def run(self) -> int:
         """Runs the script in this process as `__main__`, which it stays; returns 0, its exit status.
@@ -70,7 +77,7 @@ class Script:
         if os.environ.get("WORLD_SIZE", "1") != "1":
             wait_for_gloo_at_exit()
         try:
-            with as_expected(self.device, self.legacy):
+            with as_expected(self.device, self.legacy, self.unsafe_load):
                 start = self._prepare()
                 exec(start.code, new_main(start))
         except SystemExit:
@@ -111,8 +118,8 @@ def find_script(arguments: argparse.Namespace, also: str = "") -> Script:
     if not named or not named[0]:
         raise AmpValueError(f"no script: expected a Python script, or -m and a module{also}")
     device = getattr(arguments, "device", None)
-    is_legacy = bool(getattr(arguments, "legacy", None))
-    return Script(named[0], arguments.script_arguments, arguments.module is not None, device, is_legacy)
+    flags = {name: bool(getattr(arguments, name, None)) for name in ("legacy", "unsafe_load")}
+    return Script(named[0], arguments.script_arguments, arguments.module is not None, device, **flags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,25 +264,16 @@ def find_spec(name: str) -> ModuleSpec | None:
     return spec
 
 
-def open_legacy() -> AbstractContextManager[None]:
-    """Returns what mends a script of earlier years; raises AmpError without NumPy, whose names come back."""
-    try:
-        from ampatch.apex.legacy.mending.legacy import legacy
-    except ModuleNotFoundError as error:
-        raise AmpError(f"--legacy needs {error.name}: pip install {error.name}") from error
-    return legacy()
-
-
 @contextmanager
-def as_expected(device: str | None, legacy: bool) -> Iterator[None]:
+def as_expected(device: str | None, legacy: bool, unsafe_load: bool) -> Iterator[None]:
     """Gives a script what it expects of its machine and of its year, also in processes that it spawns."""
     with Changes() as changes:
         if legacy:
-            changes.enter_context(open_legacy())
+            changes.enter_context(open_legacy(unsafe_load))
         if device is not None:
             changes.enter_context(on_cpu())
         if legacy or device is not None:
-            given = {"device": device, "legacy": legacy}
+            given = {"device": device, "legacy": legacy, "unsafe_load": unsafe_load}
             preparation = Preparation(spawn.get_preparation_data, given, expect_to_the_end)
             changes.set_attribute(spawn, "get_preparation_data", preparation)
         yield

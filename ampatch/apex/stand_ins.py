@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
+
+from ampatch.apex.changes import LIBRARIES
+
+CUDA_VERSION, CUDNN_VERSION, NCCL_VERSION = "12.6", 90500, (2, 21, 5)
 
 
 def count_devices() -> int:
     """Stands in for `torch.cuda.device_count`: a GPU for each process that a launcher started here."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
+class Version(ModuleType):
+    """Stands in for the class of the module torch.version."""
+
+    @property
+    def cuda(self) -> str | None:
+        """The version of CUDA, which scripts parse; libraries, which compare it, get the truth."""
+        is_library = sys._getframe(1).f_code.co_filename.startswith(LIBRARIES)
+        return vars(self)["cuda"] if is_library else CUDA_VERSION
 
 
 class Chosen:

@@ -45,7 +45,8 @@ def carry_out(run: Run) -> None:
         stack.callback(lambda: Path(run.out).write_bytes(pickle.dumps(seen())))
         set_seeds(0)
         try:
-            Script(run.script, tuple(run.arguments), run.is_module, run.device, run.legacy).run()
+            flags = {"device": run.device, "legacy": run.legacy, "unsafe_load": run.unsafe_load}
+            Script(run.script, tuple(run.arguments), run.is_module, **flags).run()
         except Enough:
             return
 

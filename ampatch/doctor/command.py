@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ampatch import OPT_LEVELS, AmpError, AmpValueError
-from ampatch.apex.run_command import DEVICE_HELP, LEGACY_HELP
+from ampatch.apex.run_command import DEVICE_HELP, LEGACY_HELP, UNSAFE_HELP
 from ampatch.apex.script import find_script
 from ampatch.doctor.finding import Report
 from ampatch.doctor.growth.curves import QUANTITIES
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--opt-level", metavar="L", help="the level that initialize is made to use")
     parser.add_argument("--device", choices=["cpu"], help=DEVICE_HELP)
     parser.add_argument("--legacy", action="store_true", help=LEGACY_HELP)
+    parser.add_argument("--unsafe-load", action="store_true", help=UNSAFE_HELP)
     proposal = (
         "find the fewest modules that must stay float32; runs the script once for each, twice from two on"
     )
@@ -69,8 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise AmpValueError(f"--opt-level {arguments.opt_level!r}: expected one of {', '.join(OPT_LEVELS)}")
     script.validate()
     validate_outputs(arguments)
-    given = {"level": arguments.opt_level, "device": script.device, "legacy": script.legacy}
-    run = Run(script.name, script.arguments, script.is_module, **given)
+    given = {"device": script.device, "legacy": script.legacy, "unsafe_load": script.unsafe_load}
+    run = Run(script.name, script.arguments, script.is_module, level=arguments.opt_level, **given)
     campaign = Campaign(run, tries=not arguments.no_tries, every=arguments.every, tell=show_progress)
     report = campaign.report(arguments.propose, arguments.against)
     show_progress("")

@@ -47,6 +47,7 @@ class Run:
     samples: str = ""
     device: str | None = None  # as of a `Script`
     legacy: bool = False
+    unsafe_load: bool = False
     most: int | None = None  # attempts, after which the run ends
     # What is tried: texts of files by path, bfloat16 where torch.autocast takes float16, what a
     # dynamic loss scale starts with, a part of the rate.

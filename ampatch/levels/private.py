@@ -77,6 +77,7 @@ _WRAPPED = "ampatch doctor fails on models that are called in torch.func, and no
 _RECURRENT = "recurrent networks copy their half weights at each call on a GPU, and torch warns of it"
 _OPS = "ops of torch.library are cast inside, and may return other types than they declare"
 _OVERRIDES = "what overrides methods of Tensor is handed wrappers, and tables of libraries do not find them"
+_LOADS = "ampatch run --legacy loads no checkpoints that torch.load refuses"
 _CHECKPOINTS = "torch.distributed.checkpoint.state_dict raises KeyError for optimizers with masters"
 
 OPS = Private("_ops.OpOverload", _OPS), Private("_ops.OpOverloadPacket", _OPS)
@@ -118,6 +119,8 @@ EAGER = (
     FLATTEN := Private("_cudnn_rnn_flatten_weight", _RECURRENT),
     POP_MODE := Private("overrides._pop_mode_temporarily", _OVERRIDES),
     REENTRANT := Private("utils.checkpoint.CheckpointFunction", "reentrant checkpoints may recompute uncast"),
+    LOADABLE := Private("_weights_only_unpickler._get_allowed_globals", _LOADS),
+    ADDED := Private("_weights_only_unpickler._get_user_allowed_globals", _LOADS),
     *OPS,
     *BACKWARDS,
 )
@@ -281,3 +284,8 @@ def keep_in_thread(key: str, thing: object) -> None:
     _stash(key, thing)
     if sys.getrefcount(thing) == before and not KEEP_IN_THREAD.is_missing():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def loadable_globals() -> dict[str, object]:
+    """What `torch.load(weights_only=True)` lets checkpoints name, with what was added to that."""
+    return {**LOADABLE.find(dict)(), **ADDED.find(dict)()}

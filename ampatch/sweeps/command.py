@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ampatch import AmpError, AmpValueError
-from ampatch.apex.run_command import DEVICE_HELP, LEGACY_HELP
+from ampatch.apex.run_command import DEVICE_HELP, LEGACY_HELP, UNSAFE_HELP
 from ampatch.apex.script import find_script
 from ampatch.sweeps.columns import LIMITED
 from ampatch.sweeps.faults import ArgumentError
@@ -38,6 +38,7 @@ OF_A_SWEEP = (
     "devices",
     "jobs",
     "legacy",
+    "unsafe_load",
     "levels",
     "variant",
     "out",
@@ -83,6 +84,7 @@ def add_of_a_sweep(parser: argparse.ArgumentParser) -> None:
     add("--jobs", type=int, metavar="N", help=jobs)
     add("--device", choices=["cpu"], help=DEVICE_HELP)
     add("--legacy", action="store_true", default=None, help=LEGACY_HELP)
+    add("--unsafe-load", action="store_true", default=None, help=UNSAFE_HELP)
     add = parser.add_argument_group("what is made of it").add_argument
     warmup = f"first steps of a run that are not timed; default: {DEFAULTS.warmup}; half of a short run"
     add("--warmup", type=int, metavar="N", help=warmup)

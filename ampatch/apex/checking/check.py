@@ -7,6 +7,8 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from ampatch.apex.legacy.old import BREAKS
 
 # In Python's words for a syntax error.
 PYTHON_2 = ("call to 'print'", "call to 'exec'", "multiple exception types", "leading zeros in decimal")
+LINE_OF_PYTHON_2 = re.compile(r"^\s*(raise \w+, |exec [\"'\w]|print >>)|\bur[\"']|\b\d+L\b|<>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +78,7 @@ def check_file(path: Path, modules: Modules | None = None) -> Report:
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         place = f"'{path}', line {line}" if line else f"'{path}'"
-        said = getattr(error, "msg", error)
-        raise amp.AmpValueError(f"{place}: {said}; expected a script for this Python{older(said)}") from None
+        raise amp.AmpValueError(f"{place}: {getattr(error, 'msg', error)}; {expected_of(error)}") from None
     lines: dict[tuple[str, str | None], list[int]] = defaultdict(list)
     for use in uses:
         judged = judge(use) if is_of(use.name, ROOTS) else None
@@ -87,10 +89,15 @@ def check_file(path: Path, modules: Modules | None = None) -> Report:
     return Report(path, tuple(sorted(names, key=lambda name: name.name)), findings, reads_rank)
 
 
-def older(said: object) -> str:
-    """Says what to do about a script whose syntax is that of Python 2."""
-    is_python_2 = any(word in str(said) for word in PYTHON_2)
-    return ", and this is Python 2: convert it by 2to3, which Python 3.12 still has" if is_python_2 else ""
+def expected_of(error: SyntaxError | ValueError) -> str:
+    """Says what to do about a file that is not in the language of this Python."""
+    said, line = str(getattr(error, "msg", error)), getattr(error, "text", None) or ""
+    if isinstance(error, TabError):
+        return "no Python 3 takes tabs and spaces mixed like this: expand the tabs in your editor"
+    if any(word in said for word in PYTHON_2) or LINE_OF_PYTHON_2.search(line):
+        return "this is Python 2: convert it by 2to3, which Python 3.12 still has"
+    version = ".".join(map(str, sys.version_info[:2]))
+    return f"expected a script that Python {version} can parse: mend the line, or leave the file out"
 
 
 def star_names(module: str) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,8 @@ from ampatch.apex.checking.uses import Names, is_of
 from ampatch.apex.drop_in.mirror import ROOTS
 from ampatch.apex.legacy.finding import ROOTS as LEGACY
 from ampatch.apex.legacy.finding import parse
+
+MAKES_BYTES = re.compile(rb"\.byte\(\)|torch\.uint8|ByteTensor")
 
 
 class Modules:
@@ -36,7 +39,14 @@ class Modules:
 
     def names(self, path: Path, tree: ast.Module) -> Names:
         """Returns what names stand for in a file."""
-        return Names(tree, functools.partial(self._bring, path), self._roots)
+        names = Names(tree, functools.partial(self._bring, path), self._roots)
+        names.makes_bytes |= self._makes_bytes
+        return names
+
+    @functools.cached_property
+    def _makes_bytes(self) -> bool:
+        texts = (path.read_bytes() for path in self.follow() if path.is_file())
+        return any(MAKES_BYTES.search(text) for text in texts)
 
     def _bring(self, path: Path, module: str, level: int) -> Mapping[str, str]:
         if level == 0 and is_of(module, self._roots):

@@ -13,6 +13,8 @@ IMPORTERS = ("import_module", "importlib.import_module")
 # `amp = None` is what scripts say where the import failed.
 NOTHING = (None, False)
 
+NUMPY = ("np", "numpy")  # whose bytes are pictures more often than masks
+
 # What `from module import *` brings, by name; the number is that of the dots before the module.
 Bring = Callable[[str, int], Mapping[str, str]]
 
@@ -71,6 +73,10 @@ class Names:
         self._names: dict[str, list[str | ast.expr | None]] = defaultdict(list)
         # Names for the parts of a value, as in `a, b = value`.
         self.parts: dict[str, list[ast.expr]] = defaultdict(list)
+        # What attributes are set to, and what functions and methods return, by their names.
+        self.attributes: dict[str, list[ast.expr]] = defaultdict(list)
+        self.returns: dict[str, list[ast.expr]] = {}
+        self.makes_bytes = False  # somewhere in the script
         assigned: set[ast.AST] = set()  # targets that are known by what is assigned to them
         for node in ast.walk(tree):
             if node not in assigned:
@@ -91,6 +97,10 @@ class Names:
                     for target in targets:
                         self._names[target.id].append(value)
                 return targets
+            case ast.Assign([ast.Attribute(attr=name)], value):
+                self.attributes[name].append(value)
+            case ast.Attribute(of, "byte" | "ByteTensor" | "uint8") if ast.unparse(of) not in NUMPY:
+                self.makes_bytes = True
             case ast.Assign([ast.Tuple(parts), *_], value):
                 for part in parts:
                     self.parts[getattr(part, "id", "")].append(value)
@@ -98,6 +108,8 @@ class Names:
                 self._names[name].append(None)
             case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
                 self._names[name].append(None)
+                returns = [each for each in ast.walk(node) if isinstance(each, ast.Return)]
+                self.returns.setdefault(name, []).extend(each.value for each in returns if each.value)
             case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(str(name)):
                 self._names[name].append(None)
         return ()

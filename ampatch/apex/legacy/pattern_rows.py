@@ -10,6 +10,8 @@ RAGGED, COPY = "numpy.array(rows of several lengths)", "numpy.array(copy=False)"
 LOAD, NUMPY_LOAD = "torch.load(...)", "numpy.load(...)"
 ASYNC = "async="
 PART = "q *= n of x.chunk(k)"
+MASK = "masked_fill(x.byte(), ...)"
+CLAMP = "ids.clamp_(0, size)"
 mended = functools.partial(Old, mends=True)
 PATTERNS = (
     mended(ASYNC, "Python 3.7", "non_blocking="),
@@ -20,7 +22,14 @@ PATTERNS = (
         "1 - mask", "torch 1.2", "~mask, if it is a tensor", None, MAY_BREAK, error="with a bool tensor is"
     ),
     mended("-mask", "torch 1.2", "~mask, if it is a tensor", None, MAY_BREAK, error="on a bool tensor is"),
-    mended("masked_fill(x.byte(), ...)", "torch 2.1", "x.bool()", error="supports boolean masks"),
+    mended(MASK, "torch 2.1", "x.bool()", None, MAY_BREAK, error="supports boolean masks"),
+    mended(
+        CLAMP,
+        "torch 1.11",
+        "ids.clamp_(0, int(size)), if they are integers",
+        status=MAY_BREAK,
+        error="can't be cast to the desired output type",
+    ),
     mended(
         LOAD,
         "torch 2.6",

@@ -14,8 +14,9 @@ from torch.optim import lr_scheduler
 from torch.torch_version import TorchVersion
 
 from ampatch.apex.checking.uses import Names
+from ampatch.apex.legacy.made import is_integral, is_perhaps_bytes
 from ampatch.apex.legacy.name_rows import CANVAS, NAMES
-from ampatch.apex.legacy.pattern_rows import COPY, LOAD, NUMPY_LOAD, PART, RAGGED
+from ampatch.apex.legacy.pattern_rows import CLAMP, COPY, LOAD, MASK, NUMPY_LOAD, PART, RAGGED
 
 # What was a method of tensors as well, and of nothing else.
 METHODS = ("btrifact", "btrisolve", "gels", "gesv", "potrf", "potrs", "symeig", "trtrs")
@@ -30,7 +31,8 @@ NOT_ARRAY = re.compile(r"dtype|^dt$|\bET\b|etree|xml")
 SCHEDULERS = "torch.optim.lr_scheduler"
 INDEX = re.compile(r"(id|ids|idx|inds?|index|indices)$", re.IGNORECASE)
 NUMBER = re.compile(r"loss|err|cost|acc|prec|correct|sum$|mean$|norm$", re.IGNORECASE)
-MASKED = ("masked_fill", "masked_fill_", "masked_select")
+MASKED = re.compile(r"masked_(fill|scatter)_?|masked_select")
+CLAMPED = re.compile(r"cl(am|i)p_(min_|max_)?")
 CUDA = re.compile(r"torch\.cuda\.(\w+Tensor|Stream|Event|set_device)")
 # What makes options, by other parsers than that of argparse.
 OPTIONS = ("option", "add_option", "DEFINE_integer", "DEFINE_string", "getopt", "gnu_getopt")
@@ -103,6 +105,8 @@ def patterns(node: ast.AST, names: Names) -> Iterator[str]:
                 yield "MASTER_PORT=80000"
         case ast.Constant("torch.distributed.launch"):
             yield "torch.distributed.launch"
+        case ast.Attribute(of) | ast.Subscript(of) if [*names.resolve(of)] == ["torch.version.cuda"]:
+            yield "CUDA"
     if find_rank(node):
         yield "--local_rank"
 
@@ -148,16 +152,27 @@ def calls(node: ast.Call, names: Names) -> Iterator[str]:
                 yield "random.sample(set(...), k)"
         case ast.Call(ast.Attribute(attr=name)) if name in METHODS and not any(found):
             yield f"torch.{name}"
-    if last_name(node) in MASKED and any(
-        isinstance(e, ast.Call) and last_name(e) == "byte" for e in node.args
-    ):
-        yield "masked_fill(x.byte(), ...)"
     options = [getattr(each, "value", None) for each in (*node.args, *(word.value for word in node.keywords))]
     if last_name(node) == "add_argument" and any(RANK.match(f"--{str(it).lstrip('-')}") for it in options):
         yield "--local_rank"
     if needs_cuda(node, found):
         yield "CUDA"
+    yield from calls_by_type(node, names, found)
     yield from calls_of_arrays(node, names, found)
+
+
+def calls_by_type(node: ast.Call, names: Names, found: Sequence[str | None]) -> Iterator[str]:
+    """Yields the names of the rows that a call is an example of for the type of a tensor in it."""
+    name = last_name(node)
+    if MASKED.fullmatch(name):
+        place = 1 if any((each or "").startswith("torch.") for each in found) else 0
+        masks = [word.value for word in node.keywords if word.arg == "mask"]
+        if any(is_perhaps_bytes(mask, names) for mask in (*node.args[place : place + 1], *masks)):
+            yield MASK
+    if CLAMPED.fullmatch(name) and isinstance(node.func, ast.Attribute):
+        limits = (*node.args, *(word.value for word in node.keywords))
+        if is_integral(node.func.value, names) and not all(map(is_whole, limits)):
+            yield CLAMP
 
 
 def calls_of_arrays(node: ast.Call, names: Names, found: Sequence[str | None]) -> Iterator[str]:
@@ -232,11 +247,19 @@ def is_early_step(node: ast.For, names: Names) -> bool:
     return False
 
 
+def is_whole(limit: ast.expr) -> bool:
+    """Whether a limit is shown to be an integer, or a size."""
+    text = ast.unparse(limit)
+    is_number = re.fullmatch(r"-?\d+|None", text) is not None
+    return is_number or re.search(r"\.size\(|\.shape|\blen\(|\bint\(|\.long\(", text) is not None
+
+
 def needs_cuda(node: ast.Call, found: Iterable[str | None]) -> bool:
     """Whether a call needs a GPU: `.cuda()`, a device or backend by name, types and streams."""
     given = [getattr(each, "value", None) for each in (*node.args, *(word.value for word in node.keywords))]
     return (
         any(isinstance(each, str) and re.fullmatch(r"cuda(:\d+)?|nccl", each) for each in given)
+        or (last_name(node) in ("int", "float") and ast.unparse(node).endswith("(torch.version.cuda)"))
         or any(re.fullmatch(CUDA, name or "") for name in found)
         or (isinstance(node.func, ast.Attribute) and node.func.attr == "cuda")
     )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import builtins
-import functools
 import inspect
-import pickle
 import sys
 from collections.abc import Callable, Set
 
@@ -13,29 +11,8 @@ import numpy as np
 
 from ampatch.apex.legacy.finding import ROWS
 from ampatch.apex.legacy.mending.names import Notices
-from ampatch.apex.legacy.old import Old
-from ampatch.apex.legacy.pattern_rows import COPY, LOAD, NUMPY_LOAD, RAGGED
+from ampatch.apex.legacy.pattern_rows import COPY, RAGGED
 from ampatch.apex.legacy.patterns import POSITIONAL, librosa_wants_names
-
-
-def load_objects(
-    row: Old, name: str, value: bool, load: Callable, notices: Notices, /, *args: object, **kwargs: object
-) -> object:
-    """Has a function load objects as well, where a script does not say of the argument `name` whether to."""
-    file = args[0] if args else kwargs.get("f", kwargs.get("file"))
-    place = file.tell() if hasattr(file, "tell") else 0
-    try:
-        return load(*args, **kwargs)
-    except (ValueError, pickle.UnpicklingError) as error:
-        if kwargs.get(name) is not None or row.error not in str(error):
-            raise
-    notices.tell(row)
-    if hasattr(file, "seek"):
-        file.seek(place)
-    return load(*args, **kwargs | {name: value})
-
-
-load_pickles = functools.partial(load_objects, ROWS[LOAD], "weights_only", False)  # for `torch.load`
 
 
 def init_silently(init: Callable, notices: Notices, /, self: object, *args: object, **kwargs: object) -> None:
@@ -136,30 +113,3 @@ def make_array(
     if row is ROWS[COPY]:
         return make_array(make, notices, object, dtype, **{**kwargs, "copy": None})
     return make(object, builtins.object, **kwargs)
-
-
-class OldNpz(np.lib.npyio.NpzFile):
-    """An archive of arrays that gives objects as well."""
-
-    notices: Notices
-
-    def __getitem__(self, key: str) -> np.ndarray:
-        """Reads an array."""
-        try:
-            return super().__getitem__(key)
-        except ValueError as error:
-            if self.allow_pickle or ROWS[NUMPY_LOAD].error not in str(error):
-                raise
-        self.notices.tell(ROWS[NUMPY_LOAD])
-        self.allow_pickle = True
-        return super().__getitem__(key)
-
-
-def load_arrays(load: Callable, notices: Notices, /, *args: object, **kwargs: object) -> object:
-    """Has `numpy.load` load objects as well, where a script says nothing of it."""
-    if args[2:] or "allow_pickle" in kwargs:
-        return load(*args, **kwargs)
-    loaded = load_objects(ROWS[NUMPY_LOAD], "allow_pickle", True, load, notices, *args, **kwargs)
-    if type(loaded) is OldNpz.__base__:
-        loaded.__class__, loaded.notices = OldNpz, notices
-    return loaded

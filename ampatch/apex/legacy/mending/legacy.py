@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import lr_scheduler
@@ -23,14 +24,13 @@ from ampatch.apex.legacy.mending.arguments import (
     init_sampler,
     init_silently,
     init_with_floats,
-    load_arrays,
-    load_pickles,
     load_yaml,
     make_array,
     read_bytes,
     sample_any,
     take_positional,
 )
+from ampatch.apex.legacy.mending.loading import Loads
 from ampatch.apex.legacy.mending.names import Notices, Places, put_back_names, tell
 from ampatch.apex.legacy.mending.ranks import parse_rank, put_rank_first
 from ampatch.apex.legacy.mending.tensors import LegacyMode, init_at_port
@@ -88,11 +88,9 @@ def equal_to_tensors(notices: Notices) -> Callable:
 
 # Functions that take more than today, by the places that have them.
 WIDER = (
-    ("torch", "load", load_pickles),
     ("torch.distributed", "init_process_group", init_at_port),
     ("numpy", "fromstring", read_bytes),
     *(("numpy", name, make_array) for name in ("array", "asarray", "asanyarray")),
-    ("numpy", "load", load_arrays),
     ("argparse.ArgumentParser", "parse_known_args", parse_rank),
     *((f"torch.optim.{name}", "__init__", init_with_floats) for name in ("Adam", "AdamW")),
     ("random.Random", "sample", sample_any),
@@ -110,10 +108,11 @@ def widen(changes: Changes, notices: Notices, name: str, wider: Callable, owner:
 
 
 @contextmanager
-def legacy() -> Iterator[None]:
+def legacy(unsafe_load: bool = False) -> Iterator[None]:
     """Puts back what torch, NumPy, Python and other packages have taken away while the context is open.
 
-    The log has a warning for each thing, when a script says it for the first time.
+    The log has a warning for each thing, when a script says it for the first time. With `unsafe_load` files
+    are loaded as well that hold more than data, and each is named.
     """
     notices = Notices()
     with Changes() as changes, LegacyMode(notices):
@@ -122,6 +121,9 @@ def legacy() -> Iterator[None]:
         put_back_names(changes, places, notices)
         for place, name, wider in WIDER:
             places.change(place, functools.partial(widen, changes, notices, name, wider))
+        loads = Loads(notices, unsafe_load)
+        for module, wider in ((torch, loads.torch_load), (np, loads.numpy_load)):
+            changes.set_attribute(module, "load", wrap(module.load, wider))
         changes.set_class(torch.fft, OldTransforms)
         changes.set_attribute(torch.fft, "_notices", notices)
         # Made with a generator of its own, since to make one draws a number.

@@ -6,7 +6,6 @@ import functools
 import os
 import pkgutil
 import sys
-import sysconfig
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from ampatch.apex.changes import Changes, script_frame, wrap
+from ampatch.apex.changes import LIBRARIES, Changes, script_frame, wrap
 from ampatch.apex.drop_in.real import find_elsewhere
 from ampatch.apex.legacy.finding import is_gone
 from ampatch.apex.legacy.name_rows import NAMES
@@ -25,7 +24,6 @@ from ampatch.apex.legacy.old import Old
 from ampatch.apex.legacy.patterns import METHODS
 from ampatch.levels.stack import asked
 
-LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 # The linear algebra that torch still has the names of, and that raises.
 RAISING = ("torch.symeig", "torch.solve", "torch.matrix_rank")
 

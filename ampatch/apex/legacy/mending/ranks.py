@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import suppress
 
-from ampatch.apex.changes import Changes, script_frame
+from ampatch.apex.changes import LIBRARIES, Changes, script_frame
 from ampatch.apex.legacy.finding import READS_RANK, ROWS
-from ampatch.apex.legacy.mending.names import LIBRARIES, Notices
+from ampatch.apex.legacy.mending.names import Notices
 from ampatch.apex.legacy.patterns import find_rank
 
 OPTION = re.compile(r"add_argument\([^)]*local[-_]rank")

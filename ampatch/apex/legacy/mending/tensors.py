@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ampatch.apex.legacy.finding import ROWS
 from ampatch.apex.legacy.mending.names import Notices
-from ampatch.apex.legacy.pattern_rows import PART
+from ampatch.apex.legacy.pattern_rows import CLAMP, PART
 
 # Which argument is a mask, and what a keyword calls it.
 MASKS = MappingProxyType(
     {
         **dict.fromkeys((Tensor.masked_fill, Tensor.masked_fill_, Tensor.masked_select), (1, "mask")),
         **dict.fromkeys((Tensor.masked_scatter, Tensor.masked_scatter_, torch.masked_select), (1, "mask")),
+        **dict.fromkeys((torch.masked_fill, torch.masked_scatter), (1, "mask")),
+        **dict.fromkeys((Tensor.index_put, Tensor.index_put_), (1, "indices")),
+        **dict.fromkeys((torch.index_put, torch.index_put_), (1, "indices")),
         **{torch.where: (0, "condition"), Tensor.where: (1, "condition")},
         **dict.fromkeys((Tensor.__getitem__, Tensor.__setitem__), (1, "index")),
     }
@@ -34,6 +39,13 @@ WITH_BOOLS = MappingProxyType(
 )
 # These take complex numbers as pairs, and give them so.
 STFT, ISTFT = (torch.functional.stft, Tensor.stft), (torch.functional.istft, Tensor.istft)
+# What limits in place, where float limits of integers were cut.
+CLAMPS = (Tensor.clamp_, Tensor.clamp_min_, Tensor.clamp_max_, Tensor.clip_, torch.clamp_, torch.clip_)
+CLAMPS += (torch.clamp_min_, torch.clamp_max_)
+INTEGRAL = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+CHANGED = frozenset(
+    {*MASKS, *SPLITS, *IN_PLACE, *WITH_BOOLS, *STFT, *ISTFT, *CLAMPS, Tensor.__getitem__, Tensor.view}
+)
 
 
 class LegacyMode(TorchFunctionMode):
@@ -48,24 +60,27 @@ class LegacyMode(TorchFunctionMode):
     ) -> object:
         """Calls a function of torch; an argument that it no longer takes is changed first."""
         given = kwargs or {}
-        if func is Tensor.__getitem__ and is_first_of_none(*args):
+        original = original_of(func)
+        if original is Tensor.__getitem__ and is_first_of_none(*args):
             self._notices.tell(ROWS["loss.data[0]"])
             return args[0] if args[0].requires_grad else args[0].item()
-        if func in WITH_BOOLS and any(map(is_bool, args)):
-            self._notices.tell(ROWS[WITH_BOOLS[func]])
+        if original in WITH_BOOLS and any(map(is_bool, args)):
+            self._notices.tell(ROWS[WITH_BOOLS[original]])
             args = tuple(each.byte() if is_bool(each) else each for each in args)
-        if func in MASKS:
-            args, given = self._with_masks(*MASKS[func], args, given)
-        if func in SPLITS and args:
+        if original in MASKS:
+            args, given = self._with_masks(*MASKS[original], args, given)
+        if original in SPLITS and args:
             return split_apart(func(*args, **given), *args, **given)
-        if func in IN_PLACE and hasattr(args[0], PART):
+        if original in IN_PLACE and hasattr(args[0], PART):
             self._notices.tell(ROWS[PART])
-        if func is Tensor.view and not args[0].is_contiguous():
+        if original in CLAMPS and args and is_integral(args[0]):
+            args, given = self._with_whole_limits(args, given)
+        if original is Tensor.view and not args[0].is_contiguous():
             return self._view(*args, **given)
-        if func in STFT and given.get("return_complex") is None and not args[0].is_complex():
+        if original in STFT and given.get("return_complex") is None and not args[0].is_complex():
             self._notices.tell(ROWS["torch.stft(...)"])
             return torch.view_as_real(func(*args, **{**given, "return_complex": True}))
-        if func in ISTFT and args and not args[0].is_complex():
+        if original in ISTFT and args and not args[0].is_complex():
             self._notices.tell(ROWS["torch.stft(...)"])
             args = (torch.view_as_complex(args[0].contiguous()), *args[1:])
         return func(*args, **given)
@@ -82,6 +97,21 @@ class LegacyMode(TorchFunctionMode):
             return (*args[:place], mask, *args[place + 1 :]), given
         return args, {**given, name: mask}
 
+    def _with_whole_limits(self, args: tuple, given: Mapping) -> tuple[tuple, Mapping]:
+        """Returns arguments with integers in the place of float limits, which torch used to cut."""
+        integers = args[0]
+
+        def cut(limit: object) -> object:
+            if isinstance(limit, Tensor):
+                return limit.to(integers.dtype) if limit.is_floating_point() else limit
+            return int(limit) if isinstance(limit, (float, np.floating)) and math.isfinite(limit) else limit
+
+        limits, named = tuple(map(cut, args[1:])), {name: cut(limit) for name, limit in given.items()}
+        before, after = (*args[1:], *given.values()), (*limits, *named.values())
+        if any(old is not new for old, new in zip(before, after, strict=True)):
+            self._notices.tell(ROWS[CLAMP])
+        return (integers, *limits), named
+
     def _view(self, tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Returns a view, or a copy of that shape where there can be none."""
         try:
@@ -90,6 +120,18 @@ class LegacyMode(TorchFunctionMode):
             copied = tensor.reshape(*args, **kwargs)
         self._notices.tell(ROWS["correct[:k].view(-1)"])
         return copied
+
+
+def original_of(func: Callable) -> Callable:
+    """Returns the function of torch that is changed here, for what a session has put in its place."""
+    while func not in CHANGED and hasattr(func, "__wrapped__"):
+        func = func.__wrapped__
+    return func
+
+
+def is_integral(value: object) -> bool:
+    """Whether a value is a tensor of integers."""
+    return isinstance(value, Tensor) and value.dtype in INTEGRAL
 
 
 def is_first_of_none(tensor: Tensor, index: object) -> bool:

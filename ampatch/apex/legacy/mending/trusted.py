@@ -1,0 +1,211 @@
+"""What pickles of checkpoints and arrays may name, call and make: what holds data and does nothing."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import enum
+import math
+import os
+import pathlib
+import pickle
+import sys
+import types
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
+from collections.abc import Iterable
+from types import MappingProxyType
+
+import numpy as np
+import torch
+
+from ampatch.apex.changes import LIBRARIES
+from ampatch.levels.private import loadable_globals
+
+
+class RefusedError(pickle.UnpicklingError):
+    """A pickle wants more than data: `wanted` says what."""
+
+    def __init__(self, wanted: Iterable[str]) -> None:
+        self.wanted = (*wanted,)
+        super().__init__(", ".join(self.wanted))
+
+
+class Unknown:
+    """Stands for what a pickle wants and does not get, so that all of that can be told at once."""
+
+
+def make_dtype(text: str, *_: object) -> np.dtype:
+    """Makes what `numpy.dtype` does of a text; a new one, as its byte order may follow."""
+    if type(text) is not str:
+        raise RefusedError([f"numpy.dtype of {name_of(text)}"])
+    return np.dtype(text, False, True)
+
+
+def fill_dtype(dtype: np.dtype, state: tuple) -> None:
+    """Sets the byte order; a state that says more of memory than the name of the type does is refused."""
+    *own, order = *dtype.__reduce__()[2][2:], state[1]
+    if len(state) != 8 or [*state[2:]] != own or order not in ("<", ">", "|", "="):
+        raise RefusedError([f"a numpy.dtype with fields or units, such as {dtype.str}"])
+    dtype.__setstate__((3, order, *own))
+
+
+def make_scalar(dtype: np.dtype, data: bytes | str) -> np.generic:
+    """Makes a number of NumPy of its bytes."""
+    raw = data.encode("latin1") if isinstance(data, str) else data
+    return np.frombuffer(raw, dtype, 1)[0] if raw else dtype.type()  # which refuses objects
+
+
+def make_array(kind: type, *_: object) -> np.ndarray:
+    """Makes an array that is filled later."""
+    if kind is not np.ndarray:
+        raise RefusedError([f"an array of {name_of(kind)}"])
+    return np.empty(0)
+
+
+def fill_array(array: np.ndarray, state: tuple) -> None:
+    """Fills an array that is empty, as a tensor may share the memory of another, with as much as it holds."""
+    _, shape, dtype, _, data = state
+    size = math.prod(shape)
+    is_sized = all(type(each) is int and each >= 0 for each in shape) and array.shape == (0,)
+    if dtype == np.dtype(object):
+        is_whole = type(data) is list and len(data) == size
+    else:
+        is_whole = (
+            not dtype.hasobject and isinstance(data, (bytes, str)) and len(data) == size * dtype.itemsize
+        )
+    if not (is_sized and is_whole):
+        raise RefusedError([f"a numpy.ndarray of shape {shape} and {dtype} that does not fit its data"])
+    array.__setstate__(state)
+
+
+def array_of_bytes(data: bytes, dtype: np.dtype, shape: tuple, order: str) -> np.ndarray:
+    """Makes an array as protocol 5 has it."""
+    return np.frombuffer(data, dtype).reshape(shape, order=order)
+
+
+def rebuild_tensor(function: object, kind: object, *rest: object) -> torch.Tensor:
+    """Makes a tensor with attributes; torch itself would call whatever function it is given."""
+    is_torchs = kind in (torch.Tensor, torch.nn.Parameter)
+    if not is_torchs or getattr(function, "__module__", "") != "torch._utils":
+        raise RefusedError([f"a tensor of {name_of(kind)} that {name_of(function)} makes"])
+    return loadable_globals()["torch._tensor._rebuild_from_type_v2"](function, kind, *rest)
+
+
+def name_of(thing: object) -> str:
+    """Returns the dotted name of a class or function, or of the class of anything else."""
+    named = thing if isinstance(thing, (type, types.FunctionType, types.BuiltinFunctionType)) else type(thing)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def named(*things: object) -> dict[str, object]:
+    """Returns functions and classes by the names that pickles have for them."""
+    return {f"{thing.__module__}.{thing.__qualname__}": thing for thing in things}
+
+
+# Classes whose objects hold data.
+HOLDERS = (argparse.Namespace, UserDict, UserList)
+CONFIGURATIONS = ("yacs.config.CfgNode", "easydict.EasyDict")  # dicts of libraries, if they are imported
+# What is called; none of it does anything but make data.
+CALLED = MappingProxyType(
+    {
+        **named(set, frozenset, bytearray, complex, slice, range, OrderedDict, Counter, defaultdict, deque),
+        **named(*(getattr(datetime, each) for each in ("date", "datetime", "time", "timedelta", "timezone"))),
+        **{f"pathlib.{each}": getattr(pathlib, each) for each in pathlib.__all__ if each.endswith("Path")},
+        "types.SimpleNamespace": types.SimpleNamespace,
+        "numpy.dtype": make_dtype,
+        **{f"numpy.{core}.multiarray.scalar": make_scalar for core in ("core", "_core")},
+        **{f"numpy.{core}.multiarray._reconstruct": make_array for core in ("core", "_core")},
+        **{f"numpy.{core}.numeric._frombuffer": array_of_bytes for core in ("core", "_core")},
+        "torch._tensor._rebuild_from_type_v2": rebuild_tensor,
+    }
+)
+ACTIVATIONS = (
+    "relu gelu silu elu selu relu6 leaky_relu tanh sigmoid softplus mish hardswish softmax log_softmax"
+)
+# What is only named: as a value, or the factory of a defaultdict.
+VALUES = MappingProxyType(
+    {
+        **named(list, dict, tuple, str, int, float, bool, bytes, object, np.ndarray, *HOLDERS),
+        **{f"numpy.{kind.__name__}": kind for kind in np.sctypeDict.values()},
+        **{f"torch.nn.functional.{each}": getattr(torch.nn.functional, each) for each in ACTIVATIONS.split()},
+    }
+)
+NETWORKS = ("torch.nn.modules.", "torch.nn.utils.", "torch.nn.parallel.data_parallel.", "torch.optim.")
+NETWORKS += ("torch.utils.data.dataset.",)
+TRUSTED = ("builtins", "collections", "enum", "abc", "typing", "argparse", "types")
+# Packages whose objects call no methods of others: those of torch.nn do.
+DATA = ("builtins", "collections", "torch", "numpy", "pathlib", "datetime")
+SPECIAL = ("__new__", "__setstate__", "__del__", "__getattribute__")  # methods that would run
+# Types whose `__init__` calls nothing of a class that is derived from them.
+FILLED = (defaultdict, dict, deque, list, set)
+LOOSE = (list, tuple, deque)  # types that look at nothing that they hold
+HOLDING = (list, tuple, set, frozenset, deque)
+BUILTINS = (OrderedDict, defaultdict, dict, deque, list, tuple, frozenset, set, str, bytes, int, float)
+
+
+def script_folder() -> str:
+    """Returns the folder that Python finds the script's modules in; with -m that of its package."""
+    main = sys.modules["__main__"]
+    folder = os.path.dirname(os.path.abspath(getattr(main, "__file__", None) or "."))
+    parent = getattr(getattr(main, "__spec__", None), "parent", "")
+    for _ in filter(None, (parent or "").split(".")):
+        folder = os.path.dirname(folder)
+    return os.path.realpath(folder)
+
+
+def is_own(module: types.ModuleType) -> bool:
+    """Whether a module is a file of the script's folder, and of no library that is installed there."""
+    file = os.path.realpath(getattr(module, "__file__", None) or "/")
+    libraries = (*LIBRARIES, *map(os.path.realpath, LIBRARIES))
+    is_library = file.startswith(libraries) or "-packages" + os.sep in file
+    return file.startswith(os.path.join(script_folder(), "")) and not is_library
+
+
+def find_network(module: str, name: str) -> type | None:
+    """Returns a class of torch.nn or torch.optim."""
+    found = vars(sys.modules.get(module, types)).get(name) if is_network(module) else None
+    return found if isinstance(found, type) and found.__module__ == module else None
+
+
+def find_own(module: str, name: str) -> type | None:
+    """Returns a class of a module in the script's folder, or of a configuration, if it is imported."""
+    place = sys.modules.get(module)
+    is_known = place is not None and (is_own(place) or f"{module}.{name}" in CONFIGURATIONS)
+    found = vars(place).get(name) if is_known else None
+    is_defined = isinstance(found, type) and (found.__module__, found.__qualname__) == (place.__name__, name)
+    return found if is_defined else None
+
+
+def special_method(kind: type) -> str | None:
+    """Returns a method of a class that would run if it is made or filled; None if none of its own would."""
+    own = [
+        base for base in kind.__mro__ if base.__module__ not in TRUSTED and not is_network(base.__module__)
+    ]
+    # A namedtuple's and an enumeration's `__new__` are Python's, and not called either.
+    is_made = isinstance(kind, enum.EnumMeta) or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
+    names = SPECIAL[1:] if is_made else SPECIAL
+    return next((name for base in own for name in names if name in vars(base)), None)
+
+
+def is_network(module: str) -> bool:
+    """Whether a module is one of torch.nn, torch.optim or such."""
+    return f"{module}.".startswith(NETWORKS)
+
+
+def is_data(value: object) -> bool:
+    """Whether no method of the script runs when a value is compared, hashed or looped over."""
+    kind = type(value)
+    if isinstance(value, (type, enum.Enum, Unknown)):
+        return True
+    if kind.__module__.partition(".")[0] not in DATA or is_network(kind.__module__):
+        return False
+    if isinstance(value, dict):
+        return all(map(is_data, (*value.keys(), *value.values())))
+    if isinstance(value, np.ndarray):
+        return not value.dtype.hasobject or is_data(value.ravel().tolist())
+    return not isinstance(value, HOLDING) or all(map(is_data, value))
+
+
+def builtin_of(kind: type) -> type:
+    """Returns the builtin type that a class is derived from, which makes and fills its objects."""
+    return next((each for each in BUILTINS if issubclass(kind, each)), object)
