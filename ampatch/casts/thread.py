@@ -5,16 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from ampatch.levels.private import change_in_graph, find_in_thread, is_in_thread, keep_in_thread
 from ampatch.levels.stack import is_running
 
 Result = TypeVar("Result")
+Rounded = tuple[Tensor, int | None, Tensor]  # a half tensor, its version if torch counts, what it was before
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class Forward:
     off: bool  # casts are off in it
     dtype: torch.dtype | None  # what its weights and activations have; None where ops are cast one by one
     frame: FrameType | None  # the call that runs it; None in a graph, where none ends early
+    rounded: list[Rounded] = field(default_factory=list, compare=False)  # between the modules in it
 
 
 class ThreadState(threading.local):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,8 @@ from torch.nn import Module
 from torch.nn.modules.loss import _Loss
 
 from ampatch.casts.cast import CASTS, PendingGraph
-from ampatch.casts.cast_tree import cast_batch, cast_call, cast_object, cast_tree
-from ampatch.casts.thread import Forward
+from ampatch.casts.cast_tree import cast_batch, cast_call, cast_object, cast_to, cast_tree
+from ampatch.casts.thread import Forward, Rounded
 from ampatch.errors import AmpValueError
 from ampatch.levels.precision import HALF_TYPES
 from ampatch.models.cast_tensor import CastModule, Float32Values, own_tensors
@@ -104,14 +105,20 @@ class EnterAsGiven(EnterForward):
 
 @dataclass(frozen=True, slots=True)
 class ExitForward:
-    """Tells the session that a module's forward ended; a forward hook that always runs."""
+    """Tells the session that a module's forward ended; a forward hook that always runs.
 
-    def __call__(self, module: Module, args: tuple, output: object) -> None:
+    What it returns as one of its parts did, it returns as it was before it was rounded for the other parts.
+    """
+
+    def __call__(self, module: Module, args: tuple, output: object) -> object:
+        forwards = CASTS.thread.forwards
+        if forwards and forwards[-1].rounded and forwards[-1].owner == id(module):
+            output = cast_tree(output, functools.partial(_find_precise, forwards[-1].rounded))
         if torch.compiler.is_dynamo_compiling():
             CASTS.thread.pop(id(module))
-            return
-        if CASTS.exit_forward(id(module)) and CASTS.half is not None:
+        elif CASTS.exit_forward(id(module)) and CASTS.half is not None:
             _end_outermost(output)
+        return output
 
 
 def _end_outermost(output: object) -> None:
@@ -144,6 +151,28 @@ def _is_watched(node: torch.autograd.graph.Node) -> bool:
     return graph is not None and not graph.was_used
 
 
+def _find_precise(rounded: list[Rounded], tensor: Tensor) -> Tensor:
+    """Returns what a tensor was before it was rounded, unless it was written since."""
+    for half, version, precise in rounded:
+        if tensor is half:
+            is_untouched = version is not None and version == _find_version(tensor)
+            return precise if is_untouched else _refine(half, precise)
+    return tensor
+
+
+def _refine(half: Tensor, precise: Tensor) -> Tensor:
+    """Returns `precise` where `half` still is its rounding; gradients go to whoever wrote into `half`."""
+    wide = half.float()
+    is_rounding = precise.to(half.dtype) == half
+    refined = wide + torch.where(is_rounding, precise - wide, 0).detach()  # exactly `precise`
+    return torch.where(is_rounding & wide.isinf(), precise, refined)
+
+
+def _find_version(tensor: Tensor) -> int | None:
+    """How often a tensor was written; None where torch does not count, or a graph cannot ask."""
+    return None if torch.compiler.is_dynamo_compiling() or tensor.is_inference() else tensor._version
+
+
 @dataclass(frozen=True, slots=True)
 class CastOutputs:
     """Casts a module's floating outputs, in any container; a forward hook.
@@ -166,7 +195,23 @@ class CastOutputs:
         if outer and not self.inside:
             return output
         dtype = (outer[-1].dtype if outer else None) or self.alone
-        return output if dtype is None else cast_batch(output, dtype)
+        around = outer[:-1] if outer and outer[-1].owner == id(module) else outer
+        if dtype is None or not around:
+            return output if dtype is None else cast_batch(output, dtype)
+        return cast_tree(output, _round_in(around[-1], dtype), cast_object(dtype))
+
+
+def _round_in(around: Forward, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Casts to a type for the modules of a forward, which learns what it was before."""
+    cast = cast_to(dtype)
+
+    def cast_and_note(tensor: Tensor) -> Tensor:
+        result = cast(tensor)
+        if result is not tensor and dtype in HALF_TYPES:
+            around.rounded.append((result, _find_version(result), tensor))
+        return result
+
+    return cast_and_note
 
 
 class _StateDictHook:

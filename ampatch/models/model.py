@@ -32,6 +32,7 @@ from ampatch.models.kept import (
     select_outermost,
     select_without_kernel,
 )
+from ampatch.models.methods import replace_methods, restore_methods
 
 ValuesById = Mapping[int, Float32Values]  # what knows a tensor, by the tensor's id
 
@@ -254,6 +255,9 @@ class ModelCaster:
         self._hook_outputs(module, None, keeps_losses=True)
         self._hook_scope(module, hooks.EnterAsGiven(True, torch.float32))
         self._hook_inputs(module, hooks.CastInputs(torch.float32))
+        for part in module.modules():
+            self._stack.callback(weakly(restore_methods, part))
+            replace_methods(part)
 
     def _hook_entries(self) -> None:
         """Has the half modules take what kept ones return, and attention float32 masks."""
