@@ -16,7 +16,16 @@ from ampatch.levels.private import change_in_graph, find_in_thread, is_in_thread
 from ampatch.levels.stack import is_running
 
 Result = TypeVar("Result")
-Rounded = tuple[Tensor, int | None, Tensor]  # a half tensor, its version if torch counts, what it was before
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rounded:
+    """What a module returned, rounded for the modules around it."""
+
+    half: Tensor
+    version: int | None  # of the half tensor; None where torch does not count, or a graph cannot ask
+    precise: Tensor
+    owner: int  # id of the module
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,10 +153,10 @@ def _is_watched(node: torch.autograd.graph.Node) -> bool:
 
 def _find_precise(rounded: list[Rounded], tensor: Tensor) -> Tensor:
     """Returns what a tensor was before it was rounded, unless it was written since."""
-    for half, version, precise in rounded:
-        if tensor is half:
-            is_untouched = version is not None and version == _find_version(tensor)
-            return precise if is_untouched else _refine(half, precise)
+    for one in rounded:
+        if tensor is one.half:
+            is_untouched = one.version is not None and one.version == _find_version(tensor)
+            return one.precise if is_untouched else _refine(one.half, one.precise)
     return tensor
 
 
@@ -169,7 +169,6 @@ def _refine(half: Tensor, precise: Tensor) -> Tensor:
 
 
 def _find_version(tensor: Tensor) -> int | None:
-    """How often a tensor was written; None where torch does not count, or a graph cannot ask."""
     return None if torch.compiler.is_dynamo_compiling() or tensor.is_inference() else tensor._version
 
 
@@ -198,17 +197,17 @@ class CastOutputs:
         around = outer[:-1] if outer and outer[-1].owner == id(module) else outer
         if dtype is None or not around:
             return output if dtype is None else cast_batch(output, dtype)
-        return cast_tree(output, _round_in(around[-1], dtype), cast_object(dtype))
+        return cast_tree(output, _round_in(around[-1], dtype, id(module)), cast_object(dtype))
 
 
-def _round_in(around: Forward, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+def _round_in(around: Forward, dtype: torch.dtype, owner: int) -> Callable[[Tensor], Tensor]:
     """Casts to a type for the modules of a forward, which learns what it was before."""
     cast = cast_to(dtype)
 
     def cast_and_note(tensor: Tensor) -> Tensor:
         result = cast(tensor)
         if result is not tensor and dtype in HALF_TYPES:
-            around.rounded.append((result, _find_version(result), tensor))
+            around.rounded.append(Rounded(result, _find_version(result), tensor, owner))
         return result
 
     return cast_and_note

@@ -33,6 +33,7 @@ from ampatch.models.kept import (
     select_without_kernel,
 )
 from ampatch.models.methods import replace_methods, restore_methods
+from ampatch.models.rounding import Effect, find_effect
 
 ValuesById = Mapping[int, Float32Values]  # what knows a tensor, by the tensor's id
 
@@ -141,7 +142,7 @@ class ModelCaster:
         self._as_given = {id(module) for module in lacking} - self._asked
         self._kept = select_outermost(add_sharers(models, list(dict.fromkeys([*asked, *lacking]))))
         self._cast: list[CastTensor] = []
-        self.rounded: list[str] = []  # what half moves by whole steps
+        self.rounded: dict[Effect, list[str]] = {}  # tensors that no step trains, by what half does to them
         self.float8: dict[Module, str] = {}  # of linear layers why they are not in float8, "" if they are
         self._stack = undo
 
@@ -170,6 +171,15 @@ class ModelCaster:
         found = [self._values[key] for key in ids if key in self._values]
         return list({id(values): values for values in found}.values())
 
+    def describe_as_given(self) -> dict[int, str]:
+        """Names the modules that compute in float32 and return what they are given, by id."""
+        names = {id(part): name for model in self._models for name, part in model.named_modules()}
+        return {
+            id(module): f"{names[id(module)]!r} ({type(module).__name__})"
+            for module in self._kept
+            if id(module) in self._as_given
+        }
+
     def forget_originals(self) -> None:
         """Frees the float32 values that no master stands for; they cannot be restored afterwards."""
         for cast in self._cast:
@@ -191,8 +201,9 @@ class ModelCaster:
         self._stack.callback(weakly(CastModule.cast_newcomers, *self._parts))
         self._stack.callback(weakly(CastTensor.restore, *self._cast))
         for cast in self._cast:
-            if cast.loses_steps(dtype):
-                self.rounded.append(cast.describe())
+            effect = find_effect(cast.tensor, dtype)
+            if effect is not None:
+                self.rounded.setdefault(effect, []).append(cast.describe())
             cast.cast(dtype)
         for module in recurrent:
             flatten_parameters(module)
