@@ -121,15 +121,15 @@ class WriteWatch(_FirstForward):
 
     def __init__(self, warner: Warner, policy: Policy, tensors: Mapping[str, Tensor]) -> None:
         self._warner, self._policy = warner, policy
-        self._before = {name: (tensor, _mark(tensor)) for name, tensor in tensors.items()}
+        self._before = {name: _mark(tensor) for name, tensor in tensors.items()}
         self.is_needed = bool(tensors)
 
     def look(self, module: Module, output: object) -> None:
         if not module.training:
             return
         before, self._before, self.is_needed = self._before, {}, False
-        now = _list_untrained(module).items()
-        written = [name for name, it in now if name in before and before[name] != (it, _mark(it))]
+        now = _list_untrained(module)
+        written = [name for name in now if name in before and before[name] != _mark(now[name])]
         if written and "forward" not in vars(module):
             module.forward = _LookedAt(module, written, self._warn)
 
@@ -153,9 +153,10 @@ def _is_out_of_reach(tensor: Tensor) -> bool:
     return tensor.requires_grad or tensor.is_meta or tensor.layout is not torch.strided or is_wrapper(tensor)
 
 
-def _mark(tensor: Tensor) -> tuple[int, int]:
-    """What changes when a tensor is written."""
-    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
+def _mark(tensor: Tensor) -> tuple[int, int, float]:
+    """What changes when a tensor is written or replaced; the sum where it is written through `.data`."""
+    version = 0 if tensor.is_inference() else tensor._version
+    return version, tensor.data_ptr(), tensor.detach().sum(dtype=torch.float32).item()
 
 
 class _LookedAt:
@@ -209,15 +210,14 @@ class _Additions(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable, types: object, args: tuple = (), kwargs: dict | None = None
     ) -> object:
-        result = function(*args, **(kwargs or {}))
         name = getattr(function, "__name__", "")
         stem, is_in_place = name.strip("_"), name.endswith("_") and not name.startswith("_")
         if stem in _WRITES or (stem in _ARITHMETIC and is_in_place):
             target = self._find_place(args[0])
-            is_added = target is not None if stem in _ARITHMETIC else target in map(self._find_source, args[1:])
-            if target is not None and is_added:
+            if target is not None and (stem in _ARITHMETIC or target in map(self._find_source, args[1:])):
                 self._found.add(target)
-        elif stem.removeprefix("r") in _SAME or stem in _SAME:
+        result = function(*args, **(kwargs or {}))
+        if stem in _SAME or stem.removeprefix("r") in _SAME:
             source = next(filter(None, (self._find_source(arg) or self._find_place(arg) for arg in args)), None)
             if isinstance(result, Tensor) and source is not None and result.numel() <= self._sizes[source]:
                 self._derived.append((result, source))
